@@ -1,0 +1,1 @@
+"""Attention kernels for CuPy and NumPy, compiled at run time, checked against derived bounds."""

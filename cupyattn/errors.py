@@ -1,0 +1,15 @@
+"""The exceptions that cupyattn raises beside ValueError and TypeError."""
+
+from __future__ import annotations
+
+
+class UnsupportedError(NotImplementedError):
+    """Something cupyattn does not do; the message says what is supported and what to do."""
+
+
+class KernelCompileError(RuntimeError):
+    """NVRTC rejected a kernel; the message names source, options and the first error."""
+
+
+class KernelLaunchError(RuntimeError):
+    """A kernel cannot be launched on this device; the message names the numbers and the way out."""

@@ -1,0 +1,55 @@
+"""Compile-time features of an attention call: what a kernel is specialised for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Features:
+    """What one compiled kernel does beside plain attention.
+
+    Parameters
+    ----------
+    dtype : {"float16", "bfloat16", "float32"}
+        Storage type of the 16/32-bit operands and of the output.
+    head_dim : int
+        True head size, 1 to 256; kernels pad it to their instruction shape themselves.
+    causal : bool
+        Query row i attends key j only where ``j <= i + causal_shift`` (a run-time number).
+    lse : bool
+        Store the log-sum-exp of every row.
+    vec : {1, 2, 4, 8, 16}
+        Elements per global load and store, the widest that every pointer, stride and head_dim
+        allow (at most 16 bytes).
+    group_q, group_kv : int
+        Query and key rows that share a quantisation scale (a power of two; 0: not quantised).
+    """
+
+    dtype: str
+    head_dim: int
+    causal: bool = False
+    lse: bool = False
+    vec: int = 1
+    group_q: int = 0
+    group_kv: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"features.dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if not 1 <= self.head_dim <= 256:
+            raise ValueError(f"features.head_dim must be 1 to 256, got {self.head_dim}")
+
+    def defines(self) -> dict[str, int]:
+        """Return the ``CFG_*`` macros that carry these features to ``prims/config.cuh``."""
+        return {
+            "CFG_DTYPE": DTYPES.index(self.dtype),
+            "CFG_HEAD_DIM": self.head_dim,
+            "CFG_CAUSAL": int(self.causal),
+            "CFG_LSE": int(self.lse),
+            "CFG_VEC": self.vec,
+            "CFG_GROUP_Q": self.group_q,
+            "CFG_GROUP_KV": self.group_kv,
+        }

@@ -1,0 +1,115 @@
+"""Where each kernel rounds, and to what: the record that drives mirror and bound.
+
+The tags R0 to R7 are those of docs/MATH_REFERENCE.md; a kernel's header and body, its mirror in
+`cupyattn.reference` and its bound in `cupyattn.bounds` carry the same tags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: Unit roundoff of each storage type: half the distance from 1 to the next number.
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+#: Absolute rounding error in the subnormal range: half the smallest subnormal.
+HALF_SUBNORMAL = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
+#: Relative error of ``ex2.approx.ftz.f32`` (PTX ISA, "ex2": 2^-22 over the full range).
+EX2_APPROX_ERROR = 2.0**-22
+#: Results of ``ex2.approx.ftz.f32`` below this are flushed to zero.
+EX2_FLUSH = 2.0**-126
+#: Unit roundoff of a tensor-core accumulation step (they truncate and align; Blanchard et al. 2020,
+#: Khattak and Mikaitis, arXiv 2512.07004).
+TENSOR_CORE_ROUNDOFF = 2.0**-23
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Rounding points of one kernel.
+
+    Parameters
+    ----------
+    q_type, k_type, v_type : str
+        Storage types of the operands, ``"int8"`` for codes with scales.
+    out_type : str
+        Storage type of O.
+    scores : {"fma", "tensor_core", "int32"}
+        R2, how Q.K^T accumulates over head_dim.
+    scaling : {"natural", "folded", "dequantised"}
+        R3. ``natural``: S = fl(dot * scale) is rounded, then exp2(fma(S, log2 e, -M)).
+        ``folded``: S = dot, then exp2(fma(S, scale_log2, -M)), no rounding of its own.
+        ``dequantised``: S = fl(fl(dot * k_scale) * fl(scale_log2 * q_scale)) in log2 units, then
+        exp2(S - M).
+    p_type : str
+        R5, storage type of P as an operand; ``"float32"`` means that it is not rounded again.
+    values : {"fma", "tensor_core"}
+        R6, how P.V accumulates over the keys.
+    online : bool
+        R6. True: l and O are rescaled by alpha as the maximum rises, O is divided by l at the end
+        (R7). False: the whole row is known, P is divided by l before P.V.
+    """
+
+    q_type: str
+    k_type: str
+    v_type: str
+    out_type: str
+    scores: Literal["fma", "tensor_core", "int32"]
+    scaling: Literal["natural", "folded", "dequantised"]
+    p_type: str
+    values: Literal["fma", "tensor_core"]
+    online: bool
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The rounding points at which this kernel rounds, e.g. ``("R2", "R4", ...)``."""
+        tags = ["R1"] if self.q_type == "int8" else []
+        tags += [] if self.scores == "int32" else ["R2"]
+        tags += [] if self.scaling == "folded" else ["R3"]
+        tags += ["R4"]
+        tags += [] if self.p_type == "float32" else ["R5"]
+        return (*tags, "R6", "R7")
+
+
+def numerics(family: str, form: str, dtype: str, quant: object = None) -> Numerics:
+    """Compose the rounding points of a kernel.
+
+    Parameters
+    ----------
+    family : {"unfused", "float32", "tensor_core", "int8"}
+        What the variant computes with (`cupyattn.registry.Variant.family`).
+    form : {"portable", "sm90"}
+        Which form of the kernel; both portable and Hopper tensor cores share a roundoff.
+    dtype : {"float16", "bfloat16", "float32"}
+        Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
+    quant : QuantConfig, optional
+        Reserved for 8-bit P; every family of today keeps P in 16 or 32 bits.
+
+    Returns
+    -------
+    Numerics
+
+    Raises
+    ------
+    ValueError
+        If family, form or dtype is not one of those above.
+
+    Examples
+    --------
+    >>> numerics("tensor_core", "portable", "float16").tags
+    ('R2', 'R4', 'R5', 'R6', 'R7')
+    """
+    if form not in ("portable", "sm90"):
+        raise ValueError(f"form must be 'portable' or 'sm90', got {form!r}")
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
+    if family == "unfused":
+        return Numerics(dtype, dtype, dtype, dtype, "fma", "natural", "float32", "fma", False)
+    if family == "float32":
+        return Numerics(dtype, dtype, dtype, dtype, "fma", "folded", "float32", "fma", True)
+    if family == "tensor_core":
+        return Numerics(dtype, dtype, dtype, dtype, "tensor_core", "folded", dtype, "tensor_core", True)
+    if family == "int8":
+        value = "float16" if dtype == "float32" else dtype
+        return Numerics("int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True)
+    raise ValueError(
+        f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"
+    )

@@ -1,0 +1,115 @@
+"""The ladder on one screen: every variant, its one idea, its tiles and what it rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cupyattn.tiles import Tiles
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One rung of the ladder.
+
+    Parameters
+    ----------
+    name : str
+        What users type; the source is ``kernels_cu/attn_<name>.cu``, the entry point
+        ``attn_<name>``.
+    idea : str
+        The one idea that this rung adds.
+    family : {"unfused", "float32", "tensor_core", "int8"}
+        What it computes with: `cupyattn.numerics.numerics` composes its rounding points from this.
+    tiles : mapping of int to Tiles
+        Default tiles by largest head_dim, in rising order, ending with 256. They fit in the
+        99 KB of shared memory that every device from compute capability 8.0 on has.
+    dtypes : tuple of str
+        Storage types that it takes.
+    forms : tuple of str
+        Which forms exist: ``"portable"`` (``kernels_cu/``), ``"sm90"`` (``kernels_cu/sm90/``).
+    source : Path, optional
+        A ``.cu`` outside the package, given by `cupyattn.register`.
+    """
+
+    name: str
+    idea: str
+    family: str
+    tiles: Mapping[int, Tiles]
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    forms: tuple[str, ...] = ("portable",)
+    source: Path | None = field(default=None, compare=False)
+
+    @property
+    def entry_point(self) -> str:
+        """Name of the kernel in its source."""
+        return f"attn_{self.name}"
+
+    def default_tiles(self, head_dim: int) -> Tiles:
+        """Return the tiles used for a head size when the caller names none."""
+        for limit, tiles in self.tiles.items():
+            if head_dim <= limit:
+                return tiles
+        raise ValueError(f"head_dim must be 1 to 256, got {head_dim}")
+
+
+_ALL = ("float16", "bfloat16", "float32")
+
+VARIANTS: dict[str, Variant] = {
+    v.name: v
+    for v in (
+        # fmt: off
+        #        name        the one idea                                 family         default tiles by head_dim
+        Variant("unfused",  "S and P live in global memory",             "unfused",     {256: Tiles(32, 32, 4)}, _ALL),
+        Variant("fa",       "online softmax: S never leaves the SM",     "float32",     {128: Tiles(32, 32, 4), 256: Tiles(16, 16, 4)}, _ALL),
+        Variant("fa_warps", "each warp owns whole query rows",           "float32",     {128: Tiles(32, 32, 4), 256: Tiles(16, 32, 4)}, _ALL),
+        Variant("fa_tc",    "both products on tensor cores",             "tensor_core", {128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 2)}),
+        Variant("fa_int8",  "Q.K^T on INT8 tensor cores",                "int8",        {128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 2)}, _ALL),
+        # fmt: on
+    )
+}
+
+
+def lookup(name: str) -> Variant:
+    """Return the variant called `name`.
+
+    Raises
+    ------
+    ValueError
+        If there is none; the message lists those that exist.
+    """
+    try:
+        return VARIANTS[name]
+    except KeyError:
+        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {name!r}") from None
+
+
+def register(variant: Variant, source: str | Path) -> Variant:
+    """Add a rung from a ``.cu`` file of your own.
+
+    Parameters
+    ----------
+    variant : Variant
+        Its name, idea, family and tiles. The kernel's entry point must be ``attn_<name>``.
+    source : path
+        The ``.cu`` file; it may include ``prims/*.cuh``.
+
+    Returns
+    -------
+    Variant
+        The registered variant, now in `VARIANTS` and accepted by `cupyattn.attention`.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken or the file does not exist.
+    """
+    path = Path(source).resolve()
+    if variant.name in VARIANTS:
+        raise ValueError(f"a variant called {variant.name!r} is already registered")
+    if not path.is_file():
+        raise ValueError(f"source must be an existing .cu file, got {str(path)!r}")
+    added = Variant(**{**variant.__dict__, "source": path})
+    VARIANTS[added.name] = added
+    return added

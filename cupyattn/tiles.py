@@ -1,0 +1,60 @@
+"""Tile sizes of the attention kernels: the one source of every compile-time size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Block sizes of one attention kernel.
+
+    Parameters
+    ----------
+    block_q : int
+        Query rows per thread block.
+    block_kv : int
+        Key rows per step of the loop.
+    num_warps : int
+        Warps per thread block.
+    num_stages : int
+        Key and value tiles in flight (1: no prefetch).
+
+    Raises
+    ------
+    ValueError
+        If a size is not positive, or there are more than 32 warps.
+
+    Notes
+    -----
+    What a kernel needs of its tiles (divisibility, multiples of the instruction shape) is stated
+    once, as ``static_assert`` sentences in ``kernels_cu``; a tile that breaks one fails to compile
+    with that sentence in the `KernelCompileError`.
+
+    Examples
+    --------
+    >>> Tiles(block_q=64, block_kv=32, num_warps=4).num_threads
+    128
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"tiles.{field.name} must be a positive integer, got {value!r}")
+        if self.num_warps > 32:
+            raise ValueError(f"tiles.num_warps must be at most 32, got {self.num_warps}")
+
+    @property
+    def num_threads(self) -> int:
+        """Threads per block."""
+        return 32 * self.num_warps
+
+    def defines(self) -> dict[str, int]:
+        """Return the ``CFG_*`` macros that carry these sizes to ``prims/config.cuh``."""
+        return {f"CFG_{field.name.upper()}": getattr(self, field.name) for field in fields(self)}
