@@ -3,7 +3,7 @@
 // Idea         What is stored. Q and K are INT8 codes with a float scale per group of rows, so the first
 //              product is mma.m16n8k32 over integers, exact, at twice the rate and half the bytes.
 // Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers and applies the
-//              scales; V stays in 16 bits and S4 to S6 are those of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
+//              scales, S6 gives the keys' mean back to lse; V stays in 16 bits, S4 and S5 are those of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP].
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 exp2, R5 P to
 //              16 bits, R6 alpha, l and the tensor core over keys, R7 times 1/l and store (cupyattn/numerics.py)
@@ -195,6 +195,13 @@ void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ 
       state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
       const float inverse_l = state[r][h].inverse_l();
       const int row = row0 + r * 16 + g + h * 8;
+      if (LSE && quant.K_mean) {  // the part of the scores that smoothing took from every key of a row
+        const float* K_mean = quant.K_mean + (batch * p.heads_kv + head_kv) * HEAD_DIM;  // [HEAD_DIM]
+        float dot = 0.0f;
+        for (int d = t; d < HEAD_DIM; d += 4)
+          dot = fmaf(Q[min(row, p.len_q - 1 - q0) * p.Q_stride.len + d], K_mean[d], dot);
+        state[r][h].M += Q_scale_log2[r][h] * shfl_sum<4>(dot);  // R3
+      }
       if (q0 + row >= p.len_q) continue;
       if constexpr (LSE)
         if (t == 0) p.lse[batch_head * p.len_q + q0 + row] = state[r][h].lse();
