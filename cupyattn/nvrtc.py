@@ -105,7 +105,7 @@ class Nvrtc:
 
     @cached_property
     def capabilities(self) -> tuple[int, ...]:
-        """Compute capabilities that it compiles for, times ten and rising: ``(75, 80, 86, ...)``."""
+        """Compute capabilities times ten that it compiles for, rising: ``(75, 80, ...)``."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         values = (ctypes.c_int * count.value)()
