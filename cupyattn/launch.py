@@ -359,7 +359,7 @@ def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) ->
     addresses = {name: data_address(array) for name, array in arrays.items()}
     for launch in plan.launches:
         module = compiler.load(launch.module, arch)
-        shared = module.smem_bytes if launch.dynamic_shared else 0
+        shared = module.binary.smem_bytes if launch.dynamic_shared else 0
         arguments = tuple(pack(struct, values, addresses) for struct, values in launch.params)
         kernel = module.kernel(launch.entry)
         try:

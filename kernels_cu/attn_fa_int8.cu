@@ -39,7 +39,7 @@ static_assert(WARP_Q % 16 == 0, "BLOCK_Q / NUM_WARPS must be a multiple of 16, t
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth of an mma");
 static_assert(NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS)
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1)
 void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ QuantParams quant) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);

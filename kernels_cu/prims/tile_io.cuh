@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_tile_async(T* shared, const T* global, int6
   constexpr int CHUNK = 16 / sizeof(T);          // elements per 16-byte chunk
   constexpr int VECS = COLS_PAD / WIDTH;         // accesses per row
   constexpr int BYTES = WIDTH * sizeof(T);
-#pragma unroll 4
+#pragma unroll 1  // NOTE: copies run in the background; unrolling them would only hold address registers
   for (int i = thread; i < ROWS * VECS; i += NUM_THREADS) {
     const int row = i / VECS, col = i % VECS * WIDTH;
     const bool valid = row < rows_valid && col < COLS;
