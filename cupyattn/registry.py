@@ -64,8 +64,8 @@ VARIANTS: dict[str, Variant] = {
         Variant("unfused",  "S and P live in global memory",             "unfused",     {256: Tiles(32, 32, 4)}, _ALL),
         Variant("fa",       "online softmax: S never leaves the SM",     "float32",     {128: Tiles(32, 32, 4), 256: Tiles(16, 16, 4)}, _ALL),
         Variant("fa_warps", "each warp owns whole query rows",           "float32",     {128: Tiles(32, 32, 4), 256: Tiles(16, 32, 4)}, _ALL),
-        Variant("fa_tc",    "both products on tensor cores",             "tensor_core", {128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 2)}),
-        Variant("fa_int8",  "Q.K^T on INT8 tensor cores",                "int8",        {128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 2)}, _ALL),
+        Variant("fa_tc",    "both products on tensor cores",             "tensor_core", {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)}),
+        Variant("fa_int8",  "Q.K^T on INT8 tensor cores",                "int8",        {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)}, _ALL),
         # fmt: on
     )
 }

@@ -1,0 +1,698 @@
+"""From ``.cu`` to a loaded kernel: NVRTC, a cache keyed by everything that matters, RawModule.
+
+`build` turns a `ModuleSpec` into a `Binary` with no GPU, no driver and no CuPy; `load` puts that
+binary on the current device. This is the only file that mentions ``cupy.RawModule``.
+
+The cache is keyed by the source, every header that an ``#include`` reaches, the options, the
+version of NVRTC and the architecture, so that an edited header is never answered with an old
+binary. An entry is one file, written whole and renamed into place; one that does not read back
+correctly is compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cupyattn import nvrtc
+from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
+
+if TYPE_CHECKING:
+    import cupy
+
+#: Folder of the kernels: inside the package where installed, beside it in a checkout.
+KERNELS = Path(__file__).resolve().parent / "kernels_cu"
+if not KERNELS.is_dir():
+    KERNELS = Path(__file__).resolve().parents[1] / "kernels_cu"
+
+#: Architectures that every kernel is compiled for in the tests.
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+
+#: Options of every compilation; they are part of the numerics (docs/MATH_REFERENCE.md).
+OPTIONS = (
+    "-std=c++17",
+    "-ftz=false",
+    "-fmad=true",
+    "-prec-div=true",
+    "-lineinfo",
+    "--ptxas-options=-v",
+)
+
+#: Changes when the layout of a cache entry, or what goes into its key, changes.
+_FORMAT = 1
+_MAGIC = b"cupyattn-binary-%d\n" % _FORMAT
+
+_log = logging.getLogger("cupyattn")
+
+
+# ---- what to compile, and what comes out ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """One source, specialised by macros.
+
+    Parameters
+    ----------
+    source : str or Path
+        A ``.cu`` file, relative to `KERNELS` or absolute.
+    defines : tuple of (str, int)
+        Macros, in the order in which they reach the compiler.
+
+    Examples
+    --------
+    >>> ModuleSpec("attn_fa.cu", (("CFG_BLOCK_Q", 32),)).path.name
+    'attn_fa.cu'
+    """
+
+    source: str | Path
+    defines: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The source file, absolute."""
+        return KERNELS / self.source
+
+    @property
+    def hopper(self) -> bool:
+        """Whether this is a Hopper form: its source lies in a folder called ``sm90``."""
+        return self.path.parent.name == "sm90"
+
+    def __str__(self) -> str:
+        return f"{self.source} [{' '.join(f'{name}={value}' for name, value in self.defines)}]"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes, as ptxas reports it.
+
+    Parameters
+    ----------
+    registers : int
+        Per thread.
+    spill_stores, spill_loads : int
+        Bytes per thread that did not fit in registers, functions that it calls included.
+    stack : int
+        Bytes of local memory per thread: spills and arrays indexed at run time.
+    static_smem : int
+        Bytes of shared memory per block beside the dynamic one.
+    """
+
+    registers: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    stack: int = 0
+    static_smem: int = 0
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled source.
+
+    Parameters
+    ----------
+    arch : str
+        Architecture, for example ``"sm_90a"``.
+    nvrtc_version : (int, int)
+        Compiler that made it.
+    ptx : str
+        PTX text.
+    cubin : bytes
+        Machine code, complete: drivers load it and disassemblers read it.
+    log : str
+        The compiler's messages, ptxas' report among them.
+    kernels : dict of str to Resources
+        By entry point.
+    smem_bytes : int
+        Dynamic shared memory that the source asks for
+        (``extern "C" __device__ int smem_bytes = sizeof(SharedStorage);``), 0 where it names none.
+    """
+
+    arch: str
+    nvrtc_version: tuple[int, int]
+    ptx: str
+    cubin: bytes
+    log: str
+    kernels: dict[str, Resources] = field(hash=False)
+    smem_bytes: int
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Return those of `ARCHITECTURES` that the NVRTC of this environment compiles for."""
+    known = nvrtc.load().capabilities
+    return tuple(arch for arch in ARCHITECTURES if _capability(arch) in known)
+
+
+def _capability(arch: str) -> int:
+    """Return the compute capability of an architecture times ten: 90 for ``"sm_90a"``."""
+    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if match is None:
+        raise ValueError(f"arch must look like 'sm_80' or 'sm_90a', got {arch!r}")
+    return int(match[1])
+
+
+# ---- build ---------------------------------------------------------------------------------------
+
+_memory: dict[str, Binary] = {}
+_key_locks: dict[str, threading.Lock] = {}
+_state_lock = threading.Lock()
+_counts = {"memory_hits": 0, "disk_hits": 0, "compiled": 0}
+_warned_folders: set[Path] = set()
+
+
+def build(spec: ModuleSpec, arch: str) -> Binary:
+    """Compile a source for an architecture, or fetch it from the cache.
+
+    Parameters
+    ----------
+    spec : ModuleSpec
+        What to compile.
+    arch : str
+        Architecture, for example ``"sm_80"``.
+
+    Returns
+    -------
+    Binary
+
+    Raises
+    ------
+    KernelCompileError
+        If the source does not compile, or an included file is missing.
+    UnsupportedError
+        If there is no NVRTC, or it does not know the architecture.
+    ValueError
+        If `arch` is not the name of an architecture.
+
+    Notes
+    -----
+    Safe from several threads (one compiles, the others wait for it) and several processes (each
+    may compile, the last rename wins, and every file is whole).
+    """
+    compiler = nvrtc.load()
+    if _capability(arch) not in compiler.capabilities:
+        known = ", ".join(f"sm_{value}" for value in compiler.capabilities)
+        raise UnsupportedError(
+            f"NVRTC {_dotted(compiler.version)} does not know {arch}, only {known}: "
+            "install a newer nvidia-cuda-nvrtc"
+        )
+    folder = nvrtc.headers(compiler)
+    source = _read_source(spec)
+    options = [*OPTIONS, f"-arch={arch}"]
+    options += [f"-D{name}={value}" for name, value in spec.defines]
+    if os.environ.get("CUPYATTN_DEBUG", "0") not in ("", "0"):
+        options.append("-DCUPYATTN_DEBUG=1")
+    key = _key(spec, source, options, compiler, folder)
+    with _state_lock:
+        lock = _key_locks.setdefault(key, threading.Lock())
+    with lock:
+        binary = _memory.get(key)
+        if binary is not None:
+            return _count("memory_hits", binary)
+        binary = _read_entry(key)
+        if binary is not None:
+            _count("disk_hits", binary)
+        else:
+            binary = _count("compiled", _compile(spec, source, arch, options, compiler, folder))
+            _write_entry(key, binary)
+        _memory[key] = binary
+        return binary
+
+
+def _count(what: str, binary: Binary) -> Binary:
+    with _state_lock:
+        _counts[what] += 1
+    return binary
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _read_source(spec: ModuleSpec) -> str:
+    try:
+        return spec.path.read_text()
+    except OSError as error:
+        raise KernelCompileError(f"cannot read the source of {spec}: {error}") from error
+
+
+def _compile(
+    spec: ModuleSpec,
+    source: str,
+    arch: str,
+    options: list[str],
+    compiler: nvrtc.Nvrtc,
+    folder: Path,
+) -> Binary:
+    includes = [f"-I{path}" for path in (spec.path.parent, KERNELS, folder)]
+    _log.info("compiling %s for %s", spec, arch)
+    try:
+        output = compiler.compile(source, str(spec.path), [*options, *includes])
+    except nvrtc.NvrtcError as error:
+        raise KernelCompileError(
+            f"NVRTC {_dotted(compiler.version)} rejected {spec.source} for {arch}: "
+            f"{_first_error(error)}\n  defines: {str(spec).partition(' ')[2]}\n"
+            f"  options: {' '.join(options)}\n{error.log}".rstrip()
+        ) from error
+    kernels = parse_resources(output.log)
+    smem_bytes = parse_smem_bytes(output.ptx)
+    return Binary(arch, compiler.version, output.ptx, output.cubin, output.log, kernels, smem_bytes)
+
+
+def _first_error(error: nvrtc.NvrtcError) -> str:
+    """Return the first line of a log that states an error, with its file and line."""
+    for line in error.log.splitlines():
+        if re.search(r"\berror\b", line):
+            return line.strip()
+    return str(error)
+
+
+def parse_resources(log: str) -> dict[str, Resources]:
+    """Read what each kernel takes from the report of ``ptxas -v``.
+
+    Parameters
+    ----------
+    log : str
+        The compiler's messages.
+
+    Returns
+    -------
+    dict of str to Resources
+        By entry point. The spills of a function that a kernel calls count as the kernel's.
+
+    Examples
+    --------
+    >>> parse_resources('''ptxas info    : Compiling entry function 'copy' for 'sm_80'
+    ... ptxas info    : Function properties for copy
+    ... ptxas         .     8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
+    ... ptxas info    : Used 12 registers, 128 bytes smem, 360 bytes cmem[0]''')
+    {'copy': Resources(registers=12, spill_stores=4, spill_loads=4, stack=8, static_smem=128)}
+    """
+    kernels: dict[str, Resources] = {}
+    for report in re.split(r"Compiling entry function '", log)[1:]:
+        name = report.partition("'")[0]
+        frames = re.findall(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
+        )
+        stack, stores, loads = (sum(int(frame[i]) for frame in frames) for i in range(3))
+        registers = re.search(r"Used (\d+) registers", report)
+        smem = re.search(r"(\d+) bytes smem", report)
+        if registers is None or not frames:
+            raise KernelCompileError(f"the report of ptxas on {name} was not understood:\n{log}")
+        kernels[name] = Resources(
+            int(registers[1]), stores, loads, stack, int(smem[1]) if smem else 0
+        )
+    return kernels
+
+
+def parse_smem_bytes(ptx: str) -> int:
+    """Return the initial value of the variable ``smem_bytes`` in a PTX text, 0 without one.
+
+    Examples
+    --------
+    >>> parse_smem_bytes(".visible .global .align 4 .u32 smem_bytes = 4096;")
+    4096
+    """
+    match = re.search(r"\.global\b[^;]*\bsmem_bytes\s*=\s*(\d+)\s*;", ptx)
+    return int(match[1]) if match else 0
+
+
+# ---- the key: source, headers, options, compiler -------------------------------------------------
+
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*(.*?)[ \t]*(?://.*)?$", re.MULTILINE)
+_BLOCK_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_toolkit_memo: dict[tuple[str, int, int], tuple[str, tuple[str, ...]]] = {}
+
+
+def _key(
+    spec: ModuleSpec,
+    source: str,
+    options: list[str],
+    compiler: nvrtc.Nvrtc,
+    folder: Path,
+) -> str:
+    # NOTE: the paths are in the key because -lineinfo writes them into the binary.
+    facts = [_FORMAT, compiler.version, options, str(spec.path), str(KERNELS)]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    digest.update(source.encode())
+    for path, content in _headers(spec, source, folder):
+        digest.update(f"\0{path}\0{content}".encode())
+    return digest.hexdigest()
+
+
+def _headers(spec: ModuleSpec, source: str, folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield every header that a source reaches, with its text (the toolkit's: its digest)."""
+    seen: set[Path] = set()
+    queue: list[tuple[Path, str]] = [(spec.path, source)]
+    while queue:
+        includer, text = queue.pop()
+        for operand in _includes(text):
+            path = _resolve(operand, includer, spec, folder)
+            if path is None or path in seen:
+                continue
+            seen.add(path)
+            if path.is_relative_to(folder):
+                yield from _toolkit_header(path, folder, seen)
+            else:
+                content = path.read_text()
+                yield path, content
+                queue.append((path, content))
+
+
+def _includes(text: str) -> list[str]:
+    """Return the operands of the ``#include`` lines of a text, quotes or brackets included."""
+    return _INCLUDE.findall(_BLOCK_COMMENT.sub(" ", text))
+
+
+def _resolve(operand: str, includer: Path, spec: ModuleSpec, folder: Path) -> Path | None:
+    """Find an included file as NVRTC does; None for one that NVRTC supplies itself."""
+    name = operand[1:-1]
+    if operand[:1] + operand[-1:] == '""':
+        places = [includer.parent, spec.path.parent, KERNELS, folder]
+    elif operand[:1] + operand[-1:] == "<>":
+        places = [spec.path.parent, KERNELS, folder]
+    else:
+        raise KernelCompileError(
+            f"{includer}: #include {operand} names no file, so the cache cannot follow it"
+        )
+    for place in places:
+        if (place / name).is_file():
+            return (place / name).resolve()
+    if operand.startswith("<"):
+        return None
+    raise KernelCompileError(
+        f'{includer}: #include "{name}" was not found in ' + ", ".join(map(str, places))
+    )
+
+
+def _toolkit_header(path: Path, folder: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield the digest of a CUDA header and of those that it reaches.
+
+    They are large and change only with the toolkit: read once per process while size and time of
+    change stay. Theirs may include what only a host compiler has, so a missing file is no error.
+    """
+    status = path.stat()
+    memo_key = (str(path), status.st_mtime_ns, status.st_size)
+    memo = _toolkit_memo.get(memo_key)
+    if memo is None:
+        text = path.read_text(errors="replace")
+        names = tuple(operand.strip('"<>') for operand in _includes(text))
+        memo = (hashlib.sha256(text.encode()).hexdigest(), names)
+        _toolkit_memo[memo_key] = memo
+    digest, names = memo
+    yield path, digest
+    for name in names:
+        for place in (path.parent, folder):
+            reached = (place / name).resolve()
+            if reached.is_file():
+                if reached not in seen:
+                    seen.add(reached)
+                    yield from _toolkit_header(reached, folder, seen)
+                break
+
+
+# ---- the cache on disk ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """State of the compile cache: its folder, what lies there, what this process did."""
+
+    folder: Path
+    entries: int
+    bytes: int
+    memory_hits: int
+    disk_hits: int
+    compiled: int
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache: ``CUPYATTN_CACHE_DIR``, else under the user's cache home."""
+    if os.environ.get("CUPYATTN_CACHE_DIR"):
+        return Path(os.environ["CUPYATTN_CACHE_DIR"]).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "cupyattn"
+
+
+def cache_info() -> CacheInfo:
+    """Return what the compile cache holds and how often it answered in this process."""
+    folder = cache_folder()
+    sizes = [path.stat().st_size for path in folder.glob("*.bin")]
+    with _state_lock:
+        return CacheInfo(folder, len(sizes), sum(sizes), **_counts)
+
+
+def cache_clear(*, disk: bool = True) -> int:
+    """Forget every compiled kernel.
+
+    Parameters
+    ----------
+    disk : bool
+        Delete the files too; otherwise only this process forgets, and loads anew what it needs.
+
+    Returns
+    -------
+    int
+        Files deleted.
+    """
+    with _state_lock:
+        _memory.clear()
+    with _load_lock:
+        _modules.clear()
+    deleted = 0
+    if disk:
+        for path in cache_folder().glob("*.bin"):
+            path.unlink(missing_ok=True)
+            deleted += 1
+    return deleted
+
+
+def _read_entry(key: str) -> Binary | None:
+    """Return an entry of the cache, None where there is none or it is damaged."""
+    path = cache_folder() / f"{key}.bin"
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("cannot read %s (%s): compiling again", path, error)
+        return None
+    checksum, payload = content[len(_MAGIC) : len(_MAGIC) + 32], content[len(_MAGIC) + 32 :]
+    if not content.startswith(_MAGIC) or hashlib.sha256(payload).digest() != checksum:
+        _log.warning("%s is damaged: compiling again", path)
+        return None
+    head, _, cubin = payload.partition(b"\n")
+    facts = json.loads(head)
+    facts["nvrtc_version"] = tuple(facts["nvrtc_version"])
+    facts["kernels"] = {name: Resources(**values) for name, values in facts["kernels"].items()}
+    return Binary(cubin=cubin, **facts)
+
+
+def _write_entry(key: str, binary: Binary) -> None:
+    """Write an entry whole, or warn once that the folder does not take it."""
+    folder = cache_folder()
+    facts = {name: value for name, value in asdict(binary).items() if name != "cubin"}
+    payload = json.dumps(facts).encode() + b"\n" + binary.cubin
+    temporary = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
+            temporary = Path(file.name)
+            file.write(_MAGIC + hashlib.sha256(payload).digest() + payload)
+        os.replace(temporary, folder / f"{key}.bin")
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        with _state_lock:
+            first = folder not in _warned_folders
+            _warned_folders.add(folder)
+        if first:
+            _log.warning("cannot keep compiled kernels in %s: %s", folder, error)
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+_modules: dict[tuple[ModuleSpec, str | None, int], Module] = {}
+_load_lock = threading.Lock()
+
+
+class Module:
+    """A binary on a device.
+
+    Parameters
+    ----------
+    binary : Binary
+        What was loaded.
+    raw : cupy.RawModule
+        The module that holds it.
+    """
+
+    def __init__(self, binary: Binary, raw: cupy.RawModule) -> None:
+        self.binary = binary
+        self._kernels = {name: raw.get_function(name) for name in binary.kernels}
+        for kernel in self._kernels.values():
+            if binary.smem_bytes:
+                kernel.max_dynamic_shared_size_bytes = binary.smem_bytes
+
+    def kernel(self, entry: str) -> cupy.RawKernel:
+        """Return a kernel, its dynamic shared memory already allowed.
+
+        Raises
+        ------
+        ValueError
+            If there is none of that name.
+        """
+        try:
+            return self._kernels[entry]
+        except KeyError:
+            names = ", ".join(sorted(self._kernels))
+            raise ValueError(f"entry must be one of {names}, got {entry!r}") from None
+
+
+def load(spec: ModuleSpec, arch: str | None = None) -> Module:
+    """Compile a source for the current device and load it there.
+
+    Parameters
+    ----------
+    spec : ModuleSpec
+        What to load.
+    arch : str, optional
+        Architecture; by default the device's own (`device_architecture`).
+
+    Returns
+    -------
+    Module
+        The same one for every call with this spec on this device. An edited source is seen by
+        `build` at once, by `load` after `cache_clear`.
+
+    Raises
+    ------
+    KernelCompileError
+        If the source does not compile.
+    KernelLaunchError
+        If it needs more shared memory than the device has.
+    UnsupportedError
+        If the device is older than compute capability 8.0, or cannot run `arch`.
+    """
+    import cupy
+
+    device = cupy.cuda.Device()
+    slot = (spec, arch, device.id)
+    module = _modules.get(slot)
+    if module is not None:
+        return module
+    capability = int(device.compute_capability)
+    chosen = device_architecture(capability, spec.hopper) if arch is None else arch
+    _check_runs_on(chosen, capability)
+    binary = build(spec, chosen)
+    limit = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
+    static = max((kernel.static_smem for kernel in binary.kernels.values()), default=0)
+    check_shared_memory(binary.smem_bytes + static, limit, str(spec))
+    with _load_lock:
+        if slot not in _modules:
+            _modules[slot] = Module(binary, _load_raw(binary))
+        return _modules[slot]
+
+
+def _load_raw(binary: Binary) -> cupy.RawModule:
+    import cupy
+
+    # NOTE: RawModule takes a path, and opens it again on every device that it meets: it is made
+    # per device here and loaded at once, so the file need not outlive this call.
+    with tempfile.TemporaryDirectory(prefix="cupyattn-") as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(binary.cubin)
+        raw = cupy.RawModule(path=str(path))
+        raw.compile()
+    return raw
+
+
+def device_architecture(capability: int, hopper: bool = False) -> str:
+    """Return what to compile for a device.
+
+    Parameters
+    ----------
+    capability : int
+        Compute capability times ten: 90 for an H100 or H200.
+    hopper : bool
+        Whether the source uses instructions that exist on compute capability 9.0 alone.
+
+    Returns
+    -------
+    str
+        The newest architecture of the same generation, not newer than the device, that the NVRTC
+        of this environment knows; its binary runs on the device.
+
+    Raises
+    ------
+    UnsupportedError
+        If the device is too old, or too new for this NVRTC, or not a Hopper where one is needed.
+    """
+    if capability < 80:
+        raise UnsupportedError(
+            f"compute capability {capability / 10:.1f} is not supported, 8.0 and newer are: "
+            "call with NumPy arrays to run the mirror"
+        )
+    if hopper:
+        if capability != 90:
+            raise UnsupportedError(
+                f"the Hopper form runs on compute capability 9.0 alone, this device has "
+                f"{capability / 10:.1f}: use the portable form"
+            )
+        return "sm_90a"
+    compiler = nvrtc.load()
+    usable = [c for c in compiler.capabilities if c // 10 == capability // 10 and c <= capability]
+    if not usable:
+        raise UnsupportedError(
+            f"NVRTC {_dotted(compiler.version)} does not know compute capability "
+            f"{capability / 10:.1f}: install a newer nvidia-cuda-nvrtc"
+        )
+    return f"sm_{max(usable)}"
+
+
+def _check_runs_on(arch: str, capability: int) -> None:
+    """Raise where a device cannot run the machine code of an architecture."""
+    needed = _capability(arch)
+    exact = arch.endswith("a")
+    same_generation = needed // 10 == capability // 10 and needed <= capability
+    if needed != capability and (exact or not same_generation):
+        raise UnsupportedError(
+            f"machine code for {arch} does not run on compute capability {capability / 10:.1f}: "
+            "leave arch out to compile for the device"
+        )
+
+
+def check_shared_memory(smem_bytes: int, limit: int, what: str) -> None:
+    """Raise where a block needs more shared memory than a device has.
+
+    Parameters
+    ----------
+    smem_bytes : int
+        Bytes that a block needs.
+    limit : int
+        Bytes that the device allows a block (``MaxSharedMemoryPerBlockOptin``).
+    what : str
+        Which kernel, with its tiles.
+
+    Raises
+    ------
+    KernelLaunchError
+        Naming both numbers and the tile to reduce.
+
+    Examples
+    --------
+    >>> check_shared_memory(49152, 101376, "attn_fa.cu")
+    """
+    if smem_bytes > limit:
+        raise KernelLaunchError(
+            f"{what} needs {smem_bytes} bytes of shared memory per block, this device allows "
+            f"{limit}: reduce tiles.block_kv or tiles.num_stages first, then tiles.block_q"
+        )

@@ -1,0 +1,373 @@
+"""From a checked call to a `Plan`, pure data: kernels, grids, parameters, workspace.
+
+A plan holds no array and needs no device. An executor binds names of buffers to addresses and runs
+it: `run_cuda` here, on CuPy arrays. This is the only file that casts scalars for a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn import compile as compiler
+from cupyattn.checks import INT32_MAX, AttentionCall, data_address
+from cupyattn.compile import ModuleSpec
+from cupyattn.errors import KernelLaunchError, UnsupportedError
+from cupyattn.features import Features
+from cupyattn.registry import Variant
+from cupyattn.tiles import Tiles
+
+LOG2E = math.log2(math.e)
+
+#: ``struct AttnParams`` of kernels_cu/prims/params.cuh, field by field.
+ATTN_PARAMS = np.dtype(
+    [
+        ("Q", "u8"), ("K", "u8"), ("V", "u8"), ("O", "u8"), ("lse", "u8"), ("S", "u8"),
+        ("Q_stride", "i8", 3), ("K_stride", "i8", 3), ("V_stride", "i8", 3), ("O_stride", "i8", 3),
+        ("batch", "i4"), ("heads", "i4"), ("heads_kv", "i4"), ("len_q", "i4"), ("len_kv", "i4"),
+        ("causal_shift", "i4"), ("scale", "f4"), ("scale_log2", "f4"),
+    ],
+    align=True,
+)  # fmt: skip
+
+#: ``struct QuantParams`` of kernels_cu/prims/params.cuh, field by field.
+QUANT_PARAMS = np.dtype(
+    [
+        ("Q_scale", "u8"), ("K_scale", "u8"), ("K_mean", "u8"),
+        ("Q_scale_stride_batch", "i8"), ("Q_scale_stride_head", "i8"),
+        ("K_scale_stride_batch", "i8"), ("K_scale_stride_head", "i8"),
+    ],
+    align=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Where an array lies, without holding it: strides in elements, address modulo 16."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    misalignment: int
+
+    @classmethod
+    def of(cls, array: Any) -> Operand:
+        """Describe a NumPy or CuPy array."""
+        itemsize = int(array.dtype.itemsize)
+        strides = tuple(int(s) // itemsize for s in array.strides)
+        return cls(tuple(array.shape), strides, itemsize, data_address(array) % 16)
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], itemsize: int) -> Operand:
+        """Describe an array that is still to be allocated, in C order."""
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return cls(tuple(shape), tuple(strides), itemsize, 0)
+
+    @property
+    def row_strides(self) -> tuple[int, ...]:
+        """Strides of every axis but the last; 0 for an axis of length 1, which no kernel steps."""
+        return tuple(
+            0 if n == 1 else s for s, n in zip(self.strides[:-1], self.shape[:-1], strict=True)
+        )
+
+    def allows(self, width: int) -> bool:
+        """Whether every row can be read `width` elements at a time."""
+        size = width * self.itemsize
+        return (
+            size <= 16
+            and self.shape[-1] % width == 0
+            and self.misalignment % size == 0
+            and all(s % width == 0 for s in self.row_strides)
+        )
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch memory of a plan."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Parameters
+    ----------
+    module : ModuleSpec
+        Source and macros to compile.
+    entry : str
+        Name of the kernel.
+    grid, block : int
+        Thread blocks, and threads in each.
+    dynamic_shared : bool
+        Whether the kernel uses the shared storage whose size its module states.
+    params : tuple of (numpy.dtype, mapping)
+        The structs that it takes by value; a string is the name of a buffer, its address to be
+        filled in when the plan runs (None: a null pointer).
+    """
+
+    module: ModuleSpec
+    entry: str
+    grid: int
+    block: int
+    dynamic_shared: bool
+    params: tuple[tuple[np.dtype[Any], Mapping[str, Any]], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call turned into launches: what `cupyattn.explain` prints and an executor runs."""
+
+    variant: str
+    form: str
+    tiles: Tiles
+    features: Features
+    launches: tuple[Launch, ...]
+    workspace: tuple[Workspace, ...] = ()
+
+    def __str__(self) -> str:
+        workspace = sum(w.nbytes for w in self.workspace)
+        lines = [f"{self.variant} ({self.form}), {self.tiles}, {self.features}"]
+        lines += [f"  {x.entry}<<<{x.grid}, {x.block}>>> of {x.module.source}" for x in self.launches]
+        return "\n".join([*lines, f"  workspace {workspace:,} bytes"])
+
+
+def module_spec(variant: Variant, features: Features, tiles: Tiles, form: str = "portable") -> ModuleSpec:
+    """Return what to compile for a variant with these features and tiles."""
+    name = f"attn_{variant.name}.cu"
+    source = variant.source or (name if form == "portable" else f"{form}/{name}")
+    return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
+
+
+def _choose_form(variant: Variant, arch: str | None) -> str:
+    form = "sm90" if arch == "sm_90a" else "portable"
+    if form not in variant.forms:
+        raise UnsupportedError(f"{variant.name} has no form for {arch}; it has: {', '.join(variant.forms)}")
+    return form
+
+
+def _widest(*operands: Operand) -> int:
+    return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
+
+
+def _blocks(*counts: int) -> int:
+    grid = math.prod(counts)
+    if grid > INT32_MAX:
+        raise UnsupportedError(
+            f"{' x '.join(map(str, counts))} = {grid} thread blocks exceed the grid limit of {INT32_MAX}: "
+            "split the call over batch or heads"
+        )
+    return grid
+
+
+def _params(call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand) -> dict[str, Any]:
+    return {
+        "Q": "q", "K": "k", "V": "v", "O": "o", "lse": "lse" if call.return_lse else None, "S": None,
+        "Q_stride": q.row_strides, "K_stride": k.row_strides,
+        "V_stride": v.row_strides, "O_stride": o.row_strides,
+        "batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv,
+        "len_q": call.len_q, "len_kv": call.len_kv, "causal_shift": call.causal_shift,
+        "scale": call.scale, "scale_log2": call.scale * LOG2E,
+    }  # fmt: skip
+
+
+def plan_attention(
+    variant: Variant,
+    call: AttentionCall,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    o: Operand,
+    *,
+    tiles: Tiles | None = None,
+    arch: str | None = None,
+) -> Plan:
+    """Plan a 16/32-bit rung.
+
+    Parameters
+    ----------
+    variant : Variant
+    call : AttentionCall
+    q, k, v, o : Operand
+        The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs.
+    tiles : Tiles, optional
+        The variant's own for this head_dim when omitted.
+    arch : str, optional
+        ``"sm_90a"`` asks for the Hopper form.
+
+    Returns
+    -------
+    Plan
+        Without launches when the output is empty.
+
+    Raises
+    ------
+    UnsupportedError
+        For a dtype, form or size that the variant does not take.
+    """
+    form = _choose_form(variant, arch)
+    if call.dtype not in variant.dtypes:
+        raise UnsupportedError(
+            f"{variant.name} takes {', '.join(variant.dtypes)}, got {call.dtype}: "
+            "convert the arrays, or use fa_warps, which takes float32"
+        )
+    tiles = tiles or variant.default_tiles(call.head_dim)
+    features = Features(call.dtype, call.head_dim, call.causal, call.return_lse, _widest(q, k, v, o))
+    spec = module_spec(variant, features, tiles, form)
+    params = _params(call, q, k, v, o)
+    if math.prod(call.output_shape) == 0:
+        return Plan(variant.name, form, tiles, features, ())
+    q_blocks = -(-call.len_q // tiles.block_q)
+    batch_heads = call.batch * call.heads
+    if variant.family == "unfused":
+        return _plan_unfused(variant, call, form, tiles, features, spec, params)
+    grid = _blocks(q_blocks, batch_heads)
+    launch = Launch(spec, variant.entry_point, grid, tiles.num_threads, True, ((ATTN_PARAMS, params),))
+    return Plan(variant.name, form, tiles, features, (launch,))
+
+
+def _plan_unfused(
+    variant: Variant,
+    call: AttentionCall,
+    form: str,
+    tiles: Tiles,
+    features: Features,
+    spec: ModuleSpec,
+    params: dict[str, Any],
+) -> Plan:
+    q_blocks, kv_blocks = -(-call.len_q // tiles.block_q), -(-call.len_kv // tiles.block_kv)
+    batch_heads = call.batch * call.heads
+    structs = ((ATTN_PARAMS, {**params, "S": "S"}),)
+    steps = (
+        ("scores", _blocks(kv_blocks, q_blocks, batch_heads), True),
+        ("softmax", _blocks(-(-batch_heads * call.len_q // tiles.num_warps)), False),
+        ("weighted_sum", _blocks(q_blocks, batch_heads), True),
+    )
+    launches = tuple(
+        Launch(spec, f"{variant.entry_point}_{step}", grid, tiles.num_threads, shared, structs)
+        for step, grid, shared in steps
+        if grid > 0
+    )
+    scores = Workspace("S", (call.batch, call.heads, call.len_q, call.len_kv), "float32")
+    return Plan(variant.name, form, tiles, features, launches, (scores,))
+
+
+def plan_int8(
+    variant: Variant,
+    call: AttentionCall,
+    q_codes: Operand,
+    k_codes: Operand,
+    v: Operand,
+    o: Operand,
+    q_scale: Operand,
+    k_scale: Operand,
+    *,
+    group_q: int,
+    group_kv: int,
+    smoothed: bool,
+    tiles: Tiles | None = None,
+    arch: str | None = None,
+) -> Plan:
+    """Plan the INT8 rung on quantised operands.
+
+    Parameters
+    ----------
+    variant, call, v, o, tiles, arch
+        As for `plan_attention`; v is 16-bit.
+    q_codes, k_codes : Operand
+        INT8 codes, the buffers ``"q_codes"`` and ``"k_codes"``.
+    q_scale, k_scale : Operand
+        Scales ``(batch or 1, heads or 1, groups)``, the buffers ``"q_scale"`` and ``"k_scale"``.
+    group_q, group_kv : int
+        Rows per scale.
+    smoothed : bool
+        Whether a buffer ``"k_mean"`` was subtracted from the keys.
+
+    Returns
+    -------
+    Plan
+    """
+    form = _choose_form(variant, arch)
+    tiles = tiles or variant.default_tiles(call.head_dim)
+    vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, v, o))
+    features = Features(call.dtype, call.head_dim, call.causal, call.return_lse, vec, group_q, group_kv)
+    spec = module_spec(variant, features, tiles, form)
+    if math.prod(call.output_shape) == 0:
+        return Plan(variant.name, form, tiles, features, ())
+    params = {**_params(call, q_codes, k_codes, v, o), "Q": "q_codes", "K": "k_codes"}
+    quant = {
+        "Q_scale": "q_scale", "K_scale": "k_scale", "K_mean": "k_mean" if smoothed else None,
+        "Q_scale_stride_batch": q_scale.row_strides[0], "Q_scale_stride_head": q_scale.row_strides[1],
+        "K_scale_stride_batch": k_scale.row_strides[0], "K_scale_stride_head": k_scale.row_strides[1],
+    }  # fmt: skip
+    grid = _blocks(-(-call.len_q // tiles.block_q), call.batch * call.heads)
+    launch = Launch(
+        spec, variant.entry_point, grid, tiles.num_threads, True,
+        ((ATTN_PARAMS, params), (QUANT_PARAMS, quant)),
+    )  # fmt: skip
+    return Plan(variant.name, form, tiles, features, (launch,))
+
+
+def _int8_allows(vec: int, q_codes: Operand, k_codes: Operand, v: Operand, o: Operand) -> bool:
+    """Whether V and O move `vec` elements at a time and the codes twice as many, as fa_int8 does."""
+    code_vec = 2 * vec if q_codes.shape[-1] % (2 * vec) == 0 else vec
+    return v.allows(vec) and o.allows(vec) and q_codes.allows(code_vec) and k_codes.allows(code_vec)
+
+
+def pack(struct: np.dtype[Any], values: Mapping[str, Any], addresses: Mapping[str, int]) -> np.ndarray:
+    """Return a kernel parameter: a size-1 array of `struct`, names of buffers replaced by addresses."""
+    packed = np.zeros(1, struct)
+    for name, value in values.items():
+        packed[name] = addresses[value] if isinstance(value, str) else 0 if value is None else value
+    return packed
+
+
+def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None:
+    """Run a plan on the current CuPy device and stream.
+
+    Parameters
+    ----------
+    plan : Plan
+    buffers : mapping of str to cupy.ndarray
+        Every buffer that the launches name, except the workspace, which is allocated here.
+    arch : str, optional
+        Architecture to compile for; the device's own when omitted.
+
+    Raises
+    ------
+    KernelLaunchError
+        If the device refuses the launch; the message gives grid, block and shared memory.
+    """
+    import cupy
+
+    arrays = dict(buffers)
+    for work in plan.workspace:
+        arrays[work.name] = cupy.empty(work.shape, work.dtype)
+    addresses = {name: data_address(array) for name, array in arrays.items()}
+    for launch in plan.launches:
+        module = compiler.load(launch.module, arch)
+        shared = module.smem_bytes if launch.dynamic_shared else 0
+        arguments = tuple(pack(struct, values, addresses) for struct, values in launch.params)
+        kernel = module.kernel(launch.entry)
+        try:
+            kernel((launch.grid,), (launch.block,), arguments, shared_mem=shared)
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise KernelLaunchError(
+                f"{launch.entry} cannot be launched with grid {launch.grid}, block {launch.block} and "
+                f"{shared} bytes of shared memory: {error}"
+            ) from error
+        if os.environ.get("CUPYATTN_DEBUG") == "1":
+            cupy.cuda.get_current_stream().synchronize()

@@ -1,0 +1,116 @@
+// attn_fa -- fused attention with an online softmax.
+//
+// Idea         S and P never leave the SM: a row keeps only its running maximum M and sum l, and its
+//              output is rescaled by alpha when M grows.
+// Differs from attn_unfused: its three kernels are steps S3, S4 and S5 of one loop over keys.
+// Kept simple  float32 everywhere; S is a tile in shared memory that any thread may touch, so a
+//              barrier stands between any two steps, and one thread walks each row in S4.
+// Rounding     R2 FMA chain over HEAD_DIM, R4 exp2, R6 alpha, l and the FMA chain over keys, R7 times
+//              1/l and store (cupyattn/numerics.py)
+// Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
+#include "prims/config.cuh"
+#include "prims/online_softmax.cuh"
+#include "prims/params.cuh"
+#include "prims/score.cuh"
+#include "prims/tile_io.cuh"
+#include "prims/warp.cuh"
+
+constexpr int LD = HEAD_DIM + 1;  // odd row length: a column of K falls into 32 different banks
+
+struct SharedStorage {
+  float Q[BLOCK_Q * HEAD_DIM];
+  float K[BLOCK_KV * LD];
+  float V[BLOCK_KV * HEAD_DIM];
+  float S[BLOCK_Q * (BLOCK_KV + 1)];  // scores, then probabilities; odd rows for S4
+  float alpha[BLOCK_Q];
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+
+static_assert(BLOCK_Q <= NUM_THREADS, "BLOCK_Q must be at most NUM_THREADS: S4 takes a thread per row");
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS)
+void attn_fa(const __grid_constant__ AttnParams p) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  // S0 locate
+  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
+  const int q0 = blockIdx.x % q_blocks * BLOCK_Q;
+  const int64_t batch_head = blockIdx.x / q_blocks;
+  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  const int64_t head_kv = head / (p.heads / p.heads_kv);
+  const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [len_q, HEAD_DIM], from row q0
+      + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
+  const elem_t* K = static_cast<const elem_t*>(p.K)  // [len_kv, HEAD_DIM]
+      + batch * p.K_stride.batch + head_kv * p.K_stride.head;
+  const elem_t* V = static_cast<const elem_t*>(p.V)  // [len_kv, HEAD_DIM]
+      + batch * p.V_stride.batch + head_kv * p.V_stride.head;
+  elem_t* O = static_cast<elem_t*>(p.O)              // [len_q, HEAD_DIM], from row q0
+      + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
+
+  // S1 load Q
+  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+
+  RowState state;  // of row thread_id(), in the first BLOCK_Q threads
+  constexpr int ELEMENTS = ceil_div(BLOCK_Q * HEAD_DIM, NUM_THREADS);  // of O, per thread
+  float O_acc[ELEMENTS] = {};
+  for (int kv0 = 0; kv0 < kv_end(p, q0, BLOCK_Q); kv0 += BLOCK_KV) {
+    __syncthreads();  // the previous V tile and probabilities are no longer read
+    // S2 load K, V
+    load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(
+        smem.K, K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(
+        smem.V, V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
+    __syncthreads();  // Q, K, V tiles visible to the whole block
+
+    // S3 scores
+    for (int i = thread_id(); i < BLOCK_Q * BLOCK_KV; i += NUM_THREADS) {
+      const int row = i / BLOCK_KV, key = i % BLOCK_KV;
+      float s = 0.0f;
+#pragma unroll 8
+      for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(smem.Q[row * HEAD_DIM + d], smem.K[key * LD + d], s);  // R2
+      smem.S[row * (BLOCK_KV + 1) + key] = admitted(p, q0 + row, kv0 + key) ? s : NEG_INF;
+    }
+    __syncthreads();  // the rows of S are complete
+
+    // S4 softmax
+    if (thread_id() < BLOCK_Q) {
+      float* S = smem.S + thread_id() * (BLOCK_KV + 1);  // [BLOCK_KV]
+      float m = NEG_INF;
+      for (int key = 0; key < BLOCK_KV; ++key) m = fmaxf(m, S[key]);
+      smem.alpha[thread_id()] = state.advance(m * p.scale_log2);
+      const float M = state.M_finite();
+      for (int key = 0; key < BLOCK_KV; ++key) {
+        S[key] = ex2_approx_ftz(fmaf(S[key], p.scale_log2, -M));  // R4
+        state.l += S[key];                                       // R6
+      }
+    }
+    __syncthreads();  // P and alpha visible to the whole block
+
+    // S5 output
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; ++e) {
+      const int i = min(thread_id() + e * NUM_THREADS, BLOCK_Q * HEAD_DIM - 1);
+      const int row = i / HEAD_DIM, d = i % HEAD_DIM;
+      O_acc[e] *= smem.alpha[row];  // R6
+#pragma unroll 8
+      for (int key = 0; key < BLOCK_KV; ++key)
+        O_acc[e] = fmaf(smem.S[row * (BLOCK_KV + 1) + key], smem.V[key * HEAD_DIM + d], O_acc[e]);  // R6
+    }
+  }
+
+  // S6 store
+  __syncthreads();  // the last alpha is no longer read
+  if (thread_id() < BLOCK_Q) {
+    smem.alpha[thread_id()] = state.inverse_l();
+    if constexpr (LSE)
+      if (q0 + thread_id() < p.len_q) p.lse[batch_head * p.len_q + q0 + thread_id()] = state.lse();
+  }
+  __syncthreads();  // 1 / l, in the place of alpha, visible to the whole block
+#pragma unroll
+  for (int e = 0; e < ELEMENTS; ++e) {
+    const int i = thread_id() + e * NUM_THREADS, row = i / HEAD_DIM, d = i % HEAD_DIM;
+    if (i < BLOCK_Q * HEAD_DIM && q0 + row < p.len_q)
+      O[row * p.O_stride.len + d] = from_float<elem_t>(O_acc[e] * smem.alpha[row]);  // R7
+  }
+}

@@ -1,0 +1,32 @@
+// online_softmax.cuh -- running softmax of one query row, in log2 units:
+//   M = largest score seen so far,   l = sum of 2^(score - M)
+// The same rounded M stands in every exponent, in alpha and in the log-sum-exp, so its own rounding
+// cancels (docs/MATH_REFERENCE.md, R4).
+#pragma once
+
+#include "prims/exp2.cuh"
+
+struct RowState {
+  float M = NEG_INF;
+  float l = 0.0f;
+
+  // M as a number that may be subtracted: a row with no admitted key yet has M = -inf, and
+  // -inf - (-inf) would be NaN where 2^-inf = 0 is meant.
+  __device__ __forceinline__ float M_finite() const { return M == NEG_INF ? 0.0f : M; }
+
+  // Admit scores whose largest is M_new. Returns alpha, which brings l and the output accumulated
+  // so far to the new maximum.
+  __device__ __forceinline__ float advance(float M_new) {
+    const float M_old = M;
+    M = fmaxf(M_old, M_new);
+    const float alpha = ex2_approx_ftz(M_old - M_finite());  // R4
+    l *= alpha;                                              // R6
+    return alpha;
+  }
+
+  // 1 / l; a row that attended to nothing has l = 0 and gets O = 0.
+  __device__ __forceinline__ float inverse_l() const { return l == 0.0f ? 0.0f : 1.0f / l; }
+
+  // Natural log of the sum of exponentials; -inf for a row that attended to nothing.
+  __device__ __forceinline__ float lse() const { return (M + log2f(l)) * LN2; }
+};

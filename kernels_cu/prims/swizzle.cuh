@@ -1,0 +1,17 @@
+// swizzle.cuh -- where a 16-byte chunk of a row lies in shared memory.
+//
+// ldmatrix reads the same chunk of 8 consecutive rows at once. Rows of CHUNKS chunks start
+// CHUNKS mod 8 bank groups apart (a bank group is 4 of the 32 banks, 16 bytes), so 8 / G of the 8
+// rows share one, G = gcd(CHUNKS, 8). Xor-ing the chunk with the number of rows that have already
+// taken the group spreads the 8 reads over all 8 groups. CHUNKS must be even; with G = 1 the rows
+// would already be spread.
+#pragma once
+
+#include "prims/base.cuh"
+
+template <int CHUNKS>
+__device__ __forceinline__ int swizzle(int row, int chunk) {  // -> index in 16-byte chunks
+  constexpr int G = greatest_common_divisor(CHUNKS, 8);
+  static_assert(G >= 2, "a swizzled row must hold an even number of 16-byte chunks");
+  return row * CHUNKS + (chunk ^ ((row / (8 / G)) % G));
+}

@@ -1,0 +1,86 @@
+// tile_io.cuh -- tiles of rows between global memory, shared memory and registers.
+// Rows past the end of an operand and columns past HEAD_DIM are zero: nothing outside the arrays is
+// read, and a zero key or value adds nothing.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/mma.cuh"
+#include "prims/swizzle.cuh"
+
+// ---- cp.async: global to shared, in the background ------------------------------------------------
+
+// Copies BYTES (4, 8 or 16); with valid == false writes zeros and reads nothing.
+template <int BYTES>
+__device__ __forceinline__ void cp_async(void* shared, const void* global, bool valid) {
+  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+  const int source_bytes = valid ? BYTES : 0;
+  if constexpr (BYTES == 16)  // past L1: each byte is used once per block
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                 "l"(global), "r"(source_bytes)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+                 "l"(global), "n"(BYTES), "r"(source_bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until at most PENDING of this thread's groups are still under way.
+template <int PENDING>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- whole tiles ----------------------------------------------------------------------------------
+
+// rows [ROWS, COLS] of T -> shared [ROWS, LD] float; rows from rows_valid on become zero.
+template <int ROWS, int COLS, int LD, int WIDTH, typename T>
+__device__ __forceinline__ void load_tile_f32(float* shared, const T* global, int64_t stride,
+                                              int rows_valid, int thread) {
+  constexpr int VECS = COLS / WIDTH;  // accesses per row
+  for (int i = thread; i < ROWS * VECS; i += NUM_THREADS) {
+    const int row = i / VECS, col = i % VECS * WIDTH;
+    Vec<T, WIDTH> x = {};
+    if (row < rows_valid)
+      x = *reinterpret_cast<const Vec<T, WIDTH>*>(global + row * stride + col);
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) shared[row * LD + col + j] = to_float(x.v[j]);
+  }
+}
+
+// rows [ROWS, COLS] of T -> swizzled shared [ROWS, COLS_PAD] of T, in the background where the
+// access is wide enough for cp.async; rows from rows_valid on and columns from COLS on become zero.
+template <int ROWS, int COLS, int COLS_PAD, int WIDTH, typename T>
+__device__ __forceinline__ void load_tile_async(T* shared, const T* global, int64_t stride,
+                                                int rows_valid, int thread) {
+  constexpr int CHUNK = 16 / sizeof(T);          // elements per 16-byte chunk
+  constexpr int VECS = COLS_PAD / WIDTH;         // accesses per row
+  constexpr int BYTES = WIDTH * sizeof(T);
+#pragma unroll 4
+  for (int i = thread; i < ROWS * VECS; i += NUM_THREADS) {
+    const int row = i / VECS, col = i % VECS * WIDTH;
+    const bool valid = row < rows_valid && col < COLS;
+    T* target = shared + swizzle<COLS_PAD / CHUNK>(row, col / CHUNK) * CHUNK + col % CHUNK;
+    const T* source = valid ? global + row * stride + col : global;
+    if constexpr (BYTES >= 4) {
+      cp_async<BYTES>(target, source, valid);
+    } else {  // too narrow for cp.async: an ordinary copy, ordered by the barrier that follows
+      Vec<T, WIDTH> x = {};
+      if (valid) x = *reinterpret_cast<const Vec<T, WIDTH>*>(source);
+      *reinterpret_cast<Vec<T, WIDTH>*>(target) = x;
+    }
+  }
+}
+
+// Two neighbouring columns of an output row, as one store where VEC allows it.
+template <typename T>
+__device__ __forceinline__ void store_pair(T* row, int col, float x, float y) {
+  if constexpr (VEC >= 2) {
+    if (col < HEAD_DIM)
+      *reinterpret_cast<Vec<T, 2>*>(row + col) = Vec<T, 2>{{from_float<T>(x), from_float<T>(y)}};
+  } else {
+    if (col < HEAD_DIM) row[col] = from_float<T>(x);
+    if (col + 1 < HEAD_DIM) row[col + 1] = from_float<T>(y);
+  }
+}

@@ -1,0 +1,24 @@
+// warp.cuh -- who am I in the block, and reductions over lanes.
+#pragma once
+
+#include "prims/base.cuh"
+
+__device__ __forceinline__ int thread_id() { return threadIdx.x; }
+__device__ __forceinline__ int warp_id() { return threadIdx.x / WARP_SIZE; }
+__device__ __forceinline__ int lane_id() { return threadIdx.x % WARP_SIZE; }
+
+// Maximum and sum over aligned groups of LANES lanes (a power of two); every lane gets the result.
+template <int LANES>
+__device__ __forceinline__ float shfl_max(float x) {
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2)
+    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, offset));
+  return x;
+}
+template <int LANES>
+__device__ __forceinline__ float shfl_sum(float x) {
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2)
+    x += __shfl_xor_sync(FULL_WARP, x, offset);
+  return x;
+}
