@@ -72,11 +72,11 @@ VARIANTS: dict[str, Variant] = {
     for name, idea, family, dtypes in (
         # fmt: off
         # name       the one idea                              computes in    takes
-        ("unfused",  "S and P live in global memory",          "unfused",     _ALL),
-        ("fa",       "online softmax: S never leaves the SM",  "float32",     _ALL),
-        ("fa_warps", "each warp owns whole query rows",        "float32",     _ALL),
-        ("fa_tc",    "both products on tensor cores",          "tensor_core", _16_BIT),
-        ("fa_int8",  "Q.K^T on INT8 tensor cores",             "int8",        _ALL),
+        ("unfused", "S and P live in global memory", "unfused", _ALL),
+        ("fa", "online softmax: S never leaves the SM", "float32", _ALL),
+        ("fa_warps", "each warp owns whole query rows", "float32", _ALL),
+        ("fa_tc", "both products on tensor cores", "tensor_core", _16_BIT),
+        ("fa_int8", "Q.K^T on INT8 tensor cores", "int8", _ALL),
         # fmt: on
     )
 }
