@@ -25,13 +25,17 @@ endif
 # The checkout is what runs, whatever is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: ladder test lint setup clean
+.PHONY: ladder test test-wheel lint setup clean
 
 ladder: $(READY)
 	$(RUN) -m cupyattn ladder
 
 test: lint
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) -m "not slow"
+
+# Builds sdist and wheel, installs the wheel with the core's dependencies alone, runs it elsewhere.
+test-wheel: $(READY)
+	$(RUN) -m pytest -m slow tests/test_packaging.py
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -340,7 +340,7 @@ def _key(
     folder: Path,
 ) -> str:
     # NOTE: the paths are in the key because -lineinfo writes them into the binary.
-    facts = [_FORMAT, compiler.version, options, str(spec.path), str(KERNELS)]
+    facts = [_FORMAT, compiler.build, options, str(spec.path), str(KERNELS)]
     digest = hashlib.sha256(json.dumps(facts).encode())
     digest.update(source.encode())
     for path, content in headers_reached(spec.path, source, KERNELS, folder):
@@ -454,7 +454,7 @@ _load_lock = threading.Lock()
 
 
 class Module:
-    """A binary on a device.
+    """A binary on a device: its kernels, ready to launch.
 
     Parameters
     ----------
@@ -527,21 +527,20 @@ def load(spec: ModuleSpec, arch: str | None = None) -> Module:
     check_shared_memory(binary.smem_bytes + static, limit, str(spec))
     with _load_lock:
         if slot not in _modules:
-            _modules[slot] = Module(binary, _load_raw(binary))
+            _modules[slot] = _load_module(binary)
         return _modules[slot]
 
 
-def _load_raw(binary: Binary) -> cupy.RawModule:
+def _load_module(binary: Binary) -> Module:
     import cupy
 
-    # NOTE: RawModule takes a path, and opens it again on every device that it meets: it is made
-    # per device here and loaded at once, so the file need not outlive this call.
+    # NOTE: RawModule takes a path and may open it again for each kernel that it hands out, and on
+    # each device. Modules are made per device here and hand out all their kernels at once, so the
+    # file need not outlive this call.
     with tempfile.TemporaryDirectory(prefix="cupyattn-") as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary.cubin)
-        raw = cupy.RawModule(path=str(path))
-        raw.compile()
-    return raw
+        return Module(binary, cupy.RawModule(path=str(path)))
 
 
 def device_architecture(capability: int, hopper: bool = False) -> str:

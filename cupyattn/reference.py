@@ -1,10 +1,11 @@
-"""What attention is (`attention_exact`) and how the kernels compute it (`attention_mirror`).
+"""What attention is: `attention_exact`, the definition, in float64.
 
-`attention_exact` is the definition, in float64, on whichever kind of array it is given.
-`attention_mirror` follows the kernels' steps S0 to S6 on NumPy, in the same blocks of keys, and
-rounds at the points R2 to R7 that a `cupyattn.numerics.Numerics` record names. It mirrors rounding
-points and block order, not thread order: inside one product or one sum the order is NumPy's.
+It runs on whichever kind of array it is given, NumPy's or CuPy's. `attention_mirror`, which follows
+the kernels step by step, lives in `cupyattn.mirror`, together with the pieces of the unfused rung;
+all of them are found here too.
 """
+
+# ruff: noqa: E741  (O and l are the paper's letters)
 
 from __future__ import annotations
 
@@ -14,82 +15,31 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.rounding import Array, array_namespace, as_float64
+from cupyattn.checks import check_causal, check_scale, check_shapes
+from cupyattn.mirror import (
+    Step,
+    attention_mirror,
+    scores_mirror,
+    softmax_mirror,
+    weighted_sum_mirror,
+)
+from cupyattn.rounding import NEG_INF, Array, array_namespace, as_float64, split_heads
+
+__all__ = [
+    "ScoreBlock",
+    "Step",
+    "attention_exact",
+    "attention_mirror",
+    "score_blocks",
+    "scores_mirror",
+    "softmax_exact",
+    "softmax_mirror",
+    "weighted_sum_mirror",
+]
 
 #: Scores that `score_blocks` holds at a time (32 MB of float64; the caller's temporaries are a few
 #: times that).
 BLOCK_ELEMENTS = 2**22
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of one attention problem, checked."""
-
-    batch: int
-    heads: int
-    heads_kv: int
-    len_q: int
-    len_kv: int
-    head_dim: int
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one key head."""
-        return self.heads // self.heads_kv if self.heads_kv else 0
-
-    @classmethod
-    def of(cls, q: Array, k: Array, v: Array) -> Shape:
-        """Check that q, k and v fit together.
-
-        Raises
-        ------
-        ValueError
-            If they do not; the message names the argument and the shapes.
-        """
-        for name, array in (("q", q), ("k", k), ("v", v)):
-            if array.ndim != 4:
-                raise ValueError(
-                    f"{name} must have shape (batch, heads, len, head_dim), got {name}.shape={array.shape}"
-                )
-        if k.shape != v.shape:
-            raise ValueError(f"k and v must agree in shape, got {k.shape=} {v.shape=}")
-        if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-            raise ValueError(f"q and k must agree on batch and head_dim, got {q.shape=} {k.shape=}")
-        if q.shape[3] == 0:
-            raise ValueError(f"head_dim must be at least 1, got {q.shape=}")
-        heads, heads_kv = q.shape[1], k.shape[1]
-        if heads != heads_kv and (heads_kv == 0 or heads % heads_kv):
-            raise ValueError(
-                f"q's heads must be a multiple of k's heads, got {q.shape=} {k.shape=}"
-            )
-        return cls(q.shape[0], heads, heads_kv, q.shape[2], k.shape[2], q.shape[3])
-
-
-def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """Return the softmax scale: ``head_dim ** -0.5`` where none is given.
-
-    Raises
-    ------
-    ValueError
-        If it is not positive and finite.
-    """
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    if not 0.0 < scale < float("inf"):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    return scale
-
-
-def causal_shift(len_q: int, len_kv: int, causal_align: str) -> int:
-    """Return the shift with which query row i attends key j iff ``j <= i + shift``.
-
-    Examples
-    --------
-    >>> causal_shift(2, 5, "bottom-right"), causal_shift(2, 5, "top-left")
-    (3, 0)
-    """
-    if causal_align not in ("bottom-right", "top-left"):
-        raise ValueError(f"causal_align must be 'bottom-right' or 'top-left', got {causal_align!r}")
-    return len_kv - len_q if causal_align == "bottom-right" else 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +49,8 @@ class ScoreBlock:
     Parameters
     ----------
     index : tuple of slice
-        Where the block lies in an array of shape (batch, heads_kv, group, rows, ...).
+        Where the block lies in an array of shape (batch, heads_kv, group, rows, ...), which is
+        what `cupyattn.rounding.split_heads` makes of (batch, heads, rows, ...).
     S : (batch, heads_kv, group, rows, len_kv) array, float64
         ``scale * q.k``; -inf where the row does not attend to the key.
     q : (batch, heads_kv, group, rows, head_dim) array, float64
@@ -115,7 +66,7 @@ class ScoreBlock:
     @property
     def admitted(self) -> Array:
         """Boolean, shaped as S: the row attends to the key. A NaN score is attended to."""
-        return self.S != -np.inf
+        return self.S != NEG_INF
 
 
 def _chunks(lengths: tuple[int, ...], cost: int) -> list[list[slice]]:
@@ -156,21 +107,18 @@ def score_blocks(
     Keys are masked by selection, never by adding -inf: a NaN under the mask has no influence.
     """
     xp = array_namespace(q, k, v)
-    shape = Shape.of(q, k, v)
-    sigma = resolve_scale(scale, shape.head_dim)
-    shift = causal_shift(shape.len_q, shape.len_kv, causal_align)
-    rows = xp.arange(shape.len_q) if rows is None else xp.asarray(rows)
+    _, _, heads_kv, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    sigma = check_scale(scale, head_dim)
+    shift = check_causal(causal_align, len_q, len_kv)
+    rows = xp.arange(len_q) if rows is None else xp.asarray(rows)
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise ValueError(f"rows must be a 1-D integer array, got {rows.dtype} {rows.shape=}")
-    if rows.size and not (0 <= int(rows.min()) and int(rows.max()) < shape.len_q):
-        raise ValueError(f"rows must lie in [0, {shape.len_q}), got {rows}")
+    if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= len_q):
+        raise ValueError(f"rows must lie in [0, {len_q}), got {rows}")
 
-    # Query heads that share a key head are one axis: splitting an axis copies nothing.
-    q = q.reshape(shape.batch, shape.heads_kv, shape.group, shape.len_q, shape.head_dim)
-    keys = xp.arange(shape.len_kv)
-    batches, heads, groups, row_chunks = _chunks(
-        (shape.batch, shape.heads_kv, shape.group, rows.size), max(shape.len_kv, shape.head_dim)
-    )
+    q = split_heads(q, heads_kv)
+    keys = xp.arange(len_kv)
+    batches, heads, groups, row_chunks = _chunks((*q.shape[:3], rows.size), max(len_kv, head_dim))
     for batch in batches:
         for head in heads:
             k_block = as_float64(k[batch, head, None])
@@ -181,7 +129,7 @@ def score_blocks(
                     with np.errstate(over="ignore", invalid="ignore"):
                         S = q_block @ k_block.swapaxes(-1, -2) * sigma
                     if causal:
-                        S = xp.where(keys <= rows[chunk, None] + shift, S, -np.inf)
+                        S = xp.where(keys <= rows[chunk, None] + shift, S, NEG_INF)
                     yield ScoreBlock((batch, head, group, chunk), S, q_block, k_block, v_block)
 
 
@@ -208,9 +156,9 @@ def softmax_exact(S: Array) -> tuple[Array, Array]:
     xp = array_namespace(S)
     with np.errstate(divide="ignore", invalid="ignore"):
         if S.shape[-1] == 0:
-            return S, xp.full(S.shape[:-1], -np.inf)
+            return S, xp.full(S.shape[:-1], NEG_INF)
         m = S.max(axis=-1, keepdims=True)
-        m = xp.where(m == -np.inf, 0.0, m)
+        m = xp.where(m == NEG_INF, 0.0, m)
         P = xp.exp(S - m)
         l = P.sum(axis=-1, keepdims=True)
         lse = (m + xp.log(l))[..., 0]
@@ -227,7 +175,7 @@ def _weighted_sum(P: Array, v: Array, admitted: Array) -> Array:
         o = P @ xp.where(finite, v, 0.0)
         attends = admitted.astype(np.float64)
         # An attended infinity or NaN decides the element, however small its probability.
-        for value in (np.inf, -np.inf):
+        for value in (np.inf, NEG_INF):
             o = o + xp.where(attends @ (v == value).astype(np.float64) > 0, value, 0.0)
         return o + xp.where(attends @ xp.isnan(v).astype(np.float64) > 0, np.nan, 0.0)
 
@@ -276,6 +224,8 @@ def attention_exact(
         If the arrays are not all NumPy's or all CuPy's.
     ValueError
         If shapes disagree, or an option is not one of those above.
+    UnsupportedError
+        If v has a head_dim of its own, or head_dim is more than 256.
 
     Notes
     -----
@@ -294,16 +244,14 @@ def attention_exact(
     [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
     """
     xp = array_namespace(q, k, v)
-    shape = Shape.of(q, k, v)
-    num_rows = shape.len_q if rows is None else len(rows)
-    lead = (shape.batch, shape.heads_kv, shape.group, num_rows)
-    o = xp.zeros((*lead, shape.head_dim))
-    lse = xp.full(lead, -np.inf)
+    batch, heads, heads_kv, len_q, _, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    num_rows = len_q if rows is None else len(rows)
+    o = xp.zeros((batch, heads, num_rows, head_dim))
+    lse = xp.full((batch, heads, num_rows), NEG_INF)
+    o_blocks, lse_blocks = split_heads(o, heads_kv), split_heads(lse, heads_kv)  # views
     for block in score_blocks(
         q, k, v, scale=scale, causal=causal, causal_align=causal_align, rows=rows
     ):
-        P, lse[block.index] = softmax_exact(block.S)
-        o[block.index] = _weighted_sum(P, block.v, block.admitted)
-    o = o.reshape(shape.batch, shape.heads, num_rows, shape.head_dim)
-    lse = lse.reshape(shape.batch, shape.heads, num_rows)
+        P, lse_blocks[block.index] = softmax_exact(block.S)
+        o_blocks[block.index] = _weighted_sum(P, block.v, block.admitted)
     return (o, lse) if return_lse else o

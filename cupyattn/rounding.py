@@ -1,4 +1,4 @@
-"""Arithmetic that reference and bounds share: array namespaces, float64, and single roundings."""
+"""What reference, mirror and bounds share: array kinds, groups of heads, and single roundings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from cupyattn.numerics import EX2_FLUSH
 
 #: An array of NumPy or of CuPy; neither is imported for its type.
 Array = Any
+
+#: The score of a masked key.
+NEG_INF = float("-inf")
 
 #: Storage types by the names that `cupyattn.numerics.Numerics` uses.
 STORAGE = {
@@ -47,6 +50,17 @@ def as_float64(x: Array) -> Array:
     if x.dtype.name == "bfloat16":
         x = x.astype(np.float32)
     return x.astype(np.float64, copy=False)
+
+
+def split_heads(x: Array, heads_kv: int) -> Array:
+    """View (batch, heads, ...) as (batch, heads_kv, group, ...), by the key head that they use."""
+    group = x.shape[1] // heads_kv if heads_kv else 0
+    return x.reshape(x.shape[0], heads_kv, group, *x.shape[2:])
+
+
+def merge_heads(x: Array) -> Array:
+    """Undo `split_heads`."""
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
 def round_to(x: npt.ArrayLike, fmt: str) -> npt.NDArray[np.float32]:

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -423,6 +425,60 @@ def test_machine_code_of_another_generation_is_refused(arch: str) -> None:
 def test_sources_under_sm90_are_hopper_forms() -> None:
     assert kc.ModuleSpec("sm90/attn_fa_tc.cu").hopper
     assert not kc.ModuleSpec("attn_fa_tc.cu").hopper
+
+
+class PretendKernel:
+    max_dynamic_shared_size_bytes = 0
+
+
+class PretendModule:
+    """As CuPy's: opens its file when a kernel is asked for."""
+
+    made = 0
+
+    def __init__(self, *, path: str) -> None:
+        type(self).made += 1
+        self.path = Path(path)
+
+    def get_function(self, name: str) -> PretendKernel:
+        assert self.path.read_bytes().startswith(b"\x7fELF")
+        return PretendKernel()
+
+
+@pytest.fixture
+def pretend(cold_cache: Path, monkeypatch: pytest.MonkeyPatch) -> type[PretendModule]:
+    """Stand in for CuPy with a device of compute capability 8.6."""
+
+    class Device:
+        id = 0
+        compute_capability = "86"
+        attributes: ClassVar = {"MaxSharedMemoryPerBlockOptin": 101376}
+
+    class Made(PretendModule):
+        made = 0
+
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=Device), RawModule=Made)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return Made
+
+
+def test_load_allows_shared_memory_and_loads_once(pretend: type[PretendModule]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        modules = list(pool.map(lambda _: kc.load(ADD), range(16)))
+    assert pretend.made == 1 and all(module is modules[0] for module in modules)
+    assert modules[0].binary.arch == "sm_86"
+    assert modules[0].kernel("add").max_dynamic_shared_size_bytes == 256
+    with pytest.raises(ValueError, match="entry must be one of add, got 'subtract'"):
+        modules[0].kernel("subtract")
+    assert kc.load(ADD, "sm_80").binary.arch == "sm_80"
+
+
+def test_load_refuses_before_it_loads(pretend: type[PretendModule]) -> None:
+    with pytest.raises(KernelLaunchError, match=r"needs 524288 bytes .* allows 101376"):
+        kc.load(kc.ModuleSpec(ADD.source, (("CFG_COUNT", 131072),)))
+    with pytest.raises(UnsupportedError, match=r"sm_90 does not run on compute capability 8\.6"):
+        kc.load(ADD, "sm_90")
+    assert pretend.made == 0
 
 
 # ---- devices, with one ---------------------------------------------------------------------------
