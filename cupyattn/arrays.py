@@ -1,0 +1,79 @@
+"""Arrays of any library in, arrays of the same library out.
+
+NumPy and CuPy arrays are taken as they are. Anything else comes in by DLPack, without a copy, and
+goes back the same way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2
+
+
+def is_cupy(array: Any) -> bool:
+    """Whether `array` is a CuPy array, decided without importing CuPy."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
+def namespace(array: Any) -> Any:
+    """Return the module, NumPy or CuPy, whose array this is."""
+    return sys.modules["cupy"] if is_cupy(array) else np
+
+
+def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Take a caller's array.
+
+    Parameters
+    ----------
+    name : str
+        What the caller calls it, for the message.
+    array : array
+        NumPy, CuPy, or anything with ``__dlpack__`` on a CPU or a CUDA device.
+
+    Returns
+    -------
+    array : numpy.ndarray or cupy.ndarray
+        The same memory.
+    restore : callable
+        Turns a NumPy or CuPy result into the kind of array that was taken.
+
+    Raises
+    ------
+    TypeError
+        If it is no such array.
+    """
+    if isinstance(array, np.ndarray) or is_cupy(array):
+        return array, lambda result: result
+    if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
+        raise TypeError(
+            f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {type(array).__name__}"
+        )
+    device = int(array.__dlpack_device__()[0])
+    if device == _DLPACK_CUDA:
+        import cupy
+
+        return cupy.from_dlpack(array), _importer(array)
+    if device == _DLPACK_CPU:
+        return np.from_dlpack(array), _importer(array)
+    raise TypeError(f"{name} must lie on a CPU or a CUDA device, got DLPack device type {device}")
+
+
+def _importer(array: Any) -> Callable[[Any], Any]:
+    """Return the ``from_dlpack`` of the library that an array belongs to."""
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__().from_dlpack  # type: ignore[no-any-return]
+    library = sys.modules[type(array).__module__.partition(".")[0]]
+    return library.from_dlpack  # type: ignore[no-any-return]
+
+
+def contiguous_last_axis(array: Any) -> Any:
+    """Return `array`, or a copy in C order where its last axis is not contiguous."""
+    if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
+        return namespace(array).ascontiguousarray(array)
+    return array
