@@ -71,6 +71,8 @@ LOG2F_ERROR = 1.5 * 2.0**-23
 #: The kernels' range: 2^8 for p and for sums that stay below 2^127, see R4 in the docs.
 MAX_LOG2_SCORE = 2.0**27
 MAX_FLOAT = 2.0**126
+#: Stands for a probability that underflows float64; e^300 times it is still nothing.
+LEAST_P = 1e-300
 #: Largest finite number of each storage type.
 LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120, "float32": 2.0**128 - 2.0**104}
 #: Float64's share of everything, in the exact result and in the bound itself.
@@ -381,7 +383,8 @@ def _exact(block: ScoreBlock) -> tuple[Array, Array, Array, Array, Array]:
     finite = xp.isfinite(block.v)
     v = xp.where(finite, block.v, 0.0)
     P, lse = softmax_exact(block.S)
-    P = xp.where(xp.isfinite(P), P, 0.0)
+    # NOTE: a probability that underflows is still positive: a perturbation may make it the largest.
+    P = xp.where(xp.isfinite(P), xp.where(block.admitted, xp.maximum(P, LEAST_P), 0.0), 0.0)
     return P, lse, v, P @ v, ~finite.all(axis=-2, keepdims=True)
 
 

@@ -88,7 +88,7 @@ def softmax_perturbation(
     Parameters
     ----------
     P : (..., rows, keys) array
-        Probabilities; 0 where a key is masked.
+        Probabilities; 0 where a key is masked, and only there.
     d : (..., rows, keys) array
         Bounds of the scores' perturbations, natural units; a shift common to a row is free.
     v : (..., keys, head_dim) array
