@@ -56,7 +56,7 @@ def _peaky(rng: np.random.Generator, *shapes: tuple[int, ...]) -> Triple:
     if k.shape[2] and k.shape[1]:
         copied = np.repeat(k, heads // k.shape[1], axis=1)[:, :, np.arange(len_q) % k.shape[2]]
         peak = 10 ** rng.uniform(*PEAK_EXPONENTS, size=(*q.shape[:3], 1))
-        # A key shorter than usual is not made up for in full: other keys would score far above 10^4.
+        # A key shorter than usual is not made up for in full: others would score far above 10^4.
         norm = np.maximum(np.sum(copied**2, axis=-1, keepdims=True), 0.5 * head_dim)
         q = copied * peak * head_dim**0.5 / norm
     return q, k, v
@@ -133,8 +133,9 @@ def make(
     Notes
     -----
     normal: N(0, 1). outlier: N(0, 1), and N(0, 100) added to 0.1 % of the entries, the recipe of
-    FlashAttention-3 (Shah et al. 2024, §4.3). channel-bias: K and V with means of N(0, 4) in every channel, which
-    smoothing takes away. peaky: each query is a scaled copy of a key, with scores up to 10^4. sink: the first key takes nearly all of every row. constant: ones.
+    FlashAttention-3 (Shah et al. 2024, §4.3). channel-bias: K and V with means of N(0, 4) in every
+    channel, which smoothing takes away. peaky: each query is a scaled copy of a key, with scores up
+    to 10^4. sink: the first key takes nearly all of every row. constant: ones.
 
     Examples
     --------
