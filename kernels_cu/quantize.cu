@@ -3,7 +3,7 @@
 // Idea         Memory decides: every byte is read once, stays in registers between the search for
 //              the largest magnitude and the coding, and leaves as a quarter or half of itself. A
 //              block takes BLOCK_Q rows: LANES neighbouring lanes share a row, a warp takes a few
-//              rows at a time, and rows meet their group in shared memory, whatever the granularity.
+//              rows at a time, and rows meet their group in shared memory, at any granularity.
 //              Groups too large for a block (a head, a tensor) are read twice: group_absmax, then
 //              encode_int8.
 // Entries      quantize_int8  whole groups in a block: maximum, scale, codes
@@ -11,7 +11,7 @@
 //              encode_int8    codes from those maxima, or from scales that were given
 //              channel_sum, channel_mean  the mean of the keys, which smoothing subtracts
 // Kept simple  The operand plays Q's part in config.cuh: its tile is BLOCK_Q rows, its group
-//              GROUP_Q. One indexing for every granularity: the scale of a row is scale[row / GROUP].
+//              GROUP_Q. One indexing for every granularity: a row has scale[row / GROUP].
 //              No float is summed or compared by an atomic: sums have a fixed order, and a maximum
 //              of bits does not depend on one. The same input gives the same bits on every run.
 // Rounding     R0 x - mean, R1 scale, inverse and code, each rounded once (prims/quant.cuh)
