@@ -18,13 +18,13 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cupyattn import nvrtc
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
+from cupyattn.includes import headers_reached
 
 if TYPE_CHECKING:
     import cupy
@@ -262,9 +262,13 @@ def _compile(
             f"{_first_error(error)}\n  defines: {str(spec).partition(' ')[2]}\n"
             f"  options: {' '.join(options)}\n{error.log}".rstrip()
         ) from error
-    kernels = parse_resources(output.log)
+    # How long ptxas took is no property of the binary: without it, equal input gives equal entries.
+    log = "".join(
+        line for line in output.log.splitlines(keepends=True) if "Compile time" not in line
+    )
+    kernels = parse_resources(log)
     smem_bytes = parse_smem_bytes(output.ptx)
-    return Binary(arch, compiler.version, output.ptx, output.cubin, output.log, kernels, smem_bytes)
+    return Binary(arch, compiler.version, output.ptx, output.cubin, log, kernels, smem_bytes)
 
 
 def _first_error(error: nvrtc.NvrtcError) -> str:
@@ -325,11 +329,7 @@ def parse_smem_bytes(ptx: str) -> int:
     return int(match[1]) if match else 0
 
 
-# ---- the key: source, headers, options, compiler -------------------------------------------------
-
-_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*(.*?)[ \t]*(?://.*)?$", re.MULTILINE)
-_BLOCK_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
-_toolkit_memo: dict[tuple[str, int, int], tuple[str, tuple[str, ...]]] = {}
+# ---- the key -------------------------------------------------------------------------------------
 
 
 def _key(
@@ -340,83 +340,12 @@ def _key(
     folder: Path,
 ) -> str:
     # NOTE: the paths are in the key because -lineinfo writes them into the binary.
-    facts = [_FORMAT, compiler.version, options, str(spec.path), str(KERNELS)]
+    facts = [_FORMAT, compiler.build, options, str(spec.path), str(KERNELS)]
     digest = hashlib.sha256(json.dumps(facts).encode())
     digest.update(source.encode())
-    for path, content in _headers(spec, source, folder):
+    for path, content in headers_reached(spec.path, source, KERNELS, folder):
         digest.update(f"\0{path}\0{content}".encode())
     return digest.hexdigest()
-
-
-def _headers(spec: ModuleSpec, source: str, folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield every header that a source reaches, with its text (the toolkit's: its digest)."""
-    seen: set[Path] = set()
-    queue: list[tuple[Path, str]] = [(spec.path, source)]
-    while queue:
-        includer, text = queue.pop()
-        for operand in _includes(text):
-            path = _resolve(operand, includer, spec, folder)
-            if path is None or path in seen:
-                continue
-            seen.add(path)
-            if path.is_relative_to(folder):
-                yield from _toolkit_header(path, folder, seen)
-            else:
-                content = path.read_text()
-                yield path, content
-                queue.append((path, content))
-
-
-def _includes(text: str) -> list[str]:
-    """Return the operands of the ``#include`` lines of a text, quotes or brackets included."""
-    return _INCLUDE.findall(_BLOCK_COMMENT.sub(" ", text))
-
-
-def _resolve(operand: str, includer: Path, spec: ModuleSpec, folder: Path) -> Path | None:
-    """Find an included file as NVRTC does; None for one that NVRTC supplies itself."""
-    name = operand[1:-1]
-    if operand[:1] + operand[-1:] == '""':
-        places = [includer.parent, spec.path.parent, KERNELS, folder]
-    elif operand[:1] + operand[-1:] == "<>":
-        places = [spec.path.parent, KERNELS, folder]
-    else:
-        raise KernelCompileError(
-            f"{includer}: #include {operand} names no file, so the cache cannot follow it"
-        )
-    for place in places:
-        if (place / name).is_file():
-            return (place / name).resolve()
-    if operand.startswith("<"):
-        return None
-    raise KernelCompileError(
-        f'{includer}: #include "{name}" was not found in ' + ", ".join(map(str, places))
-    )
-
-
-def _toolkit_header(path: Path, folder: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield the digest of a CUDA header and of those that it reaches.
-
-    They are large and change only with the toolkit: read once per process while size and time of
-    change stay. Theirs may include what only a host compiler has, so a missing file is no error.
-    """
-    status = path.stat()
-    memo_key = (str(path), status.st_mtime_ns, status.st_size)
-    memo = _toolkit_memo.get(memo_key)
-    if memo is None:
-        text = path.read_text(errors="replace")
-        names = tuple(operand.strip('"<>') for operand in _includes(text))
-        memo = (hashlib.sha256(text.encode()).hexdigest(), names)
-        _toolkit_memo[memo_key] = memo
-    digest, names = memo
-    yield path, digest
-    for name in names:
-        for place in (path.parent, folder):
-            reached = (place / name).resolve()
-            if reached.is_file():
-                if reached not in seen:
-                    seen.add(reached)
-                    yield from _toolkit_header(reached, folder, seen)
-                break
 
 
 # ---- the cache on disk ---------------------------------------------------------------------------
@@ -525,7 +454,7 @@ _load_lock = threading.Lock()
 
 
 class Module:
-    """A binary on a device.
+    """A binary on a device: its kernels, ready to launch.
 
     Parameters
     ----------
@@ -591,28 +520,27 @@ def load(spec: ModuleSpec, arch: str | None = None) -> Module:
         return module
     capability = int(device.compute_capability)
     chosen = device_architecture(capability, spec.hopper) if arch is None else arch
-    _check_runs_on(chosen, capability)
+    check_runs_on(chosen, capability)
     binary = build(spec, chosen)
     limit = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
     static = max((kernel.static_smem for kernel in binary.kernels.values()), default=0)
     check_shared_memory(binary.smem_bytes + static, limit, str(spec))
     with _load_lock:
         if slot not in _modules:
-            _modules[slot] = Module(binary, _load_raw(binary))
+            _modules[slot] = _load_module(binary)
         return _modules[slot]
 
 
-def _load_raw(binary: Binary) -> cupy.RawModule:
+def _load_module(binary: Binary) -> Module:
     import cupy
 
-    # NOTE: RawModule takes a path, and opens it again on every device that it meets: it is made
-    # per device here and loaded at once, so the file need not outlive this call.
+    # NOTE: RawModule takes a path and may open it again for each kernel that it hands out, and on
+    # each device. Modules are made per device here and hand out all their kernels at once, so the
+    # file need not outlive this call.
     with tempfile.TemporaryDirectory(prefix="cupyattn-") as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary.cubin)
-        raw = cupy.RawModule(path=str(path))
-        raw.compile()
-    return raw
+        return Module(binary, cupy.RawModule(path=str(path)))
 
 
 def device_architecture(capability: int, hopper: bool = False) -> str:
@@ -658,7 +586,7 @@ def device_architecture(capability: int, hopper: bool = False) -> str:
     return f"sm_{max(usable)}"
 
 
-def _check_runs_on(arch: str, capability: int) -> None:
+def check_runs_on(arch: str, capability: int) -> None:
     """Raise where a device cannot run the machine code of an architecture."""
     needed = _capability(arch)
     exact = arch.endswith("a")

@@ -104,8 +104,14 @@ class Nvrtc:
         return major.value, minor.value
 
     @cached_property
+    def build(self) -> tuple[int, ...]:
+        """Version and size of the library, which tells patch releases of one version apart."""
+        size = os.path.getsize(self.path) if self.folder is not None else 0
+        return (*self.version, size)
+
+    @cached_property
     def capabilities(self) -> tuple[int, ...]:
-        """Compute capabilities that it compiles for, times ten and rising: ``(75, 80, 86, ...)``."""
+        """Compute capabilities times ten that it compiles for, rising: ``(75, 80, ...)``."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         values = (ctypes.c_int * count.value)()

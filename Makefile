@@ -1,0 +1,60 @@
+# `make ladder` and `make test` set up everything they need, once, in $(VENV), GPU or not.
+# `make test NO_VENV=1 PYTHON=python3` uses an interpreter that has the packages already.
+
+VENV ?= .venv
+# The first Python that is new enough.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+	&& echo $$python && break; done)
+# CuPy and NVRTC of the driver's CUDA generation: 12 where nvidia-smi says so, otherwise 13.
+DRIVER_CUDA := $(shell nvidia-smi 2>/dev/null \
+	| sed -n 's/.*CUDA[A-Za-z ]* Version: *\([0-9][0-9]*\).*/\1/p' | head -n 1)
+EXTRA ?= $(if $(filter 12,$(DRIVER_CUDA)),cuda12,cuda13)
+# Test workers; kernels compiled once stay in $(CUPYATTN_CACHE_DIR) between test runs.
+WORKERS ?= 2
+TEST_CACHE ?= $(CURDIR)/.cache/kernels
+
+ifdef NO_VENV
+RUN := $(PYTHON)
+READY :=
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready-$(EXTRA)
+endif
+
+# The checkout is what runs, whatever is installed.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: ladder test test-wheel lint setup clean
+
+ladder: $(READY)
+	$(RUN) -m cupyattn ladder
+
+test: lint
+	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) -m "not slow"
+
+# Builds sdist and wheel, installs the wheel with the core's dependencies alone, runs it elsewhere.
+test-wheel: $(READY)
+	$(RUN) -m pytest -m slow tests/test_packaging.py
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+setup: $(READY)
+
+$(VENV)/.ready-$(EXTRA): setup.cfg pyproject.toml
+	@test -n "$(PYTHON)" || { echo "cupyattn needs Python 3.10 or later: none was found on the" \
+		"PATH; name one with make PYTHON=/path/to/python3." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "cupyattn needs Python 3.10 or later, $(PYTHON) is" \
+		"$$($(PYTHON) -V 2>&1); name another with make PYTHON=/path/to/python3." >&2; exit 1; }
+	@echo "Setting up $(VENV) with cupyattn[$(EXTRA),cli,test], once (a few minutes)"
+	@$(PYTHON) -m venv --clear $(VENV) || { echo "python -m venv failed: on Debian and Ubuntu," \
+		"apt install python3-venv" >&2; exit 1; }
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA),cli,test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

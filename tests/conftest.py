@@ -1,0 +1,65 @@
+"""Shared fixtures: GPU tests skip without a device, one compile cache per run, search profiles."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from cupyattn import compile as kc
+
+# How far Hypothesis searches: CUPYATTN_TEST_PROFILE=deep before a release or over night.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quick", max_examples=20, **_COMMON)
+settings.register_profile("ci", max_examples=50, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("deep", max_examples=2000, **_COMMON)
+settings.load_profile(os.environ.get("CUPYATTN_TEST_PROFILE", "quick"))
+
+
+@functools.cache
+def device_missing() -> str:
+    """Say why no CUDA device can be used; empty where one can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy is not installed ({error})"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device ({error})"
+    return "" if count else "no CUDA device"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run a compile cache of its own, shared by its workers, unless one is named."""
+    if "CUPYATTN_CACHE_DIR" not in os.environ:
+        # NOTE: workers are children of this process and inherit the variable.
+        folder = tempfile.TemporaryDirectory(prefix="cupyattn-test-cache-")
+        os.environ["CUPYATTN_CACHE_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(lambda: os.environ.pop("CUPYATTN_CACHE_DIR", None))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything under tests/gpu, and skip what is marked where no device is."""
+    gpu_folder = Path(__file__).parent / "gpu"
+    for item in items:
+        if gpu_folder in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and device_missing():
+            item.add_marker(pytest.mark.skip(reason=device_missing()))
+
+
+@pytest.fixture
+def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Compile as a new user would: an empty cache folder, nothing in memory."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
+    kc.cache_clear(disk=False)
+    yield folder
+    kc.cache_clear(disk=False)

@@ -1,0 +1,88 @@
+"""Every variant compiles for every architecture, fits in shared memory and spills nothing.
+
+No GPU is needed: NVRTC compiles, and ptxas itself reports registers and spills. The full product
+of variants, head sizes, dtypes, masks and architectures would take an hour; every pair of
+(variant, architecture) is compiled with a few of the other choices, rotated so that each of them
+meets each variant, and every default tile is compiled for the architectures named in NO_SPILLS.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cupyattn import compile as kc
+from cupyattn import launch
+from cupyattn.features import Features
+from cupyattn.registry import VARIANTS, Variant
+
+#: Where default tiles must keep everything in registers.
+NO_SPILLS = ("sm_80", "sm_89", "sm_90")
+#: The smallest opt-in limit of any device from compute capability 8.0 on (8.6, 8.9 and 12.0).
+SMALLEST_LIMIT = 99 * 1024
+#: One head size for each padded shape that the default tiles tell apart, odd ones among them.
+HEAD_DIMS = (64, 128, 256, 40, 96, 1, 80, 200, 7)
+
+
+def features_of(variant: Variant, dtype: str, head_dim: int, causal: bool, lse: bool) -> Features:
+    """Features of a call with contiguous arrays: the widest loads that head_dim allows."""
+    widest = 4 if dtype == "float32" else 8
+    vec = next(v for v in (8, 4, 2, 1) if v <= widest and head_dim % v == 0)
+    group = 64 if variant.family == "int8" else 0
+    return Features(dtype, head_dim, causal, lse, vec, group, group)
+
+
+def choices(variant: Variant) -> list[tuple[int, str, bool, bool]]:
+    """Head sizes, dtypes and switches in an order in which neighbours differ in all of them."""
+    count = len(HEAD_DIMS) * len(variant.dtypes) * 4
+    flags = list(itertools.product((False, True), repeat=2))
+    return [
+        (
+            HEAD_DIMS[i % len(HEAD_DIMS)],
+            variant.dtypes[(i + i // len(HEAD_DIMS)) % len(variant.dtypes)],
+            *flags[(i + i // len(HEAD_DIMS)) % 4],
+        )
+        for i in range(count)
+    ]
+
+
+def rotated() -> list[tuple[str, str, int, str, bool, bool]]:
+    cells = []
+    for name, variant in VARIANTS.items():
+        picks = itertools.cycle(choices(variant))
+        for arch in kc.ARCHITECTURES:
+            cells += [(name, arch, *next(picks)) for _ in range(3)]
+    return cells
+
+
+def build(
+    name: str, arch: str, head_dim: int, dtype: str, causal: bool, lse: bool
+) -> tuple[kc.ModuleSpec, kc.Binary]:
+    if arch not in kc.supported_architectures():
+        pytest.skip(f"this NVRTC does not know {arch}")
+    variant = VARIANTS[name]
+    features = features_of(variant, dtype, head_dim, causal, lse)
+    spec = launch.module_spec(variant, features, variant.default_tiles(head_dim))
+    return spec, kc.build(spec, arch)
+
+
+@pytest.mark.parametrize(("name", "arch", "head_dim", "dtype", "causal", "lse"), rotated())
+def test_compiles(name: str, arch: str, head_dim: int, dtype: str, causal: bool, lse: bool) -> None:
+    spec, binary = build(name, arch, head_dim, dtype, causal, lse)
+    assert any(entry.startswith(VARIANTS[name].entry_point) for entry in binary.kernels)
+    static = max(resources.static_smem for resources in binary.kernels.values())
+    kc.check_shared_memory(binary.smem_bytes + static, SMALLEST_LIMIT, str(spec))
+
+
+@pytest.mark.parametrize("arch", NO_SPILLS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name in VARIANTS for dtype in VARIANTS[name].dtypes]
+)
+def test_default_tiles_spill_nothing(name: str, dtype: str, head_dim: int, arch: str) -> None:
+    for causal in (False, True):
+        spec, binary = build(name, arch, head_dim, dtype, causal, lse=True)
+        for entry, taken in binary.kernels.items():
+            spills = taken.spill_stores, taken.spill_loads
+            assert spills == (0, 0), f"{entry} for {arch} takes {taken}: {spec}"
