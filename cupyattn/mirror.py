@@ -1,0 +1,449 @@
+"""How the kernels compute attention: the same blocks, rounded at the same points, on NumPy.
+
+`attention_mirror` follows the kernels' steps S0 to S6 and rounds at the points R2 to R7 that a
+`cupyattn.numerics.Numerics` record names. It mirrors rounding points and block order, not thread
+order: inside one product or one sum the order is NumPy's.
+"""
+
+# ruff: noqa: E741  (O and l are the paper's letters)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.checks import check_causal, check_dtype, check_scale, check_shapes
+from cupyattn.numerics import Numerics
+from cupyattn.numerics import numerics as compose_numerics
+from cupyattn.registry import lookup
+from cupyattn.rounding import (
+    NEG_INF,
+    STORAGE,
+    Array,
+    array_namespace,
+    ex2,
+    fma32,
+    merge_heads,
+    round_to,
+    split_heads,
+)
+from cupyattn.tiles import Tiles
+
+Float32 = npt.NDArray[np.float32]
+
+LOG2E = np.float32(np.log2(np.e))
+LN2 = np.float32(np.log(2.0))
+
+
+@runtime_checkable
+class Quantized(Protocol):
+    """What the mirror reads of quantised operands; `cupyattn.quant.QuantizedQKV` says more."""
+
+    @property
+    def q_codes(self) -> Array: ...  # (batch, heads, len_q, head_dim), int8
+    @property
+    def k_codes(self) -> Array: ...  # (batch, heads_kv, len_kv, head_dim), int8
+    @property
+    def q_scale(self) -> Array: ...  # (batch or 1, heads or 1, groups), of row i at i // group_q
+    @property
+    def k_scale(self) -> Array: ...  # (batch or 1, heads_kv or 1, groups)
+    @property
+    def group_q(self) -> int: ...
+    @property
+    def group_kv(self) -> int: ...
+    @property
+    def v(self) -> Array: ...  # (batch, heads_kv, len_kv, head_dim), float16 or bfloat16
+    @property
+    def k_mean(self) -> Array | None: ...  # (batch, heads_kv, head_dim), subtracted from K
+    @property
+    def out_dtype(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the loop over keys, as `attention_mirror` saw it.
+
+    Parameters
+    ----------
+    kv0 : int
+        First key of the step.
+    S : (batch, heads, len_q, keys) array, float32
+        Scores as S3 leaves them: times `scale` (natural), a bare dot product (folded) or in log2
+        units (dequantised); -inf where masked.
+    P : (batch, heads, len_q, keys) array, float32
+        Probabilities as S5 multiplies them with V.
+    m : (batch, heads, len_q) array, float32
+        Running maximum in log2 units, rounded as the kernel's M.
+    l : (batch, heads, len_q) array, float32
+        Running sum of exp2(score - m), this step included.
+    alpha : (batch, heads, len_q) array, float32
+        Factor that brought l and O to this step's m.
+    """
+
+    kv0: int
+    S: Float32
+    P: Float32
+    m: Float32
+    l: Float32
+    alpha: Float32
+
+
+class RowState:
+    """Running softmax of every query row, in log2 units, as ``prims/online_softmax.cuh`` has it."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.M = np.full(shape, NEG_INF, np.float32)
+        self.l = np.zeros(shape, np.float32)
+
+    def M_finite(self) -> Float32:
+        """M as a number that may be subtracted: 0 where no key was admitted yet."""
+        return np.where(self.M == NEG_INF, np.float32(0), self.M)
+
+    def advance(self, M_new: Float32) -> Float32:
+        """Admit scores whose largest is `M_new`; return alpha."""
+        M_old, self.M = self.M, np.fmax(self.M, M_new)
+        alpha = ex2(M_old - self.M_finite())  # R4
+        self.l = self.l * alpha  # R6
+        return alpha
+
+    def exponentials(self, S: Float32, factor: np.float32) -> Float32:
+        """Return exp2(S * factor - M) and add its sum to l."""
+        p = ex2(fma32(S, factor, -self.M_finite()[..., None]))  # R4
+        self.l = self.l + p.sum(axis=-1, dtype=np.float32)  # R6
+        return p
+
+    def inverse_l(self) -> Float32:
+        """1 / l; a row that attended to nothing has l = 0 and gets O = 0."""
+        return np.where(self.l == 0, np.float32(0), np.float32(1) / self.l)
+
+    def lse(self) -> Float32:
+        """Natural log of the sum of exponentials."""
+        return (self.M + np.log2(self.l)) * LN2
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """S0, S1 and S3 of a kernel: what turns a block of keys into scores.
+
+    Query heads that share a key head are an axis of their own: (batch, heads_kv, group, len, ...).
+    """
+
+    Q: Float32  # (batch, heads_kv, group, len_q, head_dim), codes as numbers for int8
+    K: Float32  # (batch, heads_kv, 1, len_kv, head_dim)
+    row_factor: Float32 | None  # broadcasts to (..., len_q, 1)
+    key_factor: Float32 | None  # broadcasts to (..., 1, len_kv)
+    exponent_factor: np.float32  # times S gives log2 units
+    shift: int | None  # causal shift; None: every row attends to every key
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Shape of one number a row."""
+        return self.Q.shape[:-1]
+
+    def block(self, kv0: int, kv1: int) -> Float32:
+        """Scores of the keys kv0 to kv1, -inf where masked."""
+        # NOTE: codes stay exact here: |dot| <= 2^14 head_dim <= 2^24 up to head_dim 1024.
+        S = self.Q @ self.K[..., kv0:kv1, :].swapaxes(-1, -2)  # R2
+        if self.key_factor is not None:
+            S = S * self.key_factor[..., kv0:kv1]  # R3
+        if self.row_factor is not None:
+            S = S * self.row_factor  # R3
+        if self.shift is not None:
+            rows, keys = np.arange(self.Q.shape[-2])[:, None], np.arange(kv0, kv1)
+            S = np.where(keys <= rows + self.shift, S, np.float32(NEG_INF))
+        return S
+
+    def first_row(self, kv0: int, block_q: int) -> int:
+        """First query row of the tiles that visit the step at kv0; earlier tiles skip it."""
+        return 0 if self.shift is None else max(0, kv0 - self.shift) // block_q * block_q
+
+
+def _scale_of_row(scale: Array, group: int, length: int) -> Float32:
+    """Read the scale of every row as the kernels do: scale[row / GROUP]."""
+    return cast(Float32, scale[..., np.arange(length) // group])
+
+
+def _prepare_scores(
+    q: Array, k: Array, scale: float, shift: int | None, n: Numerics, quantized: Quantized | None
+) -> _Scores:
+    """Put the factors of a score where this kernel applies them (R3)."""
+    if (quantized is None) != (n.scaling != "dequantised"):
+        have = "arrays" if quantized is None else "quantised operands"
+        raise ValueError(
+            f"scaling {n.scaling!r} does not go with {have}: quantize first, or only there"
+        )
+    scale_log2 = np.float32(scale * np.log2(np.e))
+    row_factor = key_factor = None
+    exponent_factor = scale_log2
+    if n.scaling == "natural":
+        row_factor, exponent_factor = np.asarray(scale, np.float32), LOG2E
+    if quantized is None:
+        Q, K = round_to(q, n.q_type), round_to(k, n.k_type)
+    else:
+        Q, K = q.astype(np.float32), k.astype(np.float32)
+        q_scale = _scale_of_row(quantized.q_scale, quantized.group_q, q.shape[2])
+        k_scale = _scale_of_row(quantized.k_scale, quantized.group_kv, k.shape[2])
+        # R3: scale_log2 goes into the scale of a row once, so S comes out in log2 units.
+        by_head = np.broadcast_to(scale_log2 * q_scale, q.shape[:3])
+        row_factor = split_heads(by_head, k.shape[1])[..., None]
+        key_factor = k_scale[:, :, None, None]
+        exponent_factor = np.float32(1)
+    return _Scores(
+        split_heads(Q, k.shape[1]), K[:, :, None], row_factor, key_factor, exponent_factor, shift
+    )
+
+
+def _softmax(S: Float32, factor: np.float32) -> tuple[Float32, RowState]:
+    """Whole rows: P divided by l, and the final state."""
+    state = RowState(S.shape[:-1])
+    state.advance(np.fmax.reduce(S, axis=-1, initial=NEG_INF) * factor)
+    p = state.exponentials(S, factor)
+    return p * state.inverse_l()[..., None], state  # R6
+
+
+def scores_mirror(
+    q: Array,
+    k: Array,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+) -> Float32:
+    """S3 of the unfused rung: the scores, in float32.
+
+    Parameters
+    ----------
+    q, k, scale, causal, causal_align
+        As for `attention_mirror`.
+
+    Returns
+    -------
+    S : (batch, heads, len_q, len_kv) array, float32
+        fl(dot * scale); -inf where masked.
+
+    Examples
+    --------
+    >>> x = np.full((1, 1, 2, 4), 0.5, np.float16)
+    >>> scores_mirror(x, x, causal=True)[0, 0].tolist()
+    [[0.5, -inf], [0.5, 0.5]]
+    """
+    _, _, _, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, k.shape)
+    n = compose_numerics("unfused", "portable", _storage_name(q, k, k))
+    shift = check_causal(causal_align, len_q, len_kv)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scores = _prepare_scores(
+            q, k, check_scale(scale, head_dim), shift if causal else None, n, None
+        )
+        return cast(Float32, merge_heads(scores.block(0, len_kv)))
+
+
+def softmax_mirror(S: Float32) -> tuple[Float32, Float32]:
+    """S4 of the unfused rung: P = softmax(S) and the log-sum-exp, in float32.
+
+    Parameters
+    ----------
+    S : (..., len_kv) array, float32
+
+    Returns
+    -------
+    P : (..., len_kv) array, float32
+    lse : (...) array, float32
+
+    Examples
+    --------
+    >>> P, lse = softmax_mirror(np.zeros((1, 4), np.float32))
+    >>> P.tolist(), lse.round(5).tolist()
+    ([[0.25, 0.25, 0.25, 0.25]], [1.3862899541854858])
+    """
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        P, state = _softmax(S, LOG2E)
+        return P, state.lse()
+
+
+def weighted_sum_mirror(P: Float32, v: Array) -> Array:
+    """S5 and S6 of the unfused rung: O = P V, stored in v's type.
+
+    Parameters
+    ----------
+    P : (batch, heads, len_q, len_kv) array, float32
+    v : (batch, heads_kv, len_kv, head_dim) array, float16, bfloat16 or float32
+
+    Returns
+    -------
+    o : (batch, heads, len_q, head_dim) array, v's dtype
+
+    Examples
+    --------
+    >>> v = np.arange(4, dtype=np.float16).reshape(1, 1, 4, 1)
+    >>> weighted_sum_mirror(np.full((1, 1, 1, 4), 0.25, np.float32), v).tolist()
+    [[[[1.5]]]]
+    """
+    out_type = _storage_name(v, v, v)
+    with np.errstate(over="ignore", invalid="ignore"):
+        O = split_heads(P, v.shape[1]) @ v[:, :, None].astype(np.float32)  # R6
+        return merge_heads(round_to(O, out_type)).astype(STORAGE[out_type])  # R7
+
+
+def _storage_name(q: Array, k: Array, v: Array) -> str:
+    """Return the one storage type of three NumPy arrays."""
+    if array_namespace(q, k, v) is not np:
+        raise TypeError("the mirror computes on NumPy arrays: bring CuPy arrays over with .get()")
+    return check_dtype(q, k, v)
+
+
+def attention_mirror(
+    q: Array | Quantized,
+    k: Array | None = None,
+    v: Array | None = None,
+    *,
+    variant: str = "fa",
+    tiles: Tiles | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    return_lse: bool = False,
+    trace: bool = False,
+    numerics: Numerics | None = None,
+) -> Any:
+    """Attention as a kernel computes it: the same blocks, rounded at the same points, on NumPy.
+
+    Parameters
+    ----------
+    q : (batch, heads, len_q, head_dim) array or QuantizedQKV
+        float16, bfloat16 or float32. Quantised operands hold all three: k and v stay None.
+    k, v : (batch, heads_kv, len_kv, head_dim) array
+        Of q's type.
+    variant : str
+        The rung to mirror; it gives `numerics` and `tiles` where they are not given.
+    tiles : Tiles, optional
+        Block sizes; keys are taken ``tiles.block_kv`` at a time.
+    scale, causal, causal_align
+        As for `attention_exact`.
+    return_lse : bool
+        Also return the log-sum-exp.
+    trace : bool
+        Also return a list of `Step`, one for each block of keys.
+    numerics : Numerics, optional
+        Rounding points to use in place of the variant's own.
+
+    Returns
+    -------
+    o : (batch, heads, len_q, head_dim) array, ``numerics.out_type``
+    lse : (batch, heads, len_q) array, float32
+        Only with `return_lse`.
+    steps : list of Step
+        Only with `trace`.
+
+    Raises
+    ------
+    TypeError
+        If the arrays are not NumPy's or not of one storage type.
+    ValueError
+        If shapes disagree, an option is unknown, or arrays meet a rung that wants codes.
+
+    Notes
+    -----
+    R2 and R6 accumulate in float32, in NumPy's order for FMA chains and tensor cores alike (an
+    order inside one product is the device's own affair; the bound holds for any). A block's P V is
+    summed by itself and then added to O, one rounding more than a chain that starts from O. int32
+    products are exact. S c - M is formed in float64 and rounded once. As in every rung, M is one
+    rounded number that all exponents of a row share, so scores beyond 2^30 in log2 units leave the
+    range of the exponential (bare float32 or large float16 operands can reach that).
+
+    Examples
+    --------
+    >>> x = np.ones((1, 1, 3, 8), np.float16)
+    >>> o, steps = attention_mirror(x, x, x, variant="fa_tc", tiles=Tiles(16, 2, 1), trace=True)
+    >>> bool((o == 1).all()), [step.kv0 for step in steps]
+    (True, [0, 2])
+    """
+    quantized = None
+    if isinstance(q, Quantized):
+        if k is not None or v is not None:
+            raise ValueError("k and v must be None where q holds all three quantised operands")
+        quantized, q, k, v = q, q.q_codes, q.k_codes, q.v
+        dtype = quantized.out_dtype
+    else:
+        if k is None or v is None:
+            raise TypeError("k and v may only be left out where q is a QuantizedQKV")
+        dtype = _storage_name(q, k, v)
+    rung = lookup(variant)
+    n = numerics or compose_numerics(rung.family, "portable", dtype)
+    _, _, _, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    tiles = tiles or rung.default_tiles(head_dim)
+    sigma = check_scale(scale, head_dim)
+    shift = check_causal(causal_align, len_q, len_kv)
+
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        # S0 locate, S1 load Q
+        scores = _prepare_scores(q, k, sigma, shift if causal else None, n, quantized)
+        V = round_to(v, n.v_type)[:, :, None]
+        steps: list[Step] = []
+        run = _online if n.online else _whole_rows
+        O, state = run(scores, V, n, tiles, steps if trace else None)
+
+        # S6 store
+        o = merge_heads(round_to(O, n.out_type)).astype(STORAGE[n.out_type])  # R7
+        lse = merge_heads(state.lse())
+        if quantized is not None and quantized.k_mean is not None:
+            lse = lse + _smoothing_shift(quantized, quantized.k_mean, sigma)
+    results = (o, *([lse] if return_lse else []), *([steps] if trace else []))
+    return results if len(results) > 1 else o
+
+
+def _online(
+    scores: _Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
+) -> tuple[Float32, RowState]:
+    """The loop of the fused rungs."""
+    state = RowState(scores.rows)
+    O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
+    len_kv = V.shape[-2]
+    for kv0 in range(0, len_kv, tiles.block_kv):
+        # S2 load K, V
+        kv1 = min(kv0 + tiles.block_kv, len_kv)
+        V_tile = V[..., kv0:kv1, :]
+
+        # S3 scores
+        S = scores.block(kv0, kv1)
+
+        # S4 softmax
+        m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)  # ignores NaN, as fmaxf does
+        alpha = state.advance(m * scores.exponent_factor)
+        P = round_to(state.exponentials(S, scores.exponent_factor), n.p_type)  # R5; l has it whole
+
+        # S5 output
+        O *= alpha[..., None]  # R6
+        # NOTE: tiles of query rows that attend to nothing here skip the step. It changes no bit
+        # unless V is not finite.
+        rows = slice(scores.first_row(kv0, tiles.block_q), None)
+        O[..., rows, :] += P[..., rows, :] @ V_tile  # R6
+        if steps is not None:
+            merged = (merge_heads(x) for x in (S, P, state.M, state.l, alpha))
+            steps.append(Step(kv0, *merged))
+    return O * state.inverse_l()[..., None], state  # R7
+
+
+def _whole_rows(
+    scores: _Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
+) -> tuple[Float32, RowState]:
+    """The three kernels of the unfused rung: one step over all keys, and P divided by l in it."""
+    S = scores.block(0, V.shape[-2])  # S3 scores
+    P, state = _softmax(S, scores.exponent_factor)  # S4 softmax
+    P = round_to(P, n.p_type)  # R5
+    O = P @ V  # S5 output, R6
+    if steps is not None:
+        merged = (merge_heads(x) for x in (S, P, state.M, state.l, np.zeros_like(state.l)))
+        steps.append(Step(0, *merged))
+    return O, state
+
+
+def _smoothing_shift(quantized: Quantized, mean: Array, sigma: float) -> Float32:
+    """What subtracting the keys' mean took from every score of a row: sigma q.mean."""
+    codes = quantized.q_codes
+    q_scale = _scale_of_row(quantized.q_scale, quantized.group_q, codes.shape[2])
+    q = split_heads(codes.astype(np.float32) * q_scale[..., None], mean.shape[1])
+    dot = q @ mean[:, :, None, :, None]  # (batch, heads_kv, group, len_q, 1)
+    return cast(Float32, merge_heads(dot[..., 0]) * np.float32(sigma))

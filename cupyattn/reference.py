@@ -1,0 +1,257 @@
+"""What attention is: `attention_exact`, the definition, in float64.
+
+It runs on whichever kind of array it is given, NumPy's or CuPy's. `attention_mirror`, which follows
+the kernels step by step, lives in `cupyattn.mirror`, together with the pieces of the unfused rung;
+all of them are found here too.
+"""
+
+# ruff: noqa: E741  (O and l are the paper's letters)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.checks import check_causal, check_scale, check_shapes
+from cupyattn.mirror import (
+    Step,
+    attention_mirror,
+    scores_mirror,
+    softmax_mirror,
+    weighted_sum_mirror,
+)
+from cupyattn.rounding import NEG_INF, Array, array_namespace, as_float64, split_heads
+
+__all__ = [
+    "ScoreBlock",
+    "Step",
+    "attention_exact",
+    "attention_mirror",
+    "score_blocks",
+    "scores_mirror",
+    "softmax_exact",
+    "softmax_mirror",
+    "weighted_sum_mirror",
+]
+
+#: Scores that `score_blocks` holds at a time (32 MB of float64; the caller's temporaries are a few
+#: times that).
+BLOCK_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True)
+class ScoreBlock:
+    """Some of the scores of one attention problem, with the operands that made them.
+
+    Parameters
+    ----------
+    index : tuple of slice
+        Where the block lies in an array of shape (batch, heads_kv, group, rows, ...), which is
+        what `cupyattn.rounding.split_heads` makes of (batch, heads, rows, ...).
+    S : (batch, heads_kv, group, rows, len_kv) array, float64
+        ``scale * q.k``; -inf where the row does not attend to the key.
+    q : (batch, heads_kv, group, rows, head_dim) array, float64
+    k, v : (batch, heads_kv, 1, len_kv, head_dim) array, float64
+    """
+
+    index: tuple[slice, slice, slice, slice]
+    S: Array
+    q: Array
+    k: Array
+    v: Array
+
+    @property
+    def admitted(self) -> Array:
+        """Boolean, shaped as S: the row attends to the key. A NaN score is attended to."""
+        return self.S != NEG_INF
+
+
+def _chunks(lengths: tuple[int, ...], cost: int) -> list[list[slice]]:
+    """Split axes, outermost first, so that one chunk of all of them costs about BLOCK_ELEMENTS."""
+    room = max(1, BLOCK_ELEMENTS // max(1, cost))
+    chunks: list[list[slice]] = []
+    for length in reversed(lengths):
+        size = max(1, min(length, room))
+        room = max(1, room // size)
+        chunks.append([slice(i, min(i + size, length)) for i in range(0, length, size)])
+    return chunks[::-1]
+
+
+def score_blocks(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    rows: Array | None = None,
+) -> Iterator[ScoreBlock]:
+    """Yield all scores of an attention problem, in float64, a bounded number at a time.
+
+    Parameters
+    ----------
+    q, k, v, scale, causal, causal_align, rows
+        As for `attention_exact`.
+
+    Yields
+    ------
+    ScoreBlock
+        Whole rows: the last axis of S runs over all keys. Every (batch, head, row) comes once.
+
+    Notes
+    -----
+    Keys are masked by selection, never by adding -inf: a NaN under the mask has no influence.
+    """
+    xp = array_namespace(q, k, v)
+    _, _, heads_kv, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    sigma = check_scale(scale, head_dim)
+    shift = check_causal(causal_align, len_q, len_kv)
+    rows = xp.arange(len_q) if rows is None else xp.asarray(rows)
+    if rows.ndim != 1 or rows.dtype.kind not in "iu":
+        raise ValueError(f"rows must be a 1-D integer array, got {rows.dtype} {rows.shape=}")
+    if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= len_q):
+        raise ValueError(f"rows must lie in [0, {len_q}), got {rows}")
+
+    q = split_heads(q, heads_kv)
+    keys = xp.arange(len_kv)
+    batches, heads, groups, row_chunks = _chunks((*q.shape[:3], rows.size), max(len_kv, head_dim))
+    for batch in batches:
+        for head in heads:
+            k_block = as_float64(k[batch, head, None])
+            v_block = as_float64(v[batch, head, None])
+            for group in groups:
+                for chunk in row_chunks:
+                    q_block = as_float64(q[batch, head, group][..., rows[chunk], :])
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        S = q_block @ k_block.swapaxes(-1, -2) * sigma
+                    if causal:
+                        S = xp.where(keys <= rows[chunk, None] + shift, S, NEG_INF)
+                    yield ScoreBlock((batch, head, group, chunk), S, q_block, k_block, v_block)
+
+
+def softmax_exact(S: Array) -> tuple[Array, Array]:
+    """Return the softmax of the last axis and its log-sum-exp, in the precision of `S`.
+
+    Parameters
+    ----------
+    S : (..., len_kv) array
+
+    Returns
+    -------
+    P : (..., len_kv) array
+        ``exp(S - lse)``; 0 in a row without a score above -inf.
+    lse : (...) array
+        ``log(sum(exp(S)))``; -inf in such a row.
+
+    Examples
+    --------
+    >>> P, lse = softmax_exact(np.log([[1.0, 3.0], [0.5, 0.5]]))
+    >>> P.round(12).tolist(), lse.round(11).tolist()
+    ([[0.25, 0.75], [0.5, 0.5]], [1.38629436112, 0.0])
+    """
+    xp = array_namespace(S)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if S.shape[-1] == 0:
+            return S, xp.full(S.shape[:-1], NEG_INF)
+        m = S.max(axis=-1, keepdims=True)
+        m = xp.where(m == NEG_INF, 0.0, m)
+        P = xp.exp(S - m)
+        l = P.sum(axis=-1, keepdims=True)
+        lse = (m + xp.log(l))[..., 0]
+        return P / xp.where(l == 0, 1.0, l), lse
+
+
+def _weighted_sum(P: Array, v: Array, admitted: Array) -> Array:
+    """Return P @ v, where a key that a row does not attend to counts for nothing, even NaN."""
+    xp = array_namespace(P)
+    finite = xp.isfinite(v)
+    if bool(finite.all()):
+        return P @ v
+    with np.errstate(invalid="ignore"):
+        o = P @ xp.where(finite, v, 0.0)
+        attends = admitted.astype(np.float64)
+        # An attended infinity or NaN decides the element, however small its probability.
+        for value in (np.inf, NEG_INF):
+            o = o + xp.where(attends @ (v == value).astype(np.float64) > 0, value, 0.0)
+        return o + xp.where(attends @ xp.isnan(v).astype(np.float64) > 0, np.nan, 0.0)
+
+
+def attention_exact(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    rows: Array | None = None,
+    return_lse: bool = False,
+) -> Any:
+    r"""Attention by its definition, in float64.
+
+    Parameters
+    ----------
+    q : (batch, heads, len_q, head_dim) array
+        Queries: NumPy or CuPy, any real dtype, any strides.
+    k, v : (batch, heads_kv, len_kv, head_dim) array
+        Keys and values; heads is a multiple of heads_kv, and query head h uses key head
+        ``h // (heads // heads_kv)``.
+    scale : float, optional
+        Factor of the scores; by default ``head_dim ** -0.5``.
+    causal : bool
+        Query row i attends key j only where ``j <= i + shift``.
+    causal_align : {"bottom-right", "top-left"}
+        shift is ``len_kv - len_q`` (the last query sees every key) or 0.
+    rows : 1-D integer array, optional
+        Query rows to compute, in this order; by default all.
+    return_lse : bool
+        Also return the log-sum-exp of the scores.
+
+    Returns
+    -------
+    o : (batch, heads, len(rows), head_dim) array, float64
+        0 in a row that attends to nothing.
+    lse : (batch, heads, len(rows)) array, float64
+        Natural logarithm; -inf in such a row. Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError
+        If the arrays are not all NumPy's or all CuPy's.
+    ValueError
+        If shapes disagree, or an option is not one of those above.
+    UnsupportedError
+        If v has a head_dim of its own, or head_dim is more than 256.
+
+    Notes
+    -----
+    .. math:: O_i = \sum_j P_{ij} V_j,\quad P_{ij} = e^{S_{ij} - lse_i},\quad
+              S_{ij} = \sigma\, q_i \cdot k_j,\quad lse_i = \log \sum_j e^{S_{ij}}
+
+    over the keys j that row i attends to. A score of -inf is a masked key. What is masked has no
+    influence, not even a NaN; a NaN among the keys that a row attends to makes the row NaN.
+    Beside the result and K, V of a few heads in float64, about 100 to 200 MB are used at a time.
+
+    Examples
+    --------
+    >>> q = k = np.zeros((1, 1, 2, 4))
+    >>> v = np.arange(8.0).reshape(1, 1, 2, 4)
+    >>> attention_exact(q, k, v, causal=True)[0, 0].tolist()
+    [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
+    """
+    xp = array_namespace(q, k, v)
+    batch, heads, heads_kv, len_q, _, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    num_rows = len_q if rows is None else len(rows)
+    o = xp.zeros((batch, heads, num_rows, head_dim))
+    lse = xp.full((batch, heads, num_rows), NEG_INF)
+    o_blocks, lse_blocks = split_heads(o, heads_kv), split_heads(lse, heads_kv)  # views
+    for block in score_blocks(
+        q, k, v, scale=scale, causal=causal, causal_align=causal_align, rows=rows
+    ):
+        P, lse_blocks[block.index] = softmax_exact(block.S)
+        o_blocks[block.index] = _weighted_sum(P, block.v, block.admitted)
+    return (o, lse) if return_lse else o

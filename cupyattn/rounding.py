@@ -1,0 +1,121 @@
+"""What reference, mirror and bounds share: array kinds, groups of heads, and single roundings."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.numerics import EX2_FLUSH
+
+#: An array of NumPy or of CuPy; neither is imported for its type.
+Array = Any
+
+#: The score of a masked key.
+NEG_INF = float("-inf")
+
+#: Storage types by the names that `cupyattn.numerics.Numerics` uses.
+STORAGE = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+
+
+def array_namespace(*arrays: Array) -> Any:
+    """Return the module, NumPy or CuPy, that all of `arrays` belong to.
+
+    Raises
+    ------
+    TypeError
+        If they are of different kinds, or of neither kind.
+
+    Examples
+    --------
+    >>> array_namespace(np.zeros(3)).__name__
+    'numpy'
+    """
+    modules = {type(array).__module__.partition(".")[0] for array in arrays}
+    if len(modules) == 1 and modules <= {"numpy", "cupy"}:
+        return sys.modules[modules.pop()]
+    kinds = ", ".join(f"{type(a).__module__}.{type(a).__qualname__}" for a in arrays)
+    raise TypeError(f"expected NumPy arrays only or CuPy arrays only, got {kinds}")
+
+
+def as_float64(x: Array) -> Array:
+    """Return `x` as float64, exactly; bfloat16 goes through float32, which holds all of it."""
+    if x.dtype.name == "bfloat16":
+        x = x.astype(np.float32)
+    return x.astype(np.float64, copy=False)
+
+
+def split_heads(x: Array, heads_kv: int) -> Array:
+    """View (batch, heads, ...) as (batch, heads_kv, group, ...), by the key head that they use."""
+    group = x.shape[1] // heads_kv if heads_kv else 0
+    return x.reshape(x.shape[0], heads_kv, group, *x.shape[2:])
+
+
+def merge_heads(x: Array) -> Array:
+    """Undo `split_heads`."""
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+
+
+def round_to(x: npt.ArrayLike, fmt: str) -> npt.NDArray[np.float32]:
+    """Round to a storage type, to nearest, ties to even, and return the value in float32.
+
+    Parameters
+    ----------
+    x : array_like
+        Values. float64 is rounded to float32 first: accumulators are float32 on the device, so
+        a 16-bit store always starts there.
+    fmt : {"float16", "bfloat16", "float32"}
+        Storage type. Past its largest number the result is an infinity, as on the device.
+
+    Examples
+    --------
+    >>> float(round_to(2049.0, "float16")), float(round_to(257.0, "bfloat16"))
+    (2048.0, 256.0)
+    """
+    with np.errstate(over="ignore"):
+        x = np.asarray(x).astype(np.float32, copy=False)
+        return x.astype(STORAGE[fmt], copy=False).astype(np.float32, copy=False)
+
+
+def fma32(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Return fl32(a * b + c) for float32 operands.
+
+    Notes
+    -----
+    The product of two float32 is exact in float64. Their sum with `c` is rounded there once before
+    it is rounded to float32, so the result differs from a true FMA by at most one part in 2^-53:
+    that is, only where it lies that close to the middle of two float32 numbers.
+
+    Examples
+    --------
+    >>> float(fma32(np.float32(1 + 2**-12), np.float32(1 - 2**-12), np.float32(-1))) == -(2.0**-24)
+    True
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+        return (product + np.asarray(c, np.float64)).astype(np.float32)
+
+
+def ex2(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Return 2**x rounded to float32, results below 2^-126 flushed to zero.
+
+    Notes
+    -----
+    What ``ex2.approx.ftz.f32`` aims at; the instruction itself is only within
+    `cupyattn.numerics.EX2_APPROX_ERROR` of it.
+
+    Examples
+    --------
+    >>> ex2([0.0, -1.0, -127.0, -np.inf]).tolist()
+    [1.0, 0.5, 0.0, 0.0]
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        y = np.exp2(np.asarray(x, np.float32).astype(np.float64)).astype(np.float32)
+    return np.where(y < EX2_FLUSH, np.float32(0), y)
