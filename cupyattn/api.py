@@ -197,7 +197,9 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     if chosen["variant"] == "auto" and request.quantized is None:
         why = f"the fastest rung of accuracy class {chosen['accuracy']!r} for {request.call.dtype}"
     else:
-        why = "asked for by name" if request.quantized is None else "the rung for quantised operands"
+        why = (
+            "asked for by name" if request.quantized is None else "the rung for quantised operands"
+        )
     where = {"cuda": "on the device", "mirror": "in NumPy, with the kernel's blocks and rounding"}
     plan, _ = _plan(request, None)
     return f"{request.variant.name}: {why}\nruns {where[request.backend]}\n{plan}"
@@ -226,7 +228,7 @@ def _request(
         neutral = _ABSENT[name]
         if value is not neutral and not (neutral is not None and value == neutral):
             raise UnsupportedError(
-                f"{name} is not supported yet: the rungs take causal, grouped heads and any lengths; "
+                f"{name} is not supported yet, only causal, grouped heads and any lengths are: "
                 "apply it to the scores with cupyattn.unfused in the meantime"
             )
     if isinstance(q, QuantizedQKV):
@@ -234,10 +236,14 @@ def _request(
             q, k, v, variant, quant, layout, backend, tiles, arch, causal_align,
             scale=scale, causal=causal, return_lse=return_lse,
         )  # fmt: skip
-    taken, restores = zip(*(arrays.take(n, a) for n, a in zip("qkv", (q, k, v), strict=True)), strict=True)
+    taken, restores = zip(
+        *(arrays.take(n, a) for n, a in zip("qkv", (q, k, v), strict=True)), strict=True
+    )
     kinds = {arrays.namespace(a).__name__ for a in taken}
     if len(kinds) > 1:
-        raise TypeError(f"q, k and v must lie on the same device, got {' and '.join(sorted(kinds))} arrays")
+        raise TypeError(
+            f"q, k and v must lie on the same device, got {' and '.join(sorted(kinds))} arrays"
+        )
     q, k, v = (arrays.contiguous_last_axis(_to_bhsd(a, layout)) for a in taken)
     call = checks.check_attention(
         q, k, v, scale=scale, causal=causal, causal_align=causal_align, return_lse=return_lse
@@ -275,7 +281,9 @@ def _quantized_request(
     return_lse: bool,
 ) -> _Request:
     if k is not None or v is not None or quant is not None:
-        raise ValueError("a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it")
+        raise ValueError(
+            "a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it"
+        )
     if layout != "BHSD":
         raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={layout!r}")
     rung = registry.lookup("fa_int8" if variant == "auto" else variant)
@@ -289,7 +297,15 @@ def _quantized_request(
         shift if causal else 0, bool(return_lse),
     )  # fmt: skip
     return _Request(
-        rung, call, _backend(backend, codes[0]), *codes, quantized, lambda a: a, tiles, arch, causal_align
+        rung,
+        call,
+        _backend(backend, codes[0]),
+        *codes,
+        quantized,
+        lambda a: a,
+        tiles,
+        arch,
+        causal_align,
     )
 
 
@@ -307,7 +323,8 @@ def _backend(backend: str | None, array: Any) -> str:
         backend is None and natural == "mirror" and os.environ.get("CUPYATTN_INTERPRET") == "1"
     ):
         raise UnsupportedError(
-            "backend='interpret' is not there yet: NumPy arrays run on 'mirror', CuPy arrays on 'cuda'"
+            "backend='interpret' is not there yet: NumPy arrays run on 'mirror', "
+            "CuPy arrays on 'cuda'"
         )
     if backend not in (None, "cuda", "mirror"):
         raise ValueError(f"backend must be 'cuda', 'mirror' or 'interpret', got {backend!r}")
@@ -343,7 +360,13 @@ def _plan(request: _Request, o: Operand | None) -> tuple[Plan, dict[str, Any]]:
         inputs = {"q": request.q, "k": request.k, "v": request.v}
         operands = (Operand.of(a) for a in inputs.values())
         return launch.plan_attention(request.variant, call, *operands, o, **options), inputs
-    inputs = {"q_codes": z.q_codes, "k_codes": z.k_codes, "v": z.v, "q_scale": z.q_scale, "k_scale": z.k_scale}
+    inputs = {
+        "q_codes": z.q_codes,
+        "k_codes": z.k_codes,
+        "v": z.v,
+        "q_scale": z.q_scale,
+        "k_scale": z.k_scale,
+    }
     if z.k_mean is not None:
         inputs["k_mean"] = z.k_mean
     q_codes, k_codes, v, q_scale, k_scale, *_ = (Operand.of(a) for a in inputs.values())
@@ -361,7 +384,13 @@ def _run_cuda(request: _Request, receiver: Any) -> tuple[Any, Any]:
     # NOTE: arrays may lie on another device than the current one; the kernel must run on theirs.
     device = request.q.device
     with contextlib.nullcontext() if device.id == cupy.cuda.device.get_device_id() else device:
-        o = cupy.empty(call.output_shape, request.v.dtype if request.quantized is None else _dtype(call)) if receiver is None else receiver
+        o = (
+            cupy.empty(
+                call.output_shape, request.v.dtype if request.quantized is None else _dtype(call)
+            )
+            if receiver is None
+            else receiver
+        )
         lse = cupy.empty(call.lse_shape, "float32") if call.return_lse else None
         plan, inputs = _plan(request, Operand.of(o))
         buffers = {**inputs, "o": o} if lse is None else {**inputs, "o": o, "lse": lse}
@@ -379,7 +408,11 @@ def _dtype(call: AttentionCall) -> Any:
 def _run_mirror(request: _Request) -> tuple[Any, Any]:
     from cupyattn import reference
 
-    operands = (request.q, request.k, request.v) if request.quantized is None else (request.quantized, None, None)
+    operands = (
+        (request.q, request.k, request.v)
+        if request.quantized is None
+        else (request.quantized, None, None)
+    )
     return reference.attention_mirror(  # type: ignore[no-any-return]
         *operands, variant=request.variant.name, tiles=request.tiles, scale=request.call.scale,
         causal=request.call.causal, causal_align=request.causal_align, return_lse=True,

@@ -18,7 +18,7 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention call, checked: everything that a kernel, a mirror or a bound needs but the data.
+    """One attention call, checked: all that a kernel, a mirror or a bound needs but the data.
 
     Parameters
     ----------

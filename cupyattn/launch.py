@@ -141,11 +141,15 @@ class Plan:
     def __str__(self) -> str:
         workspace = sum(w.nbytes for w in self.workspace)
         lines = [f"{self.variant} ({self.form}), {self.tiles}, {self.features}"]
-        lines += [f"  {x.entry}<<<{x.grid}, {x.block}>>> of {x.module.source}" for x in self.launches]
+        lines += [
+            f"  {x.entry}<<<{x.grid}, {x.block}>>> of {x.module.source}" for x in self.launches
+        ]
         return "\n".join([*lines, f"  workspace {workspace:,} bytes"])
 
 
-def module_spec(variant: Variant, features: Features, tiles: Tiles, form: str = "portable") -> ModuleSpec:
+def module_spec(
+    variant: Variant, features: Features, tiles: Tiles, form: str = "portable"
+) -> ModuleSpec:
     """Return what to compile for a variant with these features and tiles."""
     name = f"attn_{variant.name}.cu"
     source = variant.source or (name if form == "portable" else f"{form}/{name}")
@@ -155,7 +159,9 @@ def module_spec(variant: Variant, features: Features, tiles: Tiles, form: str = 
 def _choose_form(variant: Variant, arch: str | None) -> str:
     form = "sm90" if arch == "sm_90a" else "portable"
     if form not in variant.forms:
-        raise UnsupportedError(f"{variant.name} has no form for {arch}; it has: {', '.join(variant.forms)}")
+        raise UnsupportedError(
+            f"{variant.name} has no form for {arch}; it has: {', '.join(variant.forms)}"
+        )
     return form
 
 
@@ -167,15 +173,16 @@ def _blocks(*counts: int) -> int:
     grid = math.prod(counts)
     if grid > INT32_MAX:
         raise UnsupportedError(
-            f"{' x '.join(map(str, counts))} = {grid} thread blocks exceed the grid limit of {INT32_MAX}: "
-            "split the call over batch or heads"
+            f"{' x '.join(map(str, counts))} = {grid} thread blocks exceed the grid limit "
+            f"of {INT32_MAX}: split the call over batch or heads"
         )
     return grid
 
 
 def _params(call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand) -> dict[str, Any]:
     return {
-        "Q": "q", "K": "k", "V": "v", "O": "o", "lse": "lse" if call.return_lse else None, "S": None,
+        "Q": "q", "K": "k", "V": "v", "O": "o",
+        "lse": "lse" if call.return_lse else None, "S": None,
         "Q_stride": q.row_strides, "K_stride": k.row_strides,
         "V_stride": v.row_strides, "O_stride": o.row_strides,
         "batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv,
@@ -225,7 +232,9 @@ def plan_attention(
             "convert the arrays, or use fa_warps, which takes float32"
         )
     tiles = tiles or variant.default_tiles(call.head_dim)
-    features = Features(call.dtype, call.head_dim, call.causal, call.return_lse, _widest(q, k, v, o))
+    features = Features(
+        call.dtype, call.head_dim, call.causal, call.return_lse, _widest(q, k, v, o)
+    )
     spec = module_spec(variant, features, tiles, form)
     params = _params(call, q, k, v, o)
     if math.prod(call.output_shape) == 0:
@@ -235,7 +244,9 @@ def plan_attention(
     if variant.family == "unfused":
         return _plan_unfused(variant, call, form, tiles, features, spec, params)
     grid = _blocks(q_blocks, batch_heads)
-    launch = Launch(spec, variant.entry_point, grid, tiles.num_threads, True, ((ATTN_PARAMS, params),))
+    launch = Launch(
+        spec, variant.entry_point, grid, tiles.num_threads, True, ((ATTN_PARAMS, params),)
+    )
     return Plan(variant.name, form, tiles, features, (launch,))
 
 
@@ -303,15 +314,19 @@ def plan_int8(
     form = _choose_form(variant, arch)
     tiles = tiles or variant.default_tiles(call.head_dim)
     vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, v, o))
-    features = Features(call.dtype, call.head_dim, call.causal, call.return_lse, vec, group_q, group_kv)
+    features = Features(
+        call.dtype, call.head_dim, call.causal, call.return_lse, vec, group_q, group_kv
+    )
     spec = module_spec(variant, features, tiles, form)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, ())
     params = {**_params(call, q_codes, k_codes, v, o), "Q": "q_codes", "K": "k_codes"}
     quant = {
         "Q_scale": "q_scale", "K_scale": "k_scale", "K_mean": "k_mean" if smoothed else None,
-        "Q_scale_stride_batch": q_scale.row_strides[0], "Q_scale_stride_head": q_scale.row_strides[1],
-        "K_scale_stride_batch": k_scale.row_strides[0], "K_scale_stride_head": k_scale.row_strides[1],
+        "Q_scale_stride_batch": q_scale.row_strides[0],
+        "Q_scale_stride_head": q_scale.row_strides[1],
+        "K_scale_stride_batch": k_scale.row_strides[0],
+        "K_scale_stride_head": k_scale.row_strides[1],
     }  # fmt: skip
     grid = _blocks(-(-call.len_q // tiles.block_q), call.batch * call.heads)
     launch = Launch(
@@ -322,13 +337,15 @@ def plan_int8(
 
 
 def _int8_allows(vec: int, q_codes: Operand, k_codes: Operand, v: Operand, o: Operand) -> bool:
-    """Whether V and O move `vec` elements at a time and the codes twice as many, as fa_int8 does."""
+    """Whether V and O move `vec` elements at a time and the codes twice as many."""
     code_vec = 2 * vec if q_codes.shape[-1] % (2 * vec) == 0 else vec
     return v.allows(vec) and o.allows(vec) and q_codes.allows(code_vec) and k_codes.allows(code_vec)
 
 
-def pack(struct: np.dtype[Any], values: Mapping[str, Any], addresses: Mapping[str, int]) -> np.ndarray:
-    """Return a kernel parameter: a size-1 array of `struct`, names of buffers replaced by addresses."""
+def pack(
+    struct: np.dtype[Any], values: Mapping[str, Any], addresses: Mapping[str, int]
+) -> np.ndarray:
+    """Return a kernel parameter: one `struct`, names of buffers replaced by their addresses."""
     packed = np.zeros(1, struct)
     for name, value in values.items():
         packed[name] = addresses[value] if isinstance(value, str) else 0 if value is None else value
@@ -366,8 +383,8 @@ def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) ->
             kernel((launch.grid,), (launch.block,), arguments, shared_mem=shared)
         except cupy.cuda.driver.CUDADriverError as error:
             raise KernelLaunchError(
-                f"{launch.entry} cannot be launched with grid {launch.grid}, block {launch.block} and "
-                f"{shared} bytes of shared memory: {error}"
+                f"{launch.entry} cannot be launched with grid {launch.grid}, block {launch.block} "
+                f"and {shared} bytes of shared memory: {error}"
             ) from error
         if os.environ.get("CUPYATTN_DEBUG") == "1":
             cupy.cuda.get_current_stream().synchronize()

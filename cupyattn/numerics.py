@@ -106,10 +106,14 @@ def numerics(family: str, form: str, dtype: str, quant: object = None) -> Numeri
     if family == "float32":
         return Numerics(dtype, dtype, dtype, dtype, "fma", "folded", "float32", "fma", True)
     if family == "tensor_core":
-        return Numerics(dtype, dtype, dtype, dtype, "tensor_core", "folded", dtype, "tensor_core", True)
+        return Numerics(
+            dtype, dtype, dtype, dtype, "tensor_core", "folded", dtype, "tensor_core", True
+        )
     if family == "int8":
         value = "float16" if dtype == "float32" else dtype
-        return Numerics("int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True)
+        return Numerics(
+            "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True
+        )
     raise ValueError(
         f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"
     )

@@ -1,12 +1,12 @@
 // attn_fa -- fused attention with an online softmax.
 //
-// Idea         S and P never leave the SM: a row keeps only its running maximum M and sum l, and its
-//              output is rescaled by alpha when M grows.
+// Idea         S and P never leave the SM: a row keeps only its running maximum M and sum l, and
+//              its output is rescaled by alpha when M grows.
 // Differs from attn_unfused: its three kernels are steps S3, S4 and S5 of one loop over keys.
 // Kept simple  float32 everywhere; S is a tile in shared memory that any thread may touch, so a
 //              barrier stands between any two steps, and one thread walks each row in S4.
-// Rounding     R2 FMA chain over HEAD_DIM, R4 exp2, R6 alpha, l and the FMA chain over keys, R7 times
-//              1/l and store (cupyattn/numerics.py)
+// Rounding     R2 FMA chain over HEAD_DIM, R4 exp2, R6 alpha, l and the FMA chain over keys, R7
+//              times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"
@@ -26,10 +26,11 @@ struct SharedStorage {
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
-static_assert(BLOCK_Q <= NUM_THREADS, "BLOCK_Q must be at most NUM_THREADS: S4 takes a thread per row");
+static_assert(BLOCK_Q <= NUM_THREADS,
+              "BLOCK_Q must be at most NUM_THREADS: S4 takes a thread per row");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS)
-void attn_fa(const __grid_constant__ AttnParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_fa(
+    const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -40,16 +41,17 @@ void attn_fa(const __grid_constant__ AttnParams p) {
   const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [len_q, HEAD_DIM], from row q0
-      + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
+                    + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
   const elem_t* K = static_cast<const elem_t*>(p.K)  // [len_kv, HEAD_DIM]
-      + batch * p.K_stride.batch + head_kv * p.K_stride.head;
+                    + batch * p.K_stride.batch + head_kv * p.K_stride.head;
   const elem_t* V = static_cast<const elem_t*>(p.V)  // [len_kv, HEAD_DIM]
-      + batch * p.V_stride.batch + head_kv * p.V_stride.head;
-  elem_t* O = static_cast<elem_t*>(p.O)              // [len_q, HEAD_DIM], from row q0
-      + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
+                    + batch * p.V_stride.batch + head_kv * p.V_stride.head;
+  elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
+              + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
 
   // S1 load Q
-  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0,
+                                                  thread_id());
 
   RowState state;  // of row thread_id(), in the first BLOCK_Q threads
   constexpr int ELEMENTS = ceil_div(BLOCK_Q * HEAD_DIM, NUM_THREADS);  // of O, per thread
@@ -57,10 +59,10 @@ void attn_fa(const __grid_constant__ AttnParams p) {
   for (int kv0 = 0; kv0 < kv_end(p, q0, BLOCK_Q); kv0 += BLOCK_KV) {
     __syncthreads();  // the previous V tile and probabilities are no longer read
     // S2 load K, V
-    load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(
-        smem.K, K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
-    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(
-        smem.V, V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(smem.K, K + kv0 * p.K_stride.len, p.K_stride.len,
+                                               p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(smem.V, V + kv0 * p.V_stride.len,
+                                                     p.V_stride.len, p.len_kv - kv0, thread_id());
     __syncthreads();  // Q, K, V tiles visible to the whole block
 
     // S3 scores
@@ -68,7 +70,8 @@ void attn_fa(const __grid_constant__ AttnParams p) {
       const int row = i / BLOCK_KV, key = i % BLOCK_KV;
       float s = 0.0f;
 #pragma unroll 8
-      for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(smem.Q[row * HEAD_DIM + d], smem.K[key * LD + d], s);  // R2
+      for (int d = 0; d < HEAD_DIM; ++d)
+        s = fmaf(smem.Q[row * HEAD_DIM + d], smem.K[key * LD + d], s);  // R2
       smem.S[row * (BLOCK_KV + 1) + key] = admitted(p, q0 + row, kv0 + key) ? s : NEG_INF;
     }
     __syncthreads();  // the rows of S are complete
@@ -82,7 +85,7 @@ void attn_fa(const __grid_constant__ AttnParams p) {
       const float M = state.M_finite();
       for (int key = 0; key < BLOCK_KV; ++key) {
         S[key] = ex2_approx_ftz(fmaf(S[key], p.scale_log2, -M));  // R4
-        state.l += S[key];                                       // R6
+        state.l += S[key];                                        // R6
       }
     }
     __syncthreads();  // P and alpha visible to the whole block
@@ -95,7 +98,8 @@ void attn_fa(const __grid_constant__ AttnParams p) {
       O_acc[e] *= smem.alpha[row];  // R6
 #pragma unroll 8
       for (int key = 0; key < BLOCK_KV; ++key)
-        O_acc[e] = fmaf(smem.S[row * (BLOCK_KV + 1) + key], smem.V[key * HEAD_DIM + d], O_acc[e]);  // R6
+        O_acc[e] =
+            fmaf(smem.S[row * (BLOCK_KV + 1) + key], smem.V[key * HEAD_DIM + d], O_acc[e]);  // R6
     }
   }
 

@@ -1,12 +1,14 @@
 // attn_fa_int8 -- fused attention with Q K^T on INT8 tensor cores.
 //
-// Idea         What is stored. Q and K are INT8 codes with a float scale per group of rows, so the first
-//              product is mma.m16n8k32 over integers, exact, at twice the rate and half the bytes.
+// Idea         What is stored. Q and K are INT8 codes with a float scale per group of rows, so the
+//              first product is mma.m16n8k32 over integers: exact, twice the rate, half the bytes.
 // Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers and applies the
-//              scales, S6 gives the keys' mean back to lse; V stays in 16 bits, S4 and S5 are those of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
+//              scales, S6 gives the keys' mean back to lse; V stays in 16 bits, S4 and S5 are those
+//              of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP].
-// Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 exp2, R5 P to
-//              16 bits, R6 alpha, l and the tensor core over keys, R7 times 1/l and store (cupyattn/numerics.py)
+// Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 exp2,
+//              R5 P to 16 bits, R6 alpha, l and the tensor core over keys, R7 times 1/l and store
+//              (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -16,15 +18,14 @@
 #include "prims/tile_io.cuh"
 #include "prims/warp.cuh"
 
-constexpr int CODES_PAD = round_up(HEAD_DIM, 32);    // bytes per row of codes
-constexpr int CODE_CHUNKS = CODES_PAD / 16;          // 16-byte chunks per row of codes
+constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
+constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
 constexpr int CODE_VEC = HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;  // codes per global access
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
-constexpr int CHUNK = 8;                      // elements of V per 16-byte chunk
-constexpr int CHUNKS = HEAD_DIM_PAD / CHUNK;  // per row of V
-constexpr int MMA_ROWS = WARP_Q / 16;         // row tiles of 16 per warp
-constexpr int MMA_KEYS = BLOCK_KV / 8;        // key tiles of 8 per step
-constexpr int MMA_COLS = HEAD_DIM_PAD / 8;    // column tiles of 8 of O
+constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row of V
+constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
+constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
+constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
 
 struct SharedStorage {
   alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];
@@ -34,13 +35,15 @@ struct SharedStorage {
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
-static_assert(GROUP_Q >= 1 && GROUP_KV >= 1, "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale");
+static_assert(GROUP_Q >= 1 && GROUP_KV >= 1,
+              "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale");
 static_assert(WARP_Q % 16 == 0, "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth of an mma");
-static_assert(NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
+static_assert(NUM_STAGES >= 2,
+              "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1)
-void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ QuantParams quant) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
+    const __grid_constant__ AttnParams p, const __grid_constant__ QuantParams quant) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -50,29 +53,31 @@ void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ 
   const int64_t batch_head = blockIdx.x / q_blocks;
   const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
-  const int8_t* Q = static_cast<const int8_t*>(p.Q)      // [len_q, HEAD_DIM] codes, from row q0
-      + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
-  const int8_t* K = static_cast<const int8_t*>(p.K)      // [len_kv, HEAD_DIM] codes
-      + batch * p.K_stride.batch + head_kv * p.K_stride.head;
+  const int8_t* Q = static_cast<const int8_t*>(p.Q)  // [len_q, HEAD_DIM] codes, from row q0
+                    + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
+  const int8_t* K = static_cast<const int8_t*>(p.K)  // [len_kv, HEAD_DIM] codes
+                    + batch * p.K_stride.batch + head_kv * p.K_stride.head;
   const elem16_t* V = static_cast<const elem16_t*>(p.V)  // [len_kv, HEAD_DIM]
-      + batch * p.V_stride.batch + head_kv * p.V_stride.head;
-  elem_t* O = static_cast<elem_t*>(p.O)                  // [len_q, HEAD_DIM], from row q0
-      + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
-  const float* Q_scale = quant.Q_scale                   // [ceil(len_q / GROUP_Q)]
-      + batch * quant.Q_scale_stride_batch + head * quant.Q_scale_stride_head;
-  const float* K_scale = quant.K_scale                   // [ceil(len_kv / GROUP_KV)]
-      + batch * quant.K_scale_stride_batch + head_kv * quant.K_scale_stride_head;
-  const int row0 = warp_id() * WARP_Q;                   // first row of this warp in the block
-  const int g = lane_id() / 4, t = lane_id() % 4;        // fragment coordinates, see prims/mma.cuh
+                      + batch * p.V_stride.batch + head_kv * p.V_stride.head;
+  elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
+              + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
+  const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
+                         + batch * quant.Q_scale_stride_batch + head * quant.Q_scale_stride_head;
+  const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
+                         + batch * quant.K_scale_stride_batch + head_kv * quant.K_scale_stride_head;
+  const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
+  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
 
   // S1 load Q: the group also holds the first K, V tile
-  load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+  load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0,
+                                                          thread_id());
   float Q_scale_log2[MMA_ROWS][2];  // of rows g and g + 8 of each row tile
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      Q_scale_log2[r][h] = p.scale_log2 * Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q];  // R3
+      Q_scale_log2[r][h] =
+          p.scale_log2 * Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q];  // R3
   const int num_steps = ceil_div(kv_end(p, q0, BLOCK_Q), BLOCK_KV);
   auto load_kv = [&](int step) {  // into its stage; one group per step, empty past the end
     const int kv0 = step * BLOCK_KV, stage = step % NUM_STAGES;
@@ -80,7 +85,8 @@ void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ 
       load_tile_async<BLOCK_KV, HEAD_DIM, CODES_PAD, CODE_VEC>(
           smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
       for (int key = thread_id(); key < BLOCK_KV; key += NUM_THREADS)
-        cp_async<4>(&smem.K_scale[stage][key], K_scale + min(kv0 + key, p.len_kv - 1) / GROUP_KV, true);
+        cp_async<4>(&smem.K_scale[stage][key], K_scale + min(kv0 + key, p.len_kv - 1) / GROUP_KV,
+                    true);
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC>(
           smem.V[stage], V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
     }
@@ -89,15 +95,15 @@ void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ 
 #pragma unroll
   for (int step = 0; step < NUM_STAGES - 1; ++step) load_kv(step);
 
-  RowState state[MMA_ROWS][2];                   // rows g and g + 8 of each row tile
+  RowState state[MMA_ROWS][2];  // rows g and g + 8 of each row tile
   float O_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = 0; step < num_steps; ++step) {
     const int kv0 = step * BLOCK_KV;
-    const int8_t* K_tile = smem.K[step % NUM_STAGES];        // [BLOCK_KV, CODES_PAD]
-    const elem16_t* V_tile = smem.V[step % NUM_STAGES];      // [BLOCK_KV, HEAD_DIM_PAD]
+    const int8_t* K_tile = smem.K[step % NUM_STAGES];             // [BLOCK_KV, CODES_PAD]
+    const elem16_t* V_tile = smem.V[step % NUM_STAGES];           // [BLOCK_KV, HEAD_DIM_PAD]
     const float* K_scale_tile = smem.K_scale[step % NUM_STAGES];  // [BLOCK_KV]
     cp_async_wait_group<NUM_STAGES - 2>();
-    __syncthreads();  // this step's tiles visible to the block; the stage filled next no longer read
+    __syncthreads();  // this step's tiles are visible, the stage filled next is no longer read
     // S2 load K, V
     load_kv(step + NUM_STAGES - 1);
 
@@ -108,11 +114,14 @@ void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ 
       uint32_t Q_frag[MMA_ROWS][4];
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
-        ldmatrix_x4(Q_frag[r], smem.Q + 16 * swizzle<CODE_CHUNKS>(row0 + r * 16 + lane_id() % 16, 2 * k + lane_id() / 16));
+        ldmatrix_x4(Q_frag[r], swizzled<CODE_CHUNKS>(smem.Q, row0 + r * 16 + lane_id() % 16,
+                                                     2 * k + lane_id() / 16));
 #pragma unroll
       for (int n = 0; n < MMA_KEYS; n += 2) {
         uint32_t K_frag[4];  // two key tiles, two halves of k
-        ldmatrix_x4(K_frag, K_tile + 16 * swizzle<CODE_CHUNKS>(n * 8 + lane_id() / 16 * 8 + lane_id() % 8, 2 * k + lane_id() / 8 % 2));
+        ldmatrix_x4(K_frag,
+                    swizzled<CODE_CHUNKS>(K_tile, n * 8 + lane_id() / 16 * 8 + lane_id() % 8,
+                                          2 * k + lane_id() / 8 % 2));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k32_s8(dot[r][n], Q_frag[r], K_frag[0], K_frag[1]);
@@ -128,7 +137,8 @@ void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ 
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] = float(dot[r][n][i]) * (i % 2 ? k_scale.y : k_scale.x) * Q_scale_log2[r][i / 2];  // R3
+          S_acc[r][n][i] =
+              float(dot[r][n][i]) * (i % 2 ? k_scale.y : k_scale.x) * Q_scale_log2[r][i / 2];  // R3
     }
 
     // S4 softmax
@@ -148,7 +158,8 @@ void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ 
       for (int h = 0; h < 2; ++h) {  // row g, then row g + 8
         float m = NEG_INF;
 #pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n) m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
+        for (int n = 0; n < MMA_KEYS; ++n)
+          m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
         const float alpha = state[r][h].advance(shfl_max<4>(m));
         const float M = state[r][h].M_finite();
 #pragma unroll
@@ -156,7 +167,7 @@ void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ 
 #pragma unroll
           for (int i = 2 * h; i < 2 * h + 2; ++i) {
             S_acc[r][n][i] = ex2_approx_ftz(S_acc[r][n][i] - M);  // R4
-            state[r][h].l += S_acc[r][n][i];  // R6: this lane's part of l
+            state[r][h].l += S_acc[r][n][i];                      // R6: this lane's part of l
           }
 #pragma unroll
         for (int c = 0; c < MMA_COLS; ++c) {
@@ -173,11 +184,13 @@ void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ 
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          P_frag[r][i] = pack_rn<elem16_t>(S_acc[r][2 * k + i / 2][i % 2 * 2], S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
+          P_frag[r][i] = pack_rn<elem16_t>(S_acc[r][2 * k + i / 2][i % 2 * 2],
+                                           S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
 #pragma unroll
       for (int c = 0; c < MMA_COLS; c += 2) {
         uint32_t V_frag[4];  // two column tiles, two halves of k
-        ldmatrix_x4_trans(V_frag, V_tile + CHUNK * swizzle<CHUNKS>(k * 16 + lane_id() % 16, c + lane_id() / 16));
+        ldmatrix_x4_trans(V_frag,
+                          swizzled<CHUNKS>(V_tile, k * 16 + lane_id() % 16, c + lane_id() / 16));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k16<elem16_t>(O_acc[r][c], P_frag[r], V_frag[0], V_frag[1]);      // R6
@@ -195,8 +208,10 @@ void attn_fa_int8(const __grid_constant__ AttnParams p, const __grid_constant__ 
       state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
       const float inverse_l = state[r][h].inverse_l();
       const int row = row0 + r * 16 + g + h * 8;
-      if (LSE && quant.K_mean) {  // the part of the scores that smoothing took from every key of a row
-        const float* K_mean = quant.K_mean + (batch * p.heads_kv + head_kv) * HEAD_DIM;  // [HEAD_DIM]
+      if (LSE &&
+          quant.K_mean) {  // the part of the scores that smoothing took from every key of a row
+        const float* K_mean =
+            quant.K_mean + (batch * p.heads_kv + head_kv) * HEAD_DIM;  // [HEAD_DIM]
         float dot = 0.0f;
         for (int d = t; d < HEAD_DIM; d += 4)
           dot = fmaf(Q[min(row, p.len_q - 1 - q0) * p.Q_stride.len + d], K_mean[d], dot);

@@ -1,14 +1,14 @@
 // attn_fa_tc -- fused attention with both products on tensor cores.
 //
-// Idea         What multiplies. S = Q K^T and O += P V are mma.m16n8k16; operands reach the registers
-//              through swizzled shared memory and ldmatrix, and the next K, V tiles arrive by cp.async
-//              while this one is worked on.
+// Idea         What multiplies. S = Q K^T and O += P V are mma.m16n8k16; operands reach the
+//              registers through swizzled shared memory and ldmatrix, and the next K, V tiles
+//              arrive by cp.async while this one is worked on.
 // Differs from attn_fa_warps: the hardware prescribes which lane holds which element, so a row lies
 //              in the four lanes of a quad and S, P, O become fragments; every step but S0 changes
 //              for that one reason.  (diff attn_fa_warps.cu attn_fa_tc.cu)
 // Kept simple  S of one step feeds P of the same step from registers; one barrier a step.
-// Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor core
-//              over keys, R7 times 1/l and store (cupyattn/numerics.py)
+// Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
+//              core over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -19,11 +19,10 @@
 #include "prims/warp.cuh"
 
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
-constexpr int CHUNK = 8;                      // elements per 16-byte chunk
-constexpr int CHUNKS = HEAD_DIM_PAD / CHUNK;  // per row
-constexpr int MMA_ROWS = WARP_Q / 16;         // row tiles of 16 per warp
-constexpr int MMA_KEYS = BLOCK_KV / 8;        // key tiles of 8 per step
-constexpr int MMA_COLS = HEAD_DIM_PAD / 8;    // column tiles of 8 of O
+constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row
+constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
+constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
+constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
 
 struct SharedStorage {
   alignas(128) elem_t Q[BLOCK_Q * HEAD_DIM_PAD];
@@ -35,10 +34,11 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 static_assert(ELEM_IS_16_BIT, "fa_tc multiplies float16 or bfloat16");
 static_assert(WARP_Q % 16 == 0, "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth of an mma");
-static_assert(NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
+static_assert(NUM_STAGES >= 2,
+              "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1)
-void attn_fa_tc(const __grid_constant__ AttnParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS,
+                                        1) void attn_fa_tc(const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -49,18 +49,19 @@ void attn_fa_tc(const __grid_constant__ AttnParams p) {
   const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [len_q, HEAD_DIM], from row q0
-      + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
+                    + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
   const elem_t* K = static_cast<const elem_t*>(p.K)  // [len_kv, HEAD_DIM]
-      + batch * p.K_stride.batch + head_kv * p.K_stride.head;
+                    + batch * p.K_stride.batch + head_kv * p.K_stride.head;
   const elem_t* V = static_cast<const elem_t*>(p.V)  // [len_kv, HEAD_DIM]
-      + batch * p.V_stride.batch + head_kv * p.V_stride.head;
-  elem_t* O = static_cast<elem_t*>(p.O)              // [len_q, HEAD_DIM], from row q0
-      + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
-  const int row0 = warp_id() * WARP_Q;               // first row of this warp in the block
-  const int g = lane_id() / 4, t = lane_id() % 4;    // fragment coordinates, see prims/mma.cuh
+                    + batch * p.V_stride.batch + head_kv * p.V_stride.head;
+  elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
+              + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
+  const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
+  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
 
   // S1 load Q: the group also holds the first K, V tile
-  load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+  load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0,
+                                                        thread_id());
   const int num_steps = ceil_div(kv_end(p, q0, BLOCK_Q), BLOCK_KV);
   auto load_kv = [&](int step) {  // into its stage; one group per step, empty past the end
     const int kv0 = step * BLOCK_KV, stage = step % NUM_STAGES;
@@ -75,14 +76,14 @@ void attn_fa_tc(const __grid_constant__ AttnParams p) {
 #pragma unroll
   for (int step = 0; step < NUM_STAGES - 1; ++step) load_kv(step);
 
-  RowState state[MMA_ROWS][2];                   // rows g and g + 8 of each row tile
+  RowState state[MMA_ROWS][2];  // rows g and g + 8 of each row tile
   float O_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = 0; step < num_steps; ++step) {
     const int kv0 = step * BLOCK_KV;
     const elem_t* K_tile = smem.K[step % NUM_STAGES];  // [BLOCK_KV, HEAD_DIM_PAD]
     const elem_t* V_tile = smem.V[step % NUM_STAGES];  // [BLOCK_KV, HEAD_DIM_PAD]
     cp_async_wait_group<NUM_STAGES - 2>();
-    __syncthreads();  // this step's tiles visible to the block; the stage filled next no longer read
+    __syncthreads();  // this step's tiles are visible, the stage filled next is no longer read
     // S2 load K, V
     load_kv(step + NUM_STAGES - 1);
 
@@ -93,11 +94,13 @@ void attn_fa_tc(const __grid_constant__ AttnParams p) {
       uint32_t Q_frag[MMA_ROWS][4];
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
-        ldmatrix_x4(Q_frag[r], smem.Q + CHUNK * swizzle<CHUNKS>(row0 + r * 16 + lane_id() % 16, 2 * k + lane_id() / 16));
+        ldmatrix_x4(Q_frag[r], swizzled<CHUNKS>(smem.Q, row0 + r * 16 + lane_id() % 16,
+                                                2 * k + lane_id() / 16));
 #pragma unroll
       for (int n = 0; n < MMA_KEYS; n += 2) {
         uint32_t K_frag[4];  // two key tiles, two halves of k
-        ldmatrix_x4(K_frag, K_tile + CHUNK * swizzle<CHUNKS>(n * 8 + lane_id() / 16 * 8 + lane_id() % 8, 2 * k + lane_id() / 8 % 2));
+        ldmatrix_x4(K_frag, swizzled<CHUNKS>(K_tile, n * 8 + lane_id() / 16 * 8 + lane_id() % 8,
+                                             2 * k + lane_id() / 8 % 2));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k16<elem_t>(S_acc[r][n], Q_frag[r], K_frag[0], K_frag[1]);      // R2
@@ -123,7 +126,8 @@ void attn_fa_tc(const __grid_constant__ AttnParams p) {
       for (int h = 0; h < 2; ++h) {  // row g, then row g + 8
         float m = NEG_INF;
 #pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n) m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
+        for (int n = 0; n < MMA_KEYS; ++n)
+          m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
         const float alpha = state[r][h].advance(shfl_max<4>(m) * p.scale_log2);
         const float M = state[r][h].M_finite();
 #pragma unroll
@@ -148,11 +152,13 @@ void attn_fa_tc(const __grid_constant__ AttnParams p) {
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          P_frag[r][i] = pack_rn<elem_t>(S_acc[r][2 * k + i / 2][i % 2 * 2], S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
+          P_frag[r][i] = pack_rn<elem_t>(S_acc[r][2 * k + i / 2][i % 2 * 2],
+                                         S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
 #pragma unroll
       for (int c = 0; c < MMA_COLS; c += 2) {
         uint32_t V_frag[4];  // two column tiles, two halves of k
-        ldmatrix_x4_trans(V_frag, V_tile + CHUNK * swizzle<CHUNKS>(k * 16 + lane_id() % 16, c + lane_id() / 16));
+        ldmatrix_x4_trans(V_frag,
+                          swizzled<CHUNKS>(V_tile, k * 16 + lane_id() % 16, c + lane_id() / 16));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k16<elem_t>(O_acc[r][c], P_frag[r], V_frag[0], V_frag[1]);      // R6

@@ -1,12 +1,12 @@
 // attn_fa_warps -- fused attention in which a warp owns whole query rows.
 //
-// Idea         Who owns what. A warp owns WARP_Q rows from S to O: a lane holds keys in S3 and S4 and
-//              columns in S5, row maxima and sums are shuffles, and S stays in registers.
+// Idea         Who owns what. A warp owns WARP_Q rows from S to O: a lane holds keys in S3 and S4
+//              and columns in S5, row maxima and sums are shuffles, and S stays in registers.
 // Differs from attn_fa: S and alpha leave shared memory, and with them the barriers between S3, S4
 //              and S5; what is left guards K and V.  (diff attn_fa.cu attn_fa_warps.cu)
 // Kept simple  float32 FMA as before; each element of K and V that a lane reads serves WARP_Q rows.
-// Rounding     R2 FMA chain over HEAD_DIM, R4 exp2, R6 alpha, l and the FMA chain over keys, R7 times
-//              1/l and store (cupyattn/numerics.py)
+// Rounding     R2 FMA chain over HEAD_DIM, R4 exp2, R6 alpha, l and the FMA chain over keys, R7
+//              times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"
@@ -16,8 +16,8 @@
 #include "prims/warp.cuh"
 
 constexpr int LD = HEAD_DIM + 1;  // odd row length: a column of K falls into 32 different banks
-constexpr int LANE_KEYS = BLOCK_KV / WARP_SIZE;             // keys per lane
-constexpr int LANE_COLS = ceil_div(HEAD_DIM, WARP_SIZE);    // columns of O per lane
+constexpr int LANE_KEYS = BLOCK_KV / WARP_SIZE;           // keys per lane
+constexpr int LANE_COLS = ceil_div(HEAD_DIM, WARP_SIZE);  // columns of O per lane
 
 struct SharedStorage {
   float Q[BLOCK_Q * HEAD_DIM];
@@ -26,10 +26,11 @@ struct SharedStorage {
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
-static_assert(BLOCK_KV % WARP_SIZE == 0, "BLOCK_KV must be a multiple of 32: a lane holds whole keys");
+static_assert(BLOCK_KV % WARP_SIZE == 0,
+              "BLOCK_KV must be a multiple of 32: a lane holds whole keys");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS)
-void attn_fa_warps(const __grid_constant__ AttnParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_fa_warps(
+    const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -40,28 +41,29 @@ void attn_fa_warps(const __grid_constant__ AttnParams p) {
   const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [len_q, HEAD_DIM], from row q0
-      + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
+                    + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
   const elem_t* K = static_cast<const elem_t*>(p.K)  // [len_kv, HEAD_DIM]
-      + batch * p.K_stride.batch + head_kv * p.K_stride.head;
+                    + batch * p.K_stride.batch + head_kv * p.K_stride.head;
   const elem_t* V = static_cast<const elem_t*>(p.V)  // [len_kv, HEAD_DIM]
-      + batch * p.V_stride.batch + head_kv * p.V_stride.head;
-  elem_t* O = static_cast<elem_t*>(p.O)              // [len_q, HEAD_DIM], from row q0
-      + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
-  const int row0 = warp_id() * WARP_Q;               // first row of this warp in the block
-  const float* Q_warp = smem.Q + row0 * HEAD_DIM;    // [WARP_Q, HEAD_DIM]
+                    + batch * p.V_stride.batch + head_kv * p.V_stride.head;
+  elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
+              + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
+  const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
+  const float* Q_warp = smem.Q + row0 * HEAD_DIM;  // [WARP_Q, HEAD_DIM]
 
   // S1 load Q
-  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0,
+                                                  thread_id());
 
   RowState state[WARP_Q];
   float O_acc[WARP_Q][LANE_COLS] = {};  // columns lane_id() + 32 c
   for (int kv0 = 0; kv0 < kv_end(p, q0, BLOCK_Q); kv0 += BLOCK_KV) {
     __syncthreads();  // the previous K, V tiles are no longer read
     // S2 load K, V
-    load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(
-        smem.K, K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
-    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(
-        smem.V, V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(smem.K, K + kv0 * p.K_stride.len, p.K_stride.len,
+                                               p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(smem.V, V + kv0 * p.V_stride.len,
+                                                     p.V_stride.len, p.len_kv - kv0, thread_id());
     __syncthreads();  // Q, K, V tiles visible to the whole block
 
     // S3 scores
@@ -72,7 +74,8 @@ void attn_fa_warps(const __grid_constant__ AttnParams p) {
       for (int c = 0; c < LANE_KEYS; ++c) {
         const float k = smem.K[(lane_id() + c * WARP_SIZE) * LD + d];
 #pragma unroll
-        for (int r = 0; r < WARP_Q; ++r) S_acc[r][c] = fmaf(Q_warp[r * HEAD_DIM + d], k, S_acc[r][c]);  // R2
+        for (int r = 0; r < WARP_Q; ++r)
+          S_acc[r][c] = fmaf(Q_warp[r * HEAD_DIM + d], k, S_acc[r][c]);  // R2
       }
 
     // S4 softmax
@@ -107,12 +110,14 @@ void attn_fa_warps(const __grid_constant__ AttnParams p) {
         const float* V_row = smem.V + (j + k * WARP_SIZE) * HEAD_DIM;  // [HEAD_DIM]
         float v[LANE_COLS];
 #pragma unroll
-        for (int c = 0; c < LANE_COLS; ++c) v[c] = V_row[min(lane_id() + c * WARP_SIZE, HEAD_DIM - 1)];
+        for (int c = 0; c < LANE_COLS; ++c)
+          v[c] = V_row[min(lane_id() + c * WARP_SIZE, HEAD_DIM - 1)];
 #pragma unroll
         for (int r = 0; r < WARP_Q; ++r) {
           const float probability = __shfl_sync(FULL_WARP, S_acc[r][k], j);
 #pragma unroll
-          for (int c = 0; c < LANE_COLS; ++c) O_acc[r][c] = fmaf(probability, v[c], O_acc[r][c]);  // R6
+          for (int c = 0; c < LANE_COLS; ++c)
+            O_acc[r][c] = fmaf(probability, v[c], O_acc[r][c]);  // R6
         }
       }
   }
@@ -129,7 +134,8 @@ void attn_fa_warps(const __grid_constant__ AttnParams p) {
 #pragma unroll
     for (int c = 0; c < LANE_COLS; ++c) {
       const int d = lane_id() + c * WARP_SIZE;
-      if (d < HEAD_DIM) O[row * p.O_stride.len + d] = from_float<elem_t>(O_acc[r][c] * inverse_l);  // R7
+      if (d < HEAD_DIM)
+        O[row * p.O_stride.len + d] = from_float<elem_t>(O_acc[r][c] * inverse_l);  // R7
     }
   }
 }

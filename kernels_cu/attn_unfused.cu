@@ -1,11 +1,11 @@
-// attn_unfused -- attention as it is defined, one kernel a line: S = Q K^T, P = softmax(S), O = P V.
+// attn_unfused -- attention as it is defined, a kernel a line: S = Q K^T, P = softmax(S), O = P V.
 //
 // Idea         The definition. S and P live in global memory, so each step can be looked at alone.
 // Differs from nothing: this is the first rung.
 // Kept simple  float32 everywhere, a thread computes whole elements, tiles without prefetch.
 // Memory       4 batch heads len_q len_kv bytes for S, overwritten by P.
-// Rounding     R2 FMA chain over HEAD_DIM, R3 S times scale, R4 exp2, R6 sum of a row and P / l,
-//              then the FMA chain over keys, R7 store (cupyattn/numerics.py)
+// Rounding     R2 FMA chain over HEAD_DIM, R3 S times scale, R4 exp2, R6 sum of a row, P / l and
+//              the FMA chain over keys, R7 store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"
@@ -29,8 +29,8 @@ union SharedStorage {  // one or the other, by kernel
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
 // S = scale Q K^T, -inf where masked. One block per tile of S.
-extern "C" __global__ __launch_bounds__(NUM_THREADS)
-void attn_unfused_scores(const __grid_constant__ AttnParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_unfused_scores(
+    const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = reinterpret_cast<SharedStorage*>(shared_bytes)->scores;
 
@@ -42,14 +42,16 @@ void attn_unfused_scores(const __grid_constant__ AttnParams p) {
   const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [len_q, HEAD_DIM], from row q0
-      + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
+                    + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
   const elem_t* K = static_cast<const elem_t*>(p.K)  // [len_kv, HEAD_DIM], from row kv0
-      + batch * p.K_stride.batch + head_kv * p.K_stride.head + kv0 * p.K_stride.len;
+                    + batch * p.K_stride.batch + head_kv * p.K_stride.head + kv0 * p.K_stride.len;
   float* S = p.S + batch_head * p.len_q * p.len_kv;  // [len_q, len_kv]
 
   // S1 load Q, S2 load K
-  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
-  load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(smem.K, K, p.K_stride.len, p.len_kv - kv0, thread_id());
+  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0,
+                                                  thread_id());
+  load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(smem.K, K, p.K_stride.len, p.len_kv - kv0,
+                                             thread_id());
   __syncthreads();  // Q, K tiles visible to the whole block
 
   // S3 scores
@@ -57,7 +59,8 @@ void attn_unfused_scores(const __grid_constant__ AttnParams p) {
     const int row = i / BLOCK_KV, key = i % BLOCK_KV;
     float s = 0.0f;
 #pragma unroll 8
-    for (int d = 0; d < HEAD_DIM; ++d) s = fmaf(smem.Q[row * HEAD_DIM + d], smem.K[key * LD + d], s);  // R2
+    for (int d = 0; d < HEAD_DIM; ++d)
+      s = fmaf(smem.Q[row * HEAD_DIM + d], smem.K[key * LD + d], s);  // R2
     if (q0 + row < p.len_q && kv0 + key < p.len_kv)
       S[int64_t(q0 + row) * p.len_kv + kv0 + key] =
           admitted(p, q0 + row, kv0 + key) ? s * p.scale : NEG_INF;  // R3
@@ -65,8 +68,8 @@ void attn_unfused_scores(const __grid_constant__ AttnParams p) {
 }
 
 // P = softmax(S) in place, and lse. One warp per row.
-extern "C" __global__ __launch_bounds__(NUM_THREADS)
-void attn_unfused_softmax(const __grid_constant__ AttnParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_unfused_softmax(
+    const __grid_constant__ AttnParams p) {
   const int64_t row = int64_t(blockIdx.x) * NUM_WARPS + warp_id();  // of batch heads len_q
   if (row >= int64_t(p.batch) * p.heads * p.len_q) return;
   float* S = p.S + row * p.len_kv;  // [len_kv]
@@ -91,8 +94,8 @@ void attn_unfused_softmax(const __grid_constant__ AttnParams p) {
 }
 
 // O = P V. One block per tile of query rows.
-extern "C" __global__ __launch_bounds__(NUM_THREADS)
-void attn_unfused_weighted_sum(const __grid_constant__ AttnParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_unfused_weighted_sum(
+    const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = reinterpret_cast<SharedStorage*>(shared_bytes)->weighted_sum;
 
@@ -104,24 +107,24 @@ void attn_unfused_weighted_sum(const __grid_constant__ AttnParams p) {
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const float* P = p.S + (batch_head * p.len_q + q0) * p.len_kv;  // [len_q, len_kv], from row q0
   const elem_t* V = static_cast<const elem_t*>(p.V)               // [len_kv, HEAD_DIM]
-      + batch * p.V_stride.batch + head_kv * p.V_stride.head;
-  elem_t* O = static_cast<elem_t*>(p.O)                           // [len_q, HEAD_DIM], from row q0
-      + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
+                    + batch * p.V_stride.batch + head_kv * p.V_stride.head;
+  elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
+              + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
 
   constexpr int ELEMENTS = ceil_div(BLOCK_Q * HEAD_DIM, NUM_THREADS);  // of O, per thread
   float O_acc[ELEMENTS] = {};
   for (int kv0 = 0; kv0 < p.len_kv; kv0 += BLOCK_KV) {
     __syncthreads();  // the previous P, V tiles are no longer read
     // S2 load P, V
-    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(
-        smem.V, V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(smem.V, V + kv0 * p.V_stride.len,
+                                                     p.V_stride.len, p.len_kv - kv0, thread_id());
     for (int i = thread_id(); i < BLOCK_Q * BLOCK_KV; i += NUM_THREADS) {
       const int row = i / BLOCK_KV, key = i % BLOCK_KV;
       const bool valid = q0 + row < p.len_q && kv0 + key < p.len_kv;
       smem.P[i] = valid ? P[int64_t(row) * p.len_kv + kv0 + key] : 0.0f;
     }
     __syncthreads();  // P, V tiles visible to the whole block
-    // S5 output
+                      // S5 output
 #pragma unroll
     for (int e = 0; e < ELEMENTS; ++e) {
       const int i = min(thread_id() + e * NUM_THREADS, BLOCK_Q * HEAD_DIM - 1);

@@ -2,9 +2,11 @@
 //
 // Fragment layouts (g = lane / 4, t = lane % 4; one 32-bit register holds E neighbours along k,
 // E = 2 for 16-bit and 4 for 8-bit elements; K = 8 E):
-//   A [16, 2K]  a[0] (row g, k E t)  a[1] (row g + 8, k E t)  a[2] (row g, k K + E t)  a[3] (row g + 8, k K + E t)
-//   B [2K, 8]   b[0] (k E t, column g)                        b[1] (k K + E t, column g)
-//   C [16, 8]   c[0], c[1] (row g, columns 2t, 2t + 1)        c[2], c[3] (row g + 8, columns 2t, 2t + 1)
+//   A [16, 2K]  a[0] (row g,     k E t)       a[1] (row g + 8, k E t)
+//               a[2] (row g,     k K + E t)   a[3] (row g + 8, k K + E t)
+//   B [2K, 8]   b[0] (k E t, column g)        b[1] (k K + E t, column g)
+//   C [16, 8]   c[0], c[1] (row g, columns 2t, 2t + 1)
+//               c[2], c[3] (row g + 8, columns 2t, 2t + 1)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma
 #pragma once
 

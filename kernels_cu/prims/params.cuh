@@ -1,5 +1,5 @@
 // params.cuh -- what the host passes to every attention kernel, by value.
-// cupyattn/launch.py packs it from one table of (name, type); a test compares the two field by field.
+// cupyattn/launch.py packs it from one table of (name, type); a test compares the two.
 #pragma once
 
 #include "prims/base.cuh"
@@ -10,31 +10,31 @@ struct Strides {
 };
 
 struct AttnParams {
-  const void* Q;        // [batch, heads,    len_q,  HEAD_DIM]
-  const void* K;        // [batch, heads_kv, len_kv, HEAD_DIM]
-  const void* V;        // [batch, heads_kv, len_kv, HEAD_DIM]
-  void* O;              // [batch, heads,    len_q,  HEAD_DIM]
-  float* lse;           // [batch, heads,    len_q], natural log; not read unless LSE
-  float* S;             // [batch, heads,    len_q, len_kv], then P: attn_unfused alone
+  const void* Q;  // [batch, heads,    len_q,  HEAD_DIM]
+  const void* K;  // [batch, heads_kv, len_kv, HEAD_DIM]
+  const void* V;  // [batch, heads_kv, len_kv, HEAD_DIM]
+  void* O;        // [batch, heads,    len_q,  HEAD_DIM]
+  float* lse;     // [batch, heads,    len_q], natural log; not read unless LSE
+  float* S;       // [batch, heads,    len_q, len_kv], then P: attn_unfused alone
   Strides Q_stride;
   Strides K_stride;
   Strides V_stride;
   Strides O_stride;
   int32_t batch;
   int32_t heads;
-  int32_t heads_kv;     // divides heads: query head h reads key head h / (heads / heads_kv)
+  int32_t heads_kv;  // divides heads: query head h reads key head h / (heads / heads_kv)
   int32_t len_q;
   int32_t len_kv;
-  int32_t causal_shift; // query row i may attend key j where j <= i + causal_shift
-  float scale;          // softmax scale, natural units
-  float scale_log2;     // softmax scale times log2(e)
+  int32_t causal_shift;  // query row i may attend key j where j <= i + causal_shift
+  float scale;           // softmax scale, natural units
+  float scale_log2;      // softmax scale times log2(e)
 };
 
 // fa_int8 appends: Q and K of AttnParams are then INT8 codes.
 struct QuantParams {
-  const float* Q_scale; // [batch, heads,    ceil(len_q  / GROUP_Q)]
-  const float* K_scale; // [batch, heads_kv, ceil(len_kv / GROUP_KV)]
-  const float* K_mean;  // [batch, heads_kv, HEAD_DIM], subtracted from K; null: none
+  const float* Q_scale;          // [batch, heads,    ceil(len_q  / GROUP_Q)]
+  const float* K_scale;          // [batch, heads_kv, ceil(len_kv / GROUP_KV)]
+  const float* K_mean;           // [batch, heads_kv, HEAD_DIM], subtracted from K; null: none
   int64_t Q_scale_stride_batch;  // a stride of 0 shares one scale
   int64_t Q_scale_stride_head;
   int64_t K_scale_stride_batch;

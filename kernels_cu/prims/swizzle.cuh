@@ -15,3 +15,9 @@ __device__ __forceinline__ int swizzle(int row, int chunk) {  // -> index in 16-
   static_assert(G >= 2, "a swizzled row must hold an even number of 16-byte chunks");
   return row * CHUNKS + (chunk ^ ((row / (8 / G)) % G));
 }
+
+// The chunk itself, in a tile of rows of CHUNKS chunks.
+template <int CHUNKS, typename T>
+__device__ __forceinline__ T* swizzled(T* tile, int row, int chunk) {
+  return tile + swizzle<CHUNKS>(row, chunk) * (16 / int(sizeof(T)));
+}

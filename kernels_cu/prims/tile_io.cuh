@@ -7,7 +7,7 @@
 #include "prims/mma.cuh"
 #include "prims/swizzle.cuh"
 
-// ---- cp.async: global to shared, in the background ------------------------------------------------
+// ---- cp.async: global to shared, in the background -----------------------------------------
 
 // Copies BYTES (4, 8 or 16); with valid == false writes zeros and reads nothing.
 template <int BYTES>
@@ -32,7 +32,7 @@ __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// ---- whole tiles ----------------------------------------------------------------------------------
+// ---- whole tiles ---------------------------------------------------------------------------
 
 // rows [ROWS, COLS] of T -> shared [ROWS, LD] float; rows from rows_valid on become zero.
 template <int ROWS, int COLS, int LD, int WIDTH, typename T>
@@ -42,8 +42,7 @@ __device__ __forceinline__ void load_tile_f32(float* shared, const T* global, in
   for (int i = thread; i < ROWS * VECS; i += NUM_THREADS) {
     const int row = i / VECS, col = i % VECS * WIDTH;
     Vec<T, WIDTH> x = {};
-    if (row < rows_valid)
-      x = *reinterpret_cast<const Vec<T, WIDTH>*>(global + row * stride + col);
+    if (row < rows_valid) x = *reinterpret_cast<const Vec<T, WIDTH>*>(global + row * stride + col);
 #pragma unroll
     for (int j = 0; j < WIDTH; ++j) shared[row * LD + col + j] = to_float(x.v[j]);
   }
@@ -54,14 +53,15 @@ __device__ __forceinline__ void load_tile_f32(float* shared, const T* global, in
 template <int ROWS, int COLS, int COLS_PAD, int WIDTH, typename T>
 __device__ __forceinline__ void load_tile_async(T* shared, const T* global, int64_t stride,
                                                 int rows_valid, int thread) {
-  constexpr int CHUNK = 16 / sizeof(T);          // elements per 16-byte chunk
-  constexpr int VECS = COLS_PAD / WIDTH;         // accesses per row
+  constexpr int CHUNK = 16 / sizeof(T);   // elements per 16-byte chunk
+  constexpr int VECS = COLS_PAD / WIDTH;  // accesses per row
   constexpr int BYTES = WIDTH * sizeof(T);
-#pragma unroll 1  // NOTE: copies run in the background; unrolling them would only hold address registers
+// NOTE: the copies run in the background; unrolling them would only hold registers for addresses.
+#pragma unroll 1
   for (int i = thread; i < ROWS * VECS; i += NUM_THREADS) {
     const int row = i / VECS, col = i % VECS * WIDTH;
     const bool valid = row < rows_valid && col < COLS;
-    T* target = shared + swizzle<COLS_PAD / CHUNK>(row, col / CHUNK) * CHUNK + col % CHUNK;
+    T* target = swizzled<COLS_PAD / CHUNK>(shared, row, col / CHUNK) + col % CHUNK;
     const T* source = valid ? global + row * stride + col : global;
     if constexpr (BYTES >= 4) {
       cp_async<BYTES>(target, source, valid);

@@ -18,7 +18,6 @@ __device__ __forceinline__ float shfl_max(float x) {
 template <int LANES>
 __device__ __forceinline__ float shfl_sum(float x) {
 #pragma unroll
-  for (int offset = LANES / 2; offset > 0; offset /= 2)
-    x += __shfl_xor_sync(FULL_WARP, x, offset);
+  for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(FULL_WARP, x, offset);
   return x;
 }
