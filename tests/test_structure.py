@@ -24,7 +24,7 @@ ATTENTION = sorted(KERNELS.rglob("attn_*.cu"))
 CUDA = sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")])
 PYTHON = sorted(PACKAGE.rglob("*.py"))
 
-#: Portable kernels that go through S0 to S6 in one loop; the unfused rung has them in three kernels.
+#: Portable kernels that go through S0 to S6 in one loop (the unfused rung has three kernels).
 FUSED = [
     f"attn_{name}.cu"
     for name, variant in VARIANTS.items()
@@ -80,16 +80,15 @@ def test_every_kernel_is_registered_and_every_variant_has_its_kernels() -> None:
         (path.stem.removeprefix("attn_"), forms[path.relative_to(KERNELS).parent.name])
         for path in ATTENTION
     }
-    registered = {
-        (v.name, form) for v in VARIANTS.values() if v.source is None for form in v.forms
-    }
+    registered = {(v.name, form) for v in VARIANTS.values() if v.source is None for form in v.forms}
     assert found == registered
 
 
 @pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
 def test_the_entry_point_is_the_file_name(path: Path) -> None:
     entries = re.findall(
-        r'extern "C" __global__(?:\s+__launch_bounds__\([^)]*\))?\s+void\s+(\w+)\(', path.read_text()
+        r'extern "C" __global__(?:\s+__launch_bounds__\([^)]*\))?\s+void\s+(\w+)\(',
+        path.read_text(),
     )
     assert entries, "no kernel found"
     steps = [f"{path.stem}_{step}" for step in ("scores", "softmax", "weighted_sum")]
@@ -157,7 +156,11 @@ def test_every_pointer_has_a_shape(path: Path) -> None:
 def changed(left: str, right: str) -> tuple[int, int]:
     """Lines removed and added between the bodies of two kernels, blank lines not counted."""
     bodies = [
-        [line for line in header_and_body((KERNELS / name).read_text())[1].splitlines() if line.strip()]
+        [
+            line
+            for line in header_and_body((KERNELS / name).read_text())[1].splitlines()
+            if line.strip()
+        ]
         for name in (left, right)
     ]
     diff = list(difflib.unified_diff(*bodies, lineterm="", n=0))[2:]
@@ -221,7 +224,9 @@ def imports(path: Path, *, anywhere: bool) -> Iterator[str]:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             source = ".".join(filter(None, (base, node.module)))
             # `from cupyattn import launch` imports the module cupyattn.launch
-            yield from (f"{source}.{a.name}" if source == "cupyattn" else source for a in node.names)
+            yield from (
+                f"{source}.{a.name}" if source == "cupyattn" else source for a in node.names
+            )
 
 
 def own_imports(path: Path) -> set[str]:
