@@ -29,7 +29,7 @@ def test_a_call_is_what_the_arrays_say() -> None:
     call = checks.check_attention(*arrays(), causal=True, return_lse=True)
     assert (call.batch, call.heads, call.heads_kv) == (2, 4, 2)
     assert (call.len_q, call.len_kv, call.head_dim) == (5, 7, 8)
-    assert call.dtype == "float16" and call.scale == 8**-0.5
+    assert call.dtype == "float16" and call.scale == 1 / 8**0.5
     assert call.causal and call.causal_shift == 2 and call.return_lse
     assert call.output_shape == (2, 4, 5, 8) and call.lse_shape == (2, 4, 5)
 

@@ -37,7 +37,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mirror", "reference", "bounds", "compile"),
     ("interpret", "launch"),
     ("quant",),
+    ("request", "unfused"),
     ("api", "testing"),
+    ("measure",),
     ("diffusion", "checkpoints", "interop", "distributed"),
     ("cli", "__main__"),
 )
