@@ -107,7 +107,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_fa_warps(
     for (int k = 0; k < LANE_KEYS; ++k)
 #pragma unroll 4
       for (int j = 0; j < WARP_SIZE; ++j) {
-        const float* V_row = smem.V + (j + k * WARP_SIZE) * HEAD_DIM;
+        const float* V_row = smem.V + (j + k * WARP_SIZE) * HEAD_DIM;  // [HEAD_DIM]
         float v[LANE_COLS];
 #pragma unroll
         for (int c = 0; c < LANE_COLS; ++c)
