@@ -42,8 +42,8 @@ def device_missing() -> str:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"CuPy finds no CUDA device ({error})"
-    return "" if count else "CuPy finds no CUDA device"
+        return f"CuPy sees no CUDA device ({error})"
+    return "" if count else "CuPy sees no CUDA device"
 
 
 def ceiling(family: str, capability: int, multiprocessors: int, clock_hz: float) -> float | None:

@@ -6,6 +6,7 @@ arrays it runs the mirror and times nothing.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,8 @@ from cupyattn.checks import AttentionCall
 from cupyattn.launch import Operand
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.registry import Variant
+
+LOG = logging.getLogger("cupyattn")
 
 #: Up to this many scores every row is judged; beyond, rows are drawn.
 JUDGED_IN_FULL = 2**22
@@ -216,7 +219,7 @@ def ladder(
     (q, _), (k, _), (v, _) = (
         arrays.take(name, array) for name, array in zip("qkv", (q, k, v), strict=True)
     )
-    options = {"scale": scale, "causal": causal, "causal_align": causal_align}
+    options: dict[str, Any] = {"scale": scale, "causal": causal, "causal_align": causal_align}
     call = checks.check_attention(q, k, v, **options)
     backend = "cuda" if arrays.is_cupy(q) else "mirror"
     chosen = [registry.lookup(n) for n in (registry.VARIANTS if variants is None else variants)]
@@ -331,10 +334,9 @@ def judge(
     rows = None if rows is None else xp.asarray(rows)
     given = {**options, "rows": rows}
     if exact is None:
-        exact, exact_lse = exact_of(q, k, v, return_lse=True, **given)
-    else:
-        exact, exact_lse = exact
-    want, want_lse = exact, exact_lse
+        exact = exact_of(q, k, v, return_lse=True, **given)
+    exact_o, exact_lse = exact
+    want, want_lse = exact_o, exact_lse  # of what the kernel received
     if quantized is not None:
         operands = quantized.dequantize("float64")
         want, want_lse = exact_of(*operands, return_lse=True, **given)
@@ -347,8 +349,8 @@ def judge(
         j2 = max(j2, _largest_ratio(xp.where(lse == want_lse, 0.0, lse - want_lse), bound.lse))
     j3 = None
     if quantized is not None:
-        j3 = _largest_ratio(want - exact, bounds.quantisation(q, k, v, quantized, **given).total)
-    return Judgement(j2, j3, relative_error(o, exact))
+        j3 = _largest_ratio(want - exact_o, bounds.quantisation(q, k, v, quantized, **given).total)
+    return Judgement(j2, j3, relative_error(o, exact_o))
 
 
 def _float64(array: Any) -> Any:
@@ -413,9 +415,9 @@ def _memory_bytes(
     output = math.prod(call.output_shape) * itemsize
     if z is not None:
         return output + z.nbytes - (z.v.nbytes if z.v.dtype == v.dtype else 0)
-    operands = [Operand.of(arrays.contiguous_last_axis(a)) for a in (q, k, v)]
+    q, k, v = (Operand.of(arrays.contiguous_last_axis(a)) for a in (q, k, v))
     o = Operand.contiguous(call.output_shape, itemsize)
-    plan = launch.plan_attention(variant, call, *operands, o)
+    plan = launch.plan_attention(variant, call, q, k, v, o)
     return output + sum(work.nbytes for work in plan.workspace)
 
 
