@@ -65,8 +65,9 @@ class Operand:
         return cls(tuple(array.shape), strides, itemsize, data_address(array) % 16)
 
     @classmethod
-    def contiguous(cls, shape: Sequence[int], itemsize: int) -> Operand:
+    def contiguous(cls, shape: Sequence[int], dtype: Any) -> Operand:
         """Describe an array that is still to be allocated, in C order."""
+        itemsize = np.dtype(dtype).itemsize
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return cls(tuple(shape), tuple(strides), itemsize, 0)
 
@@ -418,8 +419,9 @@ def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) ->
     Parameters
     ----------
     plan : Plan
-    buffers : mapping of str to cupy.ndarray
-        Every buffer that the launches name, except the workspace, which is allocated here.
+    buffers : mapping of str to cupy.ndarray or None
+        Every buffer that the launches name, except the workspace, which is allocated here. More
+        may be given.
     arch : str, optional
         Architecture to compile for; the device's own when omitted.
 
@@ -433,7 +435,7 @@ def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) ->
     arrays = dict(buffers)
     for work in plan.workspace:
         arrays[work.name] = cupy.empty(work.shape, work.dtype)
-    addresses = {name: data_address(array) for name, array in arrays.items()}
+    addresses = {name: data_address(a) for name, a in arrays.items() if a is not None}
     for launch in plan.launches:
         module = compiler.load(launch.module, arch)
         shared = module.binary.smem_bytes if launch.dynamic_shared else 0
