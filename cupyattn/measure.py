@@ -6,7 +6,6 @@ arrays it runs the mirror and times nothing.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,22 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import arrays, bounds, checks, device, launch, reference, registry, timing
+from cupyattn import arrays, checks, device, launch, reference, registry, testing, timing
 from cupyattn.api import attention
 from cupyattn.checks import AttentionCall
 from cupyattn.launch import Operand
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.registry import Variant
+from cupyattn.rounding import array_namespace, as_float64
 
-LOG = logging.getLogger("cupyattn")
+#: Where the rows next to tile edges lie in a sample: every rung's block_q divides it.
+EDGE_ROWS = 128
 
-#: Up to this many scores every row is judged; beyond, rows are drawn.
-JUDGED_IN_FULL = 2**22
-#: Rows drawn per head, beside the first, the last and those at tile edges.
-JUDGED_ROWS = 64
-
-#: ``exact(q, k, v, **options) -> o``: `cupyattn.reference.attention_exact`, or a cache before it.
-Exact = Callable[..., Any]
+#: ``exact(q, k, v, rows=..., return_lse=True, **options) -> o, lse``:
+#: `cupyattn.reference.attention_exact`, or a cache before it.
+Exact = Callable[..., tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -224,8 +221,8 @@ def ladder(
     backend = "cuda" if arrays.is_cupy(q) else "mirror"
     chosen = [registry.lookup(n) for n in (registry.VARIANTS if variants is None else variants)]
     rows = judged_rows(call, seed)
-    rows = None if rows is None else arrays.namespace(q).asarray(rows)
-    exact = reference.attention_exact(q, k, v, rows=rows, return_lse=True, **options)
+    rows = array_namespace(q).asarray(rows)
+    exact = _remembered()
     rungs = []
     for variant in chosen:
         if call.dtype not in variant.dtypes:
@@ -248,8 +245,7 @@ def ladder(
     if backend == "cuda" and rounds > 0:
         with q.device:
             rungs = _timed(rungs, (q, k, v), {**options, "quant": quant}, rounds, advance)
-    count = call.len_q if rows is None else int(rows.size)
-    return Ladder(tuple(rungs), call, backend, quant or QuantConfig(), count)
+    return Ladder(tuple(rungs), call, backend, quant or QuantConfig(), int(rows.size))
 
 
 def _timed(
@@ -297,14 +293,11 @@ def judge(
     v: Any,
     *,
     variant: str,
-    lse: Any = None,
-    quantized: QuantizedQKV | None = None,
     rows: Any = None,
-    exact: tuple[Any, Any] | None = None,
-    exact_of: Exact = reference.attention_exact,
+    exact: Exact = reference.attention_exact,
     **options: Any,
 ) -> Judgement:
-    """Judge an output against float64, per element.
+    """Judge an output, and say how far it is from exact attention of the caller's own arrays.
 
     Parameters
     ----------
@@ -313,61 +306,23 @@ def judge(
         What the caller had.
     variant : str
         The rung that computed `o`.
-    lse : array, (batch, heads, len_q), optional
-        Log-sum-exp that came with it: judged too, as part of J2.
-    quantized : QuantizedQKV, optional
-        What the INT8 rung received.
     rows : 1-D integer array, optional
         Query rows to judge; all when omitted.
-    exact : (o, lse), optional
-        Exact attention of q, k, v in those rows, where it is known already.
-    exact_of : callable
-        Computes exact attention: `cupyattn.reference.attention_exact`, or a cache before it.
+    exact : callable
+        What computes exact attention.
     **options
-        scale, causal, causal_align.
+        lse, quantized, scale, causal, causal_align: as for `cupyattn.testing.judge`.
 
     Returns
     -------
     Judgement
     """
-    xp = arrays.namespace(o)
-    rows = None if rows is None else xp.asarray(rows)
-    given = {**options, "rows": rows}
-    if exact is None:
-        exact = exact_of(q, k, v, return_lse=True, **given)
-    exact_o, exact_lse = exact
-    want, want_lse = exact_o, exact_lse  # of what the kernel received
-    if quantized is not None:
-        operands = quantized.dequantize("float64")
-        want, want_lse = exact_of(*operands, return_lse=True, **given)
-    bound = bounds.attention(q, k, v, variant=variant, quantized=quantized, **given)
-    o = _float64(o if rows is None else o[:, :, rows])
-    j2 = _largest_ratio(o - want, bound.total)
-    if lse is not None:
-        lse = _float64(lse if rows is None else lse[:, :, rows])
-        # NOTE: an empty row has lse -inf on both sides, and -inf - -inf is not 0.
-        j2 = max(j2, _largest_ratio(xp.where(lse == want_lse, 0.0, lse - want_lse), bound.lse))
-    j3 = None
-    if quantized is not None:
-        j3 = _largest_ratio(want - exact_o, bounds.quantisation(q, k, v, quantized, **given).total)
-    return Judgement(j2, j3, relative_error(o, exact_o))
-
-
-def _float64(array: Any) -> Any:
-    # NOTE: bfloat16 goes to float64 by way of float32, which holds all of it.
-    return array.astype(np.float32).astype(np.float64)
-
-
-def _largest_ratio(error: Any, bound: Any) -> float:
-    """Return max |error| / bound; 0 / 0 is 0, a NaN or something over nothing is infinite."""
-    xp = arrays.namespace(error)
-    if not error.size:
-        return 0.0
-    error = xp.abs(error)
-    safe = xp.where(bound > 0, bound, 1.0)
-    ratio = xp.where(bound > 0, error / safe, xp.where(error == 0, 0.0, math.inf))
-    largest = float(ratio.max())
-    return math.inf if math.isnan(largest) else largest
+    rows = array_namespace(o).arange(o.shape[2]) if rows is None else rows
+    report = testing.judge(o, q, k, v, variant=variant, rows=rows, exact=exact, **options)
+    call = {n: x for n, x in options.items() if n in ("scale", "causal", "causal_align")}
+    given, _ = exact(q, k, v, rows=rows, return_lse=True, **call)
+    j2 = max(report.ratio, report.lse_ratio or 0.0)
+    return Judgement(j2, report.quantisation, relative_error(as_float64(o)[:, :, rows], given))
 
 
 def relative_error(o: Any, exact: Any) -> float:
@@ -377,21 +332,30 @@ def relative_error(o: Any, exact: Any) -> float:
     return error / norm if norm else (0.0 if error == 0 else math.inf)
 
 
-def judged_rows(call: AttentionCall, seed: int = 0) -> np.ndarray[Any, Any] | None:
-    """Return the query rows to judge, rising; None for all.
+def judged_rows(call: AttentionCall, seed: int = 0) -> Any:
+    """Return the query rows to judge: all of a small input, else a sample with all tile edges.
 
-    Beside `JUDGED_ROWS` drawn rows they are the first and the last, and the rows on both sides of
-    the first, the middle and the last edge of a 128-row tile (every tile's size divides 128).
+    One sample serves every rung: each tile's size divides EDGE_ROWS.
     """
-    if (
-        call.batch * call.heads * call.len_q * call.len_kv <= JUDGED_IN_FULL
-        or call.len_q <= JUDGED_ROWS
-    ):
-        return None
-    edges = np.arange(128, call.len_q, 128)
-    edges = edges[[0, edges.size // 2, -1]] if edges.size else edges
-    drawn = np.random.default_rng(seed).choice(call.len_q, JUDGED_ROWS, replace=False)
-    return np.unique(np.concatenate([drawn, edges, edges - 1, [0, call.len_q - 1]]))
+    scores = call.batch * call.heads * call.len_q * call.len_kv
+    if scores <= testing.SMALL_CELL:
+        return np.arange(call.len_q)
+    return testing.sample_rows(call.len_q, EDGE_ROWS, seed)
+
+
+def _remembered() -> Exact:
+    """Return `attention_exact` that computes the same arrays and rows only once."""
+    known: dict[tuple[int, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
+
+    def exact(*operands: Any, rows: Any, return_lse: bool, **options: Any) -> tuple[Any, Any]:
+        # NOTE: the entry keeps the operands alive, so that no id is given twice.
+        key = tuple(map(id, operands))
+        if key not in known:
+            o, lse = reference.attention_exact(*operands, rows=rows, return_lse=True, **options)
+            known[key] = o, lse, operands
+        return known[key][:2]
+
+    return exact
 
 
 def admitted_pairs(call: AttentionCall) -> int:

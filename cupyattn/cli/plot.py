@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,8 @@ def draw_ladder(ladders: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path
         if timed:
             _draw_speed(axes[0], rows)
         _draw_error(axes[-1], rows, labels=not timed)
-        axes[0].set_title(title, loc="left", fontsize=9)
+        wrapped = textwrap.fill(title, 62 * panels)
+        axes[0].set_title(wrapped, loc="left", fontsize=9)
     figure.savefig(path, dpi=150)
 
 

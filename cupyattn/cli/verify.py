@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
 import tempfile
 import zipfile
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import arrays, device, distributions, measure, reference, registry, rounding
 from cupyattn import compile as compiler
+from cupyattn import device, distributions, measure, reference, registry, rounding
 from cupyattn.api import attention
 from cupyattn.cli import output
 from cupyattn.features import DTYPES
@@ -25,6 +26,8 @@ from cupyattn.measure import Judgement
 from cupyattn.quant import QuantizedQKV, quantize
 from cupyattn.quant.operands import quantize_mirror
 from cupyattn.registry import Variant
+
+LOG = logging.getLogger("cupyattn")
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ def _verify(
     o, lse = attention(*operands, variant=variant.name, causal=shape.causal, return_lse=True)
     judged = measure.judge(
         o, q, k, v, variant=variant.name, lse=lse, quantized=z, causal=shape.causal,
-        exact_of=cached_exact,
+        exact=cached_exact,
     )  # fmt: skip
     equal = operands_equal(z, host) if z is not None and on_device else None
     return Cell(variant.name, name, dtype, shape.name, judged, equal)
@@ -225,12 +228,12 @@ def cached_exact(
         o, lse = reference.attention_exact(q, k, v, rows=rows, return_lse=True, **options)
         _write(path, _host(o), _host(lse))
         return o, lse
-    xp = arrays.namespace(q)
+    xp = rounding.array_namespace(q)
     return xp.asarray(o), xp.asarray(lse)
 
 
 def _host(array: Any) -> Any:
-    return array.get() if arrays.is_cupy(array) else array
+    return array.get() if hasattr(array, "get") else array
 
 
 def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
@@ -259,7 +262,7 @@ def _write(path: Path, o: Any, lse: Any) -> None:
     except OSError as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        measure.LOG.warning("cannot keep references in %s: %s", path.parent, error)
+        LOG.warning("cannot keep references in %s: %s", path.parent, error)
 
 
 def reference_info() -> tuple[int, int]:
