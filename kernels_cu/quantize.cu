@@ -31,7 +31,7 @@ constexpr int LANES = power_of_two_from(ACCESSES < WARP_SIZE ? ACCESSES : WARP_S
 constexpr int LANE_ACCESSES = ceil_div(ACCESSES, LANES);                 // per lane and row
 constexpr int ROWS_PER_PASS = NUM_THREADS / LANES;
 constexpr int PASSES = ceil_div(BLOCK_ROWS, ROWS_PER_PASS);
-constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);               // loads that a sum waits for at once
+constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);               // that a sum waits for at once
 
 static_assert(GROUP >= 1, "quantize needs GROUP_Q, the rows per scale");
 static_assert(BLOCK_ROWS % GROUP == 0 || GROUP % BLOCK_ROWS == 0,
@@ -44,9 +44,9 @@ struct Place {
   int64_t batch, head, batch_head;
   int row0;   // first row
   int rows;   // rows of this block that exist
-  __device__ __forceinline__ Place(const QuantizeParams& p, int chunks, int chunk_rows) {
-    batch_head = blockIdx.x / chunks;
-    batch = batch_head / p.heads, head = batch_head % p.heads;
+  __device__ __forceinline__ Place(const QuantizeParams& p, uint32_t chunks, int chunk_rows) {
+    const uint32_t index = blockIdx.x / chunks, heads = p.heads;
+    batch_head = index, batch = index / heads, head = index % heads;
     row0 = blockIdx.x % chunks * chunk_rows;
     rows = min(chunk_rows, p.length - row0);
   }
@@ -59,34 +59,44 @@ struct Place {
   }
 };
 
-__device__ __forceinline__ int lane_in_row() { return thread_id() % LANES; }
-__device__ __forceinline__ int row_of(int pass) { return pass * ROWS_PER_PASS + thread_id() / LANES; }
+__device__ __forceinline__ int lane_in_row() { return threadIdx.x % LANES; }
+__device__ __forceinline__ int row_in_pass() { return threadIdx.x / LANES; }
+__device__ __forceinline__ int row_of(int pass) { return pass * ROWS_PER_PASS + row_in_pass(); }
 __device__ __forceinline__ int col_of(int access) { return (access * LANES + lane_in_row()) * VEC; }
 
-// What one lane holds of the block's rows, as stored, and of the mean.
+// What one lane holds of the block's rows and of the mean.
 struct Rows {
-  Vec<elem_t, VEC> x[PASSES][LANE_ACCESSES];
+  Words<elem_t, VEC> x[PASSES][LANE_ACCESSES];
   float mean[LANE_ACCESSES][VEC];  // 0 without smoothing
 
   __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
-    const elem_t* X = at.X(p);
+    const elem_t* X = at.X(p) + row_in_pass() * p.X_stride.len + col_of(0);  // this lane's first access
+    const int64_t pass_stride = ROWS_PER_PASS * p.X_stride.len;
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass)
+    for (int pass = 0; pass < PASSES; ++pass, X += pass_stride)
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         x[pass][a] = {};
         if (row_of(pass) < at.rows && col_of(a) < HEAD_DIM)
-          x[pass][a] = *reinterpret_cast<const Vec<elem_t, VEC>*>(X + row_of(pass) * p.X_stride.len + col_of(a));
+          x[pass][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(X + a * LANES * VEC);
       }
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a)
 #pragma unroll
       for (int j = 0; j < VEC; ++j)
-        mean[a][j] = p.mean != nullptr && col_of(a) < HEAD_DIM ? p.mean[at.batch_head * HEAD_DIM + col_of(a) + j] : 0.0f;
+        mean[a][j] = p.mean != nullptr && col_of(a) < HEAD_DIM
+            ? p.mean[at.batch_head * HEAD_DIM + col_of(a) + j] : 0.0f;
   }
 
   __device__ __forceinline__ float value(int pass, int a, int j) const {
-    return __fsub_rn(to_float(x[pass][a].v[j]), mean[a][j]);  // R0
+    return __fsub_rn(x[pass][a].element(j), mean[a][j]);  // R0
+  }
+
+  __device__ __forceinline__ void use_from_here() {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass)
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();
   }
 
   // Bits of the largest magnitude in this lane's part of a row that exists.
@@ -105,10 +115,10 @@ struct Rows {
   __device__ __forceinline__ void store(int8_t* codes, int pass, Code code) const {
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a) {
-      Vec<int8_t, VEC> c;
+      int c[VEC];
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) c.v[j] = static_cast<int8_t>(code(value(pass, a, j)));
-      if (col_of(a) < HEAD_DIM) *reinterpret_cast<Vec<int8_t, VEC>*>(codes + col_of(a)) = c;
+      for (int j = 0; j < VEC; ++j) c[j] = code(value(pass, a, j));
+      if (col_of(a) < HEAD_DIM) store_s8(codes + col_of(a), c);
     }
   }
 };
@@ -125,12 +135,14 @@ void quantize_int8(const __grid_constant__ QuantizeParams p) {
   Rows rows;
   rows.load(p, at);
   __syncthreads();  // the zeros are there before a row adds its maximum
+  rows.use_from_here();
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     const uint32_t bits = shfl_max<LANES>(rows.absmax(pass));
     if (lane_in_row() == 0 && row_of(pass) < at.rows) atomicMax(&absmax[row_of(pass) / GROUP], bits);
   }
   __syncthreads();  // every row of a group has added its maximum before the scale is made of it
+#pragma unroll 1
   for (int g = thread_id(); g < GROUPS; g += NUM_THREADS) {
     const Scale scale = scale_of_absmax(absmax[g]);  // R1: one division for the scale, one for its inverse
     inverse[g] = scale.inverse;
@@ -156,6 +168,7 @@ void group_absmax(const __grid_constant__ QuantizeParams p) {
   Rows rows;
   rows.load(p, at);
   __syncthreads();  // the zero is there before a warp adds its maximum
+  rows.use_from_here();
   uint32_t bits = 0;
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass)
@@ -170,6 +183,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS)
 void encode_int8(const __grid_constant__ QuantizeParams p) {
   __shared__ float inverse[GROUPS];  // [GROUPS]
   const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
+#pragma unroll 1
   for (int g = thread_id(); g < GROUPS && g * GROUP < at.rows; g += NUM_THREADS) {
     const int64_t index = at.first_scale(p) + g;
     const Scale scale = p.absmax != nullptr ? scale_of_absmax(p.absmax[index]) : scale_of_static(p.static_scale[index]);
@@ -182,6 +196,7 @@ void encode_int8(const __grid_constant__ QuantizeParams p) {
   Rows rows;
   rows.load(p, at);
   __syncthreads();  // the inverses are there before a row is coded with them
+  rows.use_from_here();
   int8_t* codes = p.codes + (at.batch_head * p.length + at.row0) * HEAD_DIM;  // [rows, HEAD_DIM]
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
@@ -202,19 +217,19 @@ void channel_sum(const __grid_constant__ QuantizeParams p) {
   const elem_t* X = at.X(p);
   float sum[LANE_ACCESSES][VEC] = {};  // of this lane's channels, over its rows in rising order
 #pragma unroll ROWS_IN_FLIGHT
-  for (int row = thread_id() / LANES; row < at.rows; row += ROWS_PER_PASS)
+  for (int row = row_in_pass(); row < at.rows; row += ROWS_PER_PASS)
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a)
       if (col_of(a) < HEAD_DIM) {
-        const auto x = *reinterpret_cast<const Vec<elem_t, VEC>*>(X + row * p.X_stride.len + col_of(a));
+        const auto x = *reinterpret_cast<const Words<elem_t, VEC>*>(X + row * p.X_stride.len + col_of(a));
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) sum[a][j] += to_float(x.v[j]);
+        for (int j = 0; j < VEC; ++j) sum[a][j] += x.element(j);
       }
 #pragma unroll
   for (int a = 0; a < LANE_ACCESSES; ++a)
     if (col_of(a) < HEAD_DIM)
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) sums[thread_id() / LANES][col_of(a) + j] = sum[a][j];
+      for (int j = 0; j < VEC; ++j) sums[row_in_pass()][col_of(a) + j] = sum[a][j];
   __syncthreads();  // every lane's sums are there before they are added up
   for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
     float total = 0.0f;
