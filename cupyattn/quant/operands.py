@@ -1,0 +1,241 @@
+"""`quantize`: from three arrays to the operands of INT8 attention, on whatever device they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn import checks, registry
+from cupyattn.launch import Operand, run_cuda
+from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.plan import plan_operand
+from cupyattn.quant.quantized import QuantizedQKV
+from cupyattn.quant.quantizers import (
+    SCALE_MIN,
+    channel_mean,
+    group_count,
+    quantize_symmetric,
+)
+from cupyattn.rounding import Array, array_namespace
+from cupyattn.tiles import Tiles
+
+
+def quantize(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    quant: QuantConfig | None = None,
+    tiles: Tiles | None = None,
+    backend: str | None = None,
+) -> QuantizedQKV:
+    """Quantise Q and K to INT8.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, len_q, head_dim)
+        float16, bfloat16 or float32; any strides. Not modified.
+    k, v : array, (batch, heads_kv, len_kv, head_dim)
+        Of the same type. V is kept as it is, float32 as float16: past 65504 it becomes infinite.
+    quant : QuantConfig, optional
+        How; ``QuantConfig()`` when omitted.
+    tiles : Tiles, optional
+        Tiles of the attention kernel, whose sizes granularity "block" takes; fa_int8's own for
+        this head_dim when omitted.
+    backend : {"cuda", "mirror"}, optional
+        ``cuda`` for CuPy arrays, ``mirror`` for NumPy arrays: the kind of array decides.
+
+    Returns
+    -------
+    QuantizedQKV
+        Arrays of the kind that came in. The codes and scales of both backends agree bit for bit
+        where the mean of the keys does.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For arrays that do not fit together, or a backend that does not take them.
+    UnsupportedError
+        For a head_dim past 256, and what `QuantConfig` says.
+
+    Notes
+    -----
+    A NaN or an infinity gives the rows that share its scale a NaN scale, hence NaN scores: never
+    finite garbage. `cupyattn.quant.quantizers.quantize_symmetric` states formula and error.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 2, 40, 16)).astype(np.float16)
+    >>> x = quantize(q, k, v, quant=QuantConfig(granularity_q="token", granularity_k="head"))
+    >>> x.q_scale.shape, x.k_scale.shape
+    ((1, 2, 40), (1, 2, 1))
+    """
+    xp = array_namespace(q, k, v)
+    natural = "cuda" if xp.__name__ == "cupy" else "mirror"
+    if backend not in (None, natural):
+        raise ValueError(
+            f"backend must be {natural!r} (or None) for {xp.__name__} arrays, got {backend!r}"
+        )
+    checks.check_dtype(q, k, v)
+    head_dim = checks.check_shapes(q.shape, k.shape, v.shape)[-1]
+    quant = QuantConfig() if quant is None else quant
+    tiles = registry.lookup("fa_int8").default_tiles(head_dim) if tiles is None else tiles
+    if natural == "mirror":
+        return quantize_mirror(q, k, v, quant, tiles)
+    return _quantize_cuda(q, k, v, quant, tiles)
+
+
+def quantize_mirror(
+    q: Array,
+    k: Array,
+    v: Array,
+    quant: QuantConfig,
+    tiles: Tiles,
+    *,
+    k_mean: Array | None = None,
+) -> QuantizedQKV:
+    """Quantise NumPy arrays as the kernel quantises CuPy arrays.
+
+    Parameters
+    ----------
+    q, k, v, quant, tiles
+        As for `quantize`.
+    k_mean : array, (batch, heads_kv, head_dim), float32, optional
+        The mean to subtract where `quant` smooths; computed when omitted. The kernel sums in
+        another order, so a comparison to the bit hands its mean over.
+
+    Returns
+    -------
+    QuantizedQKV
+    """
+    if quant.smooth_k and k_mean is None:
+        k_mean = channel_mean(k)
+    codes, scales = {}, {}
+    groups = {"q": quant.group_q(tiles), "k": quant.group_kv(tiles)}
+    granularities = {"q": quant.granularity_q, "k": quant.granularity_k}
+    static = static_scales(np, quant, q.shape, k.shape, tiles)
+    for name, x in (("q", q), ("k", k)):
+        codes[name], scales[name] = quantize_symmetric(
+            x,
+            groups[name],
+            per_tensor=granularities[name] == "tensor",
+            mean=k_mean if name == "k" and quant.smooth_k else None,
+            static_scale=static[name],
+        )
+    return QuantizedQKV(
+        codes["q"], codes["k"], value_operand(v), scales["q"], scales["k"], groups["q"],
+        groups["k"], quant, q.dtype.name, k_mean if quant.smooth_k else None,
+    )  # fmt: skip
+
+
+def scale_shape(x: tuple[int, ...], group: int, granularity: str) -> tuple[int, int, int]:
+    """Return the shape of the scales of an operand of shape (batch, heads, length, head_dim)."""
+    if granularity == "tensor":
+        return 1, 1, 1
+    return x[0], x[1], group_count(x[2], group)
+
+
+def static_scales(
+    xp: Any, quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], tiles: Tiles
+) -> dict[str, Array | None]:
+    """Return the given scales of Q and K in the shapes of dynamic ones, None where dynamic.
+
+    Parameters
+    ----------
+    xp : module
+        NumPy or CuPy: where the scales must lie.
+    quant : QuantConfig
+    q, k : tuple of int
+        Shapes of the operands.
+    tiles : Tiles
+
+    Raises
+    ------
+    ValueError
+        If a shape does not fit the operand, or (on NumPy, where looking costs nothing) a value is
+        no finite number from 2^-126 up.
+    """
+    if not quant.static:
+        return {"q": None, "k": None}
+    found: dict[str, Array | None] = {}
+    for name, given, shape, group, granularity in (
+        ("q", quant.scales[0], q, quant.group_q(tiles), quant.granularity_q),
+        ("k", quant.scales[1], k, quant.group_kv(tiles), quant.granularity_k),
+    ):
+        wanted = scale_shape(shape, group, granularity)
+        array = xp.asarray(given, np.float32)
+        if array.ndim == 0:
+            array = array.reshape(1, 1, 1)
+        fits = array.ndim == 3 and all(
+            have in (1, want) and (have == want or axis < 2)
+            for axis, (have, want) in enumerate(zip(array.shape, wanted, strict=True))
+        )
+        if not fits:
+            raise ValueError(
+                f"the static {name}_scale must have shape ({wanted[0]} or 1, {wanted[1]} or 1, "
+                f"{wanted[2]}) for granularity_{name}={granularity!r}, got {array.shape}"
+            )
+        if xp is np and not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
+            raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
+        found[name] = xp.ascontiguousarray(xp.broadcast_to(array, wanted))
+    return found
+
+
+def value_operand(v: Array) -> Array:
+    """Return V as the second product takes it: its own 16-bit type, float16 for float32."""
+    return v.astype(np.float16) if v.dtype.name == "float32" else v
+
+
+def _quantize_cuda(q: Array, k: Array, v: Array, quant: QuantConfig, tiles: Tiles) -> QuantizedQKV:
+    """Quantise CuPy arrays on the device where they lie, on its current stream."""
+    import cupy
+
+    groups = quant.group_q(tiles), quant.group_kv(tiles)
+    with q.device:
+        static = static_scales(cupy, quant, q.shape, k.shape, tiles)
+        q_codes, q_scale, _ = _operand_cuda(
+            cupy, q, groups[0], quant.granularity_q, smooth=False, static_scale=static["q"]
+        )
+        k_codes, k_scale, k_mean = _operand_cuda(
+            cupy, k, groups[1], quant.granularity_k, quant.smooth_k, static_scale=static["k"]
+        )
+        v_operand = value_operand(v)
+    return QuantizedQKV(
+        q_codes, k_codes, v_operand, q_scale, k_scale, *groups, quant, q.dtype.name, k_mean
+    )
+
+
+def _operand_cuda(
+    cupy: Any,
+    x: Array,
+    group: int,
+    granularity: str,
+    smooth: bool,
+    static_scale: Array | None,
+) -> tuple[Array, Array, Array | None]:
+    """Return codes, scales and mean (None where not smoothed) of one operand."""
+    if x.shape[-1] > 1 and x.strides[-1] != x.dtype.itemsize:
+        x = cupy.ascontiguousarray(x)
+    plan = plan_operand(
+        Operand.of(x),
+        x.dtype.name,
+        group,
+        per_tensor=granularity == "tensor",
+        smooth=smooth,
+        static=static_scale is not None,
+    )
+    # NOTE: an empty operand launches nothing: its scales are those of a group of zeros.
+    allocate = cupy.empty if plan.launches else cupy.ones
+    buffers = {"x": x, "codes": cupy.empty(x.shape, np.int8)}
+    if static_scale is None:
+        buffers["scale"] = allocate(scale_shape(x.shape, group, granularity), np.float32)
+        if any(launch.entry == "group_absmax" for launch in plan.launches):
+            buffers["absmax"] = cupy.zeros(buffers["scale"].shape, np.uint32)
+    else:
+        buffers["scale"], buffers["static_scale"] = static_scale.copy(), static_scale
+    if smooth:
+        buffers["mean"] = cupy.zeros((*x.shape[:2], x.shape[3]), np.float32)
+    run_cuda(plan, buffers)
+    return buffers["codes"], buffers["scale"], buffers.get("mean")

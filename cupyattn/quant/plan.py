@@ -1,0 +1,159 @@
+"""Which kernels of kernels_cu/quantize.cu quantise an operand, with which blocks: pure data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cupyattn.checks import INT32_MAX
+from cupyattn.compile import ModuleSpec
+from cupyattn.errors import UnsupportedError
+from cupyattn.features import Features
+from cupyattn.launch import Launch, Operand, Plan, Workspace
+from cupyattn.tiles import Tiles
+
+#: ``struct QuantizeParams`` of kernels_cu/prims/quant.cuh, field by field.
+QUANTIZE_PARAMS = np.dtype(
+    [
+        ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),
+        ("partial_sum", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
+        ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"),
+        ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
+
+#: Warps of a block in the order in which they are tried: the first that holds a whole group in so
+#: many registers per thread reads the operand once. More registers were seen to spill.
+_NUM_WARPS, _REGISTERS = (4, 8, 16), 32
+_MAX_PASSES = 8
+
+#: Slices of the keys that are summed side by side, and how short one may be.
+_MAX_SPLITS, _MIN_SPLIT_ROWS = 64, 256
+
+
+def block_shape(group: int, head_dim: int, itemsize: int, vec: int) -> tuple[int, int, bool]:
+    """Choose the blocks of the quantising kernels.
+
+    Parameters
+    ----------
+    group : int
+        Rows per scale.
+    head_dim, itemsize : int
+        Elements of a row, bytes of an element.
+    vec : int
+        Elements per global access.
+
+    Returns
+    -------
+    rows, num_warps : int
+        Rows and warps of a thread block.
+    whole_groups : bool
+        Whether a block holds whole groups in its registers. Otherwise every block lies within one
+        group, whose maximum has to be found beforehand.
+
+    Examples
+    --------
+    >>> block_shape(16, 128, 2, 8), block_shape(128, 128, 2, 8), block_shape(2**30, 128, 2, 8)
+    ((64, 4, True), (128, 8, True), (64, 4, False))
+    """
+    for num_warps in _NUM_WARPS:
+        rows = _rows_held(num_warps, head_dim, itemsize, vec)
+        rows -= rows % group
+        if rows and rows % num_warps == 0:
+            return rows, num_warps, True
+    rows = math.gcd(_rows_held(_NUM_WARPS[0], head_dim, itemsize, vec), group)
+    return rows, min(_NUM_WARPS[0], rows), False
+
+
+def _rows_held(num_warps: int, head_dim: int, itemsize: int, vec: int) -> int:
+    """Return how many rows a block holds in its registers: a power of two."""
+    accesses = head_dim // vec
+    lanes = min(32, 1 << (accesses - 1).bit_length())
+    registers_per_row = -(-accesses // lanes) * max(1, vec * itemsize // 4)
+    passes = min(_MAX_PASSES, 1 << (_REGISTERS // registers_per_row).bit_length() - 1)
+    return passes * num_warps * 32 // lanes
+
+
+def plan_operand(
+    x: Operand,
+    dtype: str,
+    group: int,
+    *,
+    per_tensor: bool = False,
+    smooth: bool = False,
+    static: bool = False,
+) -> Plan:
+    """Plan the quantisation of one operand.
+
+    Parameters
+    ----------
+    x : Operand
+        Shape (batch, heads, length, head_dim), contiguous last axis; the buffer ``"x"``.
+    dtype : {"float16", "bfloat16", "float32"}
+        Its storage type.
+    group : int
+        Rows per scale.
+    per_tensor : bool
+        One scale for all heads and batch entries.
+    smooth : bool
+        Compute the mean over the length into the buffer ``"mean"`` and subtract it.
+    static : bool
+        Take the scales from the buffer ``"static_scale"``, of which ``"scale"`` is a copy.
+
+    Returns
+    -------
+    Plan
+        Without launches where x is empty. It names the buffers ``"codes"`` (contiguous) and
+        ``"scale"``, and ``"absmax"``, zero beforehand, where a group spans several blocks.
+
+    Raises
+    ------
+    UnsupportedError
+        If the grid would be too large.
+    """
+    batch, heads, length, head_dim = x.shape
+    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
+    rows, num_warps, whole_groups = block_shape(group, head_dim, x.itemsize, vec)
+    tiles = Tiles(block_q=rows, block_kv=1, num_warps=num_warps)
+    features = Features(dtype, head_dim, vec=vec, group_q=group)
+    if math.prod(x.shape) == 0:
+        return Plan("quantize", "portable", tiles, features, ())
+    spec = ModuleSpec(
+        "quantize.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
+    )
+    groups = -(-length // group)
+    splits = min(_MAX_SPLITS, -(-length // _MIN_SPLIT_ROWS))
+    split_rows = -(-length // splits)
+    params: dict[str, Any] = {
+        "X": "x", "codes": "codes", "scale": "scale",
+        "static_scale": "static_scale" if static else None,
+        "absmax": None if static or whole_groups else "absmax",
+        "partial_sum": "partial_sum" if smooth else None, "mean": "mean" if smooth else None,
+        "X_stride": x.row_strides,
+        "scale_stride_batch": 0 if per_tensor else heads * groups,
+        "scale_stride_head": 0 if per_tensor else groups,
+        "heads": heads, "length": length, "splits": splits, "split_rows": split_rows,
+    }  # fmt: skip
+    tiles_of_rows = batch * heads * -(-length // rows)
+    steps = [("channel_sum", batch * heads * splits), ("channel_mean", batch * heads)]
+    steps = steps if smooth else []
+    if static:
+        steps += [("encode_int8", tiles_of_rows)]
+    elif whole_groups:
+        steps += [("quantize_int8", tiles_of_rows)]
+    else:
+        steps += [("group_absmax", tiles_of_rows), ("encode_int8", tiles_of_rows)]
+    if tiles_of_rows > INT32_MAX:
+        raise UnsupportedError(
+            f"quantising {x.shape} takes {tiles_of_rows} thread blocks, more than {INT32_MAX}: "
+            "split the call over batch or heads"
+        )
+    launches = tuple(
+        Launch(spec, entry, grid, tiles.num_threads, False, ((QUANTIZE_PARAMS, params),))
+        for entry, grid in steps
+    )
+    sums = Workspace("partial_sum", (batch, heads, splits, head_dim), "float32")
+    return Plan("quantize", "portable", tiles, features, launches, (sums,) if smooth else ())

@@ -1,0 +1,373 @@
+"""`QuantizedQKV`: what INT8 attention runs on, and how it is kept in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zipfile
+import zlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn import checks
+from cupyattn.errors import UnsupportedError
+from cupyattn.features import DTYPES
+from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
+from cupyattn.quant.quantizers import group_count, scale_of_row
+from cupyattn.rounding import STORAGE, Array, array_namespace
+
+_FILE_KIND, _FILE_VERSION = "cupyattn.QuantizedQKV", 1
+_ARRAYS = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean")
+#: What a damaged or foreign file makes NumPy, zipfile, json and the checks of the record raise.
+_UNREADABLE = (
+    ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error,
+    UnsupportedError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedQKV:
+    """Q and K as INT8 codes with scales, V in 16 bits.
+
+    Parameters
+    ----------
+    q_codes : array, (batch, heads, len_q, head_dim), int8
+    k_codes : array, (batch, heads_kv, len_kv, head_dim), int8
+    v : array, (batch, heads_kv, len_kv, head_dim), float16 or bfloat16
+        The caller's own array where that has 16 bits.
+    q_scale : array, (batch or 1, heads or 1, groups), float32
+        Row i of Q is ``q_codes[..., i, :] * q_scale[..., i // group_q]``.
+    k_scale : array, (batch or 1, heads_kv or 1, groups), float32
+        Likewise for K, without its mean.
+    group_q, group_kv : int
+        Rows per scale; GROUP_ALL (2**30) where one scale serves a whole head or array.
+    config : QuantConfig
+        What was asked for.
+    out_dtype : {"float16", "bfloat16", "float32"}
+        Type of the attention output.
+    k_mean : array, (batch, heads_kv, head_dim), float32, optional
+        Subtracted from the keys before they were quantised.
+    q_zero, k_zero : None
+        Zero points; every code is symmetric so far.
+
+    Raises
+    ------
+    ValueError
+        If shapes or dtypes do not fit together.
+    UnsupportedError
+        For zero points.
+    """
+
+    q_codes: Array
+    k_codes: Array
+    v: Array
+    q_scale: Array
+    k_scale: Array
+    group_q: int
+    group_kv: int
+    config: QuantConfig
+    out_dtype: str
+    k_mean: Array | None = None
+    q_zero: Array | None = None
+    k_zero: Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.q_zero is not None or self.k_zero is not None:
+            raise UnsupportedError(
+                "zero points are not supported yet: give symmetric codes, q_zero=None, k_zero=None"
+            )
+        present = {name: a for name in _ARRAYS if (a := getattr(self, name)) is not None}
+        array_namespace(*present.values())
+        for name, array in present.items():
+            wanted = {"q_codes": ("int8",), "k_codes": ("int8",), "v": DTYPES[:2]}
+            names = wanted.get(name, ("float32",))
+            if array.dtype.name not in names:
+                raise ValueError(f"{name} must be {' or '.join(names)}, got {array.dtype.name}")
+        if self.out_dtype not in DTYPES:
+            raise ValueError(f"out_dtype must be one of {DTYPES}, got {self.out_dtype!r}")
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        checks.check_shapes(self.q_codes.shape, self.k_codes.shape, self.v.shape)
+        for name, codes, scale, group in (
+            ("q", self.q_codes, self.q_scale, self.group_q),
+            ("k", self.k_codes, self.k_scale, self.group_kv),
+        ):
+            if not isinstance(group, int) or not 1 <= group <= GROUP_ALL:
+                raise ValueError(f"rows per {name}_scale must be 1 to 2**30, got {group!r}")
+            batch, heads, length, _ = codes.shape
+            groups = group_count(length, group)
+            if (
+                scale.ndim != 3
+                or scale.shape[0] not in (1, batch)
+                or scale.shape[1] not in (1, heads)
+                or scale.shape[2] != groups
+            ):
+                raise ValueError(
+                    f"{name}_scale must have shape ({batch} or 1, {heads} or 1, {groups}) for "
+                    f"{length} rows in groups of {group}, got {tuple(scale.shape)}"
+                )
+        mean_shape = (self.batch, self.heads_kv, self.head_dim)
+        if self.k_mean is not None and self.k_mean.shape != mean_shape:
+            raise ValueError(f"k_mean must have shape {mean_shape}, got {tuple(self.k_mean.shape)}")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of Q and of the output, (batch, heads, len_q, head_dim)."""
+        batch, heads, length, head_dim = self.q_codes.shape
+        return batch, heads, length, head_dim
+
+    @property
+    def batch(self) -> int:
+        """Batch entries."""
+        return self.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.shape[1]
+
+    @property
+    def heads_kv(self) -> int:
+        """Key heads."""
+        return int(self.k_codes.shape[1])
+
+    @property
+    def len_q(self) -> int:
+        """Query rows."""
+        return self.shape[2]
+
+    @property
+    def len_kv(self) -> int:
+        """Keys."""
+        return int(self.k_codes.shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        """Head size."""
+        return self.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays together."""
+        arrays = (getattr(self, name) for name in _ARRAYS)
+        return sum(int(array.nbytes) for array in arrays if array is not None)
+
+    def dequantize(self, dtype: str = "float32") -> tuple[Array, Array, Array]:
+        """Return the operands that the codes stand for, as attention of any kind takes them.
+
+        Parameters
+        ----------
+        dtype : {"float32", "float64"}
+            Type of the result. In float64 code times scale is exact, and a mean that was taken off
+            the keys comes back with one rounding of float64.
+
+        Returns
+        -------
+        q : array, (batch, heads, len_q, head_dim)
+        k, v : array, (batch, heads_kv, len_kv, head_dim)
+            k with its mean.
+
+        Raises
+        ------
+        ValueError
+            For another dtype.
+
+        Examples
+        --------
+        >>> codes = np.full((1, 1, 2, 4), 3, np.int8)
+        >>> x = QuantizedQKV.from_codes(codes, codes, codes.astype(np.float16), 0.5, 0.25)
+        >>> [float(a[0, 0, 0, 0]) for a in x.dequantize()]
+        [1.5, 0.75, 3.0]
+        """
+        if dtype not in ("float32", "float64"):
+            raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+
+        def rows(codes: Array, scale: Array, group: int) -> Array:
+            factor = scale_of_row(scale.astype(dtype), group, codes.shape[2])[..., None]
+            return codes.astype(dtype) * factor
+
+        q = rows(self.q_codes, self.q_scale, self.group_q)
+        k = rows(self.k_codes, self.k_scale, self.group_kv)
+        if self.k_mean is not None:
+            k = k + self.k_mean.astype(dtype)[:, :, None, :]
+        # NOTE: bfloat16 goes to float64 by way of float32, which holds all of it.
+        return q, k, self.v.astype(np.float32).astype(dtype)
+
+    @classmethod
+    def from_codes(
+        cls,
+        q_codes: Array,
+        k_codes: Array,
+        v: Array,
+        q_scale: float | Array,
+        k_scale: float | Array,
+        q_zero: Array | None = None,
+        k_zero: Array | None = None,
+        *,
+        group_q: int | None = None,
+        group_kv: int | None = None,
+        k_mean: Array | None = None,
+        out_dtype: str | None = None,
+    ) -> QuantizedQKV:
+        """Wrap INT8 arrays that were quantised elsewhere.
+
+        Parameters
+        ----------
+        q_codes, k_codes : array, int8
+            (batch, heads, len, head_dim).
+        v : array, float16 or bfloat16
+            Values, not quantised.
+        q_scale, k_scale : float or array
+            One positive scale for all, or float32 ``(batch or 1, heads or 1, groups)``. The codes
+            are *multiplied* by it.
+        q_zero, k_zero : None
+            Zero points are not supported yet.
+        group_q, group_kv : int, optional
+            Rows per scale; needed where there is more than one group.
+        k_mean : array, (batch, heads_kv, head_dim), float32, optional
+            What was subtracted from the keys.
+        out_dtype : str, optional
+            Type of the attention output; that of v when omitted.
+
+        Returns
+        -------
+        QuantizedQKV
+
+        Raises
+        ------
+        ValueError
+            If shapes, dtypes, scales or groups do not fit together.
+        UnsupportedError
+            For zero points.
+        """
+        xp = array_namespace(q_codes, k_codes, v)
+        q_scale, group_q, granularity_q = _given_scale(xp, "q", q_scale, group_q, THREAD_ROWS_Q)
+        k_scale, group_kv, granularity_k = _given_scale(xp, "k", k_scale, group_kv, THREAD_ROWS_K)
+        config = QuantConfig(
+            granularity_q=granularity_q,
+            granularity_k=granularity_k,
+            smooth_k=k_mean is not None,
+            scales=(q_scale, k_scale),
+        )
+        return cls(
+            q_codes, k_codes, v, q_scale, k_scale, group_q, group_kv, config,
+            v.dtype.name if out_dtype is None else out_dtype, k_mean, q_zero, k_zero,
+        )  # fmt: skip
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to one file, whole or not at all.
+
+        Parameters
+        ----------
+        path : path
+            Replaced if it exists. The format is NumPy's ``.npz``, without pickled objects.
+        """
+        target = Path(path)
+        arrays: dict[str, Any] = {}
+        for name in _ARRAYS:
+            if getattr(self, name) is not None:
+                arrays[name] = _to_host(getattr(self, name))
+        if self.config.static:
+            for name, scale in zip(("q", "k"), self.config.scales, strict=True):
+                arrays[f"config_{name}_scale"] = _to_host(scale)
+        config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        header = {
+            "kind": _FILE_KIND,
+            "version": _FILE_VERSION,
+            "config": {**config, "scales": "static" if self.config.static else "dynamic"},
+            "v_dtype": self.v.dtype.name,
+            "out_dtype": self.out_dtype,
+            "group_q": self.group_q,
+            "group_kv": self.group_kv,
+        }
+        # NOTE: NumPy's format has no name for bfloat16, so V travels as bits.
+        arrays["v"] = arrays["v"].view(np.uint16)
+        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                np.savez(file, **arrays)
+            os.replace(temporary, target)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, namespace: Any = np) -> QuantizedQKV:
+        """Read what `save` wrote.
+
+        Parameters
+        ----------
+        path : path
+        namespace : module
+            ``cupy`` puts the arrays on the current device.
+
+        Returns
+        -------
+        QuantizedQKV
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If it is damaged, or something else, or of a later version; the message has its name.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            header = json.loads(arrays.pop("header").tobytes())
+            if header["kind"] != _FILE_KIND:
+                raise ValueError(f"its kind is {header['kind']!r}")
+            if header["version"] > _FILE_VERSION:
+                raise ValueError(f"version {header['version']} is later than {_FILE_VERSION}")
+            arrays["v"] = arrays["v"].view(STORAGE[header["v_dtype"]])
+            arrays = {name: namespace.asarray(array) for name, array in arrays.items()}
+            settings = header["config"]
+            if settings["scales"] == "static":
+                scales = arrays.pop("config_q_scale"), arrays.pop("config_k_scale")
+                settings["scales"] = tuple(x if x.ndim else float(x) for x in scales)
+            return cls(
+                config=QuantConfig(**settings),
+                out_dtype=header["out_dtype"],
+                group_q=header["group_q"],
+                group_kv=header["group_kv"],
+                **arrays,
+            )
+        except _UNREADABLE as error:
+            raise ValueError(
+                f"{os.fspath(path)!r} holds no usable QuantizedQKV: {error}"
+            ) from error
+
+
+def _given_scale(
+    xp: Any, name: str, scale: Any, group: int | None, thread: int
+) -> tuple[Array, int, str]:
+    """Return a given scale as an array, its rows per scale, and what that granularity is called."""
+    if not hasattr(scale, "shape"):
+        if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
+            raise ValueError(f"{name}_scale must be an array or a positive float, got {scale!r}")
+        scale = xp.full((1, 1, 1), scale, np.float32)
+    if scale.ndim != 3:
+        raise ValueError(
+            f"{name}_scale must have shape (batch or 1, heads or 1, groups), "
+            f"got {tuple(scale.shape)}"
+        )
+    if group is None:
+        if scale.shape[2] != 1:
+            raise ValueError(
+                f"group_{'q' if name == 'q' else 'kv'}, the rows per {name}_scale, is needed for "
+                f"{scale.shape[2]} groups"
+            )
+        group = GROUP_ALL
+    if group == GROUP_ALL:
+        return scale, group, "tensor" if scale.shape[:2] == (1, 1) else "head"
+    return scale, group, {1: "token", thread: "thread"}.get(group, "block")
+
+
+def _to_host(array: Any) -> Any:
+    return array.get() if hasattr(array, "get") else np.asarray(array)

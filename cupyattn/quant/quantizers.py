@@ -1,0 +1,183 @@
+"""Symmetric INT8 quantisation in NumPy: what kernels_cu/quantize.cu computes, bit for bit.
+
+A group of rows shares one float32 scale; row r of an operand has ``scale[..., r // group]``, for
+every granularity. All arithmetic is float32, each operation rounded once, to nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.quant.config import GROUP_ALL
+
+Array = Any
+Float32 = npt.NDArray[np.float32]
+
+#: Largest magnitude of a code; -128 is not used, so that a code and its negative both exist.
+INT8_MAX = np.float32(127)
+#: Smallest scale, the smallest normal float32: its inverse is finite.
+SCALE_MIN = np.float32(2.0**-126)
+
+
+def group_count(length: int, group: int) -> int:
+    """Return how many scales serve `length` rows.
+
+    Examples
+    --------
+    >>> group_count(33, 16), group_count(33, GROUP_ALL), group_count(0, 16)
+    (3, 1, 0)
+    """
+    return 1 if group == GROUP_ALL else -(-length // group)
+
+
+def scale_of_row(scale: Array, group: int, length: int) -> Array:
+    """Return the scale of every row.
+
+    Parameters
+    ----------
+    scale : array, (batch or 1, heads or 1, groups)
+        NumPy or CuPy.
+    group : int
+        Rows per scale.
+    length : int
+        Rows.
+
+    Returns
+    -------
+    array, (batch or 1, heads or 1, length)
+    """
+    return scale.repeat(max(1, min(group, length)), axis=-1)[..., :length]
+
+
+def channel_mean(k: Array) -> Float32:
+    """Return the mean of the keys over the length, which smoothing subtracts.
+
+    Parameters
+    ----------
+    k : array, (batch, heads_kv, len_kv, head_dim)
+        Any float type.
+
+    Returns
+    -------
+    array, (batch, heads_kv, head_dim), float32
+        0 for a channel whose sum is not finite, and where there are no keys.
+
+    Notes
+    -----
+    Subtracting any vector that all keys share leaves the softmax as it is, so the order of the sum
+    does not matter, and the kernel's differs. Likewise 0 is as right as any other number where
+    a NaN would otherwise reach every key of the head.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = k.astype(np.float32).sum(axis=2, dtype=np.float32)
+        mean = total / np.float32(max(k.shape[2], 1))
+    return np.where(np.isfinite(total), mean, np.float32(0)).astype(np.float32, copy=False)
+
+
+def scale_of_absmax(absmax: Float32) -> tuple[Float32, Float32]:
+    """Return scale and inverse scale of groups, by the largest magnitude in each.
+
+    Parameters
+    ----------
+    absmax : array, float32
+        Largest magnitude; NaN or infinite where a group holds such a value.
+
+    Returns
+    -------
+    scale, inverse : array, float32
+        ``absmax / 127`` and ``127 / absmax``, each rounded once. A group of zeros has scale 1;
+        a scale below 2^-126 is raised to that; NaN with inverse 0 where the group is not finite.
+
+    Examples
+    --------
+    >>> scale_of_absmax(np.float32([0.0, 254.0, 1e-45, np.inf]))[0]
+    array([1.0000000e+00, 2.0000000e+00, 1.1754944e-38,           nan],
+          dtype=float32)
+    """
+    finite = np.isfinite(absmax)
+    raised = np.where(finite, np.maximum(absmax, INT8_MAX * SCALE_MIN), INT8_MAX)
+    scale = np.where(absmax == 0, np.float32(1), raised / INT8_MAX)
+    return np.where(finite, scale, np.float32(np.nan)), np.where(finite, INT8_MAX / raised, 0)
+
+
+def scale_of_static(static: Float32) -> tuple[Float32, Float32]:
+    """Return scale and inverse of given scales: NaN and 0 where one is no number from 2^-126 up."""
+    usable = np.isfinite(static) & (static >= SCALE_MIN)
+    inverse = np.float32(1) / np.where(usable, static, np.float32(1))
+    return np.where(usable, static, np.float32(np.nan)), np.where(usable, inverse, np.float32(0))
+
+
+def quantize_symmetric(
+    x: Array,
+    group: int,
+    *,
+    per_tensor: bool = False,
+    mean: Float32 | None = None,
+    static_scale: Float32 | None = None,
+) -> tuple[npt.NDArray[np.int8], Float32]:
+    """Quantise one operand.
+
+    Parameters
+    ----------
+    x : array, (batch, heads, length, head_dim)
+        Any float type; taken to float32, which is exact for the 16-bit types.
+    group : int
+        Adjacent rows that share a scale; the last group may be smaller.
+    per_tensor : bool
+        One scale for all of x; `group` is then GROUP_ALL.
+    mean : array, (batch, heads, head_dim), float32, optional
+        Subtracted from every row first.
+    static_scale : array, (batch or 1, heads or 1, groups), float32, optional
+        Scales to use in place of those from the data.
+
+    Returns
+    -------
+    codes : array, (batch, heads, length, head_dim), int8
+        -127 to 127.
+    scale : array, (batch, heads, groups) or (1, 1, 1), float32
+        NaN for a group that holds a NaN or an infinity, and where a static scale is unusable.
+
+    Notes
+    -----
+    With A the largest magnitude of a group (IEEE float32, u = 2^-24)::
+
+        s = fl(A / 127)    code = rint(fl(x * fl(127 / A)))
+
+    *No clipping is needed*: ``|x| <= A``, so the product is at most 127 (1 + u)^2 < 127.5.
+
+    *Error*: ``|x - s code| <= s/2 (1 + 2^-15)``. A mantissa m in [1, 2) of s has the relative error
+    u/m at most, and that of 127/A has 2/m, hence u m/2: together 3u/2 at most, of at most 127 s.
+    The product, below 128, adds 2^-18 = 64 u in units of s; rint adds 1/2. In units of s:
+    1/2 + 254.5 u, and 509 u = 2^-15.008. docs/MATH_REFERENCE.md, R1.
+
+    A static scale may saturate; the error is then ``max(s/2 (1 + 2^-15), |x| - 127 s)``.
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = x.astype(np.float32)
+        if mean is not None:
+            values = values - mean[:, :, None, :]
+        absmax = _group_absmax(values, group, per_tensor)
+        if static_scale is None:
+            scale, inverse = scale_of_absmax(absmax)
+        else:
+            scale, inverse = scale_of_static(np.broadcast_to(static_scale, absmax.shape))
+            scale = np.where(np.isfinite(absmax), scale, np.float32(np.nan))
+        scaled = values * scale_of_row(inverse, group, x.shape[2])[..., None]
+        codes = np.clip(np.rint(scaled), -INT8_MAX, INT8_MAX)
+        codes = np.where(np.isnan(codes), np.float32(0), codes).astype(np.int8)
+    return codes, scale.astype(np.float32, copy=False)
+
+
+def _group_absmax(values: Float32, group: int, per_tensor: bool) -> Float32:
+    """Return the largest magnitude of each group, NaN or infinite where a member is."""
+    batch, heads, length, _ = values.shape
+    if per_tensor:
+        return np.full((1, 1, 1), np.abs(values).max(initial=np.float32(0)), np.float32)
+    rows = np.abs(values).max(axis=-1)
+    if length == 0:
+        return np.zeros((batch, heads, group_count(0, group)), np.float32)
+    starts = np.arange(0, length, min(group, length))
+    return np.asarray(np.maximum.reduceat(rows, starts, axis=-1))
