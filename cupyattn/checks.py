@@ -73,7 +73,7 @@ def check_dtype(q: Any, k: Any, v: Any) -> str:
 def check_scale(scale: float | None, head_dim: int) -> float:
     """Return the softmax scale: the caller's, or ``head_dim ** -0.5``."""
     if scale is None:
-        return float(head_dim) ** -0.5
+        return 1.0 / math.sqrt(head_dim)
     value = float(scale)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"scale must be positive and finite, got {scale!r}")

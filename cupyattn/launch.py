@@ -23,6 +23,8 @@ from cupyattn.registry import Variant
 from cupyattn.tiles import Tiles
 
 LOG2E = math.log2(math.e)
+#: Kernels of the unfused rung, in order; each can be planned alone.
+UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")
 
 #: ``struct AttnParams`` of kernels_cu/prims/params.cuh, field by field.
 ATTN_PARAMS = np.dtype(
@@ -63,8 +65,9 @@ class Operand:
         return cls(tuple(array.shape), strides, itemsize, data_address(array) % 16)
 
     @classmethod
-    def contiguous(cls, shape: Sequence[int], itemsize: int) -> Operand:
+    def contiguous(cls, shape: Sequence[int], dtype: Any) -> Operand:
         """Describe an array that is still to be allocated, in C order."""
+        itemsize = np.dtype(dtype).itemsize
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return cls(tuple(shape), tuple(strides), itemsize, 0)
 
@@ -250,6 +253,31 @@ def plan_attention(
     return Plan(variant.name, form, tiles, features, (launch,))
 
 
+def _unfused_launch(
+    step: str,
+    variant: Variant,
+    call: AttentionCall,
+    spec: ModuleSpec,
+    tiles: Tiles,
+    params: Mapping[str, Any],
+) -> tuple[Launch, ...]:
+    """Return the launch of one step of the unfused rung; none where it has nothing to write."""
+    q_blocks, kv_blocks = -(-call.len_q // tiles.block_q), -(-call.len_kv // tiles.block_kv)
+    batch_heads = call.batch * call.heads
+    grids = {
+        "scores": (kv_blocks, q_blocks, batch_heads),
+        "softmax": (-(-batch_heads * call.len_q // tiles.num_warps),),
+        "weighted_sum": (q_blocks, batch_heads),
+    }
+    grid = _blocks(*grids[step])
+    if grid == 0:
+        return ()
+    entry = f"{variant.entry_point}_{step}"
+    return (
+        Launch(spec, entry, grid, tiles.num_threads, step != "softmax", ((ATTN_PARAMS, params),)),
+    )
+
+
 def _plan_unfused(
     variant: Variant,
     call: AttentionCall,
@@ -259,21 +287,54 @@ def _plan_unfused(
     spec: ModuleSpec,
     params: dict[str, Any],
 ) -> Plan:
-    q_blocks, kv_blocks = -(-call.len_q // tiles.block_q), -(-call.len_kv // tiles.block_kv)
-    batch_heads = call.batch * call.heads
-    structs = ((ATTN_PARAMS, {**params, "S": "S"}),)
-    steps = (
-        ("scores", _blocks(kv_blocks, q_blocks, batch_heads), True),
-        ("softmax", _blocks(-(-batch_heads * call.len_q // tiles.num_warps)), False),
-        ("weighted_sum", _blocks(q_blocks, batch_heads), True),
-    )
-    launches = tuple(
-        Launch(spec, f"{variant.entry_point}_{step}", grid, tiles.num_threads, shared, structs)
-        for step, grid, shared in steps
-        if grid > 0
+    params = {**params, "S": "S"}
+    launches = (
+        launch
+        for step in UNFUSED_STEPS
+        for launch in _unfused_launch(step, variant, call, spec, tiles, params)
     )
     scores = Workspace("S", (call.batch, call.heads, call.len_q, call.len_kv), "float32")
-    return Plan(variant.name, form, tiles, features, launches, (scores,))
+    return Plan(variant.name, form, tiles, features, tuple(launches), (scores,))
+
+
+def plan_unfused_step(
+    step: str,
+    variant: Variant,
+    call: AttentionCall,
+    operands: Mapping[str, Operand],
+    *,
+    tiles: Tiles | None = None,
+) -> Plan:
+    """Plan one kernel of the unfused rung by itself.
+
+    Parameters
+    ----------
+    step : {"scores", "softmax", "weighted_sum"}
+        S = scale Q K^T; P = softmax(S), in place; O = P V.
+    variant : Variant
+        Of family ``"unfused"``.
+    call : AttentionCall
+    operands : mapping of str to Operand
+        Those of ``"q"``, ``"k"``, ``"v"``, ``"o"`` that the step uses. It also uses a buffer
+        ``"S"``, float32 ``(batch, heads, len_q, len_kv)`` in C order, and ``"lse"`` where the call
+        asks for it.
+    tiles : Tiles, optional
+        The variant's own when omitted.
+
+    Returns
+    -------
+    Plan
+        Without workspace: S is the caller's.
+    """
+    tiles = tiles or variant.default_tiles(call.head_dim)
+    vec = _widest(*operands.values()) if operands else 1
+    features = Features(call.dtype, call.head_dim, call.causal, call.return_lse, vec)
+    spec = module_spec(variant, features, tiles)
+    absent = Operand((1, 1, 1, 1), (0, 0, 0, 0), 1, 0)
+    params = {**_params(call, *(operands.get(name, absent) for name in "qkvo")), "S": "S"}
+    params.update({name.upper(): None for name in "qkvo" if name not in operands})
+    launches = _unfused_launch(step, variant, call, spec, tiles, params)
+    return Plan(variant.name, "portable", tiles, features, launches)
 
 
 def plan_int8(
@@ -358,8 +419,9 @@ def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) ->
     Parameters
     ----------
     plan : Plan
-    buffers : mapping of str to cupy.ndarray
-        Every buffer that the launches name, except the workspace, which is allocated here.
+    buffers : mapping of str to cupy.ndarray or None
+        Every buffer that the launches name, except the workspace, which is allocated here. More
+        may be given.
     arch : str, optional
         Architecture to compile for; the device's own when omitted.
 
@@ -373,7 +435,7 @@ def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) ->
     arrays = dict(buffers)
     for work in plan.workspace:
         arrays[work.name] = cupy.empty(work.shape, work.dtype)
-    addresses = {name: data_address(array) for name, array in arrays.items()}
+    addresses = {name: data_address(a) for name, a in arrays.items() if a is not None}
     for launch in plan.launches:
         module = compiler.load(launch.module, arch)
         shared = module.binary.smem_bytes if launch.dynamic_shared else 0

@@ -282,15 +282,21 @@ def weighted_sum_mirror(P: Float32, v: Array) -> Array:
     [[[[1.5]]]]
     """
     out_type = _storage_name(v, v, v)
+    if P.ndim != 4 or P.shape[0] != v.shape[0] or P.shape[3] != v.shape[2]:
+        raise ValueError(f"P and v must agree on batch and len_kv, got {P.shape=} {v.shape=}")
     with np.errstate(over="ignore", invalid="ignore"):
         O = split_heads(P, v.shape[1]) @ v[:, :, None].astype(np.float32)  # R6
         return merge_heads(round_to(O, out_type)).astype(STORAGE[out_type])  # R7
 
 
+def _require_numpy(*arrays: Array) -> None:
+    if array_namespace(*arrays) is not np:
+        raise TypeError("the mirror computes on NumPy arrays: bring CuPy arrays over with .get()")
+
+
 def _storage_name(q: Array, k: Array, v: Array) -> str:
     """Return the one storage type of three NumPy arrays."""
-    if array_namespace(q, k, v) is not np:
-        raise TypeError("the mirror computes on NumPy arrays: bring CuPy arrays over with .get()")
+    _require_numpy(q, k, v)
     return check_dtype(q, k, v)
 
 
@@ -365,6 +371,7 @@ def attention_mirror(
         if k is not None or v is not None:
             raise ValueError("k and v must be None where q holds all three quantised operands")
         quantized, q, k, v = q, q.q_codes, q.k_codes, q.v
+        _require_numpy(q, k, v)
         dtype = quantized.out_dtype
     else:
         if k is None or v is None:

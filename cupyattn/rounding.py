@@ -24,6 +24,13 @@ STORAGE = {
     "float32": np.dtype(np.float32),
 }
 
+#: Largest number of each storage type.
+FINITE_MAX = {
+    "float16": 65504.0,
+    "bfloat16": 2.0**127 * (2 - 2.0**-7),
+    "float32": 2.0**127 * (2 - 2.0**-23),
+}
+
 
 def array_namespace(*arrays: Array) -> Any:
     """Return the module, NumPy or CuPy, that all of `arrays` belong to.

@@ -6,30 +6,30 @@
 #include "prims/config.cuh"
 #include "prims/params.cuh"
 
-constexpr float INT8_MAX = 127.0f;              // largest code; -128 is not used
-constexpr float SCALE_MIN = 0x1p-126f;          // smallest normal float: its inverse is finite
-constexpr uint32_t INFINITY_BITS = 0x7f800000u; // a magnitude from here on is infinite or NaN
+constexpr float INT8_MAX = 127.0f;               // largest code; -128 is not used
+constexpr float SCALE_MIN = 0x1p-126f;           // smallest normal float: its inverse is finite
+constexpr uint32_t INFINITY_BITS = 0x7f800000u;  // a magnitude from here on is infinite or NaN
 constexpr float NOT_A_NUMBER = __builtin_bit_cast(float, 0x7fc00000u);
 
 // cupyattn/quant/plan.py packs it from one table of (name, type); a test compares the two.
 struct QuantizeParams {
-  const void* X;             // [batch, heads, length, HEAD_DIM], the operand
-  int8_t* codes;             // [batch, heads, length, HEAD_DIM], contiguous
-  float* scale;              // [batch, heads, groups]
-  const float* static_scale; // [batch, heads, groups], of which scale is a copy; null: dynamic
-  uint32_t* absmax;          // [batch, heads, groups], zero at first; null: a block finds it itself
-  float* partial_sum;        // [batch, heads, splits, HEAD_DIM]
-  float* mean;               // [batch, heads, HEAD_DIM], subtracted from X; null: nothing is
+  const void* X;              // [batch, heads, length, HEAD_DIM], the operand
+  int8_t* codes;              // [batch, heads, length, HEAD_DIM], contiguous
+  float* scale;               // [batch, heads, groups]
+  const float* static_scale;  // [batch, heads, groups], of which scale is a copy; null: dynamic
+  uint32_t* absmax;           // [batch, heads, groups], zero at first; null: found on the way
+  float* partial_sum;         // [batch, heads, splits, HEAD_DIM]
+  float* mean;                // [batch, heads, HEAD_DIM], subtracted from X; null: nothing is
   Strides X_stride;
-  int64_t scale_stride_batch; // of scale, static_scale and absmax; 0 shares one scale
+  int64_t scale_stride_batch;  // of scale, static_scale and absmax; 0 shares one scale
   int64_t scale_stride_head;
   int32_t heads;
   int32_t length;
-  int32_t splits;            // slices of the rows that are summed side by side
-  int32_t split_rows;        // rows of a slice
+  int32_t splits;      // slices of the rows that are summed side by side
+  int32_t split_rows;  // rows of a slice
 };
 
-// ---- in ---------------------------------------------------------------------------------------------
+// ---- in -----------------------------------------------------------------------------------------
 
 // An unsigned integer of 2 or 4 bytes.
 template <int BYTES>
@@ -47,14 +47,16 @@ using Word = typename WordOf<BYTES>::type;
 template <typename T>
 __device__ __forceinline__ float word_element(uint32_t word, int j);
 template <>
-__device__ __forceinline__ float word_element<float>(uint32_t word, int) { return __uint_as_float(word); }
+__device__ __forceinline__ float word_element<float>(uint32_t word, int) {
+  return __uint_as_float(word);
+}
 template <>
 __device__ __forceinline__ float word_element<__half>(uint32_t word, int j) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16 * j)));
 }
-template <>
+template <>  // bfloat16 is the upper half of a float
 __device__ __forceinline__ float word_element<__nv_bfloat16>(uint32_t word, int j) {
-  return __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);  // bfloat16 is the upper half of a float
+  return __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);
 }
 
 // N values of T as one access.
@@ -75,11 +77,13 @@ struct alignas(sizeof(T) * N) Words {
   }
 };
 
-// ---- scale and code ---------------------------------------------------------------------------------
+// ---- scale and code -----------------------------------------------------------------------------
 
 // |x| as an integer. Floats without sign compare as their bits do; infinity lies above every finite
 // number and NaN above infinity, so a maximum of bits keeps what fmaxf would drop.
-__device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+__device__ __forceinline__ uint32_t magnitude_bits(float x) {
+  return __float_as_uint(x) & 0x7fffffffu;
+}
 
 // Maximum over aligned groups of LANES lanes (a power of two); every lane gets the result.
 template <int LANES>
@@ -109,14 +113,16 @@ __device__ __forceinline__ Scale scale_of_static(float scale) {
 }
 
 // R1: the code of x, ties to even. |x| <= absmax makes it 127 at most; a NaN converts to 0.
-__device__ __forceinline__ int code_s8(float x, float inverse) { return __float2int_rn(__fmul_rn(x, inverse)); }
+__device__ __forceinline__ int code_s8(float x, float inverse) {
+  return __float2int_rn(__fmul_rn(x, inverse));
+}
 
 // The same for a scale that does not come from the data: past 127 it saturates.
 __device__ __forceinline__ int code_s8_saturated(float x, float inverse) {
   return min(max(code_s8(x, inverse), -127), 127);
 }
 
-// ---- out --------------------------------------------------------------------------------------------
+// ---- out ----------------------------------------------------------------------------------------
 
 // The low bytes of four integers, the first lowest.
 __device__ __forceinline__ uint32_t pack_s8x4(int a, int b, int c, int d) {
@@ -129,7 +135,8 @@ __device__ __forceinline__ void store_s8(int8_t* codes, const int (&c)[N]) {
   if constexpr (N % 4 == 0) {
     Vec<uint32_t, N / 4> words;
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) words.v[i] = pack_s8x4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
+    for (int i = 0; i < N / 4; ++i)
+      words.v[i] = pack_s8x4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
     *reinterpret_cast<Vec<uint32_t, N / 4>*>(codes) = words;
   } else {
     Vec<int8_t, N> bytes;
