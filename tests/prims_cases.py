@@ -257,7 +257,7 @@ def score_expected(causal: bool) -> Callable[..., dict[str, np.ndarray]]:
         first = [int(a[:len_kv].sum()) for a in allowed]  # admitted keys are the first ones
         return {
             "may": allowed.astype(np.int32),
-            "end": np.array(reach, np.int32),
+            "end": reach.astype(np.int32),
             "unmasked": np.array(first, np.int32),
         }
 
