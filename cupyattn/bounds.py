@@ -1,4 +1,4 @@
-r"""How far a kernel may be from exact attention: element-wise a-priori bounds, in float64.
+"""How far a kernel may be from exact attention: element-wise a-priori bounds, in float64.
 
 `attention` bounds what the kernel itself may do to the operands that it received (judgement J2,
 rounding points R2 to R7); `quantisation` bounds what INT8 operands may do to the caller's arrays
@@ -6,13 +6,11 @@ rounding points R2 to R7); `quantisation` bounds what INT8 operands may do to th
 kind of array they are given.
 
 Every formula is proved in docs/MATH_REFERENCE.md under the tag that stands beside it here. In
-short: all that happens to the scores is collected into one number d_j per score, with
-\|δ_j\| <= d_j for the score that the kernel in effect used (R2, R3, R4); `softmax_perturbation` turns
-d into a bound on the output; the roundings of P, of the two sums and of the result (R5, R6, R7)
-follow as factors 1 + θ.
+short: all that happens to the scores is collected into one number d_j per score, a bound of the
+perturbation of the score that the kernel in effect used (R2, R3, R4). `softmax_perturbation` turns
+d into a bound on the output. The roundings of P, of the two sums and of the result (R5, R6, R7)
+follow as factors 1 + theta.
 """
-
-# ruff: noqa: E741  (l is the paper's letter)
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from cupyattn.checks import check_dtype, check_scale, check_shapes
@@ -33,11 +30,11 @@ from cupyattn.numerics import (
     Numerics,
 )
 from cupyattn.numerics import numerics as compose_numerics
+from cupyattn.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
 from cupyattn.registry import lookup
 from cupyattn.rounding import (
     NEG_INF,
-    STORAGE,
     Array,
     array_namespace,
     as_float64,
@@ -74,12 +71,12 @@ LOG2F_ERROR = 1.5 * 2.0**-23
 #: The kernels' range: 2^8 for p and for sums that stay below 2^127, see R4 in the docs.
 MAX_LOG2_SCORE = 2.0**27
 MAX_FLOAT = 2.0**126
-#: Perturbations of a score past this are worth no exponential: the total variation is 1.
-MAX_PERTURBATION = 300.0
+#: Stands for a probability that underflows float64; e^300 times it is still nothing.
+LEAST_P = 1e-300
+#: Largest finite number of each storage type.
+LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120, "float32": 2.0**128 - 2.0**104}
 #: Float64's share of everything, in the exact result and in the bound itself.
 REFERENCE = 1.0 + 2.0**-20
-#: Elements of |v - o| held at a time: 8 MB stay in a cache.
-SPREAD_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -110,153 +107,6 @@ class Bound:
     def dominant(self, index: tuple[int, ...]) -> str:
         """Return the tag with the largest share of one element of `total`."""
         return max(self.terms, key=lambda tag: float(self.terms[tag][index]))
-
-
-def gamma(n: Any, u: float) -> Any:
-    r"""Return γ_n = n u / (1 - n u), the error of n roundings.
-
-    Parameters
-    ----------
-    n : int or array
-        Roundings, one after the other.
-    u : float
-        Unit roundoff.
-
-    Returns
-    -------
-    float or array
-        +inf where n u >= 1.
-
-    Notes
-    -----
-    \|Π(1 + δ_i)^±1 - 1\| <= γ_n for n factors with \|δ_i\| <= u (Higham 2002, Lemma 3.1), so a sum of
-    n terms in any order, each with at most n roundings on its way, errs by γ_n Σ\|terms\|.
-
-    Examples
-    --------
-    >>> gamma(2, 0.25), gamma(4, 0.25)
-    (1.0, inf)
-    """
-    if isinstance(n, (int, float)):
-        return n * u / (1 - n * u) if n * u < 1 else math.inf
-    xp = array_namespace(n)
-    room = 1.0 - n * u
-    return xp.where(room > 0, n * u / xp.where(room > 0, room, 1.0), xp.inf)
-
-
-def half_ulp(x: Array, fmt: str) -> Array:
-    """Return the largest error of rounding a float32 number of at most `x` to a storage type.
-
-    Parameters
-    ----------
-    x : array
-        Upper bounds of magnitudes, at least 0.
-    fmt : {"float16", "bfloat16", "float32"}
-        float32 costs nothing: the accumulator has that type.
-
-    Notes
-    -----
-    u 2^floor(log2 x), but at least half a subnormal. The spacing of floating-point numbers does not
-    decrease with their magnitude, so an upper bound of the magnitude will do.
-
-    Examples
-    --------
-    >>> half_ulp(np.array([1.5, 0.0]), "float16").tolist() == [2.0**-11, 2.0**-25]
-    True
-    """
-    xp = array_namespace(x)
-    if fmt == "float32":
-        return xp.zeros_like(x)
-    _, exponent = xp.frexp(x)
-    spacing = xp.ldexp(UNIT_ROUNDOFF[fmt], xp.where(xp.isfinite(x), exponent, 1) - 1)
-    return xp.maximum(spacing, HALF_SUBNORMAL[fmt])
-
-
-def softmax_perturbation(
-    P: Array, d: Array, v: Array, o: Array
-) -> tuple[Array, Array, Array, Array]:
-    r"""Return what perturbed scores may do to a softmax and to its weighted mean.
-
-    Parameters
-    ----------
-    P : (..., rows, keys) array
-        Probabilities; 0 where a key is masked.
-    d : (..., rows, keys) array
-        Bounds of the scores' perturbations, natural units; a shift common to a row is free.
-    v : (..., keys, head_dim) array
-        Values, finite.
-    o : (..., rows, head_dim) array
-        ``P @ v``.
-
-    Returns
-    -------
-    delta_o : (..., rows, head_dim) array
-        Bound of \|Σ p'_j v_j - o\|.
-    P_plus : (..., rows, keys) array
-        Bound of p'_j, the perturbed probabilities.
-    delta_lse : (..., rows) array
-        Bound of the change of log Σ exp(s_j).
-    Z_minus : (..., rows) array
-        Σ p_j exp(-d_j), a lower bound of what the sum of exponentials is multiplied by.
-
-    Notes
-    -----
-    With h = max d, per channel, the least of
-
-    - tanh(h/2) (max v - min v),
-    - (e^{2h} - 1)/2 Σ p_j \|v_j - o\|,
-    - Σ p_j (e^{d_j} - 1) \|v_j - o\| / Σ p_j e^{-d_j};
-
-    p'_j <= p_j e^{d_j} / Σ p_j e^{-d_j}; \|δlse\| <= log Σ p_j e^{d_j}. Proofs: docs, "From scores to
-    probabilities".
-
-    Examples
-    --------
-    >>> P, v = np.array([[0.5, 0.5]]), np.array([[1.0], [-1.0]])
-    >>> delta_o, *_ = softmax_perturbation(P, np.array([[0.1, 0.1]]), v, P @ v)
-    >>> bool(np.isclose(delta_o[0, 0], 2 * np.tanh(0.05)))  # attained by scores +0.1 and -0.1
-    True
-    """
-    xp = array_namespace(P, d, v, o)
-    if P.shape[-1] == 0:
-        return xp.zeros_like(o), P, xp.zeros(P.shape[:-1]), xp.ones(P.shape[:-1])
-    d = xp.where(P > 0, d, 0.0)
-    h = d.max(axis=-1)
-    bounded = h <= MAX_PERTURBATION
-    clipped = xp.minimum(d, MAX_PERTURBATION)
-    raised, Z_minus = P * xp.exp(clipped), (P * xp.exp(-clipped)).sum(axis=-1)
-    Z_plus = raised.sum(axis=-1)
-    weights = xp.stack([P, P * xp.expm1(clipped) / Z_minus[..., None]], axis=-2)
-    spread = _spread(weights, v, o)  # (..., rows, 2, head_dim)
-    span = v.max(axis=-2, keepdims=True) - v.min(axis=-2, keepdims=True)
-    half = xp.minimum(h, MAX_PERTURBATION)[..., None]
-    smooth = xp.minimum(0.5 * xp.expm1(2.0 * half) * spread[..., 0, :], spread[..., 1, :])
-    sharp = xp.tanh(0.5 * h)[..., None] * span
-    delta_o = xp.where(bounded[..., None], xp.minimum(sharp, smooth), sharp)
-    P_plus = xp.minimum(raised / Z_minus[..., None], 1.0)
-    P_plus = xp.where(bounded[..., None], P_plus, (P > 0).astype(P.dtype))
-    delta_lse = xp.where(bounded, xp.log(xp.maximum(Z_plus, 1.0)), h)
-    return delta_o, P_plus, delta_lse, xp.where(bounded, Z_minus, 0.0)
-
-
-def _spread(weights: Array, v: Array, o: Array) -> Array:
-    """Return sum_j weights_j |v_j - o|, a cache full of differences at a time.
-
-    weights: (..., rows, kinds, keys), v: (..., keys, head_dim), o: (..., rows, head_dim); the
-    leading axes of v broadcast. Returns (..., rows, kinds, head_dim).
-    """
-    xp = array_namespace(weights, v, o)
-    lead, (rows, kinds, keys) = o.shape[:-2], weights.shape[-3:]
-    head_dim = o.shape[-1]
-    out = xp.empty((*lead, rows, kinds, head_dim))
-    v = xp.broadcast_to(v, (*lead, keys, head_dim))
-    step = max(1, SPREAD_ELEMENTS // max(1, keys * head_dim))
-    for index in np.ndindex(*lead):
-        for row in range(0, rows, step):
-            some = slice(row, row + step)
-            differences = xp.abs(v[index] - o[index][some, None])
-            out[index][some] = weights[index][some] @ differences
-    return out
 
 
 @dataclass(frozen=True)
@@ -313,13 +163,14 @@ def _products(n: str, terms: Any, steps: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class _Perturbed:
-    """What R2, R3 and R4 may do to the scores of a block; all (..., rows, keys) or (..., rows)."""
+    """What R2, R3 and R4 may do to the scores of a block; (..., rows, keys) or (..., rows)."""
 
     r2: Array
     r3: Array
     r4: Array
     shift: Array  # natural units: common to a row, felt by lse alone
     rises: Array  # steps at which the maximum may rise, after the first
+    exponent: Array  # log2 units: the exact score minus the running maximum of its step
     top: Array  # s_max, natural units
     slack: Array  # log2 units: what the rounding of M may do, u |M|
     usable: Array  # the row keeps to the kernel's range
@@ -363,7 +214,8 @@ def _perturb(
     known = xp.where(admitted, r2 + r3, 0.0)
     worst = known.max(axis=-1)
     rises_after, rises, running = _rises(S, known, admitted, tiles.block_kv if n.online else None)
-    slack = U * ((running + worst + shift) / LN2) * (1 + 2 * U)
+    largest_M = xp.abs(xp.where(running > NEG_INF, running, 0.0)).max(axis=-1)
+    slack = U * ((largest_M + worst + shift) / LN2) * (1 + 2 * U)
     below = (top[..., None] - S + 2 * worst[..., None]) / LN2 + 4 * slack[..., None]
     r4 = (LN2 * U * below + EX2_LOG_ERROR * (1 + rises_after) + 2.0**-125) * REFERENCE
 
@@ -371,7 +223,8 @@ def _perturb(
     usable &= largest * scaling.largest_factor <= MAX_FLOAT
     zero = xp.zeros_like(r2)
     r2, r3, r4 = (xp.where(admitted, r, zero) for r in (r2, r3, r4))
-    return _Perturbed(r2, r3, r4, shift, rises, top, slack, usable)
+    exponent = xp.where(admitted & (running > NEG_INF), S - running, 0.0) / LN2
+    return _Perturbed(r2, r3, r4, shift, rises, exponent, top, slack, usable)
 
 
 def _rises(
@@ -379,8 +232,8 @@ def _rises(
 ) -> tuple[Array, Array, Array]:
     """Count the steps at which the running maximum may rise.
 
-    Returns the count after each key's own step (..., rows, keys), the count after the first step
-    (..., rows), and the largest magnitude of the running maximum (..., rows).
+    Returns the count after each key's own step, the count after the first step (..., rows), and the
+    running maximum of the exact scores at each key's own step.
     """
     xp = array_namespace(S)
     len_kv = S.shape[-1]
@@ -392,20 +245,22 @@ def _rises(
         x = xp.pad(xp.where(admitted, x, NEG_INF), pad, constant_values=NEG_INF)
         return x.reshape(*x.shape[:-1], steps, step).max(axis=-1)
 
-    above, below = block_max(S + known), block_max(S - known)
-    shift = 1
-    while shift < steps:  # running maximum, by doubling
-        below = xp.concatenate(
-            [below[..., :shift], xp.maximum(below[..., shift:], below[..., :-shift])], axis=-1
-        )
-        shift *= 2
-    before = below[..., :-1]
+    def running_max(x: Array) -> Array:
+        shift = 1
+        while shift < steps:  # by doubling
+            after = xp.maximum(x[..., shift:], x[..., :-shift])
+            x = xp.concatenate([x[..., :shift], after], axis=-1)
+            shift *= 2
+        return x
+
+    def by_key(x: Array) -> Array:
+        return x.repeat(step, axis=-1)[..., :len_kv]
+
+    above, before = block_max(S + known), running_max(block_max(S - known))[..., :-1]
     rise = (above[..., 1:] > before) & (before > NEG_INF)
     rises = rise.sum(axis=-1).astype(np.float64)
     until = xp.concatenate([xp.zeros((*rise.shape[:-1], 1)), rise.cumsum(axis=-1)], axis=-1)
-    after = (rises[..., None] - until).repeat(step, axis=-1)[..., :len_kv]
-    magnitude = xp.abs(xp.where(below > NEG_INF, below, 0.0)).max(axis=-1)
-    return after, rises, magnitude
+    return by_key(rises[..., None] - until), rises, by_key(running_max(block_max(S)))
 
 
 def attention(
@@ -423,7 +278,7 @@ def attention(
     rows: Array | None = None,
     quantized: Any = None,
 ) -> Bound:
-    r"""Bound \|kernel - exact attention\| of the operands that the kernel received (J2).
+    r"""Bound |kernel - exact attention| of the operands that the kernel received (J2).
 
     Parameters
     ----------
@@ -477,28 +332,30 @@ def attention(
         dtype = check_dtype(q, k, v)
     else:
         dtype = quantized.out_dtype
-        q, k, v = _centred_operands(quantized)
+        q, k, v = kernel_operands(quantized)
     n = numerics or compose_numerics(lookup(variant).family, form, dtype)
     if (quantized is None) != (n.scaling != "dequantised"):
         have = "arrays" if quantized is None else "quantised operands"
         raise ValueError(f"scaling {n.scaling!r} does not go with {have}")
     tiles = tiles or lookup(variant).default_tiles(q.shape[-1])
-    options = {"scale": scale, "causal": causal, "causal_align": causal_align, "rows": rows}
     sigma = check_scale(scale, q.shape[-1])
     scaling = _scaling(n, sigma, quantized)
     mean = None if quantized is None else quantized.k_mean
     terms, lse = _empty(q, k, v, rows, TERMS)
-    for block in score_blocks(q, k, v, **options):
+    for block in score_blocks(
+        q, k, v, scale=scale, causal=causal, causal_align=causal_align, rows=rows
+    ):
         found, lse[block.index] = _kernel_bound(block, n, tiles, sigma, scaling, mean)
         for tag, term in found.items():
             terms[tag][block.index] = term
     return _assemble(terms, lse)
 
 
-def _centred_operands(quantized: Any) -> tuple[Array, Array, Array]:
-    """Return the dequantised operands in float64, the keys without their mean, as kernels see them.
+def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
+    """Return the operands that an INT8 kernel multiplies: dequantised, in float64, without mean.
 
-    The mean shifts all scores of a row alike: it changes lse alone.
+    The mean that smoothing took from the keys shifts all scores of a row by sigma q.mean; the
+    kernel gives it back to lse alone.
     """
     q, k, v = replace(quantized, k_mean=None).dequantize("float64")
     return q, k, v
@@ -526,7 +383,8 @@ def _exact(block: ScoreBlock) -> tuple[Array, Array, Array, Array, Array]:
     finite = xp.isfinite(block.v)
     v = xp.where(finite, block.v, 0.0)
     P, lse = softmax_exact(block.S)
-    P = xp.where(xp.isfinite(P), P, 0.0)
+    # NOTE: a probability that underflows is still positive: a perturbation may make it the largest.
+    P = xp.where(xp.isfinite(P), xp.where(block.admitted, xp.maximum(P, LEAST_P), 0.0), 0.0)
     return P, lse, v, P @ v, ~finite.all(axis=-2, keepdims=True)
 
 
@@ -555,11 +413,12 @@ def _kernel_bound(
     l_least = xp.maximum(by_sum, by_max) * xp.exp(-EX2_LOG_ERROR * score.rises) / REFERENCE
     inverse_l = (1.0 / l_least)[..., None]
 
-    # R5: P as an operand, relative error u, or half a subnormal but no more than all of it.
+    # R5: P as an operand: half a unit in its last place, or half a subnormal but no more than P.
     rho = xp.zeros_like(P)
     if n.p_type != "float32":
         subnormal = HALF_SUBNORMAL[n.p_type] * inverse_l
-        rho = xp.maximum(UNIT_ROUNDOFF[n.p_type] * P_plus, xp.minimum(subnormal, P_plus))
+        relative = UNIT_ROUNDOFF[n.p_type] * _mantissa_share(score, worst, n.online)
+        rho = xp.maximum(relative * P_plus, xp.minimum(subnormal, P_plus))
     weighted = P_plus @ magnitude
     r5 = rho @ magnitude
 
@@ -572,9 +431,8 @@ def _kernel_bound(
     theta_l = xp.minimum(theta_l, 1.0)
     with np.errstate(divide="ignore"):
         by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_l) - 1.0
-    underflow = (count + score.rises + 2)[..., None] * 2.0**-148 * inverse_l
-    if not n.online:
-        underflow = underflow + 2.0**-149 * total_v
+    underflow = (count + score.rises + 2)[..., None] * 2.0**-148
+    underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v
     r6 = theta_o[..., None] * (weighted + r5 + flushed) + underflow
     size = xp.abs(o) + delta_o + flushed + r5 + r6
     r6 = r6 + by_l[..., None] * size
@@ -598,7 +456,7 @@ def _kernel_bound(
     # Non-finite and out of range: no promise, under the tag of what breaks first.
     attends = count > 0
     usable = score.usable & (l_least > 0)
-    largest = float(ml_dtypes.finfo(STORAGE[n.out_type]).max)
+    largest = LARGEST[n.out_type]
     fits = size <= min(largest, MAX_FLOAT)
     fits &= total_v * xp.exp2(xp.minimum(score.slack, 99.0) + 1)[..., None] <= MAX_FLOAT
     for tag, term in terms.items():
@@ -608,6 +466,20 @@ def _kernel_bound(
     terms["R7"] = xp.where(attends[..., None] & ~fits, xp.inf, terms["R7"])
     delta_lse = xp.where(usable, delta_lse, xp.inf)
     return terms, xp.where(attends, delta_lse, 0.0)
+
+
+def _mantissa_share(score: _Perturbed, worst: Array, online: bool) -> Array | float:
+    """R5: bound half_ulp(p) / (u p), between 1/2 and 1, where the binade of p is known.
+
+    p lies within a factor 2^±uncertain of 2^exponent, in the units of its own step.
+    """
+    if not online:
+        return 1.0
+    xp = array_namespace(worst)
+    uncertain = (score.d + worst[..., None]) / LN2 + score.slack[..., None]
+    upper = score.exponent + uncertain
+    share = xp.exp2(xp.minimum(2 * uncertain - (upper - xp.floor(upper)), 0.0))
+    return share * REFERENCE
 
 
 def _shares(P: Array, score: _Perturbed) -> list[Array]:
@@ -658,7 +530,7 @@ def quantisation(
     causal_align: str = "bottom-right",
     rows: Array | None = None,
 ) -> Bound:
-    r"""Bound \|exact attention of INT8 operands - exact attention of the caller's arrays\| (J3).
+    r"""Bound |exact attention of INT8 operands - exact attention of the caller's arrays| (J3).
 
     Parameters
     ----------
@@ -677,12 +549,12 @@ def quantisation(
 
     Notes
     -----
-    Codes of scale s leave \|x - s code\| <= max(s/2 (1 + 2^-15), \|x\| - 127 s) =: Δ, where
+    Codes of scale s leave |x - s code| <= max(s/2 (1 + 2^-15), |x| - 127 s) =: Δ, where
     the second number counts only if a static scale clips. Hence, with centred keys,
 
     .. math:: |δS_{ij}| \le σ \sum_d Δq_{id} |k_{jd}| + (|q_{id}| + Δq_{id}) Δk_{jd}
 
-    and V's own rounding to 16 bits adds Σ p'_j \|δv_j\|.
+    and V's own rounding to 16 bits adds Σ p'_j |δv_j|.
     """
     xp = array_namespace(q, k, v)
     head_dim = q.shape[-1]
@@ -701,11 +573,11 @@ def quantisation(
             continue
         batch, head, _, _ = block.index
         P, exact_lse, values, o, spoilt = _exact(block)
-        keys, subtraction = block.k, 0.0
+        mean, subtraction = xp.zeros_like(block.k[..., :1, :]), 0.0
         if quantized.k_mean is not None:
-            keys = keys - as_float64(quantized.k_mean)[batch, head][:, :, None, None, :]
+            mean = as_float64(quantized.k_mean)[batch, head][:, :, None, None, :]
             subtraction = U  # R0
-        q_abs, k_abs = xp.abs(block.q), xp.abs(keys)
+        q_abs, k_abs = xp.abs(block.q), xp.abs(block.k - mean)
         dq = _rounding_to_codes(q_abs, q_scale[block.index])
         dk = _rounding_to_codes(k_abs * (1 + subtraction), k_scale[batch, head])
         dk = dk + subtraction * k_abs
@@ -720,11 +592,12 @@ def quantisation(
         total = delta_o + gamma(2 * block.S.shape[-1] + 8, U64) * (P_plus @ xp.abs(values))
         if v_type != v.dtype.name:
             total = total + P_plus @ half_ulp(xp.abs(values), v_type)
-            too_large = xp.abs(values) > float(ml_dtypes.finfo(STORAGE[v_type]).max)
+            too_large = xp.abs(values) > LARGEST[v_type]
             spoilt = spoilt | too_large.any(axis=-2, keepdims=True)
         attends = block.admitted.any(axis=-1)
         total = xp.where(usable[..., None] & ~spoilt, total, xp.inf)
         terms["R1"][block.index] = xp.where(attends[..., None], total, 0.0)
+        delta_lse = delta_lse + REFERENCE * sigma * (dq * xp.abs(mean)).sum(axis=-1)
         delta_lse = delta_lse + 2.0**-45 * (1 + xp.abs(xp.where(usable, exact_lse, 0.0)))
         lse[block.index] = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
     return _assemble(terms, lse)

@@ -17,9 +17,8 @@ Triple = tuple[Float64, Float64, Float64]
 OUTLIER_SHARE, OUTLIER_STD = 1e-3, 10.0
 #: Standard deviation, over channels, of the means of K and V.
 CHANNEL_BIAS = 2.0
-#: Scores of the queries of "peaky" with the keys that they copy, from 10^1 to 10^4, at the default
-#: scale.
-PEAK_EXPONENTS = (1.0, 4.0)
+#: Queries of "peaky" score 10^0 to 10^4 with the key that they copy, at the default scale.
+PEAK_EXPONENTS = (0.0, 4.0)
 #: Margin, at the default scale, by which the first key of "sink" beats the others.
 SINK_MARGIN = 12.0
 
@@ -50,13 +49,13 @@ def _channel_bias(rng: np.random.Generator, *shapes: tuple[int, ...]) -> Triple:
 
 
 def _peaky(rng: np.random.Generator, *shapes: tuple[int, ...]) -> Triple:
-    """Query i is key i mod len_kv, scaled until its score is 10 to 10^4: rows of few large P."""
+    """Query i is key i mod len_kv, scaled to score 1 to 10^4: few keys matter to a row."""
     q, k, v = _normal(rng, *shapes)
     heads, len_q, head_dim = q.shape[1:]
     if k.shape[2] and k.shape[1]:
         copied = np.repeat(k, heads // k.shape[1], axis=1)[:, :, np.arange(len_q) % k.shape[2]]
         peak = 10 ** rng.uniform(*PEAK_EXPONENTS, size=(*q.shape[:3], 1))
-        # A key shorter than usual is not made up for in full: others would score far above 10^4.
+        # A short key is not made up for in full, lest longer keys score far above 10^4.
         norm = np.maximum(np.sum(copied**2, axis=-1, keepdims=True), 0.5 * head_dim)
         q = copied * peak * head_dim**0.5 / norm
     return q, k, v
@@ -132,10 +131,13 @@ def make(
 
     Notes
     -----
-    normal: N(0, 1). outlier: N(0, 1), and N(0, 100) added to 0.1 % of the entries, the recipe of
-    FlashAttention-3 (Shah et al. 2024, §4.3). channel-bias: K and V with means of N(0, 4) in every
-    channel, which smoothing takes away. peaky: each query is a scaled copy of a key, with scores up
-    to 10^4. sink: the first key takes nearly all of every row. constant: ones.
+    - normal: N(0, 1).
+    - outlier: N(0, 1), and N(0, 100) added to 0.1 % of the entries, the recipe of FlashAttention-3
+      (Shah et al. 2024, section 4.3).
+    - channel-bias: K and V with means of N(0, 4) in every channel; smoothing takes them away.
+    - peaky: each query is a scaled copy of a key, with scores up to 10^4.
+    - sink: the first key takes nearly all of every row.
+    - constant: ones.
 
     Examples
     --------

@@ -1,20 +1,19 @@
 // quantize -- Q or K in 16 or 32 bits to INT8 codes with one float scale per GROUP rows.
 //
-// Idea         Memory decides: every byte is read once, stays in registers between the search for
-//              the largest magnitude and the coding, and leaves as a quarter or half of itself. A
-//              block takes BLOCK_Q rows: LANES neighbouring lanes share a row, a warp takes a few
-//              rows at a time, and rows meet their group in shared memory, at any granularity.
-//              Groups too large for a block (a head, a tensor) are read twice: group_absmax, then
-//              encode_int8.
+// Idea         Memory decides: every byte is read once, stays in registers between the search for the
+//              largest magnitude and the coding, and leaves as a quarter or half of itself. A block
+//              takes BLOCK_Q rows: LANES neighbouring lanes share a row, a warp takes a few rows at a
+//              time, and rows meet their group in shared memory, whatever the granularity is.
+//              Groups too large for a block (a head, a tensor) are read twice: group_absmax, encode_int8.
 // Entries      quantize_int8  whole groups in a block: maximum, scale, codes
 //              group_absmax   the maxima of groups that span blocks
 //              encode_int8    codes from those maxima, or from scales that were given
 //              channel_sum, channel_mean  the mean of the keys, which smoothing subtracts
-// Kept simple  The operand plays Q's part in config.cuh: its tile is BLOCK_Q rows, its group
-//              GROUP_Q. One indexing for every granularity: a row has scale[row / GROUP].
-//              No float is summed or compared by an atomic: sums have a fixed order, and a maximum
-//              of bits does not depend on one. The same input gives the same bits on every run.
-// Rounding     R0 x - mean, R1 scale, inverse and code, each rounded once (prims/quant.cuh)
+// Kept simple  The operand plays Q's part in config.cuh: its tile is BLOCK_Q rows, its group GROUP_Q.
+//              One indexing for every granularity: the scale of a row is scale[row / GROUP].
+//              No float is summed or compared by an atomic: sums have a fixed order, and a maximum of
+//              bits does not depend on one. The same input gives the same bits on every run.
+// Rounding     R0 x - mean, R1 scale, inverse and code, each operation rounded once (prims/quant.cuh)
 // Mirror       cupyattn.quant.quantizers.quantize_symmetric, to the bit
 // Bound        cupyattn.bounds.quantisation: half a scale
 #include "prims/config.cuh"
@@ -34,22 +33,22 @@ constexpr int LANES = power_of_two_from(ACCESSES < WARP_SIZE ? ACCESSES : WARP_S
 constexpr int LANE_ACCESSES = ceil_div(ACCESSES, LANES);  // per lane and row
 constexpr int ROWS_PER_PASS = NUM_THREADS / LANES;
 constexpr int PASSES = ceil_div(BLOCK_ROWS, ROWS_PER_PASS);
-constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);  // loads that a sum waits for at once
+constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);  // that a sum waits for at once
 
 static_assert(GROUP >= 1, "quantize needs GROUP_Q, the rows per scale");
 static_assert(BLOCK_ROWS % GROUP == 0 || GROUP % BLOCK_ROWS == 0,
               "BLOCK_Q must hold whole groups of GROUP_Q rows, or divide a group");
 
-// ---- a block's rows -----------------------------------------------------------------------------
+// ---- a block's rows -------------------------------------------------------------------------------
 
 // Where this block works: rows row0, row0 + 1, ... of one (batch, head).
 struct Place {
   int64_t batch, head, batch_head;
   int row0;  // first row
   int rows;  // rows of this block that exist
-  __device__ __forceinline__ Place(const QuantizeParams& p, int chunks, int chunk_rows) {
-    batch_head = blockIdx.x / chunks;
-    batch = batch_head / p.heads, head = batch_head % p.heads;
+  __device__ __forceinline__ Place(const QuantizeParams& p, uint32_t chunks, int chunk_rows) {
+    const uint32_t index = blockIdx.x / chunks, heads = p.heads;
+    batch_head = index, batch = index / heads, head = index % heads;
     row0 = blockIdx.x % chunks * chunk_rows;
     rows = min(chunk_rows, p.length - row0);
   }
@@ -62,27 +61,27 @@ struct Place {
   }
 };
 
-__device__ __forceinline__ int lane_in_row() { return thread_id() % LANES; }
-__device__ __forceinline__ int row_of(int pass) {
-  return pass * ROWS_PER_PASS + thread_id() / LANES;
-}
+__device__ __forceinline__ int lane_in_row() { return threadIdx.x % LANES; }
+__device__ __forceinline__ int row_in_pass() { return threadIdx.x / LANES; }
+__device__ __forceinline__ int row_of(int pass) { return pass * ROWS_PER_PASS + row_in_pass(); }
 __device__ __forceinline__ int col_of(int access) { return (access * LANES + lane_in_row()) * VEC; }
 
-// What one lane holds of the block's rows, as stored, and of the mean.
+// What one lane holds of the block's rows and of the mean.
 struct Rows {
-  Vec<elem_t, VEC> x[PASSES][LANE_ACCESSES];
+  Words<elem_t, VEC> x[PASSES][LANE_ACCESSES];
   float mean[LANE_ACCESSES][VEC];  // 0 without smoothing
 
   __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
-    const elem_t* X = at.X(p);
+    const elem_t* X =
+        at.X(p) + row_in_pass() * p.X_stride.len + col_of(0);  // this lane's first access
+    const int64_t pass_stride = ROWS_PER_PASS * p.X_stride.len;
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass)
+    for (int pass = 0; pass < PASSES; ++pass, X += pass_stride)
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         x[pass][a] = {};
         if (row_of(pass) < at.rows && col_of(a) < HEAD_DIM)
-          x[pass][a] = *reinterpret_cast<const Vec<elem_t, VEC>*>(
-              X + row_of(pass) * p.X_stride.len + col_of(a));
+          x[pass][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(X + a * LANES * VEC);
       }
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a)
@@ -94,7 +93,14 @@ struct Rows {
   }
 
   __device__ __forceinline__ float value(int pass, int a, int j) const {
-    return __fsub_rn(to_float(x[pass][a].v[j]), mean[a][j]);  // R0
+    return __fsub_rn(x[pass][a].element(j), mean[a][j]);  // R0
+  }
+
+  __device__ __forceinline__ void use_from_here() {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass)
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();
   }
 
   // Bits of the largest magnitude in this lane's part of a row that exists.
@@ -113,15 +119,15 @@ struct Rows {
   __device__ __forceinline__ void store(int8_t* codes, int pass, Code code) const {
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a) {
-      Vec<int8_t, VEC> c;
+      int c[VEC];
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) c.v[j] = static_cast<int8_t>(code(value(pass, a, j)));
-      if (col_of(a) < HEAD_DIM) *reinterpret_cast<Vec<int8_t, VEC>*>(codes + col_of(a)) = c;
+      for (int j = 0; j < VEC; ++j) c[j] = code(value(pass, a, j));
+      if (col_of(a) < HEAD_DIM) store_s8(codes + col_of(a), c);
     }
   }
 };
 
-// ---- codes --------------------------------------------------------------------------------------
+// ---- codes ----------------------------------------------------------------------------------------
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void quantize_int8(
     const __grid_constant__ QuantizeParams p) {
@@ -133,6 +139,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void quantize_int8(
   Rows rows;
   rows.load(p, at);
   __syncthreads();  // the zeros are there before a row adds its maximum
+  rows.use_from_here();
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     const uint32_t bits = shfl_max<LANES>(rows.absmax(pass));
@@ -140,6 +147,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void quantize_int8(
       atomicMax(&absmax[row_of(pass) / GROUP], bits);
   }
   __syncthreads();  // every row of a group has added its maximum before the scale is made of it
+#pragma unroll 1
   for (int g = thread_id(); g < GROUPS; g += NUM_THREADS) {
     const Scale scale =
         scale_of_absmax(absmax[g]);  // R1: one division for the scale, one for its inverse
@@ -166,6 +174,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void group_absmax(
   Rows rows;
   rows.load(p, at);
   __syncthreads();  // the zero is there before a warp adds its maximum
+  rows.use_from_here();
   uint32_t bits = 0;
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass)
@@ -180,6 +189,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void encode_int8(
     const __grid_constant__ QuantizeParams p) {
   __shared__ float inverse[GROUPS];  // [GROUPS]
   const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
+#pragma unroll 1
   for (int g = thread_id(); g < GROUPS && g * GROUP < at.rows; g += NUM_THREADS) {
     const int64_t index = at.first_scale(p) + g;
     const Scale scale = p.absmax != nullptr ? scale_of_absmax(p.absmax[index])
@@ -193,6 +203,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void encode_int8(
   Rows rows;
   rows.load(p, at);
   __syncthreads();  // the inverses are there before a row is coded with them
+  rows.use_from_here();
   int8_t* codes = p.codes + (at.batch_head * p.length + at.row0) * HEAD_DIM;  // [rows, HEAD_DIM]
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
@@ -205,7 +216,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void encode_int8(
   }
 }
 
-// ---- the mean of the keys -----------------------------------------------------------------------
+// ---- the mean of the keys -------------------------------------------------------------------------
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS) void channel_sum(
     const __grid_constant__ QuantizeParams p) {
@@ -214,20 +225,20 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void channel_sum(
   const elem_t* X = at.X(p);
   float sum[LANE_ACCESSES][VEC] = {};  // of this lane's channels, over its rows in rising order
 #pragma unroll ROWS_IN_FLIGHT
-  for (int row = thread_id() / LANES; row < at.rows; row += ROWS_PER_PASS)
+  for (int row = row_in_pass(); row < at.rows; row += ROWS_PER_PASS)
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a)
       if (col_of(a) < HEAD_DIM) {
         const auto x =
-            *reinterpret_cast<const Vec<elem_t, VEC>*>(X + row * p.X_stride.len + col_of(a));
+            *reinterpret_cast<const Words<elem_t, VEC>*>(X + row * p.X_stride.len + col_of(a));
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) sum[a][j] += to_float(x.v[j]);
+        for (int j = 0; j < VEC; ++j) sum[a][j] += x.element(j);
       }
 #pragma unroll
   for (int a = 0; a < LANE_ACCESSES; ++a)
     if (col_of(a) < HEAD_DIM)
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) sums[thread_id() / LANES][col_of(a) + j] = sum[a][j];
+      for (int j = 0; j < VEC; ++j) sums[row_in_pass()][col_of(a) + j] = sum[a][j];
   __syncthreads();  // every lane's sums are there before they are added up
   for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
     float total = 0.0f;
@@ -244,8 +255,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void channel_mean(
     float total = 0.0f;
 #pragma unroll 8
     for (int split = 0; split < p.splits; ++split) total += partial_sum[split * HEAD_DIM + col];
-    // NOTE: any vector that all keys share may be subtracted. Where the sum is not finite it is
-    // 0, so that one NaN does not reach every key of the head.
+    // NOTE: any vector that all keys share may be subtracted. Where the sum is not finite it is 0, so
+    // that one NaN does not reach every key of the head.
     const bool finite = magnitude_bits(total) < INFINITY_BITS;
     p.mean[int64_t(blockIdx.x) * HEAD_DIM + col] = finite ? total / p.length : 0.0f;
   }

@@ -3,7 +3,7 @@
 // cupyattn/quant/quantizers.py does the same, bit for bit.
 #pragma once
 
-#include "prims/base.cuh"
+#include "prims/config.cuh"
 #include "prims/params.cuh"
 
 constexpr float INT8_MAX = 127.0f;               // largest code; -128 is not used
@@ -28,6 +28,54 @@ struct QuantizeParams {
   int32_t splits;      // slices of the rows that are summed side by side
   int32_t split_rows;  // rows of a slice
 };
+
+// ---- in ---------------------------------------------------------------------------------------------
+
+// An unsigned integer of 2 or 4 bytes.
+template <int BYTES>
+struct WordOf {
+  using type = uint32_t;
+};
+template <>
+struct WordOf<2> {
+  using type = uint16_t;
+};
+template <int BYTES>
+using Word = typename WordOf<BYTES>::type;
+
+// Element j of a word of one or two.
+template <typename T>
+__device__ __forceinline__ float word_element(uint32_t word, int j);
+template <>
+__device__ __forceinline__ float word_element<float>(uint32_t word, int) { return __uint_as_float(word); }
+template <>
+__device__ __forceinline__ float word_element<__half>(uint32_t word, int j) {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16 * j)));
+}
+template <>
+__device__ __forceinline__ float word_element<__nv_bfloat16>(uint32_t word, int j) {
+  return __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);  // bfloat16 is the upper half of a float
+}
+
+// N values of T as one access.
+// NOTE: kept in words, because the compiler spreads an array of 16-bit numbers over twice the
+// registers and then loads it piece by piece.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Words {
+  static constexpr int PER_WORD = N * sizeof(T) < 4 ? 1 : 4 / sizeof(T);
+  Word<PER_WORD * sizeof(T)> words[N / PER_WORD];
+  __device__ __forceinline__ float element(int j) const {
+    return word_element<T>(words[j / PER_WORD], j % PER_WORD);
+  }
+  // The compiler computes nothing from the words above this point: there it would wait for one load
+  // before it issues the next.
+  __device__ __forceinline__ void use_from_here() {
+    if constexpr (sizeof(words[0]) == 4)
+      for (auto& word : words) asm volatile("" : "+r"(word));
+  }
+};
+
+// ---- scale and code ---------------------------------------------------------------------------------
 
 // |x| as an integer. Floats without sign compare as their bits do; infinity lies above every finite
 // number and NaN above infinity, so a maximum of bits keeps what fmaxf would drop.
@@ -70,4 +118,27 @@ __device__ __forceinline__ int code_s8(float x, float inverse) {
 // The same for a scale that does not come from the data: past 127 it saturates.
 __device__ __forceinline__ int code_s8_saturated(float x, float inverse) {
   return min(max(code_s8(x, inverse), -127), 127);
+}
+
+// ---- out --------------------------------------------------------------------------------------------
+
+// The low bytes of four integers, the first lowest.
+__device__ __forceinline__ uint32_t pack_s8x4(int a, int b, int c, int d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// Stores N codes as one access; codes is aligned to N bytes.
+template <int N>
+__device__ __forceinline__ void store_s8(int8_t* codes, const int (&c)[N]) {
+  if constexpr (N % 4 == 0) {
+    Vec<uint32_t, N / 4> words;
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) words.v[i] = pack_s8x4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
+    *reinterpret_cast<Vec<uint32_t, N / 4>*>(codes) = words;
+  } else {
+    Vec<int8_t, N> bytes;
+#pragma unroll
+    for (int i = 0; i < N; ++i) bytes.v[i] = static_cast<int8_t>(c[i]);
+    *reinterpret_cast<Vec<int8_t, N>*>(codes) = bytes;
+  }
 }

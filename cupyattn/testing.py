@@ -1,0 +1,557 @@
+"""The public door to error-bound testing: draw inputs, judge outputs.
+
+`judge` compares an output with exact attention as a fraction of a derived bound, element by
+element; `assert_within_bound` raises where the fraction exceeds 1; `attention_inputs` draws the
+arrays, with Hypothesis. All but the last work on NumPy and on CuPy arrays alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn import bounds
+from cupyattn.checks import check_scale
+from cupyattn.numerics import Numerics
+from cupyattn.reference import attention_exact
+from cupyattn.registry import lookup
+from cupyattn.rounding import STORAGE, Array, array_namespace, as_float64
+from cupyattn.tiles import Tiles
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = [
+    "REGIMES",
+    "Report",
+    "assert_within_bound",
+    "attention_inputs",
+    "judge",
+    "make_regime",
+    "ratio_to_bound",
+    "sample_rows",
+]
+
+#: Scores (batch heads len_q len_kv) up to which every row is judged.
+SMALL_CELL = 2**22
+#: Query rows that are drawn at random in larger cells, and at most as many at the tiles' edges.
+SAMPLED_ROWS = 64
+SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `judge` found.
+
+    Parameters
+    ----------
+    variant : str
+        The rung judged.
+    rows : int
+        Query rows looked at, of each (batch, head).
+    ratio : float
+        Largest error of O as a fraction of its bound (J2); it must not exceed 1.
+    index : tuple of int
+        Where: (batch, head, row, channel).
+    value, expected, bound : float
+        There: the output, exact attention, and what they may differ by.
+    tag : str
+        There: the rounding point with the largest share of the bound.
+    lse_ratio : float or None
+        Largest error of lse as a fraction of its bound; None where lse was not given.
+    lse_index : tuple of int or None
+        Where: (batch, head, row).
+    relative_l2 : float
+        ``norm(o - exact) / norm(exact)`` over the rows looked at. It decides nothing.
+    tightness : float
+        Median over rows of ``rms(bound) / rms(exact)``: below 1, zeros would fail.
+    quantisation : float or None
+        J3: largest difference between exact attention of the INT8 operands and of the caller's
+        arrays, as a fraction of its bound; it must not exceed 1.
+    """
+
+    variant: str
+    rows: int
+    ratio: float
+    index: tuple[int, ...]
+    value: float
+    expected: float
+    bound: float
+    tag: str
+    lse_ratio: float | None
+    lse_index: tuple[int, ...] | None
+    relative_l2: float
+    tightness: float
+    quantisation: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether no ratio exceeds 1."""
+        ratios = (self.ratio, self.lse_ratio, self.quantisation)
+        return all(ratio is None or ratio <= 1.0 for ratio in ratios)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.variant}: O is {'within' if self.ratio <= 1 else 'OUTSIDE'} its bound, "
+            f"error / bound = {self.ratio:.3g} at {self.index}",
+            f"  value {self.value:.9g}, expected {self.expected:.9g}, bound {self.bound:.3g} "
+            f"(mostly {self.tag}), {self.rows} rows of every head judged",
+            f"  relative L2 error {self.relative_l2:.3g}, bound / rms of a row "
+            f"{self.tightness:.3g} (median)",
+        ]
+        if self.lse_ratio is not None:
+            lines.append(f"  lse: error / bound = {self.lse_ratio:.3g} at {self.lse_index}")
+        if self.quantisation is not None:
+            lines.append(f"  quantisation (J3): difference / bound = {self.quantisation:.3g}")
+        return "\n".join(lines)
+
+
+def ratio_to_bound(value: Array, expected: Array, bound: Array) -> Array:
+    """Return errors as fractions of their bounds.
+
+    Parameters
+    ----------
+    value, expected, bound : array
+        Of one shape, float64.
+
+    Returns
+    -------
+    array
+        0 where both agree, NaN included, and where the bound is infinite (nothing is promised);
+        +inf where a bound of 0 is missed, where `value` is NaN or infinite though a bound exists,
+        and where it is finite though `expected` is not.
+
+    Examples
+    --------
+    >>> ratio_to_bound(np.array([1.5, np.nan]), np.array([1.0, 1.0]), np.array([1.0, 1.0])).tolist()
+    [0.5, inf]
+    """
+    xp = array_namespace(value, expected, bound)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        error = xp.abs(value - expected)
+        ratio = xp.where(bound > 0, error / xp.where(bound > 0, bound, 1.0), xp.inf)
+    promised = xp.isfinite(expected) & xp.isfinite(bound)
+    ratio = xp.where(promised, xp.where(xp.isfinite(value), ratio, xp.inf), 0.0)
+    garbage = ~xp.isfinite(expected) & xp.isfinite(value)
+    ratio = xp.where(garbage | ((bound == 0) & ~promised), xp.inf, ratio)
+    return xp.where((value == expected) | (xp.isnan(value) & xp.isnan(expected)), 0.0, ratio)
+
+
+def sample_rows(
+    len_q: int, block_q: int, seed: int = 0, count: int = SAMPLED_ROWS
+) -> npt.NDArray[np.int64]:
+    """Choose query rows: drawn ones, the first and the last, and those at the edges of tiles.
+
+    Parameters
+    ----------
+    len_q : int
+        Query rows.
+    block_q : int
+        Rows of a tile.
+    seed : int
+        Of the draw.
+    count : int
+        Rows to draw; of the rows at tile edges as many are taken, if there are more.
+
+    Returns
+    -------
+    1-D array, int64
+        Sorted, without repeats; all rows where there are no more than `count`.
+
+    Examples
+    --------
+    >>> rows = sample_rows(1000, 128)
+    >>> bool({0, 127, 128, 895, 896, 999} <= set(rows.tolist())), len(rows) >= 64
+    (True, True)
+    """
+    if len_q <= count:
+        return np.arange(len_q)
+    rng = np.random.default_rng(seed)
+    starts = np.arange(0, len_q, block_q)
+    edges = np.concatenate([starts, starts[1:] - 1])
+    if edges.size > count:
+        edges = rng.choice(edges, size=count, replace=False)
+    drawn = rng.choice(len_q, size=count, replace=False)
+    return np.unique(np.concatenate([[0, len_q - 1], edges, drawn]))
+
+
+def judge(
+    o: Array,
+    q: Array | None,
+    k: Array | None,
+    v: Array | None,
+    *,
+    variant: str,
+    lse: Array | None = None,
+    quantized: Any = None,
+    numerics: Numerics | None = None,
+    tiles: Tiles | None = None,
+    form: str = "portable",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    rows: Array | None = None,
+    seed: int = 0,
+    exact: Callable[..., Any] = attention_exact,
+) -> Report:
+    """Compare an output with exact attention, as a fraction of the derived bound.
+
+    Parameters
+    ----------
+    o : (batch, heads, len_q, head_dim) array
+        The output, all of it.
+    q, k, v : array
+        The caller's arrays. With `quantized` they may be None; J3 is then left out.
+    variant : str
+        The rung that made `o`.
+    lse : (batch, heads, len_q) array, optional
+        Log-sum-exp, natural logarithm, to be judged too.
+    quantized : QuantizedQKV, optional
+        The INT8 operands that the rung worked on. J2 is then against exact attention of these.
+    numerics, tiles, form
+        As for `cupyattn.bounds.attention`.
+    scale, causal, causal_align
+        As for the call that made `o`.
+    rows : 1-D integer array, optional
+        Query rows to look at; by default all of a small cell, else those of `sample_rows`.
+    seed : int
+        Of that sample.
+    exact : callable
+        What computes exact attention: `cupyattn.reference.attention_exact`, or a cache before it.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    ValueError
+        If `o` or `lse` does not have the shape that the inputs ask for.
+
+    Examples
+    --------
+    >>> from cupyattn.reference import attention_mirror
+    >>> x = np.ones((1, 1, 8, 16), np.float16)
+    >>> report = judge(attention_mirror(x, x, x, variant="fa"), x, x, x, variant="fa")
+    >>> report.passed, report.rows
+    (True, 8)
+    """
+    if quantized is None and (q is None or k is None or v is None):
+        raise TypeError("q, k and v may only be None where quantized is given")
+    operands: tuple[Any, Any, Any] = (q, k, v)
+    if quantized is not None:
+        operands = bounds.kernel_operands(quantized)
+    xp = array_namespace(o, *operands)
+    batch, heads, len_q, head_dim = operands[0].shape
+    len_kv = operands[1].shape[2]
+    if o.shape != (batch, heads, len_q, head_dim):
+        raise ValueError(f"o must have q's shape {operands[0].shape}, got {o.shape}")
+    if lse is not None and lse.shape != (batch, heads, len_q):
+        raise ValueError(f"lse must have shape {(batch, heads, len_q)}, got {lse.shape}")
+    tiles = tiles or lookup(variant).default_tiles(head_dim)
+    if rows is None:
+        small = batch * heads * len_q * len_kv <= SMALL_CELL
+        rows = np.arange(len_q) if small else sample_rows(len_q, tiles.block_q, seed)
+    rows = xp.asarray(rows)
+    options: dict[str, Any] = {
+        "scale": scale, "causal": causal, "causal_align": causal_align, "rows": rows,
+    }  # fmt: skip
+
+    expected, expected_lse = exact(*operands, return_lse=True, **options)
+    bound = bounds.attention(
+        q, k, v, variant=variant, numerics=numerics, tiles=tiles, form=form,
+        quantized=quantized, **options,
+    )  # fmt: skip
+    if quantized is not None and quantized.k_mean is not None:
+        expected_lse = expected_lse + _mean_score(operands[0], quantized, rows, scale)
+    quantisation = None
+    if quantized is not None and q is not None:
+        given = exact(q, k, v, return_lse=True, **options)
+        cost = bounds.quantisation(q, k, v, quantized, **options)
+        quantisation = _judge_quantisation((expected, expected_lse), given, cost)
+
+    value = as_float64(o)[:, :, rows]
+    total = bound.total
+    ratio, at = _worst(ratio_to_bound(value, expected, total))
+    lse_ratio = lse_at = None
+    if lse is not None:
+        lse_value = as_float64(lse)[:, :, rows]
+        lse_ratio, lse_at = _worst(ratio_to_bound(lse_value, expected_lse, bound.lse))
+        lse_at = (*lse_at[:2], int(rows[lse_at[2]])) if lse_at else lse_at
+    finite = xp.isfinite(value) & xp.isfinite(expected)
+    error = xp.where(finite, value - xp.where(finite, expected, 0.0), 0.0)
+    size = xp.where(finite, expected, 0.0)
+    return Report(
+        variant=variant,
+        rows=int(rows.size),
+        ratio=ratio,
+        index=(*at[:2], int(rows[at[2]]), at[3]) if at else at,
+        value=float(value[at]) if at else 0.0,
+        expected=float(expected[at]) if at else 0.0,
+        bound=float(total[at]) if at else 0.0,
+        tag=bound.dominant(at) if at else "",
+        lse_ratio=lse_ratio,
+        lse_index=lse_at,
+        relative_l2=_norm(error) / (_norm(size) or 1.0),
+        tightness=_tightness(total, size),
+        quantisation=quantisation,
+    )
+
+
+def assert_within_bound(
+    o: Array, q: Array | None, k: Array | None, v: Array | None, **options: Any
+) -> Report:
+    """Raise unless an output is within its bound.
+
+    Parameters
+    ----------
+    o, q, k, v, **options
+        As for `judge`.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    AssertionError
+        Naming coordinate, value, expected value, bound, ratio and rounding point.
+
+    Examples
+    --------
+    >>> x = np.ones((1, 1, 8, 16), np.float16)
+    >>> try:
+    ...     assert_within_bound(0 * x, x, x, x, variant="fa")
+    ... except AssertionError as error:
+    ...     print(str(error)[:27])
+    fa: O is OUTSIDE its bound,
+    """
+    report = judge(o, q, k, v, **options)
+    if not report.passed:
+        raise AssertionError(str(report))
+    return report
+
+
+def _mean_score(q: Array, quantized: Any, rows: Array, scale: float | None) -> Array:
+    """Return sigma q.mean: what the mean of the keys adds to every score of a row."""
+    sigma = check_scale(scale, q.shape[-1])
+    mean = as_float64(quantized.k_mean).repeat(q.shape[1] // quantized.k_mean.shape[1], axis=1)
+    return sigma * (q[:, :, rows] * mean[:, :, None]).sum(axis=-1)
+
+
+def _judge_quantisation(
+    operands: tuple[Array, Array], given: tuple[Array, Array], bound: bounds.Bound
+) -> float:
+    """J3: exact attention (o, lse) of the operands against that of the caller's arrays."""
+    return max(
+        _worst(ratio_to_bound(operands[0], given[0], bound.total))[0],
+        _worst(ratio_to_bound(operands[1], given[1], bound.lse))[0],
+    )
+
+
+def _worst(ratio: Array) -> tuple[float, tuple[int, ...]]:
+    """Return the largest ratio and where it stands; nothing at all is within any bound."""
+    if ratio.size == 0:
+        return 0.0, ()
+    index = np.unravel_index(int(ratio.argmax()), ratio.shape)
+    at = tuple(int(i) for i in index)
+    return float(ratio[at]), at
+
+
+def _norm(x: Array) -> float:
+    return math.sqrt(float((x * x).sum()))
+
+
+def _tightness(bound: Array, size: Array) -> float:
+    """Return the median over rows of rms(bound) / rms(size), of the rows where that means much."""
+    xp = array_namespace(bound)
+    rms = xp.sqrt((size * size).mean(axis=-1))
+    fraction = xp.sqrt((bound * bound).mean(axis=-1)) / xp.where(rms > 0, rms, xp.nan)
+    fraction = fraction[xp.isfinite(fraction)]
+    return float(xp.median(fraction)) if fraction.size else math.nan
+
+
+Float64 = npt.NDArray[np.float64]
+Generator = np.random.Generator
+#: Fills q, k and v, which hold N(0, 1); `tiny` is the smallest normal number of their type.
+_Maker = Callable[[Generator, Float64, Float64, Float64, float], None]
+
+
+def _normal(rng: Generator, q: Float64, k: Float64, v: Float64, tiny: float) -> None:
+    """Leave everything N(0, 1)."""
+
+
+def _outlier_channel(rng: Generator, q: Float64, k: Float64, v: Float64, tiny: float) -> None:
+    channel = rng.integers(q.shape[-1])
+    for x in (q, k, v):
+        x[..., channel] *= 100.0
+
+
+def _constant_rows(rng: Generator, q: Float64, k: Float64, v: Float64, tiny: float) -> None:
+    for x in (q, k, v):
+        x[...] = rng.standard_normal((*x.shape[:-1], 1))
+
+
+def _subnormal(rng: Generator, q: Float64, k: Float64, v: Float64, tiny: float) -> None:
+    """Numbers around the smallest normal one, most of them below it."""
+    for x in (q, k, v):
+        x *= tiny / 4
+
+
+def _equal_keys(rng: Generator, q: Float64, k: Float64, v: Float64, tiny: float) -> None:
+    k[...] = rng.standard_normal((*k.shape[:2], 1, k.shape[3]))
+
+
+def _repeated_maxima(rng: Generator, q: Float64, k: Float64, v: Float64, tiny: float) -> None:
+    """Scores take three values, and the largest comes back in every tile."""
+    q[...] = 2.0
+    k[...] = rng.integers(-1, 2, (*k.shape[:3], 1))
+
+
+def _large_offsets(rng: Generator, q: Float64, k: Float64, v: Float64, tiny: float) -> None:
+    k += 30.0 * rng.standard_normal((*k.shape[:2], 1, k.shape[3]))
+    v += 1000.0
+
+
+def _large_logits(rng: Generator, q: Float64, k: Float64, v: Float64, tiny: float) -> None:
+    """Scores of about +-1e4 at the default scale: almost one-hot rows."""
+    q *= 100.0
+    k *= 100.0
+
+
+def _zeros(rng: Generator, q: Float64, k: Float64, v: Float64, tiny: float) -> None:
+    for x in (q, k, v):
+        x[...] = 0.0
+
+
+_MAKERS: dict[str, _Maker] = {
+    "normal": _normal,
+    "outlier channel": _outlier_channel,
+    "constant rows": _constant_rows,
+    "subnormal": _subnormal,
+    "equal keys": _equal_keys,
+    "repeated maxima": _repeated_maxima,
+    "large offsets": _large_offsets,
+    "large logits": _large_logits,
+    "zeros": _zeros,
+}
+
+#: Kinds of values that `attention_inputs` draws.
+REGIMES = tuple(_MAKERS)
+
+
+def make_regime(
+    name: str, shape_q: tuple[int, ...], shape_kv: tuple[int, ...], dtype: str, seed: int
+) -> tuple[Any, Any, Any]:
+    """Draw q, k and v of one kind.
+
+    Parameters
+    ----------
+    name : str
+        One of `REGIMES`.
+    shape_q, shape_kv : tuple of int
+        (batch, heads, len_q, head_dim) and (batch, heads_kv, len_kv, head_dim).
+    dtype : {"float16", "bfloat16", "float32"}
+    seed : int
+
+    Returns
+    -------
+    q, k, v : array
+        NumPy, finite.
+
+    Examples
+    --------
+    >>> q, k, v = make_regime("equal keys", (1, 2, 3, 4), (1, 1, 5, 4), "float16", 0)
+    >>> bool((k == k[:, :, :1]).all())
+    True
+    """
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal(shape) for shape in (shape_q, shape_kv, shape_kv))
+    _MAKERS[name](rng, q, k, v, SMALLEST_NORMAL[dtype])
+    q, k, v = (x.astype(STORAGE[dtype]) for x in (q, k, v))
+    return q, k, v
+
+
+def attention_inputs(
+    *,
+    dtypes: Sequence[str] = ("float16", "bfloat16", "float32"),
+    tiles: Tiles | None = None,
+    regimes: Sequence[str] = REGIMES,
+    max_head_dim: int = 256,
+    max_scores: int = 2**15,
+) -> SearchStrategy[tuple[Any, Any, Any, dict[str, Any]]]:
+    """Return a Hypothesis strategy of attention problems.
+
+    Parameters
+    ----------
+    dtypes : sequence of str
+        Storage types to draw from.
+    tiles : Tiles, optional
+        Lengths are drawn around multiples of its ``block_q`` and ``block_kv``, 32 when omitted.
+    regimes : sequence of str
+        Kinds of values, of `REGIMES`.
+    max_head_dim : int
+        Largest head_dim.
+    max_scores : int
+        Largest batch * heads * len_q * len_kv.
+
+    Returns
+    -------
+    SearchStrategy
+        Of (q, k, v, options): NumPy arrays, and ``scale``, ``causal`` and ``causal_align`` as
+        `cupyattn.attention` takes them. It shrinks towards short, plain, single-headed problems.
+
+    Raises
+    ------
+    ImportError
+        If Hypothesis is not installed.
+    """
+    try:
+        from hypothesis import strategies as st
+    except ImportError:
+        raise ImportError(
+            "cupyattn.testing.attention_inputs needs Hypothesis: pip install hypothesis"
+        ) from None
+
+    tiles = Tiles(32, 32, 4) if tiles is None else tiles
+
+    def lengths(block: int, most: int) -> SearchStrategy[int]:
+        edges = {e for n in (1, 2, 3) for e in (n * block - 1, n * block, n * block + 1)}
+        primes = {2, 3, 7, 13, 31, 61, 97, 127}
+        common = sorted(x for x in {0, 1} | edges | primes if x <= most)
+        return st.sampled_from(common) | st.integers(1, max(1, min(most, 4 * block)))
+
+    head_dims = [
+        1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 64, 65, 72, 80, 96, 127, 128,
+        160, 192, 255, 256,
+    ]  # fmt: skip
+    head_dims = [x for x in head_dims if x <= max_head_dim]
+
+    @st.composite
+    def draw_inputs(draw: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+        head_dim = draw(st.sampled_from(head_dims))
+        batch, heads_kv, group = (draw(st.sampled_from(x)) for x in ((1, 2), (1, 2), (1, 2, 3)))
+        heads = heads_kv * group
+        room = max_scores // (batch * heads)
+        len_q = draw(lengths(tiles.block_q, room))
+        len_kv = draw(lengths(tiles.block_kv, room // max(1, len_q)))
+        dtype = draw(st.sampled_from(tuple(dtypes)))
+        regime = draw(st.sampled_from(tuple(regimes)))
+        seed = draw(st.integers(0, 2**32 - 1))
+        options: dict[str, Any] = {
+            "scale": draw(st.none() | st.sampled_from([2.0**-6, 0.3, 1.0])),
+            "causal": draw(st.booleans()),
+            "causal_align": draw(st.sampled_from(["bottom-right", "top-left"])),
+        }
+        q, k, v = make_regime(
+            regime, (batch, heads, len_q, head_dim), (batch, heads_kv, len_kv, head_dim),
+            dtype, seed,
+        )  # fmt: skip
+        return q, k, v, options
+
+    return draw_inputs()
