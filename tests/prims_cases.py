@@ -251,9 +251,7 @@ def score_expected(causal: bool) -> Callable[..., dict[str, np.ndarray]]:
         row, key = np.arange(may.shape[0])[:, None], np.arange(may.shape[1])
         allowed = (key < len_kv) & ((key <= row + shift) | (not causal))
         # By definition, of the rows [row, row + 4) and of all rows from `row` on:
-        reach = [
-            len_kv if not causal else int(np.clip(r + 4 + shift, 0, len_kv)) for r in row[:, 0]
-        ]
+        reach = np.clip(row[:, 0] + 4 + shift, 0, len_kv) if causal else np.full(12, len_kv)
         first = [int(a[:len_kv].sum()) for a in allowed]  # admitted keys are the first ones
         return {
             "may": allowed.astype(np.int32),
