@@ -222,7 +222,7 @@ def ladder(
     chosen = [registry.lookup(n) for n in (registry.VARIANTS if variants is None else variants)]
     rows = judged_rows(call, seed)
     rows = array_namespace(q).asarray(rows)
-    exact = _remembered()
+    exact = remembered()
     rungs = []
     for variant in chosen:
         if call.dtype not in variant.dtypes:
@@ -345,8 +345,8 @@ def judged_rows(call: AttentionCall, seed: int = 0) -> Any:
     return testing.sample_rows(call.len_q, EDGE_ROWS, seed)
 
 
-def _remembered() -> Exact:
-    """Return `attention_exact` that computes the same arrays and rows only once."""
+def remembered() -> Exact:
+    """Return an `attention_exact` that computes the same arrays only once; rows must not vary."""
     known: dict[tuple[int, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 
     def exact(*operands: Any, rows: Any, return_lse: bool, **options: Any) -> tuple[Any, Any]:
