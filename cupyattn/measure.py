@@ -140,7 +140,7 @@ class Ladder:
             measured = (
                 "-" if rung.seconds is None else format_seconds(rung.seconds),
                 "-" if rung.tflops is None else f"{rung.tflops:.3g}",
-                "-" if rung.share is None else f"{100 * rung.share:.1f} %",
+                "-" if rung.share is None else format_share(rung.share),
             )
         return (
             rung.variant,
@@ -405,6 +405,17 @@ def align(rows: Sequence[Sequence[str]]) -> str:
 def format_ratio(ratio: float) -> str:
     """Return a share of a bound as text, marked where it is past 1."""
     return f"{ratio:.3f}" if ratio <= 1 else f"{ratio:.3g} > 1"
+
+
+def format_share(share: float) -> str:
+    """Return a share as a percentage with two digits.
+
+    Examples
+    --------
+    >>> format_share(0.256), format_share(0.0071)
+    ('26 %', '0.71 %')
+    """
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
 
 
 def format_seconds(seconds: float) -> str:

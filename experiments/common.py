@@ -363,7 +363,7 @@ def _cells(row: Mapping[str, Any], timed: bool, baseline: str | None) -> list[st
     if "seconds" not in row:
         return [*cells, "missed its bound: not timed", *[""] * (3 + 2 * bool(baseline))]
     low, high = row["seconds_interval"]
-    share = "-" if row["share"] is None else f"{100 * row['share']:.1f} %"
+    share = "-" if row["share"] is None else measure.format_share(row["share"])
     cells += [
         measure.format_seconds(row["seconds"]),
         f"{measure.format_seconds(low)} .. {measure.format_seconds(high)}",

@@ -2,9 +2,10 @@
 
 Varies       the rung; head_dim in {64, 128, 256}; causal or not
 Holds fixed  batch 4, 16 heads, length 4096, float16, N(0, 1), each rung's own tiles
-Measures     J2, J3, relative error; time, TFLOP/s, share of the ceiling, ratio to FlashAttention-2
-Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends, where
-             torch can be imported, in the same interleaved rounds
+Measures     J2, J3, relative error; time, TFLOP/s, share of the ceiling, ratio to
+             FlashAttention-2
+Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends,
+             where torch can be imported, in the same interleaved rounds
 Run          python -m experiments.ladder [--quick] [--json FILE] [--plot FILE] [--update-readme]
 """
 
@@ -75,7 +76,7 @@ def peers(problem: Problem) -> list[Cell]:
         def prepare(*arrays: Any) -> tuple[Any, ...]:
             return tuple(torch.from_dlpack(array) for array in arrays)
 
-        # NOTE: both round P to 16 bits and accumulate in float32, as fa_tc does: its bound is theirs.
+        # NOTE: both round P to 16 bits and accumulate in float32, as fa_tc: its bound is theirs.
         return Cell(name, "fa_tc", run, prepare, peer=True)
 
     return [cell(FLASH, SDPBackend.FLASH_ATTENTION), cell(CUDNN, SDPBackend.CUDNN_ATTENTION)]
@@ -127,8 +128,9 @@ def _provenance(record: Mapping[str, Any], shown: Mapping[str, Any]) -> str:
         )
     mask = "causal" if problem["causal"] else "not causal"
     return (
-        f"Batch {problem['batch']}, {problem['heads']} heads, length {problem['length']}, head_dim "
-        f"{problem['head_dim']}, {problem['dtype']}, {problem['distribution']}, {mask}, on {where}; "
+        f"Batch {problem['batch']}, {problem['heads']} heads, length {problem['length']}, "
+        f"head_dim {problem['head_dim']}, {problem['dtype']}, {problem['distribution']}, {mask}, "
+        f"on {where}; "
         f"`{record['command']}`, revision {environment.get('revision', 'unknown')[:10]}."
     )
 
@@ -154,7 +156,7 @@ def _full_table(shown: Mapping[str, Any]) -> list[str]:
             f"{float(judged['relative_error']):.1e}",
         ]
         if timed and "seconds" in row:
-            share = "" if row["share"] is None else f"{100 * row['share']:.0f} %"
+            share = "" if row["share"] is None else measure.format_share(row["share"])
             cells += [measure.format_seconds(row["seconds"]), f"{row['tflops']:.3g}", share]
         elif timed:
             cells += ["not timed", "", ""]

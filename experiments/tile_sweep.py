@@ -103,11 +103,10 @@ def run(args: argparse.Namespace) -> int:
     grid, rejected = [], {}
     for head_dim in args.head_dims:
         problem = Problem(batch, heads, length, head_dim, args.causal, seed=args.seed)
-        some, rejected[problem.name] = cells(args, problem, arch)
+        some, others = cells(args, problem, arch)
+        rejected[problem.name] = others
         grid.append((problem, some))
-        print(
-            f"hd{head_dim}: {len(some)} tiles compile for {arch}, {len(rejected[problem.name])} do not"
-        )
+        print(f"hd{head_dim}: {len(some)} tiles compile for {arch}, {len(others)} do not")
     if args.json is None and not args.quick:
         args.json = common.RESULTS / f"tile_sweep_{args.variant}.json"
     record = common.run_grid(
