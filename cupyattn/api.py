@@ -155,7 +155,10 @@ def plans(request: Request) -> list[Plan]:
     """Plan a request from shapes and strides alone: the quantising passes, then attention."""
     call, options, z = request.call, request.options, request.quantized
     o = request.receiver
-    o = Operand.contiguous(call.output_shape, STORAGE[call.dtype]) if o is None else Operand.of(o)
+    if o is None:
+        o = Operand.contiguous(call.output_shape, STORAGE[call.dtype].itemsize)
+    else:
+        o = Operand.of(o)
     if request.variant.family != "int8":
         q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
         return [
@@ -179,11 +182,11 @@ def plans(request: Request) -> list[Plan]:
                 x, call.dtype, group, per_tensor=per_tensor, smooth=smooth, static=quant.static
             )
         )
-        codes.append(Operand.contiguous(x.shape, "int8"))
-        scales.append(Operand.contiguous(scale_shape(x.shape, group, granularity), "float32"))
+        codes.append(Operand.contiguous(x.shape, 1))
+        scales.append(Operand.contiguous(scale_shape(x.shape, group, granularity), 4))
     v = Operand.of(request.v)
     if call.dtype == "float32":
-        v = Operand.contiguous(v.shape, "float16")
+        v = Operand.contiguous(v.shape, 2)
     plan = launch.plan_int8(
         request.variant, call, codes[0], codes[1], v, o, scales[0], scales[1], group_q=groups[0],
         group_kv=groups[1], smoothed=quant.smooth_k, tiles=tiles, arch=options.arch,

@@ -65,9 +65,8 @@ class Operand:
         return cls(tuple(array.shape), strides, itemsize, data_address(array) % 16)
 
     @classmethod
-    def contiguous(cls, shape: Sequence[int], dtype: Any) -> Operand:
+    def contiguous(cls, shape: Sequence[int], itemsize: int) -> Operand:
         """Describe an array that is still to be allocated, in C order."""
-        itemsize = np.dtype(dtype).itemsize
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return cls(tuple(shape), tuple(strides), itemsize, 0)
 
