@@ -1,21 +1,23 @@
 // quantize -- Q or K in 16 or 32 bits to INT8 codes with one float scale per GROUP rows.
 //
-// Idea         Memory decides: every byte is read once, stays in registers between the search for the
-//              largest magnitude and the coding, and leaves as a quarter or half of itself. A block
-//              takes BLOCK_Q rows: LANES neighbouring lanes share a row, a warp takes a few rows at a
-//              time, and rows meet their group in shared memory, whatever the granularity is.
-//              Groups too large for a block (a head, a tensor) are read twice: group_absmax, encode_int8.
+// Idea         Memory decides: every byte is read once, stays in registers between the search for
+//              the largest magnitude and the coding, and leaves as a half or a quarter of itself.
+//              A block takes BLOCK_Q rows: LANES neighbouring lanes share a row, a warp takes a few
+//              rows at a time, and rows meet their group in shared memory, at any granularity.
+//              Groups too large for a block (a head, a tensor) are read twice.
 // Entries      quantize_int8  whole groups in a block: maximum, scale, codes
 //              group_absmax   the maxima of groups that span blocks
 //              encode_int8    codes from those maxima, or from scales that were given
 //              channel_sum, channel_mean  the mean of the keys, which smoothing subtracts
-// Kept simple  The operand plays Q's part in config.cuh: its tile is BLOCK_Q rows, its group GROUP_Q.
+// Kept simple  The operand plays Q's part in config.cuh: BLOCK_Q rows, GROUP_Q to a scale.
 //              One indexing for every granularity: the scale of a row is scale[row / GROUP].
-//              No float is summed or compared by an atomic: sums have a fixed order, and a maximum of
-//              bits does not depend on one. The same input gives the same bits on every run.
-// Rounding     R0 x - mean, R1 scale, inverse and code, each operation rounded once (prims/quant.cuh)
+//              No float is summed by an atomic: sums have a fixed order, and the maximum of bits
+//              needs none. The same input gives the same bits on every run.
+// Rounding     R0 x - mean; R1 scale, inverse, code: each operation rounded once (prims/quant.cuh)
 // Mirror       cupyattn.quant.quantizers.quantize_symmetric, to the bit
 // Bound        cupyattn.bounds.quantisation: half a scale
+// Tried, lost  Holding the rows as arrays of 16-bit numbers: one register each, and the compiler
+//              then waits for the first loads before it issues the last (seen in the machine code).
 #include "prims/config.cuh"
 #include "prims/params.cuh"
 #include "prims/quant.cuh"
@@ -39,7 +41,10 @@ static_assert(GROUP >= 1, "quantize needs GROUP_Q, the rows per scale");
 static_assert(BLOCK_ROWS % GROUP == 0 || GROUP % BLOCK_ROWS == 0,
               "BLOCK_Q must hold whole groups of GROUP_Q rows, or divide a group");
 
-// ---- a block's rows -------------------------------------------------------------------------------
+// NOTE: the 1 of the launch bounds asks for nothing, but without it ptxas aims at 64 registers and
+// spills the last two.
+
+// ---- a block's rows -----------------------------------------------------------------------------
 
 // Where this block works: rows row0, row0 + 1, ... of one (batch, head).
 struct Place {
@@ -72,8 +77,8 @@ struct Rows {
   float mean[LANE_ACCESSES][VEC];  // 0 without smoothing
 
   __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
-    const elem_t* X =
-        at.X(p) + row_in_pass() * p.X_stride.len + col_of(0);  // this lane's first access
+    // from this lane's first access
+    const elem_t* X = at.X(p) + row_in_pass() * p.X_stride.len + col_of(0);
     const int64_t pass_stride = ROWS_PER_PASS * p.X_stride.len;
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass, X += pass_stride)
@@ -127,9 +132,9 @@ struct Rows {
   }
 };
 
-// ---- codes ----------------------------------------------------------------------------------------
+// ---- codes --------------------------------------------------------------------------------------
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS) void quantize_int8(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_int8(
     const __grid_constant__ QuantizeParams p) {
   __shared__ uint32_t absmax[GROUPS];  // [GROUPS] bits of the largest magnitude
   __shared__ float inverse[GROUPS];    // [GROUPS]
@@ -149,8 +154,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void quantize_int8(
   __syncthreads();  // every row of a group has added its maximum before the scale is made of it
 #pragma unroll 1
   for (int g = thread_id(); g < GROUPS; g += NUM_THREADS) {
-    const Scale scale =
-        scale_of_absmax(absmax[g]);  // R1: one division for the scale, one for its inverse
+    const Scale scale = scale_of_absmax(absmax[g]);  // R1
     inverse[g] = scale.inverse;
     if (g * GROUP < at.rows) p.scale[at.first_scale(p) + g] = scale.scale;
   }
@@ -165,7 +169,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void quantize_int8(
   }
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS) void group_absmax(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void group_absmax(
     const __grid_constant__ QuantizeParams p) {
   __shared__ uint32_t absmax;  // of this block
   const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
@@ -185,7 +189,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void group_absmax(
   if (thread_id() == 0) atomicMax(&p.absmax[at.first_scale(p)], absmax);
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS) void encode_int8(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_int8(
     const __grid_constant__ QuantizeParams p) {
   __shared__ float inverse[GROUPS];  // [GROUPS]
   const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
@@ -216,9 +220,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void encode_int8(
   }
 }
 
-// ---- the mean of the keys -------------------------------------------------------------------------
+// ---- the mean of the keys -----------------------------------------------------------------------
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS) void channel_sum(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_sum(
     const __grid_constant__ QuantizeParams p) {
   __shared__ float sums[ROWS_PER_PASS][HEAD_DIM];  // [ROWS_PER_PASS, HEAD_DIM]
   const Place at(p, p.splits, p.split_rows);
@@ -247,16 +251,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void channel_sum(
   }
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS) void channel_mean(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_mean(
     const __grid_constant__ QuantizeParams p) {
-  const float* partial_sum =
-      p.partial_sum + int64_t(blockIdx.x) * p.splits * HEAD_DIM;  // [splits, HEAD_DIM]
+  // [splits, HEAD_DIM]
+  const float* partial_sum = p.partial_sum + int64_t(blockIdx.x) * p.splits * HEAD_DIM;
   for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
     float total = 0.0f;
 #pragma unroll 8
     for (int split = 0; split < p.splits; ++split) total += partial_sum[split * HEAD_DIM + col];
-    // NOTE: any vector that all keys share may be subtracted. Where the sum is not finite it is 0, so
-    // that one NaN does not reach every key of the head.
+    // NOTE: any vector that all keys share may be subtracted. Where the sum is not finite it is 0,
+    // so that one NaN does not reach every key of the head.
     const bool finite = magnitude_bits(total) < INFINITY_BITS;
     p.mean[int64_t(blockIdx.x) * HEAD_DIM + col] = finite ? total / p.length : 0.0f;
   }

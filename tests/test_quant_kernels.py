@@ -13,24 +13,25 @@ from hypothesis import strategies as st
 
 from cupyattn import compile as kc
 from cupyattn.errors import KernelCompileError, UnsupportedError
+from cupyattn.features import DTYPES
 from cupyattn.launch import Operand, pack
 from cupyattn.quant import GROUP_ALL
 from cupyattn.quant.plan import QUANTIZE_PARAMS, block_shape, plan_operand
+from cupyattn.rounding import STORAGE
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 GROUPS = (1, 2, 16, 64, 128, GROUP_ALL)
 HEADER = kc.KERNELS / "prims" / "quant.cuh"
 
 #: One cell per (dtype, head_dim), with the groups rotated over the head sizes.
 CELLS = [
     (dtype, head_dim, GROUPS[(3 * i + j) % len(GROUPS)])
-    for i, dtype in enumerate(ITEMSIZE)
+    for i, dtype in enumerate(DTYPES)
     for j, head_dim in enumerate((64, 128, 256, 40, 7, 255, 1))
 ]
 
 
 def contiguous(dtype: str, head_dim: int, group: int, **options: bool):
-    operand = Operand.contiguous((2, 3, 300, head_dim), ITEMSIZE[dtype])
+    operand = Operand.contiguous((2, 3, 300, head_dim), STORAGE[dtype].itemsize)
     return plan_operand(operand, dtype, group, **options)
 
 

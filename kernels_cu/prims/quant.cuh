@@ -17,9 +17,9 @@ struct QuantizeParams {
   int8_t* codes;              // [batch, heads, length, HEAD_DIM], contiguous
   float* scale;               // [batch, heads, groups]
   const float* static_scale;  // [batch, heads, groups], of which scale is a copy; null: dynamic
-  uint32_t* absmax;    // [batch, heads, groups], zero at first; null: a block finds it itself
-  float* partial_sum;  // [batch, heads, splits, HEAD_DIM]
-  float* mean;         // [batch, heads, HEAD_DIM], subtracted from X; null: nothing is
+  uint32_t* absmax;           // [batch, heads, groups], zero at first; null: found on the way
+  float* partial_sum;         // [batch, heads, splits, HEAD_DIM]
+  float* mean;                // [batch, heads, HEAD_DIM], subtracted from X; null: nothing is
   Strides X_stride;
   int64_t scale_stride_batch;  // of scale, static_scale and absmax; 0 shares one scale
   int64_t scale_stride_head;
@@ -29,7 +29,7 @@ struct QuantizeParams {
   int32_t split_rows;  // rows of a slice
 };
 
-// ---- in ---------------------------------------------------------------------------------------------
+// ---- in -----------------------------------------------------------------------------------------
 
 // An unsigned integer of 2 or 4 bytes.
 template <int BYTES>
@@ -47,14 +47,16 @@ using Word = typename WordOf<BYTES>::type;
 template <typename T>
 __device__ __forceinline__ float word_element(uint32_t word, int j);
 template <>
-__device__ __forceinline__ float word_element<float>(uint32_t word, int) { return __uint_as_float(word); }
+__device__ __forceinline__ float word_element<float>(uint32_t word, int) {
+  return __uint_as_float(word);
+}
 template <>
 __device__ __forceinline__ float word_element<__half>(uint32_t word, int j) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16 * j)));
 }
-template <>
+template <>  // bfloat16 is the upper half of a float
 __device__ __forceinline__ float word_element<__nv_bfloat16>(uint32_t word, int j) {
-  return __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);  // bfloat16 is the upper half of a float
+  return __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);
 }
 
 // N values of T as one access.
@@ -75,7 +77,7 @@ struct alignas(sizeof(T) * N) Words {
   }
 };
 
-// ---- scale and code ---------------------------------------------------------------------------------
+// ---- scale and code -----------------------------------------------------------------------------
 
 // |x| as an integer. Floats without sign compare as their bits do; infinity lies above every finite
 // number and NaN above infinity, so a maximum of bits keeps what fmaxf would drop.
@@ -120,7 +122,7 @@ __device__ __forceinline__ int code_s8_saturated(float x, float inverse) {
   return min(max(code_s8(x, inverse), -127), 127);
 }
 
-// ---- out --------------------------------------------------------------------------------------------
+// ---- out ----------------------------------------------------------------------------------------
 
 // The low bytes of four integers, the first lowest.
 __device__ __forceinline__ uint32_t pack_s8x4(int a, int b, int c, int d) {
@@ -133,7 +135,8 @@ __device__ __forceinline__ void store_s8(int8_t* codes, const int (&c)[N]) {
   if constexpr (N % 4 == 0) {
     Vec<uint32_t, N / 4> words;
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) words.v[i] = pack_s8x4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
+    for (int i = 0; i < N / 4; ++i)
+      words.v[i] = pack_s8x4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
     *reinterpret_cast<Vec<uint32_t, N / 4>*>(codes) = words;
   } else {
     Vec<int8_t, N> bytes;
