@@ -148,10 +148,10 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
         "mirror": "runs in NumPy, with the blocks and the rounding of these launches",
     }
     lines = [f"{request.variant.name}: {request.why}", where[request.backend]]
-    return "\n".join([*lines, *map(str, _plans(request))])
+    return "\n".join([*lines, *map(str, plans(request))])
 
 
-def _plans(request: Request) -> list[Plan]:
+def plans(request: Request) -> list[Plan]:
     """Plan a request from shapes and strides alone: the quantising passes, then attention."""
     call, options, z = request.call, request.options, request.quantized
     o = request.receiver
@@ -239,7 +239,7 @@ def _run_cuda(request: Request) -> tuple[Any, Any]:
             z, buffers = None, {"q": request.q, "k": request.k, "v": request.v}
         o = _receiver(request, cupy)
         lse = cupy.empty(call.lse_shape, "float32") if call.return_lse else None
-        plan = _plans(request)[0] if z is None else _plan_quantized(request, z, Operand.of(o))
+        plan = plans(request)[0] if z is None else _plan_quantized(request, z, Operand.of(o))
         launch.run_cuda(plan, {**buffers, "o": o, "lse": lse}, request.options.arch)
     return o, lse
 

@@ -409,7 +409,7 @@ def _kernel_bound(
     with np.errstate(invalid="ignore", over="ignore"):
         drop = xp.where(count > 0, lse - score.top, 0.0) - worst - LN2 * score.slack
     by_sum = Z_minus * xp.exp(xp.where(xp.isfinite(drop), xp.minimum(drop, 60.0), -60.0))
-    by_max = 0.999 * xp.exp2(-2.0 * score.slack)
+    by_max = 0.999 * xp.exp2(-2.0 * xp.minimum(score.slack, 99.0))
     l_least = xp.maximum(by_sum, by_max) * xp.exp(-EX2_LOG_ERROR * score.rises) / REFERENCE
     inverse_l = (1.0 / l_least)[..., None]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import arrays, checks, device, launch, reference, registry, testing, timing
-from cupyattn.api import attention
+from cupyattn import arrays, checks, device, reference, registry, testing, timing
+from cupyattn.api import attention, plans
 from cupyattn.checks import AttentionCall
-from cupyattn.launch import Operand
-from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
+from cupyattn.quant import QuantConfig, quantize
 from cupyattn.registry import Variant
+from cupyattn.request import Options, resolve
 from cupyattn.rounding import array_namespace, as_float64
 
 #: Where the rows next to tile edges lie in a sample: every rung's block_q divides it.
@@ -140,7 +140,7 @@ class Ladder:
             measured = (
                 "-" if rung.seconds is None else format_seconds(rung.seconds),
                 "-" if rung.tflops is None else f"{rung.tflops:.3g}",
-                "-" if rung.share is None else f"{100 * rung.share:.1f} %",
+                "-" if rung.share is None else format_share(rung.share),
             )
         return (
             rung.variant,
@@ -222,7 +222,7 @@ def ladder(
     chosen = [registry.lookup(n) for n in (registry.VARIANTS if variants is None else variants)]
     rows = judged_rows(call, seed)
     rows = array_namespace(q).asarray(rows)
-    exact = _remembered()
+    exact = remembered()
     rungs = []
     for variant in chosen:
         if call.dtype not in variant.dtypes:
@@ -236,7 +236,9 @@ def ladder(
             o, q, k, v, variant=variant.name, lse=lse, quantized=z, rows=rows, exact=exact,
             **options,
         )  # fmt: skip
-        memory = _memory_bytes(variant, call, q, k, v, z)
+        memory = _memory_bytes((q, k, v), variant, call, options)
+        if z is not None:  # V is the caller's own where that has 16 bits
+            memory += z.nbytes - (z.v.nbytes if z.v.dtype == v.dtype else 0)
         operations = 4 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
         rungs.append(Rung(variant.name, variant.idea, judged, memory, operations=operations))
         del o, z, operands
@@ -343,8 +345,8 @@ def judged_rows(call: AttentionCall, seed: int = 0) -> Any:
     return testing.sample_rows(call.len_q, EDGE_ROWS, seed)
 
 
-def _remembered() -> Exact:
-    """Return `attention_exact` that computes the same arrays and rows only once."""
+def remembered() -> Exact:
+    """Return an `attention_exact` that computes the same arrays only once; rows must not vary."""
     known: dict[tuple[int, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 
     def exact(*operands: Any, rows: Any, return_lse: bool, **options: Any) -> tuple[Any, Any]:
@@ -373,16 +375,14 @@ def admitted_pairs(call: AttentionCall) -> int:
 
 
 def _memory_bytes(
-    variant: Variant, call: AttentionCall, q: Any, k: Any, v: Any, z: QuantizedQKV | None
+    operands: tuple[Any, ...], variant: Variant, call: AttentionCall, options: Mapping[str, Any]
 ) -> int:
-    itemsize = int(q.dtype.itemsize)
-    output = math.prod(call.output_shape) * itemsize
-    if z is not None:
-        return output + z.nbytes - (z.v.nbytes if z.v.dtype == v.dtype else 0)
-    q, k, v = (Operand.of(arrays.contiguous_last_axis(a)) for a in (q, k, v))
-    o = Operand.contiguous(call.output_shape, itemsize)
-    plan = launch.plan_attention(variant, call, q, k, v, o)
-    return output + sum(work.nbytes for work in plan.workspace)
+    """Return what a call needs beside q, k and v: output, workspace, codes and scales."""
+    output = math.prod(call.output_shape) * (4 if call.dtype == "float32" else 2)
+    q, k, v = operands
+    request = resolve(q, k, v, Options(variant=variant.name, **options))
+    work = sum(w.nbytes for plan in plans(request) for w in plan.workspace)
+    return output + work
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -405,6 +405,17 @@ def align(rows: Sequence[Sequence[str]]) -> str:
 def format_ratio(ratio: float) -> str:
     """Return a share of a bound as text, marked where it is past 1."""
     return f"{ratio:.3f}" if ratio <= 1 else f"{ratio:.3g} > 1"
+
+
+def format_share(share: float) -> str:
+    """Return a share as a percentage with two digits.
+
+    Examples
+    --------
+    >>> format_share(0.256), format_share(0.0071)
+    ('26 %', '0.71 %')
+    """
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
 
 
 def format_seconds(seconds: float) -> str:

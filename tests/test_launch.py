@@ -39,9 +39,9 @@ def call_of(
 
 
 def contiguous_operands(call: AttentionCall) -> tuple[Operand, Operand, Operand, Operand]:
-    storage = "float32" if call.dtype == "float32" else "float16"
-    q = Operand.contiguous(call.output_shape, storage)
-    kv = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), storage)
+    itemsize = 4 if call.dtype == "float32" else 2
+    q = Operand.contiguous(call.output_shape, itemsize)
+    kv = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), itemsize)
     return q, kv, kv, q
 
 
@@ -49,11 +49,11 @@ def plan_of(call: AttentionCall, variant: str = "fa_tc", **options: Any) -> Plan
     if variant != "fa_int8":
         operands = contiguous_operands(call)
         return launch.plan_attention(registry.lookup(variant), call, *operands, **options)
-    codes = Operand.contiguous(call.output_shape, "int8")
-    k_codes = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), "int8")
-    v, o = (Operand.contiguous(x.shape, "float16") for x in (k_codes, codes))
-    q_scale = Operand.contiguous((call.batch, call.heads, max(1, call.len_q)), "float32")
-    k_scale = Operand.contiguous((call.batch, call.heads_kv, max(1, call.len_kv)), "float32")
+    codes = Operand.contiguous(call.output_shape, 1)
+    k_codes = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 1)
+    v, o = (Operand.contiguous(x.shape, 2) for x in (k_codes, codes))
+    q_scale = Operand.contiguous((call.batch, call.heads, max(1, call.len_q)), 4)
+    k_scale = Operand.contiguous((call.batch, call.heads_kv, max(1, call.len_kv)), 4)
     return launch.plan_int8(
         registry.lookup(variant), call, codes, k_codes, v, o, q_scale, k_scale,
         group_q=1, group_kv=1, smoothed=False, **options,
@@ -222,7 +222,7 @@ def test_a_form_that_a_rung_lacks_is_an_error(variant: str) -> None:
 def test_operand_of_views() -> None:
     base = np.zeros((4, 6, 10, 16), np.float16)
     whole = Operand.of(base)
-    assert whole.strides == (960, 160, 16, 1) and whole == Operand.contiguous(base.shape, "float16")
+    assert whole.strides == (960, 160, 16, 1) and whole == Operand.contiguous(base.shape, 2)
     reverse = Operand.of(base[:, ::-1, ::2])
     assert reverse.strides == (960, -160, 32, 1) and reverse.shape == (4, 6, 5, 16)
     swapped = Operand.of(base.swapaxes(1, 2))
@@ -298,11 +298,9 @@ def test_one_narrow_operand_narrows_them_all() -> None:
 def test_int8_codes_move_twice_as_many_elements(head_dim: int, offset: int) -> None:
     """What attn_fa_int8.cu derives from VEC: CODE_VEC must be aligned wherever VEC is chosen."""
     call = call_of(head_dim=head_dim)
-    codes = Operand(
-        call.output_shape, Operand.contiguous(call.output_shape, "int8").strides, 1, offset
-    )
-    halves = Operand.contiguous(call.output_shape, "float16")
-    scale = Operand.contiguous((1, 1, 4), "float32")
+    codes = Operand(call.output_shape, Operand.contiguous(call.output_shape, 1).strides, 1, offset)
+    halves = Operand.contiguous(call.output_shape, 2)
+    scale = Operand.contiguous((1, 1, 4), 4)
     plan = launch.plan_int8(
         registry.lookup("fa_int8"), call, codes, codes, halves, halves, scale, scale,
         group_q=1, group_kv=1, smoothed=False,

@@ -34,19 +34,19 @@ FUSED = [
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "tiles", "features", "numerics"),
     ("registry", "rounding", "includes", "nvrtc", "arrays", "checks", "distributions"),
-    ("mirror", "reference", "bounds", "compile"),
+    ("mirror", "reference", "perturbation", "bounds", "compile"),
     ("interpret", "launch"),
     ("quant",),
     ("request", "unfused"),
     ("api", "testing"),
-    ("measure",),
+    ("device", "timing", "measure"),
     ("diffusion", "checkpoints", "interop", "distributed"),
     ("cli", "__main__"),
 )
 #: Take the array namespace from their arguments, or know no arrays at all: never import CuPy.
 NO_CUPY = {
     "errors", "tiles", "features", "numerics", "registry", "rounding", "checks", "mirror",
-    "reference", "bounds", "includes", "nvrtc", "distributions",
+    "reference", "perturbation", "bounds", "includes", "nvrtc", "distributions",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.
 EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")

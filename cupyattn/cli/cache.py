@@ -9,14 +9,16 @@ import argparse
 import re
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+import numpy as np
+
 from cupyattn import compile as compiler
-from cupyattn import device, launch, registry
-from cupyattn.checks import AttentionCall
+from cupyattn import device, registry
+from cupyattn.api import plans
 from cupyattn.cli import output, verify
 from cupyattn.compile import ModuleSpec
-from cupyattn.launch import Operand
 from cupyattn.measure import format_bytes
-from cupyattn.quant import QuantConfig
+from cupyattn.request import Options, resolve
+from cupyattn.rounding import STORAGE
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -96,47 +98,14 @@ def parse_spec(text: str) -> list[ModuleSpec]:
     """
     name, _, rest = text.partition(":")
     size, dtype, *flags = (rest or ":").split(":")
-    variant = registry.lookup(name)
+    registry.lookup(name)
     matched = re.fullmatch(r"hd(\d+)", size)
     if matched is None or dtype not in _DTYPES or not set(flags) <= {"causal", "lse"}:
         raise ValueError(
             "SPEC must look like fa_tc:hd128:fp16[:causal][:lse], with fp16, bf16 or fp32, "
             f"got {text!r}"
         )
-    head_dim, length = int(matched[1]), 4096
-    call = AttentionCall(
-        1, 1, 1, length, length, head_dim, _DTYPES[dtype], head_dim**-0.5 if head_dim else 1.0,
-        causal="causal" in flags, return_lse="lse" in flags,
-    )  # fmt: skip
-    itemsize = 4 if dtype == "fp32" else 2
-    operand = Operand.contiguous(call.output_shape, itemsize)
-    if variant.family != "int8":
-        plan = launch.plan_attention(variant, call, operand, operand, operand, operand)
-        return list(dict.fromkeys(step.module for step in plan.launches))
-    return _int8_modules(variant, call, operand)
-
-
-def _int8_modules(variant: registry.Variant, call: AttentionCall, o: Operand) -> list[ModuleSpec]:
-    """Return what the INT8 rung compiles with the default `QuantConfig`: quantiser and kernel."""
-    from cupyattn.quant.operands import scale_shape
-    from cupyattn.quant.plan import plan_operand
-
-    quant, tiles = QuantConfig(), variant.default_tiles(call.head_dim)
-    groups = {"q": quant.group_q(tiles), "k": quant.group_kv(tiles)}
-    codes = Operand.contiguous(call.output_shape, 1)
-    v = Operand.contiguous(call.output_shape, 2)
-    scales = {
-        "q": scale_shape(call.output_shape, groups["q"], quant.granularity_q),
-        "k": scale_shape(call.output_shape, groups["k"], quant.granularity_k),
-    }
-    dynamic = {"per_tensor": False, "static": False}
-    plans = [
-        plan_operand(o, call.dtype, groups["q"], smooth=False, **dynamic),
-        plan_operand(o, call.dtype, groups["k"], smooth=quant.smooth_k, **dynamic),
-        launch.plan_int8(
-            variant, call, codes, codes, v, o,
-            Operand.contiguous(scales["q"], 4), Operand.contiguous(scales["k"], 4),
-            group_q=groups["q"], group_kv=groups["k"], smoothed=quant.smooth_k,
-        ),
-    ]  # fmt: skip
-    return list(dict.fromkeys(step.module for plan in plans for step in plan.launches))
+    x = np.zeros((1, 1, 4096, int(matched[1])), STORAGE[_DTYPES[dtype]])
+    given = Options(variant=name, causal="causal" in flags, return_lse="lse" in flags)
+    launches = (launch for plan in plans(resolve(x, x, x, given)) for launch in plan.launches)
+    return list(dict.fromkeys(launch.module for launch in launches))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cupyattn.errors import UnsupportedError
+from cupyattn.measure import format_share
 
 #: Colours that people with any colour vision tell apart (Okabe and Ito).
 _RUNG, _PEER, _SECOND = "#0072B2", "#999999", "#E69F00"
@@ -92,7 +93,11 @@ def _draw_speed(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         share = row.get("share")
         text = f" {value:.3g}" if value else " not timed"
         axis.text(
-            value, y, text + (f"  ({100 * share:.0f} %)" if share else ""), va="center", fontsize=8
+            value,
+            y,
+            text + (f"  ({format_share(share)})" if share else ""),
+            va="center",
+            fontsize=8,
         )
     axis.set_xlim(0, 1.25 * max(values, default=1.0) or 1.0)
     axis.set_xlabel("TFLOP/s (share of the ceiling of its units)", fontsize=8)
@@ -112,9 +117,10 @@ def _draw_error(axis: Any, rows: Sequence[Mapping[str, Any]], labels: bool) -> N
             )
         if judged:
             text = f"rel. error {judged['relative_error']:.1e}"
-            axis.text(1.04, y, text, va="center", fontsize=7, color="#444444")
+            axis.text(1.17, y, text, va="center", fontsize=7, color="#444444")
     axis.axvline(1.0, color="#D55E00", linewidth=1.2)
-    axis.set_xlim(0, 1.45)
+    axis.set_xlim(0, 1.5)
+    axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
     axis.set_xlabel(
         "largest error as a share of its bound (blue J2, orange J3; red line: limit)", fontsize=8
     )
