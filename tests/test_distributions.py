@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
+from cupyattn import distributions
 from cupyattn.distributions import NAMES, make
 from cupyattn.reference import attention_exact, score_blocks, softmax_exact
-from cupyattn.rounding import STORAGE, as_float64
+from cupyattn.rounding import FINITE_MAX, STORAGE, as_float64
 
 
 def probabilities(name: str, head_dim: int = 64) -> tuple[Any, Any]:
@@ -98,3 +99,15 @@ def test_says_what_is_wrong() -> None:
         make("normal", 1, 1, 1, 1, 1, "float64")
     with pytest.raises(ValueError, match="heads_kv must divide heads"):
         make("normal", 1, 3, 1, 1, 1, heads_kv=2)
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_draws_past_the_finite_range_are_clipped(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def huge(rng: np.random.Generator, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
+        return tuple(np.where(rng.random(shape) < 0.5, -1e300, 1e300) for shape in shapes)
+
+    monkeypatch.setitem(distributions._MAKERS, "huge", huge)
+    for x in make("huge", 1, 2, 8, 8, 4, dtype):
+        assert_array_equal(np.unique(as_float64(x)), [-FINITE_MAX[dtype], FINITE_MAX[dtype]])

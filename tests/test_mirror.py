@@ -169,13 +169,14 @@ def test_int8_scores_to_the_bit(shared: bool) -> None:
     if shared:  # one scale for all: both leading axes and the groups shrink to one
         x.q_scale, x.k_scale = x.q_scale[:1, :1, :1], x.k_scale[:1, :1, :1]
         x.group_q = x.group_kv = 2**30
-    _, steps = attention_mirror(x, variant="fa_int8", scale=0.3, trace=True)
+    f32, scale = np.float32, 0.41
+    assert f32(scale * np.log2(np.e)) != f32(scale) * f32(np.log2(np.e))  # rounded once, not thrice
+    _, steps = attention_mirror(x, variant="fa_int8", scale=scale, trace=True)
     dot = x.q_codes.astype(np.int64) @ np.repeat(x.k_codes, 2, 1).astype(np.int64).swapaxes(2, 3)
-    f32 = np.float32
     for b, h, i, j in np.ndindex(2, 4, 21, 37):
         at_q, at_k = ((0, 0, 0),) * 2 if shared else ((b, h, i // 2), (b, h // 2, j // 16))
         by_key = f32(dot[b, h, i, j]) * x.k_scale[at_k]
-        expected = by_key * (f32(0.3 * np.log2(np.e)) * x.q_scale[at_q])
+        expected = by_key * (f32(scale * np.log2(np.e)) * x.q_scale[at_q])
         assert steps[0].S[b, h, i, j] == expected
 
 
@@ -345,6 +346,7 @@ def test_numerics_drive_the_mirror() -> None:
     assert 1e-5 < worst(out_type="float32") < 5e-4 < worst(out_type="float32", p_type="bfloat16")
     assert worst(out_type="float32", p_type="float32", v_type="bfloat16") > 5e-4
     assert worst(out_type="float32", p_type="float32", k_type="bfloat16") > 5e-4
+    assert worst(out_type="float32", p_type="bfloat16", online=False) > 5e-4
     for scaling in ("natural", "folded"):
         for online in (False, True):
             assert (
