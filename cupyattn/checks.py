@@ -194,5 +194,5 @@ def byte_range(array: Any) -> tuple[int, int]:
 
 def data_address(array: Any) -> int:
     """Return the address of the first element of a NumPy or CuPy array."""
-    data = array.data
-    return int(data.ptr) if hasattr(data, "ptr") else int(array.ctypes.data)
+    # NOTE: NumPy refuses the buffer of a bfloat16 array, which `data` is.
+    return int(array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr)
