@@ -138,7 +138,7 @@ def _scaling(n: Numerics, sigma: float, quantized: Any) -> _Scaling:
     # subnormal, where it is off by up to 2^-150.
     xp = array_namespace(quantized.q_scale)
     usable = xp.where(quantized.q_scale > 0, as_float64(quantized.q_scale), xp.inf)
-    least = float(usable.min(initial=1.0) if xp is np else usable.min()) if usable.size else 1.0
+    least = float(usable.min()) if usable.size else 1.0
     subnormal = HALF_SUBNORMAL["float32"] / (sigma * LOG2E * least)
     common = (1 + constant(sigma * LOG2E)) * (1 + U + subnormal) - 1
     k_scale = as_float64(quantized.k_scale)
@@ -452,6 +452,7 @@ def _kernel_bound(
 
     delta_lse = delta_lse + score.shift - xp.log1p(-xp.minimum(theta_l, 1 - U64))
     delta_lse = _lse_bound(block, lse, delta_lse, score, sigma, mean, scaling)
+    overflows = xp.isinf(delta_lse)
 
     # Non-finite and out of range: no promise, under the tag of what breaks first.
     attends = count > 0
@@ -464,8 +465,8 @@ def _kernel_bound(
     terms["R4"] = xp.where((attends & ~usable)[..., None], xp.inf, terms["R4"])
     terms["R6"] = xp.where(spoilt, xp.inf, terms["R6"])
     terms["R7"] = xp.where(attends[..., None] & ~fits, xp.inf, terms["R7"])
-    delta_lse = xp.where(usable, delta_lse, xp.inf)
-    return terms, xp.where(attends, delta_lse, 0.0)
+    delta_lse = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
+    return terms, xp.where(overflows, xp.inf, delta_lse)
 
 
 def _mantissa_share(score: _Perturbed, worst: Array, online: bool) -> Array | float:
@@ -514,6 +515,7 @@ def _lse_bound(
         back = sigma * (xp.abs(block.q) * xp.abs(mu)).sum(axis=-1)
         # NOTE: the kernel adds to M, others to lse: both orders are covered.
         delta = delta + (gamma(block.q.shape[-1] + 8, U) + scaling.common) * back
+        delta = xp.where(back * LOG2E <= MAX_FLOAT, delta, xp.inf)
         size, roundings = size + log_l + dot + back * U, 5
     delta = delta + LOG2F_ERROR * log_l
     return (delta + ((1 + U) ** roundings - 1) * (size + delta)) * REFERENCE

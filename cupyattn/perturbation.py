@@ -76,8 +76,8 @@ def half_ulp(x: Array, fmt: str) -> Array:
         return xp.zeros_like(x)
     _, exponent = xp.frexp(x)
     known = xp.isfinite(x) & (x > 0)
-    spacing = xp.ldexp(UNIT_ROUNDOFF[fmt], xp.where(known, exponent, -1000) - 1)
-    return xp.maximum(spacing, HALF_SUBNORMAL[fmt])
+    power = xp.ldexp(xp.ones_like(x), xp.where(known, exponent, -1000) - 1)
+    return xp.maximum(UNIT_ROUNDOFF[fmt] * power, HALF_SUBNORMAL[fmt])
 
 
 def softmax_perturbation(

@@ -77,8 +77,8 @@ struct Rows {
   float mean[LANE_ACCESSES][VEC];  // 0 without smoothing
 
   __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
-    // from this lane's first access
-    const elem_t* X = at.X(p) + row_in_pass() * p.X_stride.len + col_of(0);
+    const elem_t* X = at.X(p);                        // [rows, HEAD_DIM]
+    X += row_in_pass() * p.X_stride.len + col_of(0);  // this lane's first access
     const int64_t pass_stride = ROWS_PER_PASS * p.X_stride.len;
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass, X += pass_stride)
@@ -226,7 +226,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_sum(
     const __grid_constant__ QuantizeParams p) {
   __shared__ float sums[ROWS_PER_PASS][HEAD_DIM];  // [ROWS_PER_PASS, HEAD_DIM]
   const Place at(p, p.splits, p.split_rows);
-  const elem_t* X = at.X(p);
+  const elem_t* X = at.X(p);           // [rows, HEAD_DIM]
   float sum[LANE_ACCESSES][VEC] = {};  // of this lane's channels, over its rows in rising order
 #pragma unroll ROWS_IN_FLIGHT
   for (int row = row_in_pass(); row < at.rows; row += ROWS_PER_PASS)
@@ -253,8 +253,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_sum(
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_mean(
     const __grid_constant__ QuantizeParams p) {
-  // [splits, HEAD_DIM]
-  const float* partial_sum = p.partial_sum + int64_t(blockIdx.x) * p.splits * HEAD_DIM;
+  const int64_t batch_head = blockIdx.x;
+  const float* partial_sum =
+      p.partial_sum + batch_head * p.splits * HEAD_DIM;  // [splits, HEAD_DIM]
   for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
     float total = 0.0f;
 #pragma unroll 8
@@ -262,6 +263,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_mean(
     // NOTE: any vector that all keys share may be subtracted. Where the sum is not finite it is 0,
     // so that one NaN does not reach every key of the head.
     const bool finite = magnitude_bits(total) < INFINITY_BITS;
-    p.mean[int64_t(blockIdx.x) * HEAD_DIM + col] = finite ? total / p.length : 0.0f;
+    p.mean[batch_head * HEAD_DIM + col] = finite ? total / p.length : 0.0f;
   }
 }

@@ -67,7 +67,7 @@ def test_mirror_is_within_its_bound(variant: str, data: st.DataObject) -> None:
 def test_mirror_is_within_its_bound_on_distributions(
     distribution: str, variant: str, dtype: str
 ) -> None:
-    q, k, v = distributions.make(distribution, 1, 2, 96, 256, 64, dtype, seed=3, heads_kv=1)
+    q, k, v = distributions.make(distribution, 1, 2, 40, 256, 64, dtype, seed=3, heads_kv=1)
     report = run_mirror(q, k, v, variant)
     assert report.passed, str(report)
 
@@ -96,7 +96,7 @@ def test_mirror_is_within_its_bound_on_scales_far_apart(seed: int, cell: tuple[s
 def test_mirror_with_the_worst_exp2_is_within_its_bound(
     variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R4: an exp2 that errs by 2^-22, upwards or downwards at random, is what the PTX ISA allows."""
+    """R4: an exp2 that errs by 2^-22, up or down at random, is what the PTX ISA allows."""
     rng = np.random.default_rng(5)
     correct = mirror.ex2
 
@@ -115,11 +115,11 @@ def test_mirror_with_the_worst_exp2_is_within_its_bound(
 # The bound is not vacuous.
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("variant", "dtype"), CELLS)
 def test_bound_is_a_few_percent_of_the_output(variant: str, dtype: str, head_dim: int) -> None:
     """At len 256 on normal data, of every row: 5 % with 16-bit P, far less with float32."""
-    q, k, v = distributions.make("normal", 1, 2, 64, 256, head_dim, dtype, seed=head_dim)
+    q, k, v = distributions.make("normal", 1, 2, 32, 256, head_dim, dtype, seed=head_dim)
     quantized = quantize(q, k, v) if variant == "fa_int8" else None
     operands = bounds.kernel_operands(quantized) if quantized else (q, k, v)
     total = bounds.attention(q, k, v, variant=variant, quantized=quantized).total
@@ -137,7 +137,7 @@ def test_bound_is_a_few_percent_of_the_output(variant: str, dtype: str, head_dim
 def test_some_error_reaches_a_twentieth_of_its_bound(variant: str) -> None:
     dtype = VARIANTS[variant].dtypes[0]
     ratios = [
-        run_mirror(*distributions.make(name, 1, 2, 64, 256, 64, dtype, seed=1), variant).ratio
+        run_mirror(*distributions.make(name, 1, 2, 32, 256, 64, dtype, seed=1), variant).ratio
         for name in ("normal", "sink")
     ]
     assert max(ratios) >= 0.05
@@ -184,7 +184,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("variant", "dtype"), [c for c in CELLS if c[0] != "fa_int8"])
 def test_planted_faults_break_the_bound(fault: str, variant: str, dtype: str) -> None:
-    q, k, v = distributions.make("normal", 1, 2, 64, 256, 64, dtype, seed=4)
+    q, k, v = distributions.make("normal", 1, 2, 16, 256, 64, dtype, seed=4)
     assert judge(blocked(q, k, v), q, k, v, variant=variant).passed
     assert judge(FAULTS[fault](q, k, v), q, k, v, variant=variant).ratio > 1
 
@@ -203,7 +203,7 @@ def test_causal_off_by_one_breaks_the_bound(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_wrong_scale_group_breaks_the_bound(dtype: str) -> None:
-    q, k, v = distributions.make("normal", 1, 2, 64, 256, 64, dtype, seed=4)
+    q, k, v = distributions.make("normal", 1, 2, 16, 256, 64, dtype, seed=4)
     quantized = quantize(q, k, v, quant=QuantConfig(granularity_q="token", granularity_k="thread"))
     operands = bounds.kernel_operands(quantized)
     judged = {"variant": "fa_int8", "quantized": quantized}
@@ -299,7 +299,7 @@ def test_gamma(n: int) -> None:
 
 
 def tensor_core_sum(x: Array, acc: Array, depth: int, extra_bits: int) -> Array:
-    """Add products to an accumulator as tensor cores do: align to the largest, cut off, add, cut."""
+    """Add products to an accumulator as tensor cores do: align to the largest, cut, add, cut."""
     for first in range(0, x.shape[-1], depth):
         terms = np.concatenate([acc[..., None], x[..., first : first + depth]], axis=-1)
         _, exponent = np.frexp(np.abs(terms).max(axis=-1, keepdims=True))

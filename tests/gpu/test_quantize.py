@@ -112,9 +112,7 @@ def test_tails(length: int) -> None:
         assert_equal_to_mirror(got, q, k, v)
 
 
-@pytest.mark.parametrize(
-    "tiles", [Tiles(16, 16, 1), Tiles(48, 112, 1), Tiles(256, 512, 4)], ids=str
-)
+@pytest.mark.parametrize("blocks", [(16, 16), (48, 112), (256, 512)])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_blocks_of_any_size(head_dim: int, blocks: tuple[int, int]) -> None:
     tiles = Tiles(*blocks, 1)

@@ -1,0 +1,215 @@
+"""The judge itself: ratios, sampled rows, reports, and what the strategy draws."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+
+from cupyattn import distributions
+from cupyattn.quant import quantize
+from cupyattn.reference import attention_exact, attention_mirror
+from cupyattn.rounding import STORAGE
+from cupyattn.testing import (
+    REGIMES,
+    SAMPLED_ROWS,
+    assert_within_bound,
+    attention_inputs,
+    judge,
+    make_regime,
+    ratio_to_bound,
+    sample_rows,
+)
+from cupyattn.tiles import Tiles
+
+INF, NAN = np.inf, np.nan
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "bound", "ratio"),
+    [
+        (1.5, 1.0, 1.0, 0.5),
+        (1.0, 1.0, 0.0, 0.0),
+        (1.1, 1.0, 0.0, INF),
+        (NAN, 1.0, 1.0, INF),  # NaN where a number was promised
+        (INF, 1.0, 1.0, INF),
+        (INF, 1.0, INF, 0.0),  # nothing promised
+        (1e9, 1.0, INF, 0.0),
+        (NAN, NAN, INF, 0.0),
+        (1.0, NAN, INF, INF),  # finite garbage
+        (-INF, -INF, 0.0, 0.0),  # lse of an empty row
+        (0.0, -INF, 0.0, INF),
+        (NAN, -INF, 0.0, INF),
+    ],
+)
+def test_ratio_to_bound(value: float, expected: float, bound: float, ratio: float) -> None:
+    arrays = (np.array([x]) for x in (value, expected, bound))
+    assert ratio_to_bound(*arrays)[0] == ratio
+
+
+@given(st.integers(0, 5000), st.integers(1, 300), st.integers(0, 9))
+def test_sampled_rows(len_q: int, block_q: int, seed: int) -> None:
+    rows = sample_rows(len_q, block_q, seed)
+    assert (np.diff(rows) > 0).all() and set(rows.tolist()) <= set(range(len_q))
+    assert rows.size >= min(len_q, SAMPLED_ROWS)
+    assert rows.size <= 2 * SAMPLED_ROWS + 2
+    if len_q:
+        assert rows[0] == 0 and rows[-1] == len_q - 1
+    starts = range(block_q, len_q, block_q)
+    if 2 * len(starts) + 1 <= SAMPLED_ROWS:
+        assert {*starts, *(row - 1 for row in starts)} <= set(rows.tolist())
+    np.testing.assert_array_equal(rows, sample_rows(len_q, block_q, seed))
+
+
+def test_a_wrong_element_is_named() -> None:
+    q, k, v = distributions.make("normal", 2, 4, 20, 30, 8, "float16", seed=0, heads_kv=2)
+    o, lse = attention_mirror(q, k, v, variant="fa_tc", return_lse=True)
+    report = assert_within_bound(o, q, k, v, lse=lse, variant="fa_tc")
+    assert report.passed and report.rows == 20
+    o[1, 2, 13, 5] = 7
+    with pytest.raises(AssertionError, match=r"OUTSIDE.*\(1, 2, 13, 5\)") as raised:
+        assert_within_bound(o, q, k, v, variant="fa_tc")
+    expected = attention_exact(q, k, v)[1, 2, 13, 5]
+    message = str(raised.value)
+    assert "value 7," in message and f"{expected:.6g}"[:6] in message and "R" in message
+    report = judge(o, q, k, v, variant="fa_tc")
+    assert report.index == (1, 2, 13, 5) and report.value == 7 and not report.passed
+    assert report.ratio == pytest.approx((7 - expected) / report.bound)
+
+
+def test_rows_are_reported_by_their_own_number() -> None:
+    q, k, v = distributions.make("normal", 1, 1, 20, 30, 8, "float32", seed=0)
+    o, lse = attention_mirror(q, k, v, return_lse=True)
+    o[0, 0, 17, 2] += 1
+    lse[0, 0, 5] = np.nan
+    report = judge(o, q, k, v, lse=lse, variant="fa", rows=np.array([3, 17, 5]))
+    assert report.index == (0, 0, 17, 2) and report.rows == 3
+    assert report.lse_index == (0, 0, 5) and report.lse_ratio == INF
+    assert judge(o, q, k, v, variant="fa", rows=np.array([3, 5])).passed
+
+
+def test_large_cells_are_sampled() -> None:
+    q, k, v = distributions.make("normal", 1, 1, 4096, 1100, 4, "float32", seed=0)
+    o = np.zeros(q.shape, np.float32)
+    rows = sample_rows(4096, 32, seed=3)
+    o[:, :, rows] = attention_exact(q, k, v, rows=rows)  # only what the seed draws is right
+    report = judge(o, q, k, v, variant="fa", seed=3)
+    assert report.passed and report.rows == rows.size
+    assert not judge(o, q, k, v, variant="fa", seed=4).passed
+
+
+def test_nan_is_never_within_a_bound() -> None:
+    q, k, v = distributions.make("normal", 1, 1, 9, 9, 4, "float16", seed=0)
+    o = attention_mirror(q, k, v, variant="unfused")
+    o[0, 0, 3, 3] = np.nan
+    assert judge(o, q, k, v, variant="unfused").ratio == INF
+
+
+def test_finite_garbage_is_no_answer_to_nan() -> None:
+    q, k, v = distributions.make("normal", 1, 1, 9, 9, 4, "float16", seed=0)
+    q[0, 0, 2, 1] = np.nan
+    o = attention_mirror(q, k, v, variant="unfused")
+    assert judge(o, q, k, v, variant="unfused").passed
+    o[0, 0, 2] = 0
+    assert judge(o, q, k, v, variant="unfused").ratio == INF
+
+
+def test_empty_outputs_and_rows_without_keys() -> None:
+    q, k, v = distributions.make("normal", 1, 2, 6, 4, 8, "float16", seed=0)
+    none = judge(q[:, :, :0], q[:, :, :0], k, v, variant="fa")
+    assert none.passed and none.rows == 0
+    o, lse = attention_mirror(q, k, v, variant="fa", causal=True, return_lse=True)
+    assert judge(o, q, k, v, lse=lse, variant="fa", causal=True).passed
+    o[0, 0, 0, 0] = 1e-7
+    assert judge(o, q, k, v, variant="fa", causal=True).ratio == INF
+
+
+def test_quantised_operands_are_judged_twice() -> None:
+    q, k, v = distributions.make("channel-bias", 1, 2, 24, 40, 16, "float16", seed=0)
+    quantized = quantize(q, k, v)
+    o, lse = attention_mirror(quantized, variant="fa_int8", return_lse=True)
+    report = assert_within_bound(o, q, k, v, lse=lse, variant="fa_int8", quantized=quantized)
+    assert report.quantisation is not None and 0 < report.quantisation <= 1
+    assert "J3" in str(report) and report.tightness < 0.05
+    alone = judge(o, None, None, None, variant="fa_int8", quantized=quantized)
+    assert alone.quantisation is None and alone.ratio == report.ratio
+    other = judge(o, 1.5 * q, k, v, variant="fa_int8", quantized=quantized)
+    assert other.ratio == report.ratio and other.quantisation is not None
+    assert other.quantisation > 1 and not other.passed
+
+
+def test_arguments_are_checked() -> None:
+    q, k, v = distributions.make("normal", 1, 1, 4, 6, 8, "float16", seed=0)
+    with pytest.raises(ValueError, match="o must have"):
+        judge(q[:, :, :2], q, k, v, variant="fa")
+    with pytest.raises(ValueError, match="lse must have"):
+        judge(q, q, k, v, lse=q, variant="fa")
+    with pytest.raises(TypeError, match="quantized"):
+        judge(q, None, None, None, variant="fa_int8")
+
+
+# Drawn inputs.
+
+
+@settings(max_examples=60)
+@given(attention_inputs(tiles=Tiles(16, 8, 1), max_head_dim=40, max_scores=2**10))
+def test_drawn_inputs_fit_together(case: tuple[Any, Any, Any, dict[str, Any]]) -> None:
+    q, k, v, options = case
+    assert q.dtype == k.dtype == v.dtype and q.dtype in STORAGE.values()
+    assert k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    assert q.shape[1] % k.shape[1] == 0 and 1 <= q.shape[3] <= 40
+    assert q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= 2**10
+    assert all(np.isfinite(x.astype(np.float64)).all() for x in (q, k, v))
+    attention_exact(q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        lambda q, k, o: k.shape[2] == 0 and q.shape[2] > 0,
+        lambda q, k, o: q.shape[2] == 0,
+        lambda q, k, o: k.shape[2] == 33,
+        lambda q, k, o: q.shape[2] > k.shape[2] > 0 and o["causal"],
+        lambda q, k, o: q.shape[1] > k.shape[1] > 1,
+        lambda q, k, o: q.shape[3] == 127,
+        lambda q, k, o: o["causal"] and o["causal_align"] == "top-left",
+    ],
+)
+def test_corner_cases_can_be_drawn(wanted: Any) -> None:
+    deep = settings(max_examples=3000, database=None, deadline=None)
+    q, k, _, options = find(attention_inputs(), lambda x: wanted(x[0], x[1], x[3]), settings=deep)
+    assert wanted(q, k, options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_regimes_are_what_they_say(regime: str, dtype: str) -> None:
+    q, k, v = make_regime(regime, (1, 2, 40, 16), (1, 1, 50, 16), dtype, seed=1)
+    assert all(
+        x.dtype == STORAGE[dtype] and np.isfinite(x.astype(np.float64)).all() for x in (q, v)
+    )
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scores = q @ k.swapaxes(-1, -2) / 4
+    tiny = {"float16": 2.0**-14}.get(dtype, 2.0**-126)
+    found = {
+        "normal": 0.8 < v.std() < 1.2,
+        "outlier channel": np.abs(k).max() > 50 and np.median(np.abs(k)) < 2,
+        "constant rows": not np.ptp(k, axis=-1).any(),
+        "subnormal": 0 < np.median(np.abs(v)) < tiny,
+        "equal keys": not np.ptp(k, axis=2).any() and np.ptp(v, axis=2).any(),
+        "repeated maxima": (scores == scores.max(axis=-1, keepdims=True)).sum(axis=-1).min() > 1,
+        "large offsets": v.min() > 900,
+        "large logits": np.abs(scores).max() > 1e4,
+        "zeros": not (q.any() or k.any() or v.any()),
+    }
+    assert found[regime]
+
+
+def test_hypothesis_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    with pytest.raises(ImportError, match="pip install hypothesis"):
+        attention_inputs()
