@@ -129,6 +129,11 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         why = f"the fastest rung of accuracy class {options.accuracy!r} for {call.dtype}"
     else:
         variant, why = registry.lookup(options.variant), "asked for by name"
+    if call.dtype not in variant.dtypes:
+        raise UnsupportedError(
+            f"{variant.name} takes {', '.join(variant.dtypes)}, got {call.dtype}: "
+            "convert the arrays, or use variant='auto'"
+        )
     if options.quant is not None and variant.family != "int8":
         raise ValueError(f"quant is for fa_int8, got variant {variant.name!r}")
     if options.check_finite:
