@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 
@@ -194,5 +196,5 @@ def byte_range(array: Any) -> tuple[int, int]:
 
 def data_address(array: Any) -> int:
     """Return the address of the first element of a NumPy or CuPy array."""
-    # NOTE: NumPy refuses the buffer of a bfloat16 array, which `data` is.
-    return int(array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr)
+    # NOTE: NumPy's .data is a buffer, which bfloat16 does not have.
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

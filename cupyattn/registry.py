@@ -58,7 +58,7 @@ class Variant:
         if dtype not in self.dtypes:
             raise UnsupportedError(
                 f"{self.name} takes {', '.join(self.dtypes)}, got {dtype}: "
-                "convert the arrays, or use fa_warps, which takes float32"
+                "convert the arrays, or use variant='auto'"
             )
 
     def default_tiles(self, head_dim: int, form: str = "portable") -> Tiles:
