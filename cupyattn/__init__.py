@@ -1,1 +1,86 @@
-"""Attention kernels for CuPy and NumPy, compiled at run time, checked against derived bounds."""
+"""Attention kernels for CuPy and NumPy, compiled at run time, checked against derived bounds.
+
+>>> import numpy as np, cupyattn as ca
+>>> q = k = v = np.ones((1, 2, 5, 16), np.float16)
+>>> ca.attention(q, k, v).shape
+(1, 2, 5, 16)
+
+Names are imported when they are first used: ``import cupyattn`` is quick and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cupyattn import bounds, distributions, quant, reference, testing, unfused
+    from cupyattn.api import attention, explain
+    from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
+    from cupyattn.measure import ladder
+    from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
+    from cupyattn.registry import VARIANTS, Variant, register
+    from cupyattn.tiles import Tiles
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "VARIANTS",
+    "KernelCompileError",
+    "KernelLaunchError",
+    "QuantConfig",
+    "QuantizedQKV",
+    "Tiles",
+    "UnsupportedError",
+    "Variant",
+    "__version__",
+    "attention",
+    "bounds",
+    "distributions",
+    "explain",
+    "ladder",
+    "quant",
+    "quantize",
+    "reference",
+    "register",
+    "testing",
+    "unfused",
+]
+
+#: Where each name lives; an empty string: it is a module itself.
+_HOME = {
+    "attention": "api",
+    "explain": "api",
+    "KernelCompileError": "errors",
+    "KernelLaunchError": "errors",
+    "UnsupportedError": "errors",
+    "ladder": "measure",
+    "QuantConfig": "quant",
+    "QuantizedQKV": "quant",
+    "quantize": "quant",
+    "VARIANTS": "registry",
+    "Variant": "registry",
+    "register": "registry",
+    "Tiles": "tiles",
+    "bounds": "",
+    "distributions": "",
+    "quant": "",
+    "reference": "",
+    "testing": "",
+    "unfused": "",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'cupyattn' has no attribute {name!r}")
+    home = _HOME[name]
+    module = importlib.import_module(f"cupyattn.{home or name}")
+    value = getattr(module, name) if home else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

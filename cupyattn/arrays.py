@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.rounding import array_namespace
+
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
 
@@ -19,11 +21,6 @@ def is_cupy(array: Any) -> bool:
     """Whether `array` is a CuPy array, decided without importing CuPy."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
-
-
-def namespace(array: Any) -> Any:
-    """Return the module, NumPy or CuPy, whose array this is."""
-    return sys.modules["cupy"] if is_cupy(array) else np
 
 
 def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -75,5 +72,5 @@ def _importer(array: Any) -> Callable[[Any], Any]:
 def contiguous_last_axis(array: Any) -> Any:
     """Return `array`, or a copy in C order where its last axis is not contiguous."""
     if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
-        return namespace(array).ascontiguousarray(array)
+        return array_namespace(array).ascontiguousarray(array)
     return array

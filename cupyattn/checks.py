@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 
@@ -73,7 +75,7 @@ def check_dtype(q: Any, k: Any, v: Any) -> str:
 def check_scale(scale: float | None, head_dim: int) -> float:
     """Return the softmax scale: the caller's, or ``head_dim ** -0.5``."""
     if scale is None:
-        return float(head_dim) ** -0.5
+        return 1.0 / math.sqrt(head_dim)
     value = float(scale)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"scale must be positive and finite, got {scale!r}")
@@ -194,5 +196,5 @@ def byte_range(array: Any) -> tuple[int, int]:
 
 def data_address(array: Any) -> int:
     """Return the address of the first element of a NumPy or CuPy array."""
-    data = array.data
-    return int(data.ptr) if hasattr(data, "ptr") else int(array.ctypes.data)
+    # NOTE: NumPy's .data is a buffer, which bfloat16 does not have.
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

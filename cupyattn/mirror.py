@@ -355,9 +355,11 @@ def attention_mirror(
     R2 and R6 accumulate in float32, in NumPy's order for FMA chains and tensor cores alike (an
     order inside one product is the device's own affair; the bound holds for any). A block's P V is
     summed by itself and then added to O, one rounding more than a chain that starts from O. int32
-    products are exact. S c - M is formed in float64 and rounded once. As in every rung, M is one
-    rounded number that all exponents of a row share, so scores beyond 2^30 in log2 units leave the
-    range of the exponential (bare float32 or large float16 operands can reach that).
+    products are exact. S c - M is formed in float64 and rounded once.
+
+    As in every rung, M = fl(m c) is one rounded number that all exponents of a row share, so P
+    reaches exp2(m c - M): beyond scores of 2^28 in log2 units it can overflow float16, beyond 2^31
+    float32. float16 operands get there from entries of several thousand on.
 
     Examples
     --------

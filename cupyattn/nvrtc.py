@@ -176,7 +176,8 @@ def load() -> Nvrtc:
     """Return the NVRTC of this environment, loaded once.
 
     Looked for in this order: ``CUPYATTN_NVRTC``, `cuda.pathfinder` (it comes with CuPy), the
-    NVIDIA wheels' folders, the system's loader.
+    NVIDIA wheels' folders, the system's loader. To compare two versions in one process, call this
+    before naming the second: CuPy, too, takes the first that the process holds.
 
     Returns
     -------
@@ -216,7 +217,10 @@ def _candidates() -> Iterator[str]:
             found = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
         except RuntimeError:  # DynamicLibNotFoundError; older releases raise plain RuntimeError
             found = None
-        if found:
+        # NOTE: pathfinder answers with what the process holds already, which may be the second
+        # NVRTC that CUPYATTN_NVRTC named earlier; that one is nobody's default.
+        named = {os.path.realpath(library.path) for name, library in _loaded.items() if name}
+        if found and os.path.realpath(found) not in named:
             yield found
     for folder in _wheel_folders(_WHEEL_LIBRARIES):
         for name in SONAMES:

@@ -102,7 +102,7 @@ def fma32(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> npt.NDArray[n
 
     Examples
     --------
-    >>> float(fma32(np.float32(1 + 2**-12), np.float32(1 - 2**-12), np.float32(-1))) == -(2.0**-24)
+    >>> float(fma32(np.float32(1 + 2**-13), np.float32(1 - 2**-13), np.float32(-1))) == -(2.0**-26)
     True
     """
     with np.errstate(over="ignore", invalid="ignore"):

@@ -197,6 +197,7 @@ def judge(
     causal_align: str = "bottom-right",
     rows: Array | None = None,
     seed: int = 0,
+    exact: Callable[..., Any] = attention_exact,
 ) -> Report:
     """Compare an output with exact attention, as a fraction of the derived bound.
 
@@ -220,6 +221,8 @@ def judge(
         Query rows to look at; by default all of a small cell, else those of `sample_rows`.
     seed : int
         Of that sample.
+    exact : callable
+        What computes exact attention: `cupyattn.reference.attention_exact`, or a cache before it.
 
     Returns
     -------
@@ -259,7 +262,7 @@ def judge(
         "scale": scale, "causal": causal, "causal_align": causal_align, "rows": rows,
     }  # fmt: skip
 
-    expected, expected_lse = attention_exact(*operands, return_lse=True, **options)
+    expected, expected_lse = exact(*operands, return_lse=True, **options)
     bound = bounds.attention(
         q, k, v, variant=variant, numerics=numerics, tiles=tiles, form=form,
         quantized=quantized, **options,
@@ -268,7 +271,9 @@ def judge(
         expected_lse = expected_lse + _mean_score(operands[0], quantized, rows, scale)
     quantisation = None
     if quantized is not None and q is not None:
-        quantisation = _judge_quantisation(q, k, v, quantized, expected, expected_lse, options)
+        given = exact(q, k, v, return_lse=True, **options)
+        cost = bounds.quantisation(q, k, v, quantized, **options)
+        quantisation = _judge_quantisation((expected, expected_lse), given, cost)
 
     value = as_float64(o)[:, :, rows]
     total = bound.total
@@ -340,14 +345,12 @@ def _mean_score(q: Array, quantized: Any, rows: Array, scale: float | None) -> A
 
 
 def _judge_quantisation(
-    q: Array, k: Array, v: Array, quantized: Any, o: Array, lse: Array, options: dict[str, Any]
+    operands: tuple[Array, Array], given: tuple[Array, Array], bound: bounds.Bound
 ) -> float:
-    """J3: exact attention of the operands (o, lse) against that of the caller's arrays."""
-    bound = bounds.quantisation(q, k, v, quantized, **options)
-    expected, expected_lse = attention_exact(q, k, v, return_lse=True, **options)
+    """J3: exact attention (o, lse) of the operands against that of the caller's arrays."""
     return max(
-        _worst(ratio_to_bound(o, expected, bound.total))[0],
-        _worst(ratio_to_bound(lse, expected_lse, bound.lse))[0],
+        _worst(ratio_to_bound(operands[0], given[0], bound.total))[0],
+        _worst(ratio_to_bound(operands[1], given[1], bound.lse))[0],
     )
 
 

@@ -29,7 +29,7 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 static_assert(BLOCK_KV % WARP_SIZE == 0,
               "BLOCK_KV must be a multiple of 32: a lane holds whole keys");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_fa_warps(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
     const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
@@ -107,7 +107,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_fa_warps(
     for (int k = 0; k < LANE_KEYS; ++k)
 #pragma unroll 4
       for (int j = 0; j < WARP_SIZE; ++j) {
-        const float* V_row = smem.V + (j + k * WARP_SIZE) * HEAD_DIM;
+        const float* V_row = smem.V + (j + k * WARP_SIZE) * HEAD_DIM;  // [HEAD_DIM]
         float v[LANE_COLS];
 #pragma unroll
         for (int c = 0; c < LANE_COLS; ++c)

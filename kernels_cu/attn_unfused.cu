@@ -29,7 +29,7 @@ union SharedStorage {  // one or the other, by kernel
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
 // S = scale Q K^T, -inf where masked. One block per tile of S.
-extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_unfused_scores(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores(
     const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = reinterpret_cast<SharedStorage*>(shared_bytes)->scores;
@@ -68,7 +68,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_unfused_scores(
 }
 
 // P = softmax(S) in place, and lse. One warp per row.
-extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_unfused_softmax(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_softmax(
     const __grid_constant__ AttnParams p) {
   const int64_t row = int64_t(blockIdx.x) * NUM_WARPS + warp_id();  // of batch heads len_q
   if (row >= int64_t(p.batch) * p.heads * p.len_q) return;
@@ -94,7 +94,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_unfused_softmax(
 }
 
 // O = P V. One block per tile of query rows.
-extern "C" __global__ __launch_bounds__(NUM_THREADS) void attn_unfused_weighted_sum(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_weighted_sum(
     const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = reinterpret_cast<SharedStorage*>(shared_bytes)->weighted_sum;

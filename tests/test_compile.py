@@ -369,6 +369,19 @@ def test_a_second_nvrtc_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kc.build(ADD, "sm_80").kernels
 
 
+def test_a_second_nvrtc_named_first_is_not_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the process holds already is not taken for the environment's own."""
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    second = str(tmp_path / "libnvrtc.so.13")
+    monkeypatch.setattr(nvrtc, "_loaded", {second: SimpleNamespace(path=second)})
+    monkeypatch.setattr(
+        pathfinder, "load_nvidia_dynamic_lib", lambda name: SimpleNamespace(abs_path=second)
+    )
+    assert second not in list(nvrtc._candidates())
+
+
 # ---- devices, without one ------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import itertools
 import pytest
 
 from cupyattn import compile as kc
-from cupyattn import launch
+from cupyattn import launch, nvrtc
 from cupyattn.features import Features
 from cupyattn.registry import VARIANTS, Variant
 
@@ -47,42 +47,75 @@ def choices(variant: Variant) -> list[tuple[int, str, bool, bool]]:
     ]
 
 
-def rotated() -> list[tuple[str, str, int, str, bool, bool]]:
+def architectures(form: str) -> tuple[str, ...]:
+    return kc.ARCHITECTURES if form == "portable" else ("sm_90a",)
+
+
+def taken(variant: Variant, form: str, head_dim: int) -> int:
+    """Return `head_dim`, or the largest that a Hopper form takes."""
+    return head_dim if form == "portable" else min(head_dim, max(variant.hopper_tiles))
+
+
+def rotated() -> list[tuple[str, str, str, int, str, bool, bool]]:
     cells = []
     for name, variant in VARIANTS.items():
         picks = itertools.cycle(choices(variant))
-        for arch in kc.ARCHITECTURES:
-            cells += [(name, arch, *next(picks)) for _ in range(3)]
+        for form in variant.forms:
+            for arch in architectures(form):
+                for head_dim, *rest in itertools.islice(picks, 3):
+                    cells.append((name, form, arch, taken(variant, form, head_dim), *rest))
     return cells
 
 
 def build(
-    name: str, arch: str, head_dim: int, dtype: str, causal: bool, lse: bool
+    name: str, form: str, arch: str, head_dim: int, dtype: str, causal: bool, lse: bool
 ) -> tuple[kc.ModuleSpec, kc.Binary]:
     if arch not in kc.supported_architectures():
-        pytest.skip(f"this NVRTC does not know {arch}")
+        version = ".".join(map(str, nvrtc.load().version))
+        pytest.skip(f"NVRTC {version} does not know {arch}")
     variant = VARIANTS[name]
     features = features_of(variant, dtype, head_dim, causal, lse)
-    spec = launch.module_spec(variant, features, variant.default_tiles(head_dim))
+    spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
     return spec, kc.build(spec, arch)
 
 
-@pytest.mark.parametrize(("name", "arch", "head_dim", "dtype", "causal", "lse"), rotated())
-def test_compiles(name: str, arch: str, head_dim: int, dtype: str, causal: bool, lse: bool) -> None:
-    spec, binary = build(name, arch, head_dim, dtype, causal, lse)
+@pytest.mark.parametrize(("name", "form", "arch", "head_dim", "dtype", "causal", "lse"), rotated())
+def test_compiles(
+    name: str, form: str, arch: str, head_dim: int, dtype: str, causal: bool, lse: bool
+) -> None:
+    spec, binary = build(name, form, arch, head_dim, dtype, causal, lse)
     assert any(entry.startswith(VARIANTS[name].entry_point) for entry in binary.kernels)
-    static = max(resources.static_smem for resources in binary.kernels.values())
-    kc.check_shared_memory(binary.smem_bytes + static, SMALLEST_LIMIT, str(spec))
+    if form == "portable":
+        static = max(taken.static_smem for taken in binary.kernels.values())
+        kc.check_shared_memory(binary.smem_bytes + static, SMALLEST_LIMIT, str(spec))
 
 
-@pytest.mark.parametrize("arch", NO_SPILLS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for name in VARIANTS for dtype in VARIANTS[name].dtypes]
+    ("name", "form", "dtype", "arch", "head_dim"),
+    [
+        (name, form, dtype, arch, head_dim)
+        for head_dim in (64, 128, 256)
+        for name, variant in VARIANTS.items()
+        for form in variant.forms
+        for dtype in variant.dtypes
+        for arch in (NO_SPILLS if form == "portable" else architectures(form))
+        if head_dim == taken(variant, form, head_dim)
+    ],
 )
-def test_default_tiles_spill_nothing(name: str, dtype: str, head_dim: int, arch: str) -> None:
+def test_default_tiles_spill_nothing(
+    name: str, form: str, dtype: str, arch: str, head_dim: int
+) -> None:
     for causal in (False, True):
-        spec, binary = build(name, arch, head_dim, dtype, causal, lse=True)
+        spec, binary = build(name, form, arch, head_dim, dtype, causal, lse=True)
         for entry, taken in binary.kernels.items():
             spills = taken.spill_stores, taken.spill_loads
             assert spills == (0, 0), f"{entry} for {arch} takes {taken}: {spec}"
+
+
+def test_rotation_meets_every_choice() -> None:
+    """Each variant is compiled for each architecture, head size, dtype, mask and lse."""
+    for name, variant in VARIANTS.items():
+        met = [set(column) for column in zip(*(c for c in rotated() if c[0] == name), strict=True)]
+        assert met[3] == set(HEAD_DIMS) and met[4] == set(variant.dtypes)
+        assert met[5] == met[6] == {False, True}
+        assert set(kc.ARCHITECTURES) <= met[2]

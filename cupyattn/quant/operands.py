@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import checks, registry
+from cupyattn.arrays import contiguous_last_axis
 from cupyattn.launch import Operand, run_cuda
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.plan import plan_operand
@@ -216,8 +217,7 @@ def _operand_cuda(
     static_scale: Array | None,
 ) -> tuple[Array, Array, Array | None]:
     """Return codes, scales and mean (None where not smoothed) of one operand."""
-    if x.shape[-1] > 1 and x.strides[-1] != x.dtype.itemsize:
-        x = cupy.ascontiguousarray(x)
+    x = contiguous_last_axis(x)
     plan = plan_operand(
         Operand.of(x),
         x.dtype.name,

@@ -25,9 +25,9 @@ QUANTIZE_PARAMS = np.dtype(
     align=True,
 )  # fmt: skip
 
-#: Warps of a block and registers per thread for the operand, in the order in which they are tried:
-#: the first that holds a whole group reads the operand once.
-_SHAPES = ((4, 32), (8, 32), (16, 32), (16, 64))
+#: Warps of a block in the order in which they are tried: the first that holds a whole group in so
+#: many registers per thread reads the operand once. More registers were seen to spill.
+_NUM_WARPS, _REGISTERS = (4, 8, 16), 32
 _MAX_PASSES = 8
 
 #: Slices of the keys that are summed side by side, and how short one may be.
@@ -59,23 +59,21 @@ def block_shape(group: int, head_dim: int, itemsize: int, vec: int) -> tuple[int
     >>> block_shape(16, 128, 2, 8), block_shape(128, 128, 2, 8), block_shape(2**30, 128, 2, 8)
     ((64, 4, True), (128, 8, True), (64, 4, False))
     """
-    for num_warps, registers in _SHAPES:
-        rows = _rows_held(num_warps, registers, head_dim, itemsize, vec)
+    for num_warps in _NUM_WARPS:
+        rows = _rows_held(num_warps, head_dim, itemsize, vec)
         rows -= rows % group
         if rows and rows % num_warps == 0:
             return rows, num_warps, True
-    num_warps, registers = _SHAPES[0]
-    rows = _rows_held(num_warps, registers, head_dim, itemsize, vec)
-    rows = math.gcd(rows, group)
-    return rows, min(num_warps, rows), False
+    rows = math.gcd(_rows_held(_NUM_WARPS[0], head_dim, itemsize, vec), group)
+    return rows, min(_NUM_WARPS[0], rows), False
 
 
-def _rows_held(num_warps: int, registers: int, head_dim: int, itemsize: int, vec: int) -> int:
-    """Return how many rows a block holds in so many registers per thread: a power of two."""
+def _rows_held(num_warps: int, head_dim: int, itemsize: int, vec: int) -> int:
+    """Return how many rows a block holds in its registers: a power of two."""
     accesses = head_dim // vec
     lanes = min(32, 1 << (accesses - 1).bit_length())
     registers_per_row = -(-accesses // lanes) * max(1, vec * itemsize // 4)
-    passes = min(_MAX_PASSES, 1 << (registers // registers_per_row).bit_length() - 1)
+    passes = min(_MAX_PASSES, 1 << (_REGISTERS // registers_per_row).bit_length() - 1)
     return passes * num_warps * 32 // lanes
 
 

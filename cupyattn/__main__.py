@@ -1,0 +1,7 @@
+"""`python -m cupyattn` is the `cupyattn` command."""
+
+import sys
+
+from cupyattn.cli import main
+
+sys.exit(main())

@@ -1,0 +1,74 @@
+"""The `cupyattn` command: one module for each sub-command, nothing imported before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from cupyattn import __version__
+from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
+
+#: Sub-commands and what ``cupyattn --help`` says of them; each is a module of this package with
+#: ``configure(parser)`` and ``run(args) -> exit status``.
+COMMANDS = {
+    "ladder": "every rung on one input: error against its bound, time, memory",
+    "verify": "hold the rungs to float64 on every distribution; exit status 1 where one fails",
+    "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
+    "info": "device, driver, NVRTC, what is supported, where things lie",
+    "cache": "the compile cache: show, clear, fill beforehand",
+}
+#: What a user can cause: one line and exit status 2, no traceback.
+USER_ERRORS = (
+    ValueError, TypeError, OSError, UnsupportedError, KernelCompileError, KernelLaunchError,
+)  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    top = argparse.ArgumentParser(
+        prog="cupyattn",
+        description="Attention kernels for CuPy and NumPy, checked against derived bounds.",
+    )
+    top.add_argument("--version", action="version", version=f"cupyattn {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"cupyattn.cli.{name}")
+        module.configure(commands.add_parser(name, help=summary, description=module.__doc__))
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments; those of the process when omitted.
+
+    Returns
+    -------
+    int
+        0; 1 where a check failed; 2 for what the user can mend, with one line on standard error
+        (``CUPYATTN_DEBUG=1`` shows the traceback); 130 when interrupted.
+    """
+    args = parser().parse_args(argv)
+    command = importlib.import_module(f"cupyattn.cli.{args.command}")
+    try:
+        status = command.run(args)
+        sys.stdout.flush()
+        return int(status)
+    except BrokenPipeError:
+        # The reader has left (``cupyattn info | head``): what it did not read it does not miss.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("cupyattn: interrupted", file=sys.stderr)
+        return 130
+    except USER_ERRORS as error:
+        if os.environ.get("CUPYATTN_DEBUG") == "1":
+            raise
+        print(f"cupyattn: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2

@@ -1,0 +1,111 @@
+"""The cache of compiled kernels and of float64 references: show it, clear it, fill it beforehand.
+
+SPEC is VARIANT:hdHEAD_DIM:DTYPE[:causal][:lse], for example fa_tc:hd128:fp16:causal. It compiles
+what a call on aligned, contiguous arrays of that kind needs; no GPU is needed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import numpy as np
+
+from cupyattn import compile as compiler
+from cupyattn import device, registry
+from cupyattn.api import plans
+from cupyattn.cli import output, verify
+from cupyattn.compile import ModuleSpec
+from cupyattn.measure import format_bytes
+from cupyattn.request import Options, resolve
+from cupyattn.rounding import STORAGE
+
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--clear", action="store_true", help="forget everything, first")
+    parser.add_argument("--warm", action="append", metavar="SPEC", default=[], help="compile it")
+    parser.add_argument(
+        "--arch",
+        action="append",
+        metavar="ARCH",
+        help="for --warm, e.g. sm_90 (default: the device's, without one all that NVRTC knows)",
+    )
+    parser.add_argument("--threads", type=int, default=4, help="compilations at a time")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if args.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {args.threads}")
+    specs = [spec for text in args.warm for spec in parse_spec(text)]
+    if args.clear:
+        kernels, references = compiler.cache_clear(), verify.clear_references()
+        print(f"forgot {kernels} kernels and {references} references")
+    if specs:
+        _warm(specs, args.arch or _architectures(), args.threads)
+    info = compiler.cache_info()
+    references, size = verify.reference_info()
+    print(f"{info.folder}")
+    print(f"{info.entries} kernels, {format_bytes(info.bytes)}")
+    print(f"{references} references, {format_bytes(size)}")
+    return 0
+
+
+def _architectures() -> list[str]:
+    if device.device_missing():
+        return list(compiler.supported_architectures())
+    import cupy
+
+    return [compiler.device_architecture(int(cupy.cuda.Device().compute_capability))]
+
+
+def _warm(specs: list[ModuleSpec], architectures: list[str], threads: int) -> None:
+    jobs = [
+        (spec, arch)
+        for spec in specs
+        for arch in architectures
+        if spec.hopper <= (arch == "sm_90a")
+    ]
+    before = compiler.cache_info()
+    with ThreadPoolExecutor(threads) as pool, output.progress("compiling", len(jobs)) as advance:
+        running = {pool.submit(compiler.build, spec, arch): arch for spec, arch in jobs}
+        for future in as_completed(running):
+            future.result()
+            advance(running[future])
+    compiled = compiler.cache_info().compiled - before.compiled
+    print(
+        f"{len(jobs)} kernels for {', '.join(architectures)}: {compiled} compiled, "
+        f"{len(jobs) - compiled} were there"
+    )
+
+
+def parse_spec(text: str) -> list[ModuleSpec]:
+    """Return what a call like `text` compiles.
+
+    Raises
+    ------
+    ValueError, UnsupportedError
+        For a text that is no SPEC, or names what a rung does not do.
+
+    Examples
+    --------
+    >>> [spec.source for spec in parse_spec("fa_tc:hd128:fp16:causal")]
+    ['attn_fa_tc.cu']
+    """
+    name, _, rest = text.partition(":")
+    size, dtype, *flags = (rest or ":").split(":")
+    registry.lookup(name)
+    matched = re.fullmatch(r"hd(\d+)", size)
+    if matched is None or dtype not in _DTYPES or not set(flags) <= {"causal", "lse"}:
+        raise ValueError(
+            "SPEC must look like fa_tc:hd128:fp16[:causal][:lse], with fp16, bf16 or fp32, "
+            f"got {text!r}"
+        )
+    x = np.zeros((1, 1, 4096, int(matched[1])), STORAGE[_DTYPES[dtype]])
+    given = Options(variant=name, causal="causal" in flags, return_lse="lse" in flags)
+    launches = (launch for plan in plans(resolve(x, x, x, given)) for launch in plan.launches)
+    return list(dict.fromkeys(launch.module for launch in launches))

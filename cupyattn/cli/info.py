@@ -1,0 +1,86 @@
+"""Device, driver, NVRTC, libraries, architectures, folders, settings: what a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from cupyattn import compile as compiler
+from cupyattn import device, nvrtc
+from cupyattn.cli import output
+from cupyattn.errors import UnsupportedError
+from cupyattn.measure import format_bytes
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--json", metavar="FILE", help="write the facts to a file too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    facts = collect()
+    output.print_facts(facts)
+    if args.json:
+        output.write_json(args.json, facts)
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Return everything that `cupyattn info` prints."""
+    known = device.environment()
+    found = known["device"]
+    facts: dict[str, Any] = {"cupyattn": known["cupyattn"]}
+    if "revision" in known:
+        facts["revision"] = known["revision"] + (" (with changes)" if known["dirty"] else "")
+    facts["package"] = Path(device.__file__).parent
+    facts["python"], facts["numpy"] = known["python"], known["numpy"]
+    facts["cupy"] = known["cupy"] or "not installed"
+    facts |= _compiler()
+    if found is None:
+        facts["device"] = f"none: {known['device_missing']}"
+    else:
+        facts["device"] = (
+            f"{found['name']}, compute capability {found['capability'] / 10}, "
+            f"{found['multiprocessors']} SMs, {format_bytes(found['memory_bytes'])}, "
+            f"L2 {format_bytes(found['l2_bytes'])}"
+        )
+        facts["driver"] = f"{found['driver'] or 'unknown'} (CUDA {_cuda(found['driver_cuda'])})"
+        facts["kernels for"] = compiler.device_architecture(found["capability"])
+        if "sm_clock_mhz" in found:
+            facts["clocks"] = (
+                f"SM {found['sm_clock_mhz']:.0f} of {found['sm_clock_max_mhz']:.0f} MHz"
+            )
+    facts["kernels"] = compiler.KERNELS
+    cache = compiler.cache_info()
+    facts["cache"] = f"{cache.folder}: {cache.entries} kernels, {format_bytes(cache.bytes)}"
+    settings = sorted(name for name in os.environ if name.startswith("CUPYATTN_"))
+    for name in settings:
+        facts[name] = os.environ[name]
+    if not settings:
+        facts["settings"] = "no CUPYATTN_* variable is set"
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _compiler() -> dict[str, Any]:
+    try:
+        library = nvrtc.load()
+        known = compiler.supported_architectures()
+    except UnsupportedError as error:
+        return {"nvrtc": f"none: {error}"}
+    unknown = [arch for arch in compiler.ARCHITECTURES if arch not in known]
+    facts = {
+        "nvrtc": f"{'.'.join(map(str, library.version))}, {library.path}",
+        "architectures": ", ".join(known) + (f" (not {', '.join(unknown)})" if unknown else ""),
+    }
+    try:
+        facts["CUDA headers"] = str(nvrtc.headers(library))
+    except UnsupportedError as error:
+        facts["CUDA headers"] = f"none: {error}"
+    return facts
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,0 +1,226 @@
+"""Where Q, K and V of a command come from: a file, a distribution, or the real ones beside us."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import zipfile
+import zlib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn import distributions
+from cupyattn.features import DTYPES
+from cupyattn.rounding import STORAGE
+
+#: Q, K, V of three layers of a text encoder; README.md beside it says which.
+SAMPLE = "qkv_text_encoder.npz"
+SAMPLE_LAYER = "layer5"
+_SAFETENSORS_TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+
+
+@dataclass(frozen=True)
+class Input:
+    """Named operands, and the options of the call."""
+
+    name: str
+    q: Any
+    k: Any
+    v: Any
+
+    def on_device(self) -> Input:
+        """Return a copy on the current CuPy device."""
+        import cupy
+
+        return Input(self.name, *(cupy.asarray(a) for a in (self.q, self.k, self.v)))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose an input, and those of the call."""
+    source = parser.add_argument_group("input (default: Q, K, V of a text encoder)")
+    source.add_argument("--qkv", metavar="FILE", help=".npz or .safetensors with q, k and v")
+    source.add_argument(
+        "--layer", metavar="NAME", help=f"prefix of the arrays in the file (default {SAMPLE_LAYER})"
+    )
+    source.add_argument("--distribution", choices=distributions.NAMES, help="random input")
+    source.add_argument("--seed", type=int, default=0, help="of random input and judged rows")
+    for name, what in (
+        ("batch", "batch entries"),
+        ("heads", "query heads"),
+        ("heads-kv", "key heads, a divisor of --heads"),
+        ("len", "length of queries and keys"),
+        ("len-q", "query rows, where they differ"),
+        ("len-kv", "keys, where they differ"),
+        ("head-dim", "head size, 1 to 256"),
+    ):
+        source.add_argument(f"--{name}", type=int, metavar="N", help=what)
+    source.add_argument("--dtype", choices=DTYPES, help="converts a file's arrays")
+    call = parser.add_argument_group("call")
+    call.add_argument("--causal", action="store_true")
+    call.add_argument(
+        "--causal-align", choices=("bottom-right", "top-left"), default="bottom-right"
+    )
+    call.add_argument("--scale", type=float, help="softmax scale (default head_dim^-1/2)")
+
+
+def call_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `cupyattn.attention` that were given."""
+    return {"causal": args.causal, "causal_align": args.causal_align, "scale": args.scale}
+
+
+_SHAPE = ("batch", "heads", "heads_kv", "len", "len_q", "len_kv", "head_dim")
+
+
+def is_default(args: argparse.Namespace) -> bool:
+    """Whether no option chooses an input."""
+    return not args.qkv and not _is_random(args)
+
+
+def _is_random(args: argparse.Namespace) -> bool:
+    return args.distribution is not None or any(getattr(args, n) is not None for n in _SHAPE)
+
+
+def choose(args: argparse.Namespace, *, large: bool) -> Input:
+    """Return the input that the options ask for, as NumPy arrays.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    large : bool
+        Whether a random shape that is not given in full is made for a device (batch 4, 16 heads,
+        4096 rows, head_dim 128) or for NumPy (batch 1, 4 heads, 512 rows, head_dim 64).
+
+    Raises
+    ------
+    ValueError
+        For options that exclude each other, and for files that do not hold what is needed.
+    """
+    if _is_random(args):
+        if args.qkv or args.layer:
+            raise ValueError(
+                "--qkv and --layer name a file's arrays: give no --distribution or shape too"
+            )
+        return random(args, large=large)
+    path = Path(args.qkv) if args.qkv else sample_path()
+    layer = args.layer or (None if args.qkv else SAMPLE_LAYER)
+    found, prefix = _find(read_arrays(path), layer, path)
+    if args.dtype:
+        # NOTE: float16 to bfloat16 goes by way of float32, which holds both.
+        found = [a.astype(np.float32).astype(STORAGE[args.dtype]) for a in found]
+    name = f"{path.name if args.qkv else 'text encoder'}{f', {prefix}' if prefix else ''}"
+    return Input(name, *found)
+
+
+def random(args: argparse.Namespace, *, large: bool) -> Input:
+    """Return a random input of the shape and distribution that the options ask for."""
+    batch, heads, length, head_dim = (4, 16, 4096, 128) if large else (1, 4, 512, 64)
+    length = length if args.len is None else args.len
+    sizes = {
+        "batch": batch if args.batch is None else args.batch,
+        "heads": heads if args.heads is None else args.heads,
+        "len_q": length if args.len_q is None else args.len_q,
+        "len_kv": length if args.len_kv is None else args.len_kv,
+        "head_dim": head_dim if args.head_dim is None else args.head_dim,
+        "heads_kv": args.heads_kv,
+    }
+    for name, size in sizes.items():
+        if size is not None and size < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {size}")
+    name = args.distribution or "normal"
+    drawn = distributions.make(name, **sizes, dtype=args.dtype or "float16", seed=args.seed)
+    return Input(f"{name}, seed {args.seed}", *drawn)
+
+
+def sample_path() -> Path:
+    """Return the file of real Q, K, V: in the package where installed, else in the checkout."""
+    checkout = Path(__file__).resolve().parents[2] / "experiments" / "data" / SAMPLE
+    if checkout.is_file():
+        return checkout
+    installed = resources.files("cupyattn") / "data" / SAMPLE
+    if isinstance(installed, Path) and installed.is_file():
+        return installed
+    raise OSError(f"{SAMPLE} is in neither {checkout.parent} nor {installed}: reinstall cupyattn")
+
+
+def _find(arrays: dict[str, Any], layer: str | None, path: Path) -> tuple[list[Any], str]:
+    """Return q, k and v of a file, with four axes, and the prefix of their names."""
+    prefixes = sorted(
+        name[:-1] for name in arrays if name.endswith("q") and name[:-1] + "k" in arrays
+    )
+    prefixes = [prefix for prefix in prefixes if prefix + "v" in arrays]
+    shown = [prefix.rstrip("_.") for prefix in prefixes]
+    if not prefixes:
+        raise ValueError(
+            f"{path} holds no arrays q, k and v (or PREFIX_q, PREFIX_k, PREFIX_v), only "
+            + (", ".join(sorted(arrays)[:8]) or "nothing")
+        )
+    if layer is None and len(prefixes) > 1:
+        raise ValueError(f"{path} holds several: choose --layer among {', '.join(shown)}")
+    if layer is not None and layer not in shown:
+        raise ValueError(f"--layer must be one of {', '.join(shown)} in {path}, got {layer!r}")
+    index = 0 if layer is None else shown.index(layer)
+    found = [arrays[prefixes[index] + letter] for letter in "qkv"]
+    if any(a.ndim not in (3, 4) for a in found):
+        shapes = ", ".join(str(a.shape) for a in found)
+        raise ValueError(
+            f"q, k and v of {path} must be (batch, heads, len, head_dim), got {shapes}"
+        )
+    return [a[None] if a.ndim == 3 else a for a in found], shown[index]
+
+
+def read_arrays(path: Path) -> dict[str, Any]:
+    """Read every array of a ``.npz`` or ``.safetensors`` file.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If it is something else, damaged or cut short; the message has its name.
+    """
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix != ".npz":
+        raise ValueError(f"--qkv takes a .npz or a .safetensors file, got {path}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is no usable .npz file: {error}") from error
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"{path} is cut short: a header of {length} bytes in a file of {size}")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path} has no safetensors header: {error}") from error
+    start = 8 + length
+    arrays = {}
+    for name, entry in header.items():
+        if name == "__metadata__" or name.rpartition("_")[2].rpartition(".")[2] not in "qkv":
+            continue
+        try:
+            shape, (first, last), kind = entry["shape"], entry["data_offsets"], entry["dtype"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: the entry of {name!r} is malformed") from error
+        if kind not in _SAFETENSORS_TYPES:
+            raise ValueError(f"{path}: {name!r} has type {kind}, not one of F16, BF16, F32, F64")
+        dtype = np.dtype(STORAGE.get(_SAFETENSORS_TYPES[kind], np.float64))
+        if last - first != int(np.prod(shape)) * dtype.itemsize or start + last > size:
+            raise ValueError(
+                f"{path} is cut short or damaged: {name!r} should lie at bytes "
+                f"{start + first} to {start + last} of {size}"
+            )
+        data = np.memmap(path, np.uint8, "r", offset=start + first, shape=(last - first,))
+        arrays[name] = np.array(data).view(dtype).reshape(shape)
+    return arrays

@@ -1,0 +1,107 @@
+"""Every rung on one input: J2 (kernel error as a share of its bound), J3 (effect of quantisation as
+a share of its bound), relative L2 error against float64, and on a device time, TFLOP/s, share of
+the ceiling, memory."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from cupyattn import device, measure, registry
+from cupyattn.cli import inputs, output
+from cupyattn.cli.inputs import Input
+from cupyattn.measure import Ladder
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="rungs (default: all)")
+    inputs.add_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=15, help="timed samples of each rung")
+    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--plot", metavar="FILE", help="draw the table (.png, .svg or .pdf)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    missing = device.device_missing()
+    if args.plot:
+        from cupyattn.cli import plot
+
+        plot.check(args.plot)
+    if args.rounds < 0:
+        raise ValueError(f"--rounds must not be negative, got {args.rounds}")
+    chosen = [inputs.choose(args, large=not missing)]
+    if inputs.is_default(args) and not missing:
+        chosen.append(inputs.random(args, large=True))
+    if missing:
+        print(f"No device was found: {missing}.")
+        print(
+            "The rungs run on the mirror: NumPy, with the kernels' blocks and rounding points, so "
+            "errors and bounds mean what they mean on a device. Nothing is timed."
+        )
+    else:
+        facts = device.environment()["device"]
+        print(f"{facts['name']}, compute capability {facts['capability'] / 10}")
+    tables: list[tuple[Input, Ladder]] = []
+    for given in chosen:
+        given = given if missing else given.on_device()
+        table = _measure(args, given)
+        tables.append((given, table))
+        print(f"\n{describe(given, table)}")
+        output.print_table(table.header, table.cells)
+    print(f"\n{_legend(not missing)}")
+    ok = all(table.ok for _, table in tables)
+    print(
+        "Every rung holds its bounds." if ok else "FAILED: a rung misses its bound (J2 or J3 > 1)."
+    )
+    if args.json:
+        records = [to_record(given, table) for given, table in tables]
+        output.write_json(args.json, {"environment": device.environment(), "ladders": records})
+    if args.plot:
+        plot.draw_ladder([(describe(x, t), t.to_dict()["rungs"]) for x, t in tables], args.plot)
+    return 0 if ok else 1
+
+
+def _measure(args: argparse.Namespace, given: Input) -> Ladder:
+    names = args.variants or list(registry.VARIANTS)
+    on_device = type(given.q).__module__.startswith("cupy")
+    steps = len(names) * (1 + (args.rounds if on_device else 0))
+    with output.progress(given.name, steps) as advance:
+        return measure.ladder(
+            given.q, given.k, given.v, variants=names, seed=args.seed, rounds=args.rounds,
+            advance=advance, **inputs.call_options(args),
+        )  # fmt: skip
+
+
+def describe(given: Input, table: Ladder) -> str:
+    """Return one line that says what was computed."""
+    call = table.call
+    heads = f"{call.heads}" if call.heads == call.heads_kv else f"{call.heads}/{call.heads_kv}"
+    length = f"{call.len_q}" if call.len_q == call.len_kv else f"{call.len_q} x {call.len_kv}"
+    rows = "all" if table.judged_rows == call.len_q else str(table.judged_rows)
+    return (
+        f"{given.name}: batch {call.batch}, heads {heads}, length {length}, head_dim "
+        f"{call.head_dim}, {call.dtype}{', causal' if call.causal else ''}; "
+        f"{rows} rows per head judged"
+    )
+
+
+def _legend(timed: bool) -> str:
+    lines = [
+        "J2: largest error against exact attention of what the kernel received, as a share of its",
+        "bound. J3: the same for quantisation alone. Both must be at most 1.",
+        "Memory: what a call needs beside Q, K and V.",
+    ]
+    if timed:
+        lines += [
+            "Time: median of a whole call, quantisation included, and the host's part where that is",
+            "the slower one. Ceiling: share of what the units that do the rung's two products could",
+            "do at the device's highest clock.",
+        ]
+    return "\n".join(lines)
+
+
+def to_record(given: Input, table: Ladder) -> dict[str, Any]:
+    """Return a JSON-ready record of one table."""
+    return {"input": given.name, **table.to_dict()}

@@ -1,0 +1,96 @@
+"""What the command prints: rich on a terminal that has it, plain text elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cupyattn.measure import align
+
+
+def _rich(stream: Any) -> Any:
+    """Return a rich console on a terminal; None where it is none or rich is missing."""
+    if not stream.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=stream)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: aligned columns, or rich's where there is a terminal."""
+    console = _rich(sys.stdout)
+    if console is None:
+        print(align([header, *rows]))
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in header:
+        table.add_column(name, no_wrap=name != header[-1])
+    for row in rows:
+        failed = any(cell.endswith("> 1") for cell in row)
+        table.add_row(*row, style="red" if failed else None)
+    console.print(table)
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    """Print names and values, one line each."""
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name.ljust(width)}  {value}")
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on standard error where that is a terminal with rich.
+
+    Yields
+    ------
+    advance : callable
+        Takes one step; its argument says what was done.
+    """
+    console = _rich(sys.stderr)
+    if console is None:
+        yield lambda done: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, advance=1, description=f"{what}: {done}")
+
+
+def write_json(path: str | os.PathLike[str], record: Any) -> None:
+    """Write a record as JSON, whole or not at all; infinities become the strings of their names."""
+    target = Path(path)
+    text = json.dumps(_finite(record), indent=1, allow_nan=False) + "\n"
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        # NOTE: mkstemp's files are private; a result is as readable as what the user's umask says.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(x) for x in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return str(value)
+    return value

@@ -1,0 +1,126 @@
+"""Draw the ladder: one bar for each rung, speed beside error."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cupyattn.errors import UnsupportedError
+from cupyattn.measure import format_share
+
+#: Colours that people with any colour vision tell apart (Okabe and Ito).
+_RUNG, _PEER, _SECOND = "#0072B2", "#999999", "#E69F00"
+_FORMATS = (".png", ".svg", ".pdf")
+
+
+def check(path: str) -> None:
+    """Raise before anything is computed where the plot could not be written.
+
+    Raises
+    ------
+    UnsupportedError
+        If matplotlib is missing.
+    ValueError
+        If the name has another ending than .png, .svg or .pdf.
+    OSError
+        If the folder does not exist.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "--plot needs matplotlib: pip install 'cupyattn[cli]' (or leave --plot out)"
+        ) from error
+    if os.path.splitext(path)[1] not in _FORMATS:
+        raise ValueError(f"--plot must end in {', '.join(_FORMATS)}, got {path!r}")
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise OSError(f"--plot: there is no folder {folder!r}")
+
+
+def draw_ladder(ladders: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path: str) -> None:
+    """Draw ladders, one row of panels for each.
+
+    Parameters
+    ----------
+    ladders : sequence of (title, rows)
+        Each row as `cupyattn.measure.Rung.to_dict` makes it; rows with ``"peer": True`` are other
+        libraries, drawn in grey below the rungs.
+    path : str
+        Ends in .png, .svg or .pdf.
+    """
+    from matplotlib.figure import Figure
+
+    timed = any(row.get("tflops") for _, rows in ladders for row in rows)
+    panels = 2 if timed else 1
+    counts = [len(rows) for _, rows in ladders]
+    figure = Figure(
+        figsize=(5.2 * panels, sum(0.42 * n + 1.35 for n in counts)), layout="constrained"
+    )
+    grid = figure.subplots(
+        len(ladders), panels, squeeze=False, height_ratios=[n + 2 for n in counts]
+    )
+    for axes, (title, rows) in zip(grid, ladders, strict=True):
+        if timed:
+            _draw_speed(axes[0], rows)
+        _draw_error(axes[-1], rows, labels=not timed)
+        wrapped = textwrap.fill(title, 62 * panels)
+        axes[0].set_title(wrapped, loc="left", fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], labels: bool) -> list[float]:
+    """Prepare an axis with one line for each row, the first on top; return their heights."""
+    heights = [float(i) for i in range(len(rows))]
+    axis.set_yticks(heights, [row["variant"] if labels else "" for row in rows], fontsize=9)
+    axis.invert_yaxis()
+    axis.tick_params(axis="y", length=0)
+    axis.tick_params(axis="x", labelsize=8)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    return heights
+
+
+def _draw_speed(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    heights = _bars(axis, rows, labels=True)
+    values = [row.get("tflops") or 0.0 for row in rows]
+    axis.barh(heights, values, 0.7, color=[_PEER if r.get("peer") else _RUNG for r in rows])
+    for y, row, value in zip(heights, rows, values, strict=True):
+        share = row.get("share")
+        text = f" {value:.3g}" if value else " not timed"
+        axis.text(
+            value,
+            y,
+            text + (f"  ({format_share(share)})" if share else ""),
+            va="center",
+            fontsize=8,
+        )
+    axis.set_xlim(0, 1.25 * max(values, default=1.0) or 1.0)
+    axis.set_xlabel("TFLOP/s (share of the ceiling of its units)", fontsize=8)
+
+
+def _draw_error(axis: Any, rows: Sequence[Mapping[str, Any]], labels: bool) -> None:
+    heights = _bars(axis, rows, labels)
+    for y, row in zip(heights, rows, strict=True):
+        judged = row.get("judgement") or {}
+        for name, offset, colour in (("j2", -0.18, _RUNG), ("j3", 0.18, _SECOND)):
+            value = judged.get(name)
+            if value is None:
+                continue
+            axis.barh(y + offset, min(float(value), 1.3), 0.33, color=colour)
+            axis.text(
+                min(float(value), 1.3), y + offset, f" {float(value):.2f}", va="center", fontsize=7
+            )
+        if judged:
+            text = f"rel. error {judged['relative_error']:.1e}"
+            axis.text(1.17, y, text, va="center", fontsize=7, color="#444444")
+    axis.axvline(1.0, color="#D55E00", linewidth=1.2)
+    axis.set_xlim(0, 1.5)
+    axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
+    axis.set_xlabel(
+        "largest error as a share of its bound (blue J2, orange J3; red line: limit)", fontsize=8
+    )

@@ -1,0 +1,180 @@
+"""Run one rung for a profiler, on a device. It is held to its bound first, then run --warmup times
+and --runs times more, each of those inside the NVTX range "cupyattn profile" with --nvtx. Data are
+constant unless --random (normal), --distribution or --qkv says otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cupyattn import checks, device, measure, registry, timing
+from cupyattn import compile as compiler
+from cupyattn.api import attention, explain
+from cupyattn.cli import inputs, output
+from cupyattn.errors import UnsupportedError
+from cupyattn.quant import quantize
+
+NVTX_RANGE = "cupyattn profile"
+#: Energy is counted over at least this long: NVML refreshes its counter every 0.1 s.
+ENERGY_SECONDS = 3.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(registry.VARIANTS)}")
+    parser.add_argument("--warmup", type=int, default=2, help="runs before those that count")
+    parser.add_argument("--runs", type=int, default=3, help="runs that count")
+    parser.add_argument("--random", action="store_true", help="normal data in place of constant")
+    parser.add_argument("--energy", action="store_true", help="joules per call, by NVML's counter")
+    parser.add_argument("--nvtx", action="store_true", help="an NVTX range around each counted run")
+    parser.add_argument(
+        "--ncu",
+        action="store_true",
+        help="print the Nsight Compute command for this, and run it where ncu is on the PATH",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what was measured")
+    inputs.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    variant = registry.lookup(args.variant)
+    if args.warmup < 0 or args.runs < 1:
+        raise ValueError(f"--warmup >= 0 and --runs >= 1, got {args.warmup} and {args.runs}")
+    missing = device.device_missing()
+    if missing:
+        raise UnsupportedError(f"profile needs a CUDA device: {missing}")
+    if args.ncu:
+        return _nsight_compute(args)
+    given = _input(args).on_device()
+    options = inputs.call_options(args)
+    q, k, v = given.q, given.k, given.v
+    call = checks.check_attention(q, k, v, **options)
+    z = quantize(q, k, v) if variant.family == "int8" else None
+    operands = (q, k, v) if z is None else (z,)
+    print(f"{given.name}\n{explain(*operands, variant=variant.name, **options)}\n")
+
+    o, lse = attention(*operands, variant=variant.name, return_lse=True, **options)
+    judged = measure.judge(
+        o, q, k, v, variant=variant.name, lse=lse, quantized=z,
+        rows=measure.judged_rows(call, args.seed), **options,
+    )  # fmt: skip
+    del o, lse
+    print(f"J2 {measure.format_ratio(judged.j2)}, relative error {judged.relative_error:.2e}")
+    if not judged.j2 <= 1:
+        print("FAILED: the rung misses its bound, so it is not timed")
+        return 1
+
+    sets = timing.rotated(operands if z is None else (q, k, v))
+    if z is not None:
+        sets = [(z,)]
+        print("codes and scales are given: quantising is not part of the time")
+
+    def once(i: int) -> Any:
+        return attention(*sets[i % len(sets)], variant=variant.name, **options)
+
+    seconds = _times(once, args.warmup, args.runs, nvtx=args.nvtx)
+    operations = 4 * call.head_dim * call.batch * call.heads * measure.admitted_pairs(call)
+    for i, s in enumerate(seconds):
+        print(f"run {i + 1}: {measure.format_seconds(s)}, {operations / s / 1e12:.3g} TFLOP/s")
+    record: dict[str, Any] = {"variant": variant.name, "input": given.name, "seconds": seconds}
+    record |= {"operations": operations, "j2": judged.j2, "clocks": device.clocks()}
+    if args.energy:
+        joules = _energy(once, seconds[-1])
+        record["joules"] = joules
+        print(
+            "energy: n/a (NVML is missing or hides its counter)"
+            if joules is None
+            else f"energy: {joules:.4g} J per call, idle power included"
+        )
+    if args.json:
+        output.write_json(args.json, {"environment": device.environment(), **record})
+    return 0
+
+
+def _input(args: argparse.Namespace) -> inputs.Input:
+    if args.random and args.distribution not in (None, "normal"):
+        raise ValueError(f"--random means normal data, got --distribution {args.distribution} too")
+    if args.qkv:
+        return inputs.choose(args, large=True)
+    if args.distribution is None:
+        args.distribution = "normal" if args.random else "constant"
+    return inputs.random(args, large=True)
+
+
+def _times(once: Callable[[int], Any], warmup: int, runs: int, *, nvtx: bool) -> list[float]:
+    import cupy
+    from cupyx import profiler
+
+    for i in range(warmup):
+        once(i)
+    cupy.cuda.get_current_stream().synchronize()
+    seconds = []
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    for i in range(runs):
+        with profiler.time_range(NVTX_RANGE) if nvtx else contextlib.nullcontext():
+            begin.record()
+            once(warmup + i)
+            end.record()
+            end.synchronize()
+        seconds.append(float(cupy.cuda.get_elapsed_time(begin, end)) * 1e-3)
+    return seconds
+
+
+def _energy(once: Callable[[int], Any], seconds: float) -> float | None:
+    """Return joules per call over a window of ENERGY_SECONDS; None where nobody counts them."""
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    batch = max(1, int(0.1 / seconds))
+    with device.nvml_handle(cupy.cuda.Device().pci_bus_id) as (nvml, handle):
+        if handle is None:
+            return None
+        try:
+            start, calls, clock = (
+                nvml.nvmlDeviceGetTotalEnergyConsumption(handle),
+                0,
+                time.monotonic(),
+            )
+            while time.monotonic() - clock < ENERGY_SECONDS:
+                for i in range(batch):
+                    once(i)
+                stream.synchronize()
+                calls += batch
+            used = nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - start  # millijoules
+        except nvml.NVMLError:
+            return None
+    return float(used) / 1e3 / calls
+
+
+def ncu_command(arguments: Sequence[str], variant: str) -> list[str]:
+    """Return the Nsight Compute command that profiles ``cupyattn profile ARGUMENTS``.
+
+    It keeps to the NVTX range, leaves the clocks alone and takes the ``.cu`` sources into the
+    report: kernels are compiled with line information.
+    """
+    return [
+        "ncu", "--nvtx", "--nvtx-include", f"{NVTX_RANGE}/", "--set", "full",
+        "--clock-control", "none", "--import-source", "yes",
+        "--source-folders", os.fspath(compiler.KERNELS), "--force-overwrite",
+        "--export", f"cupyattn_{variant}", sys.executable, "-m", "cupyattn", "profile",
+        *arguments, "--nvtx",
+    ]  # fmt: skip
+
+
+def _nsight_compute(args: argparse.Namespace) -> int:
+    arguments = [a for a in sys.argv[2:] if a not in ("--ncu", "--nvtx", "--energy")]
+    command = ncu_command(arguments, args.variant)
+    print(shlex.join(command), flush=True)
+    if shutil.which("ncu") is None:
+        print("ncu is not on the PATH: run this line where Nsight Compute is installed")
+        return 0
+    return subprocess.run(command, check=False).returncode

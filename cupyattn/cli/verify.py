@@ -1,0 +1,279 @@
+"""Hold every rung to float64 on every distribution: J1 (operands to the bit), J2 (the kernel
+against its bound, output and log-sum-exp), J3 (quantisation against its bound). Exit status 1 where
+one fails. The float64 references are kept in the cache folder."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn import compile as compiler
+from cupyattn import device, distributions, measure, reference, registry, rounding
+from cupyattn.api import attention
+from cupyattn.cli import output
+from cupyattn.features import DTYPES
+from cupyattn.measure import Judgement
+from cupyattn.quant import QuantizedQKV, quantize
+from cupyattn.quant.operands import quantize_mirror
+from cupyattn.registry import Variant
+
+LOG = logging.getLogger("cupyattn")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One problem size."""
+
+    name: str
+    heads: int
+    heads_kv: int
+    len_q: int
+    len_kv: int
+    head_dim: int
+    causal: bool
+
+
+#: A plain square, and everything awkward at once: grouped heads, tails, a head_dim to pad, a mask.
+SHAPES = (
+    Shape("square", 2, 2, 256, 256, 64, False),
+    Shape("ragged, grouped, causal", 4, 2, 77, 131, 40, True),
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("variant", nargs="?", metavar="VARIANT", help="one rung (default: all)")
+    parser.add_argument("--distribution", choices=distributions.NAMES, help="one only")
+    parser.add_argument("--dtype", choices=DTYPES, help="one only")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write every cell")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One rung on one input."""
+
+    variant: str
+    distribution: str
+    dtype: str
+    shape: str
+    judgement: Judgement
+    operands_equal: bool | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether all three judgements are passed."""
+        return self.judgement.ok and self.operands_equal is not False
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    variants = [registry.lookup(args.variant)] if args.variant else list(registry.VARIANTS.values())
+    names = [args.distribution] if args.distribution else list(distributions.NAMES)
+    dtypes = [args.dtype] if args.dtype else list(DTYPES)
+    missing = device.device_missing()
+    where = f"on the mirror: no CUDA device ({missing})" if missing else "on the device"
+    print(f"Running {where}.\n")
+    plan = [
+        (variant, name, dtype, shape)
+        for name in names
+        for dtype in dtypes
+        for shape in SHAPES
+        for variant in variants
+        if dtype in variant.dtypes
+    ]
+    if not plan:
+        raise ValueError(f"{args.variant} takes {', '.join(variants[0].dtypes)}, not {args.dtype}")
+    cells = []
+    with output.progress("verifying", len(plan)) as advance:
+        for variant, name, dtype, shape in plan:
+            cells.append(_verify(variant, name, dtype, shape, args.seed, on_device=not missing))
+            advance(f"{variant.name}, {name}, {dtype}")
+    output.print_table(_HEADER, list(_summary(cells)))
+    failed = [cell for cell in cells if not cell.ok]
+    print(
+        f"\n{len(cells)} cells: {len(DTYPES if not args.dtype else dtypes)} dtypes or fewer by "
+        f"{len(SHAPES)} shapes for each row; the worst is shown."
+    )
+    for cell in failed:
+        print(
+            f"FAILED: {cell.variant}, {cell.distribution}, {cell.dtype}, {cell.shape}: "
+            f"{_verdict(cell)}"
+        )
+    if args.json:
+        record = {"environment": device.environment(), "seed": args.seed}
+        output.write_json(
+            args.json, {**record, "cells": [{**asdict(c), "ok": c.ok} for c in cells]}
+        )
+    if not failed:
+        print("Every cell holds its bounds.")
+    return 1 if failed else 0
+
+
+_HEADER = ("rung", "distribution", "J1", "J2", "J3", "rel. error")
+
+
+def _summary(cells: list[Cell]) -> Iterator[tuple[str, ...]]:
+    """Yield one row for each rung and distribution: the worst over dtypes and shapes."""
+    keys = dict.fromkeys((cell.variant, cell.distribution) for cell in cells)
+    for variant, distribution in sorted(
+        keys, key=lambda key: list(registry.VARIANTS).index(key[0])
+    ):
+        some = [c for c in cells if (c.variant, c.distribution) == (variant, distribution)]
+        j3 = [c.judgement.j3 for c in some if c.judgement.j3 is not None]
+        equal = [c.operands_equal for c in some if c.operands_equal is not None]
+        yield (
+            variant,
+            distribution,
+            ("equal" if all(equal) else "DIFFER") if equal else "-",
+            measure.format_ratio(max(c.judgement.j2 for c in some)),
+            measure.format_ratio(max(j3)) if j3 else "-",
+            f"{max(c.judgement.relative_error for c in some):.2e}",
+        )
+
+
+def _verdict(cell: Cell) -> str:
+    words = [f"J2 {measure.format_ratio(cell.judgement.j2)}"]
+    if cell.judgement.j3 is not None:
+        words.append(f"J3 {measure.format_ratio(cell.judgement.j3)}")
+    if cell.operands_equal is False:
+        words.append("J1: codes or scales differ from the mirror's")
+    return ", ".join(words)
+
+
+def _verify(
+    variant: Variant, name: str, dtype: str, shape: Shape, seed: int, *, on_device: bool
+) -> Cell:
+    q, k, v = distributions.make(
+        name, 1, shape.heads, shape.len_q, shape.len_kv, shape.head_dim, dtype, seed, shape.heads_kv
+    )
+    host = q, k, v
+    if on_device:
+        import cupy
+
+        q, k, v = (cupy.asarray(a) for a in host)
+    z = quantize(q, k, v) if variant.family == "int8" else None
+    operands = (q, k, v) if z is None else (z,)
+    o, lse = attention(*operands, variant=variant.name, causal=shape.causal, return_lse=True)
+    judged = measure.judge(
+        o, q, k, v, variant=variant.name, lse=lse, quantized=z, causal=shape.causal,
+        exact=cached_exact,
+    )  # fmt: skip
+    equal = operands_equal(z, host) if z is not None and on_device else None
+    return Cell(variant.name, name, dtype, shape.name, judged, equal)
+
+
+def operands_equal(z: QuantizedQKV, host: tuple[Any, Any, Any]) -> bool:
+    """Judge J1: whether a device's codes and scales equal the mirror's, bit for bit.
+
+    Parameters
+    ----------
+    z : QuantizedQKV
+        Of CuPy arrays.
+    host : (q, k, v)
+        The same inputs as NumPy arrays. The mean of the keys is taken from `z`: sums may run in
+        any order.
+    """
+    mean = None if z.k_mean is None else z.k_mean.get()
+    tiles = registry.lookup("fa_int8").default_tiles(z.head_dim)
+    mirror = quantize_mirror(*host, z.config, tiles, k_mean=mean)
+    names = ("q_codes", "k_codes", "q_scale", "k_scale", "v")
+    return all(
+        getattr(z, name).get().tobytes() == np.ascontiguousarray(getattr(mirror, name)).tobytes()
+        for name in names
+    )
+
+
+# ---- references on disk --------------------------------------------------------------------------
+
+
+def _folder() -> Path:
+    return compiler.cache_folder() / "reference"
+
+
+def cached_exact(
+    q: Any, k: Any, v: Any, *, rows: Any = None, return_lse: bool = True, **options: Any
+) -> tuple[Any, Any]:
+    """Return `cupyattn.reference.attention_exact` and its lse, from the disk where it is known.
+
+    Parameters
+    ----------
+    q, k, v, rows, **options
+        As there. The key is a hash of all of them and of the source of the definition.
+    return_lse : bool
+        Must be True.
+
+    Returns
+    -------
+    o, lse : arrays of the kind that came in, float64
+    """
+    if not return_lse:
+        raise ValueError("cached_exact always returns lse")
+    path = _folder() / f"{_key((q, k, v, rows), options)}.npz"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            o, lse = file["o"], file["lse"]
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        # Not there, or cut short by a crash: computed, and written again.
+        o, lse = reference.attention_exact(q, k, v, rows=rows, return_lse=True, **options)
+        _write(path, _host(o), _host(lse))
+        return o, lse
+    xp = rounding.array_namespace(q)
+    return xp.asarray(o), xp.asarray(lse)
+
+
+def _host(array: Any) -> Any:
+    return array.get() if hasattr(array, "get") else array
+
+
+def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
+    digest = hashlib.sha256(repr(sorted(options.items())).encode())
+    for source in (reference.__file__, rounding.__file__):
+        digest.update(Path(source).read_bytes())
+    for array in operands:
+        if array is None:
+            digest.update(b"-")
+            continue
+        array = _host(array)
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _write(path: Path, o: Any, lse: Any) -> None:
+    """Write a reference whole; a folder that cannot be written to is no reason to fail."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            temporary = Path(file.name)
+            np.savez(file, o=o, lse=lse)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        LOG.warning("cannot keep references in %s: %s", path.parent, error)
+
+
+def reference_info() -> tuple[int, int]:
+    """Return how many references are kept, and their size in bytes."""
+    sizes = [path.stat().st_size for path in _folder().glob("*.npz")]
+    return len(sizes), sum(sizes)
+
+
+def clear_references() -> int:
+    """Forget every reference; return how many there were."""
+    paths = list(_folder().glob("*.npz"))
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)

@@ -1,0 +1,453 @@
+"""The ladder on one input: how far each rung is from exact attention, how fast, how much memory.
+
+`ladder` is behind ``cupyattn ladder``. On CuPy arrays it runs the kernels and times them; on NumPy
+arrays it runs the mirror and times nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cupyattn import arrays, checks, device, reference, registry, testing, timing
+from cupyattn.api import attention, plans
+from cupyattn.checks import AttentionCall
+from cupyattn.quant import QuantConfig, quantize
+from cupyattn.registry import Variant
+from cupyattn.request import Options, resolve
+from cupyattn.rounding import array_namespace, as_float64
+
+#: Where the rows next to tile edges lie in a sample: every rung's block_q divides it.
+EDGE_ROWS = 128
+
+#: ``exact(q, k, v, rows=..., return_lse=True, **options) -> o, lse``:
+#: `cupyattn.reference.attention_exact`, or a cache before it.
+Exact = Callable[..., tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One output, judged per element against float64.
+
+    Parameters
+    ----------
+    j2 : float
+        Largest error against exact attention of the operands that the kernel received, as a
+        share of its bound: up to 1 is a pass. Infinite where the output is not finite and the
+        exact one is.
+    j3 : float or None
+        Largest effect of quantisation as a share of its bound; None where nothing is quantised.
+    relative_error : float
+        ``||o - exact|| / ||exact||`` against the caller's own arrays; decides nothing.
+    """
+
+    j2: float
+    j3: float | None
+    relative_error: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether both judgements are passed."""
+        return self.j2 <= 1 and (self.j3 is None or self.j3 <= 1)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One row of the table.
+
+    Parameters
+    ----------
+    variant, idea : str
+    judgement : Judgement or None
+        None where the rung does not take the input; `note` says why.
+    memory_bytes : int
+        Device memory that a call needs beside q, k and v: output, workspace, codes and scales.
+    seconds : float or None
+        Median time of a call; None where it was not timed.
+    seconds_interval : (float, float) or None
+        95 % bootstrap interval of that median.
+    operations : int
+        ``4 head_dim`` for every admitted (query, key) pair: what both products need.
+    ceiling : float or None
+        Operations per second that the units which the rung uses could do at most.
+    note : str
+    """
+
+    variant: str
+    idea: str
+    judgement: Judgement | None
+    memory_bytes: int = 0
+    seconds: float | None = None
+    seconds_interval: tuple[float, float] | None = None
+    operations: int = 0
+    ceiling: float | None = None
+    note: str = ""
+
+    @property
+    def tflops(self) -> float | None:
+        """Operations per second, in units of 10^12."""
+        return self.operations / self.seconds / 1e12 if self.seconds else None
+
+    @property
+    def share(self) -> float | None:
+        """`tflops` as a share of the ceiling."""
+        if self.tflops is None or not self.ceiling:
+            return None
+        return self.tflops * 1e12 / self.ceiling
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready record."""
+        return {**asdict(self), "tflops": self.tflops, "share": self.share}
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The table: every rung on one input."""
+
+    rungs: tuple[Rung, ...]
+    call: AttentionCall
+    backend: str
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    judged_rows: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rung that takes the input passes J2 and J3."""
+        return all(r.judgement is None or r.judgement.ok for r in self.rungs)
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        measured = ("time", "TFLOP/s", "ceiling") if self.backend == "cuda" else ()
+        return ("rung", "J2", "J3", "rel. error", *measured, "memory", "one idea")
+
+    @property
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as text."""
+        return [self._row(rung) for rung in self.rungs]
+
+    def _row(self, rung: Rung) -> tuple[str, ...]:
+        judged = rung.judgement
+        if judged is None:
+            blank = len(self.header) - 2
+            return (rung.variant, *("-",) * blank, rung.note)
+        measured: tuple[str, ...] = ()
+        if self.backend == "cuda":
+            measured = (
+                "-" if rung.seconds is None else format_seconds(rung.seconds),
+                "-" if rung.tflops is None else f"{rung.tflops:.3g}",
+                "-" if rung.share is None else format_share(rung.share),
+            )
+        return (
+            rung.variant,
+            format_ratio(judged.j2),
+            "-" if judged.j3 is None else format_ratio(judged.j3),
+            f"{judged.relative_error:.2e}",
+            *measured,
+            format_bytes(rung.memory_bytes),
+            rung.note or rung.idea,
+        )
+
+    def __str__(self) -> str:
+        return align([self.header, *self.cells])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready record."""
+        return {
+            "call": asdict(self.call),
+            "backend": self.backend,
+            "judged_rows": self.judged_rows,
+            "ok": self.ok,
+            "rungs": [rung.to_dict() for rung in self.rungs],
+        }
+
+
+def ladder(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    variants: Sequence[str] | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    quant: QuantConfig | None = None,
+    seed: int = 0,
+    rounds: int = 15,
+    advance: Callable[[str], None] | None = None,
+) -> Ladder:
+    """Run every rung on one input; judge it, then time it.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, len_q, head_dim)
+        CuPy arrays run on their device and are timed; NumPy arrays run on the mirror.
+    k, v : array, (batch, heads_kv, len_kv, head_dim)
+    variants : sequence of str, optional
+        Rungs to run; all that are registered when omitted.
+    scale, causal, causal_align
+        As for `cupyattn.attention`.
+    quant : QuantConfig, optional
+        How the INT8 rung quantises.
+    seed : int
+        Draws the rows that are judged where there are too many for all.
+    rounds : int
+        Timed samples of each rung; 0 times nothing.
+    advance : callable, optional
+        Told what was done, for a progress bar.
+
+    Returns
+    -------
+    Ladder
+        ``print`` it for the table. A rung that misses its bound has no time.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 64, 32)).astype(np.float16)
+    >>> table = ladder(q, k, v)
+    >>> table.ok, [rung.variant for rung in table.rungs]
+    (True, ['unfused', 'fa', 'fa_warps', 'fa_tc', 'fa_int8'])
+    """
+    (q, _), (k, _), (v, _) = (
+        arrays.take(name, array) for name, array in zip("qkv", (q, k, v), strict=True)
+    )
+    options: dict[str, Any] = {"scale": scale, "causal": causal, "causal_align": causal_align}
+    call = checks.check_attention(q, k, v, **options)
+    backend = "cuda" if arrays.is_cupy(q) else "mirror"
+    chosen = [registry.lookup(n) for n in (registry.VARIANTS if variants is None else variants)]
+    rows = judged_rows(call, seed)
+    rows = array_namespace(q).asarray(rows)
+    exact = remembered()
+    rungs = []
+    for variant in chosen:
+        if call.dtype not in variant.dtypes:
+            note = f"takes {', '.join(variant.dtypes)}"
+            rungs.append(Rung(variant.name, variant.idea, None, note=note))
+            continue
+        z = quantize(q, k, v, quant=quant) if variant.family == "int8" else None
+        operands = (q, k, v) if z is None else (z,)
+        o, lse = attention(*operands, variant=variant.name, return_lse=True, **options)
+        judged = judge(
+            o, q, k, v, variant=variant.name, lse=lse, quantized=z, rows=rows, exact=exact,
+            **options,
+        )  # fmt: skip
+        memory = _memory_bytes((q, k, v), variant, call, options)
+        if z is not None:  # V is the caller's own where that has 16 bits
+            memory += z.nbytes - (z.v.nbytes if z.v.dtype == v.dtype else 0)
+        operations = 4 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
+        rungs.append(Rung(variant.name, variant.idea, judged, memory, operations=operations))
+        del o, z, operands
+        if advance is not None:
+            advance(f"{variant.name} judged")
+    if backend == "cuda" and rounds > 0:
+        with q.device:
+            rungs = _timed(rungs, (q, k, v), {**options, "quant": quant}, rounds, advance)
+    return Ladder(tuple(rungs), call, backend, quant or QuantConfig(), int(rows.size))
+
+
+def _timed(
+    rungs: list[Rung],
+    inputs: tuple[Any, Any, Any],
+    options: Mapping[str, Any],
+    rounds: int,
+    advance: Callable[[str], None] | None,
+) -> list[Rung]:
+    """Return the rungs with times, measured in turns; a rung that misses J2 has none."""
+    sets = timing.rotated(inputs)
+    calls = {}
+    for rung in rungs:
+        if rung.judgement is not None and rung.judgement.j2 <= 1:
+            int8 = registry.lookup(rung.variant).family == "int8"
+            given = dict(options) if int8 else {n: x for n, x in options.items() if n != "quant"}
+            calls[rung.variant] = _call(rung.variant, sets, given)
+    samples = timing.time_interleaved(calls, rounds=rounds, advance=advance) if calls else {}
+    measured = []
+    for rung in rungs:
+        if rung.variant not in samples:
+            note = rung.note or "missed its bound: not timed"
+            measured.append(Rung(**{**rung.__dict__, "note": note}))
+            continue
+        estimate = timing.median(samples[rung.variant])
+        times = {
+            "seconds": estimate.median,
+            "seconds_interval": (estimate.low, estimate.high),
+            "ceiling": device.device_ceiling(registry.lookup(rung.variant).family),
+        }
+        measured.append(Rung(**{**rung.__dict__, **times}))
+    return measured
+
+
+def _call(
+    variant: str, sets: Sequence[tuple[Any, ...]], options: Mapping[str, Any]
+) -> Callable[[int], Any]:
+    return lambda i: attention(*sets[i % len(sets)], variant=variant, **options)
+
+
+def judge(
+    o: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    variant: str,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    rows: Any = None,
+    exact: Exact = reference.attention_exact,
+    **options: Any,
+) -> Judgement:
+    """Judge an output, and say how far it is from exact attention of the caller's own arrays.
+
+    Parameters
+    ----------
+    o : array, (batch, heads, len_q, head_dim)
+    q, k, v : array
+        What the caller had.
+    variant : str
+        The rung that computed `o`.
+    scale, causal, causal_align
+        As for the call that computed `o`.
+    rows : 1-D integer array, optional
+        Query rows to judge; all when omitted.
+    exact : callable
+        What computes exact attention.
+    **options
+        lse, quantized, tiles: as for `cupyattn.testing.judge`.
+
+    Returns
+    -------
+    Judgement
+    """
+    rows = array_namespace(o).arange(o.shape[2]) if rows is None else rows
+    call = {"scale": scale, "causal": causal, "causal_align": causal_align, "rows": rows}
+    report = testing.judge(o, q, k, v, variant=variant, exact=exact, **call, **options)
+    given, _ = exact(q, k, v, return_lse=True, **call)
+    j2 = max(report.ratio, report.lse_ratio or 0.0)
+    return Judgement(j2, report.quantisation, relative_error(as_float64(o)[:, :, rows], given))
+
+
+def relative_error(o: Any, exact: Any) -> float:
+    """Return ``||o - exact|| / ||exact||``, 0 where both vanish."""
+    norm = float((exact**2).sum()) ** 0.5
+    error = float(((o - exact) ** 2).sum()) ** 0.5
+    return error / norm if norm else (0.0 if error == 0 else math.inf)
+
+
+def judged_rows(call: AttentionCall, seed: int = 0) -> Any:
+    """Return the query rows to judge: all of a small input, else a sample with all tile edges.
+
+    One sample serves every rung: each tile's size divides EDGE_ROWS.
+    """
+    scores = call.batch * call.heads * call.len_q * call.len_kv
+    if scores <= testing.SMALL_CELL:
+        return np.arange(call.len_q)
+    return testing.sample_rows(call.len_q, EDGE_ROWS, seed)
+
+
+def remembered() -> Exact:
+    """Return an `attention_exact` that computes the same arrays only once; rows must not vary."""
+    known: dict[tuple[int, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
+
+    def exact(*operands: Any, rows: Any, return_lse: bool, **options: Any) -> tuple[Any, Any]:
+        # NOTE: the entry keeps the operands alive, so that no id is given twice.
+        key = tuple(map(id, operands))
+        if key not in known:
+            o, lse = reference.attention_exact(*operands, rows=rows, return_lse=True, **options)
+            known[key] = o, lse, operands
+        return known[key][:2]
+
+    return exact
+
+
+def admitted_pairs(call: AttentionCall) -> int:
+    """Return how many (query, key) pairs of one head are not masked.
+
+    Examples
+    --------
+    >>> admitted_pairs(AttentionCall(1, 1, 1, 4, 4, 8, "float16", 1.0, causal=True))
+    10
+    """
+    if not call.causal:
+        return call.len_q * call.len_kv
+    rows = np.arange(call.len_q, dtype=np.int64)
+    return int(np.clip(rows + 1 + call.causal_shift, 0, call.len_kv).sum())
+
+
+def _memory_bytes(
+    operands: tuple[Any, ...], variant: Variant, call: AttentionCall, options: Mapping[str, Any]
+) -> int:
+    """Return what a call needs beside q, k and v: output, workspace, codes and scales."""
+    output = math.prod(call.output_shape) * (4 if call.dtype == "float32" else 2)
+    q, k, v = operands
+    request = resolve(q, k, v, Options(variant=variant.name, **options))
+    work = sum(w.nbytes for plan in plans(request) for w in plan.workspace)
+    return output + work
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as aligned columns, two spaces apart; the first row is the header.
+
+    Examples
+    --------
+    >>> print(align([("a", "b"), ("long", "x")]))
+    a     b
+    long  x
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def format_ratio(ratio: float) -> str:
+    """Return a share of a bound as text, marked where it is past 1."""
+    return f"{ratio:.3f}" if ratio <= 1 else f"{ratio:.3g} > 1"
+
+
+def format_share(share: float) -> str:
+    """Return a share as a percentage with two digits.
+
+    Examples
+    --------
+    >>> format_share(0.256), format_share(0.0071)
+    ('26 %', '0.71 %')
+    """
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time with three digits and its unit.
+
+    Examples
+    --------
+    >>> format_seconds(1.234e-4), format_seconds(0.5)
+    ('123 us', '500 ms')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def format_bytes(count: int) -> str:
+    """Return a size with its binary unit.
+
+    Examples
+    --------
+    >>> format_bytes(512), format_bytes(3 * 2**20)
+    ('512 B', '3.0 MiB')
+    """
+    if count < 1024:
+        return f"{count} B"
+    size, units = count / 1024, ["KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.1f} {units[0]}"

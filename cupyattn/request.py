@@ -1,0 +1,219 @@
+"""What a caller asks for: the options of one call, checked and resolved against its arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cupyattn import arrays, checks, registry
+from cupyattn.checks import AttentionCall
+from cupyattn.errors import UnsupportedError
+from cupyattn.quant import QuantConfig, QuantizedQKV
+from cupyattn.registry import Variant
+from cupyattn.rounding import array_namespace
+from cupyattn.tiles import Tiles
+
+#: What ``variant="auto"`` runs by accuracy class and dtype: the fastest rung of the class in
+#: experiments/results/ladder.json.
+AUTO = {
+    "full": {"float16": "fa_tc", "bfloat16": "fa_tc", "float32": "fa_warps"},
+    "balanced": dict.fromkeys(("float16", "bfloat16", "float32"), "fa_int8"),
+}
+#: Options of the interface that no rung takes yet.
+NOT_YET = ("window", "softcap", "mask", "bias", "rope", "block_mask")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of `cupyattn.attention`, which documents them."""
+
+    variant: str = "auto"
+    accuracy: str = "full"
+    scale: float | None = None
+    causal: bool = False
+    causal_align: str = "bottom-right"
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    mask: Any = None
+    bias: Any = None
+    rope: Any = None
+    block_mask: Any = None
+    layout: str = "BHSD"
+    return_lse: bool = False
+    out: Any = None
+    quant: QuantConfig | None = None
+    tiles: Tiles | None = None
+    arch: str | None = None
+    backend: str | None = None
+    check_finite: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, resolved.
+
+    Parameters
+    ----------
+    options : Options
+    variant : Variant
+        The rung that runs.
+    why : str
+        Why this one.
+    call : AttentionCall
+    backend : {"cuda", "mirror"}
+    q, k, v : array
+        Operands in layout BHSD, contiguous last axis; codes where the caller brought codes.
+    quantized : QuantizedQKV or None
+        What the caller brought already quantised.
+    receiver : array or None
+        The caller's ``out`` in layout BHSD.
+    restore : callable
+        Turns a result into the kind of array and the layout of the caller's q.
+    restore_lse : callable
+        The same for the log-sum-exp, which has one layout.
+    """
+
+    options: Options
+    variant: Variant
+    why: str
+    call: AttentionCall
+    backend: str
+    q: Any
+    k: Any
+    v: Any
+    quantized: QuantizedQKV | None
+    receiver: Any
+    restore: Callable[[Any], Any]
+    restore_lse: Callable[[Any], Any]
+
+
+def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
+    """Check a call and choose rung and backend.
+
+    Parameters
+    ----------
+    q, k, v : array, or q a QuantizedQKV and k, v None
+    options : Options
+
+    Returns
+    -------
+    Request
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `cupyattn.attention` says.
+    """
+    for field in fields(Options):
+        if field.name in NOT_YET and not _is_default(getattr(options, field.name), field.default):
+            raise UnsupportedError(
+                f"{field.name} is not supported yet, only causal, grouped heads and any lengths "
+                "are: apply it to the scores with cupyattn.unfused in the meantime"
+            )
+    if options.layout not in ("BHSD", "BSHD"):
+        raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {options.layout!r}")
+    if isinstance(q, QuantizedQKV):
+        return _resolve_quantized(q, k, v, options)
+    named = zip("qkv", (q, k, v), strict=True)
+    (q, restore), (k, _), (v, _) = (arrays.take(name, array) for name, array in named)
+    array_namespace(q, k, v)
+    q, k, v = (arrays.contiguous_last_axis(to_bhsd(a, options.layout)) for a in (q, k, v))
+    call = checks.check_attention(
+        q, k, v, scale=options.scale, causal=options.causal, causal_align=options.causal_align,
+        return_lse=options.return_lse,
+    )  # fmt: skip
+    if options.variant == "auto":
+        variant = registry.lookup(_fastest(options.accuracy, call.dtype))
+        why = f"the fastest rung of accuracy class {options.accuracy!r} for {call.dtype}"
+    else:
+        variant, why = registry.lookup(options.variant), "asked for by name"
+    variant.check_dtype(call.dtype)
+    if options.quant is not None and variant.family != "int8":
+        raise ValueError(f"quant is for fa_int8, got variant {variant.name!r}")
+    if options.check_finite:
+        _check_finite(q, k, v)
+    return Request(
+        options, variant, why, call, _backend(options.backend, q), q, k, v, None,
+        _receiver(options, call, (q, k, v)),
+        lambda o: restore(to_bhsd(o, options.layout)), restore,
+    )  # fmt: skip
+
+
+def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options) -> Request:
+    if k is not None or v is not None or options.quant is not None:
+        raise ValueError(
+            "a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it"
+        )
+    if options.layout != "BHSD":
+        raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={options.layout!r}")
+    variant = registry.lookup("fa_int8" if options.variant == "auto" else options.variant)
+    if variant.family != "int8":
+        raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={options.variant!r}")
+    operands = quantized.q_codes, quantized.k_codes, quantized.v
+    sizes = checks.check_shapes(*(tuple(a.shape) for a in operands))
+    shift = checks.check_causal(options.causal_align, sizes[3], sizes[4])
+    call = AttentionCall(
+        *sizes, quantized.out_dtype, checks.check_scale(options.scale, sizes[5]),
+        bool(options.causal), shift if options.causal else 0, bool(options.return_lse),
+    )  # fmt: skip
+    return Request(
+        options, variant, "the rung for quantised operands", call,
+        _backend(options.backend, operands[0]), *operands, quantized,
+        _receiver(options, call, operands), lambda o: o, lambda lse: lse,
+    )  # fmt: skip
+
+
+def to_bhsd(array: Any, layout: str) -> Any:
+    """Return a view with heads before length, or back: the exchange is its own inverse."""
+    return array.swapaxes(1, 2) if layout == "BSHD" and array.ndim == 4 else array
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (default is not None and bool(value == default))
+
+
+def _receiver(options: Options, call: AttentionCall, inputs: tuple[Any, ...]) -> Any:
+    if options.out is None:
+        return None
+    out, _ = arrays.take("out", options.out)
+    array_namespace(out, *inputs)
+    out = to_bhsd(out, options.layout)
+    checks.check_out(out, call, inputs)
+    return out
+
+
+def _fastest(accuracy: str, dtype: str) -> str:
+    if accuracy == "aggressive":
+        raise UnsupportedError("accuracy='aggressive' (8-bit P.V) is not there yet: use 'balanced'")
+    if accuracy not in AUTO:
+        raise ValueError(f"accuracy must be 'full', 'balanced' or 'aggressive', got {accuracy!r}")
+    return AUTO[accuracy][dtype]
+
+
+def _backend(backend: str | None, array: Any) -> str:
+    kind = array_namespace(array).__name__
+    natural = "cuda" if kind == "cupy" else "mirror"
+    wanted = backend
+    if wanted is None and natural == "mirror" and os.environ.get("CUPYATTN_INTERPRET") == "1":
+        wanted = "interpret"
+    if wanted == "interpret":
+        raise UnsupportedError(
+            "backend='interpret' is not there yet: NumPy arrays run on 'mirror', "
+            "CuPy arrays on 'cuda'"
+        )
+    if wanted not in (None, "cuda", "mirror"):
+        raise ValueError(f"backend must be 'cuda', 'mirror' or 'interpret', got {backend!r}")
+    if wanted not in (None, natural):
+        raise ValueError(
+            f"backend={backend!r} takes {'CuPy' if wanted == 'cuda' else 'NumPy'} arrays, "
+            f"got {kind} arrays"
+        )
+    return natural
+
+
+def _check_finite(q: Any, k: Any, v: Any) -> None:
+    for name, array in zip("qkv", (q, k, v), strict=True):
+        if not bool(array_namespace(array).isfinite(array.astype("float32")).all()):
+            raise ValueError(f"{name} holds a NaN or an infinity (check_finite=True)")

@@ -1,0 +1,172 @@
+"""How calls are timed on a device: interleaved rounds, cold inputs, medians with their spread.
+
+Clocks drift while a device warms up, so calls that are compared take turns, round after round, and
+are compared round by round. Inputs rotate through more memory than the L2 cache holds, so that no
+call finds its operands there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+#: Calls are repeated within one sample until it lasts about this long: an event's resolution is
+#: about half a microsecond.
+SAMPLE_SECONDS = 2e-3
+_MAX_REPEATS = 200
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median with its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def median(samples: Sequence[float], seed: int = 0) -> Estimate:
+    """Return the median of samples with a 95 % bootstrap interval.
+
+    Parameters
+    ----------
+    samples : sequence of float
+    seed : int
+        Seed of the bootstrap.
+
+    Returns
+    -------
+    Estimate
+
+    Raises
+    ------
+    ValueError
+        Without samples.
+
+    Notes
+    -----
+    Percentile bootstrap, 2,000 resamples (Efron and Tibshirani, An Introduction to the Bootstrap,
+    chapter 13).
+
+    Examples
+    --------
+    >>> median([3.0, 1.0, 2.0]).median
+    2.0
+    """
+    if not len(samples):
+        raise ValueError("a median needs at least one sample")
+    values = np.asarray(samples, np.float64)
+    draws = np.random.default_rng(seed).integers(0, values.size, (2000, values.size))
+    low, high = np.percentile(np.median(values[draws], axis=1), [2.5, 97.5])
+    return Estimate(float(np.median(values)), float(low), float(high))
+
+
+def paired_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Estimate:
+    """Return the median of a / b, round by round, with a 95 % bootstrap interval.
+
+    Parameters
+    ----------
+    a, b : sequence of float
+        Seconds of two calls in the same interleaved rounds.
+    seed : int
+
+    Returns
+    -------
+    Estimate
+
+    Examples
+    --------
+    >>> paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    Estimate(median=2.0, low=2.0, high=2.0)
+    """
+    if len(a) != len(b):
+        raise ValueError(f"paired samples must be equally many, got {len(a)} and {len(b)}")
+    return median([x / y for x, y in zip(a, b, strict=True)], seed)
+
+
+def rotated(arrays: Sequence[Any], cache_bytes: int | None = None) -> list[tuple[Any, ...]]:
+    """Return the arrays and copies of them, together more than twice the L2 cache.
+
+    Parameters
+    ----------
+    arrays : sequence of cupy.ndarray
+        Inputs of one call.
+    cache_bytes : int, optional
+        Size to exceed; that of the current device's L2 when omitted.
+
+    Returns
+    -------
+    list of tuple
+        At least two sets.
+    """
+    if cache_bytes is None:
+        import cupy
+
+        cache_bytes = int(cupy.cuda.Device().attributes["L2CacheSize"])
+    size = max(1, sum(array.nbytes for array in arrays))
+    copies = max(1, math.ceil(2 * cache_bytes / size) - 1)
+    return [tuple(arrays), *(tuple(a.copy() for a in arrays) for _ in range(copies))]
+
+
+def time_interleaved(
+    calls: Mapping[str, Callable[[int], object]],
+    *,
+    rounds: int = 15,
+    warmup: int = 2,
+    sample_seconds: float = SAMPLE_SECONDS,
+    advance: Callable[[str], None] | None = None,
+) -> dict[str, list[float]]:
+    """Time calls on the current CuPy stream, taking turns.
+
+    Parameters
+    ----------
+    calls : mapping of str to callable
+        Each takes a running number, by which it chooses among rotated inputs, and enqueues its
+        work on the current stream.
+    rounds : int
+        Samples of each; at least 15 for a figure that is kept.
+    warmup : int
+        Rounds that are not counted; they also compile.
+    sample_seconds : float
+        A call is repeated within a sample until it lasts about this long.
+    advance : callable, optional
+        Told the name of each call that was sampled, for a progress bar.
+
+    Returns
+    -------
+    dict of str to list of float
+        Seconds per call, one for each round. The host's share of a call is in it where the host is
+        slower than the device.
+    """
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+
+    def sample(call: Callable[[int], object], first: int, repeats: int) -> float:
+        begin.record(stream)
+        for i in range(first, first + repeats):
+            call(i)
+        end.record(stream)
+        end.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begin, end)) * 1e-3 / repeats
+
+    repeats: dict[str, int] = {}
+    for name, call in calls.items():
+        for i in range(max(1, warmup)):
+            seconds = sample(call, i, 1)
+        repeats[name] = max(1, min(_MAX_REPEATS, math.ceil(sample_seconds / max(seconds, 1e-7))))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for turn in range(rounds):
+        # NOTE: the order moves on each round, so that no call always follows the same other.
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            first = turn * repeats[name]
+            samples[name].append(sample(calls[name], first, repeats[name]))
+            if advance is not None:
+                advance(name)
+    return samples

@@ -1,0 +1,410 @@
+"""What every experiment shares: the gate, the timing, the record, the table, the command line.
+
+An experiment names its cells and how to run one. Here each cell is first held to its error bound;
+one that misses it has no time. Cells that are compared take turns in one run, round by round, on
+inputs that rotate through more than the L2 cache; the figure is the median, and what is compared is
+the median of the ratios within a round, each with a 95 % bootstrap interval. Device, clocks,
+versions, revision, seed and tiles go into the JSON. ``--quick`` runs the grid in small on the
+mirror, without a device and without times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cupyattn as ca
+from cupyattn import compile as compiler
+from cupyattn import device, distributions, measure, registry, timing
+from cupyattn.checks import AttentionCall
+from cupyattn.cli import output
+from cupyattn.errors import UnsupportedError
+from cupyattn.rounding import array_namespace
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results"
+#: Fewer rounds than this are good for a look, not for a figure that is kept.
+LEAST_ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One input: what `cupyattn.distributions.make` draws, and the options of the call."""
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    causal: bool = False
+    dtype: str = "float16"
+    distribution: str = "normal"
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """One line that tells it from the others."""
+        mask = " causal" if self.causal else ""
+        return (
+            f"B{self.batch} H{self.heads} {self.length} hd{self.head_dim} {self.dtype}{mask} "
+            f"{self.distribution}"
+        )
+
+    @property
+    def call(self) -> AttentionCall:
+        """Sizes of the call."""
+        sizes = self.batch, self.heads, self.heads, self.length, self.length, self.head_dim
+        return AttentionCall(*sizes, self.dtype, self.head_dim**-0.5, self.causal)
+
+    @property
+    def operations(self) -> int:
+        """Floating-point or integer operations of both products."""
+        pairs = measure.admitted_pairs(self.call)
+        return 4 * self.head_dim * self.batch * self.heads * pairs
+
+    def draw(self, *, on_device: bool) -> tuple[Any, Any, Any]:
+        """Return q, k and v as NumPy or CuPy arrays."""
+        host = distributions.make(
+            self.distribution, self.batch, self.heads, self.length, self.length, self.head_dim,
+            self.dtype, self.seed,
+        )  # fmt: skip
+        if not on_device:
+            return host
+        import cupy
+
+        q, k, v = (cupy.asarray(array) for array in host)
+        return q, k, v
+
+
+def as_they_are(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """Prepare nothing."""
+    return q, k, v
+
+
+def quantized(tiles: ca.Tiles | None = None) -> Callable[[Any, Any, Any], tuple[Any, ...]]:
+    """Prepare codes and scales, so that quantising is not part of the time."""
+    return lambda q, k, v: (ca.quantize(q, k, v, tiles=tiles),)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to be judged and timed on a problem.
+
+    Parameters
+    ----------
+    name : str
+        Row of the table.
+    variant : str
+        The rung; for another library, the rung whose bound it is held to.
+    run : callable
+        ``run(*prepared) -> o``, a NumPy or CuPy array or one with DLPack; must not wait for the
+        device.
+    prepare : callable
+        ``prepare(q, k, v) -> prepared``, not timed.
+    tiles : Tiles, optional
+        What the bound must know of it beside the variant; the variant's own when omitted.
+    facts : mapping
+        JSON-ready description.
+    peer : bool
+        Whether it is another library.
+    """
+
+    name: str
+    variant: str
+    run: Callable[..., Any]
+    prepare: Callable[[Any, Any, Any], tuple[Any, ...]] = as_they_are
+    tiles: ca.Tiles | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    peer: bool = False
+
+
+def rung(
+    variant: str, problem: Problem, *, tiles: ca.Tiles | None = None, codes_given: bool = False
+) -> Cell:
+    """Return the cell of one rung.
+
+    Parameters
+    ----------
+    variant : str
+    problem : Problem
+    tiles : Tiles, optional
+        The rung's own when omitted.
+    codes_given : bool
+        Quantise beforehand (`fa_int8`).
+    """
+
+    def run(*operands: Any) -> Any:
+        return ca.attention(*operands, variant=variant, causal=problem.causal, tiles=tiles)
+
+    shown = tiles or registry.lookup(variant).default_tiles(problem.head_dim)
+    name = variant if tiles is None else f"{variant} {describe_tiles(tiles)}"
+    return Cell(
+        f"{name}, codes given" if codes_given else name,
+        variant,
+        run,
+        quantized(tiles) if codes_given else as_they_are,
+        tiles,
+        {"tiles": vars(shown)},
+    )
+
+
+def describe_tiles(tiles: ca.Tiles) -> str:
+    """Return tiles in a few characters."""
+    return f"{tiles.block_q}x{tiles.block_kv} w{tiles.num_warps} s{tiles.num_stages}"
+
+
+def measure_problem(
+    problem: Problem,
+    cells: Sequence[Cell],
+    *,
+    rounds: int,
+    on_device: bool,
+    baseline: str | None = None,
+) -> dict[str, Any]:
+    """Judge every cell of a problem, then time those that hold their bound, in turns.
+
+    Parameters
+    ----------
+    problem : Problem
+    cells : sequence of Cell
+    rounds : int
+        Timed samples of each.
+    on_device : bool
+        False: NumPy arrays, no times.
+    baseline : str, optional
+        Name of the cell that the others' times are divided by.
+
+    Returns
+    -------
+    dict
+        JSON-ready record of the problem with one row for each cell.
+    """
+    inputs = problem.draw(on_device=on_device)
+    judged_rows = measure.judged_rows(problem.call, problem.seed)
+    if on_device:
+        import cupy
+
+        judged_rows = cupy.asarray(judged_rows)
+    exact = measure.remembered()
+    rows = [_judge(problem, cell, inputs, rows=judged_rows, exact=exact) for cell in cells]
+    if on_device:
+        _time(problem, cells, rows, inputs, rounds, baseline)
+    return {
+        "problem": vars(problem) | {"name": problem.name},
+        "judged_rows": int(judged_rows.size),
+        "rows": rows,
+    }
+
+
+def _judge(problem: Problem, cell: Cell, inputs: tuple[Any, ...], **options: Any) -> dict[str, Any]:
+    """Return the row of a cell with its judgement; ``unsupported`` says why there is none."""
+    row: dict[str, Any] = {
+        "variant": cell.name, "rung": cell.variant, "peer": cell.peer,
+        "operations": problem.operations, "judgement": None, **cell.facts,
+    }  # fmt: skip
+    q, k, v = inputs
+    operands = None
+    if registry.lookup(cell.variant).family == "int8":
+        (operands,) = quantized(cell.tiles)(q, k, v)
+    try:
+        o = _like(q, cell.run(*cell.prepare(q, k, v)))
+    except (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError) as error:
+        return row | {"unsupported": reason(error)}
+    judged = measure.judge(
+        o, q, k, v, variant=cell.variant, quantized=operands, tiles=cell.tiles,
+        causal=problem.causal, **options,
+    )  # fmt: skip
+    return row | {"judgement": vars(judged), "ok": judged.ok}
+
+
+def reason(error: Exception) -> str:
+    """Return what an error says in one line that means the same on every machine."""
+    text = str(error).replace(f"{compiler.KERNELS}{os.sep}", "")
+    sentence = re.search(r'static assertion failed with "([^"]+)"', text)
+    return sentence[1] if sentence else text.splitlines()[0]
+
+
+def _like(array: Any, result: Any) -> Any:
+    """Return a result of another library as an array of the kind of `array`."""
+    if isinstance(result, type(array)):
+        return result
+    return array_namespace(array).from_dlpack(result)
+
+
+def _time(
+    problem: Problem,
+    cells: Sequence[Cell],
+    rows: list[dict[str, Any]],
+    inputs: tuple[Any, ...],
+    rounds: int,
+    baseline: str | None,
+) -> None:
+    """Add times to the rows that hold J2."""
+    sets = timing.rotated(inputs)
+    calls = {}
+    for cell, row in zip(cells, rows, strict=True):
+        if row["judgement"] is not None and row["judgement"]["j2"] <= 1:
+            calls[cell.name] = _rotating(cell.run, [cell.prepare(*operands) for operands in sets])
+    before = device.clocks()
+    with output.progress(problem.name, rounds * len(calls)) as advance:
+        samples = timing.time_interleaved(calls, rounds=rounds, advance=advance)
+    watched = {"before": before, "after": device.clocks()}
+    for cell, row in zip(cells, rows, strict=True):
+        if cell.name not in samples:
+            continue
+        estimate = timing.median(samples[cell.name])
+        row["seconds"] = estimate.median
+        row["seconds_interval"] = [estimate.low, estimate.high]
+        row["samples"] = samples[cell.name]
+        row["tflops"] = problem.operations / estimate.median / 1e12
+        ceiling = device.device_ceiling(registry.lookup(cell.variant).family)
+        row["share"] = None if ceiling is None else row["tflops"] * 1e12 / ceiling
+        row["clocks"] = watched
+        if baseline in samples:
+            ratio = timing.paired_ratio(samples[baseline], samples[cell.name])
+            row["speed_ratio"] = [ratio.median, ratio.low, ratio.high]
+            row["baseline"] = baseline
+
+
+def _rotating(run: Callable[..., Any], sets: list[tuple[Any, ...]]) -> Callable[[int], Any]:
+    return lambda i: run(*sets[i % len(sets)])
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of every experiment."""
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument(
+        "--quick", action="store_true", help="small shapes on the mirror: no device, no times"
+    )
+    result.add_argument("--rounds", type=int, default=2 * LEAST_ROUNDS, help="timed samples")
+    result.add_argument("--seed", type=int, default=0)
+    result.add_argument("--json", metavar="FILE", type=Path, help="where to write the record")
+    return result
+
+
+def run_grid(
+    args: argparse.Namespace,
+    name: str,
+    grid: Sequence[tuple[Problem, Sequence[Cell]]],
+    *,
+    baseline: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Measure a grid of problems, print a table for each, write the record.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+        Of `parser`. Without ``--json`` the record goes to experiments/results/NAME.json, or nowhere
+        with ``--quick``.
+    name : str
+        Of the experiment.
+    grid : sequence of (Problem, cells)
+    baseline : str, optional
+        As for `measure_problem`.
+    extra : mapping, optional
+        More for the record.
+
+    Returns
+    -------
+    dict
+        The record.
+    """
+    if not args.quick and args.rounds < LEAST_ROUNDS:
+        raise ValueError(f"--rounds must be at least {LEAST_ROUNDS}, got {args.rounds}")
+    problems = []
+    for problem, cells in grid:
+        found = measure_problem(
+            problem, cells, rounds=args.rounds, on_device=not args.quick, baseline=baseline
+        )
+        problems.append(found)
+        print(f"\n{problem.name}: {found['judged_rows']} rows of every head judged")
+        output.print_table(*table(found, baseline))
+    record = {
+        "experiment": name,
+        "command": " ".join(["python -m", f"experiments.{name}", *sys.argv[1:]]),
+        "backend": "mirror" if args.quick else "cuda",
+        "seed": args.seed,
+        "rounds": 0 if args.quick else args.rounds,
+        "environment": device.environment(),
+        **(extra or {}),
+        "problems": problems,
+    }
+    target = args.json or (None if args.quick else RESULTS / f"{name}.json")
+    if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        output.write_json(target, record)
+        print(f"\nwrote {target}")
+    return record
+
+
+def table(found: Mapping[str, Any], baseline: str | None) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of one problem's table."""
+    timed = any("seconds" in row for row in found["rows"])
+    header = ["", "J2", "J3", "rel. error"]
+    if timed:
+        header += ["time", "95 %", "TFLOP/s", "ceiling"]
+        header += [f"x {baseline}", "95 %"] if baseline else []
+    return header, [_cells(row, timed, baseline) for row in found["rows"]]
+
+
+def _cells(row: Mapping[str, Any], timed: bool, baseline: str | None) -> list[str]:
+    judged = row["judgement"]
+    if judged is None:
+        return [row["variant"], "not supported", *[""] * (2 + (4 + 2 * bool(baseline)) * timed)]
+    cells = [
+        row["variant"],
+        measure.format_ratio(judged["j2"]),
+        "-" if judged["j3"] is None else measure.format_ratio(judged["j3"]),
+        f"{judged['relative_error']:.2e}",
+    ]
+    if not timed:
+        return cells
+    if "seconds" not in row:
+        return [*cells, "missed its bound: not timed", *[""] * (3 + 2 * bool(baseline))]
+    low, high = row["seconds_interval"]
+    share = "-" if row["share"] is None else measure.format_share(row["share"])
+    cells += [
+        measure.format_seconds(row["seconds"]),
+        f"{measure.format_seconds(low)} .. {measure.format_seconds(high)}",
+        f"{row['tflops']:.4g}",
+        share,
+    ]
+    if baseline:
+        ratio = row.get("speed_ratio")
+        cells += ["-", "-"] if ratio is None else [
+            f"{ratio[0]:.2f}", f"{ratio[1]:.2f} .. {ratio[2]:.2f}"
+        ]  # fmt: skip
+    return cells
+
+
+def main(experiment: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run an experiment; a user's mistake is one line and exit status 2."""
+    try:
+        if not args.quick and (missing := device.device_missing()):
+            raise UnsupportedError(f"this needs a CUDA device ({missing}); --quick runs without")
+        return experiment(args)
+    except (ValueError, TypeError, OSError, UnsupportedError) as error:
+        print(f"{' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def passed(record: Mapping[str, Any]) -> bool:
+    """Whether every rung that ran holds its bounds; other libraries are reported, not judged."""
+    rows = (row for found in record["problems"] for row in found["rows"])
+    return all(row["ok"] for row in rows if row["judgement"] is not None and not row["peer"])
+
+
+def quick_length(args: argparse.Namespace, length: int) -> int:
+    """Return a length, or one that NumPy does in no time."""
+    return min(length, 192) if args.quick else length

@@ -1,0 +1,234 @@
+"""What is each idea of the ladder worth, and how far is it from other libraries?
+
+Varies       the rung; head_dim in {64, 128, 256}; causal or not
+Holds fixed  batch 4, 16 heads, length 4096, float16, N(0, 1), each rung's own tiles
+Measures     J2, J3, relative error; time, TFLOP/s, share of the ceiling, ratio to
+             FlashAttention-2
+Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends,
+             where torch can be imported, in the same interleaved rounds
+Run          python -m experiments.ladder [--quick] [--json FILE] [--plot FILE] [--update-readme]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cupyattn as ca
+from cupyattn import device, measure
+from cupyattn.cli import plot
+from experiments import common
+from experiments.common import RESULTS, ROOT, Cell, Problem
+
+HEAD_DIMS = (64, 128, 256)
+README = ROOT / "README.md"
+BEGIN, END = "<!-- ladder: begin -->", "<!-- ladder: end -->"
+#: The problem whose full table is in the README.
+SHOWN = {"head_dim": 128, "causal": False}
+FLASH = "torch SDPA, FlashAttention-2"
+CUDNN = "torch SDPA, cuDNN"
+
+
+def problems(args: argparse.Namespace) -> list[Problem]:
+    """Return the inputs."""
+    batch, heads = (1, 2) if args.quick else (4, 16)
+    length = common.quick_length(args, 4096)
+    return [
+        Problem(batch, heads, length, head_dim, causal, seed=args.seed)
+        for head_dim in args.head_dims
+        for causal in (False, True)
+    ]
+
+
+def cells(problem: Problem, *, on_device: bool) -> list[Cell]:
+    """Return every rung, and on a device the other libraries."""
+    found = [common.rung(name, problem) for name in ca.VARIANTS]
+    if on_device:
+        found.append(common.rung("fa_int8", problem, codes_given=True))
+        found += peers(problem)
+    return found
+
+
+def peers(problem: Problem) -> list[Cell]:
+    """Return torch's attention with two of its backends; nothing where torch is missing."""
+    try:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return []
+    if not torch.cuda.is_available():
+        return []
+
+    def cell(name: str, backend: Any) -> Cell:
+        def run(q: Any, k: Any, v: Any) -> Any:
+            try:
+                with sdpa_kernel(backend):
+                    return torch.nn.functional.scaled_dot_product_attention(
+                        q, k, v, is_causal=problem.causal
+                    )
+            except RuntimeError as error:  # "No available kernel"
+                raise ca.UnsupportedError(f"{name}: {error}") from error
+
+        def prepare(*arrays: Any) -> tuple[Any, ...]:
+            return tuple(torch.from_dlpack(array) for array in arrays)
+
+        # NOTE: both round P to 16 bits and accumulate in float32, as fa_tc: its bound is theirs.
+        return Cell(name, "fa_tc", run, prepare, peer=True)
+
+    return [cell(FLASH, SDPBackend.FLASH_ATTENTION), cell(CUDNN, SDPBackend.CUDNN_ATTENTION)]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the experiment, then draw and write what was asked for."""
+    grid = [(p, cells(p, on_device=not args.quick)) for p in problems(args)]
+    baseline = FLASH if any(cell.name == FLASH for _, some in grid for cell in some) else None
+    record = common.run_grid(args, "ladder", grid, baseline=baseline)
+    if args.plot:
+        draw(record, args.plot)
+    if args.update_readme:
+        update_readme(record)
+    return 0 if common.passed(record) else 1
+
+
+def draw(record: Mapping[str, Any], path: str) -> None:
+    """Draw a record, one row of panels for each problem."""
+    found = [(p["problem"]["name"], p["rows"]) for p in record["problems"]]
+    plot.draw_ladder(found, path)
+
+
+# ---- README --------------------------------------------------------------------------------------
+
+
+def readme_table(record: Mapping[str, Any]) -> str:
+    """Return the README's text between its markers."""
+    shown = next(
+        (p for p in record["problems"] if SHOWN.items() <= p["problem"].items()),
+        record["problems"][0],
+    )
+    lines = [_provenance(record, shown), "", *_full_table(shown)]
+    if record["backend"] == "cuda":
+        lines += ["", "TFLOP/s of every shape, same run:", "", *_speed_table(record)]
+    return "\n".join(lines)
+
+
+def _provenance(record: Mapping[str, Any], shown: Mapping[str, Any]) -> str:
+    environment, problem = record["environment"], shown["problem"]
+    where = "the mirror (NumPy, no device: errors only, no times)"
+    if record["backend"] == "cuda":
+        found = environment["device"]
+        watts = f", {found['power_w']:.0f} W idle" if "power_w" in found else ""
+        torch = f", torch {environment['torch']}" if "torch" in environment else ""
+        where = (
+            f"{found['name']}, driver {found['driver']}, NVRTC {environment['nvrtc']}, "
+            f"CuPy {environment['cupy']}{torch}{watts}"
+        )
+    mask = "causal" if problem["causal"] else "not causal"
+    return (
+        f"Batch {problem['batch']}, {problem['heads']} heads, length {problem['length']}, "
+        f"head_dim {problem['head_dim']}, {problem['dtype']}, {problem['distribution']}, {mask}, "
+        f"on {where}; "
+        f"`{record['command']}`, revision {environment.get('revision', 'unknown')[:10]}."
+    )
+
+
+def _full_table(shown: Mapping[str, Any]) -> list[str]:
+    timed = any("seconds" in row for row in shown["rows"])
+    header = ["rung", "the one idea", "J2", "J3", "rel. error"]
+    header += ["time", "TFLOP/s", "ceiling"] if timed else []
+    rows = []
+    for row in shown["rows"]:
+        judged = row["judgement"]
+        known = ca.VARIANTS.get(row["variant"])
+        cells = [
+            row["variant"] if known is None else f"`{row['variant']}`",
+            known.idea if known else "",
+        ]
+        if judged is None:
+            rows.append([*cells, "not supported", *[""] * (len(header) - 3)])
+            continue
+        cells += [
+            measure.format_ratio(float(judged["j2"])),
+            "" if judged["j3"] is None else measure.format_ratio(float(judged["j3"])),
+            f"{float(judged['relative_error']):.1e}",
+        ]
+        if timed and "seconds" in row:
+            share = "" if row["share"] is None else measure.format_share(row["share"])
+            cells += [measure.format_seconds(row["seconds"]), f"{row['tflops']:.3g}", share]
+        elif timed:
+            cells += ["not timed", "", ""]
+        rows.append(cells)
+    return _markdown(header, rows)
+
+
+def _speed_table(record: Mapping[str, Any]) -> list[str]:
+    names = [row["variant"] for row in record["problems"][0]["rows"]]
+    header = [""]
+    columns = []
+    for found in record["problems"]:
+        problem = found["problem"]
+        header.append(f"hd{problem['head_dim']}{' causal' if problem['causal'] else ''}")
+        columns.append({row["variant"]: row.get("tflops") for row in found["rows"]})
+    rows = [
+        [name, *("" if c.get(name) is None else f"{c[name]:.3g}" for c in columns)]
+        for name in names
+    ]
+    return _markdown(header, rows)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---"] * len(header)
+    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+
+
+def update_readme(record: Mapping[str, Any], path: Path = README) -> None:
+    """Replace what stands between the README's markers by the table of a record.
+
+    Raises
+    ------
+    ValueError
+        If the markers are not there, once each and in this order.
+    """
+    text = path.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end) or BEGIN in after or END in before:
+        raise ValueError(f"{path} must hold {BEGIN!r} and {END!r} once each, in this order")
+    path.write_text(f"{before}{BEGIN}\n{readme_table(record)}\n{END}{after}", encoding="utf-8")
+
+
+def stored() -> dict[str, Any]:
+    """Return the committed record."""
+    record: dict[str, Any] = json.loads((RESULTS / "ladder.json").read_text(encoding="utf-8"))
+    return record
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
+    parser.add_argument("--plot", metavar="FILE", help="draw the record (.png, .svg or .pdf)")
+    parser.add_argument(
+        "--update-readme",
+        action="store_true",
+        help="rewrite the README's table; alone, from experiments/results/ladder.json",
+    )
+    parser.add_argument(
+        "--stored", action="store_true", help="measure nothing: use experiments/results/ladder.json"
+    )
+    args = parser.parse_args(argv)
+    if args.stored or (args.update_readme and not args.quick and device.device_missing()):
+        record = stored()
+        if args.plot:
+            draw(record, args.plot)
+        if args.update_readme:
+            update_readme(record)
+        return 0
+    return common.main(run, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

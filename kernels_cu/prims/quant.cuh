@@ -1,0 +1,147 @@
+// quant.cuh -- symmetric INT8 quantisation of one value, and the parameters of quantize.cu.
+// Every operation is one IEEE rounding, named, so that none is contracted and all equal NumPy's:
+// cupyattn/quant/quantizers.py does the same, bit for bit.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/params.cuh"
+
+constexpr float INT8_MAX = 127.0f;               // largest code; -128 is not used
+constexpr float SCALE_MIN = 0x1p-126f;           // smallest normal float: its inverse is finite
+constexpr uint32_t INFINITY_BITS = 0x7f800000u;  // a magnitude from here on is infinite or NaN
+constexpr float NOT_A_NUMBER = __builtin_bit_cast(float, 0x7fc00000u);
+
+// cupyattn/quant/plan.py packs it from one table of (name, type); a test compares the two.
+struct QuantizeParams {
+  const void* X;              // [batch, heads, length, HEAD_DIM], the operand
+  int8_t* codes;              // [batch, heads, length, HEAD_DIM], contiguous
+  float* scale;               // [batch, heads, groups]
+  const float* static_scale;  // [batch, heads, groups], of which scale is a copy; null: dynamic
+  uint32_t* absmax;           // [batch, heads, groups], zero at first; null: found on the way
+  float* partial_sum;         // [batch, heads, splits, HEAD_DIM]
+  float* mean;                // [batch, heads, HEAD_DIM], subtracted from X; null: nothing is
+  Strides X_stride;
+  int64_t scale_stride_batch;  // of scale, static_scale and absmax; 0 shares one scale
+  int64_t scale_stride_head;
+  int32_t heads;
+  int32_t length;
+  int32_t splits;      // slices of the rows that are summed side by side
+  int32_t split_rows;  // rows of a slice
+};
+
+// ---- in -----------------------------------------------------------------------------------------
+
+// An unsigned integer of 2 or 4 bytes.
+template <int BYTES>
+struct WordOf {
+  using type = uint32_t;
+};
+template <>
+struct WordOf<2> {
+  using type = uint16_t;
+};
+template <int BYTES>
+using Word = typename WordOf<BYTES>::type;
+
+// Element j of a word of one or two.
+template <typename T>
+__device__ __forceinline__ float word_element(uint32_t word, int j);
+template <>
+__device__ __forceinline__ float word_element<float>(uint32_t word, int) {
+  return __uint_as_float(word);
+}
+template <>
+__device__ __forceinline__ float word_element<__half>(uint32_t word, int j) {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16 * j)));
+}
+template <>  // bfloat16 is the upper half of a float
+__device__ __forceinline__ float word_element<__nv_bfloat16>(uint32_t word, int j) {
+  return __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);
+}
+
+// N values of T as one access.
+// NOTE: kept in words, because the compiler spreads an array of 16-bit numbers over twice the
+// registers and then loads it piece by piece.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Words {
+  static constexpr int PER_WORD = N * sizeof(T) < 4 ? 1 : 4 / sizeof(T);
+  Word<PER_WORD * sizeof(T)> words[N / PER_WORD];
+  __device__ __forceinline__ float element(int j) const {
+    return word_element<T>(words[j / PER_WORD], j % PER_WORD);
+  }
+  // The compiler computes nothing from the words above this point: there it would wait for one load
+  // before it issues the next.
+  __device__ __forceinline__ void use_from_here() {
+    if constexpr (sizeof(words[0]) == 4)
+      for (auto& word : words) asm volatile("" : "+r"(word));
+  }
+};
+
+// ---- scale and code -----------------------------------------------------------------------------
+
+// |x| as an integer. Floats without sign compare as their bits do; infinity lies above every finite
+// number and NaN above infinity, so a maximum of bits keeps what fmaxf would drop.
+__device__ __forceinline__ uint32_t magnitude_bits(float x) {
+  return __float_as_uint(x) & 0x7fffffffu;
+}
+
+// Maximum over aligned groups of LANES lanes (a power of two); every lane gets the result.
+template <int LANES>
+__device__ __forceinline__ uint32_t shfl_max(uint32_t x) {
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2)
+    x = max(x, __shfl_xor_sync(FULL_WARP, x, offset));
+  return x;
+}
+
+struct Scale {
+  float scale, inverse;
+};
+
+// absmax / 127 and 127 / absmax. A group of zeros has scale 1; a scale below SCALE_MIN is raised to
+// it; NaN with inverse 0, hence codes 0, where the group holds a NaN or an infinity.
+__device__ __forceinline__ Scale scale_of_absmax(uint32_t bits) {
+  if (bits >= INFINITY_BITS) return {NOT_A_NUMBER, 0.0f};
+  const float raised = fmaxf(__uint_as_float(bits), INT8_MAX * SCALE_MIN);
+  return {bits == 0 ? 1.0f : __fdiv_rn(raised, INT8_MAX), __fdiv_rn(INT8_MAX, raised)};
+}
+
+// A given scale, or NaN where it is no finite number from SCALE_MIN up.
+__device__ __forceinline__ Scale scale_of_static(float scale) {
+  const bool usable = scale >= SCALE_MIN && magnitude_bits(scale) < INFINITY_BITS;
+  return {usable ? scale : NOT_A_NUMBER, usable ? __fdiv_rn(1.0f, scale) : 0.0f};
+}
+
+// R1: the code of x, ties to even. |x| <= absmax makes it 127 at most; a NaN converts to 0.
+__device__ __forceinline__ int code_s8(float x, float inverse) {
+  return __float2int_rn(__fmul_rn(x, inverse));
+}
+
+// The same for a scale that does not come from the data: past 127 it saturates.
+__device__ __forceinline__ int code_s8_saturated(float x, float inverse) {
+  return min(max(code_s8(x, inverse), -127), 127);
+}
+
+// ---- out ----------------------------------------------------------------------------------------
+
+// The low bytes of four integers, the first lowest.
+__device__ __forceinline__ uint32_t pack_s8x4(int a, int b, int c, int d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// Stores N codes as one access; codes is aligned to N bytes.
+template <int N>
+__device__ __forceinline__ void store_s8(int8_t* codes, const int (&c)[N]) {
+  if constexpr (N % 4 == 0) {
+    Vec<uint32_t, N / 4> words;
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i)
+      words.v[i] = pack_s8x4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
+    *reinterpret_cast<Vec<uint32_t, N / 4>*>(codes) = words;
+  } else {
+    Vec<int8_t, N> bytes;
+#pragma unroll
+    for (int i = 0; i < N; ++i) bytes.v[i] = static_cast<int8_t>(c[i]);
+    *reinterpret_cast<Vec<int8_t, N>*>(codes) = bytes;
+  }
+}

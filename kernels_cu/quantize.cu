@@ -1,0 +1,268 @@
+// quantize -- Q or K in 16 or 32 bits to INT8 codes with one float scale per GROUP rows.
+//
+// Idea         Memory decides: every byte is read once, stays in registers between the search for
+//              the largest magnitude and the coding, and leaves as a half or a quarter of itself.
+//              A block takes BLOCK_Q rows: LANES neighbouring lanes share a row, a warp takes a few
+//              rows at a time, and rows meet their group in shared memory, at any granularity.
+//              Groups too large for a block (a head, a tensor) are read twice.
+// Entries      quantize_int8  whole groups in a block: maximum, scale, codes
+//              group_absmax   the maxima of groups that span blocks
+//              encode_int8    codes from those maxima, or from scales that were given
+//              channel_sum, channel_mean  the mean of the keys, which smoothing subtracts
+// Kept simple  The operand plays Q's part in config.cuh: BLOCK_Q rows, GROUP_Q to a scale.
+//              One indexing for every granularity: the scale of a row is scale[row / GROUP].
+//              No float is summed by an atomic: sums have a fixed order, and the maximum of bits
+//              needs none. The same input gives the same bits on every run.
+// Rounding     R0 x - mean; R1 scale, inverse, code: each operation rounded once (prims/quant.cuh)
+// Mirror       cupyattn.quant.quantizers.quantize_symmetric, to the bit
+// Bound        cupyattn.bounds.quantisation: half a scale
+// Tried, lost  Holding the rows as arrays of 16-bit numbers: one register each, and the compiler
+//              then waits for the first loads before it issues the last (seen in the machine code).
+#include "prims/config.cuh"
+#include "prims/params.cuh"
+#include "prims/quant.cuh"
+#include "prims/warp.cuh"
+
+constexpr int BLOCK_ROWS = BLOCK_Q;
+constexpr int GROUP = GROUP_Q;
+constexpr int GROUPS = BLOCK_ROWS > GROUP ? BLOCK_ROWS / GROUP : 1;  // scales that a block needs
+
+__host__ __device__ constexpr int power_of_two_from(int n) {
+  return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2);
+}
+constexpr int ACCESSES = HEAD_DIM / VEC;                                               // per row
+constexpr int LANES = power_of_two_from(ACCESSES < WARP_SIZE ? ACCESSES : WARP_SIZE);  // per row
+constexpr int LANE_ACCESSES = ceil_div(ACCESSES, LANES);  // per lane and row
+constexpr int ROWS_PER_PASS = NUM_THREADS / LANES;
+constexpr int PASSES = ceil_div(BLOCK_ROWS, ROWS_PER_PASS);
+constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);  // that a sum waits for at once
+
+static_assert(GROUP >= 1, "quantize needs GROUP_Q, the rows per scale");
+static_assert(BLOCK_ROWS % GROUP == 0 || GROUP % BLOCK_ROWS == 0,
+              "BLOCK_Q must hold whole groups of GROUP_Q rows, or divide a group");
+
+// NOTE: the 1 of the launch bounds asks for nothing, but without it ptxas aims at 64 registers and
+// spills the last two.
+
+// ---- a block's rows -----------------------------------------------------------------------------
+
+// Where this block works: rows row0, row0 + 1, ... of one (batch, head).
+struct Place {
+  int64_t batch, head, batch_head;
+  int row0;  // first row
+  int rows;  // rows of this block that exist
+  __device__ __forceinline__ Place(const QuantizeParams& p, uint32_t chunks, int chunk_rows) {
+    const uint32_t index = blockIdx.x / chunks, heads = p.heads;
+    batch_head = index, batch = index / heads, head = index % heads;
+    row0 = blockIdx.x % chunks * chunk_rows;
+    rows = min(chunk_rows, p.length - row0);
+  }
+  __device__ __forceinline__ const elem_t* X(const QuantizeParams& p) const {  // [rows, HEAD_DIM]
+    return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
+           row0 * p.X_stride.len;
+  }
+  __device__ __forceinline__ int64_t first_scale(const QuantizeParams& p) const {  // of this block
+    return batch * p.scale_stride_batch + head * p.scale_stride_head + row0 / GROUP;
+  }
+};
+
+__device__ __forceinline__ int lane_in_row() { return threadIdx.x % LANES; }
+__device__ __forceinline__ int row_in_pass() { return threadIdx.x / LANES; }
+__device__ __forceinline__ int row_of(int pass) { return pass * ROWS_PER_PASS + row_in_pass(); }
+__device__ __forceinline__ int col_of(int access) { return (access * LANES + lane_in_row()) * VEC; }
+
+// What one lane holds of the block's rows and of the mean.
+struct Rows {
+  Words<elem_t, VEC> x[PASSES][LANE_ACCESSES];
+  float mean[LANE_ACCESSES][VEC];  // 0 without smoothing
+
+  __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
+    const elem_t* X = at.X(p);                        // [rows, HEAD_DIM]
+    X += row_in_pass() * p.X_stride.len + col_of(0);  // this lane's first access
+    const int64_t pass_stride = ROWS_PER_PASS * p.X_stride.len;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass, X += pass_stride)
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        x[pass][a] = {};
+        if (row_of(pass) < at.rows && col_of(a) < HEAD_DIM)
+          x[pass][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(X + a * LANES * VEC);
+      }
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j)
+        mean[a][j] = p.mean != nullptr && col_of(a) < HEAD_DIM
+                         ? p.mean[at.batch_head * HEAD_DIM + col_of(a) + j]
+                         : 0.0f;
+  }
+
+  __device__ __forceinline__ float value(int pass, int a, int j) const {
+    return __fsub_rn(x[pass][a].element(j), mean[a][j]);  // R0
+  }
+
+  __device__ __forceinline__ void use_from_here() {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass)
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();
+  }
+
+  // Bits of the largest magnitude in this lane's part of a row that exists.
+  __device__ __forceinline__ uint32_t absmax(int pass) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+      if (col_of(a) < HEAD_DIM)
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) bits = max(bits, magnitude_bits(value(pass, a, j)));
+    return bits;
+  }
+
+  // Stores the codes of this lane's part of a row.
+  template <typename Code>
+  __device__ __forceinline__ void store(int8_t* codes, int pass, Code code) const {
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a) {
+      int c[VEC];
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) c[j] = code(value(pass, a, j));
+      if (col_of(a) < HEAD_DIM) store_s8(codes + col_of(a), c);
+    }
+  }
+};
+
+// ---- codes --------------------------------------------------------------------------------------
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_int8(
+    const __grid_constant__ QuantizeParams p) {
+  __shared__ uint32_t absmax[GROUPS];  // [GROUPS] bits of the largest magnitude
+  __shared__ float inverse[GROUPS];    // [GROUPS]
+  const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
+  for (int g = thread_id(); g < GROUPS; g += NUM_THREADS) absmax[g] = 0;
+
+  Rows rows;
+  rows.load(p, at);
+  __syncthreads();  // the zeros are there before a row adds its maximum
+  rows.use_from_here();
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const uint32_t bits = shfl_max<LANES>(rows.absmax(pass));
+    if (lane_in_row() == 0 && row_of(pass) < at.rows)
+      atomicMax(&absmax[row_of(pass) / GROUP], bits);
+  }
+  __syncthreads();  // every row of a group has added its maximum before the scale is made of it
+#pragma unroll 1
+  for (int g = thread_id(); g < GROUPS; g += NUM_THREADS) {
+    const Scale scale = scale_of_absmax(absmax[g]);  // R1
+    inverse[g] = scale.inverse;
+    if (g * GROUP < at.rows) p.scale[at.first_scale(p) + g] = scale.scale;
+  }
+  __syncthreads();  // the inverses are there before a row is coded with them
+  int8_t* codes = p.codes + (at.batch_head * p.length + at.row0) * HEAD_DIM;  // [rows, HEAD_DIM]
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const int row = row_of(pass);
+    if (row >= at.rows) continue;
+    const float factor = inverse[row / GROUP];
+    rows.store(codes + row * HEAD_DIM, pass, [&](float x) { return code_s8(x, factor); });  // R1
+  }
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void group_absmax(
+    const __grid_constant__ QuantizeParams p) {
+  __shared__ uint32_t absmax;  // of this block
+  const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
+  if (thread_id() == 0) absmax = 0;
+
+  Rows rows;
+  rows.load(p, at);
+  __syncthreads();  // the zero is there before a warp adds its maximum
+  rows.use_from_here();
+  uint32_t bits = 0;
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass)
+    if (row_of(pass) < at.rows) bits = max(bits, rows.absmax(pass));
+  bits = shfl_max<WARP_SIZE>(bits);
+  if (lane_id() == 0) atomicMax(&absmax, bits);
+  __syncthreads();  // every warp has added its maximum before the block passes it on
+  if (thread_id() == 0) atomicMax(&p.absmax[at.first_scale(p)], absmax);
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_int8(
+    const __grid_constant__ QuantizeParams p) {
+  __shared__ float inverse[GROUPS];  // [GROUPS]
+  const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
+#pragma unroll 1
+  for (int g = thread_id(); g < GROUPS && g * GROUP < at.rows; g += NUM_THREADS) {
+    const int64_t index = at.first_scale(p) + g;
+    const Scale scale = p.absmax != nullptr ? scale_of_absmax(p.absmax[index])
+                                            : scale_of_static(p.static_scale[index]);
+    inverse[g] = scale.inverse;
+    // NOTE: several blocks may share the scale. From a maximum all of them write the same number;
+    // a usable given scale is in place already, and only NaN is ever written over it.
+    if (p.absmax != nullptr || scale.inverse == 0.0f) p.scale[index] = scale.scale;
+  }
+
+  Rows rows;
+  rows.load(p, at);
+  __syncthreads();  // the inverses are there before a row is coded with them
+  rows.use_from_here();
+  int8_t* codes = p.codes + (at.batch_head * p.length + at.row0) * HEAD_DIM;  // [rows, HEAD_DIM]
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const int row = row_of(pass);
+    if (row >= at.rows) continue;
+    if (rows.absmax(pass) >= INFINITY_BITS) p.scale[at.first_scale(p) + row / GROUP] = NOT_A_NUMBER;
+    const float factor = inverse[row / GROUP];
+    rows.store(codes + row * HEAD_DIM, pass,
+               [&](float x) { return code_s8_saturated(x, factor); });  // R1
+  }
+}
+
+// ---- the mean of the keys -----------------------------------------------------------------------
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_sum(
+    const __grid_constant__ QuantizeParams p) {
+  __shared__ float sums[ROWS_PER_PASS][HEAD_DIM];  // [ROWS_PER_PASS, HEAD_DIM]
+  const Place at(p, p.splits, p.split_rows);
+  const elem_t* X = at.X(p);           // [rows, HEAD_DIM]
+  float sum[LANE_ACCESSES][VEC] = {};  // of this lane's channels, over its rows in rising order
+#pragma unroll ROWS_IN_FLIGHT
+  for (int row = row_in_pass(); row < at.rows; row += ROWS_PER_PASS)
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+      if (col_of(a) < HEAD_DIM) {
+        const auto x =
+            *reinterpret_cast<const Words<elem_t, VEC>*>(X + row * p.X_stride.len + col_of(a));
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) sum[a][j] += x.element(j);
+      }
+#pragma unroll
+  for (int a = 0; a < LANE_ACCESSES; ++a)
+    if (col_of(a) < HEAD_DIM)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) sums[row_in_pass()][col_of(a) + j] = sum[a][j];
+  __syncthreads();  // every lane's sums are there before they are added up
+  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
+    float total = 0.0f;
+    for (int row = 0; row < ROWS_PER_PASS; ++row) total += sums[row][col];
+    p.partial_sum[int64_t(blockIdx.x) * HEAD_DIM + col] = total;
+  }
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_mean(
+    const __grid_constant__ QuantizeParams p) {
+  const int64_t batch_head = blockIdx.x;
+  const float* partial_sum =
+      p.partial_sum + batch_head * p.splits * HEAD_DIM;  // [splits, HEAD_DIM]
+  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
+    float total = 0.0f;
+#pragma unroll 8
+    for (int split = 0; split < p.splits; ++split) total += partial_sum[split * HEAD_DIM + col];
+    // NOTE: any vector that all keys share may be subtracted. Where the sum is not finite it is 0,
+    // so that one NaN does not reach every key of the head.
+    const bool finite = magnitude_bits(total) < INFINITY_BITS;
+    p.mean[batch_head * HEAD_DIM + col] = finite ? total / p.length : 0.0f;
+  }
+}

@@ -1,0 +1,1 @@
+"""Tests of cupyattn; a package, so that tests share modules by name."""

@@ -1,0 +1,91 @@
+"""Deliberate mistakes: what the files in tests/faults say, and how to plant them in a copy.
+
+A patch is a unified diff against ``kernels_cu`` after three lines: what goes wrong, in one
+sentence; ``caught-by: J2`` (the result leaves its bound) or ``caught-by: interpreter`` (a hazard
+that a device shows only sometimes); and the ``variants:`` in which it must be seen.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from cupyattn.compile import KERNELS
+
+FOLDER = Path(__file__).parent / "faults"
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """Neighbouring lines of one file, before and after."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One patch."""
+
+    name: str
+    sentence: str
+    caught_by: str
+    variants: tuple[str, ...]
+    hunks: tuple[Hunk, ...]
+
+    def plant(self, folder: Path) -> Path:
+        """Copy the kernels to `folder` with this mistake in them; return the copy.
+
+        Raises
+        ------
+        LookupError
+            If the lines to change are not there exactly once: the sources have moved on.
+        """
+        copy = Path(shutil.copytree(KERNELS, folder / self.name))
+        for hunk in self.hunks:
+            path = copy / hunk.file
+            text = path.read_text()
+            if text.count(hunk.old) != 1:
+                raise LookupError(
+                    f"{self.name}.patch no longer applies to {hunk.file}: "
+                    f"its lines were found {text.count(hunk.old)} times"
+                )
+            path.write_text(text.replace(hunk.old, hunk.new))
+        return copy
+
+
+def parse(path: Path) -> Fault:
+    """Read one patch."""
+    sentence, caught_by, variants, *diff = path.read_text().splitlines(keepends=True)
+    hunks: list[Hunk] = []
+    file = ""
+    for line in diff:
+        if line.startswith("--- a/"):
+            file = line[len("--- a/") :].strip()
+        elif line.startswith("@@"):
+            hunks.append(Hunk(file, "", ""))
+        elif not line.startswith("+++ "):
+            hunk, text = hunks[-1], line[1:]
+            old = hunk.old + text * (line[0] in " -")
+            new = hunk.new + text * (line[0] in " +")
+            hunks[-1] = Hunk(file, old, new)
+    return Fault(
+        path.stem,
+        sentence.strip(),
+        _value("caught-by", caught_by, path),
+        tuple(_value("variants", variants, path).split()),
+        tuple(hunks),
+    )
+
+
+def _value(key: str, line: str, path: Path) -> str:
+    match = re.fullmatch(rf"{key}: (.+)\n", line)
+    if match is None:
+        raise ValueError(f"{path.name} must say '{key}: ...', got {line!r}")
+    return match[1]
+
+
+FAULTS = [parse(path) for path in sorted(FOLDER.glob("*.patch"))]

@@ -1,0 +1,68 @@
+"""Every planted mistake breaks a judgement: the tests are tested.
+
+Those that a device shows only sometimes (a missing barrier, a wait that is too short) are left to
+the interpreter, as their patches say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cupyattn import registry
+from cupyattn.registry import VARIANTS
+from tests.fault_patches import FAULTS, Fault
+from tests.gpu.support import Run, embedded, normal, prebuild, run, specs_of
+
+cupy = pytest.importorskip("cupy")
+
+CERTAIN = [fault for fault in FAULTS if fault.caught_by == "J2"]
+SEEN = [(fault, variant) for fault in CERTAIN for variant in fault.variants]
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A copy of the kernels for every mistake, compiled side by side."""
+    folder = tmp_path_factory.mktemp("faults")
+    copies = {fault.name: fault.plant(folder) for fault in CERTAIN}
+    specs = []
+    for fault, variant in SEEN:
+        for causal in (False, True):
+            for spec in specs_of(variant, "float16", 64, causal):
+                if str(spec.source).startswith("attn_"):
+                    specs.append(replace(spec, source=copies[fault.name] / spec.source))
+    prebuild(specs)
+    return copies
+
+
+def runs(variant: str) -> Iterator[Run]:
+    """Tails, several tiles, grouped heads, rising maxima, offsets in K; all amid NaN."""
+    for causal in (False, True):
+        for seed, (len_q, len_kv) in enumerate(((70, 33), (150, 333))):
+            q, k, v = normal((2, 4, len_q, 64), (2, 2, len_kv, 64), seed=seed)
+            k = k * 2 + 1
+            yield run(variant, tuple(embedded(x) for x in (q, k, v)), causal=causal)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_a_mistake_every_judgement_holds(variant: str) -> None:
+    for one in runs(variant):
+        one.check()
+
+
+@pytest.mark.parametrize(
+    ("fault", "variant"), SEEN, ids=[f"{fault.name}-{variant}" for fault, variant in SEEN]
+)
+def test_a_mistake_breaks_a_judgement(
+    fault: Fault, variant: str, planted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = planted[fault.name] / f"attn_{variant}.cu"
+    wrong = replace(registry.VARIANTS[variant], source=source)
+    monkeypatch.setitem(registry.VARIANTS, variant, wrong)
+    reports = [one.judge() for one in runs(variant)]
+    assert not all(report.passed for report in reports), (
+        f"{fault.sentence} Nothing noticed: " + "; ".join(map(str, reports))
+    )

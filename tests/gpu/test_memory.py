@@ -1,0 +1,232 @@
+"""What a kernel may touch: nothing outside its arrays, nothing of its inputs, any strides."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import attention
+from cupyattn import compile as kc
+from cupyattn.errors import KernelLaunchError
+from cupyattn.registry import VARIANTS, lookup
+from cupyattn.rounding import STORAGE
+from cupyattn.tiles import Tiles
+from tests.gpu.support import (
+    CELLS,
+    Guarded,
+    bits,
+    embedded,
+    normal,
+    on_device,
+    on_host,
+    prebuild,
+    run,
+    run_into,
+    specs_of,
+)
+
+cupy = pytest.importorskip("cupy")
+
+#: Head sizes by the width of access that they allow.
+HEAD_DIMS = (64, 36, 9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    shapes = [(d, causal, True, 0) for d in HEAD_DIMS for causal in (False, True)]
+    shapes += [(d, causal, True, 1) for d in HEAD_DIMS for causal in (False, True)]
+    shapes += [(64, causal, False, pad) for causal in (False, True) for pad in (0, 1)]
+    prebuild(
+        spec
+        for (variant, dtype), (head_dim, causal, lse, pad) in itertools.product(CELLS, shapes)
+        for spec in specs_of(variant, dtype, head_dim, causal, lse=lse, pad=pad)
+    )
+
+
+@pytest.mark.parametrize(("variant", "dtype"), CELLS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_results_are_written_in_full_and_nothing_beside_them(
+    variant: str, dtype: str, head_dim: int, causal: bool
+) -> None:
+    for len_q, len_kv in ((1, 5), (77, 130), (130, 77)):
+        inputs = on_device(*normal((2, 4, len_q, head_dim), (2, 2, len_kv, head_dim), dtype))
+        before = [bits(x) for x in inputs]
+        o = Guarded.empty((2, 4, len_q, head_dim), dtype)
+        lse = Guarded.empty((2, 4, len_q), "float32")
+        found = run_into(variant, inputs, o.array, lse.array, causal=causal)
+        o.check()
+        lse.check()
+        found.check()
+        assert [bits(x) for x in inputs] == before, "an input was modified"
+
+
+@pytest.mark.parametrize(("variant", "dtype"), CELLS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_lies_outside_the_arrays_has_no_influence(
+    variant: str, dtype: str, causal: bool
+) -> None:
+    for head_dim, pad in ((64, 8), (36, 1), (9, 3)):
+        inputs = normal((2, 4, 77, head_dim), (2, 2, 131, head_dim), dtype)
+        alone = run(variant, on_device(*inputs), causal=causal)
+        amid_nan = run(variant, tuple(embedded(x, pad) for x in inputs), causal=causal)
+        assert bits(amid_nan.o) == bits(alone.o)
+        assert bits(amid_nan.lse) == bits(alone.lse)
+
+
+@pytest.mark.parametrize(("variant", "dtype"), CELLS)
+def test_out_is_written_in_any_strides(variant: str, dtype: str) -> None:
+    inputs = on_device(*normal((2, 4, 77, 64), (2, 2, 50, 64), dtype))
+    expected = bits(attention(*inputs, variant=variant))
+    for pad in (8, 1):
+        buffer = cupy.asarray(np.full((2, 77, 4, 64 + 2 * pad), np.nan, STORAGE[dtype]))
+        view = buffer[..., pad : pad + 64].swapaxes(1, 2)
+        assert attention(*inputs, variant=variant, out=view) is view
+        assert bits(view) == expected
+        host = on_host(buffer)
+        assert np.isnan(host[..., :pad].astype(np.float32)).all()
+        assert np.isnan(host[..., pad + 64 :].astype(np.float32)).all()
+
+
+def views_of(x: np.ndarray) -> dict[str, tuple[Any, np.ndarray]]:
+    """Views on the device that hold what the array beside them holds."""
+    d = on_device(x)[0]
+    both = ((cupy, d), (np, x))
+    return {
+        "BSHD underneath": (on_device(x.swapaxes(1, 2).copy())[0].swapaxes(1, 2), x),
+        "heads and batch reversed": (d[::-1, ::-1], x[::-1, ::-1]),
+        "rows reversed": (d[:, :, ::-1], x[:, :, ::-1]),
+        "every second row": (d[:, :, ::2], x[:, :, ::2]),
+        "one head for all": tuple(xp.broadcast_to(a[:, :1], x.shape) for xp, a in both),
+        "one batch for all": tuple(xp.broadcast_to(a[:1], x.shape) for xp, a in both),
+        "columns strided": (on_device(np.repeat(x, 2, axis=3))[0][..., ::2], x),
+        "rows at odd places": (embedded(x, 1), x),
+    }
+
+
+@pytest.mark.parametrize(("variant", "dtype"), CELLS)
+def test_strides(variant: str, dtype: str) -> None:
+    q, k, v = normal((2, 4, 78, 64), (2, 2, 130, 64), dtype)
+    views = [views_of(x) for x in (q, k, v)]
+    for name in views[0]:
+        strided = tuple(view[name][0] for view in views)
+        plain = on_device(*(np.ascontiguousarray(view[name][1]) for view in views))
+        before = [bits(x) for x in strided]
+        # scale and mean of K do not depend on strides, nor does any other rounding
+        assert bits(attention(*strided, variant=variant, causal=True)) == bits(
+            attention(*plain, variant=variant, causal=True)
+        ), name
+        assert [bits(x) for x in strided] == before, name
+
+
+@pytest.mark.parametrize(("variant", "dtype"), CELLS)
+def test_a_hundred_runs_are_one(variant: str, dtype: str) -> None:
+    inputs = on_device(*normal((60, 4, 65, 64), (60, 4, 100, 64), dtype))
+    first = attention(*inputs, variant=variant)
+    words = first.view(f"u{first.dtype.itemsize}")
+    differing = cupy.zeros((), "int64")
+    for _ in range(99):
+        again = attention(*inputs, variant=variant)
+        differing += (again.view(words.dtype) != words).sum()
+    assert int(differing) == 0
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_more_heads_than_a_grid_has_in_y(variant: str) -> None:
+    inputs = on_device(*normal((35_000, 2, 3, 9), (35_000, 1, 5, 9)))
+    found = run(variant, inputs)
+    found.check()
+    single = run(variant, tuple(x[-1:] for x in inputs))
+    assert bits(single.o) == bits(found.o[-1:])
+
+
+def far_apart(shape: tuple[int, ...], strides: tuple[int, ...], x: np.ndarray) -> Any:
+    """Return a view whose rows lie `strides` elements apart, filled with `x`."""
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    buffer = cupy.empty(last + 1, x.dtype)
+    byte_strides = tuple(s * x.dtype.itemsize for s in strides)
+    view = cupy.ndarray(shape, x.dtype, memptr=buffer.data, strides=byte_strides)
+    view[...] = cupy.asarray(x)
+    return view
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_offsets_past_two_to_the_31(variant: str, axis: int) -> None:
+    """Batches, heads or rows more than 2^30 elements apart, in Q, K, V and O."""
+    if cupy.cuda.runtime.memGetInfo()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GB of device memory")
+    inputs = normal((3, 3, 3, 64), (3, 3, 3, 64))
+    strides = [9 * 64, 3 * 64, 64]
+    strides[axis] = 2**30 + 64
+    shape = inputs[0].shape
+    try:
+        views = tuple(far_apart(shape, (*strides, 1), x) for x in inputs)
+        out = far_apart(shape, (*strides, 1), np.full(shape, np.nan, np.float16))
+        expected = attention(*on_device(*inputs), variant=variant, causal=True)
+        attention(*views, variant=variant, causal=True, out=out)
+        assert bits(out) == bits(expected)
+    finally:
+        views = out = None
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.parametrize("variant", ["fa_warps", "fa_tc", "fa_int8"])
+def test_more_than_two_to_the_31_elements(variant: str) -> None:
+    if cupy.cuda.runtime.memGetInfo()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GB of device memory")
+    len_q = 2**23 + 300
+    _, k, v = on_device(*normal((1, 1, 1, 256), (1, 1, 40, 256)))
+    block = on_device(*normal((1, 1, 4096, 256), (1, 1, 1, 256)))[0]
+    try:
+        q = cupy.empty((1, 1, len_q, 256), "float16")
+        for row in range(0, len_q, 4096):
+            q[:, :, row : row + 4096] = block[:, :, : min(4096, len_q - row)]
+        assert math.prod(q.shape) > 2**31
+        o = attention(q, k, v, variant=variant)
+        # the rows repeat, so the result does: each row is computed from itself and the keys alone
+        first, last = o[:, :, :4096], o[:, :, len_q // 4096 * 4096 :]
+        assert bits(last) == bits(first[:, :, : last.shape[2]])
+        assert bits(first) == bits(attention(block, k, v, variant=variant))
+    finally:
+        q = o = first = last = None
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+# ---- resources -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_tile_that_does_not_fit_is_an_error_that_names_it(variant: str) -> None:
+    inputs = on_device(*normal((1, 1, 64, 256), (1, 1, 64, 256)))
+    tiles = Tiles(64, 64, 4, 8) if lookup(variant).family in ("tensor_core", "int8") else None
+    with pytest.raises(KernelLaunchError) as caught:
+        attention(*inputs, variant=variant, tiles=tiles or Tiles(64, 256, 4))
+    limit = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
+    for piece in (
+        f"attn_{variant}.cu",
+        "CFG_BLOCK_KV=",
+        f"allows {limit}",
+        "reduce tiles.block_kv",
+    ):
+        assert piece in str(caught.value)
+    run(variant, inputs).check()  # the device is as well as before
+
+
+@pytest.mark.parametrize(("variant", "dtype"), CELLS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_default_tiles_keep_everything_in_registers(
+    variant: str, dtype: str, head_dim: int
+) -> None:
+    for causal in (False, True):
+        for spec in specs_of(variant, dtype, head_dim, causal):
+            module = kc.load(spec)
+            for entry in module.binary.kernels:
+                assert module.kernel(entry).local_size_bytes == 0, f"{entry} of {spec}"

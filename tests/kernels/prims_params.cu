@@ -1,0 +1,23 @@
+// prims_params -- every field of the parameter structs, as the kernel receives it.
+#include "prims/params.cuh"
+
+extern "C" __global__ void params(const __grid_constant__ AttnParams p,
+                                  const __grid_constant__ QuantParams quant,
+                                  int64_t* integers,  // [31]
+                                  float* floats) {    // [2]
+  int i = 0;
+  for (const void* pointer : {p.Q, p.K, p.V, (const void*)p.O, (const void*)p.lse,
+                              (const void*)p.S})
+    integers[i++] = int64_t(pointer);
+  for (const Strides& s : {p.Q_stride, p.K_stride, p.V_stride, p.O_stride})
+    for (const int64_t stride : {s.batch, s.head, s.len}) integers[i++] = stride;
+  for (const int n : {p.batch, p.heads, p.heads_kv, p.len_q, p.len_kv, p.causal_shift})
+    integers[i++] = n;
+  for (const float* pointer : {quant.Q_scale, quant.K_scale, quant.K_mean})
+    integers[i++] = int64_t(pointer);
+  for (const int64_t stride : {quant.Q_scale_stride_batch, quant.Q_scale_stride_head,
+                               quant.K_scale_stride_batch, quant.K_scale_stride_head})
+    integers[i++] = stride;
+  floats[0] = p.scale;
+  floats[1] = p.scale_log2;
+}

@@ -1,0 +1,508 @@
+"""One tiny kernel per header of ``kernels_cu/prims``, with what it must write, in NumPy.
+
+`PRIMS` is data: whoever can run a kernel (a device, an interpreter) runs each with its arguments
+and hands what came out to `Prim.check`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cupyattn.compile import ModuleSpec
+from cupyattn.features import Features
+from cupyattn.launch import ATTN_PARAMS, QUANT_PARAMS, pack
+from cupyattn.numerics import EX2_APPROX_ERROR, UNIT_ROUNDOFF
+from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
+from cupyattn.rounding import STORAGE, ex2, round_to
+from cupyattn.tiles import Tiles
+
+FOLDER = Path(__file__).parent / "kernels"
+LANES = np.arange(32)
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prim:
+    """One kernel to run.
+
+    Parameters
+    ----------
+    name : str
+        Unique.
+    header : str
+        The header it is about; the source is ``tests/kernels/prims_<header>.cu``.
+    entry : str
+        Kernel.
+    block : int
+        Threads of the one block.
+    arguments : callable
+        Returns the arguments in the kernel's order: arrays, of which those that it writes are named
+        by `expected` too, and parameter structs.
+    expected : callable
+        Takes the arguments by name, returns what must have been written.
+    relative, absolute : float
+        What floats may differ by; 0 for both means to the bit.
+    defines : tuple of (str, int)
+        Macros.
+    """
+
+    name: str
+    header: str
+    entry: str
+    block: int
+    arguments: Callable[[], Arguments]
+    expected: Callable[..., Mapping[str, np.ndarray]]
+    relative: float = 0.0
+    absolute: float = 0.0
+    defines: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def spec(self) -> ModuleSpec:
+        """What to compile."""
+        return ModuleSpec(FOLDER / f"prims_{self.header}.cu", self.defines)
+
+    def check(self, written: Mapping[str, np.ndarray]) -> None:
+        """Compare what a run wrote with what it must write."""
+        for name, expected in self.expected(**self.arguments()).items():
+            found = np.asarray(written[name]).reshape(expected.shape)
+            message = f"{self.name}: {name}"
+            if expected.dtype.kind == "f" and (self.relative or self.absolute):
+                np.testing.assert_allclose(
+                    found, expected, self.relative, self.absolute, err_msg=message
+                )
+            else:
+                np.testing.assert_array_equal(found, expected, err_msg=message)
+
+
+def defines(tiles: Tiles, features: Features) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted({**tiles.defines(), **features.defines()}.items()))
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return rng().normal(size=shape).astype(np.float32)
+
+
+# ---- base, exp2, warp ----------------------------------------------------------------------------
+
+
+def base_expected(**_: Any) -> dict[str, np.ndarray]:
+    constants = [-np.inf, math.log2(math.e), math.log(2.0)]
+    return {
+        "integers": np.array([3, 2, 0, 48, 32, 8, 2, 1, 8, 8], np.int32),
+        "floats": np.array(constants, np.float32),
+    }
+
+
+def exp2_arguments() -> Arguments:
+    x = rng().uniform(-125.0, 125.0, 64).astype(np.float32)
+    x[:9] = [0, 1, -1, 127, -126, -127, -200, -np.inf, 128]
+    x[9] = np.nan
+    return {"x": x, "y": np.zeros(64, np.float32)}
+
+
+def butterfly(x: np.ndarray, lanes: int, combine: Callable[..., np.ndarray]) -> np.ndarray:
+    """Combine over aligned groups of lanes, in the order of ``__shfl_xor_sync``."""
+    index, offset = np.arange(len(x)), lanes // 2
+    while offset:
+        x = combine(x, x[index ^ offset])
+        offset //= 2
+    return x
+
+
+def warp_arguments() -> Arguments:
+    outputs = {name: np.zeros(64, np.float32) for name in ("max4", "max32", "sum4", "sum32")}
+    return {"x": normal(64), "who": np.zeros((3, 64), np.int32), **outputs}
+
+
+def warp_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    thread = np.arange(64, dtype=np.int32)
+    return {
+        "who": np.stack([thread, thread // 32, thread % 32]),
+        "max4": butterfly(x, 4, np.fmax),
+        "max32": butterfly(x, 32, np.fmax),
+        "sum4": butterfly(x, 4, np.add),
+        "sum32": butterfly(x, 32, np.add),
+    }
+
+
+# ---- swizzle -------------------------------------------------------------------------------------
+
+CHUNKS = range(2, 33, 2)
+
+
+def swizzle(chunks: int, row: int, chunk: int) -> int:
+    """Index of a 16-byte chunk in a tile of rows of `chunks` chunks."""
+    g = math.gcd(chunks, 8)
+    return row * chunks + (chunk ^ (row // (8 // g) % g))
+
+
+def swizzle_expected(**_: Any) -> dict[str, np.ndarray]:
+    index = [swizzle(n, row, chunk) for n in CHUNKS for row in range(16) for chunk in range(n)]
+    return {
+        "index": np.array(index, np.int32),
+        "bytes": np.array([16 * swizzle(2, 3, 1), 16 * swizzle(2, 3, 0)], np.int32),
+    }
+
+
+# ---- tensor cores --------------------------------------------------------------------------------
+
+
+def pairs_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Two 16-bit patterns in one 32-bit register."""
+    return low.astype(np.uint32) | high.astype(np.uint32) << 16
+
+
+def ldmatrix_expected(tile: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    r, c = LANES // 4, LANES % 4
+    quarters = [tile[i % 2 * 8 :, i // 2 * 8 :] for i in range(4)]
+    return {
+        "plain": np.stack([pairs_of(q[r, 2 * c], q[r, 2 * c + 1]) for q in quarters]),
+        "transposed": np.stack([pairs_of(q[2 * c, r], q[2 * c + 1, r]) for q in quarters]),
+    }
+
+
+def mma_arguments(dtype: Any, depth: int, largest: int, out: Any) -> Arguments:
+    """Whole numbers, so that every product and sum is exact in any order."""
+    A, B = (rng().integers(-largest, largest + 1, (n, depth)) for n in (16, 8))
+    stored = (x.astype(dtype).view(f"u{np.dtype(dtype).itemsize}") for x in (A, B))
+    return {"A": next(stored), "B": next(stored), "C": np.zeros((16, 8), out)}
+
+
+def mma_expected(dtype: Any) -> Callable[..., dict[str, np.ndarray]]:
+    def expected(A: np.ndarray, B: np.ndarray, C: np.ndarray) -> dict[str, np.ndarray]:
+        a, b = (x.view(dtype).astype(np.float64) for x in (A, B))
+        return {"C": (1 + a @ b.T).astype(C.dtype)}
+
+    return expected
+
+
+def pack_arguments() -> Arguments:
+    x = normal(2, 32) * 100
+    x[:, 0], x[:, 1] = 2049.0, 257.0  # ties of float16 and bfloat16
+    x[:, 2], x[:, 3] = 1e6, 1e-7  # past the largest float16, below the smallest normal one
+    return {"x": x, "f16": np.zeros(32, np.uint32), "bf16": np.zeros(32, np.uint32)}
+
+
+def pack_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    with np.errstate(over="ignore"):
+        stored = {"f16": x.astype(np.float16), "bf16": x.astype(ml_dtypes.bfloat16)}
+    return {name: pairs_of(*value.view(np.uint16)) for name, value in stored.items()}
+
+
+# ---- softmax and masks ---------------------------------------------------------------------------
+
+
+def online_softmax_arguments() -> Arguments:
+    maxima = 10 * normal(4, 32)
+    maxima[:, 0] = -np.inf  # a row without a key
+    maxima[:2, 1] = -np.inf  # one whose first keys come late
+    maxima[1:, 2] = maxima[0, 2]  # a maximum that comes back
+    outputs = {name: np.zeros(32, np.float32) for name in ("M", "l", "inverse_l", "lse")}
+    return {"maxima": maxima, "alpha": np.zeros((4, 32), np.float32), **outputs}
+
+
+def online_softmax_expected(maxima: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    M, total = np.full(32, -np.inf, np.float32), np.zeros(32)
+    alphas = []
+    for new in maxima:
+        old, M = M, np.fmax(M, new)
+        finite = np.where(-np.inf == M, 0, M)
+        alphas.append(ex2(old - finite))
+        total = total * alphas[-1] + np.where(new == -np.inf, 0.0, ex2(new - finite))
+    with np.errstate(divide="ignore"):
+        inverse = np.where(total == 0, 0, 1 / np.where(total == 0, 1, total))
+        lse = (M + np.log2(total)) * math.log(2.0)
+    return {
+        "alpha": np.stack(alphas),
+        "M": np.where(-np.inf == M, np.float32(0), M),
+        "l": total,
+        "inverse_l": inverse,
+        "lse": lse,
+    }
+
+
+def score_arguments(shift: int) -> Callable[[], Arguments]:
+    def arguments() -> Arguments:
+        values = {"len_q": 12, "len_kv": 9, "causal_shift": shift}
+        return {
+            "p": pack(ATTN_PARAMS, values, {}),
+            "may": np.full((12, 17), -1, np.int32),
+            "end": np.full(12, -1, np.int32),
+            "unmasked": np.full(12, -1, np.int32),
+        }
+
+    return arguments
+
+
+def score_expected(causal: bool) -> Callable[..., dict[str, np.ndarray]]:
+    def expected(p: np.ndarray, may: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        len_kv, shift = int(p["len_kv"][0]), int(p["causal_shift"][0])
+        row, key = np.arange(may.shape[0])[:, None], np.arange(may.shape[1])
+        allowed = (key < len_kv) & ((key <= row + shift) | (not causal))
+        # By definition, of the rows [row, row + 4) and of all rows from `row` on:
+        reach = np.clip(row[:, 0] + 4 + shift, 0, len_kv) if causal else np.full(12, len_kv)
+        first = [int(a[:len_kv].sum()) for a in allowed]  # admitted keys are the first ones
+        return {
+            "may": allowed.astype(np.int32),
+            "end": reach.astype(np.int32),
+            "unmasked": np.array(first, np.int32),
+        }
+
+    return expected
+
+
+# ---- tiles ---------------------------------------------------------------------------------------
+
+ROWS, ROWS_VALID = 16, 11
+
+
+def padded(head_dim: int, multiple: int = 16) -> int:
+    return -(-head_dim // multiple) * multiple
+
+
+def tile_source(dtype: str, head_dim: int) -> tuple[np.ndarray, int]:
+    """Rows `stride` apart in a buffer that is NaN wherever the tile must not look."""
+    stride = padded(head_dim, 8) + 8
+    buffer = np.full((ROWS, stride), np.nan, STORAGE[dtype])
+    buffer[:ROWS_VALID, :head_dim] = normal(ROWS_VALID, head_dim).astype(STORAGE[dtype])
+    return buffer, stride
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def tile_arguments(kind: str, dtype: str, head_dim: int) -> Callable[[], Arguments]:
+    def arguments() -> Arguments:
+        buffer, stride = tile_source(dtype, head_dim)
+        shapes = {"tile_f32": (ROWS, head_dim + 1), "tile_async": (ROWS, padded(head_dim))}
+        out = np.float32 if kind == "tile_f32" else bits(buffer).dtype
+        return {
+            "X": bits(buffer),
+            "stride": np.array([stride], np.int64),
+            "tile": np.zeros(shapes[kind], out),
+        }
+
+    return arguments
+
+
+def tile_expected(kind: str, dtype: str, head_dim: int) -> Callable[..., dict[str, np.ndarray]]:
+    def expected(X: np.ndarray, tile: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        rows = X.view(STORAGE[dtype])[:ROWS_VALID, :head_dim]
+        if kind == "tile_f32":
+            whole = np.zeros(tile.shape, np.float32)
+            whole[:, head_dim:] = -1.0  # the gap that makes the rows odd is left alone
+        else:
+            whole = np.zeros(tile.shape, STORAGE[dtype])
+        whole[:ROWS_VALID, :head_dim] = rows.astype(whole.dtype)
+        return {"tile": whole if kind == "tile_f32" else bits(whole)}
+
+    return expected
+
+
+def pairs_arguments(dtype: str, head_dim: int) -> Callable[[], Arguments]:
+    def arguments() -> Arguments:
+        row = np.full(head_dim + 8, np.nan, STORAGE[dtype])
+        return {"x": normal(padded(head_dim)), "row": bits(row)}
+
+    return arguments
+
+
+def pairs_expected(dtype: str, head_dim: int) -> Callable[..., dict[str, np.ndarray]]:
+    def expected(x: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
+        written = row.copy()
+        written[:head_dim] = bits(x[:head_dim].astype(STORAGE[dtype]))
+        return {"row": written}
+
+    return expected
+
+
+def copies_expected(x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+    written = np.full((2, 8), 0xFFFFFFFF, np.uint32)
+    written[0, :7], written[1, :7] = x, 0
+    return {"y": written}
+
+
+def tile_prims() -> Iterator[Prim]:
+    """Every width of access of every storage type."""
+    for dtype, head_dim, vec in (
+        ("float16", 24, 8), ("float16", 20, 4), ("float16", 6, 2), ("float16", 7, 1),
+        ("bfloat16", 40, 8), ("float32", 24, 4), ("float32", 5, 1),
+    ):  # fmt: skip
+        macros = defines(Tiles(16, 16, 2), Features(dtype, head_dim, vec=vec))
+        for kind in ("tile_f32", "tile_async"):
+            yield Prim(
+                f"{kind}-{dtype}-{head_dim}-{vec}", "tile_io", kind, 64,
+                tile_arguments(kind, dtype, head_dim), tile_expected(kind, dtype, head_dim),
+                defines=macros,
+            )  # fmt: skip
+        yield Prim(
+            f"pairs-{dtype}-{head_dim}-{vec}", "tile_io", "pairs", 64,
+            pairs_arguments(dtype, head_dim), pairs_expected(dtype, head_dim), defines=macros,
+        )  # fmt: skip
+
+
+# ---- config, params, quant -----------------------------------------------------------------------
+
+CONFIG_TILES = Tiles(48, 80, 2, 3)
+
+
+def config_features(dtype: str) -> Features:
+    return Features(dtype, 24, causal=True, lse=False, vec=4, group_q=2, group_kv=16)
+
+
+def config_arguments() -> Arguments:
+    x = normal(64) * np.float32(1000)
+    x[:3] = [2049.0, 257.0, 1e6]
+    outputs = {"constants": np.zeros(12, np.int32), "rounded": np.zeros(64, np.float32)}
+    return {"x": x, **outputs}
+
+
+def config_expected(dtype: str) -> Callable[..., dict[str, np.ndarray]]:
+    def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        constants = np.array([48, 80, 2, 3, 64, 24, 24, 1, 0, 4, 2, 16], np.int32)
+        return {"constants": constants, "rounded": round_to(x, dtype)}
+
+    return expected
+
+
+def params_arguments() -> Arguments:
+    """Every field different, past 32 bits where it may be."""
+    records = []
+    for struct in (ATTN_PARAMS, QUANT_PARAMS):
+        values: dict[str, Any] = {}
+        for i, name in enumerate(struct.names or ()):
+            field = struct[name]
+            wide = 2**33 * (1 + i + len(values))
+            if field.shape:
+                values[name] = [wide + 1, -wide, 0]
+            else:
+                values[name] = wide if field.itemsize == 8 else 0.1 * i if field.kind == "f" else -i
+        records.append(pack(struct, values, {}))
+    outputs = {"integers": np.zeros(31, np.int64), "floats": np.zeros(2, np.float32)}
+    return {"p": records[0], "quant": records[1], **outputs}
+
+
+def params_expected(p: np.ndarray, quant: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    values = [np.ravel(r[name]) for r in (p, quant) for name in r.dtype.names or ()]
+    integers = np.concatenate([v.astype(np.int64) for v in values if v.dtype.kind != "f"])
+    return {"integers": integers, "floats": np.concatenate([p["scale"], p["scale_log2"]])}
+
+
+def quant_arguments() -> Arguments:
+    absmax = np.abs(normal(64)) * np.float32(2.0) ** np.arange(-60, 68, 2, np.float32)
+    absmax[:6] = [0.0, 1e-45, 2.0**-126, np.inf, np.nan, 3e38]
+    with np.errstate(invalid="ignore"):
+        x = (absmax * rng().uniform(-1, 1, 64)).astype(np.float32)
+    x[6:12], absmax[6:12] = 0.5, 127.0  # ties
+    given = np.abs(normal(64))
+    given[:6] = [np.nan, np.inf, 0.0, -1.0, 2.0**-127, 2.0**-126]
+    return {
+        "absmax": absmax,
+        "x": x,
+        "static_scale": given,
+        "bits": np.zeros(64, np.uint32),
+        "bits_max4": np.zeros(64, np.uint32),
+        "scales": np.zeros((4, 64), np.float32),
+        "codes": np.zeros((2, 64), np.int32),
+    }
+
+
+def quant_expected(
+    absmax: np.ndarray, x: np.ndarray, static_scale: np.ndarray, **_: Any
+) -> dict[str, np.ndarray]:
+    with np.errstate(invalid="ignore", over="ignore"):
+        (found, inverse), (given, inverse_given) = (
+            scale_of_absmax(absmax),
+            scale_of_static(static_scale),
+        )
+        dynamic, static = np.rint(x * inverse), np.rint(x * inverse_given)
+    codes = np.stack([dynamic, np.clip(static, -127, 127)])
+    magnitude = absmax.view(np.uint32) & 0x7FFFFFFF
+    return {
+        "bits": magnitude,
+        "bits_max4": butterfly(magnitude, 4, np.maximum),
+        "scales": np.stack([found, given, inverse, inverse_given]).astype(np.float32),
+        "codes": np.where(np.isnan(codes), 0, codes).astype(np.int32),
+    }
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+PRIMS = [
+    Prim(
+        "base", "base", "base", 1,
+        lambda: {"integers": np.zeros(10, np.int32), "floats": np.zeros(3, np.float32)},
+        base_expected,
+    ),
+    Prim(
+        "exp2", "exp2", "exponential", 64, exp2_arguments, lambda x, y: {"y": ex2(x)},
+        relative=EX2_APPROX_ERROR + UNIT_ROUNDOFF["float32"],
+    ),
+    Prim("warp", "warp", "warp", 64, warp_arguments, warp_expected),
+    Prim(
+        "swizzle", "swizzle", "swizzle", 16,
+        lambda: {"index": np.zeros(16 * sum(CHUNKS), np.int32), "bytes": np.zeros(2, np.int32)},
+        swizzle_expected,
+    ),
+    Prim(
+        "ldmatrix", "mma", "ldmatrix", 32,
+        lambda: {
+            "tile": np.arange(256, dtype=np.uint16).reshape(16, 16),
+            "plain": np.zeros((4, 32), np.uint32), "transposed": np.zeros((4, 32), np.uint32),
+        },
+        ldmatrix_expected,
+    ),
+    Prim(
+        "mma_f16", "mma", "mma_f16", 32,
+        lambda: mma_arguments(np.float16, 16, 15, np.float32), mma_expected(np.float16),
+    ),
+    Prim(
+        "mma_bf16", "mma", "mma_bf16", 32,
+        lambda: mma_arguments(ml_dtypes.bfloat16, 16, 15, np.float32),
+        mma_expected(ml_dtypes.bfloat16),
+    ),
+    Prim(
+        "mma_s8", "mma", "mma_s8", 32,
+        lambda: mma_arguments(np.int8, 32, 127, np.int32), mma_expected(np.int8),
+    ),
+    Prim("pack", "mma", "pack", 32, pack_arguments, pack_expected),
+    Prim(
+        "online_softmax", "online_softmax", "online_softmax", 32,
+        online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,
+    ),
+    *(
+        Prim(
+            f"score-{'causal' if causal else 'all'}{shift:+d}", "score", "score", 12,
+            score_arguments(shift), score_expected(causal),
+            defines=defines(Tiles(16, 16, 1), Features("float16", 8, causal)),
+        )
+        for causal, shift in ((False, 0), (True, 0), (True, -3), (True, 4))
+    ),
+    *tile_prims(),
+    Prim(
+        "copies", "tile_io", "copies", 128,
+        lambda: {"x": np.arange(1, 8, dtype=np.uint32), "y": np.zeros((2, 8), np.uint32)},
+        copies_expected,
+    ),
+    *(
+        Prim(
+            f"config-{dtype}", "config", "config", 64, config_arguments, config_expected(dtype),
+            defines=defines(CONFIG_TILES, config_features(dtype)),
+        )
+        for dtype in STORAGE
+    ),
+    Prim("params", "params", "params", 1, params_arguments, params_expected),
+    Prim("quant", "quant", "quant", 64, quant_arguments, quant_expected),
+]  # fmt: skip

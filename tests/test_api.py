@@ -1,0 +1,369 @@
+"""`attention` and `explain` on NumPy arrays: what goes in, what comes out, what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupyattn import attention, bounds, explain, reference, registry
+from cupyattn import compile as kc
+from cupyattn.errors import UnsupportedError
+from cupyattn.features import Features
+from cupyattn.launch import module_spec
+from cupyattn.quant import QuantConfig, quantize
+from cupyattn.registry import VARIANTS, register
+from cupyattn.tiles import Tiles
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+CELLS = [(name, dtype) for name, variant in VARIANTS.items() for dtype in variant.dtypes]
+
+
+def normal(
+    q: tuple[int, ...] = (2, 4, 9, 16),
+    kv: tuple[int, ...] = (2, 2, 13, 16),
+    dtype: str = "float16",
+    seed: int = 0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.normal(size=shape).astype(DTYPES[dtype]) for shape in (q, kv, kv))
+
+
+def assert_bits_equal(left: np.ndarray, right: np.ndarray) -> None:
+    assert left.dtype == right.dtype and left.shape == right.shape
+    assert left.tobytes() == right.tobytes()
+
+
+# ---- what comes out ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("variant", "dtype"), CELLS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_rung_computes_attention(variant: str, dtype: str, causal: bool) -> None:
+    q, k, v = normal(dtype=dtype)
+    o, lse = attention(q, k, v, variant=variant, causal=causal, return_lse=True)
+    assert o.dtype == q.dtype and o.shape == q.shape
+    assert lse.dtype == np.float32 and lse.shape == q.shape[:3]
+    exact, exact_lse = reference.attention_exact(q, k, v, causal=causal, return_lse=True)
+    if variant == "fa_int8":
+        codes = quantize(q, k, v)
+        bound = bounds.attention(None, None, None, variant=variant, causal=causal, quantized=codes)
+        cost = bounds.quantisation(q, k, v, codes, causal=causal)
+        limit, lse_limit = bound.total + cost.total, bound.lse + cost.lse
+    else:
+        bound = bounds.attention(q, k, v, variant=variant, causal=causal)
+        limit, lse_limit = bound.total, bound.lse
+    assert (np.abs(o.astype(np.float64) - exact) <= limit).all()
+    assert (np.abs(lse.astype(np.float64) - exact_lse) <= lse_limit).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_inputs_are_not_modified(variant: str) -> None:
+    inputs = normal()
+    before = [x.copy() for x in inputs]
+    for x in inputs:
+        x.setflags(write=False)
+    attention(*inputs, variant=variant, causal=True, return_lse=True)
+    for x, y in zip(inputs, before, strict=True):
+        assert_bits_equal(x, y)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layout_bshd_is_the_same_numbers_elsewhere(variant: str) -> None:
+    inputs = normal()
+    o, lse = attention(*inputs, variant=variant, return_lse=True)
+    turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in inputs]
+    o_turned, lse_turned = attention(*turned, variant=variant, layout="BSHD", return_lse=True)
+    assert o_turned.shape == (2, 9, 4, 16)
+    assert_bits_equal(np.ascontiguousarray(o_turned.swapaxes(1, 2)), o)
+    assert_bits_equal(lse_turned, lse)  # (batch, heads, len_q) in either layout
+
+
+def test_strides_are_taken_as_they_are() -> None:
+    q, k, v = normal()
+    wide = np.full((2, 4, 20, 40), np.nan, np.float16)
+    view = wide[:, ::-1, 1:19:2, 5:21]
+    view[...] = q
+    assert_bits_equal(attention(view, k, v), attention(q, k, v))
+    last_axis = np.ascontiguousarray(k.swapaxes(2, 3)).swapaxes(2, 3)
+    assert last_axis.strides[-1] != 2
+    assert_bits_equal(attention(q, last_axis, v), attention(q, k, v))
+    shared = np.broadcast_to(k[:, :1], k.shape)
+    assert_bits_equal(attention(q, shared, v), attention(q, shared.copy(), v))
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_out_receives_the_result_and_is_returned(layout: str) -> None:
+    inputs = normal()
+    if layout == "BSHD":
+        inputs = tuple(x.swapaxes(1, 2) for x in inputs)
+    out = np.full_like(inputs[0], np.nan)
+    returned = attention(*inputs, layout=layout, out=out)
+    assert returned is out
+    assert_bits_equal(out, attention(*inputs, layout=layout))
+
+
+def test_out_that_does_not_fit_is_refused_before_anything_is_written() -> None:
+    q, k, v = normal()
+    before = q.copy()
+    with pytest.raises(ValueError, match="out must not share memory with q"):
+        attention(q, k, v, out=q)
+    assert_bits_equal(q, before)
+    with pytest.raises(ValueError, match=r"out must have shape \(2, 4, 9, 16\)"):
+        attention(q, k, v, out=np.empty((2, 9, 4, 16), np.float16))
+    with pytest.raises(TypeError, match="out must be a NumPy or CuPy array"):
+        attention(q, k, v, out=q.tolist())
+
+
+def test_empty_results_and_empty_rows() -> None:
+    q, k, v = normal()
+    for empty in ((q[:0], k[:0], v[:0]), (q[:, :, :0], k, v)):
+        o, lse = attention(*empty, return_lse=True)
+        assert o.shape == empty[0].shape and lse.shape == empty[0].shape[:3]
+    for variant in VARIANTS:
+        o, lse = attention(q, k[:, :, :0], v[:, :, :0], variant=variant, return_lse=True)
+        assert (o == 0).all() and (lse == -np.inf).all()
+        o, lse = attention(
+            q, k[:, :, :4], v[:, :, :4], variant=variant, causal=True, return_lse=True
+        )
+        assert (o[:, :, :5] == 0).all() and (lse[:, :, :5] == -np.inf).all()
+        assert (o[:, :, 5] == v[:, [0, 0, 1, 1], 0]).all()  # one key: o is its value, to the bit
+
+
+def test_alignment_is_bottom_right_unless_told() -> None:
+    q, k, v = normal()
+    rectangular = attention(q, k, v, causal=True)
+    by_hand = reference.attention_exact(q, k, v, causal=True, causal_align="bottom-right")
+    assert np.abs(rectangular - by_hand).max() < 1e-2
+    top_left = attention(q, k, v, causal=True, causal_align="top-left")
+    assert (top_left[:, :, 0] == v[:, [0, 0, 1, 1], 0]).all()
+
+
+# ---- which rung ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_auto_keeps_to_the_accuracy_class(dtype: str) -> None:
+    inputs = normal(dtype=dtype)
+    full = explain(*inputs).splitlines()[0]
+    assert full.endswith(f": the fastest rung of accuracy class 'full' for {dtype}")
+    rung = VARIANTS[full.partition(":")[0]]
+    assert rung.family != "int8" and dtype in rung.dtypes
+    assert_bits_equal(attention(*inputs), attention(*inputs, variant=rung.name))
+    assert explain(*inputs, accuracy="balanced").startswith("fa_int8: the fastest rung")
+
+
+def test_a_rung_asked_for_by_name_is_never_replaced() -> None:
+    inputs = normal()
+    for variant in VARIANTS:
+        text = explain(*inputs, variant=variant)
+        assert text.startswith(f"{variant}: asked for by name\n")
+        assert f"attn_{variant}" in text
+    with pytest.raises(UnsupportedError, match="fa_tc takes float16, bfloat16, got float32"):
+        attention(*normal(dtype="float32"), variant="fa_tc")
+
+
+def test_explain_says_form_tiles_launches_and_workspace() -> None:
+    text = explain(*normal(), variant="unfused", tiles=Tiles(32, 16, 2), causal=True)
+    for piece in (
+        "runs in NumPy, with the blocks and the rounding of these launches",
+        "unfused (portable), Tiles(block_q=32, block_kv=16, num_warps=2",
+        "causal=True",
+        "attn_unfused_scores<<<8, 64>>> of attn_unfused.cu",
+        f"workspace {4 * 2 * 4 * 9 * 13:,} bytes",
+    ):
+        assert piece in text
+    with pytest.raises(TypeError, match="unexpected .*argument 'casual'"):
+        explain(*normal(), casual=True)
+
+
+def test_tiles_change_the_blocks_and_hardly_the_result() -> None:
+    inputs = normal((1, 2, 40, 32), (1, 2, 300, 32))
+    small = attention(*inputs, variant="fa_tc", tiles=Tiles(16, 16, 1, 2))
+    large = attention(*inputs, variant="fa_tc", tiles=Tiles(64, 128, 4, 2))
+    assert 0 < np.abs(small.astype(np.float64) - large).max() < 1e-2
+
+
+# ---- quantised operands --------------------------------------------------------------------------
+
+
+def test_fa_int8_is_quantising_and_then_attention() -> None:
+    inputs = normal()
+    config = QuantConfig(granularity_q="token", granularity_k="head", smooth_k=False)
+    for quant in (None, config):
+        two_steps = attention(quantize(*inputs, quant=quant), causal=True)
+        one_step = attention(*inputs, variant="fa_int8", quant=quant, causal=True)
+        assert_bits_equal(one_step, two_steps)
+    assert explain(quantize(*inputs)).startswith("fa_int8: the rung for quantised operands")
+
+
+def test_quantised_operands_come_alone() -> None:
+    inputs = normal()
+    operands = quantize(*inputs)
+    with pytest.raises(ValueError, match="give no k, v or quant beside it"):
+        attention(operands, inputs[1], inputs[2])
+    with pytest.raises(ValueError, match="give no k, v or quant beside it"):
+        attention(operands, quant=QuantConfig())
+    with pytest.raises(ValueError, match="runs on fa_int8, got variant='fa_tc'"):
+        attention(operands, variant="fa_tc")
+    with pytest.raises(ValueError, match="has layout 'BHSD', got layout='BSHD'"):
+        attention(operands, layout="BSHD")
+    with pytest.raises(ValueError, match="quant is for fa_int8, got variant 'fa_tc'"):
+        attention(*inputs, quant=QuantConfig(), variant="fa_tc")
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"variant": "flash"}, ValueError, "variant must be one of unfused, fa, .*, got 'flash'"),
+        ({"accuracy": "high"}, ValueError, "accuracy must be .*, got 'high'"),
+        ({"layout": "SBHD"}, ValueError, "layout must be 'BHSD' or 'BSHD', got 'SBHD'"),
+        ({"causal_align": "top"}, ValueError, "causal_align must be .*, got 'top'"),
+        ({"scale": -0.5}, ValueError, "scale must be positive and finite, got -0.5"),
+        ({"backend": "triton"}, ValueError, "backend must be .*, got 'triton'"),
+        ({"backend": "cuda"}, ValueError, "backend='cuda' takes CuPy arrays, got numpy arrays"),
+        (
+            {"accuracy": "aggressive"},
+            UnsupportedError,
+            "aggressive.* not there yet: use 'balanced'",
+        ),
+        ({"backend": "interpret"}, UnsupportedError, "not there yet: NumPy arrays run on 'mirror'"),
+        ({"window": (128, 0)}, UnsupportedError, "window is not supported yet"),
+        ({"softcap": 30.0}, UnsupportedError, "softcap is not supported yet"),
+        ({"mask": np.ones((9, 13), bool)}, UnsupportedError, "mask is not supported yet"),
+        ({"bias": np.zeros((9, 13))}, UnsupportedError, "bias is not supported yet"),
+        ({"rope": (np.ones(1), np.ones(1))}, UnsupportedError, "rope is not supported yet"),
+        ({"block_mask": object()}, UnsupportedError, "block_mask is not supported yet"),
+    ],
+)
+def test_options_that_cannot_be(
+    options: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    for call in (attention, explain):
+        with pytest.raises(error, match=sentence):
+            call(*normal(), **options)
+
+
+def test_the_interpreter_is_not_replaced_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPYATTN_INTERPRET", "1")
+    with pytest.raises(UnsupportedError, match="backend='interpret' is not there yet"):
+        attention(*normal())
+    assert attention(*normal(), backend="mirror").shape == (2, 4, 9, 16)
+
+
+def test_arrays_that_do_not_fit_are_named() -> None:
+    q, k, v = normal()
+    sentence = (
+        "k and v must agree on length, got q.shape=(2, 4, 9, 16) k.shape=(2, 2, 13, 16) v.shape="
+    )
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        attention(q, k, v[:, :, :12])
+    with pytest.raises(TypeError, match=r"v\.dtype=float32"):
+        attention(q, k, v.astype(np.float32))
+    with pytest.raises(
+        TypeError, match="k must be a NumPy or CuPy array, or have __dlpack__, got list"
+    ):
+        attention(q, k.tolist(), v)
+    with pytest.raises(TypeError, match="k must be a NumPy or CuPy array"):
+        attention(q)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_check_finite_names_the_array(name: str, dtype: str) -> None:
+    arrays = dict(zip("qkv", normal(dtype=dtype), strict=True))
+    attention(**arrays, check_finite=True)
+    arrays[name][0, 0, 0, 0] = np.inf
+    with pytest.raises(ValueError, match=f"{name} holds a NaN or an infinity"):
+        attention(**arrays, check_finite=True)
+
+
+# ---- arrays of other libraries -------------------------------------------------------------------
+
+
+class Foreign:
+    """An array of a library that cupyattn has never heard of: DLPack and nothing else."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+class ForeignWithNamespace(Foreign):
+    """One whose library can be asked for, as the array API standard says."""
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        return SimpleNamespace(
+            from_dlpack=lambda x: ForeignWithNamespace(np.from_dlpack(x)), __name__="foreign"
+        )
+
+
+def test_arrays_of_another_library_come_back_as_they_went_in() -> None:
+    inputs = normal()
+    expected, expected_lse = attention(*inputs, return_lse=True)
+    o, lse = attention(*map(ForeignWithNamespace, inputs), return_lse=True)
+    assert type(o) is type(lse) is ForeignWithNamespace
+    assert_bits_equal(o.array, expected)
+    assert_bits_equal(lse.array, expected_lse)
+
+
+def test_out_may_be_of_another_library() -> None:
+    inputs = normal()
+    out = ForeignWithNamespace(np.zeros_like(inputs[0]))
+    assert attention(*inputs, out=out) is out
+    assert_bits_equal(out.array, attention(*inputs))
+
+
+@pytest.mark.xfail(
+    raises=AttributeError, strict=True, reason="arrays.take knows no library to give the result to"
+)
+def test_arrays_of_a_nameless_library_come_back_as_numpy() -> None:
+    inputs = normal()
+    o = attention(*map(Foreign, inputs))
+    assert isinstance(o, np.ndarray)
+    assert_bits_equal(o, attention(*inputs))
+
+
+# ---- a rung of one's own -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> registry.Variant:
+    """attn_fa_warps.cu, copied and renamed in a user's own folder, registered in one call."""
+    monkeypatch.setattr(registry, "VARIANTS", registry.VARIANTS)
+    source = tmp_path / "attn_mine.cu"
+    text = (kc.KERNELS / "attn_fa_warps.cu").read_text()
+    source.write_text(text.replace("void attn_fa_warps(", "void attn_mine("))
+    variant = replace(VARIANTS["fa_warps"], name="mine", idea="my own")
+    yield register(variant, source)
+    del VARIANTS["mine"]
+
+
+def test_a_registered_rung_is_a_rung(mine: registry.Variant) -> None:
+    inputs = normal()
+    features = Features("float16", 16, lse=True, vec=8)
+    binary = kc.build(module_spec(mine, features, mine.default_tiles(16)), "sm_80")
+    assert list(binary.kernels) == ["attn_mine"]
+    assert explain(*inputs, variant="mine").startswith("mine: asked for by name")
+    assert_bits_equal(attention(*inputs, variant="mine"), attention(*inputs, variant="fa_warps"))
+
+
+def test_a_name_is_registered_once_and_from_a_file(mine: registry.Variant, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'mine' is already registered"):
+        register(mine, tmp_path / "attn_mine.cu")
+    with pytest.raises(ValueError, match=r"must be an existing \.cu file, got .*attn_other\.cu"):
+        register(replace(mine, name="other"), tmp_path / "attn_other.cu")

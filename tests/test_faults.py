@@ -1,0 +1,62 @@
+"""The deliberate mistakes still apply and still compile: only then do they test the tests.
+
+That each one breaks a judgement on the device is tested in tests/gpu/test_faults.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cupyattn import compile as kc
+from cupyattn import launch
+from cupyattn.features import Features
+from cupyattn.registry import VARIANTS
+from tests.fault_patches import FAULTS, Fault, Hunk
+
+
+def machine_code(folder: Path, variant: str, causal: bool) -> str:
+    """PTX without file names, line numbers and debug sections."""
+    rung = VARIANTS[variant]
+    group = 16 if rung.family == "int8" else 0
+    features = Features("float16", 64, causal, True, 8, group, group)
+    spec = launch.module_spec(rung, features, rung.default_tiles(64))
+    ptx = kc.build(kc.ModuleSpec(folder / spec.source, spec.defines), "sm_80").ptx
+    lines = ptx.partition(".section")[0].splitlines()
+    return "\n".join(line for line in lines if not re.match(r"\s*(\.file|\.loc|//|\$L__)", line))
+
+
+def test_there_are_faults_for_every_variant() -> None:
+    assert len(FAULTS) >= 12
+    assert {variant for fault in FAULTS for variant in fault.variants} == set(VARIANTS)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_small_and_says_what_it_is(fault: Fault) -> None:
+    assert re.fullmatch(r"[A-Z][^.]+\.", fault.sentence), "one sentence"
+    assert fault.caught_by in ("J2", "interpreter")
+    for hunk in fault.hunks:
+        removed = set(hunk.old.splitlines()) - set(hunk.new.splitlines())
+        added = set(hunk.new.splitlines()) - set(hunk.old.splitlines())
+        assert max(len(removed), len(added)) <= 3
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_applies_and_compiles_to_other_code(fault: Fault, tmp_path: Path) -> None:
+    copy = fault.plant(tmp_path)
+    for variant in fault.variants:
+        assert any(
+            machine_code(copy, variant, causal) != machine_code(kc.KERNELS, variant, causal)
+            for causal in (False, True)
+        ), variant
+
+
+def test_a_patch_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
+    stale = Hunk("attn_fa.cu", "no such line\n", "\n")
+    fault = Fault("stale", "Nothing.", "J2", ("fa",), (stale,))
+    with pytest.raises(
+        LookupError, match=r"stale.patch no longer applies to attn_fa.cu: .* 0 times"
+    ):
+        fault.plant(tmp_path)

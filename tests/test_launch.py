@@ -1,0 +1,391 @@
+"""Plans without a GPU: parameter structs, grids, access widths, offsets, what cannot be planned."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupyattn import compile as kc
+from cupyattn import launch, registry
+from cupyattn.checks import AttentionCall, byte_range, data_address
+from cupyattn.errors import UnsupportedError
+from cupyattn.launch import ATTN_PARAMS, QUANT_PARAMS, Operand, Plan
+from cupyattn.tiles import Tiles
+
+HALF_PRECISION_RUNGS = ("unfused", "fa", "fa_warps", "fa_tc")
+
+
+def call_of(
+    batch: int = 1,
+    heads: int = 1,
+    len_q: int = 4,
+    len_kv: int = 4,
+    head_dim: int = 8,
+    dtype: str = "float16",
+    **options: Any,
+) -> AttentionCall:
+    heads_kv = options.pop("heads_kv", heads)
+    scale = options.pop("scale", head_dim**-0.5)
+    return AttentionCall(batch, heads, heads_kv, len_q, len_kv, head_dim, dtype, scale, **options)
+
+
+def contiguous_operands(call: AttentionCall) -> tuple[Operand, Operand, Operand, Operand]:
+    itemsize = 4 if call.dtype == "float32" else 2
+    q = Operand.contiguous(call.output_shape, itemsize)
+    kv = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), itemsize)
+    return q, kv, kv, q
+
+
+def plan_of(call: AttentionCall, variant: str = "fa_tc", **options: Any) -> Plan:
+    if variant != "fa_int8":
+        operands = contiguous_operands(call)
+        return launch.plan_attention(registry.lookup(variant), call, *operands, **options)
+    codes = Operand.contiguous(call.output_shape, 1)
+    k_codes = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 1)
+    v, o = (Operand.contiguous(x.shape, 2) for x in (k_codes, codes))
+    q_scale = Operand.contiguous((call.batch, call.heads, max(1, call.len_q)), 4)
+    k_scale = Operand.contiguous((call.batch, call.heads_kv, max(1, call.len_kv)), 4)
+    return launch.plan_int8(
+        registry.lookup(variant), call, codes, k_codes, v, o, q_scale, k_scale,
+        group_q=1, group_kv=1, smoothed=False, **options,
+    )  # fmt: skip
+
+
+# ---- parameter structs ---------------------------------------------------------------------------
+
+FIELD = re.compile(r"^  (?P<type>[\w ]+\*?) (?P<names>\w+(?:, \w+)*);", re.MULTILINE)
+#: What a field of a C type is in a NumPy record.
+RECORD_TYPE = {"int32_t": "<i4", "int64_t": "<i8", "float": "<f4", "Strides": ("<i8", (3,))}
+
+
+def struct_fields(name: str) -> list[tuple[str, Any]]:
+    """Names and types of the fields of a struct in params.cuh, in order."""
+    text = (kc.KERNELS / "prims" / "params.cuh").read_text()
+    body = re.search(rf"^struct {name} {{\n(.*?)^}};", text, re.MULTILINE | re.DOTALL)
+    assert body is not None, f"params.cuh has no struct {name}"
+    return [
+        (field, "<u8" if match["type"].endswith("*") else RECORD_TYPE[match["type"]])
+        for match in FIELD.finditer(body[1])
+        for field in match["names"].split(", ")
+    ]
+
+
+def record_fields(table: np.dtype[Any]) -> list[tuple[str, Any]]:
+    fields = ((name, table[name]) for name in table.names or ())
+    return [(n, (t.base.str, t.shape) if t.shape else t.str) for n, t in fields]
+
+
+def test_strides_are_three_64_bit_numbers() -> None:
+    assert struct_fields("Strides") == [(name, "<i8") for name in ("batch", "head", "len")]
+
+
+@pytest.mark.parametrize(
+    ("struct", "table"), [("AttnParams", ATTN_PARAMS), ("QuantParams", QUANT_PARAMS)]
+)
+def test_the_table_is_the_struct_field_by_field(
+    struct: str, table: np.dtype[Any], tmp_path: Path
+) -> None:
+    assert record_fields(table) == struct_fields(struct)
+    lines = ['#include "prims/params.cuh"']
+    for name in table.names or ():
+        lines += [
+            # offsetof of the compiler's front end: NVRTC brings no <cstddef>
+            f'extern "C" __device__ int offset_{name} = __INTADDR__(&(({struct}*)0)->{name});',
+            f'extern "C" __device__ int size_{name} = sizeof({struct}::{name});',
+        ]
+    lines += [f'extern "C" __device__ int struct_size = sizeof({struct});']
+    lines += ['extern "C" __global__ void nothing() {}']
+    source = tmp_path / "layout.cu"
+    source.write_text("\n".join(lines))
+    ptx = kc.build(kc.ModuleSpec(source), "sm_80").ptx
+    # A variable that starts at zero has no initialiser in PTX.
+    found = {
+        m[1]: int(m[2] or 0)
+        for m in re.finditer(
+            r"\.global \.align 4 \.u32 ((?:offset|size|struct)_\w+)(?: = (\d+))?;", ptx
+        )
+    }
+    expected = {"struct_size": table.itemsize}
+    for name, (dtype, offset, *_) in (table.fields or {}).items():
+        expected |= {f"offset_{name}": offset, f"size_{name}": dtype.itemsize}
+    assert found == expected
+
+
+@pytest.mark.parametrize("variant", [*HALF_PRECISION_RUNGS, "fa_int8"])
+def test_every_launch_fills_every_field(variant: str) -> None:
+    plan = plan_of(call_of(return_lse=True), variant)
+    for one in plan.launches:
+        for table, values in one.params:
+            assert set(values) == set(table.names or ())
+
+
+def test_pack_names_addresses_and_keeps_64_bits() -> None:
+    strides = (2**40, -(2**33), 0)
+    packed = launch.pack(
+        ATTN_PARAMS,
+        {"Q": "q", "lse": None, "Q_stride": strides, "len_q": 7, "scale": 0.125},
+        {"q": 2**47 + 64},
+    )
+    assert packed.shape == (1,) and packed.nbytes == ATTN_PARAMS.itemsize
+    assert packed["Q"][0] == 2**47 + 64 and packed["lse"][0] == 0
+    assert tuple(packed["Q_stride"][0]) == strides
+    assert packed["len_q"][0] == 7 and packed["scale"][0] == 0.125
+
+
+def test_scale_log2_is_rounded_once() -> None:
+    scale = 1 / 3
+    values = plan_of(call_of(scale=scale)).launches[0].params[0][1]
+    packed = launch.pack(ATTN_PARAMS, values, dict.fromkeys("qkvo", 0))
+    assert packed["scale_log2"][0] == np.float32(scale * math.log2(math.e))
+    assert packed["scale"][0] == np.float32(scale)
+
+
+# ---- grids ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["fa", "fa_warps", "fa_tc", "fa_int8"])
+@pytest.mark.parametrize("len_q", [1, 127, 128, 129])
+def test_a_fused_rung_is_one_launch_over_query_tiles(variant: str, len_q: int) -> None:
+    tiles = Tiles(64, 32, 4, 2)
+    plan = plan_of(call_of(2, 3, len_q, 5), variant, tiles=tiles)
+    (one,) = plan.launches
+    assert (one.grid, one.block) == (2 * 3 * math.ceil(len_q / 64), 128)
+    assert one.entry == f"attn_{variant}" and one.dynamic_shared and plan.workspace == ()
+
+
+def test_the_unfused_rung_is_three_launches_and_a_workspace() -> None:
+    tiles = Tiles(32, 16, 4)
+    plan = plan_of(call_of(2, 3, 65, 50), "unfused", tiles=tiles)
+    assert [(one.entry, one.grid) for one in plan.launches] == [
+        ("attn_unfused_scores", 6 * 3 * 4),
+        ("attn_unfused_softmax", math.ceil(6 * 65 / 4)),
+        ("attn_unfused_weighted_sum", 6 * 3),
+    ]
+    assert [w.shape for w in plan.workspace] == [(2, 3, 65, 50)]
+    assert plan.workspace[0].nbytes == 4 * 6 * 65 * 50
+    assert "workspace 78,000 bytes" in str(plan)
+
+
+@pytest.mark.parametrize("variant", [*HALF_PRECISION_RUNGS, "fa_int8"])
+@pytest.mark.parametrize("empty", [{"batch": 0}, {"heads": 0}, {"len_q": 0}])
+def test_an_empty_output_is_no_launch(variant: str, empty: dict[str, int]) -> None:
+    assert plan_of(call_of(**empty), variant).launches == ()
+
+
+@pytest.mark.parametrize("variant", [*HALF_PRECISION_RUNGS, "fa_int8"])
+def test_no_keys_still_write_the_output(variant: str) -> None:
+    entries = [one.entry for one in plan_of(call_of(len_kv=0), variant).launches]
+    if variant == "unfused":  # there is no score, but there are rows
+        assert entries == ["attn_unfused_softmax", "attn_unfused_weighted_sum"]
+    else:
+        assert entries == [f"attn_{variant}"]
+
+
+@pytest.mark.parametrize("variant", [*HALF_PRECISION_RUNGS, "fa_int8"])
+def test_more_than_65535_heads_are_one_grid(variant: str) -> None:
+    plan = plan_of(call_of(70_000, 4), variant)
+    assert plan.launches[-1].grid == 280_000
+
+
+@pytest.mark.parametrize("variant", [*HALF_PRECISION_RUNGS, "fa_int8"])
+def test_a_grid_that_does_not_exist_is_an_error(variant: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"exceed the grid limit of 2147483647: split"):
+        plan_of(call_of(2**20, 2**11, 1, 1), variant)
+    assert plan_of(call_of(2**20, 2**10, 1, 1), variant).launches
+
+
+def test_a_dtype_that_a_rung_lacks_is_an_error() -> None:
+    with pytest.raises(UnsupportedError, match="fa_tc takes float16, bfloat16, got float32"):
+        plan_of(call_of(dtype="float32"), "fa_tc")
+
+
+# ---- the Hopper form -----------------------------------------------------------------------------
+
+
+def test_the_hopper_form_is_planned_where_it_takes_the_call() -> None:
+    plan = plan_of(call_of(2, 3, 300, 500, head_dim=64), "fa_tc", arch="sm_90a")
+    assert plan.form == "sm90" and not plan.note
+    (launched,) = plan.launches
+    assert launched.module.hopper and launched.grid == 2 * 3 * 2
+    maps = [param for param in launched.params if isinstance(param, launch.TensorMap)]
+    assert [m.buffer for m in maps] == ["q", "k", "v"]
+    assert maps[0].box == (1, 1, plan.tiles.block_q, 64) and maps[1].shape == (2, 3, 500, 64)
+    assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
+    many = plan_of(call_of(64, 64, 4096, 4096, head_dim=64), "fa_tc", arch="sm_90a")
+    assert many.launches[0].grid == launch.HOPPER_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (call_of(head_dim=256), "takes head_dim up to 128, got 256"),
+        (call_of(1, 1, 64, 0, head_dim=64), "there are no keys"),
+        (call_of(1, 1, 64, 64, head_dim=36), "multiples of 16 bytes, got q at"),
+    ],
+)
+def test_a_note_says_why_the_hopper_form_was_left_out(call: AttentionCall, reason: str) -> None:
+    plan = plan_of(call, "fa_tc", arch="sm_90a")
+    assert plan.form == "portable" and reason in plan.note and reason in str(plan)
+    assert not plan_of(call, "fa_tc").note
+
+
+def test_a_rung_without_a_hopper_form_runs_its_portable_one() -> None:
+    plan = plan_of(call_of(), "fa", arch="sm_90a")
+    assert plan.form == "portable" and not plan.note
+
+
+# ---- operands ------------------------------------------------------------------------------------
+
+
+def test_operand_of_views() -> None:
+    base = np.zeros((4, 6, 10, 16), np.float16)
+    whole = Operand.of(base)
+    assert whole.strides == (960, 160, 16, 1) and whole == Operand.contiguous(base.shape, 2)
+    reverse = Operand.of(base[:, ::-1, ::2])
+    assert reverse.strides == (960, -160, 32, 1) and reverse.shape == (4, 6, 5, 16)
+    swapped = Operand.of(base.swapaxes(1, 2))
+    assert swapped.row_strides == (960, 16, 160)
+    one_head = np.broadcast_to(base[:, :1], base.shape)
+    assert Operand.of(one_head).row_strides == (960, 0, 16)
+    assert Operand.of(base[:1, :, :1]).row_strides == (0, 160, 0)
+    assert Operand.of(base[..., 3:11]).misalignment == (whole.misalignment + 6) % 16
+
+
+def brute_force_allows(array: np.ndarray, width: int) -> bool:
+    """Whether every access of `width` elements, row by row, is aligned and inside its row."""
+    size = width * array.itemsize
+    if size > 16 or array.shape[-1] % width:
+        return False
+    rows = itertools.product(*(range(n) for n in array.shape[:-1]))
+    strides = array.strides[:-1]
+    address = data_address(array)
+    return all(
+        (address + sum(i * s for i, s in zip(row, strides, strict=True))) % size == 0
+        for row in rows
+    )
+
+
+@st.composite
+def views(draw: st.DrawFn) -> np.ndarray:
+    """A 4-D view with a contiguous last axis: cut out of a larger array, turned, repeated."""
+    dtype = draw(st.sampled_from([np.int8, np.float16, np.float32]))
+    head_dim = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 20, 24]))
+    shape = [draw(st.integers(1, 3)) for _ in range(3)]
+    padding = [draw(st.integers(0, 2)) for _ in range(3)]
+    row = head_dim + draw(st.sampled_from([0, 0, 1, 2, 4, 8, 16]))
+    base = np.zeros((*(n + p for n, p in zip(shape, padding, strict=True)), row), dtype)
+    start = draw(st.integers(0, row - head_dim))
+    view = base[: shape[0], : shape[1], : shape[2], start : start + head_dim]
+    if draw(st.booleans()):
+        view = view.swapaxes(1, 2)
+    if draw(st.booleans()):
+        view = view[::-1, ::-1]
+    if draw(st.booleans()):
+        view = np.broadcast_to(view[:1], view.shape)
+    return view
+
+
+@given(array=views(), width=st.sampled_from([1, 2, 4, 8, 16]))
+def test_a_width_is_allowed_exactly_where_every_access_is_aligned(
+    array: np.ndarray, width: int
+) -> None:
+    assert Operand.of(array).allows(width) == brute_force_allows(array, width)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("head_dim", range(1, 257))
+def test_vec_is_the_widest_that_head_dim_allows(head_dim: int, dtype: str) -> None:
+    widest = max(
+        w for w in (1, 2, 4, 8) if head_dim % w == 0 and w * np.dtype(dtype).itemsize <= 16
+    )
+    assert plan_of(call_of(head_dim=head_dim, dtype=dtype), "fa").features.vec == widest
+
+
+def test_one_narrow_operand_narrows_them_all() -> None:
+    call = call_of(head_dim=64)
+    operands = list(contiguous_operands(call))
+    for i, (change, vec) in enumerate(
+        [({"misalignment": 8}, 4), ({"misalignment": 2}, 1), ({"strides": (256, 256, 66, 1)}, 2)]
+    ):
+        narrow = replace(operands[i], **change)
+        mixed = [*operands[:i], narrow, *operands[i + 1 :]]
+        assert launch.plan_attention(registry.lookup("fa"), call, *mixed).features.vec == vec
+
+
+@given(head_dim=st.integers(1, 256), offset=st.sampled_from([0, 2, 4, 8]))
+def test_int8_codes_move_twice_as_many_elements(head_dim: int, offset: int) -> None:
+    """What attn_fa_int8.cu derives from VEC: CODE_VEC must be aligned wherever VEC is chosen."""
+    call = call_of(head_dim=head_dim)
+    codes = Operand(call.output_shape, Operand.contiguous(call.output_shape, 1).strides, 1, offset)
+    halves = Operand.contiguous(call.output_shape, 2)
+    scale = Operand.contiguous((1, 1, 4), 4)
+    plan = launch.plan_int8(
+        registry.lookup("fa_int8"), call, codes, codes, halves, halves, scale, scale,
+        group_q=1, group_kv=1, smoothed=False,
+    )  # fmt: skip
+    vec = plan.features.vec
+    code_vec = 2 * vec if head_dim % (2 * vec) == 0 else vec
+    assert codes.allows(code_vec) and halves.allows(vec)
+
+
+# ---- index arithmetic ----------------------------------------------------------------------------
+
+
+def located(plan: Plan, call: AttentionCall) -> list[tuple[int, int, int]]:
+    """Step S0 of the fused kernels, for every block: (batch, head, first query row)."""
+    q_blocks = -(-call.len_q // plan.tiles.block_q)
+    blocks = range(plan.launches[-1].grid)
+    rows = (block % q_blocks * plan.tiles.block_q for block in blocks)
+    heads = (divmod(block // q_blocks, call.heads) for block in blocks)
+    return [(batch, head, q0) for (batch, head), q0 in zip(heads, rows, strict=True)]
+
+
+@given(array=views(), block_q=st.sampled_from([1, 2, 16]))
+def test_blocks_cover_every_row_once_and_stay_inside(array: np.ndarray, block_q: int) -> None:
+    if array.dtype == np.int8:
+        array = array.view(np.int8).astype(np.float16)
+    batch, heads, len_q, head_dim = array.shape
+    call = call_of(batch, heads, len_q, len_q, head_dim, str(array.dtype))
+    operand = Operand.of(array)
+    plan = launch.plan_attention(
+        registry.lookup("fa"), call, *[operand] * 4, tiles=Tiles(block_q, 8, 1)
+    )
+    stride = plan.launches[0].params[0][1]["Q_stride"]
+    low, high = byte_range(array)
+    seen = []
+    for b, h, q0 in located(plan, call):
+        for row in range(q0, min(q0 + block_q, len_q)):
+            offset = b * stride[0] + h * stride[1] + row * stride[2]
+            address = data_address(array) + offset * array.itemsize
+            assert address == data_address(array[b, h, row])
+            assert low <= address and address + head_dim * array.itemsize <= high
+            seen.append((b, h, row))
+    assert sorted(seen) == list(itertools.product(range(batch), range(heads), range(len_q)))
+
+
+def test_offsets_past_two_to_the_31_keep_their_bits() -> None:
+    call = call_of(64, 32, 8192, 8192, 256)
+    assert math.prod(call.output_shape) == 2**32
+    plan = plan_of(call, "fa_tc")
+    packed = launch.pack(*plan.launches[0].params[0], dict.fromkeys("qkvo", 0))
+    last = np.array([63, 31, 8191])
+    for name in ("Q_stride", "K_stride", "V_stride", "O_stride"):
+        assert int(packed[name][0] @ last) + 255 == 2**32 - 1
+
+
+@pytest.mark.parametrize("variant", registry.VARIANTS)
+def test_kernels_step_through_memory_in_64_bits(variant: str) -> None:
+    """An index that multiplies a length or a stride starts from a 64-bit number."""
+    text = (kc.KERNELS / f"attn_{variant}.cu").read_text()
+    assert "int64_t batch_head = " in text
+    assert re.search(r"int64_t batch = batch_head / p\.heads, head = batch_head % p\.heads;", text)
+    assert not re.search(r"int \w+ = [^;]*\bp\.\w+_stride", text)

@@ -1,0 +1,302 @@
+"""The shape of the source tree, held by tests: what may stand where, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from cupyattn.compile import KERNELS
+from cupyattn.numerics import numerics
+from cupyattn.registry import VARIANTS
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "cupyattn"
+PRIMS = sorted((KERNELS / "prims").glob("*.cuh"))
+ATTENTION = sorted(KERNELS.rglob("attn_*.cu"))
+CUDA = sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")])
+PYTHON = sorted(PACKAGE.rglob("*.py"))
+
+#: Portable kernels that go through S0 to S6 in one loop (the unfused rung has three kernels).
+FUSED = [
+    f"attn_{name}.cu"
+    for name, variant in VARIANTS.items()
+    if variant.family != "unfused" and variant.source is None
+]
+#: Who may import whom: a module imports only what stands above it, or beside it without a cycle.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "tiles", "features", "numerics"),
+    (
+        "registry",
+        "rounding",
+        "includes",
+        "nvrtc",
+        "tensor_map",
+        "arrays",
+        "checks",
+        "distributions",
+    ),
+    ("mirror", "reference", "perturbation", "bounds", "compile"),
+    ("interpret", "launch"),
+    ("quant",),
+    ("request", "unfused"),
+    ("api", "testing"),
+    ("device", "timing", "measure"),
+    ("diffusion", "checkpoints", "interop", "distributed"),
+    ("cli", "__main__"),
+)
+#: Take the array namespace from their arguments, or know no arrays at all: never import CuPy.
+NO_CUPY = {
+    "errors", "tiles", "features", "numerics", "registry", "rounding", "checks", "mirror",
+    "reference", "perturbation", "bounds", "includes", "nvrtc", "distributions",
+}  # fmt: skip
+#: Installed only with an extra: nothing in the core may need one to be imported.
+EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")
+
+
+def names(paths: list[Path], base: Path) -> list[str]:
+    return [path.relative_to(base).as_posix() for path in paths]
+
+
+def header_and_body(source: str) -> tuple[str, str]:
+    """Split a kernel at the end of its leading comment."""
+    lines = source.splitlines(keepends=True)
+    end = next(i for i, line in enumerate(lines) if not line.startswith("//"))
+    return "".join(lines[:end]), "".join(lines[end:])
+
+
+def code(source: str) -> str:
+    """Drop comments and string literals, keeping the lines."""
+    source = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), source, flags=re.DOTALL)
+    return re.sub(r'//[^\n]*|"(?:\\.|[^"\\\n])*"', "", source)
+
+
+def rounding_tags(text: str) -> set[str]:
+    return set(re.findall(r"\bR\d+\b", text))
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+def test_every_kernel_is_registered_and_every_variant_has_its_kernels() -> None:
+    forms = {"": "portable", "sm90": "sm90"}
+    found = {
+        (path.stem.removeprefix("attn_"), forms[path.relative_to(KERNELS).parent.name])
+        for path in ATTENTION
+    }
+    registered = {(v.name, form) for v in VARIANTS.values() if v.source is None for form in v.forms}
+    assert found == registered
+
+
+@pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
+def test_the_entry_point_is_the_file_name(path: Path) -> None:
+    entries = re.findall(
+        r'extern "C" __global__(?:\s+__launch_bounds__\([^)]*\))?\s+void\s+(\w+)\(',
+        path.read_text(),
+    )
+    assert entries, "no kernel found"
+    steps = [f"{path.stem}_{step}" for step in ("scores", "softmax", "weighted_sum")]
+    assert entries == (steps if path.stem == "attn_unfused" else [path.stem])
+
+
+@pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
+def test_the_header_comment_is_a_lab_notebook(path: Path) -> None:
+    header, _ = header_and_body(path.read_text())
+    assert header.startswith(f"// {path.stem} -- "), "a one-line summary comes first"
+    titles = ["Idea ", "Differs from ", "Kept simple ", "Rounding ", "Mirror ", "Bound "]
+    places = [header.find(title) for title in titles]
+    assert -1 not in places, f"missing {titles[places.index(-1)]!r}"
+    assert places == sorted(places), "in another order"
+
+
+@pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
+def test_rounding_tags_agree_between_header_body_and_numerics(path: Path) -> None:
+    header, body = header_and_body(path.read_text())
+    form = "sm90" if path.parent.name == "sm90" else "portable"
+    variant = VARIANTS[path.stem.removeprefix("attn_")]
+    expected = set(numerics(variant.family, form, variant.dtypes[0]).tags)
+    rounding = header[header.index("Rounding ") : header.index("Mirror ")]
+    assert rounding_tags(rounding) == expected
+    comments = " ".join(re.findall(r"//[^\n]*", body))
+    # R0 and R1 prepare the operands: another kernel rounds there.
+    assert rounding_tags(comments) == expected - {"R0", "R1"}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_steps_come_in_order(name: str) -> None:
+    steps = ["locate", "load Q", "load K, V", "scores", "softmax", "output", "store"]
+    found = re.findall(r"^ *// S(\d) (.*)$", (KERNELS / name).read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in found] == list(range(7))
+    for (_, text), step in zip(found, steps, strict=True):
+        assert text.startswith(step)
+
+
+@pytest.mark.parametrize("path", CUDA, ids=names(CUDA, KERNELS))
+def test_macros_and_assembly_stay_in_their_places(path: Path) -> None:
+    text = code(path.read_text())
+    if path.name != "config.cuh":
+        assert "CFG_" not in text
+    if path not in PRIMS:
+        assert not re.search(r"\basm\b", text)
+    assert not re.search(r"\bTO" + r"DO\b|\bFIX" + r"ME\b", path.read_text())
+
+
+@pytest.mark.parametrize("path", CUDA, ids=names(CUDA, KERNELS))
+def test_every_barrier_names_its_hazard(path: Path) -> None:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if "__syncthreads()" in code(line):
+            assert re.search(r";\s+// \w+", line), f"{path.name}:{number}: {line.strip()}"
+
+
+@pytest.mark.parametrize("path", CUDA, ids=names(CUDA, KERNELS))
+def test_every_pointer_has_a_shape(path: Path) -> None:
+    """Fields of the parameter structs, and pointers that a kernel declares."""
+    declared = r"(?:const )?\w+\* *\w+(?:;| = )"
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if (path not in PRIMS or path.name == "params.cuh") and re.match(rf"\s+{declared}", line):
+            assert re.search(r"// \[[^\]]+\]", line), f"{path.name}:{number}: {line.strip()}"
+
+
+def changed(left: str, right: str) -> tuple[int, int]:
+    """Lines removed and added between the bodies of two kernels, blank lines not counted."""
+    bodies = [
+        [
+            line
+            for line in header_and_body((KERNELS / name).read_text())[1].splitlines()
+            if line.strip()
+        ]
+        for name in (left, right)
+    ]
+    diff = list(difflib.unified_diff(*bodies, lineterm="", n=0))[2:]
+    return sum(d.startswith("-") for d in diff), sum(d.startswith("+") for d in diff)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "limit"),
+    [
+        ("attn_fa.cu", "attn_fa_warps.cu", 100),
+        ("attn_fa_warps.cu", "attn_fa_tc.cu", 130),  # its header says why
+        ("attn_fa_tc.cu", "attn_fa_int8.cu", 100),
+    ],
+)
+def test_neighbouring_rungs_read_as_a_diff(left: str, right: str, limit: int) -> None:
+    """A changed line is counted once: the larger of what goes and what comes."""
+    removed, added = changed(left, right)
+    print(f"diff {left} {right}: -{removed} +{added} lines outside the headers")
+    assert max(removed, added) <= limit
+    header, _ = header_and_body((KERNELS / right).read_text())
+    assert f"diff {left} {right}" in header
+
+
+def test_the_cuda_files_fit_the_screen() -> None:
+    long = [
+        f"{path.relative_to(KERNELS)}:{number} ({len(line)})"
+        for path in CUDA
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 100
+    ]
+    assert not long, f"{len(long)} lines are longer than 100 columns: " + ", ".join(long)
+
+
+# ---- Python --------------------------------------------------------------------------------------
+
+
+def module_name(path: Path) -> str:
+    """``"quant"`` for cupyattn/quant/anything.py, ``"api"`` for cupyattn/api.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, *, anywhere: bool) -> Iterator[str]:
+    """Yield the dotted names of the modules that a file imports (type checking aside)."""
+    tree = ast.parse(path.read_text())
+    guards = [
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]  # fmt: skip
+    skipped = {id(child) for guard in guards for child in ast.walk(guard)}
+    inside = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    if not anywhere:
+        functions = [node for node in ast.walk(tree) if isinstance(node, inside)]
+        skipped |= {id(child) for f in functions for child in ast.walk(f)}
+    package = ("cupyattn", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            source = ".".join(filter(None, (base, node.module)))
+            # `from cupyattn import launch` imports the module cupyattn.launch
+            yield from (
+                f"{source}.{a.name}" if source == "cupyattn" else source for a in node.names
+            )
+
+
+def own_imports(path: Path) -> set[str]:
+    found = (name.split(".") for name in imports(path, anywhere=False))
+    return {parts[1] for parts in found if parts[0] == "cupyattn" and len(parts) > 1}
+
+
+LAYER_OF = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
+MODULES = [path for path in PYTHON if path != PACKAGE / "__init__.py"]
+
+
+def test_every_module_has_its_layer() -> None:
+    assert {module_name(path) for path in MODULES} <= set(LAYER_OF)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=names(MODULES, PACKAGE))
+def test_imports_point_down(path: Path) -> None:
+    rank = LAYER_OF[module_name(path)]
+    upward = {name for name in own_imports(path) if LAYER_OF.get(name, rank) > rank}
+    assert not upward, f"{module_name(path)} may not import {upward}"
+
+
+def test_imports_have_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        graph.setdefault(module_name(path), set()).update(own_imports(path) - {module_name(path)})
+    TopologicalSorter(graph).prepare()  # raises CycleError, naming the cycle
+
+
+@pytest.mark.parametrize("path", MODULES, ids=names(MODULES, PACKAGE))
+def test_extras_are_imported_only_when_asked_for(path: Path) -> None:
+    core = LAYER_OF[module_name(path)] <= LAYER_OF["api"] and module_name(path) != "testing"
+    top = {name.partition(".")[0] for name in imports(path, anywhere=False)}
+    assert not top & set(EXTRAS if core else ("cupy", "torch", "jax")), path
+    if module_name(path) in NO_CUPY:
+        assert "cupy" not in {name.partition(".")[0] for name in imports(path, anywhere=True)}
+
+
+def test_raw_module_is_mentioned_in_one_file() -> None:
+    assert [p.name for p in PYTHON if "RawModule" in p.read_text()] == ["compile.py"]
+
+
+def test_the_package_imports_where_no_extra_is_installed() -> None:
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))"
+    modules = [m for m in LAYER_OF if m != "testing" and LAYER_OF[m] <= LAYER_OF["api"]]
+    present = [m for m in modules if (PACKAGE / m).is_dir() or (PACKAGE / f"{m}.py").is_file()]
+    script = "; ".join([blocked, "import cupyattn", *(f"import cupyattn.{m}" for m in present)])
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
+
+
+def test_no_assert_and_no_leftovers_in_the_package() -> None:
+    for path in PYTHON:
+        tree = ast.parse(path.read_text())
+        assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree)), path
+        assert not re.search(r"\bTO" + r"DO\b|\bFIX" + r"ME\b", path.read_text()), path
+
+
+def test_no_file_is_much_longer_than_600_lines() -> None:
+    folders = [PACKAGE, KERNELS, ROOT / "tests", ROOT / "experiments"]
+    paths = [p for f in folders for p in f.rglob("*") if p.suffix in (".py", ".cu", ".cuh")]
+    long = {p.relative_to(ROOT).as_posix(): len(p.read_text().splitlines()) for p in paths}
+    assert not {name: count for name, count in long.items() if count > 640}
