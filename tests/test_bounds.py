@@ -88,7 +88,8 @@ def test_mirror_is_within_its_bound_on_scales_far_apart(seed: int, cell: tuple[s
 
     q, k = draw(19, -3, 3), draw(45, -3, 3)
     v = draw(45, -45, 4) if rng.random() < 0.5 else draw(45, -3, 38)
-    report = run_mirror(q, k, v, variant, tiles=SMALL_TILES, causal=bool(rng.random() < 0.5))
+    with np.errstate(over="ignore"):  # float32 values past float16
+        report = run_mirror(q, k, v, variant, tiles=SMALL_TILES, causal=bool(rng.random() < 0.5))
     target(report.ratio, label="error / bound")
     assert report.passed, str(report)
 
