@@ -15,6 +15,9 @@ from cupyattn.request import Options, Request, resolve
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import Tiles
 
+#: Compute capability times ten of the devices that the Hopper forms are for.
+HOPPER_CAPABILITY = 90
+
 
 def attention(
     q: Any,
@@ -72,9 +75,11 @@ def attention(
     quant : QuantConfig, optional
         How ``fa_int8`` quantises.
     tiles : Tiles, optional
-        Tile sizes in place of the rung's own.
+        Tile sizes in place of the rung's own, those of its portable form.
     arch : str, optional
-        Architecture to compile for, for example ``"sm_90"``; the device's own when omitted.
+        Architecture to compile for, for example ``"sm_90"``; the device's own when omitted. On
+        ``"sm_90a"`` (an H100 or H200's own) a rung with a Hopper form runs in that form where it
+        takes the call; `explain` says so.
     backend : {"cuda", "mirror"}, optional
         ``cuda`` for CuPy arrays, ``mirror`` (NumPy, same blocks and rounding points) for NumPy.
     check_finite : bool
@@ -163,7 +168,7 @@ def plans(request: Request) -> list[Plan]:
         q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
         return [
             launch.plan_attention(
-                request.variant, call, q, k, v, o, tiles=options.tiles, arch=options.arch
+                request.variant, call, q, k, v, o, tiles=options.tiles, arch=_arch(request)
             )
         ]
     if z is not None:
@@ -189,9 +194,21 @@ def plans(request: Request) -> list[Plan]:
         v = Operand.contiguous(v.shape, 2)
     plan = launch.plan_int8(
         request.variant, call, codes[0], codes[1], v, o, scales[0], scales[1], group_q=groups[0],
-        group_kv=groups[1], smoothed=quant.smooth_k, tiles=tiles, arch=options.arch,
+        group_kv=groups[1], smoothed=quant.smooth_k, tiles=tiles,
     )  # fmt: skip
     return [*passes, plan]
+
+
+def _arch(request: Request) -> str | None:
+    """Return the architecture to plan for: the caller's, or that of the device of the arrays.
+
+    Tiles that a caller names are those of the portable form, unless he names ``"sm_90a"`` too.
+    """
+    options = request.options
+    if options.arch is not None or options.tiles is not None or request.backend != "cuda":
+        return options.arch
+    hopper = int(request.q.device.compute_capability) == HOPPER_CAPABILITY
+    return "sm_90a" if hopper else None
 
 
 def _plan_quantized(request: Request, z: QuantizedQKV, o: Operand) -> Plan:
@@ -201,7 +218,7 @@ def _plan_quantized(request: Request, z: QuantizedQKV, o: Operand) -> Plan:
     return launch.plan_int8(
         request.variant, request.call, q_codes, k_codes, v, o, q_scale, k_scale,
         group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None,
-        tiles=request.options.tiles, arch=request.options.arch,
+        tiles=request.options.tiles,
     )  # fmt: skip
 
 

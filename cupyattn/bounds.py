@@ -118,8 +118,7 @@ class _Scaling:
 
     common: float
     own: float
-    #: Largest product that must stay below MAX_FLOAT beside the dot product itself.
-    largest_factor: float
+    largest: float  #: magnitude that intermediate products may reach beside Σ|q||k| and scores
 
 
 def _scaling(n: Numerics, sigma: float, quantized: Any) -> _Scaling:
@@ -130,20 +129,26 @@ def _scaling(n: Numerics, sigma: float, quantized: Any) -> _Scaling:
             return abs(float(np.float32(x)) / x - 1.0) + 2.0**-50
 
     if n.scaling == "folded":
-        return _Scaling(constant(sigma * LOG2E), 0.0, max(1.0, sigma))
+        return _Scaling(constant(sigma * LOG2E), 0.0, sigma)
     if n.scaling == "natural":
         common = (1 + constant(sigma)) * (1 + constant(LOG2E)) - 1
-        return _Scaling(common, U, max(1.0, sigma))
+        return _Scaling(common, U, sigma)
     # dequantised: fl(fl(dot * k_scale) * fl(scale_log2 * q_scale)). The factor of a row may be
     # subnormal, where it is off by up to 2^-150.
-    xp = array_namespace(quantized.q_scale)
-    usable = xp.where(quantized.q_scale > 0, as_float64(quantized.q_scale), xp.inf)
-    least = float(usable.min()) if usable.size else 1.0
+    least, largest_q = _range(quantized.q_scale)
+    _, largest_k = _range(quantized.k_scale)
     subnormal = HALF_SUBNORMAL["float32"] / (sigma * LOG2E * least)
     common = (1 + constant(sigma * LOG2E)) * (1 + U + subnormal) - 1
-    k_scale = as_float64(quantized.k_scale)
-    largest = float(xp.where(k_scale > 0, k_scale, 0.0).max()) if k_scale.size else 1.0
-    return _Scaling(common, (1 + U) ** 2 - 1, max(1.0, largest, sigma))
+    largest_dot = 127.0**2 * quantized.q_codes.shape[-1]
+    largest = max(largest_dot * largest_k, sigma * LOG2E * largest_q, sigma)
+    return _Scaling(common, (1 + U) ** 2 - 1, largest)
+
+
+def _range(scale: Array) -> tuple[float, float]:
+    """Return the least and the largest usable scale; a NaN makes its rows NaN and nothing else."""
+    xp = array_namespace(scale)
+    usable = as_float64(scale)[xp.isfinite(scale)]
+    return (float(usable.min()), float(usable.max())) if usable.size else (1.0, 1.0)
 
 
 def _products(n: str, terms: Any, steps: Any = None) -> Any:
@@ -220,7 +225,7 @@ def _perturb(
     r4 = (LN2 * U * below + EX2_LOG_ERROR * (1 + rises_after) + 2.0**-125) * REFERENCE
 
     usable = (finite | ~admitted).all(axis=-1) & (slack <= U * MAX_LOG2_SCORE)
-    usable &= largest * scaling.largest_factor <= MAX_FLOAT
+    usable &= xp.maximum(largest * max(1.0, sigma), scaling.largest) <= MAX_FLOAT
     zero = xp.zeros_like(r2)
     r2, r3, r4 = (xp.where(admitted, r, zero) for r in (r2, r3, r4))
     exponent = xp.where(admitted & (running > NEG_INF), S - running, 0.0) / LN2
@@ -506,7 +511,8 @@ def _lse_bound(
     """
     xp = array_namespace(lse)
     lse = xp.where(xp.isfinite(lse), lse, 0.0)
-    log_l = xp.abs(lse - score.top) + 2 * (delta + score.shift) + LN2 * score.slack  # |log l|
+    worst = (score.r2 + score.r3).max(axis=-1)
+    log_l = xp.abs(lse - score.top) + delta + score.shift + worst + LN2 * score.slack  # |log l|
     size, roundings = xp.abs(lse), 3
     if mean is not None:
         batch, head, group, _ = block.index

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 
@@ -194,5 +196,5 @@ def byte_range(array: Any) -> tuple[int, int]:
 
 def data_address(array: Any) -> int:
     """Return the address of the first element of a NumPy or CuPy array."""
-    data = array.data
-    return int(data.ptr) if hasattr(data, "ptr") else int(array.ctypes.data)
+    # NOTE: NumPy's .data is a buffer, which bfloat16 does not have.
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

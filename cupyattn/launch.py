@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import compile as compiler
+from cupyattn import tensor_map
 from cupyattn.checks import INT32_MAX, AttentionCall, data_address
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import KernelLaunchError, UnsupportedError
@@ -46,6 +47,13 @@ QUANT_PARAMS = np.dtype(
     ],
     align=True,
 )  # fmt: skip
+
+#: ``struct ScheduleParams`` of kernels_cu/prims/params.cuh.
+SCHEDULE_PARAMS = np.dtype([("next_tile", "u8")], align=True)
+
+#: Thread blocks of a persistent Hopper kernel: one for each SM of an H100 or H200 SXM. Blocks take
+#: tiles as they become free, so a device with fewer SMs computes the same.
+HOPPER_BLOCKS = 132
 
 
 @dataclass(frozen=True)
@@ -90,16 +98,40 @@ class Operand:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory of a plan."""
+    """Scratch memory of a plan, zero beforehand where it says so."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    zeros: bool = False
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A kernel parameter that tells the Hopper copy engine where a buffer lies.
+
+    Parameters
+    ----------
+    buffer : str
+        Name of the buffer.
+    dtype : str
+    shape : tuple of int
+    strides : tuple of int
+        Bytes, of every axis but the last, which is contiguous.
+    box : tuple of int
+        Extents of one copy.
+    """
+
+    buffer: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -116,7 +148,7 @@ class Launch:
         Thread blocks, and threads in each.
     dynamic_shared : bool
         Whether the kernel uses the shared storage whose size its module states.
-    params : tuple of (numpy.dtype, mapping)
+    params : tuple of (numpy.dtype, mapping) or TensorMap
         The structs that it takes by value; a string is the name of a buffer, its address to be
         filled in when the plan runs (None: a null pointer).
     """
@@ -126,12 +158,15 @@ class Launch:
     grid: int
     block: int
     dynamic_shared: bool
-    params: tuple[tuple[np.dtype[Any], Mapping[str, Any]], ...]
+    params: tuple[tuple[np.dtype[Any], Mapping[str, Any]] | TensorMap, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A call turned into launches: what `cupyattn.explain` prints and an executor runs."""
+    """A call turned into launches: what `cupyattn.explain` prints and an executor runs.
+
+    `note` says why a faster form was left out, where one was.
+    """
 
     variant: str
     form: str
@@ -139,6 +174,7 @@ class Plan:
     features: Features
     launches: tuple[Launch, ...]
     workspace: tuple[Workspace, ...] = ()
+    note: str = ""
 
     def __str__(self) -> str:
         workspace = sum(w.nbytes for w in self.workspace)
@@ -146,7 +182,8 @@ class Plan:
         lines += [
             f"  {x.entry}<<<{x.grid}, {x.block}>>> of {x.module.source}" for x in self.launches
         ]
-        return "\n".join([*lines, f"  workspace {workspace:,} bytes"])
+        lines += [f"  workspace {workspace:,} bytes"]
+        return "\n".join([*lines, f"  {self.note}"] if self.note else lines)
 
 
 def module_spec(
@@ -156,15 +193,6 @@ def module_spec(
     name = f"attn_{variant.name}.cu"
     source = variant.source or (name if form == "portable" else f"{form}/{name}")
     return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
-
-
-def _choose_form(variant: Variant, arch: str | None) -> str:
-    form = "sm90" if arch == "sm_90a" else "portable"
-    if form not in variant.forms:
-        raise UnsupportedError(
-            f"{variant.name} has no form for {arch}; it has: {', '.join(variant.forms)}"
-        )
-    return form
 
 
 def _widest(*operands: Operand) -> int:
@@ -215,7 +243,8 @@ def plan_attention(
     tiles : Tiles, optional
         The variant's own for this head_dim when omitted.
     arch : str, optional
-        ``"sm_90a"`` asks for the Hopper form.
+        Architecture that it will run on: on ``"sm_90a"`` the Hopper form runs where there is one
+        that takes the call; `Plan.note` says why where it does not.
 
     Returns
     -------
@@ -225,31 +254,63 @@ def plan_attention(
     Raises
     ------
     UnsupportedError
-        For a dtype, form or size that the variant does not take.
+        For a dtype or size that the variant does not take.
     """
-    form = _choose_form(variant, arch)
-    if call.dtype not in variant.dtypes:
-        raise UnsupportedError(
-            f"{variant.name} takes {', '.join(variant.dtypes)}, got {call.dtype}: "
-            "convert the arrays, or use fa_warps, which takes float32"
-        )
-    tiles = tiles or variant.default_tiles(call.head_dim)
+    variant.check_dtype(call.dtype)
+    form, note = "portable", ""
+    if arch == "sm_90a" and "sm90" in variant.forms:
+        note = _hopper_obstacle(variant, call, q, k, v)
+        form = "portable" if note else "sm90"
+    tiles = tiles or variant.default_tiles(call.head_dim, form)
     features = Features(
         call.dtype, call.head_dim, call.causal, call.return_lse, _widest(q, k, v, o)
     )
     spec = module_spec(variant, features, tiles, form)
     params = _params(call, q, k, v, o)
     if math.prod(call.output_shape) == 0:
-        return Plan(variant.name, form, tiles, features, ())
-    q_blocks = -(-call.len_q // tiles.block_q)
-    batch_heads = call.batch * call.heads
+        return Plan(variant.name, form, tiles, features, (), note=note)
     if variant.family == "unfused":
         return _plan_unfused(variant, call, form, tiles, features, spec, params)
-    grid = _blocks(q_blocks, batch_heads)
-    launch = Launch(
-        spec, variant.entry_point, grid, tiles.num_threads, True, ((ATTN_PARAMS, params),)
+    grid = _blocks(-(-call.len_q // tiles.block_q), call.batch * call.heads)
+    structs: tuple[Any, ...] = ((ATTN_PARAMS, params),)
+    workspace: tuple[Workspace, ...] = ()
+    if form == "sm90":
+        grid = min(grid, HOPPER_BLOCKS)
+        rows = {"q": (q, tiles.block_q), "k": (k, tiles.block_kv), "v": (v, tiles.block_kv)}
+        structs += tuple(_tensor_map(name, call.dtype, x, n) for name, (x, n) in rows.items())
+        structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile"}),)
+        workspace = (Workspace("next_tile", (1,), "int32", zeros=True),)
+    launch = Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs)
+    return Plan(variant.name, form, tiles, features, (launch,), workspace, note)
+
+
+def _hopper_obstacle(
+    variant: Variant, call: AttentionCall, q: Operand, k: Operand, v: Operand
+) -> str:
+    """Return why the Hopper form does not take a call, as a note for its plan; "" where it does."""
+    limit = max(variant.hopper_tiles)
+    if call.head_dim > limit:
+        return f"portable form: the Hopper form takes head_dim up to {limit}, got {call.head_dim}"
+    if call.len_kv == 0:
+        return "portable form: there are no keys for the copy engine"
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        strides = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
+        if x.misalignment or any(s <= 0 or s * x.itemsize % 16 for s in strides):
+            return (
+                f"portable form: the copy engine needs addresses and positive strides that are "
+                f"multiples of 16 bytes, got {name} at 16 n + {x.misalignment} with strides of "
+                f"{tuple(s * x.itemsize for s in x.strides[:-1])} bytes"
+            )
+    return ""
+
+
+def _tensor_map(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
+    """Describe an operand, copied `rows` rows and 128 bytes of columns at a time."""
+    # NOTE: an axis of length 1 is never stepped along, but its stride must still be a legal one.
+    strides = tuple(
+        s * x.itemsize if n > 1 else 16 for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True)
     )
-    return Plan(variant.name, form, tiles, features, (launch,))
+    return TensorMap(name, dtype, x.shape, strides, (1, 1, rows, 128 // x.itemsize))
 
 
 def _unfused_launch(
@@ -350,13 +411,12 @@ def plan_int8(
     group_kv: int,
     smoothed: bool,
     tiles: Tiles | None = None,
-    arch: str | None = None,
 ) -> Plan:
     """Plan the INT8 rung on quantised operands.
 
     Parameters
     ----------
-    variant, call, v, o, tiles, arch
+    variant, call, v, o, tiles
         As for `plan_attention`; v is 16-bit.
     q_codes, k_codes : Operand
         INT8 codes, the buffers ``"q_codes"`` and ``"k_codes"``.
@@ -371,7 +431,7 @@ def plan_int8(
     -------
     Plan
     """
-    form = _choose_form(variant, arch)
+    form = "portable"
     tiles = tiles or variant.default_tiles(call.head_dim)
     vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, v, o))
     features = Features(
@@ -412,6 +472,14 @@ def pack(
     return packed
 
 
+def _argument(param: tuple[np.dtype[Any], Mapping[str, Any]] | TensorMap, addresses: Any) -> Any:
+    if isinstance(param, TensorMap):
+        return tensor_map.encode(
+            addresses[param.buffer], param.dtype, param.shape, param.strides, param.box
+        )
+    return pack(*param, addresses)
+
+
 def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None:
     """Run a plan on the current CuPy device and stream.
 
@@ -433,12 +501,13 @@ def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) ->
 
     arrays = dict(buffers)
     for work in plan.workspace:
-        arrays[work.name] = cupy.empty(work.shape, work.dtype)
+        allocate = cupy.zeros if work.zeros else cupy.empty
+        arrays[work.name] = allocate(work.shape, work.dtype)
     addresses = {name: data_address(a) for name, a in arrays.items() if a is not None}
     for launch in plan.launches:
         module = compiler.load(launch.module, arch)
         shared = module.binary.smem_bytes if launch.dynamic_shared else 0
-        arguments = tuple(pack(struct, values, addresses) for struct, values in launch.params)
+        arguments = tuple(_argument(param, addresses) for param in launch.params)
         kernel = module.kernel(launch.entry)
         try:
             kernel((launch.grid,), (launch.block,), arguments, shared_mem=shared)

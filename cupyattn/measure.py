@@ -295,6 +295,9 @@ def judge(
     v: Any,
     *,
     variant: str,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
     rows: Any = None,
     exact: Exact = reference.attention_exact,
     **options: Any,
@@ -308,21 +311,23 @@ def judge(
         What the caller had.
     variant : str
         The rung that computed `o`.
+    scale, causal, causal_align
+        As for the call that computed `o`.
     rows : 1-D integer array, optional
         Query rows to judge; all when omitted.
     exact : callable
         What computes exact attention.
     **options
-        lse, quantized, scale, causal, causal_align: as for `cupyattn.testing.judge`.
+        lse, quantized, tiles: as for `cupyattn.testing.judge`.
 
     Returns
     -------
     Judgement
     """
     rows = array_namespace(o).arange(o.shape[2]) if rows is None else rows
-    report = testing.judge(o, q, k, v, variant=variant, rows=rows, exact=exact, **options)
-    call = {n: x for n, x in options.items() if n in ("scale", "causal", "causal_align")}
-    given, _ = exact(q, k, v, rows=rows, return_lse=True, **call)
+    call = {"scale": scale, "causal": causal, "causal_align": causal_align, "rows": rows}
+    report = testing.judge(o, q, k, v, variant=variant, exact=exact, **call, **options)
+    given, _ = exact(q, k, v, return_lse=True, **call)
     j2 = max(report.ratio, report.lse_ratio or 0.0)
     return Judgement(j2, report.quantisation, relative_error(as_float64(o)[:, :, rows], given))
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cupyattn.errors import UnsupportedError
 from cupyattn.tiles import Tiles
 
 
@@ -27,8 +28,9 @@ class Variant:
         99 KB of shared memory that every device from compute capability 8.0 on has.
     dtypes : tuple of str
         Storage types that it takes.
-    forms : tuple of str
-        Which forms exist: ``"portable"`` (``kernels_cu/``), ``"sm90"`` (``kernels_cu/sm90/``).
+    hopper_tiles : mapping of int to Tiles
+        The same for the Hopper form (``kernels_cu/sm90/``), up to the largest head_dim that it
+        takes; empty where there is none.
     source : Path, optional
         A ``.cu`` outside the package, given by `cupyattn.register`.
     """
@@ -38,7 +40,7 @@ class Variant:
     family: str
     tiles: Mapping[int, Tiles]
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
-    forms: tuple[str, ...] = ("portable",)
+    hopper_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     source: Path | None = field(default=None, compare=False)
 
     @property
@@ -46,12 +48,35 @@ class Variant:
         """Name of the kernel in its source."""
         return f"attn_{self.name}"
 
-    def default_tiles(self, head_dim: int) -> Tiles:
-        """Return the tiles used for a head size when the caller names none."""
-        for limit, tiles in self.tiles.items():
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Which forms exist: ``"portable"``, and ``"sm90"`` for compute capability 9.0."""
+        return ("portable", "sm90") if self.hopper_tiles else ("portable",)
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raise UnsupportedError unless this rung takes arrays of `dtype`."""
+        if dtype not in self.dtypes:
+            raise UnsupportedError(
+                f"{self.name} takes {', '.join(self.dtypes)}, got {dtype}: "
+                "convert the arrays, or use variant='auto'"
+            )
+
+    def default_tiles(self, head_dim: int, form: str = "portable") -> Tiles:
+        """Return the tiles used for a head size when the caller names none.
+
+        Raises
+        ------
+        ValueError
+            If the form takes no such head size.
+        """
+        table = self.tiles if form == "portable" else self.hopper_tiles
+        for limit, tiles in table.items():
             if head_dim <= limit:
                 return tiles
-        raise ValueError(f"head_dim must be 1 to 256, got {head_dim}")
+        raise ValueError(
+            f"the {form} form of {self.name} takes head_dim up to {max(table, default=0)}, "
+            f"got {head_dim}"
+        )
 
 
 _ALL = ("float16", "bfloat16", "float32")
@@ -67,8 +92,11 @@ _TILES = {
     "fa_int8": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)},
 }
 
+#: The same for the Hopper forms: four warps that copy, four for every 64 query rows.
+_HOPPER_TILES = {"fa_tc": {128: Tiles(192, 128, 16, 2)}}
+
 VARIANTS: dict[str, Variant] = {
-    name: Variant(name, idea, family, _TILES[name], dtypes)
+    name: Variant(name, idea, family, _TILES[name], dtypes, _HOPPER_TILES.get(name, {}))
     for name, idea, family, dtypes in (
         # fmt: off
         # name       the one idea                              computes in    takes

@@ -129,6 +129,7 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         why = f"the fastest rung of accuracy class {options.accuracy!r} for {call.dtype}"
     else:
         variant, why = registry.lookup(options.variant), "asked for by name"
+    variant.check_dtype(call.dtype)
     if options.quant is not None and variant.family != "int8":
         raise ValueError(f"quant is for fa_int8, got variant {variant.name!r}")
     if options.check_finite:

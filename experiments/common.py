@@ -11,6 +11,8 @@ mirror, without a device and without times.
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import cupyattn as ca
+from cupyattn import compile as compiler
 from cupyattn import device, distributions, measure, registry, timing
 from cupyattn.checks import AttentionCall
 from cupyattn.cli import output
@@ -211,12 +214,19 @@ def _judge(problem: Problem, cell: Cell, inputs: tuple[Any, ...], **options: Any
     try:
         o = _like(q, cell.run(*cell.prepare(q, k, v)))
     except (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError) as error:
-        return row | {"unsupported": " ".join(str(error).split())}
+        return row | {"unsupported": reason(error)}
     judged = measure.judge(
         o, q, k, v, variant=cell.variant, quantized=operands, tiles=cell.tiles,
         causal=problem.causal, **options,
     )  # fmt: skip
     return row | {"judgement": vars(judged), "ok": judged.ok}
+
+
+def reason(error: Exception) -> str:
+    """Return what an error says in one line that means the same on every machine."""
+    text = str(error).replace(f"{compiler.KERNELS}{os.sep}", "")
+    sentence = re.search(r'static assertion failed with "([^"]+)"', text)
+    return sentence[1] if sentence else text.splitlines()[0]
 
 
 def _like(array: Any, result: Any) -> Any:

@@ -53,7 +53,7 @@ def compiled(problem: Problem, cell: Cell, arch: str) -> Cell | str:
     try:
         binary = compiler.build(launch.module, arch)
     except ca.KernelCompileError as error:
-        return " ".join(str(error).split())
+        return common.reason(error)
     resources = binary.kernels[launch.entry]
     return replace(
         cell,

@@ -29,8 +29,8 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 static_assert(BLOCK_Q <= NUM_THREADS,
               "BLOCK_Q must be at most NUM_THREADS: S4 takes a thread per row");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa(
-    const __grid_constant__ AttnParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS,
+                                        1) void attn_fa(const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 

@@ -208,12 +208,39 @@ def test_a_dtype_that_a_rung_lacks_is_an_error() -> None:
         plan_of(call_of(dtype="float32"), "fa_tc")
 
 
-@pytest.mark.parametrize("variant", registry.VARIANTS)
-def test_a_form_that_a_rung_lacks_is_an_error(variant: str) -> None:
-    if "sm90" in registry.lookup(variant).forms:
-        pytest.skip(f"{variant} has a Hopper form")
-    with pytest.raises(UnsupportedError, match=f"{variant} has no form for sm_90a; it has: portab"):
-        plan_of(call_of(), variant, arch="sm_90a")
+# ---- the Hopper form -----------------------------------------------------------------------------
+
+
+def test_the_hopper_form_is_planned_where_it_takes_the_call() -> None:
+    plan = plan_of(call_of(2, 3, 300, 500, head_dim=64), "fa_tc", arch="sm_90a")
+    assert plan.form == "sm90" and not plan.note
+    (launched,) = plan.launches
+    assert launched.module.hopper and launched.grid == 2 * 3 * 2
+    maps = [param for param in launched.params if isinstance(param, launch.TensorMap)]
+    assert [m.buffer for m in maps] == ["q", "k", "v"]
+    assert maps[0].box == (1, 1, plan.tiles.block_q, 64) and maps[1].shape == (2, 3, 500, 64)
+    assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
+    many = plan_of(call_of(64, 64, 4096, 4096, head_dim=64), "fa_tc", arch="sm_90a")
+    assert many.launches[0].grid == launch.HOPPER_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (call_of(head_dim=256), "takes head_dim up to 128, got 256"),
+        (call_of(1, 1, 64, 0, head_dim=64), "there are no keys"),
+        (call_of(1, 1, 64, 64, head_dim=36), "multiples of 16 bytes, got q at"),
+    ],
+)
+def test_a_note_says_why_the_hopper_form_was_left_out(call: AttentionCall, reason: str) -> None:
+    plan = plan_of(call, "fa_tc", arch="sm_90a")
+    assert plan.form == "portable" and reason in plan.note and reason in str(plan)
+    assert not plan_of(call, "fa_tc").note
+
+
+def test_a_rung_without_a_hopper_form_runs_its_portable_one() -> None:
+    plan = plan_of(call_of(), "fa", arch="sm_90a")
+    assert plan.form == "portable" and not plan.note
 
 
 # ---- operands ------------------------------------------------------------------------------------

@@ -30,6 +30,11 @@ struct AttnParams {
   float scale_log2;      // softmax scale times log2(e)
 };
 
+// A persistent kernel appends: where its blocks take their next tile.
+struct ScheduleParams {
+  int32_t* next_tile;  // [1], zero beforehand
+};
+
 // fa_int8 appends: Q and K of AttnParams are then INT8 codes.
 struct QuantParams {
   const float* Q_scale;          // [batch, heads,    ceil(len_q  / GROUP_Q)]

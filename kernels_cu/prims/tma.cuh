@@ -1,0 +1,36 @@
+// tma.cuh -- the bulk tensor copy engine (sm_90a): boxes of an array, described by a tensor map.
+#pragma once
+
+#include "prims/mbarrier.cuh"
+
+// Filled by cuTensorMapEncodeTiled on the host (cupyattn/tensor_map.py).
+struct alignas(64) TensorMap {
+  uint8_t bytes[128];
+};
+
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// Copies the box at (column, row, head, batch) to shared memory and counts its bytes off the
+// barrier. What lies outside the array arrives as zeros and counts too.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d(void* shared, const TensorMap& map,
+                                                        Mbarrier& barrier, int column, int row,
+                                                        int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+// One lane of a warp whose lanes are all here.
+__device__ __forceinline__ bool elect_sync() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected;
+}

@@ -1,0 +1,41 @@
+"""Reference, bounds and judge give the same numbers on the device as on NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cupyattn import bounds, distributions
+from cupyattn.quant import quantize
+from cupyattn.reference import attention_mirror
+from cupyattn.testing import judge
+
+
+@pytest.mark.parametrize("variant", ["unfused", "fa", "fa_tc", "fa_int8"])
+def test_bounds_and_judge_on_the_device(variant: str) -> None:
+    cupy = pytest.importorskip("cupy")
+    q, k, v = distributions.make("sink", 2, 4, 33, 70, 24, "float16", seed=0, heads_kv=2)
+    on_device = [cupy.asarray(x) for x in (q, k, v)]
+    quantized = quantized_there = None
+    operands = (q, k, v)
+    if variant == "fa_int8":
+        quantized = quantize(q, k, v)
+        names = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
+        moved = {name: cupy.asarray(getattr(quantized, name)) for name in names}
+        quantized_there = dataclasses.replace(quantized, **moved)
+        operands = (quantized,)
+    o, lse = attention_mirror(*operands, variant=variant, causal=True, return_lse=True)
+    options = {"variant": variant, "causal": True}
+    here = bounds.attention(q, k, v, quantized=quantized, **options)
+    there = bounds.attention(*on_device, quantized=quantized_there, **options)
+    for tag in bounds.TERMS:
+        np.testing.assert_allclose(there.terms[tag].get(), here.terms[tag], rtol=1e-6, atol=1e-18)
+    np.testing.assert_allclose(there.lse.get(), here.lse, rtol=1e-6)
+    report = judge(o, q, k, v, lse=lse, quantized=quantized, **options)
+    report_there = judge(
+        cupy.asarray(o), *on_device, lse=cupy.asarray(lse), quantized=quantized_there, **options
+    )
+    assert report_there.index == report.index and report_there.passed
+    assert report_there.ratio == pytest.approx(report.ratio, rel=1e-4)

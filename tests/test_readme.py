@@ -1,0 +1,88 @@
+"""The README's code runs, its commands exist, and its table is what the committed record says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import cupyattn as ca
+from cupyattn import cli, registry
+from experiments import ladder
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return README.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def code(title: str) -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
+    return str(block)
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(code("Ten lines").splitlines()) <= 10
+    names: dict[str, object] = {}
+    exec(code("Ten lines"), names)
+    printed = capsys.readouterr().out
+    assert "fa_tc: O is within its bound" in printed
+    assert "fa_tc: the fastest rung of accuracy class 'full' for float16" in printed
+    assert names["o"].shape == names["o8"].shape == (1, 8, 256, 64)  # type: ignore[attr-defined]
+
+
+def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (ROOT / "kernels_cu" / "attn_fa.cu").read_text()
+    (tmp_path / "attn_mine.cu").write_text(source.replace("attn_fa(", "attn_mine("))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "VARIANTS", dict(registry.VARIANTS))
+    block = code("Add a rung in four lines")
+    assert len([line for line in block.splitlines() if line]) <= 4
+    exec(block, {})
+    from cupyattn import compile as kc
+    from cupyattn.api import plans
+    from cupyattn.distributions import make
+    from cupyattn.request import Options, resolve
+
+    q, k, v = make("normal", 1, 2, 40, 40, 24)
+    table = ca.ladder(q, k, v, variants=["fa", "mine"])
+    assert table.ok and table.rungs[1].idea == "the one idea"
+    (plan,) = plans(resolve(q, k, v, Options(variant="mine")))
+    assert "attn_mine" in kc.build(plan.launches[0].module, "sm_80").kernels
+
+
+def test_the_table_is_what_the_record_says() -> None:
+    inside = README.split(ladder.BEGIN)[1].split(ladder.END)[0]
+    assert inside == f"\n{ladder.readme_table(ladder.stored())}\n", (
+        "run python -m experiments.ladder --stored --update-readme"
+    )
+
+
+def test_every_command_is_named() -> None:
+    commands = section("Two commands")
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", commands, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    for name in cli.COMMANDS:
+        assert f"`{name}`" in commands or f"cupyattn {name}" in commands
+
+
+def test_the_files_that_it_points_to_exist() -> None:
+    paths = re.findall(r"`((?:cupyattn|kernels_cu|experiments|tests|docs)/[\w./]*)`", README)
+    assert len(paths) > 15
+    for path in paths:
+        assert (ROOT / path).exists(), path
+    for file in re.findall(r"^(?:less|diff(?: -y)?) (.*?)(?: +#.*)?$", README, re.MULTILINE):
+        for name in file.split():
+            assert (ROOT / "kernels_cu" / name).is_file(), name
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_the_chain_of_diffs_is_the_ladder() -> None:
+    steps = re.findall(r"^diff(?: -y)? attn_(\w+)\.cu attn_(\w+)\.cu", README, re.MULTILINE)
+    names = list(registry.VARIANTS)
+    assert steps == list(zip(names, names[1:], strict=False))
