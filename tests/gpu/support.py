@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -161,7 +162,7 @@ def specs_of(
     """Yield what a call compiles, for operands with `pad` elements on either side of a row."""
     x = cupy.empty((1, 1, 64, head_dim + 2 * pad), STORAGE[dtype])[..., pad : pad + head_dim]
     asked = Options(variant=variant, causal=causal, return_lse=lse)
-    for plan in api._plans(resolve(x, x, x, asked)):
+    for plan in api.plans(resolve(x, x, x, asked)):
         yield from (one.module for one in plan.launches)
 
 
@@ -169,8 +170,12 @@ def prebuild(specs: Iterable[kc.ModuleSpec]) -> None:
     """Compile for this device, in as many threads as there are cores.
 
     The tests then find everything in the cache, where compiling one after the other would take
-    most of their time.
+    most of their time. Of several test workers one compiles and the others wait for its files.
     """
     arch = kc.device_architecture(int(cupy.cuda.Device().compute_capability))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda spec: kc.build(spec, arch), dict.fromkeys(specs)))
+    wanted = dict.fromkeys(specs)
+    kc.cache_folder().mkdir(parents=True, exist_ok=True)
+    with (kc.cache_folder() / "prebuild.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file is closed
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda spec: kc.build(spec, arch), wanted))

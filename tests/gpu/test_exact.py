@@ -95,13 +95,18 @@ def test_shifted_scores_change_only_the_log_sum_exp(variant: str, dtype: str) ->
 
 @pytest.mark.parametrize(("variant", "dtype"), CELLS)
 def test_one_key_gives_its_value(variant: str, dtype: str) -> None:
+    """To the bit, but for float32: there M's own rounding shows, and p / l is two roundings."""
     q, k, v = normal((2, 4, 70, 64), (2, 2, 70, 64), dtype)
     stored = v.astype(np.float16).astype(v.dtype) if variant == "fa_int8" else v
+    of_group = stored[:, [0, 0, 1, 1], :1]
     alone = attention(*on_device(q, k[:, :, :1], v[:, :, :1]), variant=variant)
-    of_group = stored[:, [0, 0, 1, 1]]
-    assert bits(alone) == bits(np.broadcast_to(of_group[:, :, :1], q.shape).astype(v.dtype))
     causal = attention(*on_device(q, k, v), variant=variant, causal=True)
-    assert bits(causal[:, :, :1]) == bits(of_group[:, :, :1])
+    for found in (alone, causal[:, :, :1]):
+        expected = np.broadcast_to(of_group, found.shape)
+        if dtype == "float32" and variant in PLAIN:
+            np.testing.assert_allclose(on_host(found), expected, rtol=2.0**-22)
+        else:
+            assert bits(found) == bits(expected)
 
 
 @pytest.mark.parametrize(("variant", "dtype"), CELLS)
@@ -128,13 +133,10 @@ def test_minus_infinity_in_a_key_masks_it(variant: str) -> None:
     keep = np.random.default_rng(2).random(150) < 0.5
     masked = k.copy()
     masked[:, :, ~keep, 3] = -np.inf
-    found = run(variant, on_device(q, masked, v))
-    kept = k[:, :, keep], v[:, :, keep]
-    exact, exact_lse = reference.attention_exact(q, *kept, return_lse=True)
-    # The bound is that of all keys at hand: masked ones weigh nothing, but count as steps.
-    bound = bounds.attention(q, np.where(keep[:, None], k, 0), v, variant=variant)
-    assert (np.abs(on_host(found.o).astype(np.float64) - exact) <= bound.total).all()
-    np.testing.assert_allclose(on_host(found.lse), exact_lse, rtol=1e-5)
+    report = run(variant, on_device(q, masked, v)).check()
+    assert report.ratio > 0 and np.isfinite(report.bound), "the bound promises something here"
+    kept = reference.attention_exact(q, k[:, :, keep], v[:, :, keep])
+    np.testing.assert_allclose(reference.attention_exact(q, masked, v), kept, rtol=1e-9)
 
 
 @pytest.mark.parametrize(("variant", "dtype"), CELLS)
