@@ -39,6 +39,7 @@ from cupyattn.rounding import (
     array_namespace,
     as_float64,
     merge_heads,
+    scale_of_row,
     split_heads,
 )
 from cupyattn.tiles import Tiles
@@ -568,9 +569,9 @@ def quantisation(
     head_dim = q.shape[-1]
     sigma = check_scale(scale, head_dim)
     chosen = xp.arange(q.shape[2]) if rows is None else xp.asarray(rows)
-    q_scale = _scale_of_row(quantized.q_scale, quantized.group_q, q.shape[:3])[:, :, chosen]
+    q_scale = _row_scales(quantized.q_scale, quantized.group_q, q.shape[:3])[:, :, chosen]
     q_scale = split_heads(q_scale, k.shape[1])[..., None]
-    k_scale = _scale_of_row(quantized.k_scale, quantized.group_kv, k.shape[:3])
+    k_scale = _row_scales(quantized.k_scale, quantized.group_kv, k.shape[:3])
     k_scale = k_scale[:, :, None, :, None]
     v_type = quantized.v.dtype.name
     terms, lse = _empty(q, k, v, rows, ("R1",))
@@ -611,10 +612,10 @@ def quantisation(
     return _assemble(terms, lse)
 
 
-def _scale_of_row(scale: Array, group: int, shape: tuple[int, ...]) -> Array:
+def _row_scales(scale: Array, group: int, shape: tuple[int, ...]) -> Array:
     """Return the scale of every row in float64, as (batch, heads, length)."""
     xp = array_namespace(scale)
-    return xp.broadcast_to(as_float64(scale)[..., xp.arange(shape[2]) // group], shape)
+    return xp.broadcast_to(scale_of_row(as_float64(scale), group, shape[2]), shape)
 
 
 def _rounding_to_codes(x: Array, scale: Array) -> Array:

@@ -256,6 +256,10 @@ def _compile(
     _log.info("compiling %s for %s", spec, arch)
     try:
         output = compiler.compile(source, str(spec.path), [*options, *includes])
+        if len(parse_resources(output.log)) < output.ptx.count(".entry "):
+            # NOTE: where a driver is installed NVRTC keeps a cache of its own, and what it answers
+            # from there comes without the report of ptxas.
+            output = compiler.compile(source, str(spec.path), [*options, *includes, "--no-cache"])
     except nvrtc.NvrtcError as error:
         raise KernelCompileError(
             f"NVRTC {_dotted(compiler.version)} rejected {spec.source} for {arch}: "

@@ -28,6 +28,7 @@ from cupyattn.rounding import (
     fma32,
     merge_heads,
     round_to,
+    scale_of_row,
     split_heads,
 )
 from cupyattn.tiles import Tiles
@@ -161,11 +162,6 @@ class _Scores:
         return 0 if self.shift is None else max(0, kv0 - self.shift) // block_q * block_q
 
 
-def _scale_of_row(scale: Array, group: int, length: int) -> Float32:
-    """Read the scale of every row as the kernels do: scale[row / GROUP]."""
-    return cast(Float32, scale[..., np.arange(length) // group])
-
-
 def _prepare_scores(
     q: Array, k: Array, scale: float, shift: int | None, n: Numerics, quantized: Quantized | None
 ) -> _Scores:
@@ -184,8 +180,8 @@ def _prepare_scores(
         Q, K = round_to(q, n.q_type), round_to(k, n.k_type)
     else:
         Q, K = q.astype(np.float32), k.astype(np.float32)
-        q_scale = _scale_of_row(quantized.q_scale, quantized.group_q, q.shape[2])
-        k_scale = _scale_of_row(quantized.k_scale, quantized.group_kv, k.shape[2])
+        q_scale = scale_of_row(quantized.q_scale, quantized.group_q, q.shape[2])
+        k_scale = scale_of_row(quantized.k_scale, quantized.group_kv, k.shape[2])
         # R3: scale_log2 goes into the scale of a row once, so S comes out in log2 units.
         by_head = np.broadcast_to(scale_log2 * q_scale, q.shape[:3])
         row_factor = split_heads(by_head, k.shape[1])[..., None]
@@ -398,7 +394,8 @@ def attention_mirror(
         o = merge_heads(round_to(O, n.out_type)).astype(STORAGE[n.out_type])  # R7
         lse = merge_heads(state.lse())
         if quantized is not None and quantized.k_mean is not None:
-            lse = lse + _smoothing_shift(quantized, quantized.k_mean, sigma)
+            given_back = _smoothing_shift(quantized, quantized.k_mean, sigma)
+            lse = np.where(lse == NEG_INF, lse, lse + given_back)  # an empty row stays empty
     results = (o, *([lse] if return_lse else []), *([steps] if trace else []))
     return results if len(results) > 1 else o
 
@@ -452,7 +449,7 @@ def _whole_rows(
 def _smoothing_shift(quantized: Quantized, mean: Array, sigma: float) -> Float32:
     """What subtracting the keys' mean took from every score of a row: sigma q.mean."""
     codes = quantized.q_codes
-    q_scale = _scale_of_row(quantized.q_scale, quantized.group_q, codes.shape[2])
+    q_scale = scale_of_row(quantized.q_scale, quantized.group_q, codes.shape[2])
     q = split_heads(codes.astype(np.float32) * q_scale[..., None], mean.shape[1])
     dot = q @ mean[:, :, None, :, None]  # (batch, heads_kv, group, len_q, 1)
     return cast(Float32, merge_heads(dot[..., 0]) * np.float32(sigma))

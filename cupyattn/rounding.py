@@ -59,6 +59,25 @@ def as_float64(x: Array) -> Array:
     return x.astype(np.float64, copy=False)
 
 
+def scale_of_row(scale: Array, group: int, length: int) -> Array:
+    """Return the scale of every row.
+
+    Parameters
+    ----------
+    scale : array, (batch or 1, heads or 1, groups)
+        NumPy or CuPy.
+    group : int
+        Rows per scale.
+    length : int
+        Rows.
+
+    Returns
+    -------
+    array, (batch or 1, heads or 1, length)
+    """
+    return scale.repeat(max(1, min(group, length)), axis=-1)[..., :length]
+
+
 def split_heads(x: Array, heads_kv: int) -> Array:
     """View (batch, heads, ...) as (batch, heads_kv, group, ...), by the key head that they use."""
     group = x.shape[1] // heads_kv if heads_kv else 0

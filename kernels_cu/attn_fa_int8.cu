@@ -208,14 +208,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
       const float inverse_l = state[r][h].inverse_l();
       const int row = row0 + r * 16 + g + h * 8;
-      if (LSE &&
-          quant.K_mean) {  // the part of the scores that smoothing took from every key of a row
-        const float* K_mean =
-            quant.K_mean + (batch * p.heads_kv + head_kv) * HEAD_DIM;  // [HEAD_DIM]
+      // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
+      if (LSE && quant.K_mean) {
+        const float* K_mean = quant.K_mean  // [HEAD_DIM]
+                              + (batch * p.heads_kv + head_kv) * HEAD_DIM;
+        const int8_t* Q_row = Q + min(row, p.len_q - 1 - q0) * p.Q_stride.len;  // [HEAD_DIM]
         float dot = 0.0f;
-        for (int d = t; d < HEAD_DIM; d += 4)
-          dot = fmaf(Q[min(row, p.len_q - 1 - q0) * p.Q_stride.len + d], K_mean[d], dot);
-        state[r][h].M += Q_scale_log2[r][h] * shfl_sum<4>(dot);  // R3
+        for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d], K_mean[d], dot);
+        dot = shfl_sum<4>(dot);
+        if (state[r][h].M > NEG_INF) state[r][h].M += Q_scale_log2[r][h] * dot;  // R3
       }
       if (q0 + row >= p.len_q) continue;
       if constexpr (LSE)

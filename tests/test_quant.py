@@ -20,8 +20,8 @@ from cupyattn.quant.quantizers import (
     group_count,
     quantize_symmetric,
     scale_of_absmax,
-    scale_of_row,
 )
+from cupyattn.rounding import scale_of_row
 from cupyattn.tiles import Tiles
 
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))

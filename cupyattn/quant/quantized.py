@@ -17,8 +17,8 @@ from cupyattn import checks
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
-from cupyattn.quant.quantizers import group_count, scale_of_row
-from cupyattn.rounding import STORAGE, Array, array_namespace
+from cupyattn.quant.quantizers import group_count
+from cupyattn.rounding import STORAGE, Array, array_namespace, scale_of_row
 
 _FILE_KIND, _FILE_VERSION = "cupyattn.QuantizedQKV", 1
 _ARRAYS = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean")

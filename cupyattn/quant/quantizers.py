@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.quant.config import GROUP_ALL
+from cupyattn.rounding import scale_of_row
 
 Array = Any
 Float32 = npt.NDArray[np.float32]
@@ -31,25 +32,6 @@ def group_count(length: int, group: int) -> int:
     (3, 1, 0)
     """
     return 1 if group == GROUP_ALL else -(-length // group)
-
-
-def scale_of_row(scale: Array, group: int, length: int) -> Array:
-    """Return the scale of every row.
-
-    Parameters
-    ----------
-    scale : array, (batch or 1, heads or 1, groups)
-        NumPy or CuPy.
-    group : int
-        Rows per scale.
-    length : int
-        Rows.
-
-    Returns
-    -------
-    array, (batch or 1, heads or 1, length)
-    """
-    return scale.repeat(max(1, min(group, length)), axis=-1)[..., :length]
 
 
 def channel_mean(k: Array) -> Float32:
