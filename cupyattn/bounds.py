@@ -618,6 +618,7 @@ def _scale_of_row(scale: Array, group: int, shape: tuple[int, ...]) -> Array:
 
 
 def _rounding_to_codes(x: Array, scale: Array) -> Array:
-    """R1: the error of codes of magnitudes `x`; the second case is a static scale that clips."""
+    """R1: the error of codes of magnitudes `x`: of code 0, of any other, of one that clips."""
     xp = array_namespace(x)
-    return xp.maximum(scale / 2 * (1 + 2.0**-15), x - 127 * scale)
+    rounded = xp.maximum(scale / 2 * (1 + 2.0**-15), x - 127 * scale)
+    return xp.where(x < scale / 2 * (1 - 2.0**-15), x, rounded)

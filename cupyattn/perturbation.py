@@ -135,7 +135,12 @@ def softmax_perturbation(
     Z_minus = xp.where(Z_minus > 0, Z_minus, 1.0)  # a row without keys
     Z_plus = raised.sum(axis=-1)
     weights = xp.stack([P, P * xp.expm1(clipped) / Z_minus[..., None]], axis=-2)
+    # NOTE: o itself is rounded; exp(d) may blow up what that does to |v - o|. One key is exact.
+    keys = (P > 0).sum(axis=-1)
+    rounded = gamma(xp.where(keys > 1, keys + 8, 0), UNIT_ROUNDOFF["float64"])
+    rounded = rounded[..., None] * (P @ xp.abs(v))
     spread = _spread(weights, v, o)  # (..., rows, 2, head_dim)
+    spread = spread + weights.sum(axis=-1)[..., None] * rounded[..., None, :]
     span = v.max(axis=-2, keepdims=True) - v.min(axis=-2, keepdims=True)
     half = xp.minimum(h, MAX_PERTURBATION)[..., None]
     smooth = xp.minimum(0.5 * xp.expm1(2.0 * half) * spread[..., 0, :], spread[..., 1, :])

@@ -12,10 +12,11 @@ from hypothesis import given, target
 from hypothesis import strategies as st
 
 from cupyattn import bounds, distributions, mirror
+from cupyattn.numerics import numerics
 from cupyattn.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.quant.config import GRANULARITIES
-from cupyattn.reference import attention_exact, attention_mirror
+from cupyattn.reference import attention_exact, attention_mirror, score_blocks
 from cupyattn.registry import VARIANTS
 from cupyattn.rounding import STORAGE, round_to
 from cupyattn.testing import Report, attention_inputs, judge
@@ -87,7 +88,8 @@ def test_mirror_is_within_its_bound_on_scales_far_apart(seed: int, cell: tuple[s
 
     q, k = draw(19, -3, 3), draw(45, -3, 3)
     v = draw(45, -45, 4) if rng.random() < 0.5 else draw(45, -3, 38)
-    report = run_mirror(q, k, v, variant, tiles=SMALL_TILES, causal=bool(rng.random() < 0.5))
+    with np.errstate(over="ignore"):  # float32 values past float16
+        report = run_mirror(q, k, v, variant, tiles=SMALL_TILES, causal=bool(rng.random() < 0.5))
     target(report.ratio, label="error / bound")
     assert report.passed, str(report)
 
@@ -272,11 +274,99 @@ def test_total_variation_is_sharp(h: float) -> None:
     assert softmax_perturbation(P, np.zeros((1, 2)), v, P @ v)[0].max() == 0
 
 
+def find_shift(delta: Array, d: Array) -> bool:
+    """Whether one shift a per row brings every perturbation within d: |delta - a| <= d."""
+    return bool(((delta - d).max(axis=-1) <= (delta + d).min(axis=-1)).all())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("head_dim", [1, 64])
+@pytest.mark.parametrize("size", [0.05, 3.0, 100.0])
+def test_weights_are_those_of_scores_perturbed_by_d(
+    size: float, head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R2 to R4: P times all later alphas is exp(s + delta), |delta| <= d but for a common shift."""
+    correct = mirror.ex2
+
+    def erring(x: Array) -> Array:
+        """Too large in alpha, which is one number a row; too small in p."""
+        sign = 1.0 if np.asarray(x).ndim == 4 else -1.0
+        y = correct(x).astype(np.float64) * (1 + sign * (2.0**-22 - 2.0**-24))
+        return np.where(np.asarray(x) == 0, 1.0, y).astype(np.float32)
+
+    monkeypatch.setattr(mirror, "ex2", erring)
+    q, k, v = distributions.make("normal", 1, 1, 12, 96, head_dim, dtype, seed=6)
+    q = (size * q.astype(np.float32)).astype(dtype)
+    k = np.sort(k, axis=2)  # many rises
+    tiles = Tiles(16, 4, 1)
+    _, steps = attention_mirror(q, k, v, variant="fa", tiles=tiles, trace=True)
+    later, weights = 1.0, []
+    for step in steps[::-1]:
+        weights.append(step.P.astype(np.float64) * later)
+        later = later * step.alpha.astype(np.float64)[..., None]
+    W = np.concatenate(weights[::-1], axis=-1)
+    (block,) = score_blocks(q, k, v)
+    n, sigma = numerics("float32", "portable", dtype), head_dim**-0.5
+    score = bounds._perturb(block, n, tiles, sigma, bounds._scaling(n, sigma, None))
+    S, d = block.S[:, :, 0], score.d[:, :, 0]
+    kept = W > 2.0**-100
+    delta = np.where(kept, np.log(np.where(kept, W, 1.0)) - S, 0.0)
+    delta = np.where(kept, delta, np.median(delta))
+    assert find_shift(delta, np.where(kept, d, np.inf))
+    assert head_dim > 1 or not find_shift(delta, np.where(kept, d / 20, np.inf))
+
+
+def test_scaling_errors() -> None:
+    """R3: three float32 roundings of a dequantised score are covered, and two would not do."""
+    rng = np.random.default_rng(0)
+    q, k, v = distributions.make("normal", 1, 1, 2, 2, 16, "float16", seed=0)
+    n = numerics("int8", "portable", "float16")
+    worst = 0.0
+    for _ in range(40):
+        q_scale = np.float32(1.0 + rng.random() * 2.0**-4)
+        quant = QuantConfig(
+            granularity_q="tensor", granularity_k="tensor", scales=(float(q_scale), 1.0)
+        )
+        sigma = float(rng.uniform(0.1, 0.4))
+        scaling = bounds._scaling(n, sigma, quantize(q, k, v, quant=quant))
+        k_scale = rng.uniform(1, 2, 20000).astype(np.float32)
+        dot = rng.integers(1, 2**18, 20000)
+        row = np.float32(sigma * math.log2(math.e)) * q_scale
+        computed = (dot.astype(np.float32) * k_scale * row).astype(np.float64)
+        exact = sigma * math.log2(math.e) * float(q_scale) * dot * k_scale.astype(np.float64)
+        error = np.abs(computed / exact - 1).max()
+        assert error <= (1 + scaling.common) * (1 + scaling.own) - 1
+        worst = max(worst, error)
+    assert worst > 2.2 * 2.0**-24
+    for family, constants in (("float32", (0.3 * bounds.LOG2E,)), ("unfused", (0.3, bounds.LOG2E))):
+        common = math.prod(float(np.float32(x)) / x for x in constants) - 1
+        scaling = bounds._scaling(numerics(family, "portable", "float16"), 0.3, None)
+        assert abs(common) <= scaling.common <= 2 * 2.0**-24
+
+
+def test_attended_keys_have_probabilities() -> None:
+    """A probability of exp(-1e4) is no mask."""
+    q = np.full((1, 1, 3, 1), 100.0, np.float32)
+    k = np.array([0.0, -100.0, 0.0], np.float32).reshape(1, 1, 3, 1)
+    (block,) = score_blocks(q, k, k, causal=True)
+    P = bounds._exact(block)[0]
+    assert ((P > 0) == block.admitted).all()
+
+
 def test_probabilities_that_underflow_count() -> None:
     """Two keys 2000 apart: a perturbation of 1500 each turns them round, though P[1] is 1e-869."""
     P, v = np.array([[1.0, 1e-300]]), np.array([[0.0], [1.0]])
     delta_o, P_plus, delta_lse, _ = softmax_perturbation(P, np.full((1, 2), 1500.0), v, P @ v)
     assert delta_o[0, 0] == 1 and P_plus[0, 1] == 1 and delta_lse[0] == 1500
+
+
+def test_a_rounded_mean_is_not_taken_for_exact() -> None:
+    """P[1] is below float64's resolution of o, and a perturbation of 50 makes it count."""
+    s, v = np.array([50.0, 0.0]), np.array([[1.0], [2.0]])
+    P = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
+    d = np.array([[50.0, 0.0]])
+    assert (P @ v)[0] == 1.0
+    assert softmax_perturbation(P[None], d, v, (P @ v)[None])[0][0, 0] >= 0.5
 
 
 @given(seeds, st.sampled_from(["float16", "bfloat16"]), st.integers(-150, 100))
@@ -374,6 +464,19 @@ def test_static_scales_that_clip_are_within_their_bound(
     o = attention_exact(*bounds.kernel_operands(quantized))
     report = judge(o, q, k, v, variant="fa_int8", quantized=quantized)
     assert report.quantisation is not None and report.quantisation <= 1
+
+
+def test_lse_pays_for_the_mean_that_codes_of_q_meet() -> None:
+    """R1: equal keys have no error once centred; their mean meets the codes of q in lse."""
+    q, k, v = distributions.make("normal", 1, 1, 20, 30, 16, "float16", seed=0)
+    k[...] = np.round(40 * k[:, :, :1])
+    quantized = quantize(q, k, v)
+    bound = bounds.quantisation(q, k, v, quantized)
+    exact = attention_exact(q, k, v, return_lse=True)
+    operands = attention_exact(*quantized.dequantize("float64"), return_lse=True)
+    error = np.abs(operands[1] - exact[1])
+    assert (error <= bound.lse).all() and error.max() > 0.1 * bound.lse.max()
+    assert error.max() > 1e-3 and bound.total.max() < 1e-3 * np.abs(v).max()
 
 
 def test_quantisation_bound_shrinks_with_the_groups() -> None:

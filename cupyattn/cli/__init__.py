@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 where a check failed; 2 for what the user can mend, with one line on standard error
         (``CUPYATTN_DEBUG=1`` shows the traceback); 130 when interrupted.
     """
-    args = parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(arguments)
+    args.arguments = arguments
     command = importlib.import_module(f"cupyattn.cli.{args.command}")
     try:
         status = command.run(args)

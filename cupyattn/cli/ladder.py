@@ -95,9 +95,9 @@ def _legend(timed: bool) -> str:
     ]
     if timed:
         lines += [
-            "Time: median of a whole call, quantisation included, and the host's part where that is",
-            "the slower one. Ceiling: share of what the units that do the rung's two products could",
-            "do at the device's highest clock.",
+            "Time: median of a whole call, quantisation included, and the host's part where that",
+            "is the slower one. Ceiling: share of what the units that do the rung's two products",
+            "could do at the device's highest clock.",
         ]
     return "\n".join(lines)
 

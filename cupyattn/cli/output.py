@@ -22,7 +22,7 @@ def _rich(stream: Any) -> Any:
         from rich.console import Console
     except ImportError:
         return None
-    return Console(file=stream)
+    return Console(file=stream, markup=False, highlight=False)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -171,7 +171,7 @@ def ncu_command(arguments: Sequence[str], variant: str) -> list[str]:
 
 
 def _nsight_compute(args: argparse.Namespace) -> int:
-    arguments = [a for a in sys.argv[2:] if a not in ("--ncu", "--nvtx", "--energy")]
+    arguments = [a for a in args.arguments[1:] if a not in ("--ncu", "--nvtx", "--energy")]
     command = ncu_command(arguments, args.variant)
     print(shlex.join(command), flush=True)
     if shutil.which("ncu") is None:

@@ -32,7 +32,7 @@ def test_the_steps_alone_are_attention(dtype: str, causal: bool, head_dim: int) 
     kept = S.copy()
     P, lse = unfused.softmax(S, return_lse=True)
     o = unfused.weighted_sum(P, v)
-    assert (S == kept).all(), "softmax changed its argument"
+    assert (kept == S).all(), "softmax changed its argument"
     want = unfused.scores(*host[:2], causal=causal)
     np.testing.assert_allclose(S.get(), want, rtol=1e-5, atol=1e-4)
     ca.testing.assert_within_bound(o, q, k, v, variant="unfused", lse=lse, causal=causal)
