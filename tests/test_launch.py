@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 
 from cupyattn import compile as kc
 from cupyattn import launch, registry
-from cupyattn.checks import AttentionCall, byte_range, data_address
+from cupyattn.checks import (
+    AttentionCall,
+    byte_range,
+    check_attention,
+    check_shapes,
+    data_address,
+)  # fmt: skip
 from cupyattn.errors import UnsupportedError
 from cupyattn.launch import ATTN_PARAMS, QUANT_PARAMS, Operand, Plan
+from cupyattn.quant import QuantizedQKV
+from cupyattn.request import Options, resolve
 from cupyattn.tiles import Tiles
 
 HALF_PRECISION_RUNGS = ("unfused", "fa", "fa_warps", "fa_tc")
@@ -389,3 +397,57 @@ def test_kernels_step_through_memory_in_64_bits(variant: str) -> None:
     assert "int64_t batch_head = " in text
     assert re.search(r"int64_t batch = batch_head / p\.heads, head = batch_head % p\.heads;", text)
     assert not re.search(r"int \w+ = [^;]*\bp\.\w+_stride", text)
+
+
+# ---- what is still wrong -------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(
+    raises=ValueError, strict=True, reason="CODE_VEC is 2 or more there"
+)
+def test_int8_codes_at_odd_addresses() -> None:
+    call = call_of(head_dim=64)
+    codes = replace(Operand.contiguous(call.output_shape, 1), misalignment=1)
+    halves, scale = Operand.contiguous(call.output_shape, 2), Operand.contiguous((1, 1, 4), 4)
+    plan = launch.plan_int8(
+        registry.lookup("fa_int8"), call, codes, codes, halves, halves, scale, scale,
+        group_q=1, group_kv=1, smoothed=False,
+    )  # fmt: skip
+    assert plan.launches
+
+
+@pytest.mark.xfail(strict=True, reason="forms are the copied variant's, the source is one file")
+def test_a_kernel_of_ones_own_has_one_form(tmp_path: Path) -> None:
+    """A copy of a rung with a Hopper form must not get that form's parameters and tiles."""
+    mine = replace(registry.lookup("fa_tc"), name="mine", source=tmp_path / "attn_mine.cu")
+    call = call_of(len_q=64, len_kv=64, head_dim=64)
+    plan = launch.plan_attention(mine, call, *contiguous_operands(call), arch="sm_90a")
+    assert plan.form == "portable"
+
+
+@pytest.mark.xfail(
+    strict=True, reason="codes are not made contiguous"
+)
+def test_codes_whose_last_axis_is_strided_are_copied_or_refused() -> None:
+    codes = np.zeros((1, 1, 8, 64), np.int8)[..., ::2]
+    v = np.zeros((1, 1, 8, 32), np.float16)
+    operands = QuantizedQKV.from_codes(codes, codes, v, 1.0, 1.0)
+    request = resolve(operands, None, None, Options())
+    assert request.q.strides[-1] == 1
+
+
+@pytest.mark.xfail(strict=True, reason="check_scale looks at the float64 alone")
+@pytest.mark.parametrize("scale", [1e-60, 1e60])
+def test_scales_that_float32_does_not_hold_are_refused(scale: float) -> None:
+    """As 0 or infinity the factor would make NaN of every masked score."""
+    q = np.zeros((1, 1, 4, 8), np.float16)
+    with pytest.raises(ValueError, match="scale must be"):
+        check_attention(q, q, q, scale=scale)
+
+
+@pytest.mark.xfail(strict=True, reason="lengths up to 2^31 - 1 pass the checks")
+def test_lengths_near_two_to_the_31_are_refused() -> None:
+    """ceil_div(len, BLOCK) and kv0 += BLOCK_KV are 32-bit in the kernels: they would wrap."""
+    longest = (1, 1, 2**31 - 1, 1)
+    with pytest.raises(UnsupportedError):
+        check_shapes(longest, longest, longest)

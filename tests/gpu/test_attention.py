@@ -10,9 +10,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cupyattn import attention, testing
+from cupyattn import testing
 from cupyattn.rounding import STORAGE
-from tests.gpu.support import CELLS, PLAIN, normal, on_device, on_host, prebuild, run, specs_of
+from tests.gpu.support import (
+    CELLS,
+    PLAIN,
+    attend,
+    normal,
+    on_device,
+    on_host,
+    prebuild,
+    run,
+    specs_of,
+)  # fmt: skip
 
 cupy = pytest.importorskip("cupy")
 
@@ -110,7 +120,7 @@ def test_rows_without_keys(variant: str, dtype: str, causal_align: str) -> None:
 def test_empty_results(variant: str, dtype: str) -> None:
     q, k, v = on_device(*normal((2, 2, 5, 64), (2, 2, 7, 64), dtype))
     for empty in ((q[:0], k[:0], v[:0]), (q[:, :0], k[:, :0], v[:, :0]), (q[:, :, :0], k, v)):
-        o, lse = attention(*empty, variant=variant, return_lse=True)
+        o, lse = attend(variant, *empty, return_lse=True)
         assert o.shape == empty[0].shape and lse.shape == empty[0].shape[:3]
         assert isinstance(o, cupy.ndarray) and o.dtype == STORAGE[dtype]
 

@@ -13,28 +13,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, bounds, reference
+from cupyattn import bounds, reference
 from cupyattn.quant import QuantizedQKV
-from cupyattn.registry import VARIANTS, lookup
 from cupyattn.rounding import STORAGE, round_to
-from tests.gpu.support import CELLS, PLAIN, bits, normal, on_device, on_host, run
+from tests.gpu.support import (
+    CELLS,
+    PLAIN,
+    attend,
+    bits,
+    host_copy,
+    normal,
+    on_device,
+    on_host,
+    run,
+    variant_of,
+)  # fmt: skip
 
 cupy = pytest.importorskip("cupy")
 
 LN2 = math.log(2.0)
 LEN_Q, LEN_KV, HEAD_DIM = 70, 150, 32
 #: Rungs whose scores are in log2 units; the unfused rung rounds natural scores.
-FUSED = [(name, dtype) for name, dtype in CELLS if VARIANTS[name].family != "unfused"]
+FUSED = [(name, dtype) for name, dtype in CELLS if variant_of(name).family != "unfused"]
 
 
-def attend(variant: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Any:
+def attend_whole(rung: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Any:
     """Run a rung on whole-number scores; the INT8 rung takes them as codes of scale 1."""
-    if lookup(variant).family != "int8":
-        return attention(*on_device(q, k, v), variant=variant, **options)
+    if variant_of(rung).family != "int8":
+        return attend(rung, *on_device(q, k, v), **options)
     codes = on_device(q.astype(np.int8), k.astype(np.int8))
     v16 = v.astype(np.float16) if v.dtype == np.float32 else v
     operands = QuantizedQKV.from_codes(*codes, *on_device(v16), 1.0, 1.0, out_dtype=v.dtype.name)
-    return attention(operands, variant=variant, **options)
+    return attend(rung, operands, **options)
 
 
 def whole_numbers(dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -67,7 +77,7 @@ def by_whole_numbers(q: Any, k: Any, v: Any, causal: bool) -> tuple[np.ndarray, 
 @pytest.mark.parametrize("causal", [False, True])
 def test_powers_of_two_come_out_to_the_bit(variant: str, dtype: str, causal: bool) -> None:
     q, k, v = whole_numbers(dtype)
-    o, lse = attend(variant, q, k, v, scale=LN2, causal=causal, return_lse=True)
+    o, lse = attend_whole(variant, q, k, v, scale=LN2, causal=causal, return_lse=True)
     expected, expected_lse = by_whole_numbers(q, k, v, causal)
     np.testing.assert_array_equal(on_host(o).astype(np.float32), round_to(expected, dtype))
     np.testing.assert_allclose(on_host(lse), expected_lse, rtol=2.0**-21, atol=2.0**-21)
@@ -77,8 +87,8 @@ def test_powers_of_two_come_out_to_the_bit(variant: str, dtype: str, causal: boo
 def test_keys_in_another_order_change_nothing(variant: str, dtype: str) -> None:
     q, k, v = whole_numbers(dtype)
     order = np.random.default_rng(1).permutation(LEN_KV)
-    o = attend(variant, q, k, v, scale=LN2)
-    shuffled = attend(variant, q, k[:, :, order], v[:, :, order], scale=LN2)
+    o = attend_whole(variant, q, k, v, scale=LN2)
+    shuffled = attend_whole(variant, q, k[:, :, order], v[:, :, order], scale=LN2)
     assert bits(o) == bits(shuffled)
 
 
@@ -87,8 +97,8 @@ def test_shifted_scores_change_only_the_log_sum_exp(variant: str, dtype: str) ->
     q, k, v = whole_numbers(dtype)
     shifted = k.copy()
     shifted[..., 0] += 64
-    o, lse = attend(variant, q, k, v, scale=LN2, return_lse=True)
-    o_shifted, lse_shifted = attend(variant, q, shifted, v, scale=LN2, return_lse=True)
+    o, lse = attend_whole(variant, q, k, v, scale=LN2, return_lse=True)
+    o_shifted, lse_shifted = attend_whole(variant, q, shifted, v, scale=LN2, return_lse=True)
     assert bits(o) == bits(o_shifted)
     np.testing.assert_allclose(on_host(lse_shifted) - on_host(lse), 64 * LN2, rtol=2.0**-20)
 
@@ -99,8 +109,8 @@ def test_one_key_gives_its_value(variant: str, dtype: str) -> None:
     q, k, v = normal((2, 4, 70, 64), (2, 2, 70, 64), dtype)
     stored = v.astype(np.float16).astype(v.dtype) if variant == "fa_int8" else v
     of_group = stored[:, [0, 0, 1, 1], :1]
-    alone = attention(*on_device(q, k[:, :, :1], v[:, :, :1]), variant=variant)
-    causal = attention(*on_device(q, k, v), variant=variant, causal=True)
+    alone = attend(variant, *on_device(q, k[:, :, :1], v[:, :, :1]))
+    causal = attend(variant, *on_device(q, k, v), causal=True)
     for found in (alone, causal[:, :, :1]):
         expected = np.broadcast_to(of_group, found.shape)
         if dtype == "float32" and variant in PLAIN:
@@ -114,12 +124,12 @@ def test_scores_of_zero_and_minus_infinity(variant: str, dtype: str) -> None:
     """Q = 0 and a causal mask: row i is the mean of the first values, l a whole number."""
     q, k, v = whole_numbers(dtype)
     q = np.zeros_like(q)
-    o, lse = attention(*on_device(q, k, v), variant=variant, causal=True, return_lse=True)
+    o, lse = attend(variant, *on_device(q, k, v), causal=True, return_lse=True)
     count = (np.arange(LEN_Q) + LEN_KV - LEN_Q + 1).astype(np.float32)
     total = v.astype(np.float32).cumsum(axis=2)[:, :, LEN_KV - LEN_Q :]
     expected = total * (np.float32(1) / count)[:, None]
     # The unfused rung divides before it sums: exact where l is a power of two.
-    rows = count == 128 if VARIANTS[variant].family == "unfused" else count > 0
+    rows = count == 128 if variant_of(variant).family == "unfused" else count > 0
     assert rows.any()
     found = on_host(o).astype(np.float32)[:, :, rows]
     np.testing.assert_array_equal(found, round_to(expected[:, :, rows], dtype))
@@ -145,7 +155,7 @@ def test_equal_keys_and_values_of_one(variant: str, dtype: str) -> None:
     q, k, _ = normal((2, 2, 70, 64), (2, 2, 1, 64), dtype)
     ones = np.ones((2, 2, 150, 64), k.dtype)
     equal = np.broadcast_to(k, ones.shape).copy()
-    o = on_host(attention(*on_device(q, equal, ones), variant=variant)).astype(np.float64)
+    o = on_host(attend(variant, *on_device(q, equal, ones))).astype(np.float64)
     assert np.abs(o - 1).max() <= (2.0**-20 if dtype == "float32" else 0.0)
 
 
@@ -181,7 +191,7 @@ def test_parts_merge_by_their_log_sum_exp(variant: str, dtype: str) -> None:
         z = r.quantized
         bound = bounds.attention(
             *((q, k[:, :, part], v[:, :, part]) if z is None else (None,) * 3),
-            variant=variant, quantized=None if z is None else host_copy(z),
+            variant=variant_of(variant).name, quantized=None if z is None else host_copy(z),
         )  # fmt: skip
         more = 0.0, 0.0
         if z is not None:
@@ -194,10 +204,3 @@ def test_parts_merge_by_their_log_sum_exp(variant: str, dtype: str) -> None:
     limit = (weights * np.stack(error)).sum(axis=0) * (1 + drift) + drift * spread
     exact = reference.attention_exact(q, k, v)
     assert (np.abs(merged - exact) <= limit).all()
-
-
-def host_copy(z: QuantizedQKV) -> QuantizedQKV:
-    from dataclasses import replace
-
-    names = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
-    return replace(z, **{n: on_host(a) for n in names if (a := getattr(z, n)) is not None})

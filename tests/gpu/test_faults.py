@@ -60,7 +60,7 @@ def test_a_mistake_breaks_a_judgement(
     fault: Fault, variant: str, planted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = planted[fault.name] / f"attn_{variant}.cu"
-    wrong = replace(registry.VARIANTS[variant], source=source)
+    wrong = replace(registry.VARIANTS[variant], source=source, hopper_tiles={})
     monkeypatch.setitem(registry.VARIANTS, variant, wrong)
     reports = [one.judge() for one in runs(variant)]
     assert not all(report.passed for report in reports), (

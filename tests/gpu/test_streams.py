@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from cupyattn import attention
-from cupyattn.registry import VARIANTS
-from tests.gpu.support import bits, normal, on_device, prebuild, specs_of
+from tests.gpu.support import RUNGS, attend, bits, normal, on_device, prebuild, specs_of
 
 cupy = pytest.importorskip("cupy")
 
@@ -25,7 +23,7 @@ extern "C" __global__ void spin(long long cycles) {
 def compiled() -> None:
     prebuild(
         spec
-        for variant in VARIANTS
+        for variant in RUNGS
         for causal, lse in ((True, True), (True, False), (False, False))
         for spec in specs_of(variant, "float16", 64, causal, lse=lse)
     )
@@ -39,44 +37,44 @@ def spin() -> Any:
     return lambda: kernel((1,), (1,), (200_000_000,))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", RUNGS)
 def test_attention_waits_for_its_own_stream(variant: str, spin: Any) -> None:
     """The inputs are made late, on the same stream: run anywhere else, attention would see NaN."""
     sources = on_device(*normal((2, 4, 100, 64), (2, 2, 130, 64)))
-    expected, expected_lse = attention(*sources, variant=variant, causal=True, return_lse=True)
+    expected, expected_lse = attend(variant, *sources, causal=True, return_lse=True)
     inputs = [cupy.full_like(x, cupy.nan) for x in sources]
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:  # the pool of this stream has memory before the clock runs
-        attention(*inputs, variant=variant, causal=True, return_lse=True)
+        attend(variant, *inputs, causal=True, return_lse=True)
     stream.synchronize()
     with stream:
         spin()
         for x, source in zip(inputs, sources, strict=True):
             x[...] = source
-        o, lse = attention(*inputs, variant=variant, causal=True, return_lse=True)
+        o, lse = attend(variant, *inputs, causal=True, return_lse=True)
     assert not stream.done, "attention waited for the device"
     stream.synchronize()
     assert bits(o) == bits(expected) and bits(lse) == bits(expected_lse)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", RUNGS)
 def test_two_streams_do_not_disturb_each_other(variant: str) -> None:
     problems = [on_device(*normal((2, 4, 300, 64), (2, 2, 300, 64), seed=i)) for i in range(4)]
-    expected = [bits(attention(*inputs, variant=variant)) for inputs in problems]
+    expected = [bits(attend(variant, *inputs)) for inputs in problems]
     cupy.cuda.Device().synchronize()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in problems]
     results = []
     for _ in range(5):
         for inputs, stream in zip(problems, streams, strict=True):
             with stream:
-                results.append(attention(*inputs, variant=variant))
+                results.append(attend(variant, *inputs))
     for stream in streams:
         stream.synchronize()
     assert [bits(o) for o in results] == expected * 5
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", RUNGS)
 def test_a_captured_call_runs_on_new_data(variant: str) -> None:
     """One call outside (it compiles and fills the memory pool), one captured, then replays."""
     inputs = on_device(*normal((2, 4, 100, 64), (2, 2, 130, 64)))
@@ -84,14 +82,14 @@ def test_a_captured_call_runs_on_new_data(variant: str) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        attention(*inputs, variant=variant, causal=True, out=out)
+        attend(variant, *inputs, causal=True, out=out)
         stream.synchronize()
         stream.begin_capture()
-        attention(*inputs, variant=variant, causal=True, out=out)
+        attend(variant, *inputs, causal=True, out=out)
         graph = stream.end_capture()
     for seed in (1, 2):
         fresh = on_device(*normal((2, 4, 100, 64), (2, 2, 130, 64), seed=seed))
-        expected = attention(*fresh, variant=variant, causal=True)
+        expected = attend(variant, *fresh, causal=True)
         cupy.cuda.Device().synchronize()
         with stream:
             for x, new in zip(inputs, fresh, strict=True):
