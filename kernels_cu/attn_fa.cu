@@ -26,11 +26,11 @@ struct SharedStorage {
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
-static_assert(BLOCK_Q <= NUM_THREADS,
-              "BLOCK_Q must be at most NUM_THREADS: S4 takes a thread per row");
+static_assert(
+    BLOCK_Q <= NUM_THREADS, "BLOCK_Q must be at most NUM_THREADS: S4 takes a thread per row");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS,
-                                        1) void attn_fa(const __grid_constant__ AttnParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa(
+    const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -50,8 +50,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS,
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
 
   // S1 load Q
-  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0,
-                                                  thread_id());
+  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(
+      smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
 
   RowState state;  // of row thread_id(), in the first BLOCK_Q threads
   constexpr int ELEMENTS = ceil_div(BLOCK_Q * HEAD_DIM, NUM_THREADS);  // of O, per thread
@@ -59,10 +59,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS,
   for (int kv0 = 0; kv0 < kv_end(p, q0, BLOCK_Q); kv0 += BLOCK_KV) {
     __syncthreads();  // the previous V tile and probabilities are no longer read
     // S2 load K, V
-    load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(smem.K, K + kv0 * p.K_stride.len, p.K_stride.len,
-                                               p.len_kv - kv0, thread_id());
-    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(smem.V, V + kv0 * p.V_stride.len,
-                                                     p.V_stride.len, p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(
+        smem.K, K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(
+        smem.V, V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
     __syncthreads();  // Q, K, V tiles visible to the whole block
 
     // S3 scores

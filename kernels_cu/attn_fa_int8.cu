@@ -35,12 +35,12 @@ struct SharedStorage {
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
-static_assert(GROUP_Q >= 1 && GROUP_KV >= 1,
-              "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale");
+static_assert(
+    GROUP_Q >= 1 && GROUP_KV >= 1, "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale");
 static_assert(WARP_Q % 16 == 0, "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth of an mma");
-static_assert(NUM_STAGES >= 2,
-              "NUM_STAGES must be at least 2: the next tile arrives during this one");
+static_assert(
+    NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const __grid_constant__ AttnParams p, const __grid_constant__ QuantParams quant) {
@@ -69,8 +69,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
 
   // S1 load Q: the group also holds the first K, V tile
-  load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0,
-                                                          thread_id());
+  load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(
+      smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
   float Q_scale_log2[MMA_ROWS][2];  // of rows g and g + 8 of each row tile
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
@@ -85,8 +85,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       load_tile_async<BLOCK_KV, HEAD_DIM, CODES_PAD, CODE_VEC>(
           smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
       for (int key = thread_id(); key < BLOCK_KV; key += NUM_THREADS)
-        cp_async<4>(&smem.K_scale[stage][key], K_scale + min(kv0 + key, p.len_kv - 1) / GROUP_KV,
-                    true);
+        cp_async<4>(
+            &smem.K_scale[stage][key], K_scale + min(kv0 + key, p.len_kv - 1) / GROUP_KV, true);
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC>(
           smem.V[stage], V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
     }
@@ -114,14 +114,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       uint32_t Q_frag[MMA_ROWS][4];
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
-        ldmatrix_x4(Q_frag[r], swizzled<CODE_CHUNKS>(smem.Q, row0 + r * 16 + lane_id() % 16,
-                                                     2 * k + lane_id() / 16));
+        ldmatrix_x4(
+            Q_frag[r],
+            swizzled<CODE_CHUNKS>(smem.Q, row0 + r * 16 + lane_id() % 16, 2 * k + lane_id() / 16));
 #pragma unroll
       for (int n = 0; n < MMA_KEYS; n += 2) {
         uint32_t K_frag[4];  // two key tiles, two halves of k
-        ldmatrix_x4(K_frag,
-                    swizzled<CODE_CHUNKS>(K_tile, n * 8 + lane_id() / 16 * 8 + lane_id() % 8,
-                                          2 * k + lane_id() / 8 % 2));
+        ldmatrix_x4(
+            K_frag,
+            swizzled<CODE_CHUNKS>(
+                K_tile, n * 8 + lane_id() / 16 * 8 + lane_id() % 8, 2 * k + lane_id() / 8 % 2));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k32_s8(dot[r][n], Q_frag[r], K_frag[0], K_frag[1]);
@@ -184,13 +186,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          P_frag[r][i] = pack_rn<elem16_t>(S_acc[r][2 * k + i / 2][i % 2 * 2],
-                                           S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
+          P_frag[r][i] = pack_rn<elem16_t>(
+              S_acc[r][2 * k + i / 2][i % 2 * 2],
+              S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
 #pragma unroll
       for (int c = 0; c < MMA_COLS; c += 2) {
         uint32_t V_frag[4];  // two column tiles, two halves of k
-        ldmatrix_x4_trans(V_frag,
-                          swizzled<CHUNKS>(V_tile, k * 16 + lane_id() % 16, c + lane_id() / 16));
+        ldmatrix_x4_trans(
+            V_frag, swizzled<CHUNKS>(V_tile, k * 16 + lane_id() % 16, c + lane_id() / 16));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k16<elem16_t>(O_acc[r][c], P_frag[r], V_frag[0], V_frag[1]);      // R6
@@ -223,7 +226,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         if (t == 0) p.lse[batch_head * p.len_q + q0 + row] = state[r][h].lse();
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c)
-        store_pair(O + row * p.O_stride.len, c * 8 + t * 2, O_acc[r][c][2 * h] * inverse_l,
-                   O_acc[r][c][2 * h + 1] * inverse_l);  // R7
+        store_pair(
+            O + row * p.O_stride.len, c * 8 + t * 2, O_acc[r][c][2 * h] * inverse_l,
+            O_acc[r][c][2 * h + 1] * inverse_l);  // R7
     }
 }

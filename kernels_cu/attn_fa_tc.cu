@@ -34,11 +34,11 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 static_assert(ELEM_IS_16_BIT, "fa_tc multiplies float16 or bfloat16");
 static_assert(WARP_Q % 16 == 0, "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth of an mma");
-static_assert(NUM_STAGES >= 2,
-              "NUM_STAGES must be at least 2: the next tile arrives during this one");
+static_assert(
+    NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS,
-                                        1) void attn_fa_tc(const __grid_constant__ AttnParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
+    const __grid_constant__ AttnParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -60,8 +60,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS,
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
 
   // S1 load Q: the group also holds the first K, V tile
-  load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0,
-                                                        thread_id());
+  load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(
+      smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
   const int num_steps = ceil_div(kv_end(p, q0, BLOCK_Q), BLOCK_KV);
   auto load_kv = [&](int step) {  // into its stage; one group per step, empty past the end
     const int kv0 = step * BLOCK_KV, stage = step % NUM_STAGES;
@@ -94,13 +94,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS,
       uint32_t Q_frag[MMA_ROWS][4];
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
-        ldmatrix_x4(Q_frag[r], swizzled<CHUNKS>(smem.Q, row0 + r * 16 + lane_id() % 16,
-                                                2 * k + lane_id() / 16));
+        ldmatrix_x4(
+            Q_frag[r],
+            swizzled<CHUNKS>(smem.Q, row0 + r * 16 + lane_id() % 16, 2 * k + lane_id() / 16));
 #pragma unroll
       for (int n = 0; n < MMA_KEYS; n += 2) {
         uint32_t K_frag[4];  // two key tiles, two halves of k
-        ldmatrix_x4(K_frag, swizzled<CHUNKS>(K_tile, n * 8 + lane_id() / 16 * 8 + lane_id() % 8,
-                                             2 * k + lane_id() / 8 % 2));
+        ldmatrix_x4(
+            K_frag,
+            swizzled<CHUNKS>(
+                K_tile, n * 8 + lane_id() / 16 * 8 + lane_id() % 8, 2 * k + lane_id() / 8 % 2));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k16<elem_t>(S_acc[r][n], Q_frag[r], K_frag[0], K_frag[1]);      // R2
@@ -152,13 +155,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS,
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          P_frag[r][i] = pack_rn<elem_t>(S_acc[r][2 * k + i / 2][i % 2 * 2],
-                                         S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
+          P_frag[r][i] = pack_rn<elem_t>(
+              S_acc[r][2 * k + i / 2][i % 2 * 2],
+              S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
 #pragma unroll
       for (int c = 0; c < MMA_COLS; c += 2) {
         uint32_t V_frag[4];  // two column tiles, two halves of k
-        ldmatrix_x4_trans(V_frag,
-                          swizzled<CHUNKS>(V_tile, k * 16 + lane_id() % 16, c + lane_id() / 16));
+        ldmatrix_x4_trans(
+            V_frag, swizzled<CHUNKS>(V_tile, k * 16 + lane_id() % 16, c + lane_id() / 16));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k16<elem_t>(O_acc[r][c], P_frag[r], V_frag[0], V_frag[1]);      // R6
@@ -181,7 +185,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS,
         if (t == 0) p.lse[batch_head * p.len_q + q0 + row] = state[r][h].lse();
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c)
-        store_pair(O + row * p.O_stride.len, c * 8 + t * 2, O_acc[r][c][2 * h] * inverse_l,
-                   O_acc[r][c][2 * h + 1] * inverse_l);  // R7
+        store_pair(
+            O + row * p.O_stride.len, c * 8 + t * 2, O_acc[r][c][2 * h] * inverse_l,
+            O_acc[r][c][2 * h + 1] * inverse_l);  // R7
     }
 }

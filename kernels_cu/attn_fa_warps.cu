@@ -26,8 +26,8 @@ struct SharedStorage {
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
-static_assert(BLOCK_KV % WARP_SIZE == 0,
-              "BLOCK_KV must be a multiple of 32: a lane holds whole keys");
+static_assert(
+    BLOCK_KV % WARP_SIZE == 0, "BLOCK_KV must be a multiple of 32: a lane holds whole keys");
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
     const __grid_constant__ AttnParams p) {
@@ -52,18 +52,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
   const float* Q_warp = smem.Q + row0 * HEAD_DIM;  // [WARP_Q, HEAD_DIM]
 
   // S1 load Q
-  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0,
-                                                  thread_id());
+  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(
+      smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
 
   RowState state[WARP_Q];
   float O_acc[WARP_Q][LANE_COLS] = {};  // columns lane_id() + 32 c
   for (int kv0 = 0; kv0 < kv_end(p, q0, BLOCK_Q); kv0 += BLOCK_KV) {
     __syncthreads();  // the previous K, V tiles are no longer read
     // S2 load K, V
-    load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(smem.K, K + kv0 * p.K_stride.len, p.K_stride.len,
-                                               p.len_kv - kv0, thread_id());
-    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(smem.V, V + kv0 * p.V_stride.len,
-                                                     p.V_stride.len, p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(
+        smem.K, K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(
+        smem.V, V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
     __syncthreads();  // Q, K, V tiles visible to the whole block
 
     // S3 scores

@@ -48,10 +48,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores
   float* S = p.S + batch_head * p.len_q * p.len_kv;  // [len_q, len_kv]
 
   // S1 load Q, S2 load K
-  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(smem.Q, Q, p.Q_stride.len, p.len_q - q0,
-                                                  thread_id());
-  load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(smem.K, K, p.K_stride.len, p.len_kv - kv0,
-                                             thread_id());
+  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(
+      smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+  load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(
+      smem.K, K, p.K_stride.len, p.len_kv - kv0, thread_id());
   __syncthreads();  // Q, K tiles visible to the whole block
 
   // S3 scores
@@ -116,8 +116,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_weight
   for (int kv0 = 0; kv0 < p.len_kv; kv0 += BLOCK_KV) {
     __syncthreads();  // the previous P, V tiles are no longer read
     // S2 load P, V
-    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(smem.V, V + kv0 * p.V_stride.len,
-                                                     p.V_stride.len, p.len_kv - kv0, thread_id());
+    load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(
+        smem.V, V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
     for (int i = thread_id(); i < BLOCK_Q * BLOCK_KV; i += NUM_THREADS) {
       const int row = i / BLOCK_KV, key = i % BLOCK_KV;
       const bool valid = q0 + row < p.len_q && kv0 + key < p.len_kv;

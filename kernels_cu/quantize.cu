@@ -38,8 +38,9 @@ constexpr int PASSES = ceil_div(BLOCK_ROWS, ROWS_PER_PASS);
 constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);  // that a sum waits for at once
 
 static_assert(GROUP >= 1, "quantize needs GROUP_Q, the rows per scale");
-static_assert(BLOCK_ROWS % GROUP == 0 || GROUP % BLOCK_ROWS == 0,
-              "BLOCK_Q must hold whole groups of GROUP_Q rows, or divide a group");
+static_assert(
+    BLOCK_ROWS % GROUP == 0 || GROUP % BLOCK_ROWS == 0,
+    "BLOCK_Q must hold whole groups of GROUP_Q rows, or divide a group");
 
 // NOTE: the 1 of the launch bounds asks for nothing, but without it ptxas aims at 64 registers and
 // spills the last two.
@@ -215,8 +216,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_int8(
     if (row >= at.rows) continue;
     if (rows.absmax(pass) >= INFINITY_BITS) p.scale[at.first_scale(p) + row / GROUP] = NOT_A_NUMBER;
     const float factor = inverse[row / GROUP];
-    rows.store(codes + row * HEAD_DIM, pass,
-               [&](float x) { return code_s8_saturated(x, factor); });  // R1
+    rows.store(
+        codes + row * HEAD_DIM, pass, [&](float x) { return code_s8_saturated(x, factor); });  // R1
   }
 }
 

@@ -31,13 +31,14 @@ struct alignas(sizeof(T) * N) Vec {
 // Checked only with CUPYATTN_DEBUG=1: prints the place and the sentence, then stops the kernel.
 #ifdef CUPYATTN_DEBUG
 extern "C" __device__ int printf(const char*, ...);
-#define device_assert(condition, sentence)                                           \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      printf("%s:%d: block %d thread %d: %s\n", __FILE__, __LINE__, (int)blockIdx.x, \
-             (int)threadIdx.x, sentence);                                            \
-      __trap();                                                                      \
-    }                                                                                \
+#define device_assert(condition, sentence)                                        \
+  do {                                                                            \
+    if (!(condition)) {                                                           \
+      printf(                                                                     \
+          "%s:%d: block %d thread %d: %s\n", __FILE__, __LINE__, (int)blockIdx.x, \
+          (int)threadIdx.x, sentence);                                            \
+      __trap();                                                                   \
+    }                                                                             \
   } while (0)
 #else
 #define device_assert(condition, sentence) ((void)0)

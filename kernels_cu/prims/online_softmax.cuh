@@ -7,8 +7,12 @@
 #include "prims/exp2.cuh"
 
 struct RowState {
-  float M = NEG_INF;
-  float l = 0.0f;
+  float M, l;
+
+  // NOTE: a constructor, not `float M = NEG_INF`: of an array RowState[2][2] NVRTC 13.0 initialises
+  // only the first row from member initialisers, and M = 0 in the others passes every test but rows
+  // whose scores are all far below zero.
+  __device__ __forceinline__ RowState() : M(NEG_INF), l(0.0f) {}
 
   // M as a number that may be subtracted: a row with no admitted key yet has M = -inf, and
   // -inf - (-inf) would be NaN where 2^-inf = 0 is meant.

@@ -36,8 +36,8 @@ __device__ __forceinline__ void cp_async_wait_group() {
 
 // rows [ROWS, COLS] of T -> shared [ROWS, LD] float; rows from rows_valid on become zero.
 template <int ROWS, int COLS, int LD, int WIDTH, typename T>
-__device__ __forceinline__ void load_tile_f32(float* shared, const T* global, int64_t stride,
-                                              int rows_valid, int thread) {
+__device__ __forceinline__ void load_tile_f32(
+    float* shared, const T* global, int64_t stride, int rows_valid, int thread) {
   constexpr int VECS = COLS / WIDTH;  // accesses per row
   for (int i = thread; i < ROWS * VECS; i += NUM_THREADS) {
     const int row = i / VECS, col = i % VECS * WIDTH;
@@ -51,8 +51,8 @@ __device__ __forceinline__ void load_tile_f32(float* shared, const T* global, in
 // rows [ROWS, COLS] of T -> swizzled shared [ROWS, COLS_PAD] of T, in the background where the
 // access is wide enough for cp.async; rows from rows_valid on and columns from COLS on become zero.
 template <int ROWS, int COLS, int COLS_PAD, int WIDTH, typename T>
-__device__ __forceinline__ void load_tile_async(T* shared, const T* global, int64_t stride,
-                                                int rows_valid, int thread) {
+__device__ __forceinline__ void load_tile_async(
+    T* shared, const T* global, int64_t stride, int rows_valid, int thread) {
   constexpr int CHUNK = 16 / sizeof(T);   // elements per 16-byte chunk
   constexpr int VECS = COLS_PAD / WIDTH;  // accesses per row
   constexpr int BYTES = WIDTH * sizeof(T);

@@ -13,9 +13,9 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
 }
 // Copies the box at (column, row, head, batch) to shared memory and counts its bytes off the
 // barrier. What lies outside the array arrives as zeros and counts too.
-__device__ __forceinline__ void cp_async_bulk_tensor_4d(void* shared, const TensorMap& map,
-                                                        Mbarrier& barrier, int column, int row,
-                                                        int head, int batch) {
+__device__ __forceinline__ void cp_async_bulk_tensor_4d(
+    void* shared, const TensorMap& map, Mbarrier& barrier, int column, int row, int head,
+    int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(shared)),

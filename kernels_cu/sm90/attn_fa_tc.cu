@@ -50,12 +50,14 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to
 
 static_assert(ELEM_IS_16_BIT, "fa_tc multiplies float16 or bfloat16");
 static_assert(HEAD_DIM <= 128, "the Hopper form of fa_tc takes HEAD_DIM up to 128");
-static_assert(BLOCK_Q == 192,
-              "BLOCK_Q must be 192: three warpgroups of 64 rows fill the registers");
-static_assert(NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
-              "NUM_WARPS must be 4 for every 64 rows of BLOCK_Q and 4 that copy");
-static_assert(BLOCK_KV == 64 || BLOCK_KV == 96 || BLOCK_KV == 128,
-              "BLOCK_KV must be 64, 96 or 128, the columns of a wgmma");
+static_assert(
+    BLOCK_Q == 192, "BLOCK_Q must be 192: three warpgroups of 64 rows fill the registers");
+static_assert(
+    NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
+    "NUM_WARPS must be 4 for every 64 rows of BLOCK_Q and 4 that copy");
+static_assert(
+    BLOCK_KV == 64 || BLOCK_KV == 96 || BLOCK_KV == 128,
+    "BLOCK_KV must be 64, 96 or 128, the columns of a wgmma");
 
 // A place in a ring of stages, and the parity of the phase that belongs to it.
 template <int STAGES>
@@ -89,8 +91,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ ScheduleParams schedule) {
   extern __shared__ unsigned char shared_bytes[];
-  auto& smem = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uint64_t>(shared_bytes) + 1023) &
-                                                 ~uint64_t(1023));
+  auto& smem = *reinterpret_cast<SharedStorage*>(
+      (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
   // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
   // live in uniform registers, where wgmma wants its descriptors.
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
@@ -129,8 +131,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       // S1 load Q
       mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
       for (int b = 0; b < BOXES; ++b)
-        cp_async_bulk_tensor_4d(smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_COLS,
-                                tile.q0, tile.head, tile.batch);
+        cp_async_bulk_tensor_4d(
+            smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_COLS, tile.q0, tile.head,
+            tile.batch);
       Q_at.advance();
       // S2 load K, V
       const int num_steps = ceil_div(kv_end(p, tile.q0, BLOCK_Q), BLOCK_KV);
@@ -138,13 +141,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
         mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
         for (int b = 0; b < BOXES; ++b)
-          cp_async_bulk_tensor_4d(smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_COLS,
-                                  step * BLOCK_KV, head_kv, tile.batch);
+          cp_async_bulk_tensor_4d(
+              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_COLS, step * BLOCK_KV,
+              head_kv, tile.batch);
         mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
         mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
         for (int b = 0; b < BOXES; ++b)
-          cp_async_bulk_tensor_4d(smem.V[at.stage][b], V_map, smem.V_full[at.stage], b * BOX_COLS,
-                                  step * BLOCK_KV, head_kv, tile.batch);
+          cp_async_bulk_tensor_4d(
+              smem.V[at.stage][b], V_map, smem.V_full[at.stage], b * BOX_COLS, step * BLOCK_KV,
+              head_kv, tile.batch);
       }
     }
   }
@@ -178,8 +183,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
 #pragma unroll
       for (int k = 0; k < ceil_div(HEAD_DIM, 16); ++k) {  // 32 bytes of a row, then the next box
         const int box = k / 4, byte = k % 4 * 32;
-        Wgmma<elem_t, BLOCK_KV>::ss(S_acc, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-                                    K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);  // R2
+        Wgmma<elem_t, BLOCK_KV>::ss(
+            S_acc, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
+            K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);  // R2
       }
       wgmma_commit_group();
       wgmma_wait_group<0>();
@@ -238,8 +244,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     if (own_steps == 0 && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
     Q_at.advance();
     for (int step = own_steps; step < num_steps; ++step, at.advance()) {  // keys for other rows
-      mbarrier_wait_parity(smem.K_full[at.stage],
-                           at.parity);  // an arrival belongs to its own phase
+      mbarrier_wait_parity(
+          smem.K_full[at.stage],
+          at.parity);  // an arrival belongs to its own phase
       if (lane_id() == 0) mbarrier_arrive(smem.K_empty[at.stage]);
       mbarrier_wait_parity(smem.V_full[at.stage], at.parity);  // likewise
       if (lane_id() == 0) mbarrier_arrive(smem.V_empty[at.stage]);
@@ -259,8 +266,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
           p.lse[(int64_t(tile.batch) * p.heads + tile.head) * p.len_q + q] = state[h].lse();
 #pragma unroll
       for (int n = 0; n < O_COLS / 8; ++n)
-        store_pair(O + q * p.O_stride.len, n * 8 + t * 2, O_acc[4 * n + 2 * h] * inverse_l,
-                   O_acc[4 * n + 2 * h + 1] * inverse_l);  // R7
+        store_pair(
+            O + q * p.O_stride.len, n * 8 + t * 2, O_acc[4 * n + 2 * h] * inverse_l,
+            O_acc[4 * n + 2 * h + 1] * inverse_l);  // R7
     }
   }
 }
