@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,10 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     >>> print(explain(q, q, q).splitlines()[0])
     fa_tc: the fastest rung of accuracy class 'full' for float16
     """
+    known = {field.name for field in fields(Options)}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"explain got an unexpected argument {name!r}")
     request = resolve(q, k, v, Options(**options))
     where = {
         "cuda": "runs on the device",

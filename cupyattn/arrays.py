@@ -38,7 +38,8 @@ def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     array : numpy.ndarray or cupy.ndarray
         The same memory.
     restore : callable
-        Turns a NumPy or CuPy result into the kind of array that was taken.
+        Turns a NumPy or CuPy result into the kind of array that was taken; leaves it as it is
+        where the library of that array has no ``from_dlpack``.
 
     Raises
     ------
@@ -66,7 +67,7 @@ def _importer(array: Any) -> Callable[[Any], Any]:
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__().from_dlpack  # type: ignore[no-any-return]
     library = sys.modules[type(array).__module__.partition(".")[0]]
-    return library.from_dlpack  # type: ignore[no-any-return]
+    return getattr(library, "from_dlpack", lambda result: result)
 
 
 def contiguous_last_axis(array: Any) -> Any:

@@ -16,6 +16,10 @@ from cupyattn.features import DTYPES
 
 #: Query head or key head counts, lengths and the grid are 32-bit numbers in the kernels.
 INT32_MAX = 2**31 - 1
+#: The kernels add a tile to a length in 32 bits.
+MAX_LENGTH = 2**30
+#: A softmax scale below it, or above its inverse, would leave the range of float32 on the device.
+SCALE_MIN = 2.0**-120
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     value = float(scale)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"scale must be positive and finite, got {scale!r}")
+    if not SCALE_MIN <= value <= 1 / SCALE_MIN:
+        raise ValueError(f"scale must be between 2**-120 and 2**120, got {scale!r}")
     return value
 
 
@@ -114,8 +120,8 @@ def check_shapes(
         raise UnsupportedError(f"head_dim must be 1 to 256, {got}")
     if q[1] and (k[1] == 0 or q[1] % k[1]):
         raise ValueError(f"the heads of k and v must divide the heads of q, {got}")
-    if max(*q, *k) > INT32_MAX:
-        raise UnsupportedError(f"every axis must be shorter than 2**31, {got}")
+    if max(*q, *k) > MAX_LENGTH:
+        raise UnsupportedError(f"every axis must be at most 2**30 long, {got}")
     return q[0], q[1], k[1], q[2], k[2], q[3]
 
 

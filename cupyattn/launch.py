@@ -457,8 +457,8 @@ def plan_int8(
 
 
 def _int8_allows(vec: int, q_codes: Operand, k_codes: Operand, v: Operand, o: Operand) -> bool:
-    """Whether V and O move `vec` elements at a time and the codes twice as many."""
-    code_vec = 2 * vec if q_codes.shape[-1] % (2 * vec) == 0 else vec
+    """Whether V and O move `vec` elements at a time and the codes CODE_VEC, as in fa_int8."""
+    code_vec = 2 * vec if vec > 1 and q_codes.shape[-1] % (2 * vec) == 0 else vec
     return v.allows(vec) and o.allows(vec) and q_codes.allows(code_vec) and k_codes.allows(code_vec)
 
 

@@ -50,8 +50,11 @@ class Variant:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Which forms exist: ``"portable"``, and ``"sm90"`` for compute capability 9.0."""
-        return ("portable", "sm90") if self.hopper_tiles else ("portable",)
+        """Which forms exist: ``"portable"``, and ``"sm90"`` for compute capability 9.0.
+
+        A source of one's own has one form.
+        """
+        return ("portable", "sm90") if self.hopper_tiles and not self.source else ("portable",)
 
     def check_dtype(self, dtype: str) -> None:
         """Raise UnsupportedError unless this rung takes arrays of `dtype`."""

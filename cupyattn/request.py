@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cupyattn import arrays, checks, registry
@@ -151,6 +151,7 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
     variant = registry.lookup("fa_int8" if options.variant == "auto" else options.variant)
     if variant.family != "int8":
         raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={options.variant!r}")
+    quantized = _contiguous(quantized)
     operands = quantized.q_codes, quantized.k_codes, quantized.v
     sizes = checks.check_shapes(*(tuple(a.shape) for a in operands))
     shift = checks.check_causal(options.causal_align, sizes[3], sizes[4])
@@ -163,6 +164,18 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
         _backend(options.backend, operands[0]), *operands, quantized,
         _receiver(options, call, operands), lambda o: o, lambda lse: lse,
     )  # fmt: skip
+
+
+def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:
+    """Return the operands with contiguous last axes, copied where they were not."""
+    names = ("q_codes", "k_codes", "v", "q_scale", "k_scale")
+    arrays_ = {name: getattr(quantized, name) for name in names}
+    tidy = {name: arrays.contiguous_last_axis(a) for name, a in arrays_.items()}
+    if quantized.k_mean is not None:
+        arrays_["k_mean"] = quantized.k_mean
+        tidy["k_mean"] = array_namespace(quantized.k_mean).ascontiguousarray(quantized.k_mean)
+    changed = {name: a for name, a in tidy.items() if a is not arrays_[name]}
+    return replace(quantized, **changed) if changed else quantized
 
 
 def to_bhsd(array: Any, layout: str) -> Any:

@@ -20,7 +20,8 @@
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
 constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
-constexpr int CODE_VEC = HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;  // codes per global access
+// Codes per global access: as many bytes as an access of V, where rows allow it.
+constexpr int CODE_VEC = VEC > 1 && HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
 constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row of V
 constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp

@@ -70,7 +70,7 @@ def test_mixed_dtypes_are_type_errors() -> None:
         ((2, 4, 5, 257), (2, 2, 7, 257), None, UnsupportedError, "head_dim must be 1 to 256"),
         ((2, 4, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), ValueError, "the heads of k and v must divide"),
         ((2, 4, 5, 8), (2, 0, 7, 8), (2, 0, 7, 8), ValueError, "the heads of k and v must divide"),
-        ((1, 1, 2**31, 8), (1, 1, 7, 8), None, UnsupportedError, "shorter than 2"),
+        ((1, 1, 2**31, 8), (1, 1, 7, 8), None, UnsupportedError, "at most 2"),
     ],
 )
 def test_shapes_that_do_not_fit(

@@ -68,10 +68,10 @@ def bits(array: Any) -> bytes:
     return np.ascontiguousarray(on_host(array)).tobytes()
 
 
-def embedded(x: np.ndarray, pad: int = 8) -> Any:
-    """Return `x` on the device as a view of a larger buffer that is NaN everywhere else."""
+def embedded(x: np.ndarray, pad: int = 8, fill: float = np.nan) -> Any:
+    """Return `x` on the device as a view of a larger buffer that holds `fill` everywhere else."""
     shape = tuple(n + 2 for n in x.shape[:-1]) + (x.shape[-1] + 2 * pad,)
-    buffer = np.full(shape, np.nan, x.dtype)
+    buffer = np.full(shape, fill, x.dtype)
     inside = tuple(slice(1, n + 1) for n in x.shape[:-1]) + (slice(pad, pad + x.shape[-1]),)
     buffer[inside] = x
     return cupy.asarray(buffer)[inside]

@@ -76,11 +76,15 @@ def test_what_lies_outside_the_arrays_has_no_influence(
         inputs = normal((2, 4, 77, head_dim), (2, 2, 131, head_dim), dtype)
         alone = run(variant, on_device(*inputs), causal=causal)
         amid_nan = run(variant, tuple(embedded(x, pad) for x in inputs), causal=causal)
-        if form_taken(variant, amid_nan.inputs) != form_taken(variant, alone.inputs):
-            amid_nan.check()  # rows at odd places run in the portable form: other bits
-            continue
-        assert bits(amid_nan.o) == bits(alone.o)
-        assert bits(amid_nan.lse) == bits(alone.lse)
+        amid_zeros = run(variant, tuple(embedded(x, pad, 0.0) for x in inputs), causal=causal)
+        assert bits(amid_nan.o) == bits(amid_zeros.o)
+        assert bits(amid_nan.lse) == bits(amid_zeros.lse)
+        same_form = form_taken(variant, amid_nan.inputs) == form_taken(variant, alone.inputs)
+        if same_form and variant != "fa_int8":  # see test_strides
+            assert bits(amid_nan.o) == bits(alone.o)
+            assert bits(amid_nan.lse) == bits(alone.lse)
+        else:
+            amid_nan.check()
 
 
 @pytest.mark.parametrize(("variant", "dtype"), CELLS)
@@ -124,8 +128,12 @@ def test_strides(variant: str, dtype: str) -> None:
         found = run(variant, strided, causal=True)
         assert [bits(x) for x in strided] == before, name
         if form_taken(variant, strided) == form_taken(variant, plain):
-            # neither scales and means of K nor any rounding depend on where rows lie
-            assert bits(found.o) == bits(attend(variant, *plain, causal=True)), name
+            # no rounding depends on where rows lie, but that of the keys' mean: wider accesses
+            # give a lane other rows to add up
+            if variant == "fa_int8":
+                found.check()
+            else:
+                assert bits(found.o) == bits(attend(variant, *plain, causal=True)), name
         else:
             found.check()  # the Hopper form does not take these
 
