@@ -266,7 +266,12 @@ def _nvrtc_version() -> str | None:
 
 
 def _revision() -> dict[str, Any]:
-    """Return the git revision of a checkout and whether it has changes; neither where installed."""
+    """Return the git revision of a checkout and whether it has changes; neither where installed.
+
+    ``CUPYATTN_REVISION`` names it where the files travelled without their history.
+    """
+    if named := os.environ.get("CUPYATTN_REVISION"):
+        return {"revision": named, "dirty": False}
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return {}
@@ -279,4 +284,5 @@ def _revision() -> dict[str, Any]:
 
     # NOTE: results are written by the run that they describe; they do not make it dirty.
     changed = git("status", "--porcelain", "--", ".", ":!experiments/results", ":!README.md")
-    return {"revision": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    revision = git("rev-parse", "--verify", "--quiet", "HEAD")
+    return {"revision": revision, "dirty": bool(changed)} if revision else {}

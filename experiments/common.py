@@ -124,7 +124,12 @@ class Cell:
 
 
 def rung(
-    variant: str, problem: Problem, *, tiles: ca.Tiles | None = None, codes_given: bool = False
+    variant: str,
+    problem: Problem,
+    *,
+    tiles: ca.Tiles | None = None,
+    codes_given: bool = False,
+    arch: str | None = None,
 ) -> Cell:
     """Return the cell of one rung.
 
@@ -136,13 +141,18 @@ def rung(
         The rung's own when omitted.
     codes_given : bool
         Quantise beforehand (`fa_int8`).
+    arch : str, optional
+        Architecture in place of the device's own: ``"sm_90"`` keeps a Hopper to the portable form.
     """
 
     def run(*operands: Any) -> Any:
-        return ca.attention(*operands, variant=variant, causal=problem.causal, tiles=tiles)
+        return ca.attention(
+            *operands, variant=variant, causal=problem.causal, tiles=tiles, arch=arch
+        )
 
     shown = tiles or registry.lookup(variant).default_tiles(problem.head_dim)
     name = variant if tiles is None else f"{variant} {describe_tiles(tiles)}"
+    name += "" if arch is None else f", {arch}"
     return Cell(
         f"{name}, codes given" if codes_given else name,
         variant,

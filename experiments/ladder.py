@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import cupyattn as ca
+from cupyattn import compile as compiler
 from cupyattn import device, measure
+from cupyattn.api import HOPPER_CAPABILITY
 from cupyattn.cli import plot
 from experiments import common
 from experiments.common import RESULTS, ROOT, Cell, Problem
@@ -48,9 +50,21 @@ def cells(problem: Problem, *, on_device: bool) -> list[Cell]:
     """Return every rung, and on a device the other libraries."""
     found = [common.rung(name, problem) for name in ca.VARIANTS]
     if on_device:
+        found += [common.rung(name, problem, arch=arch) for name, arch in portable_forms().items()]
         found.append(common.rung("fa_int8", problem, codes_given=True))
         found += peers(problem)
     return found
+
+
+def portable_forms() -> dict[str, str]:
+    """Return the rungs that run in a form for this device alone, and what keeps them from it."""
+    import cupy
+
+    capability = int(cupy.cuda.Device().compute_capability)
+    if capability != HOPPER_CAPABILITY:
+        return {}
+    arch = compiler.device_architecture(capability)
+    return {name: arch for name, variant in ca.VARIANTS.items() if "sm90" in variant.forms}
 
 
 def peers(problem: Problem) -> list[Cell]:
