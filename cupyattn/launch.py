@@ -6,6 +6,7 @@ it: `run_cuda` here, on CuPy arrays. This is the only file that casts scalars fo
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -221,6 +222,7 @@ def _params(call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand)
     }  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_attention(
     variant: Variant,
     call: AttentionCall,
@@ -397,6 +399,7 @@ def plan_unfused_step(
     return Plan(variant.name, "portable", tiles, features, launches)
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_int8(
     variant: Variant,
     call: AttentionCall,

@@ -10,9 +10,9 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.tiles import Tiles
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
-    """One rung of the ladder.
+    """One rung of the ladder; two are equal only if they are the same object.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Variant:
     tiles: Mapping[int, Tiles]
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     hopper_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    source: Path | None = field(default=None, compare=False)
+    source: Path | None = None
 
     @property
     def entry_point(self) -> str:

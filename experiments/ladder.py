@@ -25,14 +25,13 @@ from cupyattn.api import HOPPER_CAPABILITY
 from cupyattn.cli import plot
 from experiments import common
 from experiments.common import RESULTS, ROOT, Cell, Problem
+from experiments.others import FLASH_2, sdpa
 
 HEAD_DIMS = (64, 128, 256)
 README = ROOT / "README.md"
 BEGIN, END = "<!-- ladder: begin -->", "<!-- ladder: end -->"
 #: The problem whose full table is in the README.
 SHOWN = {"head_dim": 128, "causal": False}
-FLASH = "torch SDPA, FlashAttention-2"
-CUDNN = "torch SDPA, cuDNN"
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
@@ -52,7 +51,7 @@ def cells(problem: Problem, *, on_device: bool) -> list[Cell]:
     if on_device:
         found += [common.rung(name, problem, arch=arch) for name, arch in portable_forms().items()]
         found.append(common.rung("fa_int8", problem, codes_given=True))
-        found += peers(problem)
+        found += sdpa(problem)
     return found
 
 
@@ -67,39 +66,10 @@ def portable_forms() -> dict[str, str]:
     return {name: arch for name, variant in ca.VARIANTS.items() if "sm90" in variant.forms}
 
 
-def peers(problem: Problem) -> list[Cell]:
-    """Return torch's attention with two of its backends; nothing where torch is missing."""
-    try:
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError:
-        return []
-    if not torch.cuda.is_available():
-        return []
-
-    def cell(name: str, backend: Any) -> Cell:
-        def run(q: Any, k: Any, v: Any) -> Any:
-            try:
-                with sdpa_kernel(backend):
-                    return torch.nn.functional.scaled_dot_product_attention(
-                        q, k, v, is_causal=problem.causal
-                    )
-            except RuntimeError as error:  # "No available kernel"
-                raise ca.UnsupportedError(f"{name}: {error}") from error
-
-        def prepare(*arrays: Any) -> tuple[Any, ...]:
-            return tuple(torch.from_dlpack(array) for array in arrays)
-
-        # NOTE: both round P to 16 bits and accumulate in float32, as fa_tc: its bound is theirs.
-        return Cell(name, "fa_tc", run, prepare, peer=True)
-
-    return [cell(FLASH, SDPBackend.FLASH_ATTENTION), cell(CUDNN, SDPBackend.CUDNN_ATTENTION)]
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the experiment, then draw and write what was asked for."""
     grid = [(p, cells(p, on_device=not args.quick)) for p in problems(args)]
-    baseline = FLASH if any(cell.name == FLASH for _, some in grid for cell in some) else None
+    baseline = FLASH_2 if any(cell.name == FLASH_2 for _, some in grid for cell in some) else None
     record = common.run_grid(args, "ladder", grid, baseline=baseline)
     if args.plot:
         draw(record, args.plot)

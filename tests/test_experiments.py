@@ -13,11 +13,11 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import device, timing
-from experiments import common, ladder, tile_sweep
+from experiments import common, ladder, others, peers, tile_sweep
 from experiments.common import Problem
 
 FOLDER = Path(ladder.__file__).parent
-EXPERIMENTS = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "common")
+EXPERIMENTS = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in ("common", "others"))
 SMALL = Problem(1, 1, 40, 16)
 
 
@@ -44,6 +44,18 @@ def test_the_ladder_runs_in_small(tmp_path: Path) -> None:
     for found in record["problems"]:
         assert [row["variant"] for row in found["rows"]] == list(ca.VARIANTS)
         assert all(row["ok"] and "seconds" not in row for row in found["rows"])
+
+
+def test_the_peers_run_in_small(tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    assert peers.main(["--quick", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert len(record["problems"]) == 4 and record["backend"] == "mirror"
+    rows = [{"variant": "fa_tc", "seconds": 2.0}, {"variant": others.CUDNN, "seconds": 3.0}]
+    rows.append({"variant": others.FLASH_3, "seconds": 1.0})
+    text = peers.summary({"problems": [{"problem": {"name": "one"}, "rows": rows}]})
+    assert text.splitlines()[0].split() == ["one", "0.500"], "the faster of the two rivals counts"
+    assert text.splitlines()[1].endswith("0.500")
 
 
 def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,8 +150,8 @@ def made_up(record: dict[str, Any]) -> dict[str, Any]:
             {**row, "seconds": 1e-3, "tflops": 7.0 + i, "share": 0.1}
             for i, row in enumerate(found["rows"])
         ]
-        found["rows"].append({**found["rows"][3], "variant": ladder.FLASH, "peer": True})
-        found["rows"].append({"variant": ladder.CUDNN, "judgement": None, "peer": True})
+        found["rows"].append({**found["rows"][3], "variant": others.FLASH_2, "peer": True})
+        found["rows"].append({"variant": others.CUDNN, "judgement": None, "peer": True})
     return record
 
 
@@ -148,7 +160,7 @@ def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> Non
     lines = table.splitlines()
     assert "Made up, driver 1.2" in lines[0]
     assert "| rung | the one idea | J2 | J3 | rel. error | time | TFLOP/s | ceiling |" in lines
-    assert any(line.startswith(f"| {ladder.FLASH} |") and "10 % |" in line for line in lines)
+    assert any(line.startswith(f"| {others.FLASH_2} |") and "10 % |" in line for line in lines)
     widths = {line.count("|") for line in lines if line.startswith("| `")}
     assert widths == {9}
     readme = tmp_path / "README.md"

@@ -179,6 +179,8 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Clock:
             pass
 
     cupy = types.ModuleType("cupy")
+    scratch = types.SimpleNamespace(fill=lambda value: None)
+    cupy.empty = lambda size, dtype: scratch  # type: ignore[attr-defined]
     cupy.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
         Event=Event,
         get_current_stream=lambda: None,

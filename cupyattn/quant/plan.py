@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -77,6 +78,7 @@ def _rows_held(num_warps: int, head_dim: int, itemsize: int, vec: int) -> int:
     return passes * num_warps * 32 // lanes
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_operand(
     x: Operand,
     dtype: str,
