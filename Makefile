@@ -22,6 +22,10 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready-$(EXTRA)
 endif
 
+# The wheel has a command but no module to run with -m, and the command may not be on the PATH.
+CLANG_FORMAT := $(RUN) -c 'from clang_format import clang_format; clang_format()'
+KERNELS := $(wildcard kernels_cu/*.cu kernels_cu/*/*.cu kernels_cu/*/*.cuh)
+
 # The checkout is what runs, whatever is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
@@ -40,6 +44,7 @@ test-wheel: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(CLANG_FORMAT) --dry-run -Werror $(KERNELS)
 
 setup: $(READY)
 

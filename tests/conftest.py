@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cupyattn import compile as kc
+from cupyattn.device import device_missing
 
 # How far Hypothesis searches: CUPYATTN_TEST_PROFILE=deep before a release or over night.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -19,20 +19,6 @@ settings.register_profile("quick", max_examples=20, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, print_blob=True, **_COMMON)
 settings.register_profile("deep", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("CUPYATTN_TEST_PROFILE", "quick"))
-
-
-@functools.cache
-def device_missing() -> str:
-    """Say why no CUDA device can be used; empty where one can."""
-    try:
-        import cupy
-    except ImportError as error:
-        return f"CuPy is not installed ({error})"
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no CUDA device ({error})"
-    return "" if count else "no CUDA device"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,12 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark everything under tests/gpu, and skip what is marked where no device is."""
-    gpu_folder = Path(__file__).parent / "gpu"
+    gpu_folder, missing = Path(__file__).parent / "gpu", device_missing()
     for item in items:
         if gpu_folder in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-        if item.get_closest_marker("gpu") and device_missing():
-            item.add_marker(pytest.mark.skip(reason=device_missing()))
+        if missing and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=missing))
 
 
 @pytest.fixture

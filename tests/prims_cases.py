@@ -6,92 +6,23 @@ and hands what came out to `Prim.check`.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from cupyattn.compile import ModuleSpec
 from cupyattn.features import Features
-from cupyattn.launch import ATTN_PARAMS, QUANT_PARAMS, pack
+from cupyattn.launch import ATTN_PARAMS, QUANT_PARAMS, TensorMap, pack
 from cupyattn.numerics import EX2_APPROX_ERROR, UNIT_ROUNDOFF
 from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
+from tests.prim import Arguments, Prim, defines, normal, rng
 
-FOLDER = Path(__file__).parent / "kernels"
 LANES = np.arange(32)
-Arguments = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Prim:
-    """One kernel to run.
-
-    Parameters
-    ----------
-    name : str
-        Unique.
-    header : str
-        The header it is about; the source is ``tests/kernels/prims_<header>.cu``.
-    entry : str
-        Kernel.
-    block : int
-        Threads of the one block.
-    arguments : callable
-        Returns the arguments in the kernel's order: arrays, of which those that it writes are named
-        by `expected` too, and parameter structs.
-    expected : callable
-        Takes the arguments by name, returns what must have been written.
-    relative, absolute : float
-        What floats may differ by; 0 for both means to the bit.
-    defines : tuple of (str, int)
-        Macros.
-    """
-
-    name: str
-    header: str
-    entry: str
-    block: int
-    arguments: Callable[[], Arguments]
-    expected: Callable[..., Mapping[str, np.ndarray]]
-    relative: float = 0.0
-    absolute: float = 0.0
-    defines: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def spec(self) -> ModuleSpec:
-        """What to compile."""
-        return ModuleSpec(FOLDER / f"prims_{self.header}.cu", self.defines)
-
-    def check(self, written: Mapping[str, np.ndarray]) -> None:
-        """Compare what a run wrote with what it must write."""
-        for name, expected in self.expected(**self.arguments()).items():
-            found = np.asarray(written[name]).reshape(expected.shape)
-            message = f"{self.name}: {name}"
-            if expected.dtype.kind == "f" and (self.relative or self.absolute):
-                np.testing.assert_allclose(
-                    found, expected, self.relative, self.absolute, err_msg=message
-                )
-            else:
-                np.testing.assert_array_equal(found, expected, err_msg=message)
-
-
-def defines(tiles: Tiles, features: Features) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted({**tiles.defines(), **features.defines()}.items()))
-
-
-def rng() -> np.random.Generator:
-    return np.random.default_rng(0)
-
-
-def normal(*shape: int) -> np.ndarray:
-    return rng().normal(size=shape).astype(np.float32)
-
 
 # ---- base, exp2, warp ----------------------------------------------------------------------------
 
@@ -438,6 +369,122 @@ def quant_expected(
     }
 
 
+# ---- Hopper: barriers, the copy engine, warpgroups -----------------------------------------------
+
+BOX_ROWS = 16
+#: (column, row, head, batch) of boxes of 64 columns: inside, over each end, before the first row,
+#: and wholly outside.
+BOXES = (
+    (0, 0, 0, 0), (0, 2, 1, 1), (64, 0, 2, 0), (0, 16, 0, 1), (64, 16, 1, 0), (0, -3, 2, 1),
+    (0, 0, 3, 0),
+)  # fmt: skip
+
+
+def ring_arguments() -> Arguments:
+    x = rng().integers(-1000, 1000, (9, 32)).astype(np.int32)
+    return {"x": x, "y": np.zeros_like(x)}
+
+
+def boxes_arguments(dtype: str) -> Callable[[], Arguments]:
+    """An array in a larger buffer that is all ones, by bits, where no box may look."""
+    shape, parent = (2, 3, 21, 72), (2, 4, 25, 80)
+    code = np.dtype("u1" if dtype == "int8" else "u2")
+    columns = 128 // code.itemsize
+
+    def arguments() -> Arguments:
+        X = np.full(parent, np.iinfo(code).max, code)
+        X[tuple(map(slice, shape))] = rng().integers(0, np.iinfo(code).max, shape)
+        box = (1, 1, BOX_ROWS, columns)
+        at = np.array([(column * columns // 64, *rest) for column, *rest in BOXES], np.int32)
+        return {
+            "X": X,
+            "X_map": TensorMap("X", dtype, shape, X.strides[:-1], box),
+            "at": at,
+            "tile": np.zeros((len(BOXES), BOX_ROWS * 128), np.uint8),
+            "elected": np.zeros(1, np.int32),
+        }
+
+    return arguments
+
+
+def boxes_expected(
+    X: np.ndarray, X_map: TensorMap, at: np.ndarray, tile: np.ndarray, **_: Any
+) -> dict[str, np.ndarray]:
+    array = X[tuple(map(slice, X_map.shape))]
+    _, _, rows, columns = X_map.box
+    chunks = np.zeros((len(at), rows * 8, 16), np.uint8)
+    for box, (column, row, head, batch) in zip(chunks, at, strict=True):
+        plain = np.zeros((rows, columns), X.dtype)
+        for i, j in np.ndindex(plain.shape):
+            index = (batch, head, row + i, column + j)
+            if all(0 <= k < n for k, n in zip(index, array.shape, strict=True)):
+                plain[i, j] = array[index]
+        for i, j in np.ndindex(rows, 8):
+            box[swizzle(8, i, j)] = plain.view(np.uint8)[i, 16 * j : 16 * j + 16]
+    return {"tile": chunks.reshape(tile.shape), "elected": np.ones(1, np.int32)}
+
+
+WGMMA_DEPTH, WGMMA_KEYS = 80, 48
+
+
+def wgmma_arguments(dtype: str, columns: int) -> dict[str, Callable[[], Arguments]]:
+    """Whole numbers, so that every product and sum is exact in any order."""
+
+    def operands(*shapes: tuple[int, int]) -> Iterator[np.ndarray]:
+        draw = rng()
+        for shape in shapes:
+            yield bits(draw.integers(-15, 16, shape).astype(STORAGE[dtype]))
+
+    def ss() -> Arguments:
+        A, B = operands((128, WGMMA_DEPTH), (columns, WGMMA_DEPTH))
+        outputs = {name: np.zeros((128, columns), np.float32) for name in ("D", "sum")}
+        return {"A": A, "B": B, **outputs}
+
+    def rs() -> Arguments:
+        A, B = operands((64, WGMMA_KEYS), (WGMMA_KEYS, columns))
+        return {"A": A, "B": B, "D": np.zeros((64, columns), np.float32)}
+
+    return {"ss": ss, "rs": rs}
+
+
+def wgmma_expected(dtype: str) -> dict[str, Callable[..., dict[str, np.ndarray]]]:
+    def wide(x: np.ndarray) -> np.ndarray:
+        return x.view(STORAGE[dtype]).astype(np.float32)
+
+    def ss(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        product = wide(A) @ wide(B).T
+        return {"D": product, "sum": 1 + product}
+
+    def rs(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        return {"D": 1 + wide(A) @ wide(B)}
+
+    return {"ss": ss, "rs": rs}
+
+
+def hopper_prims() -> Iterator[Prim]:
+    yield Prim(
+        "mbarrier", "mbarrier", "ring", 64, ring_arguments, lambda x, y: {"y": x[:, ::-1]},
+        hopper=True,
+    )  # fmt: skip
+    for dtype in ("float16", "bfloat16", "int8"):
+        yield Prim(
+            f"tma-{dtype}", "tma", "boxes", 32, boxes_arguments(dtype), boxes_expected,
+            hopper=True,
+        )  # fmt: skip
+    for dtype, columns in itertools.product(("float16", "bfloat16"), (64, 96, 128)):
+        for entry, arguments in wgmma_arguments(dtype, columns).items():
+            yield Prim(
+                f"wgmma_{entry}-{dtype}-{columns}", "wgmma", entry, 256 if entry == "ss" else 128,
+                arguments, wgmma_expected(dtype)[entry], hopper=True,
+                defines=defines(Tiles(128, columns, 8), Features(dtype, WGMMA_DEPTH, vec=8)),
+            )  # fmt: skip
+    yield Prim(
+        "registers", "wgmma", "registers", 384,
+        lambda: {"x": normal(200, 256), "y": np.zeros((200, 256), np.float32)},
+        lambda x, y: {"y": x[::-1]}, hopper=True,
+    )  # fmt: skip
+
+
 # ---- all of them ---------------------------------------------------------------------------------
 
 PRIMS = [
@@ -505,4 +552,5 @@ PRIMS = [
     ),
     Prim("params", "params", "params", 1, params_arguments, params_expected),
     Prim("quant", "quant", "quant", 64, quant_arguments, quant_expected),
+    *hopper_prims(),
 ]  # fmt: skip

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from cupyattn import compile as kc
-from tests.prims_cases import CHUNKS, FOLDER, PRIMS, Prim, swizzle
-
-#: Tensor maps, their barriers and warpgroups: seen at work in the Hopper form as a whole.
-HOPPER = {"mbarrier", "tma", "wgmma"}
+from tests.prim import FOLDER, Prim
+from tests.prims_cases import CHUNKS, PRIMS, swizzle
 
 
 def test_every_header_has_its_kernel() -> None:
-    headers = {path.stem for path in (kc.KERNELS / "prims").glob("*.cuh")} - HOPPER
+    headers = {path.stem for path in (kc.KERNELS / "prims").glob("*.cuh")}
     assert headers == {prim.header for prim in PRIMS}
     for header in headers:
         assert f'#include "prims/{header}.cuh"' in (FOLDER / f"prims_{header}.cu").read_text()
@@ -29,19 +27,25 @@ def test_every_kernel_of_the_sources_is_run() -> None:
     declared = {
         (path.stem.removeprefix("prims_"), entry)
         for path in FOLDER.glob("prims_*.cu")
-        for entry in re.findall(r'extern "C" __global__ void (\w+)\(', path.read_text())
+        for entry in re.findall(
+            r'extern "C" __global__ (?:__launch_bounds__\([^)]*\) )?void (\w+)\(', path.read_text()
+        )
     }
     assert declared == {(prim.header, prim.entry) for prim in PRIMS}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("prim", PRIMS, ids=lambda prim: prim.name)
+@pytest.mark.parametrize(
+    ("prim", "arch"),
+    [(prim, arch) for prim in PRIMS for arch in prim.architectures],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_primitives_compile(prim: Prim, arch: str) -> None:
     binary = kc.build(prim.spec, arch)
-    assert prim.entry in binary.kernels
+    taken = binary.kernels[prim.entry]
+    assert (taken.spill_stores, taken.spill_loads) == (0, 0)
     declared = re.search(rf"\.entry {prim.entry}\((.*?)\)", binary.ptx, re.DOTALL)
     assert declared is not None
-    assert len(prim.arguments()) == declared[1].count(".param")
+    assert len(prim.parameters(prim.arguments())) == declared[1].count(".param")
 
 
 @pytest.mark.parametrize("prim", PRIMS, ids=lambda prim: prim.name)

@@ -1,0 +1,35 @@
+// prims_tma -- boxes of an array by the copy engine, written back as they lie in shared memory:
+// swizzled over 128 bytes, zeros for what lies outside the array.
+#include "prims/tma.cuh"
+#include "prims/warp.cuh"
+#include "proxy_fence.cuh"
+
+constexpr int BOXES = 7, ROWS = 16, BOX_BYTES = ROWS * 128;
+
+extern "C" __global__ void boxes(const __grid_constant__ TensorMap X_map,
+                                 const int* at,  // [BOXES, 4]: column, row, head, batch
+                                 uint8_t* tile,  // [BOXES, BOX_BYTES]
+                                 int* elected) { // [1], lanes that elect_sync chose
+  __shared__ alignas(1024) uint8_t shared[BOXES * BOX_BYTES];
+  __shared__ Mbarrier full;
+  const int lane = lane_id();
+  for (int i = lane; i < BOXES * BOX_BYTES; i += WARP_SIZE) shared[i] = 0xff;
+  fence_proxy_async();
+  if (lane == 0) {
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+    prefetch_tensormap(X_map);
+  }
+  __syncthreads();  // background and barrier are there before the copies start
+  const bool chosen = elect_sync();
+  const unsigned who = __ballot_sync(FULL_WARP, chosen);
+  if (lane == 0) *elected = __popc(who);
+  if (chosen) {
+    mbarrier_arrive_expect_tx(full, BOXES * BOX_BYTES);  // one phase for all of them
+    for (int b = 0; b < BOXES; ++b)
+      cp_async_bulk_tensor_4d(
+          shared + b * BOX_BYTES, X_map, full, at[4 * b], at[4 * b + 1], at[4 * b + 2], at[4 * b + 3]);
+  }
+  mbarrier_wait_parity(full, 0);  // every box has arrived
+  for (int i = lane; i < BOXES * BOX_BYTES; i += WARP_SIZE) tile[i] = shared[i];
+}

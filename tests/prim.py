@@ -1,0 +1,99 @@
+"""What a test of one primitive is: a tiny kernel, its arguments, what it must write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn.compile import ModuleSpec
+from cupyattn.features import Features
+from cupyattn.launch import TensorMap
+from cupyattn.tiles import Tiles
+
+FOLDER = Path(__file__).parent / "kernels"
+#: Arguments of a kernel by name, in its order.
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prim:
+    """One kernel to run.
+
+    Parameters
+    ----------
+    name : str
+        Unique.
+    header : str
+        The header it is about; the source is ``tests/kernels/prims_<header>.cu``.
+    entry : str
+        Kernel.
+    block : int
+        Threads of the one block.
+    arguments : callable
+        Returns the arguments in the kernel's order: arrays, of which those that it writes are named
+        by `expected` too, parameter structs, and tensor maps. An array that a tensor map names is
+        reached through it alone and is no parameter (`parameters`).
+    expected : callable
+        Takes the arguments by name, returns what must have been written.
+    relative, absolute : float
+        What floats may differ by; 0 for both means to the bit.
+    defines : tuple of (str, int)
+        Macros.
+    hopper : bool
+        Whether the instructions exist on compute capability 9.0 alone.
+    """
+
+    name: str
+    header: str
+    entry: str
+    block: int
+    arguments: Callable[[], Arguments]
+    expected: Callable[..., Mapping[str, np.ndarray]]
+    relative: float = 0.0
+    absolute: float = 0.0
+    defines: tuple[tuple[str, int], ...] = ()
+    hopper: bool = False
+
+    @property
+    def spec(self) -> ModuleSpec:
+        """What to compile."""
+        return ModuleSpec(FOLDER / f"prims_{self.header}.cu", self.defines)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """What it is compiled for in the tests."""
+        return ("sm_90a",) if self.hopper else ("sm_80", "sm_90")
+
+    @staticmethod
+    def parameters(arguments: Mapping[str, Any]) -> list[str]:
+        """Return the names of those arguments that the kernel takes as parameters."""
+        mapped = {a.buffer for a in arguments.values() if isinstance(a, TensorMap)}
+        return [name for name in arguments if name not in mapped]
+
+    def check(self, written: Mapping[str, np.ndarray]) -> None:
+        """Compare what a run wrote with what it must write."""
+        for name, expected in self.expected(**self.arguments()).items():
+            found = np.asarray(written[name]).reshape(expected.shape)
+            message = f"{self.name}: {name}"
+            if expected.dtype.kind == "f" and (self.relative or self.absolute):
+                np.testing.assert_allclose(
+                    found, expected, self.relative, self.absolute, err_msg=message
+                )
+            else:
+                np.testing.assert_array_equal(found, expected, err_msg=message)
+
+
+def defines(tiles: Tiles, features: Features) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted({**tiles.defines(), **features.defines()}.items()))
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return rng().normal(size=shape).astype(np.float32)
