@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +161,20 @@ class Launch:
     block: int
     dynamic_shared: bool
     params: tuple[tuple[np.dtype[Any], Mapping[str, Any]] | TensorMap, ...]
+
+    @functools.cached_property
+    def templates(self) -> tuple[tuple[np.ndarray, tuple[tuple[int, str], ...]] | TensorMap, ...]:
+        """The parameters as they are passed: structs packed but for the addresses of buffers.
+
+        Each comes with (index of the 64-bit word, name of the buffer) for every address.
+        """
+        nowhere: Mapping[str, int] = defaultdict(int)
+        return tuple(
+            p
+            if isinstance(p, TensorMap)
+            else (pack(*p, nowhere).view(np.uint64), tuple(_pointers(*p)))
+            for p in self.params
+        )
 
 
 @dataclass(frozen=True)
@@ -475,12 +490,30 @@ def pack(
     return packed
 
 
-def _argument(param: tuple[np.dtype[Any], Mapping[str, Any]] | TensorMap, addresses: Any) -> Any:
-    if isinstance(param, TensorMap):
+def _pointers(struct: np.dtype[Any], values: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """Yield which word of a packed struct is the address of which buffer."""
+    offsets: Mapping[str, Any] = struct.fields or {}
+    for name, value in values.items():
+        if isinstance(value, str):
+            yield offsets[name][1] // 8, value
+
+
+def _argument(
+    template: tuple[np.ndarray, tuple[tuple[int, str], ...]] | TensorMap,
+    addresses: Mapping[str, int],
+) -> np.ndarray:
+    """Return a parameter with the addresses filled in, as CuPy passes it by value: of size 1."""
+    if isinstance(template, TensorMap):
         return tensor_map.encode(
-            addresses[param.buffer], param.dtype, param.shape, param.strides, param.box
-        )
-    return pack(*param, addresses)
+            addresses[template.buffer], template.dtype, template.shape, template.strides,
+            template.box,
+        )  # fmt: skip
+    words, pointers = template
+    filled = words.copy()
+    for index, name in pointers:
+        filled[index] = addresses[name]
+    # NOTE: of a structured array CuPy would ask NumPy for a description, field by field.
+    return filled.view(f"V{filled.nbytes}")
 
 
 def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None:
@@ -510,7 +543,7 @@ def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) ->
     for launch in plan.launches:
         module = compiler.load(launch.module, arch)
         shared = module.binary.smem_bytes if launch.dynamic_shared else 0
-        arguments = tuple(_argument(param, addresses) for param in launch.params)
+        arguments = tuple(_argument(t, addresses) for t in launch.templates)
         kernel = module.kernel(launch.entry)
         try:
             kernel((launch.grid,), (launch.block,), arguments, shared_mem=shared)
