@@ -104,11 +104,10 @@ def _provenance(record: Mapping[str, Any], shown: Mapping[str, Any]) -> str:
     where = "the mirror (NumPy, no device: errors only, no times)"
     if record["backend"] == "cuda":
         found = environment["device"]
-        watts = f", {found['power_w']:.0f} W idle" if "power_w" in found else ""
         torch = f", torch {environment['torch']}" if "torch" in environment else ""
         where = (
             f"{found['name']}, driver {found['driver']}, NVRTC {environment['nvrtc']}, "
-            f"CuPy {environment['cupy']}{torch}{watts}"
+            f"CuPy {environment['cupy']}{torch}"
         )
     mask = "causal" if problem["causal"] else "not causal"
     return (
