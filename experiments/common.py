@@ -302,6 +302,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
+def _lasting(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that a result depends on: not where it was written."""
+    kept = list(arguments)
+    for option in ("--json", "--plot"):
+        while option in kept:
+            del kept[kept.index(option) : kept.index(option) + 2]
+    return kept
+
+
 def run_grid(
     args: argparse.Namespace,
     name: str,
@@ -342,7 +351,7 @@ def run_grid(
         output.print_table(*table(found, baseline))
     record = {
         "experiment": name,
-        "command": " ".join(["python -m", f"experiments.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python -m", f"experiments.{name}", *_lasting(sys.argv[1:])]),
         "backend": "mirror" if args.quick else "cuda",
         "seed": args.seed,
         "rounds": 0 if args.quick else args.rounds,
