@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn import compile as kc
-from cupyattn.errors import KernelCompileError, UnsupportedError
+from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.launch import Operand, pack
 from cupyattn.quant import GROUP_ALL
@@ -169,17 +169,3 @@ def test_what_runs_spills_nothing(dtype, head_dim, group, arch) -> None:
         for entry in entries(plan):
             used = binary.kernels[entry]
             assert (used.spill_stores, used.spill_loads) == (0, 0), (entry, used)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"CFG_BLOCK_Q": 48, "CFG_GROUP_Q": 64}, "BLOCK_Q must hold whole groups of GROUP_Q rows"),
-        ({"CFG_GROUP_Q": 0}, "quantize needs GROUP_Q, the rows per scale"),
-    ],
-)
-def test_static_asserts_say_what_is_wrong(changes, sentence) -> None:
-    module = contiguous("float16", 64, 16).launches[0].module
-    defines = {**dict(module.defines), **changes}
-    with pytest.raises(KernelCompileError, match=sentence):
-        kc.build(kc.ModuleSpec(module.source, tuple(defines.items())), "sm_80")

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn import compile as compiler
 from cupyattn import device, registry
-from cupyattn.api import plans
+from cupyattn.api import HOPPER_CAPABILITY, plans
 from cupyattn.cli import output, verify
 from cupyattn.compile import ModuleSpec
 from cupyattn.measure import format_bytes
@@ -41,12 +41,18 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.threads < 1:
         raise ValueError(f"--threads must be at least 1, got {args.threads}")
-    specs = [spec for text in args.warm for spec in parse_spec(text)]
+    architectures = args.arch or _architectures()
+    jobs = [
+        (spec, arch)
+        for arch in architectures
+        for text in args.warm
+        for spec in parse_spec(text, arch)
+    ]
     if args.clear:
         kernels, references = compiler.cache_clear(), verify.clear_references()
         print(f"forgot {kernels} kernels and {references} references")
-    if specs:
-        _warm(specs, args.arch or _architectures(), args.threads)
+    if jobs:
+        _warm(list(dict.fromkeys(jobs)), args.threads)
     info = compiler.cache_info()
     references, size = verify.reference_info()
     print(f"{info.folder}")
@@ -60,16 +66,12 @@ def _architectures() -> list[str]:
         return list(compiler.supported_architectures())
     import cupy
 
-    return [compiler.device_architecture(int(cupy.cuda.Device().compute_capability))]
+    capability = int(cupy.cuda.Device().compute_capability)
+    own = [compiler.device_architecture(capability)]
+    return own if capability != HOPPER_CAPABILITY else [*own, "sm_90a"]
 
 
-def _warm(specs: list[ModuleSpec], architectures: list[str], threads: int) -> None:
-    jobs = [
-        (spec, arch)
-        for spec in specs
-        for arch in architectures
-        if spec.hopper <= (arch == "sm_90a")
-    ]
+def _warm(jobs: list[tuple[ModuleSpec, str]], threads: int) -> None:
     before = compiler.cache_info()
     with ThreadPoolExecutor(threads) as pool, output.progress("compiling", len(jobs)) as advance:
         running = {pool.submit(compiler.build, spec, arch): arch for spec, arch in jobs}
@@ -78,13 +80,14 @@ def _warm(specs: list[ModuleSpec], architectures: list[str], threads: int) -> No
             advance(running[future])
     compiled = compiler.cache_info().compiled - before.compiled
     print(
-        f"{len(jobs)} kernels for {', '.join(architectures)}: {compiled} compiled, "
+        f"{len(jobs)} kernels for {', '.join(dict.fromkeys(a for _, a in jobs))}: "
+        f"{compiled} compiled, "
         f"{len(jobs) - compiled} were there"
     )
 
 
-def parse_spec(text: str) -> list[ModuleSpec]:
-    """Return what a call like `text` compiles.
+def parse_spec(text: str, arch: str | None = None) -> list[ModuleSpec]:
+    """Return what a call like `text` compiles for an architecture.
 
     Raises
     ------
@@ -95,6 +98,8 @@ def parse_spec(text: str) -> list[ModuleSpec]:
     --------
     >>> [spec.source for spec in parse_spec("fa_tc:hd128:fp16:causal")]
     ['attn_fa_tc.cu']
+    >>> [spec.source for spec in parse_spec("fa_tc:hd128:fp16", "sm_90a")]
+    ['sm90/attn_fa_tc.cu']
     """
     name, _, rest = text.partition(":")
     size, dtype, *flags = (rest or ":").split(":")
@@ -106,6 +111,6 @@ def parse_spec(text: str) -> list[ModuleSpec]:
             f"got {text!r}"
         )
     x = np.zeros((1, 1, 4096, int(matched[1])), STORAGE[_DTYPES[dtype]])
-    given = Options(variant=name, causal="causal" in flags, return_lse="lse" in flags)
+    given = Options(variant=name, causal="causal" in flags, return_lse="lse" in flags, arch=arch)
     launches = (launch for plan in plans(resolve(x, x, x, given)) for launch in plan.launches)
     return list(dict.fromkeys(launch.module for launch in launches))

@@ -1,0 +1,95 @@
+"""Kernels state what they need of tiles and features: each ``static_assert`` trips, and says so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cupyattn import compile as kc
+from cupyattn.compile import KERNELS, ModuleSpec
+from cupyattn.errors import KernelCompileError
+from cupyattn.features import Features
+from cupyattn.tiles import Tiles
+
+#: A kernel's defines that hold every contract, by source.
+GOOD = {
+    "attn_fa.cu": Tiles(32, 32, 4),
+    "attn_fa_warps.cu": Tiles(32, 32, 4),
+    "attn_fa_tc.cu": Tiles(64, 64, 4, 2),
+    "attn_fa_int8.cu": Tiles(64, 64, 4, 2),
+    "quantize.cu": Tiles(64, 1, 4),
+    "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
+}
+#: Source, what is changed, and the sentence that must come back.
+BROKEN = [
+    ("attn_fa.cu", {"BLOCK_Q": 64, "NUM_WARPS": 1}, "BLOCK_Q must be at most NUM_THREADS"),
+    ("attn_fa.cu", {"HEAD_DIM": 0}, "HEAD_DIM must be 1 to 256"),
+    ("attn_fa.cu", {"HEAD_DIM": 264}, "HEAD_DIM must be 1 to 256"),
+    ("attn_fa.cu", {"NUM_WARPS": 33, "BLOCK_Q": 33}, "NUM_WARPS must be 1 to 32"),
+    ("attn_fa.cu", {"BLOCK_Q": 30}, "BLOCK_Q must be a multiple of NUM_WARPS"),
+    ("attn_fa.cu", {"HEAD_DIM": 36}, "HEAD_DIM must be a multiple of VEC"),
+    ("attn_fa.cu", {"DTYPE": 2}, "VEC elements must fit in one 16-byte access"),
+    ("attn_fa_warps.cu", {"BLOCK_KV": 48}, "BLOCK_KV must be a multiple of 32"),
+    ("attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
+    ("attn_fa_tc.cu", {"BLOCK_Q": 32}, "BLOCK_Q / NUM_WARPS must be a multiple of 16"),
+    ("attn_fa_tc.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16, the depth of an mma"),
+    ("attn_fa_tc.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
+    ("attn_fa_int8.cu", {"GROUP_Q": 0}, "fa_int8 needs GROUP_Q and GROUP_KV"),
+    ("attn_fa_int8.cu", {"BLOCK_Q": 32}, "BLOCK_Q / NUM_WARPS must be a multiple of 16"),
+    ("attn_fa_int8.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16"),
+    ("attn_fa_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
+    ("quantize.cu", {"GROUP_Q": 0}, "quantize needs GROUP_Q, the rows per scale"),
+    ("quantize.cu", {"BLOCK_Q": 48, "GROUP_Q": 64}, "BLOCK_Q must hold whole groups of GROUP_Q"),
+    ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
+    ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "the Hopper form of fa_tc takes HEAD_DIM up to 128"),
+    ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 128, "NUM_WARPS": 8}, "BLOCK_Q must be 192"),
+    ("sm90/attn_fa_tc.cu", {"NUM_WARPS": 12}, "NUM_WARPS must be 4 for every 64 rows"),
+    ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 112}, "BLOCK_KV must be 64, 96 or 128"),
+]
+#: Contracts of templates, tripped by a few lines of their own.
+TEMPLATES = [
+    ("int row_of() { return swizzle<3>(0, 0); }", "must hold an even number of 16-byte chunks"),
+    ("void copy(int* a) { cp_async<2>(a, a, true); }", "cp.async copies 4, 8 or 16 bytes"),
+]
+
+
+def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
+    features = Features("float16", 64, vec=8, group_q=16, group_kv=16)
+    defines = {**GOOD[source].defines(), **features.defines()}
+    defines |= {f"CFG_{name}": value for name, value in changes.items()}
+    return ModuleSpec(source, tuple(sorted(defines.items())))
+
+
+def arch_of(source: str) -> str:
+    return "sm_90a" if source.startswith("sm90/") else "sm_80"
+
+
+@pytest.mark.parametrize("source", GOOD)
+def test_without_a_change_it_compiles(source: str) -> None:
+    assert kc.build(spec_of(source, {}), arch_of(source)).kernels
+
+
+@pytest.mark.parametrize(("source", "changes", "sentence"), BROKEN)
+def test_a_broken_contract_comes_back_as_its_sentence(
+    source: str, changes: dict[str, int], sentence: str
+) -> None:
+    with pytest.raises(KernelCompileError, match=re.escape(sentence)):
+        kc.build(spec_of(source, changes), arch_of(source))
+
+
+@pytest.mark.parametrize(("line", "sentence"), TEMPLATES)
+def test_a_template_says_what_it_needs(line: str, sentence: str, tmp_path: Path) -> None:
+    source = tmp_path / "use.cu"
+    source.write_text(f'#include "prims/tile_io.cuh"\n__device__ {line}\n')
+    with pytest.raises(KernelCompileError, match=re.escape(sentence)):
+        kc.build(ModuleSpec(source), "sm_80")
+
+
+def test_every_contract_is_tripped() -> None:
+    """A new ``static_assert`` needs a line above."""
+    tested = [sentence for *_, sentence in BROKEN] + [sentence for _, sentence in TEMPLATES]
+    for path in sorted(KERNELS.rglob("*.cu*")):
+        for found in re.findall(r'static_assert\([^;]*?"([^"]+)"\s*\);', path.read_text()):
+            assert any(sentence in found for sentence in tested), f"{path.name}: {found}"
