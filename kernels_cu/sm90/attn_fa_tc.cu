@@ -37,16 +37,11 @@ constexpr int PRODUCER_REGISTERS = 32;
 constexpr int CONSUMER_REGISTERS = 160;
 constexpr int64_t L2_SHARE = 32 << 20;  // bytes of K and V that stay in the L2 cache
 
-struct WorkTile {
-  int q0;  // first query row, -1: there is no more work
-  int head, batch;
-};
-
 struct SharedStorage {
   alignas(1024) elem_t Q[Q_STAGES][BOXES][BLOCK_Q * BOX_COLS];
   alignas(1024) elem_t K[NUM_STAGES][BOXES][BLOCK_KV * BOX_COLS];
   alignas(1024) elem_t V[NUM_STAGES][BOXES][BLOCK_KV * BOX_COLS];
-  WorkTile tile[Q_STAGES];  // that Q belongs to
+  int tile[Q_STAGES];  // index of the work tile that Q belongs to, -1: there is no more
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
   Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
@@ -74,19 +69,22 @@ struct RingPosition {
   }
 };
 
-// Tile `index` of the call. Tiles are handed out as blocks become free: the longest causal rows
-// first, and only as many heads at a time as fit their K and V into the L2 cache.
-__device__ __forceinline__ WorkTile work_tile(const AttnParams& p, int index) {
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q), batch_heads = p.heads * p.batch;
-  if (index >= q_blocks * batch_heads) return {-1, 0, 0};
-  const int64_t head_bytes = int64_t(p.len_kv) * HEAD_DIM * 2 * sizeof(elem_t);
-  const int together = max(1, min(batch_heads, int(L2_SHARE / head_bytes)));
-  const int first = index / (together * q_blocks) * together;  // head of this group of heads
-  const int here = min(together, batch_heads - first);         // heads in this group
-  const int rest = index % (together * q_blocks);
-  const int batch_head = first + rest % here;
-  return {(q_blocks - 1 - rest / here) * BLOCK_Q, batch_head % p.heads, batch_head / p.heads};
-}
+// Which query rows of which head. Tiles are handed out as blocks become free: the longest causal
+// rows first, and only as many heads at a time as fit their K and V into the L2 cache.
+struct WorkTile {
+  int q0, head, batch;
+  __device__ __forceinline__ WorkTile(const AttnParams& p, int index) {
+    const int q_blocks = ceil_div(p.len_q, BLOCK_Q), batch_heads = p.heads * p.batch;
+    const int64_t head_bytes = int64_t(p.len_kv) * HEAD_DIM * 2 * sizeof(elem_t);
+    const int together = max(1, min(batch_heads, int(L2_SHARE / head_bytes)));
+    const int first = index / (together * q_blocks) * together;  // head of this group of heads
+    const int here = min(together, batch_heads - first);         // heads in this group
+    const int rest = index % (together * q_blocks);
+    q0 = (q_blocks - 1 - rest / here) * BLOCK_Q;
+    head = (first + rest % here) % p.heads;
+    batch = (first + rest % here) / p.heads;
+  }
+};
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     const __grid_constant__ AttnParams p, const __grid_constant__ TensorMap Q_map,
@@ -98,6 +96,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
   // live in uniform registers, where wgmma wants its descriptors.
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+  const int num_tiles = ceil_div(p.len_q, BLOCK_Q) * p.heads * p.batch;
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Q_STAGES; ++s) {
@@ -120,15 +119,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     while (true) {
-      // NOTE: one thread works out where a tile lies: its divisions would take each consumer as
-      // many issue slots as half a step.
-      const WorkTile tile = work_tile(p, atomicAdd(schedule.next_tile, 1));
+      const int index = atomicAdd(schedule.next_tile, 1);
       mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q is no longer read
-      smem.tile[Q_at.stage] = tile;
-      if (tile.q0 < 0) {
+      smem.tile[Q_at.stage] = index < num_tiles ? index : -1;
+      if (index >= num_tiles) {
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }
+      const WorkTile tile(p, index);
       const int head_kv = tile.head / (p.heads / p.heads_kv);
       // S1 load Q
       mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
@@ -164,9 +162,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   while (true) {
     // S0 locate
     mbarrier_wait_parity(smem.Q_full[Q_at.stage], Q_at.parity);  // Q has arrived
-    WorkTile tile = smem.tile[Q_at.stage];
-    tile.q0 = __shfl_sync(FULL_WARP, tile.q0, 0);  // uniform, as above: the steps depend on it
-    if (tile.q0 < 0) return;
+    const int index = __shfl_sync(FULL_WARP, smem.tile[Q_at.stage], 0);
+    if (index < 0) return;
+    const WorkTile tile(p, index);
     const int num_steps = ceil_div(kv_end(p, tile.q0, BLOCK_Q), BLOCK_KV);
     // NOTE: these 64 rows may need fewer keys than the tile: none past the end, fewer under a mask.
     const bool empty = tile.q0 + row0 >= p.len_q;
