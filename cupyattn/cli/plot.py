@@ -51,6 +51,7 @@ def draw_ladder(ladders: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path
     path : str
         Ends in .png, .svg or .pdf.
     """
+    import matplotlib
     from matplotlib.figure import Figure
 
     timed = any(row.get("tflops") for _, rows in ladders for row in rows)
@@ -68,7 +69,10 @@ def draw_ladder(ladders: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path
         _draw_error(axes[-1], rows, labels=not timed)
         wrapped = textwrap.fill(title, 62 * panels)
         axes[0].set_title(wrapped, loc="left", fontsize=9)
-    figure.savefig(path, dpi=150)
+    # The same rows give the same file: no date, no random names.
+    dated = {"Date": None} if path.endswith(".svg") else None
+    with matplotlib.rc_context({"svg.hashsalt": "cupyattn"}):
+        figure.savefig(path, dpi=150, metadata=dated)
 
 
 def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], labels: bool) -> list[float]:
