@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+import numpy as np
 
 from cupyattn import arrays, checks, registry
 from cupyattn.checks import AttentionCall
@@ -112,6 +115,10 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
                 f"{field.name} is not supported yet, only causal, grouped heads and any lengths "
                 "are: apply it to the scores with cupyattn.unfused in the meantime"
             )
+    _check_kind("tiles", options.tiles, Tiles, "a cupyattn.Tiles or None")
+    _check_kind("quant", options.quant, QuantConfig, "a cupyattn.QuantConfig or None")
+    _check_kind("causal", options.causal, (bool, np.bool_), "True or False")
+    _check_kind("scale", options.scale, numbers.Real, "a number or None")
     if options.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {options.layout!r}")
     if isinstance(q, QuantizedQKV):
@@ -181,6 +188,11 @@ def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:
 def to_bhsd(array: Any, layout: str) -> Any:
     """Return a view with heads before length, or back: the exchange is its own inverse."""
     return array.swapaxes(1, 2) if layout == "BSHD" and array.ndim == 4 else array
+
+
+def _check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
+    if value is not None and not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {wanted}, got {value!r:.60}")
 
 
 def _is_default(value: Any, default: Any) -> bool:

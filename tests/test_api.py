@@ -364,3 +364,17 @@ def test_a_name_is_registered_once_and_from_a_file(mine: registry.Variant, tmp_p
         register(mine, tmp_path / "attn_mine.cu")
     with pytest.raises(ValueError, match=r"must be an existing \.cu file, got .*attn_other\.cu"):
         register(replace(mine, name="other"), tmp_path / "attn_other.cu")
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"tiles": (64, 64)}, "tiles must be a cupyattn.Tiles or None, got (64, 64)"),
+        ({"quant": "token", "variant": "fa_int8"}, "quant must be a cupyattn.QuantConfig or None"),
+        ({"causal": np.ones((4, 4))}, "causal must be True or False, got array"),
+        ({"scale": "0.5"}, "scale must be a number or None, got '0.5'"),
+    ],
+)
+def test_options_of_another_kind(options: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(wanted)):
+        attention(*normal(), **options)
