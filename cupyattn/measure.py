@@ -21,7 +21,8 @@ from cupyattn.registry import Variant
 from cupyattn.request import Options, resolve
 from cupyattn.rounding import array_namespace, as_float64
 
-#: Where the rows next to tile edges lie in a sample: every rung's block_q divides it.
+#: Where the rows next to tile edges lie in a sample: the block_q of every portable form divides it,
+#: and every second edge of the Hopper form's tiles of 192 rows is a multiple of it.
 EDGE_ROWS = 128
 
 #: ``exact(q, k, v, rows=..., return_lse=True, **options) -> o, lse``:
@@ -340,9 +341,9 @@ def relative_error(o: Any, exact: Any) -> float:
 
 
 def judged_rows(call: AttentionCall, seed: int = 0) -> Any:
-    """Return the query rows to judge: all of a small input, else a sample with all tile edges.
+    """Return the query rows to judge: all of a small input, else a sample with tile edges.
 
-    One sample serves every rung: each tile's size divides EDGE_ROWS.
+    One sample, with the edges at multiples of EDGE_ROWS, serves every rung.
     """
     scores = call.batch * call.heads * call.len_q * call.len_kv
     if scores <= testing.SMALL_CELL:

@@ -85,8 +85,9 @@ class Variant:
 _ALL = ("float16", "bfloat16", "float32")
 _16_BIT = ("float16", "bfloat16")
 
-#: Default tiles by largest head_dim: measured by experiments/tile_sweep.py among those that do not
-#: spill and fit in 99 KB.
+#: Default tiles by largest head_dim, among those that do not spill and fit in 99 KB. How far those of
+#: fa_tc and fa_int8 are from the fastest: experiments/results/NOTES.md, "Tiles". Those of the plain
+#: rungs were chosen to be read, not swept.
 _TILES = {
     "unfused": {256: Tiles(32, 32, 4)},
     "fa": {128: Tiles(32, 32, 4), 256: Tiles(16, 16, 4)},

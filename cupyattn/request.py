@@ -19,7 +19,7 @@ from cupyattn.rounding import array_namespace
 from cupyattn.tiles import Tiles
 
 #: What ``variant="auto"`` runs by accuracy class and dtype: the fastest rung of the class in
-#: experiments/results/ladder.json.
+#: experiments/results/ladder.json, which is of float16; float32 takes the fastest that it can.
 AUTO = {
     "full": {"float16": "fa_tc", "bfloat16": "fa_tc", "float32": "fa_warps"},
     "balanced": dict.fromkeys(("float16", "bfloat16", "float32"), "fa_int8"),
@@ -51,6 +51,10 @@ class Options:
     arch: str | None = None
     backend: str | None = None
     check_finite: bool = False
+
+
+#: Those of NOT_YET, and the value that means "absent".
+_ABSENT = {field.name: field.default for field in fields(Options) if field.name in NOT_YET}
 
 
 @dataclass(frozen=True)
@@ -109,10 +113,10 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention` says.
     """
-    for field in fields(Options):
-        if field.name in NOT_YET and not _is_default(getattr(options, field.name), field.default):
+    for name, default in _ABSENT.items():
+        if not _is_default(getattr(options, name), default):
             raise UnsupportedError(
-                f"{field.name} is not supported yet, only causal, grouped heads and any lengths "
+                f"{name} is not supported yet, only causal, grouped heads and any lengths "
                 "are: apply it to the scores with cupyattn.unfused in the meantime"
             )
     _check_kind("tiles", options.tiles, Tiles, "a cupyattn.Tiles or None")

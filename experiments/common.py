@@ -349,15 +349,24 @@ def run_grid(
         problems.append(found)
         print(f"\n{problem.name}: {found['judged_rows']} rows of every head judged")
         output.print_table(*table(found, baseline))
+    content = {"rounds": 0 if args.quick else args.rounds, **(extra or {}), "problems": problems}
+    return keep(args, name, "mirror" if args.quick else "cuda", content)
+
+
+def keep(
+    args: argparse.Namespace, name: str, backend: str, content: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the record of an experiment, written where the arguments say.
+
+    A quick run is kept only where ``--json`` names a file.
+    """
     record = {
         "experiment": name,
         "command": " ".join(["python -m", f"experiments.{name}", *_lasting(sys.argv[1:])]),
-        "backend": "mirror" if args.quick else "cuda",
+        "backend": backend,
         "seed": args.seed,
-        "rounds": 0 if args.quick else args.rounds,
         "environment": device.environment(),
-        **(extra or {}),
-        "problems": problems,
+        **content,
     }
     target = args.json or (None if args.quick else RESULTS / f"{name}.json")
     if target is not None:

@@ -13,7 +13,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import device, timing
-from experiments import common, ladder, others, peers, tile_sweep
+from experiments import common, ladder, numerics_claims, others, peers, tile_sweep
 from experiments.common import Problem
 
 FOLDER = Path(ladder.__file__).parent
@@ -56,6 +56,22 @@ def test_the_peers_run_in_small(tmp_path: Path) -> None:
     text = peers.summary({"problems": [{"problem": {"name": "one"}, "rows": rows}]})
     assert text.splitlines()[0].split() == ["one", "0.500"], "the faster of the two rivals counts"
     assert text.splitlines()[1].endswith("0.500")
+
+
+def test_the_claims_are_those_of_the_record(capsys: pytest.CaptureFixture[str]) -> None:
+    """The page of mathematics quotes the record, and the record is what the code gives today."""
+    record = json.loads((FOLDER / "results" / "numerics_claims.json").read_text())
+    text = " ".join((FOLDER.parent / "docs" / "MATH_REFERENCE.md").read_text().split())
+    quoted = [r["bound_over_rms"] for r in record["bounds"]] + [
+        r["scores"] for r in record["codes"]
+    ]
+    quoted += [r["codes"] for r in record["codes"] if r["distribution"] == "normal"]
+    for value in quoted:
+        assert any(f"{100 * value:.{digits}g} %" in text for digits in (1, 2)), value
+    first = record["bounds"][1]
+    again = numerics_claims.sharpness(first["variant"], first["dtype"], 256, record["seed"])
+    assert again == pytest.approx(first["bound_over_rms"], rel=1e-3)
+    assert numerics_claims.main(["--quick"]) == 0 and "scores" in capsys.readouterr().out
 
 
 def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
