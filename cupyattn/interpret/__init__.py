@@ -1,0 +1,1 @@
+"""Runs the compiled kernels' PTX on NumPy: no GPU needed, and stricter than one."""
