@@ -489,9 +489,11 @@ class _Body:
             self._scope.branches.append((len(self.instructions), listed))
         elif listed:
             operands = self._operands(listed)
-        guard = predicate, match["negated"] == "!"
-        place = self._location, " ".join(statement.split()), self._text.line()
-        self.instructions.append(Instruction(opcode, modifiers, operands, *guard, None, *place))
+        negated, at, line = match["negated"] == "!", self._location, self._text.line()
+        text = " ".join(statement.split())
+        self.instructions.append(
+            Instruction(opcode, modifiers, operands, predicate, negated, None, at, text, line)
+        )
 
     # ---- operands --------------------------------------------------------------------------------
 
