@@ -12,239 +12,39 @@ import math
 import re
 import struct
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from cupyattn.errors import UnsupportedError
+from cupyattn.interpret.module import (
+    Address,
+    Immediate,
+    Instruction,
+    Kernel,
+    Location,
+    Module,
+    Negated,
+    Operand,
+    Pair,
+    Parameter,
+    Register,
+    Sink,
+    Special,
+    Symbol,
+    Variable,
+    Vector,
+)
 
-# ---- what a module consists of -------------------------------------------------------------------
+__all__ = [
+    "Address", "Immediate", "Instruction", "Kernel", "Location", "Module", "Negated", "Operand",
+    "Pair", "Parameter", "PtxError", "Register", "Sink", "Special", "Symbol", "Variable",
+    "Vector", "parse",
+]  # fmt: skip
 
 
 class PtxError(ValueError):
     """The text is not PTX that the parser can read; the message names the line and quotes it."""
-
-
-@dataclass(frozen=True)
-class Location:
-    """A source line, and the call that brought it where it stands.
-
-    Parameters
-    ----------
-    file : str
-        As the ``.file`` directive names it.
-    line : int
-        From 1; 0 where the compiler knows none.
-    inlined_at : Location or None
-        The call, where the line belongs to a function that was inlined.
-    """
-
-    file: str
-    line: int
-    inlined_at: Location | None
-
-    def chain(self) -> tuple[Location, ...]:
-        """Return this line, the call that inlined it, the call around that: innermost first."""
-        found: list[Location] = []
-        location: Location | None = self
-        while location is not None:
-            found.append(location)
-            location = location.inlined_at
-        return tuple(found)
-
-
-@dataclass(frozen=True)
-class Register:
-    """A register: its name, unique in its kernel, declared type, and place among those in use."""
-
-    name: str
-    type: str
-    index: int
-
-
-@dataclass(frozen=True)
-class Immediate:
-    """A number: an integer as written, or the bit pattern of a float (`kind` f32 or f64)."""
-
-    bits: int
-    kind: str
-
-
-@dataclass(frozen=True)
-class Special:
-    """A special register such as ``%tid.x``, or the constant ``WARP_SZ``."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """A variable or parameter; as an operand, its address."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Address:
-    """``[base+offset]``, for tensor copies ``[base, {coordinates}]``; ``name+8`` is one as well."""
-
-    base: Register | Symbol | Immediate
-    offset: int
-    coordinates: tuple[Operand, ...] = ()
-
-
-@dataclass(frozen=True)
-class Vector:
-    """``{a, b, ...}``."""
-
-    items: tuple[Operand, ...]
-
-
-@dataclass(frozen=True)
-class Negated:
-    """The predicate operand ``!%p1``."""
-
-    register: Register
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two results of one instruction, ``%r1|%p1``."""
-
-    first: Operand
-    second: Operand
-
-
-@dataclass(frozen=True)
-class Sink:
-    """``_``: a result that nobody wants."""
-
-
-Operand: TypeAlias = (
-    Register | Immediate | Special | Symbol | Address | Vector | Negated | Pair | Sink
-)
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction.
-
-    Parameters
-    ----------
-    opcode : str
-        ``"ld"``.
-    modifiers : tuple of str
-        ``("global", "v4", "u32")``; ``"shared::cta"`` is one modifier.
-    operands : tuple of Operand
-        As written, results first; empty for ``bra``, whose label is `target`.
-    predicate : Register or None
-        The guard, for ``@%p1`` and ``@!%p1``.
-    negated : bool
-        Whether the guard is ``@!%p1``.
-    target : int or None
-        Where ``bra`` goes: the index of an instruction, or the number of instructions where the
-        label ends the body.
-    location : Location or None
-        Source line; None before the first ``.loc`` of the kernel.
-    text : str
-        As written, white space collapsed, without the semicolon.
-    ptx_line : int
-        Line of the PTX text, from 1.
-    """
-
-    opcode: str
-    modifiers: tuple[str, ...]
-    operands: tuple[Operand, ...]
-    predicate: Register | None
-    negated: bool
-    target: int | None
-    location: Location | None
-    text: str
-    ptx_line: int
-
-    @property
-    def name(self) -> str:
-        """Opcode and modifiers as written."""
-        return ".".join((self.opcode, *self.modifiers))
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A variable in memory.
-
-    Parameters
-    ----------
-    name : str
-        Unique in its kernel, or in the module.
-    space : str
-        ``"global"``, ``"const"``, ``"shared"`` or ``"local"``.
-    align, size : int
-        Bytes; size 0 for ``extern`` arrays without extent.
-    values : bytes or None
-        Initial bytes, None without an initialiser (CUDA zeroes global and constant memory then).
-    extern : bool
-        Whether memory is given to it from outside: dynamic shared memory.
-    """
-
-    name: str
-    space: str
-    align: int
-    size: int
-    values: bytes | None
-    extern: bool
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A kernel's parameter; `offset` is its place in the buffer that the ABI packs."""
-
-    name: str
-    align: int
-    size: int
-    offset: int
-
-
-@dataclass(frozen=True, eq=False)
-class Kernel:
-    """One ``.entry``.
-
-    Parameters
-    ----------
-    name : str
-        Entry point.
-    parameters : tuple of Parameter
-        In order.
-    registers : tuple of Register
-        Those that instructions name, by index. One declared in an inner ``{ }`` has the number of
-        its scope in its name: ``p@3``.
-    instructions : tuple of Instruction
-        In order.
-    labels : dict of str to int
-        Index of the instruction that follows; labels of inner scopes are named as registers are.
-    variables : dict of str to Variable
-        Declared in the body.
-    max_threads : int or None
-        Of a block, by ``.maxntid`` or ``.reqntid``.
-    """
-
-    name: str
-    parameters: tuple[Parameter, ...]
-    registers: tuple[Register, ...]
-    instructions: tuple[Instruction, ...]
-    labels: dict[str, int]
-    variables: dict[str, Variable]
-    max_threads: int | None
-
-
-@dataclass(frozen=True, eq=False)
-class Module:
-    """One PTX text: ISA version, architecture, kernels, variables, source files by number."""
-
-    version: str
-    target: str
-    kernels: dict[str, Kernel]
-    variables: dict[str, Variable]
-    files: dict[int, str]
 
 
 def parse(text: str) -> Module:
@@ -285,9 +85,9 @@ _REGISTER_TYPES = {*_SIZES, "pred", "f16x2", "bf16", "bf16x2", "e4m3x2", "e5m2x2
 _NAME = r"[A-Za-z_$%][\w$]*"
 
 #: Directives of what the kernels have none of.
-_CALLS = ("func", "alias", "branchtargets", "calltargets", "callprototype")
+_CALLS = ("func", "alias", "param", "branchtargets", "calltargets", "callprototype")
 
-_BLANKS = re.compile(r"\s*")
+_TEXT = re.compile(r"\S")
 _STRING_OR_COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"\n]*)"[^\n]*')
 #: What stands in a module beside kernels and variables; the groups name what to keep.
@@ -309,8 +109,9 @@ _PARAMETER = re.compile(
     rf"\s+(?P<name>{_NAME})\s*(?:\[\s*(?P<extent>\d+)\s*\])?"
 )
 _TUNING = re.compile(
-    r"\.(?P<name>maxntid|reqntid|minnctapersm|maxnctapersm|maxnreg|reqnctapercluster"
-    r"|explicitcluster|maxclusterrank|pragma)\b\s*(?P<numbers>[\d,\s]*|\"[^\"]*\"\s*;)\s*"
+    r"\.(?:maxntid|reqntid)\s+(?P<threads>\d+(?:\s*,\s*\d+)*)|\.explicitcluster"
+    r"|\.(?:minnctapersm|maxnctapersm|maxnreg|maxclusterrank|reqnctapercluster)\s+[\d\s,]+"
+    r'|\.pragma\s+"[^"]*"\s*;'
 )
 _VARIABLE = re.compile(
     r"(?P<linkage>(?:\.(?:visible|weak|common|extern)\s+)*)\.(?P<space>global|const|shared|local)\s+"
@@ -331,12 +132,12 @@ _INSTRUCTION = re.compile(
     r"(?P<name>[a-z]\w*(?:\.[\w:]+)*)(?:\s+(?P<operands>.*))?",
     re.DOTALL,
 )
-_REG = re.compile(rf"\.reg\s+\.(\w+)\s+((?:{_NAME}(?:<\d+>)?\s*,?\s*)+)")
+_REG = re.compile(rf"\.reg\s+\.(\w+)\s+({_NAME}(?:<\d+>)?(?:\s*,\s*{_NAME}(?:<\d+>)?)*)")
 #: A comma between operands: no brace or bracket closes behind it that does not open behind it.
 _COMMA = re.compile(r",(?![^{}]*\}|[^\[\]]*\])")
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0|[1-9]\d*)U?")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})|(-?\d+\.\d*(?:[eE][+-]?\d+)?)")
-_ADDRESS = re.compile(r"([\w$%]+|-\d+)\s*(?:(\+\s*-?|-)\s*(\w+))?\s*(?:,\s*\{([^{}]*)\})?")
+_ADDRESS = re.compile(r"([\w$%]+)\s*(?:(\+\s*-?|-)\s*(\w+))?\s*(?:,\s*\{([^{}]*)\})?")
 _SPECIAL = re.compile(
     r"%(?:n?tid|n?ctaid|n?clusterid|cluster_n?ctaid)\.[xyzw]|WARP_SZ"
     r"|%(?:laneid|n?warpid|n?smid|gridid|lanemask_(?:eq|le|lt|ge|gt)|clock(?:_hi|64)?"
@@ -359,14 +160,14 @@ class _Text:
         """Return the number of the line, from 1."""
         return bisect_right(self._starts, self.where)
 
-    def start_of(self, line: int) -> int:
-        """Return the offset of a line."""
-        return self._starts[line - 1]
+    def go_to(self, line: int) -> None:
+        """Move to the start of a line."""
+        self.where = self._starts[line - 1]
 
     def skip_blanks(self, offset: int) -> int:
         """Move to the first character from `offset` on that is no white space."""
-        match = _BLANKS.match(self.text, offset)
-        self.where = offset if match is None else match.end()
+        match = _TEXT.search(self.text, offset)
+        self.where = match.start() if match else len(self.text)
         return self.where
 
     def _quoted(self, sentence: str) -> str:
@@ -422,7 +223,7 @@ def _module(text: _Text) -> Module:
             _declare(text, match[0].rstrip(";"), variables)
         else:
             _reject_directive(text, text.text[offset:])
-            text.fail("no ';' ends this statement")
+            text.fail("this is no directive that ends with a ';'")
         offset = text.skip_blanks(match.end())
     text.where = 0
     for name in ("version", "target"):
@@ -461,24 +262,21 @@ def _declare(text: _Text, statement: str, into: dict[str, Variable]) -> None:
         text.fail(f"{name} has no extent")
     values = None
     if match["initialiser"] is not None:
-        values = _initialiser(text, match["initialiser"].strip(), kind, size)
+        values = _initialiser(text, match["initialiser"].strip(), name, kind, size)
     align = int(match["align"] or _SIZES[kind])
     into[name] = Variable(name, match["space"], align, size, values, extern)
 
 
-def _initialiser(text: _Text, initialiser: str, kind: str, size: int) -> bytes:
+def _initialiser(text: _Text, initialiser: str, name: str, kind: str, size: int) -> bytes:
+    """Return the bytes that an initialiser gives a variable, padded with zeros."""
     inner = re.fullmatch(r"\{(.*)\}", initialiser, re.DOTALL)
+    width = _SIZES[kind]
     content = b""
     for item in inner[1].split(",") if inner else [initialiser]:
         number = _number(item.strip())
-        if number is None or (number.kind == "int") != (kind[0] in "bsu"):
-            text.fail(f"{item.strip()!r} is no initial value of type .{kind}")
-        if number.kind == "f64" and kind == "f32":
-            (value,) = struct.unpack("<d", number.bits.to_bytes(8, "little"))
-            content += struct.pack("<f", value)
-        else:
-            width = _SIZES[kind]
-            content += (number.bits % (1 << 8 * width)).to_bytes(width, "little")
+        if number is None or (number.kind != kind if kind[0] == "f" else number.kind != "int"):
+            text.fail(f"this gives {name} no value of type .{kind}; is a ';' missing?")
+        content += (number.bits % (1 << 8 * width)).to_bytes(width, "little")
     if len(content) > size:
         text.fail(f"the initialiser has {len(content)} bytes, the variable {size}")
     return content.ljust(size, b"\0")
@@ -491,19 +289,12 @@ def _kernel(
     name = header[1]
     parameters = _parameters(text, header[2] or "")
     body = _Body(text, {*variables, *(parameter.name for parameter in parameters)}, files)
-    max_threads = _max_threads(text, header[3], header.start(3))
+    max_threads = _max_threads(text, *header.span(3))
     end = body.read(name, header.end())
     text.where = header.start()
-    kernel = Kernel(
-        name,
-        parameters,
-        tuple(body.registers),
-        tuple(body.instructions),
-        body.labels,
-        body.variables,
-        max_threads,
-    )
-    return kernel, end
+    registers, instructions = tuple(body.registers), tuple(body.instructions)
+    labels, own = body.labels, body.variables
+    return Kernel(name, parameters, registers, instructions, labels, own, max_threads), end
 
 
 def _parameters(text: _Text, declarations: str) -> tuple[Parameter, ...]:
@@ -522,16 +313,16 @@ def _parameters(text: _Text, declarations: str) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-def _max_threads(text: _Text, directives: str, start: int) -> int | None:
+def _max_threads(text: _Text, start: int, end: int) -> int | None:
     """Read what stands between parameters and body."""
     found = None
     offset = text.skip_blanks(start)
-    while offset < start + len(directives):
+    while offset < end:
         match = _TUNING.match(text.text, offset)
         if match is None:
             text.fail("unknown directive before the body of a kernel")
-        if match["name"] in ("maxntid", "reqntid"):
-            found = math.prod(int(number) for number in match["numbers"].split(","))
+        if match["threads"]:
+            found = math.prod(int(number) for number in match["threads"].split(","))
         offset = text.skip_blanks(match.end())
     return found
 
@@ -626,9 +417,8 @@ class _Body:
             elif scope.parent is not None:
                 scope.parent.branches.append((index, label))
             else:
-                line = self.instructions[index].ptx_line
-                self._text.where = self._text.start_of(line)
-                self._text.fail(f"there is no label {label}")
+                self._text.go_to(self.instructions[index].ptx_line)
+                self._text.fail(f"there is no label {label!r}")
         self.labels |= {scope.named(label): index for label, index in scope.labels.items()}
         return scope.parent
 
@@ -639,25 +429,28 @@ class _Body:
 
     def _loc(self, arguments: str) -> None:
         match = _LOC.fullmatch(arguments)
-        if match is None or int(match[1]) not in self._files:
-            self._text.fail("this .loc names no position in a file of the module")
+        if match is None:
+            self._text.fail("this .loc names no position")
         call = None
         if match[4]:
-            # The compiler gives the position of a call before any line that the call brought in.
+            # Where the call itself was inlined stood in the last .loc of its position.
             call = self._locations.get(match.group(4, 5, 6))
             if call is None:
-                if int(match[4]) not in self._files:
-                    self._text.fail("this .loc is inlined at no file of the module")
-                call = Location(self._files[int(match[4])], int(match[5]), None)
-        self._location = Location(self._files[int(match[1])], int(match[2]), call)
+                call = Location(self._file(match[4]), int(match[5]), None)
+        self._location = Location(self._file(match[1]), int(match[2]), call)
         self._locations[match.group(1, 2, 3)] = self._location
+
+    def _file(self, number: str) -> str:
+        if int(number) not in self._files:
+            self._text.fail(f"the module has no .file {number}")
+        return self._files[int(number)]
 
     def _statement(self, statement: str) -> None:
         if statement[0] != ".":
             self._instruction(statement)
         elif statement.startswith(".reg"):
             self._declare_registers(statement)
-        elif not statement.startswith(".pragma"):
+        elif statement.split()[0] != ".pragma":
             _declare(self._text, statement, self.variables)
             self._symbols |= self.variables.keys()
 
@@ -696,18 +489,10 @@ class _Body:
             self._scope.branches.append((len(self.instructions), listed))
         elif listed:
             operands = self._operands(listed)
+        negated, at, line = match["negated"] == "!", self._location, self._text.line()
+        text = " ".join(statement.split())
         self.instructions.append(
-            Instruction(
-                opcode,
-                modifiers,
-                operands,
-                predicate,
-                match["negated"] == "!",
-                None,
-                self._location,
-                " ".join(statement.split()),
-                self._text.line(),
-            )
+            Instruction(opcode, modifiers, operands, predicate, negated, None, at, text, line)
         )
 
     # ---- operands --------------------------------------------------------------------------------
@@ -742,7 +527,7 @@ class _Body:
         named = self._named(item)
         if named is not None:
             return named
-        if _ADDRESS.fullmatch(item):
+        if item.partition("+")[0].strip() in self._symbols:
             return self._address(item, item)
         self._no_operand(item)
 

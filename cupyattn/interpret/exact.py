@@ -1,0 +1,252 @@
+"""Correct rounding: sums and products of floats as if computed exactly and rounded once.
+
+The tool is round to odd. A float64 whose last bit is set where anything was lost, and is exact
+where nothing was, remembers on which side of every number of a narrower format, and of every
+midpoint between two, the exact value lies: so it rounds to that format, in any direction, as the
+exact value does (S. Boldo and G. Melquiond, "Emulation of a FMA and correctly rounded sums:
+proved algorithms using rounding to odd", IEEE Trans. Computers 57, 2008).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from cupyattn.interpret.operation import DTYPES
+from cupyattn.rounding import Array
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point type: its smallest normal number, and the only NaN that it computes."""
+
+    dtype: np.dtype[Any]
+    tiny: Any
+    nan: Any
+
+
+def _format(name: str, smallest: float, nan: int) -> Format:
+    dtype = DTYPES[name]
+    bits = np.array(nan, f"u{dtype.itemsize}")
+    return Format(dtype, dtype.type(smallest), bits.view(dtype)[()])
+
+
+FORMATS = {
+    "f16": _format("f16", 2.0**-14, 0x7FFF),
+    "bf16": _format("bf16", 2.0**-126, 0x7FFF),
+    "f32": _format("f32", 2.0**-126, 0x7FFFFFFF),
+    "f64": _format("f64", 2.0**-1022, 0x7FF8000000000000),
+}
+
+_ONE = np.uint64(1)
+#: The bits of a float64 below float32's last, and their value midway between two float32.
+_BELOW, _MIDWAY = np.uint64(0x1FFFFFFF), np.uint64(0x10000000)
+#: Twice the pattern of the smallest normal float32, less two: see `_rounds_twice`.
+_SUBNORMAL = np.uint64((897 << 53) - 2)
+
+
+def canonical(x: Array, fmt: Format) -> Array:
+    """Replace every NaN by the one that the hardware makes."""
+    nan = np.not_equal(x, x)
+    return np.where(nan, fmt.nan, x) if np.count_nonzero(nan) else x
+
+
+def flush(x: Array, fmt: Format) -> Array:
+    """Replace subnormal numbers by zeros of the same sign (``.ftz``)."""
+    return np.multiply(x, np.abs(x) >= fmt.tiny)
+
+
+def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """Return the float64 sum and what it lost: exactly a + b together, where nothing overflows."""
+    total = np.add(a, b)
+    from_b = np.subtract(total, a)
+    return total, np.add(np.subtract(a, np.subtract(total, from_b)), np.subtract(b, from_b))
+
+
+def round_to_odd(total: Array, lost: Array) -> Array:
+    """Return `total` + `lost`, a float64 and less than its last place, rounded to odd."""
+    bits = np.asarray(total).view(np.uint64)
+    away = np.equal(np.greater(lost, 0), np.greater(total, 0))
+    neighbour = np.where(away, np.add(bits, _ONE), np.subtract(bits, _ONE))
+    moves = np.logical_or(np.less(lost, 0), np.greater(lost, 0))  # false for a lost NaN
+    moves = np.logical_and(moves, np.equal(np.bitwise_and(bits, _ONE), 0))
+    return np.where(moves, neighbour, bits).view(np.float64)
+
+
+def adjust(rounded: Array, side: Array, rounding: str) -> Array:
+    """Turn numbers rounded to nearest into numbers rounded in a direction.
+
+    Parameters
+    ----------
+    rounded : array
+        Nearest numbers.
+    side : array
+        Sign of what the exact value has over `rounded`; 0 or NaN where they agree.
+    rounding : {"rn", "rz", "rm", "rp"}
+        To nearest, toward zero, down, up.
+    """
+    if rounding == "rn":
+        return rounded
+    infinity = rounded.dtype.type(np.inf)
+    if rounding == "rm":
+        return np.where(np.less(side, 0), np.nextafter(rounded, -infinity), rounded)
+    if rounding == "rp":
+        return np.where(np.greater(side, 0), np.nextafter(rounded, infinity), rounded)
+    beyond = np.where(np.signbit(rounded), np.greater(side, 0), np.less(side, 0))
+    toward_zero = np.nextafter(rounded, rounded.dtype.type(0))
+    return np.where(np.logical_and(beyond, np.not_equal(rounded, 0)), toward_zero, rounded)
+
+
+def narrow(x: Array, fmt: Format, rounding: str = "rn") -> Array:
+    """Round float64 to a narrower format, in PTX's directions ``rn rz rm rp``, once.
+
+    float64 to bfloat16 goes through float32 in the library, and would round twice.
+    """
+    if fmt.dtype == np.float64:
+        return x
+    if fmt.dtype == DTYPES["bf16"]:
+        near = x.astype(np.float32)
+        wide = near.astype(np.float64)
+        side = np.subtract(x, wide)
+        # Past the largest float32 the difference is infinite, and the odd neighbour the largest.
+        bits = near.view(np.uint32)
+        grows = np.equal(np.greater(side, 0), np.logical_not(np.signbit(near)))
+        odd = np.where(grows, np.add(bits, np.uint32(1)), np.subtract(bits, np.uint32(1)))
+        moves = np.logical_and(np.not_equal(side, 0), np.equal(side, side))
+        moves = np.logical_and(moves, np.equal(np.bitwise_and(bits, np.uint32(1)), 0))
+        rounded = np.where(moves, odd, bits).view(np.float32).astype(fmt.dtype)
+    else:
+        rounded = x.astype(fmt.dtype)
+    if rounding == "rn":
+        return rounded
+    return adjust(rounded, np.subtract(x, rounded.astype(np.float64)), rounding)
+
+
+def signed_zero(total: Array, a: Array, b: Array) -> Array:
+    """Return sums as rounding down has them: x - x is -0, unless both terms are +0."""
+    negative = np.logical_or(np.signbit(a), np.signbit(b))
+    return np.where(np.logical_and(np.equal(total, 0), negative), -0.0, total)
+
+
+def add(a: Array, b: Array, fmt: Format, rounding: str) -> Array:
+    """Return the float64 sum a + b, rounded once to a narrower format."""
+    total = round_to_odd(*two_sum(a, b))
+    return narrow(signed_zero(total, a, b) if rounding == "rm" else total, fmt, rounding)
+
+
+def _rounds_twice(total: Array) -> Array:
+    """Return where a sum, already rounded to float64, may round to float32 wrongly.
+
+    That is where it lies midway between two float32: as a normal one its 29 lowest bits tell; a
+    subnormal one is always suspected. Twice the pattern, less two, in unsigned arithmetic: the
+    sign falls out, and zero becomes the largest number.
+    """
+    bits = np.asarray(total).view(np.uint64)
+    midway = np.equal(np.bitwise_and(bits, _BELOW), _MIDWAY)
+    doubled = np.add(bits, bits)
+    return np.logical_or(midway, np.less(np.subtract(doubled, np.uint64(2)), _SUBNORMAL))
+
+
+def fma(a: Array, b: Array, c: Array, fmt: Format, rounding: str = "rn") -> Array:
+    """Return a * b + c of a format narrower than float64, rounded once."""
+    product = np.multiply(a.astype(np.float64), b.astype(np.float64))  # exact
+    addend = c.astype(np.float64)
+    if rounding == "rn" and fmt.dtype == np.float32:
+        total = np.add(product, addend)
+        if not np.count_nonzero(_rounds_twice(total)):
+            return total.astype(np.float32)
+    return add(product, addend, fmt, rounding)
+
+
+# ---- float64 -------------------------------------------------------------------------------------
+
+
+def _split(x: Array) -> tuple[Array, Array]:
+    """Return two float64 of 26 bits whose sum is x (Veltkamp)."""
+    scaled = np.multiply(x, 134217729.0)
+    high = np.subtract(scaled, np.subtract(scaled, x))
+    return high, np.subtract(x, high)
+
+
+def two_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """Return the float64 product and what it lost (Dekker), where nothing over- or underflows."""
+    product = np.multiply(a, b)
+    (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
+    lost = np.subtract(np.multiply(a_high, b_high), product)
+    lost = np.add(np.add(lost, np.multiply(a_high, b_low)), np.multiply(a_low, b_high))
+    return product, np.add(lost, np.multiply(a_low, b_low))
+
+
+def _as_float(exact: Fraction) -> float:
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.copysign(math.inf, exact)
+
+
+def fma64(a: Array, b: Array, c: Array, rounding: str = "rn") -> Array:
+    """Return a * b + c of float64, rounded once."""
+    product, low = two_product(a, b)
+    small, smallest = two_sum(low, c)
+    large, middle = two_sum(product, small)
+    fused = np.add(large, round_to_odd(*two_sum(middle, smallest)))
+    # Errors of products are exact in the middle of the range alone.
+    plain = np.add(np.multiply(a, b), c)
+    safe = np.abs(c) < 2.0**900
+    for factor in (a, b, product):
+        safe = safe & (np.abs(factor) > 2.0**-900) & (np.abs(factor) < 2.0**900)
+    finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+    rare = finite & ~safe & np.not_equal(a, 0) & np.not_equal(b, 0)
+    nearest: Array = np.where(safe, fused, plain)
+    # Rounded to zero or summed to it: only the plain sum has the sign right.
+    nearest = np.where(nearest == 0, plain, nearest)
+    if np.count_nonzero(rare):
+        lanes = np.broadcast_arrays(a, b, c, rare)
+        nearest = np.array(nearest)
+        for index in zip(*np.nonzero(lanes[3]), strict=True):
+            x, y, z = (Fraction(float(lane[index])) for lane in lanes[:3])
+            exact = x * y + z
+            if exact:
+                nearest[index] = _as_float(exact)
+    if rounding == "rn":
+        return nearest
+    if rounding == "rm":
+        nearest = signed_zero(nearest, np.multiply(a, b), c)
+    return directed64(nearest, lambda r, x, y, z: x * y + z - r, rounding, a, b, c)
+
+
+def directed64(
+    nearest: Array, excess: Callable[..., Fraction], rounding: str, *sources: Array
+) -> Array:
+    """Round float64 results in a direction, by exact comparison, lane by lane.
+
+    Parameters
+    ----------
+    nearest : array
+        Results rounded to nearest.
+    excess : callable
+        Takes `nearest` and the sources of a lane as fractions, returns a number of the sign that
+        the exact result less `nearest` has.
+    rounding : {"rn", "rz", "rm", "rp"}
+        Direction.
+    *sources : array
+        Lanes with a source that is not finite keep the nearest result.
+    """
+    if rounding == "rn":
+        return nearest
+    lanes = np.broadcast_arrays(nearest, *sources)
+    side = np.zeros(lanes[0].shape, np.int8)
+    for index in np.ndindex(side.shape):
+        result, *values = (float(lane[index]) for lane in lanes)
+        if all(map(math.isfinite, values)) and not math.isnan(result):
+            if math.isinf(result):  # an overflow: the exact result is finite
+                side[index] = -1 if result > 0 else 1
+            else:
+                exactly = excess(Fraction(result), *map(Fraction, values))
+                side[index] = (exactly > 0) - (exactly < 0)
+    return adjust(nearest, side, rounding)

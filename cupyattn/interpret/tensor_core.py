@@ -1,0 +1,329 @@
+"""Tensor-core instructions on arrays of registers: fragments, products, and moves of 8 x 8 tiles.
+
+Arrays of registers are shaped (warps, 32, registers) and hold uint32 bit patterns. Which register
+of which lane holds which element of a matrix is PTX's fragment layout (PTX ISA, "Matrix fragments
+for mma.m16n8k*"): with g = lane / 4, t = lane % 4 and E elements to a register, all of them are
+
+* A [16, K]: register r holds row g + 8 (r % 2), columns 4E (r / 2) + E t + 0 .. E - 1;
+* B [K, 8]: register r holds rows 4E r + E t + 0 .. E - 1 of column g;
+* C, D [16, 8] in 32 bits: register r holds row g + 8 (r / 2), column 2 t + r % 2;
+* C, D [16, 8] in float16: register r holds row g + 8 r, columns 2 t and 2 t + 1.
+
+Integer products are exact. Floating-point products are exact too; their sum, with C, is taken in
+float64 and rounded once, toward zero, to float32. Tensor cores align the addends to the largest
+and cut off what lies below: `accumulation_error` bounds the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.interpret import exact
+from cupyattn.interpret.exact import FORMATS
+from cupyattn.interpret.operation import match
+from cupyattn.numerics import TENSOR_CORE_ROUNDOFF
+from cupyattn.rounding import Array
+
+Index = npt.NDArray[np.intp]
+
+LANES = np.arange(32)
+#: Row and column within an 8 x 8 tile of the first element that a lane's register holds, by pairs.
+ROW_OF_LANE, PAIR_OF_LANE = LANES // 4, LANES % 4
+
+# ---- elements ------------------------------------------------------------------------------------
+
+#: Bits of an element of each operand type.
+ELEMENT_BITS = {
+    "f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4,
+}  # fmt: skip
+_NUMBERS = {
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "s8": np.dtype(np.int8),
+    "u8": np.dtype(np.uint8),
+    "tf32": np.dtype(np.float32),
+}
+#: Bits of a float32 that tf32 has not: tensor cores do not look at them.
+_TF32_MASK = np.uint32(0xFFFFE000)
+
+
+def elements(registers: Array, kind: str) -> Array:
+    """Return the values of the elements in registers, in float64, lowest bits first.
+
+    Parameters
+    ----------
+    registers : array, (..., count)
+        uint32 patterns.
+    kind : str
+        Element type, a key of `ELEMENT_BITS`.
+
+    Returns
+    -------
+    array, (..., count * elements to a register)
+    """
+    registers = np.ascontiguousarray(registers)
+    if kind in ("s4", "u4"):
+        octets = registers.view(np.uint8)
+        nibbles = np.stack((octets & 15, octets >> 4), -1).reshape(*octets.shape[:-1], -1)
+        values = nibbles.astype(np.float64)
+        return np.where(values > 7, values - 16, values) if kind == "s4" else values
+    if kind == "tf32":
+        registers = registers & _TF32_MASK
+    return registers.view(_NUMBERS[kind]).astype(np.float64)
+
+
+# ---- fragments -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Where the elements of a matrix lie in the registers of a warp.
+
+    Parameters
+    ----------
+    registers : int
+        Registers of a lane.
+    place : array of int, (rows, columns)
+        Index of each element among the elements of all lanes, lane by lane.
+    """
+
+    registers: int
+    place: Index
+
+    def gather(self, values: Array) -> Array:
+        """Turn the elements of lanes (warps, 32, elements) into matrices (warps, rows, columns)."""
+        return values.reshape(len(values), -1)[:, self.place]
+
+    def scatter(self, matrices: Array) -> Array:
+        """Turn matrices (warps, rows, columns) into the elements of lanes (warps, 32, elements)."""
+        flat = matrices.reshape(len(matrices), -1)
+        lanes = np.empty_like(flat)
+        lanes[:, self.place.ravel()] = flat
+        return lanes.reshape(len(flat), 32, -1)
+
+
+def _fragment(
+    rows: int, columns: int, count: int, per_register: int, at: Callable[..., tuple[Index, Index]]
+) -> Fragment:
+    """Build a fragment from the row and column of element i of register r of a lane."""
+    lane, register, i = np.indices((32, count, per_register))
+    row, column = at(lane // 4, lane % 4, register, i)
+    place = np.empty((rows, columns), np.intp)
+    place[row, column] = (lane * count + register) * per_register + i
+    return Fragment(count, place)
+
+
+@cache
+def fragment_a(depth: int, bits: int) -> Fragment:
+    """Return the fragment of A [16, depth]."""
+    E = 32 // bits
+    return _fragment(
+        16, depth, depth // (2 * E), E,
+        lambda g, t, r, i: (g + 8 * (r % 2), 4 * E * (r // 2) + E * t + i),
+    )  # fmt: skip
+
+
+@cache
+def fragment_b(depth: int, bits: int) -> Fragment:
+    """Return the fragment of B [depth, 8]."""
+    E = 32 // bits
+    return _fragment(depth, 8, depth // (4 * E), E, lambda g, t, r, i: (4 * E * r + E * t + i, g))
+
+
+@cache
+def fragment_c(bits: int) -> Fragment:
+    """Return the fragment of C and D [16, 8], of 32 or 16 bits."""
+    if bits == 32:
+        return _fragment(16, 8, 4, 1, lambda g, t, r, i: (g + 8 * (r // 2), 2 * t + r % 2))
+    return _fragment(16, 8, 2, 2, lambda g, t, r, i: (g + 8 * r, 2 * t + i))
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+def accumulation_error(products: int, magnitude: Array) -> Array:
+    """Bound how far a tensor core's sum may lie from the model's.
+
+    Parameters
+    ----------
+    products : int
+        Products in a sum.
+    magnitude : array
+        |c| + sum |a b|.
+
+    Notes
+    -----
+    By T3 of docs/MATH_REFERENCE.md each addend but the largest loses less than
+    ``TENSOR_CORE_ROUNDOFF`` of the largest when it is aligned, and cutting the sum to 24 bits
+    loses that much of it: `products` + 1 losses. The model's own rounding is one more, and that of
+    float64 far below it. Results below the smallest normal float32 may differ by one subnormal.
+    """
+    return (products + 2) * TENSOR_CORE_ROUNDOFF * magnitude + 2.0**-149
+
+
+def _accumulate(products: Array, c: Array, kind: str) -> Array:
+    """Round exact sums plus c to the type of an accumulator."""
+    total = exact.narrow(np.add(products, c), FORMATS["f32"], "rz")
+    if kind == "f16":
+        total = exact.narrow(total.astype(np.float64), FORMATS["f16"])
+    return exact.canonical(total, FORMATS[kind])
+
+
+@dataclass(frozen=True)
+class Mma:
+    """A form of ``mma.sync``: how many registers each operand has, and its fragments."""
+
+    a_type: str
+    b_type: str
+    c_type: str
+    d_type: str
+    saturates: bool
+    a: Fragment
+    b: Fragment
+    c: Fragment
+    d: Fragment
+
+    def __call__(self, a: Array, b: Array, c: Array) -> Array:
+        """Return D = A B + C in registers (warps, 32, registers)."""
+        left = self.a.gather(elements(a, self.a_type))
+        right = self.b.gather(elements(b, self.b_type))
+        products = np.matmul(left, right)
+        c = np.ascontiguousarray(c)
+        if self.c_type == "s32":
+            total = products.astype(np.int64) + self.c.gather(c.view(np.int32))
+            if self.saturates:
+                total = np.clip(total, -(2**31), 2**31 - 1)
+            return self.d.scatter(total.astype(np.int32).view(np.uint32))
+        addend = self.c.gather(c.view(FORMATS[self.c_type].dtype)).astype(np.float64)
+        result = self.d.scatter(_accumulate(products, addend, self.d_type))
+        return result.view(np.uint32)
+
+
+#: Depths of m16n8 products by the type of A.
+_DEPTHS = {
+    "f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8), "e4m3": (16, 32), "e5m2": (16, 32),
+    "s8": (16, 32), "u8": (16, 32), "s4": (32, 64), "u4": (32, 64),
+}  # fmt: skip
+#: Types that may be mixed, and those of their accumulators.
+_FAMILIES = (
+    (("f16",), ("f16", "f32")),
+    (("bf16",), ("f32",)),
+    (("tf32",), ("f32",)),
+    (("e4m3", "e5m2"), ("f16", "f32")),
+    (("s8", "u8"), ("s32",)),
+    (("s4", "u4"), ("s32",)),
+)
+
+
+@cache
+def find_mma(modifiers: tuple[str, ...]) -> Mma | None:
+    """Return the product that ``mma`` of these modifiers computes, None if it is not known here.
+
+    Parameters
+    ----------
+    modifiers : tuple of str
+        E.g. ``("sync", "aligned", "m16n8k16", "row", "col", "f32", "f16", "f16", "f32")``.
+    """
+    shapes = "|".join(f"m16n8k{k}" for k in (4, 8, 16, 32, 64))
+    operands, accumulators = "|".join(ELEMENT_BITS), "f16|f32|s32"
+    found = match(
+        modifiers, "sync", "aligned", shapes, "row", "col", "satfinite?", accumulators, operands,
+        operands, accumulators,
+    )  # fmt: skip
+    if not found:
+        return None
+    shape, saturates = found[2], bool(found[5])
+    d_type, a_type, b_type, c_type = found[6:]
+    depth, bits = int(shape.rpartition("k")[2]), ELEMENT_BITS[a_type]
+    for types, sums in _FAMILIES:
+        if a_type in types and b_type in types and c_type in sums and d_type in sums:
+            break
+    else:
+        return None
+    if depth not in _DEPTHS[a_type] or (saturates and c_type != "s32"):
+        return None
+    c, d = (fragment_c(16 if kind == "f16" else 32) for kind in (c_type, d_type))
+    a, b = fragment_a(depth, bits), fragment_b(depth, bits)
+    return Mma(a_type, b_type, c_type, d_type, saturates, a, b, c, d)
+
+
+def mma(modifiers: tuple[str, ...], a: Array, b: Array, c: Array) -> Array:
+    """Return D = A B + C of whole warps.
+
+    Parameters
+    ----------
+    modifiers : tuple of str
+        Those of a product that `find_mma` knows.
+    a, b, c : array of uint32, (warps, 32, registers)
+
+    Returns
+    -------
+    array of uint32, (warps, 32, registers)
+
+    Raises
+    ------
+    ValueError
+        If `find_mma` does not know the modifiers.
+    """
+    product = find_mma(modifiers)
+    if product is None:
+        raise ValueError(f"mma.{'.'.join(modifiers)} is not known")
+    return product(a, b, c)
+
+
+# ---- 8 x 8 tiles ---------------------------------------------------------------------------------
+
+
+def ldmatrix(rows: Array, transposed: bool) -> Array:
+    """Distribute 8 x 8 tiles of 16-bit elements over the lanes of warps.
+
+    Parameters
+    ----------
+    rows : array of uint32, (warps, 8 * tiles, 4)
+        The 16 bytes at the address of each lane in use; lane i gives row i % 8 of tile i / 8.
+    transposed : bool
+        ``.trans``.
+
+    Returns
+    -------
+    array of uint32, (warps, 32, tiles)
+        Lane 4 r + c holds elements 2 c and 2 c + 1 of row r of each tile, or of its column r.
+    """
+    tiles = rows.reshape(len(rows), -1, 8, 4)
+    if transposed:
+        tiles = _transpose(tiles)
+    return np.ascontiguousarray(tiles.reshape(*tiles.shape[:2], 32).swapaxes(1, 2))
+
+
+def stmatrix(registers: Array, transposed: bool) -> Array:
+    """Collect 8 x 8 tiles from the lanes of warps: the reverse of `ldmatrix`.
+
+    Parameters
+    ----------
+    registers : array of uint32, (warps, 32, tiles)
+    transposed : bool
+        ``.trans``.
+
+    Returns
+    -------
+    array of uint32, (warps, 8 * tiles, 4)
+        The 16 bytes to be stored at the address of each lane in use.
+    """
+    tiles = np.ascontiguousarray(registers.swapaxes(1, 2)).reshape(len(registers), -1, 8, 4)
+    if transposed:
+        tiles = _transpose(tiles)
+    return tiles.reshape(len(tiles), -1, 4)
+
+
+def _transpose(tiles: Array) -> Array:
+    """Transpose 8 x 8 tiles of 16-bit elements, given by the words (..., 8, 4) of their rows."""
+    flipped = np.ascontiguousarray(tiles).view(np.uint16).swapaxes(-1, -2)
+    return np.ascontiguousarray(flipped).view(np.uint32)
