@@ -240,9 +240,7 @@ class Copies:
             if not here.all():
                 rest = ~here
                 left.append(
-                    Copy(
-                        copy.lanes[rest], copy.groups[rest], copy.offset[rest], copy.data[rest]
-                    )
+                    Copy(copy.lanes[rest], copy.groups[rest], copy.offset[rest], copy.data[rest])
                 )
         self._under_way = left
 
@@ -332,9 +330,7 @@ def load_rows(machine: Machine, address: Ints, lanes: Ints) -> npt.NDArray[np.ui
     return np.ascontiguousarray(gather(shared.data, offset, 4, 4).T)
 
 
-def store_rows(
-    machine: Machine, address: Ints, rows: npt.NDArray[np.uint32], lanes: Ints
-) -> None:
+def store_rows(machine: Machine, address: Ints, rows: npt.NDArray[np.uint32], lanes: Ints) -> None:
     """Store a row of 16 bytes, (lanes, 4), to shared memory for each lane."""
     shared = machine.shared
     machine.traffic["shared", "store"] += 16 * len(lanes)

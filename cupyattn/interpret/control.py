@@ -76,9 +76,11 @@ def barrier(inst: Instruction) -> Step | None:
     wait = modifiers == ("sync",)
 
     def execute(machine: Machine, lanes: Lanes) -> None:
-        wanted = None if count is None else int(np.broadcast_to(count(machine), machine.size)[
-            lanes.index[0]
-        ])
+        wanted = (
+            None
+            if count is None
+            else int(np.broadcast_to(count(machine), machine.size)[lanes.index[0]])
+        )
         if fixed:
             machine.arrive(int(number(machine)), wanted, lanes, wait=wait)
             return

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn import compile as compiler
-from cupyattn import launch
 from cupyattn.compile import Binary
 from cupyattn.errors import KernelLaunchError, UnsupportedError
 from cupyattn.interpret.machine import Machine
@@ -54,7 +53,7 @@ def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None
             )
     results = {name: np.array(a, order="K") for name, a in arrays.items() if a.flags.writeable}
     held = {**arrays, **results}
-    written = {name for name in held}
+    written = set(held)
     for work in plan.workspace:
         held[work.name] = np.zeros(work.shape, work.dtype)
         if work.zeros:
@@ -84,7 +83,9 @@ def run_launch(
     ready = program(binary.ptx, one.entry)
     limit = ready.kernel.max_threads
     if limit is not None and one.block > limit:
-        raise KernelLaunchError(f"{one.entry} takes up to {limit} threads, got a block of {one.block}")
+        raise KernelLaunchError(
+            f"{one.entry} takes up to {limit} threads, got a block of {one.block}"
+        )
     memory = GlobalMemory(ready.granules["global"])
     named = _names(one)
     addresses = {
@@ -139,9 +140,7 @@ def _variable(variable: Any) -> npt.NDArray[np.uint8]:
     return data
 
 
-def _params(
-    one: Launch, ready: Program, addresses: Mapping[str, int]
-) -> npt.NDArray[np.uint8]:
+def _params(one: Launch, ready: Program, addresses: Mapping[str, int]) -> npt.NDArray[np.uint8]:
     """Pack the parameters as the kernel's ABI places them."""
     declared = ready.kernel.parameters
     if len(declared) != len(one.templates):
@@ -164,6 +163,3 @@ def _params(
             )
         data[parameter.offset : parameter.offset + parameter.size] = filled.view(np.uint8)
     return data
-
-
-

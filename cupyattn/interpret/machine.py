@@ -242,7 +242,8 @@ class Machine:
         ):
             if bad.any():
                 self.report("divergence", message, self.lane, bad.ravel())
-        return first
+        members: npt.NDArray[np.uint32] = first.astype(np.uint32)
+        return members
 
     def met(self, lanes: Lanes) -> None:
         """Note that the lanes here of each warp have met, and are ordered from now on."""

@@ -39,6 +39,9 @@ class Space(Protocol):
     def store(self, address: Ints, values: Units, lanes: Ints) -> None:
         """Store (count, lanes) units."""
 
+    def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
+        """Check an atomic access; return the memory that it goes to, and the offsets in it."""
+
 
 def spread(first: Ints, lanes: Ints, count: int) -> tuple[Ints, Ints]:
     """Return the `count` consecutive numbers from each of `first`, and the lane of each."""
@@ -125,7 +128,12 @@ class GlobalMemory:
         self._report = report
 
     def add(
-        self, name: str, source: npt.NDArray[Any], *, initialised: bool = True, writable: bool = True
+        self,
+        name: str,
+        source: npt.NDArray[Any],
+        *,
+        initialised: bool = True,
+        writable: bool = True,
     ) -> int:
         """Copy an array to the device and return its address, equal to its own modulo 256.
 
@@ -327,8 +335,24 @@ class SharedMemory:
         return self.data, offset
 
 
-class LocalMemory:
+class _NotAtomic:
+    """Memory that only one lane, or nobody, can write: atomic operations on it make no sense."""
+
+    _report: Report
+    _name: str
+
+    def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
+        """Report the access."""
+        everything = np.ones(len(lanes), np.bool_)
+        message = f"an atomic operation on {self._name}"
+        self._report("out of bounds", message, lanes, everything, address)
+        raise AssertionError("a report does not return")
+
+
+class LocalMemory(_NotAtomic):
     """Every lane's own memory: arrays that the compiler could not keep in registers."""
+
+    _name = "local memory"
 
     def __init__(self, lanes: int, nbytes: int, report: Report) -> None:
         self.nbytes = nbytes
@@ -352,7 +376,9 @@ class LocalMemory:
         written = self._written[spread(offset, lanes, width)[0]].reshape(len(lanes), width)
         if not written.all():
             message = "local memory is read before anything was written there"
-            self._report("never written", message, lanes, ~written.all(axis=1), address)
+            self._report(
+                "never written", message, lanes, np.logical_not(written.all(axis=1)), address
+            )
         return gather(self._data, offset, unit, count)
 
     def store(self, address: Ints, values: Units, lanes: Ints) -> None:
@@ -363,8 +389,10 @@ class LocalMemory:
         scatter(self._data, offset, values)
 
 
-class ParamMemory:
+class ParamMemory(_NotAtomic):
     """The parameters of a launch, as the driver packs them."""
+
+    _name = "the parameters"
 
     def __init__(self, data: Bytes, report: Report) -> None:
         self.nbytes = data.size

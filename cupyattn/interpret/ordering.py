@@ -62,7 +62,7 @@ class Clocks:
         return before
 
     def views(self, lanes: Ints) -> Times:
-        """Return up to what time `lanes` come after each thread of their block: (lanes, threads)."""
+        """Return, for each of `lanes`, the time up to which it comes after each thread."""
         view: Times = np.maximum(self._seen[lanes], self.floor[lanes, None])
         row, thread = np.arange(len(lanes)), lanes % self.threads
         warp = (thread // WARP * WARP)[:, None] + np.arange(WARP)

@@ -6,8 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupyattn.interpret import semantics
-from cupyattn.interpret import access, control, scalar, warp  # noqa: F401  they fill the table
+from cupyattn.interpret import access, control, scalar, semantics, warp  # noqa: F401  they fill the table
 from cupyattn.interpret.memory import SHARED_BASE
 from cupyattn.interpret.ptx import Address, Instruction, Kernel, Symbol, Variable, Vector, parse
 from cupyattn.interpret.semantics import Step

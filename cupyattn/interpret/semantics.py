@@ -35,6 +35,7 @@ Read = Callable[["Machine"], Values]
 Write = Callable[["Machine", Values, "Lanes"], None]
 Execute = Callable[["Machine", "Lanes"], None]
 
+
 @dataclass(frozen=True)
 class Step:
     """One instruction, ready to run.
@@ -81,7 +82,7 @@ def access_width(instruction: Instruction) -> tuple[str, int] | None:
 
 
 #: How wide the accesses of each opcode are.
-ACCESSES: dict[str, Callable[[Instruction], "tuple[str, int] | None"]] = {}
+ACCESSES: dict[str, Callable[[Instruction], tuple[str, int] | None]] = {}
 
 
 # ---- operands ------------------------------------------------------------------------------------

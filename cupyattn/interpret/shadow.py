@@ -125,7 +125,7 @@ class Shadow:
     ) -> None:
         if written.max() <= 0:
             return
-        writer = self.writer[granules] - clocks.first
+        writer = (self.writer[granules] - clocks.first).astype(np.intp)
         before = clocks.ordered(lanes, writer, written) | (written <= 0)
         if not before.all():
             row = int(np.argmin(before))

@@ -168,8 +168,10 @@ def reduce(inst: Instruction) -> Step | None:
         for warp in lanes.warps:
             some = lanes.index[lanes.index // WARP == warp]
             of_warp = np.broadcast_to(values, machine.size)[some]
-            result[some] = _REDUCTIONS[kind](of_warp, dtype=dtype) if kind == "add" else (
-                _REDUCTIONS[kind](of_warp)
+            result[some] = (
+                _REDUCTIONS[kind](of_warp, dtype=dtype)
+                if kind == "add"
+                else (_REDUCTIONS[kind](of_warp))
             )
         write(machine, result, lanes)
 
