@@ -67,11 +67,11 @@ class Shadow:
 
     def before_read(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
         """Report what is wrong with `lanes` reading `granules`; note that they did."""
+        self._check_flights(granules, lanes, report, "read")
         written = self.written[granules]
         if written.min() < 0:
             message = f"{self.name} is read before anything was written there"
             report("never written", message, lanes, written < 0, granules * self.granule_bytes)
-        self._check_flights(granules, lanes, report, "read")
         if not self.readers or self._last_write > clocks.floor.min():
             self._check_writer(granules, lanes, written, clocks, report, "read")
         self.read[granules] = clocks.now
