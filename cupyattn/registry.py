@@ -97,7 +97,9 @@ _TILES = {
 }
 
 #: The same for the Hopper forms: four warps that copy, four for every 64 query rows.
-_HOPPER_TILES = {"fa_tc": {128: Tiles(192, 128, 16, 2)}}
+_HOPPER_TILES = {
+    "fa_tc": {128: Tiles(192, 128, 16, 2), 192: Tiles(128, 112, 12, 2), 256: Tiles(128, 80, 12, 2)}
+}
 
 VARIANTS: dict[str, Variant] = {
     name: Variant(name, idea, family, _TILES[name], dtypes, _HOPPER_TILES.get(name, {}))
