@@ -29,8 +29,7 @@ class Variant:
     dtypes : tuple of str
         Storage types that it takes.
     hopper_tiles : mapping of int to Tiles
-        The same for the Hopper form (``kernels_cu/sm90/``), up to the largest head_dim that it
-        takes; empty where there is none.
+        The same for the Hopper form (``kernels_cu/sm90/``); empty where there is none.
     source : Path, optional
         A ``.cu`` outside the package, given by `cupyattn.register`.
     """

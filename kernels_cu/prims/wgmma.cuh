@@ -30,7 +30,7 @@ __device__ __forceinline__ void wgmma_use(uint32_t (&a)[COUNT][4]) {
   for (int i = 0; i < COUNT * 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 // What leads to x, a number that is never negative, is computed before whatever follows.
-// NOTE: ptxas lifts a wait over arithmetic that does not depend on it, so that what was meant to run
+// NOTE: ptxas lifts a wait over arithmetic that does not depend on it, and what was meant to run
 // beside wgmma runs behind it. A store that depends on x, though it is never made, stops that.
 __device__ __forceinline__ void finish(float x) {
   asm volatile(
@@ -75,7 +75,7 @@ __device__ __forceinline__ Descriptor descriptor_n_major(const void* tile, int c
 template <typename T, int N>
 struct Wgmma;
 
-// Operands of the instruction, eight by eight: NAMES_n are %0 to %(n - 1) in the text, ACCUMULATORS_n
+// Accumulators as operands, eight by eight: NAMES_n are %0 to %(n - 1) in the text, ACCUMULATORS_n
 // the n registers that they stand for.
 // clang-format off
 #define EIGHT(i) \

@@ -159,7 +159,7 @@ __device__ __forceinline__ void softmax(
 #pragma unroll
       for (int i = 4 * n + 2 * h; i < 4 * n + 2 * h + 2; ++i) {
         S_acc[i] = ex2_approx_ftz(fmaf(S_acc[i], p.scale_log2, -M));  // R4
-        state[h].l += S_acc[i];  // R6: this lane's part of l
+        state[h].l += S_acc[i];                                       // R6: this lane's part of l
       }
   }
 }
@@ -205,7 +205,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     }
     fence_mbarrier_init();
   }
-  __syncthreads();  // the barriers are initialised before anyone waits or arrives
+  __syncthreads();       // the barriers are initialised before anyone waits or arrives
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
@@ -224,7 +224,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       const int num_steps = ceil_div(kv_end(p, tile.q0, BLOCK_Q), BLOCK_KV);
       // S1 load Q
       const auto load_Q = [&] {
-        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q is no longer read
+        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
         smem.tile[Q_at.stage] = index;
         mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
         for (int b = 0; b < BOXES; ++b)
@@ -277,9 +277,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     Descriptor Q_rows = descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_COLS]);
     if (OVERLAP) Q_rows = uniform(Q_rows);
 
-    RowState state[2];                     // of row and row + 8
-    float O_acc[O_COLS / 2] = {};          // [O_COLS / 8][4]
-    float S_acc[BLOCK_KV / 2];             // [BLOCK_KV / 8][4]
+    RowState state[2];             // of row and row + 8
+    float O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
+    float S_acc[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 16][4];
     float alpha[2];
     if constexpr (OVERLAP) {
