@@ -6,6 +6,8 @@ Works on shapes, dtypes and addresses alone, so that it serves NumPy, CuPy and f
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +39,23 @@ class AttentionCall:
     scale : float
         Softmax scale, natural units.
     causal : bool
-        Whether row i attends key j only where ``j <= i + causal_shift``.
+        Whether row i attends key j only where ``j <= i + causal_shift``: a causal mask, or the
+        right side of a window.
     causal_shift : int
-        ``len_kv - len_q`` (bottom-right alignment) or 0 (top-left).
+        ``len_kv - len_q`` (bottom-right alignment) or 0 (top-left), plus the keys to the right that
+        a window leaves.
     return_lse : bool
         Whether the log-sum-exp is wanted too.
+    window : bool
+        Whether row i attends key j only where ``j >= i + window_shift``: the left side of a window.
+    window_shift : int
+        The alignment less the keys to the left that a window leaves.
+    softcap : float
+        ``s -> softcap * tanh(s / softcap)``; 0: none.
+    mask : bool
+        Whether there is a boolean mask.
+    bias : str
+        Storage type of the additive bias; "": none.
     """
 
     batch: int
@@ -55,6 +69,16 @@ class AttentionCall:
     causal: bool = False
     causal_shift: int = 0
     return_lse: bool = False
+    window: bool = False
+    window_shift: int = 0
+    softcap: float = 0.0
+    mask: bool = False
+    bias: str = ""
+
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        """Shape of S, ``(batch, heads, len_q, len_kv)``: what mask and bias broadcast to."""
+        return (self.batch, self.heads, self.len_q, self.len_kv)
 
     @property
     def output_shape(self) -> tuple[int, int, int, int]:
@@ -100,6 +124,85 @@ def check_causal(causal_align: str, len_q: int, len_kv: int) -> int:
     raise ValueError(f"causal_align must be 'bottom-right' or 'top-left', got {causal_align!r}")
 
 
+def check_window(window: Any) -> tuple[int, int]:
+    """Return (left, right), how many keys beside its own place a row attends to; -1: no limit."""
+    try:
+        left, right = (operator.index(n) for n in window)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window must be a pair (left, right) of whole numbers, got {window!r:.60}"
+        ) from None
+    if min(left, right) < -1:
+        raise ValueError(f"window must hold numbers of keys, or -1 for no limit, got {window!r}")
+    return left, right
+
+
+def check_limits(
+    causal: bool, causal_align: str, window: Any, len_q: int, len_kv: int
+) -> tuple[int | None, int | None]:
+    """Return (first, last): row i attends key j only where ``i + first <= j <= i + last``.
+
+    None where there is no such limit. Limits that no row or key reaches are cut to what 32 bits
+    hold.
+
+    Examples
+    --------
+    >>> check_limits(True, "bottom-right", (-1, -1), 4, 6)
+    (None, 2)
+    >>> check_limits(False, "top-left", (3, 1), 4, 6)
+    (-3, 1)
+    """
+    shift = check_causal(causal_align, len_q, len_kv)
+    left, right = check_window(window)
+    right = 0 if causal else right
+    first = None if left == -1 else max(shift - left, -len_q)
+    last = None if right == -1 else min(shift + right, len_kv)
+    return first, last
+
+
+def check_softcap(softcap: Any) -> float:
+    """Return the bound that tanh gives the scores, 0.0 for none."""
+    if not isinstance(softcap, numbers.Real):
+        raise TypeError(f"softcap must be a number, got {softcap!r:.60}")
+    value = float(softcap)
+    if value != 0 and not SCALE_MIN <= value <= 1 / SCALE_MIN:
+        raise ValueError(
+            f"softcap must be 0 (none) or between 2**-120 and 2**120, got {softcap!r}"
+        )
+    return value
+
+
+def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    """Check a boolean mask of scores of a shape (batch, heads, len_q, len_kv)."""
+    if mask.dtype != np.bool_:
+        raise TypeError(f"mask must be bool (True: attend), got mask.dtype={mask.dtype}")
+    check_broadcast("mask", mask, shape)
+
+
+def check_bias(bias: Any, shape: tuple[int, ...]) -> str:
+    """Check an additive bias of scores of a shape; return the name of its dtype."""
+    name = _NAMES.get(bias.dtype)
+    if name is None:
+        raise TypeError(
+            f"bias must be float16, bfloat16 or float32, got bias.dtype={bias.dtype}"
+        )
+    check_broadcast("bias", bias, shape)
+    return name
+
+
+def check_broadcast(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless an array broadcasts to a shape without enlarging it."""
+    have = tuple(array.shape)
+    fits = len(have) <= len(shape) and all(
+        n in (1, want) for n, want in zip(have[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} must broadcast to (batch, heads, len_q, len_kv) = {shape}, "
+            f"got {name}.shape={have}"
+        )
+
+
 def check_shapes(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
 ) -> tuple[int, int, int, int, int, int]:
@@ -137,6 +240,10 @@ def check_attention(
     causal: bool = False,
     causal_align: str = "bottom-right",
     return_lse: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Any = None,
+    bias: Any = None,
 ) -> AttentionCall:
     """Check three arrays of layout (batch, heads, len, head_dim) and the options of a call.
 
@@ -150,6 +257,9 @@ def check_attention(
     causal : bool
     causal_align : {"bottom-right", "top-left"}
     return_lse : bool
+    window : (int, int)
+    softcap : float
+    mask, bias : array, optional
 
     Returns
     -------
@@ -160,23 +270,53 @@ def check_attention(
     TypeError
         For another or a mixed dtype.
     ValueError
-        For shapes that do not fit together, or a scale or alignment that means nothing.
+        For shapes that do not fit together, or a scale, alignment, window or softcap that means
+        nothing.
     UnsupportedError
         For sizes that the kernels do not take.
     """
-    dtype = check_dtype(q, k, v)
-    batch, heads, heads_kv, len_q, len_kv, head_dim = check_shapes(
-        tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    )
-    shift = check_causal(causal_align, len_q, len_kv)
+    sizes = check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    return check_options(
+        sizes, check_dtype(q, k, v), scale=scale, causal=causal, causal_align=causal_align,
+        return_lse=return_lse, window=window, softcap=softcap, mask=mask, bias=bias,
+    )  # fmt: skip
+
+
+def check_options(
+    sizes: tuple[int, int, int, int, int, int],
+    dtype: str,
+    *,
+    scale: float | None,
+    causal: bool,
+    causal_align: str,
+    return_lse: bool,
+    window: tuple[int, int],
+    softcap: float,
+    mask: Any,
+    bias: Any,
+) -> AttentionCall:
+    """Check the options of a call whose arrays are checked; `check_attention` documents them.
+
+    `sizes` are (batch, heads, heads_kv, len_q, len_kv, head_dim), `dtype` is that of the output.
+    """
+    batch, heads, _, len_q, len_kv, head_dim = sizes
+    first, last = check_limits(causal, causal_align, window, len_q, len_kv)
+    shape = (batch, heads, len_q, len_kv)
+    if mask is not None:
+        check_mask(mask, shape)
     return AttentionCall(
-        batch, heads, heads_kv, len_q, len_kv, head_dim, dtype,
-        check_scale(scale, head_dim), bool(causal), shift if causal else 0, bool(return_lse),
+        *sizes, dtype, check_scale(scale, head_dim),
+        causal=last is not None, causal_shift=last or 0, return_lse=bool(return_lse),
+        window=first is not None, window_shift=first or 0, softcap=check_softcap(softcap),
+        mask=mask is not None, bias="" if bias is None else check_bias(bias, shape),
     )  # fmt: skip
 
 
 def check_out(out: Any, call: AttentionCall, inputs: tuple[Any, ...]) -> None:
-    """Check an array given to receive O: shape, dtype, contiguous last axis, no overlap."""
+    """Check an array given to receive O: shape, dtype, contiguous last axis, no overlap.
+
+    `inputs` are q, k, v and, where there are such, mask and bias (None where not).
+    """
     if tuple(out.shape) != call.output_shape or str(out.dtype) != call.dtype:
         raise ValueError(
             f"out must have shape {call.output_shape} and dtype {call.dtype}, "
@@ -187,7 +327,9 @@ def check_out(out: Any, call: AttentionCall, inputs: tuple[Any, ...]) -> None:
     if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
         raise ValueError(f"out must not be a broadcast view, got strides {out.strides}")
     low, high = byte_range(out)
-    for name, array in zip("qkv", inputs, strict=False):
+    for name, array in zip(("q", "k", "v", "mask", "bias"), inputs, strict=False):
+        if array is None:
+            continue
         first, last = byte_range(array)
         if low < last and first < high:
             raise ValueError(f"out must not share memory with {name}")

@@ -18,7 +18,8 @@ class Features:
     head_dim : int
         True head size, 1 to 256; kernels pad it to their instruction shape themselves.
     causal : bool
-        Query row i attends key j only where ``j <= i + causal_shift`` (a run-time number).
+        Query row i attends key j only where ``j <= i + causal_shift`` (a run-time number): a causal
+        mask, or the right side of a window.
     lse : bool
         Store the log-sum-exp of every row.
     vec : {1, 2, 4, 8, 16}
@@ -26,6 +27,15 @@ class Features:
         allow (at most 16 bytes).
     group_q, group_kv : int
         Query and key rows that share a quantisation scale (a power of two; 0: not quantised).
+    window : bool
+        Query row i attends key j only where ``j >= i + window_shift`` (a run-time number): the left
+        side of a window.
+    softcap : bool
+        Scores go through ``s -> softcap * tanh(s / softcap)``.
+    mask : bool
+        A boolean mask says which keys a row attends to.
+    bias : {"", "float16", "bfloat16", "float32"}
+        Storage type of what is added to the scores; "": nothing.
     """
 
     dtype: str
@@ -35,10 +45,16 @@ class Features:
     vec: int = 1
     group_q: int = 0
     group_kv: int = 0
+    window: bool = False
+    softcap: bool = False
+    mask: bool = False
+    bias: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"features.dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if self.bias not in ("", *DTYPES):
+            raise ValueError(f"features.bias must be '' or one of {DTYPES}, got {self.bias!r}")
         if not 1 <= self.head_dim <= 256:
             raise ValueError(f"features.head_dim must be 1 to 256, got {self.head_dim}")
 
@@ -52,4 +68,8 @@ class Features:
             "CFG_VEC": self.vec,
             "CFG_GROUP_Q": self.group_q,
             "CFG_GROUP_KV": self.group_kv,
+            "CFG_WINDOW": int(self.window),
+            "CFG_SOFTCAP": int(self.softcap),
+            "CFG_MASK": int(self.mask),
+            "CFG_BIAS": 1 + DTYPES.index(self.bias) if self.bias else 0,
         }

@@ -15,8 +15,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.checks import check_causal, check_dtype, check_scale, check_shapes
-from cupyattn.numerics import Numerics
+from cupyattn.checks import check_dtype, check_scale, check_shapes
+from cupyattn.numerics import Numerics, check_features
 from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.registry import lookup
 from cupyattn.rounding import (
@@ -30,7 +30,9 @@ from cupyattn.rounding import (
     round_to,
     scale_of_row,
     split_heads,
+    tanh,
 )
+from cupyattn.scoring import EVERYWHERE, Scoring, check_smoothing
 from cupyattn.tiles import Tiles
 
 Float32 = npt.NDArray[np.float32]
@@ -73,13 +75,14 @@ class Step:
         First key of the step.
     S : (batch, heads, len_q, keys) array, float32
         Scores as S3 leaves them: times `scale` (natural), a bare dot product (folded) or in log2
-        units (dequantised); -inf where masked.
+        units (dequantised); -inf where masked. With softcap or bias natural in every rung.
     P : (batch, heads, len_q, keys) array, float32
         Probabilities as S5 multiplies them with V.
     m : (batch, heads, len_q) array, float32
-        Running maximum in log2 units, rounded as the kernel's M.
+        Running maximum in log2 units, rounded as the kernel's M; with softcap or bias in natural
+        units.
     l : (batch, heads, len_q) array, float32
-        Running sum of exp2(score - m), this step included.
+        Running sum of exponentials of score - m, this step included.
     alpha : (batch, heads, len_q) array, float32
         Factor that brought l and O to this step's m.
     """
@@ -93,26 +96,32 @@ class Step:
 
 
 class RowState:
-    """Running softmax of every query row, in log2 units, as ``prims/online_softmax.cuh`` has it."""
+    """Running softmax of every query row, as ``prims/online_softmax.cuh`` has it.
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    M is in log2 units, or natural where `subtracts_first`.
+    """
+
+    def __init__(self, shape: tuple[int, ...], subtracts_first: bool) -> None:
         self.M = np.full(shape, NEG_INF, np.float32)
         self.l = np.zeros(shape, np.float32)
+        self.subtracts_first = subtracts_first
 
     def M_finite(self) -> Float32:
         """M as a number that may be subtracted: 0 where no key was admitted yet."""
         return np.where(self.M == NEG_INF, np.float32(0), self.M)
 
-    def advance(self, M_new: Float32) -> Float32:
-        """Admit scores whose largest is `M_new`; return alpha."""
-        M_old, self.M = self.M, np.fmax(self.M, M_new)
-        alpha = ex2(M_old - self.M_finite())  # R4
+    def advance(self, m: Float32, factor: np.float32) -> Float32:
+        """Admit scores whose largest is `m`; return alpha."""
+        M_old, self.M = self.M, np.fmax(self.M, m if self.subtracts_first else m * factor)
+        rise = M_old - self.M_finite()
+        alpha = ex2(rise * factor if self.subtracts_first else rise)  # R4
         self.l = self.l * alpha  # R6
         return alpha
 
     def exponentials(self, S: Float32, factor: np.float32) -> Float32:
-        """Return exp2(S * factor - M) and add its sum to l."""
-        p = ex2(fma32(S, factor, -self.M_finite()[..., None]))  # R4
+        """Return the exponentials of S - M, `factor` bringing S to log2 units; add them to l."""
+        M = self.M_finite()[..., None]
+        p = ex2((S - M) * factor if self.subtracts_first else fma32(S, factor, -M))  # R4
         self.l = self.l + p.sum(axis=-1, dtype=np.float32)  # R6
         return p
 
@@ -122,7 +131,8 @@ class RowState:
 
     def lse(self) -> Float32:
         """Natural log of the sum of exponentials."""
-        return (self.M + np.log2(self.l)) * LN2
+        log_l = np.log2(self.l)
+        return fma32(log_l, LN2, self.M) if self.subtracts_first else (self.M + log_l) * LN2
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,8 @@ class _Scores:
     row_factor: Float32 | None  # broadcasts to (..., len_q, 1)
     key_factor: Float32 | None  # broadcasts to (..., 1, len_kv)
     exponent_factor: np.float32  # times S gives log2 units
-    shift: int | None  # causal shift; None: every row attends to every key
+    subtracts_first: bool
+    scoring: Scoring
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -152,18 +163,28 @@ class _Scores:
             S = S * self.key_factor[..., kv0:kv1]  # R3
         if self.row_factor is not None:
             S = S * self.row_factor  # R3
-        if self.shift is not None:
-            rows, keys = np.arange(self.Q.shape[-2])[:, None], np.arange(kv0, kv1)
-            S = np.where(keys <= rows + self.shift, S, np.float32(NEG_INF))
-        return S
+        rows, keys, softcap = slice(0, S.shape[-2]), slice(kv0, kv1), self.scoring.softcap
+        if softcap:
+            S = np.float32(softcap) * tanh(S * np.float32(1 / softcap))  # R3
+        if self.scoring.bias is not None:
+            S = S + self.scoring.bias_at(EVERYWHERE, rows, keys).astype(np.float32)  # R3
+        return cast(Float32, self.scoring.select(S, EVERYWHERE, rows, keys))
 
-    def first_row(self, kv0: int, block_q: int) -> int:
-        """First query row of the tiles that visit the step at kv0; earlier tiles skip it."""
-        return 0 if self.shift is None else max(0, kv0 - self.shift) // block_q * block_q
+    def visitors(self, kv0: int, tiles: Tiles) -> slice:
+        """Query rows of the tiles that visit the step at kv0; the others skip it."""
+        len_q, len_kv = self.rows[-1], self.K.shape[-2]
+        q0 = np.arange(0, len_q, tiles.block_q)
+        begin, end = np.zeros_like(q0), np.full_like(q0, len_kv)
+        if self.scoring.first is not None:
+            begin = np.maximum(0, q0 + self.scoring.first) // tiles.block_kv * tiles.block_kv
+        if self.scoring.last is not None:
+            end = q0 + tiles.block_q + self.scoring.last
+        visiting = q0[(begin <= kv0) & (kv0 < end)]
+        return slice(visiting[0], visiting[-1] + tiles.block_q) if visiting.size else slice(0)
 
 
 def _prepare_scores(
-    q: Array, k: Array, scale: float, shift: int | None, n: Numerics, quantized: Quantized | None
+    q: Array, k: Array, scale: float, scoring: Scoring, n: Numerics, quantized: Quantized | None
 ) -> _Scores:
     """Put the factors of a score where this kernel applies them (R3)."""
     if (quantized is None) != (n.scaling != "dequantised"):
@@ -171,10 +192,9 @@ def _prepare_scores(
         raise ValueError(
             f"scaling {n.scaling!r} does not go with {have}: quantize first, or only there"
         )
-    scale_log2 = np.float32(scale * np.log2(np.e))
     row_factor = key_factor = None
-    exponent_factor = scale_log2
-    if n.scaling == "natural":
+    exponent_factor = np.float32(scale * np.log2(np.e))
+    if n.scaling == "natural" or n.subtracts_first:
         row_factor, exponent_factor = np.asarray(scale, np.float32), LOG2E
     if quantized is None:
         Q, K = round_to(q, n.q_type), round_to(k, n.k_type)
@@ -182,20 +202,23 @@ def _prepare_scores(
         Q, K = q.astype(np.float32), k.astype(np.float32)
         q_scale = scale_of_row(quantized.q_scale, quantized.group_q, q.shape[2])
         k_scale = scale_of_row(quantized.k_scale, quantized.group_kv, k.shape[2])
-        # R3: scale_log2 goes into the scale of a row once, so S comes out in log2 units.
-        by_head = np.broadcast_to(scale_log2 * q_scale, q.shape[:3])
+        # R3: the factor goes into the scale of a row once: scale_log2, so that S comes out in log2
+        # units, or scale.
+        by_row = exponent_factor if row_factor is None else row_factor
+        by_head = np.broadcast_to(by_row * q_scale, q.shape[:3])
         row_factor = split_heads(by_head, k.shape[1])[..., None]
         key_factor = k_scale[:, :, None, None]
-        exponent_factor = np.float32(1)
+        exponent_factor = LOG2E if n.subtracts_first else np.float32(1)
     return _Scores(
-        split_heads(Q, k.shape[1]), K[:, :, None], row_factor, key_factor, exponent_factor, shift
-    )
+        split_heads(Q, k.shape[1]), K[:, :, None], row_factor, key_factor, exponent_factor,
+        n.subtracts_first, scoring,
+    )  # fmt: skip
 
 
-def _softmax(S: Float32, factor: np.float32) -> tuple[Float32, RowState]:
+def _softmax(S: Float32, factor: np.float32, subtracts_first: bool) -> tuple[Float32, RowState]:
     """Whole rows: P divided by l, and the final state."""
-    state = RowState(S.shape[:-1])
-    state.advance(np.fmax.reduce(S, axis=-1, initial=NEG_INF) * factor)
+    state = RowState(S.shape[:-1], subtracts_first)
+    state.advance(np.fmax.reduce(S, axis=-1, initial=NEG_INF), factor)
     p = state.exponentials(S, factor)
     return p * state.inverse_l()[..., None], state  # R6
 
@@ -207,18 +230,22 @@ def scores_mirror(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
 ) -> Float32:
     """S3 of the unfused rung: the scores, in float32.
 
     Parameters
     ----------
-    q, k, scale, causal, causal_align
+    q, k, scale, causal, causal_align, window, softcap, mask, bias
         As for `attention_mirror`.
 
     Returns
     -------
     S : (batch, heads, len_q, len_kv) array, float32
-        fl(dot * scale); -inf where masked.
+        fl(dot * scale), softcapped, with the bias; -inf where masked.
 
     Examples
     --------
@@ -226,13 +253,14 @@ def scores_mirror(
     >>> scores_mirror(x, x, causal=True)[0, 0].tolist()
     [[0.5, -inf], [0.5, 0.5]]
     """
-    _, _, _, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, k.shape)
+    _, _, _, _, len_kv, head_dim = check_shapes(q.shape, k.shape, k.shape)
     n = compose_numerics("unfused", "portable", _storage_name(q, k, k))
-    shift = check_causal(causal_align, len_q, len_kv)
+    scoring = Scoring.of(
+        q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
+        bias=bias,
+    )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):
-        scores = _prepare_scores(
-            q, k, check_scale(scale, head_dim), shift if causal else None, n, None
-        )
+        scores = _prepare_scores(q, k, check_scale(scale, head_dim), scoring, n, None)
         return cast(Float32, merge_heads(scores.block(0, len_kv)))
 
 
@@ -255,7 +283,7 @@ def softmax_mirror(S: Float32) -> tuple[Float32, Float32]:
     ([[0.25, 0.25, 0.25, 0.25]], [1.3862899541854858])
     """
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        P, state = _softmax(S, LOG2E)
+        P, state = _softmax(S, LOG2E, False)
         return P, state.lse()
 
 
@@ -306,6 +334,10 @@ def attention_mirror(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
     return_lse: bool = False,
     trace: bool = False,
     numerics: Numerics | None = None,
@@ -322,7 +354,7 @@ def attention_mirror(
         The rung to mirror; it gives `numerics` and `tiles` where they are not given.
     tiles : Tiles, optional
         Block sizes; keys are taken ``tiles.block_kv`` at a time.
-    scale, causal, causal_align
+    scale, causal, causal_align, window, softcap, mask, bias
         As for `attention_exact`.
     return_lse : bool
         Also return the log-sum-exp.
@@ -344,7 +376,8 @@ def attention_mirror(
     TypeError
         If the arrays are not NumPy's or not of one storage type.
     ValueError
-        If shapes disagree, an option is unknown, or arrays meet a rung that wants codes.
+        If shapes disagree, an option is unknown, arrays meet a rung that wants codes, or a softcap
+        meets smoothed keys (it would feel their mean).
 
     Notes
     -----
@@ -355,7 +388,8 @@ def attention_mirror(
 
     As in every rung, M = fl(m c) is one rounded number that all exponents of a row share, so P
     reaches exp2(m c - M): beyond scores of 2^28 in log2 units it can overflow float16, beyond 2^31
-    float32. float16 operands get there from entries of several thousand on.
+    float32. float16 operands get there from entries of several thousand on. With softcap or bias
+    the maximum itself is subtracted, and P never exceeds 1.
 
     Examples
     --------
@@ -376,15 +410,21 @@ def attention_mirror(
             raise TypeError("k and v may only be left out where q is a QuantizedQKV")
         dtype = _storage_name(q, k, v)
     rung = lookup(variant)
-    n = numerics or compose_numerics(rung.family, "portable", dtype)
-    _, _, _, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    given = {"softcap": bool(softcap), "bias": bias is not None}
+    n = numerics or compose_numerics(rung.family, "portable", dtype, **given)
+    check_features(n, softcap, bias)
+    head_dim = check_shapes(q.shape, k.shape, v.shape)[-1]
     tiles = tiles or rung.default_tiles(head_dim)
     sigma = check_scale(scale, head_dim)
-    shift = check_causal(causal_align, len_q, len_kv)
+    scoring = Scoring.of(
+        q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
+        bias=bias,
+    )  # fmt: skip
+    check_smoothing(softcap, None if quantized is None else quantized.k_mean)
 
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         # S0 locate, S1 load Q
-        scores = _prepare_scores(q, k, sigma, shift if causal else None, n, quantized)
+        scores = _prepare_scores(q, k, sigma, scoring, n, quantized)
         V = round_to(v, n.v_type)[:, :, None]
         steps: list[Step] = []
         run = _online if n.online else _whole_rows
@@ -404,7 +444,7 @@ def _online(
     scores: _Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
     """The loop of the fused rungs."""
-    state = RowState(scores.rows)
+    state = RowState(scores.rows, scores.subtracts_first)
     O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
     len_kv = V.shape[-2]
     for kv0 in range(0, len_kv, tiles.block_kv):
@@ -417,14 +457,14 @@ def _online(
 
         # S4 softmax
         m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)  # ignores NaN, as fmaxf does
-        alpha = state.advance(m * scores.exponent_factor)
+        alpha = state.advance(m, scores.exponent_factor)
         P = round_to(state.exponentials(S, scores.exponent_factor), n.p_type)  # R5; l has it whole
 
         # S5 output
         O *= alpha[..., None]  # R6
         # NOTE: tiles of query rows that attend to nothing here skip the step. It changes no bit
         # unless V is not finite.
-        rows = slice(scores.first_row(kv0, tiles.block_q), None)
+        rows = scores.visitors(kv0, tiles)
         O[..., rows, :] += P[..., rows, :] @ V_tile  # R6
         if steps is not None:
             merged = (merge_heads(x) for x in (S, P, state.M, state.l, alpha))
@@ -437,7 +477,7 @@ def _whole_rows(
 ) -> tuple[Float32, RowState]:
     """The three kernels of the unfused rung: one step over all keys, and P divided by l in it."""
     S = scores.block(0, V.shape[-2])  # S3 scores
-    P, state = _softmax(S, scores.exponent_factor)  # S4 softmax
+    P, state = _softmax(S, scores.exponent_factor, scores.subtracts_first)  # S4 softmax
     P = round_to(P, n.p_type)  # R5
     O = P @ V  # S5 output, R6
     if steps is not None:

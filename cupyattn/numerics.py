@@ -17,6 +17,9 @@ HALF_SUBNORMAL = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-1
 EX2_APPROX_ERROR = 2.0**-22
 #: Results of ``ex2.approx.ftz.f32`` below this are flushed to zero.
 EX2_FLUSH = 2.0**-126
+#: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md, R3). The CUDA
+#: C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
+TANHF_ERROR = 2.0**-21
 #: Unit roundoff of a tensor-core accumulation step (they truncate and align; Blanchard et al. 2020,
 #: Khattak and Mikaitis, arXiv 2512.07004).
 TENSOR_CORE_ROUNDOFF = 2.0**-23
@@ -38,7 +41,7 @@ class Numerics:
         R3. ``natural``: S = fl(dot * scale) is rounded, then exp2(fma(S, log2 e, -M)).
         ``folded``: S = dot, then exp2(fma(S, scale_log2, -M)), no rounding of its own.
         ``dequantised``: S = fl(fl(dot * k_scale) * fl(scale_log2 * q_scale)) in log2 units, then
-        exp2(S - M).
+        exp2(S - M); with softcap or bias the same with `scale`, in natural units.
     p_type : str
         R5, storage type of P as an operand; ``"float32"`` means that it is not rounded again.
     values : {"fma", "tensor_core"}
@@ -46,6 +49,10 @@ class Numerics:
     online : bool
         R6. True: l and O are rescaled by alpha as the maximum rises, O is divided by l at the end
         (R7). False: the whole row is known, P is divided by l before P.V.
+    softcap : bool
+        R3. S = fl(softcap * tanhf(fl(S * fl(1 / softcap)))).
+    bias : bool
+        R3. S = fl(S + bias), last of all.
     """
 
     q_type: str
@@ -57,6 +64,17 @@ class Numerics:
     p_type: str
     values: Literal["fma", "tensor_core"]
     online: bool
+    softcap: bool = False
+    bias: bool = False
+
+    @property
+    def subtracts_first(self) -> bool:
+        """R4. True: exp2(fl(fl(S - m) * log2 e)), m the largest score itself, in natural units.
+
+        So it is with softcap and bias: a bias of -1e9 in a whole block of keys, subtracted after
+        scaling, would leave exponents of the size of its rounding.
+        """
+        return self.softcap or self.bias
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -69,7 +87,15 @@ class Numerics:
         return (*tags, "R6", "R7")
 
 
-def numerics(family: str, form: str, dtype: str, quant: object = None) -> Numerics:
+def numerics(
+    family: str,
+    form: str,
+    dtype: str,
+    quant: object = None,
+    *,
+    softcap: bool = False,
+    bias: bool = False,
+) -> Numerics:
     """Compose the rounding points of a kernel.
 
     Parameters
@@ -82,6 +108,8 @@ def numerics(family: str, form: str, dtype: str, quant: object = None) -> Numeri
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
         Reserved for 8-bit P; every family of today keeps P in 16 or 32 bits.
+    softcap, bias : bool
+        Features that change a score; window and masks only select, which rounds nothing.
 
     Returns
     -------
@@ -96,24 +124,44 @@ def numerics(family: str, form: str, dtype: str, quant: object = None) -> Numeri
     --------
     >>> numerics("tensor_core", "portable", "float16").tags
     ('R2', 'R4', 'R5', 'R6', 'R7')
+    >>> numerics("tensor_core", "portable", "float16", softcap=True).scaling
+    'natural'
     """
     if form not in ("portable", "sm90"):
         raise ValueError(f"form must be 'portable' or 'sm90', got {form!r}")
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
+    features = {"softcap": softcap, "bias": bias}
+    folded: Literal["natural", "folded"] = "natural" if softcap or bias else "folded"
     if family == "unfused":
-        return Numerics(dtype, dtype, dtype, dtype, "fma", "natural", "float32", "fma", False)
+        return Numerics(
+            dtype, dtype, dtype, dtype, "fma", "natural", "float32", "fma", False, **features
+        )
     if family == "float32":
-        return Numerics(dtype, dtype, dtype, dtype, "fma", "folded", "float32", "fma", True)
+        return Numerics(
+            dtype, dtype, dtype, dtype, "fma", folded, "float32", "fma", True, **features
+        )
     if family == "tensor_core":
         return Numerics(
-            dtype, dtype, dtype, dtype, "tensor_core", "folded", dtype, "tensor_core", True
-        )
+            dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
+            **features,
+        )  # fmt: skip
     if family == "int8":
         value = "float16" if dtype == "float32" else dtype
         return Numerics(
-            "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True
-        )
+            "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
+            **features,
+        )  # fmt: skip
     raise ValueError(
         f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"
     )
+
+
+def check_features(n: Numerics, softcap: float, bias: object) -> Numerics:
+    """Return `n` if it rounds where a call with this softcap and bias does; raise if not."""
+    if n.softcap != bool(softcap) or n.bias != (bias is not None):
+        raise ValueError(
+            f"numerics says softcap={n.softcap}, bias={n.bias}, the call has softcap={softcap} and "
+            f"{'no bias' if bias is None else 'a bias'}"
+        )
+    return n

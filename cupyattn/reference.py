@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.checks import check_causal, check_scale, check_shapes
+from cupyattn.checks import check_scale, check_shapes
 from cupyattn.mirror import (
     Step,
     attention_mirror,
@@ -24,6 +24,7 @@ from cupyattn.mirror import (
     weighted_sum_mirror,
 )
 from cupyattn.rounding import NEG_INF, Array, array_namespace, as_float64, split_heads
+from cupyattn.scoring import Scoring
 
 __all__ = [
     "ScoreBlock",
@@ -52,13 +53,16 @@ class ScoreBlock:
         Where the block lies in an array of shape (batch, heads_kv, group, rows, ...), which is
         what `cupyattn.rounding.split_heads` makes of (batch, heads, rows, ...).
     S : (batch, heads_kv, group, rows, len_kv) array, float64
-        ``scale * q.k``; -inf where the row does not attend to the key.
+        ``scale * q.k``, softcapped, with the bias; -inf where the row does not attend to the key.
+    unbiased : array, shaped as S, float64
+        S before the bias; where there is none, S itself.
     q : (batch, heads_kv, group, rows, head_dim) array, float64
     k, v : (batch, heads_kv, 1, len_kv, head_dim) array, float64
     """
 
     index: tuple[slice, slice, slice, slice]
     S: Array
+    unbiased: Array
     q: Array
     k: Array
     v: Array
@@ -88,13 +92,17 @@ def score_blocks(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
     rows: Array | None = None,
 ) -> Iterator[ScoreBlock]:
     """Yield all scores of an attention problem, in float64, a bounded number at a time.
 
     Parameters
     ----------
-    q, k, v, scale, causal, causal_align, rows
+    q, k, v, scale, causal, causal_align, window, softcap, mask, bias, rows
         As for `attention_exact`.
 
     Yields
@@ -109,7 +117,10 @@ def score_blocks(
     xp = array_namespace(q, k, v)
     _, _, heads_kv, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
     sigma = check_scale(scale, head_dim)
-    shift = check_causal(causal_align, len_q, len_kv)
+    scoring = Scoring.of(
+        q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
+        bias=bias,
+    )  # fmt: skip
     rows = xp.arange(len_q) if rows is None else xp.asarray(rows)
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise ValueError(f"rows must be a 1-D integer array, got {rows.dtype} {rows.shape=}")
@@ -117,7 +128,7 @@ def score_blocks(
         raise ValueError(f"rows must lie in [0, {len_q}), got {rows}")
 
     q = split_heads(q, heads_kv)
-    keys = xp.arange(len_kv)
+    keys = slice(0, len_kv)
     batches, heads, groups, row_chunks = _chunks((*q.shape[:3], rows.size), max(len_kv, head_dim))
     for batch in batches:
         for head in heads:
@@ -126,11 +137,18 @@ def score_blocks(
             for group in groups:
                 for chunk in row_chunks:
                     q_block = as_float64(q[batch, head, group][..., rows[chunk], :])
+                    at = (batch, head, group)
                     with np.errstate(over="ignore", invalid="ignore"):
                         S = q_block @ k_block.swapaxes(-1, -2) * sigma
-                    if causal:
-                        S = xp.where(keys <= rows[chunk, None] + shift, S, NEG_INF)
-                    yield ScoreBlock((batch, head, group, chunk), S, q_block, k_block, v_block)
+                        if scoring.softcap:
+                            S = scoring.softcap * xp.tanh(S / scoring.softcap)
+                        unbiased = S
+                        if scoring.bias is not None:
+                            S = S + as_float64(scoring.bias_at(at, rows[chunk], keys))
+                    S = scoring.select(S, at, rows[chunk], keys)
+                    if scoring.bias is None:
+                        unbiased = S
+                    yield ScoreBlock((*at, chunk), S, unbiased, q_block, k_block, v_block)
 
 
 def softmax_exact(S: Array) -> tuple[Array, Array]:
@@ -188,6 +206,10 @@ def attention_exact(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
     rows: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -206,6 +228,15 @@ def attention_exact(
         Query row i attends key j only where ``j <= i + shift``.
     causal_align : {"bottom-right", "top-left"}
         shift is ``len_kv - len_q`` (the last query sees every key) or 0.
+    window : (int, int)
+        Row i attends key j only where ``i + shift - left <= j <= i + shift + right``; -1: no limit
+        on that side. With `causal`, right is 0.
+    softcap : float
+        Not 0: scores go through ``s -> softcap * tanh(s / softcap)``, before bias and masks.
+    mask : array, bool, optional
+        True: attend. Broadcasts to (batch, heads, len_q, len_kv).
+    bias : array, optional
+        float16, bfloat16 or float32, added to the scores; broadcasts likewise. -inf masks the key.
     rows : 1-D integer array, optional
         Query rows to compute, in this order; by default all.
     return_lse : bool
@@ -230,11 +261,13 @@ def attention_exact(
     Notes
     -----
     .. math:: O_i = \sum_j P_{ij} V_j,\quad P_{ij} = e^{S_{ij} - lse_i},\quad
-              S_{ij} = \sigma\, q_i \cdot k_j,\quad lse_i = \log \sum_j e^{S_{ij}}
+              S_{ij} = c \tanh(\sigma\, q_i \cdot k_j / c) + b_{ij},\quad
+              lse_i = \log \sum_j e^{S_{ij}}
 
-    over the keys j that row i attends to. A score of -inf is a masked key. What is masked has no
-    influence, not even a NaN; a NaN among the keys that a row attends to makes the row NaN.
-    Beside the result and K, V of a few heads in float64, about 100 to 200 MB are used at a time.
+    over the keys j that row i attends to; without a softcap c the score is σ q·k + b. A score of
+    -inf is a masked key. What is masked has no influence, not even a NaN; a NaN among the keys that
+    a row attends to makes the row NaN. Beside the result and K, V of a few heads in float64, about
+    100 to 200 MB are used at a time.
 
     Examples
     --------
@@ -250,8 +283,9 @@ def attention_exact(
     lse = xp.full((batch, heads, num_rows), NEG_INF)
     o_blocks, lse_blocks = split_heads(o, heads_kv), split_heads(lse, heads_kv)  # views
     for block in score_blocks(
-        q, k, v, scale=scale, causal=causal, causal_align=causal_align, rows=rows
-    ):
+        q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
+        softcap=softcap, mask=mask, bias=bias, rows=rows,
+    ):  # fmt: skip
         P, lse_blocks[block.index] = softmax_exact(block.S)
         o_blocks[block.index] = _weighted_sum(P, block.v, block.admitted)
     return (o, lse) if return_lse else o

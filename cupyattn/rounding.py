@@ -145,3 +145,18 @@ def ex2(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
     with np.errstate(over="ignore", under="ignore"):
         y = np.exp2(np.asarray(x, np.float32).astype(np.float64)).astype(np.float32)
     return np.where(y < EX2_FLUSH, np.float32(0), y)
+
+
+def tanh(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Return tanh(x) rounded to float32.
+
+    Notes
+    -----
+    What the device's ``tanhf`` aims at; that is only within `cupyattn.numerics.TANHF_ERROR` of it.
+
+    Examples
+    --------
+    >>> tanh([0.0, 1.0, -np.inf]).tolist()
+    [0.0, 0.7615941762924194, -1.0]
+    """
+    return np.tanh(np.asarray(x, np.float32).astype(np.float64)).astype(np.float32)

@@ -195,6 +195,10 @@ def judge(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
@@ -215,7 +219,7 @@ def judge(
         The INT8 operands that the rung worked on. J2 is then against exact attention of these.
     numerics, tiles, form
         As for `cupyattn.bounds.attention`.
-    scale, causal, causal_align
+    scale, causal, causal_align, window, softcap, mask, bias
         As for the call that made `o`.
     rows : 1-D integer array, optional
         Query rows to look at; by default all of a small cell, else those of `sample_rows`.
@@ -259,7 +263,8 @@ def judge(
         rows = np.arange(len_q) if small else sample_rows(len_q, tiles.block_q, seed)
     rows = xp.asarray(rows)
     options: dict[str, Any] = {
-        "scale": scale, "causal": causal, "causal_align": causal_align, "rows": rows,
+        "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
+        "softcap": softcap, "mask": mask, "bias": bias, "rows": rows,
     }  # fmt: skip
 
     expected, expected_lse = exact(*operands, return_lse=True, **options)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, target
 from hypothesis import strategies as st
 
-from cupyattn import bounds, distributions, mirror
+from cupyattn import bounds, distributions, mirror, score_bounds
 from cupyattn.numerics import numerics
 from cupyattn.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.quant import QuantConfig, quantize
@@ -307,7 +307,8 @@ def test_weights_are_those_of_scores_perturbed_by_d(
     W = np.concatenate(weights[::-1], axis=-1)
     (block,) = score_blocks(q, k, v)
     n, sigma = numerics("float32", "portable", dtype), head_dim**-0.5
-    score = bounds._perturb(block, n, tiles, sigma, bounds._scaling(n, sigma, None))
+    scaling = score_bounds.scaling_errors(n, sigma, None)
+    score = score_bounds.perturb(block, n, tiles, sigma, scaling)
     S, d = block.S[:, :, 0], score.d[:, :, 0]
     kept = W > 2.0**-100
     delta = np.where(kept, np.log(np.where(kept, W, 1.0)) - S, 0.0)
@@ -328,7 +329,7 @@ def test_scaling_errors() -> None:
             granularity_q="tensor", granularity_k="tensor", scales=(float(q_scale), 1.0)
         )
         sigma = float(rng.uniform(0.1, 0.4))
-        scaling = bounds._scaling(n, sigma, quantize(q, k, v, quant=quant))
+        scaling = score_bounds.scaling_errors(n, sigma, quantize(q, k, v, quant=quant))
         k_scale = rng.uniform(1, 2, 20000).astype(np.float32)
         dot = rng.integers(1, 2**18, 20000)
         row = np.float32(sigma * math.log2(math.e)) * q_scale
@@ -338,9 +339,10 @@ def test_scaling_errors() -> None:
         assert error <= (1 + scaling.common) * (1 + scaling.own) - 1
         worst = max(worst, error)
     assert worst > 2.2 * 2.0**-24
-    for family, constants in (("float32", (0.3 * bounds.LOG2E,)), ("unfused", (0.3, bounds.LOG2E))):
+    log2e = score_bounds.LOG2E
+    for family, constants in (("float32", (0.3 * log2e,)), ("unfused", (0.3, log2e))):
         common = math.prod(float(np.float32(x)) / x for x in constants) - 1
-        scaling = bounds._scaling(numerics(family, "portable", "float16"), 0.3, None)
+        scaling = score_bounds.scaling_errors(numerics(family, "portable", "float16"), 0.3, None)
         assert abs(common) <= scaling.common <= 2 * 2.0**-24
 
 
@@ -430,7 +432,10 @@ def test_rises_are_counted(seed: int) -> None:
     rescaled = sum((step.alpha != 1) & (step.alpha != 0) for step in steps)
     S = q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2) * 0.5
     known = np.full(S.shape, 1e-5)
-    after, rises, running = bounds._rises(S, known, np.ones(S.shape, bool), tiles.block_kv)
+    after, rises, running, drift = score_bounds.count_rises(
+        S, known, np.ones(S.shape, bool), tiles.block_kv
+    )
+    np.testing.assert_allclose(drift, 1e-5, rtol=1e-9)
     assert (rises >= rescaled).all() and (after[..., 0] == rises).all()
     assert (after[..., -1] == 0).all() and (running[..., -1] == S.max(axis=-1)).all()
 

@@ -41,9 +41,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tensor_map",
         "arrays",
         "checks",
+        "scoring",
         "distributions",
     ),
-    ("mirror", "reference", "perturbation", "bounds", "compile"),
+    ("mirror", "reference", "perturbation", "score_bounds", "bounds", "compile"),
     ("interpret", "launch"),
     ("backends",),
     ("quant",),
@@ -55,8 +56,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 #: Take the array namespace from their arguments, or know no arrays at all: never import CuPy.
 NO_CUPY = {
-    "errors", "tiles", "features", "numerics", "registry", "rounding", "checks", "mirror",
-    "reference", "perturbation", "bounds", "includes", "nvrtc", "distributions",
+    "errors", "tiles", "features", "numerics", "registry", "rounding", "checks", "scoring",
+    "mirror", "reference", "perturbation", "score_bounds", "bounds", "includes", "nvrtc",
+    "distributions",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.
 EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")

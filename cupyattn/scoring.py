@@ -1,0 +1,107 @@
+"""What features do to a score beside scaling it: ``kernels_cu/prims/score.cuh`` in Python.
+
+`Scoring` holds window, softcap, mask and bias of one call, for the definition in float64 and for
+the mirror in float32 alike: each caps and adds in its own precision, and masks by selection here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cupyattn.checks import check_bias, check_limits, check_mask, check_softcap
+from cupyattn.rounding import NEG_INF, Array, array_namespace, split_heads
+
+#: Whole axes (batch, heads_kv, group) of scores.
+EVERYWHERE = (slice(None), slice(None), slice(None))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Features of one call.
+
+    Parameters
+    ----------
+    first, last : int or None
+        Row i attends key j only where ``i + first <= j <= i + last``; None: no such limit.
+    softcap : float
+        ``s -> softcap * tanh(s / softcap)``; 0: none.
+    mask, bias : (batch, heads_kv, group, len_q, len_kv) array or None
+        Views of the caller's arrays; stride 0 where they were broadcast.
+    """
+
+    first: int | None
+    last: int | None
+    softcap: float
+    mask: Array | None
+    bias: Array | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Array,
+        k: Array,
+        *,
+        causal: bool,
+        causal_align: str,
+        window: tuple[int, int],
+        softcap: float,
+        mask: Array | None,
+        bias: Array | None,
+    ) -> Scoring:
+        """Check the options of a call on arrays (batch, heads, len, head_dim); see `attention`."""
+        shape = (*q.shape[:3], k.shape[2])
+        xp = array_namespace(q, *(x for x in (mask, bias) if x is not None))
+        if mask is not None:
+            check_mask(mask, shape)
+        if bias is not None:
+            check_bias(bias, shape)
+        views = (
+            None if x is None else split_heads(xp.broadcast_to(x, shape), k.shape[1])
+            for x in (mask, bias)
+        )
+        limits = check_limits(causal, causal_align, window, shape[2], shape[3])
+        return cls(*limits, check_softcap(softcap), *views)
+
+    def bias_at(self, at: tuple[slice, ...], rows: Any, keys: slice) -> Array:
+        """Return the bias of some scores, ``(..., rows, keys)``; `at` selects heads."""
+        if self.bias is None:
+            raise ValueError("there is no bias")
+        return self.bias[at][..., rows, keys]
+
+    def select(self, S: Array, at: tuple[slice, ...], rows: Any, keys: slice) -> Array:
+        """Return S with -inf where a row does not attend to a key, whatever stands there.
+
+        Parameters
+        ----------
+        S : (..., rows, keys) array
+        at : tuple of slice
+            Which batch entries, key heads and query heads of the group S belongs to.
+        rows : 1-D integer array or slice
+        keys : slice
+        """
+        xp = array_namespace(S)
+        if self.first is not None or self.last is not None:
+            row = xp.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            ahead = xp.arange(keys.start, keys.stop) - row[:, None]
+            if self.last is not None:
+                S = xp.where(ahead <= self.last, S, S.dtype.type(NEG_INF))
+            if self.first is not None:
+                S = xp.where(ahead >= self.first, S, S.dtype.type(NEG_INF))
+        if self.mask is not None:
+            S = xp.where(self.mask[at][..., rows, keys], S, S.dtype.type(NEG_INF))
+        if self.bias is not None:
+            S = xp.where(self.bias_at(at, rows, keys) != NEG_INF, S, S.dtype.type(NEG_INF))
+        return S
+
+
+def check_smoothing(softcap: float, k_mean: Array | None) -> None:
+    """Raise where a softcap meets keys whose mean was subtracted.
+
+    Without a softcap the mean shifts all scores of a row, which a softmax does not feel.
+    """
+    if softcap and k_mean is not None:
+        raise ValueError(
+            f"softcap={softcap} needs keys that are not smoothed: quantize them with "
+            "quant=QuantConfig(smooth_k=False)"
+        )
