@@ -65,7 +65,19 @@ def attention(
         Query i attends key j only where ``j <= i + shift``.
     causal_align : {"bottom-right", "top-left"}
         ``shift = len_kv - len_q``, or 0.
-    window, softcap, mask, bias, rope, block_mask
+    window : (int, int)
+        Query i attends key j only where ``i + shift - left <= j <= i + shift + right``; -1: no
+        limit on that side. With `causal`, right is 0.
+    softcap : float
+        Not 0: scores become ``softcap * tanh(score / softcap)``, before bias and masks. ``fa_int8``
+        then does not smooth the keys.
+    mask : array, bool, optional
+        True: attend. Broadcasts to (batch, heads, len_q, len_kv), in any layout of q, without a
+        copy; combined with `causal` and `window` by AND.
+    bias : array, optional
+        float16, bfloat16 or float32, added to the scores in natural units; broadcasts likewise.
+        -inf masks the key.
+    rope, block_mask
         Part of the interface, not offered yet.
     layout : {"BHSD", "BSHD"}
         Order of the axes of q, k, v and the result.
@@ -163,7 +175,23 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
         "interpret": "runs these launches in the interpreter, on NumPy",
     }
     lines = [f"{request.variant.name}: {request.why}", where[request.backend]]
+    lines += _score_lines(request)
     return "\n".join([*lines, *map(str, plans(request))])
+
+
+def _score_lines(request: Request) -> list[str]:
+    """Say what happens to the scores, in one line where anything does."""
+    call, said = request.call, []
+    if call.causal or call.window:
+        ends = [f"i{call.window_shift:+d} <= j"] if call.window else []
+        ends += [f"j <= i{call.causal_shift:+d}"] if call.causal else []
+        said += [f"row i attends key j where {' and '.join(ends)}"]
+    said += [f"softcap {call.softcap:g}"] if call.softcap else []
+    for name in ("mask", "bias"):
+        array = getattr(request.options, name)
+        if array is not None:
+            said += [f"{name} of shape {tuple(array.shape)}"]
+    return ["scores: " + "; ".join(said)] if said else []
 
 
 def plans(request: Request) -> list[Plan]:
@@ -178,9 +206,10 @@ def plans(request: Request) -> list[Plan]:
         q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
         return [
             launch.plan_attention(
-                request.variant, call, q, k, v, o, tiles=options.tiles, arch=_arch(request)
+                request.variant, call, q, k, v, o, **_of_scores(request), tiles=options.tiles,
+                arch=_arch(request),
             )
-        ]
+        ]  # fmt: skip
     if z is not None:
         return [_plan_quantized(request, z, o)]
     quant, tiles = options.quant or QuantConfig(), options.tiles
@@ -204,9 +233,15 @@ def plans(request: Request) -> list[Plan]:
         v = Operand.contiguous(v.shape, 2)
     plan = launch.plan_int8(
         request.variant, call, codes[0], codes[1], v, o, scales[0], scales[1], group_q=groups[0],
-        group_kv=groups[1], smoothed=quant.smooth_k, tiles=tiles,
+        group_kv=groups[1], smoothed=quant.smooth_k, **_of_scores(request), tiles=tiles,
     )  # fmt: skip
     return [*passes, plan]
+
+
+def _of_scores(request: Request) -> dict[str, Operand | None]:
+    """Describe mask and bias."""
+    given = {"mask": request.mask, "bias": request.bias}
+    return {name: None if a is None else Operand.of(a) for name, a in given.items()}
 
 
 def _arch(request: Request) -> str | None:
@@ -228,7 +263,7 @@ def _plan_quantized(request: Request, z: QuantizedQKV, o: Operand) -> Plan:
     return launch.plan_int8(
         request.variant, request.call, q_codes, k_codes, v, o, q_scale, k_scale,
         group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None,
-        tiles=request.options.tiles,
+        **_of_scores(request), tiles=request.options.tiles,
     )  # fmt: skip
 
 
@@ -263,6 +298,7 @@ def _run_kernels(request: Request) -> tuple[Any, Any]:
             inputs = {name: getattr(z, name) for name in names}
         else:
             z, inputs = None, {"q": request.q, "k": request.k, "v": request.v}
+        inputs |= {"mask": request.mask, "bias": request.bias}
         o = _receiver(request, xp)
         lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
         plan = plans(request)[0] if z is None else _plan_quantized(request, z, Operand.of(o))
@@ -282,7 +318,8 @@ def _run_mirror(request: Request) -> tuple[Any, Any]:
     options = request.options
     o, lse = reference.attention_mirror(
         *operands, variant=request.variant.name, tiles=options.tiles, scale=options.scale,
-        causal=options.causal, causal_align=options.causal_align, return_lse=True,
+        causal=options.causal, causal_align=options.causal_align, window=options.window,
+        softcap=options.softcap, mask=request.mask, bias=request.bias, return_lse=True,
     )  # fmt: skip
     receiver = _receiver(request, np)
     receiver[...] = o

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.checks import data_address
 from cupyattn.rounding import array_namespace
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
@@ -75,3 +76,15 @@ def contiguous_last_axis(array: Any) -> Any:
     if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
         return array_namespace(array).ascontiguousarray(array)
     return array
+
+
+def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return a view of `array` in a shape that it broadcasts to.
+
+    It is a copy only where elements do not lie at multiples of their size, as in fields of packed
+    records; everything else is taken with the strides it has.
+    """
+    size, xp = array.dtype.itemsize, array_namespace(array)
+    if data_address(array) % size or any(s % size for s in array.strides):
+        array = xp.ascontiguousarray(array)
+    return xp.broadcast_to(array, shape)

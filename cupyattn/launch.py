@@ -36,6 +36,8 @@ ATTN_PARAMS = np.dtype(
         ("Q_stride", "i8", 3), ("K_stride", "i8", 3), ("V_stride", "i8", 3), ("O_stride", "i8", 3),
         ("batch", "i4"), ("heads", "i4"), ("heads_kv", "i4"), ("len_q", "i4"), ("len_kv", "i4"),
         ("causal_shift", "i4"), ("scale", "f4"), ("scale_log2", "f4"),
+        ("mask", "u8"), ("bias", "u8"), ("mask_stride", "i8", 4), ("bias_stride", "i8", 4),
+        ("window_shift", "i4"), ("softcap", "f4"), ("softcap_inverse", "f4"),
     ],
     align=True,
 )  # fmt: skip
@@ -225,7 +227,25 @@ def _blocks(*counts: int) -> int:
     return grid
 
 
-def _params(call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand) -> dict[str, Any]:
+def _features(call: AttentionCall, vec: int, group_q: int = 0, group_kv: int = 0) -> Features:
+    return Features(
+        call.dtype, call.head_dim, call.causal, call.return_lse, vec, group_q, group_kv,
+        call.window, bool(call.softcap), call.mask, call.bias,
+    )  # fmt: skip
+
+
+def _params(
+    call: AttentionCall,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    o: Operand,
+    mask: Operand | None,
+    bias: Operand | None,
+) -> dict[str, Any]:
+    if call.mask != (mask is not None) or bool(call.bias) != (bias is not None):
+        raise ValueError("mask and bias must be given where the call has them, and only there")
+    absent = (0, 0, 0, 0)
     return {
         "Q": "q", "K": "k", "V": "v", "O": "o",
         "lse": "lse" if call.return_lse else None, "S": None,
@@ -234,6 +254,11 @@ def _params(call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand)
         "batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv,
         "len_q": call.len_q, "len_kv": call.len_kv, "causal_shift": call.causal_shift,
         "scale": call.scale, "scale_log2": call.scale * LOG2E,
+        "mask": "mask" if mask else None, "bias": "bias" if bias else None,
+        "mask_stride": mask.strides if mask else absent,
+        "bias_stride": bias.strides if bias else absent,
+        "window_shift": call.window_shift, "softcap": call.softcap,
+        "softcap_inverse": 1 / call.softcap if call.softcap else 0.0,
     }  # fmt: skip
 
 
@@ -246,6 +271,8 @@ def plan_attention(
     v: Operand,
     o: Operand,
     *,
+    mask: Operand | None = None,
+    bias: Operand | None = None,
     tiles: Tiles | None = None,
     arch: str | None = None,
 ) -> Plan:
@@ -257,6 +284,9 @@ def plan_attention(
     call : AttentionCall
     q, k, v, o : Operand
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs.
+    mask, bias : Operand, optional
+        The buffers ``"mask"`` and ``"bias"``, of shape (batch, heads, len_q, len_kv), where the
+        call has them; stride 0 where they are broadcast.
     tiles : Tiles, optional
         The variant's own for this head_dim when omitted.
     arch : str, optional
@@ -279,11 +309,9 @@ def plan_attention(
         note = _hopper_obstacle(call, q, k, v)
         form = "portable" if note else "sm90"
     tiles = tiles or variant.default_tiles(call.head_dim, form)
-    features = Features(
-        call.dtype, call.head_dim, call.causal, call.return_lse, _widest(q, k, v, o)
-    )
+    features = _features(call, _widest(q, k, v, o))
     spec = module_spec(variant, features, tiles, form)
-    params = _params(call, q, k, v, o)
+    params = _params(call, q, k, v, o, mask, bias)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
     if variant.family == "unfused":
@@ -305,6 +333,9 @@ def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand) ->
     """Return why the Hopper form does not take a call, as a note for its plan; "" where it does."""
     if call.len_kv == 0:
         return "portable form: there are no keys for the copy engine"
+    given = [name for name in ("window", "softcap", "mask", "bias") if getattr(call, name)]
+    if given:
+        return f"portable form: the Hopper form takes no {' and no '.join(given)}"
     for name, x in zip("qkv", (q, k, v), strict=True):
         strides = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
         if x.misalignment or any(s <= 0 or s * x.itemsize % 16 for s in strides):
@@ -387,7 +418,8 @@ def plan_unfused_step(
         Of family ``"unfused"``.
     call : AttentionCall
     operands : mapping of str to Operand
-        Those of ``"q"``, ``"k"``, ``"v"``, ``"o"`` that the step uses. It also uses a buffer
+        Those of ``"q"``, ``"k"``, ``"v"``, ``"o"``, ``"mask"``, ``"bias"`` that the step uses. It
+        also uses a buffer
         ``"S"``, float32 ``(batch, heads, len_q, len_kv)`` in C order, and ``"lse"`` where the call
         asks for it.
     tiles : Tiles, optional
@@ -399,11 +431,14 @@ def plan_unfused_step(
         Without workspace: S is the caller's.
     """
     tiles = tiles or variant.default_tiles(call.head_dim)
-    vec = _widest(*operands.values()) if operands else 1
-    features = Features(call.dtype, call.head_dim, call.causal, call.return_lse, vec)
+    rows = [x for name, x in operands.items() if name in "qkvo"]
+    vec = _widest(*rows) if rows else 1
+    features = _features(call, vec)
     spec = module_spec(variant, features, tiles)
     absent = Operand((1, 1, 1, 1), (0, 0, 0, 0), 1, 0)
-    params = {**_params(call, *(operands.get(name, absent) for name in "qkvo")), "S": "S"}
+    q, k, v, o = (operands.get(name, absent) for name in "qkvo")
+    params = _params(call, q, k, v, o, operands.get("mask"), operands.get("bias"))
+    params["S"] = "S"
     params.update({name.upper(): None for name in "qkvo" if name not in operands})
     launches = _unfused_launch(step, variant, call, spec, tiles, params)
     return Plan(variant.name, "portable", tiles, features, launches)
@@ -423,13 +458,15 @@ def plan_int8(
     group_q: int,
     group_kv: int,
     smoothed: bool,
+    mask: Operand | None = None,
+    bias: Operand | None = None,
     tiles: Tiles | None = None,
 ) -> Plan:
     """Plan the INT8 rung on quantised operands.
 
     Parameters
     ----------
-    variant, call, v, o, tiles
+    variant, call, v, o, mask, bias, tiles
         As for `plan_attention`; v is 16-bit.
     q_codes, k_codes : Operand
         INT8 codes, the buffers ``"q_codes"`` and ``"k_codes"``.
@@ -447,13 +484,12 @@ def plan_int8(
     form = "portable"
     tiles = tiles or variant.default_tiles(call.head_dim)
     vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, v, o))
-    features = Features(
-        call.dtype, call.head_dim, call.causal, call.return_lse, vec, group_q, group_kv
-    )
+    features = _features(call, vec, group_q, group_kv)
     spec = module_spec(variant, features, tiles, form)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, ())
-    params = {**_params(call, q_codes, k_codes, v, o), "Q": "q_codes", "K": "k_codes"}
+    params = _params(call, q_codes, k_codes, v, o, mask, bias)
+    params |= {"Q": "q_codes", "K": "k_codes"}
     quant = {
         "Q_scale": "q_scale", "K_scale": "k_scale", "K_mean": "k_mean" if smoothed else None,
         "Q_scale_stride_batch": q_scale.row_strides[0],

@@ -367,17 +367,17 @@ def remembered() -> Exact:
 
 
 def admitted_pairs(call: AttentionCall) -> int:
-    """Return how many (query, key) pairs of one head are not masked.
+    """Return how many (query, key) pairs of one head are not masked by their place.
 
     Examples
     --------
     >>> admitted_pairs(AttentionCall(1, 1, 1, 4, 4, 8, "float16", 1.0, causal=True))
     10
     """
-    if not call.causal:
-        return call.len_q * call.len_kv
     rows = np.arange(call.len_q, dtype=np.int64)
-    return int(np.clip(rows + 1 + call.causal_shift, 0, call.len_kv).sum())
+    first = np.clip(rows + call.window_shift, 0, call.len_kv) if call.window else 0
+    end = np.clip(rows + 1 + call.causal_shift, 0, call.len_kv) if call.causal else call.len_kv
+    return int(np.maximum(end - first + 0 * rows, 0).sum())
 
 
 def _memory_bytes(

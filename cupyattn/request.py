@@ -15,6 +15,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.registry import Variant
 from cupyattn.rounding import array_namespace
+from cupyattn.scoring import check_smoothing
 from cupyattn.tiles import Tiles
 
 #: What ``variant="auto"`` runs by accuracy class and dtype: the fastest rung of the class in
@@ -24,7 +25,7 @@ AUTO = {
     "balanced": dict.fromkeys(("float16", "bfloat16", "float32"), "fa_int8"),
 }
 #: Options of the interface that no rung takes yet.
-NOT_YET = ("window", "softcap", "mask", "bias", "rope", "block_mask")
+NOT_YET = ("rope", "block_mask")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Request:
     backend : {"cuda", "mirror", "interpret"}
     q, k, v : array
         Operands in layout BHSD, contiguous last axis; codes where the caller brought codes.
+    mask, bias : array or None
+        The caller's, broadcast to (batch, heads, len_q, len_kv) without a copy.
     quantized : QuantizedQKV or None
         What the caller brought already quantised.
     receiver : array or None
@@ -89,6 +92,8 @@ class Request:
     q: Any
     k: Any
     v: Any
+    mask: Any
+    bias: Any
     quantized: QuantizedQKV | None
     receiver: Any
     restore: Callable[[Any], Any]
@@ -115,8 +120,8 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     for name, default in _ABSENT.items():
         if not _is_default(getattr(options, name), default):
             raise UnsupportedError(
-                f"{name} is not supported yet, only causal, grouped heads and any lengths "
-                "are: apply it to the scores with cupyattn.unfused in the meantime"
+                f"{name} is not supported yet, only causal, window, softcap, mask, bias, grouped "
+                "heads and any lengths are"
             )
     _check_kind("tiles", options.tiles, Tiles, "a cupyattn.Tiles or None")
     _check_kind("quant", options.quant, QuantConfig, "a cupyattn.QuantConfig or None")
@@ -130,10 +135,8 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     (q, restore), (k, _), (v, _) = (arrays.take(name, array) for name, array in named)
     array_namespace(q, k, v)
     q, k, v = (arrays.contiguous_last_axis(to_bhsd(a, options.layout)) for a in (q, k, v))
-    call = checks.check_attention(
-        q, k, v, scale=options.scale, causal=options.causal, causal_align=options.causal_align,
-        return_lse=options.return_lse,
-    )  # fmt: skip
+    sizes = checks.check_shapes(*(tuple(a.shape) for a in (q, k, v)))
+    call, mask, bias = _check_options(sizes, checks.check_dtype(q, k, v), q, options)
     if options.variant == "auto":
         variant = registry.lookup(_fastest(options.accuracy, call.dtype))
         why = f"the fastest rung of accuracy class {options.accuracy!r} for {call.dtype}"
@@ -144,9 +147,12 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         raise ValueError(f"quant is for fa_int8, got variant {variant.name!r}")
     if options.check_finite:
         _check_finite(q, k, v)
+    if call.softcap and variant.family == "int8":
+        options = replace(options, quant=replace(options.quant or QuantConfig(), smooth_k=False))
+        why += "; keys are not smoothed, since a softcap would feel their mean"
     return Request(
-        options, variant, why, call, backends.choose(options.backend, q), q, k, v, None,
-        _receiver(options, call, (q, k, v)),
+        options, variant, why, call, backends.choose(options.backend, q), q, k, v, mask, bias, None,
+        _receiver(options, call, (q, k, v, mask, bias)),
         lambda o: restore(to_bhsd(o, options.layout)), restore,
     )  # fmt: skip
 
@@ -164,16 +170,36 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
     quantized = _contiguous(quantized)
     operands = quantized.q_codes, quantized.k_codes, quantized.v
     sizes = checks.check_shapes(*(tuple(a.shape) for a in operands))
-    shift = checks.check_causal(options.causal_align, sizes[3], sizes[4])
-    call = AttentionCall(
-        *sizes, quantized.out_dtype, checks.check_scale(options.scale, sizes[5]),
-        bool(options.causal), shift if options.causal else 0, bool(options.return_lse),
-    )  # fmt: skip
+    call, mask, bias = _check_options(sizes, quantized.out_dtype, operands[0], options)
+    check_smoothing(call.softcap, quantized.k_mean)
     return Request(
         options, variant, "the rung for quantised operands", call,
-        backends.choose(options.backend, operands[0]), *operands, quantized,
-        _receiver(options, call, operands), lambda o: o, lambda lse: lse,
+        backends.choose(options.backend, operands[0]), *operands, mask, bias, quantized,
+        _receiver(options, call, (*operands, mask, bias)), lambda o: o, lambda lse: lse,
     )  # fmt: skip
+
+
+def _check_options(
+    sizes: tuple[int, int, int, int, int, int], dtype: str, q: Any, options: Options
+) -> tuple[AttentionCall, Any, Any]:
+    """Return the call, and mask and bias as the kernels take them (None where absent)."""
+    given = {}
+    for name in ("mask", "bias"):
+        array = getattr(options, name)
+        if array is not None:
+            array, _ = arrays.take(name, array)
+            array_namespace(q, array)
+        given[name] = array
+    call = checks.check_options(
+        sizes, dtype, scale=options.scale, causal=options.causal,
+        causal_align=options.causal_align, return_lse=options.return_lse, window=options.window,
+        softcap=options.softcap, **given,
+    )  # fmt: skip
+    mask, bias = (
+        None if x is None else arrays.broadcast(x, call.score_shape)
+        for x in given.values()
+    )
+    return call, mask, bias
 
 
 def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:
@@ -206,7 +232,7 @@ def _receiver(options: Options, call: AttentionCall, inputs: tuple[Any, ...]) ->
     if options.out is None:
         return None
     out, _ = arrays.take("out", options.out)
-    array_namespace(out, *inputs)
+    array_namespace(out, *(x for x in inputs if x is not None))
     out = to_bhsd(out, options.layout)
     checks.check_out(out, call, inputs)
     return out

@@ -28,6 +28,10 @@ def scores(
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Any = None,
+    bias: Any = None,
 ) -> Any:
     """Step 1: ``S = scale * Q K^T``.
 
@@ -43,6 +47,8 @@ def scores(
         Query i attends key j only where ``j <= i + shift``.
     causal_align : {"bottom-right", "top-left"}
         ``shift = len_kv - len_q``, or 0.
+    window, softcap, mask, bias
+        As for `cupyattn.attention`.
 
     Returns
     -------
@@ -62,15 +68,21 @@ def scores(
     [[0.5, -inf], [0.5, 0.5]]
     """
     (q, restore), (k, _) = arrays.take("q", q), arrays.take("k", k)
-    call = checks.check_attention(q, k, k, scale=scale, causal=causal, causal_align=causal_align)
-    xp, backend = array_namespace(q, k), backends.choose(None, q)
+    added = {name: a for name, a in (("mask", mask), ("bias", bias)) if a is not None}
+    added = {name: arrays.take(name, array)[0] for name, array in added.items()}
+    xp, backend = array_namespace(q, k, *added.values()), backends.choose(None, q)
+    options: dict[str, Any] = {
+        "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
+        "softcap": softcap, **added,
+    }  # fmt: skip
+    call = checks.check_attention(q, k, k, **options)
     if backend == "mirror":
-        S = reference.scores_mirror(q, k, scale=scale, causal=causal, causal_align=causal_align)
-        return restore(S)
+        return restore(reference.scores_mirror(q, k, **options))
     q, k = arrays.contiguous_last_axis(q), arrays.contiguous_last_axis(k)
+    added = {name: arrays.broadcast(array, call.score_shape) for name, array in added.items()}
     with backends.on_device_of(q):
-        S = xp.empty((call.batch, call.heads, call.len_q, call.len_kv), "float32")
-        _run("scores", backend, call, {"q": q, "k": k}, {"S": S})
+        S = xp.empty(call.score_shape, "float32")
+        _run("scores", backend, call, {"q": q, "k": k, **added}, {"S": S})
     return restore(S)
 
 

@@ -5,8 +5,8 @@
 // Differs from attn_unfused: its three kernels are steps S3, S4 and S5 of one loop over keys.
 // Kept simple  float32 everywhere; S is a tile in shared memory that any thread may touch, so a
 //              barrier stands between any two steps, and one thread walks each row in S4.
-// Rounding     R2 FMA chain over HEAD_DIM, R4 exp2, R6 alpha, l and the FMA chain over keys, R7
-//              times 1/l and store (cupyattn/numerics.py)
+// Rounding     R2 FMA chain over HEAD_DIM, R3 softcap and bias, R4 exp2, R6 alpha, l and the FMA
+//              chain over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"
@@ -48,6 +48,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa(
                     + batch * p.V_stride.batch + head_kv * p.V_stride.head;
   elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
+  const Scores scores(p, batch, head);
 
   // S1 load Q
   load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(
@@ -56,7 +57,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa(
   RowState state;  // of row thread_id(), in the first BLOCK_Q threads
   constexpr int ELEMENTS = ceil_div(BLOCK_Q * HEAD_DIM, NUM_THREADS);  // of O, per thread
   float O_acc[ELEMENTS] = {};
-  for (int kv0 = 0; kv0 < kv_end(p, q0, BLOCK_Q); kv0 += BLOCK_KV) {
+  for (int kv0 = round_down(kv_begin(p, q0), BLOCK_KV); kv0 < kv_end(p, q0, BLOCK_Q);
+       kv0 += BLOCK_KV) {
     __syncthreads();  // the previous V tile and probabilities are no longer read
     // S2 load K, V
     load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(
@@ -72,7 +74,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa(
 #pragma unroll 8
       for (int d = 0; d < HEAD_DIM; ++d)
         s = fmaf(smem.Q[row * HEAD_DIM + d], smem.K[key * LD + d], s);  // R2
-      smem.S[row * (BLOCK_KV + 1) + key] = admitted(p, q0 + row, kv0 + key) ? s : NEG_INF;
+
+      if constexpr (NATURAL_SCORES) s = scores.of(s * p.scale, q0 + row, kv0 + key);  // R3
+      smem.S[row * (BLOCK_KV + 1) + key] = scores.admit(q0 + row, kv0 + key) ? s : NEG_INF;
     }
     __syncthreads();  // the rows of S are complete
 
@@ -81,11 +85,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa(
       float* S = smem.S + thread_id() * (BLOCK_KV + 1);  // [BLOCK_KV]
       float m = NEG_INF;
       for (int key = 0; key < BLOCK_KV; ++key) m = fmaxf(m, S[key]);
-      smem.alpha[thread_id()] = state.advance(m * p.scale_log2);
+      smem.alpha[thread_id()] = state.advance(row_maximum(m, p.scale_log2));
       const float M = state.M_finite();
       for (int key = 0; key < BLOCK_KV; ++key) {
-        S[key] = ex2_approx_ftz(fmaf(S[key], p.scale_log2, -M));  // R4
-        state.l += S[key];                                        // R6
+        S[key] = ex2_approx_ftz(exponent(S[key], p.scale_log2, -M));  // R4
+        state.l += S[key];                                            // R6
       }
     }
     __syncthreads();  // P and alpha visible to the whole block

@@ -70,17 +70,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
                          + batch * quant.K_scale_stride_batch + head_kv * quant.K_scale_stride_head;
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  const Scores scores(p, batch, head);
 
   // S1 load Q: the group also holds the first K, V tile
   load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(
       smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
-  float Q_scale_log2[MMA_ROWS][2];  // of rows g and g + 8 of each row tile
+  float Q_factor[MMA_ROWS][2];  // Q scale and softmax scale of rows g and g + 8 of each row tile
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      Q_scale_log2[r][h] =
-          p.scale_log2 * Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q];  // R3
+      Q_factor[r][h] = softmax_scale(p) *
+                       Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q];  // R3
+  const int first_step = kv_begin(p, q0) / BLOCK_KV;
   const int num_steps = ceil_div(kv_end(p, q0, BLOCK_Q), BLOCK_KV);
   auto load_kv = [&](int step) {  // into its stage; one group per step, empty past the end
     const int kv0 = step * BLOCK_KV, stage = step % NUM_STAGES;
@@ -96,11 +98,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     cp_async_commit_group();
   };
 #pragma unroll
-  for (int step = 0; step < NUM_STAGES - 1; ++step) load_kv(step);
+  for (int i = 0; i < NUM_STAGES - 1; ++i) load_kv(first_step + i);
 
   RowState state[MMA_ROWS][2];  // rows g and g + 8 of each row tile
   float O_acc[MMA_ROWS][MMA_COLS][4] = {};
-  for (int step = 0; step < num_steps; ++step) {
+  for (int step = first_step; step < num_steps; ++step) {
     const int kv0 = step * BLOCK_KV;
     const int8_t* K_tile = smem.K[step % NUM_STAGES];             // [BLOCK_KV, CODES_PAD]
     const elem16_t* V_tile = smem.V[step % NUM_STAGES];           // [BLOCK_KV, HEAD_DIM_PAD]
@@ -134,7 +136,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         }
       }
     }
-    float S_acc[MMA_ROWS][MMA_KEYS][4];  // log2 units: scale_log2 is already in Q_scale_log2
+    float S_acc[MMA_ROWS][MMA_KEYS][4];  // scaled: the softmax scale is already in Q_factor
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
       const float2 k_scale = *reinterpret_cast<const float2*>(K_scale_tile + n * 8 + t * 2);
@@ -143,19 +145,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           S_acc[r][n][i] =
-              float(dot[r][n][i]) * (i % 2 ? k_scale.y : k_scale.x) * Q_scale_log2[r][i / 2];  // R3
+              float(dot[r][n][i]) * (i % 2 ? k_scale.y : k_scale.x) * Q_factor[r][i / 2];  // R3
     }
 
     // S4 softmax
-    if (kv0 + BLOCK_KV > kv_unmasked(p, q0 + row0)) {
+    if (!scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV)) {
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            if (!admitted(p, q0 + row0 + r * 16 + g + i / 2 * 8, kv0 + n * 8 + t * 2 + i % 2))
-              S_acc[r][n][i] = NEG_INF;
+          for (int i = 0; i < 4; ++i) {
+            const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
+            if constexpr (NATURAL_SCORES)
+              S_acc[r][n][i] = scores.of(S_acc[r][n][i], row, key);  // R3
+            if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
+          }
     }
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
@@ -171,8 +176,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
           for (int i = 2 * h; i < 2 * h + 2; ++i) {
-            S_acc[r][n][i] = ex2_approx_ftz(S_acc[r][n][i] - M);  // R4
-            state[r][h].l += S_acc[r][n][i];                      // R6: this lane's part of l
+            S_acc[r][n][i] = ex2_approx_ftz((S_acc[r][n][i] - M) * M_TO_LOG2);  // R4
+            state[r][h].l += S_acc[r][n][i];  // R6: this lane's part of l
           }
 #pragma unroll
         for (int c = 0; c < MMA_COLS; ++c) {
@@ -222,7 +227,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         float dot = 0.0f;
         for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d], K_mean[d], dot);
         dot = shfl_sum<4>(dot);
-        if (state[r][h].M > NEG_INF) state[r][h].M += Q_scale_log2[r][h] * dot;  // R3
+        if (state[r][h].M > NEG_INF) state[r][h].M += Q_factor[r][h] * dot;  // R3
       }
       if (q0 + row >= p.len_q) continue;
       if constexpr (LSE)

@@ -7,8 +7,8 @@
 //              in the four lanes of a quad and S, P, O become fragments; every step but S0 changes
 //              for that one reason.  (diff attn_fa_warps.cu attn_fa_tc.cu)
 // Kept simple  S of one step feeds P of the same step from registers; one barrier a step.
-// Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
-//              core over keys, R7 times 1/l and store (cupyattn/numerics.py)
+// Rounding     R2 tensor core over HEAD_DIM, R3 softcap and bias, R4 exp2, R5 P to 16 bits, R6
+//              alpha, l and the tensor core over keys, R7 times 1/l, store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -60,10 +60,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  const Scores scores(p, batch, head);
 
   // S1 load Q: the group also holds the first K, V tile
   load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(
       smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+  const int first_step = kv_begin(p, q0) / BLOCK_KV;
   const int num_steps = ceil_div(kv_end(p, q0, BLOCK_Q), BLOCK_KV);
   auto load_kv = [&](int step) {  // into its stage; one group per step, empty past the end
     const int kv0 = step * BLOCK_KV, stage = step % NUM_STAGES;
@@ -76,11 +78,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     cp_async_commit_group();
   };
 #pragma unroll
-  for (int step = 0; step < NUM_STAGES - 1; ++step) load_kv(step);
+  for (int i = 0; i < NUM_STAGES - 1; ++i) load_kv(first_step + i);
 
   RowState state[MMA_ROWS][2];  // rows g and g + 8 of each row tile
   float O_acc[MMA_ROWS][MMA_COLS][4] = {};
-  for (int step = 0; step < num_steps; ++step) {
+  for (int step = first_step; step < num_steps; ++step) {
     const int kv0 = step * BLOCK_KV;
     const elem_t* K_tile = smem.K[step % NUM_STAGES];  // [BLOCK_KV, HEAD_DIM_PAD]
     const elem_t* V_tile = smem.V[step % NUM_STAGES];  // [BLOCK_KV, HEAD_DIM_PAD]
@@ -115,15 +117,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     }
 
     // S4 softmax
-    if (kv0 + BLOCK_KV > kv_unmasked(p, q0 + row0)) {
+    if (!scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV)) {
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            if (!admitted(p, q0 + row0 + r * 16 + g + i / 2 * 8, kv0 + n * 8 + t * 2 + i % 2))
-              S_acc[r][n][i] = NEG_INF;
+          for (int i = 0; i < 4; ++i) {
+            const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
+            if constexpr (NATURAL_SCORES)
+              S_acc[r][n][i] = scores.of(S_acc[r][n][i] * p.scale, row, key);  // R3
+            if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
+          }
     }
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
@@ -133,13 +138,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
           m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
-        const float alpha = state[r][h].advance(shfl_max<4>(m) * p.scale_log2);
+        const float alpha = state[r][h].advance(row_maximum(shfl_max<4>(m), p.scale_log2));
         const float M = state[r][h].M_finite();
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
           for (int i = 2 * h; i < 2 * h + 2; ++i) {
-            S_acc[r][n][i] = ex2_approx_ftz(fmaf(S_acc[r][n][i], p.scale_log2, -M));  // R4
+            S_acc[r][n][i] = ex2_approx_ftz(exponent(S_acc[r][n][i], p.scale_log2, -M));  // R4
             state[r][h].l += S_acc[r][n][i];  // R6: this lane's part of l
           }
 #pragma unroll

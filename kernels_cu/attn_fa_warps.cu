@@ -5,8 +5,8 @@
 // Differs from attn_fa: S and alpha leave shared memory, and with them the barriers between S3, S4
 //              and S5; what is left guards K and V.  (diff attn_fa.cu attn_fa_warps.cu)
 // Kept simple  float32 FMA as before; each element of K and V that a lane reads serves WARP_Q rows.
-// Rounding     R2 FMA chain over HEAD_DIM, R4 exp2, R6 alpha, l and the FMA chain over keys, R7
-//              times 1/l and store (cupyattn/numerics.py)
+// Rounding     R2 FMA chain over HEAD_DIM, R3 softcap and bias, R4 exp2, R6 alpha, l and the FMA
+//              chain over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"
@@ -51,6 +51,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const float* Q_warp = smem.Q + row0 * HEAD_DIM;  // [WARP_Q, HEAD_DIM]
+  const Scores scores(p, batch, head);
 
   // S1 load Q
   load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(
@@ -58,7 +59,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
 
   RowState state[WARP_Q];
   float O_acc[WARP_Q][LANE_COLS] = {};  // columns lane_id() + 32 c
-  for (int kv0 = 0; kv0 < kv_end(p, q0, BLOCK_Q); kv0 += BLOCK_KV) {
+  for (int kv0 = round_down(kv_begin(p, q0), BLOCK_KV); kv0 < kv_end(p, q0, BLOCK_Q);
+       kv0 += BLOCK_KV) {
     __syncthreads();  // the previous K, V tiles are no longer read
     // S2 load K, V
     load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(
@@ -87,14 +89,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
 #pragma unroll
       for (int c = 0; c < LANE_KEYS; ++c) {
         const int key = kv0 + lane_id() + c * WARP_SIZE;
-        if (!admitted(p, q0 + row0 + r, key)) S_acc[r][c] = NEG_INF;
+        if constexpr (NATURAL_SCORES)
+          S_acc[r][c] = scores.of(S_acc[r][c] * p.scale, q0 + row0 + r, key);  // R3
+        if (!scores.admit(q0 + row0 + r, key)) S_acc[r][c] = NEG_INF;
         m = fmaxf(m, S_acc[r][c]);
       }
-      alpha[r] = state[r].advance(shfl_max<WARP_SIZE>(m) * p.scale_log2);
+      alpha[r] = state[r].advance(row_maximum(shfl_max<WARP_SIZE>(m), p.scale_log2));
       const float M = state[r].M_finite();
 #pragma unroll
       for (int c = 0; c < LANE_KEYS; ++c) {
-        S_acc[r][c] = ex2_approx_ftz(fmaf(S_acc[r][c], p.scale_log2, -M));  // R4
+        S_acc[r][c] = ex2_approx_ftz(exponent(S_acc[r][c], p.scale_log2, -M));  // R4
         state[r].l += S_acc[r][c];  // R6: this lane's part of l
       }
     }

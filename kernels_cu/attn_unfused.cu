@@ -4,8 +4,8 @@
 // Differs from nothing: this is the first rung.
 // Kept simple  float32 everywhere, a thread computes whole elements, tiles without prefetch.
 // Memory       4 batch heads len_q len_kv bytes for S, overwritten by P.
-// Rounding     R2 FMA chain over HEAD_DIM, R3 S times scale, R4 exp2, R6 sum of a row, P / l and
-//              the FMA chain over keys, R7 store (cupyattn/numerics.py)
+// Rounding     R2 FMA chain over HEAD_DIM, R3 S times scale, softcap and bias, R4 exp2, R6 sum
+//              of a row, P / l and the FMA chain over keys, R7 store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"
@@ -46,6 +46,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores
   const elem_t* K = static_cast<const elem_t*>(p.K)  // [len_kv, HEAD_DIM], from row kv0
                     + batch * p.K_stride.batch + head_kv * p.K_stride.head + kv0 * p.K_stride.len;
   float* S = p.S + batch_head * p.len_q * p.len_kv;  // [len_q, len_kv]
+  const Scores scores(p, batch, head);
 
   // S1 load Q, S2 load K
   load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(
@@ -63,7 +64,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores
       s = fmaf(smem.Q[row * HEAD_DIM + d], smem.K[key * LD + d], s);  // R2
     if (q0 + row < p.len_q && kv0 + key < p.len_kv)
       S[int64_t(q0 + row) * p.len_kv + kv0 + key] =
-          admitted(p, q0 + row, kv0 + key) ? s * p.scale : NEG_INF;  // R3
+          scores.admit(q0 + row, kv0 + key) ? scores.of(s * p.scale, q0 + row, kv0 + key)  // R3
+                                            : NEG_INF;
   }
 }
 
@@ -78,11 +80,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_softma
   RowState state;
   float m = NEG_INF;
   for (int key = lane_id(); key < p.len_kv; key += WARP_SIZE) m = fmaxf(m, S[key]);
-  state.M = shfl_max<WARP_SIZE>(m) * LOG2E;
+  state.M = row_maximum(shfl_max<WARP_SIZE>(m), LOG2E);
   const float M = state.M_finite();
   float l = 0.0f;
   for (int key = lane_id(); key < p.len_kv; key += WARP_SIZE) {
-    const float e = ex2_approx_ftz(fmaf(S[key], LOG2E, -M));  // R4
+    const float e = ex2_approx_ftz(exponent(S[key], LOG2E, -M));  // R4
     S[key] = e;
     l += e;  // R6
   }

@@ -21,6 +21,7 @@ from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
+from tests.prims_score_cases import SCORE_PRIMS
 
 LANES = np.arange(32)
 
@@ -163,36 +164,6 @@ def online_softmax_expected(maxima: np.ndarray, **_: Any) -> dict[str, np.ndarra
     }
 
 
-def score_arguments(shift: int) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        values = {"len_q": 12, "len_kv": 9, "causal_shift": shift}
-        return {
-            "p": pack(ATTN_PARAMS, values, {}),
-            "may": np.full((12, 17), -1, np.int32),
-            "end": np.full(12, -1, np.int32),
-            "unmasked": np.full(12, -1, np.int32),
-        }
-
-    return arguments
-
-
-def score_expected(causal: bool) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(p: np.ndarray, may: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        len_kv, shift = int(p["len_kv"][0]), int(p["causal_shift"][0])
-        row, key = np.arange(may.shape[0])[:, None], np.arange(may.shape[1])
-        allowed = (key < len_kv) & ((key <= row + shift) | (not causal))
-        # By definition, of the rows [row, row + 4) and of all rows from `row` on:
-        reach = np.clip(row[:, 0] + 4 + shift, 0, len_kv) if causal else np.full(12, len_kv)
-        first = [int(a[:len_kv].sum()) for a in allowed]  # admitted keys are the first ones
-        return {
-            "may": allowed.astype(np.int32),
-            "end": reach.astype(np.int32),
-            "unmasked": np.array(first, np.int32),
-        }
-
-    return expected
-
-
 # ---- tiles ---------------------------------------------------------------------------------------
 
 ROWS, ROWS_VALID = 16, 11
@@ -290,19 +261,24 @@ CONFIG_TILES = Tiles(48, 80, 2, 3)
 
 
 def config_features(dtype: str) -> Features:
-    return Features(dtype, 24, causal=True, lse=False, vec=4, group_q=2, group_kv=16)
+    return Features(
+        dtype, 24, causal=True, lse=False, vec=4, group_q=2, group_kv=16, window=True,
+        softcap=False, mask=True, bias=dtype,
+    )  # fmt: skip
 
 
 def config_arguments() -> Arguments:
     x = normal(64) * np.float32(1000)
     x[:3] = [2049.0, 257.0, 1e6]
-    outputs = {"constants": np.zeros(12, np.int32), "rounded": np.zeros(64, np.float32)}
+    outputs = {"constants": np.full(18, -1, np.int32), "rounded": np.zeros(64, np.float32)}
     return {"x": x, **outputs}
 
 
 def config_expected(dtype: str) -> Callable[..., dict[str, np.ndarray]]:
     def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        constants = np.array([48, 80, 2, 3, 64, 24, 24, 1, 0, 4, 2, 16], np.int32)
+        bias_size = STORAGE[dtype].itemsize
+        values = [48, 80, 2, 3, 64, 24, 24, 1, 0, 4, 2, 16, 1, 0, 1, 1, 1, bias_size]
+        constants = np.array(values, np.int32)
         return {"constants": constants, "rounded": round_to(x, dtype)}
 
     return expected
@@ -317,18 +293,19 @@ def params_arguments() -> Arguments:
             field = struct[name]
             wide = 2**33 * (1 + i + len(values))
             if field.shape:
-                values[name] = [wide + 1, -wide, 0]
+                values[name] = [wide + 1, -wide, 0, 7][: field.shape[0]]
             else:
                 values[name] = wide if field.itemsize == 8 else 0.1 * i if field.kind == "f" else -i
         records.append(pack(struct, values, {}))
-    outputs = {"integers": np.zeros(31, np.int64), "floats": np.zeros(2, np.float32)}
+    outputs = {"integers": np.zeros(42, np.int64), "floats": np.zeros(4, np.float32)}
     return {"p": records[0], "quant": records[1], **outputs}
 
 
 def params_expected(p: np.ndarray, quant: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
     values = [np.ravel(r[name]) for r in (p, quant) for name in r.dtype.names or ()]
     integers = np.concatenate([v.astype(np.int64) for v in values if v.dtype.kind != "f"])
-    return {"integers": integers, "floats": np.concatenate([p["scale"], p["scale_log2"]])}
+    floats = np.concatenate([v for v in values if v.dtype.kind == "f"])
+    return {"integers": integers, "floats": floats}
 
 
 def quant_arguments() -> Arguments:
@@ -544,14 +521,7 @@ PRIMS = [
         "online_softmax", "online_softmax", "online_softmax", 32,
         online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,
     ),
-    *(
-        Prim(
-            f"score-{'causal' if causal else 'all'}{shift:+d}", "score", "score", 12,
-            score_arguments(shift), score_expected(causal),
-            defines=defines(Tiles(16, 16, 1), Features("float16", 8, causal)),
-        )
-        for causal, shift in ((False, 0), (True, 0), (True, -3), (True, 4))
-    ),
+    *SCORE_PRIMS,
     *tile_prims(),
     Prim(
         "copies", "tile_io", "copies", 128,

@@ -72,7 +72,10 @@ def plan_of(call: AttentionCall, variant: str = "fa_tc", **options: Any) -> Plan
 
 FIELD = re.compile(r"^  (?P<type>[\w ]+\*?) (?P<names>\w+(?:, \w+)*);", re.MULTILINE)
 #: What a field of a C type is in a NumPy record.
-RECORD_TYPE = {"int32_t": "<i4", "int64_t": "<i8", "float": "<f4", "Strides": ("<i8", (3,))}
+RECORD_TYPE = {
+    "int32_t": "<i4", "int64_t": "<i8", "float": "<f4", "Strides": ("<i8", (3,)),
+    "ScoreStrides": ("<i8", (4,)),
+}  # fmt: skip
 
 
 def struct_fields(name: str) -> list[tuple[str, Any]]:
@@ -92,8 +95,10 @@ def record_fields(table: np.dtype[Any]) -> list[tuple[str, Any]]:
     return [(n, (t.base.str, t.shape) if t.shape else t.str) for n, t in fields]
 
 
-def test_strides_are_three_64_bit_numbers() -> None:
+def test_strides_are_64_bit_numbers() -> None:
     assert struct_fields("Strides") == [(name, "<i8") for name in ("batch", "head", "len")]
+    of_scores = [(name, "<i8") for name in ("batch", "head", "row", "key")]
+    assert struct_fields("ScoreStrides") == of_scores
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import logging
 import os
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import compile as compiler
-from cupyattn import device, distributions, measure, reference, registry, rounding
+from cupyattn import device, distributions, measure, reference, registry, rounding, scoring
 from cupyattn.api import attention
 from cupyattn.cli import output
 from cupyattn.features import DTYPES
@@ -236,11 +237,20 @@ def _host(array: Any) -> Any:
     return array.get() if hasattr(array, "get") else array
 
 
+#: An option that is left out and one that is given its default are one call.
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(reference.attention_exact).parameters.items()
+}
+
+
 def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
-    digest = hashlib.sha256(repr(sorted(options.items())).encode())
-    for source in (reference.__file__, rounding.__file__):
+    given = {name: x for name, x in options.items() if name not in ("mask", "bias")}
+    given = {name: x for name, x in given.items() if x != _DEFAULTS[name]}
+    digest = hashlib.sha256(repr(sorted(given.items())).encode())
+    for source in (reference.__file__, rounding.__file__, scoring.__file__):
         digest.update(Path(source).read_bytes())
-    for array in operands:
+    for array in (*operands, options.get("mask"), options.get("bias")):
         if array is None:
             digest.update(b"-")
             continue

@@ -20,6 +20,10 @@
 #define CFG_VEC 8
 #define CFG_GROUP_Q 1
 #define CFG_GROUP_KV 1
+#define CFG_WINDOW 0
+#define CFG_SOFTCAP 0
+#define CFG_MASK 0
+#define CFG_BIAS 0
 #endif
 
 // tiles
@@ -37,6 +41,12 @@ constexpr bool LSE = CFG_LSE;           // store the log-sum-exp
 constexpr int VEC = CFG_VEC;            // elements per global access
 constexpr int GROUP_Q = CFG_GROUP_Q;    // query rows per scale, 0: not quantised
 constexpr int GROUP_KV = CFG_GROUP_KV;  // key rows per scale, 0: not quantised
+constexpr bool WINDOW = CFG_WINDOW;     // keys begin near the row; CAUSAL: they end near it
+constexpr bool SOFTCAP = CFG_SOFTCAP;
+constexpr bool MASK = CFG_MASK;
+constexpr bool BIAS = CFG_BIAS != 0;
+// Softcap and bias work on scores in natural units, and so does then the softmax.
+constexpr bool NATURAL_SCORES = SOFTCAP || BIAS;
 
 // storage types
 template <int CODE>
@@ -56,6 +66,7 @@ struct DType<2> {
 using elem_t = DType<CFG_DTYPE>::type;                         // the caller's Q, K, V and O
 using elem16_t = DType<CFG_DTYPE == 2 ? 0 : CFG_DTYPE>::type;  // 16-bit operand: float takes half
 constexpr bool ELEM_IS_16_BIT = CFG_DTYPE != 2;
+using bias_t = DType<BIAS ? CFG_BIAS - 1 : 0>::type;  // CFG_BIAS 1 to 3: half, bfloat16, float
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }

@@ -1,10 +1,13 @@
 // online_softmax.cuh -- running softmax of one query row, in log2 units:
 //   M = largest score seen so far,   l = sum of 2^(score - M)
 // The same rounded M stands in every exponent, in alpha and in the log-sum-exp, so its own rounding
-// cancels (docs/MATH_REFERENCE.md, R4).
+// cancels (docs/MATH_REFERENCE.md, R4). NATURAL_SCORES have M in natural units, not rounded at all.
 #pragma once
 
+#include "prims/config.cuh"
 #include "prims/exp2.cuh"
+
+constexpr float M_TO_LOG2 = NATURAL_SCORES ? LOG2E : 1.0f;
 
 struct RowState {
   float M, l;
@@ -23,8 +26,8 @@ struct RowState {
   __device__ __forceinline__ float advance(float M_new) {
     const float M_old = M;
     M = fmaxf(M_old, M_new);
-    const float alpha = ex2_approx_ftz(M_old - M_finite());  // R4
-    l *= alpha;                                              // R6
+    const float alpha = ex2_approx_ftz((M_old - M_finite()) * M_TO_LOG2);  // R4
+    l *= alpha;                                                            // R6
     return alpha;
   }
 
@@ -32,5 +35,8 @@ struct RowState {
   __device__ __forceinline__ float inverse_l() const { return l == 0.0f ? 0.0f : 1.0f / l; }
 
   // Natural log of the sum of exponentials; -inf for a row that attended to nothing.
-  __device__ __forceinline__ float lse() const { return (M + log2f(l)) * LN2; }
+  __device__ __forceinline__ float lse() const {
+    if constexpr (NATURAL_SCORES) return fmaf(log2f(l), LN2, M);
+    return (M + log2f(l)) * LN2;
+  }
 };

@@ -9,6 +9,11 @@ struct Strides {
   int64_t batch, head, len;
 };
 
+// The same of scores; 0 along an axis that mask or bias is broadcast over.
+struct ScoreStrides {
+  int64_t batch, head, row, key;
+};
+
 struct AttnParams {
   const void* Q;  // [batch, heads,    len_q,  HEAD_DIM]
   const void* K;  // [batch, heads_kv, len_kv, HEAD_DIM]
@@ -28,6 +33,13 @@ struct AttnParams {
   int32_t causal_shift;  // query row i may attend key j where j <= i + causal_shift
   float scale;           // softmax scale, natural units
   float scale_log2;      // softmax scale times log2(e)
+  const bool* mask;      // [batch, heads, len_q, len_kv], true: attend; not read unless MASK
+  const void* bias;      // [batch, heads, len_q, len_kv] of bias_t; not read unless BIAS
+  ScoreStrides mask_stride;
+  ScoreStrides bias_stride;
+  int32_t window_shift;  // WINDOW: query row i may attend key j where j >= i + window_shift
+  float softcap;         // SOFTCAP: s becomes softcap * tanh(s / softcap)
+  float softcap_inverse;
 };
 
 // A persistent kernel appends: where its blocks take their next tile.

@@ -1,24 +1,99 @@
-// score.cuh -- what features do to a score: which keys a query row may attend to.
+// score.cuh -- what features do to a score: which keys a query row may attend to, softcap and bias.
 // A kernel without features compiles all of this to one comparison with len_kv.
 #pragma once
 
 #include "prims/config.cuh"
 #include "prims/params.cuh"
 
-// Keys [0, kv_end) are all that any of the query rows [q0, q0 + rows) may attend to.
+// ---- by place: causal mask and window --------------------------------------------------------
+
+// Keys [kv_begin, kv_end) are all that any of the query rows [q0, q0 + rows) may attend to by their
+// place. Steps over keys start at kv_begin rounded down.
+__device__ __forceinline__ int kv_begin(const AttnParams& p, int q0) {
+  if constexpr (WINDOW) return max(0, q0 + p.window_shift);
+  return 0;
+}
 __device__ __forceinline__ int kv_end(const AttnParams& p, int q0, int rows) {
   if constexpr (CAUSAL) return max(0, min(p.len_kv, q0 + rows + p.causal_shift));
   return p.len_kv;
 }
 
-// Keys [0, kv_unmasked) are attended to by every row from q0 on: no mask is needed there.
-__device__ __forceinline__ int kv_unmasked(const AttnParams& p, int q0) {
+// Keys [kv_unmasked_begin, kv_unmasked_end) have a place that every one of those rows may attend
+// to.
+__device__ __forceinline__ int kv_unmasked_begin(const AttnParams& p, int q0, int rows) {
+  if constexpr (WINDOW) return q0 + rows - 1 + p.window_shift;
+  return 0;
+}
+__device__ __forceinline__ int kv_unmasked_end(const AttnParams& p, int q0) {
   if constexpr (CAUSAL) return max(0, min(p.len_kv, q0 + 1 + p.causal_shift));
   return p.len_kv;
 }
 
-// May query row `row` attend to key `key`?
+// May query row `row` attend to a key in the place `key`?
 __device__ __forceinline__ bool admitted(const AttnParams& p, int row, int key) {
+  if constexpr (WINDOW)
+    if (key < row + p.window_shift) return false;
   if constexpr (CAUSAL) return key < p.len_kv && key <= row + p.causal_shift;
   return key < p.len_kv;
 }
+
+// ---- scores ----------------------------------------------------------------------------------
+
+// The factor of products that are scaled before S4 by a row's own scale: to log2 units, or natural.
+__device__ __forceinline__ float softmax_scale(const AttnParams& p) {
+  return NATURAL_SCORES ? p.scale : p.scale_log2;
+}
+
+// M and the exponent of 2 of a score, `to_log2` being what brings a product q.k to log2 units.
+// Natural scores are subtracted before they are multiplied, which a bias of any size may pass.
+__device__ __forceinline__ float row_maximum(float m, float to_log2) {
+  return NATURAL_SCORES ? m : m * to_log2;
+}
+__device__ __forceinline__ float exponent(float S, float to_log2, float minus_M) {
+  return NATURAL_SCORES ? (S + minus_M) * LOG2E : fmaf(S, to_log2, minus_M);
+}
+
+// The scores of one head: what becomes of its products q.k, and which of them are masked.
+struct Scores {
+  const AttnParams& p;
+  const bool* mask;    // [len_q, len_kv], strided
+  const bias_t* bias;  // [len_q, len_kv], strided
+
+  __device__ __forceinline__ Scores(const AttnParams& p, int64_t batch, int64_t head) : p(p) {
+    if constexpr (MASK) mask = p.mask + batch * p.mask_stride.batch + head * p.mask_stride.head;
+    if constexpr (BIAS)
+      bias = static_cast<const bias_t*>(p.bias) + batch * p.bias_stride.batch +
+             head * p.bias_stride.head;
+  }
+
+  // The score of query row `row` and key `key` whose scaled product is x, before masks. Rows and
+  // keys past the end ask as well, here and below.
+  __device__ __forceinline__ float of(float x, int row, int key) const {
+    if constexpr (SOFTCAP) x = p.softcap * tanhf(x * p.softcap_inverse);  // R3
+    if constexpr (BIAS) {
+      row = min(row, p.len_q - 1), key = min(key, p.len_kv - 1);
+      const float b = to_float(bias[row * p.bias_stride.row + key * p.bias_stride.key]);
+      // NOTE: __fadd_rn is not contracted with the product before it: R3 rounds here. A bias of
+      // -inf masks the key, whatever stands there.
+      x = b == NEG_INF ? NEG_INF : __fadd_rn(x, b);  // R3
+    }
+    return x;
+  }
+
+  // May the row attend to the key?
+  __device__ __forceinline__ bool admit(int row, int key) const {
+    if constexpr (MASK)
+      return admitted(p, row, key) && row < p.len_q &&
+             mask[row * p.mask_stride.row + key * p.mask_stride.key];
+    return admitted(p, row, key);
+  }
+
+  // Are the scores of query rows [q0, q0 + rows) and keys [kv0, kv0 + keys) their products as they
+  // stand?
+  __device__ __forceinline__ bool are_products(int q0, int rows, int kv0, int keys) const {
+    if constexpr (NATURAL_SCORES || MASK) return false;
+    if constexpr (WINDOW)
+      if (kv0 < kv_unmasked_begin(p, q0, rows)) return false;
+    return kv0 + keys <= kv_unmasked_end(p, q0);
+  }
+};

@@ -273,7 +273,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     // NOTE: these 64 rows may need fewer keys than the tile: none past the end, fewer under a mask.
     const bool empty = tile.q0 + row0 >= p.len_q;
     const int own_steps = empty ? 0 : ceil_div(kv_end(p, tile.q0 + row0, 64), BLOCK_KV);
-    const int unmasked = kv_unmasked(p, tile.q0 + row0);
+    const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     Descriptor Q_rows = descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_COLS]);
     if (OVERLAP) Q_rows = uniform(Q_rows);
 

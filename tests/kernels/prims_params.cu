@@ -3,8 +3,8 @@
 
 extern "C" __global__ void params(const __grid_constant__ AttnParams p,
                                   const __grid_constant__ QuantParams quant,
-                                  int64_t* integers,  // [31]
-                                  float* floats) {    // [2]
+                                  int64_t* integers,  // [42]
+                                  float* floats) {    // [4]
   int i = 0;
   for (const void* pointer : {p.Q, p.K, p.V, (const void*)p.O, (const void*)p.lse,
                               (const void*)p.S})
@@ -13,6 +13,11 @@ extern "C" __global__ void params(const __grid_constant__ AttnParams p,
     for (const int64_t stride : {s.batch, s.head, s.len}) integers[i++] = stride;
   for (const int n : {p.batch, p.heads, p.heads_kv, p.len_q, p.len_kv, p.causal_shift})
     integers[i++] = n;
+  integers[i++] = int64_t(p.mask);
+  integers[i++] = int64_t(p.bias);
+  for (const ScoreStrides& s : {p.mask_stride, p.bias_stride})
+    for (const int64_t stride : {s.batch, s.head, s.row, s.key}) integers[i++] = stride;
+  integers[i++] = p.window_shift;
   for (const float* pointer : {quant.Q_scale, quant.K_scale, quant.K_mean})
     integers[i++] = int64_t(pointer);
   for (const int64_t stride : {quant.Q_scale_stride_batch, quant.Q_scale_stride_head,
@@ -20,4 +25,6 @@ extern "C" __global__ void params(const __grid_constant__ AttnParams p,
     integers[i++] = stride;
   floats[0] = p.scale;
   floats[1] = p.scale_log2;
+  floats[2] = p.softcap;
+  floats[3] = p.softcap_inverse;
 }
