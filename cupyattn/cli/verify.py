@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import compile as compiler
 from cupyattn import device, distributions, measure, reference, registry, rounding
 from cupyattn.api import attention
 from cupyattn.cli import output
+from cupyattn.disk_cache import cache_folder
 from cupyattn.features import DTYPES
 from cupyattn.measure import Judgement
 from cupyattn.quant import QuantizedQKV, quantize
@@ -198,7 +198,7 @@ def operands_equal(z: QuantizedQKV, host: tuple[Any, Any, Any]) -> bool:
 
 
 def _folder() -> Path:
-    return compiler.cache_folder() / "reference"
+    return cache_folder() / "reference"
 
 
 def cached_exact(
