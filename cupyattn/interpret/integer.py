@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -378,12 +378,36 @@ _BYTE_MODES = {
 }
 
 
+@cache
+def _byte_moves(control: int) -> list[tuple[bool, int, np.uint32]] | None:
+    """Return which bytes of b (or a) move left by how many bits, by one mask; None with signs."""
+    masks: dict[tuple[bool, int], int] = {}
+    for i in range(4):
+        selector = control >> 4 * i & 15
+        if selector & 8:
+            return None
+        move = selector >= 4, 8 * (i - selector % 4)
+        masks[move] = masks.get(move, 0) | 0xFF << 8 * i
+    return [(of_b, left, np.uint32(mask)) for (of_b, left), mask in masks.items()]
+
+
+def _moved(a: Array, b: Array, moves: list[tuple[bool, int, np.uint32]]) -> Array:
+    result = np.uint32(0)
+    for of_b, left, mask in moves:
+        shift = np.left_shift if left > 0 else np.right_shift
+        moved = shift(b if of_b else a, np.uint32(abs(left)))
+        result = np.bitwise_or(result, np.bitwise_and(moved, mask))
+    return np.broadcast_to(result, np.broadcast(a, b).shape)
+
+
 def permute_bytes(modifiers: tuple[str, ...]) -> Operation | None:
     """``prmt``: four of the eight bytes {b, a}, or their signs spread over a byte."""
 
     def evaluate(a: Array, b: Array, control: Array) -> Array:
         if table is not None:
             control = table[np.bitwise_and(control, 3)]
+        if np.ndim(control) == 0 and (moves := _byte_moves(int(control) & 0xFFFF)):
+            return _moved(a, b, moves)
         pair = np.bitwise_or(np.left_shift(b.astype(np.uint64), _WORD), a)
         signs = np.count_nonzero(np.bitwise_and(control, 0x8888))
         result = np.zeros(np.broadcast(a, b, control).shape, np.uint32)
