@@ -23,9 +23,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def named(name: str, predicates: int = 1) -> Operation:
+def named(name: str, results: int = 1) -> Operation:
     opcode, *modifiers = name.split(".")
-    found = lookup(opcode, tuple(modifiers), predicates)
+    found = lookup(opcode, tuple(modifiers), results)
     assert found is not None, name
     return found
 
@@ -380,7 +380,10 @@ def test_setp_flushes_and_compares_halves() -> None:
     assert named("setp.gt.f32").evaluate(small, zero).tolist() == [True, False]
     assert named("setp.eq.ftz.f32").evaluate(small, zero).tolist() == [True, True]
     pair = np.array([1.0, 2.0], np.float16).view(np.uint32)
-    low, high = named("setp.lt.f16x2").evaluate(pair, np.array([1.5, 1.5], np.float16).view("u4"))
+    assert lookup("setp", ("lt", "f16x2")) is None  # it has two results
+    low, high = named("setp.lt.f16x2", 2).evaluate(
+        pair, np.array([1.5, 1.5], np.float16).view("u4")
+    )
     assert (low.tolist(), high.tolist()) == ([True], [False])
 
 
@@ -415,6 +418,10 @@ def test_what_ptx_has_not_is_not_found(name: str) -> None:
     opcode, *modifiers = name.split(".")
     assert lookup(opcode, tuple(modifiers)) is None
     assert lookup(opcode, tuple(modifiers), 2) is None
+
+
+def test_one_result_is_not_two() -> None:
+    assert lookup("lop3", ("b32",), 2) is None and lookup("add", ("s32",), 2) is None
 
 
 def test_lookup_gives_the_same_operation_again() -> None:

@@ -23,17 +23,20 @@ from cupyattn.rounding import Array
 
 @dataclass(frozen=True)
 class Format:
-    """A floating-point type: its smallest normal number, and the only NaN that it computes."""
+    """A floating-point type: its smallest normal number, and the only NaN that it computes.
+
+    Numbers are 0-d arrays, which NumPy combines with arrays faster than its scalars.
+    """
 
     dtype: np.dtype[Any]
-    tiny: Any
-    nan: Any
+    tiny: Array
+    nan: Array
 
 
 def _format(name: str, smallest: float, nan: int) -> Format:
     dtype = DTYPES[name]
     bits = np.array(nan, f"u{dtype.itemsize}")
-    return Format(dtype, dtype.type(smallest), bits.view(dtype)[()])
+    return Format(dtype, np.array(smallest, dtype), bits.view(dtype))
 
 
 FORMATS = {
@@ -44,7 +47,7 @@ FORMATS = {
 }
 
 #: The bits of a float64 below float32's last, and their value midway between two float32.
-_BELOW, _MIDWAY = np.uint64(0x1FFFFFFF), np.uint64(0x10000000)
+_BELOW, _MIDWAY = np.array(0x1FFFFFFF, np.uint64), np.array(0x10000000, np.uint64)
 
 
 def canonical(x: Array, fmt: Format) -> Array:

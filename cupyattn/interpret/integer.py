@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache, partial, reduce
 
 import numpy as np
 
@@ -278,7 +278,8 @@ def shift_left(modifiers: tuple[str, ...]) -> Operation | None:
     if not found:
         return None
     (kind,) = found
-    return Operation((kind, "u32"), (kind,), lambda a, n: np.left_shift(a, _count(n, kind)))
+    count = _count(kind)
+    return Operation((kind, "u32"), (kind,), lambda a, n: np.left_shift(a, count(n)))
 
 
 def shift_right(modifiers: tuple[str, ...]) -> Operation | None:
@@ -287,15 +288,17 @@ def shift_right(modifiers: tuple[str, ...]) -> Operation | None:
     if not found:
         return None
     (kind,) = found
-    return Operation((kind, "u32"), (kind,), lambda a, n: np.right_shift(a, _count(n, kind)))
+    count = _count(kind)
+    return Operation((kind, "u32"), (kind,), lambda a, n: np.right_shift(a, count(n)))
 
 
-def _count(n: Array, kind: str) -> Array:
-    """A number of bits as the type that it shifts, at most the width."""
-    return np.minimum(n, np.uint32(width(kind))).astype(DTYPES[kind])
+def _count(kind: str) -> Evaluate:
+    """What makes a number of bits one of the type that it shifts, at most the width."""
+    most, dtype = np.array(width(kind), np.uint32), DTYPES[kind]
+    return lambda n: np.minimum(n, most).astype(dtype)
 
 
-_WORD = np.uint64(32)
+_WORD = np.array(32, np.uint64)
 
 
 def funnel_shift(modifiers: tuple[str, ...]) -> Operation | None:
@@ -379,8 +382,8 @@ _BYTE_MODES = {
 
 
 @cache
-def _byte_moves(control: int) -> list[tuple[bool, int, np.uint32]] | None:
-    """Return which bytes of b (or a) move left by how many bits, by one mask; None with signs."""
+def _byte_moves(control: int) -> list[tuple[bool, np.ufunc, Array, Array]] | None:
+    """Return what of b (or a) is shifted, which way, how far, and its mask; None with signs."""
     masks: dict[tuple[bool, int], int] = {}
     for i in range(4):
         selector = control >> 4 * i & 15
@@ -388,16 +391,21 @@ def _byte_moves(control: int) -> list[tuple[bool, int, np.uint32]] | None:
             return None
         move = selector >= 4, 8 * (i - selector % 4)
         masks[move] = masks.get(move, 0) | 0xFF << 8 * i
-    return [(of_b, left, np.uint32(mask)) for (of_b, left), mask in masks.items()]
+    return [
+        (
+            of_b,
+            np.left_shift if left > 0 else np.right_shift,
+            np.array(abs(left), np.uint32),
+            np.array(mask, np.uint32),
+        )
+        for (of_b, left), mask in masks.items()
+    ]
 
 
-def _moved(a: Array, b: Array, moves: list[tuple[bool, int, np.uint32]]) -> Array:
-    result = np.uint32(0)
-    for of_b, left, mask in moves:
-        shift = np.left_shift if left > 0 else np.right_shift
-        moved = shift(b if of_b else a, np.uint32(abs(left)))
-        result = np.bitwise_or(result, np.bitwise_and(moved, mask))
-    return np.broadcast_to(result, np.broadcast(a, b).shape)
+def _moved(a: Array, b: Array, moves: list[tuple[bool, np.ufunc, Array, Array]]) -> Array:
+    """Return the bytes that `_byte_moves` names, put together."""
+    parts = [np.bitwise_and(shift(b if of_b else a, by), mask) for of_b, shift, by, mask in moves]
+    return np.broadcast_to(reduce(np.bitwise_or, parts), np.broadcast(a, b).shape)
 
 
 def permute_bytes(modifiers: tuple[str, ...]) -> Operation | None:
