@@ -169,7 +169,7 @@ _counts = {"memory_hits": 0, "disk_hits": 0, "compiled": 0}
 _warned_folders: set[Path] = set()
 
 
-def build(spec: ModuleSpec, arch: str) -> Binary:
+def build(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
     """Compile a source for an architecture, or fetch it from the cache.
 
     Parameters
@@ -178,6 +178,8 @@ def build(spec: ModuleSpec, arch: str) -> Binary:
         What to compile.
     arch : str
         Architecture, for example ``"sm_80"``.
+    source : str, optional
+        Text to compile as if it stood in the spec's file; that file's own by default.
 
     Returns
     -------
@@ -205,7 +207,7 @@ def build(spec: ModuleSpec, arch: str) -> Binary:
             "install a newer nvidia-cuda-nvrtc"
         )
     folder = nvrtc.headers(compiler)
-    source = _read_source(spec)
+    source = read_source(spec) if source is None else source
     options = [*OPTIONS, f"-arch={arch}"]
     options += [f"-D{name}={value}" for name, value in spec.defines]
     if os.environ.get("CUPYATTN_DEBUG", "0") not in ("", "0"):
@@ -237,7 +239,8 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def _read_source(spec: ModuleSpec) -> str:
+def read_source(spec: ModuleSpec) -> str:
+    """Return the text of a spec's file, or raise `KernelCompileError`."""
     try:
         return spec.path.read_text()
     except OSError as error:

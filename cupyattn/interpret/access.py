@@ -1,0 +1,338 @@
+"""Loads, stores, atomic operations, and copies in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.interpret.memory import gather, scatter, spread
+from cupyattn.interpret.operation import DTYPES
+from cupyattn.interpret.ordering import Ints
+from cupyattn.interpret.ptx import Address, Immediate, Instruction, Operand, Register, Vector
+from cupyattn.interpret.semantics import (
+    ACCESSES,
+    Execute,
+    Read,
+    Values,
+    instruction,
+    reader,
+    register_type,
+    writer,
+)
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Lanes, Machine
+
+#: Modifiers that are hints, or say how an access is ordered with others at this scope: they change
+#: no value here, where every access happens in order.
+_HINTS = {
+    "weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "cluster",
+    "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "L1::evict_last", "L1::evict_first",
+    "L1::no_allocate", "L1::evict_normal", "L1::evict_unchanged", "L2::evict_last",
+    "L2::evict_first", "L2::evict_normal", "L2::64B", "L2::128B", "L2::256B", "L2::cache_hint",
+}  # fmt: skip
+_SPACES = ("global", "shared", "local", "param", "const")
+
+
+def plain(modifiers: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Return the space that modifiers name (``"generic"`` for none), and what else they say."""
+    space, others = "generic", []
+    for modifier in modifiers:
+        name = modifier.partition("::")[0]
+        if name in _SPACES and modifier in (name, f"{name}::cta", "param::entry"):
+            space = "global" if name == "const" else name
+        elif modifier not in _HINTS:
+            others.append(modifier)
+    return space, others
+
+
+def _shape(inst: Instruction) -> tuple[str, int, str] | None:
+    """Return space, length of the vector, and type of an element of a load or store."""
+    space, others = plain(inst.modifiers)
+    count = 1
+    if others and others[0] in ("v2", "v4", "v8"):
+        count = int(others.pop(0)[1])
+    if len(others) != 1 or others[0] not in DTYPES:
+        return None
+    return space, count, others[0]
+
+
+def _load_store_width(inst: Instruction) -> tuple[str, int] | None:
+    shape = _shape(inst)
+    return None if shape is None else (shape[0], shape[1] * DTYPES[shape[2]].itemsize)
+
+
+ACCESSES["ld"] = ACCESSES["st"] = _load_store_width
+ACCESSES["atom"] = ACCESSES["red"] = lambda inst: (
+    plain(inst.modifiers)[0], DTYPES[inst.modifiers[-1]].itemsize
+)  # fmt: skip
+ACCESSES["cp"] = lambda inst: ("shared", _copy_bytes(inst)) if len(inst.operands) > 1 else None
+
+
+def address_reader(operand: Operand, space: str) -> Callable[[Machine], Ints]:
+    """Return what computes the addresses that an operand names, one for each lane."""
+    if isinstance(operand, Register):
+        operand = Address(operand, 0)
+    if not isinstance(operand, Address):
+        raise TypeError(f"{operand} is no address")
+    offset = operand.offset
+    if isinstance(operand.base, Register):
+        read = reader(operand.base, f"b{8 * register_type(operand.base).itemsize}")
+        return lambda machine: read(machine).astype(np.int64) + offset
+    if isinstance(operand.base, Immediate):
+        place = operand.base.bits + offset
+        return lambda machine: np.full(machine.size, place)
+    name = operand.base.name
+    return lambda machine: np.full(machine.size, machine.symbol(name) + offset)
+
+
+def _items(operand: Operand) -> tuple[Operand, ...]:
+    return operand.items if isinstance(operand, Vector) else (operand,)
+
+
+@instruction("ld")
+def load(inst: Instruction) -> Execute | None:
+    """Load a scalar or a vector."""
+    shape = _shape(inst)
+    if shape is None:
+        return None
+    space, count, type_name = shape
+    dtype = DTYPES[type_name]
+    writes = [writer(x) for x in _items(inst.operands[0])]
+    addresses = address_reader(inst.operands[1], space)
+    unit = dtype.itemsize
+    if len(writes) != count:
+        return None
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        index = lanes.index
+        address = addresses(machine)[index]
+        values = np.empty((count, len(index)), f"u{unit}")
+        for memory, within, some in machine.space(space, address, "load", unit * count):
+            if some is None:
+                values = memory.load(within, unit, count, index)
+            else:
+                values[:, some] = memory.load(within, unit, count, index[some])
+        for value, write in zip(values.view(dtype), writes, strict=True):
+            write(machine, machine.widened(value, lanes), lanes)
+
+    return execute
+
+
+@instruction("st")
+def store(inst: Instruction) -> Execute | None:
+    """Store a scalar or a vector."""
+    shape = _shape(inst)
+    if shape is None:
+        return None
+    space, count, type_name = shape
+    unit = DTYPES[type_name].itemsize
+    reads = [reader(x, f"b{8 * unit}") for x in _items(inst.operands[1])]
+    addresses = address_reader(inst.operands[0], space)
+    if len(reads) != count:
+        return None
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        index = lanes.index
+        address = addresses(machine)[index]
+        values = np.stack([np.broadcast_to(r(machine), machine.size)[index] for r in reads])
+        for memory, within, some in machine.space(space, address, "store", unit * count):
+            if some is None:
+                memory.store(within, values, index)
+            else:
+                memory.store(within, values[:, some], index[some])
+
+    return execute
+
+
+# ---- atomic operations ---------------------------------------------------------------------------
+
+_ATOMIC: dict[str, Callable[..., Any]] = {
+    "add": lambda old, b: old + b,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": lambda old, b: old & b,
+    "or": lambda old, b: old | b,
+    "xor": lambda old, b: old ^ b,
+    "exch": lambda old, b: b,
+    "inc": lambda old, b: old.dtype.type(0) if old >= b else old + old.dtype.type(1),
+    "dec": lambda old, b: b if old == 0 or old > b else old - old.dtype.type(1),
+    "cas": lambda old, b, c: c if old == b else old,
+}
+
+
+@instruction("atom", "red")
+def atomic(inst: Instruction) -> Execute | None:
+    """Read, combine and write back, one lane after the other in the order of their numbers."""
+    space, others = plain(inst.modifiers)
+    if len(others) != 2 or others[0] not in _ATOMIC or others[1] not in DTYPES:
+        return None
+    combine = _ATOMIC[others[0]]
+    dtype = DTYPES[others[1]]
+    operands = list(inst.operands)
+    write = writer(operands.pop(0)) if inst.opcode == "atom" else None
+    addresses = address_reader(operands.pop(0), space)
+    reads = [reader(x, others[1]) for x in operands]
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        index = lanes.index
+        address = addresses(machine)[index]
+        values = [np.broadcast_to(read(machine), machine.size)[index] for read in reads]
+        old = np.empty(len(index), dtype)
+        for memory, within, some in machine.space(space, address, "atomic", dtype.itemsize):
+            rows = np.arange(len(index)) if some is None else some
+            data, offset = memory.exchange(within, dtype.itemsize, index[rows])
+            elements = data.view(dtype)
+            for row, place in zip(rows.tolist(), (offset // dtype.itemsize).tolist(), strict=True):
+                old[row] = elements[place]
+                elements[place] = combine(old[row], *(v[row] for v in values))
+        if write is not None:
+            write(machine, machine.widened(old, lanes), lanes)
+
+    return execute
+
+
+# ---- copies in the background --------------------------------------------------------------------
+
+
+@dataclass
+class Copy:
+    """A ``cp.async`` under way: what each lane reads, and where it will be."""
+
+    lanes: Ints
+    groups: Ints  # number of the group that each lane put it in
+    offset: Ints  # into shared memory
+    data: npt.NDArray[np.uint8]  # [lanes, bytes]
+
+
+class Copies:
+    """The ``cp.async`` of a batch that nobody has waited for.
+
+    A copy arrives when its lane waits for it and not before: what forgets to wait finds the old
+    contents every time, where a device would show them now and then.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.committed = np.zeros(size, np.int64)  # groups closed by each lane
+        self._under_way: list[Copy] = []
+
+    def start(self, machine: Machine, copy: Copy) -> None:
+        """Begin a copy."""
+        shared = machine.shared
+        granules, lanes = shared.granules(copy.offset, copy.data.shape[1], copy.lanes)
+        shared.shadow.before_write(granules, lanes, machine.clocks, machine.report)
+        shared.shadow.take_off(granules)
+        self._under_way.append(copy)
+
+    def finish(self, machine: Machine, lanes: Lanes, pending: int | None) -> None:
+        """Let all but the last `pending` groups of each lane arrive; None: everything."""
+        left = []
+        for copy in self._under_way:
+            here = lanes.mask[copy.lanes]
+            if pending is not None:
+                here &= copy.groups < self.committed[copy.lanes] - pending
+            if here.any():
+                self._arrive(machine, copy, here)
+            if not here.all():
+                rest = ~here
+                left.append(
+                    Copy(copy.lanes[rest], copy.groups[rest], copy.offset[rest], copy.data[rest])
+                )
+        self._under_way = left
+
+    @staticmethod
+    def _arrive(machine: Machine, copy: Copy, here: npt.NDArray[np.bool_]) -> None:
+        shared = machine.shared
+        offset, owners, data = copy.offset[here], copy.lanes[here], copy.data[here]
+        granules, lanes = shared.granules(offset, data.shape[1], owners)
+        shared.shadow.land(granules)
+        shared.shadow.wrote(granules, lanes, machine.clocks, machine.report)
+        place, _ = spread(offset, owners, data.shape[1])
+        shared.data[place] = data.ravel()
+
+
+def _copy_bytes(inst: Instruction) -> int:
+    size = inst.operands[2]
+    return size.bits if isinstance(size, Immediate) else 16
+
+
+def copy_async(inst: Instruction) -> Execute | None:
+    """``cp.async`` of single lanes, and what waits for it."""
+    kind = inst.modifiers[1:]
+    if kind == ("commit_group",):
+
+        def commit(machine: Machine, lanes: Lanes) -> None:
+            machine.copies.committed[lanes.index] += 1
+
+        return commit
+    if kind == ("wait_all",):
+        return lambda machine, lanes: machine.copies.finish(machine, lanes, None)
+    if kind == ("wait_group",) and isinstance(inst.operands[0], Immediate):
+        pending = inst.operands[0].bits
+        return lambda machine, lanes: machine.copies.finish(machine, lanes, pending)
+    spaces = [m.partition("::")[0] for m in kind if m not in _HINTS]
+    if spaces != ["shared", "global"]:
+        return None
+    return _copy(inst)
+
+
+def _copy(inst: Instruction) -> Execute | None:
+    width = _copy_bytes(inst)
+    targets = address_reader(inst.operands[0], "shared")
+    sources = address_reader(inst.operands[1], "global")
+    size: Read | None = None
+    if len(inst.operands) == 4:
+        last = inst.operands[3]
+        if isinstance(last, Register) and last.type == "pred":
+            return None
+        size = reader(last, "u32")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        index = lanes.index
+        data = np.zeros((len(index), width), np.uint8)
+        wanted: Values = np.full(machine.size, width) if size is None else size(machine)
+        wanted = np.broadcast_to(wanted, machine.size)[index]
+        address = sources(machine)[index]
+        for count in np.unique(wanted[wanted > 0]):
+            rows = np.flatnonzero(wanted == count)
+            for memory, within, some in machine.space("global", address[rows], "load", int(count)):
+                part = rows if some is None else rows[some]
+                # NOTE: the source of a copy is as aligned as the whole copy.
+                unit = min(int(count) & -int(count), width, 8)
+                values = memory.load(within, unit, int(count) // unit, index[part])
+                data[part, :count] = np.ascontiguousarray(values.T).view(np.uint8)
+        target = targets(machine)[index]
+        machine.traffic["shared", "copy"] += width * len(index)
+        offset = machine.shared.offset(target, width, index)
+        copy = Copy(index, machine.copies.committed[index], offset, data)
+        machine.copies.start(machine, copy)
+
+    return execute
+
+
+# ---- rows of tiles -------------------------------------------------------------------------------
+
+
+def load_rows(machine: Machine, address: Ints, lanes: Ints) -> npt.NDArray[np.uint32]:
+    """Load a row of 16 bytes of shared memory for each lane: (lanes, 4)."""
+    shared = machine.shared
+    machine.traffic["shared", "load"] += 16 * len(lanes)
+    offset = shared.offset(address, 16, lanes)
+    granules = shared.granules(offset, 16, lanes)
+    shared.shadow.before_read(*granules, machine.clocks, machine.report)
+    return np.ascontiguousarray(gather(shared.data, offset, 4, 4).T)
+
+
+def store_rows(machine: Machine, address: Ints, rows: npt.NDArray[np.uint32], lanes: Ints) -> None:
+    """Store a row of 16 bytes, (lanes, 4), to shared memory for each lane."""
+    shared = machine.shared
+    machine.traffic["shared", "store"] += 16 * len(lanes)
+    offset = shared.offset(address, 16, lanes)
+    granules = shared.granules(offset, 16, lanes)
+    shared.shadow.before_write(*granules, machine.clocks, machine.report)
+    shared.shadow.wrote(*granules, machine.clocks, machine.report)
+    scatter(shared.data, offset, rows.T)

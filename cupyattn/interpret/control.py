@@ -1,0 +1,121 @@
+"""Where lanes go: branches, ends, barriers, and instructions that only cost time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cupyattn.interpret.ptx import Immediate, Instruction, Negated
+from cupyattn.interpret.semantics import Execute, Step, instruction, reader, whole_warp
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Lanes, Machine
+
+
+@instruction("bra")
+def branch(inst: Instruction) -> Step | None:
+    """Part the lanes by the guard."""
+    target = inst.target
+    if target is None or inst.modifiers not in ((), ("uni",)):
+        return None
+    if inst.predicate is None:
+        return Step(inst, lambda machine, lanes: machine.go(target, lanes), leaves=True)
+    condition = reader(Negated(inst.predicate) if inst.negated else inst.predicate, "pred")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        taken = lanes.mask & condition(machine)
+        if not taken.any():
+            machine.go(machine.place + 1, lanes)
+        elif (taken == lanes.mask).all():
+            machine.go(target, lanes)
+        else:
+            machine.go(target, taken)
+            machine.go(machine.place + 1, lanes.mask & ~taken)
+
+    return Step(inst, execute, leaves=True)
+
+
+@instruction("ret", "exit")
+def end(inst: Instruction) -> Step | None:
+    """Let lanes exit."""
+    if inst.modifiers not in ((), ("uni",)):
+        return None
+    return Step(inst, lambda machine, lanes: machine.exit(lanes), leaves=True)
+
+
+@instruction("trap")
+def trap(inst: Instruction) -> Execute:
+    """Report that the kernel gave up."""
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        machine.report("trap", "the kernel stopped itself", machine.lane, lanes.mask)
+
+    return execute
+
+
+@instruction("nanosleep", "prefetch", "prefetchu", "pmevent")
+def nothing(inst: Instruction) -> Execute:
+    """Cost time."""
+    return lambda machine, lanes: None
+
+
+@instruction("membar", "fence")
+def fence(inst: Instruction) -> Execute | None:
+    """Order a thread's own accesses; show them to the asynchronous proxy.
+
+    No two threads are ordered by a fence alone.
+    """
+    if inst.modifiers[:1] == ("mbarrier_init",):
+        return lambda machine, lanes: machine.mbarriers.show(lanes)
+    if inst.modifiers[:2] == ("proxy", "async"):
+
+        def show(machine: Machine, lanes: Lanes) -> None:
+            machine.mbarriers.show(lanes)
+            machine.shared.show(lanes.index)
+
+        return show if inst.modifiers[2:] in ((), ("shared::cta",)) else None
+    if inst.modifiers[:1] == ("proxy",):
+        return None
+
+    def order(machine: Machine, lanes: Lanes) -> None:
+        machine.mbarriers.fence_time[lanes.index] = machine.clocks.now
+
+    return order
+
+
+@instruction("setmaxnreg")
+def set_registers(inst: Instruction) -> Step:
+    """Ask for another number of registers: a whole warp does, and none run out here."""
+    return Step(inst, lambda machine, lanes: None, together=whole_warp)
+
+
+@instruction("bar", "barrier")
+def barrier(inst: Instruction) -> Step | None:
+    """Wait for the threads of the block, or of the warp."""
+    modifiers = tuple(m for m in inst.modifiers if m not in ("cta", "aligned"))
+    if modifiers == ("warp", "sync"):
+        mask = reader(inst.operands[0], "u32")
+        return Step(inst, lambda machine, lanes: machine.met(lanes), together=mask)
+    if modifiers not in (("sync",), ("arrive",)):
+        return None
+    aligned = inst.opcode == "bar" or "aligned" in inst.modifiers
+    number = reader(inst.operands[0], "u32")
+    count = reader(inst.operands[1], "u32") if len(inst.operands) > 1 else None
+    fixed = isinstance(inst.operands[0], Immediate)
+    wait = modifiers == ("sync",)
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        wanted = (
+            None
+            if count is None
+            else int(np.broadcast_to(count(machine), machine.size)[lanes.index[0]])
+        )
+        if fixed:
+            machine.arrive(int(number(machine)), wanted, lanes, wait=wait)
+            return
+        numbers = number(machine)
+        for one in np.unique(numbers[lanes.index]):
+            machine.arrive(int(one), wanted, lanes.where(numbers == one), wait=wait)
+
+    return Step(inst, execute, together=whole_warp if aligned else None, leaves=True)

@@ -1,0 +1,460 @@
+"""The machine: lanes of many warps and blocks, all in step where their program counters agree.
+
+A register is an array with one value for every lane of the batch. Lanes at the same instruction
+form a group; the group that is furthest back runs first, so that lanes which a branch parted meet
+again. Instructions of a whole warp wait until the lanes that they name are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.interpret.access import Copies
+from cupyattn.interpret.bulk import Engine, Tensor
+from cupyattn.interpret.findings import Finding, KernelFault
+from cupyattn.interpret.mbarrier import Mbarriers
+from cupyattn.interpret.memory import (
+    WINDOWS,
+    GlobalMemory,
+    LocalMemory,
+    ParamMemory,
+    SharedMemory,
+    Space,
+)
+from cupyattn.interpret.ordering import WARP, Bools, Clocks, Ints
+from cupyattn.interpret.program import Program, Segment
+from cupyattn.interpret.ptx import Register
+from cupyattn.interpret.semantics import Read, Values, register_type
+from cupyattn.interpret.wgmma import Warpgroups
+
+FULL_WARP = 0xFFFFFFFF
+_WINDOWS = {base >> 56: name for name, base in WINDOWS.items()}
+#: Segments that one batch of blocks may run: a kernel that goes on longer will not end.
+MAX_SEGMENTS = 5_000_000
+
+
+class Lanes:
+    """Some lanes of the batch: the group that an instruction is executed for.
+
+    Parameters
+    ----------
+    mask : numpy.ndarray of bool
+        For every lane of the batch.
+    alive : numpy.ndarray of bool
+        Lanes that have not exited.
+    """
+
+    def __init__(self, mask: Bools, alive: Bools) -> None:
+        self.mask = mask
+        self._alive = alive
+
+    @cached_property
+    def index(self) -> Ints:
+        """Their numbers, rising."""
+        return np.flatnonzero(self.mask)
+
+    @cached_property
+    def full(self) -> bool:
+        """Whether no living lane is missing."""
+        return bool((self.mask >= self._alive).all())
+
+    @cached_property
+    def warps(self) -> Ints:
+        """Warps (numbered through the batch) of which at least one lane is here."""
+        return np.flatnonzero(self.mask.reshape(-1, WARP).any(axis=1))
+
+    @cached_property
+    def bits(self) -> npt.NDArray[np.uint32]:
+        """For every warp of the batch, its lanes here as the bits of a mask."""
+        packed = np.packbits(self.mask.reshape(-1, WARP), axis=1, bitorder="little")
+        return packed.view(np.uint32).ravel()
+
+    def __bool__(self) -> bool:
+        return bool(self.mask.any())
+
+    def where(self, condition: Values) -> Lanes:
+        """Return those for which a condition holds."""
+        return Lanes(self.mask & condition, self._alive)
+
+
+class Machine:
+    """A batch of blocks of one launch.
+
+    Parameters
+    ----------
+    program : Program
+    grid, block : int
+        Blocks of the launch, threads of each.
+    first_block, blocks : int
+        Which of them are in this batch.
+    memory : GlobalMemory
+        Shared by the batches of a launch.
+    params : numpy.ndarray of uint8
+        The parameters, packed.
+    symbols : mapping of str to int
+        Addresses of variables in global memory.
+    dynamic_shared : int
+        Bytes of dynamic shared memory.
+    tensors : sequence of Tensor
+        What the tensor maps among the parameters describe.
+    now : int
+        Time at which it starts.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        grid: int,
+        block: int,
+        first_block: int,
+        blocks: int,
+        memory: GlobalMemory,
+        params: npt.NDArray[np.uint8],
+        symbols: Mapping[str, int],
+        dynamic_shared: int,
+        tensors: Sequence[Tensor] = (),
+        now: int = 0,
+    ) -> None:
+        self.program = program
+        self.grid, self.block = grid, block
+        self.first_block, self.blocks = first_block, blocks
+        self.threads = -(-block // WARP) * WARP
+        self.size = blocks * self.threads
+        self.lane = np.arange(self.size)
+        self.thread = self.lane % self.threads
+        self.alive = self.thread < block
+        self.clocks = Clocks(blocks, self.threads, first_block * self.threads, now)
+        memory.attach(self.clocks, self.report)
+        granule = program.granules["shared"]
+        shared = program.shared_bytes + dynamic_shared
+        self.shared = SharedMemory(blocks, shared, granule, self.clocks, self.report)
+        self.spaces: dict[str, Space] = {
+            "global": memory,
+            "shared": self.shared,
+            "local": LocalMemory(self.size, program.local_bytes, self.report),
+            "param": ParamMemory(params, self.report),
+        }
+        self.registers: list[Values | None] = [None] * len(program.kernel.registers)
+        self.copies = Copies(self.size)
+        self.mbarriers = Mbarriers(self)
+        self.warpgroups = Warpgroups(self)
+        self.engine = Engine(self, tensors)
+        self.counts: Counter[int] = Counter()  # warps that ran each segment
+        self.traffic: Counter[tuple[str, str]] = Counter()  # bytes, by space and direction
+        self.place = 0  # index of the instruction under way
+        self._parked: dict[int, Bools] = {}  # lanes that wait for others of their warp, by place
+        self._groups: dict[int, Lanes] = {}
+        self._symbols = {
+            **symbols, **program.shared, **program.local,
+            **{p.name: p.offset for p in program.kernel.parameters},
+        }  # fmt: skip
+        self._special: dict[str, Values] = {}
+        self._barriers: dict[int, Barrier] = {}
+        self.go(0, self.alive)
+
+    # ---- running ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run until every lane has exited.
+
+        Raises
+        ------
+        KernelFault
+            At the first hazard.
+        UnsupportedError
+            At an instruction that the interpreter does not know.
+        """
+        with np.errstate(all="ignore"):
+            for _ in range(MAX_SEGMENTS):
+                if not self._groups:
+                    break
+                place = min(self._groups)
+                lanes = self._groups.pop(place)
+                segment = self.program.segments.get(place)
+                if segment is None:  # the end of the body
+                    self.exit(lanes)
+                else:
+                    self._run_segment(segment, lanes)
+            else:
+                message = f"still running after {MAX_SEGMENTS} segments of instructions"
+                self.report("no end", message, self.lane, self.alive)
+        if self.alive.any():
+            self._report_deadlock()
+
+    def _run_segment(self, segment: Segment, lanes: Lanes) -> None:
+        first = segment.steps[0][1]
+        self.place = segment.start
+        if first.together is not None:
+            lanes = self._gather(first.together, first.warps, lanes)
+            if not lanes:
+                return
+        self.counts[segment.start] += len(lanes.warps)
+        clocks = self.clocks
+        for self.place, step in segment.steps:
+            clocks.now += 1
+            step.execute(self, lanes)
+        if not step.leaves:
+            self.go(segment.stop, lanes)
+
+    def go(self, place: int, lanes: Lanes | Bools) -> None:
+        """Let lanes go on at an instruction."""
+        if not isinstance(lanes, Lanes):
+            lanes = Lanes(lanes, self.alive)
+        present = self._groups.get(place)
+        if present is not None:
+            lanes = Lanes(present.mask | lanes.mask, self.alive)
+        self._groups[place] = lanes
+
+    def exit(self, lanes: Lanes) -> None:
+        """Let lanes end; what waits for the others of their warps may go on now."""
+        self.alive = self.alive & ~lanes.mask
+        self._groups = {place: Lanes(x.mask, self.alive) for place, x in self._groups.items()}
+        for place in list(self._parked):
+            self.go(place, self._parked.pop(place))
+
+    def _gather(self, together: Read, warps: int, lanes: Lanes) -> Lanes:
+        """Return the lanes whose partners are all here; park the others."""
+        if self.place in self._parked:
+            lanes = Lanes(lanes.mask | self._parked.pop(self.place), self.alive)
+        named = np.broadcast_to(together(self), self.size)
+        if (named == FULL_WARP).all():
+            if lanes.full:
+                return lanes
+            members = np.full(self.size // WARP, FULL_WARP, np.uint32)
+        else:
+            members = self._members(named, lanes)
+        needed = members & Lanes(self.alive, self.alive).bits
+        missing = (lanes.bits & needed) != needed
+        if warps > 1:
+            missing = np.repeat(missing.reshape(-1, warps).any(axis=1), warps)
+        missing &= lanes.bits != 0
+        if not missing.any():
+            return lanes
+        late = np.repeat(missing, WARP) & lanes.mask
+        self._parked[self.place] = late
+        return Lanes(lanes.mask & ~late, self.alive)
+
+    def _members(self, named: Values, lanes: Lanes) -> npt.NDArray[np.uint32]:
+        """Return for every warp which of its lanes an instruction names, the same in each."""
+        by_warp = named.reshape(-1, WARP)
+        here = lanes.mask.reshape(-1, WARP)
+        first = by_warp[np.arange(len(by_warp)), here.argmax(axis=1)]
+        apart = (by_warp != first[:, None]) & here
+        outside = ((first[:, None] >> np.arange(WARP, dtype=np.uint32)) & 1 == 0) & here
+        for bad, message in (
+            (apart, "the lanes of a warp name different partners"),
+            (outside, "a lane executes an instruction whose mask leaves it out"),
+        ):
+            if bad.any():
+                self.report("divergence", message, self.lane, bad.ravel())
+        members: npt.NDArray[np.uint32] = first.astype(np.uint32)
+        return members
+
+    def met(self, lanes: Lanes) -> None:
+        """Note that the lanes here of each warp have met, and are ordered from now on."""
+        bits = lanes.bits
+        whole = np.flatnonzero(bits == FULL_WARP)
+        if len(whole):
+            self.clocks.meet_warps(whole)
+        if len(whole) < len(lanes.warps):
+            for warp in np.flatnonzero((bits != 0) & (bits != FULL_WARP)):
+                some = warp * WARP + np.flatnonzero(lanes.mask[warp * WARP : (warp + 1) * WARP])
+                self.clocks.meet(some)
+
+    # ---- registers and names ---------------------------------------------------------------------
+
+    def set(self, index: int, value: Values, lanes: Lanes) -> None:
+        """Write a register for some lanes. Arrays are shared, never changed in place."""
+        if value.ndim == 0:
+            value = np.full(self.size, value)
+        if not lanes.full:
+            old = self.registers[index]
+            kept = np.zeros(self.size, value.dtype) if old is None else old.view(value.dtype)
+            value = np.where(lanes.mask, value, kept)
+        self.registers[index] = value
+
+    def undefined(self, register: Register) -> Values:
+        """Return what a register holds before anything was written: zeros."""
+        return np.zeros(self.size, register_type(register))
+
+    def value(self, read: Read, lane: int) -> int:
+        """Return an operand of one lane."""
+        return int(np.broadcast_to(read(self), self.size)[lane])
+
+    def symbol(self, name: str) -> int:
+        """Return the address of a variable or parameter in its own space."""
+        return self._symbols[name]
+
+    def special(self, name: str) -> Values:
+        """Return a special register, one value for each lane.
+
+        Raises
+        ------
+        KeyError
+            For one that the interpreter does not know.
+        """
+        if name in self._special:
+            return self._special[name]
+        lane = (self.thread % WARP).astype(np.uint32)
+        one = np.uint32(1)
+        known = {
+            "%tid.x": self.thread,
+            "%ntid.x": np.full(self.size, self.block),
+            "%ctaid.x": self.first_block + self.lane // self.threads,
+            "%nctaid.x": np.full(self.size, self.grid),
+            "%laneid": lane,
+            "%warpid": self.thread // WARP,
+            "%nwarpid": np.full(self.size, self.threads // WARP),
+            "%lanemask_eq": one << lane,
+            "%lanemask_lt": (one << lane) - one,
+            "%lanemask_le": (one << lane) - one | (one << lane),
+            "%lanemask_gt": ~((one << lane) - one | (one << lane)),
+            "%lanemask_ge": ~((one << lane) - one),
+            "WARP_SZ": np.full(self.size, WARP),
+        }
+        for axis in "yz":
+            known[f"%tid.{axis}"] = known[f"%ctaid.{axis}"] = np.zeros(self.size, np.uint32)
+            known[f"%ntid.{axis}"] = known[f"%nctaid.{axis}"] = np.ones(self.size, np.uint32)
+        self._special = {k: v.astype(np.uint32) for k, v in known.items()}
+        return self._special[name]
+
+    def widened(self, values: Values, lanes: Lanes) -> Values:
+        """Return one value for every lane of the batch, given those of the lanes here."""
+        if len(values) == self.size:
+            return values
+        whole = np.zeros(self.size, values.dtype)
+        whole[lanes.index] = values
+        return whole
+
+    def space(
+        self, name: str, address: Ints, direction: str, width: int
+    ) -> Iterator[tuple[Space, Ints, Ints | None]]:
+        """Yield the memories that addresses lie in, and count the bytes that move.
+
+        Each comes with the addresses in its own window, and with which of them they are (None:
+        all).
+        """
+        if name != "generic":
+            self.traffic[name, direction] += width * len(address)
+            yield self.spaces[name], address, None
+            return
+        kinds = address >> 56
+        for kind in np.unique(kinds):
+            which = _WINDOWS.get(int(kind), "global")
+            some = np.flatnonzero(kinds == kind)
+            self.traffic[which, direction] += width * len(some)
+            within = address[some] - WINDOWS.get(which, 0)
+            yield self.spaces[which], within, None if len(some) == len(kinds) else some
+
+    # ---- barriers --------------------------------------------------------------------------------
+
+    def arrive(self, number: int, count: int | None, lanes: Lanes, *, wait: bool) -> None:
+        """Let lanes arrive at a barrier of their blocks, and wait there until all have come.
+
+        Parameters
+        ----------
+        number : int
+            Which barrier.
+        count : int or None
+            Threads that it waits for; None: all of the block.
+        lanes : Lanes
+        wait : bool
+            Whether they stop there; otherwise they only count.
+        """
+        here = self.place + 1
+        barrier = self._barriers.setdefault(number, Barrier(self.size))
+        barrier.arrived |= lanes.mask
+        if wait:
+            barrier.resume[lanes.index] = here
+        arrived = barrier.arrived.reshape(self.blocks, -1).sum(axis=1)
+        complete = np.flatnonzero(arrived == (self.block if count is None else count))
+        if (arrived > (self.block if count is None else count)).any():
+            message = f"more threads arrive at barrier {number} than the {count} it waits for"
+            self.report("divergence", message, self.lane, lanes.mask)
+        everybody = count is None or count == self.block
+        if not everybody:  # what they did before is handed on to those who wait
+            for block in np.unique(lanes.index // self.threads):
+                some = lanes.index[lanes.index // self.threads == block]
+                view = self.clocks.views(some).max(axis=0)
+                barrier.views[int(block)] = np.maximum(barrier.views.get(int(block), 0), view)
+        if not wait:
+            self.go(here, lanes)
+        if not len(complete):
+            return
+        if everybody:
+            self.clocks.meet_blocks(complete)
+        freed = np.zeros(self.size, np.bool_)
+        freed.reshape(self.blocks, -1)[complete] = True
+        freed &= barrier.arrived
+        barrier.arrived &= ~freed
+        freed &= barrier.resume >= 0
+        if not everybody:
+            for block in complete:
+                some = np.flatnonzero(freed & (self.lane // self.threads == block))
+                self.clocks.acquire(some, barrier.views.pop(int(block)))
+        for place in np.unique(barrier.resume[freed]):
+            self.go(int(place), freed & (barrier.resume == place))
+        barrier.resume[freed] = -1
+
+    # ---- findings --------------------------------------------------------------------------------
+
+    def report(
+        self, kind: str, message: str, lanes: Ints, bad: Bools, address: Ints | None = None
+    ) -> None:
+        """Raise a finding about the first of the `bad` ones of `lanes`."""
+        first = int(np.argmax(bad))
+        lane = int(lanes[first])
+        block, thread = divmod(lane, self.threads)
+        instruction = self.program.steps[self.place].instruction
+        finding = Finding(
+            kind,
+            message,
+            self.program.kernel.name,
+            instruction.location,
+            self.first_block + block,
+            thread // WARP,
+            thread % WARP,
+            len(np.unique(lanes[bad])),
+            None if address is None else int(address[first]),
+            instruction.text,
+        )
+        raise KernelFault(finding)
+
+    def _report_deadlock(self) -> None:
+        """Say who waits for whom."""
+        parts = []
+        for place, mask in self._parked.items():
+            self.place = place
+            parts.append(f"{mask.sum()} at {self.program.steps[place].instruction.name}")
+        waiting = np.zeros(self.size, np.bool_)
+        for number, barrier in self._barriers.items():
+            at = barrier.arrived & self.alive
+            if at.any():
+                waiting |= at
+                self.place = int(barrier.resume[at].max()) - 1
+                parts.append(f"{at.sum()} at barrier {number}")
+        for place, lanes in self.mbarriers.sleepers():
+            self.place = place
+            parts.append(f"{len(lanes)} at an mbarrier")
+        gone = int((~self.alive).sum() - (self.threads - self.block) * self.blocks)
+        message = (
+            f"{self.alive.sum()} lanes wait for others that never come ({', '.join(parts)}; "
+            f"{gone} have exited)"
+        )
+        self.report("deadlock", message, self.lane, self.alive)
+
+
+class Barrier:
+    """One of the barriers of every block of a batch."""
+
+    def __init__(self, size: int) -> None:
+        self.arrived = np.zeros(size, np.bool_)
+        self.resume = np.full(size, -1, np.int64)  # where a waiting lane goes on
+        self.views: dict[int, Any] = {}  # by block: what the arrivals had seen

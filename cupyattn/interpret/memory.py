@@ -1,0 +1,423 @@
+"""Memory of the interpreted device: every byte has an owner, and every access is checked.
+
+Addresses are numbers of a 64-bit space of our own. Each array has a region of 2^40 bytes to
+itself, so whatever leaves its array falls into nothing; shared, local and parameter memory are
+windows of the generic space.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.checks import data_address
+from cupyattn.interpret.ordering import Bools, Clocks, Ints
+from cupyattn.interpret.shadow import Report, Shadow
+
+#: log2 of the bytes between the regions of two arrays.
+REGION_BITS = 40
+#: Generic addresses of shared, local and parameter memory start here.
+WINDOWS = {"shared": 1 << 56, "local": 1 << 57, "param": 1 << 58}
+#: First byte of shared memory in its window: not 0, so that null pointers are found.
+SHARED_BASE = 1024
+
+Bytes = npt.NDArray[np.uint8]
+#: Unsigned integers of 1, 2, 4 or 8 bytes: what registers and memory exchange.
+Units = npt.NDArray[Any]
+
+
+class Space(Protocol):
+    """A memory that lanes load from and store to."""
+
+    def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
+        """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
+
+    def store(self, address: Ints, values: Units, lanes: Ints) -> None:
+        """Store (count, lanes) units."""
+
+    def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
+        """Check an atomic access; return the memory that it goes to, and the offsets in it."""
+
+
+def spread(first: Ints, lanes: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return the `count` consecutive numbers from each of `first`, and the lane of each."""
+    if count == 1:
+        return first, lanes
+    return (first[:, None] + np.arange(count)).ravel(), np.repeat(lanes, count)
+
+
+def gather(data: Bytes, offset: Ints, unit: int, count: int) -> Units:
+    """Read `count` units of `unit` bytes from each of `offset`: (count, lanes)."""
+    index = offset // unit
+    return data.view(f"u{unit}")[index + np.arange(count)[:, None]]  # type: ignore[no-any-return]
+
+
+def scatter(data: Bytes, offset: Ints, values: Units) -> None:
+    """Write (count, lanes) units, those of a lane one after the other, from its `offset` on."""
+    unit = values.dtype.itemsize
+    data.view(f"u{unit}")[offset // unit + np.arange(len(values))[:, None]] = values
+
+
+def check_aligned(address: Ints, width: int, lanes: Ints, report: Report, name: str) -> None:
+    """Report addresses that are no multiple of the width of their access."""
+    odd = address & (width - 1)
+    if odd.any():
+        message = f"an access of {width} bytes to {name} at an address that is no multiple of that"
+        report("misaligned", message, lanes, odd != 0, address)
+
+
+# ---- global memory -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Array:
+    """An array on the interpreted device: a copy, in one piece, of what the caller's spans.
+
+    Parameters
+    ----------
+    name : str
+    source : numpy.ndarray
+        The caller's.
+    base : int
+        Address of its first byte.
+    data : numpy.ndarray of uint8
+        From the multiple of 16 below `base` on.
+    nbytes : int
+        From its first byte to behind its last.
+    owned : numpy.ndarray of bool or None
+        Which bytes of `data` are the array's and not gaps between its rows; None: all of them.
+    shadow : Shadow or None
+        None where nothing may write, and no hazard can arise.
+    """
+
+    name: str
+    source: npt.NDArray[Any]
+    base: int
+    data: Bytes
+    nbytes: int
+    owned: Bools | None
+    shadow: Shadow | None
+
+    @property
+    def elements(self) -> npt.NDArray[Any]:
+        """The array as it is now: a view of `data` in the caller's shape and strides."""
+        x = self.source
+        return np.ndarray(x.shape, x.dtype, self.data, self.base % 16, x.strides)
+
+
+class GlobalMemory:
+    """The arrays of a launch.
+
+    Parameters
+    ----------
+    granule_bytes : int
+        Width of the narrowest access of the kernel to global memory.
+    """
+
+    def __init__(self, granule_bytes: int) -> None:
+        self.arrays: list[Array] = []
+        self._granule_bytes = granule_bytes
+
+    def attach(self, clocks: Clocks, report: Report) -> None:
+        """Serve a batch of blocks from now on."""
+        self._clocks = clocks
+        self._report = report
+
+    def add(
+        self,
+        name: str,
+        source: npt.NDArray[Any],
+        *,
+        initialised: bool = True,
+        writable: bool = True,
+    ) -> int:
+        """Copy an array to the device and return its address, equal to its own modulo 256.
+
+        Parameters
+        ----------
+        name : str
+            For findings.
+        source : numpy.ndarray
+        initialised : bool
+            Whether its values mean anything: reading them is a finding where not.
+        writable : bool
+
+        Raises
+        ------
+        ValueError
+            For negative strides.
+        """
+        steps = [(s, n) for s, n in zip(source.strides, source.shape, strict=True) if n > 1]
+        if any(s < 0 for s, _ in steps):
+            raise ValueError(f"{name} must not have negative strides, got {source.strides}")
+        nbytes = sum(s * (n - 1) for s, n in steps) + source.itemsize if source.size else 0
+        base = ((len(self.arrays) + 1) << REGION_BITS) + data_address(source) % 256
+        room = math.lcm(16, self._granule_bytes)
+        data = np.zeros(-(-(base % 16 + nbytes) // room) * room + room, np.uint8)
+        owned = None
+        if source.nbytes != nbytes:
+            owned = np.zeros(data.size, np.bool_)
+            np.lib.stride_tricks.as_strided(
+                owned[base % 16 :], (*source.shape, source.itemsize), (*source.strides, 1)
+            )[...] = True
+        shadow = None
+        if writable:
+            granules = data.size // self._granule_bytes
+            shadow = Shadow(name, granules, self._granule_bytes, 0, initialised=initialised)
+        array = Array(name, source, base, data, nbytes, owned, shadow)
+        if source.size:
+            array.elements[...] = source
+        self.arrays.append(array)
+        return base
+
+    def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
+        """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
+        array = self._owner(address, lanes)
+        if array is None:
+            values = np.empty((count, len(lanes)), f"u{unit}")
+            for some in self._by_owner(address):
+                values[:, some] = self.load(address[some], unit, count, lanes[some])
+            return values
+        offset = self._offset(array, address, unit * count, lanes)
+        if array.shadow is not None:
+            granules = self._granules(offset, unit * count, lanes)
+            array.shadow.before_read(*granules, self._clocks, self._report)
+        return gather(array.data, offset, unit, count)
+
+    def store(self, address: Ints, values: Units, lanes: Ints) -> None:
+        """Store (count, lanes) units."""
+        array = self._owner(address, lanes)
+        if array is None:
+            for some in self._by_owner(address):
+                self.store(address[some], values[:, some], lanes[some])
+            return
+        width = len(values) * values.dtype.itemsize
+        offset = self._offset(array, address, width, lanes)
+        shadow = self._writable(array, address, lanes)
+        granules = self._granules(offset, width, lanes)
+        shadow.before_write(*granules, self._clocks, self._report)
+        shadow.wrote(*granules, self._clocks, self._report)
+        scatter(array.data, offset, values)
+
+    def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
+        """Check an atomic access; return the memory that it goes to, and the offsets in it."""
+        array = self._owner(address, lanes)
+        if array is None:
+            everything = np.ones(len(lanes), np.bool_)
+            message = "one atomic operation on several arrays"
+            self._report("out of bounds", message, lanes, everything, address)
+            raise AssertionError("a report does not return")
+        offset = self._offset(array, address, unit, lanes)
+        shadow = self._writable(array, address, lanes)
+        granules = self._granules(offset, unit, lanes)
+        shadow.before_write(*granules, self._clocks, self._report, atomic=True)
+        shadow.wrote(*granules, self._clocks, self._report, atomic=True)
+        return array.data, offset
+
+    def _granules(self, offset: Ints, width: int, lanes: Ints) -> tuple[Ints, Ints]:
+        size = self._granule_bytes
+        return spread(offset // size, lanes, max(width // size, 1))
+
+    def _by_owner(self, address: Ints) -> list[Ints]:
+        region = address >> REGION_BITS
+        return [np.flatnonzero(region == one) for one in np.unique(region)]
+
+    def _owner(self, address: Ints, lanes: Ints) -> Array | None:
+        """Return the array in whose region all addresses lie, None where they lie in several."""
+        region = address >> REGION_BITS
+        first = int(region[0])
+        if (region != first).any():
+            return None
+        if not 1 <= first <= len(self.arrays):
+            # A little below the first region is before its array.
+            message = f"an access at {int(address[0]):#x}, where no array lies"
+            self._report("out of bounds", message, lanes, np.ones(len(lanes), np.bool_))
+        return self.arrays[first - 1]
+
+    def _offset(self, array: Array, address: Ints, width: int, lanes: Ints) -> Ints:
+        """Return offsets into the array's data after checking them."""
+        check_aligned(address, width, lanes, self._report, array.name)
+        within = address - array.base
+        outside = (within < 0) | (within + width > array.nbytes)
+        if outside.any():
+            message = f"an access of {width} bytes outside {array.name}, which has {array.nbytes}"
+            self._report("out of bounds", message, lanes, outside, within)
+        offset: Ints = within + array.base % 16
+        if array.owned is not None:
+            gap = ~(array.owned[offset] & array.owned[offset + width - 1])
+            if gap.any():
+                message = f"an access of {width} bytes between the rows of {array.name}"
+                self._report("out of bounds", message, lanes, gap, within)
+        return offset
+
+    def _writable(self, array: Array, address: Ints, lanes: Ints) -> Shadow:
+        if array.shadow is None:
+            message = f"{array.name} is an input, and the kernel writes to it"
+            everything = np.ones(len(lanes), np.bool_)
+            self._report("read-only", message, lanes, everything, address - array.base)
+            raise AssertionError("a report does not return")
+        return array.shadow
+
+
+# ---- memory of a block, of a lane, of the launch -------------------------------------------------
+
+
+class SharedMemory:
+    """Shared memory of a batch of blocks, uninitialised.
+
+    Parameters
+    ----------
+    blocks : int
+    nbytes : int
+        Of each block.
+    granule_bytes : int
+        Width of the narrowest access of the kernel to shared memory.
+    clocks : Clocks
+    report : Report
+    """
+
+    def __init__(
+        self, blocks: int, nbytes: int, granule_bytes: int, clocks: Clocks, report: Report
+    ) -> None:
+        room = math.lcm(16, granule_bytes)
+        self.nbytes = nbytes
+        self.stride = -(-nbytes // room) * room
+        self.data = np.zeros(blocks * self.stride, np.uint8)
+        self.granule_bytes = granule_bytes
+        granules = self.data.size // granule_bytes
+        self.shadow = Shadow(
+            "shared memory", granules, granule_bytes, clocks.threads, initialised=False
+        )
+        self._clocks = clocks
+        self._report = report
+
+    def offset(self, address: Ints, width: int, lanes: Ints) -> Ints:
+        """Return offsets into the memory of all blocks after checking the addresses."""
+        check_aligned(address, width, lanes, self._report, "shared memory")
+        within = address - SHARED_BASE
+        outside = (within < 0) | (within + width > self.nbytes)
+        if outside.any():
+            message = f"an access of {width} bytes outside shared memory, which has {self.nbytes}"
+            self._report("out of bounds", message, lanes, outside, within)
+        return within + lanes // self._clocks.threads * self.stride
+
+    def granules(self, offset: Ints, width: int, lanes: Ints) -> tuple[Ints, Ints]:
+        """Return the granules of an access, and the lane of each."""
+        size = self.granule_bytes
+        return spread(offset // size, lanes, max(width // size, 1))
+
+    def show(self, lanes: Ints) -> None:
+        """Show the asynchronous proxy what `lanes` come after, by ``fence.proxy.async``."""
+        per_block = self.stride // self.granule_bytes
+        blocks = lanes // self._clocks.threads
+        for block in np.unique(blocks).tolist():
+            granules = slice(block * per_block, (block + 1) * per_block)
+            self.shadow.fence(granules, lanes[blocks == block], self._clocks)
+
+    def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
+        """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
+        offset = self.offset(address, unit * count, lanes)
+        granules = self.granules(offset, unit * count, lanes)
+        self.shadow.before_read(*granules, self._clocks, self._report)
+        return gather(self.data, offset, unit, count)
+
+    def store(self, address: Ints, values: Units, lanes: Ints) -> None:
+        """Store (count, lanes) units."""
+        width = len(values) * values.dtype.itemsize
+        offset = self.offset(address, width, lanes)
+        granules = self.granules(offset, width, lanes)
+        self.shadow.before_write(*granules, self._clocks, self._report)
+        self.shadow.wrote(*granules, self._clocks, self._report)
+        scatter(self.data, offset, values)
+
+    def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
+        """Check an atomic access; return the memory that it goes to, and the offsets in it."""
+        offset = self.offset(address, unit, lanes)
+        granules = self.granules(offset, unit, lanes)
+        self.shadow.before_write(*granules, self._clocks, self._report, atomic=True)
+        self.shadow.wrote(*granules, self._clocks, self._report, atomic=True)
+        return self.data, offset
+
+
+class _NotAtomic:
+    """Memory that only one lane, or nobody, can write: atomic operations on it make no sense."""
+
+    _report: Report
+    _name: str
+
+    def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
+        """Report the access."""
+        everything = np.ones(len(lanes), np.bool_)
+        message = f"an atomic operation on {self._name}"
+        self._report("out of bounds", message, lanes, everything, address)
+        raise AssertionError("a report does not return")
+
+
+class LocalMemory(_NotAtomic):
+    """Every lane's own memory: arrays that the compiler could not keep in registers."""
+
+    _name = "local memory"
+
+    def __init__(self, lanes: int, nbytes: int, report: Report) -> None:
+        self.nbytes = nbytes
+        self._stride = -(-nbytes // 16) * 16
+        self._data = np.zeros(lanes * self._stride, np.uint8)
+        self._written = np.zeros(lanes * self._stride, np.bool_)
+        self._report = report
+
+    def _offset(self, address: Ints, width: int, lanes: Ints) -> Ints:
+        check_aligned(address, width, lanes, self._report, "local memory")
+        outside = (address < 0) | (address + width > self.nbytes)
+        if outside.any():
+            message = f"an access of {width} bytes outside local memory, which has {self.nbytes}"
+            self._report("out of bounds", message, lanes, outside, address)
+        return address + lanes * self._stride
+
+    def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
+        """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
+        width = unit * count
+        offset = self._offset(address, width, lanes)
+        written = self._written[spread(offset, lanes, width)[0]].reshape(len(lanes), width)
+        if not written.all():
+            message = "local memory is read before anything was written there"
+            self._report(
+                "never written", message, lanes, np.logical_not(written.all(axis=1)), address
+            )
+        return gather(self._data, offset, unit, count)
+
+    def store(self, address: Ints, values: Units, lanes: Ints) -> None:
+        """Store (count, lanes) units."""
+        width = len(values) * values.dtype.itemsize
+        offset = self._offset(address, width, lanes)
+        self._written[spread(offset, lanes, width)[0]] = True
+        scatter(self._data, offset, values)
+
+
+class ParamMemory(_NotAtomic):
+    """The parameters of a launch, as the driver packs them."""
+
+    _name = "the parameters"
+
+    def __init__(self, data: Bytes, report: Report) -> None:
+        self.nbytes = data.size
+        self._data = np.concatenate([data, np.zeros(-data.size % 8, np.uint8)])
+        self._report = report
+
+    def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
+        """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
+        width = unit * count
+        check_aligned(address, width, lanes, self._report, "the parameters")
+        outside = (address < 0) | (address + width > self.nbytes)
+        if outside.any():
+            message = f"an access of {width} bytes outside the {self.nbytes} of the parameters"
+            self._report("out of bounds", message, lanes, outside, address)
+        return gather(self._data, address, unit, count)
+
+    def store(self, address: Ints, values: Units, lanes: Ints) -> None:
+        """Report: parameters are constant."""
+        everything = np.ones(len(lanes), np.bool_)
+        self._report("read-only", "the kernel writes to its parameters", lanes, everything, address)

@@ -1,0 +1,231 @@
+"""What a PTX module consists of: kernels, their instructions and operands, source lines, variables.
+
+`cupyattn.interpret.ptx` builds these from text; nothing here knows what an instruction does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class Location:
+    """A source line, and the call that brought it where it stands.
+
+    Parameters
+    ----------
+    file : str
+        As the ``.file`` directive names it.
+    line : int
+        From 1; 0 where the compiler knows none.
+    inlined_at : Location or None
+        The call, where the line belongs to a function that was inlined.
+    """
+
+    file: str
+    line: int
+    inlined_at: Location | None
+
+    def chain(self) -> tuple[Location, ...]:
+        """Return this line, the call that inlined it, the call around that: innermost first."""
+        found: list[Location] = []
+        location: Location | None = self
+        while location is not None:
+            found.append(location)
+            location = location.inlined_at
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Register:
+    """A register: its name, unique in its kernel, declared type, and place among those in use."""
+
+    name: str
+    type: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """A number: an integer as written, or the bit pattern of a float (`kind` f32 or f64)."""
+
+    bits: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Special:
+    """A special register such as ``%tid.x``, or the constant ``WARP_SZ``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A variable or parameter; as an operand, its address."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Address:
+    """``[base+offset]``, for tensor copies ``[base, {coordinates}]``; ``name+8`` is one as well."""
+
+    base: Register | Symbol | Immediate
+    offset: int
+    coordinates: tuple[Operand, ...] = ()
+
+
+@dataclass(frozen=True)
+class Vector:
+    """``{a, b, ...}``."""
+
+    items: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Negated:
+    """The predicate operand ``!%p1``."""
+
+    register: Register
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two results of one instruction, ``%r1|%p1``."""
+
+    first: Operand
+    second: Operand
+
+
+@dataclass(frozen=True)
+class Sink:
+    """``_``: a result that nobody wants."""
+
+
+Operand: TypeAlias = (
+    Register | Immediate | Special | Symbol | Address | Vector | Negated | Pair | Sink
+)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Parameters
+    ----------
+    opcode : str
+        ``"ld"``.
+    modifiers : tuple of str
+        ``("global", "v4", "u32")``; ``"shared::cta"`` is one modifier.
+    operands : tuple of Operand
+        As written, results first; empty for ``bra``, whose label is `target`.
+    predicate : Register or None
+        The guard, for ``@%p1`` and ``@!%p1``.
+    negated : bool
+        Whether the guard is ``@!%p1``.
+    target : int or None
+        Where ``bra`` goes: the index of an instruction, or the number of instructions where the
+        label ends the body.
+    location : Location or None
+        Source line; None before the first ``.loc`` of the kernel.
+    text : str
+        As written, white space collapsed, without the semicolon.
+    ptx_line : int
+        Line of the PTX text, from 1.
+    """
+
+    opcode: str
+    modifiers: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    predicate: Register | None
+    negated: bool
+    target: int | None
+    location: Location | None
+    text: str
+    ptx_line: int
+
+    @property
+    def name(self) -> str:
+        """Opcode and modifiers as written."""
+        return ".".join((self.opcode, *self.modifiers))
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable in memory.
+
+    Parameters
+    ----------
+    name : str
+        Unique in its kernel, or in the module.
+    space : str
+        ``"global"``, ``"const"``, ``"shared"`` or ``"local"``.
+    align, size : int
+        Bytes; size 0 for ``extern`` arrays without extent.
+    values : bytes or None
+        Initial bytes, None without an initialiser (CUDA zeroes global and constant memory then).
+    extern : bool
+        Whether memory is given to it from outside: dynamic shared memory.
+    """
+
+    name: str
+    space: str
+    align: int
+    size: int
+    values: bytes | None
+    extern: bool
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A kernel's parameter; `offset` is its place in the buffer that the ABI packs."""
+
+    name: str
+    align: int
+    size: int
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One ``.entry``.
+
+    Parameters
+    ----------
+    name : str
+        Entry point.
+    parameters : tuple of Parameter
+        In order.
+    registers : tuple of Register
+        Those that instructions name, by index. One declared in an inner ``{ }`` has the number of
+        its scope in its name: ``p@3``.
+    instructions : tuple of Instruction
+        In order.
+    labels : dict of str to int
+        Index of the instruction that follows; labels of inner scopes are named as registers are.
+    variables : dict of str to Variable
+        Declared in the body.
+    max_threads : int or None
+        Of a block, by ``.maxntid`` or ``.reqntid``.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    registers: tuple[Register, ...]
+    instructions: tuple[Instruction, ...]
+    labels: dict[str, int]
+    variables: dict[str, Variable]
+    max_threads: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """One PTX text: ISA version, architecture, kernels, variables, source files by number."""
+
+    version: str
+    target: str
+    kernels: dict[str, Kernel]
+    variables: dict[str, Variable]
+    files: dict[int, str]

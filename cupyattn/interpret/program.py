@@ -1,0 +1,178 @@
+"""A kernel made ready to run: steps instead of text, segments instead of labels, a memory map."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cupyattn.interpret import (  # noqa: F401  they fill the table
+    access,
+    bulk,
+    control,
+    mbarrier,
+    scalar,
+    semantics,
+    warp,
+    wgmma,
+)
+from cupyattn.interpret.memory import SHARED_BASE
+from cupyattn.interpret.ptx import Address, Instruction, Kernel, Symbol, Variable, Vector, parse
+from cupyattn.interpret.semantics import Step
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps that run one after the other once their first one does.
+
+    Parameters
+    ----------
+    start, stop : int
+        Indices of instructions.
+    steps : tuple of (int, Step)
+        With the index of each.
+    """
+
+    start: int
+    stop: int
+    steps: tuple[tuple[int, Step], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One kernel.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    steps : tuple of Step
+        One for each instruction.
+    segments : dict of int to Segment
+        By the index of their first instruction.
+    variables : dict of str to Variable
+        Those in global and constant memory that it names.
+    shared : dict of str to int
+        Address of each variable in shared memory.
+    shared_bytes : int
+        Of all but the dynamic one, which follows them.
+    local : dict of str to int
+        Address of each variable in local memory.
+    local_bytes : int
+        Of all of them.
+    granules : dict of str to int
+        Bytes of the narrowest access to ``"shared"`` and to ``"global"`` memory.
+    """
+
+    kernel: Kernel
+    steps: tuple[Step, ...]
+    segments: dict[int, Segment]
+    variables: dict[str, Variable]
+    shared: dict[str, int]
+    shared_bytes: int
+    local: dict[str, int]
+    local_bytes: int
+    granules: dict[str, int]
+
+
+@functools.lru_cache(maxsize=256)
+def program(ptx: str, entry: str) -> Program:
+    """Prepare a kernel.
+
+    Parameters
+    ----------
+    ptx : str
+        PTX text.
+    entry : str
+        Entry point.
+
+    Returns
+    -------
+    Program
+
+    Raises
+    ------
+    PtxError
+        If the text cannot be read.
+    ValueError
+        If it has no such entry point.
+    """
+    module = parse(ptx)
+    if entry not in module.kernels:
+        known = ", ".join(module.kernels) or "none at all"
+        raise ValueError(f"the PTX has no entry point {entry!r}, only {known}")
+    kernel = module.kernels[entry]
+    held = wgmma.registers_of(kernel.instructions)
+    steps = tuple(wgmma.watched(_step(x), held) for x in kernel.instructions)
+    starts = sorted(set(_starts(steps)))
+    numbered = tuple(enumerate(steps))
+    segments = {
+        start: Segment(start, stop, numbered[start:stop])
+        for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True)
+        if start < len(steps)
+    }
+    named = set(_symbols(kernel))
+    variables = {**module.variables, **kernel.variables}
+    used = {name: v for name, v in variables.items() if name in named}
+    shared, shared_bytes = _place(used, "shared", SHARED_BASE)
+    local, local_bytes = _place(used, "local", 0)
+    constant = {name: v for name, v in used.items() if v.space in ("global", "const")}
+    granules = {space: _granule(kernel, space) for space in ("shared", "global")}
+    return Program(
+        kernel, steps, segments, constant, shared, shared_bytes - SHARED_BASE, local, local_bytes,
+        granules,
+    )  # fmt: skip
+
+
+def _step(instruction: Instruction) -> Step:
+    builder = semantics.BUILDERS.get(instruction.opcode)
+    built = scalar.arithmetic(instruction) if builder is None else builder(instruction)
+    if built is None:
+        return Step(instruction, semantics.unsupported(instruction))
+    step = built if isinstance(built, Step) else Step(instruction, built)
+    return semantics.guarded(step)
+
+
+def _starts(steps: tuple[Step, ...]) -> Iterator[int]:
+    """Yield where segments begin: at targets, behind branches, at what lanes do together."""
+    yield 0
+    for index, step in enumerate(steps):
+        if step.instruction.target is not None:
+            yield step.instruction.target
+        if step.leaves:
+            yield index + 1
+        if step.together is not None or step.again:
+            yield index
+
+
+def _symbols(kernel: Kernel) -> Iterator[str]:
+    for instruction in kernel.instructions:
+        stack = list(instruction.operands)
+        while stack:
+            operand = stack.pop()
+            if isinstance(operand, Symbol):
+                yield operand.name
+            elif isinstance(operand, Address):
+                stack.append(operand.base)
+            elif isinstance(operand, Vector):
+                stack += operand.items
+
+
+def _place(variables: dict[str, Variable], space: str, base: int) -> tuple[dict[str, int], int]:
+    """Lay variables out one after the other, dynamic shared memory last; return places and end."""
+    places: dict[str, int] = {}
+    end = base
+    for v in sorted(variables.values(), key=lambda v: v.extern):
+        if v.space == space:
+            places[v.name] = end = -(-end // v.align) * v.align
+            end += v.size
+    return places, end
+
+
+def _granule(kernel: Kernel, space: str) -> int:
+    """Return the width of the narrowest access to a space, at most 16 bytes."""
+    widths = [16]
+    for instruction in kernel.instructions:
+        touched = semantics.access_width(instruction)
+        if touched is not None and touched[0] in (space, "generic"):
+            widths.append(touched[1])
+    return min(widths)

@@ -1,0 +1,212 @@
+"""What every instruction's meaning is built from: its operands as arrays, and the table of opcodes.
+
+An opcode's *builder* turns a parsed instruction into a `Step`, once; the step then runs on any
+`Machine`. A builder returns None for a modifier that it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.errors import UnsupportedError
+from cupyattn.interpret.findings import describe
+from cupyattn.interpret.operation import DTYPES
+from cupyattn.interpret.ptx import (
+    Immediate,
+    Instruction,
+    Negated,
+    Operand,
+    Register,
+    Sink,
+    Special,
+    Symbol,
+)
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Lanes, Machine
+
+Values = npt.NDArray[Any]
+Read = Callable[["Machine"], Values]
+Write = Callable[["Machine", Values, "Lanes"], None]
+Execute = Callable[["Machine", "Lanes"], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One instruction, ready to run.
+
+    Parameters
+    ----------
+    instruction : Instruction
+    execute : callable
+        Does it for some lanes.
+    together : callable, optional
+        For instructions that the lanes of a warp execute together: returns for every lane the mask
+        of the lanes that must be there (``0xffffffff``: the whole warp).
+    warps : int
+        How many neighbouring warps execute it together.
+    leaves : bool
+        Whether `execute` itself says where its lanes go on, and when.
+    again : bool
+        Whether it may let them come back to itself.
+    """
+
+    instruction: Instruction
+    execute: Execute
+    together: Read | None = None
+    warps: int = 1
+    leaves: bool = False
+    again: bool = False
+
+
+Builder = Callable[[Instruction], "Step | Execute | None"]
+#: What each opcode means, beside those of `cupyattn.interpret.alu`.
+BUILDERS: dict[str, Builder] = {}
+
+
+def instruction(*opcodes: str) -> Callable[[Builder], Builder]:
+    """Enter a builder in the table."""
+
+    def enter(builder: Builder) -> Builder:
+        for opcode in opcodes:
+            BUILDERS[opcode] = builder
+        return builder
+
+    return enter
+
+
+def access_width(instruction: Instruction) -> tuple[str, int] | None:
+    """Return the space that an instruction accesses (or ``"generic"``) and the bytes of a lane."""
+    if instruction.opcode not in ACCESSES:
+        return None
+    return ACCESSES[instruction.opcode](instruction)
+
+
+#: How wide the accesses of each opcode are.
+ACCESSES: dict[str, Callable[[Instruction], tuple[str, int] | None]] = {}
+
+
+# ---- operands ------------------------------------------------------------------------------------
+
+
+def immediate(bits: int, dtype: np.dtype[Any]) -> Values:
+    """Return a number written in the text as an array without axes."""
+    if dtype == np.bool_:
+        return np.array(bits != 0)
+    width = dtype.itemsize
+    return np.array(bits & ((1 << 8 * width) - 1), f"u{width}").view(dtype)
+
+
+def reader(operand: Operand, type_name: str) -> Read:
+    """Return what fetches an operand as an array of a PTX type, one value for each lane or one."""
+    dtype = DTYPES[type_name]
+    if isinstance(operand, Register):
+        return _register_reader(operand, dtype)
+    if isinstance(operand, Negated):
+        positive = _register_reader(operand.register, dtype)
+        return lambda machine: ~positive(machine)
+    if isinstance(operand, Immediate):
+        value = immediate(operand.bits, dtype)
+        return lambda machine: value
+    if isinstance(operand, Special):
+        name = operand.name
+        return lambda machine: machine.special(name).astype(dtype)
+    if isinstance(operand, Symbol):
+        symbol = operand.name
+        return lambda machine: immediate(machine.symbol(symbol), dtype)
+    raise TypeError(f"{operand} is no value")
+
+
+def register_type(register: Register) -> np.dtype[Any]:
+    """Return the type of the bits that a register holds."""
+    if register.type == "pred":
+        return np.dtype(np.bool_)
+    return np.dtype(f"u{int(register.type[1:]) // 8}")
+
+
+def _register_reader(register: Register, dtype: np.dtype[Any]) -> Read:
+    index, held = register.index, register_type(register)
+    if held.itemsize == dtype.itemsize:
+
+        def read(machine: Machine) -> Values:
+            value = machine.registers[index]
+            if value is None:
+                value = machine.undefined(register)
+            return value if value.dtype == dtype else value.view(dtype)
+
+        return read
+    if held.itemsize < dtype.itemsize:
+        raise TypeError(f"{register.name} is narrower than {dtype}")
+    narrow = np.dtype(f"u{dtype.itemsize}")
+
+    def truncate(machine: Machine) -> Values:
+        value = machine.registers[index]
+        if value is None:
+            value = machine.undefined(register)
+        return value.view(held).astype(narrow).view(dtype)
+
+    return truncate
+
+
+def writer(operand: Operand) -> Write:
+    """Return what stores values in a register; wider registers extend by the type's sign."""
+    if isinstance(operand, Sink):
+        return lambda machine, value, lanes: None
+    if not isinstance(operand, Register):
+        raise TypeError(f"{operand} is no register")
+    index, held = operand.index, register_type(operand)
+
+    def write(machine: Machine, value: Values, lanes: Lanes) -> None:
+        if value.dtype.itemsize != held.itemsize:
+            if value.dtype.kind not in "iu":
+                value = value.view(f"u{value.dtype.itemsize}")
+            value = value.astype(f"{value.dtype.kind}{held.itemsize}")
+        machine.set(index, value, lanes)
+
+    return write
+
+
+def unsupported(instruction: Instruction) -> Execute:
+    """Return what an unknown instruction does when it is reached."""
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        where = instruction.location
+        line = f"{describe(where)}, " if where is not None else ""
+        raise UnsupportedError(
+            f"the interpreter does not know {instruction.name} "
+            f"({line}PTX line {instruction.ptx_line}: {instruction.text}): run this kernel on a "
+            "device"
+        )
+
+    return execute
+
+
+def guarded(step: Step) -> Step:
+    """Return a step that heeds the guard of its instruction, ``@%p`` or ``@!%p``."""
+    guard = step.instruction.predicate
+    if guard is None or step.instruction.target is not None:
+        return step
+    condition = reader(Negated(guard) if step.instruction.negated else guard, "pred")
+    leaves = step.leaves
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        chosen = lanes.where(condition(machine))
+        if chosen:
+            step.execute(machine, chosen)
+        if leaves and (others := lanes.where(~condition(machine))):
+            machine.go(machine.place + 1, others)
+
+    return replace(step, execute=execute)
+
+
+_WHOLE_WARP = np.array(0xFFFFFFFF, np.uint32)
+
+
+def whole_warp(machine: Machine) -> Values:
+    """The mask of an instruction that all lanes of a warp execute together."""
+    return _WHOLE_WARP

@@ -1,0 +1,238 @@
+"""Who touched which word of memory, and the hazards that this tells.
+
+Words are *granules*: as wide as the narrowest access of the kernel to that memory, so that
+neighbours which different threads own never look like one.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Clocks, Ints, Times
+
+
+class Report(Protocol):
+    """Raises a finding about the instruction under way."""
+
+    def __call__(
+        self, kind: str, message: str, lanes: Ints, bad: Bools, address: Ints | None = None
+    ) -> None:
+        """Report what the first of the `bad` lanes did, at its byte of `address`."""
+
+
+class Shadow:
+    """The history of one piece of memory.
+
+    Parameters
+    ----------
+    name : str
+        What the memory is called in findings.
+    granules : int
+        How many words.
+    granule_bytes : int
+        Bytes of each.
+    readers : int
+        Threads of a block, to keep the last read of each of them, for memory that one block has
+        to itself; 0 keeps a log of reads instead.
+    initialised : bool
+        Whether it was written before the launch.
+    """
+
+    def __init__(
+        self, name: str, granules: int, granule_bytes: int, readers: int, *, initialised: bool
+    ) -> None:
+        self.name = name
+        self.granule_bytes = granule_bytes
+        self.readers = readers
+        self.writer = np.full(granules, -1, np.int32)
+        # Time of the last write; 0 is before the launch, -1 never.
+        self.written = np.full(granules, 0 if initialised else -1, np.int32)
+        self.atomic = np.zeros(granules, np.bool_)  # whether that write was an atomic operation
+        self.read = np.zeros(granules, np.int32)  # time of the last read by anybody
+        # NOTE: pages of zeros that nobody touches take no memory.
+        self.reads = np.zeros((granules, readers), np.int32)  # time of each thread's last read
+        self.flying = np.zeros(granules, np.bool_)  # destination of an asynchronous copy under way
+        self.lent = np.zeros(granules, np.int16)  # asynchronous operations that still read it
+        # The last write was a thread's, and no proxy fence has shown it to the asynchronous proxy;
+        # where one has: the time of the fence, and whose it was.
+        self.hidden = np.zeros(granules, np.bool_)
+        self.fenced = np.zeros(granules, np.int32)
+        self.fenced_by = np.zeros(granules, np.int32)
+        self._log: list[tuple[int, Ints, Ints]] = []  # time, granules, lanes
+        self._flights = 0
+        self._loans = 0
+        self._last_write = 0
+
+    def before_read(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
+        """Report what is wrong with `lanes` reading `granules`; note that they did."""
+        self._check_flights(granules, lanes, report, "read")
+        written = self.written[granules]
+        if written.min() < 0:
+            message = f"{self.name} is read before anything was written there"
+            report("never written", message, lanes, written < 0, granules * self.granule_bytes)
+        if not self.readers or self._last_write > clocks.floor.min():
+            self._check_writer(granules, lanes, written, clocks, report, "read")
+        self.read[granules] = clocks.now
+        if self.readers:
+            self.reads[granules, lanes % self.readers] = clocks.now
+        else:
+            self._log.append((clocks.now, granules, lanes + clocks.first))
+
+    def before_write(
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
+    ) -> None:
+        """Report what is wrong with `lanes` writing `granules`."""
+        self._check_flights(granules, lanes, report, "written")
+        if self._loans and (lent := self.lent[granules] > 0).any():
+            message = f"{self.name} is written while an asynchronous operation still reads it"
+            report("in flight", message, lanes, lent, granules * self.granule_bytes)
+        written = self.written[granules]
+        if atomic:  # atomic operations do not race with each other
+            written = np.where(self.atomic[granules], np.int32(0), written)
+        self._check_writer(granules, lanes, written, clocks, report, "written")
+        late = self.read[granules] > (clocks.floor[lanes] if self.readers else 0)
+        if late.any():
+            self._check_readers(granules[late], lanes[late], clocks, report)
+
+    def wrote(
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
+    ) -> None:
+        """Note that `lanes` wrote `granules`; report two that did so in one instruction."""
+        self.writer[granules] = lanes + clocks.first
+        self.written[granules] = self._last_write = clocks.now
+        self.atomic[granules] = atomic
+        self.hidden[granules] = True
+        if not atomic:
+            lost = self.writer[granules] != lanes + clocks.first
+            if lost.any():
+                message = f"{self.name} is written by two lanes at once"
+                report("race", message, lanes, lost, granules * self.granule_bytes)
+
+    def take_off(self, granules: Ints) -> None:
+        """Note that an asynchronous copy to `granules` has begun."""
+        self.flying[granules] = True
+        self._flights += len(granules)
+
+    def land(self, granules: Ints) -> None:
+        """Note that an asynchronous copy to `granules` has been waited for."""
+        self.flying[granules] = False
+        self._flights -= len(granules)
+
+    def wrote_by_engine(self, granules: Ints, clocks: Clocks) -> None:
+        """Note that the copy engine wrote `granules`."""
+        self.writer[granules] = ENGINE
+        self.written[granules] = self._last_write = clocks.now
+        self.atomic[granules] = self.hidden[granules] = False
+        self.fenced[granules] = 0
+
+    # ---- the asynchronous proxy ------------------------------------------------------------------
+
+    def lend(self, granules: Ints) -> None:
+        """Note that an asynchronous operation has begun to read `granules`."""
+        np.add.at(self.lent, granules, np.int16(1))
+        self._loans += len(granules)
+
+    def give_back(self, granules: Ints, lanes: Ints, clocks: Clocks) -> None:
+        """Note that it has ended, on behalf of `lanes`, who waited for it."""
+        np.subtract.at(self.lent, granules, np.int16(1))
+        self._loans -= len(granules)
+        self.read[granules] = clocks.now
+        for lane in lanes.tolist():
+            self.reads[granules, lane % self.readers] = clocks.now
+
+    def fence(self, granules: slice, lanes: Ints, clocks: Clocks) -> None:
+        """Show the asynchronous proxy what `lanes`, of the block of `granules`, come after."""
+        hidden = np.flatnonzero(self.hidden[granules]) + granules.start
+        if not len(hidden):
+            return
+        writer = self.writer[hidden] - clocks.first
+        own = np.isin(writer, lanes)
+        who = np.where(own, writer, lanes[0])
+        before = clocks.ordered(who.astype(np.intp), writer.astype(np.intp), self.written[hidden])
+        shown = own | before
+        self.hidden[hidden[shown]] = False
+        self.fenced[hidden[shown]] = clocks.now
+        self.fenced_by[hidden[shown]] = who[shown] + clocks.first
+
+    def before_proxy(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
+        """Report threads' writes that the asynchronous proxy, at work for `lanes`, may not see."""
+        fenced = self.fenced[granules]
+        by = (self.fenced_by[granules] - clocks.first).astype(np.intp)
+        bad = self.hidden[granules] & (self.written[granules] > 0)
+        bad |= (fenced > 0) & ~clocks.ordered(lanes, by, fenced)
+        if bad.any():
+            message = (
+                f"{self.name} is handed to the asynchronous proxy, and no fence.proxy.async stands "
+                "between that and the last write by a thread"
+            )
+            report("race", message, lanes, bad, granules * self.granule_bytes)
+
+    # ---- checks ----------------------------------------------------------------------------------
+
+    def _check_flights(self, granules: Ints, lanes: Ints, report: Report, verb: str) -> None:
+        if self._flights and (flying := self.flying[granules]).any():
+            message = f"{self.name} is {verb} while an asynchronous copy to it is not waited for"
+            report("in flight", message, lanes, flying, granules * self.granule_bytes)
+
+    def _check_writer(
+        self,
+        granules: Ints,
+        lanes: Ints,
+        written: Times,
+        clocks: Clocks,
+        report: Report,
+        verb: str,
+    ) -> None:
+        if written.max() <= 0:
+            return
+        writer = (self.writer[granules] - clocks.first).astype(np.intp)
+        before = clocks.ordered(lanes, writer, written) | (written <= 0)
+        if not before.all():
+            row = int(np.argmin(before))
+            other = _name(clocks, int(writer[row]), int(lanes[row]))
+            message = f"{self.name} is {verb}, and nothing orders that after the write by {other}"
+            report("race", message, lanes, ~before, granules * self.granule_bytes)
+
+    def _check_readers(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
+        """Look for a read of `granules` that is not ordered before what `lanes` do now."""
+        if self.readers:
+            for part in range(0, len(lanes), 1024):
+                some, who = granules[part : part + 1024], lanes[part : part + 1024]
+                unordered = self.reads[some] > clocks.views(who)[:, : clocks.threads]
+                if unordered.any():
+                    row, thread = (int(x[0]) for x in unordered.nonzero())
+                    reader = int(who[row]) // clocks.threads * clocks.threads + thread
+                    self._report_reader(row, reader, some, who, clocks, report)
+            return
+        order = np.argsort(granules, kind="stable")
+        for time, earlier, readers in self._log:
+            found = np.searchsorted(granules, earlier, sorter=order).clip(max=len(order) - 1)
+            place = order[found]
+            met = granules[place] == earlier
+            rows, others = place[met], readers[met] - clocks.first
+            times = np.full(len(rows), time, np.int32)
+            before = clocks.ordered(lanes[rows], others, times)
+            if not before.all():
+                first = int(np.argmin(before))
+                row, reader = int(rows[first]), int(others[first])
+                self._report_reader(row, reader, granules, lanes, clocks, report)
+
+    def _report_reader(
+        self, row: int, reader: int, granules: Ints, lanes: Ints, clocks: Clocks, report: Report
+    ) -> None:
+        other = _name(clocks, reader, int(lanes[row]))
+        message = f"{self.name} is written, and nothing orders that after the read by {other}"
+        bad = np.arange(len(lanes)) == row
+        report("race", message, lanes, bad, granules * self.granule_bytes)
+
+
+def _name(clocks: Clocks, other: int, lane: int) -> str:
+    """Name a lane as another one would: with its block where that is not its own."""
+    if other < ENGINE // 2:
+        return "the copy engine"
+    block, thread = divmod(other, clocks.threads)
+    number = clocks.first // clocks.threads + block
+    where = "" if block == lane // clocks.threads else f"block {number} "
+    return f"{where}warp {thread // WARP} lane {thread % WARP}"

@@ -1,0 +1,292 @@
+"""Instructions of the lanes of a warp together: exchanges, votes, and tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.interpret import access, tensor_core
+from cupyattn.interpret.operation import DTYPES
+from cupyattn.interpret.ordering import WARP, Bools, Ints
+from cupyattn.interpret.ptx import Instruction, Operand, Pair, Sink, Vector
+from cupyattn.interpret.semantics import (
+    ACCESSES,
+    Execute,
+    Read,
+    Step,
+    Values,
+    Write,
+    instruction,
+    reader,
+    whole_warp,
+    writer,
+)
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Lanes, Machine
+
+Bits = npt.NDArray[np.uint32]
+
+
+def _after_meeting(execute: Execute) -> Execute:
+    """Order the lanes that take part before the instruction does anything."""
+
+    def met(machine: Machine, lanes: Lanes) -> None:
+        machine.met(lanes)
+        execute(machine, lanes)
+
+    return met
+
+
+def _by_warp(machine: Machine, values: Values) -> Values:
+    return np.broadcast_to(values, machine.size).reshape(-1, WARP)
+
+
+# ---- exchanges and votes -------------------------------------------------------------------------
+
+
+def _sources(kind: str, lane: Ints, b: Ints, c: Ints) -> tuple[Ints, Bools]:
+    """Return which lane of its warp each lane reads, and whether that is in range (else itself)."""
+    segment, clamp = c >> 8 & 31, c & 31
+    top = (lane & segment) | (clamp & ~segment)
+    bottom = lane & segment
+    b = b & 31
+    if kind == "up":
+        source, valid = lane - b, lane - b >= top
+    elif kind == "down":
+        source, valid = lane + b, lane + b <= top
+    elif kind == "bfly":
+        source, valid = lane ^ b, (lane ^ b) <= top
+    else:
+        source = bottom | (b & ~segment)
+        valid = source <= top
+    return np.where(valid, source, lane), valid
+
+
+@instruction("shfl")
+def shuffle(inst: Instruction) -> Step | None:
+    """Read a register of another lane."""
+    if len(inst.modifiers) != 3 or inst.modifiers[::2] != ("sync", "b32"):
+        return None
+    kind = inst.modifiers[1]
+    if kind not in ("up", "down", "bfly", "idx"):
+        return None
+    target, a, b, c, members = inst.operands
+    first, second = (target.first, target.second) if isinstance(target, Pair) else (target, Sink())
+    write, write_valid = writer(first), writer(second)
+    read, read_b, read_c = reader(a, "b32"), reader(b, "b32"), reader(c, "b32")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        lane = machine.thread % WARP
+        offset = np.broadcast_to(read_b(machine), machine.size).astype(np.intp)
+        limits = np.broadcast_to(read_c(machine), machine.size).astype(np.intp)
+        source, valid = _sources(kind, lane, offset, limits)
+        place = machine.lane - lane + source
+        if not lanes.full and (away := lanes.mask & ~lanes.mask[place]).any():
+            message = "a lane reads the register of another that does not take part"
+            machine.report("divergence", message, machine.lane, away)
+        write(machine, np.broadcast_to(read(machine), machine.size)[place], lanes)
+        write_valid(machine, valid, lanes)
+
+    return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
+
+
+@instruction("vote")
+def vote(inst: Instruction) -> Step | None:
+    """Combine a predicate over the lanes that take part."""
+    if len(inst.modifiers) != 3 or inst.modifiers[0] != "sync":
+        return None
+    kind = inst.modifiers[1]
+    if kind not in ("all", "any", "uni", "ballot"):
+        return None
+    target, source, members = inst.operands
+    read, write = reader(source, "pred"), writer(target)
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        true = lanes.where(read(machine)).bits
+        result: Values = true
+        if kind == "any":
+            result = true != 0
+        elif kind == "all":
+            result = true == lanes.bits
+        elif kind == "uni":
+            result = (true == 0) | (true == lanes.bits)
+        write(machine, np.repeat(result, WARP), lanes)
+
+    return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
+
+
+@instruction("match")
+def match(inst: Instruction) -> Step | None:
+    """Find the lanes that hold the same value."""
+    if len(inst.modifiers) != 3 or inst.modifiers[1] != "sync":
+        return None
+    kind, _, type_name = inst.modifiers
+    if kind not in ("any", "all") or type_name not in ("b32", "b64"):
+        return None
+    target, source, members = inst.operands
+    first, second = (target.first, target.second) if isinstance(target, Pair) else (target, Sink())
+    read, write, write_same = reader(source, type_name), writer(first), writer(second)
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        values = _by_warp(machine, read(machine))
+        here = lanes.mask.reshape(-1, WARP)
+        same = (values[:, :, None] == values[:, None, :]) & here[:, None, :]
+        found = np.packbits(same, axis=2, bitorder="little").view(np.uint32)[..., 0]
+        if kind == "all":
+            everybody = found == lanes.bits[:, None]
+            write_same(machine, everybody.ravel(), lanes)
+            found = np.where(everybody, found, np.uint32(0))
+        write(machine, found.ravel(), lanes)
+
+    return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
+
+
+_REDUCTIONS: dict[str, Callable[..., Values]] = {
+    "add": np.add.reduce, "min": np.minimum.reduce, "max": np.maximum.reduce,
+    "and": np.bitwise_and.reduce, "or": np.bitwise_or.reduce, "xor": np.bitwise_xor.reduce,
+}  # fmt: skip
+
+
+@instruction("redux")
+def reduce(inst: Instruction) -> Step | None:
+    """Combine an integer over the lanes that take part."""
+    if len(inst.modifiers) != 3 or inst.modifiers[0] != "sync":
+        return None
+    _, kind, type_name = inst.modifiers
+    if kind not in _REDUCTIONS or type_name not in ("u32", "s32", "b32"):
+        return None
+    target, source, members = inst.operands
+    read, write = reader(source, type_name), writer(target)
+    dtype = DTYPES[type_name]
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        values, result = read(machine), np.zeros(machine.size, dtype)
+        for warp in lanes.warps:
+            some = lanes.index[lanes.index // WARP == warp]
+            of_warp = np.broadcast_to(values, machine.size)[some]
+            result[some] = (
+                _REDUCTIONS[kind](of_warp, dtype=dtype)
+                if kind == "add"
+                else (_REDUCTIONS[kind](of_warp))
+            )
+        write(machine, result, lanes)
+
+    return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
+
+
+@instruction("elect")
+def elect(inst: Instruction) -> Step | None:
+    """Choose one lane of those that take part: the first."""
+    if inst.modifiers != ("sync",):
+        return None
+    target, members = inst.operands
+    first, second = (target.first, target.second) if isinstance(target, Pair) else (target, Sink())
+    write, write_elected = writer(first), writer(second)
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        leader = np.repeat(lanes.mask.reshape(-1, WARP).argmax(axis=1), WARP)
+        write(machine, leader.astype(np.uint32), lanes)
+        write_elected(machine, machine.thread % WARP == leader, lanes)
+
+    return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
+
+
+# ---- tensor cores --------------------------------------------------------------------------------
+
+
+def _registers(operand: Operand) -> Sequence[Operand]:
+    return operand.items if isinstance(operand, Vector) else (operand,)
+
+
+def fragment_reader(operand: Operand) -> Callable[[Machine, Ints], Bits]:
+    """Return what fetches a fragment for some warps: (warps, 32, registers)."""
+    reads: list[Read] = [reader(x, "b32") for x in _registers(operand)]
+
+    def read(machine: Machine, warps: Ints) -> Bits:
+        parts = [np.broadcast_to(r(machine), machine.size).reshape(-1, WARP)[warps] for r in reads]
+        return np.stack(parts, axis=-1)
+
+    return read
+
+
+def fragment_writer(operand: Operand) -> Callable[[Machine, Bits, Lanes], None]:
+    """Return what stores a fragment (warps, 32, registers) of the warps that are here."""
+    writes: list[Write] = [writer(x) for x in _registers(operand)]
+
+    def write(machine: Machine, fragment: Bits, lanes: Lanes) -> None:
+        for i, one in enumerate(writes):
+            one(machine, machine.widened(fragment[..., i].ravel(), lanes), lanes)
+
+    return write
+
+
+@instruction("mma")
+def matrix_multiply(inst: Instruction) -> Step | None:
+    """Multiply and add on tensor cores."""
+    if inst.modifiers[:2] != ("sync", "aligned"):
+        return None
+    multiply = tensor_core.find_mma(inst.modifiers)
+    if multiply is None:
+        return None
+    write = fragment_writer(inst.operands[0])
+    reads = [fragment_reader(x) for x in inst.operands[1:4]]
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        write(machine, multiply(*(read(machine, lanes.warps) for read in reads)), lanes)
+
+    return Step(inst, _after_meeting(execute), together=whole_warp)
+
+
+def _tiles(inst: Instruction) -> tuple[int, bool] | None:
+    """Return how many 8 x 8 tiles an ``ldmatrix`` or ``stmatrix`` moves, and whether transposed."""
+    modifiers = [m for m in inst.modifiers if not m.startswith("shared")]
+    transposed = "trans" in modifiers
+    if transposed:
+        modifiers.remove("trans")
+    if modifiers[:3] != ["sync", "aligned", "m8n8"] or modifiers[4:] != ["b16"]:
+        return None
+    count = {"x1": 1, "x2": 2, "x4": 4}.get(modifiers[3])
+    return None if count is None else (count, transposed)
+
+
+ACCESSES["ldmatrix"] = ACCESSES["stmatrix"] = lambda inst: ("shared", 16)
+
+
+@instruction("ldmatrix")
+def load_matrix(inst: Instruction) -> Step | None:
+    """Load tiles whose rows the first lanes name."""
+    tiles = _tiles(inst)
+    if tiles is None:
+        return None
+    count, transposed = tiles
+    write = fragment_writer(inst.operands[0])
+    addresses = access.address_reader(inst.operands[1], "shared")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        index = lanes.index.reshape(-1, WARP)[:, : 8 * count].ravel()
+        rows = access.load_rows(machine, addresses(machine)[index], index)
+        write(machine, tensor_core.ldmatrix(rows.reshape(-1, 8 * count, 4), transposed), lanes)
+
+    return Step(inst, _after_meeting(execute), together=whole_warp)
+
+
+@instruction("stmatrix")
+def store_matrix(inst: Instruction) -> Step | None:
+    """Store tiles to rows that the first lanes name."""
+    tiles = _tiles(inst)
+    if tiles is None:
+        return None
+    count, transposed = tiles
+    read = fragment_reader(inst.operands[1])
+    addresses = access.address_reader(inst.operands[0], "shared")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        index = lanes.index.reshape(-1, WARP)[:, : 8 * count].ravel()
+        rows = tensor_core.stmatrix(read(machine, lanes.warps), transposed)
+        access.store_rows(machine, addresses(machine)[index], rows.reshape(-1, 4), index)
+
+    return Step(inst, _after_meeting(execute), together=whole_warp)
