@@ -352,14 +352,16 @@ def _coarse(function: Callable[..., Any], modifiers: tuple[str, ...]) -> Operati
     if modifiers != ("approx", "ftz", "f64"):
         return None
 
+    fmt = FORMATS["f64"]
+    nan = np.array(0x7FFFFFFF00000000, np.uint64).view(np.float64)
+
     def evaluate(a: Array) -> Array:
         upper = np.bitwise_and(np.asarray(a).view(np.uint64), _UPPER_WORD).view(np.float64)
-        bits = np.asarray(function(upper)).view(np.uint64)
-        result = np.bitwise_and(bits, _UPPER_WORD).view(np.float64)
-        nan = np.uint64(0x7FFFFFFF00000000).view(np.float64)
-        return np.where(np.isnan(result) | np.isnan(upper), nan, result)
+        exactly = exact.flush(np.asarray(function(exact.flush(upper, fmt))), fmt)
+        result = np.bitwise_and(exactly.view(np.uint64), _UPPER_WORD).view(np.float64)
+        return np.where(np.isnan(exactly), nan, result)
 
-    return operation(1, "f64", evaluate, modifiers)
+    return Operation(("f64",), ("f64",), evaluate)
 
 
 _HALF_FAST = ("approx", "f16|f16x2")
