@@ -246,7 +246,7 @@ def copy_sign(modifiers: tuple[str, ...]) -> Operation | None:
     return Operation(found * 2, found, lambda a, b: np.copysign(b, a)) if found else None
 
 
-def test_property(modifiers: tuple[str, ...]) -> Operation | None:
+def property_test(modifiers: tuple[str, ...]) -> Operation | None:
     """``testp``."""
     found = match(modifiers, "finite|infinite|number|notanumber|normal|subnormal", "f32|f64")
     if not found:
@@ -404,5 +404,5 @@ OPCODES: dict[str, Maker] = {
     "neg": partial(_sign, np.negative),
     "abs": partial(_sign, np.abs),
     "copysign": copy_sign,
-    "testp": test_property,
+    "testp": property_test,
 }  # fmt: skip
