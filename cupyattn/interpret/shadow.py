@@ -65,13 +65,17 @@ class Shadow:
         self._loans = 0
         self._last_write = 0
 
-    def before_read(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
+    def before_read(
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
+    ) -> None:
         """Report what is wrong with `lanes` reading `granules`; note that they did."""
         self._check_flights(granules, lanes, report, "read")
         written = self.written[granules]
         if written.min() < 0:
             message = f"{self.name} is read before anything was written there"
             report("never written", message, lanes, written < 0, granules * self.granule_bytes)
+        if atomic:
+            written = np.where(self.atomic[granules], np.int32(0), written)
         if not self.readers or self._last_write > clocks.floor.min():
             self._check_writer(granules, lanes, written, clocks, report, "read")
         self.read[granules] = clocks.now
