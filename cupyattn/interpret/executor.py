@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn import compile as compiler
+from cupyattn import tensor_map
 from cupyattn.compile import Binary
-from cupyattn.errors import KernelLaunchError, UnsupportedError
+from cupyattn.errors import KernelLaunchError
+from cupyattn.interpret.bulk import TENSOR_MAP_MARK, Tensor
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.interpret.machine import Machine
 from cupyattn.interpret.memory import GlobalMemory
@@ -97,7 +99,7 @@ def run_launch(
         for name in named
     }
     symbols = {v.name: memory.add(v.name, _variable(v)) for v in ready.variables.values()}
-    params = _params(one, ready, addresses)
+    params, tensors = _params(one, ready, addresses)
     shared = binary.smem_bytes if one.dynamic_shared else 0
     blocks = max(1, min(one.grid, MEMORY_BUDGET // block_bytes(ready, one.block, shared)))
     observers = active()
@@ -108,7 +110,7 @@ def run_launch(
         machine = Machine(
             ready, grid=one.grid, block=one.block, first_block=first,
             blocks=min(blocks, one.grid - first), memory=memory, params=params, symbols=symbols,
-            dynamic_shared=shared, now=now, observers=observers,
+            dynamic_shared=shared, tensors=tensors, now=now, observers=observers,
         )  # fmt: skip
         _run_batch(machine, observers)
         now = machine.clocks.now
@@ -157,8 +159,10 @@ def _variable(variable: Any) -> npt.NDArray[np.uint8]:
     return data
 
 
-def _params(one: Launch, ready: Program, addresses: Mapping[str, int]) -> npt.NDArray[np.uint8]:
-    """Pack the parameters as the kernel's ABI places them."""
+def _params(
+    one: Launch, ready: Program, addresses: Mapping[str, int]
+) -> tuple[npt.NDArray[np.uint8], list[Tensor]]:
+    """Pack the parameters as the kernel's ABI places them; return what tensor maps describe too."""
     declared = ready.kernel.parameters
     if len(declared) != len(one.templates):
         raise ValueError(
@@ -166,17 +170,26 @@ def _params(one: Launch, ready: Program, addresses: Mapping[str, int]) -> npt.ND
         )
     end = max((p.offset + p.size for p in declared), default=0)
     data = np.zeros(end, np.uint8)
+    tensors: list[Tensor] = []
     for parameter, template in zip(declared, one.templates, strict=True):
         if isinstance(template, TensorMap):
-            raise UnsupportedError("the interpreter does not know tensor maps yet")
-        words, pointers = template
-        filled = words.copy()
-        for index, name in pointers:
-            filled[index] = addresses[name]
+            filled = np.zeros(16, np.uint64)
+            filled[:2] = TENSOR_MAP_MARK, len(tensors)
+            address, size = addresses[template.buffer], tensor_map.itemsize(template.dtype)
+            tensors.append(
+                Tensor(
+                    template.buffer, address, size, template.shape, template.strides, template.box
+                )
+            )
+        else:
+            words, pointers = template
+            filled = words.copy()
+            for index, name in pointers:
+                filled[index] = addresses[name]
         if filled.nbytes != parameter.size:
             raise ValueError(
                 f"parameter {parameter.name} of {one.entry} has {parameter.size} bytes, the launch "
                 f"gives {filled.nbytes}"
             )
         data[parameter.offset : parameter.offset + parameter.size] = filled.view(np.uint8)
-    return data
+    return data, tensors
