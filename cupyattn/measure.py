@@ -214,6 +214,7 @@ class Ladder:
             "call": asdict(self.call),
             "backend": self.backend,
             "judged_rows": self.judged_rows,
+            "interpreted": self.interpreted,
             "ok": self.ok,
             "rungs": [rung.to_dict() for rung in self.rungs],
         }
