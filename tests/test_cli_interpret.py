@@ -10,6 +10,7 @@ import pytest
 
 from cupyattn import cli, device, measure, registry
 from cupyattn import compile as kc
+from cupyattn.cli import verify
 from cupyattn.measure import Judgement
 from tests.fault_patches import FAULTS
 
@@ -190,3 +191,22 @@ def test_the_ladder_runs_without_a_compiler(
     printed = capsys.readouterr().out
     assert "The kernels are not interpreted: NVRTC was not found: install it." in printed
     assert "instructions" not in printed
+
+
+# ---- verify --------------------------------------------------------------------------------------
+
+
+@no_device
+def test_verify_judges_the_kernels_where_the_environment_asks_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = [verify.Shape("ragged", 4, 2, 30, 45, 24, True)]
+    monkeypatch.setattr(verify, "SHAPES", shapes)
+    monkeypatch.setenv("CUPYATTN_INTERPRET", "1")
+    arguments = ["verify", "fa_int8", "--distribution", "normal", "--dtype", "float16"]
+    assert status(*arguments) == 0
+    printed = capsys.readouterr().out
+    assert "Running in the interpreter" in printed and " equal " in printed  # J1
+    plant("Q_scale_of_another_row", tmp_path, monkeypatch)
+    assert status(*arguments) == 1
+    assert "FAILED: fa_int8, normal, float16, ragged: J2" in capsys.readouterr().out
