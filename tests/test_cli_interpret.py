@@ -50,6 +50,13 @@ def test_a_rung_is_run_judged_and_counted(
         assert {"quantize_int8", "channel_sum", "channel_mean"} < entries
 
 
+@pytest.mark.skipif("sm_90a" not in kc.supported_architectures(), reason="NVRTC is too old")
+def test_the_hopper_form_runs_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("interpret", "fa_tc", *SMALL, "--arch", "sm_90a") == 0
+    printed = capsys.readouterr().out
+    assert "fa_tc (sm90)" in printed and "No findings." in printed and "\nwgmma " in printed
+
+
 def test_a_file_of_operands_can_be_interpreted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

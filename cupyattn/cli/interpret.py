@@ -6,6 +6,7 @@ with it."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 #: What is run where nothing else is asked for.
 SHAPE = {"batch": 1, "heads": 1, "len": 64, "head_dim": 64}
-#: Rows of the tables; ``--json`` has them all.
-ROWS = 16
+#: Source lines of the table of shared memory; ``--json`` has them all.
+LINES = 16
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -73,10 +74,13 @@ def run(args: argparse.Namespace) -> int:
     asked |= {"return_lse": True, **options}
     print(f"{given.name}: {q.shape} over {k.shape}, {q.dtype}\n{explain(q, k, v, **asked)}")
     record: dict[str, Any] = {"variant": variant.name, "input": given.name}
+    if args.json:
+        record["environment"] = device.environment()
     try:
         with (
-            output.progress(variant.name, None) as advance,
-            interpret.observe(*observers, _Progress(advance)),
+            # NOTE: a bar that is redrawn between the lines of a stop would garble them.
+            contextlib.nullcontext() if args.stop_at else output.progress(variant.name) as advance,
+            interpret.observe(*observers, *([_Progress(advance)] if advance else [])),
         ):
             z = quantize(q, k, v, backend="interpret") if variant.family == "int8" else None
             operands = (q, k, v) if z is None else (z,)
@@ -86,10 +90,11 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             output.write_json(args.json, {**record, "finding": str(fault.finding)})
         return 1
-    tiles = plans(resolve(q, k, v, Options(**asked)))[-1].tiles
+    plan = plans(resolve(q, k, v, Options(**asked)))[-1]
     judged = measure.judge(
-        o, q, k, v, variant=variant.name, lse=lse, quantized=z, tiles=tiles, **options
-    )
+        o, q, k, v, variant=variant.name, lse=lse, quantized=z, tiles=plan.tiles, form=plan.form,
+        **options,
+    )  # fmt: skip
     words = f"J2 {measure.format_ratio(judged.j2)}"
     if judged.j3 is not None:
         words += f", J3 {measure.format_ratio(judged.j3)}"
@@ -97,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
     print("No findings." if judged.ok else "FAILED: no findings, but the result misses its bound.")
     print_profile(profile)
     if args.json:
-        record |= {"environment": device.environment(), "j2": judged.j2, "j3": judged.j3}
-        output.write_json(args.json, {**record, "kernels": profile.to_dict()})
+        record |= {"j2": judged.j2, "j3": judged.j3, "kernels": profile.to_dict()}
+        output.write_json(args.json, record)
     return 0 if judged.ok else 1
 
 
@@ -219,12 +224,10 @@ def print_profile(profile: Profile) -> None:
     """Print what a run cost."""
     kernels = list(profile.kernels.values())
     print()
-    kinds = profile.kinds.most_common()
     by_kernel = [k.kinds for k in kernels]
-    rows = [(kind, *(f"{b[kind]:,}" for b in by_kernel)) for kind, _ in kinds[:ROWS]]
-    if len(kinds) > ROWS:
-        rest = [sum(b[kind] for kind, _ in kinds[ROWS:]) for b in by_kernel]
-        rows.append((f"{len(kinds) - ROWS} others", *(f"{n:,}" for n in rest)))
+    rows = [
+        (kind, *(f"{b[kind]:,}" for b in by_kernel)) for kind, _ in profile.kinds.most_common()
+    ]
     rows.append(("all", *(f"{b.total():,}" for b in by_kernel)))
     output.print_table(("warp instructions", *(k.kernel for k in kernels)), rows)
     print()
@@ -243,6 +246,6 @@ def print_profile(profile: Profile) -> None:
         ("line", "within", "", "accesses", "passes", "excess"),
         [
             (a.line, a.inner, a.opcode, f"{a.accesses:,}", f"{a.passes:,}", f"{a.excess:,}")
-            for a in accesses[:ROWS]
+            for a in accesses[:LINES]
         ],
     )

@@ -50,7 +50,7 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None) -> Iterator[Callable[[str], None]]:
+def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
     """Show a progress bar on standard error where that is a terminal with rich.
 
     Parameters

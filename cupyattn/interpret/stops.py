@@ -43,8 +43,8 @@ class Stop:
         otherwise.
     shared : dict of str to numpy.ndarray
         Members of the kernel's ``SharedStorage``, with one leading axis more: `blocks`. Empty for a
-        kernel that has none. What nothing has written yet is 0, and what an asynchronous copy that
-        is not waited for will write is not there.
+        kernel that has none. What nothing has written yet is 0, what an asynchronous copy that is
+        not waited for will write is not there, and mbarriers show nothing of their state.
     arrays : dict of str to numpy.ndarray
         Global arrays as they are now.
 
