@@ -225,9 +225,7 @@ def print_profile(profile: Profile) -> None:
     kernels = list(profile.kernels.values())
     print()
     by_kernel = [k.kinds for k in kernels]
-    rows = [
-        (kind, *(f"{b[kind]:,}" for b in by_kernel)) for kind, _ in profile.kinds.most_common()
-    ]
+    rows = [(kind, *(f"{b[kind]:,}" for b in by_kernel)) for kind, _ in profile.kinds.most_common()]
     rows.append(("all", *(f"{b.total():,}" for b in by_kernel)))
     output.print_table(("warp instructions", *(k.kernel for k in kernels)), rows)
     print()
