@@ -172,7 +172,10 @@ class GlobalMemory:
         shadow = None
         if writable:
             granules = data.size // self._granule_bytes
-            shadow = Shadow(name, granules, self._granule_bytes, 0, initialised=initialised)
+            shadow = Shadow(
+                name, granules, self._granule_bytes, 0, initialised=initialised,
+                first=-(base % 16),
+            )  # fmt: skip
         array = Array(name, source, base, data, nbytes, owned, shadow)
         if source.size:
             array.elements[...] = source
@@ -297,8 +300,9 @@ class SharedMemory:
         self.granule_bytes = granule_bytes
         granules = self.data.size // granule_bytes
         self.shadow = Shadow(
-            "shared memory", granules, granule_bytes, clocks.threads, initialised=False
-        )
+            "shared memory", granules, granule_bytes, clocks.threads, initialised=False,
+            period=self.stride or None,
+        )  # fmt: skip
         self._clocks = clocks
         self._report = report
 
