@@ -13,8 +13,10 @@ from cupyattn import tensor_map
 from cupyattn.compile import Binary
 from cupyattn.errors import KernelLaunchError
 from cupyattn.interpret.bulk import TENSOR_MAP_MARK, Tensor
+from cupyattn.interpret.findings import KernelFault
 from cupyattn.interpret.machine import Machine
 from cupyattn.interpret.memory import GlobalMemory
+from cupyattn.interpret.observe import Observer, active
 from cupyattn.interpret.program import Program, program
 from cupyattn.launch import Launch, Plan, TensorMap
 
@@ -100,19 +102,34 @@ def run_launch(
     params, tensors = _params(one, ready, addresses)
     shared = binary.smem_bytes if one.dynamic_shared else 0
     blocks = max(1, min(one.grid, MEMORY_BUDGET // block_bytes(ready, one.block, shared)))
+    observers = active()
+    for observer in observers:
+        observer.launch(one, ready, binary.arch)
     now = 0
     for first in range(0, one.grid, blocks):
         machine = Machine(
             ready, grid=one.grid, block=one.block, first_block=first,
             blocks=min(blocks, one.grid - first), memory=memory, params=params, symbols=symbols,
-            dynamic_shared=shared, tensors=tensors, now=now,
+            dynamic_shared=shared, tensors=tensors, now=now, observers=observers,
         )  # fmt: skip
-        machine.run()
+        _run_batch(machine, observers)
         now = machine.clocks.now
     for array in memory.arrays:
         if array.name in addresses and array.shadow is not None:
             array.source[...] = array.elements
             written.add(array.name)
+
+
+def _run_batch(machine: Machine, observers: tuple[Observer, ...]) -> None:
+    try:
+        machine.run()
+    except KernelFault as fault:
+        for observer in observers:
+            observer.finding(fault.finding)
+        raise
+    finally:
+        for observer in observers:
+            observer.batch(machine)
 
 
 def block_bytes(ready: Program, block: int, dynamic_shared: int) -> int:

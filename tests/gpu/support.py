@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import api, attention, checks, launch, quantize, testing
+from cupyattn import api, attention, checks, executor, launch, quantize, testing
 from cupyattn import compile as kc
+from cupyattn.disk_cache import cache_folder
 from cupyattn.launch import Operand
 from cupyattn.quant import QuantizedQKV
 from cupyattn.registry import VARIANTS, Variant, lookup
@@ -173,7 +174,7 @@ def run_into(rung: str, inputs: Arrays, o: Any, lse: Any, **options: Any) -> Run
     if variant.family != "int8":
         plan = launch.plan_attention(variant, call, *map(Operand.of, (*inputs, o)), arch=arch)
         buffers = {**dict(zip("qkv", inputs, strict=True)), "o": o, "lse": lse}
-        launch.run_cuda(plan, buffers, arch)
+        executor.run(plan, buffers, arch)
         return Run(rung, inputs, options, None, o, lse)
     z = quantize(*inputs)
     operands = (z.q_codes, z.k_codes, z.v, o, z.q_scale, z.k_scale)
@@ -183,7 +184,7 @@ def run_into(rung: str, inputs: Arrays, o: Any, lse: Any, **options: Any) -> Run
     )  # fmt: skip
     names = ("q_codes", "k_codes", "v", "o", "q_scale", "k_scale")
     buffers = dict(zip(names, operands, strict=True))
-    launch.run_cuda(plan, {**buffers, "lse": lse, "k_mean": z.k_mean}, arch)
+    executor.run(plan, {**buffers, "lse": lse, "k_mean": z.k_mean}, arch)
     return Run(rung, inputs, options, z, o, lse)
 
 
@@ -212,8 +213,8 @@ def prebuild(specs: Iterable[kc.ModuleSpec]) -> None:
     """
     capability = int(cupy.cuda.Device().compute_capability)
     wanted = dict.fromkeys(specs)
-    kc.cache_folder().mkdir(parents=True, exist_ok=True)
-    with (kc.cache_folder() / "prebuild.lock").open("w") as lock:
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / "prebuild.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file is closed
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(
