@@ -18,6 +18,7 @@ from cupyattn.interpret.operation import (
     match,
     on_halves,
 )
+from cupyattn.numerics import EX2_APPROX_ERROR
 from cupyattn.rounding import Array
 
 ROUNDINGS = "rn|rz|rm|rp"
@@ -241,8 +242,25 @@ def test_property(modifiers: tuple[str, ...]) -> Operation | None:
 
 #: What the PTX ISA promises of the hardware's approximations, against the exact function: they are
 #: modelled as the exact function, rounded once. ``rel`` is relative to the exact value, ``abs``
-#: absolute, ``ulp`` in units of the last place of the result.
-APPROXIMATION_ERROR: dict[str, tuple[float, str]] = {}
+#: absolute, ``ulp`` in units of the last place. ``sin`` and ``cos`` promise it between
+#: -pi and pi, ``lg2`` between 1/2 and 2 (elsewhere it is relative), ``div`` for divisors between
+#: 2^-126 and 2^126.
+APPROXIMATION_ERROR: dict[str, tuple[float, str]] = {
+    "div.approx.f32": (2.0, "ulp"),
+    "div.full.f32": (2.0, "ulp"),
+    "rcp.approx.f32": (1.0, "ulp"),
+    "sqrt.approx.f32": (2.0**-23, "rel"),
+    "rsqrt.approx.f32": (2.0**-22.4, "rel"),
+    "ex2.approx.f32": (EX2_APPROX_ERROR, "rel"),
+    "ex2.approx.f16": (2.0**-9.9, "rel"),
+    "ex2.approx.bf16": (2.0**-7, "rel"),
+    "lg2.approx.f32": (2.0**-22, "abs"),
+    "sin.approx.f32": (2.0**-20.5, "abs"),
+    "cos.approx.f32": (2.0**-20.5, "abs"),
+    "tanh.approx.f32": (2.0**-11, "rel"),
+    "tanh.approx.f16": (2.0**-10.987, "abs"),
+    "tanh.approx.bf16": (2.0**-8, "abs"),
+}
 
 
 def _approximate(
