@@ -1,25 +1,31 @@
-"""Runs a `Plan` on the interpreter: the same launches, parameters and workspace as a device."""
+"""Runs a `Plan` on the interpreter: the same launches, parameters and workspace as a device.
+
+`run_kernel` runs a kernel of anybody's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cupyattn import compile as compiler
-from cupyattn.compile import Binary
+from cupyattn.compile import Binary, ModuleSpec
 from cupyattn.errors import KernelLaunchError, UnsupportedError
 from cupyattn.interpret.machine import Machine
 from cupyattn.interpret.memory import GlobalMemory
 from cupyattn.interpret.program import Program, program
+from cupyattn.interpret.ptx import Parameter
 from cupyattn.launch import Launch, Plan, TensorMap
 
 #: Architecture that portable forms are compiled for.
 PORTABLE_ARCH = "sm_80"
 #: Bytes that the blocks of one batch may take together; one block always runs.
 MEMORY_BUDGET = 512 << 20
+#: Threads that a block may have on any device.
+MAX_BLOCK = 1024
 
 
 def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None:
@@ -46,11 +52,7 @@ def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None
     """
     arrays = {name: a for name, a in buffers.items() if a is not None}
     for name, a in arrays.items():
-        if not isinstance(a, np.ndarray):
-            raise TypeError(
-                f"the interpreter takes NumPy arrays, got {name} of type {type(a).__module__}."
-                f"{type(a).__name__}: copy it to the host, or run it with backend='cuda'"
-            )
+        check_numpy(a, name)
     results = {name: np.array(a, order="K") for name, a in arrays.items() if a.flags.writeable}
     held = {**arrays, **results}
     written = set(held)
@@ -81,36 +83,167 @@ def run_launch(
         Those that hold something. What the kernel writes to is added.
     """
     ready = program(binary.ptx, one.entry)
-    limit = ready.kernel.max_threads
-    if limit is not None and one.block > limit:
-        raise KernelLaunchError(
-            f"{one.entry} takes up to {limit} threads, got a block of {one.block}"
-        )
     memory = GlobalMemory(ready.granules["global"])
-    named = _names(one)
     addresses = {
         name: memory.add(
             name, arrays[name], initialised=name in written, writable=arrays[name].flags.writeable
         )
-        for name in named
+        for name in _names(one)
     }
-    symbols = {v.name: memory.add(v.name, _variable(v)) for v in ready.variables.values()}
     params = _params(one, ready, addresses)
     shared = binary.smem_bytes if one.dynamic_shared else 0
-    blocks = max(1, min(one.grid, MEMORY_BUDGET // block_bytes(ready, one.block, shared)))
+    _launch(ready, memory, params, grid=one.grid, block=one.block, shared=shared)
+    written.update(memory.give_back())
+
+
+def run_kernel(
+    source: ModuleSpec | str,
+    entry: str,
+    arguments: Sequence[Any],
+    *,
+    block: int,
+    grid: int = 1,
+    shared: int | None = None,
+    arch: str | None = None,
+) -> None:
+    """Run any kernel on NumPy arrays.
+
+    Parameters
+    ----------
+    source : ModuleSpec or str
+        CUDA C++ to compile, or the text of a PTX module.
+    entry : str
+        Name of the kernel.
+    arguments : sequence
+        One for each parameter: an array for a pointer, a NumPy scalar for a number, a record (a
+        structured array of one element) for a struct, None for a null pointer. Arrays that are not
+        writeable are inputs: a kernel that writes to one has a hazard. The others receive what the
+        kernel wrote, once it has ended without a hazard.
+    block, grid : int
+        Threads of a block, and blocks.
+    shared : int, optional
+        Bytes of dynamic shared memory; what the module states in ``smem_bytes`` when omitted.
+    arch : str, optional
+        Architecture to compile for; ``"sm_80"`` when omitted.
+
+    Raises
+    ------
+    KernelFault
+        At the first hazard.
+    KernelLaunchError
+        For more threads than the kernel takes.
+    PtxError
+        For PTX that cannot be read.
+    TypeError
+        For an argument of the wrong kind.
+    UnsupportedError
+        At an instruction that the interpreter does not know.
+    ValueError
+        For an entry point that the module does not have, or the wrong number of arguments.
+
+    Examples
+    --------
+    >>> ptx = '''
+    ... .version 8.0
+    ... .target sm_80
+    ... .address_size 64
+    ... .visible .entry twice(.param .u64 x) {
+    ...   .reg .b32 %r<4>;
+    ...   .reg .b64 %rd<4>;
+    ...   ld.param.u64 %rd1, [x];
+    ...   mov.u32 %r1, %tid.x;
+    ...   mad.wide.u32 %rd2, %r1, 4, %rd1;
+    ...   ld.global.u32 %r2, [%rd2];
+    ...   shl.b32 %r3, %r2, 1;
+    ...   st.global.u32 [%rd2], %r3;
+    ...   ret;
+    ... }'''
+    >>> x = np.arange(4, dtype=np.int32)
+    >>> run_kernel(ptx, "twice", [x], block=4)
+    >>> x
+    array([0, 2, 4, 6], dtype=int32)
+    """
+    if isinstance(source, ModuleSpec):
+        ptx = compiler.build(source, arch or PORTABLE_ARCH).ptx
+    else:
+        ptx = source
+    ready = program(ptx, entry)
+    declared = ready.kernel.parameters
+    if len(arguments) != len(declared):
+        raise ValueError(f"{entry} takes {len(declared)} arguments, got {len(arguments)}")
+    memory = GlobalMemory(ready.granules["global"])
+    params = np.zeros(max((p.offset + p.size for p in declared), default=0), np.uint8)
+    for parameter, value in zip(declared, arguments, strict=True):
+        packed = _argument(memory, parameter, value, entry)
+        params[parameter.offset : parameter.offset + parameter.size] = packed
+    if shared is None:
+        shared = compiler.parse_smem_bytes(ptx)
+    _launch(ready, memory, params, grid=grid, block=block, shared=shared)
+    memory.give_back()
+
+
+def _argument(
+    memory: GlobalMemory, parameter: Parameter, value: Any, entry: str
+) -> npt.NDArray[np.uint8]:
+    """Return the bytes of one argument; an array goes to memory, and its address is passed."""
+    name = f"parameter {parameter.name} of {entry}"
+    if value is None:
+        value = np.uint64(0)
+    if isinstance(value, np.ndarray) and not value.dtype.fields:
+        value = np.uint64(memory.add(parameter.name, value, writable=value.flags.writeable))
+    elif not isinstance(value, np.generic | np.ndarray):
+        check_numpy(value, name)
+        raise TypeError(
+            f"{name} must be a NumPy array, scalar or record, got {type(value).__name__}: the "
+            "width of a Python number is not known, write np.int32(...) or np.float32(...)"
+        )
+    if value.nbytes != parameter.size:
+        raise TypeError(f"{name} has {parameter.size} bytes, got {value.dtype} of {value.nbytes}")
+    return np.frombuffer(value.tobytes(), np.uint8)
+
+
+def check_numpy(value: Any, name: str) -> None:
+    """Raise TypeError for an array of another library.
+
+    Parameters
+    ----------
+    value : object
+    name : str
+        For the message.
+    """
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
+        kind = type(value)
+        raise TypeError(
+            f"the interpreter takes NumPy arrays, got {name} of type {kind.__module__}."
+            f"{kind.__name__}: copy it to the host, or run it with backend='cuda'"
+        )
+
+
+def _launch(
+    ready: Program,
+    memory: GlobalMemory,
+    params: npt.NDArray[np.uint8],
+    *,
+    grid: int,
+    block: int,
+    shared: int,
+) -> None:
+    """Run all blocks of a launch, as many at a time as fit into the memory budget."""
+    entry, limit = ready.kernel.name, ready.kernel.max_threads or MAX_BLOCK
+    if not 1 <= block <= limit:
+        raise KernelLaunchError(f"{entry} takes 1 to {limit} threads, got a block of {block}")
+    if grid < 1:
+        raise KernelLaunchError(f"{entry} takes 1 block or more, got a grid of {grid}")
+    symbols = {v.name: memory.add(v.name, _variable(v)) for v in ready.variables.values()}
+    blocks = max(1, min(grid, MEMORY_BUDGET // block_bytes(ready, block, shared)))
     now = 0
-    for first in range(0, one.grid, blocks):
+    for first in range(0, grid, blocks):
         machine = Machine(
-            ready, grid=one.grid, block=one.block, first_block=first,
-            blocks=min(blocks, one.grid - first), memory=memory, params=params, symbols=symbols,
-            dynamic_shared=shared, now=now,
+            ready, grid=grid, block=block, first_block=first, blocks=min(blocks, grid - first),
+            memory=memory, params=params, symbols=symbols, dynamic_shared=shared, now=now,
         )  # fmt: skip
         machine.run()
         now = machine.clocks.now
-    for array in memory.arrays:
-        if array.name in addresses and array.shadow is not None:
-            array.source[...] = array.elements
-            written.add(array.name)
 
 
 def block_bytes(ready: Program, block: int, dynamic_shared: int) -> int:

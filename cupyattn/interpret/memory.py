@@ -62,12 +62,14 @@ def scatter(data: Bytes, offset: Ints, values: Units) -> None:
     data.view(f"u{unit}")[offset // unit + np.arange(len(values))[:, None]] = values
 
 
-def check_aligned(address: Ints, width: int, lanes: Ints, report: Report, name: str) -> None:
-    """Report addresses that are no multiple of the width of their access."""
+def check_aligned(
+    address: Ints, width: int, lanes: Ints, report: Report, name: str, base: int = 0
+) -> None:
+    """Report addresses that are no multiple of the width of their access, `base` the first."""
     odd = address & (width - 1)
     if odd.any():
         message = f"an access of {width} bytes to {name} at an address that is no multiple of that"
-        report("misaligned", message, lanes, odd != 0, address)
+        report("misaligned", message, lanes, odd != 0, address - base)
 
 
 # ---- global memory -------------------------------------------------------------------------------
@@ -167,12 +169,21 @@ class GlobalMemory:
         shadow = None
         if writable:
             granules = data.size // self._granule_bytes
-            shadow = Shadow(name, granules, self._granule_bytes, 0, initialised=initialised)
+            shadow = Shadow(
+                name, granules, self._granule_bytes, 0, initialised=initialised, origin=base % 16
+            )
         array = Array(name, source, base, data, nbytes, owned, shadow)
         if source.size:
             array.elements[...] = source
         self.arrays.append(array)
         return base
+
+    def give_back(self) -> list[str]:
+        """Copy what may have been written back to the callers' arrays; return their names."""
+        changed = [array for array in self.arrays if array.shadow is not None]
+        for array in changed:
+            array.source[...] = array.elements
+        return [array.name for array in changed]
 
     def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
@@ -240,7 +251,7 @@ class GlobalMemory:
 
     def _offset(self, array: Array, address: Ints, width: int, lanes: Ints) -> Ints:
         """Return offsets into the array's data after checking them."""
-        check_aligned(address, width, lanes, self._report, array.name)
+        check_aligned(address, width, lanes, self._report, array.name, array.base)
         within = address - array.base
         outside = (within < 0) | (within + width > array.nbytes)
         if outside.any():
@@ -290,14 +301,15 @@ class SharedMemory:
         self.granule_bytes = granule_bytes
         granules = self.data.size // granule_bytes
         self.shadow = Shadow(
-            "shared memory", granules, granule_bytes, clocks.threads, initialised=False
-        )
+            "shared memory", granules, granule_bytes, clocks.threads, initialised=False,
+            period=self.stride,
+        )  # fmt: skip
         self._clocks = clocks
         self._report = report
 
     def offset(self, address: Ints, width: int, lanes: Ints) -> Ints:
         """Return offsets into the memory of all blocks after checking the addresses."""
-        check_aligned(address, width, lanes, self._report, "shared memory")
+        check_aligned(address, width, lanes, self._report, "shared memory", SHARED_BASE)
         within = address - SHARED_BASE
         outside = (within < 0) | (within + width > self.nbytes)
         if outside.any():

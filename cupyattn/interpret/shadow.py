@@ -38,13 +38,27 @@ class Shadow:
         to itself; 0 keeps a log of reads instead.
     initialised : bool
         Whether it was written before the launch.
+    origin : int
+        Bytes from the first granule to what `name` means by its first byte.
+    period : int
+        Bytes after which the same memory of the next block begins; 0: it is one piece.
     """
 
     def __init__(
-        self, name: str, granules: int, granule_bytes: int, readers: int, *, initialised: bool
+        self,
+        name: str,
+        granules: int,
+        granule_bytes: int,
+        readers: int,
+        *,
+        initialised: bool,
+        origin: int = 0,
+        period: int = 0,
     ) -> None:
         self.name = name
         self.granule_bytes = granule_bytes
+        self._origin = origin
+        self._period = period or granules * granule_bytes
         self.readers = readers
         self.writer = np.full(granules, -1, np.int32)
         # Time of the last write; 0 is before the launch, -1 never.
@@ -60,11 +74,12 @@ class Shadow:
 
     def before_read(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
         """Report what is wrong with `lanes` reading `granules`; note that they did."""
+        # NOTE: first, because what a copy will bring may never have been written either.
+        self._check_flights(granules, lanes, report, "read")
         written = self.written[granules]
         if written.min() < 0:
             message = f"{self.name} is read before anything was written there"
-            report("never written", message, lanes, written < 0, granules * self.granule_bytes)
-        self._check_flights(granules, lanes, report, "read")
+            report("never written", message, lanes, written < 0, self._bytes(granules))
         if not self.readers or self._last_write > clocks.floor.min():
             self._check_writer(granules, lanes, written, clocks, report, "read")
         self.read[granules] = clocks.now
@@ -97,7 +112,7 @@ class Shadow:
             lost = self.writer[granules] != lanes + clocks.first
             if lost.any():
                 message = f"{self.name} is written by two lanes at once"
-                report("race", message, lanes, lost, granules * self.granule_bytes)
+                report("race", message, lanes, lost, self._bytes(granules))
 
     def take_off(self, granules: Ints) -> None:
         """Note that an asynchronous copy to `granules` has begun."""
@@ -109,10 +124,14 @@ class Shadow:
         self.flying[granules] = False
         self._flights -= len(granules)
 
+    def _bytes(self, granules: Ints) -> Ints:
+        """Return where granules begin, in bytes from the first of what `name` means."""
+        return np.maximum(granules * self.granule_bytes % self._period - self._origin, 0)
+
     def _check_flights(self, granules: Ints, lanes: Ints, report: Report, verb: str) -> None:
         if self._flights and (flying := self.flying[granules]).any():
             message = f"{self.name} is {verb} while an asynchronous copy to it is not waited for"
-            report("in flight", message, lanes, flying, granules * self.granule_bytes)
+            report("in flight", message, lanes, flying, self._bytes(granules))
 
     def _check_writer(
         self,
@@ -131,7 +150,7 @@ class Shadow:
             row = int(np.argmin(before))
             other = _name(clocks, int(writer[row]), int(lanes[row]))
             message = f"{self.name} is {verb}, and nothing orders that after the write by {other}"
-            report("race", message, lanes, ~before, granules * self.granule_bytes)
+            report("race", message, lanes, ~before, self._bytes(granules))
 
     def _check_readers(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
         """Look for a read of `granules` that is not ordered before what `lanes` do now."""
@@ -163,7 +182,7 @@ class Shadow:
         other = _name(clocks, reader, int(lanes[row]))
         message = f"{self.name} is written, and nothing orders that after the read by {other}"
         bad = np.arange(len(lanes)) == row
-        report("race", message, lanes, bad, granules * self.granule_bytes)
+        report("race", message, lanes, bad, self._bytes(granules))
 
 
 def _name(clocks: Clocks, other: int, lane: int) -> str:
