@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import launch
+from cupyattn import backends, launch
 from cupyattn.launch import Operand, Plan
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.operands import scale_shape
 from cupyattn.quant.plan import plan_operand
 from cupyattn.request import Options, Request, resolve
-from cupyattn.rounding import STORAGE
+from cupyattn.rounding import STORAGE, array_namespace
 from cupyattn.tiles import Tiles
 
 #: Compute capability times ten of the devices that the Hopper forms are for.
@@ -81,8 +81,10 @@ def attention(
         Architecture to compile for, for example ``"sm_90"``; the device's own when omitted. On
         ``"sm_90a"`` (an H100 or H200's own) a rung with a Hopper form runs in that form where it
         takes the call; `explain` says so.
-    backend : {"cuda", "mirror"}, optional
-        ``cuda`` for CuPy arrays, ``mirror`` (NumPy, same blocks and rounding points) for NumPy.
+    backend : {"cuda", "mirror", "interpret"}, optional
+        ``cuda`` for CuPy arrays. For NumPy arrays ``mirror`` (same blocks and rounding points), or
+        ``interpret``: the kernels themselves, compiled and executed on NumPy, every access
+        checked. ``CUPYATTN_INTERPRET=1`` makes that the default.
     check_finite : bool
         Raise if q, k or v holds a NaN or an infinity (waits for the device).
 
@@ -100,6 +102,8 @@ def attention(
         For arguments that do not fit together; the message gives the values.
     UnsupportedError
         For what the rung cannot do; the message says what is supported.
+    KernelFault
+        With ``backend="interpret"``: a kernel's first hazard.
 
     Notes
     -----
@@ -117,7 +121,7 @@ def attention(
         block_mask, layout, return_lse, out, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
     request = resolve(q, k, v, options)
-    o, lse = _run_cuda(request) if request.backend == "cuda" else _run_mirror(request)
+    o, lse = _run_mirror(request) if request.backend == "mirror" else _run_kernels(request)
     result = request.restore(o) if out is None else out
     return (result, request.restore_lse(lse)) if return_lse else result
 
@@ -156,6 +160,7 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     where = {
         "cuda": "runs on the device",
         "mirror": "runs in NumPy, with the blocks and the rounding of these launches",
+        "interpret": "runs these launches in the interpreter, on NumPy",
     }
     lines = [f"{request.variant.name}: {request.why}", where[request.backend]]
     return "\n".join([*lines, *map(str, plans(request))])
@@ -242,27 +247,29 @@ def _quantize(request: Request) -> QuantizedQKV:
     """Return the quantised operands of a request for the INT8 rung."""
     options = request.options
     return request.quantized or quantize(
-        request.q, request.k, request.v, quant=options.quant, tiles=options.tiles
-    )
+        request.q, request.k, request.v, quant=options.quant, tiles=options.tiles,
+        backend=request.backend,
+    )  # fmt: skip
 
 
-def _run_cuda(request: Request) -> tuple[Any, Any]:
-    import cupy
-
-    call = request.call
+def _run_kernels(request: Request) -> tuple[Any, Any]:
+    call, xp = request.call, array_namespace(request.q)
     # NOTE: the arrays may lie on another device than the current one; kernels run on theirs, on the
     # stream that is current there.
-    with request.q.device:
+    with backends.on_device_of(request.q):
         if request.variant.family == "int8":
             z = _quantize(request)
-            buffers = {name: getattr(z, name) for name in ("q_codes", "k_codes", "v")}
-            buffers |= {"q_scale": z.q_scale, "k_scale": z.k_scale, "k_mean": z.k_mean}
+            names = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
+            inputs = {name: getattr(z, name) for name in names}
         else:
-            z, buffers = None, {"q": request.q, "k": request.k, "v": request.v}
-        o = _receiver(request, cupy)
-        lse = cupy.empty(call.lse_shape, "float32") if call.return_lse else None
+            z, inputs = None, {"q": request.q, "k": request.k, "v": request.v}
+        o = _receiver(request, xp)
+        lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
         plan = plans(request)[0] if z is None else _plan_quantized(request, z, Operand.of(o))
-        launch.run_cuda(plan, {**buffers, "o": o, "lse": lse}, request.options.arch)
+        buffers = {name: backends.as_input(array) for name, array in inputs.items()}
+        backends.run(
+            request.backend, plan, {**buffers, "o": o, "lse": lse}, request.options.arch
+        )
     return o, lse
 
 

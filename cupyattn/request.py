@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numbers
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from cupyattn import arrays, checks, registry
+from cupyattn import arrays, backends, checks, registry
 from cupyattn.checks import AttentionCall
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant import QuantConfig, QuantizedQKV
@@ -69,7 +68,7 @@ class Request:
     why : str
         Why this one.
     call : AttentionCall
-    backend : {"cuda", "mirror"}
+    backend : {"cuda", "mirror", "interpret"}
     q, k, v : array
         Operands in layout BHSD, contiguous last axis; codes where the caller brought codes.
     quantized : QuantizedQKV or None
@@ -146,7 +145,7 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     if options.check_finite:
         _check_finite(q, k, v)
     return Request(
-        options, variant, why, call, _backend(options.backend, q), q, k, v, None,
+        options, variant, why, call, backends.choose(options.backend, q), q, k, v, None,
         _receiver(options, call, (q, k, v)),
         lambda o: restore(to_bhsd(o, options.layout)), restore,
     )  # fmt: skip
@@ -172,7 +171,7 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
     )  # fmt: skip
     return Request(
         options, variant, "the rung for quantised operands", call,
-        _backend(options.backend, operands[0]), *operands, quantized,
+        backends.choose(options.backend, operands[0]), *operands, quantized,
         _receiver(options, call, operands), lambda o: o, lambda lse: lse,
     )  # fmt: skip
 
@@ -219,27 +218,6 @@ def _fastest(accuracy: str, dtype: str) -> str:
     if accuracy not in AUTO:
         raise ValueError(f"accuracy must be 'full', 'balanced' or 'aggressive', got {accuracy!r}")
     return AUTO[accuracy][dtype]
-
-
-def _backend(backend: str | None, array: Any) -> str:
-    kind = array_namespace(array).__name__
-    natural = "cuda" if kind == "cupy" else "mirror"
-    wanted = backend
-    if wanted is None and natural == "mirror" and os.environ.get("CUPYATTN_INTERPRET") == "1":
-        wanted = "interpret"
-    if wanted == "interpret":
-        raise UnsupportedError(
-            "backend='interpret' is not there yet: NumPy arrays run on 'mirror', "
-            "CuPy arrays on 'cuda'"
-        )
-    if wanted not in (None, "cuda", "mirror"):
-        raise ValueError(f"backend must be 'cuda', 'mirror' or 'interpret', got {backend!r}")
-    if wanted not in (None, natural):
-        raise ValueError(
-            f"backend={backend!r} takes {'CuPy' if wanted == 'cuda' else 'NumPy'} arrays, "
-            f"got {kind} arrays"
-        )
-    return natural
 
 
 def _check_finite(q: Any, k: Any, v: Any) -> None:

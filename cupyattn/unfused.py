@@ -1,6 +1,7 @@
 """The three steps of attention, each alone: scores, softmax, weighted sum.
 
-NumPy arrays run the pieces of the mirror, CuPy arrays the three kernels of ``attn_unfused.cu``.
+NumPy arrays run the pieces of the mirror (or, with ``CUPYATTN_INTERPRET=1``, the kernels in the
+interpreter), CuPy arrays the three kernels of ``attn_unfused.cu``.
 S and P are ordinary float32 arrays: look at them, mask them, add to them between the steps.
 
 >>> import numpy as np
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn import arrays, checks, launch, reference, registry
+from cupyattn import arrays, backends, checks, launch, reference, registry
 from cupyattn.checks import AttentionCall
 from cupyattn.launch import Operand
 from cupyattn.rounding import array_namespace
@@ -62,15 +63,14 @@ def scores(
     """
     (q, restore), (k, _) = arrays.take("q", q), arrays.take("k", k)
     call = checks.check_attention(q, k, k, scale=scale, causal=causal, causal_align=causal_align)
-    if not _on_device(q, k):
+    xp, backend = array_namespace(q, k), backends.choose(None, q)
+    if backend == "mirror":
         S = reference.scores_mirror(q, k, scale=scale, causal=causal, causal_align=causal_align)
         return restore(S)
-    import cupy
-
     q, k = arrays.contiguous_last_axis(q), arrays.contiguous_last_axis(k)
-    with q.device:
-        S = cupy.empty((call.batch, call.heads, call.len_q, call.len_kv), "float32")
-        _run("scores", call, {"q": q, "k": k}, {"S": S})
+    with backends.on_device_of(q):
+        S = xp.empty((call.batch, call.heads, call.len_q, call.len_kv), "float32")
+        _run("scores", backend, call, {"q": q, "k": k}, {"S": S})
     return restore(S)
 
 
@@ -106,20 +106,19 @@ def softmax(S: Any, *, return_lse: bool = False) -> Any:
     """
     S, restore = arrays.take("S", S)
     _check_float32("S", S)
-    if not arrays.is_cupy(S):
+    xp, backend = array_namespace(S), backends.choose(None, S)
+    if backend == "mirror":
         P, lse = reference.softmax_mirror(S)
         return (restore(P), restore(lse)) if return_lse else restore(P)
-    import cupy
-
     # NOTE: the kernel reads only S; head_dim and dtype say nothing here.
     call = AttentionCall(
         S.shape[0], S.shape[1], S.shape[1], S.shape[2], S.shape[3], 1, "float32", 1.0,
         return_lse=return_lse,
     )  # fmt: skip
-    with S.device:
-        P = cupy.array(S, order="C", copy=True)
-        lse = cupy.empty(call.lse_shape, "float32")
-        _run("softmax", call, {}, {"S": P, "lse": lse} if return_lse else {"S": P})
+    with backends.on_device_of(S):
+        P = xp.array(S, order="C", copy=True)
+        lse = xp.empty(call.lse_shape, "float32")
+        _run("softmax", backend, call, {}, {"S": P, "lse": lse} if return_lse else {"S": P})
     return (restore(P), restore(lse)) if return_lse else restore(P)
 
 
@@ -159,15 +158,15 @@ def weighted_sum(P: Any, v: Any) -> Any:
         )
     q_shape = (*P.shape[:3], v.shape[3])
     sizes = checks.check_shapes(q_shape, v.shape, v.shape)
-    if not _on_device(P, v):
+    xp, backend = array_namespace(P, v), backends.choose(None, v)
+    if backend == "mirror":
         return restore(reference.weighted_sum_mirror(P, v))
-    import cupy
-
     call = AttentionCall(*sizes, dtype, 1.0)
     v = arrays.contiguous_last_axis(v)
-    with v.device:
-        o = cupy.empty(q_shape, v.dtype)
-        _run("weighted_sum", call, {"v": v, "o": o}, {"S": cupy.ascontiguousarray(P)})
+    with backends.on_device_of(v):
+        o = xp.empty(q_shape, v.dtype)
+        S = backends.as_input(xp.ascontiguousarray(P))
+        _run("weighted_sum", backend, call, {"v": v, "o": o}, {"S": S})
     return restore(o)
 
 
@@ -180,13 +179,15 @@ def _check_float32(name: str, array: Any) -> None:
         )
 
 
-def _on_device(*operands: Any) -> bool:
-    """Whether the arrays are CuPy's; a TypeError where some are and some are not."""
-    return bool(array_namespace(*operands).__name__ == "cupy")
-
-
-def _run(step: str, call: AttentionCall, operands: dict[str, Any], others: dict[str, Any]) -> None:
-    """Run one kernel of ``attn_unfused.cu`` on the current device and stream."""
+def _run(
+    step: str,
+    backend: str,
+    call: AttentionCall,
+    operands: dict[str, Any],
+    others: dict[str, Any],
+) -> None:
+    """Run one kernel of ``attn_unfused.cu``."""
     described = {name: Operand.of(array) for name, array in operands.items()}
     plan = launch.plan_unfused_step(step, registry.lookup("unfused"), call, described)
-    launch.run_cuda(plan, {**operands, **others})
+    inputs = {name: backends.as_input(operands[name]) for name in operands if name != "o"}
+    backends.run(backend, plan, {**operands, **inputs, **others})

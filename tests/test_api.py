@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyattn import attention, bounds, explain, reference, registry
+from cupyattn import attention, bounds, explain, reference, registry, unfused
 from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
@@ -230,13 +230,12 @@ def test_quantised_operands_come_alone() -> None:
         ({"causal_align": "top"}, ValueError, "causal_align must be .*, got 'top'"),
         ({"scale": -0.5}, ValueError, "scale must be positive and finite, got -0.5"),
         ({"backend": "triton"}, ValueError, "backend must be .*, got 'triton'"),
-        ({"backend": "cuda"}, ValueError, "backend='cuda' takes CuPy arrays, got numpy arrays"),
+        ({"backend": "cuda"}, ValueError, "backend='cuda' takes CuPy arrays, got NumPy arrays"),
         (
             {"accuracy": "aggressive"},
             UnsupportedError,
             "aggressive.* not there yet: use 'balanced'",
         ),
-        ({"backend": "interpret"}, UnsupportedError, "not there yet: NumPy arrays run on 'mirror'"),
         ({"window": (128, 0)}, UnsupportedError, "window is not supported yet"),
         ({"softcap": 30.0}, UnsupportedError, "softcap is not supported yet"),
         ({"mask": np.ones((9, 13), bool)}, UnsupportedError, "mask is not supported yet"),
@@ -253,11 +252,27 @@ def test_options_that_cannot_be(
             call(*normal(), **options)
 
 
-def test_the_interpreter_is_not_replaced_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_chooses_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sums run in the kernel's order, the mirror's in NumPy's: the last bits differ."""
+    q, k, v = normal()
+    asked = attention(q, k, v, variant="fa", backend="interpret")
+    assert explain(q, k, v, backend="interpret").splitlines()[1].startswith("runs these launches")
     monkeypatch.setenv("CUPYATTN_INTERPRET", "1")
-    with pytest.raises(UnsupportedError, match="backend='interpret' is not there yet"):
-        attention(*normal())
-    assert attention(*normal(), backend="mirror").shape == (2, 4, 9, 16)
+    chosen = attention(q, k, v, variant="fa")
+    np.testing.assert_array_equal(chosen, asked)
+    assert explain(q, k, v).splitlines()[1].startswith("runs these launches in the interpreter")
+    assert explain(q, k, v, backend="mirror").splitlines()[1].startswith("runs in NumPy")
+
+
+def test_the_pieces_of_the_unfused_rung_run_in_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = normal()
+    whole = attention(q, k, v, variant="unfused", causal=True, backend="interpret")
+    monkeypatch.setenv("CUPYATTN_INTERPRET", "1")
+    P, lse = unfused.softmax(unfused.scores(q, k, causal=True), return_lse=True)
+    np.testing.assert_array_equal(unfused.weighted_sum(P, v), whole)
+    assert np.isfinite(lse).all()
 
 
 def test_arrays_that_do_not_fit_are_named() -> None:

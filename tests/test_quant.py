@@ -292,7 +292,7 @@ def test_call_errors() -> None:
         quantize(q.astype(np.float64), q, q)
     with pytest.raises(ValueError, match="length"):
         quantize(q, q, q[:, :, :3])
-    with pytest.raises(ValueError, match="backend must be 'mirror'"):
+    with pytest.raises(ValueError, match="backend='cuda' takes CuPy arrays"):
         quantize(q, q, q, backend="cuda")
     with pytest.raises(TypeError, match="list"):
         quantize([1], q, q)

@@ -45,6 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("mirror", "reference", "perturbation", "bounds", "compile"),
     ("interpret", "launch"),
+    ("backends",),
     ("quant",),
     ("request", "unfused"),
     ("api", "testing"),

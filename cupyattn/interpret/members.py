@@ -39,10 +39,11 @@ _DTYPES = {
 }
 _MAX_RANK = 6
 
-_STORAGE = re.compile(r"^(?:struct|union)\s+SharedStorage\s*\{(.*?)^\}[^;]*;", re.M | re.S)
+_STORAGE = re.compile(r"^\s*(?:struct|union)\s+(?:alignas\([^)]*\)\s*)?SharedStorage\s*\{", re.M)
+_COMMENT_OR_BRACE = re.compile(r"//[^\n]*|/\*.*?\*/|[{}]", re.S)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _OPEN_CLOSE_DECLARE = re.compile(
-    r"(?P<open>(?:struct|union)\s*\{)|\}\s*(?P<close>\w+)\s*;|(?P<declare>[^;{}]+);"
+    r"(?P<open>\b(?:struct|union)\b[^;{}]*\{)|\}(?P<close>[^;{}]*);|(?P<declare>[^;{}]+);"
 )
 _DECLARATOR = re.compile(r"(\w+)\s*(?:\[\]\s*)*(?:,|$)")
 _TRAITS = f"""
@@ -129,8 +130,9 @@ def _members(spec: ModuleSpec, arch: str, source: str) -> tuple[Member, ...]:
     storage = _STORAGE.search(source)
     if storage is None:
         return ()
-    names = member_names(storage[1])
-    text = source[: storage.end()] + _TRAITS
+    end = _closing_brace(source, storage.end())
+    names = member_names(source[storage.end() : end])
+    text = f"{source[:end]}}};\n{_TRAITS}"
     text += "".join(_constants(index, name) for index, name in enumerate(names))
     variables = parse(compiler.build(spec, arch, text).ptx).variables
     found = []
@@ -148,8 +150,20 @@ def _members(spec: ModuleSpec, arch: str, source: str) -> tuple[Member, ...]:
     return tuple(found)
 
 
+def _closing_brace(source: str, start: int) -> int:
+    """Return the offset of the brace that closes the one before `start`."""
+    depth = 1
+    for match in _COMMENT_OR_BRACE.finditer(source, start):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.start()
+    return len(source)
+
+
 def member_names(body: str) -> list[str]:
     """Return the names that the body of a struct declares, those of nested structs with dots.
+
+    An array of structs is one member.
 
     Examples
     --------
@@ -160,14 +174,16 @@ def member_names(body: str) -> list[str]:
     for match in _OPEN_CLOSE_DECLARE.finditer(_COMMENT.sub("", body)):
         if match["open"]:
             scopes.append([])
-        elif match["close"]:
-            inner = scopes.pop()
-            scopes[-1] += [f"{match['close']}.{name}" for name in inner]
-        else:
-            # Commas inside of brackets separate no members.
-            plain = re.sub(r"\([^()]*\)|<[^<>]*>", "", match["declare"])
-            plain = re.sub(r"\[[^\]]*\]", "[]", plain).strip()
-            scopes[-1] += _DECLARATOR.findall(plain)
+            continue
+        # Commas inside of brackets separate no members.
+        declared = re.sub(r"\([^()]*\)|<[^<>]*>", "", match["close"] or match["declare"] or "")
+        names = _DECLARATOR.findall(re.sub(r"\[[^\]]*\]", "[]", declared).strip())
+        inner = scopes.pop() if match["declare"] is None else []
+        if inner and not names:
+            names = inner
+        elif inner and declared.strip() == names[0]:
+            names = [f"{names[0]}.{name}" for name in inner]
+        scopes[-1] += names
     return scopes[0]
 
 

@@ -89,12 +89,12 @@ _CALLS = ("func", "alias", "param", "branchtargets", "calltargets", "callprototy
 
 _TEXT = re.compile(r"\S")
 _STRING_OR_COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
-_FILE = re.compile(r'\.file\s+(\d+)\s+"([^"\n]*)"[^\n]*')
+_FILE = re.compile(r'\.file\s+(\d+)\s+"([^"\n]*)"(?:\s*,\s*\d+){0,2}')
 #: What stands in a module beside kernels and variables; the groups name what to keep.
 _TOP = re.compile(
     r"\.version\s+(?P<version>\d+\.\d+)|\.target\s+(?P<target>\w+)(?:\s*,\s*\w+)*"
-    r"|\.address_size\s+(?P<address_size>\d+)|(?P<file>\.file\b[^\n]*)"
-    r"|(?P<section>\.section\s+[\w.]+\s*\{[^{}]*\})|(?P<pragma>\.pragma\s[^;]*;)"
+    r"|\.address_size\s+(?P<address_size>\d+)|\.section\s+[\w.]+\s*\{[^{}]*\}|\.pragma\s[^;]*;"
+    r'|\.file\s+\d+\s+"[^"\n]*"(?:\s*,\s*\d+){0,2}'
 )
 _STATEMENT = re.compile(r"[^;{}]*(?:\{[^{}]*\}[^;{}]*)?;")
 _DIRECTIVE = re.compile(r"(?:\.(?:visible|weak|extern|common)\s+)*\.(\w+)")
@@ -405,7 +405,7 @@ class _Body:
         if offset < len(text.text):
             text.fail("no ';' ends this statement")
         text.where = len(text.text.rstrip())
-        text.fail(f"the text ends inside a scope that opens on line {self._scope.line}")
+        text.fail(f"the text ends in a scope that opens on line {self._scope.line}")
 
     def _close(self) -> _Scope | None:
         """Give the branches of the scope their targets; return the scope around it."""
@@ -431,14 +431,19 @@ class _Body:
         match = _LOC.fullmatch(arguments)
         if match is None:
             self._text.fail("this .loc names no position")
-        call = None
+        place, call_place = match.group(1, 2, 3), match.group(4, 5, 6)
+        location = self._locations.get(place)
         if match[4]:
             # Where the call itself was inlined stood in the last .loc of its position.
-            call = self._locations.get(match.group(4, 5, 6))
+            call = self._locations.get(call_place)
             if call is None:
                 call = Location(self._file(match[4]), int(match[5]), None)
-        self._location = Location(self._file(match[1]), int(match[2]), call)
-        self._locations[match.group(1, 2, 3)] = self._location
+            location = Location(self._file(match[1]), int(match[2]), call)
+        elif location is None:
+            location = Location(self._file(match[1]), int(match[2]), None)
+        # NOTE: behind an instruction of line 0 the compiler repeats a position without its calls;
+        # a function that is inlined has no positions of its own, so they are those of before.
+        self._location = self._locations[place] = location
 
     def _file(self, number: str) -> str:
         if int(number) not in self._files:

@@ -8,7 +8,8 @@ import numpy as np
 
 from cupyattn import checks, registry
 from cupyattn.arrays import contiguous_last_axis
-from cupyattn.launch import Operand, run_cuda
+from cupyattn.backends import as_input, choose, on_device_of, run
+from cupyattn.launch import Operand
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.plan import plan_operand
 from cupyattn.quant.quantized import QuantizedQKV
@@ -44,13 +45,14 @@ def quantize(
     tiles : Tiles, optional
         Tiles of the attention kernel, whose sizes granularity "block" takes; fa_int8's own for
         this head_dim when omitted.
-    backend : {"cuda", "mirror"}, optional
-        ``cuda`` for CuPy arrays, ``mirror`` for NumPy arrays: the kind of array decides.
+    backend : {"cuda", "mirror", "interpret"}, optional
+        ``cuda`` for CuPy arrays, ``mirror`` or ``interpret`` for NumPy arrays, as for
+        `cupyattn.attention`.
 
     Returns
     -------
     QuantizedQKV
-        Arrays of the kind that came in. The codes and scales of both backends agree bit for bit
+        Arrays of the kind that came in. The codes and scales of all backends agree bit for bit
         where the mean of the keys does.
 
     Raises
@@ -73,19 +75,15 @@ def quantize(
     >>> x.q_scale.shape, x.k_scale.shape
     ((1, 2, 40), (1, 2, 1))
     """
-    xp = array_namespace(q, k, v)
-    natural = "cuda" if xp.__name__ == "cupy" else "mirror"
-    if backend not in (None, natural):
-        raise ValueError(
-            f"backend must be {natural!r} (or None) for {xp.__name__} arrays, got {backend!r}"
-        )
+    array_namespace(q, k, v)
+    backend = choose(backend, q)
     checks.check_dtype(q, k, v)
     head_dim = checks.check_shapes(q.shape, k.shape, v.shape)[-1]
     quant = QuantConfig() if quant is None else quant
     tiles = registry.lookup("fa_int8").default_tiles(head_dim) if tiles is None else tiles
-    if natural == "mirror":
+    if backend == "mirror":
         return quantize_mirror(q, k, v, quant, tiles)
-    return _quantize_cuda(q, k, v, quant, tiles)
+    return _quantize_kernels(q, k, v, quant, tiles, backend)
 
 
 def quantize_mirror(
@@ -189,18 +187,18 @@ def value_operand(v: Array) -> Array:
     return v.astype(np.float16) if v.dtype.name == "float32" else v
 
 
-def _quantize_cuda(q: Array, k: Array, v: Array, quant: QuantConfig, tiles: Tiles) -> QuantizedQKV:
-    """Quantise CuPy arrays on the device where they lie, on its current stream."""
-    import cupy
-
+def _quantize_kernels(
+    q: Array, k: Array, v: Array, quant: QuantConfig, tiles: Tiles, backend: str
+) -> QuantizedQKV:
+    """Quantise arrays where they lie, with the kernels of ``quantize.cu``."""
     groups = quant.group_q(tiles), quant.group_kv(tiles)
-    with q.device:
-        static = static_scales(cupy, quant, q.shape, k.shape, tiles)
-        q_codes, q_scale, _ = _operand_cuda(
-            cupy, q, groups[0], quant.granularity_q, smooth=False, static_scale=static["q"]
+    with on_device_of(q):
+        static = static_scales(array_namespace(q), quant, q.shape, k.shape, tiles)
+        q_codes, q_scale, _ = _operand(
+            q, groups[0], quant.granularity_q, False, static["q"], backend
         )
-        k_codes, k_scale, k_mean = _operand_cuda(
-            cupy, k, groups[1], quant.granularity_k, quant.smooth_k, static_scale=static["k"]
+        k_codes, k_scale, k_mean = _operand(
+            k, groups[1], quant.granularity_k, quant.smooth_k, static["k"], backend
         )
         v_operand = value_operand(v)
     return QuantizedQKV(
@@ -208,15 +206,16 @@ def _quantize_cuda(q: Array, k: Array, v: Array, quant: QuantConfig, tiles: Tile
     )
 
 
-def _operand_cuda(
-    cupy: Any,
+def _operand(
     x: Array,
     group: int,
     granularity: str,
     smooth: bool,
     static_scale: Array | None,
+    backend: str,
 ) -> tuple[Array, Array, Array | None]:
     """Return codes, scales and mean (None where not smoothed) of one operand."""
+    xp = array_namespace(x)
     x = contiguous_last_axis(x)
     plan = plan_operand(
         Operand.of(x),
@@ -227,15 +226,15 @@ def _operand_cuda(
         static=static_scale is not None,
     )
     # NOTE: an empty operand launches nothing: its scales are those of a group of zeros.
-    allocate = cupy.empty if plan.launches else cupy.ones
-    buffers = {"x": x, "codes": cupy.empty(x.shape, np.int8)}
+    allocate = xp.empty if plan.launches else xp.ones
+    buffers = {"x": as_input(x), "codes": xp.empty(x.shape, np.int8)}
     if static_scale is None:
         buffers["scale"] = allocate(scale_shape(x.shape, group, granularity), np.float32)
         if any(launch.entry == "group_absmax" for launch in plan.launches):
-            buffers["absmax"] = cupy.zeros(buffers["scale"].shape, np.uint32)
+            buffers["absmax"] = xp.zeros(buffers["scale"].shape, np.uint32)
     else:
-        buffers["scale"], buffers["static_scale"] = static_scale.copy(), static_scale
+        buffers["scale"], buffers["static_scale"] = static_scale.copy(), as_input(static_scale)
     if smooth:
-        buffers["mean"] = cupy.zeros((*x.shape[:2], x.shape[3]), np.float32)
-    run_cuda(plan, buffers)
+        buffers["mean"] = xp.zeros((*x.shape[:2], x.shape[3]), np.float32)
+    run(backend, plan, buffers)
     return buffers["codes"], buffers["scale"], buffers.get("mean")
