@@ -267,9 +267,7 @@ def _run_kernels(request: Request) -> tuple[Any, Any]:
         lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
         plan = plans(request)[0] if z is None else _plan_quantized(request, z, Operand.of(o))
         buffers = {name: backends.as_input(array) for name, array in inputs.items()}
-        backends.run(
-            request.backend, plan, {**buffers, "o": o, "lse": lse}, request.options.arch
-        )
+        backends.run(request.backend, plan, {**buffers, "o": o, "lse": lse}, request.options.arch)
     return o, lse
 
 

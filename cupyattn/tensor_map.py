@@ -22,6 +22,11 @@ _SWIZZLE_128B, _L2_PROMOTION_256B = 3, 3
 _ALIGNMENT = 128
 
 
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element of a type that the copy engine moves."""
+    return 1 if dtype == "int8" else 2
+
+
 @functools.cache
 def _driver_function() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled

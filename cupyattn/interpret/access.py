@@ -260,11 +260,8 @@ def _copy_bytes(inst: Instruction) -> int:
     return size.bits if isinstance(size, Immediate) else 16
 
 
-@instruction("cp")
 def copy_async(inst: Instruction) -> Execute | None:
-    """``cp.async`` and what waits for it."""
-    if inst.modifiers[0] != "async":
-        return None
+    """``cp.async`` of single lanes, and what waits for it."""
     kind = inst.modifiers[1:]
     if kind == ("commit_group",):
 

@@ -54,10 +54,40 @@ def trap(inst: Instruction) -> Execute:
     return execute
 
 
-@instruction("nanosleep", "membar", "fence", "prefetch", "prefetchu", "pmevent", "setmaxnreg")
+@instruction("nanosleep", "prefetch", "prefetchu", "pmevent")
 def nothing(inst: Instruction) -> Execute:
-    """Cost time. A fence by itself orders no two threads."""
+    """Cost time."""
     return lambda machine, lanes: None
+
+
+@instruction("membar", "fence")
+def fence(inst: Instruction) -> Execute | None:
+    """Order a thread's own accesses; show them to the asynchronous proxy.
+
+    No two threads are ordered by a fence alone.
+    """
+    if inst.modifiers[:1] == ("mbarrier_init",):
+        return lambda machine, lanes: machine.mbarriers.show(lanes)
+    if inst.modifiers[:2] == ("proxy", "async"):
+
+        def show(machine: Machine, lanes: Lanes) -> None:
+            machine.mbarriers.show(lanes)
+            machine.shared.show(lanes.index)
+
+        return show if inst.modifiers[2:] in ((), ("shared::cta",)) else None
+    if inst.modifiers[:1] == ("proxy",):
+        return None
+
+    def order(machine: Machine, lanes: Lanes) -> None:
+        machine.mbarriers.fence_time[lanes.index] = machine.clocks.now
+
+    return order
+
+
+@instruction("setmaxnreg")
+def set_registers(inst: Instruction) -> Step:
+    """Ask for another number of registers: a whole warp does, and none run out here."""
+    return Step(inst, lambda machine, lanes: None, together=whole_warp)
 
 
 @instruction("bar", "barrier")

@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn import compile as compiler
+from cupyattn import tensor_map
 from cupyattn.compile import Binary, ModuleSpec
-from cupyattn.errors import KernelLaunchError, UnsupportedError
+from cupyattn.errors import KernelLaunchError
+from cupyattn.interpret.bulk import TENSOR_MAP_MARK, Tensor
 from cupyattn.interpret.machine import Machine
 from cupyattn.interpret.memory import GlobalMemory
 from cupyattn.interpret.program import Program, program
@@ -90,9 +92,9 @@ def run_launch(
         )
         for name in _names(one)
     }
-    params = _params(one, ready, addresses)
+    params, tensors = _params(one, ready, addresses)
     shared = binary.smem_bytes if one.dynamic_shared else 0
-    _launch(ready, memory, params, grid=one.grid, block=one.block, shared=shared)
+    _launch(ready, memory, params, tensors, grid=one.grid, block=one.block, shared=shared)
     written.update(memory.give_back())
 
 
@@ -104,6 +106,7 @@ def run_kernel(
     block: int,
     grid: int = 1,
     shared: int | None = None,
+    mapped: Mapping[str, npt.NDArray[Any]] | None = None,
     arch: str | None = None,
 ) -> None:
     """Run any kernel on NumPy arrays.
@@ -116,13 +119,15 @@ def run_kernel(
         Name of the kernel.
     arguments : sequence
         One for each parameter: an array for a pointer, a NumPy scalar for a number, a record (a
-        structured array of one element) for a struct, None for a null pointer. Arrays that are not
-        writeable are inputs: a kernel that writes to one has a hazard. The others receive what the
-        kernel wrote, once it has ended without a hazard.
+        structured array of one element) for a struct, a `TensorMap`, None for a null pointer.
+        Arrays that are not writeable are inputs: a kernel that writes to one has a hazard. The
+        others receive what the kernel wrote, once it has ended without a hazard.
     block, grid : int
         Threads of a block, and blocks.
     shared : int, optional
         Bytes of dynamic shared memory; what the module states in ``smem_bytes`` when omitted.
+    mapped : mapping of str to numpy.ndarray, optional
+        The buffers that tensor maps name.
     arch : str, optional
         Architecture to compile for; ``"sm_80"`` when omitted.
 
@@ -172,34 +177,61 @@ def run_kernel(
     if len(arguments) != len(declared):
         raise ValueError(f"{entry} takes {len(declared)} arguments, got {len(arguments)}")
     memory = GlobalMemory(ready.granules["global"])
+    buffers = {
+        name: memory.add(name, array, writable=array.flags.writeable)
+        for name, array in (mapped or {}).items()
+    }
     params = np.zeros(max((p.offset + p.size for p in declared), default=0), np.uint8)
+    tensors: list[Tensor] = []
     for parameter, value in zip(declared, arguments, strict=True):
-        packed = _argument(memory, parameter, value, entry)
-        params[parameter.offset : parameter.offset + parameter.size] = packed
+        name = f"parameter {parameter.name} of {entry}"
+        if isinstance(value, TensorMap):
+            value = _describe(value, buffers, tensors)
+        else:
+            value = _argument(memory, parameter.name, value, name)
+        _place(params, parameter, value, name)
     if shared is None:
         shared = compiler.parse_smem_bytes(ptx)
-    _launch(ready, memory, params, grid=grid, block=block, shared=shared)
+    _launch(ready, memory, params, tensors, grid=grid, block=block, shared=shared)
     memory.give_back()
 
 
-def _argument(
-    memory: GlobalMemory, parameter: Parameter, value: Any, entry: str
-) -> npt.NDArray[np.uint8]:
-    """Return the bytes of one argument; an array goes to memory, and its address is passed."""
-    name = f"parameter {parameter.name} of {entry}"
+def _argument(memory: GlobalMemory, array: str, value: Any, name: str) -> npt.NDArray[Any]:
+    """Return what is passed for an argument; an array goes to memory, its address is passed."""
     if value is None:
-        value = np.uint64(0)
+        return np.zeros(1, np.uint64)
     if isinstance(value, np.ndarray) and not value.dtype.fields:
-        value = np.uint64(memory.add(parameter.name, value, writable=value.flags.writeable))
-    elif not isinstance(value, np.generic | np.ndarray):
+        return np.array([memory.add(array, value, writable=value.flags.writeable)], np.uint64)
+    if not isinstance(value, np.generic | np.ndarray):
         check_numpy(value, name)
         raise TypeError(
             f"{name} must be a NumPy array, scalar or record, got {type(value).__name__}: the "
             "width of a Python number is not known, write np.int32(...) or np.float32(...)"
         )
+    return np.atleast_1d(value)
+
+
+def _place(
+    params: npt.NDArray[np.uint8], parameter: Parameter, value: npt.NDArray[Any], name: str
+) -> None:
+    """Put an argument where the kernel's ABI places it."""
     if value.nbytes != parameter.size:
-        raise TypeError(f"{name} has {parameter.size} bytes, got {value.dtype} of {value.nbytes}")
-    return np.frombuffer(value.tobytes(), np.uint8)
+        raise TypeError(f"{name} has {parameter.size} bytes, got {value.nbytes} ({value.dtype})")
+    end = parameter.offset + parameter.size
+    params[parameter.offset : end] = np.frombuffer(value.tobytes(), np.uint8)
+
+
+def _describe(
+    template: TensorMap, addresses: Mapping[str, int], tensors: list[Tensor]
+) -> npt.NDArray[np.uint64]:
+    """Enter what a tensor map describes in a list; return the parameter that stands for it."""
+    filled = np.zeros(16, np.uint64)
+    filled[:2] = TENSOR_MAP_MARK, len(tensors)
+    address, size = addresses[template.buffer], tensor_map.itemsize(template.dtype)
+    tensors.append(
+        Tensor(template.buffer, address, size, template.shape, template.strides, template.box)
+    )
+    return filled
 
 
 def check_numpy(value: Any, name: str) -> None:
@@ -223,6 +255,7 @@ def _launch(
     ready: Program,
     memory: GlobalMemory,
     params: npt.NDArray[np.uint8],
+    tensors: list[Tensor],
     *,
     grid: int,
     block: int,
@@ -240,7 +273,8 @@ def _launch(
     for first in range(0, grid, blocks):
         machine = Machine(
             ready, grid=grid, block=block, first_block=first, blocks=min(blocks, grid - first),
-            memory=memory, params=params, symbols=symbols, dynamic_shared=shared, now=now,
+            memory=memory, params=params, symbols=symbols, dynamic_shared=shared, tensors=tensors,
+            now=now,
         )  # fmt: skip
         machine.run()
         now = machine.clocks.now
@@ -273,8 +307,10 @@ def _variable(variable: Any) -> npt.NDArray[np.uint8]:
     return data
 
 
-def _params(one: Launch, ready: Program, addresses: Mapping[str, int]) -> npt.NDArray[np.uint8]:
-    """Pack the parameters as the kernel's ABI places them."""
+def _params(
+    one: Launch, ready: Program, addresses: Mapping[str, int]
+) -> tuple[npt.NDArray[np.uint8], list[Tensor]]:
+    """Pack the parameters as the kernel's ABI places them; return what tensor maps describe too."""
     declared = ready.kernel.parameters
     if len(declared) != len(one.templates):
         raise ValueError(
@@ -282,17 +318,14 @@ def _params(one: Launch, ready: Program, addresses: Mapping[str, int]) -> npt.ND
         )
     end = max((p.offset + p.size for p in declared), default=0)
     data = np.zeros(end, np.uint8)
+    tensors: list[Tensor] = []
     for parameter, template in zip(declared, one.templates, strict=True):
         if isinstance(template, TensorMap):
-            raise UnsupportedError("the interpreter does not know tensor maps yet")
-        words, pointers = template
-        filled = words.copy()
-        for index, name in pointers:
-            filled[index] = addresses[name]
-        if filled.nbytes != parameter.size:
-            raise ValueError(
-                f"parameter {parameter.name} of {one.entry} has {parameter.size} bytes, the launch "
-                f"gives {filled.nbytes}"
-            )
-        data[parameter.offset : parameter.offset + parameter.size] = filled.view(np.uint8)
-    return data
+            filled = _describe(template, addresses, tensors)
+        else:
+            words, pointers = template
+            filled = words.copy()
+            for index, name in pointers:
+                filled[index] = addresses[name]
+        _place(data, parameter, filled, f"parameter {parameter.name} of {one.entry}")
+    return data, tensors

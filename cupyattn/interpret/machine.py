@@ -8,7 +8,7 @@ again. Instructions of a whole warp wait until the lanes that they name are ther
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.interpret.access import Copies
+from cupyattn.interpret.bulk import Engine, Tensor
 from cupyattn.interpret.findings import Finding, KernelFault
+from cupyattn.interpret.mbarrier import Mbarriers
 from cupyattn.interpret.memory import (
     WINDOWS,
     GlobalMemory,
@@ -29,6 +31,7 @@ from cupyattn.interpret.ordering import WARP, Bools, Clocks, Ints
 from cupyattn.interpret.program import Program, Segment
 from cupyattn.interpret.ptx import Register
 from cupyattn.interpret.semantics import Read, Values, not_known, register_type
+from cupyattn.interpret.wgmma import Warpgroups
 
 FULL_WARP = 0xFFFFFFFF
 _WINDOWS = {base >> 56: name for name, base in WINDOWS.items()}
@@ -98,6 +101,8 @@ class Machine:
         Addresses of variables in global memory.
     dynamic_shared : int
         Bytes of dynamic shared memory.
+    tensors : sequence of Tensor
+        What the tensor maps among the parameters describe.
     now : int
         Time at which it starts.
     """
@@ -114,6 +119,7 @@ class Machine:
         params: npt.NDArray[np.uint8],
         symbols: Mapping[str, int],
         dynamic_shared: int,
+        tensors: Sequence[Tensor] = (),
         now: int = 0,
     ) -> None:
         self.program = program
@@ -137,6 +143,9 @@ class Machine:
         }
         self.registers: list[Values | None] = [None] * len(program.kernel.registers)
         self.copies = Copies(self.size)
+        self.mbarriers = Mbarriers(self)
+        self.warpgroups = Warpgroups(self)
+        self.engine = Engine(self, tensors)
         self.counts: Counter[int] = Counter()  # warps that ran each segment
         self.traffic: Counter[tuple[str, str]] = Counter()  # bytes, by space and direction
         self.place = 0  # index of the instruction under way
@@ -183,7 +192,7 @@ class Machine:
         first = segment.steps[0][1]
         self.place = segment.start
         if first.together is not None:
-            lanes = self._gather(first.together, lanes)
+            lanes = self._gather(first.together, first.warps, lanes)
             if not lanes:
                 return
         self.counts[segment.start] += len(lanes.warps)
@@ -210,7 +219,7 @@ class Machine:
         for place in list(self._parked):
             self.go(place, self._parked.pop(place))
 
-    def _gather(self, together: Read, lanes: Lanes) -> Lanes:
+    def _gather(self, together: Read, warps: int, lanes: Lanes) -> Lanes:
         """Return the lanes whose partners are all here; park the others."""
         if self.place in self._parked:
             lanes = Lanes(lanes.mask | self._parked.pop(self.place), self.alive)
@@ -219,7 +228,10 @@ class Machine:
             if lanes.full:
                 return lanes
             needed = Lanes(self.alive, self.alive).bits
-            late = np.repeat((lanes.bits & needed) != needed, WARP) & lanes.mask
+            missing = (lanes.bits & needed) != needed
+            if warps > 1:
+                missing = np.repeat(missing.reshape(-1, warps).any(axis=1), warps)
+            late = np.repeat(missing, WARP) & lanes.mask
         else:
             lanes, late = self._of_one_mask(named, lanes)
         if not late.any():
@@ -284,6 +296,10 @@ class Machine:
     def undefined(self, register: Register) -> Values:
         """Return what a register holds before anything was written: zeros."""
         return np.zeros(self.size, register_type(register))
+
+    def value(self, read: Read, lane: int) -> int:
+        """Return an operand of one lane."""
+        return int(np.broadcast_to(read(self), self.size)[lane])
 
     def symbol(self, name: str) -> int:
         """Return the address of a variable or parameter in its own space."""
@@ -439,6 +455,9 @@ class Machine:
                 first = int(barrier.resume[at].min())
                 waiting[first - 1] = barrier.resume == first
                 parts.append(f"{at.sum()} at barrier {number}")
+        for place, lanes in self.mbarriers.sleepers():
+            waiting[place] = np.isin(self.lane, lanes)
+            parts.append(f"{len(lanes)} at an mbarrier")
         self.place = min(waiting)
         gone = int((~self.alive).sum() - (self.threads - self.block) * self.blocks)
         message = (

@@ -322,6 +322,14 @@ class SharedMemory:
         size = self.granule_bytes
         return spread(offset // size, lanes, max(width // size, 1))
 
+    def show(self, lanes: Ints) -> None:
+        """Show the asynchronous proxy what `lanes` come after, by ``fence.proxy.async``."""
+        per_block = self.stride // self.granule_bytes
+        blocks = lanes // self._clocks.threads
+        for block in np.unique(blocks).tolist():
+            granules = slice(block * per_block, (block + 1) * per_block)
+            self.shadow.fence(granules, lanes[blocks == block], self._clocks)
+
     def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
         offset = self.offset(address, unit * count, lanes)

@@ -9,6 +9,9 @@ for u at or after c:
 `floor` rises when the whole block meets, `warp_floor` when the whole warp does, and `seen`, a
 vector clock (Fidge 1988, Mattern 1989), carries everything else: barriers of some warps and
 instructions of some lanes. Blocks are never ordered within a launch.
+
+The copy engine is an actor of its own, `ENGINE`: what it wrote comes only after those who waited
+for it, and after those who met them since. No floor counts for it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ Times = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 WARP = 32
+#: The copy engine as the writer of a word; far below the number of any lane.
+ENGINE = -(2**30)
 
 
 class Clocks:
@@ -48,7 +53,7 @@ class Clocks:
         self.now = now
         self.floor = np.full(lanes, now, np.int32)
         self.warp_floor = np.full(lanes, now, np.int32)
-        self._seen = np.zeros((lanes, threads), np.int32)
+        self._seen = np.zeros((lanes, threads + 1), np.int32)  # last: the copy engine
         self._ragged = np.zeros(lanes // WARP, np.bool_)  # warps whose lanes saw different things
 
     def ordered(self, lanes: Ints, others: Ints, times: Times) -> Bools:
@@ -59,10 +64,16 @@ class Clocks:
             before |= (lanes // WARP == others // WARP) & (times <= self.warp_floor[lanes])
             before |= times <= self._seen[lanes, others % self.threads]
         before &= lanes // self.threads == others // self.threads
+        engine = others < ENGINE // 2
+        if engine.any():
+            before[engine] = times[engine] <= self._seen[lanes[engine], self.threads]
         return before
 
     def views(self, lanes: Ints) -> Times:
-        """Return, for each of `lanes`, the time up to which it comes after each thread."""
+        """Return, for each of `lanes`, the time up to which it comes after each thread.
+
+        The last column is the copy engine's.
+        """
         view: Times = np.maximum(self._seen[lanes], self.floor[lanes, None])
         row, thread = np.arange(len(lanes)), lanes % self.threads
         warp = (thread // WARP * WARP)[:, None] + np.arange(WARP)
@@ -74,6 +85,8 @@ class Clocks:
     def meet_blocks(self, blocks: Ints) -> None:
         """All threads of each of `blocks` (numbered through the batch) have met."""
         self.floor.reshape(-1, self.threads)[blocks] = self.now
+        engine = self._seen[:, self.threads].reshape(-1, self.threads)
+        engine[blocks] = engine[blocks].max(axis=1, keepdims=True)
 
     def meet_warps(self, warps: Ints) -> None:
         """All lanes of each of `warps` (numbered through the batch) have met."""

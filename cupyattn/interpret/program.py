@@ -6,7 +6,16 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupyattn.interpret import access, control, scalar, semantics, warp  # noqa: F401  they fill the table
+from cupyattn.interpret import (  # noqa: F401  they fill the table
+    access,
+    bulk,
+    control,
+    mbarrier,
+    scalar,
+    semantics,
+    warp,
+    wgmma,
+)
 from cupyattn.interpret.memory import SHARED_BASE
 from cupyattn.interpret.ptx import Address, Instruction, Kernel, Symbol, Variable, Vector, parse
 from cupyattn.interpret.semantics import Step
@@ -92,7 +101,8 @@ def program(ptx: str, entry: str) -> Program:
         known = ", ".join(module.kernels) or "none at all"
         raise ValueError(f"the PTX has no entry point {entry!r}, only {known}")
     kernel = module.kernels[entry]
-    steps = tuple(_step(x) for x in kernel.instructions)
+    held = wgmma.registers_of(kernel.instructions)
+    steps = tuple(wgmma.watched(_step(x), held) for x in kernel.instructions)
     starts = sorted(set(_starts(steps)))
     numbered = tuple(enumerate(steps))
     segments = {
@@ -130,7 +140,7 @@ def _starts(steps: tuple[Step, ...]) -> Iterator[int]:
             yield step.instruction.target
         if step.leaves:
             yield index + 1
-        if step.together is not None:
+        if step.together is not None or step.again:
             yield index
 
 

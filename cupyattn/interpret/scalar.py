@@ -87,10 +87,10 @@ def convert_address(inst: Instruction) -> Execute | None:
     (space, type_name) = rest if to == "to" else (to, *rest)
     if type_name not in ("u64", "b64"):
         return None
-    window = np.uint64(WINDOWS.get(space.partition("::")[0], 0))
-    sign = np.uint64(0) - window if to == "to" else window
+    window = WINDOWS.get(space.partition("::")[0], 0)
+    step = np.uint64(-window % 2**64 if to == "to" else window)
     read, write = reader(inst.operands[1], type_name), writer(inst.operands[0])
-    return lambda machine, lanes: write(machine, read(machine) + sign, lanes)
+    return lambda machine, lanes: write(machine, read(machine) + step, lanes)
 
 
 @instruction("isspacep")

@@ -48,14 +48,20 @@ class Step:
     together : callable, optional
         For instructions that the lanes of a warp execute together: returns for every lane the mask
         of the lanes that must be there (``0xffffffff``: the whole warp).
+    warps : int
+        How many neighbouring warps execute it together.
     leaves : bool
         Whether `execute` itself says where its lanes go on, and when.
+    again : bool
+        Whether it may let them come back to itself.
     """
 
     instruction: Instruction
     execute: Execute
     together: Read | None = None
+    warps: int = 1
     leaves: bool = False
+    again: bool = False
 
 
 Builder = Callable[[Instruction], "Step | Execute | None"]

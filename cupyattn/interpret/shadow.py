@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cupyattn.interpret.ordering import WARP, Bools, Clocks, Ints, Times
+from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Clocks, Ints, Times
 
 
 class Report(Protocol):
@@ -68,8 +68,15 @@ class Shadow:
         # NOTE: pages of zeros that nobody touches take no memory.
         self.reads = np.zeros((granules, readers), np.int32)  # time of each thread's last read
         self.flying = np.zeros(granules, np.bool_)  # destination of an asynchronous copy under way
+        self.lent = np.zeros(granules, np.int16)  # asynchronous operations that still read it
+        # The last write was a thread's, and no proxy fence has shown it to the asynchronous proxy;
+        # where one has: the time of the fence, and whose it was.
+        self.hidden = np.zeros(granules, np.bool_)
+        self.fenced = np.zeros(granules, np.int32)
+        self.fenced_by = np.zeros(granules, np.int32)
         self._log: list[tuple[int, Ints, Ints]] = []  # time, granules, lanes
         self._flights = 0
+        self._loans = 0
         self._last_write = 0
 
     def before_read(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
@@ -93,6 +100,9 @@ class Shadow:
     ) -> None:
         """Report what is wrong with `lanes` writing `granules`."""
         self._check_flights(granules, lanes, report, "written")
+        if self._loans and (lent := self.lent[granules] > 0).any():
+            message = f"{self.name} is written while an asynchronous operation still reads it"
+            report("in flight", message, lanes, lent, granules * self.granule_bytes)
         written = self.written[granules]
         if atomic:  # atomic operations do not race with each other
             written = np.where(self.atomic[granules], np.int32(0), written)
@@ -108,6 +118,7 @@ class Shadow:
         self.writer[granules] = lanes + clocks.first
         self.written[granules] = self._last_write = clocks.now
         self.atomic[granules] = atomic
+        self.hidden[granules] = True
         if not atomic:
             lost = self.writer[granules] != lanes + clocks.first
             if lost.any():
@@ -123,6 +134,57 @@ class Shadow:
         """Note that an asynchronous copy to `granules` has been waited for."""
         self.flying[granules] = False
         self._flights -= len(granules)
+
+    def wrote_by_engine(self, granules: Ints, clocks: Clocks) -> None:
+        """Note that the copy engine wrote `granules`."""
+        self.writer[granules] = ENGINE
+        self.written[granules] = self._last_write = clocks.now
+        self.atomic[granules] = self.hidden[granules] = False
+        self.fenced[granules] = 0
+
+    # ---- the asynchronous proxy ------------------------------------------------------------------
+
+    def lend(self, granules: Ints) -> None:
+        """Note that an asynchronous operation has begun to read `granules`."""
+        np.add.at(self.lent, granules, np.int16(1))
+        self._loans += len(granules)
+
+    def give_back(self, granules: Ints, lanes: Ints, clocks: Clocks) -> None:
+        """Note that it has ended, on behalf of `lanes`, who waited for it."""
+        np.subtract.at(self.lent, granules, np.int16(1))
+        self._loans -= len(granules)
+        self.read[granules] = clocks.now
+        for lane in lanes.tolist():
+            self.reads[granules, lane % self.readers] = clocks.now
+
+    def fence(self, granules: slice, lanes: Ints, clocks: Clocks) -> None:
+        """Show the asynchronous proxy what `lanes`, of the block of `granules`, come after."""
+        hidden = np.flatnonzero(self.hidden[granules]) + granules.start
+        if not len(hidden):
+            return
+        writer = self.writer[hidden] - clocks.first
+        own = np.isin(writer, lanes)
+        who = np.where(own, writer, lanes[0])
+        before = clocks.ordered(who.astype(np.intp), writer.astype(np.intp), self.written[hidden])
+        shown = own | before
+        self.hidden[hidden[shown]] = False
+        self.fenced[hidden[shown]] = clocks.now
+        self.fenced_by[hidden[shown]] = who[shown] + clocks.first
+
+    def before_proxy(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
+        """Report threads' writes that the asynchronous proxy, at work for `lanes`, may not see."""
+        fenced = self.fenced[granules]
+        by = (self.fenced_by[granules] - clocks.first).astype(np.intp)
+        bad = self.hidden[granules] & (self.written[granules] > 0)
+        bad |= (fenced > 0) & ~clocks.ordered(lanes, by, fenced)
+        if bad.any():
+            message = (
+                f"{self.name} is handed to the asynchronous proxy, and no fence.proxy.async stands "
+                "between that and the last write by a thread"
+            )
+            report("race", message, lanes, bad, self._bytes(granules))
+
+    # ---- checks ----------------------------------------------------------------------------------
 
     def _bytes(self, granules: Ints) -> Ints:
         """Return where granules begin, in bytes from the first of what `name` means."""
@@ -157,7 +219,7 @@ class Shadow:
         if self.readers:
             for part in range(0, len(lanes), 1024):
                 some, who = granules[part : part + 1024], lanes[part : part + 1024]
-                unordered = self.reads[some] > clocks.views(who)
+                unordered = self.reads[some] > clocks.views(who)[:, : clocks.threads]
                 if unordered.any():
                     row, thread = (int(x[0]) for x in unordered.nonzero())
                     reader = int(who[row]) // clocks.threads * clocks.threads + thread
@@ -187,6 +249,8 @@ class Shadow:
 
 def _name(clocks: Clocks, other: int, lane: int) -> str:
     """Name a lane as another one would: with its block where that is not its own."""
+    if other < ENGINE // 2:
+        return "the copy engine"
     block, thread = divmod(other, clocks.threads)
     number = clocks.first // clocks.threads + block
     where = "" if block == lane // clocks.threads else f"block {number} "

@@ -6,8 +6,11 @@ for mma.m16n8k*"): with g = lane / 4, t = lane % 4 and E elements to a register,
 
 * A [16, K]: register r holds row g + 8 (r % 2), columns 4E (r / 2) + E t + 0 .. E - 1;
 * B [K, 8]: register r holds rows 4E r + E t + 0 .. E - 1 of column g;
-* C, D [16, 8] in 32 bits: register r holds row g + 8 (r / 2), column 2 t + r % 2;
-* C, D [16, 8] in float16: register r holds row g + 8 r, columns 2 t and 2 t + 1.
+* C, D [16, N] in 32 bits: register r holds row g + 8 (r / 2 % 2), column 8 (r / 4) + 2 t + r % 2;
+* C, D [16, N] in float16: register r holds row g + 8 (r % 2), columns 8 (r / 2) + 2 t + 0, 1.
+
+For ``mma`` N is 8. For ``wgmma`` each warp of four holds so 16 of the 64 rows of A, C and D, and
+what lies in shared memory is named by a descriptor: see `operand_addresses`.
 
 Integer products are exact. Floating-point products are exact too; their sum, with C, is taken in
 float64 and rounded once, toward zero, to float32. Tensor cores align the addends to the largest
@@ -139,11 +142,17 @@ def fragment_b(depth: int, bits: int) -> Fragment:
 
 
 @cache
-def fragment_c(bits: int) -> Fragment:
-    """Return the fragment of C and D [16, 8], of 32 or 16 bits."""
+def fragment_c(bits: int, columns: int = 8) -> Fragment:
+    """Return the fragment of C and D [16, columns], of 32 or 16 bits."""
     if bits == 32:
-        return _fragment(16, 8, 4, 1, lambda g, t, r, i: (g + 8 * (r // 2), 2 * t + r % 2))
-    return _fragment(16, 8, 2, 2, lambda g, t, r, i: (g + 8 * r, 2 * t + i))
+        return _fragment(
+            16, columns, columns // 2, 1,
+            lambda g, t, r, i: (g + 8 * (r // 2 % 2), 8 * (r // 4) + 2 * t + r % 2),
+        )  # fmt: skip
+    return _fragment(
+        16, columns, columns // 4, 2,
+        lambda g, t, r, i: (g + 8 * (r % 2), 8 * (r // 2) + 2 * t + i),
+    )  # fmt: skip
 
 
 # ---- products ------------------------------------------------------------------------------------
@@ -169,42 +178,62 @@ def accumulation_error(products: int, magnitude: Array) -> Array:
     return (products + 2) * TENSOR_CORE_ROUNDOFF * magnitude + 2.0**-149
 
 
-def _accumulate(products: Array, c: Array, kind: str) -> Array:
-    """Round exact sums plus c to the type of an accumulator."""
-    total = exact.narrow(np.add(products, c), FORMATS["f32"], "rz")
-    if kind == "f16":
-        total = exact.narrow(total.astype(np.float64), FORMATS["f16"])
-    return exact.canonical(total, FORMATS[kind])
+@dataclass(frozen=True)
+class Accumulator:
+    """How sums of products are added to C and stored as D, in warps' registers.
+
+    Parameters
+    ----------
+    c_type, d_type : str
+        Types of C and D.
+    saturates : bool
+        ``.satfinite``: clamp int32 sums; they wrap without it.
+    c, d : Fragment
+    """
+
+    c_type: str
+    d_type: str
+    saturates: bool
+    c: Fragment
+    d: Fragment
+
+    def __call__(self, products: Array, registers: Array) -> Array:
+        """Return D from matrices of sums of products and the registers of C."""
+        registers = np.ascontiguousarray(registers)
+        if self.c_type == "s32":
+            total = products.astype(np.int64) + self.c.gather(registers.view(np.int32))
+            if self.saturates:
+                total = np.clip(total, -(2**31), 2**31 - 1)
+            return self.d.scatter(total.astype(np.int32).view(np.uint32))
+        c = self.c.gather(registers.view(FORMATS[self.c_type].dtype)).astype(np.float64)
+        total = exact.narrow(np.add(products, c), FORMATS["f32"], "rz")
+        if self.d_type == "f16":
+            total = exact.narrow(total.astype(np.float64), FORMATS["f16"])
+        return self.d.scatter(exact.canonical(total, FORMATS[self.d_type])).view(np.uint32)
+
+
+@cache
+def accumulator(c_type: str, d_type: str, saturates: bool, columns: int = 8) -> Accumulator:
+    """Return the accumulator of given types, `columns` wide."""
+    c, d = (fragment_c(16 if kind == "f16" else 32, columns) for kind in (c_type, d_type))
+    return Accumulator(c_type, d_type, saturates, c, d)
 
 
 @dataclass(frozen=True)
 class Mma:
-    """A form of ``mma.sync``: how many registers each operand has, and its fragments."""
+    """A form of ``mma.sync``: its types, and the fragments of its operands."""
 
     a_type: str
     b_type: str
-    c_type: str
-    d_type: str
-    saturates: bool
     a: Fragment
     b: Fragment
-    c: Fragment
-    d: Fragment
+    accumulator: Accumulator
 
     def __call__(self, a: Array, b: Array, c: Array) -> Array:
         """Return D = A B + C in registers (warps, 32, registers)."""
         left = self.a.gather(elements(a, self.a_type))
         right = self.b.gather(elements(b, self.b_type))
-        products = np.matmul(left, right)
-        c = np.ascontiguousarray(c)
-        if self.c_type == "s32":
-            total = products.astype(np.int64) + self.c.gather(c.view(np.int32))
-            if self.saturates:
-                total = np.clip(total, -(2**31), 2**31 - 1)
-            return self.d.scatter(total.astype(np.int32).view(np.uint32))
-        addend = self.c.gather(c.view(FORMATS[self.c_type].dtype)).astype(np.float64)
-        result = self.d.scatter(_accumulate(products, addend, self.d_type))
-        return result.view(np.uint32)
+        return self.accumulator(np.matmul(left, right), c)
 
 
 #: Depths of m16n8 products by the type of A.
@@ -221,6 +250,11 @@ _FAMILIES = (
     (("s8", "u8"), ("s32",)),
     (("s4", "u4"), ("s32",)),
 )
+
+
+def accumulates(a_type: str, b_type: str, sum_type: str) -> bool:
+    """Whether products of two types can be summed in a third."""
+    return any({a_type, b_type} <= {*types} and sum_type in sums for types, sums in _FAMILIES)
 
 
 @cache
@@ -243,16 +277,12 @@ def find_mma(modifiers: tuple[str, ...]) -> Mma | None:
     shape, saturates = found[2], bool(found[5])
     d_type, a_type, b_type, c_type = found[6:]
     depth, bits = int(shape.rpartition("k")[2]), ELEMENT_BITS[a_type]
-    for types, sums in _FAMILIES:
-        if a_type in types and b_type in types and c_type in sums and d_type in sums:
-            break
-    else:
+    if not accumulates(a_type, b_type, c_type) or not accumulates(a_type, b_type, d_type):
         return None
     if depth not in _DEPTHS[a_type] or (saturates and c_type != "s32"):
         return None
-    c, d = (fragment_c(16 if kind == "f16" else 32) for kind in (c_type, d_type))
-    a, b = fragment_a(depth, bits), fragment_b(depth, bits)
-    return Mma(a_type, b_type, c_type, d_type, saturates, a, b, c, d)
+    sums = accumulator(c_type, d_type, saturates)
+    return Mma(a_type, b_type, fragment_a(depth, bits), fragment_b(depth, bits), sums)
 
 
 def mma(modifiers: tuple[str, ...], a: Array, b: Array, c: Array) -> Array:

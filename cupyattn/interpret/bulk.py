@@ -1,0 +1,277 @@
+"""The bulk copy engine (TMA, sm_90): boxes of arrays in and out of shared memory.
+
+The engine is an actor of its own. What it brings is in shared memory once somebody has waited for
+the mbarrier that counts its bytes, and what it takes away may be overwritten once somebody has
+waited for the group of the copy; nothing happens before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.interpret.access import address_reader, copy_async
+from cupyattn.interpret.memory import WINDOWS
+from cupyattn.interpret.ordering import Ints
+from cupyattn.interpret.ptx import Address, Immediate, Instruction, Operand
+from cupyattn.interpret.semantics import Execute, instruction, reader
+from cupyattn.interpret.warpgroup import swizzled_address
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Lanes, Machine
+
+#: First words of a tensor map of the interpreter; the second one is its number.
+TENSOR_MAP_MARK = 0x7465_6E73_6F72_6D61
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a tensor map describes.
+
+    Parameters
+    ----------
+    name : str
+        The array, for findings.
+    base : int
+        Its address.
+    itemsize : int
+        Bytes of an element.
+    shape, strides, box : tuple of int
+        As of `cupyattn.launch.TensorMap`: slowest axis first, strides in bytes of all axes but the
+        last.
+    """
+
+    name: str
+    base: int
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+    #: Bytes over which shared memory is swizzled, as `cupyattn.tensor_map` asks for.
+    SWIZZLE = 128
+
+    def elements(self, corner: Sequence[int]) -> tuple[Ints, npt.NDArray[np.bool_], Ints]:
+        """Return for every element of a box its address, whether it exists, its place in the box.
+
+        Parameters
+        ----------
+        corner : sequence of int
+            First element, slowest axis first.
+
+        Returns
+        -------
+        address : array of int
+            In global memory.
+        inside : array of bool
+            Whether it lies within the array.
+        place : array of int
+            Byte from the start of the box, before swizzling.
+        """
+        index = np.indices(self.box).reshape(len(self.box), -1)
+        at = index + np.asarray(corner)[:, None]
+        inside = ((at >= 0) & (at < np.asarray(self.shape)[:, None])).all(axis=0)
+        address = self.base + np.asarray((*self.strides, self.itemsize)) @ at
+        return address, inside, np.arange(index.shape[1]) * self.itemsize
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of a box in shared memory."""
+        return int(np.prod(self.box)) * self.itemsize
+
+
+@dataclass
+class Store:
+    """A copy out of shared memory under way, in the group of the lane that began it."""
+
+    lane: int
+    group: int
+    granules: Ints
+    write: Callable[[], None]
+    read: bool = False  # whether shared memory has been read
+
+
+class Engine:
+    """The copy engine of a batch of blocks."""
+
+    def __init__(self, machine: Machine, tensors: Sequence[Tensor]) -> None:
+        self._machine = machine
+        self._tensors = tensors
+        self._stores: list[Store] = []
+        self.committed = np.zeros(machine.size, np.int64)
+
+    def tensor(self, address: int, lane: int) -> Tensor:
+        """Return what the tensor map at a generic address describes."""
+        machine = self._machine
+        lanes = np.array([lane])
+        within = np.array([address - WINDOWS["param"]])
+        if address < WINDOWS["param"]:
+            self._fail("a tensor map that is no parameter of the kernel", lane)
+        words = machine.spaces["param"].load(within, 8, 2, lanes).ravel()
+        if int(words[0]) != TENSOR_MAP_MARK:
+            self._fail("there is no tensor map at this parameter", lane)
+        return self._tensors[int(words[1])]
+
+    def _fail(self, message: str, lane: int) -> None:
+        self._machine.report("out of bounds", message, np.array([lane]), np.ones(1, np.bool_))
+
+    def bring(
+        self, tensor: Tensor, corner: Sequence[int], target: int, barrier: int, lane: int
+    ) -> None:
+        """Begin a copy of a box to shared memory; its bytes count off an mbarrier."""
+        machine = self._machine
+        lanes = np.array([lane])
+        (reported,) = machine.mbarriers.at(np.array([barrier]), lanes)
+        if not reported.visible:
+            message = (
+                "the copy engine is told of an mbarrier that no fence.mbarrier_init (or "
+                "fence.proxy.async) has shown it"
+            )
+            machine.report("race", message, lanes, np.ones(1, np.bool_))
+        address, inside, place = tensor.elements(corner)
+        size, shared = tensor.itemsize, machine.shared
+        data = np.zeros(len(address), f"u{size}")
+        who = np.full(len(address), lane)
+        if inside.any():
+            memory = machine.spaces["global"]
+            data[inside] = memory.load(address[inside], size, 1, who[inside])[0]
+        machine.traffic["global", "load"] += size * int(inside.sum())
+        machine.traffic["shared", "copy"] += tensor.box_bytes
+        first = shared.offset(np.array([target]), 16, lanes)
+        shared.offset(np.array([target + tensor.box_bytes - 16]), 16, lanes)
+        if target % 128:
+            message = f"a box goes to shared address {target}, which is no multiple of 128"
+            machine.report("misaligned", message, lanes, np.ones(1, np.bool_))
+        granules, owners = shared.granules(first, tensor.box_bytes, lanes)
+        shadow = shared.shadow
+        shadow.before_write(granules, owners, machine.clocks, machine.report)
+        shadow.before_proxy(granules, owners, machine.clocks, machine.report)
+        shadow.take_off(granules)
+        swizzled = swizzled_address(target + place, tensor.SWIZZLE) - target + int(first[0])
+
+        def arrive() -> None:
+            shadow.land(granules)
+            shadow.wrote_by_engine(granules, machine.clocks)
+            shared.data.view(data.dtype)[swizzled // size] = data
+            machine.mbarriers.deliver(reported, tensor.box_bytes)
+
+        reported.deliveries.append(arrive)
+        machine.mbarriers.wake(reported)
+
+    def take(self, tensor: Tensor, corner: Sequence[int], source: int, lane: int) -> None:
+        """Begin a copy of a box out of shared memory, in the lane's open group."""
+        machine = self._machine
+        lanes = np.array([lane])
+        shared, size = machine.shared, tensor.itemsize
+        first = shared.offset(np.array([source]), 16, lanes)
+        shared.offset(np.array([source + tensor.box_bytes - 16]), 16, lanes)
+        granules, owners = shared.granules(first, tensor.box_bytes, lanes)
+        shared.shadow.before_read(granules, owners, machine.clocks, machine.report)
+        shared.shadow.before_proxy(granules, owners, machine.clocks, machine.report)
+        shared.shadow.lend(granules)
+        address, inside, place = tensor.elements(corner)
+        swizzled = swizzled_address(source + place, tensor.SWIZZLE) - source + int(first[0])
+        who = np.full(len(address), lane)
+        machine.traffic["shared", "load"] += tensor.box_bytes
+        machine.traffic["global", "store"] += size * int(inside.sum())
+
+        def write() -> None:
+            data = shared.data.view(f"u{size}")[swizzled // size]
+            if inside.any():
+                memory = machine.spaces["global"]
+                memory.store(address[inside], data[inside][None], who[inside])
+
+        self._stores.append(Store(lane, int(self.committed[lane]), granules, write))
+
+    def wait(self, lanes: Lanes, pending: int) -> None:
+        """Let all but the last `pending` groups of each lane end."""
+        machine, left = self._machine, []
+        for store in self._stores:
+            if lanes.mask[store.lane] and store.group < self.committed[store.lane] - pending:
+                store.write()
+                machine.shared.shadow.give_back(
+                    store.granules, np.array([store.lane]), machine.clocks
+                )
+            else:
+                left.append(store)
+        self._stores = left
+
+
+def _corner(operand: Operand) -> tuple[Callable[[Machine], Ints], list[Callable[[Machine], Ints]]]:
+    """Return what computes the address of a tensor map, and the coordinates, fastest first."""
+    if not isinstance(operand, Address):
+        raise TypeError(f"{operand} is no tensor operand")
+    coordinates = [_coordinate(x) for x in operand.coordinates]
+    return address_reader(Address(operand.base, operand.offset), "generic"), coordinates
+
+
+def _coordinate(operand: Operand) -> Callable[[Machine], Ints]:
+    read = reader(operand, "s32")
+    return lambda machine: np.broadcast_to(read(machine), machine.size).astype(np.intp)
+
+
+@instruction("cp")
+def copy(inst: Instruction) -> Execute | None:
+    """Copies in the background: of single lanes, or by the copy engine."""
+    if inst.modifiers[:1] != ("async",):
+        return None
+    return _bulk(inst) if inst.modifiers[1:2] == ("bulk",) else copy_async(inst)
+
+
+def _bulk(inst: Instruction) -> Execute | None:
+    kind = inst.modifiers[2:]  # behind async.bulk
+    if kind == ("commit_group",):
+
+        def commit(machine: Machine, lanes: Lanes) -> None:
+            machine.engine.committed[lanes.index] += 1
+
+        return commit
+    if kind[:1] == ("wait_group",) and isinstance(inst.operands[0], Immediate):
+        pending = inst.operands[0].bits
+        return lambda machine, lanes: machine.engine.wait(lanes, pending)
+    if kind[:1] != ("tensor",):
+        return None
+    names = [m for m in kind[2:] if m not in ("tile", "L2::cache_hint")]
+    if names == ["shared::cluster", "global", "mbarrier::complete_tx::bytes"] or names == [
+        "shared::cta", "global", "mbarrier::complete_tx::bytes",
+    ]:  # fmt: skip
+        return _bring(inst)
+    if names == ["global", "shared::cta", "bulk_group"]:
+        return _take(inst)
+    return None
+
+
+def _bring(inst: Instruction) -> Execute:
+    target = address_reader(inst.operands[0], "shared")
+    tensor, coordinates = _corner(inst.operands[1])
+    barrier = address_reader(inst.operands[2], "shared")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        engine = machine.engine
+        maps, targets, barriers = (read(machine) for read in (tensor, target, barrier))
+        corners = [read(machine) for read in coordinates]
+        for lane in lanes.index.tolist():
+            corner = [int(x[lane]) for x in reversed(corners)]
+            found = engine.tensor(int(maps[lane]), lane)
+            engine.bring(found, corner, int(targets[lane]), int(barriers[lane]), lane)
+
+    return execute
+
+
+def _take(inst: Instruction) -> Execute:
+    tensor, coordinates = _corner(inst.operands[0])
+    source = address_reader(inst.operands[1], "shared")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        engine = machine.engine
+        maps, sources = tensor(machine), source(machine)
+        corners = [read(machine) for read in coordinates]
+        for lane in lanes.index.tolist():
+            corner = [int(x[lane]) for x in reversed(corners)]
+            engine.take(engine.tensor(int(maps[lane]), lane), corner, int(sources[lane]), lane)
+
+    return execute

@@ -1,0 +1,287 @@
+"""Barriers in shared memory that count arrivals and bytes (``mbarrier``, sm_90).
+
+A barrier runs through phases. One ends when all arrivals that it expects have come and all bytes
+that were announced are there; lanes that wait for it sleep until then. Copies that report to a
+barrier arrive when somebody waits for that barrier, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cupyattn.interpret.access import address_reader
+from cupyattn.interpret.ordering import Bools, Ints, Times
+from cupyattn.interpret.ptx import Instruction, Operand, Sink
+from cupyattn.interpret.semantics import ACCESSES, Execute, Step, instruction, reader, writer
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Lanes, Machine
+
+#: Modifiers that say at which scope, in which window, and how strongly an operation orders.
+_SCOPES = {
+    "shared", "shared::cta", "shared::cluster", "cta", "cluster", "release", "acquire", "relaxed",
+    "b64",
+}  # fmt: skip
+
+
+@dataclass
+class Mbarrier:
+    """One barrier.
+
+    Parameters
+    ----------
+    expected : int
+        Arrivals of a phase.
+    pending : int
+        Those still to come in this phase.
+    bytes : int
+        Announced and not delivered.
+    phase : int
+        Phases completed.
+    arrivals : array
+        What everybody who arrived had seen (`cupyattn.interpret.ordering.Clocks.views`).
+    released : array
+        The same, when the last phase ended: what those who wait for it have seen from then on.
+    visible : bool
+        Whether a fence has shown its initialisation to the copy engine.
+    deliveries : list of callable
+        Copies under way that report to it.
+    """
+
+    expected: int
+    pending: int
+    arrivals: Times
+    released: Times
+    bytes: int = 0
+    phase: int = 0
+    visible: bool = False
+    initialised_by: int = 0
+    deliveries: list[Callable[[], None]] = field(default_factory=list)
+
+    def advance(self) -> bool:
+        """End the phase if all has come; return whether it did."""
+        if self.pending or self.bytes:
+            return False
+        self.phase += 1
+        self.pending = self.expected
+        self.released = self.arrivals.copy()
+        return True
+
+
+class Mbarriers:
+    """The barriers of a batch of blocks, by where they lie, and the lanes that wait for them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._barriers: dict[int, Mbarrier] = {}
+        self._asleep: dict[tuple[int, int], list[int]] = {}  # barrier and place, lanes
+        self.fence_time = np.zeros(machine.size, np.int32)  # of each lane's last memory fence
+
+    def at(self, address: Ints, lanes: Ints, *, atomic: bool = True) -> list[Mbarrier]:
+        """Return the barriers at the addresses of `lanes`, each access checked."""
+        shared = self._machine.shared
+        offset = shared.offset(address, 8, lanes)
+        if atomic:
+            shared.exchange(address, 8, lanes)
+        missing = np.array([int(x) not in self._barriers for x in offset])
+        if missing.any():
+            message = "there is no initialised mbarrier"
+            self._machine.report(
+                "never written", message, lanes, missing, offset % max(shared.stride, 1)
+            )
+        return [self._barriers[int(x)] for x in offset]
+
+    def create(self, address: Ints, counts: Ints, lanes: Ints) -> None:
+        """Initialise barriers."""
+        shared, clocks = self._machine.shared, self._machine.clocks
+        shared.store(address, np.zeros((1, len(lanes)), np.uint64), lanes)
+        for offset, count, lane in zip(
+            shared.offset(address, 8, lanes).tolist(), counts.tolist(), lanes.tolist(), strict=True
+        ):
+            seen = np.zeros(clocks.threads + 1, np.int32)
+            barrier = Mbarrier(count, count, seen, seen, initialised_by=lane)
+            self._barriers[offset] = barrier
+
+    def show(self, lanes: Lanes) -> None:
+        """Show the copy engine the barriers that `lanes` initialised."""
+        for barrier in self._barriers.values():
+            barrier.visible |= bool(lanes.mask[barrier.initialised_by])
+
+    def arrive(self, address: Ints, counts: Ints, tx: Ints, lanes: Ints) -> Ints:
+        """Announce bytes, count arrivals; return the phases in which that was."""
+        machine = self._machine
+        phases = np.empty(len(lanes), np.int64)
+        views = machine.clocks.views(lanes)
+        for row, barrier in enumerate(self.at(address, lanes)):
+            phases[row] = barrier.phase
+            barrier.bytes += int(tx[row])
+            barrier.arrivals = np.maximum(barrier.arrivals, views[row])
+            if counts[row] > barrier.pending:
+                message = f"{counts[row]} arrive at an mbarrier that waits for {barrier.pending}"
+                machine.report("divergence", message, lanes, np.arange(len(lanes)) == row, address)
+            barrier.pending -= int(counts[row])
+            if barrier.advance():
+                self.wake(barrier)
+        return phases
+
+    def complete(self, address: Ints, tx: Ints, lanes: Ints) -> None:
+        """Count bytes off, on behalf of threads: ordered by their last fence alone."""
+        machine = self._machine
+        views = machine.clocks.views(lanes)
+        views[np.arange(len(lanes)), lanes % machine.threads] = self.fence_time[lanes]
+        for row, barrier in enumerate(self.at(address, lanes)):
+            barrier.bytes -= int(tx[row])
+            barrier.arrivals = np.maximum(barrier.arrivals, views[row])
+            if barrier.advance():
+                self.wake(barrier)
+
+    def deliver(self, barrier: Mbarrier, count: int) -> None:
+        """Count off bytes that the copy engine has just written."""
+        barrier.bytes -= count
+        barrier.arrivals = barrier.arrivals.copy()
+        barrier.arrivals[-1] = self._machine.clocks.now
+
+    def done(self, address: Ints, phases: Ints, lanes: Ints, *, parity: bool) -> Bools:
+        """Return whether phases have ended; copies that the lanes must wait for arrive now."""
+        clocks = self._machine.clocks
+        found = np.zeros(len(lanes), np.bool_)
+        barriers = self.at(address, lanes)
+        rows_of: dict[int, list[int]] = {}
+        for row, barrier in enumerate(barriers):
+            rows_of.setdefault(id(barrier), []).append(row)
+        for rows in rows_of.values():
+            barrier = barriers[rows[0]]
+            ended = _ended(barrier, phases[rows], parity)
+            if not ended.all() and barrier.deliveries:
+                for delivery in barrier.deliveries:
+                    delivery()
+                barrier.deliveries.clear()
+                if barrier.advance():
+                    self.wake(barrier)
+                ended = _ended(barrier, phases[rows], parity)
+            found[rows] = ended
+            if ended.any():
+                clocks.acquire(lanes[rows][ended], barrier.released)
+        return found
+
+    def sleep(self, barriers: list[Mbarrier], lanes: Ints) -> None:
+        """Let lanes wait, and try again, where they are, when a phase of their barrier ends."""
+        for barrier, lane in zip(barriers, lanes.tolist(), strict=True):
+            self._asleep.setdefault((id(barrier), self._machine.place), []).append(lane)
+
+    def wake(self, barrier: Mbarrier) -> None:
+        """Let the lanes that wait for a barrier look at it again."""
+        machine = self._machine
+        for key in [key for key in self._asleep if key[0] == id(barrier)]:
+            mask = np.zeros(machine.size, np.bool_)
+            mask[self._asleep.pop(key)] = True
+            machine.go(key[1], mask)
+
+    def sleepers(self) -> list[tuple[int, list[int]]]:
+        """Return the places where lanes wait, with the lanes."""
+        return [(place, lanes) for (_, place), lanes in self._asleep.items()]
+
+
+def _ended(barrier: Mbarrier, phases: Ints, parity: bool) -> Bools:
+    """Return whether a barrier has completed phases, given by parity or by number."""
+    now = np.full(len(phases), barrier.phase)
+    ended: Bools = now % 2 != phases % 2 if parity else now > phases
+    return ended
+
+
+def _plain(inst: Instruction) -> tuple[str, ...]:
+    return tuple(m for m in inst.modifiers if m not in _SCOPES)
+
+
+def _count(operand: Operand | None, default: int) -> Callable[[Machine], Ints]:
+    if operand is None:
+        return lambda machine: np.full(machine.size, default)
+    read = reader(operand, "u32")
+    return lambda machine: np.broadcast_to(read(machine), machine.size).astype(np.intp)
+
+
+ACCESSES["mbarrier"] = lambda inst: ("shared", 8)
+
+
+@instruction("mbarrier")
+def mbarrier(inst: Instruction) -> Execute | Step | None:
+    """Every operation on a barrier."""
+    kind = _plain(inst)
+    operands = list(inst.operands)
+    if kind == ("init",):
+        return _init(operands)
+    if kind in (("try_wait", "parity"), ("test_wait", "parity"), ("try_wait",), ("test_wait",)):
+        return _wait(inst, operands, parity="parity" in kind, blocks=kind[0] == "try_wait")
+    if kind == ("complete_tx",):
+        address, tx = address_reader(operands[0], "shared"), _count(operands[1], 0)
+
+        def complete(machine: Machine, lanes: Lanes) -> None:
+            index = lanes.index
+            machine.mbarriers.complete(address(machine)[index], tx(machine)[index], index)
+
+        return complete
+    if kind == ("expect_tx",):
+        return _arrive([Sink(), operands[0]], None, _count(operands[1], 0), 0)
+    if kind == ("arrive", "expect_tx"):
+        return _arrive(operands[:2], None, _count(operands[2], 0), 1)
+    if kind == ("arrive",):
+        count = operands[2] if len(operands) > 2 else None
+        return _arrive(operands[:2], count, _count(None, 0), 1)
+    return None
+
+
+def _init(operands: list[Operand]) -> Execute:
+    address, count = address_reader(operands[0], "shared"), _count(operands[1], 0)
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        index = lanes.index
+        machine.mbarriers.create(address(machine)[index], count(machine)[index], index)
+
+    return execute
+
+
+def _arrive(
+    operands: list[Operand], count: Operand | None, tx: Callable[[Machine], Ints], default: int
+) -> Execute:
+    write = writer(operands[0])
+    address, counts = address_reader(operands[1], "shared"), _count(count, default)
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        index = lanes.index
+        phases = machine.mbarriers.arrive(
+            address(machine)[index], counts(machine)[index], tx(machine)[index], index
+        )
+        write(machine, machine.widened(phases.astype(np.uint64), lanes), lanes)
+
+    return execute
+
+
+def _wait(inst: Instruction, operands: list[Operand], *, parity: bool, blocks: bool) -> Step:
+    """Wait for a phase: asleep where the instruction may suspend the lane, else just asking."""
+    write = writer(operands[0])
+    address = address_reader(operands[1], "shared")
+    phase = reader(operands[2], "u32" if parity else "u64")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        index, barriers = lanes.index, machine.mbarriers
+        at = address(machine)[index]
+        wanted = np.broadcast_to(phase(machine), machine.size)[index].astype(np.intp)
+        ended = barriers.done(at, wanted, index, parity=parity)
+        result = np.zeros(machine.size, np.bool_)
+        result[index] = ended
+        if not blocks or ended.all():
+            write(machine, result, lanes)
+            machine.go(machine.place + 1, lanes)
+            return
+        if ended.any():
+            through = lanes.where(result)
+            write(machine, result, through)
+            machine.go(machine.place + 1, through)
+        late = ~ended
+        barriers.sleep(barriers.at(at[late], index[late]), index[late])
+
+    return Step(inst, execute, leaves=True, again=True)

@@ -1,0 +1,320 @@
+"""``wgmma``: products of a warpgroup in the background.
+
+A product happens when its group is waited for: until then the accumulators hold what they held,
+and whoever reads or writes them, changes a fragment of A, or writes to an operand in shared memory
+has a hazard. ``wgmma.fence`` must stand between a change of a register and a product that uses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.interpret import tensor_core
+from cupyattn.interpret.memory import SHARED_BASE
+from cupyattn.interpret.ordering import WARP, Bools, Ints
+from cupyattn.interpret.ptx import Immediate, Instruction, Operand, Pair, Register, Vector
+from cupyattn.interpret.semantics import (
+    Read,
+    Step,
+    instruction,
+    reader,
+    whole_warp,
+)
+from cupyattn.interpret.warp import fragment_reader, fragment_writer
+from cupyattn.interpret.warpgroup import Wgmma, find_wgmma, operand_addresses
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Lanes, Machine
+
+#: Warps of a warpgroup.
+GROUP = 4
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An operand in shared memory: how a descriptor is read, and what it names."""
+
+    descriptor: Read
+    rows: int
+    depth: int
+    type: str
+    k_major: bool
+
+    def offsets(self, machine: Machine, bits: int, lane: int) -> Ints:
+        """Return where its elements lie in the shared memory of the batch: (rows, depth)."""
+        width = tensor_core.ELEMENT_BITS[self.type]
+        address = operand_addresses(bits, self.rows, self.depth, width, self.k_major)
+        ends = np.array([address.min(), address.max()]) // 16 * 16
+        machine.shared.offset(ends, 16, np.array([lane, lane]))
+        block = lane // machine.threads
+        offsets: Ints = address - SHARED_BASE + block * machine.shared.stride
+        return offsets
+
+    def values(self, machine: Machine, offsets: Ints) -> npt.NDArray[np.float64]:
+        """Return the numbers that lie there now: (1, rows, depth)."""
+        size = tensor_core.ELEMENT_BITS[self.type] // 8
+        raw = np.ascontiguousarray(machine.shared.data.view(f"u{size}")[offsets // size])
+        values: npt.NDArray[np.float64] = tensor_core.elements(raw.view(np.uint32), self.type)[None]
+        return values
+
+
+@dataclass(frozen=True)
+class Form:
+    """One ``wgmma.mma_async`` instruction."""
+
+    product: Wgmma
+    registers: tuple[int, ...]  # accumulators and fragments of A
+    read_c: Callable[[Machine, Ints], npt.NDArray[np.uint32]]
+    write_d: Callable[[Machine, npt.NDArray[np.uint32], Lanes], None]
+    a: Shared | Callable[[Machine, Ints], npt.NDArray[np.uint32]]
+    b: Shared
+    accumulate: Read
+    sign: int
+
+
+@dataclass(eq=False)
+class Product:
+    """One product of one warpgroup, under way."""
+
+    form: Form
+    group: int  # the warpgroup, numbered through the batch
+    number: int  # of the group of products that it is committed with
+    a: Ints | None  # where A lies in shared memory, None for registers
+    b: Ints
+    counts: bool  # whether D starts from what the accumulators hold
+
+    def granules(self, machine: Machine) -> Ints:
+        """Return what it reads of shared memory."""
+        places = [x.ravel() for x in (self.a, self.b) if x is not None]
+        return np.unique(np.concatenate(places) // machine.shared.granule_bytes)
+
+    def happen(self, machine: Machine, lanes: Lanes) -> None:
+        """Compute D."""
+        form, warps = self.form, np.arange(GROUP) + self.group * GROUP
+        if isinstance(form.a, Shared) and self.a is not None:
+            a = form.a.values(machine, self.a)
+        elif isinstance(form.a, Shared):
+            raise TypeError("A lies in shared memory, and nobody said where")
+        else:
+            registers = form.a(machine, warps)
+            a = form.product.rows_of_registers(registers.reshape(1, GROUP * WARP, -1))
+        b = form.b.values(machine, self.b)
+        c = form.read_c(machine, warps).reshape(1, GROUP * WARP, -1)
+        d = form.product(a, b, c, self.counts, form.sign)
+        form.write_d(machine, d.reshape(GROUP, WARP, -1), lanes)
+
+
+class Warpgroups:
+    """The products of a batch that nobody has waited for, and the registers that they hold."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        groups = machine.size // (GROUP * WARP)
+        self._committed = np.zeros(groups, np.int64)
+        self._under_way: list[Product] = []
+        self._fenced = np.zeros(machine.size // WARP, np.int64)  # time of each warp's last fence
+        self._held: dict[int, npt.NDArray[np.int16]] = {}  # register: products, for each lane
+        self._changed: dict[int, npt.NDArray[np.int64]] = {}  # register: time, for each lane
+
+    def fence(self, lanes: Lanes) -> None:
+        """Order the registers of warps before their next products."""
+        self._fenced[lanes.warps] = self._machine.clocks.now
+
+    def commit(self, lanes: Lanes) -> None:
+        """Close the open group of each warpgroup."""
+        self._committed[self._groups(lanes)] += 1
+
+    def touch(self, used: tuple[int, ...], changed: tuple[int, ...], lanes: Lanes) -> None:
+        """Report a register that a product holds; note which are changed."""
+        machine = self._machine
+        for index in used if self._under_way else ():
+            held = self._held.get(index)
+            if held is not None and (bad := lanes.mask & (held > 0)).any():
+                name = machine.program.kernel.registers[index].name
+                message = f"{name} is used while a wgmma that holds it is not waited for"
+                machine.report("in flight", message, machine.lane, bad)
+        for index in changed:
+            times = self._changed.setdefault(index, np.zeros(machine.size, np.int64))
+            times[lanes.index] = machine.clocks.now
+
+    def start(self, form: Form, lanes: Lanes) -> None:
+        """Begin the products of an instruction."""
+        machine, shared = self._machine, self._machine.shared
+        for group in self._groups(lanes).tolist():
+            own = np.arange(group * GROUP * WARP, (group + 1) * GROUP * WARP)
+            self._hold(form, own)
+            lane = int(own[0])
+            a = None
+            if isinstance(form.a, Shared):
+                a = form.a.offsets(machine, machine.value(form.a.descriptor, lane), lane)
+            b = form.b.offsets(machine, machine.value(form.b.descriptor, lane), lane)
+            counts = bool(machine.value(form.accumulate, lane))
+            product = Product(form, group, int(self._committed[group]), a, b, counts)
+            granules = product.granules(machine)
+            who = np.full(len(granules), lane)
+            shared.shadow.before_read(granules, who, machine.clocks, machine.report)
+            shared.shadow.before_proxy(granules, who, machine.clocks, machine.report)
+            shared.shadow.lend(granules)
+            width = tensor_core.ELEMENT_BITS[form.b.type] // 8
+            size = sum(x.size for x in (a, b) if x is not None) * width
+            machine.traffic["shared", "load"] += size
+            self._under_way.append(product)
+
+    def _hold(self, form: Form, own: Ints) -> None:
+        machine = self._machine
+        fenced = np.repeat(self._fenced[own[::WARP] // WARP], WARP)
+        for index in form.registers:
+            changed = self._changed.get(index)
+            if changed is not None and (late := changed[own] > fenced).any():
+                name = machine.program.kernel.registers[index].name
+                message = f"no wgmma.fence stands between a change of {name} and its product"
+                machine.report("race", message, own, late)
+            held = self._held.setdefault(index, np.zeros(machine.size, np.int16))
+            held[own] += 1
+
+    def wait(self, lanes: Lanes, pending: int) -> None:
+        """Let all but the last `pending` groups of each warpgroup happen."""
+        machine = self._machine
+        groups, left = set(self._groups(lanes).tolist()), []
+        for product in self._under_way:
+            last = self._committed[product.group] - pending
+            if product.group not in groups or product.number >= last:
+                left.append(product)
+                continue
+            own = np.arange(product.group * GROUP * WARP, (product.group + 1) * GROUP * WARP)
+            product.happen(machine, lanes.where(machine.lane // (GROUP * WARP) == product.group))
+            for index in product.form.registers:
+                self._held[index][own] -= 1
+            # One lane speaks for each warp: all of them wait here.
+            granules = product.granules(machine)
+            machine.shared.shadow.give_back(granules, own[::WARP], machine.clocks)
+        self._under_way = left
+
+    def _groups(self, lanes: Lanes) -> Ints:
+        """Return the warpgroups that are here; report one of which warps are missing."""
+        groups, count = np.unique(lanes.warps // GROUP, return_counts=True)
+        if (count < GROUP).any():
+            mask: Bools = lanes.mask & np.isin(
+                self._machine.lane // (GROUP * WARP), groups[count < GROUP]
+            )
+            message = "an instruction of a warpgroup, and not all of its warps are here"
+            self._machine.report("divergence", message, self._machine.lane, mask)
+        return groups
+
+
+@instruction("wgmma")
+def warpgroup(inst: Instruction) -> Step | None:
+    """Everything that begins with ``wgmma``."""
+    kind = inst.modifiers[0]
+    if inst.modifiers[1:3] != ("sync", "aligned"):
+        return None
+
+    def fence(machine: Machine, lanes: Lanes) -> None:
+        machine.met(lanes)
+        machine.warpgroups.fence(lanes)
+
+    def commit(machine: Machine, lanes: Lanes) -> None:
+        machine.met(lanes)
+        machine.warpgroups.commit(lanes)
+
+    if kind == "fence":
+        return Step(inst, fence, together=whole_warp, warps=GROUP)
+    if kind == "commit_group":
+        return Step(inst, commit, together=whole_warp, warps=GROUP)
+    if kind == "wait_group" and isinstance(inst.operands[0], Immediate):
+        pending = inst.operands[0].bits
+
+        def wait(machine: Machine, lanes: Lanes) -> None:
+            machine.warpgroups.wait(lanes, pending)
+            machine.met(lanes)
+
+        return Step(inst, wait, together=whole_warp, warps=GROUP)
+    if kind == "mma_async":
+        product = find_wgmma(inst.modifiers)
+        return None if product is None else _multiply(inst, product)
+    return None
+
+
+def _multiply(inst: Instruction, product: Wgmma) -> Step | None:
+    target, a, b, accumulate, *rest = inst.operands
+    if not all(isinstance(x, Immediate) for x in rest):
+        return None
+    numbers = [x.bits for x in rest if isinstance(x, Immediate)]
+    in_registers = isinstance(a, Vector)
+    integers, sixteen = product.a_type in ("s8", "u8"), product.a_type in ("f16", "bf16")
+    signs = [] if integers else numbers[:2]
+    transposed = numbers[len(signs) :]
+    if len(transposed) != ((1 if in_registers else 2) if sixteen else 0):
+        return None
+    k_major = [not x for x in transposed] or [True, True]
+
+    def shared(operand: Operand, rows: int, kind: str, along_k: bool) -> Shared:
+        return Shared(reader(operand, "b64"), rows, product.depth, kind, along_k)
+
+    form = Form(
+        product,
+        tuple(_indices([target, a])),
+        fragment_reader(target),
+        fragment_writer(target),
+        fragment_reader(a) if in_registers else shared(a, 64, product.a_type, k_major[0]),
+        shared(b, product.columns, product.b_type, k_major[-1]),
+        reader(accumulate, "pred"),
+        math.prod(signs),
+    )
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        machine.met(lanes)
+        machine.warpgroups.start(form, lanes)
+
+    return Step(inst, execute, together=whole_warp, warps=GROUP)
+
+
+# ---- registers that products hold ----------------------------------------------------------------
+
+#: Instructions that change no register that they name first.
+_NO_RESULT = {"st", "red", "cp", "bar", "barrier", "stmatrix", "bra", "ret", "exit"}
+
+
+def _indices(operands: Sequence[Operand]) -> Iterator[int]:
+    """Yield the registers in operands."""
+    for operand in operands:
+        if isinstance(operand, Register):
+            yield operand.index
+        elif isinstance(operand, Vector):
+            yield from _indices(operand.items)
+        elif isinstance(operand, Pair):
+            yield from _indices((operand.first, operand.second))
+
+
+def registers_of(instructions: Sequence[Instruction]) -> set[int]:
+    """Return the accumulators and fragments of all products of a kernel."""
+    products = (x for x in instructions if x.name.startswith("wgmma.mma_async"))
+    return {
+        index
+        for x in products
+        for index in _indices([o for o in x.operands[:2] if isinstance(o, Vector)])
+    }
+
+
+def watched(step: Step, held: set[int]) -> Step:
+    """Return a step that minds the products which may hold its registers."""
+    inst = step.instruction
+    if inst.opcode == "wgmma":
+        return step
+    used = tuple(i for i in _indices(inst.operands) if i in held)
+    if not used:
+        return step
+    results = () if inst.opcode in _NO_RESULT else inst.operands[:1]
+    changed = tuple(i for i in _indices(results) if i in held)
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        machine.warpgroups.touch(used, changed, lanes)
+        step.execute(machine, lanes)
+
+    return replace(step, execute=execute)
