@@ -9,12 +9,11 @@ from cupyattn.interpret.executor import run_kernel
 from cupyattn.launch import TensorMap
 from tests.prim import Prim
 from tests.prims_cases import PRIMS
+from tests.ptx_cases import PTX
 
-#: The oldest architecture of each, and the newest for what there is more of.
-CELLS = [(prim, prim.architectures[0]) for prim in PRIMS]
-CELLS += [
-    (prim, "sm_90") for prim in PRIMS if not prim.hopper and prim.header in ("mma", "warp", "quant")
-]
+#: The oldest architecture of each, and for some another, where the compiler writes other PTX.
+CELLS = [(prim, prim.architectures[0]) for prim in (*PRIMS, *PTX)]
+CELLS += [(p, "sm_90") for p in PRIMS if not p.hopper and p.header in ("mma", "warp", "quant")]
 
 
 @pytest.mark.parametrize(
