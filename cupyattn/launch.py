@@ -276,7 +276,7 @@ def plan_attention(
     variant.check_dtype(call.dtype)
     form, note = "portable", ""
     if arch == "sm_90a" and "sm90" in variant.forms:
-        note = _hopper_obstacle(variant, call, q, k, v)
+        note = _hopper_obstacle(call, q, k, v)
         form = "portable" if note else "sm90"
     tiles = tiles or variant.default_tiles(call.head_dim, form)
     features = Features(
@@ -301,13 +301,8 @@ def plan_attention(
     return Plan(variant.name, form, tiles, features, (launch,), workspace, note)
 
 
-def _hopper_obstacle(
-    variant: Variant, call: AttentionCall, q: Operand, k: Operand, v: Operand
-) -> str:
+def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand) -> str:
     """Return why the Hopper form does not take a call, as a note for its plan; "" where it does."""
-    limit = max(variant.hopper_tiles)
-    if call.head_dim > limit:
-        return f"portable form: the Hopper form takes head_dim up to {limit}, got {call.head_dim}"
     if call.len_kv == 0:
         return "portable form: there are no keys for the copy engine"
     for name, x in zip("qkv", (q, k, v), strict=True):

@@ -29,8 +29,7 @@ class Variant:
     dtypes : tuple of str
         Storage types that it takes.
     hopper_tiles : mapping of int to Tiles
-        The same for the Hopper form (``kernels_cu/sm90/``), up to the largest head_dim that it
-        takes; empty where there is none.
+        The same for the Hopper form (``kernels_cu/sm90/``); empty where there is none.
     source : Path, optional
         A ``.cu`` outside the package, given by `cupyattn.register`.
     """
@@ -97,7 +96,9 @@ _TILES = {
 }
 
 #: The same for the Hopper forms: four warps that copy, four for every 64 query rows.
-_HOPPER_TILES = {"fa_tc": {128: Tiles(192, 128, 16, 2)}}
+_HOPPER_TILES = {
+    "fa_tc": {128: Tiles(192, 128, 16, 2), 192: Tiles(128, 112, 12, 2), 256: Tiles(128, 80, 12, 2)}
+}
 
 VARIANTS: dict[str, Variant] = {
     name: Variant(name, idea, family, _TILES[name], dtypes, _HOPPER_TILES.get(name, {}))

@@ -25,6 +25,7 @@ from cupyattn import device, distributions, measure, registry, timing
 from cupyattn.checks import AttentionCall
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
+from cupyattn.launch import Launch
 from cupyattn.rounding import array_namespace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,6 +162,23 @@ def rung(
         tiles,
         {"tiles": vars(shown)},
     )
+
+
+def resources(launch: Launch, arch: str) -> dict[str, int]:
+    """Compile what a launch runs and return what it takes.
+
+    Raises
+    ------
+    KernelCompileError
+        If it does not compile.
+    """
+    binary = compiler.build(launch.module, arch)
+    taken = binary.kernels[launch.entry]
+    return {
+        "registers": taken.registers,
+        "spill_bytes": taken.spill_stores + taken.spill_loads,
+        "shared_bytes": binary.smem_bytes + taken.static_smem,
+    }
 
 
 def describe_tiles(tiles: ca.Tiles) -> str:

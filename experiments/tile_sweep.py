@@ -51,19 +51,10 @@ def compiled(problem: Problem, cell: Cell, arch: str) -> Cell | str:
     options = Options(variant=cell.variant, causal=problem.causal, tiles=cell.tiles)
     launch = plans(resolve(q, k, v, options))[-1].launches[-1]
     try:
-        binary = compiler.build(launch.module, arch)
+        facts = common.resources(launch, arch)
     except ca.KernelCompileError as error:
         return common.reason(error)
-    resources = binary.kernels[launch.entry]
-    return replace(
-        cell,
-        facts={
-            **cell.facts,
-            "registers": resources.registers,
-            "spill_bytes": resources.spill_stores + resources.spill_loads,
-            "shared_bytes": binary.smem_bytes + resources.static_smem,
-        },
-    )
+    return replace(cell, facts={**cell.facts, **facts})
 
 
 def cells(

@@ -38,7 +38,9 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
 static_assert(
     GROUP_Q >= 1 && GROUP_KV >= 1, "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale");
-static_assert(WARP_Q % 16 == 0, "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma");
+static_assert(
+    BLOCK_Q % (16 * NUM_WARPS) == 0,
+    "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth of an mma");
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");

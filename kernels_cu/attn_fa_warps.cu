@@ -26,6 +26,7 @@ struct SharedStorage {
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
+static_assert(BLOCK_Q % NUM_WARPS == 0, "BLOCK_Q must be a multiple of NUM_WARPS");
 static_assert(
     BLOCK_KV % WARP_SIZE == 0, "BLOCK_KV must be a multiple of 32: a lane holds whole keys");
 

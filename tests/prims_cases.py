@@ -385,6 +385,16 @@ def ring_arguments() -> Arguments:
     return {"x": x, "y": np.zeros_like(x)}
 
 
+def turns_arguments() -> Arguments:
+    return {"start": np.full(1, 5, np.int32), "seen": np.zeros((6, 96), np.int32)}
+
+
+def turns_expected(start: np.ndarray, seen: np.ndarray) -> dict[str, np.ndarray]:
+    """Warp w is the (3 round + w)-th to have its turn, and sees the number of those before it."""
+    turn = 3 * np.arange(6)[:, None] + np.arange(96) // 32
+    return {"seen": (start + turn).astype(np.int32)}
+
+
 def boxes_arguments(dtype: str) -> Callable[[], Arguments]:
     """An array in a larger buffer that is all ones, by bits, where no box may look."""
     shape, parent = (2, 3, 21, 72), (2, 4, 25, 80)
@@ -425,6 +435,8 @@ def boxes_expected(
 
 
 WGMMA_DEPTH, WGMMA_KEYS = 80, 48
+#: Every N that prims/wgmma.cuh has.
+WGMMA_COLUMNS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
 
 
 def wgmma_arguments(dtype: str, columns: int) -> dict[str, Callable[[], Arguments]]:
@@ -466,12 +478,15 @@ def hopper_prims() -> Iterator[Prim]:
         "mbarrier", "mbarrier", "ring", 64, ring_arguments, lambda x, y: {"y": x[:, ::-1]},
         hopper=True,
     )  # fmt: skip
+    yield Prim(
+        "named_barrier", "named_barrier", "turns", 96, turns_arguments, turns_expected
+    )  # fmt: skip
     for dtype in ("float16", "bfloat16", "int8"):
         yield Prim(
             f"tma-{dtype}", "tma", "boxes", 32, boxes_arguments(dtype), boxes_expected,
             hopper=True,
         )  # fmt: skip
-    for dtype, columns in itertools.product(("float16", "bfloat16"), (64, 96, 128)):
+    for dtype, columns in itertools.product(("float16", "bfloat16"), WGMMA_COLUMNS):
         for entry, arguments in wgmma_arguments(dtype, columns).items():
             yield Prim(
                 f"wgmma_{entry}-{dtype}-{columns}", "wgmma", entry, 256 if entry == "ss" else 128,

@@ -28,9 +28,9 @@ BROKEN = [
     ("attn_fa.cu", {"HEAD_DIM": 0}, "HEAD_DIM must be 1 to 256"),
     ("attn_fa.cu", {"HEAD_DIM": 264}, "HEAD_DIM must be 1 to 256"),
     ("attn_fa.cu", {"NUM_WARPS": 33, "BLOCK_Q": 33}, "NUM_WARPS must be 1 to 32"),
-    ("attn_fa.cu", {"BLOCK_Q": 30}, "BLOCK_Q must be a multiple of NUM_WARPS"),
     ("attn_fa.cu", {"HEAD_DIM": 36}, "HEAD_DIM must be a multiple of VEC"),
     ("attn_fa.cu", {"DTYPE": 2}, "VEC elements must fit in one 16-byte access"),
+    ("attn_fa_warps.cu", {"BLOCK_Q": 30}, "BLOCK_Q must be a multiple of NUM_WARPS"),
     ("attn_fa_warps.cu", {"BLOCK_KV": 48}, "BLOCK_KV must be a multiple of 32"),
     ("attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("attn_fa_tc.cu", {"BLOCK_Q": 32}, "BLOCK_Q / NUM_WARPS must be a multiple of 16"),
@@ -43,10 +43,10 @@ BROKEN = [
     ("quantize.cu", {"GROUP_Q": 0}, "quantize needs GROUP_Q, the rows per scale"),
     ("quantize.cu", {"BLOCK_Q": 48, "GROUP_Q": 64}, "BLOCK_Q must hold whole groups of GROUP_Q"),
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
-    ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "the Hopper form of fa_tc takes HEAD_DIM up to 128"),
-    ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 128, "NUM_WARPS": 8}, "BLOCK_Q must be 192"),
+    ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "BLOCK_Q must be 128 past HEAD_DIM 128"),
+    ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 64, "NUM_WARPS": 8}, "BLOCK_Q must be 128 or 192"),
     ("sm90/attn_fa_tc.cu", {"NUM_WARPS": 12}, "NUM_WARPS must be 4 for every 64 rows"),
-    ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 112}, "BLOCK_KV must be 64, 96 or 128"),
+    ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 72}, "BLOCK_KV must be a multiple of 16 from 64 to 256"),
 ]
 #: Contracts of templates, tripped by a few lines of their own.
 TEMPLATES = [

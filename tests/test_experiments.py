@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn import compile as compiler
 from cupyattn import device, timing
-from experiments import common, ladder, numerics_claims, others, peers, tile_sweep
+from experiments import common, ladder, numerics_claims, others, peers, race, tile_sweep
 from experiments.common import Problem
 
 FOLDER = Path(ladder.__file__).parent
@@ -84,6 +85,71 @@ def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixt
     assert own["tiles"] == vars(ca.VARIANTS["fa_tc"].default_tiles(64))
     assert all(row["registers"] > 0 and row["shared_bytes"] > 0 for row in found["rows"])
     assert "tiles hold their bound" in capsys.readouterr().out
+
+
+def test_the_race_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sm90").mkdir()
+    kernel = compiler.KERNELS / "sm90" / "attn_fa_tc.cu"
+    changed = kernel.read_text() + 'static_assert(BLOCK_KV != 96, "not 96");\n'
+    (tmp_path / "sm90" / kernel.name).write_text(changed)
+    file = tmp_path / "race.json"
+    candidates = ["now", f"new={tmp_path}", "wide@192x96w16s2", f"both={tmp_path}@192x96w16s2"]
+    cells = ["--cells", "64:512", "128:512c"]
+    assert race.main([*candidates, *cells, "--quick", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert [found["problem"]["causal"] for found in record["problems"]] == [False, True]
+    for found in record["problems"]:
+        assert record["rejected"][found["problem"]["name"]] == {"both": "not 96"}
+        assert [row["variant"] for row in found["rows"]] == ["now", "new", "wide"]
+        assert [row["tiles"]["block_kv"] for row in found["rows"]] == [128, 128, 96]
+        assert all(row["ok"] and row["spill_bytes"] == 0 for row in found["rows"])
+    assert "192x96 w16 s2: 128 registers, 0 bytes spilled" in capsys.readouterr().out
+
+
+def test_a_candidate_brings_its_own_headers(tmp_path: Path) -> None:
+    prims = tmp_path / "changes" / "prims"
+    prims.mkdir(parents=True)
+    (prims / "warp.cuh").write_text("#error mine\n")
+    candidate = race.parse_candidate(f"new={tmp_path / 'changes'}", tmp_path / "stage")
+    problem = race.parse_cell("64:512")
+    assert "not found" not in str(race.compiled(candidate, problem))
+    assert "mine" in str(race.compiled(candidate, problem))
+    assert isinstance(race.compiled(race.parse_candidate("now", tmp_path), problem), common.Cell)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["now@192x96"], "a candidate looks like"),
+        (["now=nowhere"], "now: nowhere is not a folder"),
+        (["now", "now@192x96w16s2"], "two candidates have one name: now, now"),
+        (["now", "--cells", "128x512"], "a cell looks like 128:512"),
+    ],
+)
+def test_a_race_says_what_it_did_not_understand(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert race.main([*arguments, "--quick"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_race_is_told_in_pairs_of_the_same_rounds() -> None:
+    rows = [
+        {"variant": "now", "seconds": 2.0, "samples": [2.0, 4.0]},
+        {"variant": "new", "seconds": 1.0, "samples": [1.0, 2.0]},
+        {"variant": "wrong"},
+        {"variant": others.CUDNN, "seconds": 8.0, "samples": [8.0, 16.0]},
+        {"variant": others.FLASH_3, "seconds": 1.5, "samples": [1.5, 3.0]},
+    ]
+    record = {"problems": [{"problem": {"name": "one"}, "rows": rows}]}
+    names = ["now", "new", "wrong", "absent"]
+    (found,) = race.compared(record, names)
+    assert found["first"] == {"now": [1.0] * 3, "new": [2.0] * 3, "wrong": None, "absent": None}
+    assert found["rival"] == {"now": [0.75] * 3, "new": [1.5] * 3, "wrong": None, "absent": None}
+    header, first, mean, rival, _ = race.summary([found], names).splitlines()
+    assert header.split() == ["against", *names]
+    assert first.split()[:2] == ["one", "now"] and "2.000 [2.000, 2.000]" in first
+    assert "2.000 (1)" in mean and rival.split()[:2] == ["one", "rival"]
 
 
 def test_tiles_that_do_not_compile_are_reported_with_the_reason() -> None:

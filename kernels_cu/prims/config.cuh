@@ -78,7 +78,6 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
 
 static_assert(HEAD_DIM >= 1 && HEAD_DIM <= 256, "HEAD_DIM must be 1 to 256");
 static_assert(NUM_WARPS >= 1 && NUM_WARPS <= 32, "NUM_WARPS must be 1 to 32");
-static_assert(BLOCK_Q % NUM_WARPS == 0, "BLOCK_Q must be a multiple of NUM_WARPS");
 static_assert(
     HEAD_DIM % VEC == 0, "HEAD_DIM must be a multiple of VEC, or a load would cross a row");
 static_assert(VEC * sizeof(elem_t) <= 16, "VEC elements must fit in one 16-byte access");

@@ -18,11 +18,25 @@ template <int PENDING>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Keeps the compiler from moving uses of an accumulator across a wait.
+// Keeps the compiler from moving uses of registers that wgmma reads or writes across a wait.
 template <int COUNT>
 __device__ __forceinline__ void wgmma_use(float (&c)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i])::"memory");
+}
+template <int COUNT>
+__device__ __forceinline__ void wgmma_use(uint32_t (&a)[COUNT][4]) {
+#pragma unroll
+  for (int i = 0; i < COUNT * 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+}
+// What leads to x, a number that is never negative, is computed before whatever follows.
+// NOTE: ptxas lifts a wait over arithmetic that does not depend on it, and what was meant to run
+// beside wgmma runs behind it. A store that depends on x, though it is never made, stops that.
+__device__ __forceinline__ void finish(float x) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}\n" ::"f"(x),
+      "r"(0)
+      : "memory");
 }
 // Registers per thread from here on; every warp of the warpgroup must say so.
 template <int REGISTERS>
@@ -61,162 +75,86 @@ __device__ __forceinline__ Descriptor descriptor_n_major(const void* tile, int c
 template <typename T, int N>
 struct Wgmma;
 
+// Accumulators as operands, eight by eight: NAMES_n are %0 to %(n - 1) in the text, ACCUMULATORS_n
+// the n registers that they stand for.
 // clang-format off
-#define WGMMA_N64(T, TYPE) \
+#define EIGHT(i) \
+  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), \
+  "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define NAMES_32 NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_40 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define NAMES_48 NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_56 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define NAMES_64 NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_72 NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define NAMES_80 NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES_88 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define NAMES_96 NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_104 NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define NAMES_112 NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define NAMES_120 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define NAMES_128 NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define ACCUMULATORS_8 EIGHT(0)
+#define ACCUMULATORS_16 ACCUMULATORS_8, EIGHT(8)
+#define ACCUMULATORS_24 ACCUMULATORS_16, EIGHT(16)
+#define ACCUMULATORS_32 ACCUMULATORS_24, EIGHT(24)
+#define ACCUMULATORS_40 ACCUMULATORS_32, EIGHT(32)
+#define ACCUMULATORS_48 ACCUMULATORS_40, EIGHT(40)
+#define ACCUMULATORS_56 ACCUMULATORS_48, EIGHT(48)
+#define ACCUMULATORS_64 ACCUMULATORS_56, EIGHT(56)
+#define ACCUMULATORS_72 ACCUMULATORS_64, EIGHT(64)
+#define ACCUMULATORS_80 ACCUMULATORS_72, EIGHT(72)
+#define ACCUMULATORS_88 ACCUMULATORS_80, EIGHT(80)
+#define ACCUMULATORS_96 ACCUMULATORS_88, EIGHT(88)
+#define ACCUMULATORS_104 ACCUMULATORS_96, EIGHT(96)
+#define ACCUMULATORS_112 ACCUMULATORS_104, EIGHT(104)
+#define ACCUMULATORS_120 ACCUMULATORS_112, EIGHT(112)
+#define ACCUMULATORS_128 ACCUMULATORS_120, EIGHT(120)
+
+// One instruction shape: N columns, COUNT = N / 2 accumulators, and the numbers of the six operands
+// that follow them in the text.
+#define WGMMA_OF(T, TYPE, N, COUNT, X0, X1, X2, X3, X4, X5) \
 template <> \
-struct Wgmma<T, 64> { \
-  static __device__ __forceinline__ void ss(float (&c)[32], Descriptor a, Descriptor b, \
-                                            bool accumulate) { \
+struct Wgmma<T, N> { \
+  static __device__ __forceinline__ void ss( \
+      float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
     asm volatile( \
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%32, %33};\nmov.b64 b, {%34, %35};\n" \
-        "setp.ne.b32 p, %36, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " \
-          "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-          "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-          "%30, %31" \
-        "}, a, b, p, 1, 1, 0, 0;\n}\n" \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), \
-            "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), \
-            "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), \
-            "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), \
-            "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), \
-            "+f"(c[30]), "+f"(c[31]) \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\n" \
+        "mov.b64 a, {%" #X0 ", %" #X1 "};\nmov.b64 b, {%" #X2 ", %" #X3 "};\n" \
+        "setp.ne.b32 p, %" #X4 ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
+        "{" NAMES_##COUNT "}, a, b, p, 1, 1, 0, 0;\n}\n" \
+        : ACCUMULATORS_##COUNT \
         : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
   } \
-  static __device__ __forceinline__ void rs(float (&c)[32], const uint32_t (&a)[4], \
-                                            Descriptor b) { \
+  static __device__ __forceinline__ void rs( \
+      float (&c)[COUNT], const uint32_t (&a)[4], Descriptor b) { \
     asm volatile( \
-        "{\n.reg .b64 b;\nmov.b64 b, {%36, %37};\n" \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " \
-          "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-          "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-          "%30, %31" \
-        "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;\n}\n" \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), \
-            "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), \
-            "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), \
-            "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), \
-            "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), \
-            "+f"(c[30]), "+f"(c[31]) \
+        "{\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
+        "{" NAMES_##COUNT "}, {%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, b, 1, 1, 1, 1;\n}\n" \
+        : ACCUMULATORS_##COUNT \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high)); \
   } \
 };
-WGMMA_N64(__half, "f16")
-WGMMA_N64(__nv_bfloat16, "bf16")
-#undef WGMMA_N64
-
-#define WGMMA_N96(T, TYPE) \
-template <> \
-struct Wgmma<T, 96> { \
-  static __device__ __forceinline__ void ss(float (&c)[48], Descriptor a, Descriptor b, \
-                                            bool accumulate) { \
-    asm volatile( \
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%48, %49};\nmov.b64 b, {%50, %51};\n" \
-        "setp.ne.b32 p, %52, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " \
-          "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-          "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-          "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
-          "%40, %41, %42, %43, %44, %45, %46, %47" \
-        "}, a, b, p, 1, 1, 0, 0;\n}\n" \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), \
-            "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), \
-            "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), \
-            "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), \
-            "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), \
-            "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), \
-            "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), \
-            "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]) \
-        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
-  } \
-  static __device__ __forceinline__ void rs(float (&c)[48], const uint32_t (&a)[4], \
-                                            Descriptor b) { \
-    asm volatile( \
-        "{\n.reg .b64 b;\nmov.b64 b, {%52, %53};\n" \
-        "wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " \
-          "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-          "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-          "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
-          "%40, %41, %42, %43, %44, %45, %46, %47" \
-        "}, {%48, %49, %50, %51}, b, 1, 1, 1, 1;\n}\n" \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), \
-            "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), \
-            "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), \
-            "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), \
-            "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), \
-            "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), \
-            "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), \
-            "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]) \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high)); \
-  } \
-};
-WGMMA_N96(__half, "f16")
-WGMMA_N96(__nv_bfloat16, "bf16")
-#undef WGMMA_N96
-
-#define WGMMA_N128(T, TYPE) \
-template <> \
-struct Wgmma<T, 128> { \
-  static __device__ __forceinline__ void ss(float (&c)[64], Descriptor a, Descriptor b, \
-                                            bool accumulate) { \
-    asm volatile( \
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%64, %65};\nmov.b64 b, {%66, %67};\n" \
-        "setp.ne.b32 p, %68, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " \
-          "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-          "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-          "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
-          "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-          "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, " \
-          "%60, %61, %62, %63" \
-        "}, a, b, p, 1, 1, 0, 0;\n}\n" \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), \
-            "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), \
-            "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), \
-            "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), \
-            "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), \
-            "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), \
-            "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), \
-            "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), \
-            "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), \
-            "+f"(c[54]), "+f"(c[55]), "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), \
-            "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63]) \
-        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
-  } \
-  static __device__ __forceinline__ void rs(float (&c)[64], const uint32_t (&a)[4], \
-                                            Descriptor b) { \
-    asm volatile( \
-        "{\n.reg .b64 b;\nmov.b64 b, {%68, %69};\n" \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " \
-          "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-          "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-          "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
-          "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-          "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, " \
-          "%60, %61, %62, %63" \
-        "}, {%64, %65, %66, %67}, b, 1, 1, 1, 1;\n}\n" \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), \
-            "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), \
-            "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), \
-            "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), \
-            "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), \
-            "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), \
-            "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), \
-            "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), \
-            "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), \
-            "+f"(c[54]), "+f"(c[55]), "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), \
-            "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63]) \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high)); \
-  } \
-};
-WGMMA_N128(__half, "f16")
-WGMMA_N128(__nv_bfloat16, "bf16")
-#undef WGMMA_N128
-
+#define WGMMA(...) \
+  WGMMA_OF(__half, "f16", __VA_ARGS__) \
+  WGMMA_OF(__nv_bfloat16, "bf16", __VA_ARGS__)
+WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+WGMMA(80, 40, 40, 41, 42, 43, 44, 45)
+WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
+WGMMA(112, 56, 56, 57, 58, 59, 60, 61)
+WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+WGMMA(144, 72, 72, 73, 74, 75, 76, 77)
+WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
+WGMMA(176, 88, 88, 89, 90, 91, 92, 93)
+WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
+WGMMA(224, 112, 112, 113, 114, 115, 116, 117)
+WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
+#undef WGMMA
+#undef WGMMA_OF
+#undef EIGHT
 // clang-format on

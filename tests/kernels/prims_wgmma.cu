@@ -56,7 +56,7 @@ extern "C" __global__ __launch_bounds__(256, 1) void ss(const elem_t* A,  // [M,
   const int row0 = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0) * 64;
   const Descriptor A_rows = descriptor_k_major(&smem.A[0][row0 * COLS]);
   const Descriptor B_rows = descriptor_k_major(smem.B[0]);
-#pragma unroll
+#pragma unroll 1
   for (int kept = 0; kept < 2; ++kept) {  // whether what the accumulators held counts
     float c[N / 2];
 #pragma unroll
