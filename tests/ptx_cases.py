@@ -300,6 +300,8 @@ def float_values(rows: int) -> np.ndarray:
         x = x.astype(np.float32)
     x[:, 140:160] = np.float32(1) + x[:, 140:160].view(np.uint32) % 3 * np.float32(2.0**-23)
     special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, LARGEST, -LARGEST, 1.0, 2.0**-126]
+    payloads = [0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0x7FC01234, 0xFF812345]
+    x[0, 128:133] = np.array(payloads, np.uint32).view(np.float32)
     for i in range(rows):
         x[i, 160:] = np.array(special, np.float32)[(np.arange(96) // (1, 9, 4)[i]) % len(special)]
     return x
@@ -417,9 +419,9 @@ def to_integer(x: np.ndarray, function: Callable[[float], int], low: int, high: 
 
 
 def tf32(x: np.ndarray) -> np.ndarray:
-    """To nearest, ties away from zero."""
-    bits = (x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
-    return np.where(np.isfinite(x), bits, np.where(np.isnan(x), NAN, x.view(np.uint32)))
+    """To nearest, ties away from zero; infinities and NaN are cut, as an H200 does it."""
+    bits = x.view(np.uint32)
+    return np.where(np.isfinite(x), bits + np.uint32(0x1000), bits) & np.uint32(0xFFFFE000)
 
 
 def conversions_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:

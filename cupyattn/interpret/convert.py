@@ -204,18 +204,19 @@ def _tf32(modifiers: tuple[str, ...]) -> Operation | None:
 
     def evaluate(a: Array) -> Array:
         a = rectify(a) if rectifies else a
-        bits = np.asarray(a).view(np.uint32)
+        bits = whole = np.asarray(a).view(np.uint32)
         if rounding == "rn":
             odd = np.bitwise_and(np.right_shift(bits, np.uint32(13)), np.uint32(1))
             bits = np.add(bits, np.add(odd, np.uint32(0xFFF)))
         elif rounding == "rna":
             bits = np.add(bits, np.uint32(0x1000))
-        bits = np.bitwise_and(bits, np.uint32(0xFFFFE000))
-        rounded = np.where(np.isfinite(a), bits.view(np.float32), a)
+        # Infinities and NaN are cut, not rounded: so an H200 does it (for rna).
+        bits = np.bitwise_and(np.where(np.isfinite(a), bits, whole), np.uint32(0xFFFFE000))
+        rounded = bits.view(np.float32)
         if saturates:
             largest = np.uint32(0x7F7FE000).view(np.float32)
             rounded = np.where(np.isinf(rounded), np.copysign(largest, rounded), rounded)
-        return exact.canonical(rounded, FORMATS["f32"]).view(np.uint32)
+        return rounded.view(np.uint32)
 
     return Operation(("f32",), ("b32",), evaluate)
 
