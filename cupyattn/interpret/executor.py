@@ -17,7 +17,7 @@ from cupyattn.compile import Binary, ModuleSpec
 from cupyattn.errors import KernelLaunchError
 from cupyattn.interpret.bulk import TENSOR_MAP_MARK, Tensor
 from cupyattn.interpret.machine import Machine
-from cupyattn.interpret.memory import GlobalMemory
+from cupyattn.interpret.memory import GlobalMemory, duplicate
 from cupyattn.interpret.program import Program, program
 from cupyattn.interpret.ptx import Parameter
 from cupyattn.launch import Launch, Plan, TensorMap
@@ -55,7 +55,7 @@ def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None
     arrays = {name: a for name, a in buffers.items() if a is not None}
     for name, a in arrays.items():
         check_numpy(a, name)
-    results = {name: np.array(a, order="K") for name, a in arrays.items() if a.flags.writeable}
+    results = {name: duplicate(a) for name, a in arrays.items() if a.flags.writeable}
     held = {**arrays, **results}
     written = set(held)
     for work in plan.workspace:
