@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cupyattn import bounds, distributions, quant, reference, testing, unfused
-    from cupyattn.api import attention, explain
+    from cupyattn.api import attention, explain, plan
     from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
     from cupyattn.measure import ladder
     from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
@@ -39,6 +39,7 @@ __all__ = [
     "distributions",
     "explain",
     "ladder",
+    "plan",
     "quant",
     "quantize",
     "reference",
@@ -51,6 +52,7 @@ __all__ = [
 _HOME = {
     "attention": "api",
     "explain": "api",
+    "plan": "api",
     "KernelCompileError": "errors",
     "KernelLaunchError": "errors",
     "UnsupportedError": "errors",

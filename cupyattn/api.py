@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
-from cupyattn import backends, launch
-from cupyattn.launch import Operand, Plan
-from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
-from cupyattn.quant.operands import scale_shape
-from cupyattn.quant.plan import plan_operand
+from cupyattn.launch import Plan
+from cupyattn.prepared import (
+    Prepared,
+    direct_operands,
+    form_key,
+    operands_of,
+    recall,
+    remember,
+    run_mirror,
+    stages,
+)  # fmt: skip
+from cupyattn.quant import QuantConfig
 from cupyattn.request import Options, Request, resolve
-from cupyattn.rounding import STORAGE, array_namespace
 from cupyattn.tiles import Tiles
-
-#: Compute capability times ten of the devices that the Hopper forms are for.
-HOPPER_CAPABILITY = 90
 
 
 def attention(
@@ -116,14 +117,64 @@ def attention(
     >>> ca.attention(q, k, v, causal=True)[0, 0, :, 0]
     array([1., 1., 1., 1.], dtype=float16)
     """
+    key = None
+    if out is None and layout == "BHSD" and not check_finite:
+        key = form_key(
+            (variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
+             block_mask, return_lse, quant, tiles, arch, backend),
+            q, k, v,
+        )  # fmt: skip
+        ready = recall(key)
+        if ready is not None:
+            o, lse = ready.run(direct_operands(q, k, v) or {}, None)
+            return (o, lse) if return_lse else o
     options = Options(
         variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
         block_mask, layout, return_lse, out, quant, tiles, arch, backend, check_finite,
     )  # fmt: skip
     request = resolve(q, k, v, options)
-    o, lse = _run_mirror(request) if request.backend == "mirror" else _run_kernels(request)
+    if request.backend == "mirror":
+        o, lse = run_mirror(request)
+    else:
+        ready = Prepared(request, keep=False)
+        operands = operands_of(request)
+        o, lse = ready.run(operands, request.receiver)
+        given = direct_operands(q, k, v) or {}
+        if key is not None and all(operands[name] is a for name, a in given.items()):
+            remember(key, ready)  # nothing was copied to be laid out otherwise
     result = request.restore(o) if out is None else out
     return (result, request.restore_lse(lse)) if return_lse else result
+
+
+def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
+    """Prepare a call of `attention` once, to run it many times.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As for `attention`. Only their shapes, strides, dtypes, addresses modulo 16 and device
+        count; with ``out=`` each call is given one.
+
+    Returns
+    -------
+    Prepared
+        Call it with ``(q, k, v)`` of the same form: it checks little, plans nothing, and owns its
+        scratch memory, so a CUDA graph may capture it. ``str()`` says what runs.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = np.ones((1, 1, 4, 8), np.float16)
+    >>> prepared = plan(q, q, q, causal=True)
+    >>> prepared(q, q, q)[0, 0, :, 0]
+    array([1., 1., 1., 1.], dtype=float16)
+    """
+    return Prepared(resolve(q, k, v, _options("plan", options)))
 
 
 def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
@@ -152,11 +203,7 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     >>> print(explain(q, q, q).splitlines()[0])
     fa_tc: the fastest rung of accuracy class 'full' for float16
     """
-    known = {field.name for field in fields(Options)}
-    for name in options:
-        if name not in known:
-            raise TypeError(f"explain got an unexpected argument {name!r}")
-    request = resolve(q, k, v, Options(**options))
+    request = resolve(q, k, v, _options("explain", options))
     where = {
         "cuda": "runs on the device",
         "mirror": "runs in NumPy, with the blocks and the rounding of these launches",
@@ -166,122 +213,15 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     return "\n".join([*lines, *map(str, plans(request))])
 
 
+def _options(function: str, options: dict[str, Any]) -> Options:
+    """Return keyword arguments of `attention` as given to another function."""
+    known = {field.name for field in fields(Options)}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{function} got an unexpected argument {name!r}")
+    return Options(**options)
+
+
 def plans(request: Request) -> list[Plan]:
     """Plan a request from shapes and strides alone: the quantising passes, then attention."""
-    call, options, z = request.call, request.options, request.quantized
-    o = request.receiver
-    if o is None:
-        o = Operand.contiguous(call.output_shape, STORAGE[call.dtype].itemsize)
-    else:
-        o = Operand.of(o)
-    if request.variant.family != "int8":
-        q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
-        return [
-            launch.plan_attention(
-                request.variant, call, q, k, v, o, tiles=options.tiles, arch=_arch(request)
-            )
-        ]
-    if z is not None:
-        return [_plan_quantized(request, z, o)]
-    quant, tiles = options.quant or QuantConfig(), options.tiles
-    tiles = tiles or request.variant.default_tiles(call.head_dim)
-    groups = quant.group_q(tiles), quant.group_kv(tiles)
-    passes, codes, scales = [], [], []
-    for array, group, granularity, smooth in (
-        (request.q, groups[0], quant.granularity_q, False),
-        (request.k, groups[1], quant.granularity_k, quant.smooth_k),
-    ):
-        x, per_tensor = Operand.of(array), granularity == "tensor"
-        passes.append(
-            plan_operand(
-                x, call.dtype, group, per_tensor=per_tensor, smooth=smooth, static=quant.static
-            )
-        )
-        codes.append(Operand.contiguous(x.shape, 1))
-        scales.append(Operand.contiguous(scale_shape(x.shape, group, granularity), 4))
-    v = Operand.of(request.v)
-    if call.dtype == "float32":
-        v = Operand.contiguous(v.shape, 2)
-    plan = launch.plan_int8(
-        request.variant, call, codes[0], codes[1], v, o, scales[0], scales[1], group_q=groups[0],
-        group_kv=groups[1], smoothed=quant.smooth_k, tiles=tiles,
-    )  # fmt: skip
-    return [*passes, plan]
-
-
-def _arch(request: Request) -> str | None:
-    """Return the architecture to plan for: the caller's, or that of the device of the arrays.
-
-    Tiles that a caller names are those of the portable form, unless he names ``"sm_90a"`` too.
-    """
-    options = request.options
-    if options.arch is not None or options.tiles is not None or request.backend != "cuda":
-        return options.arch
-    hopper = int(request.q.device.compute_capability) == HOPPER_CAPABILITY
-    return "sm_90a" if hopper else None
-
-
-def _plan_quantized(request: Request, z: QuantizedQKV, o: Operand) -> Plan:
-    q_codes, k_codes, v, q_scale, k_scale = (
-        Operand.of(a) for a in (z.q_codes, z.k_codes, z.v, z.q_scale, z.k_scale)
-    )
-    return launch.plan_int8(
-        request.variant, request.call, q_codes, k_codes, v, o, q_scale, k_scale,
-        group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None,
-        tiles=request.options.tiles,
-    )  # fmt: skip
-
-
-def _receiver(request: Request, xp: Any) -> Any:
-    """Return where O goes, in layout BHSD: the caller's array, or one contiguous in his layout."""
-    if request.receiver is not None:
-        return request.receiver
-    batch, heads, len_q, head_dim = request.call.output_shape
-    if request.options.layout == "BSHD":
-        shape = (batch, len_q, heads, head_dim)
-        return xp.empty(shape, STORAGE[request.call.dtype]).swapaxes(1, 2)
-    return xp.empty(request.call.output_shape, STORAGE[request.call.dtype])
-
-
-def _quantize(request: Request) -> QuantizedQKV:
-    """Return the quantised operands of a request for the INT8 rung."""
-    options = request.options
-    return request.quantized or quantize(
-        request.q, request.k, request.v, quant=options.quant, tiles=options.tiles,
-        backend=request.backend,
-    )  # fmt: skip
-
-
-def _run_kernels(request: Request) -> tuple[Any, Any]:
-    call, xp = request.call, array_namespace(request.q)
-    # NOTE: the arrays may lie on another device than the current one; kernels run on theirs, on the
-    # stream that is current there.
-    with backends.on_device_of(request.q):
-        if request.variant.family == "int8":
-            z = _quantize(request)
-            names = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
-            inputs = {name: getattr(z, name) for name in names}
-        else:
-            z, inputs = None, {"q": request.q, "k": request.k, "v": request.v}
-        o = _receiver(request, xp)
-        lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
-        plan = plans(request)[0] if z is None else _plan_quantized(request, z, Operand.of(o))
-        buffers = {name: backends.as_input(array) for name, array in inputs.items()}
-        backends.run(request.backend, plan, {**buffers, "o": o, "lse": lse}, request.options.arch)
-    return o, lse
-
-
-def _run_mirror(request: Request) -> tuple[Any, Any]:
-    from cupyattn import reference
-
-    operands = (request.q, request.k, request.v)
-    if request.variant.family == "int8":
-        operands = (_quantize(request), None, None)
-    options = request.options
-    o, lse = reference.attention_mirror(
-        *operands, variant=request.variant.name, tiles=options.tiles, scale=options.scale,
-        causal=options.causal, causal_align=options.causal_align, return_lse=True,
-    )  # fmt: skip
-    receiver = _receiver(request, np)
-    receiver[...] = o
-    return receiver, lse
+    return stages(request).plans

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import launch
+from cupyattn import executor
 from cupyattn.launch import Plan
 from cupyattn.rounding import array_namespace
 
@@ -49,7 +49,7 @@ def choose(backend: str | None, array: Any) -> str:
 
 
 def run(backend: str, plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None:
-    """Run a plan with `cupyattn.launch.run_cuda` or `cupyattn.interpret.run`, which say how.
+    """Run a plan with `cupyattn.executor.run` or `cupyattn.interpret.run`, which say how.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def run(backend: str, plan: Plan, buffers: Mapping[str, Any], arch: str | None =
     arch : str, optional
     """
     if backend == "cuda":
-        launch.run_cuda(plan, buffers, arch)
+        executor.run(plan, buffers, arch)
     else:
         from cupyattn import interpret
 

@@ -5,8 +5,7 @@ binary on the current device. This is the only file that mentions ``cupy.RawModu
 
 The cache is keyed by the source, every header that an ``#include`` reaches, the options, the
 version of NVRTC and the architecture, so that an edited header is never answered with an old
-binary. An entry is one file, written whole and renamed into place; one that does not read back
-correctly is compiled again.
+binary. `cupyattn.disk_cache` keeps the files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cupyattn import nvrtc
+from cupyattn import disk_cache, nvrtc
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
 from cupyattn.includes import headers_reached
 
@@ -47,9 +46,8 @@ OPTIONS = (
     "--ptxas-options=-v",
 )
 
-#: Changes when the layout of a cache entry, or what goes into its key, changes.
-_FORMAT = 1
-_MAGIC = b"cupyattn-binary-%d\n" % _FORMAT
+#: Compute capability times ten of the devices that the Hopper forms are for.
+HOPPER_CAPABILITY = 90
 
 _log = logging.getLogger("cupyattn")
 
@@ -166,7 +164,6 @@ _memory: dict[str, Binary] = {}
 _key_locks: dict[str, threading.Lock] = {}
 _state_lock = threading.Lock()
 _counts = {"memory_hits": 0, "disk_hits": 0, "compiled": 0}
-_warned_folders: set[Path] = set()
 
 
 def build(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
@@ -347,7 +344,7 @@ def _key(
     folder: Path,
 ) -> str:
     # NOTE: the paths are in the key because -lineinfo writes them into the binary.
-    facts = [_FORMAT, compiler.build, options, str(spec.path), str(KERNELS)]
+    facts = [disk_cache.FORMAT, compiler.build, options, str(spec.path), str(KERNELS)]
     digest = hashlib.sha256(json.dumps(facts).encode())
     digest.update(source.encode())
     for path, content in headers_reached(spec.path, source, KERNELS, folder):
@@ -355,7 +352,7 @@ def _key(
     return digest.hexdigest()
 
 
-# ---- the cache on disk ---------------------------------------------------------------------------
+# ---- the cache -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -370,18 +367,10 @@ class CacheInfo:
     compiled: int
 
 
-def cache_folder() -> Path:
-    """Return the folder of the cache: ``CUPYATTN_CACHE_DIR``, else under the user's cache home."""
-    if os.environ.get("CUPYATTN_CACHE_DIR"):
-        return Path(os.environ["CUPYATTN_CACHE_DIR"]).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "cupyattn"
-
-
 def cache_info() -> CacheInfo:
     """Return what the compile cache holds and how often it answered in this process."""
-    folder = cache_folder()
-    sizes = [path.stat().st_size for path in folder.glob("*.bin")]
+    folder = disk_cache.cache_folder()
+    sizes = [path.stat().st_size for path in disk_cache.entries()]
     with _state_lock:
         return CacheInfo(folder, len(sizes), sum(sizes), **_counts)
 
@@ -403,27 +392,19 @@ def cache_clear(*, disk: bool = True) -> int:
         _memory.clear()
     with _load_lock:
         _modules.clear()
+        _generation[0] += 1
     deleted = 0
     if disk:
-        for path in cache_folder().glob("*.bin"):
+        for path in disk_cache.entries():
             path.unlink(missing_ok=True)
             deleted += 1
     return deleted
 
 
 def _read_entry(key: str) -> Binary | None:
-    """Return an entry of the cache, None where there is none or it is damaged."""
-    path = cache_folder() / f"{key}.bin"
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _log.warning("cannot read %s (%s): compiling again", path, error)
-        return None
-    checksum, payload = content[len(_MAGIC) : len(_MAGIC) + 32], content[len(_MAGIC) + 32 :]
-    if not content.startswith(_MAGIC) or hashlib.sha256(payload).digest() != checksum:
-        _log.warning("%s is damaged: compiling again", path)
+    """Return an entry of the cache, None where there is none."""
+    payload = disk_cache.read(key)
+    if payload is None:
         return None
     head, _, cubin = payload.partition(b"\n")
     facts = json.loads(head)
@@ -433,30 +414,14 @@ def _read_entry(key: str) -> Binary | None:
 
 
 def _write_entry(key: str, binary: Binary) -> None:
-    """Write an entry whole, or warn once that the folder does not take it."""
-    folder = cache_folder()
     facts = {name: value for name, value in asdict(binary).items() if name != "cubin"}
-    payload = json.dumps(facts).encode() + b"\n" + binary.cubin
-    temporary = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
-            temporary = Path(file.name)
-            file.write(_MAGIC + hashlib.sha256(payload).digest() + payload)
-        os.replace(temporary, folder / f"{key}.bin")
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        with _state_lock:
-            first = folder not in _warned_folders
-            _warned_folders.add(folder)
-        if first:
-            _log.warning("cannot keep compiled kernels in %s: %s", folder, error)
+    disk_cache.write(key, json.dumps(facts).encode() + b"\n" + binary.cubin)
 
 
 # ---- load ----------------------------------------------------------------------------------------
 
 _modules: dict[tuple[ModuleSpec, str | None, int], Module] = {}
+_generation = [0]
 _load_lock = threading.Lock()
 
 
@@ -538,6 +503,11 @@ def load(spec: ModuleSpec, arch: str | None = None) -> Module:
         return _modules[slot]
 
 
+def generation() -> int:
+    """Return how often the cache was cleared: what was loaded in another generation is stale."""
+    return _generation[0]
+
+
 def _load_module(binary: Binary) -> Module:
     import cupy
 
@@ -577,7 +547,7 @@ def device_architecture(capability: int, hopper: bool = False) -> str:
             "call with NumPy arrays to run the mirror"
         )
     if hopper:
-        if capability != 90:
+        if capability != HOPPER_CAPABILITY:
             raise UnsupportedError(
                 f"the Hopper form runs on compute capability 9.0 alone, this device has "
                 f"{capability / 10:.1f}: use the portable form"

@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn import nvrtc
+from cupyattn.errors import UnsupportedError
+
 #: Floating-point and integer operations per clock per SM (a multiply-add counts twice), dense, by
 #: compute capability times ten. FP32: CUDA programming guide, "Throughput of native arithmetic
 #: instructions". Tensor cores: NVIDIA's A100 and H100 whitepapers (peak / SMs / boost clock). Other
@@ -44,6 +47,15 @@ def device_missing() -> str:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return f"CuPy sees no CUDA device ({error})"
     return "" if count else "CuPy sees no CUDA device"
+
+
+def compiler_missing() -> str:
+    """Say why kernels cannot be compiled here; empty where they can."""
+    try:
+        nvrtc.headers(nvrtc.load())
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 def ceiling(family: str, capability: int, multiprocessors: int, clock_hz: float) -> float | None:
@@ -256,9 +268,6 @@ def _version_of(module: str) -> str | None:
 
 
 def _nvrtc_version() -> str | None:
-    from cupyattn import nvrtc
-    from cupyattn.errors import UnsupportedError
-
     try:
         return ".".join(map(str, nvrtc.load().version))
     except UnsupportedError:

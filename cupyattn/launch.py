@@ -1,14 +1,14 @@
 """From a checked call to a `Plan`, pure data: kernels, grids, parameters, workspace.
 
 A plan holds no array and needs no device. An executor binds names of buffers to addresses and runs
-it: `run_cuda` here, on CuPy arrays. This is the only file that casts scalars for a kernel.
+it: `cupyattn.executor` on a device, `cupyattn.interpret.executor` on NumPy. This is the only file
+that casts scalars for a kernel.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import compile as compiler
-from cupyattn import tensor_map
 from cupyattn.checks import INT32_MAX, AttentionCall, data_address
 from cupyattn.compile import ModuleSpec
-from cupyattn.errors import KernelLaunchError, UnsupportedError
+from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
 from cupyattn.registry import Variant
 from cupyattn.tiles import Tiles
@@ -191,6 +189,11 @@ class Plan:
     launches: tuple[Launch, ...]
     workspace: tuple[Workspace, ...] = ()
     note: str = ""
+
+    @functools.cached_property
+    def on_devices(self) -> dict[Any, Any]:
+        """What an executor keeps of this plan, by device."""
+        return {}
 
     def __str__(self) -> str:
         workspace = sum(w.nbytes for w in self.workspace)
@@ -491,61 +494,3 @@ def _pointers(struct: np.dtype[Any], values: Mapping[str, Any]) -> Iterator[tupl
     for name, value in values.items():
         if isinstance(value, str):
             yield offsets[name][1] // 8, value
-
-
-def _argument(
-    template: tuple[np.ndarray, tuple[tuple[int, str], ...]] | TensorMap,
-    addresses: Mapping[str, int],
-) -> np.ndarray:
-    """Return a parameter with the addresses filled in, as CuPy passes it by value: of size 1."""
-    if isinstance(template, TensorMap):
-        return tensor_map.encode(
-            addresses[template.buffer], template.dtype, template.shape, template.strides,
-            template.box,
-        )  # fmt: skip
-    words, pointers = template
-    filled = words.copy()
-    for index, name in pointers:
-        filled[index] = addresses[name]
-    # NOTE: of a structured array CuPy would ask NumPy for a description, field by field.
-    return filled.view(f"V{filled.nbytes}")
-
-
-def run_cuda(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None:
-    """Run a plan on the current CuPy device and stream.
-
-    Parameters
-    ----------
-    plan : Plan
-    buffers : mapping of str to cupy.ndarray or None
-        Every buffer that the launches name, except the workspace, which is allocated here. More
-        may be given.
-    arch : str, optional
-        Architecture to compile for; the device's own when omitted.
-
-    Raises
-    ------
-    KernelLaunchError
-        If the device refuses the launch; the message gives grid, block and shared memory.
-    """
-    import cupy
-
-    arrays = dict(buffers)
-    for work in plan.workspace:
-        allocate = cupy.zeros if work.zeros else cupy.empty
-        arrays[work.name] = allocate(work.shape, work.dtype)
-    addresses = {name: data_address(a) for name, a in arrays.items() if a is not None}
-    for launch in plan.launches:
-        module = compiler.load(launch.module, arch)
-        shared = module.binary.smem_bytes if launch.dynamic_shared else 0
-        arguments = tuple(_argument(t, addresses) for t in launch.templates)
-        kernel = module.kernel(launch.entry)
-        try:
-            kernel((launch.grid,), (launch.block,), arguments, shared_mem=shared)
-        except cupy.cuda.driver.CUDADriverError as error:
-            raise KernelLaunchError(
-                f"{launch.entry} cannot be launched with grid {launch.grid}, block {launch.block} "
-                f"and {shared} bytes of shared memory: {error}"
-            ) from error
-        if os.environ.get("CUPYATTN_DEBUG") == "1":
-            cupy.cuda.get_current_stream().synchronize()

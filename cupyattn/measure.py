@@ -1,14 +1,14 @@
 """The ladder on one input: how far each rung is from exact attention, how fast, how much memory.
 
 `ladder` is behind ``cupyattn ladder``. On CuPy arrays it runs the kernels and times them; on NumPy
-arrays it runs the mirror and times nothing.
+arrays it runs the mirror and times nothing, and on request the kernels in the interpreter, once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ EDGE_ROWS = 128
 #: ``exact(q, k, v, rows=..., return_lse=True, **options) -> o, lse``:
 #: `cupyattn.reference.attention_exact`, or a cache before it.
 Exact = Callable[..., tuple[Any, Any]]
+
+#: Rows of queries and keys, of one head, that `ladder` runs in the interpreter.
+INTERPRETED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,26 @@ class Judgement:
 
 
 @dataclass(frozen=True)
+class Interpreted:
+    """The kernels of a rung, run once in the interpreter.
+
+    Parameters
+    ----------
+    judgement : Judgement
+        Of what they computed.
+    instructions : int
+        Executed, counted for a warp at once.
+    global_bytes, shared_bytes : int
+        What moved to and from global and shared memory.
+    """
+
+    judgement: Judgement
+    instructions: int
+    global_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
 class Rung:
     """One row of the table.
 
@@ -76,6 +99,8 @@ class Rung:
     ceiling : float or None
         Operations per second that the units which the rung uses could do at most.
     note : str
+    interpreted : Interpreted or None
+        A run of the kernels on the first rows of the input.
     """
 
     variant: str
@@ -87,6 +112,7 @@ class Rung:
     operations: int = 0
     ceiling: float | None = None
     note: str = ""
+    interpreted: Interpreted | None = None
 
     @property
     def tflops(self) -> float | None:
@@ -107,23 +133,42 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The table: every rung on one input."""
+    """The table: every rung on one input.
+
+    Parameters
+    ----------
+    rungs : tuple of Rung
+    call : AttentionCall
+    backend : {"cuda", "mirror"}
+    quant : QuantConfig
+    judged_rows : int
+        Rows of each head.
+    interpreted : bool
+        Whether the kernels ran in the interpreter too.
+    """
 
     rungs: tuple[Rung, ...]
     call: AttentionCall
     backend: str
     quant: QuantConfig = field(default_factory=QuantConfig)
     judged_rows: int = 0
+    interpreted: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether every rung that takes the input passes J2 and J3."""
-        return all(r.judgement is None or r.judgement.ok for r in self.rungs)
+        """Whether every rung that takes the input passes J2 and J3, interpreted as well."""
+        judged = [r.judgement for r in self.rungs]
+        judged += [r.interpreted.judgement for r in self.rungs if r.interpreted]
+        return all(judgement is None or judgement.ok for judgement in judged)
 
     @property
     def header(self) -> tuple[str, ...]:
         """Names of the columns."""
-        measured = ("time", "TFLOP/s", "ceiling") if self.backend == "cuda" else ()
+        measured: tuple[str, ...] = ()
+        if self.backend == "cuda":
+            measured = ("time", "TFLOP/s", "ceiling")
+        elif self.interpreted:
+            measured = ("PTX J2", "instructions", "global", "shared")
         return ("rung", "J2", "J3", "rel. error", *measured, "memory", "one idea")
 
     @property
@@ -142,6 +187,13 @@ class Ladder:
                 "-" if rung.seconds is None else format_seconds(rung.seconds),
                 "-" if rung.tflops is None else f"{rung.tflops:.3g}",
                 "-" if rung.share is None else format_share(rung.share),
+            )
+        if rung.interpreted is not None:
+            measured = (
+                format_ratio(rung.interpreted.judgement.j2),
+                f"{rung.interpreted.instructions:,}",
+                format_bytes(rung.interpreted.global_bytes),
+                format_bytes(rung.interpreted.shared_bytes),
             )
         return (
             rung.variant,
@@ -162,6 +214,7 @@ class Ladder:
             "call": asdict(self.call),
             "backend": self.backend,
             "judged_rows": self.judged_rows,
+            "interpreted": self.interpreted,
             "ok": self.ok,
             "rungs": [rung.to_dict() for rung in self.rungs],
         }
@@ -179,6 +232,7 @@ def ladder(
     quant: QuantConfig | None = None,
     seed: int = 0,
     rounds: int = 15,
+    interpret: bool = False,
     advance: Callable[[str], None] | None = None,
 ) -> Ladder:
     """Run every rung on one input; judge it, then time it.
@@ -198,6 +252,9 @@ def ladder(
         Draws the rows that are judged where there are too many for all.
     rounds : int
         Timed samples of each rung; 0 times nothing.
+    interpret : bool
+        With NumPy arrays: run the kernels too, once, in the interpreter, on the first
+        INTERPRETED_ROWS rows of the first head; judge and count them.
     advance : callable, optional
         Told what was done, for a progress bar.
 
@@ -205,6 +262,11 @@ def ladder(
     -------
     Ladder
         ``print`` it for the table. A rung that misses its bound has no time.
+
+    Raises
+    ------
+    KernelFault
+        With `interpret`, at a kernel's first hazard.
 
     Examples
     --------
@@ -224,15 +286,20 @@ def ladder(
     rows = judged_rows(call, seed)
     rows = array_namespace(q).asarray(rows)
     exact = remembered()
-    rungs = []
+    interpreted = interpret and backend == "mirror"
+    rungs: list[Rung] = []
     for variant in chosen:
         if call.dtype not in variant.dtypes:
             note = f"takes {', '.join(variant.dtypes)}"
             rungs.append(Rung(variant.name, variant.idea, None, note=note))
             continue
-        z = quantize(q, k, v, quant=quant) if variant.family == "int8" else None
+        z = None
+        if variant.family == "int8":
+            z = quantize(q, k, v, quant=quant, backend=backend)
         operands = (q, k, v) if z is None else (z,)
-        o, lse = attention(*operands, variant=variant.name, return_lse=True, **options)
+        o, lse = attention(
+            *operands, variant=variant.name, return_lse=True, backend=backend, **options
+        )
         judged = judge(
             o, q, k, v, variant=variant.name, lse=lse, quantized=z, rows=rows, exact=exact,
             **options,
@@ -241,14 +308,45 @@ def ladder(
         if z is not None:  # V is the caller's own where that has 16 bits
             memory += z.nbytes - (z.v.nbytes if z.v.dtype == v.dtype else 0)
         operations = 4 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
-        rungs.append(Rung(variant.name, variant.idea, judged, memory, operations=operations))
+        rung = Rung(variant.name, variant.idea, judged, memory, operations=operations)
         del o, z, operands
         if advance is not None:
             advance(f"{variant.name} judged")
+        if interpreted:
+            rung = replace(rung, interpreted=_interpreted(variant, (q, k, v), quant, options))
+            if advance is not None:
+                advance(f"{variant.name} interpreted")
+        rungs.append(rung)
     if backend == "cuda" and rounds > 0:
         with q.device:
             rungs = _timed(rungs, (q, k, v), {**options, "quant": quant}, rounds, advance)
-    return Ladder(tuple(rungs), call, backend, quant or QuantConfig(), int(rows.size))
+    quant = quant or QuantConfig()
+    return Ladder(tuple(rungs), call, backend, quant, int(rows.size), interpreted)
+
+
+def _interpreted(
+    variant: Variant,
+    inputs: tuple[Any, Any, Any],
+    quant: QuantConfig | None,
+    options: Mapping[str, Any],
+) -> Interpreted:
+    """Run the kernels of a rung in the interpreter on a corner of the input."""
+    from cupyattn.interpret import Profile, observe
+
+    corner = tuple(a[:1, :1, :INTERPRETED_ROWS] for a in inputs)
+    profile = Profile()
+    with observe(profile):
+        z = None
+        if variant.family == "int8":
+            z = quantize(*corner, quant=quant, backend="interpret")
+        o, lse = attention(
+            *(corner if z is None else (z,)), variant=variant.name, return_lse=True,
+            backend="interpret", **options,
+        )  # fmt: skip
+    judged = judge(o, *corner, variant=variant.name, lse=lse, quantized=z, **options)
+    return Interpreted(
+        judged, profile.instructions.total(), profile.nbytes("global"), profile.nbytes("shared")
+    )
 
 
 def _timed(
@@ -271,15 +369,17 @@ def _timed(
     for rung in rungs:
         if rung.variant not in samples:
             note = rung.note or "missed its bound: not timed"
-            measured.append(Rung(**{**rung.__dict__, "note": note}))
+            measured.append(replace(rung, note=note))
             continue
         estimate = timing.median(samples[rung.variant])
-        times = {
-            "seconds": estimate.median,
-            "seconds_interval": (estimate.low, estimate.high),
-            "ceiling": device.device_ceiling(registry.lookup(rung.variant).family),
-        }
-        measured.append(Rung(**{**rung.__dict__, **times}))
+        measured.append(
+            replace(
+                rung,
+                seconds=estimate.median,
+                seconds_interval=(estimate.low, estimate.high),
+                ceiling=device.device_ceiling(registry.lookup(rung.variant).family),
+            )
+        )
     return measured
 
 

@@ -16,6 +16,7 @@ from cupyattn.errors import KernelLaunchError
 
 #: A kernel parameter of type ``TensorMap`` (kernels_cu/prims/tma.cuh).
 TENSOR_MAP = np.dtype("V128")
+NBYTES = TENSOR_MAP.itemsize
 
 _DATA_TYPE = {"int8": 0, "float16": 6, "bfloat16": 9}
 _SWIZZLE_128B, _L2_PROMOTION_256B = 3, 3

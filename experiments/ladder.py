@@ -21,8 +21,8 @@ from typing import Any
 import cupyattn as ca
 from cupyattn import compile as compiler
 from cupyattn import device, measure
-from cupyattn.api import HOPPER_CAPABILITY
 from cupyattn.cli import plot
+from cupyattn.compile import HOPPER_CAPABILITY
 from experiments import common
 from experiments.common import RESULTS, ROOT, Cell, Problem
 from experiments.others import FLASH_2, sdpa

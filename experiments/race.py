@@ -28,7 +28,7 @@ from typing import Any
 
 import cupyattn as ca
 from cupyattn import compile as compiler
-from cupyattn import launch, registry, timing
+from cupyattn import executor, launch, registry, timing
 from cupyattn.cli import output
 from cupyattn.launch import Operand, Plan
 from cupyattn.measure import align
@@ -116,7 +116,7 @@ def runner(candidate: Candidate, problem: Problem) -> Callable[[Any, Any, Any], 
         operands = tuple(Operand.of(x) for x in (q, k, v, o))
         if operands not in plans:
             plans[operands] = plan_of(candidate, problem, *operands)
-        launch.run_cuda(plans[operands], {"q": q, "k": k, "v": v, "o": o}, ARCH)
+        executor.run(plans[operands], {"q": q, "k": k, "v": v, "o": o}, ARCH)
         return o
 
     tiles = tiles_of(candidate, problem)

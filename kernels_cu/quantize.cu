@@ -200,9 +200,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_int8(
     const Scale scale = p.absmax != nullptr ? scale_of_absmax(p.absmax[index])
                                             : scale_of_static(p.static_scale[index]);
     inverse[g] = scale.inverse;
-    // NOTE: several blocks may share the scale. From a maximum all of them store the same number;
-    // a usable given scale is in place already, and only NaN ever replaces it.
-    if (p.absmax != nullptr || scale.inverse == 0.0f) atomicExch(&p.scale[index], scale.scale);
+    // NOTE: several blocks may share the scale. From a maximum all of them write the same number;
+    // a usable given scale is in place already, and only NaN is ever written over it.
+    if (p.absmax != nullptr || scale.inverse == 0.0f) st_relaxed_gpu(&p.scale[index], scale.scale);
   }
 
   Rows rows;
@@ -215,7 +215,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_int8(
     const int row = row_of(pass);
     if (row >= at.rows) continue;
     if (rows.absmax(pass) >= INFINITY_BITS)
-      atomicExch(&p.scale[at.first_scale(p) + row / GROUP], NOT_A_NUMBER);
+      st_relaxed_gpu(&p.scale[at.first_scale(p) + row / GROUP], NOT_A_NUMBER);
     const float factor = inverse[row / GROUP];
     rows.store(
         codes + row * HEAD_DIM, pass, [&](float x) { return code_s8_saturated(x, factor); });  // R1

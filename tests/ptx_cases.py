@@ -359,7 +359,7 @@ APPROXIMATIONS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], tuple[float,
 
 def promised(name: str) -> dict[str, float]:
     """What an approximation and the interpreter's model of it may be off by."""
-    error, kind = APPROXIMATION_ERROR[name]
+    kind, error = APPROXIMATION_ERROR[name]
     kinds = {"rel": "relative", "abs": "absolute", "ulp": "relative"}
     if kind == "ulp":  # of a number of 24 bits, whose last place is at most 2^-23 of it
         error *= 2.0**-23

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -424,7 +425,7 @@ def test_help_lists_what_is_there() -> None:
     done = run("--help")
     assert done.returncode == 0
     for name in cli.COMMANDS:
-        assert f"    {name} " in done.stdout
+        assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE)
 
 
 def test_version() -> None:

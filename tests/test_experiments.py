@@ -14,7 +14,16 @@ import pytest
 import cupyattn as ca
 from cupyattn import compile as compiler
 from cupyattn import device, timing
-from experiments import common, ladder, numerics_claims, others, peers, race, tile_sweep
+from experiments import (
+    common,
+    host_time,
+    ladder,
+    numerics_claims,
+    others,
+    peers,
+    race,
+    tile_sweep,
+)  # fmt: skip
 from experiments.common import Problem
 
 FOLDER = Path(ladder.__file__).parent
@@ -45,6 +54,16 @@ def test_the_ladder_runs_in_small(tmp_path: Path) -> None:
     for found in record["problems"]:
         assert [row["variant"] for row in found["rows"]] == list(ca.VARIANTS)
         assert all(row["ok"] and "seconds" not in row for row in found["rows"])
+
+
+def test_host_times_run_in_small(tmp_path: Path) -> None:
+    file = tmp_path / "host_time.json"
+    assert host_time.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 3 * len(ca.VARIANTS)
+    assert all(row["equal"] and not row["samples"] for row in rows)
+    calls: list[int] = []
+    assert host_time.sample(lambda: calls.append(1), 7, lambda: None) >= 0 and len(calls) == 7
 
 
 def test_the_peers_run_in_small(tmp_path: Path) -> None:

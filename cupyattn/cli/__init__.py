@@ -17,6 +17,7 @@ COMMANDS = {
     "ladder": "every rung on one input: error against its bound, time, memory",
     "verify": "hold the rungs to float64 on every distribution; exit status 1 where one fails",
     "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
+    "interpret": "run one rung without a device: findings, instructions, bytes, bank conflicts",
     "info": "device, driver, NVRTC, what is supported, where things lie",
     "cache": "the compile cache: show, clear, fill beforehand",
 }

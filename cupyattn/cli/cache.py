@@ -13,9 +13,9 @@ import numpy as np
 
 from cupyattn import compile as compiler
 from cupyattn import device, registry
-from cupyattn.api import HOPPER_CAPABILITY, plans
+from cupyattn.api import plans
 from cupyattn.cli import output, verify
-from cupyattn.compile import ModuleSpec
+from cupyattn.compile import HOPPER_CAPABILITY, ModuleSpec
 from cupyattn.measure import format_bytes
 from cupyattn.request import Options, resolve
 from cupyattn.rounding import STORAGE

@@ -40,9 +40,11 @@ class Input:
         return Input(self.name, *(cupy.asarray(a) for a in (self.q, self.k, self.v)))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose an input, and those of the call."""
-    source = parser.add_argument_group("input (default: Q, K, V of a text encoder)")
+def add_arguments(
+    parser: argparse.ArgumentParser, default: str = "Q, K, V of a text encoder"
+) -> None:
+    """Add the options that choose an input, and those of the call; `default` is for the help."""
+    source = parser.add_argument_group(f"input (default: {default})")
     source.add_argument("--qkv", metavar="FILE", help=".npz or .safetensors with q, k and v")
     source.add_argument(
         "--layer", metavar="NAME", help=f"prefix of the arrays in the file (default {SAMPLE_LAYER})"

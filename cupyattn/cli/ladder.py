@@ -1,6 +1,7 @@
 """Every rung on one input: J2 (kernel error as a share of its bound), J3 (effect of quantisation as
-a share of its bound), relative L2 error against float64, and on a device time, TFLOP/s, share of
-the ceiling, memory."""
+a share of its bound), relative L2 error against float64, memory, and on a device time, TFLOP/s and
+share of the ceiling. Without a device the errors are the mirror's, and the kernels run once in the
+interpreter, at a small size: what they compute is judged, their instructions and bytes counted."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 from cupyattn import device, measure, registry
 from cupyattn.cli import inputs, output
 from cupyattn.cli.inputs import Input
+from cupyattn.interpret import KernelFault
 from cupyattn.measure import Ladder
 
 
@@ -25,6 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     missing = device.device_missing()
+    without = device.compiler_missing() if missing else ""
     if args.plot:
         from cupyattn.cli import plot
 
@@ -40,17 +43,23 @@ def run(args: argparse.Namespace) -> int:
             "The rungs run on the mirror: NumPy, with the kernels' blocks and rounding points, so "
             "errors and bounds mean what they mean on a device. Nothing is timed."
         )
+        if without:
+            print(f"The kernels are not interpreted: {without}.")
     else:
         facts = device.environment()["device"]
         print(f"{facts['name']}, compute capability {facts['capability'] / 10}")
     tables: list[tuple[Input, Ladder]] = []
     for given in chosen:
         given = given if missing else given.on_device()
-        table = _measure(args, given)
+        try:
+            table = _measure(args, given, interpret=bool(missing) and not without)
+        except KernelFault as fault:
+            print(f"FINDING: {fault}")
+            return 1
         tables.append((given, table))
         print(f"\n{describe(given, table)}")
         output.print_table(table.header, table.cells)
-    print(f"\n{_legend(not missing)}")
+    print(f"\n{_legend(tables[0][1])}")
     ok = all(table.ok for _, table in tables)
     print(
         "Every rung holds its bounds." if ok else "FAILED: a rung misses its bound (J2 or J3 > 1)."
@@ -63,14 +72,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _measure(args: argparse.Namespace, given: Input) -> Ladder:
+def _measure(args: argparse.Namespace, given: Input, *, interpret: bool) -> Ladder:
     names = args.variants or list(registry.VARIANTS)
     on_device = type(given.q).__module__.startswith("cupy")
-    steps = len(names) * (1 + (args.rounds if on_device else 0))
+    steps = len(names) * (1 + interpret + (args.rounds if on_device else 0))
     with output.progress(given.name, steps) as advance:
         return measure.ladder(
             given.q, given.k, given.v, variants=names, seed=args.seed, rounds=args.rounds,
-            advance=advance, **inputs.call_options(args),
+            interpret=interpret, advance=advance, **inputs.call_options(args),
         )  # fmt: skip
 
 
@@ -87,13 +96,19 @@ def describe(given: Input, table: Ladder) -> str:
     )
 
 
-def _legend(timed: bool) -> str:
+def _legend(table: Ladder) -> str:
     lines = [
         "J2: largest error against exact attention of what the kernel received, as a share of its",
         "bound. J3: the same for quantisation alone. Both must be at most 1.",
         "Memory: what a call needs beside Q, K and V.",
     ]
-    if timed:
+    if table.interpreted:
+        lines += [
+            "PTX J2, instructions, global, shared: the kernels themselves, run by the interpreter",
+            f"on the first {measure.INTERPRETED_ROWS} rows of one head: J2 of the result, warp",
+            "instructions executed, bytes that moved to and from either memory.",
+        ]
+    if table.backend == "cuda":
         lines += [
             "Time: median of a whole call, quantisation included, and the host's part where that",
             "is the slower one. Ceiling: share of what the units that do the rung's two products",

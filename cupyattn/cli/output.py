@@ -50,8 +50,14 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
+def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
     """Show a progress bar on standard error where that is a terminal with rich.
+
+    Parameters
+    ----------
+    what : str
+    total : int or None
+        Steps; None where nobody knows how many.
 
     Yields
     ------

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import compile as compiler
-from cupyattn import device, distributions, measure, reference, registry, rounding
+from cupyattn import backends, device, distributions, measure, reference, registry, rounding
 from cupyattn.api import attention
 from cupyattn.cli import output
+from cupyattn.disk_cache import cache_folder
 from cupyattn.features import DTYPES
 from cupyattn.measure import Judgement
 from cupyattn.quant import QuantizedQKV, quantize
@@ -82,8 +82,13 @@ def run(args: argparse.Namespace) -> int:
     names = [args.distribution] if args.distribution else list(distributions.NAMES)
     dtypes = [args.dtype] if args.dtype else list(DTYPES)
     missing = device.device_missing()
-    where = f"on the mirror: no CUDA device ({missing})" if missing else "on the device"
-    print(f"Running {where}.\n")
+    backend = backends.choose(None, np.empty(0)) if missing else "cuda"
+    where = {
+        "cuda": "on the device",
+        "mirror": f"on the mirror: no CUDA device ({missing})",
+        "interpret": "in the interpreter, as CUPYATTN_INTERPRET says",
+    }
+    print(f"Running {where[backend]}.\n")
     plan = [
         (variant, name, dtype, shape)
         for name in names
@@ -97,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     cells = []
     with output.progress("verifying", len(plan)) as advance:
         for variant, name, dtype, shape in plan:
-            cells.append(_verify(variant, name, dtype, shape, args.seed, on_device=not missing))
+            cells.append(_verify(variant, name, dtype, shape, args.seed, backend))
             advance(f"{variant.name}, {name}, {dtype}")
     output.print_table(_HEADER, list(_summary(cells)))
     failed = [cell for cell in cells if not cell.ok]
@@ -151,45 +156,45 @@ def _verdict(cell: Cell) -> str:
     return ", ".join(words)
 
 
-def _verify(
-    variant: Variant, name: str, dtype: str, shape: Shape, seed: int, *, on_device: bool
-) -> Cell:
+def _verify(variant: Variant, name: str, dtype: str, shape: Shape, seed: int, backend: str) -> Cell:
     q, k, v = distributions.make(
         name, 1, shape.heads, shape.len_q, shape.len_kv, shape.head_dim, dtype, seed, shape.heads_kv
     )
     host = q, k, v
-    if on_device:
+    if backend == "cuda":
         import cupy
 
         q, k, v = (cupy.asarray(a) for a in host)
-    z = quantize(q, k, v) if variant.family == "int8" else None
+    z = quantize(q, k, v, backend=backend) if variant.family == "int8" else None
     operands = (q, k, v) if z is None else (z,)
-    o, lse = attention(*operands, variant=variant.name, causal=shape.causal, return_lse=True)
+    o, lse = attention(
+        *operands, variant=variant.name, causal=shape.causal, return_lse=True, backend=backend
+    )
     judged = measure.judge(
         o, q, k, v, variant=variant.name, lse=lse, quantized=z, causal=shape.causal,
         exact=cached_exact,
     )  # fmt: skip
-    equal = operands_equal(z, host) if z is not None and on_device else None
+    equal = operands_equal(z, host) if z is not None and backend != "mirror" else None
     return Cell(variant.name, name, dtype, shape.name, judged, equal)
 
 
 def operands_equal(z: QuantizedQKV, host: tuple[Any, Any, Any]) -> bool:
-    """Judge J1: whether a device's codes and scales equal the mirror's, bit for bit.
+    """Judge J1: whether the kernels' codes and scales equal the mirror's, bit for bit.
 
     Parameters
     ----------
     z : QuantizedQKV
-        Of CuPy arrays.
+        Of the kernels, on a device or in the interpreter.
     host : (q, k, v)
         The same inputs as NumPy arrays. The mean of the keys is taken from `z`: sums may run in
         any order.
     """
-    mean = None if z.k_mean is None else z.k_mean.get()
+    mean = None if z.k_mean is None else _host(z.k_mean)
     tiles = registry.lookup("fa_int8").default_tiles(z.head_dim)
     mirror = quantize_mirror(*host, z.config, tiles, k_mean=mean)
     names = ("q_codes", "k_codes", "q_scale", "k_scale", "v")
     return all(
-        getattr(z, name).get().tobytes() == np.ascontiguousarray(getattr(mirror, name)).tobytes()
+        _host(getattr(z, name)).tobytes() == np.ascontiguousarray(getattr(mirror, name)).tobytes()
         for name in names
     )
 
@@ -198,7 +203,7 @@ def operands_equal(z: QuantizedQKV, host: tuple[Any, Any, Any]) -> bool:
 
 
 def _folder() -> Path:
-    return compiler.cache_folder() / "reference"
+    return cache_folder() / "reference"
 
 
 def cached_exact(

@@ -35,6 +35,7 @@ _HINTS = {
     "L1::no_allocate", "L1::evict_normal", "L1::evict_unchanged", "L2::evict_last",
     "L2::evict_first", "L2::evict_normal", "L2::64B", "L2::128B", "L2::256B", "L2::cache_hint",
 }  # fmt: skip
+_STRONG = {"volatile", "relaxed", "acquire", "release"}
 _SPACES = ("global", "shared", "local", "param", "const")
 
 
@@ -59,6 +60,11 @@ def _shape(inst: Instruction) -> tuple[str, int, str] | None:
     if len(others) != 1 or others[0] not in DTYPES:
         return None
     return space, count, others[0]
+
+
+def _is_strong(inst: Instruction) -> bool:
+    """Return whether an access says how it is ordered: such accesses do not race each other."""
+    return not _STRONG.isdisjoint(inst.modifiers)
 
 
 def _load_store_width(inst: Instruction) -> tuple[str, int] | None:
@@ -105,6 +111,7 @@ def load(inst: Instruction) -> Execute | None:
     writes = [writer(x) for x in _items(inst.operands[0])]
     addresses = address_reader(inst.operands[1], space)
     unit = dtype.itemsize
+    strong = _is_strong(inst)
     if len(writes) != count:
         return None
 
@@ -114,9 +121,9 @@ def load(inst: Instruction) -> Execute | None:
         values = np.empty((count, len(index)), f"u{unit}")
         for memory, within, some in machine.space(space, address, "load", unit * count):
             if some is None:
-                values = memory.load(within, unit, count, index)
+                values = memory.load(within, unit, count, index, strong)
             else:
-                values[:, some] = memory.load(within, unit, count, index[some])
+                values[:, some] = memory.load(within, unit, count, index[some], strong)
         for value, write in zip(values.view(dtype), writes, strict=True):
             write(machine, machine.widened(value, lanes), lanes)
 
@@ -133,6 +140,7 @@ def store(inst: Instruction) -> Execute | None:
     unit = DTYPES[type_name].itemsize
     reads = [reader(x, f"b{8 * unit}") for x in _items(inst.operands[1])]
     addresses = address_reader(inst.operands[0], space)
+    strong = _is_strong(inst)
     if len(reads) != count:
         return None
 
@@ -142,9 +150,9 @@ def store(inst: Instruction) -> Execute | None:
         values = np.stack([np.broadcast_to(r(machine), machine.size)[index] for r in reads])
         for memory, within, some in machine.space(space, address, "store", unit * count):
             if some is None:
-                memory.store(within, values, index)
+                memory.store(within, values, index, strong)
             else:
-                memory.store(within, values[:, some], index[some])
+                memory.store(within, values[:, some], index[some], strong)
 
     return execute
 

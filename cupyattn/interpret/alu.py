@@ -255,7 +255,7 @@ _MAKERS = (_HERE, integer.OPCODES, floating.OPCODES, convert.OPCODES)
 
 
 @cache
-def lookup(opcode: str, modifiers: tuple[str, ...], predicates: int = 1) -> Operation | None:
+def lookup(opcode: str, modifiers: tuple[str, ...], results: int = 1) -> Operation | None:
     """Return the operation of an instruction.
 
     Parameters
@@ -264,13 +264,14 @@ def lookup(opcode: str, modifiers: tuple[str, ...], predicates: int = 1) -> Oper
         E.g. ``"add"``.
     modifiers : tuple of str
         E.g. ``("rn", "f32")``.
-    predicates : {1, 2}
-        Results of ``setp``: 2 where the instruction names a pair, ``%p1|%p2``.
+    results : {1, 2}
+        2 where the instruction names a pair of them, ``setp ... %p1|%p2``.
 
     Returns
     -------
     Operation or None
-        None if it is not an arithmetic instruction, or has a modifier that is not known here.
+        None if it is not an arithmetic instruction, or has a modifier or a number of results that
+        are not known here.
 
     Examples
     --------
@@ -278,9 +279,9 @@ def lookup(opcode: str, modifiers: tuple[str, ...], predicates: int = 1) -> Oper
     >>> add.sources, add.results, add.evaluate(np.int32([1, 2]), np.int32([3, 4])).tolist()
     (('s32', 's32'), ('s32',), [4, 6])
     """
-    if opcode == "setp" and predicates == 2:
+    if opcode == "setp" and results == 2:
         return set_predicates(modifiers)
     for makers in _MAKERS:
         if opcode in makers and (made := makers[opcode](modifiers)):
-            return made
+            return made if len(made.results) == results else None
     return None

@@ -76,31 +76,38 @@ def _float_to_integer(rounding: str, flushes: bool, source: str, to: str) -> Eva
 
 def _float_to_float(rounding: str, flags: tuple[str, ...], source: str, to: str) -> Evaluate:
     have, want = FORMATS[source], FORMATS[to]
+    direction = "rn" if rounding in ("", *WHOLE) else rounding
+    # Conversions that move bits keep what a NaN carries.
+    keeps_nan = to == "f64" or (source, to) in (("f64", "f32"), ("bf16", "f32"), ("f32", "f32"))
 
     def evaluate(a: Array) -> Array:
         if "ftz" in flags and source == "f32":
             a = exact.flush(a, have)
         if rounding in WHOLE:
             a = WHOLE[rounding](a)
-        result = a.astype(np.float64)
-        result = exact.narrow(result, want, rounding if rounding in ROUNDINGS.split("|") else "rn")
+        wide = a.astype(np.float64)
+        result = exact.narrow(wide, want, direction)
         if "ftz" in flags and to == "f32":
-            result = exact.flush(result, want)
+            twice = partial(exact.narrow, wide * 2, want, direction)
+            result = exact.flush_result(result, twice, want)
         if "sat" in flags:
             return saturate(result)
         if "satfinite" in flags:
-            largest = _largest(want.dtype)
-            result = np.where(np.isinf(result), np.copysign(largest, result), result)
-        return exact.canonical(rectify(result) if "relu" in flags else result, want)
+            infinite = np.isinf(result)
+            result = np.where(infinite, np.copysign(_largest(want.dtype), result), result)
+        if "relu" in flags:
+            result = rectify(result)
+        return result if keeps_nan else exact.canonical(result, want)
 
-    def nearest(a: Array) -> Array:
-        return exact.canonical(a.astype(want.dtype), want)
-
-    widens = have.dtype.itemsize < want.dtype.itemsize
-    narrows_once = source == "f32" or (source, to) in (("f64", "f32"), ("f64", "f16"))
-    if not any(flags) and source != to and rounding in ("", "rn") and (widens or narrows_once):
-        return nearest
-    return evaluate
+    if any(flags) or rounding in WHOLE or direction != "rn":
+        return evaluate
+    if source == to:
+        return lambda a: exact.canonical(np.array(a), want) if not keeps_nan else np.array(a)
+    if (source, to) == ("f64", "bf16") or {source, to} == {"f16", "bf16"}:
+        return evaluate
+    if keeps_nan:
+        return lambda a: a.astype(want.dtype)
+    return lambda a: exact.canonical(a.astype(want.dtype), want)
 
 
 def _scalar(modifiers: tuple[str, ...]) -> Operation | None:
@@ -195,6 +202,11 @@ def _eight_bits(modifiers: tuple[str, ...]) -> Operation | None:
 # ---- tf32, packs of integers ---------------------------------------------------------------------
 
 
+_TF32_NAN = np.uint32(0x7FFFE000)
+#: Bits of a float32 that tf32 has.
+_TF32_MASK = np.uint32(0xFFFFE000)
+
+
 def _tf32(modifiers: tuple[str, ...]) -> Operation | None:
     """float32 to 10 bits of fraction, kept in a 32-bit register whose 13 lowest bits are 0."""
     found = match(modifiers, "rn|rz|rna", "satfinite?", "relu?", "tf32", "f32")
@@ -210,13 +222,14 @@ def _tf32(modifiers: tuple[str, ...]) -> Operation | None:
             bits = np.add(bits, np.add(odd, np.uint32(0xFFF)))
         elif rounding == "rna":
             bits = np.add(bits, np.uint32(0x1000))
-        # Infinities and NaN are cut, not rounded: so an H200 does it (for rna).
-        bits = np.bitwise_and(np.where(np.isfinite(a), bits, whole), np.uint32(0xFFFFE000))
-        rounded = bits.view(np.float32)
+        bits = np.bitwise_and(bits, _TF32_MASK)
+        rounded = np.where(np.isfinite(a), bits.view(np.float32), a)
         if saturates:
             largest = np.uint32(0x7F7FE000).view(np.float32)
             rounded = np.where(np.isinf(rounded), np.copysign(largest, rounded), rounded)
-        return rounded.view(np.uint32)
+        if rounding == "rna":  # seen on an H200: a NaN is cut like a number
+            return np.where(np.isnan(a), whole & _TF32_MASK, rounded.view(np.uint32))
+        return np.where(np.isnan(rounded), _TF32_NAN, rounded.view(np.uint32))
 
     return Operation(("f32",), ("b32",), evaluate)
 

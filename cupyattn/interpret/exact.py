@@ -17,23 +17,26 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.interpret.operation import DTYPES
+from cupyattn.interpret.operation import DTYPES, Evaluate
 from cupyattn.rounding import Array
 
 
 @dataclass(frozen=True)
 class Format:
-    """A floating-point type: its smallest normal number, and the only NaN that it computes."""
+    """A floating-point type: its smallest normal number, and the only NaN that it computes.
+
+    Numbers are 0-d arrays, which NumPy combines with arrays faster than its scalars.
+    """
 
     dtype: np.dtype[Any]
-    tiny: Any
-    nan: Any
+    tiny: Array
+    nan: Array
 
 
 def _format(name: str, smallest: float, nan: int) -> Format:
     dtype = DTYPES[name]
     bits = np.array(nan, f"u{dtype.itemsize}")
-    return Format(dtype, dtype.type(smallest), bits.view(dtype)[()])
+    return Format(dtype, np.array(smallest, dtype), bits.view(dtype))
 
 
 FORMATS = {
@@ -43,15 +46,14 @@ FORMATS = {
     "f64": _format("f64", 2.0**-1022, 0x7FF8000000000000),
 }
 
-_ONE = np.uint64(1)
 #: The bits of a float64 below float32's last, and their value midway between two float32.
-_BELOW, _MIDWAY = np.uint64(0x1FFFFFFF), np.uint64(0x10000000)
-#: Twice the pattern of the smallest normal float32, less two: see `_rounds_twice`.
-_SUBNORMAL = np.uint64((897 << 53) - 2)
+_BELOW, _MIDWAY = np.array(0x1FFFFFFF, np.uint64), np.array(0x10000000, np.uint64)
 
 
 def canonical(x: Array, fmt: Format) -> Array:
-    """Replace every NaN by the one that the hardware makes."""
+    """Replace every NaN by the one that the hardware makes; float64 keeps what NaN carry."""
+    if fmt.dtype == np.float64:
+        return x
     nan = np.not_equal(x, x)
     return np.where(nan, fmt.nan, x) if np.count_nonzero(nan) else x
 
@@ -61,6 +63,20 @@ def flush(x: Array, fmt: Format) -> Array:
     return np.multiply(x, np.abs(x) >= fmt.tiny)
 
 
+def flush_result(result: Array, doubled: Evaluate, fmt: Format) -> Array:
+    """Flush results that would be subnormal if exponents had no lower end.
+
+    So hardware decides: what rounds to the smallest normal number with one bit more than subnormal
+    numbers have below it stays, what does not is flushed. `doubled`, called where this matters,
+    returns the results, rounded once, of twice the size: these have that bit.
+    """
+    edge = np.equal(np.abs(result), fmt.tiny)
+    if np.count_nonzero(edge):
+        below = np.less(np.abs(doubled()), fmt.tiny * 2)
+        result = np.where(np.logical_and(edge, below), result * fmt.dtype.type(0), result)
+    return flush(result, fmt)
+
+
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     """Return the float64 sum and what it lost: exactly a + b together, where nothing overflows."""
     total = np.add(a, b)
@@ -68,14 +84,18 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     return total, np.add(np.subtract(a, np.subtract(total, from_b)), np.subtract(b, from_b))
 
 
-def round_to_odd(total: Array, lost: Array) -> Array:
-    """Return `total` + `lost`, a float64 and less than its last place, rounded to odd."""
-    bits = np.asarray(total).view(np.uint64)
-    away = np.equal(np.greater(lost, 0), np.greater(total, 0))
-    neighbour = np.where(away, np.add(bits, _ONE), np.subtract(bits, _ONE))
+def round_to_odd(nearest: Array, lost: Array) -> Array:
+    """Return `nearest` + `lost` rounded to odd, where the first is that sum rounded to nearest.
+
+    Of an overflow, an infinity that lost its opposite, the odd neighbour is the largest number.
+    """
+    bits = np.asarray(nearest).view(f"u{nearest.dtype.itemsize}")
+    one = bits.dtype.type(1)
+    away = np.equal(np.greater(lost, 0), np.logical_not(np.signbit(nearest)))
+    neighbour = np.where(away, np.add(bits, one), np.subtract(bits, one))
     moves = np.logical_or(np.less(lost, 0), np.greater(lost, 0))  # false for a lost NaN
-    moves = np.logical_and(moves, np.equal(np.bitwise_and(bits, _ONE), 0))
-    return np.where(moves, neighbour, bits).view(np.float64)
+    moves = np.logical_and(moves, np.equal(np.bitwise_and(bits, one), 0))
+    return np.where(moves, neighbour, bits).view(nearest.dtype)
 
 
 def adjust(rounded: Array, side: Array, rounding: str) -> Array:
@@ -111,15 +131,7 @@ def narrow(x: Array, fmt: Format, rounding: str = "rn") -> Array:
         return x
     if fmt.dtype == DTYPES["bf16"]:
         near = x.astype(np.float32)
-        wide = near.astype(np.float64)
-        side = np.subtract(x, wide)
-        # Past the largest float32 the difference is infinite, and the odd neighbour the largest.
-        bits = near.view(np.uint32)
-        grows = np.equal(np.greater(side, 0), np.logical_not(np.signbit(near)))
-        odd = np.where(grows, np.add(bits, np.uint32(1)), np.subtract(bits, np.uint32(1)))
-        moves = np.logical_and(np.not_equal(side, 0), np.equal(side, side))
-        moves = np.logical_and(moves, np.equal(np.bitwise_and(bits, np.uint32(1)), 0))
-        rounded = np.where(moves, odd, bits).view(np.float32).astype(fmt.dtype)
+        rounded = round_to_odd(near, np.subtract(x, near)).astype(fmt.dtype)
     else:
         rounded = x.astype(fmt.dtype)
     if rounding == "rn":
@@ -139,27 +151,20 @@ def add(a: Array, b: Array, fmt: Format, rounding: str) -> Array:
     return narrow(signed_zero(total, a, b) if rounding == "rm" else total, fmt, rounding)
 
 
-def _rounds_twice(total: Array) -> Array:
-    """Return where a sum, already rounded to float64, may round to float32 wrongly.
-
-    That is where it lies midway between two float32: as a normal one its 29 lowest bits tell; a
-    subnormal one is always suspected. Twice the pattern, less two, in unsigned arithmetic: the
-    sign falls out, and zero becomes the largest number.
-    """
-    bits = np.asarray(total).view(np.uint64)
-    midway = np.equal(np.bitwise_and(bits, _BELOW), _MIDWAY)
-    doubled = np.add(bits, bits)
-    return np.logical_or(midway, np.less(np.subtract(doubled, np.uint64(2)), _SUBNORMAL))
-
-
 def fma(a: Array, b: Array, c: Array, fmt: Format, rounding: str = "rn") -> Array:
     """Return a * b + c of a format narrower than float64, rounded once."""
     product = np.multiply(a.astype(np.float64), b.astype(np.float64))  # exact
     addend = c.astype(np.float64)
     if rounding == "rn" and fmt.dtype == np.float32:
         total = np.add(product, addend)
-        if not np.count_nonzero(_rounds_twice(total)):
-            return total.astype(np.float32)
+        # Rounding once more goes wrong only midway between two float32: as the 29 lowest bits tell
+        # of a normal one; a subnormal one is always suspected.
+        below = np.bitwise_and(np.asarray(total).view(np.uint64), _BELOW)
+        if not np.count_nonzero(np.equal(below, _MIDWAY)):
+            result = total.astype(np.float32)
+            small = np.count_nonzero(np.less(np.abs(result), fmt.tiny))
+            if not small or small == result.size - np.count_nonzero(total):  # all of them zeros
+                return result
     return add(product, addend, fmt, rounding)
 
 
@@ -186,7 +191,7 @@ def _as_float(exact: Fraction) -> float:
     try:
         return float(exact)
     except OverflowError:
-        return math.copysign(math.inf, exact)
+        return math.inf if exact > 0 else -math.inf
 
 
 def fma64(a: Array, b: Array, c: Array, rounding: str = "rn") -> Array:
@@ -195,28 +200,22 @@ def fma64(a: Array, b: Array, c: Array, rounding: str = "rn") -> Array:
     small, smallest = two_sum(low, c)
     large, middle = two_sum(product, small)
     fused = np.add(large, round_to_odd(*two_sum(middle, smallest)))
-    # Errors of products are exact in the middle of the range alone.
-    plain = np.add(np.multiply(a, b), c)
-    safe = np.abs(c) < 2.0**900
+    # What a product loses is a float64 in the middle of the range alone.
+    safe = np.less(np.abs(c), 2.0**900)
     for factor in (a, b, product):
         safe = safe & (np.abs(factor) > 2.0**-900) & (np.abs(factor) < 2.0**900)
-    finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
-    rare = finite & ~safe & np.not_equal(a, 0) & np.not_equal(b, 0)
-    nearest: Array = np.where(safe, fused, plain)
-    # Rounded to zero or summed to it: only the plain sum has the sign right.
-    nearest = np.where(nearest == 0, plain, nearest)
-    if np.count_nonzero(rare):
-        lanes = np.broadcast_arrays(a, b, c, rare)
-        nearest = np.array(nearest)
-        for index in zip(*np.nonzero(lanes[3]), strict=True):
-            x, y, z = (Fraction(float(lane[index])) for lane in lanes[:3])
-            exact = x * y + z
-            if exact:
-                nearest[index] = _as_float(exact)
-    if rounding == "rn":
-        return nearest
+    # Zeros, infinities and NaN: a product that overflows must not meet the other infinity.
+    finite = np.isfinite(a) & np.isfinite(b)
+    plain = np.where(finite & np.isinf(c), c, np.add(product, c))
     if rounding == "rm":
-        nearest = signed_zero(nearest, np.multiply(a, b), c)
+        plain = signed_zero(plain, product, c)
+    nearest: Array = np.where(safe & np.not_equal(fused, 0), fused, plain)
+    rare = finite & np.isfinite(c) & ~safe & np.not_equal(a, 0) & np.not_equal(b, 0)
+    for index in zip(*np.nonzero(np.atleast_1d(rare)), strict=True):
+        lanes = (np.broadcast_to(lane, rare.shape or (1,))[index] for lane in (a, b, c))
+        x, y, z = (Fraction(float(lane)) for lane in lanes)
+        if x * y + z:  # else the plain sum has the sign of zero right
+            np.atleast_1d(nearest)[index] = _as_float(x * y + z)
     return directed64(nearest, lambda r, x, y, z: x * y + z - r, rounding, a, b, c)
 
 

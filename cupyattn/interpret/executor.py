@@ -16,8 +16,10 @@ from cupyattn import tensor_map
 from cupyattn.compile import Binary, ModuleSpec
 from cupyattn.errors import KernelLaunchError
 from cupyattn.interpret.bulk import TENSOR_MAP_MARK, Tensor
+from cupyattn.interpret.findings import KernelFault
 from cupyattn.interpret.machine import Machine
 from cupyattn.interpret.memory import GlobalMemory, duplicate
+from cupyattn.interpret.observe import Observer, active
 from cupyattn.interpret.program import Program, program
 from cupyattn.interpret.ptx import Parameter
 from cupyattn.launch import Launch, Plan, TensorMap
@@ -94,7 +96,13 @@ def run_launch(
     }
     params, tensors = _params(one, ready, addresses)
     shared = binary.smem_bytes if one.dynamic_shared else 0
-    _launch(ready, memory, params, tensors, grid=one.grid, block=one.block, shared=shared)
+    observers = active()
+    for observer in observers:
+        observer.launch(one, ready, binary.arch)
+    _launch(
+        ready, memory, params, tensors, grid=one.grid, block=one.block, shared=shared,
+        observers=observers,
+    )  # fmt: skip
     written.update(memory.give_back())
 
 
@@ -260,6 +268,7 @@ def _launch(
     grid: int,
     block: int,
     shared: int,
+    observers: tuple[Observer, ...] = (),
 ) -> None:
     """Run all blocks of a launch, as many at a time as fit into the memory budget."""
     entry, limit = ready.kernel.name, ready.kernel.max_threads or MAX_BLOCK
@@ -274,10 +283,22 @@ def _launch(
         machine = Machine(
             ready, grid=grid, block=block, first_block=first, blocks=min(blocks, grid - first),
             memory=memory, params=params, symbols=symbols, dynamic_shared=shared, tensors=tensors,
-            now=now,
+            observers=observers, now=now,
         )  # fmt: skip
-        machine.run()
+        _run_batch(machine, observers)
         now = machine.clocks.now
+
+
+def _run_batch(machine: Machine, observers: tuple[Observer, ...]) -> None:
+    try:
+        machine.run()
+    except KernelFault as fault:
+        for observer in observers:
+            observer.finding(fault.finding)
+        raise
+    finally:
+        for observer in observers:
+            observer.batch(machine)
 
 
 def block_bytes(ready: Program, block: int, dynamic_shared: int) -> int:

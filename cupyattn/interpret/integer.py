@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial, reduce
 
 import numpy as np
 
@@ -278,7 +278,8 @@ def shift_left(modifiers: tuple[str, ...]) -> Operation | None:
     if not found:
         return None
     (kind,) = found
-    return Operation((kind, "u32"), (kind,), lambda a, n: np.left_shift(a, _count(n, kind)))
+    count = _count(kind)
+    return Operation((kind, "u32"), (kind,), lambda a, n: np.left_shift(a, count(n)))
 
 
 def shift_right(modifiers: tuple[str, ...]) -> Operation | None:
@@ -287,15 +288,17 @@ def shift_right(modifiers: tuple[str, ...]) -> Operation | None:
     if not found:
         return None
     (kind,) = found
-    return Operation((kind, "u32"), (kind,), lambda a, n: np.right_shift(a, _count(n, kind)))
+    count = _count(kind)
+    return Operation((kind, "u32"), (kind,), lambda a, n: np.right_shift(a, count(n)))
 
 
-def _count(n: Array, kind: str) -> Array:
-    """A number of bits as the type that it shifts, at most the width."""
-    return np.minimum(n, np.uint32(width(kind))).astype(DTYPES[kind])
+def _count(kind: str) -> Evaluate:
+    """What makes a number of bits one of the type that it shifts, at most the width."""
+    most, dtype = np.array(width(kind), np.uint32), DTYPES[kind]
+    return lambda n: np.minimum(n, most).astype(dtype)
 
 
-_WORD = np.uint64(32)
+_WORD = np.array(32, np.uint64)
 
 
 def funnel_shift(modifiers: tuple[str, ...]) -> Operation | None:
@@ -378,12 +381,41 @@ _BYTE_MODES = {
 }
 
 
+@cache
+def _byte_moves(control: int) -> list[tuple[bool, np.ufunc, Array, Array]] | None:
+    """Return what of b (or a) is shifted, which way, how far, and its mask; None with signs."""
+    masks: dict[tuple[bool, int], int] = {}
+    for i in range(4):
+        selector = control >> 4 * i & 15
+        if selector & 8:
+            return None
+        move = selector >= 4, 8 * (i - selector % 4)
+        masks[move] = masks.get(move, 0) | 0xFF << 8 * i
+    return [
+        (
+            of_b,
+            np.left_shift if left > 0 else np.right_shift,
+            np.array(abs(left), np.uint32),
+            np.array(mask, np.uint32),
+        )
+        for (of_b, left), mask in masks.items()
+    ]
+
+
+def _moved(a: Array, b: Array, moves: list[tuple[bool, np.ufunc, Array, Array]]) -> Array:
+    """Return the bytes that `_byte_moves` names, put together."""
+    parts = [np.bitwise_and(shift(b if of_b else a, by), mask) for of_b, shift, by, mask in moves]
+    return np.broadcast_to(reduce(np.bitwise_or, parts), np.broadcast(a, b).shape)
+
+
 def permute_bytes(modifiers: tuple[str, ...]) -> Operation | None:
     """``prmt``: four of the eight bytes {b, a}, or their signs spread over a byte."""
 
     def evaluate(a: Array, b: Array, control: Array) -> Array:
         if table is not None:
             control = table[np.bitwise_and(control, 3)]
+        if np.ndim(control) == 0 and (moves := _byte_moves(int(control) & 0xFFFF)):
+            return _moved(a, b, moves)
         pair = np.bitwise_or(np.left_shift(b.astype(np.uint64), _WORD), a)
         signs = np.count_nonzero(np.bitwise_and(control, 0x8888))
         result = np.zeros(np.broadcast(a, b, control).shape, np.uint32)

@@ -27,6 +27,7 @@ from cupyattn.interpret.memory import (
     SharedMemory,
     Space,
 )
+from cupyattn.interpret.observe import Observer
 from cupyattn.interpret.ordering import WARP, Bools, Clocks, Ints
 from cupyattn.interpret.program import Program, Segment
 from cupyattn.interpret.ptx import Register
@@ -105,6 +106,8 @@ class Machine:
         What the tensor maps among the parameters describe.
     now : int
         Time at which it starts.
+    observers : tuple of Observer
+        Are told of every instruction.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Machine:
         dynamic_shared: int,
         tensors: Sequence[Tensor] = (),
         now: int = 0,
+        observers: tuple[Observer, ...] = (),
     ) -> None:
         self.program = program
         self.grid, self.block = grid, block
@@ -131,7 +135,9 @@ class Machine:
         self.thread = self.lane % self.threads
         self.alive = self.thread < block
         self.clocks = Clocks(blocks, self.threads, first_block * self.threads, now)
+        self.memory = memory
         memory.attach(self.clocks, self.report)
+        self._observers = observers
         granule = program.granules["shared"]
         shared = program.shared_bytes + dynamic_shared
         self.shared = SharedMemory(blocks, shared, granule, self.clocks, self.report)
@@ -196,12 +202,24 @@ class Machine:
             if not lanes:
                 return
         self.counts[segment.start] += len(lanes.warps)
-        clocks = self.clocks
-        for self.place, step in segment.steps:
-            clocks.now += 1
-            step.execute(self, lanes)
-        if not step.leaves:
+        if self._observers:
+            self._run_observed(segment, lanes)
+        else:
+            clocks = self.clocks
+            for self.place, step in segment.steps:
+                clocks.now += 1
+                step.execute(self, lanes)
+        if not segment.steps[-1][1].leaves:
             self.go(segment.stop, lanes)
+
+    def _run_observed(self, segment: Segment, lanes: Lanes) -> None:
+        for self.place, step in segment.steps:
+            self.clocks.now += 1
+            for observer in self._observers:
+                observer.before(self, lanes)
+            step.execute(self, lanes)
+            for observer in self._observers:
+                observer.after(self, lanes)
 
     def go(self, place: int, lanes: Lanes | Bools) -> None:
         """Let lanes go on at an instruction."""

@@ -100,6 +100,23 @@ class Member:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
+def element_at(members: tuple[Member, ...], offset: int) -> str:
+    """Return the element of a member that a byte belongs to; several of them in a union.
+
+    Examples
+    --------
+    >>> element_at((Member("K", "float32", (8, 4), 0), Member("l", "float32", (), 128)), 20)
+    'K[1, 1]'
+    """
+    found = []
+    for m in members:
+        if m.offset <= offset < m.offset + m.nbytes:
+            element = (offset - m.offset) // np.dtype(m.dtype).itemsize
+            index = ", ".join(str(i) for i in np.unravel_index(element, m.shape))
+            found.append(f"{m.name}[{index}]" if index else m.name)
+    return " or ".join(found)
+
+
 def shared_members(spec: ModuleSpec, arch: str) -> tuple[Member, ...]:
     """Return the members of the kernel's ``SharedStorage``, in order of declaration.
 

@@ -31,12 +31,17 @@ Units = npt.NDArray[Any]
 
 
 class Space(Protocol):
-    """A memory that lanes load from and store to."""
+    """A memory that lanes load from and store to.
 
-    def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
+    A strong access (``.relaxed`` and the like) does not race with another strong one.
+    """
+
+    def load(
+        self, address: Ints, unit: int, count: int, lanes: Ints, strong: bool = False
+    ) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
 
-    def store(self, address: Ints, values: Units, lanes: Ints) -> None:
+    def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
         """Store (count, lanes) units."""
 
     def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
@@ -185,8 +190,9 @@ class GlobalMemory:
         if writable:
             granules = data.size // self._granule_bytes
             shadow = Shadow(
-                name, granules, self._granule_bytes, 0, initialised=initialised, origin=base % 16
-            )
+                name, granules, self._granule_bytes, 0, initialised=initialised,
+                first=-(base % 16),
+            )  # fmt: skip
         array = Array(name, source, base, before, data, nbytes, owned, shadow)
         if source.size:
             array.elements[...] = source
@@ -200,33 +206,35 @@ class GlobalMemory:
             array.source[...] = array.elements
         return [array.name for array in changed]
 
-    def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
+    def load(
+        self, address: Ints, unit: int, count: int, lanes: Ints, strong: bool = False
+    ) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
         array = self._owner(address, lanes)
         if array is None:
             values = np.empty((count, len(lanes)), f"u{unit}")
             for some in self._by_owner(address):
-                values[:, some] = self.load(address[some], unit, count, lanes[some])
+                values[:, some] = self.load(address[some], unit, count, lanes[some], strong)
             return values
         offset = self._offset(array, address, unit * count, lanes)
         if array.shadow is not None:
             granules = self._granules(offset, unit * count, lanes)
-            array.shadow.before_read(*granules, self._clocks, self._report)
+            array.shadow.before_read(*granules, self._clocks, self._report, atomic=strong)
         return gather(array.data, offset, unit, count)
 
-    def store(self, address: Ints, values: Units, lanes: Ints) -> None:
+    def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
         """Store (count, lanes) units."""
         array = self._owner(address, lanes)
         if array is None:
             for some in self._by_owner(address):
-                self.store(address[some], values[:, some], lanes[some])
+                self.store(address[some], values[:, some], lanes[some], strong)
             return
         width = len(values) * values.dtype.itemsize
         offset = self._offset(array, address, width, lanes)
         shadow = self._writable(array, address, lanes)
         granules = self._granules(offset, width, lanes)
-        shadow.before_write(*granules, self._clocks, self._report)
-        shadow.wrote(*granules, self._clocks, self._report)
+        shadow.before_write(*granules, self._clocks, self._report, atomic=strong)
+        shadow.wrote(*granules, self._clocks, self._report, atomic=strong)
         scatter(array.data, offset, values)
 
     def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
@@ -317,7 +325,7 @@ class SharedMemory:
         granules = self.data.size // granule_bytes
         self.shadow = Shadow(
             "shared memory", granules, granule_bytes, clocks.threads, initialised=False,
-            period=self.stride,
+            period=self.stride or None,
         )  # fmt: skip
         self._clocks = clocks
         self._report = report
@@ -345,20 +353,22 @@ class SharedMemory:
             granules = slice(block * per_block, (block + 1) * per_block)
             self.shadow.fence(granules, lanes[blocks == block], self._clocks)
 
-    def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
+    def load(
+        self, address: Ints, unit: int, count: int, lanes: Ints, strong: bool = False
+    ) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
         offset = self.offset(address, unit * count, lanes)
         granules = self.granules(offset, unit * count, lanes)
-        self.shadow.before_read(*granules, self._clocks, self._report)
+        self.shadow.before_read(*granules, self._clocks, self._report, atomic=strong)
         return gather(self.data, offset, unit, count)
 
-    def store(self, address: Ints, values: Units, lanes: Ints) -> None:
+    def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
         """Store (count, lanes) units."""
         width = len(values) * values.dtype.itemsize
         offset = self.offset(address, width, lanes)
         granules = self.granules(offset, width, lanes)
-        self.shadow.before_write(*granules, self._clocks, self._report)
-        self.shadow.wrote(*granules, self._clocks, self._report)
+        self.shadow.before_write(*granules, self._clocks, self._report, atomic=strong)
+        self.shadow.wrote(*granules, self._clocks, self._report, atomic=strong)
         scatter(self.data, offset, values)
 
     def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
@@ -404,7 +414,9 @@ class LocalMemory(_NotAtomic):
             self._report("out of bounds", message, lanes, outside, address)
         return address + lanes * self._stride
 
-    def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
+    def load(
+        self, address: Ints, unit: int, count: int, lanes: Ints, strong: bool = False
+    ) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
         width = unit * count
         offset = self._offset(address, width, lanes)
@@ -416,7 +428,7 @@ class LocalMemory(_NotAtomic):
             )
         return gather(self._data, offset, unit, count)
 
-    def store(self, address: Ints, values: Units, lanes: Ints) -> None:
+    def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
         """Store (count, lanes) units."""
         width = len(values) * values.dtype.itemsize
         offset = self._offset(address, width, lanes)
@@ -434,7 +446,9 @@ class ParamMemory(_NotAtomic):
         self._data = np.concatenate([data, np.zeros(-data.size % 8, np.uint8)])
         self._report = report
 
-    def load(self, address: Ints, unit: int, count: int, lanes: Ints) -> Units:
+    def load(
+        self, address: Ints, unit: int, count: int, lanes: Ints, strong: bool = False
+    ) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
         width = unit * count
         check_aligned(address, width, lanes, self._report, "the parameters")
@@ -444,7 +458,7 @@ class ParamMemory(_NotAtomic):
             self._report("out of bounds", message, lanes, outside, address)
         return gather(self._data, address, unit, count)
 
-    def store(self, address: Ints, values: Units, lanes: Ints) -> None:
+    def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
         """Report: parameters are constant."""
         everything = np.ones(len(lanes), np.bool_)
         self._report("read-only", "the kernel writes to its parameters", lanes, everything, address)

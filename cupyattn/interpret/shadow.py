@@ -38,10 +38,10 @@ class Shadow:
         to itself; 0 keeps a log of reads instead.
     initialised : bool
         Whether it was written before the launch.
-    origin : int
-        Bytes from the first granule to what `name` means by its first byte.
-    period : int
-        Bytes after which the same memory of the next block begins; 0: it is one piece.
+    first : int
+        Byte of it, as findings count, at which the first word begins.
+    period : int, optional
+        Bytes after which findings count anew: another block's memory begins there.
     """
 
     def __init__(
@@ -52,13 +52,12 @@ class Shadow:
         readers: int,
         *,
         initialised: bool,
-        origin: int = 0,
-        period: int = 0,
+        first: int = 0,
+        period: int | None = None,
     ) -> None:
         self.name = name
+        self._first, self._period = first, period
         self.granule_bytes = granule_bytes
-        self._origin = origin
-        self._period = period or granules * granule_bytes
         self.readers = readers
         self.writer = np.full(granules, -1, np.int32)
         # Time of the last write; 0 is before the launch, -1 never.
@@ -79,14 +78,17 @@ class Shadow:
         self._loans = 0
         self._last_write = 0
 
-    def before_read(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
+    def before_read(
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
+    ) -> None:
         """Report what is wrong with `lanes` reading `granules`; note that they did."""
-        # NOTE: first, because what a copy will bring may never have been written either.
         self._check_flights(granules, lanes, report, "read")
         written = self.written[granules]
         if written.min() < 0:
             message = f"{self.name} is read before anything was written there"
-            report("never written", message, lanes, written < 0, self._bytes(granules))
+            report("never written", message, lanes, written < 0, self._address(granules))
+        if atomic:
+            written = np.where(self.atomic[granules], np.int32(0), written)
         if not self.readers or self._last_write > clocks.floor.min():
             self._check_writer(granules, lanes, written, clocks, report, "read")
         self.read[granules] = clocks.now
@@ -102,7 +104,7 @@ class Shadow:
         self._check_flights(granules, lanes, report, "written")
         if self._loans and (lent := self.lent[granules] > 0).any():
             message = f"{self.name} is written while an asynchronous operation still reads it"
-            report("in flight", message, lanes, lent, granules * self.granule_bytes)
+            report("in flight", message, lanes, lent, self._address(granules))
         written = self.written[granules]
         if atomic:  # atomic operations do not race with each other
             written = np.where(self.atomic[granules], np.int32(0), written)
@@ -123,7 +125,7 @@ class Shadow:
             lost = self.writer[granules] != lanes + clocks.first
             if lost.any():
                 message = f"{self.name} is written by two lanes at once"
-                report("race", message, lanes, lost, self._bytes(granules))
+                report("race", message, lanes, lost, self._address(granules))
 
     def take_off(self, granules: Ints) -> None:
         """Note that an asynchronous copy to `granules` has begun."""
@@ -182,18 +184,20 @@ class Shadow:
                 f"{self.name} is handed to the asynchronous proxy, and no fence.proxy.async stands "
                 "between that and the last write by a thread"
             )
-            report("race", message, lanes, bad, self._bytes(granules))
+            report("race", message, lanes, bad, self._address(granules))
 
     # ---- checks ----------------------------------------------------------------------------------
 
-    def _bytes(self, granules: Ints) -> Ints:
-        """Return where granules begin, in bytes from the first of what `name` means."""
-        return np.maximum(granules * self.granule_bytes % self._period - self._origin, 0)
+    def _address(self, granules: Ints) -> Ints:
+        address = granules * self.granule_bytes
+        if self._period is not None:
+            address %= self._period
+        return address + self._first
 
     def _check_flights(self, granules: Ints, lanes: Ints, report: Report, verb: str) -> None:
         if self._flights and (flying := self.flying[granules]).any():
             message = f"{self.name} is {verb} while an asynchronous copy to it is not waited for"
-            report("in flight", message, lanes, flying, self._bytes(granules))
+            report("in flight", message, lanes, flying, self._address(granules))
 
     def _check_writer(
         self,
@@ -212,7 +216,7 @@ class Shadow:
             row = int(np.argmin(before))
             other = _name(clocks, int(writer[row]), int(lanes[row]))
             message = f"{self.name} is {verb}, and nothing orders that after the write by {other}"
-            report("race", message, lanes, ~before, self._bytes(granules))
+            report("race", message, lanes, ~before, self._address(granules))
 
     def _check_readers(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
         """Look for a read of `granules` that is not ordered before what `lanes` do now."""
@@ -244,7 +248,7 @@ class Shadow:
         other = _name(clocks, reader, int(lanes[row]))
         message = f"{self.name} is written, and nothing orders that after the read by {other}"
         bad = np.arange(len(lanes)) == row
-        report("race", message, lanes, bad, self._bytes(granules))
+        report("race", message, lanes, bad, self._address(granules))
 
 
 def _name(clocks: Clocks, other: int, lane: int) -> str:

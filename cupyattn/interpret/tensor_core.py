@@ -13,8 +13,9 @@ For ``mma`` N is 8. For ``wgmma`` each warp of four holds so 16 of the 64 rows o
 what lies in shared memory is named by a descriptor: see `operand_addresses`.
 
 Integer products are exact. Floating-point products are exact too; their sum, with C, is taken in
-float64 and rounded once, toward zero, to float32. Tensor cores align the addends to the largest
-and cut off what lies below: `accumulation_error` bounds the difference.
+float64 and rounded once, toward zero, to float32; float16 results are rounded again, to nearest.
+Tensor cores align the addends to the largest and cut off what lies below: `accumulation_error`
+bounds the difference.
 """
 
 from __future__ import annotations
@@ -158,7 +159,13 @@ def fragment_c(bits: int, columns: int = 8) -> Fragment:
 # ---- products ------------------------------------------------------------------------------------
 
 
-def accumulation_error(products: int, magnitude: Array) -> Array:
+#: Unit roundoff of ``wgmma`` over 8-bit floats: Hopper keeps 13 bits of a sum's fraction.
+FP8_WARPGROUP_ROUNDOFF = 2.0**-13
+
+
+def accumulation_error(
+    products: int, magnitude: Array, roundoff: float = TENSOR_CORE_ROUNDOFF, d_type: str = "f32"
+) -> Array:
     """Bound how far a tensor core's sum may lie from the model's.
 
     Parameters
@@ -167,15 +174,36 @@ def accumulation_error(products: int, magnitude: Array) -> Array:
         Products in a sum.
     magnitude : array
         |c| + sum |a b|.
+    roundoff : float
+        Of the addition: `FP8_WARPGROUP_ROUNDOFF` for ``wgmma`` over 8-bit floats.
+    d_type : {"f32", "f16"}
+        Type of the result.
 
     Notes
     -----
-    By T3 of docs/MATH_REFERENCE.md each addend but the largest loses less than
-    ``TENSOR_CORE_ROUNDOFF`` of the largest when it is aligned, and cutting the sum to 24 bits
-    loses that much of it: `products` + 1 losses. The model's own rounding is one more, and that of
-    float64 far below it. Results below the smallest normal float32 may differ by one subnormal.
+    By T3 of docs/MATH_REFERENCE.md each addend but the largest loses less than `roundoff` of the
+    largest when it is aligned, and cutting the sum to 24 bits loses that much of it: `products` + 1
+    losses. The model's own rounding is one more; that of float64 is far below it. Each may be one
+    subnormal number instead. Two sums that close to each other round to float16 numbers that differ
+    by that much and one place of float16.
     """
-    return (products + 2) * TENSOR_CORE_ROUNDOFF * magnitude + 2.0**-149
+    error = (products + 2) * (roundoff * magnitude + 2.0**-149)
+    if d_type == "f32":
+        return error
+    return error + 2.0**-10 * (magnitude + error) + 2.0**-24
+
+
+_CUT = np.uint64(0xFFFFFFFFE0000000)
+
+
+def _cut(total: Array) -> Array:
+    """Round float64 toward zero to float32; from 2^128 on to infinities, as tensor cores do."""
+    cut = np.bitwise_and(total.view(np.uint64), _CUT).view(np.float64)
+    result = cut.astype(np.float32)
+    subnormal = np.less(np.abs(cut), FORMATS["f32"].tiny)
+    if np.count_nonzero(subnormal) > np.count_nonzero(np.equal(total, 0)):
+        return np.where(subnormal, exact.narrow(total, FORMATS["f32"], "rz"), result)
+    return result
 
 
 @dataclass(frozen=True)
@@ -206,9 +234,10 @@ class Accumulator:
                 total = np.clip(total, -(2**31), 2**31 - 1)
             return self.d.scatter(total.astype(np.int32).view(np.uint32))
         c = self.c.gather(registers.view(FORMATS[self.c_type].dtype)).astype(np.float64)
-        total = exact.narrow(np.add(products, c), FORMATS["f32"], "rz")
+        total = _cut(np.add(products, c))
         if self.d_type == "f16":
-            total = exact.narrow(total.astype(np.float64), FORMATS["f16"])
+            total = total.astype(np.float16)
+        total = np.add(total, total.dtype.type(0))  # every zero is +0
         return self.d.scatter(exact.canonical(total, FORMATS[self.d_type])).view(np.uint32)
 
 

@@ -241,7 +241,7 @@ def matrix_multiply(inst: Instruction) -> Step | None:
     return Step(inst, _after_meeting(execute), together=whole_warp)
 
 
-def _tiles(inst: Instruction) -> tuple[int, bool] | None:
+def matrix_tiles(inst: Instruction) -> tuple[int, bool] | None:
     """Return how many 8 x 8 tiles an ``ldmatrix`` or ``stmatrix`` moves, and whether transposed."""
     modifiers = [m for m in inst.modifiers if not m.startswith("shared")]
     transposed = "trans" in modifiers
@@ -259,7 +259,7 @@ ACCESSES["ldmatrix"] = ACCESSES["stmatrix"] = lambda inst: ("shared", 16)
 @instruction("ldmatrix")
 def load_matrix(inst: Instruction) -> Step | None:
     """Load tiles whose rows the first lanes name."""
-    tiles = _tiles(inst)
+    tiles = matrix_tiles(inst)
     if tiles is None:
         return None
     count, transposed = tiles
@@ -277,7 +277,7 @@ def load_matrix(inst: Instruction) -> Step | None:
 @instruction("stmatrix")
 def store_matrix(inst: Instruction) -> Step | None:
     """Store tiles to rows that the first lanes name."""
-    tiles = _tiles(inst)
+    tiles = matrix_tiles(inst)
     if tiles is None:
         return None
     count, transposed = tiles

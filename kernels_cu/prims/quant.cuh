@@ -29,6 +29,11 @@ struct QuantizeParams {
   int32_t split_rows;  // rows of a slice
 };
 
+// Stores a number that threads of several blocks store, all of them the same one: no race.
+__device__ __forceinline__ void st_relaxed_gpu(float* target, float x) {
+  asm volatile("st.relaxed.gpu.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
+}
+
 // ---- in -----------------------------------------------------------------------------------------
 
 // An unsigned integer of 2 or 4 bytes.

@@ -13,6 +13,7 @@ import pytest
 
 from cupyattn import api
 from cupyattn import compile as kc
+from cupyattn.disk_cache import cache_folder
 from cupyattn.request import Options, resolve
 from cupyattn.rounding import STORAGE
 from tests import runs
@@ -90,8 +91,8 @@ def prebuild(specs: Iterable[kc.ModuleSpec]) -> None:
     """
     capability = int(cupy.cuda.Device().compute_capability)
     wanted = dict.fromkeys(specs)
-    kc.cache_folder().mkdir(parents=True, exist_ok=True)
-    with (kc.cache_folder() / "prebuild.lock").open("w") as lock:
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / "prebuild.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file is closed
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(

@@ -1,0 +1,249 @@
+"""Run one rung in the interpreter: the kernels themselves, compiled and executed on NumPy, with no
+device. Prints what is wrong with them (exit status 1), J2 and J3, and what the run cost: warp
+instructions, bytes by memory, bank conflicts by source line. docs/INTERPRETER.md shows how to debug
+with it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cupyattn import device, interpret, measure, registry
+from cupyattn.api import attention, explain, plans
+from cupyattn.cli import inputs, output
+from cupyattn.interpret import Break, Finding, KernelFault, Observer, Profile, Stop, Trace
+from cupyattn.interpret.findings import KINDS, describe
+from cupyattn.interpret.members import element_at, shared_members
+from cupyattn.quant import quantize
+from cupyattn.request import Options, resolve
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.program import Program
+    from cupyattn.launch import Launch
+
+#: What is run where nothing else is asked for.
+SHAPE = {"batch": 1, "heads": 1, "len": 64, "head_dim": 64}
+#: Source lines of the table of shared memory; ``--json`` has them all.
+LINES = 16
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(registry.VARIANTS)}")
+    parser.add_argument("--arch", help="architecture to compile for (default sm_80)")
+    watch = parser.add_argument_group("watch")
+    watch.add_argument("--trace", metavar="FILE", help="write what one warp executes")
+    watch.add_argument(
+        "--trace-of", metavar="BLOCK:WARP:LANE", default="0:0:0", help="whose (default 0:0:0)"
+    )
+    watch.add_argument(
+        "--trace-lines", type=int, default=100_000, metavar="N", help="at most (default 100000)"
+    )
+    watch.add_argument(
+        "--break", dest="stop_at", metavar="FILE:LINE",
+        help="show registers and shared memory whenever lanes have run that line",
+    )  # fmt: skip
+    watch.add_argument("--stops", type=int, default=1, metavar="N", help="to show (default 1)")
+    parser.add_argument("--json", metavar="FILE", help="write everything that was counted")
+    inputs.add_arguments(parser, "normal, 1 head, length 64, head_dim 64")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    variant = registry.lookup(args.variant)
+    profile, where = Profile(), _Where()
+    observers: list[Observer] = [profile, where]
+    if args.trace:
+        block, warp, lane = _numbers(args.trace_of)
+        observers.append(
+            Trace(args.trace, block=block, warp=warp, lane=lane, limit=args.trace_lines)
+        )
+    if args.stop_at:
+        observers.append(Break(*_place(args.stop_at), _Stops(args.stops)))
+    given = _input(args)
+    q, k, v = given.q, given.k, given.v
+    options = inputs.call_options(args)
+    asked = {"variant": variant.name, "arch": args.arch, "backend": "interpret"}
+    asked |= {"return_lse": True, **options}
+    print(f"{given.name}: {q.shape} over {k.shape}, {q.dtype}\n{explain(q, k, v, **asked)}")
+    record: dict[str, Any] = {"variant": variant.name, "input": given.name}
+    if args.json:
+        record["environment"] = device.environment()
+    try:
+        with (
+            # NOTE: a bar that is redrawn between the lines of a stop would garble them.
+            contextlib.nullcontext() if args.stop_at else output.progress(variant.name) as advance,
+            interpret.observe(*observers, *([_Progress(advance)] if advance else [])),
+        ):
+            z = quantize(q, k, v, backend="interpret") if variant.family == "int8" else None
+            operands = (q, k, v) if z is None else (z,)
+            o, lse = attention(*operands, **asked)
+    except KernelFault as fault:
+        _print_finding(fault.finding, where)
+        if args.json:
+            output.write_json(args.json, {**record, "finding": str(fault.finding)})
+        return 1
+    plan = plans(resolve(q, k, v, Options(**asked)))[-1]
+    judged = measure.judge(
+        o, q, k, v, variant=variant.name, lse=lse, quantized=z, tiles=plan.tiles, form=plan.form,
+        **options,
+    )  # fmt: skip
+    words = f"J2 {measure.format_ratio(judged.j2)}"
+    if judged.j3 is not None:
+        words += f", J3 {measure.format_ratio(judged.j3)}"
+    print(f"\n{words}, relative error {judged.relative_error:.2e}")
+    print("No findings." if judged.ok else "FAILED: no findings, but the result misses its bound.")
+    print_profile(profile)
+    if args.json:
+        record |= {"j2": judged.j2, "j3": judged.j3, "kernels": profile.to_dict()}
+        output.write_json(args.json, record)
+    return 0 if judged.ok else 1
+
+
+def _input(args: argparse.Namespace) -> inputs.Input:
+    if not (args.qkv or args.layer):
+        for name, size in SHAPE.items():
+            if getattr(args, name) is None:
+                setattr(args, name, size)
+    return inputs.choose(args, large=False)
+
+
+def _numbers(text: str) -> tuple[int, int, int]:
+    match = re.fullmatch(r"(\d+):(\d+):(\d+)", text)
+    if match is None:
+        raise ValueError(f"--trace-of takes BLOCK:WARP:LANE, for example 0:3:0, got {text!r}")
+    return int(match[1]), int(match[2]), int(match[3])
+
+
+def _place(text: str) -> tuple[str, int]:
+    match = re.fullmatch(r"(.+):(\d+)", text)
+    if match is None:
+        raise ValueError(f"--break takes FILE:LINE, for example attn_fa.cu:83, got {text!r}")
+    return match[1], int(match[2])
+
+
+# ---- while it runs -------------------------------------------------------------------------------
+
+
+class _Progress(Observer):
+    """Says now and then how far a kernel has come."""
+
+    def __init__(self, advance: Callable[[str], None]) -> None:
+        self._advance = advance
+        self._said = time.monotonic()
+
+    def batch(self, machine: Machine) -> None:
+        self._say(machine)
+
+    def after(self, machine: Machine, lanes: Lanes) -> None:
+        if time.monotonic() - self._said > 0.2:
+            self._say(machine)
+
+    def _say(self, machine: Machine) -> None:
+        self._said = time.monotonic()
+        self._advance(
+            f"{machine.program.kernel.name}, {machine.clocks.now:,} steps, blocks "
+            f"{machine.first_block} to {machine.first_block + machine.blocks - 1} of {machine.grid}"
+        )
+
+
+class _Where(Observer):
+    """Remembers which kernel runs, to name what a finding's address lies in."""
+
+    def launch(self, one: Launch, program: Program, arch: str) -> None:
+        self._launch, self._first, self._arch = one, program.shared_bytes, arch
+
+    def element(self, address: int) -> str:
+        """Return the member of shared memory that a byte belongs to, empty where there is none."""
+        members = shared_members(self._launch.module, self._arch)
+        return element_at(members, address - self._first)
+
+
+class _Stops:
+    """Prints the first of many stops."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def __call__(self, stop: Stop) -> None:
+        if self._left <= 0:
+            return
+        self._left -= 1
+        print(f"\n{stop}")
+        for text in stop.instructions:
+            print(f"  {text}")
+        header = ("registers", "type", "first lane", "min", "max")
+        rows = [
+            (name, str(x.dtype), _number(x[0]), *_range(x)) for name, x in stop.registers.items()
+        ]
+        output.print_table(header, rows)
+        if stop.shared:
+            shared = [
+                (name, f"{x.dtype} {x.shape[1:]}", _number(x.flat[0]), *_range(x))
+                for name, x in stop.shared.items()
+            ]
+            output.print_table(("shared", "type", "first", "min", "max"), shared)
+
+
+def _number(x: Any) -> str:
+    return f"{float(x):.6g}" if x.dtype.kind not in "iub" else str(x)
+
+
+def _range(x: Any) -> tuple[str, str]:
+    """Return the extremes of an array as text."""
+    if x.dtype == np.bool_:
+        return str(x.all()), str(x.any())
+    return _number(x.min()), _number(x.max())
+
+
+# ---- afterwards ----------------------------------------------------------------------------------
+
+
+def _print_finding(finding: Finding, where: _Where) -> None:
+    print(f"\nFINDING: {finding.kind}: {finding.message}")
+    facts = {"meaning": KINDS[finding.kind], "kernel": finding.kernel}
+    if finding.location is not None:
+        facts["line"] = describe(finding.location)
+    facts["instruction"] = finding.instruction
+    others = f" and {finding.lanes - 1} more" if finding.lanes > 1 else ""
+    facts["who"] = f"block {finding.block}, warp {finding.warp}, lane {finding.lane}{others}"
+    if finding.address is not None:
+        element = where.element(finding.address) if "shared memory" in finding.message else ""
+        facts["address"] = f"byte {finding.address}{f', {element}' if element else ''}"
+    output.print_facts(facts)
+
+
+def print_profile(profile: Profile) -> None:
+    """Print what a run cost."""
+    kernels = list(profile.kernels.values())
+    print()
+    by_kernel = [k.kinds for k in kernels]
+    rows = [(kind, *(f"{b[kind]:,}" for b in by_kernel)) for kind, _ in profile.kinds.most_common()]
+    rows.append(("all", *(f"{b.total():,}" for b in by_kernel)))
+    output.print_table(("warp instructions", *(k.kernel for k in kernels)), rows)
+    print()
+    moves = sorted(profile.traffic)
+    output.print_table(
+        ("bytes", *(k.kernel for k in kernels)),
+        [(" ".join(move), *(f"{k.traffic[move]:,}" for k in kernels)) for move in moves],
+    )
+    accesses = profile.accesses
+    if not accesses:
+        return
+    print()
+    total = sum(access.passes for access in accesses)
+    print(f"Shared memory: {total:,} passes, {profile.excess:,} of them for bank conflicts")
+    output.print_table(
+        ("line", "within", "", "accesses", "passes", "excess"),
+        [
+            (a.line, a.inner, a.opcode, f"{a.accesses:,}", f"{a.passes:,}", f"{a.excess:,}")
+            for a in accesses[:LINES]
+        ],
+    )

@@ -1,0 +1,91 @@
+"""Which registers an instruction reads and writes, and what they hold: for those who look on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cupyattn.interpret import alu
+from cupyattn.interpret.operation import DTYPES
+from cupyattn.interpret.ptx import (
+    Address,
+    Instruction,
+    Negated,
+    Operand,
+    Pair,
+    Register,
+    Vector,
+)
+from cupyattn.interpret.semantics import Values, reader
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Lanes, Machine
+
+#: Opcodes whose first operand is no result, though it may be a register.
+_WITHOUT_RESULT = {"bar", "barrier", "nanosleep"}
+
+
+def _registers(operand: Operand) -> Iterator[Register]:
+    if isinstance(operand, Register):
+        yield operand
+    elif isinstance(operand, Negated):
+        yield operand.register
+    elif isinstance(operand, Vector):
+        for item in operand.items:
+            yield from _registers(item)
+    elif isinstance(operand, Pair):
+        yield from _registers(operand.first)
+        yield from _registers(operand.second)
+    elif isinstance(operand, Address):
+        for part in (operand.base, *operand.coordinates):
+            yield from _registers(part)
+
+
+def _has_result(instruction: Instruction) -> bool:
+    first = instruction.operands[:1]
+    return (
+        bool(first)
+        and not isinstance(first[0], Address)
+        and instruction.opcode not in _WITHOUT_RESULT
+    )
+
+
+def written(instruction: Instruction) -> tuple[Register, ...]:
+    """Return the registers that an instruction writes."""
+    return tuple(_registers(instruction.operands[0])) if _has_result(instruction) else ()
+
+
+def read(instruction: Instruction) -> tuple[Register, ...]:
+    """Return the registers that an instruction reads, its guard first, each once."""
+    found = [] if instruction.predicate is None else [instruction.predicate]
+    for operand in instruction.operands[_has_result(instruction) :]:
+        found += _registers(operand)
+    return tuple(dict.fromkeys(found))
+
+
+def result_type(instruction: Instruction, register: Register) -> str:
+    """Return the PTX type of what an instruction writes to a register: its own where it has one.
+
+    Registers are declared as plain bits, ``.b32``; that they receive an ``f32`` or an ``s32`` only
+    the instruction says.
+    """
+    operation = alu.lookup(instruction.opcode, instruction.modifiers)
+    named = operation.results if operation else instruction.modifiers
+    for name in named:
+        if name in DTYPES and DTYPES[name].itemsize == DTYPES[register.type].itemsize:
+            return name
+    return register.type
+
+
+def value(machine: Machine, register: Register) -> Values:
+    """Return what a register holds in every lane, as its declared type; zeros before any write."""
+    return reader(register, register.type)(machine)
+
+
+def executing(machine: Machine, instruction: Instruction, lanes: Lanes) -> Lanes:
+    """Return those lanes whose guard lets them execute the instruction under way."""
+    guard = instruction.predicate
+    if guard is None:
+        return lanes
+    held = value(machine, guard)
+    return lanes.where(~held if instruction.negated else held)

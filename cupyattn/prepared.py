@@ -1,0 +1,440 @@
+"""A call prepared: checked, planned, compiled and loaded once, then run on arrays of one form."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cupyattn import backends, executor, launch
+from cupyattn import compile as compiler
+from cupyattn.arrays import is_cupy
+from cupyattn.checks import AttentionCall, data_address
+from cupyattn.launch import Operand, Plan, Workspace
+from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
+from cupyattn.quant.operands import scale_shape, static_scales
+from cupyattn.quant.plan import plan_operand
+from cupyattn.registry import VARIANTS
+from cupyattn.request import Request, resolve
+from cupyattn.rounding import STORAGE, array_namespace
+
+#: Buffers of a quantised call, as fields of `QuantizedQKV`.
+QUANTIZED = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
+
+
+# ---- what a call consists of ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One plan of a call, and what its buffers are called in the call where they differ."""
+
+    plan: Plan
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """All plans of a call in order, and the buffers that one writes and another reads."""
+
+    stages: tuple[Stage, ...]
+    between: tuple[Workspace, ...] = ()
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans alone."""
+        return [stage.plan for stage in self.stages]
+
+    @property
+    def workspace(self) -> tuple[Workspace, ...]:
+        """All scratch memory of the call, under the names that it has there."""
+        inner = [
+            replace(work, name=f"{i}.{work.name}")
+            for i, stage in enumerate(self.stages)
+            for work in stage.plan.workspace
+        ]
+        return (*self.between, *inner)
+
+
+def stages(request: Request) -> Stages:
+    """Plan a request from shapes and strides alone: the quantising passes, then attention."""
+    call, options, z = request.call, request.options, request.quantized
+    o = _output(request)
+    if request.variant.family != "int8":
+        q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
+        plan = launch.plan_attention(
+            request.variant, call, q, k, v, o, tiles=options.tiles, arch=architecture(request)
+        )
+        return Stages((Stage(plan),))
+    if z is not None:
+        operands = [Operand.of(getattr(z, name)) for name in QUANTIZED[:3]]
+        scales = [Operand.of(z.q_scale), Operand.of(z.k_scale)]
+        plan = launch.plan_int8(
+            request.variant, call, *operands, o, *scales, group_q=z.group_q, group_kv=z.group_kv,
+            smoothed=z.k_mean is not None, tiles=options.tiles,
+        )  # fmt: skip
+        return Stages((Stage(plan),))
+    return _quantising_stages(request, o)
+
+
+def _output(request: Request) -> Operand:
+    """Describe where O goes: the caller's array, or one contiguous in his layout."""
+    if request.receiver is not None:
+        return Operand.of(request.receiver)
+    batch, heads, len_q, head_dim = request.call.output_shape
+    itemsize = STORAGE[request.call.dtype].itemsize
+    if request.options.layout == "BHSD":
+        return Operand.contiguous((batch, heads, len_q, head_dim), itemsize)
+    rows = Operand.contiguous((batch, len_q, heads, head_dim), itemsize)
+    by_batch, by_row, by_head, by_column = rows.strides
+    strides = (by_batch, by_head, by_row, by_column)
+    return Operand((batch, heads, len_q, head_dim), strides, itemsize, 0)
+
+
+def _quantising_stages(request: Request, o: Operand) -> Stages:
+    call, options = request.call, request.options
+    quant = options.quant or QuantConfig()
+    tiles = options.tiles or request.variant.default_tiles(call.head_dim)
+    passes: list[Stage] = []
+    between: list[Workspace] = []
+    codes, scales = [], []
+    groups = quant.group_q(tiles), quant.group_kv(tiles)
+    for name, array, group, granularity, smooth in (
+        ("q", request.q, groups[0], quant.granularity_q, False),
+        ("k", request.k, groups[1], quant.granularity_k, quant.smooth_k),
+    ):
+        x, shape = Operand.of(array), scale_shape(array.shape, group, granularity)
+        plan = plan_operand(
+            x, call.dtype, group, per_tensor=granularity == "tensor", smooth=smooth,
+            static=quant.static,
+        )  # fmt: skip
+        buffers: dict[str, Any] = {"codes": (x.shape, "int8"), "scale": (shape, "float32")}
+        if quant.static:
+            buffers["static_scale"] = (shape, "float32")
+        if any(one.entry == "group_absmax" for one in plan.launches):
+            buffers["absmax"] = (shape, "uint32")
+        if smooth:
+            buffers["mean"] = ((*x.shape[:2], x.shape[3]), "float32")
+        between += [
+            Workspace(f"{name}_{b}", s, t, zeros=b in ("absmax", "mean"))
+            for b, (s, t) in buffers.items()
+        ]
+        names = {b: f"{name}_{b}" for b in buffers}
+        passes.append(Stage(plan, {"x": name, **names}))
+        codes.append(Operand.contiguous(x.shape, 1))
+        scales.append(Operand.contiguous(shape, 4))
+    v = Operand.of(request.v)
+    if call.dtype == "float32":  # P.V takes float16
+        v = Operand.contiguous(v.shape, 2)
+        between.append(Workspace("v_operand", v.shape, "float16"))
+    plan = launch.plan_int8(
+        request.variant, call, *codes, v, o, *scales, group_q=groups[0], group_kv=groups[1],
+        smoothed=quant.smooth_k, tiles=tiles,
+    )  # fmt: skip
+    names = {"v": "v_operand"} if call.dtype == "float32" else {}
+    return Stages((*passes, Stage(plan, names)), tuple(between))
+
+
+def architecture(request: Request) -> str | None:
+    """Return the architecture to plan for: the caller's, or that of the device of the arrays.
+
+    Tiles that a caller names are those of the portable form, unless he names ``"sm_90a"`` too.
+    """
+    options = request.options
+    if options.arch is not None or options.tiles is not None or request.backend != "cuda":
+        return options.arch
+    hopper = int(request.q.device.compute_capability) == compiler.HOPPER_CAPABILITY
+    return "sm_90a" if hopper else None
+
+
+# ---- a call, ready to run ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a plan was made for: an array's shape, strides in bytes, dtype, address modulo 16."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    misalignment: int
+
+    @classmethod
+    def of(cls, array: Any) -> Form:
+        """Describe a NumPy or CuPy array."""
+        return cls(array.shape, array.strides, array.dtype, data_address(array) % 16)
+
+    def __str__(self) -> str:
+        return (
+            f"shape {self.shape}, strides {self.strides} bytes, dtype {self.dtype}, address "
+            f"16 n + {self.misalignment}"
+        )
+
+
+class Prepared:
+    """One call of `cupyattn.attention`, ready to run: what `cupyattn.plan` returns.
+
+    Call it with arrays of the form that it was planned for: same shapes, strides, dtypes and
+    addresses modulo 16. Its scratch memory is its own, so a CUDA graph may capture the call and
+    replay it as long as the object lives, and two calls must not run at the same time on different
+    streams.
+
+    Parameters
+    ----------
+    request : Request
+        A call, resolved.
+    keep : bool
+        Whether it owns its scratch memory; otherwise each call takes some from CuPy's pool.
+    """
+
+    def __init__(self, request: Request, *, keep: bool = True) -> None:
+        self.call, self.backend = request.call, request.backend
+        self.variant, self.why = request.variant.name, request.why
+        self._options = replace(request.options, out=None)
+        self._stages = stages(request)
+        self._xp = array_namespace(request.q)
+        self._forms = {name: Form.of(array) for name, array in operands_of(request).items()}
+        if request.receiver is not None:
+            self._forms["out"] = Form.of(request.receiver)
+        # For each stage: buffer of the plan, buffer of the call.
+        self._names = [
+            (*stage.names.items(), *((w.name, f"{i}.{w.name}") for w in stage.plan.workspace))
+            for i, stage in enumerate(self._stages.stages)
+        ]
+        self._zeros = [work.name for work in self._stages.workspace if work.zeros]
+        self._given = _static_scales(request)
+        self._ready: list[tuple[executor.ReadyLaunch, ...]] = []
+        self._scratch: dict[str, Any] | None = None
+        self._device = -1
+        if self.backend == "cuda":
+            self._device = int(request.q.device.id)
+            with request.q.device:
+                self._ready = [executor.ready(p, request.options.arch) for p in self.plans]
+                self._scratch = self._allocate() if keep else None
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans that run, one after the other."""
+        return self._stages.plans
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory in bytes."""
+        return sum(work.nbytes for work in self._stages.workspace)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.variant}: {self.why}", *map(str, self.plans)])
+
+    def _allocate(self) -> dict[str, Any]:
+        return {
+            work.name: self._xp.empty(work.shape, work.dtype) for work in self._stages.workspace
+        }
+
+    def __call__(self, q: Any, k: Any = None, v: Any = None, *, out: Any = None) -> Any:
+        """Run on other arrays of the same form.
+
+        Parameters
+        ----------
+        q, k, v : array, or q a QuantizedQKV
+        out : array, optional
+            Receives O; given if and only if the call was planned with one.
+
+        Returns
+        -------
+        o, or (o, lse) where the call was planned with ``return_lse=True``
+            As `cupyattn.attention`.
+
+        Raises
+        ------
+        ValueError
+            For arrays of another form; the message says what differs.
+        """
+        direct = direct_operands(q, k, v)
+        if direct is not None and out is None and self._options.layout == "BHSD":
+            self.check(direct, None)
+            o, lse = self.run(direct, None)
+            return (o, lse) if self.call.return_lse else o
+        request = resolve(q, k, v, replace(self._options, out=out))
+        operands = operands_of(request)
+        self.check(operands, request.receiver)
+        if self.backend == "mirror":
+            o, lse = run_mirror(request)
+        else:
+            o, lse = self.run(operands, request.receiver)
+        result = request.restore(o) if out is None else out
+        return (result, request.restore_lse(lse)) if self.call.return_lse else result
+
+    def check(self, operands: Mapping[str, Any], out: Any) -> None:
+        """Raise unless arrays have the form that the call was planned for."""
+        for name, form in self._forms.items():
+            array = out if name == "out" else operands.get(name)
+            if array is None or (
+                array.shape != form.shape
+                or array.strides != form.strides
+                or array.dtype != form.dtype
+                or data_address(array) % 16 != form.misalignment
+            ):
+                found = "nothing" if array is None else str(Form.of(array))
+                raise ValueError(f"{name} was planned as {form}, got {found}: plan anew")
+        if out is not None and "out" not in self._forms:
+            raise ValueError("out was not given when the call was planned: plan anew with one")
+
+    def run(self, operands: Mapping[str, Any], out: Any) -> tuple[Any, Any]:
+        """Run on operands in layout BHSD, unchecked; return O in that layout, and lse or None."""
+        xp, call = self._xp, self.call
+        with self._current():
+            o = new_output(call, self._options.layout, xp) if out is None else out
+            lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
+            scratch = self._scratch or self._allocate()
+            self._fill(scratch, operands)
+            buffers = {**scratch, "o": o, "lse": lse}
+            if self.backend == "cuda":
+                self._launch({**operands, **buffers})
+            else:
+                inputs = {name: backends.as_input(a) for name, a in operands.items()}
+                self._interpret({**inputs, **buffers})
+        return o, lse
+
+    def _current(self) -> Any:
+        """Return a context in which the device of the call is the current one."""
+        if self.backend != "cuda":
+            return contextlib.nullcontext()
+        import cupy
+
+        if cupy.cuda.runtime.getDevice() == self._device:
+            return contextlib.nullcontext()
+        return cupy.cuda.Device(self._device)
+
+    def _fill(self, scratch: Mapping[str, Any], operands: Mapping[str, Any]) -> None:
+        """Put into scratch memory what must be there before the first stage."""
+        for name in self._zeros:
+            scratch[name].fill(0)
+        for name, scale in self._given.items():
+            scratch[name][...] = scale
+        if "v_operand" in scratch:
+            scratch["v_operand"][...] = operands["v"]
+
+    def _launch(self, buffers: Mapping[str, Any]) -> None:
+        addresses = {name: data_address(a) for name, a in buffers.items() if a is not None}
+        for launches, names in zip(self._ready, self._names, strict=True):
+            own = {inner: addresses[outer] for inner, outer in names if outer in addresses}
+            executor.launch_all(launches, {**addresses, **own} if own else addresses)
+
+    def _interpret(self, buffers: Mapping[str, Any]) -> None:
+        from cupyattn import interpret
+
+        for plan, names in zip(self.plans, self._names, strict=True):
+            own = {inner: buffers[outer] for inner, outer in names if outer in buffers}
+            interpret.run(plan, {**buffers, **own}, self._options.arch)
+
+
+def operands_of(request: Request) -> dict[str, Any]:
+    """Return the arrays of a request by the names that its plans have for them."""
+    z = request.quantized
+    if z is None:
+        return {"q": request.q, "k": request.k, "v": request.v}
+    return {name: a for name in QUANTIZED if (a := getattr(z, name)) is not None}
+
+
+def new_output(call: AttentionCall, layout: str, xp: Any) -> Any:
+    """Return where O goes, in layout BHSD, contiguous in the caller's layout."""
+    batch, heads, len_q, head_dim = call.output_shape
+    if layout == "BSHD":
+        shape = (batch, len_q, heads, head_dim)
+        return xp.empty(shape, STORAGE[call.dtype]).swapaxes(1, 2)
+    return xp.empty(call.output_shape, STORAGE[call.dtype])
+
+
+def _static_scales(request: Request) -> dict[str, Any]:
+    """Return the scales that a caller gives, under the names of the buffers that hold them."""
+    quant = request.options.quant
+    if request.quantized is not None or quant is None or not quant.static:
+        return {}
+    tiles = request.options.tiles or request.variant.default_tiles(request.call.head_dim)
+    xp = array_namespace(request.q)
+    found = static_scales(xp, quant, request.q.shape, request.k.shape, tiles)
+    return {
+        f"{name}_{buffer}": scale
+        for name, scale in found.items()
+        for buffer in ("scale", "static_scale")
+    }
+
+
+def run_mirror(request: Request) -> tuple[Any, Any]:
+    """Run a request on the mirror; return O in layout BHSD and the log-sum-exp."""
+    from cupyattn import reference
+
+    options, z = request.options, request.quantized
+    operands: tuple[Any, ...] = (request.q, request.k, request.v)
+    if request.variant.family == "int8":
+        z = z or quantize(
+            *operands, quant=options.quant, tiles=options.tiles, backend=request.backend
+        )
+        operands = (z, None, None)
+    o, lse = reference.attention_mirror(
+        *operands, variant=request.variant.name, tiles=options.tiles, scale=options.scale,
+        causal=options.causal, causal_align=options.causal_align, return_lse=True,
+    )  # fmt: skip
+    receiver = request.receiver
+    if receiver is None:
+        receiver = new_output(request.call, options.layout, array_namespace(o))
+    receiver[...] = o
+    return receiver, lse
+
+
+# ---- calls of late -------------------------------------------------------------------------------
+
+#: Calls that are kept ready for `cupyattn.attention` to find.
+MAX_RECENT = 512
+_recent: dict[Any, Prepared] = {}
+
+
+def form_key(options: Sequence[Any], q: Any, k: Any, v: Any) -> Any:
+    """Return what a call on CuPy arrays depends on beside their values, None if that is not known.
+
+    Checking, planning and packing depend on the options and on the forms of the arrays alone: a
+    call with the same key needs none of it again. NumPy and foreign arrays have no key, nor have
+    options that are arrays.
+
+    Parameters
+    ----------
+    options : sequence
+        The call's options, the variant's name first.
+    q, k, v : array, or q a QuantizedQKV
+    """
+    operands = direct_operands(q, k, v)
+    if operands is None:
+        return None
+    forms = tuple((a.shape, a.strides, a.dtype, a.data.ptr % 16) for a in operands.values())
+    own = (q.group_q, q.group_kv, q.config, q.out_dtype) if isinstance(q, QuantizedQKV) else ()
+    device = next(iter(operands.values())).device.id
+    rung = VARIANTS.get(options[0])
+    key = (*options, rung, *operands, *forms, *own, device, compiler.generation())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def direct_operands(q: Any, k: Any, v: Any) -> dict[str, Any] | None:
+    """Return the operands by name where all of them are CuPy arrays, else None."""
+    if is_cupy(q) and is_cupy(k) and is_cupy(v):
+        return {"q": q, "k": k, "v": v}
+    if isinstance(q, QuantizedQKV) and k is None and v is None:
+        operands = {name: a for name in QUANTIZED if (a := getattr(q, name)) is not None}
+        return operands if all(map(is_cupy, operands.values())) else None
+    return None
+
+
+def recall(key: Any) -> Prepared | None:
+    """Return the call that was remembered under a key."""
+    return _recent.get(key)
+
+
+def remember(key: Any, prepared: Prepared) -> None:
+    """Keep a call ready for `recall`; the oldest make room."""
+    while len(_recent) >= MAX_RECENT:
+        _recent.pop(next(iter(_recent)), None)
+    _recent[key] = prepared

@@ -1,0 +1,98 @@
+"""How long does the host take for one call?
+
+Varies       rung; attention(), a prepared call, a prepared call with out=
+Holds fixed  batch 1, 2 heads, length 64, head_dim 64, float16: kernels shorter than their launches
+Measures     equality with the first call; seconds of the host per call, the device running behind
+Run          python -m experiments.host_time [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import cupyattn as ca
+from cupyattn import distributions, timing
+from cupyattn.cli import output
+from experiments import common
+
+#: Calls of one sample: few enough that the queue of the device never fills up.
+CALLS = 100
+
+
+def ways(rung: str, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
+    """Return the ways to make one call."""
+    out = q.copy()
+    prepared = ca.plan(q, k, v, variant=rung)
+    into = ca.plan(q, k, v, variant=rung, out=out)
+    return {
+        "attention()": lambda: ca.attention(q, k, v, variant=rung),
+        "prepared": lambda: prepared(q, k, v),
+        "prepared, out=": lambda: into(q, k, v, out=out),
+    }
+
+
+def sample(call: Callable[[], Any], calls: int, wait: Callable[[], Any]) -> float:
+    """Return the seconds of one call, of many made without waiting for the device."""
+    wait()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    seconds = (time.perf_counter() - start) / calls
+    wait()
+    return seconds
+
+
+def run(args: argparse.Namespace) -> int:
+    """Time every way of every rung in turns, print the table and write the record."""
+    arrays: tuple[Any, ...] = distributions.make("normal", 1, 2, 64, 64, 64, "float16", args.seed)
+    wait: Callable[[], Any] = lambda: None  # noqa: E731
+    if not args.quick:
+        import cupy
+
+        arrays = tuple(cupy.asarray(x) for x in arrays)
+        wait = cupy.cuda.Device().synchronize
+    calls, rounds = CALLS, 0 if args.quick else args.rounds
+    rows = []
+    for rung in ca.VARIANTS:
+        found = ways(rung, *arrays)
+        first = np.asarray(_host(ca.attention(*arrays, variant=rung)))
+        equal = all(np.array_equal(_host(call()), first) for call in found.values())
+        samples: dict[str, list[float]] = {name: [] for name in found}
+        for _ in range(rounds):
+            for name, call in found.items():
+                samples[name].append(sample(call, calls, wait))
+        for name, seconds in samples.items():
+            rows.append({"rung": rung, "way": name, "equal": equal, "samples": seconds})
+    cells = [
+        [r["rung"], r["way"], "yes" if r["equal"] else "NO", _microseconds(r["samples"])]
+        for r in rows
+    ]
+    output.print_table(["rung", "way", "equal", "host time of a call, us"], cells)
+    common.keep(args, "host_time", "mirror" if args.quick else "cuda", {"rows": rows})
+    return 0 if all(row["equal"] for row in rows) else 1
+
+
+def _microseconds(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
+    x = timing.median(seconds)
+    return f"{1e6 * x.median:.1f} [{1e6 * x.low:.1f}, {1e6 * x.high:.1f}]"
+
+
+def _host(array: Any) -> Any:
+    return array.get() if hasattr(array, "get") else array
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    return common.main(run, common.parser(__doc__).parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Prepared calls on a device: equal to attention(), own scratch memory, captured in graphs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from cupyattn import attention, plan, quantize
+from cupyattn import compile as kc
+from cupyattn.prepared import form_key, recall
+from tests.gpu.support import arch_of, on_device
+from tests.runs import RUNGS, bits, normal, variant_of
+
+cupy = pytest.importorskip("cupy")
+
+SHAPES = ((2, 4, 100, 64), (2, 2, 130, 64))
+
+
+def options_of(rung: str, **others: Any) -> dict[str, Any]:
+    return {"variant": variant_of(rung).name, "arch": arch_of(rung), "causal": True, **others}
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_prepared_call_is_the_call(rung: str) -> None:
+    prepared = plan(*on_device(*normal(*SHAPES)), return_lse=True, **options_of(rung))
+    for seed in range(3):
+        inputs = on_device(*normal(*SHAPES, seed=seed))
+        o, lse = prepared(*inputs)
+        expected, expected_lse = attention(*inputs, return_lse=True, **options_of(rung))
+        assert bits(o) == bits(expected) and bits(lse) == bits(expected_lse)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_captured_call_owns_its_scratch_memory(rung: str) -> None:
+    """Whatever else takes memory from the pool afterwards, a replay computes the same."""
+    inputs = on_device(*normal(*SHAPES))
+    out = cupy.full_like(inputs[0], cupy.nan)
+    prepared = plan(*inputs, out=out, **options_of(rung))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        prepared(*inputs, out=out)
+        stream.synchronize()
+        stream.begin_capture()
+        prepared(*inputs, out=out)
+        graph = stream.end_capture()
+    expected = bits(attention(*inputs, **options_of(rung)))
+    cupy.cuda.Device().synchronize()
+    with stream:
+        filled = [cupy.full(2**n, 0xFF, cupy.uint8) for n in range(4, 22)]
+        out.fill(cupy.nan)
+        graph.launch(stream)
+    stream.synchronize()
+    assert bits(out) == expected and all(bool((x == 0xFF).all()) for x in filled)
+
+
+def test_a_call_is_found_again_and_only_the_same_call() -> None:
+    q, k, v = on_device(*normal(*SHAPES))
+    options = ("fa_tc", "full", None)
+    assert form_key(options, q, k, v) == form_key(options, *(x.copy() for x in (q, k, v)))
+    different = [
+        form_key(("fa", "full", None), q, k, v),
+        form_key(options, q[:, :, 1:], k, v),
+        form_key(options, q.astype(cupy.float32), k, v),
+        form_key(options, q, k[:, ::-1], v),
+    ]
+    assert form_key(options, q, k, v) not in different and len(set(different)) == 4
+    before = bits(attention(q, k, v, variant="fa"))
+    kc.cache_clear(disk=False)  # what was loaded is stale from now on
+    assert recall(form_key(options, q, k, v)) is None
+    assert bits(attention(q, k, v, variant="fa")) == before
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_layouts_strides_and_results_of_the_caller(rung: str) -> None:
+    q, k, v = on_device(*normal(*SHAPES))
+    expected = bits(attention(q, k, v, **options_of(rung)))
+    turned = [cupy.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
+    for _ in range(2):
+        o = attention(*turned, layout="BSHD", **options_of(rung))
+        assert bits(o.swapaxes(1, 2)) == expected
+        scattered = [cupy.asfortranarray(x) for x in (q, k, v)]  # copied to be laid out
+        assert bits(attention(*scattered, **options_of(rung))) == expected
+    prepared = plan(*turned, layout="BSHD", **options_of(rung))
+    assert bits(prepared(*turned).swapaxes(1, 2)) == expected
+
+
+def test_quantised_operands_are_found_again() -> None:
+    z = quantize(*on_device(*normal(*SHAPES)))
+    expected = bits(attention(z))
+    assert bits(attention(z)) == expected
+    assert bits(plan(z)(z)) == expected
+    other = quantize(*on_device(*normal(*SHAPES, seed=1)))
+    assert bits(attention(other)) != expected
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_threads_share_a_remembered_call(rung: str) -> None:
+    """Each thread has its own parameters, its own stream, its own scratch memory."""
+    problems = [on_device(*normal(*SHAPES, seed=i)) for i in range(8)]
+    expected = [bits(attention(*inputs, **options_of(rung))) for inputs in problems]
+    cupy.cuda.Device().synchronize()
+
+    def work(i: int) -> list[bytes]:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            found = [attention(*problems[i], **options_of(rung)) for _ in range(20)]
+            stream.synchronize()
+            return [bits(o) for o in found]
+
+    with ThreadPoolExecutor(8) as pool:
+        for i, found in enumerate(pool.map(work, range(8))):
+            assert found == [expected[i]] * 20

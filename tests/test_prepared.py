@@ -1,0 +1,110 @@
+"""Prepared calls: the same results as `attention`, arrays of another form refused, layouts held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import QuantConfig, attention, plan, quantize
+from cupyattn.errors import UnsupportedError
+from cupyattn.prepared import Prepared, form_key
+from cupyattn.registry import VARIANTS
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def normal(dtype: str = "float16", len_q: int = 20, seed: int = 0) -> Arrays:
+    rng = np.random.default_rng(seed)
+    shapes = ((2, 4, len_q, 32), (2, 2, 40, 32), (2, 2, 40, 32))
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return q, k, v
+
+
+def turned(*operands: np.ndarray) -> Arrays:
+    q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in operands)
+    return q, k, v
+
+
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prepared_call_is_the_call(variant: str, backend: str) -> None:
+    options: dict[str, Any] = {"variant": variant, "backend": backend, "causal": True}
+    prepared = plan(*normal(), return_lse=True, **options)
+    for seed in (0, 1):
+        o, lse = prepared(*normal(seed=seed))
+        expected, expected_lse = attention(*normal(seed=seed), return_lse=True, **options)
+        np.testing.assert_array_equal(o, expected)
+        np.testing.assert_array_equal(lse, expected_lse)
+    assert str(prepared).startswith(f"{variant}: asked for by name")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layouts_are_the_same_call_turned(variant: str) -> None:
+    """A result that nobody allocated lies as its caller's arrays do: the kernel must know."""
+    q, k, v = normal()
+    options: dict[str, Any] = {"variant": variant, "backend": "interpret"}
+    expected = attention(q, k, v, **options)
+    found = attention(*turned(q, k, v), layout="BSHD", **options)
+    np.testing.assert_array_equal(found.swapaxes(1, 2), expected)
+    prepared = plan(*turned(q, k, v), layout="BSHD", **options)
+    np.testing.assert_array_equal(prepared(*turned(q, k, v)).swapaxes(1, 2), expected)
+
+
+def test_a_caller_may_bring_the_result() -> None:
+    q, k, v = normal()
+    out = np.full(q.shape, np.nan, q.dtype)
+    prepared = plan(q, k, v, out=out, backend="interpret")
+    assert prepared(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, attention(q, k, v, backend="interpret"))
+    with pytest.raises(ValueError, match="out was planned as shape"):
+        prepared(q, k, v)
+    with pytest.raises(ValueError, match="out was not given when the call was planned"):
+        plan(q, k, v, backend="interpret")(q, k, v, out=out)
+
+
+def test_quantised_calls_are_prepared() -> None:
+    q, k, v = normal("float32")
+    scales = (np.full((2, 4, 1), 0.03, np.float32), 0.03)
+    static = QuantConfig(granularity_q="head", granularity_k="tensor", scales=scales)
+    for quant in (None, static, QuantConfig(granularity_q="tensor", smooth_k=False)):
+        options: dict[str, Any] = {"variant": "fa_int8", "quant": quant}
+        prepared = plan(q, k, v, backend="interpret", **options)
+        assert prepared.workspace_bytes > q.size + k.size
+        for seed in (0, 1):
+            operands = normal("float32", seed=seed)
+            expected = attention(*operands, backend="mirror", **options)
+            np.testing.assert_allclose(prepared(*operands), expected, atol=2e-3)
+    z = quantize(q.astype(np.float16), k.astype(np.float16), v.astype(np.float16))
+    prepared = plan(z, backend="interpret")
+    np.testing.assert_array_equal(prepared(z), attention(z, backend="interpret"))
+    assert prepared.workspace_bytes == 0
+
+
+def test_arrays_of_another_form_are_refused() -> None:
+    q, k, v = normal()
+    prepared = plan(q, k, v, backend="mirror")
+    with pytest.raises(ValueError, match=r"q was planned as shape \(2, 4, 20, 32\).*plan anew"):
+        prepared(*normal(len_q=21))
+    with pytest.raises(ValueError, match=r"q was planned as .* got shape .* dtype float32"):
+        prepared(*normal("float32"))
+    wide = np.zeros((2, 2, 40, 40), np.float16)[..., :32]
+    with pytest.raises(ValueError, match=r"k was planned as .* strides"):
+        prepared(q, wide, v)
+
+
+def test_what_cannot_be_called_cannot_be_planned() -> None:
+    q, k, v = normal()
+    with pytest.raises(TypeError, match="plan got an unexpected argument 'casual'"):
+        plan(q, k, v, casual=True)
+    with pytest.raises(UnsupportedError):
+        plan(q, k, v, accuracy="aggressive")
+    with pytest.raises(ValueError, match="agree on length"):
+        plan(q, k, v[:, :, :3])
+
+
+def test_only_arrays_on_a_device_are_remembered() -> None:
+    """On the host every call is checked anew: nothing there is as fast as a launch."""
+    assert form_key(("fa_tc",), *normal()) is None
+    assert isinstance(plan(*normal()), Prepared)
