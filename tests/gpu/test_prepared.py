@@ -1,4 +1,4 @@
-"""Prepared calls on a device: equal to attention(), their own scratch memory, captured in graphs."""
+"""Prepared calls on a device: equal to attention(), own scratch memory, captured in graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from cupyattn import attention, plan, quantize
 from cupyattn import compile as kc
 from cupyattn.prepared import form_key, recall
-from tests.gpu.support import RUNGS, arch_of, bits, normal, on_device, variant_of
+from tests.gpu.support import arch_of, on_device
+from tests.runs import RUNGS, bits, normal, variant_of
 
 cupy = pytest.importorskip("cupy")
 
