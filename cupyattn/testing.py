@@ -489,6 +489,7 @@ def attention_inputs(
     regimes: Sequence[str] = REGIMES,
     max_head_dim: int = 256,
     max_scores: int = 2**15,
+    features: Sequence[str] = (),
 ) -> SearchStrategy[tuple[Any, Any, Any, dict[str, Any]]]:
     """Return a Hypothesis strategy of attention problems.
 
@@ -504,12 +505,16 @@ def attention_inputs(
         Largest head_dim.
     max_scores : int
         Largest batch * heads * len_q * len_kv.
+    features : sequence of str
+        Which of ``"window"``, ``"softcap"``, ``"mask"`` and ``"bias"`` are drawn too, or left out
+        now and then.
 
     Returns
     -------
     SearchStrategy
-        Of (q, k, v, options): NumPy arrays, and ``scale``, ``causal`` and ``causal_align`` as
-        `cupyattn.attention` takes them. It shrinks towards short, plain, single-headed problems.
+        Of (q, k, v, options): NumPy arrays, and ``scale``, ``causal``, ``causal_align`` and the
+        features as `cupyattn.attention` takes them. It shrinks towards short, plain, single-headed
+        problems.
 
     Raises
     ------
@@ -537,6 +542,32 @@ def attention_inputs(
     ]  # fmt: skip
     head_dims = [x for x in head_dims if x <= max_head_dim]
 
+    def added(shape: tuple[int, ...]) -> SearchStrategy[tuple[int, ...]]:
+        axes = st.tuples(*(st.sampled_from(sorted({1, n})) for n in shape))
+        return axes.flatmap(lambda x: st.integers(0, len(x)).map(lambda i: x[i:]))
+
+    def biases(shape: tuple[int, ...], rng: Generator) -> SearchStrategy[Any]:
+        # The usual ways to mask by a bias are among the numbers, and so is the smallest number.
+        low = st.sampled_from([0.0, -np.inf, -1e4, -1e9, np.finfo(np.float32).min])
+        size, share = st.sampled_from([0.1, 3.0, 100.0]), st.sampled_from([0.0, 0.5, 1.0])
+
+        def make(dtype: str, shape: tuple[int, ...], size: float, low: float, share: float) -> Any:
+            x = np.where(rng.random(shape) < share, low, size * rng.standard_normal(shape))
+            with np.errstate(over="ignore"):  # the least float32 in 16 bits
+                return x.astype(STORAGE[dtype])
+
+        return st.builds(make, st.sampled_from(sorted(STORAGE)), added(shape), size, low, share)
+
+    sides = st.sampled_from([-1, 0, 1, 7, 31, 32, 33]) | st.integers(-1, 4 * tiles.block_kv)
+    drawers: dict[str, Callable[[tuple[int, ...], Generator], SearchStrategy[Any]]] = {
+        "window": lambda shape, rng: st.tuples(sides, sides),
+        "softcap": lambda shape, rng: st.sampled_from([0.05, 1.0, 30.0, 1e3]),
+        "mask": lambda shape, rng: st.builds(
+            lambda shape, share: rng.random(shape) < share, added(shape), st.floats(0, 1)
+        ),
+        "bias": biases,
+    }
+
     @st.composite
     def draw_inputs(draw: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
         head_dim = draw(st.sampled_from(head_dims))
@@ -557,6 +588,10 @@ def attention_inputs(
             regime, (batch, heads, len_q, head_dim), (batch, heads_kv, len_kv, head_dim),
             dtype, seed,
         )  # fmt: skip
+        shape, rng = (batch, heads, len_q, len_kv), np.random.default_rng(seed)
+        for name in features:
+            if draw(st.booleans()):
+                options[name] = draw(drawers[name](shape, rng))
         return q, k, v, options
 
     return draw_inputs()

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import api, attention, backends, checks, launch, quantize, testing
+from cupyattn import api, arrays, attention, backends, checks, launch, quantize, testing
 from cupyattn.launch import Operand
-from cupyattn.quant import QuantizedQKV
+from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.registry import VARIANTS, Variant, lookup
 from cupyattn.request import Options, resolve
 from cupyattn.rounding import STORAGE
@@ -35,6 +35,9 @@ PLAIN = [rung for rung in RUNGS if variant_of(rung).family != "int8"]
 #: Elements of NaN on either side of a guarded array.
 GUARD = 512
 
+#: Options that are arrays.
+ADDED = ("mask", "bias")
+
 Arrays = tuple[Any, Any, Any]
 
 
@@ -53,7 +56,7 @@ def revealing(
     batch: int, heads_kv: int, lengths: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Arrays, dict[str, Any]]]:
     """Yield operands and options that bring mistakes to light: tails, several tiles, grouped heads,
-    rising maxima, offsets in K, scores around 0 and far below."""
+    rising maxima, offsets in K, scores around 0 and far below, windows, softcap, mask and bias."""
     for causal in (False, True):
         for seed, (len_q, len_kv) in enumerate(lengths):
             kv = (batch, heads_kv, len_kv, 64)
@@ -62,6 +65,17 @@ def revealing(
             yield (q, k, v), {"causal": causal}
             far_below_zero = q + 3, k - 7, v
             yield far_below_zero, {"causal": causal}
+    len_q, len_kv = lengths[-1]
+    q, k, v = normal((batch, 2 * heads_kv, len_q, 64), (batch, heads_kv, len_kv, 64))
+    yield (q, k, v), {"window": (9, 30)}
+    yield (q, k, v), {"window": (0, -1), "causal_align": "top-left"}
+    rng = np.random.default_rng(0)
+    shape = batch, 2 * heads_kv, len_q, len_kv
+    bias = 2 * rng.standard_normal(shape)
+    bias[..., : len_kv // 2] = -1e9  # as many do for masks: here in whole blocks, the first ones
+    bias[rng.random(shape) < 0.2] = -np.inf
+    added = {"mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32)}
+    yield (q, k, v), {"softcap": 1.5, "causal": True, **added}
 
 
 def on_host(array: Any) -> np.ndarray:
@@ -136,9 +150,10 @@ class Run:
         z = self.quantized if self.quantized is None or not host else host_copy(self.quantized)
         variant = variant_of(self.rung)
         q, k, v = map(move, self.inputs)
+        options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
         return testing.judge(
             move(self.o), q, k, v, variant=variant.name, lse=move(self.lse), quantized=z,
-            form=self.form, tiles=variant.default_tiles(q.shape[3], self.form), **self.options,
+            form=self.form, tiles=variant.default_tiles(q.shape[3], self.form), **options,
         )  # fmt: skip
 
     def check(self) -> testing.Report:
@@ -153,6 +168,16 @@ def host_copy(z: QuantizedQKV) -> QuantizedQKV:
     return replace(z, **{n: on_host(a) for n in names if (a := getattr(z, n)) is not None})
 
 
+def quantized(
+    rung: str, inputs: Arrays, backend: str | None, options: dict[str, Any]
+) -> QuantizedQKV | None:
+    """Return the operands of the INT8 rung, None for the others."""
+    if variant_of(rung).family != "int8":
+        return None
+    quant = QuantConfig(smooth_k=not options.get("softcap"))
+    return quantize(*inputs, quant=quant, backend=backend)
+
+
 def run(
     rung: str,
     inputs: Arrays,
@@ -162,10 +187,9 @@ def run(
     **options: Any,
 ) -> Run:
     """Call `attention`, and keep the quantised operands of the INT8 rung."""
-    int8 = variant_of(rung).family == "int8"
-    z = quantize(*inputs, backend=backend) if int8 else None
+    z = quantized(rung, inputs, backend, options)
     operands = inputs if z is None else (z,)
-    form = form_taken(rung, inputs, arch=arch, backend=backend)
+    form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
     o, lse = attend(rung, *operands, return_lse=True, arch=arch, backend=backend, **options)
     return Run(rung, form, inputs, options, z, o, lse)
 
@@ -183,19 +207,23 @@ def run_into(
     """Plan and launch by hand, into the buffers given for both results."""
     call = checks.check_attention(*inputs, return_lse=True, **options)
     variant = variant_of(rung)
-    form = form_taken(rung, inputs, arch=arch, backend=backend)
-    if variant.family != "int8":
-        z, operands = None, dict(zip("qkv", inputs, strict=True))
-        plan = launch.plan_attention(variant, call, *map(Operand.of, (*inputs, o)), arch=arch)
+    form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
+    added = {n: arrays.broadcast(options[n], call.score_shape) for n in ADDED if n in options}
+    described = {name: Operand.of(array) for name, array in added.items()}
+    z = quantized(rung, inputs, backend, options)
+    if z is None:
+        operands = dict(zip("qkv", inputs, strict=True))
+        plan = launch.plan_attention(
+            variant, call, *map(Operand.of, (*inputs, o)), **described, arch=arch
+        )
     else:
-        z = quantize(*inputs, backend=backend)
         names = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
         operands = {name: getattr(z, name) for name in names}
         scales = z.q_scale, z.k_scale
         plan = launch.plan_int8(
             variant, call, *map(Operand.of, (z.q_codes, z.k_codes, z.v, o, *scales)),
-            group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None,
+            group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None, **described,
         )  # fmt: skip
-    buffers = {name: backends.as_input(array) for name, array in operands.items()}
+    buffers = {name: backends.as_input(array) for name, array in (operands | added).items()}
     backends.run(backend, plan, {**buffers, "o": o, "lse": lse}, arch)
     return Run(rung, form, inputs, options, z, o, lse)

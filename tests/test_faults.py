@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,20 @@ from cupyattn.interpret.findings import KINDS
 from cupyattn.registry import VARIANTS
 from tests.fault_patches import FAULTS, Fault, Hunk
 
+#: What a mistake may show in: features are compiled in or not at all.
+CELLS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"window": True},
+    {"causal": True, "window": True, "softcap": True, "mask": True, "bias": "float32"},
+)
 
-def machine_code(folder: Path, variant: str, causal: bool) -> str:
+
+def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
     """PTX without file names, line numbers and debug sections."""
     rung = VARIANTS[variant]
     group = 16 if rung.family == "int8" else 0
-    features = Features("float16", 64, causal, True, 8, group, group)
+    features = Features("float16", 64, lse=True, vec=8, group_q=group, group_kv=group, **cell)
     spec = launch.module_spec(rung, features, rung.default_tiles(64))
     ptx = kc.build(kc.ModuleSpec(folder / spec.source, spec.defines), "sm_80").ptx
     lines = ptx.partition(".section")[0].splitlines()
@@ -50,8 +59,8 @@ def test_a_fault_applies_and_compiles_to_other_code(fault: Fault, tmp_path: Path
     copy = fault.plant(tmp_path)
     for variant in fault.variants:
         assert any(
-            machine_code(copy, variant, causal) != machine_code(kc.KERNELS, variant, causal)
-            for causal in (False, True)
+            machine_code(copy, variant, cell) != machine_code(kc.KERNELS, variant, cell)
+            for cell in CELLS
         ), variant
 
 
