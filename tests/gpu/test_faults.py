@@ -16,7 +16,7 @@ from cupyattn import registry
 from cupyattn.registry import VARIANTS
 from tests.fault_patches import FAULTS, Fault
 from tests.gpu.support import embedded, prebuild, run, specs_of
-from tests.runs import Run, revealing
+from tests.runs import ADDED, Run, revealing
 
 cupy = pytest.importorskip("cupy")
 
@@ -41,6 +41,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def runs(variant: str) -> Iterator[Run]:
     for inputs, options in revealing(2, 2, ((70, 33), (150, 333))):
+        options = {n: cupy.asarray(a) if n in ADDED else a for n, a in options.items()}
         yield run(variant, tuple(embedded(x) for x in inputs), **options)
 
 

@@ -1,0 +1,158 @@
+"""Window, softcap, mask and bias on the device: every pair of them within its bound, and relations.
+
+`tests/test_features.py` says the same of the mirror and the interpreter, and what each of them means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import api, attention, plan, unfused
+from cupyattn import compile as kc
+from cupyattn.reference import attention_exact
+from cupyattn.request import Options, resolve
+from cupyattn.rounding import as_float64
+from tests import feature_cases
+from tests.feature_cases import admitted, options_of
+from tests.gpu.support import arch_of, on_device, prebuild, run
+from tests.runs import ADDED, CELLS, PLAIN, RUNGS, Guarded, Run, bits, normal, on_host, variant_of
+
+cupy = pytest.importorskip("cupy")
+
+#: Several tiles of every rung, and tails.
+SHAPE = (2, 4, 150, 333)
+HEAD_DIM = 64
+
+
+def moved(options: dict[str, Any]) -> dict[str, Any]:
+    return {n: cupy.asarray(a) if n in ADDED else a for n, a in options.items()}
+
+
+def inputs_of(dtype: str = "float16", shape: Any = SHAPE) -> tuple[Any, Any, Any]:
+    batch, heads, len_q, len_kv = shape
+    kv = (batch, heads // 2, len_kv, HEAD_DIM)
+    return on_device(*normal((batch, heads, len_q, HEAD_DIM), kv, dtype))
+
+
+def specs() -> Iterator[kc.ModuleSpec]:
+    """Yield what the calls below compile."""
+    hopper = int(cupy.cuda.Device().compute_capability) == 90
+    for rung, dtype in CELLS:
+        if rung.endswith("@sm90") and not hopper:
+            continue
+        inputs = inputs_of(dtype, (1, 2, 8, 8))
+        for number, cell in enumerate(feature_cases.CELLS):
+            options = moved(options_of(cell, (1, 2, 8, 8), number))
+            asked = Options(
+                variant=variant_of(rung).name, return_lse=True, arch=arch_of(rung), **options
+            )
+            for made in api.plans(resolve(*inputs, asked)):
+                yield from (one.module for one in made.launches)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    prebuild(specs())
+
+
+@pytest.mark.parametrize(("rung", "dtype"), CELLS)
+def test_every_pair_is_within_its_bound(rung: str, dtype: str) -> None:
+    inputs = inputs_of(dtype)
+    for number, cell in enumerate(feature_cases.CELLS):
+        options = moved(options_of(cell, SHAPE, number))
+        before = [bits(options[name]) for name in ADDED if name in options]
+        run(rung, inputs, **options).check()
+        assert [bits(options[name]) for name in ADDED if name in options] == before
+
+
+@pytest.mark.parametrize(("rung", "dtype"), CELLS)
+def test_lengths(rung: str, dtype: str) -> None:
+    for seed, (len_q, len_kv) in enumerate([(1, 1), (1, 77), (64, 33), (129, 128), (300, 5)]):
+        shape = (1, 2, len_q, len_kv)
+        for cell in feature_cases.CELLS[seed::5]:
+            run(rung, inputs_of(dtype, shape), **moved(options_of(cell, shape, seed))).check()
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize(("rung", "dtype"), CELLS)
+def test_masks_by_a_very_negative_bias(rung: str, dtype: str, low: float) -> None:
+    bias = np.zeros(SHAPE[2:], np.float32)
+    bias[:, :260] = bias[7] = low
+    one = run(rung, inputs_of(dtype), bias=cupy.asarray(bias))
+    one.check()
+    assert np.isfinite(as_float64(on_host(one.o))).all()
+
+
+def assert_same(left: Run, right: Run) -> None:
+    assert bits(left.o) == bits(right.o) and bits(left.lse) == bits(right.lse)
+
+
+@pytest.mark.parametrize("rung", [rung for rung in RUNGS if not rung.endswith("@sm90")])
+def test_what_masks_is_a_mask(rung: str) -> None:
+    """A window; a bias of -inf; a mask of True masks nothing."""
+    inputs = inputs_of()
+    for options in ({"window": (70, 3)}, {"window": (100, -1), "causal": True}):
+        mask = cupy.asarray(admitted((1, 1, *SHAPE[2:]), options))
+        assert_same(run(rung, inputs, **options), run(rung, inputs, mask=mask))
+    rng = np.random.default_rng(1)
+    mask, bias = rng.random((2, 1, 1, 333)) < 0.6, rng.standard_normal((150, 333)).astype("f4")
+    masked = np.where(mask, bias, np.float32(-np.inf))
+    both = moved({"mask": mask, "bias": bias})
+    assert_same(run(rung, inputs, **both), run(rung, inputs, bias=cupy.asarray(masked)))
+    whole = cupy.ones((1, 1, 1, 1), bool)
+    assert_same(run(rung, inputs, mask=whole), run(rung, inputs))
+
+
+@pytest.mark.parametrize("rung", PLAIN)
+def test_a_nan_in_a_masked_key_has_no_influence(rung: str) -> None:
+    q, k, v = inputs_of()
+    spoilt = k.copy()
+    spoilt[:, :, 5::40] = np.nan
+    keep = cupy.ones(333, bool)
+    keep[5::40] = False
+    bias = cupy.where(keep, np.float32(0.25), np.float32(-np.inf))
+    for options in ({"mask": keep}, {"bias": bias}, {"mask": keep, "softcap": 2.0}):
+        assert_same(run(rung, (q, spoilt, v), **options), run(rung, (q, k, v), **options))
+
+
+@pytest.mark.parametrize("rung", PLAIN)
+def test_what_lies_outside_mask_and_bias_is_not_read(rung: str) -> None:
+    """Mask and bias are views amid NaN and of a mask that would admit everything."""
+    q, k, v = inputs_of()
+    rng = np.random.default_rng(0)
+    bias, mask = rng.standard_normal(SHAPE).astype("f4"), rng.random(SHAPE) < 0.7
+    guarded = Guarded.empty(SHAPE, "float32", xp=cupy)
+    guarded.array[...] = cupy.asarray(bias)
+    wide = cupy.ones((*SHAPE[:3], SHAPE[3] + 9), bool)
+    wide[..., 4:-5] = cupy.asarray(mask)
+    alone = run(rung, (q, k, v), **moved({"mask": mask, "bias": bias}))
+    alone.check()
+    assert_same(run(rung, (q, k, v), mask=wide[..., 4:-5], bias=guarded.array), alone)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_calls_of_late_see_the_mask_that_they_are_given(rung: str) -> None:
+    """A second call of one form is run from what was prepared for the first."""
+    inputs = inputs_of(shape=(1, 2, 40, 70))
+    rng = np.random.default_rng(0)
+    options = {"variant": variant_of(rung).name, "arch": arch_of(rung)}
+    found = []
+    for _ in range(3):
+        mask = cupy.asarray(rng.random((40, 70)) < 0.5)
+        found.append(attention(*inputs, mask=mask, **options))
+        prepared = plan(*inputs, mask=mask, **options)
+        assert bits(prepared(*inputs)) == bits(found[-1])
+        assert bits(prepared(*inputs, mask=mask)) == bits(found[-1])
+    assert len({bits(o) for o in found}) == 3
+
+
+def test_the_steps_of_the_unfused_rung_take_them() -> None:
+    q, k, v = inputs_of()
+    host = options_of(feature_cases.CELLS[1], SHAPE, 1)
+    o = unfused.weighted_sum(unfused.softmax(unfused.scores(q, k, **moved(host))), v)
+    expected = attention_exact(*map(on_host, (q, k, v)), **host)
+    np.testing.assert_allclose(as_float64(on_host(o)), expected, rtol=2e-3, atol=2e-3)
