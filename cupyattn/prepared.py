@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cupyattn import backends, executor, launch
+from cupyattn import backends, checks, executor, launch
 from cupyattn import compile as compiler
 from cupyattn.arrays import is_cupy
 from cupyattn.checks import AttentionCall, data_address
@@ -202,7 +202,8 @@ class Prepared:
             (*stage.names.items(), *((w.name, f"{i}.{w.name}") for w in stage.plan.workspace))
             for i, stage in enumerate(self._stages.stages)
         ]
-        self._zeros = [work.name for work in self._stages.workspace if work.zeros]
+        self._workspace = self._stages.workspace
+        self._zeros = [work.name for work in self._workspace if work.zeros]
         self._given = _static_scales(request)
         self._ready: list[tuple[executor.ReadyLaunch, ...]] = []
         self._scratch: dict[str, Any] | None = None
@@ -221,7 +222,7 @@ class Prepared:
     @property
     def workspace_bytes(self) -> int:
         """Scratch memory in bytes."""
-        return sum(work.nbytes for work in self._stages.workspace)
+        return sum(work.nbytes for work in self._workspace)
 
     def __str__(self) -> str:
         return "\n".join([f"{self.variant}: {self.why}", *map(str, self.plans)])
@@ -251,9 +252,11 @@ class Prepared:
             For arrays of another form; the message says what differs.
         """
         direct = direct_operands(q, k, v)
-        if direct is not None and out is None and self._options.layout == "BHSD":
-            self.check(direct, None)
-            o, lse = self.run(direct, None)
+        if direct is not None and self._options.layout == "BHSD" and (out is None or is_cupy(out)):
+            self.check(direct, out)
+            if out is not None:
+                checks.check_out(out, self.call, tuple(direct.values()))
+            o, lse = self.run(direct, out)
             return (o, lse) if self.call.return_lse else o
         request = resolve(q, k, v, replace(self._options, out=out))
         operands = operands_of(request)
@@ -316,7 +319,7 @@ class Prepared:
             scratch["v_operand"][...] = operands["v"]
 
     def _launch(self, buffers: Mapping[str, Any]) -> None:
-        addresses = {name: data_address(a) for name, a in buffers.items() if a is not None}
+        addresses = {name: a.data.ptr for name, a in buffers.items() if a is not None}
         for launches, names in zip(self._ready, self._names, strict=True):
             own = {inner: addresses[outer] for inner, outer in names if outer in addresses}
             executor.launch_all(launches, {**addresses, **own} if own else addresses)
