@@ -228,9 +228,8 @@ class Prepared:
         return "\n".join([f"{self.variant}: {self.why}", *map(str, self.plans)])
 
     def _allocate(self) -> dict[str, Any]:
-        return {
-            work.name: self._xp.empty(work.shape, work.dtype) for work in self._stages.workspace
-        }
+        empty = self._xp.empty
+        return {work.name: empty(work.shape, work.dtype) for work in self._workspace}
 
     def __call__(self, q: Any, k: Any = None, v: Any = None, *, out: Any = None) -> Any:
         """Run on other arrays of the same form.
