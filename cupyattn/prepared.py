@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cupyattn import backends, checks, executor, launch
+from cupyattn import backends, checks, executor, launch, registry
 from cupyattn import compile as compiler
 from cupyattn.arrays import is_cupy
 from cupyattn.checks import AttentionCall, data_address
@@ -15,7 +15,6 @@ from cupyattn.launch import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.operands import scale_shape, static_scales
 from cupyattn.quant.plan import plan_operand
-from cupyattn.registry import VARIANTS
 from cupyattn.request import Request, resolve
 from cupyattn.rounding import STORAGE, array_namespace
 
@@ -411,7 +410,7 @@ def form_key(options: Sequence[Any], q: Any, k: Any, v: Any) -> Any:
     forms = tuple((a.shape, a.strides, a.dtype, a.data.ptr % 16) for a in operands.values())
     own = (q.group_q, q.group_kv, q.config, q.out_dtype) if isinstance(q, QuantizedQKV) else ()
     device = next(iter(operands.values())).device.id
-    rung = VARIANTS.get(options[0])
+    rung = registry.VARIANTS.get(options[0])
     key = (*options, rung, *operands, *forms, *own, device, compiler.generation())
     try:
         hash(key)
