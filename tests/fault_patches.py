@@ -1,8 +1,10 @@
 """Deliberate mistakes: what the files in tests/faults say, and how to plant them in a copy.
 
-A patch is a unified diff against ``kernels_cu`` after three lines: what goes wrong, in one
+A patch is a unified diff against ``kernels_cu`` after a few lines: what goes wrong, in one
 sentence; ``caught-by: J2`` (the result leaves its bound) or ``caught-by: interpreter`` (a hazard
-that a device shows only sometimes); and the ``variants:`` in which it must be seen.
+that a device shows only sometimes); for the latter ``finding: KIND at CODE``, what the interpreter
+must report and the line of the source that it must name; and the ``variants:`` in which it must be
+seen.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class Fault:
     name: str
     sentence: str
     caught_by: str
+    kind: str
+    line: str
     variants: tuple[str, ...]
     hunks: tuple[Hunk, ...]
 
@@ -59,7 +63,10 @@ class Fault:
 
 def parse(path: Path) -> Fault:
     """Read one patch."""
-    sentence, caught_by, variants, *diff = path.read_text().splitlines(keepends=True)
+    sentence, caught_by, *rest = path.read_text().splitlines(keepends=True)
+    by = _value("caught-by", caught_by, path)
+    finding = _value("finding", rest.pop(0), path) if by == "interpreter" else ""
+    variants, *diff = rest
     hunks: list[Hunk] = []
     file = ""
     for line in diff:
@@ -75,7 +82,8 @@ def parse(path: Path) -> Fault:
     return Fault(
         path.stem,
         sentence.strip(),
-        _value("caught-by", caught_by, path),
+        by,
+        *finding.partition(" at ")[::2],
         tuple(_value("variants", variants, path).split()),
         tuple(hunks),
     )

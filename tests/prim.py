@@ -28,7 +28,8 @@ class Prim:
     name : str
         Unique.
     header : str
-        The header it is about; the source is ``tests/kernels/prims_<header>.cu``.
+        The header of ``prims/`` that it is about, or for bare instructions ``ptx_...``; the source
+        is ``tests/kernels/prims_<header>.cu``, or ``tests/kernels/ptx_....cu``.
     entry : str
         Kernel.
     block : int
@@ -45,6 +46,11 @@ class Prim:
         Macros.
     hopper : bool
         Whether the instructions exist on compute capability 9.0 alone.
+    since : int
+        Compute capability times ten from which on they exist.
+    tolerance : callable, optional
+        Takes the arguments by name, returns by how much each element of a result may differ, beside
+        `relative`.
     """
 
     name: str
@@ -57,16 +63,21 @@ class Prim:
     absolute: float = 0.0
     defines: tuple[tuple[str, int], ...] = ()
     hopper: bool = False
+    since: int = 80
+    tolerance: Callable[..., Mapping[str, np.ndarray]] | None = None
 
     @property
     def spec(self) -> ModuleSpec:
         """What to compile."""
-        return ModuleSpec(FOLDER / f"prims_{self.header}.cu", self.defines)
+        stem = self.header if self.header.startswith("ptx_") else f"prims_{self.header}"
+        return ModuleSpec(FOLDER / f"{stem}.cu", self.defines)
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """What it is compiled for in the tests."""
-        return ("sm_90a",) if self.hopper else ("sm_80", "sm_90")
+        if self.hopper:
+            return ("sm_90a",)
+        return tuple(dict.fromkeys((f"sm_{self.since}", "sm_90")))
 
     @staticmethod
     def parameters(arguments: Mapping[str, Any]) -> list[str]:
@@ -76,10 +87,15 @@ class Prim:
 
     def check(self, written: Mapping[str, np.ndarray]) -> None:
         """Compare what a run wrote with what it must write."""
+        slack = self.tolerance(**self.arguments()) if self.tolerance else {}
         for name, expected in self.expected(**self.arguments()).items():
             found = np.asarray(written[name]).reshape(expected.shape)
             message = f"{self.name}: {name}"
-            if expected.dtype.kind == "f" and (self.relative or self.absolute):
+            if name in slack:
+                limit = slack[name] + self.relative * np.abs(expected)
+                worst = np.max(np.abs(found - expected) / limit)
+                assert worst <= 1, f"{message} is off by {worst:.3g} of what it may"
+            elif expected.dtype.kind == "f" and (self.relative or self.absolute):
                 np.testing.assert_allclose(
                     found, expected, self.relative, self.absolute, err_msg=message
                 )

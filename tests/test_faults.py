@@ -13,6 +13,7 @@ import pytest
 from cupyattn import compile as kc
 from cupyattn import launch
 from cupyattn.features import Features
+from cupyattn.interpret.findings import KINDS
 from cupyattn.registry import VARIANTS
 from tests.fault_patches import FAULTS, Fault, Hunk
 
@@ -37,6 +38,7 @@ def test_there_are_faults_for_every_variant() -> None:
 def test_a_fault_is_small_and_says_what_it_is(fault: Fault) -> None:
     assert re.fullmatch(r"[A-Z][^.]+\.", fault.sentence), "one sentence"
     assert fault.caught_by in ("J2", "interpreter")
+    assert (fault.kind in KINDS and fault.line != "") == (fault.caught_by == "interpreter")
     for hunk in fault.hunks:
         removed = set(hunk.old.splitlines()) - set(hunk.new.splitlines())
         added = set(hunk.new.splitlines()) - set(hunk.old.splitlines())
@@ -55,7 +57,7 @@ def test_a_fault_applies_and_compiles_to_other_code(fault: Fault, tmp_path: Path
 
 def test_a_patch_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
     stale = Hunk("attn_fa.cu", "no such line\n", "\n")
-    fault = Fault("stale", "Nothing.", "J2", ("fa",), (stale,))
+    fault = Fault("stale", "Nothing.", "J2", "", "", ("fa",), (stale,))
     with pytest.raises(
         LookupError, match=r"stale.patch no longer applies to attn_fa.cu: .* 0 times"
     ):

@@ -13,6 +13,9 @@ import pytest
 from cupyattn import compile as kc
 from tests.prim import FOLDER, Prim
 from tests.prims_cases import CHUNKS, PRIMS, swizzle
+from tests.ptx_cases import PTX
+
+ALL = [*PRIMS, *PTX]
 
 
 def test_every_header_has_its_kernel() -> None:
@@ -20,23 +23,27 @@ def test_every_header_has_its_kernel() -> None:
     assert headers == {prim.header for prim in PRIMS}
     for header in headers:
         assert f'#include "prims/{header}.cuh"' in (FOLDER / f"prims_{header}.cu").read_text()
-    assert len({prim.name for prim in PRIMS}) == len(PRIMS)
+    assert len({prim.name for prim in ALL}) == len(ALL)
 
 
 def test_every_kernel_of_the_sources_is_run() -> None:
+    entry_point = re.compile(
+        # by name, or by a macro that declares one, at the start of a line
+        r'^extern "C" __global__ (?:__launch_bounds__\([^)]*\) )?void (\w+)\('
+        r"|^(?:MMA|APPROXIMATION)\((\w+),",
+        re.MULTILINE,
+    )
     declared = {
-        (path.stem.removeprefix("prims_"), entry)
-        for path in FOLDER.glob("prims_*.cu")
-        for entry in re.findall(
-            r'extern "C" __global__ (?:__launch_bounds__\([^)]*\) )?void (\w+)\(', path.read_text()
-        )
+        (path.stem.removeprefix("prims_"), "".join(found))
+        for path in [*FOLDER.glob("prims_*.cu"), *FOLDER.glob("ptx_*.cu")]
+        for found in entry_point.findall(path.read_text())
     }
-    assert declared == {(prim.header, prim.entry) for prim in PRIMS}
+    assert declared == {(prim.header, prim.entry) for prim in ALL}
 
 
 @pytest.mark.parametrize(
     ("prim", "arch"),
-    [(prim, arch) for prim in PRIMS for arch in prim.architectures],
+    [(prim, arch) for prim in ALL for arch in prim.architectures],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_primitives_compile(prim: Prim, arch: str) -> None:
@@ -48,7 +55,7 @@ def test_primitives_compile(prim: Prim, arch: str) -> None:
     assert len(prim.parameters(prim.arguments())) == declared[1].count(".param")
 
 
-@pytest.mark.parametrize("prim", PRIMS, ids=lambda prim: prim.name)
+@pytest.mark.parametrize("prim", ALL, ids=lambda prim: prim.name)
 def test_expectations_fit_their_arguments(prim: Prim) -> None:
     arguments = prim.arguments()
     expected = prim.expected(**arguments)

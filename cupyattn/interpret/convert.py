@@ -203,6 +203,8 @@ def _eight_bits(modifiers: tuple[str, ...]) -> Operation | None:
 
 
 _TF32_NAN = np.uint32(0x7FFFE000)
+#: Bits of a float32 that tf32 has.
+_TF32_MASK = np.uint32(0xFFFFE000)
 
 
 def _tf32(modifiers: tuple[str, ...]) -> Operation | None:
@@ -214,17 +216,19 @@ def _tf32(modifiers: tuple[str, ...]) -> Operation | None:
 
     def evaluate(a: Array) -> Array:
         a = rectify(a) if rectifies else a
-        bits = np.asarray(a).view(np.uint32)
+        bits = whole = np.asarray(a).view(np.uint32)
         if rounding == "rn":
             odd = np.bitwise_and(np.right_shift(bits, np.uint32(13)), np.uint32(1))
             bits = np.add(bits, np.add(odd, np.uint32(0xFFF)))
         elif rounding == "rna":
             bits = np.add(bits, np.uint32(0x1000))
-        bits = np.bitwise_and(bits, np.uint32(0xFFFFE000))
+        bits = np.bitwise_and(bits, _TF32_MASK)
         rounded = np.where(np.isfinite(a), bits.view(np.float32), a)
         if saturates:
             largest = np.uint32(0x7F7FE000).view(np.float32)
             rounded = np.where(np.isinf(rounded), np.copysign(largest, rounded), rounded)
+        if rounding == "rna":  # seen on an H200: a NaN is cut like a number
+            return np.where(np.isnan(a), whole & _TF32_MASK, rounded.view(np.uint32))
         return np.where(np.isnan(rounded), _TF32_NAN, rounded.view(np.uint32))
 
     return Operation(("f32",), ("b32",), evaluate)

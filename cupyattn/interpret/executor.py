@@ -1,8 +1,11 @@
-"""Runs a `Plan` on the interpreter: the same launches, parameters and workspace as a device."""
+"""Runs a `Plan` on the interpreter: the same launches, parameters and workspace as a device.
+
+`run_kernel` runs a kernel of anybody's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,20 +13,23 @@ import numpy.typing as npt
 
 from cupyattn import compile as compiler
 from cupyattn import tensor_map
-from cupyattn.compile import Binary
+from cupyattn.compile import Binary, ModuleSpec
 from cupyattn.errors import KernelLaunchError
 from cupyattn.interpret.bulk import TENSOR_MAP_MARK, Tensor
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.interpret.machine import Machine
-from cupyattn.interpret.memory import GlobalMemory
+from cupyattn.interpret.memory import GlobalMemory, duplicate
 from cupyattn.interpret.observe import Observer, active
 from cupyattn.interpret.program import Program, program
+from cupyattn.interpret.ptx import Parameter
 from cupyattn.launch import Launch, Plan, TensorMap
 
 #: Architecture that portable forms are compiled for.
 PORTABLE_ARCH = "sm_80"
 #: Bytes that the blocks of one batch may take together; one block always runs.
 MEMORY_BUDGET = 512 << 20
+#: Threads that a block may have on any device.
+MAX_BLOCK = 1024
 
 
 def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None:
@@ -50,12 +56,8 @@ def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None
     """
     arrays = {name: a for name, a in buffers.items() if a is not None}
     for name, a in arrays.items():
-        if not isinstance(a, np.ndarray):
-            raise TypeError(
-                f"the interpreter takes NumPy arrays, got {name} of type {type(a).__module__}."
-                f"{type(a).__name__}: copy it to the host, or run it with backend='cuda'"
-            )
-    results = {name: np.array(a, order="K") for name, a in arrays.items() if a.flags.writeable}
+        check_numpy(a, name)
+    results = {name: duplicate(a) for name, a in arrays.items() if a.flags.writeable}
     held = {**arrays, **results}
     written = set(held)
     for work in plan.workspace:
@@ -85,39 +87,206 @@ def run_launch(
         Those that hold something. What the kernel writes to is added.
     """
     ready = program(binary.ptx, one.entry)
-    limit = ready.kernel.max_threads
-    if limit is not None and one.block > limit:
-        raise KernelLaunchError(
-            f"{one.entry} takes up to {limit} threads, got a block of {one.block}"
-        )
     memory = GlobalMemory(ready.granules["global"])
-    named = _names(one)
     addresses = {
         name: memory.add(
             name, arrays[name], initialised=name in written, writable=arrays[name].flags.writeable
         )
-        for name in named
+        for name in _names(one)
     }
-    symbols = {v.name: memory.add(v.name, _variable(v)) for v in ready.variables.values()}
     params, tensors = _params(one, ready, addresses)
     shared = binary.smem_bytes if one.dynamic_shared else 0
-    blocks = max(1, min(one.grid, MEMORY_BUDGET // block_bytes(ready, one.block, shared)))
     observers = active()
     for observer in observers:
         observer.launch(one, ready, binary.arch)
+    _launch(
+        ready, memory, params, tensors, grid=one.grid, block=one.block, shared=shared,
+        observers=observers,
+    )  # fmt: skip
+    written.update(memory.give_back())
+
+
+def run_kernel(
+    source: ModuleSpec | str,
+    entry: str,
+    arguments: Sequence[Any],
+    *,
+    block: int,
+    grid: int = 1,
+    shared: int | None = None,
+    mapped: Mapping[str, npt.NDArray[Any]] | None = None,
+    arch: str | None = None,
+) -> None:
+    """Run any kernel on NumPy arrays.
+
+    Parameters
+    ----------
+    source : ModuleSpec or str
+        CUDA C++ to compile, or the text of a PTX module.
+    entry : str
+        Name of the kernel.
+    arguments : sequence
+        One for each parameter: an array for a pointer, a NumPy scalar for a number, a record (a
+        structured array of one element) for a struct, a `TensorMap`, None for a null pointer.
+        Arrays that are not writeable are inputs: a kernel that writes to one has a hazard. The
+        others receive what the kernel wrote, once it has ended without a hazard.
+    block, grid : int
+        Threads of a block, and blocks.
+    shared : int, optional
+        Bytes of dynamic shared memory; what the module states in ``smem_bytes`` when omitted.
+    mapped : mapping of str to numpy.ndarray, optional
+        The buffers that tensor maps name.
+    arch : str, optional
+        Architecture to compile for; ``"sm_80"`` when omitted.
+
+    Raises
+    ------
+    KernelFault
+        At the first hazard.
+    KernelLaunchError
+        For more threads than the kernel takes.
+    PtxError
+        For PTX that cannot be read.
+    TypeError
+        For an argument of the wrong kind.
+    UnsupportedError
+        At an instruction that the interpreter does not know.
+    ValueError
+        For an entry point that the module does not have, or the wrong number of arguments.
+
+    Examples
+    --------
+    >>> ptx = '''
+    ... .version 8.0
+    ... .target sm_80
+    ... .address_size 64
+    ... .visible .entry twice(.param .u64 x) {
+    ...   .reg .b32 %r<4>;
+    ...   .reg .b64 %rd<4>;
+    ...   ld.param.u64 %rd1, [x];
+    ...   mov.u32 %r1, %tid.x;
+    ...   mad.wide.u32 %rd2, %r1, 4, %rd1;
+    ...   ld.global.u32 %r2, [%rd2];
+    ...   shl.b32 %r3, %r2, 1;
+    ...   st.global.u32 [%rd2], %r3;
+    ...   ret;
+    ... }'''
+    >>> x = np.arange(4, dtype=np.int32)
+    >>> run_kernel(ptx, "twice", [x], block=4)
+    >>> x
+    array([0, 2, 4, 6], dtype=int32)
+    """
+    if isinstance(source, ModuleSpec):
+        ptx = compiler.build(source, arch or PORTABLE_ARCH).ptx
+    else:
+        ptx = source
+    ready = program(ptx, entry)
+    declared = ready.kernel.parameters
+    if len(arguments) != len(declared):
+        raise ValueError(f"{entry} takes {len(declared)} arguments, got {len(arguments)}")
+    memory = GlobalMemory(ready.granules["global"])
+    buffers = {
+        name: memory.add(name, array, writable=array.flags.writeable)
+        for name, array in (mapped or {}).items()
+    }
+    params = np.zeros(max((p.offset + p.size for p in declared), default=0), np.uint8)
+    tensors: list[Tensor] = []
+    for parameter, value in zip(declared, arguments, strict=True):
+        name = f"parameter {parameter.name} of {entry}"
+        if isinstance(value, TensorMap):
+            value = _describe(value, buffers, tensors)
+        else:
+            value = _argument(memory, parameter.name, value, name)
+        _place(params, parameter, value, name)
+    if shared is None:
+        shared = compiler.parse_smem_bytes(ptx)
+    _launch(ready, memory, params, tensors, grid=grid, block=block, shared=shared)
+    memory.give_back()
+
+
+def _argument(memory: GlobalMemory, array: str, value: Any, name: str) -> npt.NDArray[Any]:
+    """Return what is passed for an argument; an array goes to memory, its address is passed."""
+    if value is None:
+        return np.zeros(1, np.uint64)
+    if isinstance(value, np.ndarray) and not value.dtype.fields:
+        return np.array([memory.add(array, value, writable=value.flags.writeable)], np.uint64)
+    if not isinstance(value, np.generic | np.ndarray):
+        check_numpy(value, name)
+        raise TypeError(
+            f"{name} must be a NumPy array, scalar or record, got {type(value).__name__}: the "
+            "width of a Python number is not known, write np.int32(...) or np.float32(...)"
+        )
+    return np.atleast_1d(value)
+
+
+def _place(
+    params: npt.NDArray[np.uint8], parameter: Parameter, value: npt.NDArray[Any], name: str
+) -> None:
+    """Put an argument where the kernel's ABI places it."""
+    if value.nbytes != parameter.size:
+        raise TypeError(f"{name} has {parameter.size} bytes, got {value.nbytes} ({value.dtype})")
+    end = parameter.offset + parameter.size
+    params[parameter.offset : end] = np.frombuffer(value.tobytes(), np.uint8)
+
+
+def _describe(
+    template: TensorMap, addresses: Mapping[str, int], tensors: list[Tensor]
+) -> npt.NDArray[np.uint64]:
+    """Enter what a tensor map describes in a list; return the parameter that stands for it."""
+    filled = np.zeros(16, np.uint64)
+    filled[:2] = TENSOR_MAP_MARK, len(tensors)
+    address, size = addresses[template.buffer], tensor_map.itemsize(template.dtype)
+    tensors.append(
+        Tensor(template.buffer, address, size, template.shape, template.strides, template.box)
+    )
+    return filled
+
+
+def check_numpy(value: Any, name: str) -> None:
+    """Raise TypeError for an array of another library.
+
+    Parameters
+    ----------
+    value : object
+    name : str
+        For the message.
+    """
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
+        kind = type(value)
+        raise TypeError(
+            f"the interpreter takes NumPy arrays, got {name} of type {kind.__module__}."
+            f"{kind.__name__}: copy it to the host, or run it with backend='cuda'"
+        )
+
+
+def _launch(
+    ready: Program,
+    memory: GlobalMemory,
+    params: npt.NDArray[np.uint8],
+    tensors: list[Tensor],
+    *,
+    grid: int,
+    block: int,
+    shared: int,
+    observers: tuple[Observer, ...] = (),
+) -> None:
+    """Run all blocks of a launch, as many at a time as fit into the memory budget."""
+    entry, limit = ready.kernel.name, ready.kernel.max_threads or MAX_BLOCK
+    if not 1 <= block <= limit:
+        raise KernelLaunchError(f"{entry} takes 1 to {limit} threads, got a block of {block}")
+    if grid < 1:
+        raise KernelLaunchError(f"{entry} takes 1 block or more, got a grid of {grid}")
+    symbols = {v.name: memory.add(v.name, _variable(v)) for v in ready.variables.values()}
+    blocks = max(1, min(grid, MEMORY_BUDGET // block_bytes(ready, block, shared)))
     now = 0
-    for first in range(0, one.grid, blocks):
+    for first in range(0, grid, blocks):
         machine = Machine(
-            ready, grid=one.grid, block=one.block, first_block=first,
-            blocks=min(blocks, one.grid - first), memory=memory, params=params, symbols=symbols,
-            dynamic_shared=shared, tensors=tensors, now=now, observers=observers,
+            ready, grid=grid, block=block, first_block=first, blocks=min(blocks, grid - first),
+            memory=memory, params=params, symbols=symbols, dynamic_shared=shared, tensors=tensors,
+            observers=observers, now=now,
         )  # fmt: skip
         _run_batch(machine, observers)
         now = machine.clocks.now
-    for array in memory.arrays:
-        if array.name in addresses and array.shadow is not None:
-            array.source[...] = array.elements
-            written.add(array.name)
 
 
 def _run_batch(machine: Machine, observers: tuple[Observer, ...]) -> None:
@@ -173,23 +342,11 @@ def _params(
     tensors: list[Tensor] = []
     for parameter, template in zip(declared, one.templates, strict=True):
         if isinstance(template, TensorMap):
-            filled = np.zeros(16, np.uint64)
-            filled[:2] = TENSOR_MAP_MARK, len(tensors)
-            address, size = addresses[template.buffer], tensor_map.itemsize(template.dtype)
-            tensors.append(
-                Tensor(
-                    template.buffer, address, size, template.shape, template.strides, template.box
-                )
-            )
+            filled = _describe(template, addresses, tensors)
         else:
             words, pointers = template
             filled = words.copy()
             for index, name in pointers:
                 filled[index] = addresses[name]
-        if filled.nbytes != parameter.size:
-            raise ValueError(
-                f"parameter {parameter.name} of {one.entry} has {parameter.size} bytes, the launch "
-                f"gives {filled.nbytes}"
-            )
-        data[parameter.offset : parameter.offset + parameter.size] = filled.view(np.uint8)
+        _place(data, parameter, filled, f"parameter {parameter.name} of {one.entry}")
     return data, tensors

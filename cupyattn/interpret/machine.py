@@ -31,7 +31,7 @@ from cupyattn.interpret.observe import Observer
 from cupyattn.interpret.ordering import WARP, Bools, Clocks, Ints
 from cupyattn.interpret.program import Program, Segment
 from cupyattn.interpret.ptx import Register
-from cupyattn.interpret.semantics import Read, Values, register_type
+from cupyattn.interpret.semantics import Read, Values, not_known, register_type
 from cupyattn.interpret.wgmma import Warpgroups
 
 FULL_WARP = 0xFFFFFFFF
@@ -245,35 +245,48 @@ class Machine:
         if (named == FULL_WARP).all():
             if lanes.full:
                 return lanes
-            members = np.full(self.size // WARP, FULL_WARP, np.uint32)
+            needed = Lanes(self.alive, self.alive).bits
+            missing = (lanes.bits & needed) != needed
+            if warps > 1:
+                missing = np.repeat(missing.reshape(-1, warps).any(axis=1), warps)
+            late = np.repeat(missing, WARP) & lanes.mask
         else:
-            members = self._members(named, lanes)
-        needed = members & Lanes(self.alive, self.alive).bits
-        missing = (lanes.bits & needed) != needed
-        if warps > 1:
-            missing = np.repeat(missing.reshape(-1, warps).any(axis=1), warps)
-        missing &= lanes.bits != 0
-        if not missing.any():
+            lanes, late = self._of_one_mask(named, lanes)
+        if not late.any():
             return lanes
-        late = np.repeat(missing, WARP) & lanes.mask
         self._parked[self.place] = late
         return Lanes(lanes.mask & ~late, self.alive)
 
-    def _members(self, named: Values, lanes: Lanes) -> npt.NDArray[np.uint32]:
-        """Return for every warp which of its lanes an instruction names, the same in each."""
-        by_warp = named.reshape(-1, WARP)
+    def _of_one_mask(self, named: Values, lanes: Lanes) -> tuple[Lanes, Bools]:
+        """Choose lanes that name the same partners: one set in each warp. The others come next.
+
+        Returns
+        -------
+        Lanes
+            The chosen lanes, and those that are late.
+        numpy.ndarray of bool
+            Lanes that have to wait for partners.
+        """
+        masks = named.reshape(-1, WARP).astype(np.uint32)
         here = lanes.mask.reshape(-1, WARP)
-        first = by_warp[np.arange(len(by_warp)), here.argmax(axis=1)]
-        apart = (by_warp != first[:, None]) & here
-        outside = ((first[:, None] >> np.arange(WARP, dtype=np.uint32)) & 1 == 0) & here
+        names = (masks[:, :, None] >> np.arange(WARP, dtype=np.uint32)) & 1 == 1  # warp, lane, lane
+        alike = (masks[:, :, None] == masks[:, None, :]) & here[:, None, :]
+        own = np.diagonal(names, axis1=1, axis2=2)
+        apart = (names & here[:, None, :] & ~alike).any(axis=2)
         for bad, message in (
             (apart, "the lanes of a warp name different partners"),
-            (outside, "a lane executes an instruction whose mask leaves it out"),
+            (~own, "a lane executes an instruction whose mask leaves it out"),
         ):
-            if bad.any():
-                self.report("divergence", message, self.lane, bad.ravel())
-        members: npt.NDArray[np.uint32] = first.astype(np.uint32)
-        return members
+            if (bad & here).any():
+                self.report("divergence", message, self.lane, (bad & here).ravel())
+        alive = self.alive.reshape(-1, WARP)
+        late = here & (names & alive[:, None, :] & ~alike).any(axis=2)
+        ready = here & ~late
+        first = masks[np.arange(len(masks)), ready.argmax(axis=1)]
+        later = ready & (masks != first[:, None])
+        if later.any():
+            self.go(self.place, later.ravel())
+        return Lanes((here & ~later).ravel(), self.alive), late.ravel()
 
     def met(self, lanes: Lanes) -> None:
         """Note that the lanes here of each warp have met, and are ordered from now on."""
@@ -315,11 +328,13 @@ class Machine:
 
         Raises
         ------
-        KeyError
+        UnsupportedError
             For one that the interpreter does not know.
         """
         if name in self._special:
             return self._special[name]
+        if self._special:
+            raise not_known(self.program.steps[self.place].instruction)
         lane = (self.thread % WARP).astype(np.uint32)
         one = np.uint32(1)
         known = {
@@ -341,7 +356,7 @@ class Machine:
             known[f"%tid.{axis}"] = known[f"%ctaid.{axis}"] = np.zeros(self.size, np.uint32)
             known[f"%ntid.{axis}"] = known[f"%nctaid.{axis}"] = np.ones(self.size, np.uint32)
         self._special = {k: v.astype(np.uint32) for k, v in known.items()}
-        return self._special[name]
+        return self.special(name)
 
     def widened(self, values: Values, lanes: Lanes) -> Values:
         """Return one value for every lane of the batch, given those of the lanes here."""
@@ -446,27 +461,28 @@ class Machine:
         raise KernelFault(finding)
 
     def _report_deadlock(self) -> None:
-        """Say who waits for whom."""
-        parts = []
-        for place, mask in self._parked.items():
-            self.place = place
-            parts.append(f"{mask.sum()} at {self.program.steps[place].instruction.name}")
-        waiting = np.zeros(self.size, np.bool_)
+        """Say who waits for whom, from where the first of them wait."""
+        waiting = dict(self._parked)
+        parts = [
+            f"{mask.sum()} at {self.program.steps[place].instruction.name}"
+            for place, mask in waiting.items()
+        ]
         for number, barrier in self._barriers.items():
-            at = barrier.arrived & self.alive
+            at = barrier.resume >= 0
             if at.any():
-                waiting |= at
-                self.place = int(barrier.resume[at].max()) - 1
+                first = int(barrier.resume[at].min())
+                waiting[first - 1] = barrier.resume == first
                 parts.append(f"{at.sum()} at barrier {number}")
         for place, lanes in self.mbarriers.sleepers():
-            self.place = place
+            waiting[place] = np.isin(self.lane, lanes)
             parts.append(f"{len(lanes)} at an mbarrier")
+        self.place = min(waiting)
         gone = int((~self.alive).sum() - (self.threads - self.block) * self.blocks)
         message = (
             f"{self.alive.sum()} lanes wait for others that never come ({', '.join(parts)}; "
             f"{gone} have exited)"
         )
-        self.report("deadlock", message, self.lane, self.alive)
+        self.report("deadlock", message, self.lane, waiting[self.place])
 
 
 class Barrier:

@@ -67,12 +67,35 @@ def scatter(data: Bytes, offset: Ints, values: Units) -> None:
     data.view(f"u{unit}")[offset // unit + np.arange(len(values))[:, None]] = values
 
 
-def check_aligned(address: Ints, width: int, lanes: Ints, report: Report, name: str) -> None:
-    """Report addresses that are no multiple of the width of their access."""
+def span(array: npt.NDArray[Any]) -> tuple[int, int]:
+    """Return the bytes below an array's first element, and those from its lowest to its highest."""
+    if not array.size:
+        return 0, 0
+    reach = [s * (n - 1) for s, n in zip(array.strides, array.shape, strict=True)]
+    below = -sum(r for r in reach if r < 0)
+    return below, below + sum(r for r in reach if r > 0) + array.itemsize
+
+
+def duplicate(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Copy an array and how it lies in memory: strides, and address modulo 256."""
+    before, nbytes = span(array)
+    buffer = np.zeros(nbytes + 256, np.uint8)
+    start = (data_address(array) - before - data_address(buffer)) % 256
+    copy: npt.NDArray[Any] = np.ndarray(
+        array.shape, array.dtype, buffer.data, start + before, array.strides
+    )
+    copy[...] = array
+    return copy
+
+
+def check_aligned(
+    address: Ints, width: int, lanes: Ints, report: Report, name: str, base: int = 0
+) -> None:
+    """Report addresses that are no multiple of the width of their access, `base` the first."""
     odd = address & (width - 1)
     if odd.any():
         message = f"an access of {width} bytes to {name} at an address that is no multiple of that"
-        report("misaligned", message, lanes, odd != 0, address)
+        report("misaligned", message, lanes, odd != 0, address - base)
 
 
 # ---- global memory -------------------------------------------------------------------------------
@@ -88,11 +111,13 @@ class Array:
     source : numpy.ndarray
         The caller's.
     base : int
-        Address of its first byte.
+        Address of its lowest byte.
+    before : int
+        Bytes from there to its first element: not 0 where a stride is negative.
     data : numpy.ndarray of uint8
         From the multiple of 16 below `base` on.
     nbytes : int
-        From its first byte to behind its last.
+        From its lowest byte to behind its highest.
     owned : numpy.ndarray of bool or None
         Which bytes of `data` are the array's and not gaps between its rows; None: all of them.
     shadow : Shadow or None
@@ -102,6 +127,7 @@ class Array:
     name: str
     source: npt.NDArray[Any]
     base: int
+    before: int
     data: Bytes
     nbytes: int
     owned: Bools | None
@@ -111,7 +137,7 @@ class Array:
     def elements(self) -> npt.NDArray[Any]:
         """The array as it is now: a view of `data` in the caller's shape and strides."""
         x = self.source
-        return np.ndarray(x.shape, x.dtype, self.data, self.base % 16, x.strides)
+        return np.ndarray(x.shape, x.dtype, self.data, self.base % 16 + self.before, x.strides)
 
 
 class GlobalMemory:
@@ -150,25 +176,16 @@ class GlobalMemory:
         initialised : bool
             Whether its values mean anything: reading them is a finding where not.
         writable : bool
-
-        Raises
-        ------
-        ValueError
-            For negative strides.
         """
-        steps = [(s, n) for s, n in zip(source.strides, source.shape, strict=True) if n > 1]
-        if any(s < 0 for s, _ in steps):
-            raise ValueError(f"{name} must not have negative strides, got {source.strides}")
-        nbytes = sum(s * (n - 1) for s, n in steps) + source.itemsize if source.size else 0
-        base = ((len(self.arrays) + 1) << REGION_BITS) + data_address(source) % 256
+        before, nbytes = span(source)
+        base = ((len(self.arrays) + 1) << REGION_BITS) + (data_address(source) - before) % 256
         room = math.lcm(16, self._granule_bytes)
         data = np.zeros(-(-(base % 16 + nbytes) // room) * room + room, np.uint8)
         owned = None
         if source.nbytes != nbytes:
             owned = np.zeros(data.size, np.bool_)
-            np.lib.stride_tricks.as_strided(
-                owned[base % 16 :], (*source.shape, source.itemsize), (*source.strides, 1)
-            )[...] = True
+            shape, strides = (*source.shape, source.itemsize), (*source.strides, 1)
+            np.ndarray(shape, np.bool_, owned.data, base % 16 + before, strides)[...] = True
         shadow = None
         if writable:
             granules = data.size // self._granule_bytes
@@ -176,11 +193,18 @@ class GlobalMemory:
                 name, granules, self._granule_bytes, 0, initialised=initialised,
                 first=-(base % 16),
             )  # fmt: skip
-        array = Array(name, source, base, data, nbytes, owned, shadow)
+        array = Array(name, source, base, before, data, nbytes, owned, shadow)
         if source.size:
             array.elements[...] = source
         self.arrays.append(array)
-        return base
+        return base + before
+
+    def give_back(self) -> list[str]:
+        """Copy what may have been written back to the callers' arrays; return their names."""
+        changed = [array for array in self.arrays if array.shadow is not None]
+        for array in changed:
+            array.source[...] = array.elements
+        return [array.name for array in changed]
 
     def load(
         self, address: Ints, unit: int, count: int, lanes: Ints, strong: bool = False
@@ -250,7 +274,7 @@ class GlobalMemory:
 
     def _offset(self, array: Array, address: Ints, width: int, lanes: Ints) -> Ints:
         """Return offsets into the array's data after checking them."""
-        check_aligned(address, width, lanes, self._report, array.name)
+        check_aligned(address, width, lanes, self._report, array.name, array.base)
         within = address - array.base
         outside = (within < 0) | (within + width > array.nbytes)
         if outside.any():
@@ -308,7 +332,7 @@ class SharedMemory:
 
     def offset(self, address: Ints, width: int, lanes: Ints) -> Ints:
         """Return offsets into the memory of all blocks after checking the addresses."""
-        check_aligned(address, width, lanes, self._report, "shared memory")
+        check_aligned(address, width, lanes, self._report, "shared memory", SHARED_BASE)
         within = address - SHARED_BASE
         outside = (within < 0) | (within + width > self.nbytes)
         if outside.any():

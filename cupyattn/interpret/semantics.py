@@ -171,17 +171,21 @@ def writer(operand: Operand) -> Write:
     return write
 
 
+def not_known(instruction: Instruction) -> UnsupportedError:
+    """Return the error about an instruction that the interpreter does not know."""
+    where = instruction.location
+    line = f"{describe(where)}, " if where is not None else ""
+    return UnsupportedError(
+        f"the interpreter does not know {instruction.name} "
+        f"({line}PTX line {instruction.ptx_line}: {instruction.text}): run this kernel on a device"
+    )
+
+
 def unsupported(instruction: Instruction) -> Execute:
     """Return what an unknown instruction does when it is reached."""
 
     def execute(machine: Machine, lanes: Lanes) -> None:
-        where = instruction.location
-        line = f"{describe(where)}, " if where is not None else ""
-        raise UnsupportedError(
-            f"the interpreter does not know {instruction.name} "
-            f"({line}PTX line {instruction.ptx_line}: {instruction.text}): run this kernel on a "
-            "device"
-        )
+        raise not_known(instruction)
 
     return execute
 

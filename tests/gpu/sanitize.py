@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from tests.gpu.support import CELLS, cupy, normal, on_device, run
+from tests.gpu.support import cupy, on_device, run
+from tests.runs import CELLS, normal
 
 
 def main() -> None:

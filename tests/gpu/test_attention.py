@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 
 from cupyattn import testing
 from cupyattn.rounding import STORAGE
-from tests.gpu.support import (
-    CELLS,
-    PLAIN,
-    attend,
-    normal,
-    on_device,
-    on_host,
-    prebuild,
-    run,
-    specs_of,
-)  # fmt: skip
+from tests.gpu.support import attend, on_device, prebuild, run, specs_of
+from tests.runs import CELLS, PLAIN, normal, on_host
 
 cupy = pytest.importorskip("cupy")
 

@@ -16,18 +16,8 @@ import pytest
 from cupyattn import bounds, reference
 from cupyattn.quant import QuantizedQKV
 from cupyattn.rounding import STORAGE, round_to
-from tests.gpu.support import (
-    CELLS,
-    PLAIN,
-    attend,
-    bits,
-    host_copy,
-    normal,
-    on_device,
-    on_host,
-    run,
-    variant_of,
-)  # fmt: skip
+from tests.gpu.support import attend, on_device, run
+from tests.runs import CELLS, PLAIN, bits, host_copy, normal, on_host, variant_of
 
 cupy = pytest.importorskip("cupy")
 

@@ -15,7 +15,8 @@ import pytest
 from cupyattn import registry
 from cupyattn.registry import VARIANTS
 from tests.fault_patches import FAULTS, Fault
-from tests.gpu.support import Run, embedded, normal, prebuild, run, specs_of
+from tests.gpu.support import embedded, prebuild, run, specs_of
+from tests.runs import Run, revealing
 
 cupy = pytest.importorskip("cupy")
 
@@ -39,15 +40,8 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def runs(variant: str) -> Iterator[Run]:
-    """Tails, several tiles, grouped heads, rising maxima, offsets in K,
-    scores around 0 and far below; all amid NaN."""
-    for causal in (False, True):
-        for seed, (len_q, len_kv) in enumerate(((70, 33), (150, 333))):
-            q, k, v = normal((2, 4, len_q, 64), (2, 2, len_kv, 64), seed=seed)
-            k = k * 2 + 1
-            yield run(variant, tuple(embedded(x) for x in (q, k, v)), causal=causal)
-            far_below_zero = q + 3, k - 7, v
-            yield run(variant, tuple(embedded(x) for x in far_below_zero), causal=causal)
+    for inputs, options in revealing(2, 2, ((70, 33), (150, 333))):
+        yield run(variant, tuple(embedded(x) for x in inputs), **options)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

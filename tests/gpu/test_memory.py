@@ -14,22 +14,17 @@ from cupyattn.errors import KernelLaunchError
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import Tiles
 from tests.gpu.support import (
-    CELLS,
-    RUNGS,
-    Guarded,
     attend,
-    bits,
     embedded,
     form_taken,
-    normal,
+    guarded,
     on_device,
-    on_host,
     prebuild,
     run,
     run_into,
     specs_of,
-    variant_of,
-)  # fmt: skip
+)
+from tests.runs import CELLS, RUNGS, bits, normal, on_host, variant_of
 
 cupy = pytest.importorskip("cupy")
 
@@ -58,8 +53,8 @@ def test_results_are_written_in_full_and_nothing_beside_them(
     for len_q, len_kv in ((1, 5), (77, 130), (130, 77)):
         inputs = on_device(*normal((2, 4, len_q, head_dim), (2, 2, len_kv, head_dim), dtype))
         before = [bits(x) for x in inputs]
-        o = Guarded.empty((2, 4, len_q, head_dim), dtype)
-        lse = Guarded.empty((2, 4, len_q), "float32")
+        o = guarded((2, 4, len_q, head_dim), dtype)
+        lse = guarded((2, 4, len_q), "float32")
         found = run_into(variant, inputs, o.array, lse.array, causal=causal)
         o.check()
         lse.check()

@@ -10,7 +10,8 @@ import pytest
 from cupyattn import attention, plan, quantize
 from cupyattn import compile as kc
 from cupyattn.prepared import form_key, recall
-from tests.gpu.support import RUNGS, arch_of, bits, normal, on_device, variant_of
+from tests.gpu.support import arch_of, on_device
+from tests.runs import RUNGS, bits, normal, variant_of
 
 cupy = pytest.importorskip("cupy")
 

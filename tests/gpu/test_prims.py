@@ -12,15 +12,18 @@ from cupyattn import tensor_map
 from cupyattn.launch import TensorMap
 from tests.prim import Prim
 from tests.prims_cases import PRIMS
+from tests.ptx_cases import PTX
 
 cupy = pytest.importorskip("cupy")
 
 
-@pytest.mark.parametrize("prim", PRIMS, ids=lambda prim: prim.name)
+@pytest.mark.parametrize("prim", [*PRIMS, *PTX], ids=lambda prim: prim.name)
 def test_primitive(prim: Prim) -> None:
     capability = int(cupy.cuda.Device().compute_capability)
     if prim.hopper and capability != 90:
         pytest.skip(f"runs on compute capability 9.0 alone, this device has {capability / 10}")
+    if capability < prim.since:
+        pytest.skip(f"needs compute capability {prim.since / 10}, this is {capability / 10}")
     arguments = prim.arguments()
     arrays = {
         name: cupy.asarray(value)

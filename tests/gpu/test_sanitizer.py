@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.support import CELLS, prebuild, specs_of
+from tests.gpu.support import prebuild, specs_of
+from tests.runs import CELLS
 
 ROOT = Path(__file__).parents[2]
 

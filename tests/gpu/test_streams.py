@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.support import RUNGS, attend, bits, normal, on_device, prebuild, specs_of
+from tests.gpu.support import attend, on_device, prebuild, specs_of
+from tests.runs import RUNGS, bits, normal
 
 cupy = pytest.importorskip("cupy")
 

@@ -1,0 +1,201 @@
+"""What tests of whole calls share, on a device and in the interpreter: problems, runs, judgements,
+and buffers with guards around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn import api, attention, backends, checks, launch, quantize, testing
+from cupyattn.launch import Operand
+from cupyattn.quant import QuantizedQKV
+from cupyattn.registry import VARIANTS, Variant, lookup
+from cupyattn.request import Options, resolve
+from cupyattn.rounding import STORAGE
+
+#: Every rung in every form: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"`` the Hopper form.
+RUNGS = [
+    name if form == "portable" else f"{name}@{form}"
+    for name, variant in VARIANTS.items()
+    for form in variant.forms
+]
+
+
+def variant_of(rung: str) -> Variant:
+    return lookup(rung.partition("@")[0])
+
+
+#: Every rung with every storage type that it takes.
+CELLS = [(rung, dtype) for rung in RUNGS for dtype in variant_of(rung).dtypes]
+#: Rungs whose operands are the caller's own.
+PLAIN = [rung for rung in RUNGS if variant_of(rung).family != "int8"]
+#: Elements of NaN on either side of a guarded array.
+GUARD = 512
+
+Arrays = tuple[Any, Any, Any]
+
+
+# ---- arrays --------------------------------------------------------------------------------------
+
+
+def normal(
+    q: Sequence[int], kv: Sequence[int], dtype: str = "float16", seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """N(0, 1) on the host."""
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(shape).astype(STORAGE[dtype]) for shape in (q, kv, kv))
+
+
+def revealing(
+    batch: int, heads_kv: int, lengths: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Arrays, dict[str, Any]]]:
+    """Yield operands and options that bring mistakes to light: tails, several tiles, grouped heads,
+    rising maxima, offsets in K, scores around 0 and far below."""
+    for causal in (False, True):
+        for seed, (len_q, len_kv) in enumerate(lengths):
+            kv = (batch, heads_kv, len_kv, 64)
+            q, k, v = normal((batch, 2 * heads_kv, len_q, 64), kv, seed=seed)
+            k = k * 2 + 1
+            yield (q, k, v), {"causal": causal}
+            far_below_zero = q + 3, k - 7, v
+            yield far_below_zero, {"causal": causal}
+
+
+def on_host(array: Any) -> np.ndarray:
+    return array.get() if hasattr(array, "get") else np.asarray(array)
+
+
+def bits(array: Any) -> bytes:
+    """The elements of an array in C order, as bytes: NaN equals itself, -0 does not equal 0."""
+    return np.ascontiguousarray(on_host(array)).tobytes()
+
+
+def embedded(x: np.ndarray, pad: int = 8, fill: float = np.nan, *, xp: Any = np) -> Any:
+    """Return `x` as a view of a larger buffer of `xp` that holds `fill` everywhere else."""
+    shape = tuple(n + 2 for n in x.shape[:-1]) + (x.shape[-1] + 2 * pad,)
+    buffer = np.full(shape, fill, x.dtype)
+    inside = tuple(slice(1, n + 1) for n in x.shape[:-1]) + (slice(pad, pad + x.shape[-1]),)
+    buffer[inside] = x
+    return xp.asarray(buffer)[inside]
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """An array of NaN with `GUARD` elements of NaN before and behind it."""
+
+    buffer: Any
+    array: Any
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], dtype: str, *, xp: Any = np) -> Guarded:
+        count = int(np.prod(shape))
+        buffer = xp.asarray(np.full(count + 2 * GUARD, np.nan, STORAGE[dtype]))
+        return cls(buffer, buffer[GUARD : GUARD + count].reshape(shape))
+
+    def check(self) -> None:
+        """Raise unless both guards are as they were and the array has been written in full."""
+        buffer = on_host(self.buffer)
+        before = np.full(GUARD, np.nan, buffer.dtype).tobytes()
+        assert buffer[:GUARD].tobytes() == before, "written before the array"
+        assert buffer[-GUARD:].tobytes() == before, "written behind the array"
+        assert not np.isnan(buffer[GUARD:-GUARD].astype(np.float32)).any(), "left unwritten"
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def attend(rung: str, *operands: Any, **options: Any) -> Any:
+    """Call `attention` with the rung that is named."""
+    return attention(*operands, variant=variant_of(rung).name, **options)
+
+
+def form_taken(rung: str, inputs: Arrays, **options: Any) -> str:
+    """Return the form that these arrays get: the Hopper form does not take all of them."""
+    asked = Options(variant=variant_of(rung).name, **options)
+    return api.plans(resolve(*inputs, asked))[-1].form
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call, with all that is needed to judge it."""
+
+    rung: str
+    form: str
+    inputs: Arrays
+    options: dict[str, Any]
+    quantized: QuantizedQKV | None
+    o: Any
+    lse: Any
+
+    def judge(self, *, host: bool = True) -> testing.Report:
+        """J2, and J3 where the operands were quantised; on the host unless told otherwise."""
+        move = on_host if host else (lambda array: array)
+        z = self.quantized if self.quantized is None or not host else host_copy(self.quantized)
+        variant = variant_of(self.rung)
+        q, k, v = map(move, self.inputs)
+        return testing.judge(
+            move(self.o), q, k, v, variant=variant.name, lse=move(self.lse), quantized=z,
+            form=self.form, tiles=variant.default_tiles(q.shape[3], self.form), **self.options,
+        )  # fmt: skip
+
+    def check(self) -> testing.Report:
+        """Raise unless every judgement holds."""
+        report = self.judge()
+        assert report.passed, str(report)
+        return report
+
+
+def host_copy(z: QuantizedQKV) -> QuantizedQKV:
+    names = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
+    return replace(z, **{n: on_host(a) for n in names if (a := getattr(z, n)) is not None})
+
+
+def run(
+    rung: str,
+    inputs: Arrays,
+    *,
+    arch: str | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> Run:
+    """Call `attention`, and keep the quantised operands of the INT8 rung."""
+    int8 = variant_of(rung).family == "int8"
+    z = quantize(*inputs, backend=backend) if int8 else None
+    operands = inputs if z is None else (z,)
+    form = form_taken(rung, inputs, arch=arch, backend=backend)
+    o, lse = attend(rung, *operands, return_lse=True, arch=arch, backend=backend, **options)
+    return Run(rung, form, inputs, options, z, o, lse)
+
+
+def run_into(
+    rung: str,
+    inputs: Arrays,
+    o: Any,
+    lse: Any,
+    *,
+    arch: str | None = None,
+    backend: str = "cuda",
+    **options: Any,
+) -> Run:
+    """Plan and launch by hand, into the buffers given for both results."""
+    call = checks.check_attention(*inputs, return_lse=True, **options)
+    variant = variant_of(rung)
+    form = form_taken(rung, inputs, arch=arch, backend=backend)
+    if variant.family != "int8":
+        z, operands = None, dict(zip("qkv", inputs, strict=True))
+        plan = launch.plan_attention(variant, call, *map(Operand.of, (*inputs, o)), arch=arch)
+    else:
+        z = quantize(*inputs, backend=backend)
+        names = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
+        operands = {name: getattr(z, name) for name in names}
+        scales = z.q_scale, z.k_scale
+        plan = launch.plan_int8(
+            variant, call, *map(Operand.of, (z.q_codes, z.k_codes, z.v, o, *scales)),
+            group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None,
+        )  # fmt: skip
+    buffers = {name: backends.as_input(array) for name, array in operands.items()}
+    backends.run(backend, plan, {**buffers, "o": o, "lse": lse}, arch)
+    return Run(rung, form, inputs, options, z, o, lse)

@@ -1,0 +1,83 @@
+"""The interpreter notices every planted mistake: by a finding, or by a judgement that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import registry
+from cupyattn.interpret import Finding, KernelFault
+from cupyattn.registry import VARIANTS
+from tests.fault_patches import FAULTS, Fault
+from tests.runs import Arrays, Run, embedded, normal, revealing, run
+
+SEEN = [(fault, variant) for fault in FAULTS for variant in fault.variants]
+
+
+def far_apart(x: np.ndarray) -> np.ndarray:
+    """Return `x` with heads that lie more than 2^31 elements apart.
+
+    The gap is memory that nobody touches, and so takes no room.
+    """
+    batch, heads, length, head_dim = x.shape
+    step = 2**31 + head_dim
+    buffer = np.zeros((heads - 1) * step + length * head_dim, x.dtype)
+    strides = tuple(x.itemsize * n for n in (0, step, head_dim, 1))
+    view = np.lib.stride_tricks.as_strided(buffer, (batch, heads, length, head_dim), strides)
+    view[...] = x
+    return view
+
+
+def problems() -> Iterator[tuple[Arrays, dict[str, Any]]]:
+    """Small ones: lengths around the edges of tiles, all amid NaN; heads far apart come last."""
+    for inputs, options in revealing(1, 2, ((35, 33), (70, 150))):
+        yield tuple(embedded(x) for x in inputs), options
+    q, k, v = normal((1, 2, 5, 64), (1, 2, 7, 64))
+    yield (q, far_apart(k), far_apart(v)), {}
+
+
+def interpreted(variant: str) -> Iterator[Run]:
+    for inputs, options in problems():
+        yield run(variant, inputs, backend="interpret", **options)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_a_mistake_nothing_is_reported_and_every_judgement_holds(variant: str) -> None:
+    for one in interpreted(variant):
+        one.check()
+
+
+@pytest.mark.parametrize(
+    ("fault", "variant"), SEEN, ids=[f"{fault.name}-{variant}" for fault, variant in SEEN]
+)
+def test_a_mistake_is_noticed(
+    fault: Fault, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fault.plant(tmp_path)
+    source = folder / f"attn_{variant}.cu"
+    wrong = replace(VARIANTS[variant], source=source, hopper_tiles={})
+    monkeypatch.setitem(registry.VARIANTS, variant, wrong)
+    if fault.caught_by == "interpreter":
+        with pytest.raises(KernelFault) as caught:
+            list(interpreted(variant))
+        check_finding(caught.value.finding, fault, folder)
+        return
+    try:
+        noticed = any(not one.judge().passed for one in interpreted(variant))
+    except KernelFault:  # stricter than a device: what spoils a result may be a hazard, too
+        noticed = True
+    assert noticed, f"{fault.sentence} Nothing noticed."
+
+
+def check_finding(finding: Finding, fault: Fault, folder: Path) -> None:
+    """The kind is right, and one of the lines that it names is the one that the patch says."""
+    assert finding.kind == fault.kind, finding
+    assert finding.location is not None
+    lines = [Path(x.file).read_text().splitlines()[x.line - 1] for x in finding.location.chain()]
+    assert all(Path(x.file).is_relative_to(folder) for x in finding.location.chain())
+    assert any(fault.line in line for line in lines), f"{finding} names {lines}"

@@ -1,0 +1,176 @@
+"""What is ordered before what, against vector clocks without a shortcut; and arrays in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupyattn.interpret.memory import GlobalMemory, duplicate, span
+from cupyattn.interpret.ordering import WARP, Clocks
+
+BLOCKS, THREADS = 2, 64
+LANES = BLOCKS * THREADS
+
+# ---- order ---------------------------------------------------------------------------------------
+
+
+class PlainClocks:
+    """seen[t, u]: up to which time thread t comes after what thread u did."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.seen = np.zeros((LANES, LANES), int)
+
+    def meet(self, lanes: np.ndarray) -> None:
+        self.seen[lanes, lanes] = self.now
+        self.seen[lanes] = self.seen[lanes].max(axis=0)
+
+    def ordered(self, lane: int, other: int, time: int) -> bool:
+        if lane // THREADS != other // THREADS:
+            return False
+        return lane == other or time <= self.seen[lane, other]
+
+
+def lanes_of(block: int, warps: list[int], mask: int) -> np.ndarray:
+    lanes = np.arange(THREADS).reshape(-1, WARP)[sorted(set(warps))]
+    here = [bool(mask >> i & 1) for i in range(WARP)]
+    return block * THREADS + lanes[:, here].ravel()
+
+
+STEP = st.one_of(
+    st.tuples(st.just("block"), st.integers(0, BLOCKS - 1)),
+    st.tuples(st.just("warp"), st.integers(0, LANES // WARP - 1)),
+    st.tuples(
+        st.just("some"),
+        st.builds(
+            lanes_of,
+            st.integers(0, BLOCKS - 1),
+            st.lists(st.integers(0, THREADS // WARP - 1), min_size=1, max_size=2),
+            st.integers(1, 2**32 - 1) | st.sampled_from([0xFFFF, 0xFFFF0000, 0xFFFFFFFF, 1]),
+        ),
+    ),
+)
+
+
+@given(st.lists(STEP, max_size=12), st.integers(0, 2**32 - 1))
+def test_clocks_agree_with_plain_vector_clocks(steps: list[tuple[str, Any]], seed: int) -> None:
+    """After each meeting, for every pair of threads and every time so far."""
+    draw = np.random.default_rng(seed)
+    clocks, plain = Clocks(BLOCKS, THREADS), PlainClocks()
+    for kind, who in steps:
+        clocks.now += 1
+        plain.now += 1
+        if kind == "block":
+            clocks.meet_blocks(np.array([who]))
+            plain.meet(np.arange(who * THREADS, (who + 1) * THREADS))
+        elif kind == "warp":
+            clocks.meet_warps(np.array([who]))
+            plain.meet(np.arange(who * WARP, (who + 1) * WARP))
+        else:
+            clocks.meet(who)
+            plain.meet(who)
+        clocks.now += 1  # an access, which nothing has ordered yet
+        plain.now += 1
+        lanes, others = draw.integers(0, LANES, (2, 200))
+        times = draw.integers(1, plain.now + 1, 200).astype(np.int32)
+        found = clocks.ordered(lanes, others, times)
+        asked = zip(lanes, others, times, strict=True)
+        assert found.tolist() == [plain.ordered(*one) for one in asked]
+
+
+@given(st.lists(STEP, max_size=8))
+def test_what_one_thread_hands_on_another_comes_after(steps: list[tuple[str, Any]]) -> None:
+    """Lane 40 acquires what lane 3 had seen: from then on it comes after all of that."""
+    clocks, plain = Clocks(BLOCKS, THREADS), PlainClocks()
+    for kind, who in steps:
+        clocks.now += 1
+        plain.now += 1
+        lanes = {
+            "block": lambda n: np.arange(n * THREADS, (n + 1) * THREADS),
+            "warp": lambda n: np.arange(n * WARP, (n + 1) * WARP),
+            "some": lambda n: n,
+        }[kind](who)
+        clocks.meet(lanes)
+        plain.meet(lanes)
+    clocks.now += 1
+    plain.now += 1
+    view = clocks.views(np.array([3])).max(axis=0)
+    clocks.acquire(np.array([40]), view)
+    plain.seen[3, 3] = plain.now
+    plain.seen[40] = np.maximum(plain.seen[40], plain.seen[3])
+    for other in range(THREADS):
+        for time in range(1, plain.now + 1):
+            found = clocks.ordered(np.array([40]), np.array([other]), np.array([time], np.int32))
+            assert found[0] == plain.ordered(40, other, time)
+
+
+def test_threads_of_earlier_batches_are_never_ordered() -> None:
+    clocks = Clocks(1, WARP, first=3 * WARP, now=10)
+    before = np.arange(-WARP, 0)
+    assert not clocks.ordered(np.arange(WARP), before, np.full(WARP, 1, np.int32)).any()
+    assert clocks.ordered(np.arange(WARP), np.arange(WARP), np.full(WARP, 10, np.int32)).all()
+
+
+# ---- arrays --------------------------------------------------------------------------------------
+
+
+def layouts() -> dict[str, np.ndarray]:
+    x = np.arange(6 * 8 * 10, dtype=np.float16).reshape(6, 8, 10)
+    return {
+        "contiguous": x,
+        "rows apart": x[:, ::2, 1:9],
+        "reversed": x[::-1, :, ::-1],
+        "transposed": x.T,
+        "broadcast": np.broadcast_to(x[:1], x.shape),
+        "empty": x[:, :0],
+        "one element": x[2:3, 3:4, 4:5],
+    }
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_a_duplicate_lies_as_its_original_does(name: str) -> None:
+    x = layouts()[name]
+    copy = duplicate(x)
+    assert copy.strides == x.strides and copy.shape == x.shape and copy.dtype == x.dtype
+    np.testing.assert_array_equal(copy, x)
+    if x.size:
+        assert (copy.ctypes.data - x.ctypes.data) % 256 == 0
+        assert not np.shares_memory(copy, x)
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_every_element_is_where_strides_say_and_nothing_else_is(name: str) -> None:
+    x = layouts()[name]
+    memory = GlobalMemory(2)
+    address = memory.add("x", x, writable=False)
+    array = memory.arrays[0]
+    np.testing.assert_array_equal(array.elements, x)
+    assert span(x) == (array.before, array.nbytes)
+    if not x.size:
+        return
+    assert (address - x.ctypes.data) % 256 == 0
+    offsets = [
+        sum(i * s for i, s in zip(index, x.strides, strict=True)) for index in np.ndindex(x.shape)
+    ]
+    reports: list[str] = []
+
+    def report(kind: str, *_: Any) -> None:
+        reports.append(kind)
+        raise LookupError
+
+    memory.attach(Clocks(1, WARP), report)
+    owned = set(offsets)
+    lane = np.zeros(1, np.intp)
+    for offset, value in zip(offsets, x.ravel(), strict=True):
+        loaded = memory.load(np.array([address + offset]), 2, 1, lane).view(np.float16)
+        assert loaded[0, 0] == value
+    low, high = min(offsets) - 64, max(offsets) + 64
+    for offset in range(low, high, 2):
+        if offset not in owned:
+            with pytest.raises(LookupError):
+                memory.load(np.array([address + offset]), 2, 1, lane)
+    assert set(reports) == {"out of bounds"}

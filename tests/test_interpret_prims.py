@@ -1,0 +1,32 @@
+"""Every primitive's tiny kernel, run in the interpreter: what tests/gpu/test_prims.py runs too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupyattn.interpret.executor import run_kernel
+from cupyattn.launch import TensorMap
+from tests.prim import Prim
+from tests.prims_cases import PRIMS
+from tests.ptx_cases import PTX
+
+#: The oldest architecture of each, and for some another, where the compiler writes other PTX.
+CELLS = [(prim, prim.architectures[0]) for prim in (*PRIMS, *PTX)]
+CELLS += [(p, "sm_90") for p in PRIMS if not p.hopper and p.header in ("mma", "warp", "quant")]
+
+
+@pytest.mark.parametrize(
+    ("prim", "arch"), CELLS, ids=[f"{prim.name}-{arch}" for prim, arch in CELLS]
+)
+def test_primitive(prim: Prim, arch: str) -> None:
+    arguments = prim.arguments()
+    expected = prim.expected(**arguments)
+    for name, value in arguments.items():
+        if isinstance(value, np.ndarray) and not value.dtype.fields:
+            arguments[name] = np.array(value)
+            arguments[name].flags.writeable = name in expected
+    mapped = {a.buffer: arguments[a.buffer] for a in arguments.values() if isinstance(a, TensorMap)}
+    passed = [arguments[name] for name in prim.parameters(arguments)]
+    run_kernel(prim.spec, prim.entry, passed, block=prim.block, mapped=mapped, arch=arch)
+    prim.check({name: a for name, a in arguments.items() if isinstance(a, np.ndarray)})
