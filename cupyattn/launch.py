@@ -336,7 +336,7 @@ def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand) ->
     """Return why the Hopper form does not take a call, as a note for its plan; "" where it does."""
     if call.len_kv == 0:
         return "portable form: there are no keys for the copy engine"
-    given = [name for name in ("window", "softcap", "mask", "bias") if getattr(call, name)]
+    given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
     if given:
         return f"portable form: the Hopper form takes no {' and no '.join(given)}"
     for name, x in zip("qkv", (q, k, v), strict=True):

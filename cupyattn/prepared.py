@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cupyattn import backends, executor, launch
+from cupyattn import backends, checks, executor, launch, registry
 from cupyattn import compile as compiler
 from cupyattn.arrays import is_cupy
 from cupyattn.checks import AttentionCall, data_address
@@ -15,7 +15,6 @@ from cupyattn.launch import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.operands import scale_shape, static_scales
 from cupyattn.quant.plan import plan_operand
-from cupyattn.registry import VARIANTS
 from cupyattn.request import Request, resolve
 from cupyattn.rounding import STORAGE, array_namespace
 
@@ -213,7 +212,8 @@ class Prepared:
             (*stage.names.items(), *((w.name, f"{i}.{w.name}") for w in stage.plan.workspace))
             for i, stage in enumerate(self._stages.stages)
         ]
-        self._zeros = [work.name for work in self._stages.workspace if work.zeros]
+        self._workspace = self._stages.workspace
+        self._zeros = [work.name for work in self._workspace if work.zeros]
         self._given = _static_scales(request)
         self._ready: list[tuple[executor.ReadyLaunch, ...]] = []
         self._scratch: dict[str, Any] | None = None
@@ -232,15 +232,14 @@ class Prepared:
     @property
     def workspace_bytes(self) -> int:
         """Scratch memory in bytes."""
-        return sum(work.nbytes for work in self._stages.workspace)
+        return sum(work.nbytes for work in self._workspace)
 
     def __str__(self) -> str:
         return "\n".join([f"{self.variant}: {self.why}", *map(str, self.plans)])
 
     def _allocate(self) -> dict[str, Any]:
-        return {
-            work.name: self._xp.empty(work.shape, work.dtype) for work in self._stages.workspace
-        }
+        empty = self._xp.empty
+        return {work.name: empty(work.shape, work.dtype) for work in self._workspace}
 
     def __call__(
         self,
@@ -273,15 +272,19 @@ class Prepared:
             For arrays of another form; the message says what differs.
         """
         direct = direct_operands(q, k, v)
-        planned = mask is None and bias is None
-        if direct is not None and planned and out is None and self._options.layout == "BHSD":
-            direct |= self._added
-            self.check(direct, None)
-            o, lse = self.run(direct, None)
+        given = mask is not None or bias is not None
+        plain = self._options.layout == "BHSD" and (out is None or is_cupy(out))
+        if direct is not None and plain and not given:
+            operands = {**direct, **self._added}
+            self.check(operands, out)
+            if out is not None:
+                added = (self._added.get(name) for name in ("mask", "bias"))
+                checks.check_out(out, self.call, (*tuple(direct.values())[:3], *added))
+            o, lse = self.run(operands, out)
             return (o, lse) if self.call.return_lse else o
-        added = {"mask": mask, "bias": bias}
-        added = {n: self._added.get(n) if a is None else a for n, a in added.items()}
-        request = resolve(q, k, v, replace(self._options, out=out, **added))
+        mask = self._added.get("mask") if mask is None else mask
+        bias = self._added.get("bias") if bias is None else bias
+        request = resolve(q, k, v, replace(self._options, out=out, mask=mask, bias=bias))
         operands = operands_of(request)
         self.check(operands, request.receiver)
         if self.backend == "mirror":
@@ -342,7 +345,7 @@ class Prepared:
             scratch["v_operand"][...] = operands["v"]
 
     def _launch(self, buffers: Mapping[str, Any]) -> None:
-        addresses = {name: data_address(a) for name, a in buffers.items() if a is not None}
+        addresses = {name: a.data.ptr for name, a in buffers.items() if a is not None}
         for launches, names in zip(self._ready, self._names, strict=True):
             own = {inner: addresses[outer] for inner, outer in names if outer in addresses}
             executor.launch_all(launches, {**addresses, **own} if own else addresses)
@@ -442,7 +445,7 @@ def form_key(
     forms = tuple((a.shape, a.strides, a.dtype, a.data.ptr % 16) for a in operands.values())
     own = (q.group_q, q.group_kv, q.config, q.out_dtype) if isinstance(q, QuantizedQKV) else ()
     device = next(iter(operands.values())).device.id
-    rung = VARIANTS.get(options[0])
+    rung = registry.VARIANTS.get(options[0])
     key = (*options, rung, *operands, *forms, *own, device, compiler.generation())
     try:
         hash(key)

@@ -57,7 +57,7 @@ def revealing(
 ) -> Iterator[tuple[Arrays, dict[str, Any]]]:
     """Yield operands and options that bring mistakes to light: tails, several tiles, grouped heads,
     rising maxima, offsets in K, scores around 0 and far below, windows, softcap, mask and bias."""
-    for causal in (False, True):
+    for causal in (True, False):
         for seed, (len_q, len_kv) in enumerate(lengths):
             kv = (batch, heads_kv, len_kv, 64)
             q, k, v = normal((batch, 2 * heads_kv, len_q, 64), kv, seed=seed)

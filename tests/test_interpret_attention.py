@@ -23,7 +23,7 @@ from tests.quant_inputs import DTYPES, operand
 from tests.runs import CELLS, PLAIN, RUNGS, Arrays, Guarded, Run, bits, embedded, normal
 
 #: Query and key lengths on both sides of the edges of tiles (16, 32, 64), and far from square.
-LENGTHS = [(1, 1), (1, 77), (33, 64), (66, 129), (100, 5)]
+LENGTHS = [(1, 77), (33, 64), (66, 129), (70, 5)]
 #: A head size of its own tile, and one that pads.
 HEAD_DIMS = (64, 36)
 
@@ -55,7 +55,7 @@ def test_lengths(rung: str, dtype: str, causal: bool) -> None:
 
 @pytest.mark.parametrize(("rung", "dtype"), CELLS)
 @given(data=st.data())
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 def test_drawn_problems(rung: str, dtype: str, data: Any) -> None:
     lengths = st.integers(1, 70) | st.sampled_from([15, 16, 17, 31, 32, 33, 63, 64, 65])
     heads_kv, group = (data.draw(st.integers(1, 2)) for _ in range(2))
@@ -81,7 +81,7 @@ def test_kinds_of_values(rung: str) -> None:
     """Within the bound on all of them, and not a hundred times below it on each."""
     ratios = {}
     for regime in testing.REGIMES:
-        inputs = testing.make_regime(regime, (1, 1, 40, 64), (1, 1, 90, 64), "float16", seed=1)
+        inputs = testing.make_regime(regime, (1, 1, 17, 64), (1, 1, 70, 64), "float16", seed=1)
         ratios[regime] = run(rung, inputs).check().ratio
     assert max(ratios.values()) >= 0.05, ratios
 

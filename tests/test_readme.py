@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cupyattn as ca
@@ -19,19 +20,22 @@ def section(title: str) -> str:
     return README.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
-def code(title: str) -> str:
-    (block,) = re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
-    return str(block)
+def code(title: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(code("Ten lines").splitlines()) <= 10
+    ten_lines, prepared = code("Ten lines")
+    assert len(ten_lines.splitlines()) <= 10
     names: dict[str, object] = {}
-    exec(code("Ten lines"), names)
+    exec(ten_lines, names)
     printed = capsys.readouterr().out
     assert "fa_tc: O is within its bound" in printed
     assert "fa_tc: the fastest rung of accuracy class 'full' for float16" in printed
     assert names["o"].shape == names["o8"].shape == (1, 8, 256, 64)  # type: ignore[attr-defined]
+    first = names["o"]
+    exec(prepared, names)
+    np.testing.assert_array_equal(names["o"], first)  # type: ignore[arg-type]
 
 
 def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +43,7 @@ def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "attn_mine.cu").write_text(source.replace("attn_fa(", "attn_mine("))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "VARIANTS", dict(registry.VARIANTS))
-    block = code("Add a rung in four lines")
+    (block,) = code("Add a rung in four lines")
     assert len([line for line in block.splitlines() if line]) <= 4
     exec(block, {})
     from cupyattn import compile as kc

@@ -140,7 +140,7 @@ __device__ __forceinline__ void start_output(
 __device__ __forceinline__ void softmax(
     const AttnParams& p, RowState (&state)[2], float (&S_acc)[BLOCK_KV / 2], float (&alpha)[2],
     int q, int kv0, int unmasked) {
-  if (kv0 + BLOCK_KV > unmasked) {
+  if (kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9))) {
     const int t = lane_id() % 4;
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i)
@@ -221,7 +221,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       }
       const WorkTile tile(p, index);
       const int head_kv = tile.head / (p.heads / p.heads_kv);
-      const int num_steps = ceil_div(kv_end(p, tile.q0, BLOCK_Q), BLOCK_KV);
+      const int first = round_down(kv_begin(p, tile.q0), BLOCK_KV);  // key of the first step
+      const int num_steps = kv_steps(p, first, tile.q0, BLOCK_Q);
       // S1 load Q
       const auto load_Q = [&] {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
@@ -241,15 +242,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
         for (int b = 0; b < BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_COLS, step * BLOCK_KV,
-              head_kv, tile.batch);
+              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_COLS,
+              first + step * BLOCK_KV, head_kv, tile.batch);
         if (Q_STAGES == 1 && step == 0) load_Q();
         mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
         mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
         for (int b = 0; b < BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.V_full[at.stage], b * BOX_COLS, step * BLOCK_KV,
-              head_kv, tile.batch);
+              smem.V[at.stage][b], V_map, smem.V_full[at.stage], b * BOX_COLS,
+              first + step * BLOCK_KV, head_kv, tile.batch);
       }
     }
   }
@@ -269,10 +270,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     const int index = __shfl_sync(FULL_WARP, smem.tile[Q_at.stage], 0);
     if (index < 0) break;
     const WorkTile tile(p, index);
-    const int num_steps = ceil_div(kv_end(p, tile.q0, BLOCK_Q), BLOCK_KV);
+    const int first = round_down(kv_begin(p, tile.q0), BLOCK_KV);  // key of the first step
+    const int num_steps = kv_steps(p, first, tile.q0, BLOCK_Q);
     // NOTE: these 64 rows may need fewer keys than the tile: none past the end, fewer under a mask.
     const bool empty = tile.q0 + row0 >= p.len_q;
-    const int own_steps = empty ? 0 : ceil_div(kv_end(p, tile.q0 + row0, 64), BLOCK_KV);
+    const int own_steps = empty ? 0 : kv_steps(p, first, tile.q0 + row0, 64);
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     Descriptor Q_rows = descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_COLS]);
     if (OVERLAP) Q_rows = uniform(Q_rows);
@@ -293,7 +295,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         wgmma_wait_group<0>();
         wgmma_use(S_acc);
         if (lane_id() == 0) mbarrier_arrive(smem.K_empty[at.stage]);
-        softmax(p, state, S_acc, alpha, tile.q0 + row, 0, unmasked);
+        softmax(p, state, S_acc, alpha, tile.q0 + row, first, unmasked);
         pack(P_frag, S_acc);
       }
       for (int step = 1; step < own_steps; ++step) {  // K of this step, V of the one before
@@ -314,7 +316,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         wgmma_wait_group<1>();
         wgmma_use(S_acc);
         if (lane_id() == 0) mbarrier_arrive(smem.K_empty[at.stage]);
-        softmax(p, state, S_acc, alpha, tile.q0 + row, step * BLOCK_KV, unmasked);
+        softmax(p, state, S_acc, alpha, tile.q0 + row, first + step * BLOCK_KV, unmasked);
         finish(fminf(state[0].l, state[1].l));  // the softmax, beside P V
         wgmma_wait_group<0>();
         wgmma_use(O_acc);
@@ -346,7 +348,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         wgmma_use(S_acc);
         if (lane_id() == 0) mbarrier_arrive(smem.K_empty[at.stage]);
         if (step == own_steps - 1 && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
-        softmax(p, state, S_acc, alpha, tile.q0 + row, step * BLOCK_KV, unmasked);
+        softmax(p, state, S_acc, alpha, tile.q0 + row, first + step * BLOCK_KV, unmasked);
         rescale(O_acc, alpha);
         pack(P_frag, S_acc);
         mbarrier_wait_parity(smem.V_full[at.stage], at.parity);  // V has arrived

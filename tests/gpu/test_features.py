@@ -1,6 +1,6 @@
 """Window, softcap, mask and bias on the device: every pair of them within its bound, and relations.
 
-`tests/test_features.py` says the same of the mirror and the interpreter, and what each of them means.
+`tests/test_features.py` says the same of the mirror and the interpreter, and what each one means.
 """
 
 from __future__ import annotations

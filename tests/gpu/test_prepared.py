@@ -1,4 +1,4 @@
-"""Prepared calls on a device: equal to attention(), own scratch memory, captured in graphs."""
+"""Prepared calls on a device: equal to attention(), with scratch memory of their own."""
 
 from __future__ import annotations
 
