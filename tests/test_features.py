@@ -424,6 +424,28 @@ def test_the_hopper_form_leaves_these_to_the_portable_one(
     assert f"portable form: the Hopper form {reason}" in text and "fa_tc (portable)" in text
 
 
+@pytest.mark.parametrize(
+    ("shape", "head_dim", "options"),
+    [
+        ((1, 2, 200, 333), 64, {"window": (20, 3), "causal_align": "top-left"}),
+        ((1, 2, 70, 150), 64, {"window": (9, 30)}),
+        ((1, 2, 200, 300), 128, {"window": (100, -1), "causal": True}),
+        ((1, 2, 150, 333), 192, {"window": (50, 20)}),
+        ((1, 2, 400, 40), 64, {"window": (3, 2), "causal_align": "top-left"}),
+    ],
+)
+def test_the_hopper_form_takes_windows(
+    shape: tuple[int, int, int, int], head_dim: int, options: dict[str, Any]
+) -> None:
+    batch, heads, len_q, len_kv = shape
+    inputs = make("normal", batch, heads, len_q, len_kv, head_dim, "float16", heads_kv=1)
+    one = interpret("fa_tc@sm90", inputs, arch="sm_90a", **options)
+    assert one.form == "sm90"
+    one.check()
+    empty = ~admitted(shape, options).any(axis=-1)
+    assert (one.o[empty] == 0).all() and (one.lse[empty] == -np.inf).all()
+
+
 def test_a_prepared_call_keeps_mask_and_bias_and_takes_others() -> None:
     q, k, v = arrays()
     mask = np.random.default_rng(0).random((45, 83)) < 0.5

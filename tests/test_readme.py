@@ -25,7 +25,7 @@ def code(title: str) -> list[str]:
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    ten_lines, prepared = code("Ten lines")
+    ten_lines, features, prepared = code("Ten lines")
     assert len(ten_lines.splitlines()) <= 10
     names: dict[str, object] = {}
     exec(ten_lines, names)
@@ -34,6 +34,9 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fa_tc: the fastest rung of accuracy class 'full' for float16" in printed
     assert names["o"].shape == names["o8"].shape == (1, 8, 256, 64)  # type: ignore[attr-defined]
     first = names["o"]
+    exec(features, names)
+    found = [names[name] for name in ("recent", "capped", "few", "biased")]
+    assert all(o.shape == (1, 8, 256, 64) and np.isfinite(o).all() for o in found)  # type: ignore[attr-defined]
     exec(prepared, names)
     np.testing.assert_array_equal(names["o"], first)  # type: ignore[arg-type]
 
