@@ -1,12 +1,14 @@
-"""Which of several candidates for the Hopper form of fa_tc is fastest?
+"""Which of several candidates for one form of a rung is fastest?
 
-Varies       candidates: folders laid over kernels_cu, and tiles; head_dim, length, causal or not
+Varies       candidates: folders laid over kernels_cu, and tiles; head_dim, length, causal or not;
+             rung and form (fa_tc for sm_90a, its Hopper form, if not told otherwise)
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, float16, N(0, 1)
 Measures     registers, spills, shared memory; J2, relative error; time, and in the same rounds the
-             ratio to the first candidate and to the faster of cuDNN and FlashAttention-3
+             ratio to the first candidate and to a rival: for the Hopper form the faster of cuDNN
+             and FlashAttention-3, for the portable one FlashAttention-2
 Expect       to be told by whoever wrote the candidates, beforehand
 Run          python -m experiments.race now wide@192x96w16s2 new=FOLDER both=FOLDER@128x160w12s2
-             [--cells 128:512 64:4096c ...] [--quick] [--json FILE]
+             [--rung fa_tc --arch sm_90] [--cells 128:512 64:4096c ...] [--quick] [--json FILE]
 
 A candidate is NAME[=FOLDER][@TILES]: FOLDER holds what it changes of kernels_cu, TILES stand in
 place of the registry's. A cell is HEAD_DIM:LENGTH, causal with a c behind it.
@@ -34,11 +36,39 @@ from cupyattn.launch import Operand, Plan
 from cupyattn.measure import align
 from experiments import common
 from experiments.common import Cell, Problem
-from experiments.others import CUDNN, FLASH_3, flash_attention_3, sdpa
+from experiments.others import CUDNN, FLASH_2, FLASH_3, flash_attention_3, sdpa
 from experiments.peers import TOKENS, WIDTH
 
-VARIANT, SOURCE, ARCH = "fa_tc", "sm90/attn_fa_tc.cu", "sm_90a"
 CELLS = ("128:512", "128:1024", "128:4096", "128:16384", "128:4096c", "64:4096")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of a rung: what the candidates are for."""
+
+    variant: registry.Variant
+    arch: str
+
+    @property
+    def name(self) -> str:
+        """``"sm90"`` where the architecture has the rung's Hopper form, else ``"portable"``."""
+        return "sm90" if self.arch == "sm_90a" and "sm90" in self.variant.forms else "portable"
+
+    @property
+    def source(self) -> str:
+        """Path of its source below kernels_cu."""
+        file = f"attn_{self.variant.name}.cu"
+        return file if self.name == "portable" else f"sm90/{file}"
+
+    def rivals(self, problem: Problem) -> list[Cell]:
+        """Return what it is held to on a problem, where it can be had."""
+        flash_2, *cudnn = sdpa(problem) or [None]
+        if self.name == "portable":
+            return [flash_2] if flash_2 else []
+        return [*cudnn, *flash_attention_3(problem)]
+
+
+HOPPER = Form(registry.lookup("fa_tc"), "sm_90a")
 
 
 @dataclass(frozen=True)
@@ -48,9 +78,10 @@ class Candidate:
     name: str
     source: Path
     tiles: ca.Tiles | None = None
+    form: Form = HOPPER
 
 
-def parse_candidate(text: str, stage: Path) -> Candidate:
+def parse_candidate(text: str, stage: Path, form: Form = HOPPER) -> Candidate:
     """Return the candidate that NAME[=FOLDER][@TILES] stands for, its sources whole in `stage`.
 
     Examples
@@ -64,15 +95,17 @@ def parse_candidate(text: str, stage: Path) -> Candidate:
     name, folder = match[1], match[2]
     tiles = ca.Tiles(*map(int, match.groups()[2:])) if match[3] else None
     if folder is None:
-        return Candidate(name, compiler.KERNELS / SOURCE, tiles)
+        return Candidate(name, compiler.KERNELS / form.source, tiles, form)
     if not Path(folder).is_dir():
         raise ValueError(f"{name}: {folder} is not a folder")
     whole = stage / name
     for changes in (compiler.KERNELS, Path(folder)):
         shutil.copytree(changes, whole, dirs_exist_ok=True)
     # NOTE: a source finds its headers beside itself first, so these and not those of the package.
-    source = shutil.copy(whole / SOURCE, whole)
-    return Candidate(name, Path(source), tiles)
+    source = whole / Path(form.source).name
+    if form.name == "sm90":
+        shutil.copy(whole / form.source, source)
+    return Candidate(name, source, tiles, form)
 
 
 def parse_cell(text: str, seed: int = 0) -> Problem:
@@ -92,10 +125,12 @@ def parse_cell(text: str, seed: int = 0) -> Problem:
 
 
 def plan_of(candidate: Candidate, problem: Problem, *operands: Operand) -> Plan:
-    """Return the plan of the Hopper form with a candidate's source and tiles."""
-    variant = registry.lookup(VARIANT)
-    plan = launch.plan_attention(variant, problem.call, *operands, tiles=candidate.tiles, arch=ARCH)
-    if plan.form != "sm90":
+    """Return the plan of the form with a candidate's source and tiles."""
+    form = candidate.form
+    plan = launch.plan_attention(
+        form.variant, problem.call, *operands, tiles=candidate.tiles, arch=form.arch
+    )
+    if plan.form != form.name:
         raise ca.UnsupportedError(plan.note)
     (one,) = plan.launches
     return replace(
@@ -109,14 +144,16 @@ def runner(candidate: Candidate, problem: Problem) -> Callable[[Any, Any, Any], 
 
     def run(q: Any, k: Any, v: Any) -> Any:
         if hasattr(q, "__array_interface__"):
-            return ca.attention(q, k, v, variant=VARIANT, causal=problem.causal, tiles=tiles)
+            return ca.attention(
+                q, k, v, variant=candidate.form.variant.name, causal=problem.causal, tiles=tiles
+            )
         import cupy
 
         o = cupy.empty(problem.call.output_shape, q.dtype)
         operands = tuple(Operand.of(x) for x in (q, k, v, o))
         if operands not in plans:
             plans[operands] = plan_of(candidate, problem, *operands)
-        executor.run(plans[operands], {"q": q, "k": k, "v": v, "o": o}, ARCH)
+        executor.run(plans[operands], {"q": q, "k": k, "v": v, "o": o}, candidate.form.arch)
         return o
 
     tiles = tiles_of(candidate, problem)
@@ -125,8 +162,8 @@ def runner(candidate: Candidate, problem: Problem) -> Callable[[Any, Any, Any], 
 
 def tiles_of(candidate: Candidate, problem: Problem) -> ca.Tiles:
     """Return the tiles that a candidate has for a problem."""
-    own = registry.lookup(VARIANT).default_tiles
-    return candidate.tiles or own(problem.head_dim, "sm90")
+    form = candidate.form
+    return candidate.tiles or form.variant.default_tiles(problem.head_dim, form.name)
 
 
 def compiled(candidate: Candidate, problem: Problem) -> Cell | str:
@@ -135,12 +172,12 @@ def compiled(candidate: Candidate, problem: Problem) -> Cell | str:
     operand = Operand.contiguous(shape, 2)
     try:
         plan = plan_of(candidate, problem, operand, operand, operand, operand)
-        facts = common.resources(plan.launches[0], ARCH)
+        facts = common.resources(plan.launches[0], candidate.form.arch)
     except (ca.KernelCompileError, ca.UnsupportedError) as error:
         return common.reason(error)
     tiles = tiles_of(candidate, problem)
     return Cell(
-        candidate.name, VARIANT, runner(candidate, problem), tiles=tiles,
+        candidate.name, candidate.form.variant.name, runner(candidate, problem), tiles=tiles,
         facts={"tiles": vars(tiles), **facts},
     )  # fmt: skip
 
@@ -186,11 +223,11 @@ def ratio(over: Mapping[str, Any] | None, under: Mapping[str, Any] | None) -> li
 
 
 def compared(record: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return for each problem every candidate's ratio to the first and to the faster rival."""
+    """Return for each problem every candidate's ratio to the first and to the fastest rival."""
     result = []
     for found in record["problems"]:
         rows = {row["variant"]: row for row in found["rows"]}
-        rivals = [rows[n] for n in (CUDNN, FLASH_3) if "seconds" in rows.get(n, {})]
+        rivals = [rows[n] for n in (FLASH_2, CUDNN, FLASH_3) if "seconds" in rows.get(n, {})]
         rival = min(rivals, key=lambda row: float(row["seconds"]), default=None)
         result.append({
             "problem": found["problem"]["name"],
@@ -201,7 +238,7 @@ def compared(record: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, 
 
 
 def summary(comparison: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Return one table: every candidate beside the first, then beside the faster rival."""
+    """Return one table: every candidate beside the first, then beside the fastest rival."""
     header = ["", "against", *names]
     rows = []
     for beside in ("first", "rival"):
@@ -230,6 +267,7 @@ def run(args: argparse.Namespace) -> int:
     names = [text.partition("=")[0].partition("@")[0] for text in args.candidates]
     if len(set(names)) < len(names):
         raise ValueError(f"two candidates have one name: {', '.join(names)}")
+    form = Form(registry.lookup(args.rung), args.arch)
     problems = [parse_cell(text, args.seed) for text in args.cells]
     if args.quick:
         problems = [
@@ -237,7 +275,7 @@ def run(args: argparse.Namespace) -> int:
             for p in problems
         ]
     with tempfile.TemporaryDirectory(prefix="cupyattn-race-") as folder:
-        candidates = [parse_candidate(text, Path(folder)) for text in args.candidates]
+        candidates = [parse_candidate(text, Path(folder), form) for text in args.candidates]
         grid, rejected = [], {}
         for problem, some, others in cells(candidates, problems, args.threads):
             rejected[problem.name] = others
@@ -245,7 +283,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{problem.name}: {cell.name} {taken(cell)}")
             for name, why in others.items():
                 print(f"{problem.name}: {name} takes no part: {why}")
-            rivals = [] if args.quick else sdpa(problem)[1:] + flash_attention_3(problem)
+            rivals = [] if args.quick else form.rivals(problem)
             grid.append((problem, some + rivals))
         record = common.run_grid(
             args, "race", grid, baseline=names[0], extra={"rejected": rejected}
@@ -260,6 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = common.parser(__doc__)
     parser.add_argument("candidates", nargs="+", metavar="CANDIDATE")
+    parser.add_argument("--rung", default=HOPPER.variant.name, help="a 16 or 32-bit rung")
+    parser.add_argument("--arch", default=HOPPER.arch, help="sm_90a: its Hopper form if it has one")
     parser.add_argument("--cells", nargs="+", default=list(CELLS), metavar="CELL")
     parser.add_argument("--threads", type=int, default=4, help="compilations at a time")
     return common.main(run, parser.parse_args(argv))

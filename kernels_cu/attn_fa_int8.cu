@@ -70,6 +70,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
                          + batch * quant.K_scale_stride_batch + head_kv * quant.K_scale_stride_head;
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K, both
+  // chunks of 8 keys come before those of the next 8. swizzled_from() goes on from there.
+  const uint32_t Q_lane =
+      shared_address(swizzled<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16));
+  const uint32_t K_lane = shared_address(
+      swizzled<CODE_CHUNKS>(smem.K[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
+  const uint32_t V_lane =
+      shared_address(swizzled<CHUNKS>(smem.V[0], lane_id() % 16, lane_id() / 16));
   const Scores scores(p, batch, head);
 
   // S1 load Q: the group also holds the first K, V tile
@@ -104,8 +112,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   float O_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = first_step; step < num_steps; ++step) {
     const int kv0 = step * BLOCK_KV;
-    const int8_t* K_tile = smem.K[step % NUM_STAGES];             // [BLOCK_KV, CODES_PAD]
-    const elem16_t* V_tile = smem.V[step % NUM_STAGES];           // [BLOCK_KV, HEAD_DIM_PAD]
+    const uint32_t K_tile = K_lane + step % NUM_STAGES * sizeof(smem.K[0]);
+    const uint32_t V_tile = V_lane + step % NUM_STAGES * sizeof(smem.V[0]);
     const float* K_scale_tile = smem.K_scale[step % NUM_STAGES];  // [BLOCK_KV]
     cp_async_wait_group<NUM_STAGES - 2>();
     __syncthreads();  // this step's tiles are visible, the stage filled next is no longer read
@@ -119,16 +127,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       uint32_t Q_frag[MMA_ROWS][4];
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
-        ldmatrix_x4(
-            Q_frag[r],
-            swizzled<CODE_CHUNKS>(smem.Q, row0 + r * 16 + lane_id() % 16, 2 * k + lane_id() / 16));
+        ldmatrix_x4(Q_frag[r], swizzled_from<CODE_CHUNKS>(Q_lane, r * 16, 2 * k));
 #pragma unroll
       for (int n = 0; n < MMA_KEYS; n += 2) {
         uint32_t K_frag[4];  // two key tiles, two halves of k
-        ldmatrix_x4(
-            K_frag,
-            swizzled<CODE_CHUNKS>(
-                K_tile, n * 8 + lane_id() / 16 * 8 + lane_id() % 8, 2 * k + lane_id() / 8 % 2));
+        ldmatrix_x4(K_frag, swizzled_from<CODE_CHUNKS>(K_tile, n * 8, 2 * k));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k32_s8(dot[r][n], Q_frag[r], K_frag[0], K_frag[1]);
@@ -200,8 +203,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
 #pragma unroll
       for (int c = 0; c < MMA_COLS; c += 2) {
         uint32_t V_frag[4];  // two column tiles, two halves of k
-        ldmatrix_x4_trans(
-            V_frag, swizzled<CHUNKS>(V_tile, k * 16 + lane_id() % 16, c + lane_id() / 16));
+        ldmatrix_x4_trans(V_frag, swizzled_from<CHUNKS>(V_tile, k * 16, c));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k16<elem16_t>(O_acc[r][c], P_frag[r], V_frag[0], V_frag[1]);      // R6

@@ -60,6 +60,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K, both
+  // chunks of 8 keys come before those of the next 8. swizzled_from() goes on from there.
+  const uint32_t Q_lane =
+      shared_address(swizzled<CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16));
+  const uint32_t K_lane = shared_address(
+      swizzled<CHUNKS>(smem.K[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
+  const uint32_t V_lane =
+      shared_address(swizzled<CHUNKS>(smem.V[0], lane_id() % 16, lane_id() / 16));
   const Scores scores(p, batch, head);
 
   // S1 load Q: the group also holds the first K, V tile
@@ -84,8 +92,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   float O_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = first_step; step < num_steps; ++step) {
     const int kv0 = step * BLOCK_KV;
-    const elem_t* K_tile = smem.K[step % NUM_STAGES];  // [BLOCK_KV, HEAD_DIM_PAD]
-    const elem_t* V_tile = smem.V[step % NUM_STAGES];  // [BLOCK_KV, HEAD_DIM_PAD]
+    const uint32_t K_tile = K_lane + step % NUM_STAGES * sizeof(smem.K[0]);
+    const uint32_t V_tile = V_lane + step % NUM_STAGES * sizeof(smem.V[0]);
     cp_async_wait_group<NUM_STAGES - 2>();
     __syncthreads();  // this step's tiles are visible, the stage filled next is no longer read
     // S2 load K, V
@@ -98,16 +106,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       uint32_t Q_frag[MMA_ROWS][4];
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
-        ldmatrix_x4(
-            Q_frag[r],
-            swizzled<CHUNKS>(smem.Q, row0 + r * 16 + lane_id() % 16, 2 * k + lane_id() / 16));
+        ldmatrix_x4(Q_frag[r], swizzled_from<CHUNKS>(Q_lane, r * 16, 2 * k));
 #pragma unroll
       for (int n = 0; n < MMA_KEYS; n += 2) {
         uint32_t K_frag[4];  // two key tiles, two halves of k
-        ldmatrix_x4(
-            K_frag,
-            swizzled<CHUNKS>(
-                K_tile, n * 8 + lane_id() / 16 * 8 + lane_id() % 8, 2 * k + lane_id() / 8 % 2));
+        ldmatrix_x4(K_frag, swizzled_from<CHUNKS>(K_tile, n * 8, 2 * k));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k16<elem_t>(S_acc[r][n], Q_frag[r], K_frag[0], K_frag[1]);      // R2
@@ -131,14 +134,30 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
           }
     }
 #pragma unroll
-    for (int r = 0; r < MMA_ROWS; ++r)
+    for (int r = 0; r < MMA_ROWS; ++r) {
+      float m[2];  // the largest score that this lane holds of row g, then of row g + 8
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {  // row g, then row g + 8
-        float m = NEG_INF;
+      for (int h = 0; h < 2; ++h) {
+        m[h] = NEG_INF;
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
-          m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
-        const float alpha = state[r][h].advance(row_maximum(shfl_max<4>(m), p.scale_log2));
+          m[h] = fmaxf(m[h], fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
+        m[h] = row_maximum(m[h], p.scale_log2);
+      }
+      // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
+      if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float alpha = state[r][h].advance(shfl_max<4>(m[h]));
+#pragma unroll
+          for (int c = 0; c < MMA_COLS; ++c) {
+            O_acc[r][c][2 * h] *= alpha;      // R6
+            O_acc[r][c][2 * h + 1] *= alpha;  // R6
+          }
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
         const float M = state[r][h].M_finite();
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
@@ -147,12 +166,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
             S_acc[r][n][i] = ex2_approx_ftz(exponent(S_acc[r][n][i], p.scale_log2, -M));  // R4
             state[r][h].l += S_acc[r][n][i];  // R6: this lane's part of l
           }
-#pragma unroll
-        for (int c = 0; c < MMA_COLS; ++c) {
-          O_acc[r][c][2 * h] *= alpha;      // R6
-          O_acc[r][c][2 * h + 1] *= alpha;  // R6
-        }
       }
+    }
 
     // S5 output
 #pragma unroll
@@ -168,8 +183,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
 #pragma unroll
       for (int c = 0; c < MMA_COLS; c += 2) {
         uint32_t V_frag[4];  // two column tiles, two halves of k
-        ldmatrix_x4_trans(
-            V_frag, swizzled<CHUNKS>(V_tile, k * 16 + lane_id() % 16, c + lane_id() / 16));
+        ldmatrix_x4_trans(V_frag, swizzled_from<CHUNKS>(V_tile, k * 16, c));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           mma_m16n8k16<elem_t>(O_acc[r][c], P_frag[r], V_frag[0], V_frag[1]);      // R6

@@ -83,6 +83,7 @@ def swizzle_expected(**_: Any) -> dict[str, np.ndarray]:
     index = [swizzle(n, row, chunk) for n in CHUNKS for row in range(16) for chunk in range(n)]
     return {
         "index": np.array(index, np.int32),
+        "from": np.array(index, np.int32),
         "bytes": np.array([16 * swizzle(2, 3, 1), 16 * swizzle(2, 3, 0)], np.int32),
     }
 
@@ -492,7 +493,10 @@ PRIMS = [
     Prim("warp", "warp", "warp", 64, warp_arguments, warp_expected),
     Prim(
         "swizzle", "swizzle", "swizzle", 16,
-        lambda: {"index": np.zeros(16 * sum(CHUNKS), np.int32), "bytes": np.zeros(2, np.int32)},
+        lambda: {
+            "index": np.zeros(16 * sum(CHUNKS), np.int32),
+            "from": np.zeros(16 * sum(CHUNKS), np.int32), "bytes": np.zeros(2, np.int32),
+        },
         swizzle_expected,
     ),
     Prim(

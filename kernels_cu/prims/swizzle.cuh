@@ -21,3 +21,13 @@ template <int CHUNKS, typename T>
 __device__ __forceinline__ T* swizzled(T* tile, int row, int chunk) {
   return tile + swizzle<CHUNKS>(row, chunk) * (16 / int(sizeof(T)));
 }
+
+// From the shared address of a chunk in column 0 or 1 to the one `rows` and `chunks` further on, in
+// a tile that begins at a multiple of 128 bytes. rows is a multiple of 8, over which the swizzle
+// repeats, chunks even, both known at compile time: one xor, or an immediate of the load, takes a
+// lane from one ldmatrix to the next.
+template <int CHUNKS>
+__device__ __forceinline__ uint32_t swizzled_from(uint32_t address, int rows, int chunks) {
+  constexpr int G = greatest_common_divisor(CHUNKS, 8);
+  return (address ^ (chunks % G * 16)) + (rows * CHUNKS + chunks / G * G) * 16;
+}

@@ -50,25 +50,36 @@ __device__ __forceinline__ void load_tile_f32(
 
 // rows [ROWS, COLS] of T -> swizzled shared [ROWS, COLS_PAD] of T, in the background where the
 // access is wide enough for cp.async; rows from rows_valid on and columns from COLS on become zero.
+// A thread keeps its columns and goes down the rows in equal passes, so that an address is one
+// addition away from the one before.
 template <int ROWS, int COLS, int COLS_PAD, int WIDTH, typename T>
 __device__ __forceinline__ void load_tile_async(
     T* shared, const T* global, int64_t stride, int rows_valid, int thread) {
   constexpr int CHUNK = 16 / sizeof(T);   // elements per 16-byte chunk
   constexpr int VECS = COLS_PAD / WIDTH;  // accesses per row
   constexpr int BYTES = WIDTH * sizeof(T);
-// NOTE: the copies run in the background; unrolling them would only hold registers for addresses.
-#pragma unroll 1
-  for (int i = thread; i < ROWS * VECS; i += NUM_THREADS) {
-    const int row = i / VECS, col = i % VECS * WIDTH;
-    const bool valid = row < rows_valid && col < COLS;
-    T* target = swizzled<COLS_PAD / CHUNK>(shared, row, col / CHUNK) + col % CHUNK;
-    const T* source = valid ? global + row * stride + col : global;
-    if constexpr (BYTES >= 4) {
-      cp_async<BYTES>(target, source, valid);
-    } else {  // too narrow for cp.async: an ordinary copy, ordered by the barrier that follows
-      Vec<T, WIDTH> x = {};
-      if (valid) x = *reinterpret_cast<const Vec<T, WIDTH>*>(source);
-      *reinterpret_cast<Vec<T, WIDTH>*>(target) = x;
+  constexpr int ROW_THREADS = greatest_common_divisor(VECS, NUM_THREADS);  // side by side on a row
+  constexpr int PASS_ROWS = NUM_THREADS / ROW_THREADS;
+  constexpr int PASSES = ceil_div(ROWS, PASS_ROWS);
+  const int row0 = thread / ROW_THREADS;
+  const T* source_row = global + row0 * stride;
+#pragma unroll(BYTES == 16 ? PASSES : 1)
+  for (int pass = 0; pass < PASSES; ++pass, source_row += PASS_ROWS * stride) {
+    const int row = row0 + pass * PASS_ROWS;
+    if (ROWS % PASS_ROWS != 0 && row >= ROWS) break;
+#pragma unroll(BYTES == 16 ? VECS / ROW_THREADS : 1)
+    for (int i = 0; i < VECS; i += ROW_THREADS) {
+      const int col = (i + thread % ROW_THREADS) * WIDTH;
+      const bool valid = row < rows_valid && (COLS == COLS_PAD || col < COLS);
+      T* target = swizzled<COLS_PAD / CHUNK>(  // which repeats every 8 rows
+          shared + pass * PASS_ROWS / 8 * 8 * COLS_PAD, row0 + pass * PASS_ROWS % 8, col / CHUNK);
+      if constexpr (BYTES >= 4) {
+        cp_async<BYTES>(target + col % CHUNK, source_row + col, valid);
+      } else {  // too narrow for cp.async: an ordinary copy, ordered by the barrier that follows
+        Vec<T, WIDTH> x = {};
+        if (valid) x = *reinterpret_cast<const Vec<T, WIDTH>*>(source_row + col);
+        *reinterpret_cast<Vec<T, WIDTH>*>(target + col % CHUNK) = x;
+      }
     }
   }
 }

@@ -10,9 +10,9 @@ extern "C" __global__ void ldmatrix(const uint16_t* tile,   // [16, 16]
   for (int i = lane_id(); i < 256; i += WARP_SIZE) shared[i] = tile[i];
   __syncthreads();  // the tile is complete
   uint32_t r[4];
-  ldmatrix_x4(r, shared + lane_id() % 16 * 16 + lane_id() / 16 * 8);
+  ldmatrix_x4(r, shared_address(shared + lane_id() % 16 * 16 + lane_id() / 16 * 8));
   for (int i = 0; i < 4; ++i) plain[i * WARP_SIZE + lane_id()] = r[i];
-  ldmatrix_x4_trans(r, shared + lane_id() % 16 * 16 + lane_id() / 16 * 8);
+  ldmatrix_x4_trans(r, shared_address(shared + lane_id() % 16 * 16 + lane_id() / 16 * 8));
   for (int i = 0; i < 4; ++i) transposed[i * WARP_SIZE + lane_id()] = r[i];
 }
 
