@@ -7,8 +7,8 @@
 //              in the four lanes of a quad and S, P, O become fragments; every step but S0 changes
 //              for that one reason.  (diff attn_fa_warps.cu attn_fa_tc.cu)
 //              Two things stand here for speed alone, worth 1.4 and 1.05 times it: what a lane
-//              points ldmatrix at is worked out once, not each step, and O is rescaled only in steps
-//              in which a maximum of the warp rose.
+//              points ldmatrix at is worked out once, not each step, and O is rescaled only in
+//              steps in which a maximum of the warp rose.
 // Kept simple  S of one step feeds P of the same step from registers; one barrier a step.
 // Rounding     R2 tensor core over HEAD_DIM, R3 softcap and bias, R4 exp2, R5 P to 16 bits, R6
 //              alpha, l and the tensor core over keys, R7 times 1/l, store (cupyattn/numerics.py)
