@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cupyattn import bounds, distributions, quant, reference, testing, unfused
     from cupyattn.api import attention, explain, plan
+    from cupyattn.block_mask import BlockMask
     from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
     from cupyattn.measure import ladder
     from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "VARIANTS",
+    "BlockMask",
     "KernelCompileError",
     "KernelLaunchError",
     "QuantConfig",
@@ -53,6 +55,7 @@ _HOME = {
     "attention": "api",
     "explain": "api",
     "plan": "api",
+    "BlockMask": "block_mask",
     "KernelCompileError": "errors",
     "KernelLaunchError": "errors",
     "UnsupportedError": "errors",

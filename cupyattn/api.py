@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from cupyattn.block_mask import BlockMask
 from cupyattn.launch import Plan
 from cupyattn.prepared import (
     Prepared,
@@ -37,7 +38,7 @@ def attention(
     mask: Any = None,
     bias: Any = None,
     rope: Any = None,
-    block_mask: Any = None,
+    block_mask: BlockMask | None = None,
     layout: str = "BHSD",
     return_lse: bool = False,
     out: Any = None,
@@ -79,8 +80,11 @@ def attention(
     bias : array, optional
         float16, bfloat16 or float32, added to the scores in natural units; broadcasts likewise.
         -inf masks the key.
-    rope, block_mask
+    rope
         Part of the interface, not offered yet.
+    block_mask : BlockMask, optional
+        Which blocks of 64 or 128 keys a block of query rows attends to, combined with all of the
+        above by AND. What it drops is neither loaded nor computed: cost follows the blocks kept.
     layout : {"BHSD", "BSHD"}
         Order of the axes of q, k, v and the result.
     return_lse : bool
@@ -133,13 +137,13 @@ def attention(
     key = None
     if out is None and layout == "BHSD" and not check_finite:
         key = form_key(
-            (variant, accuracy, scale, causal, causal_align, window, softcap, rope, block_mask,
-             return_lse, quant, tiles, arch, backend),
-            q, k, v, mask, bias,
+            (variant, accuracy, scale, causal, causal_align, window, softcap, rope, return_lse,
+             quant, tiles, arch, backend),
+            q, k, v, mask, bias, block_mask,
         )  # fmt: skip
         ready = recall(key)
         if ready is not None:
-            o, lse = ready.run(direct_operands(q, k, v, mask, bias) or {}, None)
+            o, lse = ready.run(direct_operands(q, k, v, mask, bias, block_mask) or {}, None)
             return (o, lse) if return_lse else o
     options = Options(
         variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
@@ -152,7 +156,7 @@ def attention(
         ready = Prepared(request, keep=False)
         operands = operands_of(request)
         o, lse = ready.run(operands, request.receiver)
-        given = direct_operands(q, k, v, mask, bias) or {}
+        given = direct_operands(q, k, v, mask, bias, block_mask) or {}
         # NOTE: mask and bias are broadcast views; where they were copied they lie elsewhere.
         if key is not None and all(same_place(operands[n], a) for n, a in given.items()):
             remember(key, ready)  # nothing was copied to be laid out otherwise
@@ -240,6 +244,12 @@ def _score_lines(request: Request) -> list[str]:
         array = getattr(request.options, name)
         if array is not None:
             said += [f"{name} of shape {tuple(array.shape)}"]
+    block_mask = request.options.block_mask
+    if block_mask is not None:
+        said += [
+            f"block mask of {block_mask.block_q} x {block_mask.block_kv} blocks, "
+            f"{block_mask.density:.1%} of them kept"
+        ]
     return ["scores: " + "; ".join(said)] if said else []
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_scale, check_shapes
 from cupyattn.numerics import (
     EX2_FLUSH,
@@ -128,6 +129,7 @@ def attention(
     softcap: float = 0.0,
     mask: Array | None = None,
     bias: Array | None = None,
+    block_mask: BlockMask | None = None,
     rows: Array | None = None,
     quantized: Any = None,
 ) -> Bound:
@@ -147,7 +149,7 @@ def attention(
         Block sizes; only ``block_kv`` counts, the keys between two rescalings.
     form : {"portable", "sm90"}
         Form of the kernel.
-    scale, causal, causal_align, window, softcap, mask, bias, rows
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `cupyattn.reference.attention_exact`.
     quantized : QuantizedQKV, optional
         INT8 operands: the bound is then about attention of ``quantized.dequantize()``.
@@ -193,7 +195,8 @@ def attention(
     if (quantized is None) != (n.scaling != "dequantised"):
         have = "arrays" if quantized is None else "quantised operands"
         raise ValueError(f"scaling {n.scaling!r} does not go with {have}")
-    tiles = tiles or lookup(variant).default_tiles(q.shape[-1])
+    blocks = (0, 0) if block_mask is None else block_mask.blocks
+    tiles = tiles or lookup(variant).tiles_for(q.shape[-1], block_mask=blocks)
     sigma = check_scale(scale, q.shape[-1])
     scaling = scaling_errors(n, sigma, quantized, softcap)
     mean = None if quantized is None else quantized.k_mean
@@ -201,7 +204,7 @@ def attention(
     terms, lse = _empty(q, k, v, rows, TERMS)
     for block in score_blocks(
         q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, mask=mask, bias=bias, rows=rows,
+        softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
     ):  # fmt: skip
         found, lse[block.index] = _kernel_bound(block, n, tiles, sigma, scaling, mean)
         for tag, term in found.items():
@@ -394,6 +397,7 @@ def quantisation(
     softcap: float = 0.0,
     mask: Array | None = None,
     bias: Array | None = None,
+    block_mask: BlockMask | None = None,
     rows: Array | None = None,
 ) -> Bound:
     r"""Bound |exact attention of INT8 operands - exact attention of the caller's arrays| (J3).
@@ -405,7 +409,7 @@ def quantisation(
     k, v : (batch, heads_kv, len_kv, head_dim) array
     quantized : QuantizedQKV
         What was made of them; its scales and its mean are used, its codes are not.
-    scale, causal, causal_align, window, softcap, mask, bias, rows
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `cupyattn.reference.attention_exact`.
 
     Returns
@@ -436,7 +440,7 @@ def quantisation(
     check_smoothing(softcap, quantized.k_mean)
     for block in score_blocks(
         q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, mask=mask, bias=bias, rows=rows,
+        softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
     ):  # fmt: skip
         if block.S.shape[-1] == 0:
             continue

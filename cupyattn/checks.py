@@ -56,6 +56,8 @@ class AttentionCall:
         Whether there is a boolean mask.
     bias : str
         Storage type of the additive bias; "": none.
+    block_mask : (int, int)
+        Rows and keys of a block of the block mask; (0, 0): there is none.
     """
 
     batch: int
@@ -74,6 +76,7 @@ class AttentionCall:
     softcap: float = 0.0
     mask: bool = False
     bias: str = ""
+    block_mask: tuple[int, int] = (0, 0)
 
     @property
     def score_shape(self) -> tuple[int, int, int, int]:
@@ -166,9 +169,7 @@ def check_softcap(softcap: Any) -> float:
         raise TypeError(f"softcap must be a number, got {softcap!r:.60}")
     value = float(softcap)
     if value != 0 and not SCALE_MIN <= value <= 1 / SCALE_MIN:
-        raise ValueError(
-            f"softcap must be 0 (none) or between 2**-120 and 2**120, got {softcap!r}"
-        )
+        raise ValueError(f"softcap must be 0 (none) or between 2**-120 and 2**120, got {softcap!r}")
     return value
 
 
@@ -183,9 +184,7 @@ def check_bias(bias: Any, shape: tuple[int, ...]) -> str:
     """Check an additive bias of scores of a shape; return the name of its dtype."""
     name = _NAMES.get(bias.dtype)
     if name is None:
-        raise TypeError(
-            f"bias must be float16, bfloat16 or float32, got bias.dtype={bias.dtype}"
-        )
+        raise TypeError(f"bias must be float16, bfloat16 or float32, got bias.dtype={bias.dtype}")
     check_broadcast("bias", bias, shape)
     return name
 
@@ -244,6 +243,7 @@ def check_attention(
     softcap: float = 0.0,
     mask: Any = None,
     bias: Any = None,
+    block_mask: Any = None,
 ) -> AttentionCall:
     """Check three arrays of layout (batch, heads, len, head_dim) and the options of a call.
 
@@ -260,6 +260,7 @@ def check_attention(
     window : (int, int)
     softcap : float
     mask, bias : array, optional
+    block_mask : BlockMask, optional
 
     Returns
     -------
@@ -279,6 +280,7 @@ def check_attention(
     return check_options(
         sizes, check_dtype(q, k, v), scale=scale, causal=causal, causal_align=causal_align,
         return_lse=return_lse, window=window, softcap=softcap, mask=mask, bias=bias,
+        block_mask=block_mask,
     )  # fmt: skip
 
 
@@ -294,6 +296,7 @@ def check_options(
     softcap: float,
     mask: Any,
     bias: Any,
+    block_mask: Any,
 ) -> AttentionCall:
     """Check the options of a call whose arrays are checked; `check_attention` documents them.
 
@@ -304,11 +307,14 @@ def check_options(
     shape = (batch, heads, len_q, len_kv)
     if mask is not None:
         check_mask(mask, shape)
+    if block_mask is not None:
+        block_mask.check(shape)
     return AttentionCall(
         *sizes, dtype, check_scale(scale, head_dim),
         causal=last is not None, causal_shift=last or 0, return_lse=bool(return_lse),
         window=first is not None, window_shift=first or 0, softcap=check_softcap(softcap),
         mask=mask is not None, bias="" if bias is None else check_bias(bias, shape),
+        block_mask=(0, 0) if block_mask is None else block_mask.blocks,
     )  # fmt: skip
 
 

@@ -36,6 +36,9 @@ class Features:
         A boolean mask says which keys a row attends to.
     bias : {"", "float16", "bfloat16", "float32"}
         Storage type of what is added to the scores; "": nothing.
+    block_mask : (int, int)
+        Query rows and key rows of a block of the block mask, which says the blocks of keys that a
+        block of rows attends to; (0, 0): there is none.
     """
 
     dtype: str
@@ -49,6 +52,7 @@ class Features:
     softcap: bool = False
     mask: bool = False
     bias: str = ""
+    block_mask: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -72,4 +76,6 @@ class Features:
             "CFG_SOFTCAP": int(self.softcap),
             "CFG_MASK": int(self.mask),
             "CFG_BIAS": 1 + DTYPES.index(self.bias) if self.bias else 0,
+            "CFG_BLOCK_MASK_Q": self.block_mask[0],
+            "CFG_BLOCK_MASK_KV": self.block_mask[1],
         }

@@ -36,6 +36,7 @@ ATTN_PARAMS = np.dtype(
         ("causal_shift", "i4"), ("scale", "f4"), ("scale_log2", "f4"),
         ("mask", "u8"), ("bias", "u8"), ("mask_stride", "i8", 4), ("bias_stride", "i8", 4),
         ("window_shift", "i4"), ("softcap", "f4"), ("softcap_inverse", "f4"),
+        ("kept_blocks", "u8"), ("kept_stride", "i8", 3),
     ],
     align=True,
 )  # fmt: skip
@@ -233,7 +234,7 @@ def _blocks(*counts: int) -> int:
 def _features(call: AttentionCall, vec: int, group_q: int = 0, group_kv: int = 0) -> Features:
     return Features(
         call.dtype, call.head_dim, call.causal, call.return_lse, vec, group_q, group_kv,
-        call.window, bool(call.softcap), call.mask, call.bias,
+        call.window, bool(call.softcap), call.mask, call.bias, call.block_mask,
     )  # fmt: skip
 
 
@@ -245,9 +246,13 @@ def _params(
     o: Operand,
     mask: Operand | None,
     bias: Operand | None,
+    kept_blocks: Operand | None,
 ) -> dict[str, Any]:
-    if call.mask != (mask is not None) or bool(call.bias) != (bias is not None):
-        raise ValueError("mask and bias must be given where the call has them, and only there")
+    given = mask is not None, bias is not None, kept_blocks is not None
+    if given != (call.mask, bool(call.bias), call.block_mask != (0, 0)):
+        raise ValueError(
+            "mask, bias and kept_blocks must be given where the call has them, and only there"
+        )
     absent = (0, 0, 0, 0)
     return {
         "Q": "q", "K": "k", "V": "v", "O": "o",
@@ -262,6 +267,8 @@ def _params(
         "bias_stride": bias.strides if bias else absent,
         "window_shift": call.window_shift, "softcap": call.softcap,
         "softcap_inverse": 1 / call.softcap if call.softcap else 0.0,
+        "kept_blocks": "kept_blocks" if kept_blocks else None,
+        "kept_stride": kept_blocks.row_strides if kept_blocks else absent[:3],
     }  # fmt: skip
 
 
@@ -276,6 +283,7 @@ def plan_attention(
     *,
     mask: Operand | None = None,
     bias: Operand | None = None,
+    kept_blocks: Operand | None = None,
     tiles: Tiles | None = None,
     arch: str | None = None,
 ) -> Plan:
@@ -290,6 +298,9 @@ def plan_attention(
     mask, bias : Operand, optional
         The buffers ``"mask"`` and ``"bias"``, of shape (batch, heads, len_q, len_kv), where the
         call has them; stride 0 where they are broadcast.
+    kept_blocks : Operand, optional
+        The buffer ``"kept_blocks"``, as `cupyattn.block_mask.BlockMask.kept_blocks` makes it, where
+        the call has a block mask.
     tiles : Tiles, optional
         The variant's own for this head_dim when omitted.
     arch : str, optional
@@ -311,10 +322,10 @@ def plan_attention(
     if arch == "sm_90a" and "sm90" in variant.forms:
         note = _hopper_obstacle(call, q, k, v)
         form = "portable" if note else "sm90"
-    tiles = tiles or variant.default_tiles(call.head_dim, form)
+    tiles = variant.tiles_for(call.head_dim, tiles, form=form, block_mask=call.block_mask)
     features = _features(call, _widest(q, k, v, o))
     spec = module_spec(variant, features, tiles, form)
-    params = _params(call, q, k, v, o, mask, bias)
+    params = _params(call, q, k, v, o, mask, bias, kept_blocks)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
     if variant.family == "unfused":
@@ -337,6 +348,7 @@ def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand) ->
     if call.len_kv == 0:
         return "portable form: there are no keys for the copy engine"
     given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
+    given += ["block_mask"] if call.block_mask != (0, 0) else []
     if given:
         return f"portable form: the Hopper form takes no {' and no '.join(given)}"
     for name, x in zip("qkv", (q, k, v), strict=True):
@@ -421,10 +433,9 @@ def plan_unfused_step(
         Of family ``"unfused"``.
     call : AttentionCall
     operands : mapping of str to Operand
-        Those of ``"q"``, ``"k"``, ``"v"``, ``"o"``, ``"mask"``, ``"bias"`` that the step uses. It
-        also uses a buffer
-        ``"S"``, float32 ``(batch, heads, len_q, len_kv)`` in C order, and ``"lse"`` where the call
-        asks for it.
+        Those of ``"q"``, ``"k"``, ``"v"``, ``"o"``, ``"mask"``, ``"bias"``, ``"kept_blocks"`` that
+        the step uses. It also uses a buffer ``"S"``, float32 ``(batch, heads, len_q, len_kv)`` in C
+        order, and ``"lse"`` where the call asks for it.
     tiles : Tiles, optional
         The variant's own when omitted.
 
@@ -433,14 +444,15 @@ def plan_unfused_step(
     Plan
         Without workspace: S is the caller's.
     """
-    tiles = tiles or variant.default_tiles(call.head_dim)
+    tiles = variant.tiles_for(call.head_dim, tiles, block_mask=call.block_mask)
     rows = [x for name, x in operands.items() if name in "qkvo"]
     vec = _widest(*rows) if rows else 1
     features = _features(call, vec)
     spec = module_spec(variant, features, tiles)
     absent = Operand((1, 1, 1, 1), (0, 0, 0, 0), 1, 0)
     q, k, v, o = (operands.get(name, absent) for name in "qkvo")
-    params = _params(call, q, k, v, o, operands.get("mask"), operands.get("bias"))
+    of_scores = (operands.get(name) for name in ("mask", "bias", "kept_blocks"))
+    params = _params(call, q, k, v, o, *of_scores)
     params["S"] = "S"
     params.update({name.upper(): None for name in "qkvo" if name not in operands})
     launches = _unfused_launch(step, variant, call, spec, tiles, params)
@@ -463,13 +475,14 @@ def plan_int8(
     smoothed: bool,
     mask: Operand | None = None,
     bias: Operand | None = None,
+    kept_blocks: Operand | None = None,
     tiles: Tiles | None = None,
 ) -> Plan:
     """Plan the INT8 rung on quantised operands.
 
     Parameters
     ----------
-    variant, call, v, o, mask, bias, tiles
+    variant, call, v, o, mask, bias, kept_blocks, tiles
         As for `plan_attention`; v is 16-bit.
     q_codes, k_codes : Operand
         INT8 codes, the buffers ``"q_codes"`` and ``"k_codes"``.
@@ -485,13 +498,13 @@ def plan_int8(
     Plan
     """
     form = "portable"
-    tiles = tiles or variant.default_tiles(call.head_dim)
+    tiles = variant.tiles_for(call.head_dim, tiles, block_mask=call.block_mask)
     vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, v, o))
     features = _features(call, vec, group_q, group_kv)
     spec = module_spec(variant, features, tiles, form)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, ())
-    params = _params(call, q_codes, k_codes, v, o, mask, bias)
+    params = _params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)
     params |= {"Q": "q_codes", "K": "k_codes"}
     quant = {
         "Q_scale": "q_scale", "K_scale": "k_scale", "K_mean": "k_mean" if smoothed else None,

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_scale, check_shapes
 from cupyattn.numerics import Numerics, check_features
 from cupyattn.numerics import numerics as compose_numerics
@@ -182,6 +183,15 @@ class _Scores:
         visiting = q0[(begin <= kv0) & (kv0 < end)]
         return slice(visiting[0], visiting[-1] + tiles.block_q) if visiting.size else slice(0)
 
+    def kept(self, products: Float32, rows: slice, key: int) -> Float32:
+        """P V of some rows and of keys in one block, where the block mask keeps it; else 0."""
+        if self.scoring.kept is None:
+            return products
+        rows = slice(*rows.indices(self.rows[-1]))
+        column = key // self.scoring.blocks[1]
+        kept = self.scoring.kept_at(EVERYWHERE, rows)[..., column, None]
+        return np.where(kept, products, np.float32(0))
+
 
 def _prepare_scores(
     q: Array, k: Array, scale: float, scoring: Scoring, n: Numerics, quantized: Quantized | None
@@ -234,12 +244,13 @@ def scores_mirror(
     softcap: float = 0.0,
     mask: Array | None = None,
     bias: Array | None = None,
+    block_mask: BlockMask | None = None,
 ) -> Float32:
     """S3 of the unfused rung: the scores, in float32.
 
     Parameters
     ----------
-    q, k, scale, causal, causal_align, window, softcap, mask, bias
+    q, k, scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `attention_mirror`.
 
     Returns
@@ -257,7 +268,7 @@ def scores_mirror(
     n = compose_numerics("unfused", "portable", _storage_name(q, k, k))
     scoring = Scoring.of(
         q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
-        bias=bias,
+        bias=bias, block_mask=block_mask,
     )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):
         scores = _prepare_scores(q, k, check_scale(scale, head_dim), scoring, n, None)
@@ -338,6 +349,7 @@ def attention_mirror(
     softcap: float = 0.0,
     mask: Array | None = None,
     bias: Array | None = None,
+    block_mask: BlockMask | None = None,
     return_lse: bool = False,
     trace: bool = False,
     numerics: Numerics | None = None,
@@ -354,7 +366,7 @@ def attention_mirror(
         The rung to mirror; it gives `numerics` and `tiles` where they are not given.
     tiles : Tiles, optional
         Block sizes; keys are taken ``tiles.block_kv`` at a time.
-    scale, causal, causal_align, window, softcap, mask, bias
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `attention_exact`.
     return_lse : bool
         Also return the log-sum-exp.
@@ -414,11 +426,12 @@ def attention_mirror(
     n = numerics or compose_numerics(rung.family, "portable", dtype, **given)
     check_features(n, softcap, bias)
     head_dim = check_shapes(q.shape, k.shape, v.shape)[-1]
-    tiles = tiles or rung.default_tiles(head_dim)
+    blocks = (0, 0) if block_mask is None else block_mask.blocks
+    tiles = rung.tiles_for(head_dim, tiles, block_mask=blocks)
     sigma = check_scale(scale, head_dim)
     scoring = Scoring.of(
         q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
-        bias=bias,
+        bias=bias, block_mask=block_mask,
     )  # fmt: skip
     check_smoothing(softcap, None if quantized is None else quantized.k_mean)
 
@@ -465,7 +478,7 @@ def _online(
         # NOTE: tiles of query rows that attend to nothing here skip the step. It changes no bit
         # unless V is not finite.
         rows = scores.visitors(kv0, tiles)
-        O[..., rows, :] += P[..., rows, :] @ V_tile  # R6
+        O[..., rows, :] += scores.kept(P[..., rows, :] @ V_tile, rows, kv0)  # R6
         if steps is not None:
             merged = (merge_heads(x) for x in (S, P, state.M, state.l, alpha))
             steps.append(Step(kv0, *merged))
@@ -479,7 +492,13 @@ def _whole_rows(
     S = scores.block(0, V.shape[-2])  # S3 scores
     P, state = _softmax(S, scores.exponent_factor, scores.subtracts_first)  # S4 softmax
     P = round_to(P, n.p_type)  # R5
-    O = P @ V  # S5 output, R6
+    finite = np.isfinite(V) | (scores.scoring.kept is None)
+    O = P @ np.where(finite, V, np.float32(0))  # S5 output, R6
+    if not finite.all():  # what stands in dropped blocks is not read
+        for kv0 in range(0, V.shape[-2], tiles.block_kv):
+            keys = slice(kv0, kv0 + tiles.block_kv)
+            spoilt = np.where(finite, np.float32(0), V)[..., keys, :]
+            O += scores.kept(P[..., keys] @ spoilt, slice(0, None), kv0)
     if steps is not None:
         merged = (merge_heads(x) for x in (S, P, state.M, state.l, np.zeros_like(state.l)))
         steps.append(Step(0, *merged))

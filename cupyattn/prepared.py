@@ -10,6 +10,7 @@ from typing import Any
 from cupyattn import backends, checks, executor, launch, registry
 from cupyattn import compile as compiler
 from cupyattn.arrays import is_cupy
+from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall, data_address
 from cupyattn.launch import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
@@ -20,6 +21,10 @@ from cupyattn.rounding import STORAGE, array_namespace
 
 #: Buffers of a quantised call, as fields of `QuantizedQKV`.
 QUANTIZED = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
+
+
+#: Operands that say what happens to the scores, as fields of `Request`.
+OF_SCORES = ("mask", "bias", "kept_blocks")
 
 
 # ---- what a call consists of ---------------------------------------------------------------------
@@ -79,8 +84,8 @@ def stages(request: Request) -> Stages:
 
 
 def _of_scores(request: Request) -> dict[str, Operand | None]:
-    """Describe mask and bias."""
-    given = {"mask": request.mask, "bias": request.bias}
+    """Describe mask, bias and what is read of a block mask."""
+    given = {name: getattr(request, name) for name in OF_SCORES}
     return {name: None if a is None else Operand.of(a) for name, a in given.items()}
 
 
@@ -136,7 +141,7 @@ def _quantising_stages(request: Request, o: Operand) -> Stages:
         between.append(Workspace("v_operand", v.shape, "float16"))
     plan = launch.plan_int8(
         request.variant, call, *codes, v, o, *scales, group_q=groups[0], group_kv=groups[1],
-        smoothed=quant.smooth_k, **_of_scores(request), tiles=tiles,
+        smoothed=quant.smooth_k, **_of_scores(request), tiles=options.tiles,
     )  # fmt: skip
     names = {"v": "v_operand"} if call.dtype == "float32" else {}
     return Stages((*passes, Stage(plan, names)), tuple(between))
@@ -199,8 +204,10 @@ class Prepared:
         self.variant, self.why = request.variant.name, request.why
         # NOTE: a call that attention() remembers keeps no array of its caller alive.
         self._options = replace(request.options, out=None, mask=None, bias=None)
+        if not keep:
+            self._options = replace(self._options, block_mask=None)
         self._added = {
-            name: a for name, a in operands_of(request).items() if keep and name in ("mask", "bias")
+            name: a for name, a in operands_of(request).items() if keep and name in OF_SCORES
         }
         self._stages = stages(request)
         self._xp = array_namespace(request.q)
@@ -365,7 +372,7 @@ def operands_of(request: Request) -> dict[str, Any]:
         found = {"q": request.q, "k": request.k, "v": request.v}
     else:
         found = {name: getattr(z, name) for name in QUANTIZED}
-    found |= {"mask": request.mask, "bias": request.bias}
+    found |= {name: getattr(request, name) for name in OF_SCORES}
     return {name: a for name, a in found.items() if a is not None}
 
 
@@ -407,7 +414,8 @@ def run_mirror(request: Request) -> tuple[Any, Any]:
     o, lse = reference.attention_mirror(
         *operands, variant=request.variant.name, tiles=options.tiles, scale=options.scale,
         causal=options.causal, causal_align=options.causal_align, window=options.window,
-        softcap=options.softcap, mask=request.mask, bias=request.bias, return_lse=True,
+        softcap=options.softcap, mask=request.mask, bias=request.bias,
+        block_mask=options.block_mask, return_lse=True,
     )  # fmt: skip
     receiver = request.receiver
     if receiver is None:
@@ -424,7 +432,13 @@ _recent: dict[Any, Prepared] = {}
 
 
 def form_key(
-    options: Sequence[Any], q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None
+    options: Sequence[Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    bias: Any = None,
+    block_mask: Any = None,
 ) -> Any:
     """Return what a call on CuPy arrays depends on beside their values, None if that is not known.
 
@@ -438,15 +452,17 @@ def form_key(
         The call's other options, the variant's name first.
     q, k, v : array, or q a QuantizedQKV
     mask, bias : array, optional
+    block_mask : BlockMask, optional
     """
-    operands = direct_operands(q, k, v, mask, bias)
+    operands = direct_operands(q, k, v, mask, bias, block_mask)
     if operands is None:
         return None
     forms = tuple((a.shape, a.strides, a.dtype, a.data.ptr % 16) for a in operands.values())
+    blocks = (0, 0) if block_mask is None else block_mask.blocks
     own = (q.group_q, q.group_kv, q.config, q.out_dtype) if isinstance(q, QuantizedQKV) else ()
     device = next(iter(operands.values())).device.id
     rung = registry.VARIANTS.get(options[0])
-    key = (*options, rung, *operands, *forms, *own, device, compiler.generation())
+    key = (*options, blocks, rung, *operands, *forms, *own, device, compiler.generation())
     try:
         hash(key)
     except TypeError:
@@ -455,7 +471,7 @@ def form_key(
 
 
 def direct_operands(
-    q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None
+    q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None, block_mask: Any = None
 ) -> dict[str, Any] | None:
     """Return the operands by name where all of them are CuPy arrays, else None."""
     if isinstance(q, QuantizedQKV) and k is None and v is None:
@@ -466,7 +482,11 @@ def direct_operands(
         operands["mask"] = mask
     if bias is not None:
         operands["bias"] = bias
-    return operands if all(map(is_cupy, operands.values())) else None
+    if not all(map(is_cupy, operands.values())):
+        return None
+    if isinstance(block_mask, BlockMask):
+        operands["kept_blocks"] = block_mask.kept_blocks(next(iter(operands.values())))
+    return operands if block_mask is None or "kept_blocks" in operands else None
 
 
 def same_place(left: Any, right: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_scale, check_shapes
 from cupyattn.mirror import (
     Step,
@@ -96,13 +97,14 @@ def score_blocks(
     softcap: float = 0.0,
     mask: Array | None = None,
     bias: Array | None = None,
+    block_mask: BlockMask | None = None,
     rows: Array | None = None,
 ) -> Iterator[ScoreBlock]:
     """Yield all scores of an attention problem, in float64, a bounded number at a time.
 
     Parameters
     ----------
-    q, k, v, scale, causal, causal_align, window, softcap, mask, bias, rows
+    q, k, v, scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `attention_exact`.
 
     Yields
@@ -119,7 +121,7 @@ def score_blocks(
     sigma = check_scale(scale, head_dim)
     scoring = Scoring.of(
         q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
-        bias=bias,
+        bias=bias, block_mask=block_mask,
     )  # fmt: skip
     rows = xp.arange(len_q) if rows is None else xp.asarray(rows)
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
@@ -210,6 +212,7 @@ def attention_exact(
     softcap: float = 0.0,
     mask: Array | None = None,
     bias: Array | None = None,
+    block_mask: BlockMask | None = None,
     rows: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -237,6 +240,8 @@ def attention_exact(
         True: attend. Broadcasts to (batch, heads, len_q, len_kv).
     bias : array, optional
         float16, bfloat16 or float32, added to the scores; broadcasts likewise. -inf masks the key.
+    block_mask : BlockMask, optional
+        Which blocks of keys a block of rows attends to; combined with all of these by AND.
     rows : 1-D integer array, optional
         Query rows to compute, in this order; by default all.
     return_lse : bool
@@ -284,7 +289,7 @@ def attention_exact(
     o_blocks, lse_blocks = split_heads(o, heads_kv), split_heads(lse, heads_kv)  # views
     for block in score_blocks(
         q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, mask=mask, bias=bias, rows=rows,
+        softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
     ):  # fmt: skip
         P, lse_blocks[block.index] = softmax_exact(block.S)
         o_blocks[block.index] = _weighted_sum(P, block.v, block.admitted)

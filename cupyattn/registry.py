@@ -30,6 +30,9 @@ class Variant:
         Storage types that it takes.
     hopper_tiles : mapping of int to Tiles
         The same for the Hopper form (``kernels_cu/sm90/``); empty where there is none.
+    block_mask_tiles : mapping of int to Tiles
+        The same for calls with a block mask, where those of `tiles` do not divide its blocks of 64
+        or 128; empty where they do.
     source : Path, optional
         A ``.cu`` outside the package, given by `cupyattn.register`.
     """
@@ -40,6 +43,7 @@ class Variant:
     tiles: Mapping[int, Tiles]
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     hopper_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    block_mask_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     source: Path | None = None
 
     @property
@@ -80,6 +84,42 @@ class Variant:
             f"got {head_dim}"
         )
 
+    def tiles_for(
+        self,
+        head_dim: int,
+        given: Tiles | None = None,
+        *,
+        form: str = "portable",
+        block_mask: tuple[int, int] = (0, 0),
+    ) -> Tiles:
+        """Return the tiles of a call: those given, or the variant's own.
+
+        Parameters
+        ----------
+        head_dim : int
+        given : Tiles, optional
+            The caller's.
+        form : {"portable", "sm90"}
+        block_mask : (int, int)
+            Rows and keys of a block of the call's block mask; (0, 0): there is none.
+
+        Raises
+        ------
+        ValueError
+            If the form takes no such head size, or tiles do not divide the blocks.
+        """
+        tiles = given
+        if tiles is None and block_mask != (0, 0) and self.block_mask_tiles:
+            tiles = next(x for limit, x in self.block_mask_tiles.items() if head_dim <= limit)
+        tiles = tiles or self.default_tiles(head_dim, form)
+        if block_mask[0] % tiles.block_q or block_mask[1] % tiles.block_kv:
+            raise ValueError(
+                f"tiles.block_q={tiles.block_q} and tiles.block_kv={tiles.block_kv} must divide the "
+                f"blocks of the block mask, {block_mask[0]} x {block_mask[1]}: leave tiles out, or "
+                "give powers of two"
+            )
+        return tiles
+
 
 _ALL = ("float16", "bfloat16", "float32")
 _16_BIT = ("float16", "bfloat16")
@@ -95,13 +135,27 @@ _TILES = {
     "fa_int8": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)},
 }
 
+#: The same for block masks, the only ones of these that divide blocks of 64 in either direction.
+_BLOCK_MASK_TILES = {
+    "fa_tc": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
+    "fa_int8": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
+}
+
 #: The same for the Hopper forms: four warps that copy, four for every 64 query rows.
 _HOPPER_TILES = {
     "fa_tc": {128: Tiles(192, 128, 16, 2), 192: Tiles(128, 112, 12, 2), 256: Tiles(128, 80, 12, 2)}
 }
 
 VARIANTS: dict[str, Variant] = {
-    name: Variant(name, idea, family, _TILES[name], dtypes, _HOPPER_TILES.get(name, {}))
+    name: Variant(
+        name,
+        idea,
+        family,
+        _TILES[name],
+        dtypes,
+        _HOPPER_TILES.get(name, {}),
+        _BLOCK_MASK_TILES.get(name, {}),
+    )  # fmt: skip
     for name, idea, family, dtypes in (
         # fmt: off
         # name       the one idea                              computes in    takes

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import arrays, backends, checks, registry
+from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant import QuantConfig, QuantizedQKV
@@ -25,7 +26,7 @@ AUTO = {
     "balanced": dict.fromkeys(("float16", "bfloat16", "float32"), "fa_int8"),
 }
 #: Options of the interface that no rung takes yet.
-NOT_YET = ("rope", "block_mask")
+NOT_YET = ("rope",)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Options:
     mask: Any = None
     bias: Any = None
     rope: Any = None
-    block_mask: Any = None
+    block_mask: BlockMask | None = None
     layout: str = "BHSD"
     return_lse: bool = False
     out: Any = None
@@ -74,6 +75,8 @@ class Request:
         Operands in layout BHSD, contiguous last axis; codes where the caller brought codes.
     mask, bias : array or None
         The caller's, broadcast to (batch, heads, len_q, len_kv) without a copy.
+    kept_blocks : array or None
+        What kernels read of the caller's block mask, beside q.
     quantized : QuantizedQKV or None
         What the caller brought already quantised.
     receiver : array or None
@@ -94,6 +97,7 @@ class Request:
     v: Any
     mask: Any
     bias: Any
+    kept_blocks: Any
     quantized: QuantizedQKV | None
     receiver: Any
     restore: Callable[[Any], Any]
@@ -120,11 +124,12 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     for name, default in _ABSENT.items():
         if not _is_default(getattr(options, name), default):
             raise UnsupportedError(
-                f"{name} is not supported yet, only causal, window, softcap, mask, bias, grouped "
-                "heads and any lengths are"
+                f"{name} is not supported yet, only causal, window, softcap, mask, bias, "
+                "block_mask, grouped heads and any lengths are"
             )
     _check_kind("tiles", options.tiles, Tiles, "a cupyattn.Tiles or None")
     _check_kind("quant", options.quant, QuantConfig, "a cupyattn.QuantConfig or None")
+    _check_kind("block_mask", options.block_mask, BlockMask, "a cupyattn.BlockMask or None")
     _check_kind("causal", options.causal, (bool, np.bool_), "True or False")
     _check_kind("scale", options.scale, numbers.Real, "a number or None")
     if options.layout not in ("BHSD", "BSHD"):
@@ -151,7 +156,8 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         options = replace(options, quant=replace(options.quant or QuantConfig(), smooth_k=False))
         why += "; keys are not smoothed, since a softcap would feel their mean"
     return Request(
-        options, variant, why, call, backends.choose(options.backend, q), q, k, v, mask, bias, None,
+        options, variant, why, call, backends.choose(options.backend, q), q, k, v, mask, bias,
+        _kept_blocks(options, q), None,
         _receiver(options, call, (q, k, v, mask, bias)),
         lambda o: restore(to_bhsd(o, options.layout)), restore,
     )  # fmt: skip
@@ -174,7 +180,8 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
     check_smoothing(call.softcap, quantized.k_mean)
     return Request(
         options, variant, "the rung for quantised operands", call,
-        backends.choose(options.backend, operands[0]), *operands, mask, bias, quantized,
+        backends.choose(options.backend, operands[0]), *operands, mask, bias,
+        _kept_blocks(options, operands[0]), quantized,
         _receiver(options, call, (*operands, mask, bias)), lambda o: o, lambda lse: lse,
     )  # fmt: skip
 
@@ -193,13 +200,16 @@ def _check_options(
     call = checks.check_options(
         sizes, dtype, scale=options.scale, causal=options.causal,
         causal_align=options.causal_align, return_lse=options.return_lse, window=options.window,
-        softcap=options.softcap, **given,
+        softcap=options.softcap, block_mask=options.block_mask, **given,
     )  # fmt: skip
     mask, bias = (
-        None if x is None else arrays.broadcast(x, call.score_shape)
-        for x in given.values()
+        None if x is None else arrays.broadcast(x, call.score_shape) for x in given.values()
     )
     return call, mask, bias
+
+
+def _kept_blocks(options: Options, q: Any) -> Any:
+    return None if options.block_mask is None else options.block_mask.kept_blocks(q)
 
 
 def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:

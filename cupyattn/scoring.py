@@ -1,7 +1,8 @@
 """What features do to a score beside scaling it: ``kernels_cu/prims/score.cuh`` in Python.
 
-`Scoring` holds window, softcap, mask and bias of one call, for the definition in float64 and for
-the mirror in float32 alike: each caps and adds in its own precision, and masks by selection here.
+`Scoring` holds window, softcap, mask, bias and block mask of one call, for the definition in
+float64 and for the mirror in float32 alike: each caps and adds in its own precision, and masks by
+selection here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_bias, check_limits, check_mask, check_softcap
 from cupyattn.rounding import NEG_INF, Array, array_namespace, split_heads
 
@@ -28,6 +30,10 @@ class Scoring:
         ``s -> softcap * tanh(s / softcap)``; 0: none.
     mask, bias : (batch, heads_kv, group, len_q, len_kv) array or None
         Views of the caller's arrays; stride 0 where they were broadcast.
+    kept : (batch, heads_kv, group, q_blocks, kv_blocks) array or None
+        The same of the block mask.
+    blocks : (int, int)
+        Rows and keys of a block of it.
     """
 
     first: int | None
@@ -35,6 +41,8 @@ class Scoring:
     softcap: float
     mask: Array | None
     bias: Array | None
+    kept: Array | None = None
+    blocks: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(
@@ -48,6 +56,7 @@ class Scoring:
         softcap: float,
         mask: Array | None,
         bias: Array | None,
+        block_mask: BlockMask | None,
     ) -> Scoring:
         """Check the options of a call on arrays (batch, heads, len, head_dim); see `attention`."""
         shape = (*q.shape[:3], k.shape[2])
@@ -56,18 +65,39 @@ class Scoring:
             check_mask(mask, shape)
         if bias is not None:
             check_bias(bias, shape)
-        views = (
+        mask, bias = (
             None if x is None else split_heads(xp.broadcast_to(x, shape), k.shape[1])
             for x in (mask, bias)
         )
         limits = check_limits(causal, causal_align, window, shape[2], shape[3])
-        return cls(*limits, check_softcap(softcap), *views)
+        softcap = check_softcap(softcap)
+        if block_mask is None:
+            return cls(*limits, softcap, mask, bias)
+        block_mask.check(shape)
+        blocks = block_mask.beside(q)
+        kept = split_heads(xp.broadcast_to(blocks, (*shape[:2], *blocks.shape[2:])), k.shape[1])
+        return cls(*limits, softcap, mask, bias, kept, block_mask.blocks)
 
     def bias_at(self, at: tuple[slice, ...], rows: Any, keys: slice) -> Array:
         """Return the bias of some scores, ``(..., rows, keys)``; `at` selects heads."""
         if self.bias is None:
             raise ValueError("there is no bias")
         return self.bias[at][..., rows, keys]
+
+    def block_of(self, places: Any, axis: int) -> Any:
+        """Return the block of the block mask that rows (axis 0) or keys (1) are in, 1-D or a slice.
+
+        Not where there is no block mask.
+        """
+        xp = array_namespace(self.kept)
+        places = xp.arange(places.start, places.stop) if isinstance(places, slice) else places
+        return places // self.blocks[axis]
+
+    def kept_at(self, at: tuple[slice, ...], rows: Any) -> Array:
+        """Return which blocks of keys some rows attend to, ``(..., rows, kv_blocks)``."""
+        if self.kept is None:
+            raise ValueError("there is no block mask")
+        return self.kept[at][..., self.block_of(rows, 0), :]
 
     def select(self, S: Array, at: tuple[slice, ...], rows: Any, keys: slice) -> Array:
         """Return S with -inf where a row does not attend to a key, whatever stands there.
@@ -81,6 +111,9 @@ class Scoring:
         keys : slice
         """
         xp = array_namespace(S)
+        if self.kept is not None:
+            keys_of = self.block_of(keys, 1)
+            S = xp.where(self.kept_at(at, rows)[..., keys_of], S, S.dtype.type(NEG_INF))
         if self.first is not None or self.last is not None:
             row = xp.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
             ahead = xp.arange(keys.start, keys.stop) - row[:, None]

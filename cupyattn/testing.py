@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn import bounds
+from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_scale
 from cupyattn.numerics import Numerics
 from cupyattn.reference import attention_exact
@@ -199,6 +200,7 @@ def judge(
     softcap: float = 0.0,
     mask: Array | None = None,
     bias: Array | None = None,
+    block_mask: BlockMask | None = None,
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
@@ -219,7 +221,7 @@ def judge(
         The INT8 operands that the rung worked on. J2 is then against exact attention of these.
     numerics, tiles, form
         As for `cupyattn.bounds.attention`.
-    scale, causal, causal_align, window, softcap, mask, bias
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for the call that made `o`.
     rows : 1-D integer array, optional
         Query rows to look at; by default all of a small cell, else those of `sample_rows`.
@@ -257,14 +259,15 @@ def judge(
         raise ValueError(f"o must have q's shape {operands[0].shape}, got {o.shape}")
     if lse is not None and lse.shape != (batch, heads, len_q):
         raise ValueError(f"lse must have shape {(batch, heads, len_q)}, got {lse.shape}")
-    tiles = tiles or lookup(variant).default_tiles(head_dim)
+    blocks = (0, 0) if block_mask is None else block_mask.blocks
+    tiles = tiles or lookup(variant).tiles_for(head_dim, block_mask=blocks)
     if rows is None:
         small = batch * heads * len_q * len_kv <= SMALL_CELL
         rows = np.arange(len_q) if small else sample_rows(len_q, tiles.block_q, seed)
     rows = xp.asarray(rows)
     options: dict[str, Any] = {
         "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
-        "softcap": softcap, "mask": mask, "bias": bias, "rows": rows,
+        "softcap": softcap, "mask": mask, "bias": bias, "block_mask": block_mask, "rows": rows,
     }  # fmt: skip
 
     expected, expected_lse = exact(*operands, return_lse=True, **options)
@@ -506,8 +509,8 @@ def attention_inputs(
     max_scores : int
         Largest batch * heads * len_q * len_kv.
     features : sequence of str
-        Which of ``"window"``, ``"softcap"``, ``"mask"`` and ``"bias"`` are drawn too, or left out
-        now and then.
+        Which of ``"window"``, ``"softcap"``, ``"mask"``, ``"bias"`` and ``"block_mask"`` are drawn
+        too, or left out now and then.
 
     Returns
     -------
@@ -566,6 +569,16 @@ def attention_inputs(
             lambda shape, share: rng.random(shape) < share, added(shape), st.floats(0, 1)
         ),
         "bias": biases,
+        "block_mask": lambda shape, rng: st.builds(
+            lambda block_q, block_kv, share: BlockMask(
+                rng.random((*shape[:2], -(-shape[2] // block_q), -(-shape[3] // block_kv))) < share,
+                block_q,
+                block_kv,
+            ),
+            st.sampled_from([64, 128]),
+            st.sampled_from([64, 128]),
+            st.floats(0, 1),
+        ),
     }
 
     @st.composite

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn import arrays, backends, checks, launch, reference, registry
+from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall
 from cupyattn.launch import Operand
 from cupyattn.rounding import array_namespace
@@ -32,6 +33,7 @@ def scores(
     softcap: float = 0.0,
     mask: Any = None,
     bias: Any = None,
+    block_mask: BlockMask | None = None,
 ) -> Any:
     """Step 1: ``S = scale * Q K^T``.
 
@@ -47,7 +49,7 @@ def scores(
         Query i attends key j only where ``j <= i + shift``.
     causal_align : {"bottom-right", "top-left"}
         ``shift = len_kv - len_q``, or 0.
-    window, softcap, mask, bias
+    window, softcap, mask, bias, block_mask
         As for `cupyattn.attention`.
 
     Returns
@@ -73,7 +75,7 @@ def scores(
     xp, backend = array_namespace(q, k, *added.values()), backends.choose(None, q)
     options: dict[str, Any] = {
         "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
-        "softcap": softcap, **added,
+        "softcap": softcap, "block_mask": block_mask, **added,
     }  # fmt: skip
     call = checks.check_attention(q, k, k, **options)
     if backend == "mirror":
@@ -82,6 +84,8 @@ def scores(
     added = {name: arrays.broadcast(array, call.score_shape) for name, array in added.items()}
     with backends.on_device_of(q):
         S = xp.empty(call.score_shape, "float32")
+        if block_mask is not None:
+            added["kept_blocks"] = block_mask.kept_blocks(q)
         _run("scores", backend, call, {"q": q, "k": k, **added}, {"S": S})
     return restore(S)
 

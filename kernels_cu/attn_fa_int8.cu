@@ -90,10 +90,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     for (int h = 0; h < 2; ++h)
       Q_factor[r][h] = softmax_scale(p) *
                        Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q];  // R3
-  const int first_step = kv_begin(p, q0) / BLOCK_KV;
-  const int num_steps = ceil_div(kv_end(p, q0, BLOCK_Q), BLOCK_KV);
+  const KeptKeys keys(p, batch, head, q0, kv_begin(p, q0), kv_end(p, q0, BLOCK_Q));
+  const int first_step = keys.begin / BLOCK_KV;
+  const int num_steps = ceil_div(keys.end, BLOCK_KV);
   auto load_kv = [&](int step) {  // into its stage; one group per step, empty past the end
-    const int kv0 = step * BLOCK_KV, stage = step % NUM_STAGES;
+    const int kv0 = keys.key(step * BLOCK_KV), stage = step % NUM_STAGES;
     if (step < num_steps) {
       load_tile_async<BLOCK_KV, HEAD_DIM, CODES_PAD, CODE_VEC>(
           smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
@@ -111,7 +112,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   RowState state[MMA_ROWS][2];  // rows g and g + 8 of each row tile
   float O_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = first_step; step < num_steps; ++step) {
-    const int kv0 = step * BLOCK_KV;
+    const int kv0 = keys.key(step * BLOCK_KV);
     const uint32_t K_tile = K_lane + step % NUM_STAGES * sizeof(smem.K[0]);
     const uint32_t V_tile = V_lane + step % NUM_STAGES * sizeof(smem.V[0]);
     const float* K_scale_tile = smem.K_scale[step % NUM_STAGES];  // [BLOCK_KV]

@@ -76,10 +76,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   // S1 load Q: the group also holds the first K, V tile
   load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(
       smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
-  const int first_step = kv_begin(p, q0) / BLOCK_KV;
-  const int num_steps = ceil_div(kv_end(p, q0, BLOCK_Q), BLOCK_KV);
+  const KeptKeys keys(p, batch, head, q0, kv_begin(p, q0), kv_end(p, q0, BLOCK_Q));
+  const int first_step = keys.begin / BLOCK_KV;
+  const int num_steps = ceil_div(keys.end, BLOCK_KV);
   auto load_kv = [&](int step) {  // into its stage; one group per step, empty past the end
-    const int kv0 = step * BLOCK_KV, stage = step % NUM_STAGES;
+    const int kv0 = keys.key(step * BLOCK_KV), stage = step % NUM_STAGES;
     if (step < num_steps) {
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC>(
           smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
@@ -94,7 +95,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   RowState state[MMA_ROWS][2];  // rows g and g + 8 of each row tile
   float O_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = first_step; step < num_steps; ++step) {
-    const int kv0 = step * BLOCK_KV;
+    const int kv0 = keys.key(step * BLOCK_KV);
     const uint32_t K_tile = K_lane + step % NUM_STAGES * sizeof(smem.K[0]);
     const uint32_t V_tile = V_lane + step % NUM_STAGES * sizeof(smem.V[0]);
     cp_async_wait_group<NUM_STAGES - 2>();

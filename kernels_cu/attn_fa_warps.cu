@@ -59,8 +59,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
 
   RowState state[WARP_Q];
   float O_acc[WARP_Q][LANE_COLS] = {};  // columns lane_id() + 32 c
-  for (int kv0 = round_down(kv_begin(p, q0), BLOCK_KV); kv0 < kv_end(p, q0, BLOCK_Q);
-       kv0 += BLOCK_KV) {
+  const KeptKeys keys(p, batch, head, q0, kv_begin(p, q0), kv_end(p, q0, BLOCK_Q));
+  for (int number = round_down(keys.begin, BLOCK_KV); number < keys.end; number += BLOCK_KV) {
+    const int kv0 = keys.key(number);
     __syncthreads();  // the previous K, V tiles are no longer read
     // S2 load K, V
     load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(

@@ -47,6 +47,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores
                     + batch * p.K_stride.batch + head_kv * p.K_stride.head + kv0 * p.K_stride.len;
   float* S = p.S + batch_head * p.len_q * p.len_kv;  // [len_q, len_kv]
   const Scores scores(p, batch, head);
+  const KeptKeys keys(p, batch, head, q0, 0, p.len_kv);
+  if (!keys.include(kv0)) {  // neither loaded nor multiplied
+    for (int i = thread_id(); i < BLOCK_Q * BLOCK_KV; i += NUM_THREADS) {
+      const int row = q0 + i / BLOCK_KV, key = kv0 + i % BLOCK_KV;
+      if (row < p.len_q && key < p.len_kv) S[int64_t(row) * p.len_kv + key] = NEG_INF;
+    }
+    return;
+  }
 
   // S1 load Q, S2 load K
   load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(
@@ -112,10 +120,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_weight
                     + batch * p.V_stride.batch + head_kv * p.V_stride.head;
   elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
+  const KeptKeys keys(p, batch, head, q0, 0, p.len_kv);
 
   constexpr int ELEMENTS = ceil_div(BLOCK_Q * HEAD_DIM, NUM_THREADS);  // of O, per thread
   float O_acc[ELEMENTS] = {};
-  for (int kv0 = 0; kv0 < p.len_kv; kv0 += BLOCK_KV) {
+  for (int number = keys.begin; number < keys.end; number += BLOCK_KV) {
+    const int kv0 = keys.key(number);
     __syncthreads();  // the previous P, V tiles are no longer read
     // S2 load P, V
     load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.block_mask import BlockMask
 from cupyattn.rounding import STORAGE
 
 #: What each option is drawn from; masks and biases by their shapes.
@@ -18,6 +19,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "mask": ("", "whole", "keys", "rows"),
     "bias": ("", "float16", "bfloat16", "float32"),
     "bias_shape": ("whole", "keys", "turned"),
+    "block_mask": (False, True),
 }
 
 
@@ -58,14 +60,17 @@ def options_of(cell: dict[str, Any], shape: tuple[int, int, int, int], seed: int
         bias[rng.random(bias.shape) < 0.1] = -1e4
         bias = bias.astype(STORAGE[cell["bias"]])
         options["bias"] = bias.swapaxes(2, 3) if cell["bias_shape"] == "turned" else bias
+    if cell["block_mask"]:
+        blocks = batch, heads, -(-len_q // 64), -(-len_kv // 128)
+        options["block_mask"] = BlockMask(rng.random(blocks) < 0.7, 64, 128)
     return options
 
 
 def admitted(
     shape: tuple[int, int, int, int], options: dict[str, Any], *, by_place: bool = False
 ) -> np.ndarray:
-    """Which key each row attends to, by the definition, one pair at a time; without mask and bias
-    where `by_place`."""
+    """Which key each row attends to, by the definition, one pair at a time; without mask, bias
+    and block mask where `by_place`."""
     batch, heads, len_q, len_kv = shape
     shift = len_kv - len_q if options.get("causal_align", "bottom-right") == "bottom-right" else 0
     left, right = options.get("window", (-1, -1))
@@ -76,6 +81,8 @@ def admitted(
         found[:, :, i, j] &= right == -1 or j <= i + shift + right
     if not by_place and options.get("mask") is not None:
         found &= options["mask"]
+    if not by_place and options.get("block_mask") is not None:
+        found &= options["block_mask"].to_dense(len_q, len_kv)
     if not by_place and options.get("bias") is not None:
         found &= options["bias"].astype(np.float32) != -np.inf
     return found

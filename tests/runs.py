@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import api, arrays, attention, backends, checks, launch, quantize, testing
+from cupyattn.block_mask import BlockMask
 from cupyattn.launch import Operand
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.registry import VARIANTS, Variant, lookup
@@ -71,6 +72,8 @@ def revealing(
     yield (q, k, v), {"window": (0, -1), "causal_align": "top-left"}
     rng = np.random.default_rng(0)
     shape = batch, 2 * heads_kv, len_q, len_kv
+    by_head = np.arange(shape[1])[:, None, None], *np.ogrid[: -(-len_q // 64), : -(-len_kv // 64)]
+    yield (q, k, v), {"block_mask": BlockMask((sum(by_head) % 2 == 1)[None], 64, 64)}
     bias = 2 * rng.standard_normal(shape)
     bias[..., : len_kv // 2] = -1e9  # as many do for masks: here in whole blocks, the first ones
     bias[rng.random(shape) < 0.2] = -np.inf
@@ -151,9 +154,11 @@ class Run:
         variant = variant_of(self.rung)
         q, k, v = map(move, self.inputs)
         options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
+        blocks = (0, 0) if options.get("block_mask") is None else options["block_mask"].blocks
+        tiles = variant.tiles_for(q.shape[3], form=self.form, block_mask=blocks)
         return testing.judge(
             move(self.o), q, k, v, variant=variant.name, lse=move(self.lse), quantized=z,
-            form=self.form, tiles=variant.default_tiles(q.shape[3], self.form), **options,
+            form=self.form, tiles=options.pop("tiles", tiles), **options,
         )  # fmt: skip
 
     def check(self) -> testing.Report:

@@ -24,6 +24,7 @@ CELLS: tuple[dict[str, Any], ...] = (
     {"causal": True},
     {"window": True},
     {"causal": True, "window": True, "softcap": True, "mask": True, "bias": "float32"},
+    {"block_mask": (64, 64)},
 )
 
 
@@ -32,7 +33,8 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
     rung = VARIANTS[variant]
     group = 16 if rung.family == "int8" else 0
     features = Features("float16", 64, lse=True, vec=8, group_q=group, group_kv=group, **cell)
-    spec = launch.module_spec(rung, features, rung.default_tiles(64))
+    tiles = rung.tiles_for(64, block_mask=features.block_mask)
+    spec = launch.module_spec(rung, features, tiles)
     ptx = kc.build(kc.ModuleSpec(folder / spec.source, spec.defines), "sm_80").ptx
     lines = ptx.partition(".section")[0].splitlines()
     return "\n".join(line for line in lines if not re.match(r"\s*(\.file|\.loc|//|\$L__)", line))

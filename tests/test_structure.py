@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "arrays",
         "checks",
         "scoring",
+        "block_mask",
         "distributions",
     ),
     ("mirror", "reference", "perturbation", "score_bounds", "bounds", "compile"),
@@ -59,6 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 #: Take the array namespace from their arguments, or know no arrays at all: never import CuPy.
 NO_CUPY = {
     "errors", "tiles", "features", "numerics", "registry", "rounding", "checks", "scoring",
+    "block_mask",
     "mirror", "reference", "perturbation", "score_bounds", "bounds", "includes", "nvrtc",
     "distributions",
 }  # fmt: skip

@@ -24,6 +24,8 @@
 #define CFG_SOFTCAP 0
 #define CFG_MASK 0
 #define CFG_BIAS 0
+#define CFG_BLOCK_MASK_Q 0
+#define CFG_BLOCK_MASK_KV 0
 #endif
 
 // tiles
@@ -45,6 +47,9 @@ constexpr bool WINDOW = CFG_WINDOW;     // keys begin near the row; CAUSAL: they
 constexpr bool SOFTCAP = CFG_SOFTCAP;
 constexpr bool MASK = CFG_MASK;
 constexpr bool BIAS = CFG_BIAS != 0;
+constexpr int BLOCK_MASK_Q = CFG_BLOCK_MASK_Q;    // query rows per block of the block mask; 0: none
+constexpr int BLOCK_MASK_KV = CFG_BLOCK_MASK_KV;  // key rows per block of it; 0: none
+constexpr bool BLOCK_MASK = BLOCK_MASK_KV != 0;
 // Softcap and bias work on scores in natural units, and so does then the softmax.
 constexpr bool NATURAL_SCORES = SOFTCAP || BIAS;
 
@@ -92,3 +97,6 @@ static_assert(NUM_WARPS >= 1 && NUM_WARPS <= 32, "NUM_WARPS must be 1 to 32");
 static_assert(
     HEAD_DIM % VEC == 0, "HEAD_DIM must be a multiple of VEC, or a load would cross a row");
 static_assert(VEC * sizeof(elem_t) <= 16, "VEC elements must fit in one 16-byte access");
+static_assert(
+    BLOCK_MASK_Q % BLOCK_Q == 0 && BLOCK_MASK_KV % BLOCK_KV == 0,
+    "BLOCK_Q and BLOCK_KV must divide the blocks of the block mask: a step is kept whole or not");

@@ -40,6 +40,9 @@ struct AttnParams {
   int32_t window_shift;  // WINDOW: query row i may attend key j where j >= i + window_shift
   float softcap;         // SOFTCAP: s becomes softcap * tanh(s / softcap)
   float softcap_inverse;
+  const int32_t* kept_blocks;  // [batch, heads, q_blocks, 1 + kv_blocks]: how many blocks of keys
+                               // are kept, then which, rising; not read unless BLOCK_MASK
+  Strides kept_stride;         // len: from one block of query rows to the next
 };
 
 // A persistent kernel appends: where its blocks take their next tile.

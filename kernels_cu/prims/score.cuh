@@ -43,6 +43,60 @@ __device__ __forceinline__ bool admitted(const AttnParams& p, int row, int key) 
   return key < p.len_kv;
 }
 
+// ---- by block: which steps over keys are taken -----------------------------------------------
+
+// The keys that query rows [q0, q0 + BLOCK_Q) of one head step over, BLOCK_KV at a time, among the
+// keys [first, last) that their place leaves. Steps are counted in keys: step number n, a multiple
+// of BLOCK_KV with begin < n + BLOCK_KV and n < end, starts at key(n). Of a block mask only the
+// kept blocks are counted, one behind the other; without one every step is where its number says.
+struct KeptKeys {
+  int begin, end;
+  const int32_t* blocks;  // [kv_blocks], rising
+
+  __device__ __forceinline__
+  KeptKeys(const AttnParams& p, int64_t batch, int64_t head, int q0, int first, int last)
+      : begin(first), end(last) {
+    if constexpr (BLOCK_MASK) {
+      blocks = p.kept_blocks + batch * p.kept_stride.batch + head * p.kept_stride.head +
+               q0 / BLOCK_MASK_Q * p.kept_stride.len;
+      end = *blocks++ * BLOCK_MASK_KV;
+      begin = count_before(first - BLOCK_KV + 1);
+      end = count_before(last);
+    }
+  }
+
+  // The first key of a step. Steps past the end ask as well, and get any number.
+  __device__ __forceinline__ int key(int number) const {
+    if constexpr (BLOCK_MASK) {
+      if (number >= end) return number;
+      return blocks[number / BLOCK_MASK_KV] * BLOCK_MASK_KV + number % BLOCK_MASK_KV;
+    }
+    return number;
+  }
+
+  // The number of the first step that starts at key `limit` or later; end where none does.
+  __device__ __forceinline__ int count_before(int limit) const {
+    int low = 0, high = end / BLOCK_KV;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (key(middle * BLOCK_KV) < limit)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low * BLOCK_KV;
+  }
+
+  // Is there a step that starts at key kv0?
+  __device__ __forceinline__ bool include(int kv0) const {
+    if constexpr (BLOCK_MASK) {
+      const int number = count_before(kv0);
+      return number < end && key(number) == kv0;
+    }
+    return true;
+  }
+};
+
 // ---- scores ----------------------------------------------------------------------------------
 
 // The factor of products that are scaled before S4 by a row's own scale: to log2 units, or natural.

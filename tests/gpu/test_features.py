@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import api, attention, plan, unfused
+from cupyattn import BlockMask, api, attention, plan, unfused
 from cupyattn import compile as kc
 from cupyattn.reference import attention_exact
 from cupyattn.request import Options, resolve
@@ -23,6 +23,7 @@ from tests.runs import ADDED, CELLS, PLAIN, RUNGS, Guarded, Run, bits, normal, o
 
 cupy = pytest.importorskip("cupy")
 
+PORTABLE = [(rung, dtype) for rung, dtype in CELLS if not rung.endswith("@sm90")]
 #: Several tiles of every rung, and tails.
 SHAPE = (2, 4, 150, 333)
 HEAD_DIM = 64
@@ -148,6 +149,41 @@ def test_calls_of_late_see_the_mask_that_they_are_given(rung: str) -> None:
         assert bits(prepared(*inputs)) == bits(found[-1])
         assert bits(prepared(*inputs, mask=mask)) == bits(found[-1])
     assert len({bits(o) for o in found}) == 3
+
+
+@pytest.mark.parametrize(("rung", "dtype"), PORTABLE)
+def test_a_block_mask_is_a_mask(rung: str, dtype: str) -> None:
+    """To the bit, on the same tiles; NaN in dropped keys and values has no influence."""
+    q, k, v = inputs_of(dtype)
+    kept = np.random.default_rng(2).random((2, 4, 3, 6)) < 0.5
+    kept[0, :, 1] = False  # rows that attend to nothing
+    kept[:, :, :, 2] = False
+    spoilt = [x.copy() for x in (k, v)]
+    for x in spoilt:
+        x[:, :, 128:192] = np.nan
+    mask = BlockMask(kept, 64, 64)
+    tiles = variant_of(rung).tiles_for(HEAD_DIM, block_mask=mask.blocks)
+    for options in ({}, {"causal": True, "window": (200, -1)}):
+        masked = run(rung, (q, k, v), block_mask=mask, **options)
+        masked.check()
+        dense = cupy.asarray(mask.to_dense(*SHAPE[2:]))
+        assert_same(masked, run(rung, (q, k, v), mask=dense, tiles=tiles, **options))
+        if rung in PLAIN:
+            assert_same(masked, run(rung, (q, *spoilt), block_mask=mask, **options))
+        on_its_device = BlockMask(cupy.asarray(kept), 64, 64)
+        assert_same(masked, run(rung, (q, k, v), block_mask=on_its_device, **options))
+
+
+def test_calls_of_late_see_the_block_mask_that_they_are_given() -> None:
+    q, k, v = inputs_of(shape=(1, 2, 130, 200))
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        mask = BlockMask(rng.random((1, 2, 3, 4)) < 0.5, 64, 64)
+        dense = cupy.asarray(mask.to_dense(130, 200))
+        tiles = variant_of("fa_tc").tiles_for(HEAD_DIM, block_mask=mask.blocks)
+        wanted = attention(q, k, v, variant="fa_tc", mask=dense, tiles=tiles)
+        assert bits(attention(q, k, v, variant="fa_tc", block_mask=mask)) == bits(wanted)
+        assert bits(plan(q, k, v, variant="fa_tc", block_mask=mask)(q, k, v)) == bits(wanted)
 
 
 def test_the_steps_of_the_unfused_rung_take_them() -> None:
