@@ -38,6 +38,8 @@ def attention(
     mask: Any = None,
     bias: Any = None,
     rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
     block_mask: BlockMask | None = None,
     layout: str = "BHSD",
     return_lse: bool = False,
@@ -60,8 +62,10 @@ def attention(
         Keys and values; `heads_kv` divides `heads` (grouped heads).
     variant : {"auto", "unfused", "fa", "fa_warps", "fa_tc", "fa_int8"} or a registered name
         The rung. One asked for by name is never replaced.
-    accuracy : {"full", "balanced"}
-        With ``variant="auto"``: the input's own 16/32-bit arithmetic, or INT8 Q.K^T.
+    accuracy : {"full", "balanced", "aggressive"}
+        With ``variant="auto"``: the input's own 16/32-bit arithmetic; INT8 Q.K^T and 16-bit P.V; or
+        8-bit P.V too. Of the rungs of the class the one runs that was the fastest where it was
+        measured (`cupyattn.auto.choose`); `explain` says where that was.
     scale : float, optional
         Softmax scale; ``head_dim ** -0.5`` when omitted.
     causal : bool
@@ -80,8 +84,14 @@ def attention(
     bias : array, optional
         float16, bfloat16 or float32, added to the scores in natural units; broadcasts likewise.
         -inf masks the key.
-    rope
-        Part of the interface, not offered yet.
+    rope : (array, array), optional
+        Cosines and sines, ``(positions, head_dim / 2)`` in float32, float16 or bfloat16: Q and K
+        are turned by their positions first, i of key i. The result is attention of the turned
+        operands, rounded to their type (`cupyattn.rope.Rope.turned`); q and k stay as they are.
+    rope_interleaved : bool
+        Angle d turns channels 2 d and 2 d + 1; otherwise d and d + head_dim / 2.
+    rope_offset_q : int
+        Position of query row 0: ``len_kv - len_q`` where the queries are the last of the keys.
     block_mask : BlockMask, optional
         Which blocks of 64 or 128 keys a block of query rows attends to, combined with all of the
         above by AND. What it drops is neither loaded nor computed: cost follows the blocks kept.
@@ -137,17 +147,19 @@ def attention(
     key = None
     if out is None and layout == "BHSD" and not check_finite:
         key = form_key(
-            (variant, accuracy, scale, causal, causal_align, window, softcap, rope, return_lse,
-             quant, tiles, arch, backend),
-            q, k, v, mask, bias, block_mask,
+            (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
+             rope_offset_q, return_lse, quant, tiles, arch, backend),
+            q, k, v, mask, bias, block_mask, rope,
         )  # fmt: skip
         ready = recall(key)
         if ready is not None:
-            o, lse = ready.run(direct_operands(q, k, v, mask, bias, block_mask) or {}, None)
+            operands = direct_operands(q, k, v, mask, bias, block_mask, rope) or {}
+            o, lse = ready.run(operands, None)
             return (o, lse) if return_lse else o
     options = Options(
         variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
-        block_mask, layout, return_lse, out, quant, tiles, arch, backend, check_finite,
+        rope_interleaved, rope_offset_q, block_mask, layout, return_lse, out, quant, tiles, arch,
+        backend, check_finite,
     )  # fmt: skip
     request = resolve(q, k, v, options)
     if request.backend == "mirror":
@@ -156,8 +168,9 @@ def attention(
         ready = Prepared(request, keep=False)
         operands = operands_of(request)
         o, lse = ready.run(operands, request.receiver)
-        given = direct_operands(q, k, v, mask, bias, block_mask) or {}
-        # NOTE: mask and bias are broadcast views; where they were copied they lie elsewhere.
+        given = direct_operands(q, k, v, mask, bias, block_mask, rope) or {}
+        # NOTE: mask and bias are broadcast views; where they were copied they lie elsewhere, as
+        # the tables of rope do.
         if key is not None and all(same_place(operands[n], a) for n, a in given.items()):
             remember(key, ready)  # nothing was copied to be laid out otherwise
     result = request.restore(o) if out is None else out
@@ -219,7 +232,7 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     >>> import numpy as np
     >>> q = np.ones((1, 1, 4, 8), np.float16)
     >>> print(explain(q, q, q).splitlines()[0])
-    fa_tc: the fastest rung of accuracy class 'full' for float16
+    fa_tc: the fastest rung of accuracy class 'full' for float16, by rule: it runs on no device
     """
     request = resolve(q, k, v, _options("explain", options))
     where = {
@@ -233,7 +246,7 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
 
 
 def _score_lines(request: Request) -> list[str]:
-    """Say what happens to the scores, in one line where anything does."""
+    """Say what happens to the scores and to what makes them, in a line each where anything does."""
     call, said = request.call, []
     if call.causal or call.window:
         ends = [f"i{call.window_shift:+d} <= j"] if call.window else []
@@ -250,7 +263,14 @@ def _score_lines(request: Request) -> list[str]:
             f"block mask of {block_mask.block_q} x {block_mask.block_kv} blocks, "
             f"{block_mask.density:.1%} of them kept"
         ]
-    return ["scores: " + "; ".join(said)] if said else []
+    lines = ["scores: " + "; ".join(said)] if said else []
+    if call.rope:
+        where = "as they are loaded" if request.variant.turns_on_load else "in a pass before"
+        lines += [
+            f"rope: {call.rope.replace('_', '-')} channels of q and k are turned {where}; query "
+            f"row i has the position i+{call.rope_offset_q}"
+        ]
+    return lines
 
 
 def _options(function: str, options: dict[str, Any]) -> Options:

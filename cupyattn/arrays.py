@@ -24,6 +24,19 @@ def is_cupy(array: Any) -> bool:
     return cupy is not None and isinstance(array, cupy.ndarray)
 
 
+def device_of(array: Any) -> int:
+    """Return the number of the device that holds a CuPy array, -1 for the host."""
+    return int(array.data.device_id) if is_cupy(array) else -1
+
+
+def check_one_device(**named: Any) -> None:
+    """Raise ValueError unless the arrays that are given (None: not) lie on one device."""
+    places = {name: device_of(array) for name, array in named.items() if array is not None}
+    if len(set(places.values())) > 1:
+        where = ", ".join(f"{name} on {number}" for name, number in places.items())
+        raise ValueError(f"all arrays of a call must lie on one device, got {where}")
+
+
 def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Take a caller's array.
 

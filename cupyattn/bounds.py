@@ -32,6 +32,7 @@ from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
 from cupyattn.registry import lookup
+from cupyattn.rope import Rope, check_turned_before
 from cupyattn.rounding import (
     NEG_INF,
     Array,
@@ -67,6 +68,7 @@ __all__ = [
     "gamma",
     "half_ulp",
     "quantisation",
+    "rotation",
     "softmax_perturbation",
 ]
 
@@ -130,6 +132,9 @@ def attention(
     mask: Array | None = None,
     bias: Array | None = None,
     block_mask: BlockMask | None = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
     rows: Array | None = None,
     quantized: Any = None,
 ) -> Bound:
@@ -151,6 +156,9 @@ def attention(
         Form of the kernel.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `cupyattn.reference.attention_exact`.
+    rope, rope_interleaved, rope_offset_q
+        As for `cupyattn.attention`: the bound is about attention of the operands as the kernel
+        turns them, `cupyattn.rope.Rope.turned`. `rotation` bounds what that rounds (R0).
     quantized : QuantizedQKV, optional
         INT8 operands: the bound is then about attention of ``quantized.dequantize()``.
 
@@ -188,6 +196,11 @@ def attention(
     else:
         dtype = quantized.out_dtype
         q, k, v = kernel_operands(quantized)
+    _, _, _, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
+    if turn is not None:
+        check_turned_before(quantized)
+        q, k = turn.turned(q, k)
     n = numerics or compose_numerics(
         lookup(variant).family, form, dtype, softcap=bool(softcap), bias=bias is not None
     )
@@ -382,6 +395,46 @@ def _lse_bound(
         size, roundings = size + log_l + dot + back * U, 5
     delta = delta + LOG2F_ERROR * log_l
     return (delta + ((1 + U) ** roundings - 1) * (size + delta)) * REFERENCE
+
+
+def rotation(x: Array, rope: Rope, position: int) -> Array:
+    r"""Bound |operand as the kernels turn it - operand turned exactly|, element by element (R0).
+
+    Parameters
+    ----------
+    x : (batch, heads, length, head_dim) array
+        Q or K in float16, bfloat16 or float32, before it is turned.
+    rope : Rope
+        The tables, which count as exact.
+    position : int
+        Of row 0.
+
+    Returns
+    -------
+    array, float64, shaped as x
+        +inf where the turned operand may leave the range of its type.
+
+    Notes
+    -----
+    x c - y s meets two roundings of each product, :math:`((1 + u)^2 - 1)(|x c| + |y s|)`, what
+    underflows and the rounding to the storage type. Times σ and the other operand it perturbs the
+    scores as the codes of INT8 do (docs/MATH_REFERENCE.md, R0 and Q3).
+    """
+    xp = array_namespace(x)
+    size, turned = xp.empty(x.shape, np.float64), xp.empty(x.shape, np.float64)
+    cos, sin = (as_float64(table) for table in rope.angles(x.shape[2], position))
+    first, second = rope.split(as_float64(x))
+    for sizes, values, one, other in zip(
+        rope.split(size),
+        rope.split(turned),
+        (first * cos, second * cos),
+        (-second * sin, first * sin),
+        strict=True,
+    ):
+        sizes[...], values[...] = xp.abs(one) + xp.abs(other), xp.abs(one + other)
+    error = ((1 + U) ** 2 - 1) * size + 2.0**-148
+    error = (error + half_ulp(turned + error, x.dtype.name)) * REFERENCE
+    return xp.where(size + error <= LARGEST[x.dtype.name], error, xp.inf)
 
 
 def quantisation(

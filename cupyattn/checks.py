@@ -58,6 +58,10 @@ class AttentionCall:
         Storage type of the additive bias; "": none.
     block_mask : (int, int)
         Rows and keys of a block of the block mask; (0, 0): there is none.
+    rope : str
+        Which columns of Q and K a rotary embedding turns as a pair (`Features.rope`); "": none.
+    rope_offset_q : int
+        Query row i has the position ``i + rope_offset_q``, key j the position j.
     """
 
     batch: int
@@ -77,6 +81,8 @@ class AttentionCall:
     mask: bool = False
     bias: str = ""
     block_mask: tuple[int, int] = (0, 0)
+    rope: str = ""
+    rope_offset_q: int = 0
 
     @property
     def score_shape(self) -> tuple[int, int, int, int]:

@@ -147,10 +147,10 @@ class Binary:
 def supported_architectures() -> tuple[str, ...]:
     """Return those of `ARCHITECTURES` that the NVRTC of this environment compiles for."""
     known = nvrtc.load().capabilities
-    return tuple(arch for arch in ARCHITECTURES if _capability(arch) in known)
+    return tuple(arch for arch in ARCHITECTURES if capability_of(arch) in known)
 
 
-def _capability(arch: str) -> int:
+def capability_of(arch: str) -> int:
     """Return the compute capability of an architecture times ten: 90 for ``"sm_90a"``."""
     match = re.fullmatch(r"sm_(\d+)[af]?", arch)
     if match is None:
@@ -197,7 +197,7 @@ def build(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
     may compile, the last rename wins, and every file is whole).
     """
     compiler = nvrtc.load()
-    if _capability(arch) not in compiler.capabilities:
+    if capability_of(arch) not in compiler.capabilities:
         known = ", ".join(f"sm_{value}" for value in compiler.capabilities)
         raise UnsupportedError(
             f"NVRTC {_dotted(compiler.version)} does not know {arch}, only {known}: "
@@ -565,7 +565,7 @@ def device_architecture(capability: int, hopper: bool = False) -> str:
 
 def check_runs_on(arch: str, capability: int) -> None:
     """Raise where a device cannot run the machine code of an architecture."""
-    needed = _capability(arch)
+    needed = capability_of(arch)
     exact = arch.endswith("a")
     same_generation = needed // 10 == capability // 10 and needed <= capability
     if needed != capability and (exact or not same_generation):

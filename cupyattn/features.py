@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DTYPES = ("float16", "bfloat16", "float32")
+#: Which columns a rotary embedding turns together: d and d + head_dim / 2, or 2 d and 2 d + 1.
+ROPE_PAIRS = ("half_split", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Features:
     block_mask : (int, int)
         Query rows and key rows of a block of the block mask, which says the blocks of keys that a
         block of rows attends to; (0, 0): there is none.
+    rope : {"", "half_split", "interleaved"}
+        Which columns of Q and K are turned as a pair by their row's position; "": none.
     """
 
     dtype: str
@@ -53,12 +57,15 @@ class Features:
     mask: bool = False
     bias: str = ""
     block_mask: tuple[int, int] = (0, 0)
+    rope: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"features.dtype must be one of {DTYPES}, got {self.dtype!r}")
         if self.bias not in ("", *DTYPES):
             raise ValueError(f"features.bias must be '' or one of {DTYPES}, got {self.bias!r}")
+        if self.rope not in ("", *ROPE_PAIRS):
+            raise ValueError(f"features.rope must be '' or one of {ROPE_PAIRS}, got {self.rope!r}")
         if not 1 <= self.head_dim <= 256:
             raise ValueError(f"features.head_dim must be 1 to 256, got {self.head_dim}")
 
@@ -78,4 +85,5 @@ class Features:
             "CFG_BIAS": 1 + DTYPES.index(self.bias) if self.bias else 0,
             "CFG_BLOCK_MASK_Q": self.block_mask[0],
             "CFG_BLOCK_MASK_KV": self.block_mask[1],
+            "CFG_ROPE": 1 + ROPE_PAIRS.index(self.rope) if self.rope else 0,
         }

@@ -37,6 +37,7 @@ ATTN_PARAMS = np.dtype(
         ("mask", "u8"), ("bias", "u8"), ("mask_stride", "i8", 4), ("bias_stride", "i8", 4),
         ("window_shift", "i4"), ("softcap", "f4"), ("softcap_inverse", "f4"),
         ("kept_blocks", "u8"), ("kept_stride", "i8", 3),
+        ("rope_cos", "u8"), ("rope_sin", "u8"), ("rope_offset_q", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -234,7 +235,7 @@ def _blocks(*counts: int) -> int:
 def _features(call: AttentionCall, vec: int, group_q: int = 0, group_kv: int = 0) -> Features:
     return Features(
         call.dtype, call.head_dim, call.causal, call.return_lse, vec, group_q, group_kv,
-        call.window, bool(call.softcap), call.mask, call.bias, call.block_mask,
+        call.window, bool(call.softcap), call.mask, call.bias, call.block_mask, call.rope,
     )  # fmt: skip
 
 
@@ -269,6 +270,8 @@ def _params(
         "softcap_inverse": 1 / call.softcap if call.softcap else 0.0,
         "kept_blocks": "kept_blocks" if kept_blocks else None,
         "kept_stride": kept_blocks.row_strides if kept_blocks else absent[:3],
+        "rope_cos": "rope_cos" if call.rope else None,
+        "rope_sin": "rope_sin" if call.rope else None, "rope_offset_q": call.rope_offset_q,
     }  # fmt: skip
 
 
@@ -294,7 +297,8 @@ def plan_attention(
     variant : Variant
     call : AttentionCall
     q, k, v, o : Operand
-        The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs.
+        The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs;
+        with rope also ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.rope.Rope` has them.
     mask, bias : Operand, optional
         The buffers ``"mask"`` and ``"bias"``, of shape (batch, heads, len_q, len_kv), where the
         call has them; stride 0 where they are broadcast.
@@ -318,6 +322,10 @@ def plan_attention(
         For a dtype or size that the variant does not take.
     """
     variant.check_dtype(call.dtype)
+    if call.rope and not variant.turns_on_load:
+        raise UnsupportedError(
+            f"{variant.name} takes operands that are turned already: run plan_rotation on q and k"
+        )
     form, note = "portable", ""
     if arch == "sm_90a" and "sm90" in variant.forms:
         note = _hopper_obstacle(call, q, k, v)

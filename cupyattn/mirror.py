@@ -20,6 +20,7 @@ from cupyattn.checks import check_dtype, check_scale, check_shapes
 from cupyattn.numerics import Numerics, check_features
 from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.registry import lookup
+from cupyattn.rope import Rope, check_turned_before
 from cupyattn.rounding import (
     NEG_INF,
     STORAGE,
@@ -350,6 +351,9 @@ def attention_mirror(
     mask: Array | None = None,
     bias: Array | None = None,
     block_mask: BlockMask | None = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
     return_lse: bool = False,
     trace: bool = False,
     numerics: Numerics | None = None,
@@ -368,6 +372,9 @@ def attention_mirror(
         Block sizes; keys are taken ``tiles.block_kv`` at a time.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `attention_exact`.
+    rope, rope_interleaved, rope_offset_q
+        As for `cupyattn.attention`; q and k are turned as the kernels turn them (R0). Quantised
+        operands are turned beforehand.
     return_lse : bool
         Also return the log-sum-exp.
     trace : bool
@@ -425,7 +432,11 @@ def attention_mirror(
     given = {"softcap": bool(softcap), "bias": bias is not None}
     n = numerics or compose_numerics(rung.family, "portable", dtype, **given)
     check_features(n, softcap, bias)
-    head_dim = check_shapes(q.shape, k.shape, v.shape)[-1]
+    _, _, _, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
+    if turn is not None:
+        check_turned_before(quantized)
+        q, k = turn.turned(q, k)
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     tiles = rung.tiles_for(head_dim, tiles, block_mask=blocks)
     sigma = check_scale(scale, head_dim)

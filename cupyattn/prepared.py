@@ -9,7 +9,7 @@ from typing import Any
 
 from cupyattn import backends, checks, executor, launch, registry
 from cupyattn import compile as compiler
-from cupyattn.arrays import is_cupy
+from cupyattn.arrays import device_of, is_cupy
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall, data_address
 from cupyattn.launch import Operand, Plan, Workspace
@@ -17,14 +17,15 @@ from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.operands import scale_shape, static_scales
 from cupyattn.quant.plan import plan_operand
 from cupyattn.request import Request, resolve
+from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import STORAGE, array_namespace
 
 #: Buffers of a quantised call, as fields of `QuantizedQKV`.
 QUANTIZED = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
-
-
 #: Operands that say what happens to the scores, as fields of `Request`.
 OF_SCORES = ("mask", "bias", "kept_blocks")
+#: Buffers of a call beside q, k and v, which a prepared call keeps.
+ADDED = (*OF_SCORES, "rope_cos", "rope_sin")
 
 
 # ---- what a call consists of ---------------------------------------------------------------------
@@ -62,16 +63,17 @@ class Stages:
 
 
 def stages(request: Request) -> Stages:
-    """Plan a request from shapes and strides alone: the quantising passes, then attention."""
+    """Plan a request from shapes and strides alone.
+
+    First come the passes that turn and quantise the operands, where there are such, then attention.
+    """
     call, options, z = request.call, request.options, request.quantized
     o = _output(request)
+    if call.rope and not request.variant.turns_on_load:
+        return _turning_stages(request, o)
+    q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
     if request.variant.family != "int8":
-        q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
-        plan = launch.plan_attention(
-            request.variant, call, q, k, v, o, **_of_scores(request), tiles=options.tiles,
-            arch=architecture(request),
-        )  # fmt: skip
-        return Stages((Stage(plan),))
+        return Stages((Stage(_attention_plan(request, call, q, k, v, o)),))
     if z is not None:
         operands = [Operand.of(getattr(z, name)) for name in QUANTIZED[:3]]
         scales = [Operand.of(z.q_scale), Operand.of(z.k_scale)]
@@ -80,7 +82,42 @@ def stages(request: Request) -> Stages:
             smoothed=z.k_mean is not None, **_of_scores(request), tiles=options.tiles,
         )  # fmt: skip
         return Stages((Stage(plan),))
-    return _quantising_stages(request, o)
+    return _quantising_stages(request, call, q, k, v, o)
+
+
+def _attention_plan(
+    request: Request, call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand
+) -> Plan:
+    """Plan a 16/32-bit rung on operands that may be others than the caller's."""
+    return launch.plan_attention(
+        request.variant, call, q, k, v, o, **_of_scores(request), tiles=request.options.tiles,
+        arch=architecture(request),
+    )  # fmt: skip
+
+
+def _turning_stages(request: Request, o: Operand) -> Stages:
+    """Plan a rung that takes operands turned already: a pass for each of Q and K, then the rung."""
+    call, operands = request.call, {"q": Operand.of(request.q), "k": Operand.of(request.k)}
+    passes = tuple(
+        Stage(
+            plan_rotation(x, call.dtype, call.rope, call.rope_offset_q if name == "q" else 0),
+            {"x": name, "turned": f"{name}_turned"},
+        )
+        for name, x in operands.items()
+    )
+    between = tuple(Workspace(f"{n}_turned", x.shape, call.dtype) for n, x in operands.items())
+    q, k = (Operand.contiguous(x.shape, x.itemsize) for x in operands.values())
+    v, call = Operand.of(request.v), replace(call, rope="", rope_offset_q=0)
+    if request.variant.family == "int8":
+        rest = _quantising_stages(request, call, q, k, v, o)
+    else:
+        rest = Stages((Stage(_attention_plan(request, call, q, k, v, o)),))
+    turned = {name: f"{name}_turned" for name in operands}
+    stages = tuple(
+        Stage(one.plan, {**turned, **{n: turned.get(b, b) for n, b in one.names.items()}})
+        for one in rest.stages
+    )
+    return Stages((*passes, *stages), (*between, *rest.between))
 
 
 def _of_scores(request: Request) -> dict[str, Operand | None]:
@@ -103,19 +140,22 @@ def _output(request: Request) -> Operand:
     return Operand((batch, heads, len_q, head_dim), strides, itemsize, 0)
 
 
-def _quantising_stages(request: Request, o: Operand) -> Stages:
-    call, options = request.call, request.options
+def _quantising_stages(
+    request: Request, call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand
+) -> Stages:
+    """Plan ``fa_int8`` on arrays, which may be others than the caller's: quantise, then attend."""
+    options = request.options
     quant = options.quant or QuantConfig()
     tiles = options.tiles or request.variant.default_tiles(call.head_dim)
     passes: list[Stage] = []
     between: list[Workspace] = []
     codes, scales = [], []
     groups = quant.group_q(tiles), quant.group_kv(tiles)
-    for name, array, group, granularity, smooth in (
-        ("q", request.q, groups[0], quant.granularity_q, False),
-        ("k", request.k, groups[1], quant.granularity_k, quant.smooth_k),
+    for name, x, group, granularity, smooth in (
+        ("q", q, groups[0], quant.granularity_q, False),
+        ("k", k, groups[1], quant.granularity_k, quant.smooth_k),
     ):
-        x, shape = Operand.of(array), scale_shape(array.shape, group, granularity)
+        shape = scale_shape(x.shape, group, granularity)
         plan = plan_operand(
             x, call.dtype, group, per_tensor=granularity == "tensor", smooth=smooth,
             static=quant.static,
@@ -135,7 +175,6 @@ def _quantising_stages(request: Request, o: Operand) -> Stages:
         passes.append(Stage(plan, {"x": name, **names}))
         codes.append(Operand.contiguous(x.shape, 1))
         scales.append(Operand.contiguous(shape, 4))
-    v = Operand.of(request.v)
     if call.dtype == "float32":  # P.V takes float16
         v = Operand.contiguous(v.shape, 2)
         between.append(Workspace("v_operand", v.shape, "float16"))
@@ -164,22 +203,25 @@ def architecture(request: Request) -> str | None:
 
 @dataclass(frozen=True)
 class Form:
-    """What a plan was made for: an array's shape, strides in bytes, dtype, address modulo 16."""
+    """What a plan was made for: shape, strides in bytes, dtype, address modulo 16, device."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: Any
     misalignment: int
+    device: int
 
     @classmethod
     def of(cls, array: Any) -> Form:
         """Describe a NumPy or CuPy array."""
-        return cls(array.shape, array.strides, array.dtype, data_address(array) % 16)
+        address = data_address(array)
+        return cls(array.shape, array.strides, array.dtype, address % 16, device_of(array))
 
     def __str__(self) -> str:
         return (
             f"shape {self.shape}, strides {self.strides} bytes, dtype {self.dtype}, address "
             f"16 n + {self.misalignment}"
+            + (f" on device {self.device}" if self.device >= 0 else "")
         )
 
 
@@ -205,9 +247,9 @@ class Prepared:
         # NOTE: a call that attention() remembers keeps no array of its caller alive.
         self._options = replace(request.options, out=None, mask=None, bias=None)
         if not keep:
-            self._options = replace(self._options, block_mask=None)
+            self._options = replace(self._options, block_mask=None, rope=None)
         self._added = {
-            name: a for name, a in operands_of(request).items() if keep and name in OF_SCORES
+            name: a for name, a in operands_of(request).items() if keep and name in ADDED
         }
         self._stages = stages(request)
         self._xp = array_namespace(request.q)
@@ -310,6 +352,7 @@ class Prepared:
                 or array.strides != form.strides
                 or array.dtype != form.dtype
                 or data_address(array) % 16 != form.misalignment
+                or device_of(array) != form.device
             ):
                 found = "nothing" if array is None else str(Form.of(array))
                 raise ValueError(f"{name} was planned as {form}, got {found}: plan anew")
@@ -373,6 +416,8 @@ def operands_of(request: Request) -> dict[str, Any]:
     else:
         found = {name: getattr(z, name) for name in QUANTIZED}
     found |= {name: getattr(request, name) for name in OF_SCORES}
+    if request.rope is not None:
+        found |= {"rope_cos": request.rope.cos, "rope_sin": request.rope.sin}
     return {name: a for name, a in found.items() if a is not None}
 
 
@@ -406,6 +451,8 @@ def run_mirror(request: Request) -> tuple[Any, Any]:
 
     options, z = request.options, request.quantized
     operands: tuple[Any, ...] = (request.q, request.k, request.v)
+    if request.rope is not None:
+        operands = (*request.rope.turned(request.q, request.k), request.v)
     if request.variant.family == "int8":
         z = z or quantize(
             *operands, quant=options.quant, tiles=options.tiles, backend=request.backend
@@ -439,6 +486,7 @@ def form_key(
     mask: Any = None,
     bias: Any = None,
     block_mask: Any = None,
+    rope: Any = None,
 ) -> Any:
     """Return what a call on CuPy arrays depends on beside their values, None if that is not known.
 
@@ -453,16 +501,17 @@ def form_key(
     q, k, v : array, or q a QuantizedQKV
     mask, bias : array, optional
     block_mask : BlockMask, optional
+    rope : (array, array), optional
     """
-    operands = direct_operands(q, k, v, mask, bias, block_mask)
+    operands = direct_operands(q, k, v, mask, bias, block_mask, rope)
     if operands is None:
         return None
     forms = tuple((a.shape, a.strides, a.dtype, a.data.ptr % 16) for a in operands.values())
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     own = (q.group_q, q.group_kv, q.config, q.out_dtype) if isinstance(q, QuantizedQKV) else ()
-    device = next(iter(operands.values())).device.id
+    devices = tuple(a.data.device_id for a in operands.values())
     rung = registry.VARIANTS.get(options[0])
-    key = (*options, blocks, rung, *operands, *forms, *own, device, compiler.generation())
+    key = (*options, blocks, rung, *operands, *forms, *own, devices, compiler.generation())
     try:
         hash(key)
     except TypeError:
@@ -471,7 +520,13 @@ def form_key(
 
 
 def direct_operands(
-    q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None, block_mask: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    bias: Any = None,
+    block_mask: Any = None,
+    rope: Any = None,
 ) -> dict[str, Any] | None:
     """Return the operands by name where all of them are CuPy arrays, else None."""
     if isinstance(q, QuantizedQKV) and k is None and v is None:
@@ -482,6 +537,10 @@ def direct_operands(
         operands["mask"] = mask
     if bias is not None:
         operands["bias"] = bias
+    if rope is not None:
+        if not (isinstance(rope, tuple) and len(rope) == 2):
+            return None
+        operands["rope_cos"], operands["rope_sin"] = rope
     if not all(map(is_cupy, operands.values())):
         return None
     if isinstance(block_mask, BlockMask):

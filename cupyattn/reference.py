@@ -24,6 +24,7 @@ from cupyattn.mirror import (
     softmax_mirror,
     weighted_sum_mirror,
 )
+from cupyattn.rope import Rope
 from cupyattn.rounding import NEG_INF, Array, array_namespace, as_float64, split_heads
 from cupyattn.scoring import Scoring
 
@@ -213,6 +214,9 @@ def attention_exact(
     mask: Array | None = None,
     bias: Array | None = None,
     block_mask: BlockMask | None = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
     rows: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -242,6 +246,8 @@ def attention_exact(
         float16, bfloat16 or float32, added to the scores; broadcasts likewise. -inf masks the key.
     block_mask : BlockMask, optional
         Which blocks of keys a block of rows attends to; combined with all of these by AND.
+    rope, rope_interleaved, rope_offset_q
+        As for `cupyattn.attention`; q and k are turned in float64.
     rows : 1-D integer array, optional
         Query rows to compute, in this order; by default all.
     return_lse : bool
@@ -282,7 +288,10 @@ def attention_exact(
     [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
     """
     xp = array_namespace(q, k, v)
-    batch, heads, heads_kv, len_q, _, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    batch, heads, heads_kv, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
+    if turn is not None:
+        q, k = turn.exact(q, k)
     num_rows = len_q if rows is None else len(rows)
     o = xp.zeros((batch, heads, num_rows, head_dim))
     lse = xp.full((batch, heads, num_rows), NEG_INF)

@@ -59,6 +59,11 @@ class Variant:
         """
         return ("portable", "sm90") if self.hopper_tiles and not self.source else ("portable",)
 
+    @property
+    def turns_on_load(self) -> bool:
+        """Whether rotary embeddings happen as Q and K are loaded; otherwise in a pass before."""
+        return self.family in ("unfused", "float32")
+
     def check_dtype(self, dtype: str) -> None:
         """Raise UnsupportedError unless this rung takes arrays of `dtype`."""
         if dtype not in self.dtypes:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cupyattn import arrays, backends, checks, registry
+from cupyattn import arrays, auto, backends, checks, registry
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall
+from cupyattn.compile import capability_of
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.registry import Variant
+from cupyattn.rope import Rope, check_turned_before
 from cupyattn.rounding import array_namespace
 from cupyattn.scoring import check_smoothing
 from cupyattn.tiles import Tiles
-
-#: What ``variant="auto"`` runs by accuracy class and dtype: the fastest rung of the class in
-#: experiments/results/ladder.json, which is of float16; float32 takes the fastest that it can.
-AUTO = {
-    "full": {"float16": "fa_tc", "bfloat16": "fa_tc", "float32": "fa_warps"},
-    "balanced": dict.fromkeys(("float16", "bfloat16", "float32"), "fa_int8"),
-}
-#: Options of the interface that no rung takes yet.
-NOT_YET = ("rope",)
 
 
 @dataclass(frozen=True)
@@ -43,6 +36,8 @@ class Options:
     mask: Any = None
     bias: Any = None
     rope: Any = None
+    rope_interleaved: bool = False
+    rope_offset_q: int = 0
     block_mask: BlockMask | None = None
     layout: str = "BHSD"
     return_lse: bool = False
@@ -52,10 +47,6 @@ class Options:
     arch: str | None = None
     backend: str | None = None
     check_finite: bool = False
-
-
-#: Those of NOT_YET, and the value that means "absent".
-_ABSENT = {field.name: field.default for field in fields(Options) if field.name in NOT_YET}
 
 
 @dataclass(frozen=True)
@@ -77,6 +68,8 @@ class Request:
         The caller's, broadcast to (batch, heads, len_q, len_kv) without a copy.
     kept_blocks : array or None
         What kernels read of the caller's block mask, beside q.
+    rope : Rope or None
+        The tables of a rotary embedding, as the kernels read them.
     quantized : QuantizedQKV or None
         What the caller brought already quantised.
     receiver : array or None
@@ -98,6 +91,7 @@ class Request:
     mask: Any
     bias: Any
     kept_blocks: Any
+    rope: Rope | None
     quantized: QuantizedQKV | None
     receiver: Any
     restore: Callable[[Any], Any]
@@ -121,12 +115,6 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention` says.
     """
-    for name, default in _ABSENT.items():
-        if not _is_default(getattr(options, name), default):
-            raise UnsupportedError(
-                f"{name} is not supported yet, only causal, window, softcap, mask, bias, "
-                "block_mask, grouped heads and any lengths are"
-            )
     _check_kind("tiles", options.tiles, Tiles, "a cupyattn.Tiles or None")
     _check_kind("quant", options.quant, QuantConfig, "a cupyattn.QuantConfig or None")
     _check_kind("block_mask", options.block_mask, BlockMask, "a cupyattn.BlockMask or None")
@@ -142,12 +130,23 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     q, k, v = (arrays.contiguous_last_axis(to_bhsd(a, options.layout)) for a in (q, k, v))
     sizes = checks.check_shapes(*(tuple(a.shape) for a in (q, k, v)))
     call, mask, bias = _check_options(sizes, checks.check_dtype(q, k, v), q, options)
+    rope = _take_rope(q, call, options)
+    if rope is not None:
+        call = replace(call, rope=rope.pairs, rope_offset_q=rope.offset_q)
     if options.variant == "auto":
-        variant = registry.lookup(_fastest(options.accuracy, call.dtype))
-        why = f"the fastest rung of accuracy class {options.accuracy!r} for {call.dtype}"
+        options = replace(options, quant=_quant_of_class(options))
+        choice = auto.choose(
+            options.accuracy, call.dtype, call.head_dim, call.len_kv, call.causal,
+            _capability(q, options.arch),
+        )  # fmt: skip
+        variant, why = registry.lookup(choice.variant), choice.why
     else:
         variant, why = registry.lookup(options.variant), "asked for by name"
     variant.check_dtype(call.dtype)
+    tables = () if rope is None else (rope.cos, rope.sin)
+    arrays.check_one_device(
+        q=q, k=k, v=v, mask=mask, bias=bias, **dict(zip(("cos", "sin"), tables, strict=False))
+    )
     if options.quant is not None and variant.family != "int8":
         raise ValueError(f"quant is for fa_int8, got variant {variant.name!r}")
     if options.check_finite:
@@ -157,7 +156,7 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         why += "; keys are not smoothed, since a softcap would feel their mean"
     return Request(
         options, variant, why, call, backends.choose(options.backend, q), q, k, v, mask, bias,
-        _kept_blocks(options, q), None,
+        _kept_blocks(options, q), rope, None,
         _receiver(options, call, (q, k, v, mask, bias)),
         lambda o: restore(to_bhsd(o, options.layout)), restore,
     )  # fmt: skip
@@ -168,6 +167,8 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
         raise ValueError(
             "a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it"
         )
+    if options.rope is not None:
+        check_turned_before(quantized)
     if options.layout != "BHSD":
         raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={options.layout!r}")
     variant = registry.lookup("fa_int8" if options.variant == "auto" else options.variant)
@@ -177,11 +178,14 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
     operands = quantized.q_codes, quantized.k_codes, quantized.v
     sizes = checks.check_shapes(*(tuple(a.shape) for a in operands))
     call, mask, bias = _check_options(sizes, quantized.out_dtype, operands[0], options)
+    scales = {"q_scale": quantized.q_scale, "k_scale": quantized.k_scale}
+    codes = dict(zip(("q_codes", "k_codes", "v"), operands, strict=True))
+    arrays.check_one_device(**codes, **scales, mask=mask, bias=bias)
     check_smoothing(call.softcap, quantized.k_mean)
     return Request(
         options, variant, "the rung for quantised operands", call,
         backends.choose(options.backend, operands[0]), *operands, mask, bias,
-        _kept_blocks(options, operands[0]), quantized,
+        _kept_blocks(options, operands[0]), None, quantized,
         _receiver(options, call, (*operands, mask, bias)), lambda o: o, lambda lse: lse,
     )  # fmt: skip
 
@@ -212,6 +216,18 @@ def _kept_blocks(options: Options, q: Any) -> Any:
     return None if options.block_mask is None else options.block_mask.kept_blocks(q)
 
 
+def _take_rope(q: Any, call: AttentionCall, options: Options) -> Rope | None:
+    """Return the caller's tables, checked against his arrays."""
+    rope = options.rope
+    if isinstance(rope, (tuple, list)):
+        rope = tuple(arrays.take(name, a)[0] for name, a in zip(("cos", "sin"), rope, strict=False))
+        array_namespace(q, *rope)
+    return Rope.of(
+        rope, options.rope_interleaved, options.rope_offset_q, call.len_q, call.len_kv,
+        call.head_dim,
+    )  # fmt: skip
+
+
 def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:
     """Return the operands with contiguous last axes, copied where they were not."""
     names = ("q_codes", "k_codes", "v", "q_scale", "k_scale")
@@ -234,26 +250,41 @@ def _check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
         raise TypeError(f"{name} must be {wanted}, got {value!r:.60}")
 
 
-def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (default is not None and bool(value == default))
-
-
 def _receiver(options: Options, call: AttentionCall, inputs: tuple[Any, ...]) -> Any:
     if options.out is None:
         return None
     out, _ = arrays.take("out", options.out)
     array_namespace(out, *(x for x in inputs if x is not None))
     out = to_bhsd(out, options.layout)
+    arrays.check_one_device(q=inputs[0], out=out)
     checks.check_out(out, call, inputs)
     return out
 
 
-def _fastest(accuracy: str, dtype: str) -> str:
-    if accuracy == "aggressive":
-        raise UnsupportedError("accuracy='aggressive' (8-bit P.V) is not there yet: use 'balanced'")
-    if accuracy not in AUTO:
-        raise ValueError(f"accuracy must be 'full', 'balanced' or 'aggressive', got {accuracy!r}")
-    return AUTO[accuracy][dtype]
+def _quant_of_class(options: Options) -> QuantConfig | None:
+    """Return how the rung of an accuracy class quantises; None where it does not say."""
+    quant, accuracy = options.quant, options.accuracy
+    if accuracy == "aggressive" and quant is None:
+        try:
+            return QuantConfig(pv="int8")
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                "accuracy='aggressive' (8-bit P.V) is not there yet: use 'balanced'"
+            ) from error
+    wanted = {"balanced": ("16bit",), "aggressive": ("int8", "fp8")}.get(accuracy)
+    if quant is not None and wanted and quant.pv not in wanted:
+        raise ValueError(
+            f"accuracy={accuracy!r} takes quant.pv={' or '.join(map(repr, wanted))}, "
+            f"got {quant.pv!r}: name variant='fa_int8' to choose for yourself"
+        )
+    return quant
+
+
+def _capability(q: Any, arch: str | None) -> int | None:
+    """Return the compute capability that a call runs on, times ten; None on the host."""
+    if arch is not None:
+        return capability_of(arch)
+    return int(q.device.compute_capability) if arrays.is_cupy(q) else None
 
 
 def _check_finite(q: Any, k: Any, v: Any) -> None:

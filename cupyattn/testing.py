@@ -21,6 +21,7 @@ from cupyattn.checks import check_scale
 from cupyattn.numerics import Numerics
 from cupyattn.reference import attention_exact
 from cupyattn.registry import lookup
+from cupyattn.rope import Rope
 from cupyattn.rounding import STORAGE, Array, array_namespace, as_float64
 from cupyattn.tiles import Tiles
 
@@ -201,6 +202,9 @@ def judge(
     mask: Array | None = None,
     bias: Array | None = None,
     block_mask: BlockMask | None = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
@@ -223,6 +227,9 @@ def judge(
         As for `cupyattn.bounds.attention`.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for the call that made `o`.
+    rope, rope_interleaved, rope_offset_q
+        As for the call that made `o`: q and k are turned as the kernels turn them, and everything
+        else is about those. `quantized` has turned operands already.
     rows : 1-D integer array, optional
         Query rows to look at; by default all of a small cell, else those of `sample_rows`.
     seed : int
@@ -255,6 +262,10 @@ def judge(
     xp = array_namespace(o, *operands)
     batch, heads, len_q, head_dim = operands[0].shape
     len_kv = operands[1].shape[2]
+    turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
+    if turn is not None and q is not None:
+        q, k = turn.turned(q, k)
+        operands = operands if quantized is not None else (q, k, v)
     if o.shape != (batch, heads, len_q, head_dim):
         raise ValueError(f"o must have q's shape {operands[0].shape}, got {o.shape}")
     if lse is not None and lse.shape != (batch, heads, len_q):

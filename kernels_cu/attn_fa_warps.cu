@@ -11,8 +11,8 @@
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
+#include "prims/rope.cuh"
 #include "prims/score.cuh"
-#include "prims/tile_io.cuh"
 #include "prims/warp.cuh"
 
 constexpr int LD = HEAD_DIM + 1;  // odd row length: a column of K falls into 32 different banks
@@ -54,8 +54,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
   const Scores scores(p, batch, head);
 
   // S1 load Q
-  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(
-      smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+  load_placed_f32<BLOCK_Q, HEAD_DIM>(
+      smem.Q, Q, p.Q_stride.len, p.len_q - q0, p, q0 + p.rope_offset_q, thread_id());
 
   RowState state[WARP_Q];
   float O_acc[WARP_Q][LANE_COLS] = {};  // columns lane_id() + 32 c
@@ -64,8 +64,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
     const int kv0 = keys.key(number);
     __syncthreads();  // the previous K, V tiles are no longer read
     // S2 load K, V
-    load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(
-        smem.K, K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
+    load_placed_f32<BLOCK_KV, LD>(
+        smem.K, K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, p, kv0, thread_id());
     load_tile_f32<BLOCK_KV, HEAD_DIM, HEAD_DIM, VEC>(
         smem.V, V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
     __syncthreads();  // Q, K, V tiles visible to the whole block

@@ -10,8 +10,8 @@
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
+#include "prims/rope.cuh"
 #include "prims/score.cuh"
-#include "prims/tile_io.cuh"
 #include "prims/warp.cuh"
 
 constexpr int LD = HEAD_DIM + 1;  // odd row length: a column of K falls into 32 different banks
@@ -57,10 +57,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores
   }
 
   // S1 load Q, S2 load K
-  load_tile_f32<BLOCK_Q, HEAD_DIM, HEAD_DIM, VEC>(
-      smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
-  load_tile_f32<BLOCK_KV, HEAD_DIM, LD, VEC>(
-      smem.K, K, p.K_stride.len, p.len_kv - kv0, thread_id());
+  load_placed_f32<BLOCK_Q, HEAD_DIM>(
+      smem.Q, Q, p.Q_stride.len, p.len_q - q0, p, q0 + p.rope_offset_q, thread_id());
+  load_placed_f32<BLOCK_KV, LD>(smem.K, K, p.K_stride.len, p.len_kv - kv0, p, kv0, thread_id());
   __syncthreads();  // Q, K tiles visible to the whole block
 
   // S3 scores

@@ -21,6 +21,7 @@ from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
+from tests.prims_rope_cases import rope_prims
 from tests.prims_score_cases import SCORE_PRIMS
 
 LANES = np.arange(32)
@@ -264,14 +265,14 @@ CONFIG_TILES = Tiles(48, 80, 2, 3)
 def config_features(dtype: str) -> Features:
     return Features(
         dtype, 24, causal=True, lse=False, vec=4, group_q=2, group_kv=16, window=True,
-        softcap=False, mask=True, bias=dtype,
+        softcap=False, mask=True, bias=dtype, rope="interleaved",
     )  # fmt: skip
 
 
 def config_arguments() -> Arguments:
     x = normal(64) * np.float32(1000)
     x[:3] = [2049.0, 257.0, 1e6]
-    outputs = {"constants": np.full(18, -1, np.int32), "rounded": np.zeros(64, np.float32)}
+    outputs = {"constants": np.full(20, -1, np.int32), "rounded": np.zeros(64, np.float32)}
     return {"x": x, **outputs}
 
 
@@ -279,6 +280,7 @@ def config_expected(dtype: str) -> Callable[..., dict[str, np.ndarray]]:
     def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
         bias_size = STORAGE[dtype].itemsize
         values = [48, 80, 2, 3, 64, 24, 24, 1, 0, 4, 2, 16, 1, 0, 1, 1, 1, bias_size]
+        values += [1, 1]  # rope
         constants = np.array(values, np.int32)
         return {"constants": constants, "rounded": round_to(x, dtype)}
 
@@ -298,7 +300,7 @@ def params_arguments() -> Arguments:
             else:
                 values[name] = wide if field.itemsize == 8 else 0.1 * i if field.kind == "f" else -i
         records.append(pack(struct, values, {}))
-    outputs = {"integers": np.zeros(42, np.int64), "floats": np.zeros(4, np.float32)}
+    outputs = {"integers": np.zeros(49, np.int64), "floats": np.zeros(4, np.float32)}
     return {"p": records[0], "quant": records[1], **outputs}
 
 
@@ -526,6 +528,7 @@ PRIMS = [
         online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,
     ),
     *SCORE_PRIMS,
+    *rope_prims(),
     *tile_prims(),
     Prim(
         "copies", "tile_io", "copies", 128,

@@ -15,6 +15,7 @@ from cupyattn.launch import Operand
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.registry import VARIANTS, Variant, lookup
 from cupyattn.request import Options, resolve
+from cupyattn.rope import Rope
 from cupyattn.rounding import STORAGE
 
 #: Every rung in every form: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"`` the Hopper form.
@@ -38,6 +39,8 @@ GUARD = 512
 
 #: Options that are arrays.
 ADDED = ("mask", "bias")
+#: Options of a rotary embedding, which `QuantizedQKV` has behind it.
+ROPE = ("rope", "rope_interleaved", "rope_offset_q")
 
 Arrays = tuple[Any, Any, Any]
 
@@ -79,6 +82,16 @@ def revealing(
     bias[rng.random(shape) < 0.2] = -np.inf
     added = {"mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32)}
     yield (q, k, v), {"softcap": 1.5, "causal": True, **added}
+    tables = rope_tables(max(len_q, len_kv) + 9, 64)
+    yield (q, k, v), {"rope": tables, "rope_offset_q": 9}
+    yield (q, k, v), {"rope": tables, "rope_interleaved": True, "causal": True}
+
+
+def rope_tables(positions: int, head_dim: int, dtype: str = "float32") -> tuple[Any, Any]:
+    """Cosines and sines of the usual angles, position * 10000^(-2 d / head_dim)."""
+    frequencies = 10000.0 ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+    angles = np.arange(positions)[:, None] * frequencies
+    return np.cos(angles).astype(STORAGE[dtype]), np.sin(angles).astype(STORAGE[dtype])
 
 
 def on_host(array: Any) -> np.ndarray:
@@ -156,6 +169,8 @@ class Run:
         options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
         blocks = (0, 0) if options.get("block_mask") is None else options["block_mask"].blocks
         tiles = variant.tiles_for(q.shape[3], form=self.form, block_mask=blocks)
+        if options.get("rope"):
+            options["rope"] = tuple(map(move, options["rope"]))
         return testing.judge(
             move(self.o), q, k, v, variant=variant.name, lse=move(self.lse), quantized=z,
             form=self.form, tiles=options.pop("tiles", tiles), **options,
@@ -180,7 +195,14 @@ def quantized(
     if variant_of(rung).family != "int8":
         return None
     quant = QuantConfig(smooth_k=not options.get("softcap"))
-    return quantize(*inputs, quant=quant, backend=backend)
+    q, k, v = inputs
+    sizes = q.shape[2], k.shape[2], q.shape[3]
+    defaults = Options()
+    given = (options.get(name, getattr(defaults, name)) for name in ROPE)
+    turn = Rope.of(*given, *sizes)
+    if turn is not None:
+        q, k = turn.turned(q, k)
+    return quantize(q, k, v, quant=quant, backend=backend)
 
 
 def run(
@@ -193,9 +215,12 @@ def run(
 ) -> Run:
     """Call `attention`, and keep the quantised operands of the INT8 rung."""
     z = quantized(rung, inputs, backend, options)
-    operands = inputs if z is None else (z,)
     form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
-    o, lse = attend(rung, *operands, return_lse=True, arch=arch, backend=backend, **options)
+    if z is None:
+        operands, rest = inputs, options
+    else:
+        operands, rest = (z,), {n: x for n, x in options.items() if n not in ROPE}
+    o, lse = attend(rung, *operands, return_lse=True, arch=arch, backend=backend, **rest)
     return Run(rung, form, inputs, options, z, o, lse)
 
 

@@ -20,6 +20,7 @@ GOOD = {
     "attn_fa_tc.cu": Tiles(64, 64, 4, 2),
     "attn_fa_int8.cu": Tiles(64, 64, 4, 2),
     "quantize.cu": Tiles(64, 1, 4),
+    "rope.cu": Tiles(64, 1, 4),
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
 }
 #: Source, what is changed, and the sentence that must come back.
@@ -42,6 +43,8 @@ BROKEN = [
     ("attn_fa_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
     ("quantize.cu", {"GROUP_Q": 0}, "quantize needs GROUP_Q, the rows per scale"),
     ("quantize.cu", {"BLOCK_Q": 48, "GROUP_Q": 64}, "BLOCK_Q must hold whole groups of GROUP_Q"),
+    ("rope.cu", {"ROPE": 0}, "rope turns pairs of columns: HEAD_DIM must be even"),
+    ("rope.cu", {"HEAD_DIM": 63, "VEC": 1}, "rope turns pairs of columns: HEAD_DIM must be even"),
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "BLOCK_Q must be 128 past HEAD_DIM 128"),
     ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 64, "NUM_WARPS": 8}, "BLOCK_Q must be 128 or 192"),
@@ -51,12 +54,17 @@ BROKEN = [
 #: Contracts of templates, tripped by a few lines of their own.
 TEMPLATES = [
     ("int row_of() { return swizzle<3>(0, 0); }", "must hold an even number of 16-byte chunks"),
+    (
+        "void store(float* a) { st_global(a, Vec<float, 8>{}); }",
+        "st_global stores 2, 4, 8 or 16 bytes",
+    ),
     ("void copy(int* a) { cp_async<2>(a, a, true); }", "cp.async copies 4, 8 or 16 bytes"),
 ]
 
 
 def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
-    features = Features("float16", 64, vec=8, group_q=16, group_kv=16)
+    rope = "half_split" if source == "rope.cu" else ""
+    features = Features("float16", 64, vec=8, group_q=16, group_kv=16, rope=rope)
     defines = {**GOOD[source].defines(), **features.defines()}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}
     return ModuleSpec(source, tuple(sorted(defines.items())))
@@ -82,7 +90,7 @@ def test_a_broken_contract_comes_back_as_its_sentence(
 @pytest.mark.parametrize(("line", "sentence"), TEMPLATES)
 def test_a_template_says_what_it_needs(line: str, sentence: str, tmp_path: Path) -> None:
     source = tmp_path / "use.cu"
-    source.write_text(f'#include "prims/tile_io.cuh"\n__device__ {line}\n')
+    source.write_text(f'#include "prims/rope.cuh"\n__device__ {line}\n')
     with pytest.raises(KernelCompileError, match=re.escape(sentence)):
         kc.build(ModuleSpec(source), "sm_80")
 

@@ -25,6 +25,8 @@ CELLS: tuple[dict[str, Any], ...] = (
     {"window": True},
     {"causal": True, "window": True, "softcap": True, "mask": True, "bias": "float32"},
     {"block_mask": (64, 64)},
+    {"rope": "half_split"},
+    {"rope": "interleaved"},
 )
 
 

@@ -32,9 +32,10 @@ FUSED = [
 ]
 #: Who may import whom: a module imports only what stands above it, or beside it without a cycle.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "tiles", "features", "numerics"),
+    ("errors", "tiles", "features", "numerics", "measured"),
     (
         "registry",
+        "auto",
         "rounding",
         "includes",
         "nvrtc",
@@ -42,12 +43,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tensor_map",
         "arrays",
         "checks",
+        "rope",
         "scoring",
         "block_mask",
         "distributions",
     ),
     ("mirror", "reference", "perturbation", "score_bounds", "bounds", "compile"),
-    ("interpret", "launch", "executor"),
+    ("interpret", "launch", "rotation", "executor"),
     ("backends",),
     ("quant",),
     ("request", "unfused"),
@@ -59,10 +61,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 #: Take the array namespace from their arguments, or know no arrays at all: never import CuPy.
 NO_CUPY = {
-    "errors", "tiles", "features", "numerics", "registry", "rounding", "checks", "scoring",
-    "block_mask",
-    "mirror", "reference", "perturbation", "score_bounds", "bounds", "includes", "nvrtc",
-    "distributions",
+    "errors", "tiles", "features", "numerics", "measured", "registry", "auto", "rounding",
+    "checks", "rope", "scoring", "block_mask", "mirror", "reference", "perturbation",
+    "score_bounds", "bounds", "includes", "nvrtc", "distributions",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.
 EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")

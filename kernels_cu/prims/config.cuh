@@ -26,6 +26,7 @@
 #define CFG_BIAS 0
 #define CFG_BLOCK_MASK_Q 0
 #define CFG_BLOCK_MASK_KV 0
+#define CFG_ROPE 0
 #endif
 
 // tiles
@@ -50,6 +51,8 @@ constexpr bool BIAS = CFG_BIAS != 0;
 constexpr int BLOCK_MASK_Q = CFG_BLOCK_MASK_Q;    // query rows per block of the block mask; 0: none
 constexpr int BLOCK_MASK_KV = CFG_BLOCK_MASK_KV;  // key rows per block of it; 0: none
 constexpr bool BLOCK_MASK = BLOCK_MASK_KV != 0;
+constexpr bool ROPE = CFG_ROPE != 0;              // Q and K are turned by their positions
+constexpr bool ROPE_INTERLEAVED = CFG_ROPE == 2;  // pairs of neighbours; otherwise of both halves
 // Softcap and bias work on scores in natural units, and so does then the softmax.
 constexpr bool NATURAL_SCORES = SOFTCAP || BIAS;
 

@@ -43,6 +43,9 @@ struct AttnParams {
   const int32_t* kept_blocks;  // [batch, heads, q_blocks, 1 + kv_blocks]: how many blocks of keys
                                // are kept, then which, rising; not read unless BLOCK_MASK
   Strides kept_stride;         // len: from one block of query rows to the next
+  const float* rope_cos;       // [positions, HEAD_DIM / 2], key j at j; not read unless ROPE
+  const float* rope_sin;       // [positions, HEAD_DIM / 2]
+  int32_t rope_offset_q;       // query row i has the position i + rope_offset_q
 };
 
 // A persistent kernel appends: where its blocks take their next tile.

@@ -26,6 +26,14 @@ def on_device(*arrays: np.ndarray) -> tuple[Any, ...]:
     return tuple(cupy.asarray(array) for array in arrays)
 
 
+def moved(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a call with their arrays on the device."""
+    options = {n: cupy.asarray(a) if n in runs.ADDED else a for n, a in options.items()}
+    if options.get("rope"):
+        options["rope"] = on_device(*options["rope"])
+    return options
+
+
 def embedded(x: np.ndarray, pad: int = 8, fill: float = np.nan) -> Any:
     """Return `x` on the device as a view of a larger buffer that holds `fill` everywhere else."""
     return runs.embedded(x, pad, fill, xp=cupy)

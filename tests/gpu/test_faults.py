@@ -15,8 +15,8 @@ import pytest
 from cupyattn import registry
 from cupyattn.registry import VARIANTS
 from tests.fault_patches import FAULTS, Fault
-from tests.gpu.support import embedded, prebuild, run, specs_of
-from tests.runs import ADDED, Run, revealing
+from tests.gpu.support import embedded, moved, prebuild, run, specs_of
+from tests.runs import Run, revealing
 
 cupy = pytest.importorskip("cupy")
 
@@ -41,7 +41,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def runs(variant: str) -> Iterator[Run]:
     for inputs, options in revealing(2, 2, ((70, 33), (150, 333))):
-        options = {n: cupy.asarray(a) if n in ADDED else a for n, a in options.items()}
+        options = moved(options)
         yield run(variant, tuple(embedded(x) for x in inputs), **options)
 
 

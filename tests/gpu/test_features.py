@@ -18,7 +18,7 @@ from cupyattn.request import Options, resolve
 from cupyattn.rounding import as_float64
 from tests import feature_cases
 from tests.feature_cases import admitted, options_of
-from tests.gpu.support import arch_of, on_device, prebuild, run
+from tests.gpu.support import arch_of, moved, on_device, prebuild, run
 from tests.runs import ADDED, CELLS, PLAIN, RUNGS, Guarded, Run, bits, normal, on_host, variant_of
 
 cupy = pytest.importorskip("cupy")
@@ -27,10 +27,6 @@ PORTABLE = [(rung, dtype) for rung, dtype in CELLS if not rung.endswith("@sm90")
 #: Several tiles of every rung, and tails.
 SHAPE = (2, 4, 150, 333)
 HEAD_DIM = 64
-
-
-def moved(options: dict[str, Any]) -> dict[str, Any]:
-    return {n: cupy.asarray(a) if n in ADDED else a for n, a in options.items()}
 
 
 def inputs_of(dtype: str = "float16", shape: Any = SHAPE) -> tuple[Any, Any, Any]:

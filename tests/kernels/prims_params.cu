@@ -3,7 +3,7 @@
 
 extern "C" __global__ void params(const __grid_constant__ AttnParams p,
                                   const __grid_constant__ QuantParams quant,
-                                  int64_t* integers,  // [42]
+                                  int64_t* integers,  // [49]
                                   float* floats) {    // [4]
   int i = 0;
   for (const void* pointer : {p.Q, p.K, p.V, (const void*)p.O, (const void*)p.lse,
@@ -18,6 +18,11 @@ extern "C" __global__ void params(const __grid_constant__ AttnParams p,
   for (const ScoreStrides& s : {p.mask_stride, p.bias_stride})
     for (const int64_t stride : {s.batch, s.head, s.row, s.key}) integers[i++] = stride;
   integers[i++] = p.window_shift;
+  integers[i++] = int64_t(p.kept_blocks);
+  for (const int64_t stride : {p.kept_stride.batch, p.kept_stride.head, p.kept_stride.len})
+    integers[i++] = stride;
+  for (const float* table : {p.rope_cos, p.rope_sin}) integers[i++] = int64_t(table);
+  integers[i++] = p.rope_offset_q;
   for (const float* pointer : {quant.Q_scale, quant.K_scale, quant.K_mean})
     integers[i++] = int64_t(pointer);
   for (const int64_t stride : {quant.Q_scale_stride_batch, quant.Q_scale_stride_head,

@@ -1,0 +1,74 @@
+"""Which launch of kernels_cu/rope.cu turns an operand by its positions: pure data."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from cupyattn.checks import INT32_MAX
+from cupyattn.compile import ModuleSpec
+from cupyattn.errors import UnsupportedError
+from cupyattn.features import Features
+from cupyattn.launch import Launch, Operand, Plan
+from cupyattn.tiles import Tiles
+
+#: ``struct RopeParams`` of kernels_cu/prims/rope.cuh, field by field.
+ROPE_PARAMS = np.dtype(
+    [
+        ("X", "u8"), ("Y", "u8"), ("cos", "u8"), ("sin", "u8"), ("X_stride", "i8", 3),
+        ("heads", "i4"), ("length", "i4"), ("position", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
+
+#: Rows of a block: a few accesses for each of its threads at any head_dim.
+_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_rotation(x: Operand, dtype: str, pairs: str, position: int) -> Plan:
+    """Plan the rotary embedding of one operand, for the rungs that do not turn on load.
+
+    Parameters
+    ----------
+    x : Operand
+        Shape (batch, heads, length, head_dim), contiguous last axis; the buffer ``"x"``.
+    dtype : {"float16", "bfloat16", "float32"}
+        Its storage type.
+    pairs : {"half_split", "interleaved"}
+        Which channels make a pair.
+    position : int
+        Of row 0.
+
+    Returns
+    -------
+    Plan
+        Without launches where x is empty. It writes the buffer ``"turned"`` (x's shape and type,
+        contiguous) by the tables ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.rope.Rope` has
+        them.
+
+    Raises
+    ------
+    UnsupportedError
+        If the grid would be too large.
+    """
+    batch, heads, length, head_dim = x.shape
+    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
+    features = Features(dtype, head_dim, vec=vec, rope=pairs)
+    if math.prod(x.shape) == 0:
+        return Plan("rope", "portable", _TILES, features, ())
+    grid = batch * heads * -(-length // _TILES.block_q)
+    if grid > INT32_MAX:
+        raise UnsupportedError(
+            f"turning {x.shape} takes {grid} thread blocks, more than {INT32_MAX}: split the call "
+            "over batch or heads"
+        )
+    spec = ModuleSpec("rope.cu", tuple(sorted({**_TILES.defines(), **features.defines()}.items())))
+    params = {
+        "X": "x", "Y": "turned", "cos": "rope_cos", "sin": "rope_sin", "X_stride": x.row_strides,
+        "heads": heads, "length": length, "position": position,
+    }  # fmt: skip
+    launch = Launch(spec, "rope", grid, _TILES.num_threads, False, ((ROPE_PARAMS, params),))
+    return Plan("rope", "portable", _TILES, features, (launch,))

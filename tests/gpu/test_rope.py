@@ -1,0 +1,104 @@
+"""Rotary embeddings on the device: J1 of the pass, every rung within its bound, calls of late.
+
+`tests/test_rope.py` says the same of the mirror and the interpreter, and what each test means.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import attention, backends, plan
+from cupyattn.launch import Operand
+from cupyattn.rope import Rope
+from cupyattn.rotation import plan_rotation
+from tests.gpu.support import arch_of, embedded, on_device, run
+from tests.runs import CELLS, RUNGS, bits, normal, on_host, rope_tables, variant_of
+
+cupy = pytest.importorskip("cupy")
+
+SHAPE_Q, SHAPE_KV = (2, 4, 150, 64), (2, 2, 333, 64)
+TABLES = rope_tables(400, 64)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "pad"),
+    [
+        ("float16", 64, 8), ("bfloat16", 128, 0), ("float32", 128, 0), ("float16", 36, 2),
+        ("bfloat16", 6, 1), ("float32", 2, 1), ("float16", 256, 8),
+    ],
+)  # fmt: skip
+def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, interleaved: bool) -> None:
+    x = normal((3, 4, 300, head_dim), (1, 1, 1, 1), dtype)[0]
+    given = embedded(x, pad) if pad else on_device(x)[0]
+    rope = Rope.of(rope_tables(310, head_dim), interleaved, 9, 300, 0, head_dim)
+    turned = cupy.empty(x.shape, x.dtype)
+    cos, sin = on_device(rope.cos, rope.sin)
+    buffers = {"x": given, "turned": turned, "rope_cos": cos, "rope_sin": sin}
+    backends.run("cuda", plan_rotation(Operand.of(given), dtype, rope.pairs, 9), buffers)
+    assert bits(turned) == bits(rope.turned(x, x[:, :, :0])[0])
+
+
+@pytest.mark.parametrize(("rung", "dtype"), CELLS)
+def test_every_rung_attends_with_turned_operands(rung: str, dtype: str) -> None:
+    inputs = normal(SHAPE_Q, SHAPE_KV, dtype)
+    q, k, v = on_device(*inputs)
+    tables, arch = on_device(*TABLES), arch_of(rung)
+    before = [bits(x) for x in (q, k, v, *tables)]
+    for interleaved in (False, True):
+        options: dict[str, Any] = {
+            "rope": tables, "rope_interleaved": interleaved, "rope_offset_q": 183,
+        }  # fmt: skip
+        host = Rope.of(TABLES, interleaved, 183, 150, 333, 64).turned(*inputs[:2])
+        where: dict[str, Any] = {"variant": variant_of(rung).name, "arch": arch, "causal": True}
+        o = attention(q, k, v, **where, **options)
+        assert bits(o) == bits(attention(*on_device(*host), v, **where))
+        run(rung, (q, k, v), causal=True, **options).check()
+    assert [bits(x) for x in (q, k, v, *tables)] == before, "an input was modified"
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_calls_of_late_see_the_tables_that_they_are_given(rung: str) -> None:
+    q, k, v = on_device(*normal((1, 2, 40, 64), (1, 2, 70, 64)))
+    options = {"variant": variant_of(rung).name, "arch": arch_of(rung)}
+    found = set()
+    for first in (0, 3, 0):
+        tables = on_device(*(np.ascontiguousarray(x[first : first + 90]) for x in TABLES))
+        for _ in range(2):  # planned, then found again
+            o = attention(q, k, v, rope=tables, rope_offset_q=first, **options)
+            found.add(bits(o))
+        prepared = plan(q, k, v, rope=tables, rope_offset_q=first, **options)
+        assert bits(prepared(q, k, v)) == bits(o)
+        plain = tuple(np.asarray(on_host(x)) for x in tables)
+        sixteen = on_device(*(x.astype(np.float16) for x in plain))
+        rounded = on_device(*(x.astype(np.float16).astype(np.float32) for x in plain))
+        by_16 = attention(q, k, v, rope=sixteen, **options)
+        assert bits(by_16) == bits(attention(q, k, v, rope=rounded, **options))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_captured_call_turns_new_data(rung: str) -> None:
+    q, k, v = on_device(*normal((1, 2, 40, 64), (1, 2, 70, 64)))
+    tables = on_device(*TABLES)
+    options = {"variant": variant_of(rung).name, "arch": arch_of(rung), "rope": tables}
+    out = cupy.empty_like(q)
+    prepared = plan(q, k, v, out=out, **options)
+    prepared(q, k, v, out=out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        prepared(q, k, v, out=out)
+        graph = stream.end_capture()
+    fresh = on_device(*normal((1, 2, 40, 64), (1, 2, 70, 64), seed=5))
+    for x, new in zip((q, k, v), fresh, strict=True):
+        x[...] = new
+    cupy.cuda.Device().synchronize()
+    with stream:
+        graph.launch(stream)
+    stream.synchronize()
+    assert bits(out) == bits(attention(q, k, v, **options))
