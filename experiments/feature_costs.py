@@ -1,0 +1,268 @@
+"""What does each feature of a call cost, against the same call without it?
+
+Varies       the feature; the rung; head_dim in {64, 128}
+Holds fixed  batch 4, 16 heads, length 4096, N(0, 1), float16, each rung's own tiles and form
+Measures     J2; time of a prepared call, and its ratio to the plain call in the same rounds
+Expect       less time where keys are left out (causal, window), more where a score is worked on
+Run          python -m experiments.feature_costs [--quick] [--json FILE] [--update-docs]
+
+``--update-docs`` writes docs/FEATURES.md: on a device from the run, elsewhere from the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cupyattn as ca
+from cupyattn import device, measure, testing, timing
+from cupyattn.cli import output
+from cupyattn.quant import QuantConfig
+from cupyattn.rope import Rope
+from experiments import common
+from experiments.common import RESULTS, ROOT, Problem
+
+PAGE = ROOT / "docs" / "FEATURES.md"
+RECORD = "experiments/results/feature_costs.json"
+HEAD_DIMS = (64, 128)
+PLAIN = "plain"
+#: Every feature alone, in the order of the page, and what it is in this experiment.
+FEATURES = {
+    PLAIN: "nothing but attention",
+    "lse": "`return_lse=True`",
+    "causal": "`causal=True`: half of the keys",
+    "window": "`window=(n, n)`, n a sixteenth of the length: an eighth of the keys",
+    "softcap": "`softcap=30.0`",
+    "mask": "`mask` of shape (length, length), one half True",
+    "key mask": "`mask` of shape (length,), one half True",
+    "bias": "`bias` of shape (length, length), float16",
+    "rope": "`rope=(cos, sin)`, half-split",
+    "rope interleaved": "the same with `rope_interleaved=True`",
+}
+
+Options = dict[str, Any]
+
+
+def options_of(feature: str, problem: Problem, xp: Any) -> Options:
+    """Return what a feature adds to the plain call, arrays in `xp`."""
+    n, rng = problem.length, np.random.default_rng(problem.seed)
+    if feature == "lse":
+        return {"return_lse": True}
+    if feature == "causal":
+        return {"causal": True}
+    if feature == "window":
+        return {"window": (n // 16, n // 16)}
+    if feature == "softcap":
+        return {"softcap": 30.0}
+    if feature == "mask":
+        return {"mask": xp.asarray(rng.random((n, n)) < 0.5)}
+    if feature == "key mask":
+        return {"mask": xp.asarray(rng.random(n) < 0.5)}
+    if feature == "bias":
+        return {"bias": xp.asarray(rng.standard_normal((n, n)).astype(np.float16))}
+    if feature.startswith("rope"):
+        half = problem.head_dim // 2
+        angles = np.arange(n)[:, None] * 10000.0 ** (-np.arange(half) / half)
+        tables = (xp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+        return {"rope": tuple(tables), "rope_interleaved": feature.endswith("interleaved")}
+    return {}
+
+
+def judged(rung: str, problem: Problem, inputs: tuple[Any, ...], options: Options) -> Any:
+    """Run a call and return its report, held to its bound on some rows."""
+    q, k, v = inputs
+    options = {name: x for name, x in options.items() if name != "return_lse"}
+    quantized = None
+    if ca.VARIANTS[rung].family == "int8":
+        turn = Rope.of(
+            options.get("rope"), options.get("rope_interleaved", False), 0, problem.length,
+            problem.length, problem.head_dim,
+        )  # fmt: skip
+        turned = (q, k) if turn is None else turn.turned(q, k)
+        quantized = ca.quantize(*turned, v, quant=QuantConfig(smooth_k="softcap" not in options))
+    o, lse = ca.attention(q, k, v, variant=rung, return_lse=True, **options)
+    rows = measure.judged_rows(problem.call, problem.seed)
+    return testing.judge(
+        o, q, k, v, variant=rung, lse=lse, quantized=quantized, rows=rows, **options
+    )
+
+
+def measure_rung(
+    rung: str, problem: Problem, *, rounds: int, on_device: bool
+) -> list[dict[str, Any]]:
+    """Judge every feature of a rung, then time those that hold their bound, in turns."""
+    inputs = problem.draw(on_device=on_device)
+    xp = np
+    if on_device:
+        import cupy
+
+        xp = cupy
+    rows: list[dict[str, Any]] = []
+    calls: dict[str, Callable[[int], Any]] = {}
+    sets = timing.rotated(inputs) if on_device else []
+    for feature, description in FEATURES.items():
+        options = options_of(feature, problem, xp)
+        report = judged(rung, problem, inputs, options)
+        prepared = ca.plan(*inputs, variant=rung, **options)
+        rows.append({
+            "rung": rung, "feature": feature, "description": description,
+            "form": prepared.plans[-1].form,
+            "launches": sum(len(p.launches) for p in prepared.plans),
+            "j2": report.ratio, "ok": report.passed,
+        })  # fmt: skip
+        if on_device and report.passed:
+            calls[feature] = _rotating(prepared, sets)
+    if not on_device:
+        return rows
+    with output.progress(f"{rung}, {problem.name}", rounds * len(calls)) as advance:
+        samples = timing.time_interleaved(calls, rounds=rounds, advance=advance)
+    for row in rows:
+        found = samples.get(row["feature"])
+        if found is None:
+            continue
+        time = timing.median(found)
+        row |= {"seconds": time.median, "seconds_interval": [time.low, time.high], "samples": found}
+        if PLAIN in samples:
+            ratio = timing.paired_ratio(found, samples[PLAIN])
+            row["ratio"] = [ratio.median, ratio.low, ratio.high]
+    return rows
+
+
+def _rotating(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[[int], Any]:
+    return lambda i: call(*sets[i % len(sets)])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every rung on every problem, print the tables, write record and page."""
+    if not args.quick and args.rounds < common.LEAST_ROUNDS:
+        raise ValueError(f"--rounds must be at least {common.LEAST_ROUNDS}, got {args.rounds}")
+    batch, heads = (1, 2) if args.quick else (4, 16)
+    length = common.quick_length(args, 4096)
+    problems = []
+    for head_dim in args.head_dims:
+        problem = Problem(batch, heads, length, head_dim, seed=args.seed)
+        rows: list[dict[str, Any]] = []
+        for rung in args.rungs:
+            rows += measure_rung(rung, problem, rounds=args.rounds, on_device=not args.quick)
+        found = {"problem": vars(problem) | {"name": problem.name}, "rows": rows}
+        problems.append(found)
+        print(f"\n{problem.name}")
+        output.print_table(*table(found))
+    content = {"rounds": 0 if args.quick else args.rounds, "problems": problems}
+    backend = "mirror" if args.quick else "cuda"
+    record = common.keep(args, "feature_costs", backend, content)
+    if args.update_docs:
+        update_page(record)
+    return 0 if all(row["ok"] for found in problems for row in found["rows"]) else 1
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of one problem: the cost of each feature in each rung.
+
+    A cell is the ratio to the plain call with its 95 % interval; the plain call itself has its
+    time. Without times a cell is the error as a share of the bound.
+    """
+    cells = {(row["feature"], row["rung"]): _cell(row) for row in found["rows"]}
+    rungs = list(dict.fromkeys(row["rung"] for row in found["rows"]))
+    features = list(dict.fromkeys(row["feature"] for row in found["rows"]))
+    rows = [[feature, *(cells[feature, rung] for rung in rungs)] for feature in features]
+    return ["", *rungs], rows
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    if not row["ok"]:
+        return "misses its bound"
+    if "seconds" not in row:
+        return f"J2 {measure.format_ratio(row['j2'])}"
+    if row["feature"] == PLAIN or "ratio" not in row:
+        return measure.format_seconds(row["seconds"])
+    ratio, low, high = row["ratio"]
+    return f"x {ratio:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """Return the text of docs/FEATURES.md for a record that has times.
+
+    Raises
+    ------
+    ValueError
+        If it has none.
+    """
+    if record["backend"] != "cuda":
+        raise ValueError("the record has no times: it was not made on a device")
+    environment, found_on = record["environment"], record["environment"]["device"]
+    lines = [
+        "# What features cost",
+        "",
+        "Written by `python -m experiments.feature_costs --update-docs` from "
+        f"[{Path(RECORD).name}](../{RECORD}): {found_on['name']}, driver {found_on['driver']}, "
+        f"NVRTC {environment['nvrtc']}, revision {environment.get('revision', 'unknown')[:10]}.",
+        "",
+        "A cell is the time of a prepared call with one feature, divided by that of the plain call "
+        f"in the same rounds: median of {record['rounds']} rounds and 95 % interval. Each call "
+        "held its error bound before it was timed. A dagger marks calls that run in another form "
+        "than the plain one.",
+        "",
+        "| feature | what it is here |",
+        "| --- | --- |",
+        *(f"| {name} | {text} |" for name, text in _descriptions(record).items()),
+    ]
+    for found in record["problems"]:
+        forms = {row["rung"]: row["form"] for row in found["rows"] if row["feature"] == PLAIN}
+        other = {
+            (row["feature"], row["rung"])
+            for row in found["rows"]
+            if row["form"] != forms[row["rung"]]
+        }
+        header, rows = table(found)
+        for row in rows:
+            for i, rung in enumerate(header[1:], 1):
+                row[i] += " †" if (row[0], rung) in other else ""
+        lines += ["", f"## {found['problem']['name']}", "", *_markdown(header, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _descriptions(record: Mapping[str, Any]) -> dict[str, str]:
+    return {r["feature"]: r["description"] for found in record["problems"] for r in found["rows"]}
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:
+    """Write docs/FEATURES.md."""
+    path.write_text(page(record), encoding="utf-8")
+
+
+def stored() -> dict[str, Any]:
+    """Return the committed record."""
+    text = (RESULTS / "feature_costs.json").read_text(encoding="utf-8")
+    record: dict[str, Any] = json.loads(text)
+    return record
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
+    parser.add_argument("--rungs", nargs="+", default=list(ca.VARIANTS), choices=list(ca.VARIANTS))
+    parser.add_argument("--update-docs", action="store_true", help="rewrite docs/FEATURES.md")
+    args = parser.parse_args(argv)
+    if args.update_docs and not args.quick and device.device_missing():
+        update_page(stored())
+        return 0
+    return common.main(run, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
