@@ -31,6 +31,11 @@ BROKEN = [
     ("attn_fa.cu", {"NUM_WARPS": 33, "BLOCK_Q": 33}, "NUM_WARPS must be 1 to 32"),
     ("attn_fa.cu", {"HEAD_DIM": 36}, "HEAD_DIM must be a multiple of VEC"),
     ("attn_fa.cu", {"DTYPE": 2}, "VEC elements must fit in one 16-byte access"),
+    (
+        "attn_fa.cu",
+        {"BLOCK_MASK_Q": 64, "BLOCK_MASK_KV": 48},
+        "BLOCK_Q and BLOCK_KV must divide the blocks of the block mask",
+    ),
     ("attn_fa_warps.cu", {"BLOCK_Q": 30}, "BLOCK_Q must be a multiple of NUM_WARPS"),
     ("attn_fa_warps.cu", {"BLOCK_KV": 48}, "BLOCK_KV must be a multiple of 32"),
     ("attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
