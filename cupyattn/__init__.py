@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cupyattn import bounds, distributions, quant, reference, testing, unfused
-    from cupyattn.api import attention, explain, plan
+    from cupyattn.api import attention, attention_varlen, explain, plan
     from cupyattn.block_mask import BlockMask
     from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
     from cupyattn.measure import ladder
@@ -37,6 +37,7 @@ __all__ = [
     "Variant",
     "__version__",
     "attention",
+    "attention_varlen",
     "bounds",
     "distributions",
     "explain",
@@ -53,6 +54,7 @@ __all__ = [
 #: Where each name lives; an empty string: it is a module itself.
 _HOME = {
     "attention": "api",
+    "attention_varlen": "api",
     "explain": "api",
     "plan": "api",
     "BlockMask": "block_mask",

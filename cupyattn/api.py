@@ -19,7 +19,7 @@ from cupyattn.prepared import (
     stages,
 )  # fmt: skip
 from cupyattn.quant import QuantConfig
-from cupyattn.request import Options, Request, resolve
+from cupyattn.request import Options, Request, as_given, resolve
 from cupyattn.tiles import Tiles
 
 
@@ -144,37 +144,163 @@ def attention(
     >>> ca.attention(q, k, v, causal=True)[0, 0, :, 0]
     array([1., 1., 1., 1.], dtype=float16)
     """
+    added = {"mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope}
     key = None
     if out is None and layout == "BHSD" and not check_finite:
         key = form_key(
             (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
              rope_offset_q, return_lse, quant, tiles, arch, backend),
-            q, k, v, mask, bias, block_mask, rope,
+            q, k, v, **added,
         )  # fmt: skip
         ready = recall(key)
         if ready is not None:
-            operands = direct_operands(q, k, v, mask, bias, block_mask, rope) or {}
-            o, lse = ready.run(operands, None)
+            o, lse = ready.run(direct_operands(q, k, v, **added) or {}, None)
             return (o, lse) if return_lse else o
     options = Options(
         variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
         rope_interleaved, rope_offset_q, block_mask, layout, return_lse, out, quant, tiles, arch,
         backend, check_finite,
     )  # fmt: skip
-    request = resolve(q, k, v, options)
+    given = direct_operands(q, k, v, **added) or {}
+    return _run(resolve(q, k, v, options), key, given)
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_len_q: int | None = None,
+    max_len_k: int | None = None,
+    variant: str = "auto",
+    accuracy: str = "full",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Any = None,
+    bias: Any = None,
+    rope: Any = None,
+    block_mask: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    quant: QuantConfig | None = None,
+    tiles: Tiles | None = None,
+    arch: str | None = None,
+    backend: str | None = None,
+    check_finite: bool = False,
+) -> Any:
+    """Attention within each of several sequences, packed one behind the other without padding.
+
+    The result is that of `attention` on every sequence by itself.
+
+    Parameters
+    ----------
+    q : array, (total_q, heads, head_dim)
+        Queries of all sequences; kinds of arrays, dtypes and strides as for `attention`.
+    k, v : array, (total_k, heads_kv, head_dim)
+        Keys and values; `heads_kv` divides `heads`.
+    cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32 or int64
+        Sequence i is rows ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]`` of q, and likewise of k
+        and v. They start at 0, never fall, and end with the totals; a sequence may be empty, in q,
+        in k or in both. On the host or on the device; int32 on the device needs no copy.
+    max_len_q, max_len_k : int, optional
+        Upper limits of the lengths: how many thread blocks there are, and how much scratch memory
+        (``unfused`` takes ``4 batch heads max_len_q max_len_k`` bytes). Without one of them the
+        offsets are looked at, which waits for the device where they lie there.
+    causal, causal_align, window
+        As for `attention`, by each sequence's own lengths: ``shift = len_kv - len_q`` or 0.
+    mask, bias, rope, block_mask
+        Not offered for packed sequences: what they mean between sequences of different lengths is
+        not settled. Call `attention` for each.
+    out : array, optional
+        Receives O; shape and dtype of the result, sharing memory with no input.
+    check_finite : bool
+        Raise if q, k or v holds a NaN or an infinity, or if the offsets are wrong, wherever they
+        lie (waits for the device).
+    variant, accuracy, scale, softcap, return_lse, quant, tiles, arch, backend
+        As for `attention`. Packed sequences run in the portable forms.
+
+    Returns
+    -------
+    o : array, (total_q, heads, head_dim)
+        Dtype and kind of q, on its device and the current stream.
+    lse : array, float32, (heads, total_q)
+        With `return_lse`: natural logarithm of the sum of ``exp(score)``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For arguments that do not fit together; the message gives the values.
+    UnsupportedError
+        For what is not offered; the message says what is.
+    KernelFault
+        With ``backend="interpret"``: a kernel's first hazard.
+
+    Notes
+    -----
+    Offsets on the host are always checked. On the device they are looked at without `max_len_q` or
+    `max_len_k`, or with `check_finite`; otherwise nothing waits for them, and offsets that do not
+    end with the totals make a kernel read and write past the arrays. A sequence longer than its
+    limit is cut to it: rows of O past the limit are not written. ``CUPYATTN_DEBUG=1`` stops the
+    kernel there.
+
+    `cupyattn.plan` and `cupyattn.explain` take `cu_seqlens_q`, `cu_seqlens_k`, `max_len_q` and
+    `max_len_k` by name.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn as ca
+    >>> q = k = v = np.ones((5, 1, 8), np.float16)
+    >>> ends = np.array([0, 2, 2, 5])
+    >>> o, lse = ca.attention_varlen(q, k, v, ends, ends, scale=1.0, return_lse=True)
+    >>> o.shape, (lse[0] - 8).round(2).tolist()
+    ((5, 1, 8), [0.6899999976158142, 0.6899999976158142, 1.100000023841858, ...])
+    """
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    limits = max_len_q, max_len_k
+    key = None
+    plain = out is mask is bias is rope is block_mask is None
+    if plain and not check_finite and None not in limits:
+        key = form_key(
+            (variant, accuracy, scale, causal, causal_align, window, softcap, return_lse, quant,
+             tiles, arch, backend, limits),
+            q, k, v, **packed,
+        )  # fmt: skip
+        ready = recall(key)
+        if ready is not None:
+            entry = {name: a[None].swapaxes(1, 2) for name, a in (("q", q), ("k", k), ("v", v))}
+            o, lse = ready.run({**entry, **packed}, None)
+            o = as_given(o, "BSHD", packed=True)
+            return (o, lse) if return_lse else o
+    options = Options(
+        variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
+        block_mask=block_mask, return_lse=return_lse, out=out, quant=quant, tiles=tiles, arch=arch,
+        backend=backend, check_finite=check_finite, max_len_q=max_len_q, max_len_k=max_len_k,
+        **packed,
+    )  # fmt: skip
+    given = direct_operands(q, k, v, **packed) or {}
+    return _run(resolve(q, k, v, options), key, given)
+
+
+def _run(request: Request, key: Any, given: dict[str, Any]) -> Any:
+    """Run a call; keep it under its key if its operands are those `given`, none of them copied."""
     if request.backend == "mirror":
         o, lse = run_mirror(request)
     else:
         ready = Prepared(request, keep=False)
         operands = operands_of(request)
         o, lse = ready.run(operands, request.receiver)
-        given = direct_operands(q, k, v, mask, bias, block_mask, rope) or {}
         # NOTE: mask and bias are broadcast views; where they were copied they lie elsewhere, as
         # the tables of rope do.
         if key is not None and all(same_place(operands[n], a) for n, a in given.items()):
             remember(key, ready)  # nothing was copied to be laid out otherwise
+    out = request.options.out
     result = request.restore(o) if out is None else out
-    return (result, request.restore_lse(lse)) if return_lse else result
+    return (result, request.restore_lse(lse)) if request.call.return_lse else result
 
 
 def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
@@ -183,8 +309,9 @@ def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
     Parameters
     ----------
     q, k, v, **options
-        As for `attention`. Only their shapes, strides, dtypes, addresses modulo 16 and device
-        count; with ``out=`` each call is given one.
+        As for `attention`, or with `cu_seqlens_q` and `cu_seqlens_k` for `attention_varlen`. Only
+        their shapes, strides, dtypes, addresses modulo 16 and device count; with ``out=`` each
+        call is given one.
 
     Returns
     -------
@@ -214,7 +341,7 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     Parameters
     ----------
     q, k, v, **options
-        As for `attention`.
+        As for `attention`, or with `cu_seqlens_q` and `cu_seqlens_k` for `attention_varlen`.
 
     Returns
     -------
@@ -249,9 +376,12 @@ def _score_lines(request: Request) -> list[str]:
     """Say what happens to the scores and to what makes them, in a line each where anything does."""
     call, said = request.call, []
     if call.causal or call.window:
-        ends = [f"i{call.window_shift:+d} <= j"] if call.window else []
-        ends += [f"j <= i{call.causal_shift:+d}"] if call.causal else []
-        said += [f"row i attends key j where {' and '.join(ends)}"]
+        aligned = call.packed is not None and call.packed.bottom_right
+        row = "i + len_kv - len_q " if aligned else "i"
+        ends = [f"{row}{call.window_shift:+d} <= j"] if call.window else []
+        ends += [f"j <= {row}{call.causal_shift:+d}"] if call.causal else []
+        where = " of its sequence" if call.packed else ""
+        said += [f"row i attends key j{where} where {' and '.join(ends)}"]
     said += [f"softcap {call.softcap:g}"] if call.softcap else []
     for name in ("mask", "bias"):
         array = getattr(request.options, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,30 @@ SCALE_MIN = 2.0**-120
 
 
 @dataclass(frozen=True)
+class Packed:
+    """What is known beforehand of sequences packed without padding.
+
+    Parameters
+    ----------
+    total_q, total_k : int
+        Rows of all sequences: of Q and O, and of K and V.
+    bottom_right : bool
+        Whether the shifts of the call are further by ``len_kv - len_q`` of a sequence.
+    """
+
+    total_q: int
+    total_k: int
+    bottom_right: bool
+
+
+@dataclass(frozen=True)
 class AttentionCall:
     """One attention call, checked: all that a kernel, a mirror or a bound needs but the data.
 
     Parameters
     ----------
     batch, heads, heads_kv, len_q, len_kv, head_dim : int
-        Sizes; ``heads_kv`` divides ``heads``.
+        Sizes; ``heads_kv`` divides ``heads``. Of packed sequences the longest lengths.
     dtype : str
         Storage type of Q, K, V and O as the caller sees them.
     scale : float
@@ -62,6 +79,9 @@ class AttentionCall:
         Which columns of Q and K a rotary embedding turns as a pair (`Features.rope`); "": none.
     rope_offset_q : int
         Query row i has the position ``i + rope_offset_q``, key j the position j.
+    packed : Packed, optional
+        Batch entries are sequences of different lengths, packed without padding; Q and O are then
+        arrays of shape (1, heads, total_q, head_dim), K and V of (1, heads_kv, total_k, head_dim).
     """
 
     batch: int
@@ -83,6 +103,7 @@ class AttentionCall:
     block_mask: tuple[int, int] = (0, 0)
     rope: str = ""
     rope_offset_q: int = 0
+    packed: Packed | None = None
 
     @property
     def score_shape(self) -> tuple[int, int, int, int]:
@@ -91,13 +112,15 @@ class AttentionCall:
 
     @property
     def output_shape(self) -> tuple[int, int, int, int]:
-        """Shape of O, ``(batch, heads, len_q, head_dim)``."""
+        """Shape of O: ``(batch, heads, len_q, head_dim)``, packed ``(1, heads, total_q, ...)``."""
+        if self.packed is not None:
+            return (1, self.heads, self.packed.total_q, self.head_dim)
         return (self.batch, self.heads, self.len_q, self.head_dim)
 
     @property
-    def lse_shape(self) -> tuple[int, int, int]:
-        """Shape of the log-sum-exp, ``(batch, heads, len_q)``."""
-        return (self.batch, self.heads, self.len_q)
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the log-sum-exp: ``(batch, heads, len_q)``, packed ``(heads, total_q)``."""
+        return self.output_shape[self.packed is not None : 3]
 
 
 def check_dtype(q: Any, k: Any, v: Any) -> str:
@@ -322,6 +345,81 @@ def check_options(
         mask=mask is not None, bias="" if bias is None else check_bias(bias, shape),
         block_mask=(0, 0) if block_mask is None else block_mask.blocks,
     )  # fmt: skip
+
+
+def check_packed(
+    call: AttentionCall, totals: tuple[int, int], *, causal: bool, causal_align: str, window: Any
+) -> AttentionCall:
+    """Return a call on packed sequences of at most ``call.len_q`` rows and ``call.len_kv`` keys.
+
+    Parameters
+    ----------
+    call : AttentionCall
+        As of batch entries that all have those lengths.
+    totals : (int, int)
+        Rows of all sequences together: of q, and of k and v.
+    causal, causal_align, window
+        Options of the call.
+
+    Raises
+    ------
+    ValueError
+        If so many sequences of those lengths cannot have so many rows.
+    """
+    for name, longest, total in zip("qk", (call.len_q, call.len_kv), totals, strict=True):
+        if call.batch * longest < total:
+            raise ValueError(
+                f"{call.batch} sequences of at most max_len_{name}={longest} rows are fewer rows "
+                f"than the {total} of {name}"
+            )
+    # NOTE: shifts count from the alignment, which every sequence has for itself. What a window may
+    # be cut to, so that shifts stay within 32 bits, is counted from there too: bottom-right, a row
+    # has at most len_kv keys to its left and len_q to its right.
+    bottom_right = causal_align == "bottom-right"
+    lengths = (call.len_kv, call.len_q) if bottom_right else (call.len_q, call.len_kv)
+    first, last = check_limits(causal, "top-left", window, *lengths)
+    return replace(
+        call, causal_shift=last or 0, window_shift=first or 0,
+        packed=Packed(*totals, bottom_right),
+    )  # fmt: skip
+
+
+def check_length(name: str, length: Any) -> int:
+    """Return a caller's length as a Python number."""
+    try:
+        value = operator.index(length)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {length!r:.60}") from None
+    if not 0 <= value <= MAX_LENGTH:
+        raise ValueError(f"{name} must be between 0 and 2**30, got {value}")
+    return value
+
+
+def check_cu_seqlens(name: str, cu_seqlens: np.ndarray, total: int, longest: int) -> None:
+    """Check the offsets of packed sequences where their values are at hand.
+
+    Parameters
+    ----------
+    name : {"q", "k"}
+        Whose.
+    cu_seqlens : numpy.ndarray, (batch + 1,)
+    total : int
+        Rows of the packed array.
+    longest : int
+        The caller's ``max_len_q`` or ``max_len_k``.
+    """
+    offsets = cu_seqlens.astype(np.int64)
+    lengths = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != total or (lengths < 0).any():
+        raise ValueError(
+            f"cu_seqlens_{name} must rise from 0 to {total}, the rows of {name}, "
+            f"got {np.array2string(offsets, threshold=8)}"
+        )
+    if lengths.max(initial=0) > longest:
+        raise ValueError(
+            f"max_len_{name}={longest} is less than the longest sequence of cu_seqlens_{name}, "
+            f"{lengths.max()} rows"
+        )
 
 
 def check_out(out: Any, call: AttentionCall, inputs: tuple[Any, ...]) -> None:

@@ -43,6 +43,8 @@ class Features:
         block of rows attends to; (0, 0): there is none.
     rope : {"", "half_split", "interleaved"}
         Which columns of Q and K are turned as a pair by their row's position; "": none.
+    varlen : bool
+        Batch entries are sequences of different lengths, packed without padding.
     """
 
     dtype: str
@@ -58,6 +60,7 @@ class Features:
     bias: str = ""
     block_mask: tuple[int, int] = (0, 0)
     rope: str = ""
+    varlen: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -86,4 +89,5 @@ class Features:
             "CFG_BLOCK_MASK_Q": self.block_mask[0],
             "CFG_BLOCK_MASK_KV": self.block_mask[1],
             "CFG_ROPE": 1 + ROPE_PAIRS.index(self.rope) if self.rope else 0,
+            "CFG_VARLEN": int(self.varlen),
         }

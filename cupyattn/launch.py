@@ -38,6 +38,7 @@ ATTN_PARAMS = np.dtype(
         ("window_shift", "i4"), ("softcap", "f4"), ("softcap_inverse", "f4"),
         ("kept_blocks", "u8"), ("kept_stride", "i8", 3),
         ("rope_cos", "u8"), ("rope_sin", "u8"), ("rope_offset_q", "i4"),
+        ("cu_seqlens_q", "u8"), ("cu_seqlens_k", "u8"), ("total_q", "i4"), ("bottom_right", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -236,6 +237,7 @@ def _features(call: AttentionCall, vec: int, group_q: int = 0, group_kv: int = 0
     return Features(
         call.dtype, call.head_dim, call.causal, call.return_lse, vec, group_q, group_kv,
         call.window, bool(call.softcap), call.mask, call.bias, call.block_mask, call.rope,
+        call.packed is not None,
     )  # fmt: skip
 
 
@@ -254,7 +256,7 @@ def _params(
         raise ValueError(
             "mask, bias and kept_blocks must be given where the call has them, and only there"
         )
-    absent = (0, 0, 0, 0)
+    absent, packed = (0, 0, 0, 0), call.packed
     return {
         "Q": "q", "K": "k", "V": "v", "O": "o",
         "lse": "lse" if call.return_lse else None, "S": None,
@@ -272,6 +274,10 @@ def _params(
         "kept_stride": kept_blocks.row_strides if kept_blocks else absent[:3],
         "rope_cos": "rope_cos" if call.rope else None,
         "rope_sin": "rope_sin" if call.rope else None, "rope_offset_q": call.rope_offset_q,
+        "cu_seqlens_q": "cu_seqlens_q" if packed else None,
+        "cu_seqlens_k": "cu_seqlens_k" if packed else None,
+        "total_q": packed.total_q if packed else 0,
+        "bottom_right": packed is not None and packed.bottom_right,
     }  # fmt: skip
 
 
@@ -298,7 +304,8 @@ def plan_attention(
     call : AttentionCall
     q, k, v, o : Operand
         The buffers called ``"q"``, ``"k"``, ``"v"``, ``"o"`` (and ``"lse"``) when the plan runs;
-        with rope also ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.rope.Rope` has them.
+        with rope also ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.rope.Rope` has them, and of a
+        packed call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
     mask, bias : Operand, optional
         The buffers ``"mask"`` and ``"bias"``, of shape (batch, heads, len_q, len_kv), where the
         call has them; stride 0 where they are broadcast.
@@ -353,6 +360,8 @@ def plan_attention(
 
 def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand) -> str:
     """Return why the Hopper form does not take a call, as a note for its plan; "" where it does."""
+    if call.packed is not None:
+        return "portable form: the Hopper form takes no packed sequences"
     if call.len_kv == 0:
         return "portable form: there are no keys for the copy engine"
     given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
@@ -392,7 +401,7 @@ def _unfused_launch(
     batch_heads = call.batch * call.heads
     grids = {
         "scores": (kv_blocks, q_blocks, batch_heads),
-        "softmax": (-(-batch_heads * call.len_q // tiles.num_warps),),
+        "softmax": (-(-call.len_q // tiles.num_warps), batch_heads),
         "weighted_sum": (q_blocks, batch_heads),
     }
     grid = _blocks(*grids[step])

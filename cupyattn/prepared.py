@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from cupyattn import backends, checks, executor, launch, registry
 from cupyattn import compile as compiler
@@ -24,8 +27,10 @@ from cupyattn.rounding import STORAGE, array_namespace
 QUANTIZED = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
 #: Operands that say what happens to the scores, as fields of `Request`.
 OF_SCORES = ("mask", "bias", "kept_blocks")
+#: Operands that say where packed sequences lie.
+SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
 #: Buffers of a call beside q, k and v, which a prepared call keeps.
-ADDED = (*OF_SCORES, "rope_cos", "rope_sin")
+ADDED = (*OF_SCORES, "rope_cos", "rope_sin", *SEQUENCES)
 
 
 # ---- what a call consists of ---------------------------------------------------------------------
@@ -245,7 +250,8 @@ class Prepared:
         self.call, self.backend = request.call, request.backend
         self.variant, self.why = request.variant.name, request.why
         # NOTE: a call that attention() remembers keeps no array of its caller alive.
-        self._options = replace(request.options, out=None, mask=None, bias=None)
+        nothing: dict[str, Any] = dict.fromkeys(("mask", "bias", *SEQUENCES))
+        self._options = replace(request.options, out=None, **nothing)
         if not keep:
             self._options = replace(self._options, block_mask=None, rope=None)
         self._added = {
@@ -298,6 +304,8 @@ class Prepared:
         *,
         mask: Any = None,
         bias: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None,
         out: Any = None,
     ) -> Any:
         """Run on other arrays of the same form.
@@ -305,8 +313,9 @@ class Prepared:
         Parameters
         ----------
         q, k, v : array, or q a QuantizedQKV
-        mask, bias : array, optional
-            In place of those that the call was planned with.
+        mask, bias, cu_seqlens_q, cu_seqlens_k : array, optional
+            In place of those that the call was planned with. No sequence may be longer than the
+            call was planned for.
         out : array, optional
             Receives O; given if and only if the call was planned with one.
 
@@ -321,7 +330,9 @@ class Prepared:
             For arrays of another form; the message says what differs.
         """
         direct = direct_operands(q, k, v)
-        given = mask is not None or bias is not None
+        names = ("mask", "bias", *SEQUENCES)
+        others = zip(names, (mask, bias, cu_seqlens_q, cu_seqlens_k), strict=True)
+        given = {name: a for name, a in others if a is not None}
         plain = self._options.layout == "BHSD" and (out is None or is_cupy(out))
         if direct is not None and plain and not given:
             operands = {**direct, **self._added}
@@ -331,9 +342,8 @@ class Prepared:
                 checks.check_out(out, self.call, (*tuple(direct.values())[:3], *added))
             o, lse = self.run(operands, out)
             return (o, lse) if self.call.return_lse else o
-        mask = self._added.get("mask") if mask is None else mask
-        bias = self._added.get("bias") if bias is None else bias
-        request = resolve(q, k, v, replace(self._options, out=out, mask=mask, bias=bias))
+        changed = {name: a for name, a in (self._added | given).items() if name in names}
+        request = resolve(q, k, v, replace(self._options, out=out, **changed))
         operands = operands_of(request)
         self.check(operands, request.receiver)
         if self.backend == "mirror":
@@ -415,7 +425,7 @@ def operands_of(request: Request) -> dict[str, Any]:
         found = {"q": request.q, "k": request.k, "v": request.v}
     else:
         found = {name: getattr(z, name) for name in QUANTIZED}
-    found |= {name: getattr(request, name) for name in OF_SCORES}
+    found |= {name: getattr(request, name) for name in (*OF_SCORES, *SEQUENCES)}
     if request.rope is not None:
         found |= {"rope_cos": request.rope.cos, "rope_sin": request.rope.sin}
     return {name: a for name, a in found.items() if a is not None}
@@ -447,6 +457,32 @@ def _static_scales(request: Request) -> dict[str, Any]:
 
 def run_mirror(request: Request) -> tuple[Any, Any]:
     """Run a request on the mirror; return O in layout BHSD and the log-sum-exp."""
+    options = request.options
+    o, lse = _mirror_packed(request) if request.call.packed else _mirror(request)
+    receiver = request.receiver
+    if receiver is None:
+        receiver = new_output(request.call, options.layout, array_namespace(o))
+    receiver[...] = o
+    return receiver, lse
+
+
+def _mirror_packed(request: Request) -> tuple[Any, Any]:
+    """Run every sequence as a call of its own."""
+    o = np.zeros(request.call.output_shape, STORAGE[request.call.dtype])
+    lse = np.zeros(request.call.lse_shape, np.float32)
+    options = replace(
+        request.options, variant=request.variant.name, layout="BHSD", check_finite=False, out=None,
+        cu_seqlens_q=None, cu_seqlens_k=None, max_len_q=None, max_len_k=None,
+    )  # fmt: skip
+    pairs = zip(pairwise(request.cu_seqlens_q), pairwise(request.cu_seqlens_k), strict=True)
+    for q_ends, k_ends in pairs:
+        rows, keys = slice(*q_ends), slice(*k_ends)
+        one = resolve(request.q[:, :, rows], request.k[:, :, keys], request.v[:, :, keys], options)
+        o[:, :, rows], lse[None, :, rows] = _mirror(one)
+    return o, lse
+
+
+def _mirror(request: Request) -> tuple[Any, Any]:
     from cupyattn import reference
 
     options, z = request.options, request.quantized
@@ -464,11 +500,7 @@ def run_mirror(request: Request) -> tuple[Any, Any]:
         softcap=options.softcap, mask=request.mask, bias=request.bias,
         block_mask=options.block_mask, return_lse=True,
     )  # fmt: skip
-    receiver = request.receiver
-    if receiver is None:
-        receiver = new_output(request.call, options.layout, array_namespace(o))
-    receiver[...] = o
-    return receiver, lse
+    return o, lse
 
 
 # ---- calls of late -------------------------------------------------------------------------------
@@ -478,16 +510,7 @@ MAX_RECENT = 512
 _recent: dict[Any, Prepared] = {}
 
 
-def form_key(
-    options: Sequence[Any],
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any = None,
-    bias: Any = None,
-    block_mask: Any = None,
-    rope: Any = None,
-) -> Any:
+def form_key(options: Sequence[Any], q: Any, k: Any, v: Any, **added: Any) -> Any:
     """Return what a call on CuPy arrays depends on beside their values, None if that is not known.
 
     Checking, planning and packing depend on the options and on the forms of the arrays alone: a
@@ -499,14 +522,14 @@ def form_key(
     options : sequence
         The call's other options, the variant's name first.
     q, k, v : array, or q a QuantizedQKV
-    mask, bias : array, optional
-    block_mask : BlockMask, optional
-    rope : (array, array), optional
+    **added : array, BlockMask or (array, array), optional
+        mask, bias, block_mask, rope, cu_seqlens_q, cu_seqlens_k.
     """
-    operands = direct_operands(q, k, v, mask, bias, block_mask, rope)
+    operands = direct_operands(q, k, v, **added)
     if operands is None:
         return None
     forms = tuple((a.shape, a.strides, a.dtype, a.data.ptr % 16) for a in operands.values())
+    block_mask = added.get("block_mask")
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     own = (q.group_q, q.group_kv, q.config, q.out_dtype) if isinstance(q, QuantizedQKV) else ()
     devices = tuple(a.data.device_id for a in operands.values())
@@ -520,23 +543,14 @@ def form_key(
 
 
 def direct_operands(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any = None,
-    bias: Any = None,
-    block_mask: Any = None,
-    rope: Any = None,
+    q: Any, k: Any, v: Any, *, block_mask: Any = None, rope: Any = None, **added: Any
 ) -> dict[str, Any] | None:
     """Return the operands by name where all of them are CuPy arrays, else None."""
     if isinstance(q, QuantizedQKV) and k is None and v is None:
         operands = {name: a for name in QUANTIZED if (a := getattr(q, name)) is not None}
     else:
         operands = {"q": q, "k": k, "v": v}
-    if mask is not None:
-        operands["mask"] = mask
-    if bias is not None:
-        operands["bias"] = bias
+    operands |= {name: a for name, a in added.items() if a is not None}
     if rope is not None:
         if not (isinstance(rope, tuple) and len(rope) == 2):
             return None

@@ -24,7 +24,10 @@ from cupyattn.tiles import Tiles
 
 @dataclass(frozen=True)
 class Options:
-    """The keyword arguments of `cupyattn.attention`, which documents them."""
+    """The keyword arguments of `cupyattn.attention` and `attention_varlen`, which document them.
+
+    Sequences are packed where there are `cu_seqlens_q` and `cu_seqlens_k`.
+    """
 
     variant: str = "auto"
     accuracy: str = "full"
@@ -47,6 +50,14 @@ class Options:
     arch: str | None = None
     backend: str | None = None
     check_finite: bool = False
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    max_len_q: int | None = None
+    max_len_k: int | None = None
+
+
+#: Options that have no meaning for packed sequences yet.
+NOT_PACKED = ("mask", "bias", "block_mask", "rope")
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,8 @@ class Request:
     call : AttentionCall
     backend : {"cuda", "mirror", "interpret"}
     q, k, v : array
-        Operands in layout BHSD, contiguous last axis; codes where the caller brought codes.
+        Operands in layout BHSD, contiguous last axis; codes where the caller brought codes. Packed
+        sequences are one batch entry.
     mask, bias : array or None
         The caller's, broadcast to (batch, heads, len_q, len_kv) without a copy.
     kept_blocks : array or None
@@ -78,6 +90,8 @@ class Request:
         Turns a result into the kind of array and the layout of the caller's q.
     restore_lse : callable
         The same for the log-sum-exp, which has one layout.
+    cu_seqlens_q, cu_seqlens_k : array, int32, (batch + 1,), or None
+        Where packed sequences begin and end, on the device of q.
     """
 
     options: Options
@@ -96,6 +110,8 @@ class Request:
     receiver: Any
     restore: Callable[[Any], Any]
     restore_lse: Callable[[Any], Any]
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
 
 
 def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
@@ -122,14 +138,31 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     _check_kind("scale", options.scale, numbers.Real, "a number or None")
     if options.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {options.layout!r}")
+    packed = options.cu_seqlens_q is not None or options.cu_seqlens_k is not None
+    if not packed and (options.max_len_q, options.max_len_k) != (None, None):
+        raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
     if isinstance(q, QuantizedQKV):
+        if packed:
+            raise UnsupportedError("a QuantizedQKV holds no packed sequences: give q, k and v")
         return _resolve_quantized(q, k, v, options)
     named = zip("qkv", (q, k, v), strict=True)
     (q, restore), (k, _), (v, _) = (arrays.take(name, array) for name, array in named)
     array_namespace(q, k, v)
+    if packed:
+        options = replace(options, layout="BSHD")  # with a batch axis before, that is their order
+        q, k, v = (_one_entry(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
     q, k, v = (arrays.contiguous_last_axis(to_bhsd(a, options.layout)) for a in (q, k, v))
     sizes = checks.check_shapes(*(tuple(a.shape) for a in (q, k, v)))
+    sequences: dict[str, Any] = {}
+    if packed:
+        totals = sizes[3:5]
+        sizes, options, sequences = _sequences(sizes, q, options)
     call, mask, bias = _check_options(sizes, checks.check_dtype(q, k, v), q, options)
+    if packed:
+        call = checks.check_packed(
+            call, totals, causal=options.causal, causal_align=options.causal_align,
+            window=options.window,
+        )  # fmt: skip
     rope = _take_rope(q, call, options)
     if rope is not None:
         call = replace(call, rope=rope.pairs, rope_offset_q=rope.offset_q)
@@ -145,10 +178,13 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     variant.check_dtype(call.dtype)
     tables = () if rope is None else (rope.cos, rope.sin)
     arrays.check_one_device(
-        q=q, k=k, v=v, mask=mask, bias=bias, **dict(zip(("cos", "sin"), tables, strict=False))
-    )
+        q=q, k=k, v=v, mask=mask, bias=bias, **dict(zip(("cos", "sin"), tables, strict=False)),
+        **sequences,
+    )  # fmt: skip
     if options.quant is not None and variant.family != "int8":
         raise ValueError(f"quant is for fa_int8, got variant {variant.name!r}")
+    if packed and variant.family == "int8":
+        raise UnsupportedError("fa_int8 takes no packed sequences yet: use accuracy='full'")
     if options.check_finite:
         _check_finite(q, k, v)
     if call.softcap and variant.family == "int8":
@@ -158,8 +194,67 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         options, variant, why, call, backends.choose(options.backend, q), q, k, v, mask, bias,
         _kept_blocks(options, q), rope, None,
         _receiver(options, call, (q, k, v, mask, bias)),
-        lambda o: restore(to_bhsd(o, options.layout)), restore,
+        lambda o: restore(as_given(o, options.layout, packed=packed)), restore, **sequences,
     )  # fmt: skip
+
+
+def _one_entry(name: str, array: Any) -> Any:
+    """Return a packed array as the one entry of a batch."""
+    if array.ndim != 3:
+        raise ValueError(
+            f"{name} must have three axes (total, heads, head_dim), got {name}.shape={array.shape}"
+        )
+    return array[None]
+
+
+def _sequences(
+    sizes: tuple[int, int, int, int, int, int], q: Any, options: Options
+) -> tuple[tuple[int, int, int, int, int, int], Options, dict[str, Any]]:
+    """Return sizes with batch and longest lengths, options that have these, and the offsets.
+
+    `sizes` are those of packed arrays. Without `max_len_q` or `max_len_k`, and with `check_finite`,
+    offsets on a device are waited for and looked at; on the host they always are.
+    """
+    for name in NOT_PACKED:
+        if getattr(options, name) is not None:
+            raise UnsupportedError(
+                f"{name} is not supported for packed sequences, only causal, window, softcap and "
+                "grouped heads are: call attention for each sequence"
+            )
+    found: dict[str, Any] = {}
+    longest: dict[str, Any] = {}
+    for name, total in zip("qk", sizes[3:5], strict=True):
+        cu_seqlens, max_len = f"cu_seqlens_{name}", f"max_len_{name}"
+        limit = getattr(options, max_len)
+        limit = None if limit is None else checks.check_length(max_len, limit)
+        offsets = _take_offsets(cu_seqlens, getattr(options, cu_seqlens))
+        on_host = isinstance(offsets, np.ndarray)
+        if not on_host:
+            array_namespace(q, offsets)
+        with backends.on_device_of(q):
+            found[cu_seqlens] = array_namespace(q).asarray(offsets, np.int32)
+        if on_host or limit is None or options.check_finite:
+            offsets = offsets if on_host else offsets.get()
+            limit = int(np.diff(offsets).max(initial=0)) if limit is None else limit
+            checks.check_cu_seqlens(name, offsets, total, limit)
+        longest[max_len] = limit
+    counts = {n: a.shape[0] - 1 for n, a in found.items()}
+    if len(set(counts.values())) != 1:
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of one length, got {counts}")
+    batch = counts["cu_seqlens_q"]
+    sizes = (batch, *sizes[1:3], *longest.values(), sizes[5])
+    return sizes, replace(options, **longest), found
+
+
+def _take_offsets(name: str, given: Any) -> Any:
+    """Return the caller's array of offsets, contiguous."""
+    offsets, _ = arrays.take(name, given)
+    if offsets.ndim != 1 or offsets.shape[0] < 1 or str(offsets.dtype) not in ("int32", "int64"):
+        raise ValueError(
+            f"{name} must be int32 or int64 of shape (batch + 1,), "
+            f"got {offsets.dtype} of shape {offsets.shape}"
+        )
+    return arrays.contiguous_last_axis(offsets)
 
 
 def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options) -> Request:
@@ -245,6 +340,12 @@ def to_bhsd(array: Any, layout: str) -> Any:
     return array.swapaxes(1, 2) if layout == "BSHD" and array.ndim == 4 else array
 
 
+def as_given(o: Any, layout: str, *, packed: bool) -> Any:
+    """Return a result of layout BHSD in the caller's layout, packed where his arrays are."""
+    o = to_bhsd(o, layout)
+    return o[0] if packed else o
+
+
 def _check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
     if value is not None and not isinstance(value, kinds):
         raise TypeError(f"{name} must be {wanted}, got {value!r:.60}")
@@ -255,6 +356,8 @@ def _receiver(options: Options, call: AttentionCall, inputs: tuple[Any, ...]) ->
         return None
     out, _ = arrays.take("out", options.out)
     array_namespace(out, *(x for x in inputs if x is not None))
+    if call.packed is not None:
+        out = _one_entry("out", out)
     out = to_bhsd(out, options.layout)
     arrays.check_one_device(q=inputs[0], out=out)
     checks.check_out(out, call, inputs)

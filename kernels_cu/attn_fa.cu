@@ -13,6 +13,7 @@
 #include "prims/params.cuh"
 #include "prims/rope.cuh"
 #include "prims/score.cuh"
+#include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
 constexpr int LD = HEAD_DIM + 1;  // odd row length: a column of K falls into 32 different banks
@@ -30,15 +31,17 @@ static_assert(
     BLOCK_Q <= NUM_THREADS, "BLOCK_Q must be at most NUM_THREADS: S4 takes a thread per row");
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa(
-    const __grid_constant__ AttnParams p) {
+    const __grid_constant__ AttnParams call) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
   // S0 locate
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
+  const int q_blocks = ceil_div(call.len_q, BLOCK_Q);
   const int q0 = blockIdx.x % q_blocks * BLOCK_Q;
   const int64_t batch_head = blockIdx.x / q_blocks;
-  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  const int64_t batch = batch_head / call.heads, head = batch_head % call.heads;
+  const auto& p = of_batch(call, batch);
+  if (VARLEN && q0 >= p.len_q) return;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [len_q, HEAD_DIM], from row q0
                     + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
@@ -113,7 +116,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa(
   if (thread_id() < BLOCK_Q) {
     smem.alpha[thread_id()] = state.inverse_l();
     if constexpr (LSE)
-      if (q0 + thread_id() < p.len_q) p.lse[batch_head * p.len_q + q0 + thread_id()] = state.lse();
+      if (q0 + thread_id() < p.len_q) lse_of(p, batch_head, head)[q0 + thread_id()] = state.lse();
   }
   __syncthreads();  // 1 / l, in the place of alpha, visible to the whole block
 #pragma unroll

@@ -16,6 +16,7 @@
 #include "prims/params.cuh"
 #include "prims/score.cuh"
 #include "prims/tile_io.cuh"
+#include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
@@ -46,15 +47,17 @@ static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
-    const __grid_constant__ AttnParams p, const __grid_constant__ QuantParams quant) {
+    const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
   // S0 locate
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
+  const int q_blocks = ceil_div(call.len_q, BLOCK_Q);
   const int q0 = (q_blocks - 1 - blockIdx.x % q_blocks) * BLOCK_Q;  // longest causal rows first
   const int64_t batch_head = blockIdx.x / q_blocks;
-  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  const int64_t batch = batch_head / call.heads, head = batch_head % call.heads;
+  const auto& p = of_batch<int8_t, elem16_t>(call, batch);
+  if (VARLEN && q0 >= p.len_q) return;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const int8_t* Q = static_cast<const int8_t*>(p.Q)  // [len_q, HEAD_DIM] codes, from row q0
                     + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
@@ -65,9 +68,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
   const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
-                         + batch * quant.Q_scale_stride_batch + head * quant.Q_scale_stride_head;
+                         + batch * quant.Q_scale_stride_batch + head * quant.Q_scale_stride_head +
+                         first_scale<GROUP_Q>(call.cu_seqlens_q, batch);
   const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
-                         + batch * quant.K_scale_stride_batch + head_kv * quant.K_scale_stride_head;
+                         + batch * quant.K_scale_stride_batch +
+                         head_kv * quant.K_scale_stride_head +
+                         first_scale<GROUP_KV>(call.cu_seqlens_k, batch);
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
   // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K, both
@@ -234,7 +240,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       }
       if (q0 + row >= p.len_q) continue;
       if constexpr (LSE)
-        if (t == 0) p.lse[batch_head * p.len_q + q0 + row] = state[r][h].lse();
+        if (t == 0) lse_of(p, batch_head, head)[q0 + row] = state[r][h].lse();
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c)
         store_pair(

@@ -19,6 +19,7 @@
 #include "prims/params.cuh"
 #include "prims/score.cuh"
 #include "prims/tile_io.cuh"
+#include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
@@ -43,15 +44,17 @@ static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
-    const __grid_constant__ AttnParams p) {
+    const __grid_constant__ AttnParams call) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
   // S0 locate
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
+  const int q_blocks = ceil_div(call.len_q, BLOCK_Q);
   const int q0 = (q_blocks - 1 - blockIdx.x % q_blocks) * BLOCK_Q;  // longest causal rows first
   const int64_t batch_head = blockIdx.x / q_blocks;
-  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  const int64_t batch = batch_head / call.heads, head = batch_head % call.heads;
+  const auto& p = of_batch(call, batch);
+  if (VARLEN && q0 >= p.len_q) return;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [len_q, HEAD_DIM], from row q0
                     + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
@@ -207,7 +210,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       const int row = row0 + r * 16 + g + h * 8;
       if (q0 + row >= p.len_q) continue;
       if constexpr (LSE)
-        if (t == 0) p.lse[batch_head * p.len_q + q0 + row] = state[r][h].lse();
+        if (t == 0) lse_of(p, batch_head, head)[q0 + row] = state[r][h].lse();
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c)
         store_pair(

@@ -3,7 +3,8 @@
 // Idea         The definition. S and P live in global memory, so each step can be looked at alone.
 // Differs from nothing: this is the first rung.
 // Kept simple  float32 everywhere, a thread computes whole elements, tiles without prefetch.
-// Memory       4 batch heads len_q len_kv bytes for S, overwritten by P.
+// Memory       4 batch heads len_q len_kv bytes for S, overwritten by P; VARLEN: the longest
+//              lengths, whatever a sequence needs.
 // Rounding     R2 FMA chain over HEAD_DIM, R3 S times scale, softcap and bias, R4 exp2, R6 sum
 //              of a row, P / l and the FMA chain over keys, R7 store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
@@ -12,6 +13,7 @@
 #include "prims/params.cuh"
 #include "prims/rope.cuh"
 #include "prims/score.cuh"
+#include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
 constexpr int LD = HEAD_DIM + 1;  // odd row length: a column of K falls into 32 different banks
@@ -30,22 +32,25 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
 // S = scale Q K^T, -inf where masked. One block per tile of S.
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores(
-    const __grid_constant__ AttnParams p) {
+    const __grid_constant__ AttnParams call) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = reinterpret_cast<SharedStorage*>(shared_bytes)->scores;
 
   // S0 locate
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q), kv_blocks = ceil_div(p.len_kv, BLOCK_KV);
+  const int q_blocks = ceil_div(call.len_q, BLOCK_Q);
+  const int kv_blocks = ceil_div(call.len_kv, BLOCK_KV);
   const int kv0 = blockIdx.x % kv_blocks * BLOCK_KV;
   const int q0 = blockIdx.x / kv_blocks % q_blocks * BLOCK_Q;
   const int64_t batch_head = blockIdx.x / kv_blocks / q_blocks;
-  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  const int64_t batch = batch_head / call.heads, head = batch_head % call.heads;
+  const auto& p = of_batch(call, batch);
+  if (VARLEN && (q0 >= p.len_q || kv0 >= p.len_kv)) return;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [len_q, HEAD_DIM], from row q0
                     + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
   const elem_t* K = static_cast<const elem_t*>(p.K)  // [len_kv, HEAD_DIM], from row kv0
                     + batch * p.K_stride.batch + head_kv * p.K_stride.head + kv0 * p.K_stride.len;
-  float* S = p.S + batch_head * p.len_q * p.len_kv;  // [len_q, len_kv]
+  float* S = call.S + batch_head * call.len_q * call.len_kv;  // [len_q, len_kv]
   const Scores scores(p, batch, head);
   const KeptKeys keys(p, batch, head, q0, 0, p.len_kv);
   if (!keys.include(kv0)) {  // neither loaded nor multiplied
@@ -70,7 +75,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores
     for (int d = 0; d < HEAD_DIM; ++d)
       s = fmaf(smem.Q[row * HEAD_DIM + d], smem.K[key * LD + d], s);  // R2
     if (q0 + row < p.len_q && kv0 + key < p.len_kv)
-      S[int64_t(q0 + row) * p.len_kv + kv0 + key] =
+      S[int64_t(q0 + row) * call.len_kv + kv0 + key] =
           scores.admit(q0 + row, kv0 + key) ? scores.of(s * p.scale, q0 + row, kv0 + key)  // R3
                                             : NEG_INF;
   }
@@ -78,10 +83,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores
 
 // P = softmax(S) in place, and lse. One warp per row.
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_softmax(
-    const __grid_constant__ AttnParams p) {
-  const int64_t row = int64_t(blockIdx.x) * NUM_WARPS + warp_id();  // of batch heads len_q
-  if (row >= int64_t(p.batch) * p.heads * p.len_q) return;
-  float* S = p.S + row * p.len_kv;  // [len_kv]
+    const __grid_constant__ AttnParams call) {
+  // S0 locate
+  const int row_blocks = ceil_div(call.len_q, NUM_WARPS);
+  const int row = blockIdx.x % row_blocks * NUM_WARPS + warp_id();
+  const int64_t batch_head = blockIdx.x / row_blocks;
+  const auto& p = of_batch(call, batch_head / call.heads);
+  if (row >= p.len_q) return;
+  float* S = call.S + (batch_head * call.len_q + row) * call.len_kv;  // [len_kv]
 
   // S4 softmax: the whole row is known, so its maximum is final
   RowState state;
@@ -99,23 +108,26 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_softma
   const float inverse_l = state.inverse_l();
   for (int key = lane_id(); key < p.len_kv; key += WARP_SIZE) S[key] *= inverse_l;  // R6: now P
   if constexpr (LSE)
-    if (lane_id() == 0) p.lse[row] = state.lse();
+    if (lane_id() == 0) lse_of(p, batch_head, batch_head % call.heads)[row] = state.lse();
 }
 
 // O = P V. One block per tile of query rows.
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_weighted_sum(
-    const __grid_constant__ AttnParams p) {
+    const __grid_constant__ AttnParams call) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = reinterpret_cast<SharedStorage*>(shared_bytes)->weighted_sum;
 
   // S0 locate
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
+  const int q_blocks = ceil_div(call.len_q, BLOCK_Q);
   const int q0 = blockIdx.x % q_blocks * BLOCK_Q;
   const int64_t batch_head = blockIdx.x / q_blocks;
-  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  const int64_t batch = batch_head / call.heads, head = batch_head % call.heads;
+  const auto& p = of_batch(call, batch);
+  if (VARLEN && q0 >= p.len_q) return;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
-  const float* P = p.S + (batch_head * p.len_q + q0) * p.len_kv;  // [len_q, len_kv], from row q0
-  const elem_t* V = static_cast<const elem_t*>(p.V)               // [len_kv, HEAD_DIM]
+  const float* P = call.S  // [len_q, len_kv], from row q0
+                   + (batch_head * call.len_q + q0) * call.len_kv;
+  const elem_t* V = static_cast<const elem_t*>(p.V)  // [len_kv, HEAD_DIM]
                     + batch * p.V_stride.batch + head_kv * p.V_stride.head;
   elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
@@ -132,7 +144,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_weight
     for (int i = thread_id(); i < BLOCK_Q * BLOCK_KV; i += NUM_THREADS) {
       const int row = i / BLOCK_KV, key = i % BLOCK_KV;
       const bool valid = q0 + row < p.len_q && kv0 + key < p.len_kv;
-      smem.P[i] = valid ? P[int64_t(row) * p.len_kv + kv0 + key] : 0.0f;
+      smem.P[i] = valid ? P[int64_t(row) * call.len_kv + kv0 + key] : 0.0f;
     }
     __syncthreads();  // P, V tiles visible to the whole block
                       // S5 output

@@ -40,6 +40,11 @@ class Fault:
     variants: tuple[str, ...]
     hunks: tuple[Hunk, ...]
 
+    @property
+    def of_packed(self) -> bool:
+        """Whether it is compiled for packed sequences alone."""
+        return all(hunk.file == "prims/varlen.cuh" for hunk in self.hunks)
+
     def plant(self, folder: Path) -> Path:
         """Copy the kernels to `folder` with this mistake in them; return the copy.
 

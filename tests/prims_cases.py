@@ -265,14 +265,14 @@ CONFIG_TILES = Tiles(48, 80, 2, 3)
 def config_features(dtype: str) -> Features:
     return Features(
         dtype, 24, causal=True, lse=False, vec=4, group_q=2, group_kv=16, window=True,
-        softcap=False, mask=True, bias=dtype, rope="interleaved",
+        softcap=False, mask=True, bias=dtype, rope="interleaved", varlen=True,
     )  # fmt: skip
 
 
 def config_arguments() -> Arguments:
     x = normal(64) * np.float32(1000)
     x[:3] = [2049.0, 257.0, 1e6]
-    outputs = {"constants": np.full(20, -1, np.int32), "rounded": np.zeros(64, np.float32)}
+    outputs = {"constants": np.full(21, -1, np.int32), "rounded": np.zeros(64, np.float32)}
     return {"x": x, **outputs}
 
 
@@ -280,7 +280,7 @@ def config_expected(dtype: str) -> Callable[..., dict[str, np.ndarray]]:
     def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
         bias_size = STORAGE[dtype].itemsize
         values = [48, 80, 2, 3, 64, 24, 24, 1, 0, 4, 2, 16, 1, 0, 1, 1, 1, bias_size]
-        values += [1, 1]  # rope
+        values += [1, 1, 1]  # rope, interleaved; varlen
         constants = np.array(values, np.int32)
         return {"constants": constants, "rounded": round_to(x, dtype)}
 
@@ -300,7 +300,7 @@ def params_arguments() -> Arguments:
             else:
                 values[name] = wide if field.itemsize == 8 else 0.1 * i if field.kind == "f" else -i
         records.append(pack(struct, values, {}))
-    outputs = {"integers": np.zeros(49, np.int64), "floats": np.zeros(4, np.float32)}
+    outputs = {"integers": np.zeros(53, np.int64), "floats": np.zeros(4, np.float32)}
     return {"p": records[0], "quant": records[1], **outputs}
 
 
@@ -309,6 +309,45 @@ def params_expected(p: np.ndarray, quant: np.ndarray, **_: Any) -> dict[str, np.
     integers = np.concatenate([v.astype(np.int64) for v in values if v.dtype.kind != "f"])
     floats = np.concatenate([v for v in values if v.dtype.kind == "f"])
     return {"integers": integers, "floats": floats}
+
+
+#: Rows of packed sequences, and a limit that cuts the longest of them.
+ENDS_Q, ENDS_K, LONGEST = [0, 0, 3, 10, 10, 12], [0, 5, 5, 7, 16, 17], 8
+
+
+def varlen_arguments(bottom_right: int) -> Callable[[], Arguments]:
+    def arguments() -> Arguments:
+        values = {
+            "Q_stride": (0, 7, 2), "K_stride": (0, 7, -3), "V_stride": (0, 7, 5),
+            "O_stride": (0, 7, 11), "len_q": LONGEST, "len_kv": LONGEST, "causal_shift": 2,
+            "window_shift": -4, "total_q": 12, "bottom_right": bottom_right,
+        }  # fmt: skip
+        return {
+            "given": pack(ATTN_PARAMS, values, {}),
+            "cu_seqlens_q": np.array(ENDS_Q, np.int32),
+            "cu_seqlens_k": np.array(ENDS_K, np.int32),
+            "lengths": np.full((5, 4), -99, np.int32),
+            "offsets": np.full((5, 6), -99, np.int64),
+        }
+
+    return arguments
+
+
+def varlen_expected(bottom_right: int) -> Callable[..., dict[str, np.ndarray]]:
+    def expected(**_: Any) -> dict[str, np.ndarray]:
+        lengths, offsets = [], []
+        for batch in range(5):
+            q, k = ENDS_Q[batch], ENDS_K[batch]
+            len_q = min(ENDS_Q[batch + 1] - q, LONGEST)
+            len_kv = min(ENDS_K[batch + 1] - k, LONGEST)
+            shift = (len_kv - len_q) * bottom_right
+            last, first = min(shift + 2, len_kv), max(shift - 4, -len_q)
+            lengths.append([len_q, len_kv, last, first])
+            # Q has elements of 1 byte, V and O of 2; the log-sum-exp is that of head 1.
+            offsets.append([2 * q, -3 * k, 5 * k * 2, 11 * q * 2, 12 + q, k // 4 + batch])
+        return {"lengths": np.int32(lengths), "offsets": np.int64(offsets)}
+
+    return expected
 
 
 def quant_arguments() -> Arguments:
@@ -543,6 +582,14 @@ PRIMS = [
         for dtype in STORAGE
     ),
     Prim("params", "params", "params", 1, params_arguments, params_expected),
+    *(
+        Prim(
+            f"varlen-{bottom_right}", "varlen", "varlen", 5, varlen_arguments(bottom_right),
+            varlen_expected(bottom_right),
+            defines=defines(CONFIG_TILES, Features("float16", 24, varlen=True)),
+        )
+        for bottom_right in (0, 1)
+    ),
     Prim("quant", "quant", "quant", 64, quant_arguments, quant_expected),
     *hopper_prims(),
 ]  # fmt: skip

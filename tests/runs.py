@@ -5,11 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from cupyattn import api, arrays, attention, backends, checks, launch, quantize, testing
+from cupyattn import (
+    api,
+    arrays,
+    attention,
+    attention_varlen,
+    backends,
+    checks,
+    launch,
+    quantize,
+    testing,
+)  # fmt: skip
 from cupyattn.block_mask import BlockMask
 from cupyattn.launch import Operand
 from cupyattn.quant import QuantConfig, QuantizedQKV
@@ -222,6 +233,52 @@ def run(
         operands, rest = (z,), {n: x for n, x in options.items() if n not in ROPE}
     o, lse = attend(rung, *operands, return_lse=True, arch=arch, backend=backend, **rest)
     return Run(rung, form, inputs, options, z, o, lse)
+
+
+def packed(
+    lengths: Sequence[tuple[int, int]],
+    heads: int,
+    heads_kv: int,
+    head_dim: int = 64,
+    dtype: str = "float16",
+    seed: int = 0,
+) -> tuple[Arrays, tuple[Any, Any]]:
+    """N(0, 1) for sequences of these lengths of q and k, packed, and where they begin and end."""
+    ends = tuple(np.cumsum((0, *one), dtype=np.int32) for one in zip(*lengths, strict=True))
+    shapes = (ends[0][-1], heads, head_dim), (ends[1][-1], heads_kv, head_dim)
+    return normal(*shapes, dtype, seed), ends
+
+
+def sequences(inputs: Arrays, ends: Any) -> Iterator[tuple[slice, Arrays]]:
+    """Yield the rows of q of every packed sequence, and its operands in layout BHSD."""
+    q, k, v = (x.swapaxes(0, 1)[None] for x in inputs)
+    ends_q, ends_k = (on_host(x).tolist() for x in ends)
+    for pair_q, pair_k in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        rows, keys = slice(*pair_q), slice(*pair_k)
+        yield rows, (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+
+
+def run_packed(
+    rung: str,
+    inputs: Arrays,
+    ends: Any,
+    *,
+    arch: str | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> list[Run]:
+    """Call `attention_varlen`; return what came of every sequence that has rows."""
+    where = {"arch": arch, "backend": backend}
+    o, lse = attention_varlen(
+        *inputs, *ends, variant=variant_of(rung).name, return_lse=True, **where, **options
+    )
+    o = o.swapaxes(0, 1)[None]
+    return [
+        Run(rung, "portable", one, options, quantized(rung, one, backend, options),
+            o[:, :, rows], lse[None, :, rows])
+        for rows, one in sequences(inputs, ends)
+        if rows.start < rows.stop
+    ]  # fmt: skip
 
 
 def run_into(

@@ -23,6 +23,7 @@ CELLS: tuple[dict[str, Any], ...] = (
     {},
     {"causal": True},
     {"window": True},
+    {"causal": True, "varlen": True},
     {"causal": True, "window": True, "softcap": True, "mask": True, "bias": "float32"},
     {"block_mask": (64, 64)},
     {"rope": "half_split"},

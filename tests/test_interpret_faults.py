@@ -14,7 +14,7 @@ from cupyattn import registry
 from cupyattn.interpret import Finding, KernelFault
 from cupyattn.registry import VARIANTS
 from tests.fault_patches import FAULTS, Fault
-from tests.runs import Arrays, Run, embedded, normal, revealing, run
+from tests.runs import Arrays, Run, embedded, normal, packed, revealing, run, run_packed
 
 SEEN = [(fault, variant) for fault in FAULTS for variant in fault.variants]
 
@@ -46,10 +46,18 @@ def interpreted(variant: str) -> Iterator[Run]:
         yield run(variant, inputs, backend="interpret", **options)
 
 
+def interpreted_packed(variant: str) -> Iterator[Run]:
+    inputs, ends = packed(((5, 9), (35, 40)), 4, 2)
+    yield from run_packed(variant, inputs, ends, backend="interpret", causal=True)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_a_mistake_nothing_is_reported_and_every_judgement_holds(variant: str) -> None:
     for one in interpreted(variant):
         one.check()
+    if VARIANTS[variant].family != "int8":
+        for one in interpreted_packed(variant):
+            one.check()
 
 
 @pytest.mark.parametrize(
@@ -62,13 +70,14 @@ def test_a_mistake_is_noticed(
     source = folder / f"attn_{variant}.cu"
     wrong = replace(VARIANTS[variant], source=source, hopper_tiles={})
     monkeypatch.setitem(registry.VARIANTS, variant, wrong)
+    calls = interpreted_packed if fault.of_packed else interpreted
     if fault.caught_by == "interpreter":
         with pytest.raises(KernelFault) as caught:
-            list(interpreted(variant))
+            list(calls(variant))
         check_finding(caught.value.finding, fault, folder)
         return
     try:
-        noticed = any(not one.judge().passed for one in interpreted(variant))
+        noticed = any(not one.judge().passed for one in calls(variant))
     except KernelFault:  # stricter than a device: what spoils a result may be a hazard, too
         noticed = True
     assert noticed, f"{fault.sentence} Nothing noticed."

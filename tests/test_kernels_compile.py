@@ -9,6 +9,7 @@ meets each variant, and every default tile is compiled for the architectures nam
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -110,6 +111,20 @@ def test_default_tiles_spill_nothing(
         for entry, taken in binary.kernels.items():
             spills = taken.spill_stores, taken.spill_loads
             assert spills == (0, 0), f"{entry} for {arch} takes {taken}: {spec}"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_sequences_spill_nothing(name: str, head_dim: int) -> None:
+    """Their lengths and first rows take registers, where others have constants."""
+    variant = VARIANTS[name]
+    for causal in (False, True):
+        plain = features_of(variant, "float16", head_dim, causal, lse=True)
+        features = replace(plain, varlen=True)
+        spec = launch.module_spec(variant, features, variant.default_tiles(head_dim))
+        for entry, taken in kc.build(spec, "sm_80").kernels.items():
+            spills = taken.spill_stores, taken.spill_loads
+            assert spills == (0, 0), f"{entry} takes {taken}: {spec}"
 
 
 def test_rotation_meets_every_choice() -> None:

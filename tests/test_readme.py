@@ -25,7 +25,7 @@ def code(title: str) -> list[str]:
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    ten_lines, features, prepared = code("Ten lines")
+    ten_lines, features, varlen, prepared = code("Ten lines")
     assert len(ten_lines.splitlines()) <= 10
     names: dict[str, object] = {}
     exec(ten_lines, names)
@@ -37,6 +37,8 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(features, names)
     found = [names[name] for name in ("recent", "capped", "few", "biased")]
     assert all(o.shape == (1, 8, 256, 64) and np.isfinite(o).all() for o in found)  # type: ignore[attr-defined]
+    exec(varlen, names)
+    assert names["within"].shape == (256, 8, 64)  # type: ignore[attr-defined]
     exec(prepared, names)
     np.testing.assert_array_equal(names["o"], first)  # type: ignore[arg-type]
 

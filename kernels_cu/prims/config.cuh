@@ -27,6 +27,7 @@
 #define CFG_BLOCK_MASK_Q 0
 #define CFG_BLOCK_MASK_KV 0
 #define CFG_ROPE 0
+#define CFG_VARLEN 0
 #endif
 
 // tiles
@@ -53,6 +54,7 @@ constexpr int BLOCK_MASK_KV = CFG_BLOCK_MASK_KV;  // key rows per block of it; 0
 constexpr bool BLOCK_MASK = BLOCK_MASK_KV != 0;
 constexpr bool ROPE = CFG_ROPE != 0;              // Q and K are turned by their positions
 constexpr bool ROPE_INTERLEAVED = CFG_ROPE == 2;  // pairs of neighbours; otherwise of both halves
+constexpr bool VARLEN = CFG_VARLEN;               // sequences packed without padding
 // Softcap and bias work on scores in natural units, and so does then the softmax.
 constexpr bool NATURAL_SCORES = SOFTCAP || BIAS;
 

@@ -40,12 +40,16 @@ struct AttnParams {
   int32_t window_shift;  // WINDOW: query row i may attend key j where j >= i + window_shift
   float softcap;         // SOFTCAP: s becomes softcap * tanh(s / softcap)
   float softcap_inverse;
-  const int32_t* kept_blocks;  // [batch, heads, q_blocks, 1 + kv_blocks]: how many blocks of keys
-                               // are kept, then which, rising; not read unless BLOCK_MASK
-  Strides kept_stride;         // len: from one block of query rows to the next
-  const float* rope_cos;       // [positions, HEAD_DIM / 2], key j at j; not read unless ROPE
-  const float* rope_sin;       // [positions, HEAD_DIM / 2]
-  int32_t rope_offset_q;       // query row i has the position i + rope_offset_q
+  const int32_t* kept_blocks;   // [batch, heads, q_blocks, 1 + kv_blocks]: how many blocks of keys
+                                // are kept, then which, rising; not read unless BLOCK_MASK
+  Strides kept_stride;          // len: from one block of query rows to the next
+  const float* rope_cos;        // [positions, HEAD_DIM / 2], key j at j; not read unless ROPE
+  const float* rope_sin;        // [positions, HEAD_DIM / 2]
+  int32_t rope_offset_q;        // query row i has the position i + rope_offset_q
+  const int32_t* cu_seqlens_q;  // [batch + 1], not read unless VARLEN: sequence i is the rows from
+  const int32_t* cu_seqlens_k;  // [batch + 1], element i up to i + 1; len_q, len_kv: the longest
+  int32_t total_q;              // VARLEN: query rows of all sequences
+  int32_t bottom_right;         // VARLEN: shifts are further by len_kv - len_q of the sequence
 };
 
 // A persistent kernel appends: where its blocks take their next tile.

@@ -69,6 +69,11 @@ def run(rung: str, inputs: Arrays, **options: Any) -> Run:
     return runs.run(rung, inputs, arch=arch_of(rung), **options)
 
 
+def run_packed(rung: str, inputs: Arrays, ends: Any, **options: Any) -> list[Run]:
+    """Call `attention_varlen` with CuPy arrays; return the run of every sequence."""
+    return runs.run_packed(rung, inputs, ends, arch=arch_of(rung), **options)
+
+
 def run_into(rung: str, inputs: Arrays, o: Any, lse: Any, **options: Any) -> Run:
     """Plan and launch by hand, into the buffers given for both results."""
     return runs.run_into(rung, inputs, o, lse, arch=arch_of(rung), **options)

@@ -15,8 +15,8 @@ import pytest
 from cupyattn import registry
 from cupyattn.registry import VARIANTS
 from tests.fault_patches import FAULTS, Fault
-from tests.gpu.support import embedded, moved, prebuild, run, specs_of
-from tests.runs import Run, revealing
+from tests.gpu.support import embedded, moved, on_device, prebuild, run, run_packed, specs_of
+from tests.runs import Run, packed, revealing
 
 cupy = pytest.importorskip("cupy")
 
@@ -45,10 +45,18 @@ def runs(variant: str) -> Iterator[Run]:
         yield run(variant, tuple(embedded(x) for x in inputs), **options)
 
 
+def packed_runs(variant: str) -> list[Run]:
+    inputs, ends = packed(((7, 130), (150, 200)), 4, 2)
+    return run_packed(variant, on_device(*inputs), on_device(*ends), causal=True)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_a_mistake_every_judgement_holds(variant: str) -> None:
     for one in runs(variant):
         one.check()
+    if VARIANTS[variant].family != "int8":
+        for one in packed_runs(variant):
+            one.check()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +68,8 @@ def test_a_mistake_breaks_a_judgement(
     source = planted[fault.name] / f"attn_{variant}.cu"
     wrong = replace(registry.VARIANTS[variant], source=source, hopper_tiles={})
     monkeypatch.setitem(registry.VARIANTS, variant, wrong)
-    reports = [one.judge() for one in runs(variant)]
+    calls = packed_runs if fault.of_packed else runs
+    reports = [one.judge() for one in calls(variant)]
     assert not all(report.passed for report in reports), (
         f"{fault.sentence} Nothing noticed: " + "; ".join(map(str, reports))
     )

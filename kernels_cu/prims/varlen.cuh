@@ -1,0 +1,57 @@
+// varlen.cuh -- batch entries of different lengths, packed one behind the other without padding.
+// A kernel without VARLEN compiles all of this to nothing: its batch entries have one length.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/params.cuh"
+
+// The rows [first, first + length) of a packed array that are one sequence. One that is longer than
+// the host was told is cut: grid and workspace were made for `longest` rows.
+struct Sequence {
+  int32_t first, length;
+  __device__ __forceinline__ Sequence(const int32_t* cu_seqlens, int64_t batch, int longest) {
+    first = cu_seqlens[batch];
+    device_assert(
+        cu_seqlens[batch + 1] - first <= longest, "a sequence is longer than max_len says");
+    length = min(cu_seqlens[batch + 1] - first, longest);
+  }
+};
+
+// The parameters as one batch entry has them. VARLEN: its arrays begin with its own sequence, whose
+// lengths are all that exist, and its causal mask and window are placed by them. Operand is the
+// storage type of Q and K, Value that of V.
+template <typename Operand = elem_t, typename Value = elem_t>
+__device__ __forceinline__ decltype(auto) of_batch(const AttnParams& call, int64_t batch) {
+  if constexpr (VARLEN) {
+    const Sequence q(call.cu_seqlens_q, batch, call.len_q);
+    const Sequence kv(call.cu_seqlens_k, batch, call.len_kv);
+    AttnParams p = call;
+    p.Q = static_cast<const Operand*>(call.Q) + q.first * call.Q_stride.len;
+    p.K = static_cast<const Operand*>(call.K) + kv.first * call.K_stride.len;
+    p.V = static_cast<const Value*>(call.V) + kv.first * call.V_stride.len;
+    p.O = static_cast<elem_t*>(call.O) + q.first * call.O_stride.len;
+    p.lse = call.lse + q.first;
+    p.len_q = q.length;
+    p.len_kv = kv.length;
+    const int shift = call.bottom_right ? kv.length - q.length : 0;
+    p.causal_shift = min(shift + call.causal_shift, kv.length);
+    p.window_shift = max(shift + call.window_shift, -q.length);
+    return p;
+  } else {
+    return (call);
+  }
+}
+
+// The log-sum-exps of one head of one batch entry: [len_q].
+__device__ __forceinline__ float* lse_of(const AttnParams& p, int64_t batch_head, int64_t head) {
+  if constexpr (VARLEN) return p.lse + head * p.total_q;
+  return p.lse + batch_head * p.len_q;
+}
+
+// The first scale of a sequence: its groups of rows begin with its first row. Of a packed array
+// with GROUP rows to a scale, sequence i has the scales from first_row / GROUP + i on.
+template <int GROUP>
+__device__ __forceinline__ int64_t first_scale(const int32_t* cu_seqlens, int64_t batch) {
+  if constexpr (VARLEN) return cu_seqlens[batch] / GROUP + batch;
+  return 0;
+}

@@ -1,0 +1,150 @@
+"""Packed sequences on the device: each as if alone, offsets unread where limits are given.
+
+`tests/test_varlen.py` says the same of the mirror and the interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import attention_varlen, plan
+from cupyattn.prepared import form_key, recall
+from tests.gpu.support import arch_of, attend, on_device, run_packed
+from tests.runs import Arrays, Guarded, bits, packed, sequences, variant_of
+from tests.test_varlen import CELLS, OPTIONS, RUNGS, rng_of
+
+cupy = pytest.importorskip("cupy")
+
+#: Several tiles and tails; empty ones in front, in the middle and at the end.
+LENGTHS = ((0, 0), (5, 170), (135, 0), (0, 9), (0, 0), (300, 257), (1, 1), (129, 400), (0, 3))
+
+
+def varlen(rung: str, inputs: Arrays, ends: Any, **options: Any) -> Any:
+    return attention_varlen(
+        *inputs, *ends, variant=variant_of(rung).name, return_lse=True, arch=arch_of(rung),
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rung", "dtype"), CELLS)
+@pytest.mark.parametrize("head_dim", [64, 36])
+def test_every_sequence_is_as_if_alone(rung: str, dtype: str, head_dim: int) -> None:
+    for seed, options in enumerate(OPTIONS):
+        host, host_ends = packed(LENGTHS, 4, 2, head_dim, dtype, seed)
+        inputs, ends = on_device(*host), on_device(*host_ends)
+        for limits in ({}, {"max_len_q": 300, "max_len_k": 400}, {"max_len_q": 999}):
+            o, lse = varlen(rung, inputs, ends, **limits, **options)
+            for rows, one in sequences(inputs, ends):
+                expected, expected_lse = attend(rung, *one, return_lse=True, **options)
+                assert bits(o[rows].swapaxes(0, 1)) == bits(expected), (rows, options)
+                assert bits(lse[:, rows]) == bits(expected_lse), (rows, options)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_within_the_bound(rung: str) -> None:
+    host, ends = packed(LENGTHS, 4, 2, 128)
+    for one in run_packed(rung, on_device(*host), on_device(*ends), causal=True):
+        one.check()
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_neighbours_have_no_influence(rung: str) -> None:
+    host, host_ends = packed(((3, 2), (137, 241), (4, 5)), 2, 1)
+    ends = on_device(*host_ends)
+    spoilt = []
+    for x, end in zip(host, (host_ends[0], host_ends[1], host_ends[1]), strict=True):
+        spoilt.append(np.full_like(x, np.nan))
+        spoilt[-1][end[1] : end[2]] = x[end[1] : end[2]]
+    o, lse = varlen(rung, on_device(*host), ends, causal=True)
+    amid, amid_lse = varlen(rung, on_device(*spoilt), ends, causal=True)
+    rows = slice(3, 140)
+    assert bits(amid[rows]) == bits(o[rows]) and bits(amid_lse[:, rows]) == bits(lse[:, rows])
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_results_are_written_in_full_and_nothing_beside_them(rung: str) -> None:
+    host, ends = packed(LENGTHS, 4, 2)
+    out = Guarded.empty(host[0].shape, "float16", xp=cupy)
+    inputs, ends = on_device(*host), on_device(*ends)
+    o, _ = varlen(rung, inputs, ends, out=out.array, causal=True)
+    out.check()
+    assert bits(o) == bits(varlen(rung, inputs, ends, causal=True)[0])
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_sequence_past_its_limit_is_cut(rung: str) -> None:
+    host, ends = packed(((5, 9), (40, 70)), 2, 1)
+    out = Guarded.empty(host[0].shape, "float16", xp=cupy)
+    varlen(rung, on_device(*host), on_device(*ends), max_len_q=33, max_len_k=40, out=out.array)
+    assert bool(cupy.isfinite(out.array[: 5 + 33]).all())
+    assert bool(cupy.isnan(out.array[5 + 33 :]).all())
+
+
+def test_offsets_on_the_host_and_of_64_bits_are_the_same_call() -> None:
+    host, ends = packed(LENGTHS, 4, 2)
+    inputs = on_device(*host)
+    expected = bits(varlen("fa", inputs, on_device(*ends))[0])
+    wide = on_device(*(x.astype(np.int64) for x in ends))
+    limits = {"max_len_q": 300, "max_len_k": 400}
+    for others in (ends, wide):
+        assert bits(varlen("fa", inputs, others)[0]) == expected
+        assert bits(varlen("fa", inputs, others, **limits)[0]) == expected
+
+
+def test_calls_of_late_see_the_offsets_that_they_are_given() -> None:
+    host, host_ends = packed(LENGTHS, 4, 2)
+    inputs, limits = on_device(*host), {"max_len_q": 1000, "max_len_k": 1000}
+    for seed in range(3):
+        other = [np.sort(rng_of(x + seed).integers(0, x[-1] + 1, len(x))) for x in host_ends]
+        for x, end in zip(other, host_ends, strict=True):
+            x[0], x[-1] = 0, end[-1]
+        ends = on_device(*(x.astype(np.int32) for x in other))
+        expected = bits(varlen("fa_tc", inputs, ends)[0])
+        assert bits(varlen("fa_tc", inputs, ends, **limits)[0]) == expected
+        named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+        prepared = plan(*inputs, variant="fa_tc", **named, **limits)
+        assert bits(prepared(*inputs)) == expected
+        assert bits(prepared(*inputs, **named)) == expected
+
+
+def test_a_captured_call_reads_the_offsets_when_it_runs() -> None:
+    """Nothing waits for the device, and a replay sees what lies there then."""
+    host, host_ends = packed(((100, 70), (30, 90)), 4, 2)
+    (q, k, v), ends = on_device(*host), on_device(*host_ends)
+    out = cupy.full_like(q, cupy.nan)
+    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+    prepared = plan(q, k, v, out=out, max_len_q=130, max_len_k=160, variant="fa_tc", **named)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        prepared(q, k, v, out=out)
+        stream.synchronize()
+        stream.begin_capture()
+        prepared(q, k, v, out=out)
+        graph = stream.end_capture()
+    other = on_device(np.array([0, 130, 130], np.int32), np.array([0, 159, 160], np.int32))
+    expected = bits(attention_varlen(q, k, v, *other, variant="fa_tc"))
+    for mine, theirs in zip(ends, other, strict=True):
+        mine[...] = theirs
+    cupy.cuda.Device().synchronize()
+    with stream:
+        graph.launch(stream)
+    stream.synchronize()
+    assert bits(out) == expected
+
+
+def test_a_call_with_limits_is_found_again() -> None:
+    host, ends = packed(LENGTHS, 4, 2)
+    (q, k, v), (ends_q, ends_k) = on_device(*host), on_device(*ends)
+    named = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
+    attention_varlen(q, k, v, ends_q, ends_k, variant="fa", max_len_q=300, max_len_k=400)
+    key = form_key(
+        ("fa", "full", None, False, "bottom-right", (-1, -1), 0.0, False, None, None, None, None,
+         (300, 400)),
+        q, k, v, **named,
+    )  # fmt: skip
+    assert recall(key) is not None
+    assert form_key(("fa",), q, k, v, **named) != form_key(("fa",), q, k, v)
