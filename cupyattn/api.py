@@ -415,3 +415,28 @@ def _options(function: str, options: dict[str, Any]) -> Options:
 def plans(request: Request) -> list[Plan]:
     """Plan a request from shapes and strides alone: the quantising passes, then attention."""
     return stages(request).plans
+
+
+def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[str, Any]:
+    """Return which kernel `attention` runs with the same arguments, as its judges take it.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As for `attention`.
+
+    Returns
+    -------
+    dict
+        ``form`` and ``tiles``, as `cupyattn.testing.judge` and `cupyattn.bounds.attention` take
+        them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = np.ones((1, 1, 4, 8), np.float16)
+    >>> kernel_form(q, q, q, variant="fa")["form"]
+    'portable'
+    """
+    plan = plans(resolve(q, k, v, _options("kernel_form", options)))[-1]
+    return {"form": plan.form, "tiles": plan.tiles}

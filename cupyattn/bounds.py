@@ -209,7 +209,7 @@ def attention(
         have = "arrays" if quantized is None else "quantised operands"
         raise ValueError(f"scaling {n.scaling!r} does not go with {have}")
     blocks = (0, 0) if block_mask is None else block_mask.blocks
-    tiles = tiles or lookup(variant).tiles_for(q.shape[-1], block_mask=blocks)
+    tiles = tiles or lookup(variant).tiles_for(q.shape[-1], form=form, block_mask=blocks)
     sigma = check_scale(scale, q.shape[-1])
     scaling = scaling_errors(n, sigma, quantized, softcap)
     mean = None if quantized is None else quantized.k_mean
@@ -290,7 +290,9 @@ def _kernel_bound(
     rho = xp.zeros_like(P)
     if n.p_type != "float32":
         subnormal = HALF_SUBNORMAL[n.p_type] * inverse_l
-        relative = UNIT_ROUNDOFF[n.p_type] * _mantissa_share(score, n.online)
+        # NOTE: with headroom M is not known from the scores, nor then where p lies in its binade.
+        known = n.online and not n.headroom
+        relative = UNIT_ROUNDOFF[n.p_type] * (_mantissa_share(score) if known else 1.0)
         rho = xp.maximum(relative * P_plus, xp.minimum(subnormal, P_plus))
     weighted = P_plus @ magnitude
     r5 = rho @ magnitude
@@ -332,7 +334,8 @@ def _kernel_bound(
     usable = score.usable & (l_least > 0)
     largest = LARGEST[n.out_type]
     fits = size <= min(largest, MAX_FLOAT)
-    fits &= total_v * xp.exp2(xp.minimum(score.slack, 99.0) + 1)[..., None] <= MAX_FLOAT
+    largest_weight = xp.maximum(xp.minimum(score.slack, 99.0), n.headroom)
+    fits &= total_v * xp.exp2(largest_weight + 1)[..., None] <= MAX_FLOAT
     for tag, term in terms.items():
         terms[tag] = xp.where((attends & usable)[..., None], term, 0.0)
     terms["R4"] = xp.where((attends & ~usable)[..., None], xp.inf, terms["R4"])
@@ -342,13 +345,11 @@ def _kernel_bound(
     return terms, xp.where(overflows, xp.inf, delta_lse)
 
 
-def _mantissa_share(score: Perturbed, online: bool) -> Array | float:
+def _mantissa_share(score: Perturbed) -> Array:
     """R5: bound half_ulp(p) / (u p), between 1/2 and 1, where the binade of p is known.
 
     p lies within a factor 2^±uncertain of 2^exponent, in the units of its own step.
     """
-    if not online:
-        return 1.0
     xp = array_namespace(score.drift)
     uncertain = (score.d + score.drift) / LN2 + score.slack[..., None]
     upper = score.exponent + uncertain
@@ -382,7 +383,7 @@ def _lse_bound(
     xp = array_namespace(lse)
     lse = xp.where(xp.isfinite(lse), lse, 0.0)
     log_l = xp.abs(lse - score.top) + delta + score.shift + score.top_drift  # |log l|
-    log_l = log_l + LN2 * score.slack
+    log_l = log_l + LN2 * (score.slack + n.headroom * REFERENCE)
     size, roundings = xp.abs(lse) + (log_l if n.subtracts_first else 0.0), 3
     if mean is not None:
         batch, head, group, _ = block.index

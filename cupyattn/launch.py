@@ -59,6 +59,8 @@ SCHEDULE_PARAMS = np.dtype([("next_tile", "u8")], align=True)
 #: Thread blocks of a persistent Hopper kernel: one for each SM of an H100 or H200 SXM. Blocks take
 #: tiles as they become free, so a device with fewer SMs computes the same.
 HOPPER_BLOCKS = 132
+#: Rows of O that a warp of such a kernel stores at a time.
+HOPPER_STORE_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -335,7 +337,7 @@ def plan_attention(
         )
     form, note = "portable", ""
     if arch == "sm_90a" and "sm90" in variant.forms:
-        note = _hopper_obstacle(call, q, k, v)
+        note = _hopper_obstacle(call, q, k, v, o)
         form = "portable" if note else "sm90"
     tiles = variant.tiles_for(call.head_dim, tiles, form=form, block_mask=call.block_mask)
     features = _features(call, _widest(q, k, v, o))
@@ -350,15 +352,20 @@ def plan_attention(
     workspace: tuple[Workspace, ...] = ()
     if form == "sm90":
         grid = min(grid, HOPPER_BLOCKS)
-        rows = {"q": (q, tiles.block_q), "k": (k, tiles.block_kv), "v": (v, tiles.block_kv)}
-        structs += tuple(_tensor_map(name, call.dtype, x, n) for name, (x, n) in rows.items())
-        structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile"}),)
-        workspace = (Workspace("next_tile", (1,), "int32", zeros=True),)
+        boxes = {
+            "q": (q, tiles.block_q), "k": (k, tiles.block_kv), "v": (v, tiles.block_kv),
+            "o": (o, HOPPER_STORE_ROWS),
+        }  # fmt: skip
+        structs += tuple(_tensor_map(name, call.dtype, x, n) for name, (x, n) in boxes.items())
+        uneven = call.causal or call.window
+        structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None}),)
+        if uneven:
+            workspace = (Workspace("next_tile", (1,), "int32", zeros=True),)
     launch = Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs)
     return Plan(variant.name, form, tiles, features, (launch,), workspace, note)
 
 
-def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand) -> str:
+def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand) -> str:
     """Return why the Hopper form does not take a call, as a note for its plan; "" where it does."""
     if call.packed is not None:
         return "portable form: the Hopper form takes no packed sequences"
@@ -368,7 +375,7 @@ def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand) ->
     given += ["block_mask"] if call.block_mask != (0, 0) else []
     if given:
         return f"portable form: the Hopper form takes no {' and no '.join(given)}"
-    for name, x in zip("qkv", (q, k, v), strict=True):
+    for name, x in zip("qkvo", (q, k, v, o), strict=True):
         strides = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
         if x.misalignment or any(s <= 0 or s * x.itemsize % 16 for s in strides):
             return (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import arrays, checks, device, reference, registry, testing, timing
-from cupyattn.api import attention, plans
+from cupyattn.api import attention, kernel_form, plans
 from cupyattn.checks import AttentionCall
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.registry import Variant
@@ -300,9 +300,10 @@ def ladder(
         o, lse = attention(
             *operands, variant=variant.name, return_lse=True, backend=backend, **options
         )
+        form = kernel_form(*operands, variant=variant.name, backend=backend, **options)
         judged = judge(
             o, q, k, v, variant=variant.name, lse=lse, quantized=z, rows=rows, exact=exact,
-            **options,
+            **form, **options,
         )  # fmt: skip
         memory = _memory_bytes((q, k, v), variant, call, options)
         if z is not None:  # V is the caller's own where that has 16 bits
@@ -419,7 +420,7 @@ def judge(
     exact : callable
         What computes exact attention.
     **options
-        lse, quantized, tiles: as for `cupyattn.testing.judge`.
+        lse, quantized, tiles, form: as for `cupyattn.testing.judge`.
 
     Returns
     -------

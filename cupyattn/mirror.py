@@ -81,8 +81,8 @@ class Step:
     P : (batch, heads, len_q, keys) array, float32
         Probabilities as S5 multiplies them with V.
     m : (batch, heads, len_q) array, float32
-        Running maximum in log2 units, rounded as the kernel's M; with softcap or bias in natural
-        units.
+        The kernel's M: the running maximum in log2 units, rounded; with softcap or bias in natural
+        units. Where the numerics have headroom it may lie below the maximum.
     l : (batch, heads, len_q) array, float32
         Running sum of exponentials of score - m, this step included.
     alpha : (batch, heads, len_q) array, float32
@@ -111,6 +111,10 @@ class RowState:
     def M_finite(self) -> Float32:
         """M as a number that may be subtracted: 0 where no key was admitted yet."""
         return np.where(self.M == NEG_INF, np.float32(0), self.M)
+
+    def raised_by(self, m: Float32, factor: np.float32, headroom: int) -> npt.NDArray[np.bool_]:
+        """Whether scores whose largest is `m` have weights of more than 2^headroom."""
+        return ~(fma32(m, factor, -self.M) <= headroom)  # no key yet: +inf or NaN
 
     def advance(self, m: Float32, factor: np.float32) -> Float32:
         """Admit scores whose largest is `m`; return alpha."""
@@ -343,6 +347,7 @@ def attention_mirror(
     *,
     variant: str = "fa",
     tiles: Tiles | None = None,
+    form: str = "portable",
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
@@ -370,6 +375,8 @@ def attention_mirror(
         The rung to mirror; it gives `numerics` and `tiles` where they are not given.
     tiles : Tiles, optional
         Block sizes; keys are taken ``tiles.block_kv`` at a time.
+    form : {"portable", "sm90"}
+        Form of the kernel.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `attention_exact`.
     rope, rope_interleaved, rope_offset_q
@@ -430,7 +437,7 @@ def attention_mirror(
         dtype = _storage_name(q, k, v)
     rung = lookup(variant)
     given = {"softcap": bool(softcap), "bias": bias is not None}
-    n = numerics or compose_numerics(rung.family, "portable", dtype, **given)
+    n = numerics or compose_numerics(rung.family, form, dtype, **given)
     check_features(n, softcap, bias)
     _, _, _, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
     turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
@@ -438,7 +445,7 @@ def attention_mirror(
         check_turned_before(quantized)
         q, k = turn.turned(q, k)
     blocks = (0, 0) if block_mask is None else block_mask.blocks
-    tiles = rung.tiles_for(head_dim, tiles, block_mask=blocks)
+    tiles = rung.tiles_for(head_dim, tiles, form=form, block_mask=blocks)
     sigma = check_scale(scale, head_dim)
     scoring = Scoring.of(
         q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
@@ -481,6 +488,8 @@ def _online(
 
         # S4 softmax
         m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)  # ignores NaN, as fmaxf does
+        if n.headroom:
+            m = np.where(state.raised_by(m, scores.exponent_factor, n.headroom), m, NEG_INF)
         alpha = state.advance(m, scores.exponent_factor)
         P = round_to(state.exponentials(S, scores.exponent_factor), n.p_type)  # R5; l has it whole
 

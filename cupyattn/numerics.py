@@ -20,6 +20,8 @@ EX2_FLUSH = 2.0**-126
 #: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md, R3). The CUDA
 #: C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
 TANHF_ERROR = 2.0**-21
+#: LARGEST_SUM of ``sm90/attn_fa_tc.cu`` is 2 to the power of this.
+HOPPER_HEADROOM = 8
 #: Unit roundoff of a tensor-core accumulation step (they truncate and align; Blanchard et al. 2020,
 #: Khattak and Mikaitis, arXiv 2512.07004).
 TENSOR_CORE_ROUNDOFF = 2.0**-23
@@ -53,6 +55,9 @@ class Numerics:
         R3. S = fl(softcap * tanhf(fl(S * fl(1 / softcap)))).
     bias : bool
         R3. S = fl(S + bias), last of all.
+    headroom : int
+        R4. M stays while weights are at most 2^headroom, and then rises to the largest score of the
+        step. 0: M is the largest score so far.
     """
 
     q_type: str
@@ -66,6 +71,7 @@ class Numerics:
     online: bool
     softcap: bool = False
     bias: bool = False
+    headroom: int = 0
 
     @property
     def subtracts_first(self) -> bool:
@@ -103,7 +109,8 @@ def numerics(
     family : {"unfused", "float32", "tensor_core", "int8"}
         What the variant computes with (`cupyattn.registry.Variant.family`).
     form : {"portable", "sm90"}
-        Which form of the kernel; both portable and Hopper tensor cores share a roundoff.
+        Which form of the kernel. Both have tensor cores of one roundoff; in the Hopper form M does
+        not follow every new maximum.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
@@ -144,7 +151,7 @@ def numerics(
     if family == "tensor_core":
         return Numerics(
             dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
-            **features,
+            **features, headroom=HOPPER_HEADROOM if form == "sm90" else 0,
         )  # fmt: skip
     if family == "int8":
         value = "float16" if dtype == "float32" else dtype

@@ -495,7 +495,8 @@ def _mirror(request: Request) -> tuple[Any, Any]:
         )
         operands = (z, None, None)
     o, lse = reference.attention_mirror(
-        *operands, variant=request.variant.name, tiles=options.tiles, scale=options.scale,
+        *operands, variant=request.variant.name, tiles=options.tiles,
+        form=stages(request).plans[-1].form, scale=options.scale,
         causal=options.causal, causal_align=options.causal_align, window=options.window,
         softcap=options.softcap, mask=request.mask, bias=request.bias,
         block_mask=options.block_mask, return_lse=True,

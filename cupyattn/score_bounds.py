@@ -123,7 +123,7 @@ class Perturbed:
     r3: Array
     r4: Array
     shift: Array  # natural units: common to a row, felt by lse alone
-    rises: Array  # steps at which the maximum may rise, after the first
+    rises: Array  # steps at which M may rise, after the first
     exponent: Array  # log2 units: the exact score minus the running maximum of its step
     drift: Array  # natural units: what R2 and R3 may do to the running maximum of a key's step
     top: Array  # s_max, natural units
@@ -188,7 +188,9 @@ def perturb(
         started = running > NEG_INF
         largest_M = xp.where(started, xp.abs(xp.where(started, running, 0.0)) + drift, 0.0)
         slack = U * ((largest_M.max(axis=-1) + shift) / LN2) * (1 + 2 * U)
-        arguments = LN2 * U * (below / LN2 + 4 * slack[..., None])
+        arguments = LN2 * U * (below / LN2 + 4 * slack[..., None] + 3 * n.headroom)
+        if n.headroom:
+            rises_after, rises = every_step(S, tiles.block_kv)
     r4 = (arguments + EX2_LOG_ERROR * (1 + rises_after) + 2.0**-125) * REFERENCE
 
     usable = (finite | ~admitted).all(axis=-1) & (slack <= U * MAX_LOG2_SCORE)
@@ -201,6 +203,15 @@ def perturb(
     return Perturbed(
         r2, r3, r4, shift, rises, exponent, drift, top, reach, top_drift, slack, usable
     )
+
+
+def every_step(S: Array, block_kv: int) -> tuple[Array, Array]:
+    """Count steps as `count_rises` does where M may rise at any of them, whatever the maximum."""
+    xp = array_namespace(S)
+    len_kv = S.shape[-1]
+    last = (len_kv - 1) // block_kv
+    after = (last - xp.arange(len_kv) // block_kv).astype(np.float64)
+    return xp.broadcast_to(after, S.shape), xp.full(S.shape[:-1], float(last))
 
 
 def far_below(S: Array, top: Array, d: Array) -> Array:

@@ -22,6 +22,7 @@ from typing import Any
 import cupyattn as ca
 from cupyattn import compile as compiler
 from cupyattn import device, distributions, measure, registry, timing
+from cupyattn.api import kernel_form
 from cupyattn.checks import AttentionCall
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
@@ -108,7 +109,9 @@ class Cell:
     prepare : callable
         ``prepare(q, k, v) -> prepared``, not timed.
     tiles : Tiles, optional
-        What the bound must know of it beside the variant; the variant's own when omitted.
+        What it was given in place of the variant's own.
+    arch : str, optional
+        The architecture that it was told to run as.
     facts : mapping
         JSON-ready description.
     peer : bool
@@ -120,6 +123,7 @@ class Cell:
     run: Callable[..., Any]
     prepare: Callable[[Any, Any, Any], tuple[Any, ...]] = as_they_are
     tiles: ca.Tiles | None = None
+    arch: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     peer: bool = False
 
@@ -151,7 +155,6 @@ def rung(
             *operands, variant=variant, causal=problem.causal, tiles=tiles, arch=arch
         )
 
-    shown = tiles or registry.lookup(variant).default_tiles(problem.head_dim)
     name = variant if tiles is None else f"{variant} {describe_tiles(tiles)}"
     name += "" if arch is None else f", {arch}"
     return Cell(
@@ -160,7 +163,7 @@ def rung(
         run,
         quantized(tiles) if codes_given else as_they_are,
         tiles,
-        {"tiles": vars(shown)},
+        arch,
     )
 
 
@@ -243,11 +246,18 @@ def _judge(problem: Problem, cell: Cell, inputs: tuple[Any, ...], **options: Any
         o = _like(q, cell.run(*cell.prepare(q, k, v)))
     except (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError) as error:
         return row | {"unsupported": reason(error)}
+    form: dict[str, Any] = {}
+    if not cell.peer:  # a peer is held to the bound of the portable form
+        form = kernel_form(
+            *((q, k, v) if operands is None else (operands,)), variant=cell.variant,
+            causal=problem.causal, tiles=cell.tiles, arch=cell.arch,
+        )  # fmt: skip
     judged = measure.judge(
-        o, q, k, v, variant=cell.variant, quantized=operands, tiles=cell.tiles,
-        causal=problem.causal, **options,
+        o, q, k, v, variant=cell.variant, quantized=operands, causal=problem.causal, **form,
+        **options,
     )  # fmt: skip
-    return row | {"judgement": vars(judged), "ok": judged.ok}
+    made_by = {"form": form["form"], "tiles": vars(form["tiles"])} if form else {}
+    return row | made_by | {"judgement": vars(judged), "ok": judged.ok}
 
 
 def reason(error: Exception) -> str:

@@ -178,7 +178,7 @@ def compiled(candidate: Candidate, problem: Problem) -> Cell | str:
     tiles = tiles_of(candidate, problem)
     return Cell(
         candidate.name, candidate.form.variant.name, runner(candidate, problem), tiles=tiles,
-        facts={"tiles": vars(tiles), **facts},
+        arch=candidate.form.arch, facts={"tiles": vars(tiles), **facts},
     )  # fmt: skip
 
 

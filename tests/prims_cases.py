@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -55,7 +56,8 @@ def butterfly(x: np.ndarray, lanes: int, combine: Callable[..., np.ndarray]) -> 
 
 def warp_arguments() -> Arguments:
     outputs = {name: np.zeros(64, np.float32) for name in ("max4", "max32", "sum4", "sum32")}
-    return {"x": normal(64), "who": np.zeros((3, 64), np.int32), **outputs}
+    four = np.zeros((4, 64), np.uint32)
+    return {"x": normal(64), "who": np.zeros((3, 64), np.int32), **outputs, "four": four}
 
 
 def warp_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
@@ -66,6 +68,7 @@ def warp_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
         "max32": butterfly(x, 32, np.fmax),
         "sum4": butterfly(x, 4, np.add),
         "sum32": butterfly(x, 32, np.add),
+        "four": np.stack([thread // 4 * 16 + 4 * j + thread % 4 for j in range(4)]).astype("u4"),
     }
 
 
@@ -95,6 +98,9 @@ def swizzle_expected(**_: Any) -> dict[str, np.ndarray]:
 def pairs_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Two 16-bit patterns in one 32-bit register."""
     return low.astype(np.uint32) | high.astype(np.uint32) << 16
+
+
+TILE = np.arange(256, dtype=np.uint16).reshape(16, 16)
 
 
 def ldmatrix_expected(tile: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
@@ -453,6 +459,29 @@ def boxes_expected(
     return {"tile": chunks.reshape(tile.shape), "elected": np.ones(1, np.int32)}
 
 
+def stores_arguments() -> Arguments:
+    loaded = boxes_arguments("float16")()
+    Y = loaded["X"]
+    tile = rng().integers(0, 256, loaded["tile"].shape).astype(np.uint8)
+    return {"Y": Y, "Y_map": replace(loaded["X_map"], buffer="Y"), "at": loaded["at"], "tile": tile}
+
+
+def stores_expected(
+    Y: np.ndarray, Y_map: TensorMap, at: np.ndarray, tile: np.ndarray, **_: Any
+) -> dict[str, np.ndarray]:
+    Y = Y.copy()
+    array = Y[tuple(map(slice, Y_map.shape))]
+    _, _, rows, columns = Y_map.box
+    for box, (column, row, head, batch) in zip(tile.reshape(len(at), -1, 16), at, strict=True):
+        places = [[swizzle(8, i, j) for j in range(8)] for i in range(rows)]
+        plain = box[places].view(Y.dtype).reshape(rows, columns)
+        for i, j in np.ndindex(plain.shape):
+            index = (batch, head, row + i, column + j)
+            if all(0 <= k < n for k, n in zip(index, array.shape, strict=True)):
+                array[index] = plain[i, j]
+    return {"Y": Y}
+
+
 WGMMA_DEPTH, WGMMA_KEYS = 80, 48
 #: Every N that prims/wgmma.cuh has.
 WGMMA_COLUMNS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
@@ -505,6 +534,16 @@ def hopper_prims() -> Iterator[Prim]:
             f"tma-{dtype}", "tma", "boxes", 32, boxes_arguments(dtype), boxes_expected,
             hopper=True,
         )  # fmt: skip
+    yield Prim(
+        "tma_store", "tma", "stores", 32, stores_arguments, stores_expected, hopper=True
+    )  # fmt: skip
+    yield Prim(
+        "stmatrix", "wgmma", "stmatrix", 32,
+        lambda: {
+            "fragment": ldmatrix_expected(TILE)["plain"], "tile": np.zeros((16, 16), np.uint16),
+        },
+        lambda **_: {"tile": TILE}, hopper=True,
+    )  # fmt: skip
     for dtype, columns in itertools.product(("float16", "bfloat16"), WGMMA_COLUMNS):
         for entry, arguments in wgmma_arguments(dtype, columns).items():
             yield Prim(
@@ -543,7 +582,7 @@ PRIMS = [
     Prim(
         "ldmatrix", "mma", "ldmatrix", 32,
         lambda: {
-            "tile": np.arange(256, dtype=np.uint16).reshape(16, 16),
+            "tile": TILE,
             "plain": np.zeros((4, 32), np.uint32), "transposed": np.zeros((4, 32), np.uint32),
         },
         ldmatrix_expected,

@@ -230,9 +230,13 @@ def test_the_hopper_form_is_planned_where_it_takes_the_call() -> None:
     (launched,) = plan.launches
     assert launched.module.hopper and launched.grid == 2 * 3 * 2
     maps = [param for param in launched.params if isinstance(param, launch.TensorMap)]
-    assert [m.buffer for m in maps] == ["q", "k", "v"]
+    assert [m.buffer for m in maps] == ["q", "k", "v", "o"]
     assert maps[0].box == (1, 1, plan.tiles.block_q, 64) and maps[1].shape == (2, 3, 500, 64)
-    assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
+    assert maps[3].box == (1, 1, launch.HOPPER_STORE_ROWS, 64)
+    assert not plan.workspace  # tiles of equal work are dealt out beforehand
+    for uneven in ({"causal": True}, {"window": True}):
+        plan = plan_of(call_of(2, 3, 300, 500, head_dim=64, **uneven), "fa_tc", arch="sm_90a")
+        assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
     many = plan_of(call_of(64, 64, 4096, 4096, head_dim=64), "fa_tc", arch="sm_90a")
     assert many.launches[0].grid == launch.HOPPER_BLOCKS
 
@@ -248,6 +252,15 @@ def test_a_note_says_why_the_hopper_form_was_left_out(call: AttentionCall, reaso
     plan = plan_of(call, "fa_tc", arch="sm_90a")
     assert plan.form == "portable" and reason in plan.note and reason in str(plan)
     assert not plan_of(call, "fa_tc").note
+
+
+def test_the_hopper_form_stores_where_the_copy_engine_can() -> None:
+    call = call_of(1, 2, 64, 64, head_dim=64)
+    x = Operand.contiguous((1, 2, 64, 64), 2)
+    odd = replace(x, strides=(2 * 64 * 65, 64 * 65, 65, 1))
+    for o, form in ((x, "sm90"), (odd, "portable")):
+        plan = launch.plan_attention(registry.VARIANTS["fa_tc"], call, x, x, x, o, arch="sm_90a")
+        assert plan.form == form and ("got o at" in plan.note) == (form == "portable")
 
 
 def test_a_rung_without_a_hopper_form_runs_its_portable_one() -> None:

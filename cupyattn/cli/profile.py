@@ -17,7 +17,7 @@ from typing import Any
 
 from cupyattn import checks, device, measure, registry, timing
 from cupyattn import compile as compiler
-from cupyattn.api import attention, explain
+from cupyattn.api import attention, explain, kernel_form
 from cupyattn.cli import inputs, output
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant import quantize
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     judged = measure.judge(
         o, q, k, v, variant=variant.name, lse=lse, quantized=z,
         rows=measure.judged_rows(call, args.seed), **options,
+        **kernel_form(*operands, variant=variant.name, **options),
     )  # fmt: skip
     del o, lse
     print(f"J2 {measure.format_ratio(judged.j2)}, relative error {judged.relative_error:.2e}")

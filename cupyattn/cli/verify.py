@@ -28,7 +28,7 @@ from cupyattn import (
     rounding,
     scoring,
 )
-from cupyattn.api import attention
+from cupyattn.api import attention, kernel_form
 from cupyattn.cli import output
 from cupyattn.disk_cache import cache_folder
 from cupyattn.features import DTYPES
@@ -183,6 +183,7 @@ def _verify(variant: Variant, name: str, dtype: str, shape: Shape, seed: int, ba
     judged = measure.judge(
         o, q, k, v, variant=variant.name, lse=lse, quantized=z, causal=shape.causal,
         exact=cached_exact,
+        **kernel_form(*operands, variant=variant.name, causal=shape.causal, backend=backend),
     )  # fmt: skip
     equal = operands_equal(z, host) if z is not None and backend != "mirror" else None
     return Cell(variant.name, name, dtype, shape.name, judged, equal)

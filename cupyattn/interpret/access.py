@@ -264,7 +264,8 @@ class Copies:
 
 
 def _copy_bytes(inst: Instruction) -> int:
-    size = inst.operands[2]
+    """Return the width of a copy of a lane; the copy engine's are multiples of 16 bytes."""
+    size = inst.operands[2] if len(inst.operands) > 2 else None
     return size.bits if isinstance(size, Immediate) else 16
 
 

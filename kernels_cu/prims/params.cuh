@@ -52,7 +52,7 @@ struct AttnParams {
   int32_t bottom_right;         // VARLEN: shifts are further by len_kv - len_q of the sequence
 };
 
-// A persistent kernel appends: where its blocks take their next tile.
+// A persistent kernel whose tiles differ in work appends: where its blocks take their next tile.
 struct ScheduleParams {
   int32_t* next_tile;  // [1], zero beforehand
 };

@@ -22,6 +22,27 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(
       "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
+// Copies a box in shared memory to (column, row, head, batch), in the background; what would lie
+// outside the array is left out.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_store(
+    const TensorMap& map, const void* shared, int column, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
+          "l"(&map),
+      "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until this thread's stores have read their sources.
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// Shows what this thread has written to shared memory to the copy engine.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 // One lane of a warp whose lanes are all here.
 __device__ __forceinline__ bool elect_sync() {
   uint32_t elected;

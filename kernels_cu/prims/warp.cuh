@@ -21,3 +21,17 @@ __device__ __forceinline__ float shfl_sum(float x) {
   for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(FULL_WARP, x, offset);
   return x;
 }
+// Transposes 4 x 4 registers within each aligned group of four lanes: lane i's x[j] becomes what
+// was lane j's x[i].
+__device__ __forceinline__ void shfl_transpose(uint32_t (&x)[4]) {
+  const int t = lane_id() % 4;
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      uint32_t &low = x[i], &high = x[i + bit];
+      const uint32_t other = __shfl_xor_sync(FULL_WARP, t & bit ? low : high, bit);
+      (t & bit ? low : high) = other;
+    }
+}

@@ -48,6 +48,13 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+// Stores what ldmatrix_x4 of mma.cuh loads.
+__device__ __forceinline__ void stmatrix_x4(uint32_t row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // Names a tile of rows of 128 bytes in shared memory, swizzled over 128 bytes, its base 1024-byte
 // aligned: 8 rows form an atom, the next 8 rows follow 1024 bytes later.
 // NOTE: the halves are kept apart because a step along the tile changes the lower one alone; built

@@ -1,18 +1,21 @@
 // attn_fa_tc -- Hopper form: both products by wgmma, operands by the bulk tensor copy engine.
 //
 // Idea         Who waits for whom. One warpgroup only copies: TMA fills rings of Q, K and V tiles
-//              that mbarriers guard. Three only compute, 64 query rows each, in no order among
-//              them: while one is in its softmax the others keep the tensor cores busy.
-// Differs from the portable form: registers move from the copying to the computing warpgroups, Q
-//              and K are read from shared memory by wgmma itself, P never leaves registers, and a
-//              block takes one tile of query rows after another, the next Q already on its way.
-// Kept simple  Within a warpgroup each step waits for the one before.
-// Tried        Two computing warpgroups, Q K^T of one step beside P V of the step before, with no
-//              ordering between them: 0.75 of this form. Descriptors built anew for every wgmma:
-//              ten issue slots each, 2 % slower. Tiles in a fixed order: 0.5 to 0.75 under a causal
-//              mask, where their work differs. Two chains for each maximum and sum: no change.
-//              BLOCK_KV 64: 0.80, 96: 0.93, 112: 0.96; 144 spills. (head_dim 128; see
-//              experiments/results/NOTES.md)
+//              that mbarriers guard. Two or three only compute, 64 query rows each, and take turns:
+//              one gives both products of a step to the tensor cores, Q K^T of this step and P V of
+//              the one before; while they run, the others are in their softmax.
+// Differs from the portable form: registers move from the copying to the computing warpgroups; Q
+//              and K are read from shared memory by wgmma itself; a block takes one tile of query
+//              rows after another, the next Q already on its way; O goes out through the place of
+//              its Q; and M is lazy: it rises only where weights get large, so that most steps look
+//              for no maximum and rescale nothing.
+// Kept simple  Nothing of a warpgroup's own runs beside its softmax.
+// Tried        Softmax beside the own P V: ptxas serialises wgmma once a register that it will read
+//              is written while another is under way. No turns: 0.98 at head_dim 64 and 256, 1.00
+//              at 128. The next tile's first Q K^T before O is stored: no change. BLOCK_KV 160 at
+//              head_dim 128: 1.04 at length 16,384, 0.85 at 512; 80 in place of 64 at 256: 0.98.
+//              Waiting at once for O to have left: 0.95 at 128. Tiles dealt out beforehand under a
+//              causal mask: 0.75 to 0.9. (experiments/results/NOTES.md)
 // Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
 //              core over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
@@ -33,25 +36,30 @@ constexpr int BOX_BYTES = 128;                       // per row of a box
 constexpr int BOXES = ceil_div(HEAD_DIM, BOX_COLS);  // per row
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
-constexpr int64_t L2_SHARE = 32 << 20;  // bytes of K and V that stay in the L2 cache
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+constexpr int64_t L2_SHARE = 32 << 20;     // bytes of K and V that stay in the L2 cache
+constexpr bool UNEVEN = CAUSAL || WINDOW;  // tiles differ in work: blocks take them as they come
+constexpr float LARGEST_SUM = 256.0f;      // 2^8, of a lane's weights in a step: past it M rises
 
-// Whether Q K^T of a step runs beside P V of the step before: S and P then need registers at once,
-// and the two warpgroups that have them must take turns, or they would compute in step and leave
-// the tensor cores idle together.
-constexpr bool OVERLAP = CONSUMERS == 2;
-
-// The next Q arrives during this one where there is room for two.
 constexpr int ROW_BYTES = BOXES * BOX_BYTES;
 constexpr int Q_STAGES =
     (2 * BLOCK_Q + 2 * NUM_STAGES * BLOCK_KV) * ROW_BYTES <= 225 * 1024 ? 2 : 1;
+// O leaves through the place of its Q, but where the next Q has no other place to go to.
+constexpr bool O_TAKES_Q = Q_STAGES == 2;
+
+// Which query rows of which head, and how many steps over keys: one at least, if only to find that
+// all of them are masked.
+struct alignas(16) WorkTile {
+  int q0;  // -1: there is no more
+  int head, batch, steps;
+};
 
 struct SharedStorage {
   alignas(1024) elem_t Q[Q_STAGES][BOXES][BLOCK_Q * BOX_COLS];
   alignas(1024) elem_t K[NUM_STAGES][BOXES][BLOCK_KV * BOX_COLS];
   alignas(1024) elem_t V[NUM_STAGES][BOXES][BLOCK_KV * BOX_COLS];
-  int tile[Q_STAGES];  // index of the work tile that Q belongs to, -1: there is no more
+  WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
   Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
@@ -91,31 +99,40 @@ struct Turn {
   }
 };
 
-// Which query rows of which head. Tiles are handed out as blocks become free: the longest causal
-// rows first, and only as many heads at a time as fit their K and V into the L2 cache.
-struct WorkTile {
-  int q0, head, batch;
-  __device__ __forceinline__ WorkTile(const AttnParams& p, int index) {
-    const int q_blocks = ceil_div(p.len_q, BLOCK_Q), batch_heads = p.heads * p.batch;
-    const int64_t head_bytes = int64_t(p.len_kv) * HEAD_DIM * 2 * sizeof(elem_t);
-    const int together = max(1, min(batch_heads, int(L2_SHARE / head_bytes)));
-    const int first = index / (together * q_blocks) * together;  // head of this group of heads
-    const int here = min(together, batch_heads - first);         // heads in this group
-    const int rest = index % (together * q_blocks);
-    q0 = (q_blocks - 1 - rest / here) * BLOCK_Q;
-    head = (first + rest % here) % p.heads;
-    batch = (first + rest % here) / p.heads;
-  }
-};
+// Key of a tile's first step.
+__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
+  return round_down(kv_begin(p, q0), BLOCK_KV);
+}
+
+// Tiles in the order in which they are begun: as many heads at a time as fit their K and V into the
+// L2 cache, of those the longest causal rows first.
+__device__ __forceinline__ WorkTile work_tile(const AttnParams& p, int index) {
+  const int q_blocks = ceil_div(p.len_q, BLOCK_Q), batch_heads = p.heads * p.batch;
+  const int64_t head_bytes = int64_t(p.len_kv) * HEAD_DIM * 2 * sizeof(elem_t);
+  const int together = max(1, min(batch_heads, int(L2_SHARE / head_bytes)));
+  const int first = index / (together * q_blocks) * together;  // head of this group of heads
+  const int here = min(together, batch_heads - first);         // heads in this group
+  const int rest = index % (together * q_blocks);
+  const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
+  const int steps = max(1, kv_steps(p, first_key(p, q0), q0, BLOCK_Q));
+  return {q0, batch_head % p.heads, batch_head / p.heads, steps};
+}
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
 __device__ __forceinline__ Descriptor uniform(Descriptor rows) {
   return {__shfl_sync(FULL_WARP, rows.low, 0), rows.high};
 }
+__device__ __forceinline__ WorkTile uniform(WorkTile tile) {
+  return {
+      __shfl_sync(FULL_WARP, tile.q0, 0), __shfl_sync(FULL_WARP, tile.head, 0),
+      __shfl_sync(FULL_WARP, tile.batch, 0), __shfl_sync(FULL_WARP, tile.steps, 0)};
+}
 
 // S3 scores: S [64, BLOCK_KV] = Q K^T, in the background.
 __device__ __forceinline__ void start_scores(
     float (&S_acc)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
+  wgmma_use(S_acc);
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < ceil_div(HEAD_DIM, 16); ++k) {  // 32 bytes of a row, then the next box
     const int box = k / 4, byte = k % 4 * 32;
@@ -128,69 +145,77 @@ __device__ __forceinline__ void start_scores(
 
 // S5 output: O [64, O_COLS] += P V, in the background.
 __device__ __forceinline__ void start_output(
-    float (&O_acc)[O_COLS / 2], const uint32_t (&P_frag)[BLOCK_KV / 16][4], Descriptor V_rows) {
+    float (&O_acc)[O_COLS / 2], uint32_t (&P_frag)[BLOCK_KV / 16][4], Descriptor V_rows) {
+  wgmma_use(O_acc);
+  wgmma_use(P_frag);
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < BLOCK_KV / 16; ++k)
     Wgmma<elem_t, O_COLS>::rs(O_acc, P_frag[k], V_rows + k * 16 * BOX_BYTES);  // R6
   wgmma_commit_group();
 }
 
-// S4 softmax: scores become weights in place; alpha is what O has to be multiplied by. `q` is the
-// first of this lane's two rows, the other is q + 8.
-__device__ __forceinline__ void softmax(
-    const AttnParams& p, RowState (&state)[2], float (&S_acc)[BLOCK_KV / 2], float (&alpha)[2],
-    int q, int kv0, int unmasked) {
+// S4 softmax: weights P of the scores, in 16 bits and two neighbouring keys in a register, the left
+// operand of P V. M stays where it is, and rises to the largest score only where a lane's weights
+// sum to more than LARGEST_SUM, or `rises` says so beforehand. Returns whether it rose: O then has
+// to be multiplied by alpha. `q` is the first of this lane's two rows, the other is q + 8.
+__device__ __forceinline__ bool softmax(
+    const AttnParams& p, RowState (&state)[2], float (&S_acc)[BLOCK_KV / 2],
+    uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&alpha)[2], int q, int kv0, int unmasked,
+    bool rises) {
   if (kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9))) {
     const int t = lane_id() % 4;
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i)
       if (!admitted(p, q + i / 2 % 2 * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S_acc[i] = NEG_INF;
   }
+  float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
+  while (true) {
+    if (rises) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {  // row, then row + 8
-    float m = NEG_INF;
+      for (int h = 0; h < 2; ++h) {  // row, then row + 8
+        float m = NEG_INF;
 #pragma unroll
-    for (int n = 0; n < BLOCK_KV / 8; ++n)
-      m = fmaxf(m, fmaxf(S_acc[4 * n + 2 * h], S_acc[4 * n + 2 * h + 1]));
-    alpha[h] = state[h].advance(shfl_max<4>(m) * p.scale_log2);
-    const float M = state[h].M_finite();
-#pragma unroll
-    for (int n = 0; n < BLOCK_KV / 8; ++n)
-#pragma unroll
-      for (int i = 4 * n + 2 * h; i < 4 * n + 2 * h + 2; ++i) {
-        S_acc[i] = ex2_approx_ftz(fmaf(S_acc[i], p.scale_log2, -M));  // R4
-        state[h].l += S_acc[i];                                       // R6: this lane's part of l
+        for (int n = 0; n < BLOCK_KV / 8; ++n)
+          m = fmaxf(m, fmaxf(S_acc[4 * n + 2 * h], S_acc[4 * n + 2 * h + 1]));
+        alpha[h] = state[h].advance(shfl_max<4>(m) * p.scale_log2);
+        M[h] = state[h].M_finite();
       }
+    }
+    float sum[2] = {0.0f, 0.0f};  // this lane's part
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 4; ++i) {
+      const int h = i % 2;
+      const float x = ex2_approx_ftz(fmaf(S_acc[2 * i], p.scale_log2, -M[h]));      // R4
+      const float y = ex2_approx_ftz(fmaf(S_acc[2 * i + 1], p.scale_log2, -M[h]));  // R4
+      sum[h] += x, sum[h] += y;                                                     // R6
+      P_frag[i / 4][i % 4] = pack_rn<elem_t>(x, y);                                 // R5
+    }
+    // NOTE: a NaN is no more than anything, so that it is asked whether the sums are small.
+    if (rises || __all_sync(FULL_WARP, sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM)) {
+      state[0].l += sum[0], state[1].l += sum[1];  // R6
+      return rises;
+    }
+    rises = true;
   }
 }
 
-// O to the new maximum.
-// NOTE: most steps raise no row's maximum: every alpha is 1 and O stays as it is.
+// O to the new M.
 __device__ __forceinline__ void rescale(float (&O_acc)[O_COLS / 2], const float (&alpha)[2]) {
-  if (!__any_sync(FULL_WARP, alpha[0] != 1.0f || alpha[1] != 1.0f)) return;
 #pragma unroll
   for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
-}
-
-// Weights as the left operand of P V: two neighbouring keys in a register.
-__device__ __forceinline__ void pack(
-    uint32_t (&P_frag)[BLOCK_KV / 16][4], const float (&S_acc)[BLOCK_KV / 2]) {
-#pragma unroll
-  for (int i = 0; i < BLOCK_KV / 4; ++i)
-    P_frag[i / 4][i % 4] = pack_rn<elem_t>(S_acc[2 * i], S_acc[2 * i + 1]);  // R5
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     const __grid_constant__ AttnParams p, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ ScheduleParams schedule) {
+    const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule) {
   extern __shared__ unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(
       (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
   // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
   // live in uniform registers, where wgmma wants its descriptors.
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-  const int num_tiles = ceil_div(p.len_q, BLOCK_Q) * p.heads * p.batch;
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Q_STAGES; ++s) {
@@ -209,24 +234,23 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
+    const int num_tiles = ceil_div(p.len_q, BLOCK_Q) * p.heads * p.batch;
     RingPosition<Q_STAGES> Q_at;
     RingPosition<NUM_STAGES> at;  // of K and V
+    int index = blockIdx.x;
     while (true) {
-      const int index = atomicAdd(schedule.next_tile, 1);
       if (index >= num_tiles) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = -1;
+        smem.tile[Q_at.stage] = {-1, 0, 0, 0};
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }
-      const WorkTile tile(p, index);
+      const WorkTile tile = work_tile(p, index);
       const int head_kv = tile.head / (p.heads / p.heads_kv);
-      const int first = round_down(kv_begin(p, tile.q0), BLOCK_KV);  // key of the first step
-      const int num_steps = kv_steps(p, first, tile.q0, BLOCK_Q);
       // S1 load Q
       const auto load_Q = [&] {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
-        smem.tile[Q_at.stage] = index;
+        smem.tile[Q_at.stage] = tile;
         mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
         for (int b = 0; b < BOXES; ++b)
           cp_async_bulk_tensor_4d(
@@ -235,161 +259,161 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         Q_at.advance();
       };
       // NOTE: where there is room for one Q, it waits for the last one, and K goes ahead.
-      if (Q_STAGES > 1 || num_steps == 0) load_Q();
+      if (Q_STAGES > 1) load_Q();
       // S2 load K, V
-      for (int step = 0; step < num_steps; ++step, at.advance()) {
+      int kv0 = first_key(p, tile.q0);
+      for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV, at.advance()) {
         mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
         mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
         for (int b = 0; b < BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_COLS,
-              first + step * BLOCK_KV, head_kv, tile.batch);
+              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_COLS, kv0, head_kv,
+              tile.batch);
         if (Q_STAGES == 1 && step == 0) load_Q();
         mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
         mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
         for (int b = 0; b < BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.V_full[at.stage], b * BOX_COLS,
-              first + step * BLOCK_KV, head_kv, tile.batch);
+              smem.V[at.stage][b], V_map, smem.V_full[at.stage], b * BOX_COLS, kv0, head_kv,
+              tile.batch);
       }
+      index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
     }
   }
 
   // ---- the consumers: S3 to S6
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int row0 = (warpgroup - 1) * 64;           // first row of this warpgroup in the tile
+  const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
-  const int row = row0 + warp_id() % 4 * 16 + g;   // this lane's rows of the tile: row, row + 8
+  const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
   const Turn turn = {warpgroup - 1};
-  if (OVERLAP && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
+  if (warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
-  RingPosition<NUM_STAGES> at;  // of K and V
+  RingPosition<NUM_STAGES> K_at, V_at;
+
+  bool leaving = false;  // the tile before, its O through the place of its Q
   while (true) {
     // S0 locate
-    mbarrier_wait_parity(smem.Q_full[Q_at.stage], Q_at.parity);  // Q has arrived
-    const int index = __shfl_sync(FULL_WARP, smem.tile[Q_at.stage], 0);
-    if (index < 0) break;
-    const WorkTile tile(p, index);
-    const int first = round_down(kv_begin(p, tile.q0), BLOCK_KV);  // key of the first step
-    const int num_steps = kv_steps(p, first, tile.q0, BLOCK_Q);
-    // NOTE: these 64 rows may need fewer keys than the tile: none past the end, fewer under a mask.
-    const bool empty = tile.q0 + row0 >= p.len_q;
-    const int own_steps = empty ? 0 : kv_steps(p, first, tile.q0 + row0, 64);
+    mbarrier_wait_parity(smem.Q_full[Q_at.stage], Q_at.parity);  // Q has arrived, and its tile
+    const WorkTile tile = uniform(smem.tile[Q_at.stage]);
+    if (tile.q0 < 0) break;
+    int kv0 = first_key(p, tile.q0);
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
-    Descriptor Q_rows = descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_COLS]);
-    if (OVERLAP) Q_rows = uniform(Q_rows);
-
+    const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_COLS]));
     RowState state[2];             // of row and row + 8
     float O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     float S_acc[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 16][4];
     float alpha[2];
-    if constexpr (OVERLAP) {
-      if (own_steps > 0) {
-        const Descriptor K_rows = uniform(descriptor_k_major(smem.K[at.stage][0]));
-        mbarrier_wait_parity(smem.K_full[at.stage], at.parity);  // K has arrived
-        turn.take();
-        wgmma_fence();
-        start_scores(S_acc, Q_rows, K_rows);
-        turn.pass();
-        wgmma_wait_group<0>();
-        wgmma_use(S_acc);
-        if (lane_id() == 0) mbarrier_arrive(smem.K_empty[at.stage]);
-        softmax(p, state, S_acc, alpha, tile.q0 + row, first, unmasked);
-        pack(P_frag, S_acc);
-      }
-      for (int step = 1; step < own_steps; ++step) {  // K of this step, V of the one before
-        const RingPosition<NUM_STAGES> V_at = at;
-        at.advance();
-        const Descriptor K_rows = uniform(descriptor_k_major(smem.K[at.stage][0]));
-        const Descriptor V_rows =
-            uniform(descriptor_n_major(smem.V[V_at.stage][0], BLOCK_KV * BOX_BYTES));
-        mbarrier_wait_parity(smem.K_full[at.stage], at.parity);  // K has arrived
-        turn.take();
-        wgmma_use(O_acc);
-        wgmma_use(P_frag);
-        wgmma_fence();
-        start_scores(S_acc, Q_rows, K_rows);
-        mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
-        start_output(O_acc, P_frag, V_rows);
-        turn.pass();
-        wgmma_wait_group<1>();
-        wgmma_use(S_acc);
-        if (lane_id() == 0) mbarrier_arrive(smem.K_empty[at.stage]);
-        softmax(p, state, S_acc, alpha, tile.q0 + row, first + step * BLOCK_KV, unmasked);
-        finish(fminf(state[0].l, state[1].l));  // the softmax, beside P V
-        wgmma_wait_group<0>();
-        wgmma_use(O_acc);
-        wgmma_use(P_frag);
-        if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
-        pack(P_frag, S_acc);
-        rescale(O_acc, alpha);
-      }
-      if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
-      if (own_steps > 0) {
-        const Descriptor V_rows =
-            uniform(descriptor_n_major(smem.V[at.stage][0], BLOCK_KV * BOX_BYTES));
-        mbarrier_wait_parity(smem.V_full[at.stage], at.parity);  // V has arrived
-        wgmma_use(O_acc);
-        wgmma_use(P_frag);
-        wgmma_fence();
-        start_output(O_acc, P_frag, V_rows);
-        wgmma_wait_group<0>();
-        wgmma_use(O_acc);
-        if (lane_id() == 0) mbarrier_arrive(smem.V_empty[at.stage]);
-        at.advance();
-      }
-    } else {
-      for (int step = 0; step < own_steps; ++step, at.advance()) {
-        mbarrier_wait_parity(smem.K_full[at.stage], at.parity);  // K has arrived
-        wgmma_fence();
-        start_scores(S_acc, Q_rows, descriptor_k_major(smem.K[at.stage][0]));
-        wgmma_wait_group<0>();
-        wgmma_use(S_acc);
-        if (lane_id() == 0) mbarrier_arrive(smem.K_empty[at.stage]);
-        if (step == own_steps - 1 && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
-        softmax(p, state, S_acc, alpha, tile.q0 + row, first + step * BLOCK_KV, unmasked);
-        rescale(O_acc, alpha);
-        pack(P_frag, S_acc);
-        mbarrier_wait_parity(smem.V_full[at.stage], at.parity);  // V has arrived
-        wgmma_use(O_acc);
-        wgmma_fence();
-        start_output(O_acc, P_frag, descriptor_n_major(smem.V[at.stage][0], BLOCK_KV * BOX_BYTES));
-        wgmma_wait_group<0>();
-        wgmma_use(O_acc);
-        if (lane_id() == 0) mbarrier_arrive(smem.V_empty[at.stage]);
-      }
-      if (own_steps == 0 && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
-    }
-    Q_at.advance();
-    for (int step = own_steps; step < num_steps; ++step, at.advance()) {  // keys for other rows
-      if constexpr (OVERLAP) turn.take(), turn.pass();
-      mbarrier_wait_parity(
-          smem.K_full[at.stage],
-          at.parity);  // an arrival belongs to its own phase
-      if (lane_id() == 0) mbarrier_arrive(smem.K_empty[at.stage]);
-      mbarrier_wait_parity(smem.V_full[at.stage], at.parity);  // likewise
-      if (lane_id() == 0) mbarrier_arrive(smem.V_empty[at.stage]);
+
+    // The first scores, by themselves.
+    mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
+    turn.take();
+    start_scores(S_acc, Q_rows, uniform(descriptor_k_major(smem.K[K_at.stage][0])));
+    turn.pass();
+    wgmma_wait_group<0>();
+    wgmma_use(S_acc);
+    if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
+    K_at.advance();
+    softmax(p, state, S_acc, P_frag, alpha, tile.q0 + row, kv0, unmasked, true);
+    if (leaving && lane_id() == 0) {
+      cp_async_bulk_wait_group_read();
+      mbarrier_arrive(smem.Q_empty[Q_at.stage ^ 1]);
     }
 
+    for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
+      const Descriptor K_rows = uniform(descriptor_k_major(smem.K[K_at.stage][0]));
+      const Descriptor V_rows =
+          uniform(descriptor_n_major(smem.V[V_at.stage][0], BLOCK_KV * BOX_BYTES));
+      mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
+      mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+      turn.take();
+      start_scores(S_acc, Q_rows, K_rows);
+      start_output(O_acc, P_frag, V_rows);
+      turn.pass();
+      wgmma_wait_group<0>();
+      wgmma_use(S_acc);
+      wgmma_use(O_acc);
+      if (lane_id() == 0) {
+        mbarrier_arrive(smem.K_empty[K_at.stage]);
+        mbarrier_arrive(smem.V_empty[V_at.stage]);
+      }
+      K_at.advance();
+      V_at.advance();
+      kv0 += BLOCK_KV;
+      if (softmax(p, state, S_acc, P_frag, alpha, tile.q0 + row, kv0, unmasked, false))
+        rescale(O_acc, alpha);
+    }
+    if (!O_TAKES_Q && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
+
+    // The last output, by itself.
+    mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+    turn.take();
+    start_output(
+        O_acc, P_frag, uniform(descriptor_n_major(smem.V[V_at.stage][0], BLOCK_KV * BOX_BYTES)));
+    turn.pass();
+    wgmma_wait_group<0>();
+    wgmma_use(O_acc);
+    if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
+    V_at.advance();
+
     // S6 store
-    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
-                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
+    float inverse_l[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       state[h].l = shfl_sum<4>(state[h].l);  // R6
-      const float inverse_l = state[h].inverse_l();
+      inverse_l[h] = state[h].inverse_l();
       const int q = tile.q0 + row + h * 8;
-      if (q >= p.len_q) continue;
       if constexpr (LSE)
-        if (t == 0)
+        if (t == 0 && q < p.len_q)
           p.lse[(int64_t(tile.batch) * p.heads + tile.head) * p.len_q + q] = state[h].lse();
-#pragma unroll
-      for (int n = 0; n < O_COLS / 8; ++n)
-        store_pair(
-            O + q * p.O_stride.len, n * 8 + t * 2, O_acc[4 * n + 2 * h] * inverse_l,
-            O_acc[4 * n + 2 * h + 1] * inverse_l);  // R7
     }
+    uint32_t O_frag[O_COLS / 8][2];  // two neighbouring columns of row, and of row + 8
+#pragma unroll
+    for (int i = 0; i < O_COLS / 4; ++i)
+      O_frag[i / 2][i % 2] = pack_rn<elem_t>(
+          O_acc[2 * i] * inverse_l[i % 2], O_acc[2 * i + 1] * inverse_l[i % 2]);  // R7
+    if constexpr (O_TAKES_Q) {
+      // NOTE: Q has been read: the last turn began after all four warps had waited for its products.
+      elem_t* O_rows = &smem.Q[Q_at.stage][0][warp_row * BOX_COLS];  // [BOXES][16, BOX_COLS]
+      const uint32_t corner = shared_address(O_rows) + lane_id() % 16 * BOX_BYTES +
+                              (lane_id() / 16 ^ lane_id() % 8) * 16;  // swizzled as a box is
+#pragma unroll
+      for (int n = 0; n < O_COLS / 8; n += 2)
+        stmatrix_x4(
+            (corner + n / 8 * BLOCK_Q * BOX_BYTES) ^ n % 8 * 16,
+            {O_frag[n][0], O_frag[n][1], O_frag[n + 1][0], O_frag[n + 1][1]});
+      fence_proxy_async();
+      __syncwarp();  // the warp's rows are complete
+      if (lane_id() == 0) {
+        if (tile.q0 + warp_row < p.len_q)
+          for (int b = 0; b < BOXES; ++b)
+            cp_async_bulk_tensor_4d_store(
+                O_map, O_rows + b * BLOCK_Q * BOX_COLS, b * BOX_COLS, tile.q0 + warp_row, tile.head,
+                tile.batch);
+        cp_async_bulk_commit_group();
+      }
+      leaving = true;
+    } else {
+      elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
+                  + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int q = tile.q0 + row + h * 8;
+#pragma unroll
+        for (int n = 0; n < O_COLS / 8; n += 4) {
+          uint32_t x[4] = {O_frag[n][h], O_frag[n + 1][h], O_frag[n + 2][h], O_frag[n + 3][h]};
+          shfl_transpose(x);
+          const int col = (n + t) * 8;
+          if (q < p.len_q && col < HEAD_DIM)
+            *reinterpret_cast<Vec<uint32_t, 4>*>(O + q * p.O_stride.len + col) = {
+                {x[0], x[1], x[2], x[3]}};
+        }
+      }
+    }
+    Q_at.advance();
   }
-  if (OVERLAP && turn.consumer == 0) turn.take();  // the last turn passed is nobody's
+  if (leaving && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
+  if (turn.consumer == 0) turn.take();  // the last turn passed is nobody's
 }

@@ -1,8 +1,7 @@
-// prims_tma -- boxes of an array by the copy engine, written back as they lie in shared memory:
+// prims_tma -- boxes of an array by the copy engine, and what they look like in shared memory:
 // swizzled over 128 bytes, zeros for what lies outside the array.
 #include "prims/tma.cuh"
 #include "prims/warp.cuh"
-#include "proxy_fence.cuh"
 
 constexpr int BOXES = 7, ROWS = 16, BOX_BYTES = ROWS * 128;
 
@@ -32,4 +31,24 @@ extern "C" __global__ void boxes(const __grid_constant__ TensorMap X_map,
   }
   mbarrier_wait_parity(full, 0);  // every box has arrived
   for (int i = lane; i < BOXES * BOX_BYTES; i += WARP_SIZE) tile[i] = shared[i];
+}
+
+// The other way: boxes as they lie in shared memory, to an array.
+extern "C" __global__ void stores(const __grid_constant__ TensorMap Y_map,
+                                  const int* at,           // [BOXES, 4]: column, row, head, batch
+                                  const uint8_t* tile) {   // [BOXES, BOX_BYTES]
+  __shared__ alignas(1024) uint8_t shared[BOXES * BOX_BYTES];
+  const int lane = lane_id();
+  for (int i = lane; i < BOXES * BOX_BYTES; i += WARP_SIZE) shared[i] = tile[i];
+  fence_proxy_async();
+  __syncthreads();  // the boxes are complete
+  if (lane == 0) {
+    for (int b = 0; b < BOXES; ++b)
+      cp_async_bulk_tensor_4d_store(
+          Y_map, shared + b * BOX_BYTES, at[4 * b], at[4 * b + 1], at[4 * b + 2], at[4 * b + 3]);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read();
+  }
+  __syncthreads();  // all of them have been read
+  for (int i = lane; i < BOXES * BOX_BYTES; i += WARP_SIZE) shared[i] = 0xff;
 }

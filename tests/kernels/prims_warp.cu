@@ -6,7 +6,8 @@ extern "C" __global__ void warp(const float* x,     // [64]
                                 float* max4,        // [64]
                                 float* max32,       // [64]
                                 float* sum4,        // [64]
-                                float* sum32) {     // [64]
+                                float* sum32,       // [64]
+                                uint32_t* four) {   // [4, 64]
   const int i = threadIdx.x;
   who[i] = thread_id();
   who[64 + i] = warp_id();
@@ -15,4 +16,8 @@ extern "C" __global__ void warp(const float* x,     // [64]
   max32[i] = shfl_max<WARP_SIZE>(x[i]);
   sum4[i] = shfl_sum<4>(x[i]);
   sum32[i] = shfl_sum<WARP_SIZE>(x[i]);
+  uint32_t y[4];
+  for (int j = 0; j < 4; ++j) y[j] = 4 * i + j;
+  shfl_transpose(y);
+  for (int j = 0; j < 4; ++j) four[64 * j + i] = y[j];
 }

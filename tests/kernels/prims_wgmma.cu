@@ -2,9 +2,9 @@
 // columns swizzled over 128 bytes, as the copy engine would (prims_tma.cu); N is BLOCK_KV, the
 // depth of `ss` is HEAD_DIM. What lies in the boxes beside the operands is NaN.
 #include "prims/swizzle.cuh"
+#include "prims/tma.cuh"
 #include "prims/warp.cuh"
 #include "prims/wgmma.cuh"
-#include "proxy_fence.cuh"
 
 constexpr int M = 128, N = BLOCK_KV, K = HEAD_DIM;   // ss: A [M, K], B [N, K]
 constexpr int KEYS = 48;                             // rs: A [64, KEYS], B [KEYS, N]
@@ -120,4 +120,15 @@ extern "C" __global__ __launch_bounds__(384, 1) void registers(const float* x,  
   for (int i = 0; i < HELD; ++i) held[i] = x[i * 256];
 #pragma unroll
   for (int i = 0; i < HELD; ++i) y[i * 256] = held[HELD - 1 - i];
+}
+
+// One warp: what ldmatrix_x4 gives, back to rows.
+extern "C" __global__ void stmatrix(const uint32_t* fragment,  // [4, 32]
+                                    uint16_t* tile) {          // [16, 16]
+  __shared__ alignas(16) uint16_t shared[256];
+  uint32_t r[4];
+  for (int i = 0; i < 4; ++i) r[i] = fragment[i * WARP_SIZE + lane_id()];
+  stmatrix_x4(shared_address(shared + lane_id() % 16 * 16 + lane_id() / 16 * 8), r);
+  __syncthreads();  // the tile is complete
+  for (int i = lane_id(); i < 256; i += WARP_SIZE) tile[i] = shared[i];
 }
