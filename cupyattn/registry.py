@@ -149,8 +149,8 @@ _BLOCK_MASK_TILES = {
 #: The same for the Hopper forms: four warps that copy, four for every 64 query rows.
 _HOPPER_TILES = {
     "fa_tc": {
-        64: Tiles(192, 128, 16, 2), 128: Tiles(128, 128, 12, 2), 192: Tiles(128, 112, 12, 2),
-        256: Tiles(128, 64, 12, 2),
+        64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(128, 128, 12, 2),
+        192: Tiles(128, 112, 12, 2), 256: Tiles(128, 64, 12, 2),
     }
 }  # fmt: skip
 
