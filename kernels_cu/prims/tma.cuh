@@ -8,9 +8,6 @@ struct alignas(64) TensorMap {
   uint8_t bytes[128];
 };
 
-__device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
 // Copies the box at (column, row, head, batch) to shared memory and counts its bytes off the
 // barrier. What lies outside the array arrives as zeros and counts too.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d(

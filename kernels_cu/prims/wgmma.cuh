@@ -29,15 +29,6 @@ __device__ __forceinline__ void wgmma_use(uint32_t (&a)[COUNT][4]) {
 #pragma unroll
   for (int i = 0; i < COUNT * 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
-// What leads to x, a number that is never negative, is computed before whatever follows.
-// NOTE: ptxas lifts a wait over arithmetic that does not depend on it, and what was meant to run
-// beside wgmma runs behind it. A store that depends on x, though it is never made, stops that.
-__device__ __forceinline__ void finish(float x) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}\n" ::"f"(x),
-      "r"(0)
-      : "memory");
-}
 // Registers per thread from here on; every warp of the warpgroup must say so.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {

@@ -17,7 +17,6 @@ extern "C" __global__ void boxes(const __grid_constant__ TensorMap X_map,
   if (lane == 0) {
     mbarrier_init(full, 1);
     fence_mbarrier_init();
-    prefetch_tensormap(X_map);
   }
   __syncthreads();  // background and barrier are there before the copies start
   const bool chosen = elect_sync();
