@@ -339,7 +339,10 @@ def plan_attention(
     if arch == "sm_90a" and "sm90" in variant.forms:
         note = _hopper_obstacle(call, q, k, v, o)
         form = "portable" if note else "sm90"
-    tiles = variant.tiles_for(call.head_dim, tiles, form=form, block_mask=call.block_mask)
+    tiles = variant.tiles_for(
+        call.head_dim, tiles, form=form, lengths=(call.len_q, call.len_kv),
+        block_mask=call.block_mask,
+    )  # fmt: skip
     features = _features(call, _widest(q, k, v, o))
     spec = module_spec(variant, features, tiles, form)
     params = _params(call, q, k, v, o, mask, bias, kept_blocks)

@@ -445,7 +445,8 @@ def attention_mirror(
         check_turned_before(quantized)
         q, k = turn.turned(q, k)
     blocks = (0, 0) if block_mask is None else block_mask.blocks
-    tiles = rung.tiles_for(head_dim, tiles, form=form, block_mask=blocks)
+    lengths = (q.shape[2], k.shape[2])
+    tiles = rung.tiles_for(head_dim, tiles, form=form, lengths=lengths, block_mask=blocks)
     sigma = check_scale(scale, head_dim)
     scoring = Scoring.of(
         q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,

@@ -30,8 +30,10 @@ class Variant:
         Storage types that it takes.
     hopper_tiles : mapping of int to Tiles
         The same for the Hopper form (``kernels_cu/sm90/``); empty where there is none.
+    hopper_short_tiles : mapping of int to Tiles
+        The same for lengths that leave much of those tiles empty; no entry where one serves all.
     block_mask_tiles : mapping of int to Tiles
-        The same for calls with a block mask, where those of `tiles` do not divide its blocks of 64
+        Those of the portable form for calls with a block mask, where those of `tiles` do not divide its blocks of 64
         or 128; empty where they do.
     source : Path, optional
         A ``.cu`` outside the package, given by `cupyattn.register`.
@@ -43,6 +45,7 @@ class Variant:
     tiles: Mapping[int, Tiles]
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     hopper_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    hopper_short_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     block_mask_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     source: Path | None = None
 
@@ -80,14 +83,21 @@ class Variant:
         ValueError
             If the form takes no such head size.
         """
-        table = self.tiles if form == "portable" else self.hopper_tiles
-        for limit, tiles in table.items():
-            if head_dim <= limit:
-                return tiles
-        raise ValueError(
-            f"the {form} form of {self.name} takes head_dim up to {max(table, default=0)}, "
-            f"got {head_dim}"
-        )
+        return self._table(form)[self._limit(head_dim, form)]
+
+    def _table(self, form: str) -> Mapping[int, Tiles]:
+        return self.tiles if form == "portable" else self.hopper_tiles
+
+    def _limit(self, head_dim: int, form: str) -> int:
+        """Return which entry of the table of tiles a head size belongs to."""
+        table = self._table(form)
+        limit = next((limit for limit in table if head_dim <= limit), None)
+        if limit is None:
+            raise ValueError(
+                f"the {form} form of {self.name} takes head_dim up to {max(table, default=0)}, "
+                f"got {head_dim}"
+            )
+        return limit
 
     def tiles_for(
         self,
@@ -95,6 +105,7 @@ class Variant:
         given: Tiles | None = None,
         *,
         form: str = "portable",
+        lengths: tuple[int, int] | None = None,
         block_mask: tuple[int, int] = (0, 0),
     ) -> Tiles:
         """Return the tiles of a call: those given, or the variant's own.
@@ -105,6 +116,8 @@ class Variant:
         given : Tiles, optional
             The caller's.
         form : {"portable", "sm90"}
+        lengths : (int, int), optional
+            Query rows and keys, which the tiles of the Hopper form depend on.
         block_mask : (int, int)
             Rows and keys of a block of the call's block mask; (0, 0): there is none.
 
@@ -117,6 +130,10 @@ class Variant:
         if tiles is None and block_mask != (0, 0) and self.block_mask_tiles:
             tiles = next(x for limit, x in self.block_mask_tiles.items() if head_dim <= limit)
         tiles = tiles or self.default_tiles(head_dim, form)
+        short = self.hopper_short_tiles.get(self._limit(head_dim, form)) if form == "sm90" else None
+        if short is not None and lengths is not None and given is None:
+            fits = _padded(lengths, short) * SHORT_TILES_COST <= _padded(lengths, tiles)
+            tiles = short if fits else tiles
         if block_mask[0] % tiles.block_q or block_mask[1] % tiles.block_kv:
             raise ValueError(
                 f"tiles.block_q={tiles.block_q} and tiles.block_kv={tiles.block_kv} must divide the "
@@ -149,10 +166,22 @@ _BLOCK_MASK_TILES = {
 #: The same for the Hopper forms: four warps that copy, four for every 64 query rows.
 _HOPPER_TILES = {
     "fa_tc": {
-        64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(128, 128, 12, 2),
+        64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(192, 80, 16, 2),
         192: Tiles(128, 112, 12, 2), 256: Tiles(128, 64, 12, 2),
     }
 }  # fmt: skip
+_HOPPER_SHORT_TILES = {"fa_tc": {128: Tiles(128, 128, 12, 2)}}
+#: How much slower those are where either fills its tiles: 1.08 to 1.12 from length 2,048 on.
+SHORT_TILES_COST = 1.1
+
+
+def _padded(lengths: tuple[int, int], tiles: Tiles) -> int:
+    """Return how many scores whole tiles compute."""
+    len_q, len_kv = lengths
+    return (
+        -(-len_q // tiles.block_q) * tiles.block_q * (-(-len_kv // tiles.block_kv)) * tiles.block_kv
+    )
+
 
 VARIANTS: dict[str, Variant] = {
     name: Variant(
@@ -162,6 +191,7 @@ VARIANTS: dict[str, Variant] = {
         _TILES[name],
         dtypes,
         _HOPPER_TILES.get(name, {}),
+        _HOPPER_SHORT_TILES.get(name, {}),
         _BLOCK_MASK_TILES.get(name, {}),
     )  # fmt: skip
     for name, idea, family, dtypes in (

@@ -271,7 +271,9 @@ def judge(
     if lse is not None and lse.shape != (batch, heads, len_q):
         raise ValueError(f"lse must have shape {(batch, heads, len_q)}, got {lse.shape}")
     blocks = (0, 0) if block_mask is None else block_mask.blocks
-    tiles = tiles or lookup(variant).tiles_for(head_dim, form=form, block_mask=blocks)
+    tiles = tiles or lookup(variant).tiles_for(
+        head_dim, form=form, lengths=(len_q, len_kv), block_mask=blocks
+    )
     if rows is None:
         small = batch * heads * len_q * len_kv <= SMALL_CELL
         rows = np.arange(len_q) if small else sample_rows(len_q, tiles.block_q, seed)

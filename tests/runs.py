@@ -179,7 +179,9 @@ class Run:
         q, k, v = map(move, self.inputs)
         options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
         blocks = (0, 0) if options.get("block_mask") is None else options["block_mask"].blocks
-        tiles = variant.tiles_for(q.shape[3], form=self.form, block_mask=blocks)
+        tiles = variant.tiles_for(
+            q.shape[3], form=self.form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks
+        )
         if options.get("rope"):
             options["rope"] = tuple(map(move, options["rope"]))
         return testing.judge(

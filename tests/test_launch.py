@@ -254,6 +254,18 @@ def test_a_note_says_why_the_hopper_form_was_left_out(call: AttentionCall, reaso
     assert not plan_of(call, "fa_tc").note
 
 
+@pytest.mark.parametrize(
+    ("len_q", "len_kv", "block_q"),
+    [(512, 512, 128), (1024, 1024, 128), (1152, 1120, 192), (4096, 4096, 192), (65, 4096, 128)],
+)
+def test_short_sequences_get_tiles_that_fit_them(len_q: int, len_kv: int, block_q: int) -> None:
+    plan = plan_of(call_of(1, 1, len_q, len_kv, head_dim=128), "fa_tc", arch="sm_90a")
+    assert plan.tiles.block_q == block_q
+    asked = registry.lookup("fa_tc").default_tiles(128, "sm90")
+    given = plan_of(call_of(1, 1, len_q, len_kv, head_dim=128), tiles=asked, arch="sm_90a")
+    assert given.tiles == asked
+
+
 def test_the_hopper_form_stores_where_the_copy_engine_can() -> None:
     call = call_of(1, 2, 64, 64, head_dim=64)
     x = Operand.contiguous((1, 2, 64, 64), 2)
