@@ -163,7 +163,9 @@ def runner(candidate: Candidate, problem: Problem) -> Callable[[Any, Any, Any], 
 def tiles_of(candidate: Candidate, problem: Problem) -> ca.Tiles:
     """Return the tiles that a candidate has for a problem."""
     form = candidate.form
-    return candidate.tiles or form.variant.default_tiles(problem.head_dim, form.name)
+    return form.variant.tiles_for(
+        problem.head_dim, candidate.tiles, form=form.name, lengths=(problem.length, problem.length)
+    )
 
 
 def compiled(candidate: Candidate, problem: Problem) -> Cell | str:

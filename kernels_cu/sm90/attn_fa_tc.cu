@@ -375,7 +375,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       O_frag[i / 2][i % 2] = pack_rn<elem_t>(
           O_acc[2 * i] * inverse_l[i % 2], O_acc[2 * i + 1] * inverse_l[i % 2]);  // R7
     if constexpr (O_TAKES_Q) {
-      // NOTE: Q has been read: the last turn began after all four warps had waited for its products.
+      // NOTE: Q has been read: the last turn began when all four warps had waited for its products.
       elem_t* O_rows = &smem.Q[Q_at.stage][0][warp_row * BOX_COLS];  // [BOXES][16, BOX_COLS]
       const uint32_t corner = shared_address(O_rows) + lane_id() % 16 * BOX_BYTES +
                               (lane_id() / 16 ^ lane_id() % 8) * 16;  // swizzled as a box is
