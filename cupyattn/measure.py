@@ -24,6 +24,9 @@ from cupyattn.rounding import array_namespace, as_float64
 #: Where the rows next to tile edges lie in a sample: the block_q of every portable form divides it,
 #: and every second edge of the Hopper form's tiles of 192 rows is a multiple of it.
 EDGE_ROWS = 128
+#: Scores (batch heads rows len_kv) that a sample of rows has at most, about: a device takes seconds
+#: for so many in float64. At least LEAST_SAMPLED rows are drawn, though, and as many at edges.
+SAMPLED_SCORES, LEAST_SAMPLED = 2**27, 8
 
 #: ``exact(q, k, v, rows=..., return_lse=True, **options) -> o, lse``:
 #: `cupyattn.reference.attention_exact`, or a cache before it.
@@ -431,7 +434,7 @@ def judge(
     report = testing.judge(o, q, k, v, variant=variant, exact=exact, **call, **options)
     given, _ = exact(q, k, v, return_lse=True, **call)
     j2 = max(report.ratio, report.lse_ratio or 0.0)
-    return Judgement(j2, report.quantisation, relative_error(as_float64(o)[:, :, rows], given))
+    return Judgement(j2, report.quantisation, relative_error(as_float64(o[:, :, rows]), given))
 
 
 def relative_error(o: Any, exact: Any) -> float:
@@ -444,12 +447,22 @@ def relative_error(o: Any, exact: Any) -> float:
 def judged_rows(call: AttentionCall, seed: int = 0) -> Any:
     """Return the query rows to judge: all of a small input, else a sample with tile edges.
 
-    One sample, with the edges at multiples of EDGE_ROWS, serves every rung.
+    One sample, with the edges at multiples of EDGE_ROWS, serves every rung. It is smaller where
+    many heads or keys would make more than SAMPLED_SCORES scores of it.
+
+    Examples
+    --------
+    >>> video = AttentionCall(1, 24, 24, 118_800, 118_800, 128, "float16", 1.0)
+    >>> judged_rows(video).size, judged_rows(replace(video, len_q=4096, len_kv=4096)).size
+    (48, 126)
     """
-    scores = call.batch * call.heads * call.len_q * call.len_kv
-    if scores <= testing.SMALL_CELL:
+    scores_of_row = call.batch * call.heads * call.len_kv
+    if scores_of_row * call.len_q <= testing.SMALL_CELL:
         return np.arange(call.len_q)
-    return testing.sample_rows(call.len_q, EDGE_ROWS, seed)
+    # Half of a sample is drawn, half lies at edges.
+    room = SAMPLED_SCORES // (2 * scores_of_row)
+    count = min(testing.SAMPLED_ROWS, max(LEAST_SAMPLED, room))
+    return testing.sample_rows(call.len_q, EDGE_ROWS, seed, count)
 
 
 def remembered() -> Exact:

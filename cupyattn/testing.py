@@ -296,12 +296,12 @@ def judge(
         cost = bounds.quantisation(q, k, v, quantized, **options)
         quantisation = _judge_quantisation((expected, expected_lse), given, cost)
 
-    value = as_float64(o)[:, :, rows]
+    value = as_float64(o[:, :, rows])
     total = bound.total
     ratio, at = _worst(ratio_to_bound(value, expected, total))
     lse_ratio = lse_at = None
     if lse is not None:
-        lse_value = as_float64(lse)[:, :, rows]
+        lse_value = as_float64(lse[:, :, rows])
         lse_ratio, lse_at = _worst(ratio_to_bound(lse_value, expected_lse, bound.lse))
         lse_at = (*lse_at[:2], int(rows[lse_at[2]])) if lse_at else lse_at
     finite = xp.isfinite(value) & xp.isfinite(expected)

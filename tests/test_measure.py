@@ -86,6 +86,9 @@ def test_large_inputs_are_judged_in_part() -> None:
     edges = {x for edge in range(128, 4096, 128) for x in (edge - 1, edge)}
     assert {0, 4095} | edges <= set(rows.tolist())
     assert not np.array_equal(rows, measure.judged_rows(large, seed=2))
+    for len_kv, least in ((118_800, 40), (10**7, 2 * measure.LEAST_SAMPLED)):
+        huge = measure.judged_rows(call(batch=1, heads=24, len_q=10**5, len_kv=len_kv))
+        assert {0, 10**5 - 1} <= set(huge.tolist()) and least <= huge.size < 60
     small = call(len_q=500, len_kv=500)
     assert measure.judged_rows(small).tolist() == list(range(500))
     for variant in registry.VARIANTS.values():
