@@ -24,8 +24,8 @@ from cupyattn.rounding import array_namespace, as_float64
 #: Where the rows next to tile edges lie in a sample: the block_q of every portable form divides it,
 #: and every second edge of the Hopper form's tiles of 192 rows is a multiple of it.
 EDGE_ROWS = 128
-#: Scores (batch heads rows len_kv) that a sample of rows has at most, about: a device takes seconds
-#: for so many in float64. At least LEAST_SAMPLED rows are drawn, though, and as many at edges.
+#: Scores (batch heads rows len_kv), each of them computed in float64, that a sample of rows has at
+#: most, about. At least LEAST_SAMPLED rows are drawn, though, and as many at edges.
 SAMPLED_SCORES, LEAST_SAMPLED = 2**27, 8
 
 #: ``exact(q, k, v, rows=..., return_lse=True, **options) -> o, lse``:

@@ -11,6 +11,7 @@ mirror, without a device and without times.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -37,7 +38,15 @@ LEAST_ROUNDS = 15
 
 @dataclass(frozen=True)
 class Problem:
-    """One input: what `cupyattn.distributions.make` draws, and the options of the call."""
+    """One input: what `cupyattn.distributions.make` draws, and the options of the call.
+
+    Keys are as many as queries unless `length_kv` says otherwise.
+
+    Raises
+    ------
+    ValueError
+        For a causal problem with two lengths, whose diagonal not every library puts at one place.
+    """
 
     batch: int
     heads: int
@@ -47,20 +56,33 @@ class Problem:
     dtype: str = "float16"
     distribution: str = "normal"
     seed: int = 0
+    length_kv: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.causal and self.len_kv != self.length:
+            raise ValueError(
+                f"a causal problem must have one length, got {self.length} and {self.len_kv}"
+            )
+
+    @property
+    def len_kv(self) -> int:
+        """Number of keys."""
+        return self.length if self.length_kv is None else self.length_kv
 
     @property
     def name(self) -> str:
         """One line that tells it from the others."""
         mask = " causal" if self.causal else ""
+        lengths = f"{self.length}" if self.len_kv == self.length else f"{self.length}x{self.len_kv}"
         return (
-            f"B{self.batch} H{self.heads} {self.length} hd{self.head_dim} {self.dtype}{mask} "
+            f"B{self.batch} H{self.heads} {lengths} hd{self.head_dim} {self.dtype}{mask} "
             f"{self.distribution}"
         )
 
     @property
     def call(self) -> AttentionCall:
         """Sizes of the call."""
-        sizes = self.batch, self.heads, self.heads, self.length, self.length, self.head_dim
+        sizes = self.batch, self.heads, self.heads, self.length, self.len_kv, self.head_dim
         return AttentionCall(*sizes, self.dtype, self.head_dim**-0.5, self.causal)
 
     @property
@@ -72,7 +94,7 @@ class Problem:
     def draw(self, *, on_device: bool) -> tuple[Any, Any, Any]:
         """Return q, k and v as NumPy or CuPy arrays."""
         host = distributions.make(
-            self.distribution, self.batch, self.heads, self.length, self.length, self.head_dim,
+            self.distribution, self.batch, self.heads, self.length, self.len_kv, self.head_dim,
             self.dtype, self.seed,
         )  # fmt: skip
         if not on_device:
@@ -346,6 +368,7 @@ def run_grid(
     *,
     baseline: str | None = None,
     extra: Mapping[str, Any] | None = None,
+    conclude: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Measure a grid of problems, print a table for each, write the record.
 
@@ -361,6 +384,8 @@ def run_grid(
         As for `measure_problem`.
     extra : mapping, optional
         More for the record.
+    conclude : callable, optional
+        Given the problems of the record, returns what follows from them, for the record too.
 
     Returns
     -------
@@ -377,7 +402,12 @@ def run_grid(
         problems.append(found)
         print(f"\n{problem.name}: {found['judged_rows']} rows of every head judged")
         output.print_table(*table(found, baseline))
-    content = {"rounds": 0 if args.quick else args.rounds, **(extra or {}), "problems": problems}
+    content = {
+        "rounds": 0 if args.quick else args.rounds,
+        **(extra or {}),
+        **(conclude(problems) if conclude else {}),
+        "problems": problems,
+    }
     return keep(args, name, "mirror" if args.quick else "cuda", content)
 
 
@@ -401,6 +431,12 @@ def keep(
         target.parent.mkdir(parents=True, exist_ok=True)
         output.write_json(target, record)
         print(f"\nwrote {target}")
+    return record
+
+
+def stored(name: str) -> dict[str, Any]:
+    """Return the committed record of an experiment."""
+    record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return record
 
 
@@ -445,11 +481,20 @@ def _cells(row: Mapping[str, Any], timed: bool, baseline: str | None) -> list[st
 
 
 def main(experiment: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run an experiment; a user's mistake is one line and exit status 2."""
-    try:
+    """Run an experiment, on a device unless it is a quick run; errors as in `guarded`."""
+
+    def on_device(args: argparse.Namespace) -> int:
         if not args.quick and (missing := device.device_missing()):
             raise UnsupportedError(f"this needs a CUDA device ({missing}); --quick runs without")
         return experiment(args)
+
+    return guarded(on_device, args)
+
+
+def guarded(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Return what `work` returns; a user's mistake is one line and exit status 2."""
+    try:
+        return work(args)
     except (ValueError, TypeError, OSError, UnsupportedError) as error:
         print(f"{' '.join(str(error).split())}", file=sys.stderr)
         return 2

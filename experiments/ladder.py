@@ -12,7 +12,6 @@ Run          python -m experiments.ladder [--quick] [--json FILE] [--plot FILE] 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from cupyattn import device, measure
 from cupyattn.cli import plot
 from cupyattn.compile import HOPPER_CAPABILITY
 from experiments import common
-from experiments.common import RESULTS, ROOT, Cell, Problem
+from experiments.common import ROOT, Cell, Problem
 from experiments.others import FLASH_2, sdpa
 
 HEAD_DIMS = (64, 128, 256)
@@ -185,8 +184,7 @@ def update_readme(record: Mapping[str, Any], path: Path = README) -> None:
 
 def stored() -> dict[str, Any]:
     """Return the committed record."""
-    record: dict[str, Any] = json.loads((RESULTS / "ladder.json").read_text(encoding="utf-8"))
-    return record
+    return common.stored("ladder")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,18 +1,24 @@
-"""Other libraries' attention as cells of an experiment, each where it can be had.
+"""Other libraries' attention as cells of an experiment, and how a time compares with theirs.
 
-All of them round P to 16 bits and accumulate in float32, as fa_tc does: its bound is theirs.
+All of them round P to 16 bits and accumulate in float32, as fa_tc does: its bound is theirs. Each
+takes part where it can be had.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cupyattn as ca
+from cupyattn import timing
 from experiments.common import Cell, Problem
 
 FLASH_2, CUDNN = "torch SDPA, FlashAttention-2", "torch SDPA, cuDNN"
 FLASH_3 = "FlashAttention-3"
+#: What fa_tc is held to on Hopper, which FlashAttention-2 was not written for.
+RIVALS = (CUDNN, FLASH_3)
 #: Where the FlashAttention-3 extension of vLLM lies (``_vllm_fa3_C.abi3.so``).
 FLASH_3_LIBRARY = "CUPYATTN_FA3"
 
@@ -29,18 +35,15 @@ def sdpa(problem: Problem) -> list[Cell]:
 
     def cell(name: str, backend: Any) -> Cell:
         def run(q: Any, k: Any, v: Any) -> Any:
-            try:
-                with sdpa_kernel(backend):
-                    return torch.nn.functional.scaled_dot_product_attention(
-                        q, k, v, is_causal=problem.causal
-                    )
-            except RuntimeError as error:  # "No available kernel"
-                raise ca.UnsupportedError(f"{name}: {error}") from error
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=problem.causal
+                )
 
         def prepare(*arrays: Any) -> tuple[Any, ...]:
             return tuple(torch.from_dlpack(array) for array in arrays)
 
-        return Cell(name, "fa_tc", run, prepare, peer=True)
+        return _cell(name, run, prepare)
 
     return [cell(FLASH_2, SDPBackend.FLASH_ATTENTION), cell(CUDNN, SDPBackend.CUDNN_ATTENTION)]
 
@@ -56,28 +59,84 @@ def flash_attention_3(problem: Problem) -> list[Cell]:
     import torch
 
     torch.ops.load_library(library)
-    batch, heads, length, head_dim = (
-        problem.batch, problem.heads, problem.length, problem.head_dim,
+    batch, heads, len_q, len_kv, head_dim = (
+        problem.batch, problem.heads, problem.length, problem.len_kv, problem.head_dim,
     )  # fmt: skip
 
     def prepare(*arrays: Any) -> tuple[Any, ...]:
-        packed = [
-            torch.from_dlpack(x).transpose(1, 2).reshape(batch * length, heads, head_dim)
-            for x in arrays
+        packed = [torch.from_dlpack(x).transpose(1, 2).reshape(-1, heads, head_dim) for x in arrays]
+        ends = [
+            torch.arange(
+                0, (batch + 1) * length, length, dtype=torch.int32, device=packed[0].device
+            )
+            for length in (len_q, len_kv)
         ]
-        ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device="cuda")
-        return (*(x.contiguous() for x in packed), ends)
+        return (*(x.contiguous() for x in packed), *ends)
 
-    def run(q: Any, k: Any, v: Any, ends: Any) -> Any:
+    def run(q: Any, k: Any, v: Any, ends_q: Any, ends_kv: Any) -> Any:
         # k_new, v_new, q_v | out | ends of q, of k, of k_new | lengths used of q, of k
         # | longest q, longest k | page table, batch indices, left padding
         # | rotary cos, sin, lengths | scales of q, k, v | scale, causal, window, softcap
         # | rotary interleaved | scheduler, splits, packing, SM margin, sink | context parallel
         out, *_ = torch.ops._vllm_fa3_C.fwd(
-            q, k, v, None, None, None, torch.empty_like(q), ends, ends, None, None, None,
-            length, length, None, None, None, None, None, None, None, None, None,
+            q, k, v, None, None, None, torch.empty_like(q), ends_q, ends_kv, None, None, None,
+            len_q, len_kv, None, None, None, None, None, None, None, None, None,
             head_dim**-0.5, problem.causal, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None,
         )  # fmt: skip
-        return out.view(batch, length, heads, head_dim).transpose(1, 2)
+        return out.view(batch, len_q, heads, head_dim).transpose(1, 2)
 
-    return [Cell(FLASH_3, "fa_tc", run, prepare, peer=True)]
+    return [_cell(FLASH_3, run, prepare)]
+
+
+def _cell(name: str, run: Callable[..., Any], prepare: Callable[..., tuple[Any, ...]]) -> Cell:
+    """Return the cell of a library; what it does not take, an UnsupportedError says."""
+
+    def checked(*prepared: Any) -> Any:
+        try:
+            return run(*prepared)
+        except RuntimeError as error:  # "No available kernel", "head_size should be ..."
+            raise ca.UnsupportedError(f"{name}: {error}") from error
+
+    return Cell(name, "fa_tc", checked, prepare, peer=True)
+
+
+# ---- how a time compares -------------------------------------------------------------------------
+
+
+def fastest(
+    rows: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> Mapping[str, Any] | None:
+    """Return the row of the least time among those named; None where none has a time."""
+    timed = [rows[name] for name in names if "seconds" in rows.get(name, {})]
+    return min(timed, key=lambda row: float(row["seconds"]), default=None)
+
+
+def ratio(over: Mapping[str, Any] | None, under: Mapping[str, Any] | None) -> list[float] | None:
+    """Return how much faster `under` is than `over`, with its interval; None without both times."""
+    if over is None or under is None or "samples" not in over or "samples" not in under:
+        return None
+    found = timing.paired_ratio(over["samples"], under["samples"])
+    return [found.median, found.low, found.high]
+
+
+def format_comparison(value: Sequence[float] | None) -> str:
+    """Return what `ratio` found as text.
+
+    Examples
+    --------
+    >>> format_comparison([1.05, 1.0, 1.125]), format_comparison(None)
+    ('1.050 [1.000, 1.125]', '-')
+    """
+    return "-" if value is None else "{:.3f} [{:.3f}, {:.3f}]".format(*value)
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """Return the geometric mean of at least one ratio.
+
+    Examples
+    --------
+    >>> geometric_mean([0.5, 2.0])
+    1.0
+    """
+    logs = [math.log(x) for x in ratios]
+    return math.exp(sum(logs) / len(logs))

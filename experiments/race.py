@@ -17,7 +17,6 @@ place of the registry's. A cell is HEAD_DIM:LENGTH, causal with a c behind it.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import shutil
 import sys
@@ -30,13 +29,22 @@ from typing import Any
 
 import cupyattn as ca
 from cupyattn import compile as compiler
-from cupyattn import executor, launch, registry, timing
+from cupyattn import executor, launch, registry
 from cupyattn.cli import output
 from cupyattn.launch import Operand, Plan
 from cupyattn.measure import align
 from experiments import common
 from experiments.common import Cell, Problem
-from experiments.others import CUDNN, FLASH_2, FLASH_3, flash_attention_3, sdpa
+from experiments.others import (
+    FLASH_2,
+    RIVALS,
+    fastest,
+    flash_attention_3,
+    format_comparison,
+    geometric_mean,
+    ratio,
+    sdpa,
+)  # fmt: skip
 from experiments.peers import TOKENS, WIDTH
 
 CELLS = ("128:512", "128:1024", "128:4096", "128:16384", "128:4096c", "64:4096")
@@ -216,21 +224,12 @@ def cells(
 # ---- what came of it -----------------------------------------------------------------------------
 
 
-def ratio(over: Mapping[str, Any] | None, under: Mapping[str, Any] | None) -> list[float] | None:
-    """Return how much faster `under` is than `over`, with its interval; None without both times."""
-    if over is None or under is None or "samples" not in over or "samples" not in under:
-        return None
-    found = timing.paired_ratio(over["samples"], under["samples"])
-    return [found.median, found.low, found.high]
-
-
 def compared(record: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return for each problem every candidate's ratio to the first and to the fastest rival."""
     result = []
     for found in record["problems"]:
         rows = {row["variant"]: row for row in found["rows"]}
-        rivals = [rows[n] for n in (FLASH_2, CUDNN, FLASH_3) if "seconds" in rows.get(n, {})]
-        rival = min(rivals, key=lambda row: float(row["seconds"]), default=None)
+        rival = fastest(rows, (FLASH_2, *RIVALS))
         result.append({
             "problem": found["problem"]["name"],
             "first": {name: ratio(rows.get(names[0]), rows.get(name)) for name in names},
@@ -245,20 +244,20 @@ def summary(comparison: Sequence[Mapping[str, Any]], names: Sequence[str]) -> st
     rows = []
     for beside in ("first", "rival"):
         title = names[0] if beside == "first" else "rival"
-        logs: dict[str, list[float]] = {name: [] for name in names}
+        ratios: dict[str, list[float]] = {name: [] for name in names}
         for found in comparison:
             cells = []
             for name in names:
                 value = found[beside][name]
-                cells.append("-" if value is None else "{:.3f} [{:.3f}, {:.3f}]".format(*value))
+                cells.append(format_comparison(value))
                 if value is not None:
-                    logs[name].append(math.log(value[0]))
+                    ratios[name].append(value[0])
             if set(cells) != {"-"}:
                 rows.append([found["problem"], title, *cells])
-        if any(logs.values()):
+        if any(ratios.values()):
             means = [
-                f"{math.exp(sum(some) / len(some)):.3f} ({len(some)})" if some else "-"
-                for some in logs.values()
+                f"{geometric_mean(some):.3f} ({len(some)})" if some else "-"
+                for some in ratios.values()
             ]
             rows.append(["geometric mean (of so many)", title, *means])
     return align([header, *rows])

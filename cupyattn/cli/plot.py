@@ -51,7 +51,6 @@ def draw_ladder(ladders: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path
     path : str
         Ends in .png, .svg or .pdf.
     """
-    import matplotlib
     from matplotlib.figure import Figure
 
     timed = any(row.get("tflops") for _, rows in ladders for row in rows)
@@ -69,10 +68,25 @@ def draw_ladder(ladders: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path
         _draw_error(axes[-1], rows, labels=not timed)
         wrapped = textwrap.fill(title, 62 * panels)
         axes[0].set_title(wrapped, loc="left", fontsize=9)
-    # The same rows give the same file: no date, no random names.
-    dated = {"Date": None} if path.endswith(".svg") else None
+    save(figure, path)
+
+
+def save(figure: Any, path: str, *, source: str | None = None) -> None:
+    """Write a figure, the same bytes for the same figure: no date, no random names.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+    path : str
+        Ends in .png, .svg or .pdf.
+    source : str, optional
+        Where its numbers come from, for the metadata of an .svg.
+    """
+    import matplotlib
+
+    metadata = {"Date": None, "Source": source} if path.endswith(".svg") else None
     with matplotlib.rc_context({"svg.hashsalt": "cupyattn"}):
-        figure.savefig(path, dpi=150, metadata=dated)
+        figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], labels: bool) -> list[float]:
