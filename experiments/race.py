@@ -172,7 +172,7 @@ def tiles_of(candidate: Candidate, problem: Problem) -> ca.Tiles:
     """Return the tiles that a candidate has for a problem."""
     form = candidate.form
     return form.variant.tiles_for(
-        problem.head_dim, candidate.tiles, form=form.name, lengths=(problem.length, problem.length)
+        problem.head_dim, candidate.tiles, form=form.name, lengths=(problem.length, problem.len_kv)
     )
 
 
