@@ -298,20 +298,22 @@ def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_race_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sm90").mkdir()
     kernel = compiler.KERNELS / "sm90" / "attn_fa_tc.cu"
-    changed = kernel.read_text() + 'static_assert(BLOCK_KV != 96, "not 96");\n'
+    changed = kernel.read_text() + 'static_assert(BLOCK_KV != 64, "not 64");\n'
     (tmp_path / "sm90" / kernel.name).write_text(changed)
     file = tmp_path / "race.json"
-    candidates = ["now", f"new={tmp_path}", "wide@192x96w16s2", f"both={tmp_path}@192x96w16s2"]
+    candidates = ["now", f"new={tmp_path}", "narrow@192x64w16s2", f"both={tmp_path}@192x64w16s2"]
     cells = ["--cells", "64:512", "128:512c"]
     assert race.main([*candidates, *cells, "--quick", "--json", str(file)]) == 0
     record = json.loads(file.read_text())
     assert [found["problem"]["causal"] for found in record["problems"]] == [False, True]
     for found in record["problems"]:
-        assert record["rejected"][found["problem"]["name"]] == {"both": "not 96"}
-        assert [row["variant"] for row in found["rows"]] == ["now", "new", "wide"]
-        assert [row["tiles"]["block_kv"] for row in found["rows"]] == [128, 128, 96]
+        assert record["rejected"][found["problem"]["name"]] == {"both": "not 64"}
+        assert [row["variant"] for row in found["rows"]] == ["now", "new", "narrow"]
+        sizes = {x: found["problem"][x] for x in ("batch", "heads", "length", "head_dim")}
+        own = race.tiles_of(race.parse_candidate("now", tmp_path), Problem(**sizes)).block_kv
+        assert [row["tiles"]["block_kv"] for row in found["rows"]] == [own, own, 64]
         assert all(row["ok"] and row["spill_bytes"] == 0 for row in found["rows"])
-    assert "192x96 w16 s2: 128 registers, 0 bytes spilled" in capsys.readouterr().out
+    assert "192x64 w16 s2: 128 registers, 0 bytes spilled" in capsys.readouterr().out
 
 
 def test_a_candidate_brings_its_own_headers(tmp_path: Path) -> None:
