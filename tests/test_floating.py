@@ -473,8 +473,8 @@ def test_tf32_keeps_ten_bits(a: int) -> None:
     x = np.array([a], np.uint32).view(np.float32)
     form = Binary(np.dtype(np.float32), 11, -126, 127)
     nearest, away = (named(f"cvt.{r}.tf32.f32").evaluate(x).view("f4")[0] for r in ("rn", "rna"))
-    if np.isnan(x[0]):
-        assert np.isnan(nearest) and np.isnan(away)
+    if np.isnan(x[0]):  # as seen on an H200, rna cuts a NaN like a number, to infinity at times
+        assert np.isnan(nearest) and away.view(np.uint32) == a & ~0x1FFF
         return
     value = Fraction(float(x[0])) if np.isfinite(x[0]) else None
     expected = form.round(value, "rn") if value else float(x[0])

@@ -166,6 +166,8 @@ class Engine:
         """Begin a copy of a box out of shared memory, in the lane's open group."""
         machine = self._machine
         lanes = np.array([lane])
+        if min(corner) < 0:  # seen on an H200; copies the other way may begin there
+            self._fail("a box stored from before the array is an illegal instruction", lane)
         shared, size = machine.shared, tensor.itemsize
         first = shared.offset(np.array([source]), 16, lanes)
         shared.offset(np.array([source + tensor.box_bytes - 16]), 16, lanes)

@@ -32,7 +32,7 @@ extern "C" __global__ void boxes(const __grid_constant__ TensorMap X_map,
   for (int i = lane; i < BOXES * BOX_BYTES; i += WARP_SIZE) tile[i] = shared[i];
 }
 
-// The other way: boxes as they lie in shared memory, to an array.
+// The other way: boxes as they lie in shared memory, to an array. None begins before it.
 extern "C" __global__ void stores(const __grid_constant__ TensorMap Y_map,
                                   const int* at,           // [BOXES, 4]: column, row, head, batch
                                   const uint8_t* tile) {   // [BOXES, BOX_BYTES]
