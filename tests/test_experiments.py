@@ -18,6 +18,7 @@ from cupyattn import device, measure, timing
 from experiments import (
     common,
     diffusion_shapes,
+    first_call,
     host_time,
     ladder,
     numerics_claims,
@@ -281,6 +282,14 @@ def test_the_claims_are_those_of_the_record(capsys: pytest.CaptureFixture[str]) 
     again = numerics_claims.sharpness(first["variant"], first["dtype"], 256, record["seed"])
     assert again == pytest.approx(first["bound_over_rms"], rel=1e-3)
     assert numerics_claims.main(["--quick"]) == 0 and "scores" in capsys.readouterr().out
+
+
+def test_the_second_first_call_reads_the_cache(tmp_path: Path) -> None:
+    file = tmp_path / "first.json"
+    assert first_call.main(["--quick", "--json", str(file)]) == 0
+    empty, filled = json.loads(file.read_text())["rows"]
+    assert (empty["filled"], filled["filled"]) == (False, True)
+    assert filled["first"] < empty["first"] / 3  # it compiled nothing
 
 
 def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
