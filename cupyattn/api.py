@@ -195,7 +195,8 @@ def attention_varlen(
 ) -> Any:
     """Attention within each of several sequences, packed one behind the other without padding.
 
-    The result is that of `attention` on every sequence by itself.
+    The result is that of `attention` on every sequence by itself, bit for bit but for the mean that
+    ``fa_int8`` subtracts from the keys, whose last bits depend on `max_len_k`.
 
     Parameters
     ----------
@@ -221,7 +222,10 @@ def attention_varlen(
     check_finite : bool
         Raise if q, k or v holds a NaN or an infinity, or if the offsets are wrong, wherever they
         lie (waits for the device).
-    variant, accuracy, scale, softcap, return_lse, quant, tiles, arch, backend
+    quant : QuantConfig, optional
+        How ``fa_int8`` quantises, with means and scales of each sequence's own ("tensor": one for
+        all heads of a sequence); given scales are not offered.
+    variant, accuracy, scale, softcap, return_lse, tiles, arch, backend
         As for `attention`. Packed sequences run in the portable forms.
 
     Returns

@@ -18,7 +18,7 @@ from cupyattn.checks import AttentionCall, data_address
 from cupyattn.launch import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.operands import scale_shape, static_scales
-from cupyattn.quant.plan import plan_operand
+from cupyattn.quant.plan import packed_groups, plan_operand
 from cupyattn.request import Request, resolve
 from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import STORAGE, array_namespace
@@ -156,14 +156,17 @@ def _quantising_stages(
     between: list[Workspace] = []
     codes, scales = [], []
     groups = quant.group_q(tiles), quant.group_kv(tiles)
-    for name, x, group, granularity, smooth in (
-        ("q", q, groups[0], quant.granularity_q, False),
-        ("k", k, groups[1], quant.granularity_k, quant.smooth_k),
+    for name, x, longest, group, granularity, smooth in (
+        ("q", q, call.len_q, groups[0], quant.granularity_q, False),
+        ("k", k, call.len_kv, groups[1], quant.granularity_k, quant.smooth_k),
     ):
-        shape = scale_shape(x.shape, group, granularity)
+        shape, packed = scale_shape(x.shape, group, granularity), None
+        if call.packed is not None:
+            packed = call.batch, longest
+            shape = (*shape[:2], packed_groups(x.shape[2], call.batch, group))
         plan = plan_operand(
             x, call.dtype, group, per_tensor=granularity == "tensor", smooth=smooth,
-            static=quant.static,
+            static=quant.static, packed=packed,
         )  # fmt: skip
         buffers: dict[str, Any] = {"codes": (x.shape, "int8"), "scale": (shape, "float32")}
         if quant.static:
@@ -171,13 +174,13 @@ def _quantising_stages(
         if any(one.entry == "group_absmax" for one in plan.launches):
             buffers["absmax"] = (shape, "uint32")
         if smooth:
-            buffers["mean"] = ((*x.shape[:2], x.shape[3]), "float32")
+            buffers["mean"] = ((call.batch, x.shape[1], x.shape[3]), "float32")
         between += [
             Workspace(f"{name}_{b}", s, t, zeros=b in ("absmax", "mean"))
             for b, (s, t) in buffers.items()
         ]
         names = {b: f"{name}_{b}" for b in buffers}
-        passes.append(Stage(plan, {"x": name, **names}))
+        passes.append(Stage(plan, {"x": name, "cu_seqlens": f"cu_seqlens_{name}", **names}))
         codes.append(Operand.contiguous(x.shape, 1))
         scales.append(Operand.contiguous(shape, 4))
     if call.dtype == "float32":  # P.V takes float16

@@ -183,8 +183,10 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     )  # fmt: skip
     if options.quant is not None and variant.family != "int8":
         raise ValueError(f"quant is for fa_int8, got variant {variant.name!r}")
-    if packed and variant.family == "int8":
-        raise UnsupportedError("fa_int8 takes no packed sequences yet: use accuracy='full'")
+    if packed and options.quant is not None and options.quant.static:
+        raise UnsupportedError(
+            "given scales are not supported for packed sequences: use scales='dynamic'"
+        )
     if options.check_finite:
         _check_finite(q, k, v)
     if call.softcap and variant.family == "int8":

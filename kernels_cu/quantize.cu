@@ -21,6 +21,7 @@
 #include "prims/config.cuh"
 #include "prims/params.cuh"
 #include "prims/quant.cuh"
+#include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
 constexpr int BLOCK_ROWS = BLOCK_Q;
@@ -50,20 +51,32 @@ static_assert(
 // Where this block works: rows row0, row0 + 1, ... of one (batch, head).
 struct Place {
   int64_t batch, head, batch_head;
-  int row0;  // first row
-  int rows;  // rows of this block that exist
+  int row0;   // first row
+  int rows;   // rows of this block that exist; VARLEN: none where not positive
+  int first;  // VARLEN: first row of the sequence in the packed array
   __device__ __forceinline__ Place(const QuantizeParams& p, uint32_t chunks, int chunk_rows) {
     const uint32_t index = blockIdx.x / chunks, heads = p.heads;
     batch_head = index, batch = index / heads, head = index % heads;
     row0 = blockIdx.x % chunks * chunk_rows;
-    rows = min(chunk_rows, p.length - row0);
+    int length = p.length;
+    first = 0;
+    if constexpr (VARLEN) {
+      const Sequence sequence(p.cu_seqlens, batch, p.length);
+      first = sequence.first, length = sequence.length;
+    }
+    rows = min(chunk_rows, length - row0);
   }
   __device__ __forceinline__ const elem_t* X(const QuantizeParams& p) const {  // [rows, HEAD_DIM]
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
-           row0 * p.X_stride.len;
+           (VARLEN ? first + row0 : row0) * p.X_stride.len;
+  }
+  __device__ __forceinline__ int8_t* codes(const QuantizeParams& p) const {  // [rows, HEAD_DIM]
+    if constexpr (VARLEN) return p.codes + (head * p.total + first + row0) * HEAD_DIM;
+    return p.codes + (batch_head * p.length + row0) * HEAD_DIM;
   }
   __device__ __forceinline__ int64_t first_scale(const QuantizeParams& p) const {  // of this block
-    return batch * p.scale_stride_batch + head * p.scale_stride_head + row0 / GROUP;
+    return batch * p.scale_stride_batch + head * p.scale_stride_head +
+           ::first_scale<GROUP>(p.cu_seqlens, batch) + row0 / GROUP;
   }
 };
 
@@ -140,6 +153,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_int8(
   __shared__ uint32_t absmax[GROUPS];  // [GROUPS] bits of the largest magnitude
   __shared__ float inverse[GROUPS];    // [GROUPS]
   const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
+  if (VARLEN && at.rows <= 0) return;
   for (int g = thread_id(); g < GROUPS; g += NUM_THREADS) absmax[g] = 0;
 
   Rows rows;
@@ -159,8 +173,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_int8(
     inverse[g] = scale.inverse;
     if (g * GROUP < at.rows) p.scale[at.first_scale(p) + g] = scale.scale;
   }
-  __syncthreads();  // the inverses are there before a row is coded with them
-  int8_t* codes = p.codes + (at.batch_head * p.length + at.row0) * HEAD_DIM;  // [rows, HEAD_DIM]
+  __syncthreads();              // the inverses are there before a row is coded with them
+  int8_t* codes = at.codes(p);  // [rows, HEAD_DIM]
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = row_of(pass);
@@ -174,6 +188,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void group_absmax(
     const __grid_constant__ QuantizeParams p) {
   __shared__ uint32_t absmax;  // of this block
   const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
+  if (VARLEN && at.rows <= 0) return;
   if (thread_id() == 0) absmax = 0;
 
   Rows rows;
@@ -194,6 +209,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_int8(
     const __grid_constant__ QuantizeParams p) {
   __shared__ float inverse[GROUPS];  // [GROUPS]
   const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
+  if (VARLEN && at.rows <= 0) return;
 #pragma unroll 1
   for (int g = thread_id(); g < GROUPS && g * GROUP < at.rows; g += NUM_THREADS) {
     const int64_t index = at.first_scale(p) + g;
@@ -209,7 +225,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_int8(
   rows.load(p, at);
   __syncthreads();  // the inverses are there before a row is coded with them
   rows.use_from_here();
-  int8_t* codes = p.codes + (at.batch_head * p.length + at.row0) * HEAD_DIM;  // [rows, HEAD_DIM]
+  int8_t* codes = at.codes(p);  // [rows, HEAD_DIM]
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = row_of(pass);
@@ -256,6 +272,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_sum(
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_mean(
     const __grid_constant__ QuantizeParams p) {
   const int64_t batch_head = blockIdx.x;
+  int length = p.length;
+  if constexpr (VARLEN)
+    length = max(1, Sequence(p.cu_seqlens, batch_head / p.heads, p.length).length);
   const float* partial_sum =
       p.partial_sum + batch_head * p.splits * HEAD_DIM;  // [splits, HEAD_DIM]
   for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
@@ -265,6 +284,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_mean(
     // NOTE: any vector that all keys share may be subtracted. Where the sum is not finite it is 0,
     // so that one NaN does not reach every key of the head.
     const bool finite = magnitude_bits(total) < INFINITY_BITS;
-    p.mean[batch_head * HEAD_DIM + col] = finite ? total / p.length : 0.0f;
+    p.mean[batch_head * HEAD_DIM + col] = finite ? total / length : 0.0f;
   }
 }

@@ -25,13 +25,16 @@ from cupyattn import (
 from cupyattn.checks import check_limits, check_packed
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
+from cupyattn.quant.config import GRANULARITIES, GROUP_ALL
+from cupyattn.quant.plan import packed_groups
+from cupyattn.quant.quantizers import group_count
 from cupyattn.request import Options, resolve
 from tests import runs
 from tests.feature_cases import admitted
 from tests.runs import GUARD, Arrays, Guarded, bits, packed, sequences
 from tests.test_launch import call_of
 
-RUNGS = ("unfused", "fa", "fa_warps", "fa_tc")
+RUNGS = ("unfused", "fa", "fa_warps", "fa_tc", "fa_int8")
 #: Every rung with every storage type that it takes, in its portable form.
 CELLS = [(rung, dtype) for rung, dtype in runs.CELLS if rung in RUNGS]
 #: Empty ones in front, in the middle and at the end; no keys; no queries; tails and several tiles.
@@ -79,6 +82,25 @@ def test_the_mirror_takes_every_sequence_for_itself(rung: str) -> None:
     for options in OPTIONS:
         inputs, ends = packed(LENGTHS, 4, 2, head_dim=24)
         assert_as_alone(rung, inputs, ends, backend="mirror", **options)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_means_and_scales_are_those_of_a_sequence(granularity: str) -> None:
+    """Groups of rows that fit in a block, and groups that span several."""
+    quant = QuantConfig(granularity_q=granularity, granularity_k=granularity)
+    inputs, ends = packed(((5, 38), (0, 9), (83, 133)), 4, 2)
+    assert_as_alone("fa_int8", inputs, ends, backend="interpret", causal=True, quant=quant)
+
+
+@given(st.lists(st.integers(0, 40), max_size=9), st.sampled_from([1, 2, 16, 64, GROUP_ALL]))
+def test_scales_of_sequences_do_not_overlap(lengths: list[int], group: int) -> None:
+    """By the formula of prims/varlen.cuh they follow one another, and all have room."""
+    end = first = 0
+    for i, length in enumerate(lengths):
+        assert first // group + i >= end
+        end = first // group + i + group_count(length, group) * (length > 0)
+        first += length
+    assert end <= packed_groups(first, len(lengths), group)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -237,7 +259,10 @@ def test_what_has_no_meaning_is_refused() -> None:
     with pytest.raises(TypeError, match="go with cu_seqlens_q and cu_seqlens_k"):
         resolve(q[None], k[None], v[None], Options(max_len_q=5))
     with pytest.raises(ValueError, match="quant is for fa_int8"):
-        attention_varlen(q, k, v, *ends, quant=QuantConfig())
+        attention_varlen(q, k, v, *ends, variant="fa", quant=QuantConfig())
+    given = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.1, 0.1))
+    with pytest.raises(UnsupportedError, match="given scales are not supported for packed"):
+        attention_varlen(q, k, v, *ends, variant="fa_int8", quant=given)
 
 
 @pytest.mark.parametrize(

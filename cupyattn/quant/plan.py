@@ -22,6 +22,7 @@ QUANTIZE_PARAMS = np.dtype(
         ("partial_sum", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
         ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"),
         ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
+        ("cu_seqlens", "u8"), ("total", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -78,6 +79,20 @@ def _rows_held(num_warps: int, head_dim: int, itemsize: int, vec: int) -> int:
     return passes * num_warps * 32 // lanes
 
 
+def packed_groups(total: int, batch: int, group: int) -> int:
+    """Return how many scales a head of packed sequences has: as many as any lengths need.
+
+    Groups of rows begin with each sequence. The scales of sequence i start at
+    ``first // group + i``, `first` being its first row: room for those of all sequences before.
+
+    Examples
+    --------
+    >>> packed_groups(33, 2, 16)  # 1 and 32 rows take 1 + 2, 17 and 16 take 2 + 1
+    4
+    """
+    return total // group + batch
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_operand(
     x: Operand,
@@ -87,6 +102,7 @@ def plan_operand(
     per_tensor: bool = False,
     smooth: bool = False,
     static: bool = False,
+    packed: tuple[int, int] | None = None,
 ) -> Plan:
     """Plan the quantisation of one operand.
 
@@ -104,6 +120,10 @@ def plan_operand(
         Compute the mean over the length into the buffer ``"mean"`` and subtract it.
     static : bool
         Take the scales from the buffer ``"static_scale"``, of which ``"scale"`` is a copy.
+    packed : (int, int), optional
+        x is one batch entry of so many packed sequences, of at most so many rows, which begin and
+        end where the buffer ``"cu_seqlens"`` says. Means, scales and groups of rows are those of a
+        sequence; `packed_groups` says how many scales there are.
 
     Returns
     -------
@@ -116,17 +136,18 @@ def plan_operand(
     UnsupportedError
         If the grid would be too large.
     """
-    batch, heads, length, head_dim = x.shape
+    _, heads, total, head_dim = x.shape
+    batch, length = (x.shape[0], total) if packed is None else packed
     vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
     rows, num_warps, whole_groups = block_shape(group, head_dim, x.itemsize, vec)
     tiles = Tiles(block_q=rows, block_kv=1, num_warps=num_warps)
-    features = Features(dtype, head_dim, vec=vec, group_q=group)
+    features = Features(dtype, head_dim, vec=vec, group_q=group, varlen=packed is not None)
     if math.prod(x.shape) == 0:
         return Plan("quantize", "portable", tiles, features, ())
     spec = ModuleSpec(
         "quantize.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
     )
-    groups = -(-length // group)
+    groups = -(-length // group) if packed is None else packed_groups(total, batch, group)
     splits = min(_MAX_SPLITS, -(-length // _MIN_SPLIT_ROWS))
     split_rows = -(-length // splits)
     params: dict[str, Any] = {
@@ -135,9 +156,10 @@ def plan_operand(
         "absmax": None if static or whole_groups else "absmax",
         "partial_sum": "partial_sum" if smooth else None, "mean": "mean" if smooth else None,
         "X_stride": x.row_strides,
-        "scale_stride_batch": 0 if per_tensor else heads * groups,
+        "scale_stride_batch": 0 if per_tensor or packed else heads * groups,
         "scale_stride_head": 0 if per_tensor else groups,
         "heads": heads, "length": length, "splits": splits, "split_rows": split_rows,
+        "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
     }  # fmt: skip
     tiles_of_rows = batch * heads * -(-length // rows)
     steps = [("channel_sum", batch * heads * splits), ("channel_mean", batch * heads)]

@@ -25,8 +25,10 @@ struct QuantizeParams {
   int64_t scale_stride_head;
   int32_t heads;
   int32_t length;
-  int32_t splits;      // slices of the rows that are summed side by side
-  int32_t split_rows;  // rows of a slice
+  int32_t splits;             // slices of the rows that are summed side by side
+  int32_t split_rows;         // rows of a slice
+  const int32_t* cu_seqlens;  // [batch + 1], not read unless VARLEN; length is then the longest
+  int32_t total;              // VARLEN: rows of all sequences
 };
 
 // Stores a number that threads of several blocks store, all of them the same one: no race.
