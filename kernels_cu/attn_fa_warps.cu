@@ -16,7 +16,7 @@
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
-constexpr int LD = HEAD_DIM + 1;  // odd row length: a column of K falls into 32 different banks
+constexpr int LD = HEAD_DIM | 1;  // odd row length: a column of K falls into 32 different banks
 constexpr int LANE_KEYS = BLOCK_KV / WARP_SIZE;           // keys per lane
 constexpr int LANE_COLS = ceil_div(HEAD_DIM, WARP_SIZE);  // columns of O per lane
 

@@ -16,7 +16,7 @@
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
-constexpr int LD = HEAD_DIM + 1;  // odd row length: a column of K falls into 32 different banks
+constexpr int LD = HEAD_DIM | 1;  // odd row length: a column of K falls into 32 different banks
 
 union SharedStorage {  // one or the other, by kernel
   struct {

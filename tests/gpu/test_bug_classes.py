@@ -1,0 +1,89 @@
+"""Classes of mistakes that only a device can show; `tests/test_bug_classes.py` has all twelve.
+
+Elsewhere in this folder: 1 and 2 in `test_memory.py`, 3 in `test_attention.py` and `test_exact.py`,
+4 and 11 in `test_memory.py`, 5 in `test_all_lengths.py`, 6 in `test_attention.py`, 8 in
+`test_quantize.py`, 10 in `test_exact.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cupyattn import plan
+from tests.gpu.support import arch_of, attend, on_device, prebuild, specs_of
+from tests.gpu.test_streams import SPIN
+from tests.runs import RUNGS, bits, normal, variant_of
+
+cupy = pytest.importorskip("cupy")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    prebuild(
+        spec
+        for rung in RUNGS
+        for lse in (False, True)
+        for spec in specs_of(rung, "float16", 64, True, lse=lse)
+    )
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_7_a_thousand_runs_at_batch_60_are_one(rung: str) -> None:
+    """A race that shows once in many blocks and many runs; every result is compared bit by bit."""
+    inputs = on_device(*normal((60, 4, 65, 64), (60, 2, 200, 64)))
+    first, first_lse = attend(rung, *inputs, causal=True, return_lse=True)
+    differing = cupy.zeros((), "int64")
+    for _ in range(999):
+        o, lse = attend(rung, *inputs, causal=True, return_lse=True)
+        differing += (o.view("u2") != first.view("u2")).sum()
+        differing += (lse.view("u4") != first_lse.view("u4")).sum()
+    assert int(differing) == 0
+
+
+@pytest.fixture(scope="module")
+def spin() -> Any:
+    """A kernel that keeps the current stream of the current device busy for about 100 ms."""
+
+    def run() -> None:
+        kernel = cupy.RawKernel(SPIN, "spin")  # loaded for the current device
+        kernel((1,), (1,), (200_000_000,))
+
+    return run
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_9_arrays_of_another_device(rung: str, spin: Any) -> None:
+    """The device of the arrays runs the call, on its current stream, whichever is current."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two devices")
+    sources = on_device(*normal((2, 4, 100, 64), (2, 2, 130, 64)))
+    expected = bits(attend(rung, *sources, causal=True))
+    with cupy.cuda.Device(1):
+        there = [cupy.asarray(x) for x in sources]
+        late = [cupy.full_like(x, cupy.nan) for x in there]
+        prepared = plan(*there, variant=variant_of(rung).name, arch=arch_of(rung), causal=True)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            attend(rung, *there, causal=True)  # this stream's pool has memory
+        stream.synchronize()
+        cupy.cuda.Device(1).synchronize()
+        with stream:
+            spin()
+            for x, source in zip(late, there, strict=True):
+                x[...] = source
+            after = attend(rung, *late, causal=True)
+        assert not stream.done, "attention waited for the device"
+        stream.synchronize()
+    assert after.device.id == 1 and bits(after) == expected
+    with cupy.cuda.Device(0):
+        for call in (lambda: attend(rung, *there, causal=True), lambda: prepared(*there)):
+            o = call()
+            assert o.device.id == 1 and bits(o) == expected
+            assert cupy.cuda.runtime.getDevice() == 0
+    for mixed in ((sources[0], *there[1:]), (*there[:2], sources[2])):
+        with pytest.raises(ValueError, match="must lie on one device, got q on"):
+            attend(rung, *mixed, causal=True)
+    with pytest.raises(ValueError, match="on device 1, got"):
+        prepared(*sources)

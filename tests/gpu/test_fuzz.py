@@ -1,0 +1,58 @@
+"""Configurations drawn by a seed: every feature, rung, type and layout, larger than in CI.
+
+``CUPYATTN_FUZZ_SEED`` names the seed, which is printed; without it the clock gives one.
+``CUPYATTN_FUZZ_COUNT`` says how many configurations are drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from cupyattn import attention
+from tests.cross_cases import AXES, CELLS, Case, drawn
+from tests.gpu.support import arch_of, moved, run
+from tests.runs import RUNGS, bits, variant_of
+
+cupy = pytest.importorskip("cupy")
+
+SEED = int(os.environ.get("CUPYATTN_FUZZ_SEED", time.time_ns() % 2**32))
+COUNT = int(os.environ.get("CUPYATTN_FUZZ_COUNT", 100))
+#: The axes of CI with larger arrays, and with the Hopper form.
+WIDE: dict[str, tuple[Any, ...]] = {
+    **AXES,
+    "rung": tuple(RUNGS),
+    "head_dim": (16, 36, 64, 80, 128, 7, 200, 256),
+    "lengths": ((150, 333), (64, 128), (129, 65), (1, 257), (300, 5), (7, 7)),
+    "window": (*AXES["window"], (100, 3)),
+}
+
+
+def check(cell: dict[str, Any], seed: int) -> None:
+    """Judge one configuration; the rung of a Hopper form may take the portable one instead."""
+    case = Case.of(cell, seed)
+    inputs, options = case.laid(cupy), moved(case.options)
+    before = [bits(x) for x in inputs]
+    report = (one := run(cell["rung"], inputs, **options)).judge()
+    assert report.passed, f"CUPYATTN_FUZZ_SEED={SEED}: {cell}\n{report}"
+    assert [bits(x) for x in inputs] == before
+    if cell["layout"] == "BSHD":
+        turned = (x.swapaxes(1, 2) for x in inputs)
+        name, arch = variant_of(cell["rung"]).name, arch_of(cell["rung"])
+        o = attention(*turned, variant=name, arch=arch, layout="BSHD", **options)
+        assert bits(o.swapaxes(1, 2)) == bits(one.o)
+
+
+@pytest.mark.parametrize("number", range(len(CELLS)))
+def test_every_pair_is_within_its_bound(number: int) -> None:
+    check(CELLS[number], number)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_drawn_configurations(rung: str) -> None:
+    print(f"CUPYATTN_FUZZ_SEED={SEED} CUPYATTN_FUZZ_COUNT={COUNT}")
+    for number, cell in enumerate(drawn({**WIDE, "rung": (rung,)}, SEED, COUNT // len(RUNGS))):
+        check(cell, SEED + number)
