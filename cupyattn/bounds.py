@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn import splits
 from cupyattn.block_mask import BlockMask
-from cupyattn.checks import check_dtype, check_scale, check_shapes
+from cupyattn.checks import check_dtype, check_limits, check_scale, check_shapes
 from cupyattn.numerics import (
     EX2_FLUSH,
     HALF_SUBNORMAL,
@@ -59,6 +60,7 @@ from cupyattn.score_bounds import (
     scaling_errors,
 )
 from cupyattn.scoring import check_smoothing
+from cupyattn.splits import Splits
 from cupyattn.tiles import Tiles
 
 __all__ = [
@@ -123,7 +125,7 @@ def attention(
     variant: str = "fa",
     numerics: Numerics | None = None,
     tiles: Tiles | None = None,
-    form: str = "portable",
+    form: str | None = None,
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
@@ -152,8 +154,9 @@ def attention(
         Where the kernel rounds, and to what: all that the bound knows of a kernel.
     tiles : Tiles, optional
         Block sizes; only ``block_kv`` counts, the keys between two rescalings.
-    form : {"portable", "sm90"}
-        Form of the kernel.
+    form : {"portable", "sm90", "split"}, optional
+        Form of the kernel; the one that takes calls of these lengths and tiles when omitted, the
+        Hopper form aside, which needs its tiles alone.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `cupyattn.reference.attention_exact`.
     rope, rope_interleaved, rope_offset_q
@@ -196,8 +199,10 @@ def attention(
     else:
         dtype = quantized.out_dtype
         q, k, v = kernel_operands(quantized)
-    _, _, _, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
-    turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
+    sizes = check_shapes(q.shape, k.shape, v.shape)
+    changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
+    form = form or lookup(variant).form_for(*sizes[3:5], tiles, changed=changed)
+    turn = Rope.of(rope, rope_interleaved, rope_offset_q, *sizes[3:])
     if turn is not None:
         check_turned_before(quantized)
         q, k = turn.turned(q, k)
@@ -216,12 +221,16 @@ def attention(
     scaling = scaling_errors(n, sigma, quantized, softcap)
     mean = None if quantized is None else quantized.k_mean
     check_smoothing(softcap, mean)
+    cut = None
+    if n.splits:
+        limits = check_limits(causal, causal_align, window, *sizes[3:5])
+        cut = splits.split(sizes[:5], limits, tiles)
     terms, lse = _empty(q, k, v, rows, TERMS)
     for block in score_blocks(
         q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
         softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
     ):  # fmt: skip
-        found, lse[block.index] = _kernel_bound(block, n, tiles, sigma, scaling, mean)
+        found, lse[block.index] = _kernel_bound(block, n, tiles, sigma, scaling, mean, cut)
         for tag, term in found.items():
             terms[tag][block.index] = term
     return _assemble(terms, lse)
@@ -265,7 +274,13 @@ def _exact(block: ScoreBlock) -> tuple[Array, Array, Array, Array, Array]:
 
 
 def _kernel_bound(
-    block: ScoreBlock, n: Numerics, tiles: Tiles, sigma: float, scaling: Scaling, mean: Any
+    block: ScoreBlock,
+    n: Numerics,
+    tiles: Tiles,
+    sigma: float,
+    scaling: Scaling,
+    mean: Any,
+    cut: Splits | None,
 ) -> tuple[dict[str, Array], Array]:
     """R2 to R7 of one block of rows: the terms of O, and the bound of lse."""
     xp = array_namespace(block.S)
@@ -273,7 +288,7 @@ def _kernel_bound(
         zero = xp.zeros((*block.S.shape[:-1], block.q.shape[-1]))
         return dict.fromkeys(TERMS, zero), xp.zeros(block.S.shape[:-1])
     P, lse, v, o, spoilt = _exact(block)
-    score = perturb(block, n, tiles, sigma, scaling)
+    score = perturb(block, n, tiles, sigma, scaling, cut)
     count = block.admitted.sum(axis=-1).astype(np.float64)
     magnitude = xp.abs(v)
     total_v = magnitude.sum(axis=-2, keepdims=True)
@@ -302,13 +317,14 @@ def _kernel_bound(
     # R4: weights flushed to zero; then R6: the sums, in any order.
     flushed = FLUSHED_WEIGHT * total_v * inverse_l
     theta_o = products(n.values, count, xp.minimum(count, -(-block.S.shape[-1] // 16)))
-    theta_o = (1 + theta_o) * (1 + gamma(score.rises + (0 if n.online else 1), U)) - 1
+    further = (0 if n.online else 1) + (0 if cut is None else cut.slices - 1)  # sums of slices
+    theta_o = (1 + theta_o) * (1 + gamma(score.rises + further, U)) - 1
     theta_l = gamma(xp.maximum(count - 1, 0.0) + score.rises, U)
     theta_l = theta_l + (1 + theta_l) * count * FLUSHED_WEIGHT / l_least
     theta_l = xp.minimum(theta_l, 1.0)
     with np.errstate(divide="ignore"):
         by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_l) - 1.0
-    underflow = (count + score.rises + 2)[..., None] * 2.0**-148
+    underflow = (count + score.rises + further + 2)[..., None] * 2.0**-148
     underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v
     r6 = theta_o[..., None] * (weighted + r5 + flushed) + underflow
     size = xp.abs(o) + delta_o + flushed + r5 + r6

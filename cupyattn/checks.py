@@ -106,6 +106,19 @@ class AttentionCall:
     packed: Packed | None = None
 
     @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """(first, last) of `check_limits`."""
+        return (
+            self.window_shift if self.window else None,
+            self.causal_shift if self.causal else None,
+        )
+
+    @property
+    def scores_changed(self) -> bool:
+        """Whether something but the places of row and key changes a score or masks it."""
+        return bool(self.softcap or self.mask or self.bias or self.block_mask != (0, 0))
+
+    @property
     def score_shape(self) -> tuple[int, int, int, int]:
         """Shape of S, ``(batch, heads, len_q, len_kv)``: what mask and bias broadcast to."""
         return (self.batch, self.heads, self.len_q, self.len_kv)

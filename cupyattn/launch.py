@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn import splits
 from cupyattn.checks import INT32_MAX, AttentionCall, data_address
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
@@ -49,6 +50,15 @@ QUANT_PARAMS = np.dtype(
         ("Q_scale", "u8"), ("K_scale", "u8"), ("K_mean", "u8"),
         ("Q_scale_stride_batch", "i8"), ("Q_scale_stride_head", "i8"),
         ("K_scale_stride_batch", "i8"), ("K_scale_stride_head", "i8"),
+    ],
+    align=True,
+)  # fmt: skip
+
+#: ``struct SplitParams`` of kernels_cu/prims/params.cuh, field by field.
+SPLIT_PARAMS = np.dtype(
+    [
+        ("O", "u8"), ("M", "u8"), ("l", "u8"),
+        ("first_key", "i4"), ("end_key", "i4"), ("slice_keys", "i4"), ("slices", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -318,7 +328,8 @@ def plan_attention(
         The variant's own for this head_dim when omitted.
     arch : str, optional
         Architecture that it will run on: on ``"sm_90a"`` the Hopper form runs where there is one
-        that takes the call; `Plan.note` says why where it does not.
+        that takes the call; `Plan.note` says why where it does not. Few query rows and many keys
+        take the split form on every architecture, unless there are `tiles`.
 
     Returns
     -------
@@ -335,8 +346,9 @@ def plan_attention(
         raise UnsupportedError(
             f"{variant.name} takes operands that are turned already: run plan_rotation on q and k"
         )
-    form, note = "portable", ""
-    if arch == "sm_90a" and "sm90" in variant.forms:
+    changed, note = call.scores_changed or call.packed is not None, ""
+    form = variant.form_for(call.len_q, call.len_kv, tiles, changed=changed)
+    if form == "portable" and arch == "sm_90a" and "sm90" in variant.forms:
         note = _hopper_obstacle(call, q, k, v, o)
         form = "portable" if note else "sm90"
     tiles = variant.tiles_for(
@@ -348,6 +360,8 @@ def plan_attention(
     params = _params(call, q, k, v, o, mask, bias, kept_blocks)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
+    if form == "split":
+        return _plan_split(variant, call, tiles, features, spec, params)
     if variant.family == "unfused":
         return _plan_unfused(variant, call, form, tiles, features, spec, params)
     grid = _blocks(-(-call.len_q // tiles.block_q), call.batch * call.heads)
@@ -396,6 +410,41 @@ def _tensor_map(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
         s * x.itemsize if n > 1 else 16 for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True)
     )
     return TensorMap(name, dtype, x.shape, strides, (1, 1, rows, 128 // x.itemsize))
+
+
+def _plan_split(
+    variant: Variant,
+    call: AttentionCall,
+    tiles: Tiles,
+    features: Features,
+    spec: ModuleSpec,
+    params: dict[str, Any],
+) -> Plan:
+    """Plan the slices of the keys and what brings them together."""
+    sizes = call.batch, call.heads, call.heads_kv, call.len_q, call.len_kv
+    cut = splits.split(sizes, call.limits, tiles)
+    rows = splits.row_tiles(call.heads, call.heads_kv, call.len_q, tiles)
+    grid = _blocks(rows, -(-cut.slices // tiles.num_warps), call.batch * call.heads_kv)
+    slices = {
+        "O": "slice_O", "M": "slice_M", "l": "slice_l", "first_key": cut.first,
+        "end_key": cut.end, "slice_keys": cut.slice_keys, "slices": cut.slices,
+    }  # fmt: skip
+    structs = ((ATTN_PARAMS, params), (SPLIT_PARAMS, slices))
+    merge = ModuleSpec("split/merge_splits.cu", spec.defines)
+    launches = (
+        Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs),
+        Launch(
+            merge, "merge_splits", _blocks(math.prod(call.lse_shape)), tiles.num_threads, True,
+            structs,
+        ),
+    )  # fmt: skip
+    shape = (cut.slices, *call.lse_shape)
+    workspace = (
+        Workspace("slice_O", (*shape, call.head_dim), "float32"),
+        Workspace("slice_M", shape, "float32"),
+        Workspace("slice_l", shape, "float32"),
+    )
+    return Plan(variant.name, "split", tiles, features, launches, workspace)
 
 
 def _unfused_launch(

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn import splits
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_scale, check_shapes
 from cupyattn.numerics import Numerics, check_features
@@ -347,7 +348,6 @@ def attention_mirror(
     *,
     variant: str = "fa",
     tiles: Tiles | None = None,
-    form: str = "portable",
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
@@ -362,6 +362,7 @@ def attention_mirror(
     return_lse: bool = False,
     trace: bool = False,
     numerics: Numerics | None = None,
+    form: str | None = None,
 ) -> Any:
     """Attention as a kernel computes it: the same blocks, rounded at the same points, on NumPy.
 
@@ -375,8 +376,6 @@ def attention_mirror(
         The rung to mirror; it gives `numerics` and `tiles` where they are not given.
     tiles : Tiles, optional
         Block sizes; keys are taken ``tiles.block_kv`` at a time.
-    form : {"portable", "sm90"}
-        Form of the kernel.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `attention_exact`.
     rope, rope_interleaved, rope_offset_q
@@ -388,6 +387,8 @@ def attention_mirror(
         Also return a list of `Step`, one for each block of keys.
     numerics : Numerics, optional
         Rounding points to use in place of the variant's own.
+    form : {"portable", "sm90", "split"}, optional
+        Form to mirror; the one that takes calls of these lengths and tiles when omitted.
 
     Returns
     -------
@@ -437,15 +438,17 @@ def attention_mirror(
         dtype = _storage_name(q, k, v)
     rung = lookup(variant)
     given = {"softcap": bool(softcap), "bias": bias is not None}
+    *_, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
+    form = form or rung.form_for(len_q, len_kv, tiles, changed=changed)
     n = numerics or compose_numerics(rung.family, form, dtype, **given)
     check_features(n, softcap, bias)
-    _, _, _, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
     turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
     if turn is not None:
         check_turned_before(quantized)
         q, k = turn.turned(q, k)
     blocks = (0, 0) if block_mask is None else block_mask.blocks
-    lengths = (q.shape[2], k.shape[2])
+    lengths = (len_q, len_kv)
     tiles = rung.tiles_for(head_dim, tiles, form=form, lengths=lengths, block_mask=blocks)
     sigma = check_scale(scale, head_dim)
     scoring = Scoring.of(
@@ -459,7 +462,7 @@ def attention_mirror(
         scores = _prepare_scores(q, k, sigma, scoring, n, quantized)
         V = round_to(v, n.v_type)[:, :, None]
         steps: list[Step] = []
-        run = _online if n.online else _whole_rows
+        run = _slices if n.splits else _online if n.online else _whole_rows
         O, state = run(scores, V, n, tiles, steps if trace else None)
 
         # S6 store
@@ -475,13 +478,48 @@ def attention_mirror(
 def _online(
     scores: _Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
-    """The loop of the fused rungs."""
+    """The fused rungs."""
+    O, state = _over_keys(scores, V, n, tiles, steps, 0, V.shape[-2])
+    return O * state.inverse_l()[..., None], state  # R7
+
+
+def _slices(
+    scores: _Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
+) -> tuple[Float32, RowState]:
+    """The split form: slices of the keys, and ``kernels_cu/split/merge_splits.cu``."""
+    batch, heads_kv, group, len_q = scores.rows
+    sizes = batch, group * heads_kv, heads_kv, len_q, V.shape[-2]
+    limits = scores.scoring.first, scores.scoring.last
+    found = [
+        _over_keys(scores, V, n, tiles, steps, *keys)
+        for keys in splits.split(sizes, limits, tiles).ranges()
+    ]
+    state = RowState(scores.rows, scores.subtracts_first)
+    for _, part in found:
+        state.M = np.fmax(state.M, part.M)
+    O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
+    for part_O, part in found:
+        weight = ex2(part.M - state.M_finite())  # R4
+        state.l = fma32(weight, part.l, state.l)  # R6
+        O = fma32(weight[..., None], part_O, O)  # R6
+    return O * state.inverse_l()[..., None], state  # R7
+
+
+def _over_keys(
+    scores: _Scores,
+    V: Float32,
+    n: Numerics,
+    tiles: Tiles,
+    steps: list[Step] | None,
+    first: int,
+    end: int,
+) -> tuple[Float32, RowState]:
+    """The loop over keys, from one to before another; O is not divided by l."""
     state = RowState(scores.rows, scores.subtracts_first)
     O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
-    len_kv = V.shape[-2]
-    for kv0 in range(0, len_kv, tiles.block_kv):
+    for kv0 in range(first, end, tiles.block_kv):
         # S2 load K, V
-        kv1 = min(kv0 + tiles.block_kv, len_kv)
+        kv1 = min(kv0 + tiles.block_kv, end)
         V_tile = V[..., kv0:kv1, :]
 
         # S3 scores
@@ -503,7 +541,7 @@ def _online(
         if steps is not None:
             merged = (merge_heads(x) for x in (S, P, state.M, state.l, alpha))
             steps.append(Step(kv0, *merged))
-    return O * state.inverse_l()[..., None], state  # R7
+    return O, state
 
 
 def _whole_rows(

@@ -58,6 +58,8 @@ class Numerics:
     headroom : int
         R4. M stays while weights are at most 2^headroom, and then rises to the largest score of the
         step. 0: M is the largest score so far.
+    splits : bool
+        R6. Slices of the keys have an online recurrence each, and a weighted sum of them follows.
     """
 
     q_type: str
@@ -72,6 +74,7 @@ class Numerics:
     softcap: bool = False
     bias: bool = False
     headroom: int = 0
+    splits: bool = False
 
     @property
     def subtracts_first(self) -> bool:
@@ -108,9 +111,9 @@ def numerics(
     ----------
     family : {"unfused", "float32", "tensor_core", "int8"}
         What the variant computes with (`cupyattn.registry.Variant.family`).
-    form : {"portable", "sm90"}
-        Which form of the kernel. Both have tensor cores of one roundoff; in the Hopper form M does
-        not follow every new maximum.
+    form : {"portable", "sm90", "split"}
+        Which form of the kernel. All have tensor cores of one roundoff; in the Hopper form M does
+        not follow every new maximum, the split form adds up slices of the keys.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
@@ -134,11 +137,11 @@ def numerics(
     >>> numerics("tensor_core", "portable", "float16", softcap=True).scaling
     'natural'
     """
-    if form not in ("portable", "sm90"):
-        raise ValueError(f"form must be 'portable' or 'sm90', got {form!r}")
+    if form not in ("portable", "sm90", "split"):
+        raise ValueError(f"form must be 'portable', 'sm90' or 'split', got {form!r}")
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
-    features = {"softcap": softcap, "bias": bias}
+    features = {"softcap": softcap, "bias": bias, "splits": form == "split"}
     folded: Literal["natural", "folded"] = "natural" if softcap or bias else "folded"
     if family == "unfused":
         return Numerics(

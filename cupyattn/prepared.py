@@ -481,11 +481,11 @@ def _mirror_packed(request: Request) -> tuple[Any, Any]:
     for q_ends, k_ends in pairs:
         rows, keys = slice(*q_ends), slice(*k_ends)
         one = resolve(request.q[:, :, rows], request.k[:, :, keys], request.v[:, :, keys], options)
-        o[:, :, rows], lse[None, :, rows] = _mirror(one)
+        o[:, :, rows], lse[None, :, rows] = _mirror(one, "portable")
     return o, lse
 
 
-def _mirror(request: Request) -> tuple[Any, Any]:
+def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
     from cupyattn import reference
 
     options, z = request.options, request.quantized
@@ -499,7 +499,7 @@ def _mirror(request: Request) -> tuple[Any, Any]:
         operands = (z, None, None)
     o, lse = reference.attention_mirror(
         *operands, variant=request.variant.name, tiles=options.tiles,
-        form=stages(request).plans[-1].form, scale=options.scale,
+        form=form or stages(request).plans[-1].form, scale=options.scale,
         causal=options.causal, causal_align=options.causal_align, window=options.window,
         softcap=options.softcap, mask=request.mask, bias=request.bias,
         block_mask=options.block_mask, return_lse=True,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cupyattn import splits
 from cupyattn.errors import UnsupportedError
 from cupyattn.tiles import Tiles
 
@@ -32,6 +33,9 @@ class Variant:
         The same for the Hopper form (``kernels_cu/sm90/``); empty where there is none.
     hopper_short_tiles : mapping of int to Tiles
         The same for lengths that leave much of those tiles empty; no entry where one serves all.
+    split_tiles : mapping of int to Tiles
+        The same for the split form (``kernels_cu/split/``), which takes few query rows and many
+        keys; empty where there is none.
     block_mask_tiles : mapping of int to Tiles
         Those of the portable form for calls with a block mask, where those of `tiles` do not divide its blocks of 64
         or 128; empty where they do.
@@ -46,6 +50,7 @@ class Variant:
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     hopper_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_short_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    split_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     block_mask_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     source: Path | None = None
 
@@ -56,11 +61,29 @@ class Variant:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Which forms exist: ``"portable"``, and ``"sm90"`` for compute capability 9.0.
+        """Which forms exist: ``"portable"``, ``"sm90"`` for compute capability 9.0, ``"split"``.
 
         A source of one's own has one form.
         """
-        return ("portable", "sm90") if self.hopper_tiles and not self.source else ("portable",)
+        tables = {"sm90": self.hopper_tiles, "split": self.split_tiles}
+        return ("portable", *(form for form, table in tables.items() if table and not self.source))
+
+    def form_for(
+        self, len_q: int, len_kv: int, tiles: Tiles | None = None, *, changed: bool = False
+    ) -> str:
+        """Return the form that a call of these lengths takes where no copy engine is asked for.
+
+        Parameters
+        ----------
+        len_q, len_kv : int
+        tiles : Tiles, optional
+            The caller's, which mean the portable form.
+        changed : bool
+            Whether the call has a softcap, mask, bias, block mask or packed sequences, which the
+            split form leaves to the portable one.
+        """
+        fits = "split" in self.forms and tiles is None and not changed
+        return "split" if fits and splits.applies(len_q, len_kv) else "portable"
 
     @property
     def turns_on_load(self) -> bool:
@@ -86,7 +109,8 @@ class Variant:
         return self._table(form)[self._limit(head_dim, form)]
 
     def _table(self, form: str) -> Mapping[int, Tiles]:
-        return self.tiles if form == "portable" else self.hopper_tiles
+        tables = {"portable": self.tiles, "sm90": self.hopper_tiles, "split": self.split_tiles}
+        return tables[form]
 
     def _limit(self, head_dim: int, form: str) -> int:
         """Return which entry of the table of tiles a head size belongs to."""
@@ -183,6 +207,11 @@ def _padded(lengths: tuple[int, int], tiles: Tiles) -> int:
     )
 
 
+#: The same for the split forms: every warp has its stages, and together they fill the 99 KB.
+_SPLIT_TILES = {
+    "fa_tc": {64: Tiles(16, 32, 4, 3), 128: Tiles(16, 16, 4, 3), 256: Tiles(16, 16, 2, 3)}
+}
+
 VARIANTS: dict[str, Variant] = {
     name: Variant(
         name,
@@ -192,6 +221,7 @@ VARIANTS: dict[str, Variant] = {
         dtypes,
         _HOPPER_TILES.get(name, {}),
         _HOPPER_SHORT_TILES.get(name, {}),
+        _SPLIT_TILES.get(name, {}),
         _BLOCK_MASK_TILES.get(name, {}),
     )  # fmt: skip
     for name, idea, family, dtypes in (

@@ -23,6 +23,7 @@ from cupyattn.numerics import (
 from cupyattn.perturbation import gamma
 from cupyattn.reference import ScoreBlock
 from cupyattn.rounding import NEG_INF, Array, array_namespace, as_float64
+from cupyattn.splits import Splits
 from cupyattn.tiles import Tiles
 
 U = UNIT_ROUNDOFF["float32"]
@@ -139,7 +140,12 @@ class Perturbed:
 
 
 def perturb(
-    block: ScoreBlock, n: Numerics, tiles: Tiles, sigma: float, scaling: Scaling
+    block: ScoreBlock,
+    n: Numerics,
+    tiles: Tiles,
+    sigma: float,
+    scaling: Scaling,
+    cut: Splits | None = None,
 ) -> Perturbed:
     """R2, R3, R4: bound the perturbation of every score of a block."""
     xp = array_namespace(block.S)
@@ -175,9 +181,14 @@ def perturb(
     reach = xp.where(attends, xp.where(admitted, S + known, NEG_INF).max(axis=-1), 0.0)
     least = xp.where(attends, xp.where(admitted, S - known, NEG_INF).max(axis=-1), 0.0)
     top_drift = xp.maximum(reach - top, top - least)
-    rises_after, rises, running, drift = count_rises(
-        S, known, admitted, tiles.block_kv if n.online else None
-    )
+    if cut is None:
+        rises_after, rises, running, drift = count_rises(
+            S, known, admitted, tiles.block_kv if n.online else None
+        )
+    else:
+        rises_after, rises, running, drift = count_rises_of_slices(
+            S, known, admitted, tiles.block_kv, cut
+        )
     below = xp.maximum(reach[..., None] - S + known, 0.0)
     if n.subtracts_first:
         shift, slack = xp.zeros_like(shift), xp.zeros_like(shift)
@@ -261,3 +272,24 @@ def count_rises(
         drift = xp.maximum(running_max(above) - running, running - least)
     drift = xp.where(running > NEG_INF, drift, 0.0)
     return by_key(rises[..., None] - until), rises, by_key(running), by_key(drift)
+
+
+def count_rises_of_slices(
+    S: Array, known: Array, admitted: Array, block_kv: int, cut: Splits
+) -> tuple[Array, Array, Array, Array]:
+    """`count_rises`, the keys being split: each slice has a running maximum of its own.
+
+    What brings a slice to the largest maximum of all counts as one rise more.
+    """
+    xp = array_namespace(S)
+    rises_after, running, drift = xp.zeros_like(S), xp.full_like(S, NEG_INF), xp.zeros_like(S)
+    most = xp.zeros(S.shape[:-1])
+    for begin, end in cut.ranges():
+        if begin == end:
+            continue
+        keys = (..., slice(begin, end))
+        rises_after[keys], rises, running[keys], drift[keys] = count_rises(
+            S[keys], known[keys], admitted[keys], block_kv
+        )
+        most = xp.maximum(most, rises)
+    return rises_after + 1, most + 1, running, drift

@@ -193,7 +193,7 @@ def judge(
     quantized: Any = None,
     numerics: Numerics | None = None,
     tiles: Tiles | None = None,
-    form: str = "portable",
+    form: str | None = None,
     scale: float | None = None,
     causal: bool = False,
     causal_align: str = "bottom-right",
@@ -271,6 +271,8 @@ def judge(
     if lse is not None and lse.shape != (batch, heads, len_q):
         raise ValueError(f"lse must have shape {(batch, heads, len_q)}, got {lse.shape}")
     blocks = (0, 0) if block_mask is None else block_mask.blocks
+    changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
+    form = form or lookup(variant).form_for(len_q, len_kv, tiles, changed=changed)
     tiles = tiles or lookup(variant).tiles_for(
         head_dim, form=form, lengths=(len_q, len_kv), block_mask=blocks
     )

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
+
+from cupyattn import compile as compiler
+from cupyattn import registry
 from cupyattn.compile import KERNELS
 
 FOLDER = Path(__file__).parent / "faults"
@@ -64,6 +68,17 @@ class Fault:
                 )
             path.write_text(text.replace(hunk.old, hunk.new))
         return copy
+
+
+def put_in_place(folder: Path, rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a rung run from a copy of the kernels; ``"fa_tc@split"`` is the split form of fa_tc."""
+    variant, _, form = rung.partition("@")
+    if form:
+        monkeypatch.setattr(compiler, "KERNELS", folder)
+        return
+    source = folder / f"attn_{variant}.cu"
+    wrong = replace(registry.VARIANTS[variant], source=source, hopper_tiles={})
+    monkeypatch.setitem(registry.VARIANTS, variant, wrong)
 
 
 def parse(path: Path) -> Fault:

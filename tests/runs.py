@@ -29,11 +29,13 @@ from cupyattn.request import Options, resolve
 from cupyattn.rope import Rope
 from cupyattn.rounding import STORAGE
 
-#: Every rung in every form: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"`` the Hopper form.
+#: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
+#: the Hopper form. Lengths alone ask for the split form.
 RUNGS = [
     name if form == "portable" else f"{name}@{form}"
     for name, variant in VARIANTS.items()
     for form in variant.forms
+    if form != "split"
 ]
 
 
@@ -103,6 +105,14 @@ def rope_tables(positions: int, head_dim: int, dtype: str = "float32") -> tuple[
     frequencies = 10000.0 ** (-2.0 * np.arange(head_dim // 2) / head_dim)
     angles = np.arange(positions)[:, None] * frequencies
     return np.cos(angles).astype(STORAGE[dtype]), np.sin(angles).astype(STORAGE[dtype])
+
+
+def revealing_splits() -> Iterator[tuple[Arrays, dict[str, Any]]]:
+    """Yield the same for the split form: several rows of several heads, many keys."""
+    q, k, v = normal((1, 6, 3, 64), (1, 2, 601, 64))
+    yield (q, k * 2 + 1, v), {"causal": True}
+    yield (q + 3, k - 7, v), {}
+    yield (q, k, v), {"window": (70, 30), "causal_align": "top-left"}
 
 
 def on_host(array: Any) -> np.ndarray:

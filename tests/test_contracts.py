@@ -22,6 +22,8 @@ GOOD = {
     "quantize.cu": Tiles(64, 1, 4),
     "rope.cu": Tiles(64, 1, 4),
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
+    "split/attn_fa_tc.cu": Tiles(16, 32, 4, 3),
+    "split/merge_splits.cu": Tiles(16, 32, 4, 3),
 }
 #: Source, what is changed, and the sentence that must come back.
 BROKEN = [
@@ -55,6 +57,11 @@ BROKEN = [
     ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 64, "NUM_WARPS": 8}, "BLOCK_Q must be 128 or 192"),
     ("sm90/attn_fa_tc.cu", {"NUM_WARPS": 12}, "NUM_WARPS must be 4 for every 64 rows"),
     ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 72}, "BLOCK_KV must be a multiple of 16 from 64 to 256"),
+    ("split/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
+    ("split/attn_fa_tc.cu", {"MASK": 1}, "the split form takes no softcap, mask, bias, block"),
+    ("split/attn_fa_tc.cu", {"BLOCK_Q": 32}, "BLOCK_Q must be 16, the rows of an mma"),
+    ("split/attn_fa_tc.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16, the depth"),
+    ("split/attn_fa_tc.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
 ]
 #: Contracts of templates, tripped by a few lines of their own.
 TEMPLATES = [

@@ -17,6 +17,7 @@ from cupyattn import compile as compiler
 from cupyattn import device, measure, timing
 from experiments import (
     common,
+    decode,
     diffusion_shapes,
     first_call,
     host_time,
@@ -69,6 +70,17 @@ def test_host_times_run_in_small(tmp_path: Path) -> None:
     assert all(row["equal"] and not row["samples"] for row in rows)
     calls: list[int] = []
     assert host_time.sample(lambda: calls.append(1), 7, lambda: None) >= 0 and len(calls) == 7
+
+
+def test_decoding_runs_in_small(tmp_path: Path) -> None:
+    file = tmp_path / "decode.json"
+    assert decode.main(["--quick", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert record["backend"] == "mirror" and len(record["rows"]) == 8
+    for row in record["rows"]:
+        assert row["form"] == "split" and row["j2"] <= 1 and row["ok"] and "seconds" not in row
+        kv = row["batch"] * row["heads_kv"] * row["len_kv"] * row["head_dim"]
+        assert row["kv_bytes"] == 2 * 2 * kv
 
 
 def test_the_peers_run_in_small(tmp_path: Path) -> None:

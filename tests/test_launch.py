@@ -24,7 +24,7 @@ from cupyattn.checks import (
     data_address,
 )  # fmt: skip
 from cupyattn.errors import UnsupportedError
-from cupyattn.launch import ATTN_PARAMS, QUANT_PARAMS, Operand, Plan
+from cupyattn.launch import ATTN_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, Operand, Plan
 from cupyattn.quant import QuantizedQKV
 from cupyattn.request import Options, resolve
 from cupyattn.tiles import Tiles
@@ -102,7 +102,8 @@ def test_strides_are_64_bit_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("struct", "table"), [("AttnParams", ATTN_PARAMS), ("QuantParams", QUANT_PARAMS)]
+    ("struct", "table"),
+    [("AttnParams", ATTN_PARAMS), ("QuantParams", QUANT_PARAMS), ("SplitParams", SPLIT_PARAMS)],
 )
 def test_the_table_is_the_struct_field_by_field(
     struct: str, table: np.dtype[Any], tmp_path: Path

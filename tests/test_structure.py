@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "registry",
         "auto",
+        "splits",
         "rounding",
         "includes",
         "nvrtc",
@@ -61,8 +62,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 #: Take the array namespace from their arguments, or know no arrays at all: never import CuPy.
 NO_CUPY = {
-    "errors", "tiles", "features", "numerics", "measured", "registry", "auto", "rounding",
-    "checks", "rope", "scoring", "block_mask", "mirror", "reference", "perturbation",
+    "errors", "tiles", "features", "numerics", "measured", "registry", "auto", "splits",
+    "rounding", "checks", "rope", "scoring", "block_mask", "mirror", "reference", "perturbation",
     "score_bounds", "bounds", "includes", "nvrtc", "distributions",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.
@@ -94,7 +95,7 @@ def rounding_tags(text: str) -> set[str]:
 
 
 def test_every_kernel_is_registered_and_every_variant_has_its_kernels() -> None:
-    forms = {"": "portable", "sm90": "sm90"}
+    forms = {"": "portable", "sm90": "sm90", "split": "split"}
     found = {
         (path.stem.removeprefix("attn_"), forms[path.relative_to(KERNELS).parent.name])
         for path in ATTENTION
@@ -127,9 +128,11 @@ def test_the_header_comment_is_a_lab_notebook(path: Path) -> None:
 @pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
 def test_rounding_tags_agree_between_header_body_and_numerics(path: Path) -> None:
     header, body = header_and_body(path.read_text())
-    form = "sm90" if path.parent.name == "sm90" else "portable"
+    if path.parent.name == "split":  # two kernels, one after the other
+        body += (path.parent / "merge_splits.cu").read_text()
+    form = "portable" if path.parent == KERNELS else path.parent.name
     variant = VARIANTS[path.stem.removeprefix("attn_")]
-    # The Hopper forms leave softcap and bias to the portable ones.
+    # The other forms leave softcap and bias to the portable ones.
     changed = {"softcap": True, "bias": True} if form == "portable" else {}
     expected = set(numerics(variant.family, form, variant.dtypes[0], **changed).tags)
     rounding = header[header.index("Rounding ") : header.index("Mirror ")]

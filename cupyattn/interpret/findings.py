@@ -75,7 +75,7 @@ def describe(location: Location) -> str:
 def short(file: str) -> str:
     """Return the part of a path that tells kernel sources apart: name, and folder of a header."""
     *_, folder, name = ("", *file.replace("\\", "/").split("/"))
-    return f"{folder}/{name}" if folder in ("prims", "sm90") else name
+    return f"{folder}/{name}" if folder in ("prims", "sm90", "split") else name
 
 
 class KernelFault(RuntimeError):

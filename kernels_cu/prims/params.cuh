@@ -57,6 +57,17 @@ struct ScheduleParams {
   int32_t* next_tile;  // [1], zero beforehand
 };
 
+// A form that splits the keys appends: slices of [first_key, end_key), and what each came to.
+struct SplitParams {
+  float* O;           // [slices, batch, heads, len_q, HEAD_DIM], not divided by l
+  float* M;           // [slices, batch, heads, len_q], log2 units
+  float* l;           // [slices, batch, heads, len_q]
+  int32_t first_key;  // slice s: slice_keys keys from first_key + s * slice_keys on
+  int32_t end_key;
+  int32_t slice_keys;
+  int32_t slices;
+};
+
 // fa_int8 appends: Q and K of AttnParams are then INT8 codes.
 struct QuantParams {
   const float* Q_scale;          // [batch, heads,    ceil(len_q  / GROUP_Q)]

@@ -50,16 +50,16 @@ __device__ __forceinline__ void load_tile_f32(
 
 // rows [ROWS, COLS] of T -> swizzled shared [ROWS, COLS_PAD] of T, in the background where the
 // access is wide enough for cp.async; rows from rows_valid on and columns from COLS on become zero.
-// A thread keeps its columns and goes down the rows in equal passes, so that an address is one
-// addition away from the one before.
-template <int ROWS, int COLS, int COLS_PAD, int WIDTH, typename T>
+// THREADS threads share it. A thread keeps its columns and goes down the rows in equal passes, so
+// that an address is one addition away from the one before.
+template <int ROWS, int COLS, int COLS_PAD, int WIDTH, int THREADS = NUM_THREADS, typename T>
 __device__ __forceinline__ void load_tile_async(
     T* shared, const T* global, int64_t stride, int rows_valid, int thread) {
   constexpr int CHUNK = 16 / sizeof(T);   // elements per 16-byte chunk
   constexpr int VECS = COLS_PAD / WIDTH;  // accesses per row
   constexpr int BYTES = WIDTH * sizeof(T);
-  constexpr int ROW_THREADS = greatest_common_divisor(VECS, NUM_THREADS);  // side by side on a row
-  constexpr int PASS_ROWS = NUM_THREADS / ROW_THREADS;
+  constexpr int ROW_THREADS = greatest_common_divisor(VECS, THREADS);  // side by side on a row
+  constexpr int PASS_ROWS = THREADS / ROW_THREADS;
   constexpr int PASSES = ceil_div(ROWS, PASS_ROWS);
   const int row0 = thread / ROW_THREADS;
   const T* source_row = global + row0 * stride;
@@ -82,6 +82,19 @@ __device__ __forceinline__ void load_tile_async(
       }
     }
   }
+}
+
+// Two neighbouring columns of an operand's row in one register, zero past HEAD_DIM.
+template <typename T>
+__device__ __forceinline__ uint32_t load_pair(const T* row, int col) {
+  Vec<T, 2> x = {};
+  if constexpr (VEC >= 2) {
+    if (col < HEAD_DIM) x = *reinterpret_cast<const Vec<T, 2>*>(row + col);
+  } else {
+    if (col < HEAD_DIM) x.v[0] = row[col];
+    if (col + 1 < HEAD_DIM) x.v[1] = row[col + 1];
+  }
+  return *reinterpret_cast<const uint32_t*>(&x);
 }
 
 // Two neighbouring columns of an output row, as one store where VEC allows it.

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn import registry
 from cupyattn.registry import VARIANTS
-from tests.fault_patches import FAULTS, Fault
+from tests.fault_patches import FAULTS, Fault, put_in_place
 from tests.gpu.support import embedded, moved, on_device, prebuild, run, run_packed, specs_of
-from tests.runs import Run, packed, revealing
+from tests.runs import Run, packed, revealing, revealing_splits
 
 cupy = pytest.importorskip("cupy")
 
@@ -40,7 +39,8 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def runs(variant: str) -> Iterator[Run]:
-    for inputs, options in revealing(2, 2, ((70, 33), (150, 333))):
+    found = revealing_splits() if "@" in variant else revealing(2, 2, ((70, 33), (150, 333)))
+    for inputs, options in found:
         options = moved(options)
         yield run(variant, tuple(embedded(x) for x in inputs), **options)
 
@@ -50,12 +50,13 @@ def packed_runs(variant: str) -> list[Run]:
     return run_packed(variant, on_device(*inputs), on_device(*ends), causal=True)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "fa_tc@split"])
 def test_without_a_mistake_every_judgement_holds(variant: str) -> None:
     for one in runs(variant):
         one.check()
-    for one in packed_runs(variant):
-        one.check()
+    if "@" not in variant:
+        for one in packed_runs(variant):
+            one.check()
 
 
 @pytest.mark.parametrize(
@@ -64,9 +65,7 @@ def test_without_a_mistake_every_judgement_holds(variant: str) -> None:
 def test_a_mistake_breaks_a_judgement(
     fault: Fault, variant: str, planted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = planted[fault.name] / f"attn_{variant}.cu"
-    wrong = replace(registry.VARIANTS[variant], source=source, hopper_tiles={})
-    monkeypatch.setitem(registry.VARIANTS, variant, wrong)
+    put_in_place(planted[fault.name], variant, monkeypatch)
     calls = packed_runs if fault.of_packed else runs
     reports = [one.judge() for one in calls(variant)]
     assert not all(report.passed for report in reports), (

@@ -1,0 +1,63 @@
+// merge_splits -- brings together what slices of the keys came to (split/attn_fa_tc.cu).
+//
+// A slice has its own maximum M, sum l and output O; times 2^(M - the largest M) they may be added.
+// A block takes one query row: warps share the slices, lanes the columns, and all sums have one
+// order, so that the result is the same on every run.
+#include "prims/config.cuh"
+#include "prims/online_softmax.cuh"
+#include "prims/params.cuh"
+#include "prims/warp.cuh"
+
+constexpr int LANE_COLS = ceil_div(HEAD_DIM, WARP_SIZE);  // columns of O per lane
+
+struct SharedStorage {
+  float O[NUM_WARPS][HEAD_DIM];
+  float l[NUM_WARPS];
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void merge_splits(
+    const __grid_constant__ AttnParams p, const __grid_constant__ SplitParams split) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const int64_t row = blockIdx.x, all_rows = int64_t(p.batch) * p.heads * p.len_q;
+
+  RowState state;
+  float m = NEG_INF;
+  for (int s = lane_id(); s < split.slices; s += WARP_SIZE)
+    m = fmaxf(m, split.M[s * all_rows + row]);
+  state.M = shfl_max<WARP_SIZE>(m);
+  const float M = state.M_finite();
+
+  float l = 0.0f, O_acc[LANE_COLS] = {};  // columns lane_id() + 32 c
+#pragma unroll 4
+  for (int s = warp_id(); s < split.slices; s += NUM_WARPS) {
+    const int64_t at = s * all_rows + row;
+    const float weight = ex2_approx_ftz(split.M[at] - M);  // R4
+    l = fmaf(weight, split.l[at], l);                      // R6
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; ++c) {
+      const int d = min(lane_id() + c * WARP_SIZE, HEAD_DIM - 1);
+      O_acc[c] = fmaf(weight, split.O[at * HEAD_DIM + d], O_acc[c]);  // R6
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < LANE_COLS; ++c)
+    if (lane_id() + c * WARP_SIZE < HEAD_DIM)
+      smem.O[warp_id()][lane_id() + c * WARP_SIZE] = O_acc[c];
+  if (lane_id() == 0) smem.l[warp_id()] = l;
+  __syncthreads();  // the sums of all warps are visible
+
+  for (int w = 0; w < NUM_WARPS; ++w) state.l += smem.l[w];  // R6
+  const float inverse_l = state.inverse_l();
+  const int64_t batch = row / p.len_q / p.heads, head = row / p.len_q % p.heads;
+  elem_t* O = static_cast<elem_t*>(p.O)  // [HEAD_DIM]
+              + batch * p.O_stride.batch + head * p.O_stride.head + row % p.len_q * p.O_stride.len;
+  for (int d = thread_id(); d < HEAD_DIM; d += NUM_THREADS) {
+    float o = 0.0f;
+    for (int w = 0; w < NUM_WARPS; ++w) o += smem.O[w][d];  // R6
+    O[d] = from_float<elem_t>(o * inverse_l);               // R7
+  }
+  if constexpr (LSE)
+    if (thread_id() == 0) p.lse[row] = state.lse();
+}

@@ -1,0 +1,87 @@
+"""The split form of fa_tc on a device: bounds, determinism, guards, graphs of two launches.
+
+`tests/test_splits.py` says the same of the mirror and the interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cupyattn import Tiles, attention, plan
+from tests import runs
+from tests.gpu.support import embedded, guarded, on_device
+from tests.runs import bits, normal, on_host
+
+cupy = pytest.importorskip("cupy")
+
+#: batch, heads, heads_kv, len_q, len_kv, head_dim, options
+CELLS: tuple[tuple[Any, ...], ...] = (
+    (1, 32, 8, 1, 8192, 128, {}),
+    (2, 6, 2, 7, 1500, 40, {"causal": True}),
+    (1, 2, 2, 16, 513, 7, {"window": (300, 3), "causal_align": "top-left"}),
+    (1, 16, 1, 4, 20_001, 64, {"window": (9000, 0)}),
+    (70, 8, 8, 1, 640, 256, {"causal": True}),
+    (3, 40, 1, 3, 4096, 96, {"causal": True}),
+)
+
+
+def inputs_of(cell: tuple[Any, ...], dtype: str) -> tuple[Any, Any, Any]:
+    batch, heads, heads_kv, len_q, len_kv, head_dim, _ = cell
+    return normal((batch, heads, len_q, head_dim), (batch, heads_kv, len_kv, head_dim), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_results_are_within_their_bound_and_the_same_each_time(
+    cell: tuple[Any, ...], dtype: str
+) -> None:
+    host = inputs_of(cell, dtype)
+    inputs, options = on_device(*host), cell[-1]
+    before = [bits(x) for x in inputs]
+    one = runs.run("fa_tc", inputs, **options)
+    assert one.form == "split"
+    one.check()
+    for _ in range(3):
+        again = runs.run("fa_tc", inputs, **options)
+        assert bits(again.o) == bits(one.o) and bits(again.lse) == bits(one.lse)
+    amid_nan = runs.run("fa_tc", tuple(embedded(x) for x in host), **options)
+    assert bits(amid_nan.o) == bits(one.o) and bits(amid_nan.lse) == bits(one.lse)
+    assert [bits(x) for x in inputs] == before
+
+
+def test_results_are_written_in_full_and_nothing_beside_them() -> None:
+    for cell in CELLS[:4]:
+        batch, heads, _, len_q, _, head_dim, options = cell
+        o = guarded((batch, heads, len_q, head_dim), "float16")
+        lse = guarded((batch, heads, len_q), "float32")
+        inputs = on_device(*inputs_of(cell, "float16"))
+        found = runs.run_into("fa_tc", inputs, o.array, lse.array, **options)
+        assert found.form == "split"
+        o.check()
+        lse.check()
+        found.check()
+
+
+def test_both_forms_agree() -> None:
+    inputs = on_device(*inputs_of(CELLS[0], "float16"))
+    split = on_host(attention(*inputs, variant="fa_tc")).astype("f4")
+    portable = attention(*inputs, variant="fa_tc", tiles=Tiles(64, 32, 4, 2))
+    assert abs(split - on_host(portable).astype("f4")).max() < 1e-3
+
+
+def test_a_graph_captures_both_launches() -> None:
+    inputs = on_device(*inputs_of(CELLS[0], "float16"))
+    o = cupy.empty_like(inputs[0])
+    prepared = plan(*inputs, variant="fa_tc", out=o)
+    expected = bits(prepared(*inputs, out=o))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        prepared(*inputs, out=o)
+        graph = stream.end_capture()
+        o.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+    assert bits(o) == expected
