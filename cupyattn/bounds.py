@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import splits
+from cupyattn import splits, value_bounds
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_limits, check_scale, check_shapes
 from cupyattn.numerics import (
@@ -42,6 +42,7 @@ from cupyattn.rounding import (
     merge_heads,
     scale_of_row,
     split_heads,
+    value_scale_of_key,
 )
 from cupyattn.score_bounds import (
     EX2_LOG_ERROR,
@@ -199,6 +200,8 @@ def attention(
     else:
         dtype = quantized.out_dtype
         q, k, v = kernel_operands(quantized)
+        if quantized.form == "pv8":  # the kernel sums V without its mean
+            form, v = "pv8", quantized.centred_values()
     sizes = check_shapes(q.shape, k.shape, v.shape)
     changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
     form = form or lookup(variant).form_for(*sizes[3:5], tiles, changed=changed)
@@ -207,8 +210,9 @@ def attention(
         check_turned_before(quantized)
         q, k = turn.turned(q, k)
     n = numerics or compose_numerics(
-        lookup(variant).family, form, dtype, softcap=bool(softcap), bias=bias is not None
-    )
+        lookup(variant).family, form, dtype, quantized and quantized.config,
+        softcap=bool(softcap), bias=bias is not None,
+    )  # fmt: skip
     check_features(n, softcap, bias)
     if (quantized is None) != (n.scaling != "dequantised"):
         have = "arrays" if quantized is None else "quantised operands"
@@ -220,6 +224,7 @@ def attention(
     sigma = check_scale(scale, q.shape[-1])
     scaling = scaling_errors(n, sigma, quantized, softcap)
     mean = None if quantized is None else quantized.k_mean
+    v_mean = quantized.v_mean if n.by_tile else None
     check_smoothing(softcap, mean)
     cut = None
     if n.splits:
@@ -230,7 +235,7 @@ def attention(
         q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
         softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
     ):  # fmt: skip
-        found, lse[block.index] = _kernel_bound(block, n, tiles, sigma, scaling, mean, cut)
+        found, lse[block.index] = _kernel_bound(block, n, tiles, sigma, scaling, mean, v_mean, cut)
         for tag, term in found.items():
             terms[tag][block.index] = term
     return _assemble(terms, lse)
@@ -280,6 +285,7 @@ def _kernel_bound(
     sigma: float,
     scaling: Scaling,
     mean: Any,
+    v_mean: Any,
     cut: Splits | None,
 ) -> tuple[dict[str, Array], Array]:
     """R2 to R7 of one block of rows: the terms of O, and the bound of lse."""
@@ -305,7 +311,9 @@ def _kernel_bound(
 
     # R5: P as an operand: half a unit in its last place, or half a subnormal but no more than P.
     rho = xp.zeros_like(P)
-    if n.p_type != "float32":
+    if n.by_tile:
+        rho = value_bounds.code_rounding(P_plus, n, tiles)
+    elif n.p_type != "float32":
         subnormal = HALF_SUBNORMAL[n.p_type] * inverse_l
         # NOTE: with headroom M is not known from the scores, nor then where p lies in its binade.
         known = n.online and not n.headroom
@@ -316,15 +324,19 @@ def _kernel_bound(
 
     # R4: weights flushed to zero; then R6: the sums, in any order.
     flushed = FLUSHED_WEIGHT * total_v * inverse_l
-    theta_o = products(n.values, count, xp.minimum(count, -(-block.S.shape[-1] // 16)))
+    if n.by_tile:
+        theta_o = value_bounds.accumulation(count, block.S.shape[-1], n, tiles)
+    else:
+        theta_o = products(n.values, count, xp.minimum(count, -(-block.S.shape[-1] // 16)))
     further = (0 if n.online else 1) + (0 if cut is None else cut.slices - 1)  # sums of slices
     theta_o = (1 + theta_o) * (1 + gamma(score.rises + further, U)) - 1
-    theta_l = gamma(xp.maximum(count - 1, 0.0) + score.rises, U)
+    theta_l = gamma(xp.maximum(count - 1, 0.0) + score.rises + n.by_tile, U)
     theta_l = theta_l + (1 + theta_l) * count * FLUSHED_WEIGHT / l_least
     theta_l = xp.minimum(theta_l, 1.0)
     with np.errstate(divide="ignore"):
         by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_l) - 1.0
-    underflow = (count + score.rises + further + 2)[..., None] * 2.0**-148
+    least = 2.0**-142 if n.by_tile else 2.0**-148
+    underflow = (count + score.rises + further + 2)[..., None] * least
     underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v
     r6 = theta_o[..., None] * (weighted + r5 + flushed) + underflow
     size = xp.abs(o) + delta_o + flushed + r5 + r6
@@ -332,11 +344,14 @@ def _kernel_bound(
     size = size + by_l[..., None] * size
 
     # R7: 1/l, times 1/l, and the store.
-    r7 = xp.zeros_like(o)
-    if n.online:
+    r7, stored = xp.zeros_like(o), size
+    if n.by_tile:
+        r7, stored = value_bounds.with_mean(size, _of_block(v_mean, block))
+    elif n.online:
         r7 = ((1 + U) ** 2 - 1) * size + 2.0**-149
-    r7 = r7 + half_ulp(size + r7, n.out_type)
-    size = size + r7
+        stored = size + r7
+    r7 = r7 + half_ulp(stored, n.out_type)
+    size = stored + half_ulp(stored, n.out_type)
 
     shares = _shares(P, score)
     terms = {tag: share * delta_o for tag, share in zip(TERMS, shares, strict=False)}
@@ -353,7 +368,8 @@ def _kernel_bound(
     largest = LARGEST[n.out_type]
     fits = size <= min(largest, MAX_FLOAT)
     largest_weight = xp.maximum(xp.minimum(score.slack, 99.0), n.headroom)
-    fits &= total_v * xp.exp2(largest_weight + 1)[..., None] <= MAX_FLOAT
+    codes = 256.0 if n.by_tile else 1.0  # sums of codes are that much larger than of P
+    fits &= total_v * codes * xp.exp2(largest_weight + 1)[..., None] <= MAX_FLOAT
     for tag, term in terms.items():
         terms[tag] = xp.where((attends & usable)[..., None], term, 0.0)
     terms["R4"] = xp.where((attends & ~usable)[..., None], xp.inf, terms["R4"])
@@ -361,6 +377,14 @@ def _kernel_bound(
     terms["R7"] = xp.where(attends[..., None] & ~fits, xp.inf, terms["R7"])
     delta_lse = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
     return terms, xp.where(overflows, xp.inf, delta_lse)
+
+
+def _of_block(mean: Any, block: ScoreBlock) -> Array | None:
+    """Return the mean of the keys or values of a block, (..., 1, head_dim)."""
+    if mean is None:
+        return None
+    batch, head, _, _ = block.index
+    return as_float64(mean)[batch, head][:, :, None, None, :]
 
 
 def _mantissa_share(score: Perturbed) -> Array:
@@ -404,8 +428,7 @@ def _lse_bound(
     log_l = log_l + LN2 * (score.slack + n.headroom * REFERENCE)
     size, roundings = xp.abs(lse) + (log_l if n.subtracts_first else 0.0), 3
     if mean is not None:
-        batch, head, group, _ = block.index
-        mu = as_float64(mean)[batch, head][:, :, None, None, :]
+        mu = _of_block(mean, block)
         dot = sigma * xp.abs((block.q * mu).sum(axis=-1))
         back = sigma * (xp.abs(block.q) * xp.abs(mu)).sum(axis=-1)
         # NOTE: the kernel adds to M, others to lse: both orders are covered.
@@ -507,7 +530,6 @@ def quantisation(
     q_scale = split_heads(q_scale, k.shape[1])[..., None]
     k_scale = _row_scales(quantized.k_scale, quantized.group_kv, k.shape[:3])
     k_scale = k_scale[:, :, None, :, None]
-    v_type = quantized.v.dtype.name
     terms, lse = _empty(q, k, v, rows, ("R1",))
     check_smoothing(softcap, quantized.k_mean)
     for block in score_blocks(
@@ -520,11 +542,10 @@ def quantisation(
         P, exact_lse, values, o, spoilt = _exact(block)
         mean, subtraction = xp.zeros_like(block.k[..., :1, :]), 0.0
         if quantized.k_mean is not None:
-            mean = as_float64(quantized.k_mean)[batch, head][:, :, None, None, :]
-            subtraction = U  # R0
+            mean, subtraction = _of_block(quantized.k_mean, block), U  # R0
         q_abs, k_abs = xp.abs(block.q), xp.abs(block.k - mean)
-        dq = _rounding_to_codes(q_abs, q_scale[block.index])
-        dk = _rounding_to_codes(k_abs * (1 + subtraction), k_scale[batch, head])
+        dq = value_bounds.rounding_to_codes(q_abs, q_scale[block.index])
+        dk = value_bounds.rounding_to_codes(k_abs * (1 + subtraction), k_scale[batch, head])
         dk = dk + subtraction * k_abs
         d = sigma * (dq @ k_abs.swapaxes(-1, -2) + (q_abs + dq) @ dk.swapaxes(-1, -2))  # R1
         float64 = (q_abs + dq) @ (xp.abs(block.k) + k_abs + dk).swapaxes(-1, -2)
@@ -539,10 +560,9 @@ def quantisation(
         d = xp.where(far_below(S, top, d), 0.0, d)
         delta_o, P_plus, delta_lse, _ = softmax_perturbation(P, d, values, o)
         total = delta_o + gamma(2 * block.S.shape[-1] + 8, U64) * (P_plus @ xp.abs(values))
-        if v_type != v.dtype.name:
-            total = total + P_plus @ half_ulp(xp.abs(values), v_type)
-            too_large = xp.abs(values) > LARGEST[v_type]
-            spoilt = spoilt | too_large.any(axis=-2, keepdims=True)
+        dv = _value_rounding(values, v.dtype.name, quantized, block)
+        total = total + P_plus @ xp.where(xp.isfinite(dv), dv, 0.0)
+        spoilt = spoilt | (~xp.isfinite(dv)).any(axis=-2, keepdims=True)
         attends = block.admitted.any(axis=-1)
         total = xp.where(usable[..., None] & ~spoilt, total, xp.inf)
         terms["R1"][block.index] = xp.where(attends[..., None], total, 0.0)
@@ -552,14 +572,29 @@ def quantisation(
     return _assemble(terms, lse)
 
 
+def _value_rounding(values: Array, dtype: str, quantized: Any, block: ScoreBlock) -> Array:
+    """R1 of V: what 16 bits or codes do to each value, infinite where they do not reach it."""
+    xp = array_namespace(values)
+    if quantized.form == "portable":
+        v_type = quantized.v.dtype.name
+        if v_type == dtype:
+            return xp.zeros_like(values)
+        error = half_ulp(xp.abs(values), v_type)
+        return xp.where(xp.abs(values) > LARGEST[v_type], xp.inf, error)
+    batch, head, _, _ = block.index
+    by_key = value_scale_of_key(quantized.v_scale[batch, head], quantized.group_v, values.shape[-2])
+    mean, subtraction = _of_block(quantized.v_mean, block), 0.0
+    centred = xp.abs(values)
+    if mean is not None:
+        centred, subtraction = xp.abs(values - mean), U  # R0
+    n = compose_numerics("int8", "pv8", dtype, quantized.config)
+    error = value_bounds.rounding_of_values(
+        centred * (1 + subtraction), as_float64(by_key)[:, :, None], n
+    )
+    return error + subtraction * centred
+
+
 def _row_scales(scale: Array, group: int, shape: tuple[int, ...]) -> Array:
     """Return the scale of every row in float64, as (batch, heads, length)."""
     xp = array_namespace(scale)
     return xp.broadcast_to(scale_of_row(as_float64(scale), group, shape[2]), shape)
-
-
-def _rounding_to_codes(x: Array, scale: Array) -> Array:
-    """R1: the error of codes of magnitudes `x`: of code 0, of any other, of one that clips."""
-    xp = array_namespace(x)
-    rounded = xp.maximum(scale / 2 * (1 + 2.0**-15), x - 127 * scale)
-    return xp.where(x < scale / 2 * (1 - 2.0**-15), x, rounded)

@@ -16,6 +16,7 @@ import numpy as np
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.rounding import STORAGE
+from cupyattn.tiles import Tiles
 
 #: Query head or key head counts, lengths and the grid are 32-bit numbers in the kernels.
 INT32_MAX = 2**31 - 1
@@ -358,6 +359,23 @@ def check_options(
         mask=mask is not None, bias="" if bias is None else check_bias(bias, shape),
         block_mask=(0, 0) if block_mask is None else block_mask.blocks,
     )  # fmt: skip
+
+
+def check_value_group(group: int, tiles: Tiles) -> None:
+    """Raise UnsupportedError unless a tile of keys has one scale for each channel of V.
+
+    Parameters
+    ----------
+    group : int
+        Keys that share the scale of a channel.
+    tiles : Tiles
+        Of the attention kernel.
+    """
+    if group % tiles.block_kv:
+        raise UnsupportedError(
+            f"a tile of {tiles.block_kv} keys would meet several scales of V, which change every "
+            f"{group} keys: quantise V for these tiles, or per channel"
+        )
 
 
 def check_packed(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from cupyattn import disk_cache, nvrtc
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
+from cupyattn.features import P_TYPES
 from cupyattn.includes import headers_reached
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ class ModuleSpec:
     def hopper(self) -> bool:
         """Whether this is a Hopper form: its source lies in a folder called ``sm90``."""
         return self.path.parent.name == "sm90"
+
+    @property
+    def least_capability(self) -> int:
+        """Least compute capability times ten that has the instructions: e4m3 came with 8.9."""
+        return 89 if ("CFG_P_TYPE", P_TYPES.index("e4m3")) in self.defines else 80
 
     def __str__(self) -> str:
         return f"{self.source} [{' '.join(f'{name}={value}' for name, value in self.defines)}]"
@@ -187,7 +193,7 @@ def build(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
     KernelCompileError
         If the source does not compile, or an included file is missing.
     UnsupportedError
-        If there is no NVRTC, or it does not know the architecture.
+        If there is no NVRTC, or it does not know the architecture, or that lacks the instructions.
     ValueError
         If `arch` is not the name of an architecture.
 
@@ -202,6 +208,11 @@ def build(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
         raise UnsupportedError(
             f"NVRTC {_dotted(compiler.version)} does not know {arch}, only {known}: "
             "install a newer nvidia-cuda-nvrtc"
+        )
+    if capability_of(arch) < spec.least_capability:
+        raise UnsupportedError(
+            f"8-bit floats (pv='fp8') need compute capability 8.9 or later, got {arch}: use "
+            "pv='int8' or pv='16bit'"
         )
     folder = nvrtc.headers(compiler)
     source = read_source(spec) if source is None else source

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 DTYPES = ("float16", "bfloat16", "float32")
 #: Which columns a rotary embedding turns together: d and d + head_dim / 2, or 2 d and 2 d + 1.
 ROPE_PAIRS = ("half_split", "interleaved")
+#: What P may be as an operand of P.V: a number of 16 or 32 bits (""), or codes of these types.
+P_TYPES = ("", "u8", "s8", "e4m3")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Features:
         Which columns of Q and K are turned as a pair by their row's position; "": none.
     varlen : bool
         Batch entries are sequences of different lengths, packed without padding.
+    group_v : int
+        Value rows that share the scale of a channel (0: V is not quantised).
+    p_type : {"", "u8", "s8", "e4m3"}
+        Type of the codes of P; "": P is no code.
     """
 
     dtype: str
@@ -61,6 +67,8 @@ class Features:
     block_mask: tuple[int, int] = (0, 0)
     rope: str = ""
     varlen: bool = False
+    group_v: int = 0
+    p_type: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -69,6 +77,8 @@ class Features:
             raise ValueError(f"features.bias must be '' or one of {DTYPES}, got {self.bias!r}")
         if self.rope not in ("", *ROPE_PAIRS):
             raise ValueError(f"features.rope must be '' or one of {ROPE_PAIRS}, got {self.rope!r}")
+        if self.p_type not in P_TYPES:
+            raise ValueError(f"features.p_type must be one of {P_TYPES}, got {self.p_type!r}")
         if not 1 <= self.head_dim <= 256:
             raise ValueError(f"features.head_dim must be 1 to 256, got {self.head_dim}")
 
@@ -90,4 +100,6 @@ class Features:
             "CFG_BLOCK_MASK_KV": self.block_mask[1],
             "CFG_ROPE": 1 + ROPE_PAIRS.index(self.rope) if self.rope else 0,
             "CFG_VARLEN": int(self.varlen),
+            "CFG_GROUP_V": self.group_v,
+            "CFG_P_TYPE": P_TYPES.index(self.p_type),
         }

@@ -23,6 +23,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
 from cupyattn.registry import Variant
 from cupyattn.tiles import Tiles
+from cupyattn.value_codes import VALUE_PARAMS, ValueCodes
 
 LOG2E = math.log2(math.e)
 #: Kernels of the unfused rung, in order; each can be planned alone.
@@ -226,8 +227,9 @@ def module_spec(
     variant: Variant, features: Features, tiles: Tiles, form: str = "portable"
 ) -> ModuleSpec:
     """Return what to compile for a variant with these features and tiles."""
-    name = f"attn_{variant.name}.cu"
-    source = variant.source or (name if form == "portable" else f"{form}/{name}")
+    name = f"attn_{variant.name}"
+    sources = {"portable": f"{name}.cu", "pv8": f"{name}_pv8.cu"}
+    source = variant.source or sources.get(form, f"{form}/{name}.cu")
     return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
 
 
@@ -245,11 +247,11 @@ def _blocks(*counts: int) -> int:
     return grid
 
 
-def _features(call: AttentionCall, vec: int, group_q: int = 0, group_kv: int = 0) -> Features:
+def _features(call: AttentionCall, vec: int, **quantised: Any) -> Features:
     return Features(
-        call.dtype, call.head_dim, call.causal, call.return_lse, vec, group_q, group_kv,
-        call.window, bool(call.softcap), call.mask, call.bias, call.block_mask, call.rope,
-        call.packed is not None,
+        call.dtype, call.head_dim, call.causal, call.return_lse, vec, window=call.window,
+        softcap=bool(call.softcap), mask=call.mask, bias=call.bias, block_mask=call.block_mask,
+        rope=call.rope, varlen=call.packed is not None, **quantised,
     )  # fmt: skip
 
 
@@ -549,6 +551,7 @@ def plan_int8(
     group_q: int,
     group_kv: int,
     smoothed: bool,
+    values: ValueCodes | None = None,
     mask: Operand | None = None,
     bias: Operand | None = None,
     kept_blocks: Operand | None = None,
@@ -559,7 +562,7 @@ def plan_int8(
     Parameters
     ----------
     variant, call, v, o, mask, bias, kept_blocks, tiles
-        As for `plan_attention`; v is 16-bit.
+        As for `plan_attention`; v is 16-bit, or the buffer ``"v_codes"`` where `values` is given.
     q_codes, k_codes : Operand
         INT8 codes, the buffers ``"q_codes"`` and ``"k_codes"``.
     q_scale, k_scale : Operand
@@ -568,15 +571,27 @@ def plan_int8(
         Rows per scale.
     smoothed : bool
         Whether a buffer ``"k_mean"`` was subtracted from the keys.
+    values : ValueCodes, optional
+        V is codes: the form ``"pv8"`` runs; UnsupportedError where there is none, or where scales
+        change within a tile.
 
     Returns
     -------
     Plan
     """
-    form = "portable"
-    tiles = variant.tiles_for(call.head_dim, tiles, block_mask=call.block_mask)
-    vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, v, o))
-    features = _features(call, vec, group_q, group_kv)
+    form = "portable" if values is None else "pv8"
+    if form not in variant.forms:
+        raise UnsupportedError(
+            f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"
+        )
+    tiles = variant.tiles_for(call.head_dim, tiles, form=form, block_mask=call.block_mask)
+    rows = (o,) if values else (v, o)  # codes of V are read by channel, not by row
+    vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, *rows))
+    quantised: dict[str, Any] = {"group_q": group_q, "group_kv": group_kv}
+    if values is not None:
+        values.check(v, tiles)
+        quantised |= {"group_v": values.group, "p_type": values.p_type}
+    features = _features(call, vec, **quantised)
     spec = module_spec(variant, features, tiles, form)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, ())
@@ -589,18 +604,20 @@ def plan_int8(
         "K_scale_stride_batch": k_scale.row_strides[0],
         "K_scale_stride_head": k_scale.row_strides[1],
     }  # fmt: skip
+    structs: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, quant))
+    entry = variant.entry_point
+    if values is not None:
+        params["V"], entry = "v_codes", f"{variant.entry_point}_pv8"
+        structs += ((VALUE_PARAMS, values.params),)
     grid = _blocks(-(-call.len_q // tiles.block_q), call.batch * call.heads)
-    launch = Launch(
-        spec, variant.entry_point, grid, tiles.num_threads, True,
-        ((ATTN_PARAMS, params), (QUANT_PARAMS, quant)),
-    )  # fmt: skip
+    launch = Launch(spec, entry, grid, tiles.num_threads, True, structs)
     return Plan(variant.name, form, tiles, features, (launch,))
 
 
-def _int8_allows(vec: int, q_codes: Operand, k_codes: Operand, v: Operand, o: Operand) -> bool:
+def _int8_allows(vec: int, q_codes: Operand, k_codes: Operand, *rows: Operand) -> bool:
     """Whether V and O move `vec` elements at a time and the codes CODE_VEC, as in fa_int8."""
-    code_vec = 2 * vec if vec > 1 and q_codes.shape[-1] % (2 * vec) == 0 else vec
-    return v.allows(vec) and o.allows(vec) and q_codes.allows(code_vec) and k_codes.allows(code_vec)
+    wide = 2 * vec if vec > 1 and q_codes.shape[-1] % (2 * vec) == 0 else vec
+    return all(x.allows(vec) for x in rows) and q_codes.allows(wide) and k_codes.allows(wide)
 
 
 def pack(

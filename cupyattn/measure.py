@@ -310,7 +310,7 @@ def ladder(
         )  # fmt: skip
         memory = _memory_bytes((q, k, v), variant, call, options)
         if z is not None:  # V is the caller's own where that has 16 bits
-            memory += z.nbytes - (z.v.nbytes if z.v.dtype == v.dtype else 0)
+            memory += z.nbytes - (z.v.nbytes if z.v is not None and z.v.dtype == v.dtype else 0)
         operations = 4 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
         rung = Rung(variant.name, variant.idea, judged, memory, operations=operations)
         del o, z, operands

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from cupyattn import splits
 from cupyattn.block_mask import BlockMask
-from cupyattn.checks import check_dtype, check_scale, check_shapes
-from cupyattn.numerics import Numerics, check_features
+from cupyattn.checks import check_dtype, check_scale, check_shapes, check_value_group
+from cupyattn.numerics import P_CODE_ONE, Numerics, check_features
 from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.registry import lookup
 from cupyattn.rope import Rope, check_turned_before
@@ -27,6 +27,7 @@ from cupyattn.rounding import (
     STORAGE,
     Array,
     array_namespace,
+    codes_of_p,
     ex2,
     fma32,
     merge_heads,
@@ -61,11 +62,22 @@ class Quantized(Protocol):
     @property
     def group_kv(self) -> int: ...
     @property
-    def v(self) -> Array: ...  # (batch, heads_kv, len_kv, head_dim), float16 or bfloat16
+    def v(self) -> Array | None: ...  # (batch, heads_kv, len_kv, head_dim), float16 or bfloat16
     @property
     def k_mean(self) -> Array | None: ...  # (batch, heads_kv, head_dim), subtracted from K
     @property
     def out_dtype(self) -> str: ...
+    @property
+    def form(self) -> str: ...  # "portable", or "pv8" where v is None and codes take its place:
+    def value_codes(self) -> Array: ...  # (batch, heads_kv, len_kv, head_dim), as numbers
+    @property
+    def v_scale(self) -> Array | None: ...  # (batch, heads_kv, groups, head_dim)
+    @property
+    def group_v(self) -> int: ...
+    @property
+    def v_mean(self) -> Array | None: ...  # (batch, heads_kv, head_dim), subtracted from V
+    @property
+    def config(self) -> Any: ...  # a cupyattn.quant.QuantConfig
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ class Step:
         Scores as S3 leaves them: times `scale` (natural), a bare dot product (folded) or in log2
         units (dequantised); -inf where masked. With softcap or bias natural in every rung.
     P : (batch, heads, len_q, keys) array, float32
-        Probabilities as S5 multiplies them with V.
+        Probabilities as S5 multiplies them with V; with 8-bit P as shares of the tile's largest.
     m : (batch, heads, len_q) array, float32
         The kernel's M: the running maximum in log2 units, rounded; with softcap or bias in natural
         units. Where the numerics have headroom it may lie below the maximum.
@@ -429,7 +441,8 @@ def attention_mirror(
     if isinstance(q, Quantized):
         if k is not None or v is not None:
             raise ValueError("k and v must be None where q holds all three quantised operands")
-        quantized, q, k, v = q, q.q_codes, q.k_codes, q.v
+        quantized, q, k = q, q.q_codes, q.k_codes
+        v = quantized.value_codes() if quantized.v is None else quantized.v
         _require_numpy(q, k, v)
         dtype = quantized.out_dtype
     else:
@@ -440,8 +453,11 @@ def attention_mirror(
     given = {"softcap": bool(softcap), "bias": bias is not None}
     *_, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
     changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
+    quant = None
+    if quantized is not None:
+        form, quant = quantized.form, quantized.config
     form = form or rung.form_for(len_q, len_kv, tiles, changed=changed)
-    n = numerics or compose_numerics(rung.family, form, dtype, **given)
+    n = numerics or compose_numerics(rung.family, form, dtype, quant, **given)
     check_features(n, softcap, bias)
     turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
     if turn is not None:
@@ -460,10 +476,13 @@ def attention_mirror(
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         # S0 locate, S1 load Q
         scores = _prepare_scores(q, k, sigma, scoring, n, quantized)
-        V = round_to(v, n.v_type)[:, :, None]
         steps: list[Step] = []
-        run = _slices if n.splits else _online if n.online else _whole_rows
-        O, state = run(scores, V, n, tiles, steps if trace else None)
+        if n.by_tile and quantized is not None:
+            O, state = _by_tile(scores, quantized, n, tiles, steps)
+        else:
+            V = round_to(v, n.v_type)[:, :, None]
+            run = _slices if n.splits else _online if n.online else _whole_rows
+            O, state = run(scores, V, n, tiles, steps if trace else None)
 
         # S6 store
         o = merge_heads(round_to(O, n.out_type)).astype(STORAGE[n.out_type])  # R7
@@ -541,6 +560,52 @@ def _over_keys(
         if steps is not None:
             merged = (merge_heads(x) for x in (S, P, state.M, state.l, alpha))
             steps.append(Step(kv0, *merged))
+    return O, state
+
+
+def _by_tile(
+    scores: _Scores, quantized: Quantized, n: Numerics, tiles: Tiles, steps: list[Step]
+) -> tuple[Float32, RowState]:
+    """The loop of the form ``"pv8"``: P as codes against the maximum of its tile, V as codes."""
+    check_value_group(quantized.group_v, tiles)
+    state = RowState(scores.rows, scores.subtracts_first)
+    V = cast(Float32, quantized.value_codes())[:, :, None]
+    V_scale = cast(Float32, quantized.v_scale)[:, :, None]  # (batch, heads_kv, 1, groups, head_dim)
+    O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
+    factor, one, len_kv = scores.exponent_factor, P_CODE_ONE[n.p_type], V.shape[-2]
+    for kv0 in range(0, len_kv, tiles.block_kv):
+        # S2 load K, V
+        kv1 = min(kv0 + tiles.block_kv, len_kv)
+        group = kv0 // quantized.group_v
+        scale = V_scale[..., group : group + 1, :]
+
+        # S3 scores
+        S = scores.block(kv0, kv1)
+
+        # S4 softmax
+        m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
+        alpha = state.advance(m, factor)
+        tile = RowState(scores.rows, scores.subtracts_first)
+        tile.advance(m, factor)
+        p = tile.exponentials(S, factor)
+        fall = tile.M - state.M_finite()
+        beta = ex2(fall * factor if scores.subtracts_first else fall)  # R4
+        state.l = fma32(tile.l, beta, state.l)  # R6
+        codes = codes_of_p(p, n.p_type)  # R5
+
+        # S5 output
+        O *= alpha[..., None]  # R6
+        # NOTE: integer codes stay below 2^24 in sum: their products are exact here as well.
+        rows = scores.visitors(kv0, tiles)
+        products = codes[..., rows, :] @ V[..., kv0:kv1, :]
+        weighed = products * (beta[..., rows, None] * scale)
+        O[..., rows, :] += scores.kept(weighed, rows, kv0)  # R6
+        merged = (merge_heads(x) for x in (S, codes / np.float32(one), state.M, state.l, alpha))
+        steps.append(Step(kv0, *merged))
+    O = O * (state.inverse_l() * np.float32(1 / one))[..., None]  # R7
+    if quantized.v_mean is not None:
+        mean = np.asarray(quantized.v_mean)[:, :, None, None]
+        O = np.where(state.l[..., None] == 0, O, O + mean)  # R7; a row without keys stays 0
     return O, state
 
 

@@ -7,7 +7,7 @@ The tags R0 to R7 are those of docs/MATH_REFERENCE.md; a kernel's header and bod
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 #: Unit roundoff of each storage type: half the distance from 1 to the next number.
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -22,9 +22,13 @@ EX2_FLUSH = 2.0**-126
 TANHF_ERROR = 2.0**-21
 #: LARGEST_SUM of ``sm90/attn_fa_tc.cu`` is 2 to the power of this.
 HOPPER_HEADROOM = 8
+#: Codes of P by type: that of the largest exponential of a tile, which is 1.
+P_CODE_ONE = {"u8": 255.0, "s8": 127.0, "e4m3": 448.0}
 #: Unit roundoff of a tensor-core accumulation step (they truncate and align; Blanchard et al. 2020,
 #: Khattak and Mikaitis, arXiv 2512.07004).
 TENSOR_CORE_ROUNDOFF = 2.0**-23
+#: Unit roundoff of that over 8-bit floats: a sum keeps 13 bits of its fraction.
+FP8_ROUNDOFF = 2.0**-13
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,12 @@ class Numerics:
         ``dequantised``: S = fl(fl(dot * k_scale) * fl(scale_log2 * q_scale)) in log2 units, then
         exp2(S - M); with softcap or bias the same with `scale`, in natural units.
     p_type : str
-        R5, storage type of P as an operand; ``"float32"`` means that it is not rounded again.
-    values : {"fma", "tensor_core"}
-        R6, how P.V accumulates over the keys.
+        R5, storage type of P as an operand; ``"float32"`` means that it is not rounded again. Codes
+        ``"u8"`` and ``"s8"`` are multiples of 1/255 and 1/127 of the largest exponential of a tile;
+        ``"e4m3"`` is an 8-bit float, 448 for that exponential.
+    values : {"fma", "tensor_core", "int32", "fp8"}
+        R6, how P.V accumulates over the keys. ``int32``: exactly within a tile, then in float32;
+        ``fp8``: within a tile on tensor cores that keep 14 bits.
     online : bool
         R6. True: l and O are rescaled by alpha as the maximum rises, O is divided by l at the end
         (R7). False: the whole row is known, P is divided by l before P.V.
@@ -69,7 +76,7 @@ class Numerics:
     scores: Literal["fma", "tensor_core", "int32"]
     scaling: Literal["natural", "folded", "dequantised"]
     p_type: str
-    values: Literal["fma", "tensor_core"]
+    values: Literal["fma", "tensor_core", "int32", "fp8"]
     online: bool
     softcap: bool = False
     bias: bool = False
@@ -86,6 +93,14 @@ class Numerics:
         return self.softcap or self.bias
 
     @property
+    def by_tile(self) -> bool:
+        """R4, R5. True: exponentials are taken against the largest score of their own tile.
+
+        A factor beta = exp2(m_tile - M) then brings what a tile adds to l and O to the row's M.
+        """
+        return self.p_type in P_CODE_ONE
+
+    @property
     def tags(self) -> tuple[str, ...]:
         """The rounding points at which this kernel rounds, e.g. ``("R2", "R4", ...)``."""
         tags = ["R1"] if self.q_type == "int8" else []
@@ -100,7 +115,7 @@ def numerics(
     family: str,
     form: str,
     dtype: str,
-    quant: object = None,
+    quant: Any = None,
     *,
     softcap: bool = False,
     bias: bool = False,
@@ -111,13 +126,13 @@ def numerics(
     ----------
     family : {"unfused", "float32", "tensor_core", "int8"}
         What the variant computes with (`cupyattn.registry.Variant.family`).
-    form : {"portable", "sm90", "split"}
+    form : {"portable", "sm90", "split", "pv8"}
         Which form of the kernel. All have tensor cores of one roundoff; in the Hopper form M does
         not follow every new maximum, the split form adds up slices of the keys.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
-        Reserved for 8-bit P; every family of today keeps P in 16 or 32 bits.
+        Which codes of P the form ``"pv8"`` takes: unsigned 8 bits when omitted.
     softcap, bias : bool
         Features that change a score; window and masks only select, which rounds nothing.
 
@@ -137,8 +152,8 @@ def numerics(
     >>> numerics("tensor_core", "portable", "float16", softcap=True).scaling
     'natural'
     """
-    if form not in ("portable", "sm90", "split"):
-        raise ValueError(f"form must be 'portable', 'sm90' or 'split', got {form!r}")
+    if form not in ("portable", "sm90", "split", "pv8"):
+        raise ValueError(f"form must be 'portable', 'sm90', 'split' or 'pv8', got {form!r}")
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
     features = {"softcap": softcap, "bias": bias, "splits": form == "split"}
@@ -155,6 +170,13 @@ def numerics(
         return Numerics(
             dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
             **features, headroom=HOPPER_HEADROOM if form == "sm90" else 0,
+        )  # fmt: skip
+    if family == "int8" and form == "pv8":
+        p_type = "u8" if quant is None else quant.p_type
+        fp8 = p_type == "e4m3"
+        return Numerics(
+            "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
+            "fp8" if fp8 else "int32", True, **features,
         )  # fmt: skip
     if family == "int8":
         value = "float16" if dtype == "float32" else dtype

@@ -17,14 +17,22 @@ from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall, data_address
 from cupyattn.launch import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
-from cupyattn.quant.operands import scale_shape, static_scales
-from cupyattn.quant.plan import packed_groups, plan_operand
+from cupyattn.quant.operands import (
+    check_value_tiles,
+    scale_shape,
+    static_scales,
+    value_buffers,
+)
+from cupyattn.quant.plan import packed_groups, plan_operand, plan_values
 from cupyattn.request import Request, resolve
 from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import STORAGE, array_namespace
+from cupyattn.value_codes import ValueCodes
 
 #: Buffers of a quantised call, as fields of `QuantizedQKV`.
-QUANTIZED = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
+QUANTIZED = (
+    "q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean", "v_codes", "v_scale", "v_mean",
+)  # fmt: skip
 #: Operands that say what happens to the scores, as fields of `Request`.
 OF_SCORES = ("mask", "bias", "kept_blocks")
 #: Operands that say where packed sequences lie.
@@ -80,11 +88,18 @@ def stages(request: Request) -> Stages:
     if request.variant.family != "int8":
         return Stages((Stage(_attention_plan(request, call, q, k, v, o)),))
     if z is not None:
-        operands = [Operand.of(getattr(z, name)) for name in QUANTIZED[:3]]
+        of_v = z.v if z.v_codes is None else z.v_codes
+        operands = [Operand.of(x) for x in (z.q_codes, z.k_codes, of_v)]
         scales = [Operand.of(z.q_scale), Operand.of(z.k_scale)]
+        values = None
+        if z.v_codes is not None:
+            values = ValueCodes(
+                Operand.of(z.v_scale), z.group_v, str(z.config.p_type), z.v_mean is not None
+            )
         plan = launch.plan_int8(
             request.variant, call, *operands, o, *scales, group_q=z.group_q, group_kv=z.group_kv,
-            smoothed=z.k_mean is not None, **_of_scores(request), tiles=options.tiles,
+            smoothed=z.k_mean is not None, values=values, **_of_scores(request),
+            tiles=options.tiles,
         )  # fmt: skip
         return Stages((Stage(plan),))
     return _quantising_stages(request, call, q, k, v, o)
@@ -151,7 +166,8 @@ def _quantising_stages(
     """Plan ``fa_int8`` on arrays, which may be others than the caller's: quantise, then attend."""
     options = request.options
     quant = options.quant or QuantConfig()
-    tiles = options.tiles or request.variant.default_tiles(call.head_dim)
+    tiles = options.tiles or request.variant.default_tiles(call.head_dim, quant.form)
+    check_value_tiles(quant, tiles)
     passes: list[Stage] = []
     between: list[Workspace] = []
     codes, scales = [], []
@@ -183,15 +199,24 @@ def _quantising_stages(
         passes.append(Stage(plan, {"x": name, "cu_seqlens": f"cu_seqlens_{name}", **names}))
         codes.append(Operand.contiguous(x.shape, 1))
         scales.append(Operand.contiguous(shape, 4))
-    if call.dtype == "float32":  # P.V takes float16
-        v = Operand.contiguous(v.shape, 2)
+    values: ValueCodes | None = None
+    renamed: dict[str, str] = {}
+    if quant.form == "pv8":
+        group, smooth = quant.group_v(tiles), bool(quant.smooth_v)
+        buffers = value_buffers(v.shape, group, smooth)
+        between += [Workspace(f"v_{b}", s, t, zeros=z) for b, (s, t, z) in buffers.items()]
+        plan = plan_values(v, call.dtype, group, str(quant.p_type), smooth=smooth)
+        passes.append(Stage(plan, {"x": "v", **{b: f"v_{b}" for b in buffers}}))
+        v, scale = (Operand.contiguous(buffers[b][0], n) for b, n in (("codes", 1), ("scale", 4)))
+        values = ValueCodes(scale, group, str(quant.p_type), smooth)
+    elif call.dtype == "float32":  # P.V takes float16
+        v, renamed = Operand.contiguous(v.shape, 2), {"v": "v_operand"}
         between.append(Workspace("v_operand", v.shape, "float16"))
     plan = launch.plan_int8(
         request.variant, call, *codes, v, o, *scales, group_q=groups[0], group_kv=groups[1],
-        smoothed=quant.smooth_k, **_of_scores(request), tiles=options.tiles,
+        smoothed=quant.smooth_k, values=values, **_of_scores(request), tiles=options.tiles,
     )  # fmt: skip
-    names = {"v": "v_operand"} if call.dtype == "float32" else {}
-    return Stages((*passes, Stage(plan, names)), tuple(between))
+    return Stages((*passes, Stage(plan, renamed)), tuple(between))
 
 
 def architecture(request: Request) -> str | None:
@@ -448,7 +473,9 @@ def _static_scales(request: Request) -> dict[str, Any]:
     quant = request.options.quant
     if request.quantized is not None or quant is None or not quant.static:
         return {}
-    tiles = request.options.tiles or request.variant.default_tiles(request.call.head_dim)
+    tiles = request.options.tiles or request.variant.default_tiles(
+        request.call.head_dim, quant.form
+    )
     xp = array_namespace(request.q)
     found = static_scales(xp, quant, request.q.shape, request.k.shape, tiles)
     return {
@@ -535,7 +562,11 @@ def form_key(options: Sequence[Any], q: Any, k: Any, v: Any, **added: Any) -> An
     forms = tuple((a.shape, a.strides, a.dtype, a.data.ptr % 16) for a in operands.values())
     block_mask = added.get("block_mask")
     blocks = (0, 0) if block_mask is None else block_mask.blocks
-    own = (q.group_q, q.group_kv, q.config, q.out_dtype) if isinstance(q, QuantizedQKV) else ()
+    own = (
+        (q.group_q, q.group_kv, q.group_v, q.config, q.out_dtype)
+        if isinstance(q, QuantizedQKV)
+        else ()
+    )
     devices = tuple(a.data.device_id for a in operands.values())
     rung = registry.VARIANTS.get(options[0])
     key = (*options, blocks, rung, *operands, *forms, *own, devices, compiler.generation())

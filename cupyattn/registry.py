@@ -39,6 +39,8 @@ class Variant:
     block_mask_tiles : mapping of int to Tiles
         Those of the portable form for calls with a block mask, where those of `tiles` do not divide its blocks of 64
         or 128; empty where they do.
+    pv8_tiles : mapping of int to Tiles
+        The same for the form with P and V in 8 bits (``attn_<name>_pv8.cu``).
     source : Path, optional
         A ``.cu`` outside the package, given by `cupyattn.register`.
     """
@@ -53,20 +55,29 @@ class Variant:
     split_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     block_mask_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     source: Path | None = None
+    pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
 
     @property
     def entry_point(self) -> str:
-        """Name of the kernel in its source."""
+        """Name of the kernel in its source, but for that of the form ``"pv8"``: it ends so."""
         return f"attn_{self.name}"
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Which forms exist: ``"portable"``, ``"sm90"`` for compute capability 9.0, ``"split"``.
+        """Which forms exist: ``"portable"``, ``"sm90"`` (compute capability 9.0), ``"split"``, ``"pv8"``.
 
         A source of one's own has one form.
         """
-        tables = {"sm90": self.hopper_tiles, "split": self.split_tiles}
-        return ("portable", *(form for form, table in tables.items() if table and not self.source))
+        if self.source:
+            return ("portable",)
+        return tuple(form for form, table in self._tables.items() if table)
+
+    @property
+    def _tables(self) -> dict[str, Mapping[int, Tiles]]:
+        return {
+            "portable": self.tiles, "sm90": self.hopper_tiles, "split": self.split_tiles,
+            "pv8": self.pv8_tiles,
+        }  # fmt: skip
 
     def form_for(
         self, len_q: int, len_kv: int, tiles: Tiles | None = None, *, changed: bool = False
@@ -106,15 +117,11 @@ class Variant:
         ValueError
             If the form takes no such head size.
         """
-        return self._table(form)[self._limit(head_dim, form)]
-
-    def _table(self, form: str) -> Mapping[int, Tiles]:
-        tables = {"portable": self.tiles, "sm90": self.hopper_tiles, "split": self.split_tiles}
-        return tables[form]
+        return self._tables[form][self._limit(head_dim, form)]
 
     def _limit(self, head_dim: int, form: str) -> int:
         """Return which entry of the table of tiles a head size belongs to."""
-        table = self._table(form)
+        table = self._tables[form]
         limit = next((limit for limit in table if head_dim <= limit), None)
         if limit is None:
             raise ValueError(
@@ -212,6 +219,11 @@ _SPLIT_TILES = {
     "fa_tc": {64: Tiles(16, 32, 4, 3), 128: Tiles(16, 16, 4, 3), 256: Tiles(16, 16, 2, 3)}
 }
 
+#: The same for P and V in 8 bits: keys in tiles of 32, 64 or 128.
+_PV8_TILES = {
+    "fa_int8": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 3)}
+}
+
 VARIANTS: dict[str, Variant] = {
     name: Variant(
         name,
@@ -223,6 +235,7 @@ VARIANTS: dict[str, Variant] = {
         _HOPPER_SHORT_TILES.get(name, {}),
         _SPLIT_TILES.get(name, {}),
         _BLOCK_MASK_TILES.get(name, {}),
+        pv8_tiles=_PV8_TILES.get(name, {}),
     )  # fmt: skip
     for name, idea, family, dtypes in (
         # fmt: off

@@ -187,6 +187,10 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         raise UnsupportedError(
             "given scales are not supported for packed sequences: use scales='dynamic'"
         )
+    if packed and options.quant is not None and options.quant.form == "pv8":
+        raise UnsupportedError(
+            f"quant.pv={options.quant.pv!r} is not supported for packed sequences: use pv='16bit'"
+        )
     if options.check_finite:
         _check_finite(q, k, v)
     if call.softcap and variant.family == "int8":
@@ -272,8 +276,10 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
     if variant.family != "int8":
         raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={options.variant!r}")
     quantized = _contiguous(quantized)
-    operands = quantized.q_codes, quantized.k_codes, quantized.v
-    sizes = checks.check_shapes(*(tuple(a.shape) for a in operands))
+    v = quantized.v if quantized.v_codes is None else quantized.v_codes
+    operands = quantized.q_codes, quantized.k_codes, v
+    keys = tuple(quantized.k_codes.shape)
+    sizes = checks.check_shapes(quantized.shape, keys, keys)
     call, mask, bias = _check_options(sizes, quantized.out_dtype, operands[0], options)
     scales = {"q_scale": quantized.q_scale, "k_scale": quantized.k_scale}
     codes = dict(zip(("q_codes", "k_codes", "v"), operands, strict=True))
@@ -327,13 +333,14 @@ def _take_rope(q: Any, call: AttentionCall, options: Options) -> Rope | None:
 
 def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:
     """Return the operands with contiguous last axes, copied where they were not."""
-    names = ("q_codes", "k_codes", "v", "q_scale", "k_scale")
-    arrays_ = {name: getattr(quantized, name) for name in names}
-    tidy = {name: arrays.contiguous_last_axis(a) for name, a in arrays_.items()}
-    if quantized.k_mean is not None:
-        arrays_["k_mean"] = quantized.k_mean
-        tidy["k_mean"] = array_namespace(quantized.k_mean).ascontiguousarray(quantized.k_mean)
-    changed = {name: a for name, a in tidy.items() if a is not arrays_[name]}
+    by_row = ("q_codes", "k_codes", "v", "q_scale", "k_scale")
+    tidy = {}
+    for name in (*by_row, "k_mean", "v_codes", "v_scale", "v_mean"):
+        a = getattr(quantized, name)
+        if a is not None:
+            whole = array_namespace(a).ascontiguousarray
+            tidy[name] = (arrays.contiguous_last_axis if name in by_row else whole)(a)
+    changed = {name: a for name, a in tidy.items() if a is not getattr(quantized, name)}
     return replace(quantized, **changed) if changed else quantized
 
 
@@ -370,12 +377,7 @@ def _quant_of_class(options: Options) -> QuantConfig | None:
     """Return how the rung of an accuracy class quantises; None where it does not say."""
     quant, accuracy = options.quant, options.accuracy
     if accuracy == "aggressive" and quant is None:
-        try:
-            return QuantConfig(pv="int8")
-        except UnsupportedError as error:
-            raise UnsupportedError(
-                "accuracy='aggressive' (8-bit P.V) is not there yet: use 'balanced'"
-            ) from error
+        return QuantConfig(pv="int8")
     wanted = {"balanced": ("16bit",), "aggressive": ("int8", "fp8")}.get(accuracy)
     if quant is not None and wanted and quant.pv not in wanted:
         raise ValueError(

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.numerics import EX2_FLUSH
+from cupyattn.numerics import EX2_FLUSH, P_CODE_ONE
 
 #: An array of NumPy or of CuPy; neither is imported for its type.
 Array = Any
@@ -76,6 +76,11 @@ def scale_of_row(scale: Array, group: int, length: int) -> Array:
     array, (batch or 1, heads or 1, length)
     """
     return scale.repeat(max(1, min(group, length)), axis=-1)[..., :length]
+
+
+def value_scale_of_key(scale: Array, group: int, length: int) -> Array:
+    """Return the scales of V by key, (..., length, head_dim), from those of groups of keys."""
+    return scale_of_row(scale.swapaxes(-1, -2), group, length).swapaxes(-1, -2)
 
 
 def split_heads(x: Array, heads_kv: int) -> Array:
@@ -160,3 +165,23 @@ def tanh(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
     [0.0, 0.7615941762924194, -1.0]
     """
     return np.tanh(np.asarray(x, np.float32).astype(np.float64)).astype(np.float32)
+
+
+def codes_of_p(p: npt.NDArray[np.float32], p_type: str) -> npt.NDArray[np.float32]:
+    """R5: return codes of exponentials from 0 to 1, as numbers.
+
+    Parameters
+    ----------
+    p : array, float32
+    p_type : {"u8", "s8", "e4m3"}
+
+    Examples
+    --------
+    >>> codes_of_p(np.float32([0.0, 0.5, 1.0]), "u8").tolist()
+    [0.0, 128.0, 255.0]
+    """
+    one = P_CODE_ONE[p_type]
+    if p_type == "e4m3":
+        scaled = np.fmin(p * np.float32(one), np.float32(one))
+        return np.asarray(scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    return np.rint(p.astype(np.float64) * one).astype(np.float32)

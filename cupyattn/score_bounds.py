@@ -202,7 +202,8 @@ def perturb(
         arguments = LN2 * U * (below / LN2 + 4 * slack[..., None] + 3 * n.headroom)
         if n.headroom:
             rises_after, rises = every_step(S, tiles.block_kv)
-    r4 = (arguments + EX2_LOG_ERROR * (1 + rises_after) + 2.0**-125) * REFERENCE
+    exponentials = (2 if n.by_tile else 1) + rises_after  # of the key, beta, and every alpha
+    r4 = (arguments + EX2_LOG_ERROR * exponentials + 2.0**-125) * REFERENCE
 
     usable = (finite | ~admitted).all(axis=-1) & (slack <= U * MAX_LOG2_SCORE)
     usable &= xp.maximum(largest * max(1.0, sigma), scaling.largest) <= MAX_FLOAT

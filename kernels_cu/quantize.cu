@@ -1,4 +1,5 @@
-// quantize -- Q or K in 16 or 32 bits to INT8 codes with one float scale per GROUP rows.
+// quantize -- Q or K in 16 or 32 bits to INT8 codes with one float scale per GROUP rows; V with one
+//             for each channel of GROUP rows.
 //
 // Idea         Memory decides: every byte is read once, stays in registers between the search for
 //              the largest magnitude and the coding, and leaves as a half or a quarter of itself.
@@ -9,12 +10,13 @@
 //              group_absmax   the maxima of groups that span blocks
 //              encode_int8    codes from those maxima, or from scales that were given
 //              channel_sum, channel_mean  the mean of the keys, which smoothing subtracts
+//              channel_absmax, encode_values  V: the maxima of its channels; its codes, transposed
 // Kept simple  The operand plays Q's part in config.cuh: BLOCK_Q rows, GROUP_Q to a scale.
 //              One indexing for every granularity: the scale of a row is scale[row / GROUP].
 //              No float is summed by an atomic: sums have a fixed order, and the maximum of bits
 //              needs none. The same input gives the same bits on every run.
 // Rounding     R0 x - mean; R1 scale, inverse, code: each operation rounded once (prims/quant.cuh)
-// Mirror       cupyattn.quant.quantizers.quantize_symmetric, to the bit
+// Mirror       cupyattn.quant.quantizers.quantize_symmetric, quantize_values, to the bit
 // Bound        cupyattn.bounds.quantisation: half a scale
 // Tried, lost  Holding the rows as arrays of 16-bit numbers: one register each, and the compiler
 //              then waits for the first loads before it issues the last (seen in the machine code).
@@ -85,10 +87,25 @@ __device__ __forceinline__ int row_in_pass() { return threadIdx.x / LANES; }
 __device__ __forceinline__ int row_of(int pass) { return pass * ROWS_PER_PASS + row_in_pass(); }
 __device__ __forceinline__ int col_of(int access) { return (access * LANES + lane_in_row()) * VEC; }
 
+// The mean of one lane's channels.
+struct Mean {
+  float of[LANE_ACCESSES][VEC];  // 0 without smoothing
+
+  __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j)
+        of[a][j] = p.mean != nullptr && col_of(a) < HEAD_DIM
+                       ? p.mean[at.batch_head * HEAD_DIM + col_of(a) + j]
+                       : 0.0f;
+  }
+};
+
 // What one lane holds of the block's rows and of the mean.
 struct Rows {
   Words<elem_t, VEC> x[PASSES][LANE_ACCESSES];
-  float mean[LANE_ACCESSES][VEC];  // 0 without smoothing
+  Mean mean;
 
   __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
     const elem_t* X = at.X(p);                        // [rows, HEAD_DIM]
@@ -102,17 +119,11 @@ struct Rows {
         if (row_of(pass) < at.rows && col_of(a) < HEAD_DIM)
           x[pass][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(X + a * LANES * VEC);
       }
-#pragma unroll
-    for (int a = 0; a < LANE_ACCESSES; ++a)
-#pragma unroll
-      for (int j = 0; j < VEC; ++j)
-        mean[a][j] = p.mean != nullptr && col_of(a) < HEAD_DIM
-                         ? p.mean[at.batch_head * HEAD_DIM + col_of(a) + j]
-                         : 0.0f;
+    mean.load(p, at);
   }
 
   __device__ __forceinline__ float value(int pass, int a, int j) const {
-    return __fsub_rn(x[pass][a].element(j), mean[a][j]);  // R0
+    return __fsub_rn(x[pass][a].element(j), mean.of[a][j]);  // R0
   }
 
   __device__ __forceinline__ void use_from_here() {
@@ -285,5 +296,94 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_mean(
     // so that one NaN does not reach every key of the head.
     const bool finite = magnitude_bits(total) < INFINITY_BITS;
     p.mean[batch_head * HEAD_DIM + col] = finite ? total / length : 0.0f;
+  }
+}
+
+// ---- V ------------------------------------------------------------------------------------------
+
+// Groups of V are whole tiles of attention, of 32 keys or more.
+constexpr int VALUE_GROUPS = ceil_div(VALUES_PAD, GROUP < 32 ? 32 : GROUP);  // in VALUES_PAD keys
+
+// Codes of V are INT8, or e4m3 where those of P are.
+constexpr float VALUE_MAX = P_TYPE == PType::E4M3 ? E4M3_MAX : INT8_MAX;
+__device__ __forceinline__ int value_code(float x, float inverse) {
+  if constexpr (P_TYPE == PType::E4M3) return code_e4m3(x, inverse);
+  return code_s8(x, inverse);
+}
+
+// A slice of rows lies within one group.
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_absmax(
+    const __grid_constant__ QuantizeParams p) {
+  __shared__ uint32_t absmax[HEAD_DIM];  // [HEAD_DIM] bits of the largest magnitude of the slice
+  const Place at(p, p.splits, p.split_rows);
+  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) absmax[col] = 0;
+  __syncthreads();  // the zeros are there before a lane adds its maxima
+
+  const elem_t* X = at.X(p);               // [rows, HEAD_DIM]
+  uint32_t bits[LANE_ACCESSES][VEC] = {};  // of this lane's channels
+  Mean mean;
+  mean.load(p, at);
+#pragma unroll ROWS_IN_FLIGHT
+  for (int row = row_in_pass(); row < at.rows; row += ROWS_PER_PASS)
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+      if (col_of(a) < HEAD_DIM) {
+        const auto x =
+            *reinterpret_cast<const Words<elem_t, VEC>*>(X + row * p.X_stride.len + col_of(a));
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+          bits[a][j] = max(bits[a][j], magnitude_bits(__fsub_rn(x.element(j), mean.of[a][j])));
+      }
+#pragma unroll
+  for (int a = 0; a < LANE_ACCESSES; ++a)
+    if (col_of(a) < HEAD_DIM)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) atomicMax(&absmax[col_of(a) + j], bits[a][j]);
+  __syncthreads();  // every lane has added its maxima before the block passes them on
+  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS)
+    atomicMax(&p.absmax[at.first_scale(p) * HEAD_DIM + col], absmax[col]);
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_values(
+    const __grid_constant__ QuantizeParams p) {
+  constexpr int LD = VALUES_PAD + 4;  // the codes of the next channel begin a bank further on
+  __shared__ alignas(4) int8_t tile[HEAD_DIM * LD];   // [HEAD_DIM, VALUES_PAD] codes
+  __shared__ float inverse[VALUE_GROUPS * HEAD_DIM];  // [VALUE_GROUPS, HEAD_DIM]
+  const Place at(p, p.padded / VALUES_PAD, VALUES_PAD);
+  for (int i = thread_id(); i < VALUE_GROUPS * HEAD_DIM; i += NUM_THREADS) {
+    const int row = i / HEAD_DIM * GROUP;
+    if (row >= at.rows) continue;
+    const int64_t index = at.first_scale(p) * HEAD_DIM + i;
+    const Scale scale = scale_of_absmax(p.absmax[index], VALUE_MAX);  // R1
+    inverse[i] = scale.inverse;
+    if ((at.row0 + row) % GROUP == 0) p.scale[index] = scale.scale;
+  }
+  __syncthreads();  // the inverses are there before a value is coded with them
+
+  const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
+  Mean mean;
+  mean.load(p, at);
+  for (int row = row_in_pass(); row < VALUES_PAD; row += ROWS_PER_PASS) {
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a) {
+      if (col_of(a) >= HEAD_DIM) continue;
+      Words<elem_t, VEC> x = {};
+      if (row < at.rows)
+        x = *reinterpret_cast<const Words<elem_t, VEC>*>(X + row * p.X_stride.len + col_of(a));
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        const int col = col_of(a) + j;
+        const float value = __fsub_rn(x.element(j), mean.of[a][j]);  // R0
+        tile[col * LD + row] =
+            row < at.rows ? value_code(value, inverse[row / GROUP * HEAD_DIM + col]) : 0;  // R1
+      }
+    }
+  }
+  __syncthreads();  // the codes are there before they leave channel by channel
+  for (int i = thread_id(); i < HEAD_DIM * VALUES_PAD / 4; i += NUM_THREADS) {
+    const int col = i / (VALUES_PAD / 4), row = i % (VALUES_PAD / 4) * 4;
+    int8_t* codes = p.codes + (at.batch_head * HEAD_DIM + col) * p.padded;  // [padded]
+    *reinterpret_cast<uint32_t*>(codes + at.row0 + row) =
+        *reinterpret_cast<const uint32_t*>(tile + col * LD + row);
   }
 }

@@ -4,7 +4,7 @@ A patch is a unified diff against ``kernels_cu`` after a few lines: what goes wr
 sentence; ``caught-by: J2`` (the result leaves its bound) or ``caught-by: interpreter`` (a hazard
 that a device shows only sometimes); for the latter ``finding: KIND at CODE``, what the interpreter
 must report and the line of the source that it must name; and the ``variants:`` in which it must be
-seen.
+seen, ``fa_int8@pv8`` being a form of one.
 """
 
 from __future__ import annotations

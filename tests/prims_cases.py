@@ -22,6 +22,7 @@ from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
+from tests.prims_p_cases import P_PRIMS
 from tests.prims_rope_cases import rope_prims
 from tests.prims_score_cases import SCORE_PRIMS
 
@@ -608,6 +609,7 @@ PRIMS = [
     ),
     *SCORE_PRIMS,
     *rope_prims(),
+    *P_PRIMS,
     *tile_prims(),
     Prim(
         "copies", "tile_io", "copies", 128,

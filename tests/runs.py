@@ -23,14 +23,17 @@ from cupyattn import (
 )  # fmt: skip
 from cupyattn.block_mask import BlockMask
 from cupyattn.launch import Operand
+from cupyattn.prepared import QUANTIZED
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.registry import VARIANTS, Variant, lookup
 from cupyattn.request import Options, resolve
 from cupyattn.rope import Rope
 from cupyattn.rounding import STORAGE
+from cupyattn.value_codes import ValueCodes
 
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
-#: the Hopper form. Lengths alone ask for the split form.
+#: the Hopper form, ``"fa_int8@pv8"`` that with P and V in 8 bits. Lengths alone ask for the split
+#: form.
 RUNGS = [
     name if form == "portable" else f"{name}@{form}"
     for name, variant in VARIANTS.items()
@@ -158,14 +161,23 @@ class Guarded:
 # ---- runs ----------------------------------------------------------------------------------------
 
 
+def asked_for(rung: str) -> dict[str, Any]:
+    """Options of `attention` that choose the rung that is named, but for the architecture."""
+    chosen: dict[str, Any] = {"variant": variant_of(rung).name}
+    return chosen | ({"quant": QuantConfig(pv="int8")} if rung.endswith("@pv8") else {})
+
+
 def attend(rung: str, *operands: Any, **options: Any) -> Any:
     """Call `attention` with the rung that is named."""
-    return attention(*operands, variant=variant_of(rung).name, **options)
+    chosen = asked_for(rung)
+    if isinstance(operands[0], QuantizedQKV):
+        chosen.pop("quant", None)
+    return attention(*operands, **chosen, **options)
 
 
 def form_taken(rung: str, inputs: Arrays, **options: Any) -> str:
     """Return the form that these arrays get: the Hopper form does not take all of them."""
-    asked = Options(variant=variant_of(rung).name, **options)
+    asked = Options(**asked_for(rung), **options)
     return api.plans(resolve(*inputs, asked))[-1].form
 
 
@@ -207,8 +219,7 @@ class Run:
 
 
 def host_copy(z: QuantizedQKV) -> QuantizedQKV:
-    names = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
-    return replace(z, **{n: on_host(a) for n in names if (a := getattr(z, n)) is not None})
+    return replace(z, **{n: on_host(a) for n in QUANTIZED if (a := getattr(z, n)) is not None})
 
 
 def quantized(
@@ -217,7 +228,8 @@ def quantized(
     """Return the operands of the INT8 rung, None for the others."""
     if variant_of(rung).family != "int8":
         return None
-    quant = QuantConfig(smooth_k=not options.get("softcap"))
+    quant = asked_for(rung).get("quant", QuantConfig())
+    quant = replace(quant, smooth_k=not options.get("softcap"))
     q, k, v = inputs
     sizes = q.shape[2], k.shape[2], q.shape[3]
     defaults = Options()
@@ -316,12 +328,15 @@ def run_into(
             variant, call, *map(Operand.of, (*inputs, o)), **described, arch=arch
         )
     else:
-        names = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean")
-        operands = {name: getattr(z, name) for name in names}
-        scales = z.q_scale, z.k_scale
+        operands = {n: a for n in QUANTIZED if (a := getattr(z, n)) is not None}
+        scales, v, values = (z.q_scale, z.k_scale), z.v, None
+        if z.v_codes is not None:
+            v = z.v_codes
+            values = ValueCodes(Operand.of(z.v_scale), z.group_v, z.config.p_type, True)
         plan = launch.plan_int8(
-            variant, call, *map(Operand.of, (z.q_codes, z.k_codes, z.v, o, *scales)),
-            group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None, **described,
+            variant, call, *map(Operand.of, (z.q_codes, z.k_codes, v, o, *scales)),
+            group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None, values=values,
+            **described,
         )  # fmt: skip
     buffers = {name: backends.as_input(array) for name, array in (operands | added).items()}
     backends.run(backend, plan, {**buffers, "o": o, "lse": lse}, arch)

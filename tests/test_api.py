@@ -231,11 +231,6 @@ def test_quantised_operands_come_alone() -> None:
         ({"scale": -0.5}, ValueError, "scale must be positive and finite, got -0.5"),
         ({"backend": "triton"}, ValueError, "backend must be .*, got 'triton'"),
         ({"backend": "cuda"}, ValueError, "backend='cuda' takes CuPy arrays, got NumPy arrays"),
-        (
-            {"accuracy": "aggressive"},
-            UnsupportedError,
-            "aggressive.* not there yet: use 'balanced'",
-        ),
         ({"block_mask": object()}, TypeError, "block_mask must be a cupyattn.BlockMask or None"),
     ],
 )

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, auto, explain, measured
-from cupyattn.errors import UnsupportedError
 from cupyattn.quant import QuantConfig
 from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve
@@ -92,12 +91,7 @@ def test_no_class_is_left_for_a_faster_one() -> None:
 
 def test_aggressive_is_eight_bits_in_both_products() -> None:
     q, k, v = normal((1, 2, 40, 64), (1, 2, 70, 64))
-    try:
-        quant = QuantConfig(pv="int8")
-    except UnsupportedError:
-        with pytest.raises(UnsupportedError, match=r"aggressive.* not there yet: use 'balanced'"):
-            attention(q, k, v, accuracy="aggressive")
-        return
+    quant = QuantConfig(pv="int8")
     o = attention(q, k, v, accuracy="aggressive")
     assert bits(o) == bits(attention(q, k, v, variant="fa_int8", quant=quant))
     assert bits(o) != bits(attention(q, k, v, accuracy="balanced"))

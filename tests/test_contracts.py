@@ -19,6 +19,7 @@ GOOD = {
     "attn_fa_warps.cu": Tiles(32, 32, 4),
     "attn_fa_tc.cu": Tiles(64, 64, 4, 2),
     "attn_fa_int8.cu": Tiles(64, 64, 4, 2),
+    "attn_fa_int8_pv8.cu": Tiles(64, 64, 4, 2),
     "quantize.cu": Tiles(64, 1, 4),
     "rope.cu": Tiles(64, 1, 4),
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
@@ -48,6 +49,14 @@ BROKEN = [
     ("attn_fa_int8.cu", {"BLOCK_Q": 32}, "BLOCK_Q / NUM_WARPS must be a multiple of 16"),
     ("attn_fa_int8.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16"),
     ("attn_fa_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
+    ("attn_fa_int8_pv8.cu", {"BLOCK_KV": 96, "GROUP_V": 96}, "BLOCK_KV must be 32, 64 or 128"),
+    ("attn_fa_int8_pv8.cu", {"BLOCK_KV": 64, "GROUP_V": 32}, "GROUP_V must be whole tiles"),
+    ("attn_fa_int8_pv8.cu", {"P_TYPE": 0}, "codes of P need P_TYPE"),
+    (
+        "attn_fa_int8_pv8.cu",
+        {"BLOCK_KV": 1024, "GROUP_V": 1024},
+        "BLOCK_KV must leave the sum of a tile below 2^24",
+    ),
     ("quantize.cu", {"GROUP_Q": 0}, "quantize needs GROUP_Q, the rows per scale"),
     ("quantize.cu", {"BLOCK_Q": 48, "GROUP_Q": 64}, "BLOCK_Q must hold whole groups of GROUP_Q"),
     ("rope.cu", {"ROPE": 0}, "rope turns pairs of columns: HEAD_DIM must be even"),
@@ -76,7 +85,8 @@ TEMPLATES = [
 
 def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     rope = "half_split" if source == "rope.cu" else ""
-    features = Features("float16", 64, vec=8, group_q=16, group_kv=16, rope=rope)
+    values = {"group_v": 64, "p_type": "u8"} if source == "attn_fa_int8_pv8.cu" else {}
+    features = Features("float16", 64, vec=8, group_q=16, group_kv=16, rope=rope, **values)
     defines = {**GOOD[source].defines(), **features.defines()}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}
     return ModuleSpec(source, tuple(sorted(defines.items())))

@@ -36,7 +36,10 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
     name, _, form = variant.partition("@")
     rung = VARIANTS[name]
     group = 16 if rung.family == "int8" else 0
-    features = Features("float16", 64, lse=True, vec=8, group_q=group, group_kv=group, **cell)
+    values = {"group_v": 64, "p_type": "u8"} if form == "pv8" else {}
+    features = Features(
+        "float16", 64, lse=True, vec=8, group_q=group, group_kv=group, **values, **cell
+    )
     tiles = rung.tiles_for(64, form=form or "portable", block_mask=features.block_mask)
     spec = launch.module_spec(rung, features, tiles, form or "portable")
     sources = [spec.source, "split/merge_splits.cu"] if form == "split" else [spec.source]
@@ -48,7 +51,7 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
 def test_there_are_faults_for_every_variant() -> None:
     assert len(FAULTS) >= 12
     seen = {variant for fault in FAULTS for variant in fault.variants}
-    assert seen == {*VARIANTS, "fa_tc@split"}
+    assert seen == {*VARIANTS, "fa_tc@split", "fa_int8@pv8"}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

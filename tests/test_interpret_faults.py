@@ -59,7 +59,7 @@ def interpreted_packed(variant: str) -> Iterator[Run]:
     yield from run_packed(variant, inputs, ends, backend="interpret", causal=True)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "fa_tc@split"])
+@pytest.mark.parametrize("variant", [*VARIANTS, "fa_tc@split", "fa_int8@pv8"])
 def test_without_a_mistake_nothing_is_reported_and_every_judgement_holds(variant: str) -> None:
     for one in interpreted(variant):
         one.check()

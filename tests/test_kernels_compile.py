@@ -26,12 +26,15 @@ SMALLEST_LIMIT = 99 * 1024
 HEAD_DIMS = (64, 128, 256, 40, 96, 1, 80, 200, 7)
 
 
-def features_of(variant: Variant, dtype: str, head_dim: int, causal: bool, lse: bool) -> Features:
+def features_of(
+    variant: Variant, form: str, dtype: str, head_dim: int, causal: bool, lse: bool
+) -> Features:
     """Features of a call with contiguous arrays: the widest loads that head_dim allows."""
     widest = 4 if dtype == "float32" else 8
     vec = next(v for v in (8, 4, 2, 1) if v <= widest and head_dim % v == 0)
     group = 64 if variant.family == "int8" else 0
-    return Features(dtype, head_dim, causal, lse, vec, group, group)
+    values = {"group_v": 128, "p_type": "u8"} if form == "pv8" else {}
+    return Features(dtype, head_dim, causal, lse, vec, group, group, **values)
 
 
 def choices(variant: Variant) -> list[tuple[int, str, bool, bool]]:
@@ -75,7 +78,7 @@ def build(
         version = ".".join(map(str, nvrtc.load().version))
         pytest.skip(f"NVRTC {version} does not know {arch}")
     variant = VARIANTS[name]
-    features = features_of(variant, dtype, head_dim, causal, lse)
+    features = features_of(variant, form, dtype, head_dim, causal, lse)
     spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
     return spec, kc.build(spec, arch)
 

@@ -28,6 +28,7 @@ from cupyattn.launch import ATTN_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, Operand, Pl
 from cupyattn.quant import QuantizedQKV
 from cupyattn.request import Options, resolve
 from cupyattn.tiles import Tiles
+from cupyattn.value_codes import VALUE_PARAMS
 
 HALF_PRECISION_RUNGS = ("unfused", "fa", "fa_warps", "fa_tc")
 
@@ -103,7 +104,12 @@ def test_strides_are_64_bit_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("struct", "table"),
-    [("AttnParams", ATTN_PARAMS), ("QuantParams", QUANT_PARAMS), ("SplitParams", SPLIT_PARAMS)],
+    [
+        ("AttnParams", ATTN_PARAMS),
+        ("QuantParams", QUANT_PARAMS),
+        ("SplitParams", SPLIT_PARAMS),
+        ("ValueParams", VALUE_PARAMS),
+    ],
 )
 def test_the_table_is_the_struct_field_by_field(
     struct: str, table: np.dtype[Any], tmp_path: Path

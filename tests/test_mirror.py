@@ -64,6 +64,12 @@ def quantize(q: Any, k: Any, v: Any, group_q: int, group_kv: int, smooth: bool) 
         v=v.astype(np.float16) if out_dtype == "float32" else v,
         k_mean=mean,
         out_dtype=out_dtype,
+        form="portable",
+        config=None,
+        value_codes=lambda: None,
+        v_scale=None,
+        v_mean=None,
+        group_v=0,
     )
 
 

@@ -327,10 +327,6 @@ def test_config_refuses_what_does_not_exist(field, value) -> None:
     [
         ("symmetric", False, "True"),
         ("qk_bits", 4, "8"),
-        ("pv", "int8", "'16bit'"),
-        ("pv", "fp8", "'16bit'"),
-        ("smooth_v", True, "False"),
-        ("granularity_v", "channel", "'none'"),
     ],
 )
 def test_config_says_what_is_not_supported_yet(field, value, supported) -> None:

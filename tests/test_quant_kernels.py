@@ -16,7 +16,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.launch import Operand, pack
 from cupyattn.quant import GROUP_ALL
-from cupyattn.quant.plan import QUANTIZE_PARAMS, block_shape, plan_operand
+from cupyattn.quant.plan import QUANTIZE_PARAMS, block_shape, plan_operand, plan_values
 from cupyattn.rounding import STORAGE
 
 GROUPS = (1, 2, 16, 64, 128, GROUP_ALL)
@@ -156,6 +156,7 @@ def test_compiles_for_every_architecture(arch) -> None:
     binary = build(contiguous(dtype, head_dim, group, smooth=True), arch)
     assert set(binary.kernels) == {
         "quantize_int8", "group_absmax", "encode_int8", "channel_sum", "channel_mean",
+        "channel_absmax", "encode_values",
     }  # fmt: skip
     assert binary.smem_bytes == 0
 
@@ -169,3 +170,33 @@ def test_what_runs_spills_nothing(dtype, head_dim, group, arch) -> None:
         for entry in entries(plan):
             used = binary.kernels[entry]
             assert (used.spill_stores, used.spill_loads) == (0, 0), (entry, used)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 40, 7, 255])
+def test_quantising_values_spills_nothing(head_dim, arch) -> None:
+    for dtype, group, p_type in (
+        ("float16", 32, "u8"), ("bfloat16", GROUP_ALL, "s8"), ("float32", 64, "e4m3"),
+    ):  # fmt: skip
+        if p_type == "e4m3" and arch == "sm_80":
+            continue
+        operand = Operand.contiguous((2, 3, 300, head_dim), STORAGE[dtype].itemsize)
+        plan = plan_values(operand, dtype, group, p_type, smooth=True)
+        binary = build(plan, arch)
+        steps = ["channel_sum", "channel_mean", "channel_absmax", "encode_values"]
+        assert entries(plan) == steps
+        for entry in steps:
+            used = binary.kernels[entry]
+            assert (used.spill_stores, used.spill_loads) == (0, 0), (entry, used)
+            assert used.static_smem <= 48 * 1024
+
+
+def test_grids_over_values_cover_every_key_once() -> None:
+    operand = Operand.contiguous((2, 3, 300, 64), 2)
+    per_tile, per_channel = (plan_values(operand, "float16", g) for g in (64, GROUP_ALL))
+    assert [launch.grid for launch in per_tile.launches] == [6 * 5, 6 * 3]
+    assert [launch.grid for launch in per_channel.launches] == [6 * 2, 6 * 3]
+    _, params = per_tile.launches[0].params[0]
+    assert (params["splits"], params["split_rows"], params["padded"]) == (5, 64, 384)
+    for shape in ((0, 2, 5, 8), (1, 2, 0, 8)):
+        assert plan_values(Operand.contiguous(shape, 2), "float16", 32).launches == ()

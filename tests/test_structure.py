@@ -26,9 +26,10 @@ PYTHON = sorted(PACKAGE.rglob("*.py"))
 
 #: Portable kernels that go through S0 to S6 in one loop (the unfused rung has three kernels).
 FUSED = [
-    f"attn_{name}.cu"
+    f"attn_{name}{'_pv8' if form == 'pv8' else ''}.cu"
     for name, variant in VARIANTS.items()
-    if variant.family != "unfused" and variant.source is None
+    for form in variant.forms
+    if variant.family != "unfused" and variant.source is None and form != "sm90"
 ]
 #: Who may import whom: a module imports only what stands above it, or beside it without a cycle.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -49,8 +50,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "block_mask",
         "distributions",
     ),
-    ("mirror", "reference", "perturbation", "score_bounds", "bounds", "compile"),
-    ("interpret", "launch", "rotation", "executor"),
+    (
+        "mirror",
+        "reference",
+        "perturbation",
+        "score_bounds",
+        "value_bounds",
+        "bounds",
+        "compile",
+    ),
+    ("interpret", "launch", "value_codes", "rotation", "executor"),
     ("backends",),
     ("quant",),
     ("request", "unfused"),
@@ -64,7 +73,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 NO_CUPY = {
     "errors", "tiles", "features", "numerics", "measured", "registry", "auto", "splits",
     "rounding", "checks", "rope", "scoring", "block_mask", "mirror", "reference", "perturbation",
-    "score_bounds", "bounds", "includes", "nvrtc", "distributions",
+    "score_bounds", "value_bounds", "bounds", "includes", "nvrtc", "distributions",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.
 EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")
@@ -94,12 +103,15 @@ def rounding_tags(text: str) -> set[str]:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
+def variant_and_form(path: Path) -> tuple[str, str]:
+    """What the place and the name of a kernel say it is."""
+    name = path.stem.removeprefix("attn_")
+    form = {"": "portable", "sm90": "sm90", "split": "split"}[path.relative_to(KERNELS).parent.name]
+    return (name.removesuffix("_pv8"), "pv8") if name.endswith("_pv8") else (name, form)
+
+
 def test_every_kernel_is_registered_and_every_variant_has_its_kernels() -> None:
-    forms = {"": "portable", "sm90": "sm90", "split": "split"}
-    found = {
-        (path.stem.removeprefix("attn_"), forms[path.relative_to(KERNELS).parent.name])
-        for path in ATTENTION
-    }
+    found = {variant_and_form(path) for path in ATTENTION}
     registered = {(v.name, form) for v in VARIANTS.values() if v.source is None for form in v.forms}
     assert found == registered
 
@@ -130,10 +142,10 @@ def test_rounding_tags_agree_between_header_body_and_numerics(path: Path) -> Non
     header, body = header_and_body(path.read_text())
     if path.parent.name == "split":  # two kernels, one after the other
         body += (path.parent / "merge_splits.cu").read_text()
-    form = "portable" if path.parent == KERNELS else path.parent.name
-    variant = VARIANTS[path.stem.removeprefix("attn_")]
-    # The other forms leave softcap and bias to the portable ones.
-    changed = {"softcap": True, "bias": True} if form == "portable" else {}
+    name, form = variant_and_form(path)
+    variant = VARIANTS[name]
+    # The Hopper and split forms leave softcap and bias to the portable ones.
+    changed = {} if form in ("sm90", "split") else {"softcap": True, "bias": True}
     expected = set(numerics(variant.family, form, variant.dtypes[0], **changed).tags)
     rounding = header[header.index("Rounding ") : header.index("Mirror ")]
     assert rounding_tags(rounding) == expected
@@ -197,6 +209,7 @@ def changed(left: str, right: str) -> tuple[int, int]:
         ("attn_fa.cu", "attn_fa_warps.cu", 100),
         ("attn_fa_warps.cu", "attn_fa_tc.cu", 140),  # its header says why
         ("attn_fa_tc.cu", "attn_fa_int8.cu", 100),
+        ("attn_fa_int8.cu", "attn_fa_int8_pv8.cu", 100),
     ],
 )
 def test_neighbouring_rungs_read_as_a_diff(left: str, right: str, limit: int) -> None:

@@ -24,8 +24,6 @@ from cupyattn.interpret.program import Program, program
 from cupyattn.interpret.ptx import Parameter
 from cupyattn.launch import Launch, Plan, TensorMap
 
-#: Architecture that portable forms are compiled for.
-PORTABLE_ARCH = "sm_80"
 #: Bytes that the blocks of one batch may take together; one block always runs.
 MEMORY_BUDGET = 512 << 20
 #: Threads that a block may have on any device.
@@ -65,7 +63,7 @@ def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None
         if work.zeros:
             written.add(work.name)
     for one in plan.launches:
-        binary = compiler.build(one.module, arch or PORTABLE_ARCH)
+        binary = compiler.build(one.module, arch or f"sm_{one.module.least_capability}")
         run_launch(one, binary, held, written)
     for name, result in results.items():
         arrays[name][...] = result
@@ -177,7 +175,7 @@ def run_kernel(
     array([0, 2, 4, 6], dtype=int32)
     """
     if isinstance(source, ModuleSpec):
-        ptx = compiler.build(source, arch or PORTABLE_ARCH).ptx
+        ptx = compiler.build(source, arch or f"sm_{source.least_capability}").ptx
     else:
         ptx = source
     ready = program(ptx, entry)

@@ -15,6 +15,9 @@ GROUP_ALL = 2**30
 #: Rows of Q, and keys, that share a scale at granularity "thread".
 THREAD_ROWS_Q, THREAD_ROWS_K = 2, 16
 
+#: What P may be by the arithmetic of P.V; the first where nothing is said.
+P_TYPES_OF = {"16bit": ("16bit",), "int8": ("u8", "s8"), "fp8": ("e4m3",)}
+
 GRANULARITIES = ("tensor", "head", "block", "thread", "token")
 
 
@@ -27,22 +30,29 @@ class QuantConfig:
     granularity_q, granularity_k : {"tensor", "head", "block", "thread", "token"}
         Which rows share a scale: all of the array, those of one (batch, head), one tile of the
         attention kernel, 2 adjacent rows of Q or 16 adjacent keys, or one row.
-    granularity_v : {"none"}
-        V stays in 16 bits and has no scale.
+    granularity_v : {"none", "channel", "block"}, optional
+        V in 16 bits has no scale. V in 8 bits has one for each channel of a (batch, head), or for
+        each channel of each tile of keys. When omitted: "none", or "block".
     symmetric : bool
         Codes -127 to 127 without zero points; the only kind so far.
     smooth_k : bool
         Subtract from the keys their mean over the length, per (batch, head, channel). The softmax
         does not change; a bias that all keys share no longer eats the range of the codes.
-    smooth_v : bool
-        The same for V; only for 8-bit values, so not offered so far.
+    smooth_v : bool, optional
+        The same for V in 8 bits: the output gets the mean back. When omitted: where V has 8 bits.
     qk_bits : {8}
         Bits of a code of Q or K.
-    pv : {"16bit"}
-        Arithmetic of P.V.
+    pv : {"16bit", "int8", "fp8"}
+        Arithmetic of P.V: both in 16 bits; V as INT8 codes and P as codes of `p_type`; or both as
+        8-bit floats (e4m3), which need compute capability 8.9.
     scales : "dynamic" or (q_scale, k_scale)
         Scales from each call's own maxima, or given ones: a positive float (granularity "tensor")
         or a float32 array ``(batch or 1, heads or 1, groups)``. Values past 127 scales saturate.
+        V's scales are always dynamic.
+    p_type : {"16bit", "u8", "s8", "e4m3"}, optional
+        P as an operand: 16 bits, or codes 0 to 255 or 0 to 127 for the exponentials of a tile,
+        the largest of which gets the largest, or e4m3 up to 448. When omitted: what `pv` says,
+        "u8" for "int8".
 
     Raises
     ------
@@ -69,23 +79,37 @@ class QuantConfig:
 
     granularity_q: str = "thread"
     granularity_k: str = "thread"
-    granularity_v: str = "none"
+    granularity_v: str | None = None
     symmetric: bool = True
     smooth_k: bool = True
-    smooth_v: bool = False
+    smooth_v: bool | None = None
     qk_bits: int = 8
     pv: str = "16bit"
     scales: Any = field(default="dynamic", repr=False)
+    p_type: str | None = None
 
     def __post_init__(self) -> None:
+        _one_of("pv", self.pv, tuple(P_TYPES_OF))
+        eight_bits = self.pv != "16bit"
+        for name, value in (
+            ("granularity_v", "block" if eight_bits else "none"),
+            ("smooth_v", eight_bits),
+            ("p_type", P_TYPES_OF[self.pv][0]),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         _one_of("granularity_q", self.granularity_q, GRANULARITIES)
         _one_of("granularity_k", self.granularity_k, GRANULARITIES)
-        _one_of("granularity_v", self.granularity_v, ("none",), later=("channel", "block"))
+        allowed: dict[str, tuple[Any, ...]] = {
+            "granularity_v": ("channel", "block") if eight_bits else ("none",),
+            "smooth_v": (True, False) if eight_bits else (False,),
+            "p_type": P_TYPES_OF[self.pv],
+        }
+        for name, values in allowed.items():
+            _one_of(name, getattr(self, name), values, where=f" with pv={self.pv!r}")
         _one_of("symmetric", self.symmetric, (True,), later=(False,))
         _one_of("smooth_k", self.smooth_k, (True, False))
-        _one_of("smooth_v", self.smooth_v, (False,), later=(True,))
         _one_of("qk_bits", self.qk_bits, (8,), later=(4,))
-        _one_of("pv", self.pv, ("16bit",), later=("fp8", "int8"))
         if isinstance(self.scales, str):
             _one_of("scales", self.scales, ("dynamic",))
         else:
@@ -119,6 +143,11 @@ class QuantConfig:
         """Whether the scales are given."""
         return not isinstance(self.scales, str)
 
+    @property
+    def form(self) -> str:
+        """The form of ``fa_int8`` that runs on such operands: ``"portable"`` or ``"pv8"``."""
+        return "portable" if self.pv == "16bit" else "pv8"
+
     def group_q(self, tiles: Tiles) -> int:
         """Return how many adjacent rows of Q share a scale."""
         return _group(self.granularity_q, tiles.block_q, THREAD_ROWS_Q)
@@ -126,6 +155,10 @@ class QuantConfig:
     def group_kv(self, tiles: Tiles) -> int:
         """Return how many adjacent keys share a scale."""
         return _group(self.granularity_k, tiles.block_kv, THREAD_ROWS_K)
+
+    def group_v(self, tiles: Tiles) -> int:
+        """Return how many adjacent keys share the scale of a channel of V; 0 where it has none."""
+        return {"none": 0, "block": tiles.block_kv}.get(str(self.granularity_v), GROUP_ALL)
 
     def _key(self) -> tuple[Any, ...]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -147,7 +180,11 @@ def _group(granularity: str, block: int, thread: int) -> int:
 
 
 def _one_of(
-    name: str, value: object, allowed: Iterable[object], later: Iterable[object] = ()
+    name: str,
+    value: object,
+    allowed: Iterable[object],
+    later: Iterable[object] = (),
+    where: str = "",
 ) -> None:
     """Raise unless `value` is allowed; `later` are values that are meant to be offered one day."""
     allowed, later = tuple(allowed), tuple(later)
@@ -156,4 +193,4 @@ def _one_of(
     if any(value == a and type(value) is type(a) for a in later):
         raise UnsupportedError(f"quant.{name}={value!r} is not supported yet: use {choices}")
     if not any(value == a and type(value) is type(a) for a in allowed):
-        raise ValueError(f"quant.{name} must be {choices}, got {value!r}")
+        raise ValueError(f"quant.{name} must be {choices}{where}, got {value!r}")

@@ -11,13 +11,15 @@ from cupyattn.arrays import contiguous_last_axis
 from cupyattn.backends import as_input, choose, on_device_of, run
 from cupyattn.launch import Operand
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.plan import plan_operand
+from cupyattn.quant.plan import plan_operand, plan_values
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import (
     SCALE_MIN,
     channel_mean,
     group_count,
+    padded_length,
     quantize_symmetric,
+    quantize_values,
 )
 from cupyattn.rounding import Array, array_namespace
 from cupyattn.tiles import Tiles
@@ -32,19 +34,20 @@ def quantize(
     tiles: Tiles | None = None,
     backend: str | None = None,
 ) -> QuantizedQKV:
-    """Quantise Q and K to INT8.
+    """Quantise Q and K to INT8, and V where `quant` says so.
 
     Parameters
     ----------
     q : array, (batch, heads, len_q, head_dim)
         float16, bfloat16 or float32; any strides. Not modified.
     k, v : array, (batch, heads_kv, len_kv, head_dim)
-        Of the same type. V is kept as it is, float32 as float16: past 65504 it becomes infinite.
+        Of the same type. With ``pv="16bit"`` V is kept as it is, float32 as float16: past 65504 it
+        becomes infinite.
     quant : QuantConfig, optional
         How; ``QuantConfig()`` when omitted.
     tiles : Tiles, optional
         Tiles of the attention kernel, whose sizes granularity "block" takes; fa_int8's own for
-        this head_dim when omitted.
+        this head_dim when omitted, in the form that `quant` asks for.
     backend : {"cuda", "mirror", "interpret"}, optional
         ``cuda`` for CuPy arrays, ``mirror`` or ``interpret`` for NumPy arrays, as for
         `cupyattn.attention`.
@@ -53,19 +56,21 @@ def quantize(
     -------
     QuantizedQKV
         Arrays of the kind that came in. The codes and scales of all backends agree bit for bit
-        where the mean of the keys does.
+        where the means do.
 
     Raises
     ------
     ValueError, TypeError
-        For arrays that do not fit together, or a backend that does not take them.
+        For arrays that do not fit together, a backend that does not take them, or tiles that 8-bit
+        values do not take.
     UnsupportedError
         For a head_dim past 256, and what `QuantConfig` says.
 
     Notes
     -----
     A NaN or an infinity gives the rows that share its scale a NaN scale, hence NaN scores: never
-    finite garbage. `cupyattn.quant.quantizers.quantize_symmetric` states formula and error.
+    finite garbage. In V it makes its channel NaN, in the rows that look at its group.
+    `cupyattn.quant.quantizers.quantize_symmetric` states formula and error.
 
     Examples
     --------
@@ -80,7 +85,9 @@ def quantize(
     checks.check_dtype(q, k, v)
     head_dim = checks.check_shapes(q.shape, k.shape, v.shape)[-1]
     quant = QuantConfig() if quant is None else quant
-    tiles = registry.lookup("fa_int8").default_tiles(head_dim) if tiles is None else tiles
+    if tiles is None:
+        tiles = registry.lookup("fa_int8").default_tiles(head_dim, quant.form)
+    check_value_tiles(quant, tiles)
     if backend == "mirror":
         return quantize_mirror(q, k, v, quant, tiles)
     return _quantize_kernels(q, k, v, quant, tiles, backend)
@@ -94,6 +101,7 @@ def quantize_mirror(
     tiles: Tiles,
     *,
     k_mean: Array | None = None,
+    v_mean: Array | None = None,
 ) -> QuantizedQKV:
     """Quantise NumPy arrays as the kernel quantises CuPy arrays.
 
@@ -101,9 +109,9 @@ def quantize_mirror(
     ----------
     q, k, v, quant, tiles
         As for `quantize`.
-    k_mean : array, (batch, heads_kv, head_dim), float32, optional
-        The mean to subtract where `quant` smooths; computed when omitted. The kernel sums in
-        another order, so a comparison to the bit hands its mean over.
+    k_mean, v_mean : array, (batch, heads_kv, head_dim), float32, optional
+        The means to subtract where `quant` smooths; computed when omitted. The kernel sums in
+        another order, so a comparison to the bit hands its means over.
 
     Returns
     -------
@@ -123,10 +131,29 @@ def quantize_mirror(
             mean=k_mean if name == "k" and quant.smooth_k else None,
             static_scale=static[name],
         )
+    values: dict[str, Any] = {"v": None, "group_v": quant.group_v(tiles)}
+    if quant.form == "pv8":
+        if quant.smooth_v:
+            values["v_mean"] = channel_mean(v) if v_mean is None else v_mean
+        values["v_codes"], values["v_scale"] = quantize_values(
+            v, values["group_v"], values.get("v_mean"), e4m3=quant.pv == "fp8"
+        )
+    else:
+        values["v"] = value_operand(v)
     return QuantizedQKV(
-        codes["q"], codes["k"], value_operand(v), scales["q"], scales["k"], groups["q"],
-        groups["k"], quant, q.dtype.name, k_mean if quant.smooth_k else None,
+        codes["q"], codes["k"], q_scale=scales["q"], k_scale=scales["k"], group_q=groups["q"],
+        group_kv=groups["k"], config=quant, out_dtype=q.dtype.name,
+        k_mean=k_mean if quant.smooth_k else None, **values,
     )  # fmt: skip
+
+
+def check_value_tiles(quant: QuantConfig, tiles: Tiles) -> None:
+    """Raise ValueError unless 8-bit values, where asked for, take tiles of these sizes."""
+    if quant.form == "pv8" and tiles.block_kv not in (32, 64, 128):
+        raise ValueError(
+            f"pv={quant.pv!r} needs tiles.block_kv of 32, 64 or 128, whole matrix products of 32 "
+            f"keys, got {tiles.block_kv}"
+        )
 
 
 def scale_shape(x: tuple[int, ...], group: int, granularity: str) -> tuple[int, int, int]:
@@ -200,10 +227,49 @@ def _quantize_kernels(
         k_codes, k_scale, k_mean = _operand(
             k, groups[1], quant.granularity_k, quant.smooth_k, static["k"], backend
         )
-        v_operand = value_operand(v)
+        values = {"v": value_operand(v)} if quant.form == "portable" else {"v": None}
+        if quant.form == "pv8":
+            values |= _value_codes(v, quant, quant.group_v(tiles), backend)
     return QuantizedQKV(
-        q_codes, k_codes, v_operand, q_scale, k_scale, *groups, quant, q.dtype.name, k_mean
-    )
+        q_codes, k_codes, q_scale=q_scale, k_scale=k_scale, group_q=groups[0], group_kv=groups[1],
+        config=quant, out_dtype=q.dtype.name, k_mean=k_mean, group_v=quant.group_v(tiles), **values,
+    )  # fmt: skip
+
+
+def value_buffers(v: tuple[int, ...], group: int, smooth: bool) -> dict[str, tuple[Any, ...]]:
+    """Return what `plan_values` writes and needs, beside ``"x"``: (shape, dtype, zero beforehand).
+
+    Parameters
+    ----------
+    v : tuple of int
+        Shape of V.
+    group : int
+        Keys that share the scale of a channel.
+    smooth : bool
+    """
+    batch, heads, length, head_dim = v
+    scale = batch, heads, group_count(length, group), head_dim
+    found: dict[str, tuple[Any, ...]] = {
+        "codes": ((batch, heads, head_dim, padded_length(length)), "int8", False),
+        "scale": (scale, "float32", False),
+        "absmax": (scale, "uint32", True),
+    }
+    return found | ({"mean": ((batch, heads, head_dim), "float32", True)} if smooth else {})
+
+
+def _value_codes(v: Array, quant: QuantConfig, group: int, backend: str) -> dict[str, Array]:
+    """Return codes, scales and mean (where smoothed) of V, by the names of QuantizedQKV."""
+    xp = array_namespace(v)
+    v = contiguous_last_axis(v)
+    smooth = bool(quant.smooth_v)
+    plan = plan_values(Operand.of(v), v.dtype.name, group, str(quant.p_type), smooth=smooth)
+    buffers = {"x": as_input(v)}
+    for name, (shape, dtype, zeros) in value_buffers(v.shape, group, smooth).items():
+        buffers[name] = (xp.zeros if zeros else xp.empty)(shape, dtype)
+    if not plan.launches:
+        buffers["scale"].fill(1)
+    run(backend, plan, buffers)
+    return {f"v_{name}": a for name, a in buffers.items() if name in ("codes", "scale", "mean")}
 
 
 def _operand(

@@ -13,6 +13,7 @@ from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
 from cupyattn.launch import Launch, Operand, Plan, Workspace
+from cupyattn.quant.quantizers import VALUES_PAD, padded_length
 from cupyattn.tiles import Tiles
 
 #: ``struct QuantizeParams`` of kernels_cu/prims/quant.cuh, field by field.
@@ -22,7 +23,7 @@ QUANTIZE_PARAMS = np.dtype(
         ("partial_sum", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
         ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"),
         ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
-        ("cu_seqlens", "u8"), ("total", "i4"),
+        ("cu_seqlens", "u8"), ("total", "i4"), ("padded", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -148,8 +149,7 @@ def plan_operand(
         "quantize.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
     )
     groups = -(-length // group) if packed is None else packed_groups(total, batch, group)
-    splits = min(_MAX_SPLITS, -(-length // _MIN_SPLIT_ROWS))
-    split_rows = -(-length // splits)
+    splits, split_rows = _slices(length)
     params: dict[str, Any] = {
         "X": "x", "codes": "codes", "scale": "scale",
         "static_scale": "static_scale" if static else None,
@@ -159,25 +159,99 @@ def plan_operand(
         "scale_stride_batch": 0 if per_tensor or packed else heads * groups,
         "scale_stride_head": 0 if per_tensor else groups,
         "heads": heads, "length": length, "splits": splits, "split_rows": split_rows,
-        "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
+        "cu_seqlens": "cu_seqlens" if packed else None, "total": total, "padded": 0,
     }  # fmt: skip
     tiles_of_rows = batch * heads * -(-length // rows)
-    steps = [("channel_sum", batch * heads * splits), ("channel_mean", batch * heads)]
-    steps = steps if smooth else []
+    steps = _mean_steps(batch * heads, splits) if smooth else []
     if static:
         steps += [("encode_int8", tiles_of_rows)]
     elif whole_groups:
         steps += [("quantize_int8", tiles_of_rows)]
     else:
         steps += [("group_absmax", tiles_of_rows), ("encode_int8", tiles_of_rows)]
-    if tiles_of_rows > INT32_MAX:
+    launches = tuple(_launch(spec, x, entry, grid, tiles, params) for entry, grid in steps)
+    sums = Workspace("partial_sum", (batch, heads, splits, head_dim), "float32")
+    return Plan("quantize", "portable", tiles, features, launches, (sums,) if smooth else ())
+
+
+def _slices(length: int) -> tuple[int, int]:
+    """Return into how many slices the rows are cut that are summed side by side, and their rows."""
+    splits = min(_MAX_SPLITS, -(-length // _MIN_SPLIT_ROWS))
+    return splits, -(-length // splits)
+
+
+def _mean_steps(batch_heads: int, splits: int) -> list[tuple[str, int]]:
+    return [("channel_sum", batch_heads * splits), ("channel_mean", batch_heads)]
+
+
+def _launch(
+    spec: ModuleSpec, x: Operand, entry: str, grid: int, tiles: Tiles, params: dict[str, Any]
+) -> Launch:
+    if grid > INT32_MAX:
         raise UnsupportedError(
-            f"quantising {x.shape} takes {tiles_of_rows} thread blocks, more than {INT32_MAX}: "
+            f"quantising {x.shape} takes {grid} thread blocks, more than {INT32_MAX}: "
             "split the call over batch or heads"
         )
-    launches = tuple(
-        Launch(spec, entry, grid, tiles.num_threads, False, ((QUANTIZE_PARAMS, params),))
-        for entry, grid in steps
+    return Launch(spec, entry, grid, tiles.num_threads, False, ((QUANTIZE_PARAMS, params),))
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_values(
+    x: Operand, dtype: str, group: int, p_type: str = "u8", *, smooth: bool = False
+) -> Plan:
+    """Plan the quantisation of V.
+
+    Parameters
+    ----------
+    x : Operand
+        Shape (batch, heads_kv, len_kv, head_dim), contiguous last axis; the buffer ``"x"``.
+    dtype : {"float16", "bfloat16", "float32"}
+        Its storage type.
+    group : int
+        Keys that share the scale of a channel: 32, 64, 128 or GROUP_ALL.
+    p_type : {"u8", "s8", "e4m3"}
+        Codes of P: V's are INT8, or e4m3 as well.
+    smooth : bool
+        Compute the mean over the length into the buffer ``"mean"`` and subtract it.
+
+    Returns
+    -------
+    Plan
+        Without launches where x is empty. It names the buffers ``"codes"`` and ``"scale"``, shaped
+        as `cupyattn.quant.quantizers.quantize_values` says, and ``"absmax"``, shaped as ``"scale"``
+        and zero beforehand.
+
+    Raises
+    ------
+    UnsupportedError
+        If the grid would be too large.
+    """
+    batch, heads, length, head_dim = x.shape
+    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
+    tiles = Tiles(block_q=min(group, VALUES_PAD), block_kv=1, num_warps=_NUM_WARPS[1])
+    features = Features(dtype, head_dim, vec=vec, group_q=group, p_type=p_type)
+    if math.prod(x.shape) == 0:
+        return Plan("quantize", "portable", tiles, features, ())
+    spec = ModuleSpec(
+        "quantize.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
     )
+    groups = -(-length // group)
+    splits, split_rows = _slices(length)
+    slices = {"splits": splits, "split_rows": split_rows}
+    # The maxima of a group, too, are found by slices, unless a slice would hold several groups.
+    of_groups = {"splits": groups, "split_rows": group} if groups > 1 else slices
+    params: dict[str, Any] = {
+        "X": "x", "codes": "codes", "scale": "scale", "static_scale": None, "absmax": "absmax",
+        "partial_sum": "partial_sum" if smooth else None, "mean": "mean" if smooth else None,
+        "X_stride": x.row_strides, "scale_stride_batch": heads * groups,
+        "scale_stride_head": groups, "heads": heads, "length": length,
+        "padded": padded_length(length), **slices,
+    }  # fmt: skip
+    steps = [(*step, params) for step in _mean_steps(batch * heads, splits)] if smooth else []
+    steps += [
+        ("channel_absmax", batch * heads * of_groups["splits"], {**params, **of_groups}),
+        ("encode_values", batch * heads * padded_length(length) // VALUES_PAD, params),
+    ]
+    launches = tuple(_launch(spec, x, entry, grid, tiles, given) for entry, grid, given in steps)
     sums = Workspace("partial_sum", (batch, heads, splits, head_dim), "float32")
     return Plan("quantize", "portable", tiles, features, launches, (sums,) if smooth else ())

@@ -17,11 +17,25 @@ from cupyattn import checks
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
-from cupyattn.quant.quantizers import group_count
-from cupyattn.rounding import STORAGE, Array, array_namespace, scale_of_row
+from cupyattn.quant.quantizers import (
+    group_count,
+    numbers_of,
+    pad_values,
+    padded_length,
+)
+from cupyattn.rounding import (
+    STORAGE,
+    Array,
+    array_namespace,
+    scale_of_row,
+    value_scale_of_key,
+)
 
 _FILE_KIND, _FILE_VERSION = "cupyattn.QuantizedQKV", 1
-_ARRAYS = ("q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean")
+_ARRAYS = (
+    "q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean", "v_codes",
+    "v_scale", "v_mean",
+)  # fmt: skip
 #: What a damaged or foreign file makes NumPy, zipfile, json and the checks of the record raise.
 _UNREADABLE = (
     ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error,
@@ -31,14 +45,14 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, eq=False)
 class QuantizedQKV:
-    """Q and K as INT8 codes with scales, V in 16 bits.
+    """Q and K as INT8 codes with scales, V in 16 bits or as codes.
 
     Parameters
     ----------
     q_codes : array, (batch, heads, len_q, head_dim), int8
     k_codes : array, (batch, heads_kv, len_kv, head_dim), int8
-    v : array, (batch, heads_kv, len_kv, head_dim), float16 or bfloat16
-        The caller's own array where that has 16 bits.
+    v : array, (batch, heads_kv, len_kv, head_dim), float16 or bfloat16, or None
+        The caller's own array where that has 16 bits. None where V is codes.
     q_scale : array, (batch or 1, heads or 1, groups), float32
         Row i of Q is ``q_codes[..., i, :] * q_scale[..., i // group_q]``.
     k_scale : array, (batch or 1, heads_kv or 1, groups), float32
@@ -53,6 +67,16 @@ class QuantizedQKV:
         Subtracted from the keys before they were quantised.
     q_zero, k_zero : None
         Zero points; every code is symmetric so far.
+    v_codes : array, (batch, heads_kv, head_dim, padded), int8, optional
+        V as codes, keys along the last axis: len_kv of them, and zeros up to the next multiple of
+        128.
+    v_scale : array, (batch, heads_kv, groups, head_dim), float32, optional
+        Channel d of V at key j is ``v_codes[..., d, j] * v_scale[..., j // group_v, d]``, without
+        its mean.
+    v_mean : array, (batch, heads_kv, head_dim), float32, optional
+        Subtracted from V before it was quantised.
+    group_v : int
+        Keys per scale of V; 0 where V is not codes.
 
     Raises
     ------
@@ -64,7 +88,7 @@ class QuantizedQKV:
 
     q_codes: Array
     k_codes: Array
-    v: Array
+    v: Array | None
     q_scale: Array
     k_scale: Array
     group_q: int
@@ -74,6 +98,10 @@ class QuantizedQKV:
     k_mean: Array | None = None
     q_zero: Array | None = None
     k_zero: Array | None = None
+    v_codes: Array | None = None
+    v_scale: Array | None = None
+    v_mean: Array | None = None
+    group_v: int = 0
 
     def __post_init__(self) -> None:
         if self.q_zero is not None or self.k_zero is not None:
@@ -83,8 +111,8 @@ class QuantizedQKV:
         present = {name: a for name in _ARRAYS if (a := getattr(self, name)) is not None}
         array_namespace(*present.values())
         for name, array in present.items():
-            wanted = {"q_codes": ("int8",), "k_codes": ("int8",), "v": DTYPES[:2]}
-            names = wanted.get(name, ("float32",))
+            names = DTYPES[:2] if name == "v" else ("float32",)
+            names = ("int8",) if name.endswith("codes") else names
             if array.dtype.name not in names:
                 raise ValueError(f"{name} must be {' or '.join(names)}, got {array.dtype.name}")
         if self.out_dtype not in DTYPES:
@@ -92,7 +120,8 @@ class QuantizedQKV:
         self._check_shapes()
 
     def _check_shapes(self) -> None:
-        checks.check_shapes(self.q_codes.shape, self.k_codes.shape, self.v.shape)
+        v_shape = self.k_codes.shape if self.v is None else self.v.shape
+        checks.check_shapes(self.q_codes.shape, self.k_codes.shape, v_shape)
         for name, codes, scale, group in (
             ("q", self.q_codes, self.q_scale, self.group_q),
             ("k", self.k_codes, self.k_scale, self.group_kv),
@@ -112,8 +141,31 @@ class QuantizedQKV:
                     f"{length} rows in groups of {group}, got {tuple(scale.shape)}"
                 )
         mean_shape = (self.batch, self.heads_kv, self.head_dim)
-        if self.k_mean is not None and self.k_mean.shape != mean_shape:
-            raise ValueError(f"k_mean must have shape {mean_shape}, got {tuple(self.k_mean.shape)}")
+        for name, mean in (("k_mean", self.k_mean), ("v_mean", self.v_mean)):
+            if mean is not None and mean.shape != mean_shape:
+                raise ValueError(f"{name} must have shape {mean_shape}, got {tuple(mean.shape)}")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """V is one array in 16 bits, or codes with their scales."""
+        codes, scale = self.v_codes, self.v_scale
+        if (self.v is None) == (codes is None) or (codes is None) != (scale is None):
+            raise ValueError(
+                "V must be given as v, or as v_codes with v_scale, got both or neither"
+            )
+        if codes is None or scale is None:
+            if self.v_mean is not None or self.group_v:
+                raise ValueError("v_mean and group_v belong to v_codes, got them beside v")
+            return
+        if not isinstance(self.group_v, int) or not 1 <= self.group_v <= GROUP_ALL:
+            raise ValueError(f"keys per v_scale must be 1 to 2**30, got {self.group_v!r}")
+        head = self.batch, self.heads_kv
+        for name, array, shape in (
+            ("v_codes", codes, (*head, self.head_dim, padded_length(self.len_kv))),
+            ("v_scale", scale, (*head, group_count(self.len_kv, self.group_v), self.head_dim)),
+        ):
+            if array.shape != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(array.shape)}")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -152,6 +204,11 @@ class QuantizedQKV:
         return self.shape[3]
 
     @property
+    def form(self) -> str:
+        """The form of ``fa_int8`` that runs on these: ``"pv8"`` where V is codes."""
+        return "portable" if self.v_codes is None else "pv8"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays together."""
         arrays = (getattr(self, name) for name in _ARRAYS)
@@ -164,13 +221,13 @@ class QuantizedQKV:
         ----------
         dtype : {"float32", "float64"}
             Type of the result. In float64 code times scale is exact, and a mean that was taken off
-            the keys comes back with one rounding of float64.
+            keys or values comes back with one rounding of float64.
 
         Returns
         -------
         q : array, (batch, heads, len_q, head_dim)
         k, v : array, (batch, heads_kv, len_kv, head_dim)
-            k with its mean.
+            With their means.
 
         Raises
         ------
@@ -195,8 +252,34 @@ class QuantizedQKV:
         k = rows(self.k_codes, self.k_scale, self.group_kv)
         if self.k_mean is not None:
             k = k + self.k_mean.astype(dtype)[:, :, None, :]
-        # NOTE: bfloat16 goes to float64 by way of float32, which holds all of it.
-        return q, k, self.v.astype(np.float32).astype(dtype)
+        v = self.centred_values(dtype)
+        if self.v_mean is not None:
+            v = v + self.v_mean.astype(dtype)[:, :, None, :]
+        return q, k, v
+
+    def value_codes(self) -> Array:
+        """Codes of V as numbers, by key: (batch, heads_kv, len_kv, head_dim), float32."""
+        codes: Any = self.v_codes
+        by_key = codes[..., : self.len_kv].swapaxes(2, 3)
+        return numbers_of(by_key, self.config.p_type == "e4m3")
+
+    def centred_values(self, dtype: str = "float64") -> Array:
+        """Return V as the second product takes it: without its mean, where one was subtracted.
+
+        Parameters
+        ----------
+        dtype : {"float32", "float64"}
+
+        Returns
+        -------
+        array, (batch, heads_kv, len_kv, head_dim)
+        """
+        if self.v is not None:
+            # NOTE: bfloat16 goes to float64 by way of float32, which holds all of it.
+            return self.v.astype(np.float32).astype(dtype)
+        scale: Any = self.v_scale
+        scale = value_scale_of_key(scale.astype(dtype), self.group_v, self.len_kv)
+        return self.value_codes().astype(dtype) * scale
 
     @classmethod
     def from_codes(
@@ -213,6 +296,10 @@ class QuantizedQKV:
         group_kv: int | None = None,
         k_mean: Array | None = None,
         out_dtype: str | None = None,
+        v_scale: float | Array | None = None,
+        v_mean: Array | None = None,
+        group_v: int | None = None,
+        p_type: str | None = None,
     ) -> QuantizedQKV:
         """Wrap INT8 arrays that were quantised elsewhere.
 
@@ -220,8 +307,9 @@ class QuantizedQKV:
         ----------
         q_codes, k_codes : array, int8
             (batch, heads, len, head_dim).
-        v : array, float16 or bfloat16
-            Values, not quantised.
+        v : array, float16 or bfloat16, or int8 or float8_e4m3fn
+            Values, not quantised; or codes, (batch, heads_kv, len_kv, head_dim), with `v_scale`:
+            int8 may hold the bits of e4m3, too, with ``p_type="e4m3"``.
         q_scale, k_scale : float or array
             One positive scale for all, or float32 ``(batch or 1, heads or 1, groups)``. The codes
             are *multiplied* by it.
@@ -232,7 +320,17 @@ class QuantizedQKV:
         k_mean : array, (batch, heads_kv, head_dim), float32, optional
             What was subtracted from the keys.
         out_dtype : str, optional
-            Type of the attention output; that of v when omitted.
+            Type of the attention output; that of v when omitted, float16 where v is codes.
+        v_scale : float or array, optional
+            With codes of V: one positive scale for all, or float32
+            ``(batch or 1, heads_kv or 1, groups, head_dim or 1)``.
+        v_mean : array, (batch, heads_kv, head_dim), float32, optional
+            What was subtracted from V.
+        group_v : int, optional
+            Keys per scale of V, a multiple of the attention kernel's ``block_kv``; needed where
+            there is more than one group.
+        p_type : {"u8", "s8", "e4m3"}, optional
+            Codes of P, with codes of V; "u8" when omitted, or "e4m3" where V is that.
 
         Returns
         -------
@@ -248,15 +346,32 @@ class QuantizedQKV:
         xp = array_namespace(q_codes, k_codes, v)
         q_scale, group_q, granularity_q = _given_scale(xp, "q", q_scale, group_q, THREAD_ROWS_Q)
         k_scale, group_kv, granularity_k = _given_scale(xp, "k", k_scale, group_kv, THREAD_ROWS_K)
+        given: dict[str, Any] = {}
+        e4m3 = v.dtype.name == "float8_e4m3fn" or (p_type == "e4m3" and v.dtype.name == "int8")
+        if e4m3 or v.dtype.name == "int8":
+            v = v.view(np.int8)
+            v_scale, group_v = _given_value_scale(xp, v.shape, v_scale, group_v)
+            given = {"v_codes": pad_values(v.swapaxes(2, 3)), "v_scale": v_scale}
+            given |= {"v_mean": v_mean, "group_v": group_v}
+        elif not (v_scale is None and v_mean is None and group_v is None and p_type is None):
+            raise ValueError(
+                f"v_scale, v_mean, group_v and p_type go with 8-bit codes of V, got {v.dtype.name}"
+            )
         config = QuantConfig(
             granularity_q=granularity_q,
             granularity_k=granularity_k,
+            granularity_v=None if not given else "channel" if group_v == GROUP_ALL else "block",
             smooth_k=k_mean is not None,
+            smooth_v=v_mean is not None,
+            pv="fp8" if e4m3 else "int8" if given else "16bit",
+            p_type=p_type,
             scales=(q_scale, k_scale),
         )
+        if out_dtype is None:
+            out_dtype = "float16" if given else v.dtype.name
         return cls(
-            q_codes, k_codes, v, q_scale, k_scale, group_q, group_kv, config,
-            v.dtype.name if out_dtype is None else out_dtype, k_mean, q_zero, k_zero,
+            q_codes, k_codes, None if given else v, q_scale, k_scale, group_q, group_kv, config,
+            out_dtype, k_mean, q_zero, k_zero, **given,
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -280,13 +395,14 @@ class QuantizedQKV:
             "kind": _FILE_KIND,
             "version": _FILE_VERSION,
             "config": {**config, "scales": "static" if self.config.static else "dynamic"},
-            "v_dtype": self.v.dtype.name,
+            "v_dtype": None if self.v is None else self.v.dtype.name,
             "out_dtype": self.out_dtype,
             "group_q": self.group_q,
             "group_kv": self.group_kv,
+            "group_v": self.group_v,
         }
-        # NOTE: NumPy's format has no name for bfloat16, so V travels as bits.
-        arrays["v"] = arrays["v"].view(np.uint16)
+        if "v" in arrays:  # NumPy's format has no name for bfloat16, so V travels as bits
+            arrays["v"] = arrays["v"].view(np.uint16)
         arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
@@ -325,7 +441,8 @@ class QuantizedQKV:
                 raise ValueError(f"its kind is {header['kind']!r}")
             if header["version"] > _FILE_VERSION:
                 raise ValueError(f"version {header['version']} is later than {_FILE_VERSION}")
-            arrays["v"] = arrays["v"].view(STORAGE[header["v_dtype"]])
+            if header["v_dtype"] is not None:
+                arrays["v"] = arrays["v"].view(STORAGE[header["v_dtype"]])
             arrays = {name: namespace.asarray(array) for name, array in arrays.items()}
             settings = header["config"]
             if settings["scales"] == "static":
@@ -336,7 +453,8 @@ class QuantizedQKV:
                 out_dtype=header["out_dtype"],
                 group_q=header["group_q"],
                 group_kv=header["group_kv"],
-                **arrays,
+                group_v=header.get("group_v", 0),
+                **{"v": None, **arrays},
             )
         except _UNREADABLE as error:
             raise ValueError(
@@ -367,6 +485,32 @@ def _given_scale(
     if group == GROUP_ALL:
         return scale, group, "tensor" if scale.shape[:2] == (1, 1) else "head"
     return scale, group, {1: "token", thread: "thread"}.get(group, "block")
+
+
+def _given_value_scale(
+    xp: Any, shape: tuple[int, ...], scale: Any, group: int | None
+) -> tuple[Array, int]:
+    """Return the given scales of V in full, and the keys per scale."""
+    if scale is None:
+        raise ValueError("v_scale is needed where v is 8-bit codes")
+    if not hasattr(scale, "shape"):
+        if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
+            raise ValueError(f"v_scale must be an array or a positive float, got {scale!r}")
+        scale = xp.full((1, 1, 1, 1), scale, np.float32)
+    batch, heads, length, head_dim = shape
+    if group is None:
+        group = GROUP_ALL
+    full = batch, heads, group_count(length, group), head_dim
+    fits = scale.ndim == 4 and all(
+        have == want or (have == 1 and axis != 2)
+        for axis, (have, want) in enumerate(zip(scale.shape, full, strict=True))
+    )
+    if not fits:
+        raise ValueError(
+            f"v_scale must have shape ({batch} or 1, {heads} or 1, {full[2]}, {head_dim} or 1) for "
+            f"{length} keys in groups of {group}, got {tuple(scale.shape)}"
+        )
+    return xp.ascontiguousarray(xp.broadcast_to(scale, full)), group
 
 
 def _to_host(array: Any) -> Any:

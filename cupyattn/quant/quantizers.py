@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from cupyattn.quant.config import GROUP_ALL
-from cupyattn.rounding import scale_of_row
+from cupyattn.rounding import array_namespace, scale_of_row, value_scale_of_key
 
 Array = Any
 Float32 = npt.NDArray[np.float32]
 
 #: Largest magnitude of a code; -128 is not used, so that a code and its negative both exist.
 INT8_MAX = np.float32(127)
+#: Largest number of e4m3, the 8-bit float of 4 exponent and 3 fraction bits.
+E4M3_MAX = np.float32(448)
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+#: Keys of V's codes are padded to a multiple of this, as prims/config.cuh has it.
+VALUES_PAD = 128
 #: Smallest scale, the smallest normal float32: its inverse is finite.
 SCALE_MIN = np.float32(2.0**-126)
 
@@ -59,13 +65,31 @@ def channel_mean(k: Array) -> Float32:
     return np.where(np.isfinite(total), mean, np.float32(0)).astype(np.float32, copy=False)
 
 
-def scale_of_absmax(absmax: Float32) -> tuple[Float32, Float32]:
+def numbers_of(codes: Array, e4m3: bool) -> Array:
+    """Return what codes stand for before their scale, float32.
+
+    Parameters
+    ----------
+    codes : array, int8
+        NumPy or CuPy: integers, or the bits of e4m3.
+    e4m3 : bool
+    """
+    if not e4m3:
+        return codes.astype(np.float32)
+    xp = array_namespace(codes)
+    every_code = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)
+    return xp.asarray(every_code)[codes.astype(np.uint8)]
+
+
+def scale_of_absmax(absmax: Float32, largest: np.float32 = INT8_MAX) -> tuple[Float32, Float32]:
     """Return scale and inverse scale of groups, by the largest magnitude in each.
 
     Parameters
     ----------
     absmax : array, float32
         Largest magnitude; NaN or infinite where a group holds such a value.
+    largest : float32
+        The code of that magnitude.
 
     Returns
     -------
@@ -80,9 +104,9 @@ def scale_of_absmax(absmax: Float32) -> tuple[Float32, Float32]:
           dtype=float32)
     """
     finite = np.isfinite(absmax)
-    raised = np.where(finite, np.maximum(absmax, INT8_MAX * SCALE_MIN), INT8_MAX)
-    scale = np.where(absmax == 0, np.float32(1), raised / INT8_MAX)
-    return np.where(finite, scale, np.float32(np.nan)), np.where(finite, INT8_MAX / raised, 0)
+    raised = np.where(finite, np.maximum(absmax, largest * SCALE_MIN), largest)
+    scale = np.where(absmax == 0, np.float32(1), raised / largest)
+    return np.where(finite, scale, np.float32(np.nan)), np.where(finite, largest / raised, 0)
 
 
 def scale_of_static(static: Float32) -> tuple[Float32, Float32]:
@@ -90,6 +114,81 @@ def scale_of_static(static: Float32) -> tuple[Float32, Float32]:
     usable = np.isfinite(static) & (static >= SCALE_MIN)
     inverse = np.float32(1) / np.where(usable, static, np.float32(1))
     return np.where(usable, static, np.float32(np.nan)), np.where(usable, inverse, np.float32(0))
+
+
+def quantize_values(
+    v: Array, group: int, mean: Float32 | None = None, *, e4m3: bool = False
+) -> tuple[npt.NDArray[np.int8], Float32]:
+    """Quantise V with a scale for each channel of each group of keys.
+
+    Parameters
+    ----------
+    v : array, (batch, heads_kv, len_kv, head_dim)
+        Any float type; taken to float32, which is exact for the 16-bit types.
+    group : int
+        Adjacent keys that share the scale of a channel.
+    mean : array, (batch, heads_kv, head_dim), float32, optional
+        Subtracted from every key's value first.
+    e4m3 : bool
+        Codes are 8-bit floats up to 448 in place of integers up to 127.
+
+    Returns
+    -------
+    codes : array, (batch, heads_kv, head_dim, padded), int8
+        -127 to 127, or the bits of e4m3; keys along the last axis, which 8-bit matrix products
+        need. `padded` is len_kv rounded up to `VALUES_PAD`, the rest 0.
+    scale : array, (batch, heads_kv, groups, head_dim), float32
+        NaN for a channel of a group that holds a NaN or an infinity.
+
+    Notes
+    -----
+    Scale, code and error as in `quantize_symmetric`. e4m3 has scale fl(A / 448) and an error of at
+    most ``max(|x| (2^-4 + 2^-20), s 2^-10 (1 + 2^-9))``: half a unit of its last place.
+    """
+    batch, heads, length, head_dim = v.shape
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = v.astype(np.float32)
+        if mean is not None:
+            values = values - mean[:, :, None, :]
+        starts = np.arange(0, length, min(group, max(1, length)))
+        if length:
+            absmax = np.asarray(np.maximum.reduceat(np.abs(values), starts, axis=2))
+        else:
+            absmax = np.zeros((batch, heads, group_count(0, group), head_dim), np.float32)
+        scale, inverse = scale_of_absmax(absmax, E4M3_MAX if e4m3 else INT8_MAX)
+        scaled = values * value_scale_of_key(inverse, group, length)
+        scaled = np.where(np.isnan(scaled), np.float32(0), scaled)
+        if e4m3:
+            codes = np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(_E4M3).view(np.int8)
+        else:
+            codes = np.rint(scaled).astype(np.int8)
+    return pad_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False)
+
+
+def pad_values(codes: Array) -> Array:
+    """Return codes (batch, heads_kv, head_dim, len_kv) with zeros up to a multiple of VALUES_PAD.
+
+    Parameters
+    ----------
+    codes : array, int8
+        NumPy or CuPy.
+    """
+    xp = array_namespace(codes)
+    length = codes.shape[3]
+    padded = xp.zeros((*codes.shape[:3], padded_length(length)), np.int8)
+    padded[..., :length] = codes
+    return padded
+
+
+def padded_length(length: int) -> int:
+    """Return how many codes a channel of V has for so many keys.
+
+    Examples
+    --------
+    >>> padded_length(0), padded_length(1), padded_length(129)
+    (0, 128, 256)
+    """
+    return -(-length // VALUES_PAD) * VALUES_PAD
 
 
 def quantize_symmetric(

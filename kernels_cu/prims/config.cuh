@@ -20,6 +20,8 @@
 #define CFG_VEC 8
 #define CFG_GROUP_Q 1
 #define CFG_GROUP_KV 1
+#define CFG_GROUP_V 1073741824
+#define CFG_P_TYPE 1
 #define CFG_WINDOW 0
 #define CFG_SOFTCAP 0
 #define CFG_MASK 0
@@ -45,6 +47,7 @@ constexpr bool LSE = CFG_LSE;           // store the log-sum-exp
 constexpr int VEC = CFG_VEC;            // elements per global access
 constexpr int GROUP_Q = CFG_GROUP_Q;    // query rows per scale, 0: not quantised
 constexpr int GROUP_KV = CFG_GROUP_KV;  // key rows per scale, 0: not quantised
+constexpr int GROUP_V = CFG_GROUP_V;    // value rows per scale of a channel, 0: not quantised
 constexpr bool WINDOW = CFG_WINDOW;     // keys begin near the row; CAUSAL: they end near it
 constexpr bool SOFTCAP = CFG_SOFTCAP;
 constexpr bool MASK = CFG_MASK;
@@ -57,6 +60,11 @@ constexpr bool ROPE_INTERLEAVED = CFG_ROPE == 2;  // pairs of neighbours; otherw
 constexpr bool VARLEN = CFG_VARLEN;               // sequences packed without padding
 // Softcap and bias work on scores in natural units, and so does then the softmax.
 constexpr bool NATURAL_SCORES = SOFTCAP || BIAS;
+
+// What P is as an operand of P V: NONE is a number of 16 or 32 bits, all others are codes.
+enum class PType { NONE, U8, S8, E4M3 };
+constexpr PType P_TYPE = PType(CFG_P_TYPE);
+constexpr int VALUES_PAD = 128;  // codes of a channel of V are padded with 0 to a multiple of this
 
 // storage types
 template <int CODE>

@@ -62,6 +62,32 @@ __device__ __forceinline__ void mma_m16n8k32_s8(
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same with A in unsigned INT8.
+__device__ __forceinline__ void mma_m16n8k32_u8(
+    int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same over e4m3, in compute capability 8.9 and up; the sum keeps about 14 bits.
+__device__ __forceinline__ void mma_m16n8k32_e4m3(
+    float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats as e4m3, rounded to nearest even, x in the low byte; what is larger becomes E4M3_MAX.
+constexpr float E4M3_MAX = 448.0f;
+__device__ __forceinline__ uint32_t pack_e4m3(float x, float y) {
+  uint16_t r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(y), "f"(x));
+  return r;
+}
+
 // Two floats rounded to nearest even and packed, x in the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_rn(float x, float y);

@@ -78,3 +78,12 @@ struct QuantParams {
   int64_t K_scale_stride_batch;
   int64_t K_scale_stride_head;
 };
+
+// fa_int8 with 8-bit P and V appends, too: V of AttnParams is then [batch, heads_kv, HEAD_DIM,
+// V_stride.len] codes, the last axis len_kv rounded up to VALUES_PAD.
+struct ValueParams {
+  const float* V_scale;  // [batch, heads_kv, ceil(len_kv / GROUP_V), HEAD_DIM]
+  const float* V_mean;   // [batch, heads_kv, HEAD_DIM], subtracted from V; null: none
+  int64_t V_scale_stride_batch;
+  int64_t V_scale_stride_head;
+};

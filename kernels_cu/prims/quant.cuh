@@ -4,6 +4,7 @@
 #pragma once
 
 #include "prims/config.cuh"
+#include "prims/mma.cuh"
 #include "prims/params.cuh"
 
 constexpr float INT8_MAX = 127.0f;               // largest code; -128 is not used
@@ -14,7 +15,7 @@ constexpr float NOT_A_NUMBER = __builtin_bit_cast(float, 0x7fc00000u);
 // cupyattn/quant/plan.py packs it from one table of (name, type); a test compares the two.
 struct QuantizeParams {
   const void* X;              // [batch, heads, length, HEAD_DIM], the operand
-  int8_t* codes;              // [batch, heads, length, HEAD_DIM], contiguous
+  int8_t* codes;              // [batch, heads, length, HEAD_DIM], contiguous; of V as below
   float* scale;               // [batch, heads, groups]
   const float* static_scale;  // [batch, heads, groups], of which scale is a copy; null: dynamic
   uint32_t* absmax;           // [batch, heads, groups], zero at first; null: found on the way
@@ -29,6 +30,7 @@ struct QuantizeParams {
   int32_t split_rows;         // rows of a slice
   const int32_t* cu_seqlens;  // [batch + 1], not read unless VARLEN; length is then the longest
   int32_t total;              // VARLEN: rows of all sequences
+  int32_t padded;             // V: codes are [batch, heads, HEAD_DIM, padded], contiguous
 };
 
 // Stores a number that threads of several blocks store, all of them the same one: no race.
@@ -106,11 +108,12 @@ struct Scale {
 };
 
 // absmax / 127 and 127 / absmax. A group of zeros has scale 1; a scale below SCALE_MIN is raised to
-// it; NaN with inverse 0, hence codes 0, where the group holds a NaN or an infinity.
-__device__ __forceinline__ Scale scale_of_absmax(uint32_t bits) {
+// it; NaN with inverse 0, hence codes 0, where the group holds a NaN or an infinity. `largest` is
+// the code of absmax.
+__device__ __forceinline__ Scale scale_of_absmax(uint32_t bits, float largest = INT8_MAX) {
   if (bits >= INFINITY_BITS) return {NOT_A_NUMBER, 0.0f};
-  const float raised = fmaxf(__uint_as_float(bits), INT8_MAX * SCALE_MIN);
-  return {bits == 0 ? 1.0f : __fdiv_rn(raised, INT8_MAX), __fdiv_rn(INT8_MAX, raised)};
+  const float raised = fmaxf(__uint_as_float(bits), largest * SCALE_MIN);
+  return {bits == 0 ? 1.0f : __fdiv_rn(raised, largest), __fdiv_rn(largest, raised)};
 }
 
 // A given scale, or NaN where it is no finite number from SCALE_MIN up.
@@ -122,6 +125,12 @@ __device__ __forceinline__ Scale scale_of_static(float scale) {
 // R1: the code of x, ties to even. |x| <= absmax makes it 127 at most; a NaN converts to 0.
 __device__ __forceinline__ int code_s8(float x, float inverse) {
   return __float2int_rn(__fmul_rn(x, inverse));
+}
+
+// The same in e4m3, as its bits; a NaN gives 0.
+__device__ __forceinline__ int code_e4m3(float x, float inverse) {
+  const float scaled = __fmul_rn(x, inverse);
+  return scaled == scaled ? int(pack_e4m3(scaled, 0.0f)) : 0;
 }
 
 // The same for a scale that does not come from the data: past 127 it saturates.

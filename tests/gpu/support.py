@@ -17,7 +17,7 @@ from cupyattn.disk_cache import cache_folder
 from cupyattn.request import Options, resolve
 from cupyattn.rounding import STORAGE
 from tests import runs
-from tests.runs import Arrays, Guarded, Run, variant_of
+from tests.runs import Arrays, Guarded, Run
 
 cupy = pytest.importorskip("cupy")
 
@@ -90,8 +90,7 @@ def specs_of(
     if rung.endswith("@sm90") and capability != 90:
         return
     x = cupy.empty((1, 1, 64, head_dim + 2 * pad), STORAGE[dtype])[..., pad : pad + head_dim]
-    variant, arch = variant_of(rung).name, arch_of(rung)
-    asked = Options(variant=variant, causal=causal, return_lse=lse, arch=arch)
+    asked = Options(**runs.asked_for(rung), causal=causal, return_lse=lse, arch=arch_of(rung))
     for plan in api.plans(resolve(x, x, x, asked)):
         yield from (one.module for one in plan.launches)
 

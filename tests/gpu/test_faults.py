@@ -50,7 +50,7 @@ def packed_runs(variant: str) -> list[Run]:
     return run_packed(variant, on_device(*inputs), on_device(*ends), causal=True)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "fa_tc@split"])
+@pytest.mark.parametrize("variant", [*VARIANTS, "fa_tc@split", "fa_int8@pv8"])
 def test_without_a_mistake_every_judgement_holds(variant: str) -> None:
     for one in runs(variant):
         one.check()

@@ -19,7 +19,19 @@ from cupyattn.rounding import as_float64
 from tests import feature_cases
 from tests.feature_cases import admitted, options_of
 from tests.gpu.support import arch_of, moved, on_device, prebuild, run
-from tests.runs import ADDED, CELLS, PLAIN, RUNGS, Guarded, Run, bits, normal, on_host, variant_of
+from tests.runs import (
+    ADDED,
+    CELLS,
+    PLAIN,
+    RUNGS,
+    Guarded,
+    Run,
+    asked_for,
+    bits,
+    normal,
+    on_host,
+    variant_of,
+)
 
 cupy = pytest.importorskip("cupy")
 
@@ -44,9 +56,7 @@ def specs() -> Iterator[kc.ModuleSpec]:
         inputs = inputs_of(dtype, (1, 2, 8, 8))
         for number, cell in enumerate(feature_cases.CELLS):
             options = moved(options_of(cell, (1, 2, 8, 8), number))
-            asked = Options(
-                variant=variant_of(rung).name, return_lse=True, arch=arch_of(rung), **options
-            )
+            asked = Options(**asked_for(rung), return_lse=True, arch=arch_of(rung), **options)
             for made in api.plans(resolve(*inputs, asked)):
                 yield from (one.module for one in made.launches)
 
@@ -136,7 +146,7 @@ def test_calls_of_late_see_the_mask_that_they_are_given(rung: str) -> None:
     """A second call of one form is run from what was prepared for the first."""
     inputs = inputs_of(shape=(1, 2, 40, 70))
     rng = np.random.default_rng(0)
-    options = {"variant": variant_of(rung).name, "arch": arch_of(rung)}
+    options = {**asked_for(rung), "arch": arch_of(rung)}
     found = []
     for _ in range(3):
         mask = cupy.asarray(rng.random((40, 70)) < 0.5)

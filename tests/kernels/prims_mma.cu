@@ -3,9 +3,10 @@
 #include "prims/mma.cuh"
 #include "prims/warp.cuh"
 
-extern "C" __global__ void ldmatrix(const uint16_t* tile,   // [16, 16]
-                                    uint32_t* plain,        // [4, 32]
-                                    uint32_t* transposed) { // [4, 32]
+extern "C" __global__ void ldmatrix(
+    const uint16_t* tile,    // [16, 16]
+    uint32_t* plain,         // [4, 32]
+    uint32_t* transposed) {  // [4, 32]
   __shared__ alignas(16) uint16_t shared[256];
   for (int i = lane_id(); i < 256; i += WARP_SIZE) shared[i] = tile[i];
   __syncthreads();  // the tile is complete
@@ -56,9 +57,18 @@ extern "C" __global__ void mma_s8(const int8_t* A, const int8_t* B, int32_t* C) 
   store(C, c);
 }
 
-extern "C" __global__ void pack(const float* x,      // [2, 32]
-                                uint32_t* f16,       // [32]
-                                uint32_t* bf16) {    // [32]
+extern "C" __global__ void mma_u8(const uint8_t* A, const int8_t* B, int32_t* C) {
+  uint32_t a[4], b[2];  // of [16, 32], [8, 32], [16, 8]
+  operands(reinterpret_cast<const int8_t*>(A), B, a, b);
+  int32_t c[4] = {1, 1, 1, 1};
+  mma_m16n8k32_u8(c, a, b[0], b[1]);
+  store(C, c);
+}
+
+extern "C" __global__ void pack(
+    const float* x,    // [2, 32]
+    uint32_t* f16,     // [32]
+    uint32_t* bf16) {  // [32]
   f16[lane_id()] = pack_rn<__half>(x[lane_id()], x[WARP_SIZE + lane_id()]);
   bf16[lane_id()] = pack_rn<__nv_bfloat16>(x[lane_id()], x[WARP_SIZE + lane_id()]);
 }

@@ -1,0 +1,301 @@
+// attn_fa_int8_pv8 -- fa_int8 with P and V in 8 bits too: both products over codes.
+//
+// Idea         The second product at the rate of the first. V is codes with a scale per channel, P
+//              is rounded to codes of steps of its own tile's largest exponential, and the tiles'
+//              products, exact integers, are added up in float32 with the factor of each tile.
+// Differs from attn_fa_int8: S2 loads codes of V, channels for rows, since 8-bit fragments need
+//              neighbours along the keys; S3 takes the keys in such an order that the scores of a
+//              lane are neighbours already; S4 subtracts the maximum of the tile, not of the row;
+//              S5 is two levels of sums; S6 gives back the mean of V.
+//              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
+// Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP], of a
+//              value V_scale[key / GROUP_V][channel].
+// Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 exp2,
+//              R5 P to 8 bits, R6 alpha, beta, l and the sum over tiles, R7 times 1/l, plus the
+//              mean, and store (cupyattn/numerics.py)
+// Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
+#include "prims/config.cuh"
+#include "prims/mma.cuh"
+#include "prims/online_softmax.cuh"
+#include "prims/p_codes.cuh"
+#include "prims/params.cuh"
+#include "prims/score.cuh"
+#include "prims/tile_io.cuh"
+#include "prims/warp.cuh"
+
+constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
+constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
+// Codes per global access: as many bytes as an access of O, where rows allow it.
+constexpr int CODE_VEC = VEC > 1 && HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;
+constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
+constexpr int V_CHUNKS = BLOCK_KV / 16;     // 16-byte chunks per channel of V
+constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
+constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
+constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
+
+struct SharedStorage {
+  alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];
+  alignas(128) int8_t K[NUM_STAGES][BLOCK_KV * CODES_PAD];
+  alignas(128) int8_t V[NUM_STAGES][HEAD_DIM_PAD * BLOCK_KV];
+  float K_scale[NUM_STAGES][BLOCK_KV];
+  float V_scale[NUM_STAGES][HEAD_DIM_PAD];
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+
+static_assert(
+    GROUP_Q >= 1 && GROUP_KV >= 1, "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale");
+static_assert(
+    BLOCK_Q % (16 * NUM_WARPS) == 0,
+    "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma");
+static_assert(
+    BLOCK_KV % 32 == 0 && VALUES_PAD % BLOCK_KV == 0,
+    "BLOCK_KV must be 32, 64 or 128: whole mma of 32 keys, and a divisor of V's padding");
+static_assert(GROUP_V % BLOCK_KV == 0, "GROUP_V must be whole tiles: a tile has one V scale");
+static_assert(
+    NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
+
+// The first of this lane's two keys in key tile n, in the order of K that S3 takes: columns 2t of
+// two neighbouring tiles are keys 4t and 4t + 2, or 4t + 2 and 4t for t of 2 and 3. So a lane has
+// four neighbouring keys, as a fragment of 8-bit P wants them, and the eight rows of K that an
+// ldmatrix reads at once still differ modulo 8, as the swizzle wants them.
+__device__ __forceinline__ int lane_key(int n, int t) {
+  return n / 2 * 16 + 4 * t + 2 * (t / 2 ^ n % 2);
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
+    const __grid_constant__ AttnParams p, const __grid_constant__ QuantParams quant,
+    const __grid_constant__ ValueParams values) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  // S0 locate
+  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
+  const int q0 = (q_blocks - 1 - blockIdx.x % q_blocks) * BLOCK_Q;  // longest causal rows first
+  const int64_t batch_head = blockIdx.x / q_blocks;
+  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  const int64_t head_kv = head / (p.heads / p.heads_kv);
+  const int8_t* Q = static_cast<const int8_t*>(p.Q)  // [len_q, HEAD_DIM] codes, from row q0
+                    + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
+  const int8_t* K = static_cast<const int8_t*>(p.K)  // [len_kv, HEAD_DIM] codes
+                    + batch * p.K_stride.batch + head_kv * p.K_stride.head;
+  const int8_t* V = static_cast<const int8_t*>(p.V)  // [HEAD_DIM, V_stride.len] codes
+                    + batch * p.V_stride.batch + head_kv * p.V_stride.head;
+  elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
+              + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
+  const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
+                         + batch * quant.Q_scale_stride_batch + head * quant.Q_scale_stride_head;
+  const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
+                         + batch * quant.K_scale_stride_batch + head_kv * quant.K_scale_stride_head;
+  const float* V_scale = values.V_scale  // [ceil(len_kv / GROUP_V), HEAD_DIM]
+                         + batch * values.V_scale_stride_batch +
+                         head_kv * values.V_scale_stride_head;
+  const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
+  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K and V,
+  // both chunks of 8 rows come before those of the next 8. swizzled_from() goes on from there.
+  const uint32_t Q_lane =
+      shared_address(swizzled<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16));
+  const int K_row = lane_key(lane_id() / 16, lane_id() % 8 / 2) + lane_id() % 2;
+  const uint32_t K_lane =
+      shared_address(swizzled<CODE_CHUNKS>(smem.K[0], K_row, lane_id() / 8 % 2));
+  const uint32_t V_lane = shared_address(
+      swizzled<V_CHUNKS>(smem.V[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
+  const Scores scores(p, batch, head);
+
+  // S1 load Q: the group also holds the first K, V tile
+  load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(
+      smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+  float Q_factor[MMA_ROWS][2];  // Q scale and softmax scale of rows g and g + 8 of each row tile
+#pragma unroll
+  for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      Q_factor[r][h] = softmax_scale(p) *
+                       Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q];  // R3
+  const KeptKeys keys(p, batch, head, q0, kv_begin(p, q0), kv_end(p, q0, BLOCK_Q));
+  const int first_step = keys.begin / BLOCK_KV;
+  const int num_steps = ceil_div(keys.end, BLOCK_KV);
+  auto load_kv = [&](int step) {  // into its stage; one group per step, empty past the end
+    const int kv0 = keys.key(step * BLOCK_KV), stage = step % NUM_STAGES;
+    if (step < num_steps) {
+      load_tile_async<BLOCK_KV, HEAD_DIM, CODES_PAD, CODE_VEC>(
+          smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
+      for (int key = thread_id(); key < BLOCK_KV; key += NUM_THREADS)
+        cp_async<4>(
+            &smem.K_scale[stage][key], K_scale + min(kv0 + key, p.len_kv - 1) / GROUP_KV, true);
+      load_tile_async<HEAD_DIM_PAD, BLOCK_KV, BLOCK_KV, 16>(
+          smem.V[stage], V + kv0, p.V_stride.len, HEAD_DIM, thread_id());
+      for (int col = thread_id(); col < HEAD_DIM_PAD; col += NUM_THREADS)
+        cp_async<4>(
+            &smem.V_scale[stage][col], V_scale + kv0 / GROUP_V * HEAD_DIM + min(col, HEAD_DIM - 1),
+            true);
+    }
+    cp_async_commit_group();
+  };
+#pragma unroll
+  for (int i = 0; i < NUM_STAGES - 1; ++i) load_kv(first_step + i);
+
+  RowState state[MMA_ROWS][2];  // rows g and g + 8 of each row tile
+  float O_acc[MMA_ROWS][MMA_COLS][4] = {};
+  for (int step = first_step; step < num_steps; ++step) {
+    const int kv0 = keys.key(step * BLOCK_KV);
+    const uint32_t K_tile = K_lane + step % NUM_STAGES * sizeof(smem.K[0]);
+    const uint32_t V_tile = V_lane + step % NUM_STAGES * sizeof(smem.V[0]);
+    const float* K_scale_tile = smem.K_scale[step % NUM_STAGES];  // [BLOCK_KV]
+    const float* V_scale_tile = smem.V_scale[step % NUM_STAGES];  // [HEAD_DIM_PAD]
+    cp_async_wait_group<NUM_STAGES - 2>();
+    __syncthreads();  // this step's tiles are visible, the stage filled next is no longer read
+    // S2 load K, V
+    load_kv(step + NUM_STAGES - 1);
+
+    // S3 scores
+    int32_t dot[MMA_ROWS][MMA_KEYS][4] = {};
+#pragma unroll
+    for (int k = 0; k < CODES_PAD / 32; ++k) {
+      uint32_t Q_frag[MMA_ROWS][4];
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r)
+        ldmatrix_x4(Q_frag[r], swizzled_from<CODE_CHUNKS>(Q_lane, r * 16, 2 * k));
+#pragma unroll
+      for (int n = 0; n < MMA_KEYS; n += 2) {
+        uint32_t K_frag[4];  // two key tiles, two halves of k
+        ldmatrix_x4(K_frag, swizzled_from<CODE_CHUNKS>(K_tile, n * 8, 2 * k));
+#pragma unroll
+        for (int r = 0; r < MMA_ROWS; ++r) {
+          mma_m16n8k32_s8(dot[r][n], Q_frag[r], K_frag[0], K_frag[1]);
+          mma_m16n8k32_s8(dot[r][n + 1], Q_frag[r], K_frag[2], K_frag[3]);
+        }
+      }
+    }
+    float S_acc[MMA_ROWS][MMA_KEYS][4];  // scaled: the softmax scale is already in Q_factor
+#pragma unroll
+    for (int n = 0; n < MMA_KEYS; ++n) {
+      const float2 k_scale = *reinterpret_cast<const float2*>(K_scale_tile + lane_key(n, t));
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          S_acc[r][n][i] =
+              float(dot[r][n][i]) * (i % 2 ? k_scale.y : k_scale.x) * Q_factor[r][i / 2];  // R3
+    }
+
+    // S4 softmax
+    if (!scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV)) {
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+        for (int n = 0; n < MMA_KEYS; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + lane_key(n, t) + i % 2;
+            if constexpr (NATURAL_SCORES)
+              S_acc[r][n][i] = scores.of(S_acc[r][n][i], row, key);  // R3
+            if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
+          }
+    }
+    float beta[MMA_ROWS][2];  // brings this tile's exponentials to the maximum of the row
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // row g, then row g + 8
+        float m = NEG_INF;
+#pragma unroll
+        for (int n = 0; n < MMA_KEYS; ++n)
+          m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
+        RowState tile;  // of this step alone
+        tile.M = shfl_max<4>(m);
+        const float alpha = state[r][h].advance(tile.M);
+        beta[r][h] = ex2_approx_ftz((tile.M - state[r][h].M_finite()) * M_TO_LOG2);  // R4
+        const float M = tile.M_finite();
+#pragma unroll
+        for (int n = 0; n < MMA_KEYS; ++n)
+#pragma unroll
+          for (int i = 2 * h; i < 2 * h + 2; ++i) {
+            S_acc[r][n][i] = ex2_approx_ftz((S_acc[r][n][i] - M) * M_TO_LOG2);  // R4
+            tile.l += S_acc[r][n][i];  // R6: this lane's part of l
+          }
+        state[r][h].l = fmaf(tile.l, beta[r][h], state[r][h].l);  // R6
+#pragma unroll
+        for (int c = 0; c < MMA_COLS; ++c) {
+          O_acc[r][c][2 * h] *= alpha;      // R6
+          O_acc[r][c][2 * h + 1] *= alpha;  // R6
+        }
+      }
+
+    // S5 output
+    uint32_t P_frag[MMA_ROWS][BLOCK_KV / 32][4];  // four key tiles of S are one k step of P
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+      for (int k = 0; k < BLOCK_KV / 32; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int n = 4 * k + i / 2 * 2, h = i % 2 * 2;
+          const uint32_t first = pack_p_codes(S_acc[r][n][h], S_acc[r][n][h + 1]);           // R5
+          const uint32_t second = pack_p_codes(S_acc[r][n + 1][h], S_acc[r][n + 1][h + 1]);  // R5
+          P_frag[r][k][i] = __byte_perm(first, second, t < 2 ? 0x5410 : 0x1054);  // see lane_key
+        }
+#pragma unroll
+    for (int c = 0; c < MMA_COLS; c += 2) {
+      p_sum_t sum[MMA_ROWS][2][4] = {};  // of this tile, two column tiles
+#pragma unroll
+      for (int k = 0; k < BLOCK_KV / 32; ++k) {
+        uint32_t V_frag[4];  // two column tiles, two halves of k
+        ldmatrix_x4(V_frag, swizzled_from<V_CHUNKS>(V_tile, c * 8, 2 * k));
+#pragma unroll
+        for (int r = 0; r < MMA_ROWS; ++r) {
+          mma_p_codes(sum[r][0], P_frag[r][k], V_frag[0], V_frag[1]);
+          mma_p_codes(sum[r][1], P_frag[r][k], V_frag[2], V_frag[3]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 v_scale = *reinterpret_cast<const float2*>(V_scale_tile + (c + j) * 8 + t * 2);
+#pragma unroll
+        for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            O_acc[r][c + j][i] = fmaf(
+                float(sum[r][j][i]), beta[r][i / 2] * (i % 2 ? v_scale.y : v_scale.x),
+                O_acc[r][c + j][i]);  // R6
+      }
+    }
+  }
+
+  // S6 store
+#pragma unroll
+  for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
+      const float inverse_l = state[r][h].inverse_l();
+      const int row = row0 + r * 16 + g + h * 8;
+      // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
+      if (LSE && quant.K_mean) {
+        const float* K_mean = quant.K_mean  // [HEAD_DIM]
+                              + (batch * p.heads_kv + head_kv) * HEAD_DIM;
+        const int8_t* Q_row = Q + min(row, p.len_q - 1 - q0) * p.Q_stride.len;  // [HEAD_DIM]
+        float dot = 0.0f;
+        for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d], K_mean[d], dot);
+        dot = shfl_sum<4>(dot);
+        if (state[r][h].M > NEG_INF) state[r][h].M += Q_factor[r][h] * dot;  // R3
+      }
+      if (q0 + row >= p.len_q) continue;
+      if constexpr (LSE)
+        if (t == 0) p.lse[batch_head * p.len_q + q0 + row] = state[r][h].lse();
+      const float* V_mean = values.V_mean  // [HEAD_DIM]
+                            + (batch * p.heads_kv + head_kv) * HEAD_DIM;
+      const float factor = inverse_l * P_STEP;                       // R7
+      const bool has_mean = values.V_mean && state[r][h].l != 0.0f;  // a row without keys stays 0
+#pragma unroll
+      for (int c = 0; c < MMA_COLS; ++c) {
+        float mean[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          mean[i] = has_mean ? V_mean[min(c * 8 + t * 2 + i, HEAD_DIM - 1)] : 0.0f;
+        store_pair(
+            O + row * p.O_stride.len, c * 8 + t * 2, fmaf(O_acc[r][c][2 * h], factor, mean[0]),
+            fmaf(O_acc[r][c][2 * h + 1], factor, mean[1]));  // R7
+      }
+    }
+}

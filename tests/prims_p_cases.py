@@ -1,0 +1,76 @@
+"""The kernel of ``prims/p_codes.cuh``, for every type of the codes of P."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cupyattn.features import Features
+from cupyattn.numerics import P_CODE_ONE
+from cupyattn.quant import GROUP_ALL
+from cupyattn.tiles import Tiles
+from tests.prim import Arguments, Prim, defines, rng
+
+#: NumPy's types of the codes of P, and of V that go with them.
+TYPES: dict[str, tuple[Any, Any]] = {
+    "u8": (np.uint8, np.int8),
+    "s8": (np.int8, np.int8),
+    "e4m3": (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
+}
+#: Whole numbers that each of them holds, and whose sums tensor cores keep.
+LARGEST = {"u8": (255, 127), "s8": (127, 127), "e4m3": (15, 8)}
+
+
+def arguments(p_type: str) -> Callable[[], Arguments]:
+    one, (of_p, of_v), (of_a, of_b) = P_CODE_ONE[p_type], TYPES[p_type], LARGEST[p_type]
+
+    def made() -> Arguments:
+        x = rng().uniform(0, 1, (2, 32)).astype(np.float32)
+        # 0, 1 as exp2 may give it, the edges of code 0 and ties, which go to even codes
+        x[0, :6] = [0, 1, 1 + 2.0**-22, 0.5 / one, 1.5 / one, 2.5 / one]
+        A = rng().integers(0, of_a + 1, (16, 32)).astype(of_p).view(np.uint8)
+        B = rng().integers(-of_b, of_b + 1, (8, 32)).astype(of_v).view(np.uint8)
+        codes = np.zeros(32, np.uint32)
+        return {"x": x, "A": A, "B": B, "codes": codes, "C": np.zeros((16, 8), np.float32)}
+
+    return made
+
+
+def expected(p_type: str) -> Callable[..., dict[str, np.ndarray]]:
+    one, (of_p, of_v) = P_CODE_ONE[p_type], TYPES[p_type]
+
+    def written(x: np.ndarray, A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        scaled = np.minimum(x.astype(np.float64) * one, one)
+        rounded = scaled.astype(np.float32) if p_type == "e4m3" else np.rint(scaled)
+        low, high = rounded.astype(of_p).view(np.uint8)
+        a, b = A.view(of_p).astype(np.float32), B.view(of_v).astype(np.float32)
+        return {"codes": low + 256 * high.astype(np.uint32), "C": 1 + a @ b.T}
+
+    return written
+
+
+def mma_u8_arguments() -> Arguments:
+    A = rng().integers(0, 256, (16, 32)).astype(np.uint8)
+    B = rng().integers(-127, 128, (8, 32)).astype(np.int8)
+    return {"A": A, "B": B, "C": np.zeros((16, 8), np.int32)}
+
+
+def mma_u8_expected(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    return {"C": 1 + A.astype(np.int32) @ B.astype(np.int32).T}
+
+
+P_PRIMS = [
+    Prim("mma_u8", "mma", "mma_u8", 32, mma_u8_arguments, mma_u8_expected),
+] + [
+    Prim(
+        f"p_codes-{p_type}", "p_codes", "p_codes", 32, arguments(p_type), expected(p_type),
+        since=89 if p_type == "e4m3" else 80,
+        defines=defines(
+            Tiles(16, 32, 1), Features("float16", 64, vec=8, group_v=GROUP_ALL, p_type=p_type)
+        ),
+    )
+    for p_type in TYPES
+]  # fmt: skip

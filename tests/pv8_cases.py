@@ -1,0 +1,211 @@
+"""8-bit P and V: fixtures that need no bound, for any backend.
+
+Scores are whole numbers of log2 units (``scale = ln 2``, scales of Q and K 1), so that every
+exponential is a power of two and every sum is exact in any order; the codes of P then follow by
+hand, and what comes out is a few roundings of float32 away from whole-number arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cupyattn import attention
+from cupyattn.numerics import P_CODE_ONE
+from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
+from cupyattn.reference import attention_mirror
+from cupyattn.registry import lookup
+from tests.runs import bits, host_copy, on_host
+
+LN2 = math.log(2.0)
+HEAD_DIM = 64
+BLOCK_KV = lookup("fa_int8").default_tiles(HEAD_DIM, "pv8").block_kv
+#: Codes of P that are integers, whose sums are exact; the 8-bit float is not among them.
+P_TYPES = ("u8", "s8")
+E4M3 = ml_dtypes.float8_e4m3fn
+
+#: Brings an array to where the backend wants it.
+Move = Callable[[Any], Any]
+
+
+def pv_of(p_type: str) -> str:
+    """Return the arithmetic that codes of P of this type belong to."""
+    return "fp8" if p_type == "e4m3" else "int8"
+
+
+def codes_of(scores: np.ndarray, v: np.ndarray, move: Move, **given: Any) -> QuantizedQKV:
+    """Operands whose scores are these whole numbers, (rows, keys), and whose values are codes `v`.
+
+    Row i of Q is 1 in channel i % 32: rows of a tile may have scores of their own, 32 of them.
+    """
+    rows, keys = scores.shape
+    q, k = np.zeros((1, 1, rows, HEAD_DIM), np.int8), np.zeros((1, 1, keys, HEAD_DIM), np.int8)
+    for row in range(rows):
+        q[0, 0, row, row] = 1
+        k[0, 0, :, row] = scores[row]
+    given = {"v_scale": 1.0, "out_dtype": "float32", **given}
+    v = v[None, None].astype(E4M3).view(np.int8) if given["p_type"] == "e4m3" else v[None, None]
+    operands = (move(x) for x in (q, k, v.astype(np.int8)))
+    return QuantizedQKV.from_codes(*operands, 1.0, 1.0, **given)
+
+
+def attend(z: QuantizedQKV, backend: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """O and lse of the one head."""
+    o, lse = attention(z, scale=LN2, return_lse=True, backend=backend, **options)
+    return on_host(o)[0, 0], on_host(lse)[0, 0]
+
+
+def by_hand(scores: np.ndarray, p_type: str) -> np.ndarray:
+    """The weight of each key, from the codes of P: tile by tile, in whole-number arithmetic."""
+    one = P_CODE_ONE[p_type]
+    weights = np.zeros(scores.shape)
+    top = scores.max(axis=1, keepdims=True)
+    for kv0 in range(0, scores.shape[1], BLOCK_KV):
+        tile = scores[:, kv0 : kv0 + BLOCK_KV].astype(np.float64)
+        m = tile.max(axis=1, keepdims=True)
+        codes = one * np.exp2(tile - m)
+        codes = codes.astype(E4M3).astype(np.float64) if p_type == "e4m3" else np.rint(codes)
+        weights[:, kv0 : kv0 + BLOCK_KV] = codes / one * np.exp2(m - top)
+    return weights / np.exp2(scores - top).sum(axis=1, keepdims=True)
+
+
+def whole_scores(rows: int, keys: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-9, 10, (rows, keys))
+
+
+def whole_values(keys: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-127, 128, (keys, HEAD_DIM))
+
+
+def check_one_hot_values_show_p(backend: str, p_type: str, move: Move) -> None:
+    """With V the unit matrix the output is P, code by code."""
+    scores = whole_scores(32, HEAD_DIM)
+    z = codes_of(scores, np.eye(HEAD_DIM), move, p_type=p_type)
+    o, lse = attend(z, backend)
+    np.testing.assert_allclose(o, by_hand(scores, p_type), rtol=2.0**-21)
+    top = scores.max(axis=1)
+    exact = LN2 * (top + np.log2(np.exp2(scores - top[:, None]).sum(axis=1)))
+    np.testing.assert_allclose(lse, exact, rtol=2.0**-21, atol=2.0**-21)  # l is of unrounded P
+
+
+def check_products_by_hand(backend: str, p_type: str, move: Move) -> None:
+    """Several tiles, whose maxima rise and fall, and a tail."""
+    keys = 3 * BLOCK_KV + 5
+    scores, v = whole_scores(30, keys), whole_values(keys)
+    o, _ = attend(codes_of(scores, v, move, p_type=p_type), backend)
+    weights = by_hand(scores, p_type)
+    error = np.abs(o - weights @ v)
+    assert (error <= 2.0**-20 * (weights @ np.abs(v))).all()
+
+
+def check_scores_of_0_and_minus_infinity(backend: str, p_type: str, move: Move) -> None:
+    """Whole numbers from end to end: equal to the bit."""
+    keys = 2 * BLOCK_KV + 9
+    mask = np.random.default_rng(2).random((32, keys)) < 0.5
+    mask[3], mask[4, BLOCK_KV:] = False, False
+    v = whole_values(keys)
+    z = codes_of(np.zeros((32, keys), np.int64), v, move, p_type=p_type)
+    o, lse = attend(z, backend, mask=move(mask))
+    one, f32 = P_CODE_ONE[p_type], np.float32
+    count = mask.sum(axis=1)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(count == 0, f32(0), f32(1) / count.astype(f32)) * f32(1 / one)
+        np.testing.assert_allclose(lse, np.log(count), rtol=2.0**-21)
+    assert bits(o) == bits((one * (mask @ v)).astype(f32) * inverse[:, None].astype(f32))
+
+
+def check_equal_keys(backend: str, p_type: str, move: Move) -> None:
+    """Every code of P is the largest one: O is the mean of V."""
+    keys = BLOCK_KV + 6
+    v = whole_values(keys)
+    o, _ = attend(codes_of(np.full((8, keys), 5), v, move, p_type=p_type), backend)
+    np.testing.assert_allclose(o, np.broadcast_to(v.mean(axis=0), o.shape), 2.0**-21, 2.0**-21)
+
+
+def check_one_key_gives_its_value(backend: str, p_type: str, move: Move) -> None:
+    v = whole_values(1) // (16 if p_type == "e4m3" else 1)
+    o, lse = attend(codes_of(np.full((8, 1), 3), v, move, p_type=p_type), backend)
+    np.testing.assert_allclose(o, np.broadcast_to(v, o.shape), rtol=2.0**-22)
+    np.testing.assert_allclose(lse, 3 * LN2, rtol=2.0**-22)
+
+
+def check_keys_in_another_order(backend: str, p_type: str, move: Move) -> None:
+    """Within tiles the order of the keys changes no bit, whatever fragments make of it."""
+    keys = 2 * BLOCK_KV
+    rng = np.random.default_rng(3)
+    scores, v = whole_scores(32, keys), whole_values(keys)
+    order = np.concatenate([t + rng.permutation(BLOCK_KV) for t in (0, BLOCK_KV)])
+    o, lse = attend(codes_of(scores, v, move, p_type=p_type), backend)
+    moved = codes_of(scores[:, order], v[order], move, p_type=p_type)
+    o_moved, lse_moved = attend(moved, backend)
+    assert bits(o) == bits(o_moved) and bits(lse) == bits(lse_moved)
+
+
+def check_shifted_scores(backend: str, p_type: str, move: Move) -> None:
+    scores, v = whole_scores(32, 90), whole_values(90)
+    o, lse = attend(codes_of(scores, v, move, p_type=p_type), backend)
+    shifted = codes_of(scores + 100, v, move, p_type=p_type)
+    o_shifted, lse_shifted = attend(shifted, backend)
+    assert bits(o) == bits(o_shifted)
+    np.testing.assert_allclose(lse_shifted - lse, 100 * LN2, rtol=2.0**-20)
+
+
+def check_split_keys_merge(backend: str, p_type: str, move: Move) -> None:
+    """Two halves of whole tiles, each attended to by itself, merge by lse to the whole."""
+    keys = 4 * BLOCK_KV
+    scores, v = whole_scores(32, keys), whole_values(keys)
+    whole, lse = attend(codes_of(scores, v, move, p_type=p_type), backend)
+    parts = [
+        attend(codes_of(scores[:, half], v[half], move, p_type=p_type), backend)
+        for half in (slice(0, keys // 2), slice(keys // 2, keys))
+    ]
+    shares = [np.exp(part.astype(np.float64) - lse)[:, None] for _, part in parts]
+    merged = sum(share * o for share, (o, _) in zip(shares, parts, strict=True))
+    np.testing.assert_allclose(merged, whole, rtol=1e-5, atol=2e-4)
+
+
+def check_constant_values_come_back(backend: str, p_type: str, move: Move) -> None:
+    """Centred by its mean a constant V has codes 0: O is the constant, to the bit."""
+    rng = np.random.default_rng(4)
+    q, k = (rng.standard_normal((1, 2, n, HEAD_DIM)).astype(np.float16) for n in (40, 128))
+    v = np.broadcast_to(rng.integers(-64, 65, HEAD_DIM) / 8, k.shape).astype(np.float16)
+    quant = QuantConfig(pv=pv_of(p_type), p_type=p_type)
+    o = attention(*map(move, (q, k, v)), variant="fa_int8", quant=quant, backend=backend)
+    assert bits(o) == bits(np.broadcast_to(v[:, :, :1], q.shape))
+
+
+def check_codes_of_p_against_the_mirror(backend: str, p_type: str, move: Move) -> None:
+    """On real scores the codes of P differ from the mirror's by one, at few places if any.
+
+    One tile, V the unit matrix: O l is P. Both exponentials have a relative error of 2^-22, which
+    moves a code only where it lies that close to a tie.
+    """
+    rng = np.random.default_rng(5)
+    q, k = (rng.standard_normal((1, 2, n, HEAD_DIM)).astype(np.float32) for n in (100, BLOCK_KV))
+    v = np.broadcast_to(np.eye(BLOCK_KV, HEAD_DIM, dtype=np.float32), k.shape)
+    quant = QuantConfig(pv="int8", granularity_v="channel", smooth_v=False, p_type=p_type)
+    z = quantize(*map(move, (q, k, np.ascontiguousarray(v))), quant=quant, backend=backend)
+    o = on_host(attention(z, backend=backend)).astype(np.float64)
+    _, (step,) = attention_mirror(host_copy(z), variant="fa_int8", trace=True)
+    codes = o * step.l[..., None].astype(np.float64) * P_CODE_ONE[p_type]
+    assert np.abs(codes - np.rint(codes)).max() <= 0.01
+    flips = np.abs(np.rint(codes) - np.rint(step.P * P_CODE_ONE[p_type]))
+    assert flips.max() <= 1 and np.count_nonzero(flips) <= flips.size // 1000
+    assert np.count_nonzero(np.rint(codes)) > flips.size // 2
+
+
+#: (check, type of P): sums of 8-bit floats are not exact on a device, single products are.
+CHECKS = [
+    (check, p_type)
+    for name, check in sorted(globals().items())
+    if name.startswith("check_")
+    for p_type in P_TYPES
+] + [
+    (check_one_hot_values_show_p, "e4m3"),
+    (check_one_key_gives_its_value, "e4m3"),
+    (check_constant_values_come_back, "e4m3"),
+]
