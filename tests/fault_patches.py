@@ -71,7 +71,7 @@ class Fault:
 
 
 def put_in_place(folder: Path, rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a rung run from a copy of the kernels; ``"fa_tc@split"`` is the split form of fa_tc."""
+    """Let a rung run from a copy of the kernels; ``"fa_tc@split"`` is a form of fa_tc."""
     variant, _, form = rung.partition("@")
     if form:
         monkeypatch.setattr(compiler, "KERNELS", folder)

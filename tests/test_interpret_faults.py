@@ -50,7 +50,7 @@ def problems() -> Iterator[tuple[Arrays, dict[str, Any]]]:
 
 
 def interpreted(variant: str) -> Iterator[Run]:
-    for inputs, options in revealing_splits() if "@" in variant else problems():
+    for inputs, options in revealing_splits() if "@split" in variant else problems():
         yield run(variant, inputs, backend="interpret", **options)
 
 

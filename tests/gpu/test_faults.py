@@ -39,7 +39,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def runs(variant: str) -> Iterator[Run]:
-    found = revealing_splits() if "@" in variant else revealing(2, 2, ((70, 33), (150, 333)))
+    found = revealing_splits() if "@split" in variant else revealing(2, 2, ((70, 33), (150, 333)))
     for inputs, options in found:
         options = moved(options)
         yield run(variant, tuple(embedded(x) for x in inputs), **options)
