@@ -6,7 +6,8 @@
 //              scales, S6 gives the keys' mean back to lse; V stays in 16 bits, S4 and S5 are those
 //              of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP].
-// Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 exp2,
+// Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale; times Q scale within R4's
+//              fma, one rounding less than the bound counts; R4 exp2,
 //              R5 P to 16 bits, R6 alpha, l and the tensor core over keys, R7 times 1/l and store
 //              (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
@@ -94,8 +95,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      Q_factor[r][h] = softmax_scale(p) *
-                       Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q];  // R3
+      Q_factor[r][h] = row_factor(
+          softmax_scale(p),
+          Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q]);  // R3
   const KeptKeys keys(p, batch, head, q0, kv_begin(p, q0), kv_end(p, q0, BLOCK_Q));
   const int first_step = keys.begin / BLOCK_KV;
   const int num_steps = ceil_div(keys.end, BLOCK_KV);
@@ -146,7 +148,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         }
       }
     }
-    float S_acc[MMA_ROWS][MMA_KEYS][4];  // scaled: the softmax scale is already in Q_factor
+    float S_acc[MMA_ROWS][MMA_KEYS][4];  // Q_factor is still to come
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
       const float2 k_scale = *reinterpret_cast<const float2*>(K_scale_tile + n * 8 + t * 2);
@@ -154,8 +156,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] =
-              float(dot[r][n][i]) * (i % 2 ? k_scale.y : k_scale.x) * Q_factor[r][i / 2];  // R3
+          S_acc[r][n][i] = float(dot[r][n][i]) * (i % 2 ? k_scale.y : k_scale.x);  // R3
     }
 
     // S4 softmax
@@ -168,33 +169,45 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
           for (int i = 0; i < 4; ++i) {
             const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
             if constexpr (NATURAL_SCORES)
-              S_acc[r][n][i] = scores.of(S_acc[r][n][i], row, key);  // R3
+              S_acc[r][n][i] = scores.of(S_acc[r][n][i] * Q_factor[r][i / 2], row, key);  // R3
             if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
           }
     }
 #pragma unroll
-    for (int r = 0; r < MMA_ROWS; ++r)
+    for (int r = 0; r < MMA_ROWS; ++r) {
+      float m[2];  // the largest score that this lane holds of row g, then of row g + 8
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {  // row g, then row g + 8
-        float m = NEG_INF;
+      for (int h = 0; h < 2; ++h) {
+        m[h] = NEG_INF;
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
-          m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
-        const float alpha = state[r][h].advance(shfl_max<4>(m));
+          m[h] = fmaxf(m[h], fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
+        m[h] = row_maximum(m[h], Q_factor[r][h]);
+      }
+      // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
+      if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float alpha = state[r][h].advance(shfl_max<4>(m[h]));
+#pragma unroll
+          for (int c = 0; c < MMA_COLS; ++c) {
+            O_acc[r][c][2 * h] *= alpha;      // R6
+            O_acc[r][c][2 * h + 1] *= alpha;  // R6
+          }
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
         const float M = state[r][h].M_finite();
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
           for (int i = 2 * h; i < 2 * h + 2; ++i) {
-            S_acc[r][n][i] = ex2_approx_ftz((S_acc[r][n][i] - M) * M_TO_LOG2);  // R4
+            S_acc[r][n][i] = ex2_approx_ftz(exponent(S_acc[r][n][i], Q_factor[r][h], -M));  // R4
             state[r][h].l += S_acc[r][n][i];  // R6: this lane's part of l
           }
-#pragma unroll
-        for (int c = 0; c < MMA_COLS; ++c) {
-          O_acc[r][c][2 * h] *= alpha;      // R6
-          O_acc[r][c][2 * h + 1] *= alpha;  // R6
-        }
       }
+    }
 
     // S5 output
 #pragma unroll

@@ -104,6 +104,12 @@ __device__ __forceinline__ float softmax_scale(const AttnParams& p) {
   return NATURAL_SCORES ? p.scale : p.scale_log2;
 }
 
+// That factor times the scale of a row's codes. Never 0, so that -inf stays what it is: masked.
+__device__ __forceinline__ float row_factor(float factor, float scale) {
+  const float product = factor * scale;
+  return product == 0.0f ? __int_as_float(1) : product;
+}
+
 // M and the exponent of 2 of a score, `to_log2` being what brings a product q.k to log2 units.
 // Natural scores are subtracted before they are multiplied, which a bias of any size may pass.
 __device__ __forceinline__ float row_maximum(float m, float to_log2) {
