@@ -6,10 +6,9 @@
 //              scales, S6 gives the keys' mean back to lse; V stays in 16 bits, S4 and S5 are those
 //              of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP].
-// Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale; times Q scale within R4's
-//              fma, one rounding less than the bound counts; R4 exp2,
-//              R5 P to 16 bits, R6 alpha, l and the tensor core over keys, R7 times 1/l and store
-//              (cupyattn/numerics.py)
+// Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale within R4's
+//              fma (one rounding less than the bound counts); R4 exp2, R5 P to 16 bits, R6 alpha, l
+//              and the tensor core over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -22,7 +21,7 @@
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
 constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
-// Codes per global access: as many bytes as an access of V, where rows allow it.
+// Codes per global access: as many bytes as an access of O, where rows allow it.
 constexpr int CODE_VEC = VEC > 1 && HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
 constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row of V
