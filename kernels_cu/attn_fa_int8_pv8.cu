@@ -6,7 +6,9 @@
 // Differs from attn_fa_int8: S2 loads codes of V, channels for rows, since 8-bit fragments need
 //              neighbours along the keys; S3 takes the keys in such an order that the scores of a
 //              lane are neighbours already; S4 subtracts the maximum of the tile, not of the row;
-//              S5 is two levels of sums; S6 gives back the mean of V.
+//              S5 is two levels of sums; S6 gives back the mean of V. S is wholly scaled before
+//              its maximum, so that no weight of a tile exceeds code 255, and O is rescaled in
+//              every step: skipping that spills at head_dim 256. Both lengthen the diff.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP], of a
 //              value V_scale[key / GROUP_V][channel].
@@ -54,9 +56,10 @@ static_assert(GROUP_V % BLOCK_KV == 0, "GROUP_V must be whole tiles: a tile has 
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-// The first of this lane's two keys in key tile n, in the order of K that S3 takes: of two tiles 4t
-// and 4t + 2, exchanged for t of 2 and 3. So a lane has four neighbours, as a fragment of 8-bit P
-// wants them, and the eight rows that an ldmatrix reads at once still differ modulo 8.
+// The first of this lane's two keys in key tile n, in the order of K that S3 takes: columns 2t of
+// two neighbouring tiles are keys 4t and 4t + 2, or 4t + 2 and 4t for t of 2 and 3. So a lane has
+// four neighbouring keys, as a fragment of 8-bit P wants them, and the eight rows of K that an
+// ldmatrix reads at once still differ modulo 8, as the swizzle wants them.
 __device__ __forceinline__ int lane_key(int n, int t) {
   return n / 2 * 16 + 4 * t + 2 * (t / 2 ^ n % 2);
 }
@@ -90,8 +93,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
                          head_kv * values.V_scale_stride_head;
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
-  // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K, both
-  // chunks of 8 keys come before those of the next 8. swizzled_from() goes on from there.
+  // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K and V,
+  // both chunks of 8 rows come before those of the next 8. swizzled_from() goes on from there.
   const uint32_t Q_lane =
       shared_address(swizzled<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16));
   const int K_row = lane_key(lane_id() / 16, lane_id() % 8 / 2) + lane_id() % 2;
@@ -166,7 +169,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         }
       }
     }
-    float S_acc[MMA_ROWS][MMA_KEYS][4];  // wholly scaled: no weight of a tile exceeds 1, code 255
+    float S_acc[MMA_ROWS][MMA_KEYS][4];  // scaled: the softmax scale is already in Q_factor
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
       const float2 k_scale = *reinterpret_cast<const float2*>(K_scale_tile + lane_key(n, t));
@@ -194,31 +197,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     }
     float beta[MMA_ROWS][2];  // brings this tile's exponentials to the maximum of the row
 #pragma unroll
-    for (int r = 0; r < MMA_ROWS; ++r) {
-      float m[2];  // the largest score that this lane holds of row g, then of row g + 8
+    for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        m[h] = NEG_INF;
+      for (int h = 0; h < 2; ++h) {  // row g, then row g + 8
+        float m = NEG_INF;
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
-          m[h] = fmaxf(m[h], fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
-      }
-      // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
-      if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float alpha = state[r][h].advance(shfl_max<4>(m[h]));
-#pragma unroll
-          for (int c = 0; c < MMA_COLS; ++c) {
-            O_acc[r][c][2 * h] *= alpha;      // R6
-            O_acc[r][c][2 * h + 1] *= alpha;  // R6
-          }
-        }
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
+          m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
         RowState tile;  // of this step alone
-        tile.M = shfl_max<4>(m[h]);
+        tile.M = shfl_max<4>(m);
+        const float alpha = state[r][h].advance(tile.M);
         beta[r][h] = ex2_approx_ftz((tile.M - state[r][h].M_finite()) * M_TO_LOG2);  // R4
         const float M = tile.M_finite();
 #pragma unroll
@@ -229,8 +217,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
             tile.l += S_acc[r][n][i];  // R6: this lane's part of l
           }
         state[r][h].l = fmaf(tile.l, beta[r][h], state[r][h].l);  // R6
+#pragma unroll
+        for (int c = 0; c < MMA_COLS; ++c) {
+          O_acc[r][c][2 * h] *= alpha;      // R6
+          O_acc[r][c][2 * h + 1] *= alpha;  // R6
+        }
       }
-    }
 
     // S5 output
     uint32_t P_frag[MMA_ROWS][BLOCK_KV / 32][4];  // four key tiles of S are one k step of P
@@ -299,12 +291,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       const bool has_mean = values.V_mean && state[r][h].l != 0.0f;  // a row without keys stays 0
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c) {
-        const int col = c * 8 + t * 2;
-        const float mean[2] = {
-            has_mean ? V_mean[min(col, HEAD_DIM - 1)] : 0.0f,
-            has_mean ? V_mean[min(col + 1, HEAD_DIM - 1)] : 0.0f};
+        float mean[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          mean[i] = has_mean ? V_mean[min(c * 8 + t * 2 + i, HEAD_DIM - 1)] : 0.0f;
         store_pair(
-            O + row * p.O_stride.len, col, fmaf(O_acc[r][c][2 * h], factor, mean[0]),
+            O + row * p.O_stride.len, c * 8 + t * 2, fmaf(O_acc[r][c][2 * h], factor, mean[0]),
             fmaf(O_acc[r][c][2 * h + 1], factor, mean[1]));  // R7
       }
     }
