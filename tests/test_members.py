@@ -12,7 +12,8 @@ from cupyattn.errors import KernelCompileError
 from cupyattn.interpret.members import Member, member_names, shared_members
 from tests.test_contracts import GOOD, arch_of, spec_of
 
-WITH_STORAGE = [source for source in GOOD if source != "quantize.cu"]
+WITHOUT_STORAGE = ["quantize.cu", "rope.cu"]
+WITH_STORAGE = [source for source in GOOD if source not in WITHOUT_STORAGE]
 #: Element types for the features of test_contracts: float16.
 EXPECTED = {
     "attn_fa.cu": {"Q": "float32", "K": "float32", "V": "float32", "S": "float32",
@@ -20,11 +21,15 @@ EXPECTED = {
     "attn_fa_warps.cu": {"Q": "float32", "K": "float32", "V": "float32"},
     "attn_fa_tc.cu": {"Q": "float16", "K": "float16", "V": "float16"},
     "attn_fa_int8.cu": {"Q": "int8", "K": "int8", "V": "float16", "K_scale": "float32"},
+    "attn_fa_int8_pv8.cu": {"Q": "int8", "K": "int8", "V": "int8", "K_scale": "float32",
+                            "V_scale": "float32"},
     "attn_unfused.cu": {"scores.Q": "float32", "scores.K": "float32", "weighted_sum.P": "float32",
                         "weighted_sum.V": "float32"},
     "sm90/attn_fa_tc.cu": {"Q": "float16", "K": "float16", "V": "float16", "tile": "uint8",
                            "Q_full": "uint64", "Q_empty": "uint64", "K_full": "uint64",
                            "K_empty": "uint64", "V_full": "uint64", "V_empty": "uint64"},
+    "split/attn_fa_tc.cu": {"K": "float16", "V": "float16"},
+    "split/merge_splits.cu": {"O": "float32", "l": "float32"},
 }  # fmt: skip
 
 
@@ -77,8 +82,9 @@ def test_other_element_types_and_stages() -> None:
     assert hopper["K"].shape == (2, 1, 128 * 64) and hopper["K_full"].shape == (2,)
 
 
-def test_a_source_without_shared_storage_has_no_members() -> None:
-    assert shared_members(spec_of("quantize.cu", {}), "sm_80") == ()
+@pytest.mark.parametrize("source", WITHOUT_STORAGE)
+def test_a_source_without_shared_storage_has_no_members(source: str) -> None:
+    assert shared_members(spec_of(source, {}), "sm_80") == ()
 
 
 def test_every_form_of_a_member(tmp_path: Path) -> None:
