@@ -29,13 +29,18 @@ KERNELS := $(wildcard kernels_cu/*.cu kernels_cu/*/*.cu kernels_cu/*/*.cuh)
 # The checkout is what runs, whatever is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: ladder test test-wheel lint setup clean
+.PHONY: ladder test test-slow test-wheel lint setup clean
 
 ladder: $(READY)
 	$(RUN) -m cupyattn ladder
 
 test: lint
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) -m "not slow"
+
+# What `test` leaves out for its length: further variants, types and combinations, interpreted.
+test-slow: $(READY)
+	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) -m slow \
+		--ignore=tests/test_packaging.py
 
 # Builds sdist and wheel, installs the wheel with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)

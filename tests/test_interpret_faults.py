@@ -24,7 +24,14 @@ from tests.runs import (
     run_packed,
 )  # fmt: skip
 
-SEEN = [(fault, variant) for fault in FAULTS for variant in fault.variants]
+#: Each mistake in the first of its variants; the others are slow.
+SEEN = [
+    pytest.param(
+        fault, variant, id=f"{fault.name}-{variant}", marks=[pytest.mark.slow] if number else []
+    )
+    for fault in FAULTS
+    for number, variant in enumerate(fault.variants)
+]
 
 
 def far_apart(x: np.ndarray) -> np.ndarray:
@@ -68,9 +75,7 @@ def test_without_a_mistake_nothing_is_reported_and_every_judgement_holds(variant
             one.check()
 
 
-@pytest.mark.parametrize(
-    ("fault", "variant"), SEEN, ids=[f"{fault.name}-{variant}" for fault, variant in SEEN]
-)
+@pytest.mark.parametrize(("fault", "variant"), SEEN)
 def test_a_mistake_is_noticed(
     fault: Fault, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
