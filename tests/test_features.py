@@ -464,7 +464,7 @@ def test_the_steps_of_the_unfused_rung_take_them(monkeypatch: pytest.MonkeyPatch
     q, k, v = arrays()
     options = options_of(
         {"causal": True, "causal_align": "top-left", "window": (30, -1), "softcap": 2.5,
-         "mask": "whole", "bias": "float16", "bias_shape": "turned", "block_mask": False}, SHAPE, 3,
+         "mask": "whole", "bias": "float16", "bias_shape": "turned", "block_mask": True}, SHAPE, 3,
     )  # fmt: skip
     mirrored = unfused.scores(q, k, **options)
     np.testing.assert_array_equal(mirrored > -np.inf, admitted(SHAPE, options))
