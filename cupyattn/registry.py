@@ -194,7 +194,8 @@ _BLOCK_MASK_TILES = {
     "fa_int8": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
 }
 
-#: The same for the Hopper forms: four warps that copy, four for every 64 query rows.
+#: The same for the Hopper forms: four warps that copy, four for every 64 query rows. Fastest of those
+#: in experiments/results/race_fa_tc_sm90_hd*.json; at head_dim 256 see NOTES.md there.
 _HOPPER_TILES = {
     "fa_tc": {
         64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(192, 80, 16, 2),
