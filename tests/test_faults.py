@@ -65,6 +65,7 @@ def test_a_fault_is_small_and_says_what_it_is(fault: Fault) -> None:
         assert max(len(removed), len(added)) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_applies_and_compiles_to_other_code(fault: Fault, tmp_path: Path) -> None:
     copy = fault.plant(tmp_path)

@@ -25,12 +25,13 @@ from tests.runs import (
 )  # fmt: skip
 
 #: Each mistake in the first of its variants; the others are slow.
+#: The rungs that a mistake is planted in here are the first of those that it names; on a device it
+#: is all of them (tests/gpu/test_faults.py). Every other one is slow.
 SEEN = [
     pytest.param(
-        fault, variant, id=f"{fault.name}-{variant}", marks=[pytest.mark.slow] if number else []
+        fault, fault.variants[0], id=fault.name, marks=[pytest.mark.slow] if number % 2 else []
     )
-    for fault in FAULTS
-    for number, variant in enumerate(fault.variants)
+    for number, fault in enumerate(FAULTS)
 ]
 
 

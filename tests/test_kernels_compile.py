@@ -97,14 +97,23 @@ def test_compiles(
 @pytest.mark.parametrize(
     ("name", "form", "dtype", "arch", "head_dim"),
     [
-        (name, form, dtype, arch, head_dim)
+        pytest.param(
+            name,
+            form,
+            dtype,
+            arch,
+            head_dim,
+            marks=[]
+            if arch in (NO_SPILLS[0], "sm_90a") and dtype == "float16"
+            else pytest.mark.slow,
+        )
         for head_dim in (64, 128, 256)
         for name, variant in VARIANTS.items()
         for form in variant.forms
         for dtype in variant.dtypes
         for arch in (architectures(form) if form == "sm90" else NO_SPILLS)
         if head_dim == taken(variant, form, head_dim)
-    ],
+    ],  # fmt: skip
 )
 def test_default_tiles_spill_nothing(
     name: str, form: str, dtype: str, arch: str, head_dim: int
