@@ -276,7 +276,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       if (LSE && quant.K_mean) {
         const float* K_mean = quant.K_mean  // [HEAD_DIM]
                               + (batch * p.heads_kv + head_kv) * HEAD_DIM;
-        const int8_t* Q_row = Q + min(row, p.len_q - 1 - q0) * p.Q_stride.len;  // [HEAD_DIM]
+        // NOTE: from the parameters, not from Q, which would keep registers through the loop.
+        const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
+                              + batch * p.Q_stride.batch + head * p.Q_stride.head +
+                              min(q0 + row, p.len_q - 1) * p.Q_stride.len;
         float dot = 0.0f;
         for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d], K_mean[d], dot);
         dot = shfl_sum<4>(dot);
@@ -291,13 +294,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       const bool has_mean = values.V_mean && state[r][h].l != 0.0f;  // a row without keys stays 0
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c) {
-        float mean[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          mean[i] = has_mean ? V_mean[min(c * 8 + t * 2 + i, HEAD_DIM - 1)] : 0.0f;
+        const int col = c * 8 + t * 2;
+        const float mean0 = has_mean ? V_mean[min(col, HEAD_DIM - 1)] : 0.0f;
+        const float mean1 = has_mean ? V_mean[min(col + 1, HEAD_DIM - 1)] : 0.0f;
         store_pair(
-            O + row * p.O_stride.len, c * 8 + t * 2, fmaf(O_acc[r][c][2 * h], factor, mean[0]),
-            fmaf(O_acc[r][c][2 * h + 1], factor, mean[1]));  // R7
+            O + row * p.O_stride.len, col, fmaf(O_acc[r][c][2 * h], factor, mean0),
+            fmaf(O_acc[r][c][2 * h + 1], factor, mean1));  // R7
       }
     }
 }
