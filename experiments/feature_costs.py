@@ -12,7 +12,6 @@ Run          python -m experiments.feature_costs [--quick] [--json FILE] [--upda
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from cupyattn.cli import output
 from cupyattn.quant import QuantConfig
 from cupyattn.rope import Rope
 from experiments import common
-from experiments.common import RESULTS, ROOT, Problem
+from experiments.common import ROOT, Problem
 
 PAGE = ROOT / "docs" / "FEATURES.md"
 RECORD = "experiments/results/feature_costs.json"
@@ -244,13 +243,6 @@ def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:
     path.write_text(page(record), encoding="utf-8")
 
 
-def stored() -> dict[str, Any]:
-    """Return the committed record."""
-    text = (RESULTS / "feature_costs.json").read_text(encoding="utf-8")
-    record: dict[str, Any] = json.loads(text)
-    return record
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = common.parser(__doc__)
@@ -259,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--update-docs", action="store_true", help="rewrite docs/FEATURES.md")
     args = parser.parse_args(argv)
     if args.update_docs and not args.quick and device.device_missing():
-        update_page(stored())
+        update_page(common.stored("feature_costs"))
         return 0
     return common.main(run, args)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cupyattn.request import Options, resolve
-from experiments import feature_costs
+from experiments import common, feature_costs
 from experiments.common import Problem
 
 
@@ -78,9 +78,9 @@ def test_the_page_is_written_from_the_record(tmp_path: Path) -> None:
 
 def test_the_committed_page_is_what_the_committed_record_says() -> None:
     """Neither is there without the other."""
-    record = feature_costs.RESULTS / "feature_costs.json"
+    record = common.RESULTS / "feature_costs.json"
     assert record.exists() == feature_costs.PAGE.exists()
     if record.exists():
         assert feature_costs.PAGE.read_text(encoding="utf-8") == feature_costs.page(
-            feature_costs.stored()
+            common.stored("feature_costs")
         )

@@ -24,7 +24,6 @@ from tests.runs import (
     run_packed,
 )  # fmt: skip
 
-#: Each mistake in the first of its variants; the others are slow.
 #: The rungs that a mistake is planted in here are the first of those that it names; on a device it
 #: is all of them (tests/gpu/test_faults.py). Every other one is slow.
 SEEN = [

@@ -94,26 +94,22 @@ def test_compiles(
         kc.check_shared_memory(binary.smem_bytes + static, SMALLEST_LIMIT, str(spec))
 
 
+def at_once(dtype: str, arch: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a compilation: one type, on the oldest and on Hopper, is not slow."""
+    return [] if dtype == "float16" and arch in (NO_SPILLS[0], "sm_90a") else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     ("name", "form", "dtype", "arch", "head_dim"),
     [
-        pytest.param(
-            name,
-            form,
-            dtype,
-            arch,
-            head_dim,
-            marks=[]
-            if arch in (NO_SPILLS[0], "sm_90a") and dtype == "float16"
-            else pytest.mark.slow,
-        )
+        pytest.param(name, form, dtype, arch, head_dim, marks=at_once(dtype, arch))
         for head_dim in (64, 128, 256)
         for name, variant in VARIANTS.items()
         for form in variant.forms
         for dtype in variant.dtypes
         for arch in (architectures(form) if form == "sm90" else NO_SPILLS)
         if head_dim == taken(variant, form, head_dim)
-    ],  # fmt: skip
+    ],
 )
 def test_default_tiles_spill_nothing(
     name: str, form: str, dtype: str, arch: str, head_dim: int
