@@ -200,8 +200,9 @@ def attention(
     else:
         dtype = quantized.out_dtype
         q, k, v = kernel_operands(quantized)
-        if quantized.form == "pv8":  # the kernel sums V without its mean
-            form, v = "pv8", quantized.centred_values()
+        form = form or quantized.form
+        if form == "pv8":  # the kernel sums V without its mean
+            v = quantized.centred_values()
     sizes = check_shapes(q.shape, k.shape, v.shape)
     changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
     form = form or lookup(variant).form_for(*sizes[3:5], tiles, changed=changed)
@@ -219,8 +220,9 @@ def attention(
         raise ValueError(f"scaling {n.scaling!r} does not go with {have}")
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     tiles = tiles or lookup(variant).tiles_for(
-        q.shape[-1], form=form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks
-    )
+        q.shape[-1], form=form, lengths=(q.shape[2], k.shape[2]), causal=causal,
+        block_mask=blocks,
+    )  # fmt: skip
     sigma = check_scale(scale, q.shape[-1])
     scaling = scaling_errors(n, sigma, quantized, softcap)
     mean = None if quantized is None else quantized.k_mean

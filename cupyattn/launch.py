@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,14 @@ from cupyattn.checks import INT32_MAX, AttentionCall, data_address
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
+from cupyattn.params import (
+    ATTN_PARAMS,
+    QUANT_PARAMS,
+    SCHEDULE_PARAMS,
+    SPLIT_PARAMS,
+    pack,
+    pointers,
+)  # fmt: skip
 from cupyattn.registry import Variant
 from cupyattn.tiles import Tiles
 from cupyattn.value_codes import VALUE_PARAMS, ValueCodes
@@ -29,49 +37,13 @@ LOG2E = math.log2(math.e)
 #: Kernels of the unfused rung, in order; each can be planned alone.
 UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")
 
-#: ``struct AttnParams`` of kernels_cu/prims/params.cuh, field by field.
-ATTN_PARAMS = np.dtype(
-    [
-        ("Q", "u8"), ("K", "u8"), ("V", "u8"), ("O", "u8"), ("lse", "u8"), ("S", "u8"),
-        ("Q_stride", "i8", 3), ("K_stride", "i8", 3), ("V_stride", "i8", 3), ("O_stride", "i8", 3),
-        ("batch", "i4"), ("heads", "i4"), ("heads_kv", "i4"), ("len_q", "i4"), ("len_kv", "i4"),
-        ("causal_shift", "i4"), ("scale", "f4"), ("scale_log2", "f4"),
-        ("mask", "u8"), ("bias", "u8"), ("mask_stride", "i8", 4), ("bias_stride", "i8", 4),
-        ("window_shift", "i4"), ("softcap", "f4"), ("softcap_inverse", "f4"),
-        ("kept_blocks", "u8"), ("kept_stride", "i8", 3),
-        ("rope_cos", "u8"), ("rope_sin", "u8"), ("rope_offset_q", "i4"),
-        ("cu_seqlens_q", "u8"), ("cu_seqlens_k", "u8"), ("total_q", "i4"), ("bottom_right", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
-
-#: ``struct QuantParams`` of kernels_cu/prims/params.cuh, field by field.
-QUANT_PARAMS = np.dtype(
-    [
-        ("Q_scale", "u8"), ("K_scale", "u8"), ("K_mean", "u8"),
-        ("Q_scale_stride_batch", "i8"), ("Q_scale_stride_head", "i8"),
-        ("K_scale_stride_batch", "i8"), ("K_scale_stride_head", "i8"),
-    ],
-    align=True,
-)  # fmt: skip
-
-#: ``struct SplitParams`` of kernels_cu/prims/params.cuh, field by field.
-SPLIT_PARAMS = np.dtype(
-    [
-        ("O", "u8"), ("M", "u8"), ("l", "u8"),
-        ("first_key", "i4"), ("end_key", "i4"), ("slice_keys", "i4"), ("slices", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
-
-#: ``struct ScheduleParams`` of kernels_cu/prims/params.cuh.
-SCHEDULE_PARAMS = np.dtype([("next_tile", "u8")], align=True)
-
 #: Thread blocks of a persistent Hopper kernel: one for each SM of an H100 or H200 SXM. Blocks take
 #: tiles as they become free, so a device with fewer SMs computes the same.
 HOPPER_BLOCKS = 132
 #: Rows of O that a warp of such a kernel stores at a time.
 HOPPER_STORE_ROWS = 16
+#: Keys that share a scale in the Hopper form of fa_int8, or a multiple of them.
+HOPPER_SCALE_KEYS = 16
 
 
 @dataclass(frozen=True)
@@ -188,7 +160,7 @@ class Launch:
         return tuple(
             p
             if isinstance(p, TensorMap)
-            else (pack(*p, nowhere).view(np.uint64), tuple(_pointers(*p)))
+            else (pack(*p, nowhere).view(np.uint64), tuple(pointers(*p)))
             for p in self.params
         )
 
@@ -354,7 +326,7 @@ def plan_attention(
         note = _hopper_obstacle(call, q, k, v, o)
         form = "portable" if note else "sm90"
     tiles = variant.tiles_for(
-        call.head_dim, tiles, form=form, lengths=(call.len_q, call.len_kv),
+        call.head_dim, tiles, form=form, lengths=(call.len_q, call.len_kv), causal=call.causal,
         block_mask=call.block_mask,
     )  # fmt: skip
     features = _features(call, _widest(q, k, v, o))
@@ -370,18 +342,28 @@ def plan_attention(
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params),)
     workspace: tuple[Workspace, ...] = ()
     if form == "sm90":
-        grid = min(grid, HOPPER_BLOCKS)
-        boxes = {
-            "q": (q, tiles.block_q), "k": (k, tiles.block_kv), "v": (v, tiles.block_kv),
-            "o": (o, HOPPER_STORE_ROWS),
-        }  # fmt: skip
-        structs += tuple(_tensor_map(name, call.dtype, x, n) for name, (x, n) in boxes.items())
-        uneven = call.causal or call.window
-        structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None}),)
-        if uneven:
-            workspace = (Workspace("next_tile", (1,), "int32", zeros=True),)
+        boxes = (
+            ("q", call.dtype, q, tiles.block_q), ("k", call.dtype, k, tiles.block_kv),
+            ("v", call.dtype, v, tiles.block_kv), ("o", call.dtype, o, HOPPER_STORE_ROWS),
+        )  # fmt: skip
+        grid, added, workspace = _persistent(call, grid, boxes)
+        structs += added
     launch = Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs)
     return Plan(variant.name, form, tiles, features, (launch,), workspace, note)
+
+
+def _persistent(
+    call: AttentionCall, tiles: int, boxes: Sequence[tuple[str, str, Operand, int]]
+) -> tuple[int, tuple[Any, ...], tuple[Workspace, ...]]:
+    """Return blocks, further parameters and workspace of a Hopper form that works off `tiles`.
+
+    Boxes are buffer, dtype, operand and rows of what the copy engine moves.
+    """
+    uneven = call.causal or call.window
+    schedule = (SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None})
+    workspace = (Workspace("next_tile", (1,), "int32", zeros=True),) if uneven else ()
+    maps = tuple(_tensor_map(*box) for box in boxes)
+    return min(tiles, HOPPER_BLOCKS), (*maps, schedule), workspace
 
 
 def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand) -> str:
@@ -556,12 +538,13 @@ def plan_int8(
     bias: Operand | None = None,
     kept_blocks: Operand | None = None,
     tiles: Tiles | None = None,
+    arch: str | None = None,
 ) -> Plan:
     """Plan the INT8 rung on quantised operands.
 
     Parameters
     ----------
-    variant, call, v, o, mask, bias, kept_blocks, tiles
+    variant, call, v, o, mask, bias, kept_blocks, tiles, arch
         As for `plan_attention`; v is 16-bit, or the buffer ``"v_codes"`` where `values` is given.
     q_codes, k_codes : Operand
         INT8 codes, the buffers ``"q_codes"`` and ``"k_codes"``.
@@ -579,12 +562,23 @@ def plan_int8(
     -------
     Plan
     """
-    form = "portable" if values is None else "pv8"
+    form, note = "portable" if values is None else "pv8", ""
     if form not in variant.forms:
         raise UnsupportedError(
             f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"
         )
-    tiles = variant.tiles_for(call.head_dim, tiles, form=form, block_mask=call.block_mask)
+    if form == "portable" and arch == "sm_90a" and "sm90" in variant.forms:
+        note = _hopper_obstacle(call, q_codes, k_codes, v, o)
+        if not note and group_kv % HOPPER_SCALE_KEYS:
+            note = (
+                f"portable form: in the Hopper form {HOPPER_SCALE_KEYS} keys share a scale, or a "
+                f"multiple, got {group_kv}"
+            )
+        form = "portable" if note else "sm90"
+    tiles = variant.tiles_for(
+        call.head_dim, tiles, form=form, lengths=(call.len_q, call.len_kv), causal=call.causal,
+        block_mask=call.block_mask,
+    )  # fmt: skip
     rows = (o,) if values else (v, o)  # codes of V are read by channel, not by row
     vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, *rows))
     quantised: dict[str, Any] = {"group_q": group_q, "group_kv": group_kv}
@@ -594,7 +588,7 @@ def plan_int8(
     features = _features(call, vec, **quantised)
     spec = module_spec(variant, features, tiles, form)
     if math.prod(call.output_shape) == 0:
-        return Plan(variant.name, form, tiles, features, ())
+        return Plan(variant.name, form, tiles, features, (), note=note)
     params = _params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)
     params |= {"Q": "q_codes", "K": "k_codes"}
     quant = {
@@ -610,29 +604,20 @@ def plan_int8(
         params["V"], entry = "v_codes", f"{variant.entry_point}_pv8"
         structs += ((VALUE_PARAMS, values.params),)
     grid = _blocks(-(-call.len_q // tiles.block_q), call.batch * call.heads)
+    workspace: tuple[Workspace, ...] = ()
+    if form == "sm90":
+        value = "bfloat16" if call.dtype == "bfloat16" else "float16"
+        boxes = (
+            ("q_codes", "int8", q_codes, tiles.block_q),
+            ("k_codes", "int8", k_codes, tiles.block_kv), ("v", value, v, tiles.block_kv),
+        )  # fmt: skip
+        grid, added, workspace = _persistent(call, grid, boxes)
+        structs += added
     launch = Launch(spec, entry, grid, tiles.num_threads, True, structs)
-    return Plan(variant.name, form, tiles, features, (launch,))
+    return Plan(variant.name, form, tiles, features, (launch,), workspace, note)
 
 
 def _int8_allows(vec: int, q_codes: Operand, k_codes: Operand, *rows: Operand) -> bool:
     """Whether V and O move `vec` elements at a time and the codes CODE_VEC, as in fa_int8."""
     wide = 2 * vec if vec > 1 and q_codes.shape[-1] % (2 * vec) == 0 else vec
     return all(x.allows(vec) for x in rows) and q_codes.allows(wide) and k_codes.allows(wide)
-
-
-def pack(
-    struct: np.dtype[Any], values: Mapping[str, Any], addresses: Mapping[str, int]
-) -> np.ndarray:
-    """Return a kernel parameter: one `struct`, names of buffers replaced by their addresses."""
-    packed = np.zeros(1, struct)
-    for name, value in values.items():
-        packed[name] = addresses[value] if isinstance(value, str) else 0 if value is None else value
-    return packed
-
-
-def _pointers(struct: np.dtype[Any], values: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """Yield which word of a packed struct is the address of which buffer."""
-    offsets: Mapping[str, Any] = struct.fields or {}
-    for name, value in values.items():
-        if isinstance(value, str):
-            yield offsets[name][1] // 8, value

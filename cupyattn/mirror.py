@@ -455,7 +455,7 @@ def attention_mirror(
     changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
     quant = None
     if quantized is not None:
-        form, quant = quantized.form, quantized.config
+        form, quant = form or quantized.form, quantized.config
     form = form or rung.form_for(len_q, len_kv, tiles, changed=changed)
     n = numerics or compose_numerics(rung.family, form, dtype, quant, **given)
     check_features(n, softcap, bias)
@@ -465,7 +465,9 @@ def attention_mirror(
         q, k = turn.turned(q, k)
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     lengths = (len_q, len_kv)
-    tiles = rung.tiles_for(head_dim, tiles, form=form, lengths=lengths, block_mask=blocks)
+    tiles = rung.tiles_for(
+        head_dim, tiles, form=form, lengths=lengths, causal=causal, block_mask=blocks
+    )
     sigma = check_scale(scale, head_dim)
     scoring = Scoring.of(
         q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,

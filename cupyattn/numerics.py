@@ -182,7 +182,7 @@ def numerics(
         value = "float16" if dtype == "float32" else dtype
         return Numerics(
             "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
-            **features,
+            **features, headroom=HOPPER_HEADROOM if form == "sm90" else 0,
         )  # fmt: skip
     raise ValueError(
         f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"

@@ -99,7 +99,7 @@ def stages(request: Request) -> Stages:
         plan = launch.plan_int8(
             request.variant, call, *operands, o, *scales, group_q=z.group_q, group_kv=z.group_kv,
             smoothed=z.k_mean is not None, values=values, **_of_scores(request),
-            tiles=options.tiles,
+            tiles=options.tiles, arch=architecture(request),
         )  # fmt: skip
         return Stages((Stage(plan),))
     return _quantising_stages(request, call, q, k, v, o)
@@ -215,6 +215,7 @@ def _quantising_stages(
     plan = launch.plan_int8(
         request.variant, call, *codes, v, o, *scales, group_q=groups[0], group_kv=groups[1],
         smoothed=quant.smooth_k, values=values, **_of_scores(request), tiles=options.tiles,
+        arch=architecture(request),
     )  # fmt: skip
     return Stages((*passes, Stage(plan, renamed)), tuple(between))
 

@@ -137,6 +137,7 @@ class Variant:
         *,
         form: str = "portable",
         lengths: tuple[int, int] | None = None,
+        causal: bool = False,
         block_mask: tuple[int, int] = (0, 0),
     ) -> Tiles:
         """Return the tiles of a call: those given, or the variant's own.
@@ -149,6 +150,8 @@ class Variant:
         form : {"portable", "sm90"}
         lengths : (int, int), optional
             Query rows and keys, which the tiles of the Hopper form depend on.
+        causal : bool
+            So do they on a causal mask.
         block_mask : (int, int)
             Rows and keys of a block of the call's block mask; (0, 0): there is none.
 
@@ -161,9 +164,11 @@ class Variant:
         if tiles is None and block_mask != (0, 0) and self.block_mask_tiles:
             tiles = next(x for limit, x in self.block_mask_tiles.items() if head_dim <= limit)
         tiles = tiles or self.default_tiles(head_dim, form)
-        short = self.hopper_short_tiles.get(self._limit(head_dim, form)) if form == "sm90" else None
+        limit = self._limit(head_dim, form)
+        short = self.hopper_short_tiles.get(limit) if form == "sm90" else None
         if short is not None and lengths is not None and given is None:
-            fits = _padded(lengths, short) * SHORT_TILES_COST <= _padded(lengths, tiles)
+            cost = SHORT_TILES_COST[limit]
+            fits = cost * computed(lengths, causal, short) <= computed(lengths, causal, tiles)
             tiles = short if fits else tiles
         if block_mask[0] % tiles.block_q or block_mask[1] % tiles.block_kv:
             raise ValueError(
@@ -185,7 +190,7 @@ _TILES = {
     "fa": {128: Tiles(32, 32, 4), 256: Tiles(16, 16, 4)},
     "fa_warps": {128: Tiles(32, 32, 4), 256: Tiles(16, 32, 4)},
     "fa_tc": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
-    "fa_int8": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)},
+    "fa_int8": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 48, 4, 2)},
 }
 
 #: The same for block masks, the only ones of these that divide blocks of 64 in either direction.
@@ -200,19 +205,30 @@ _HOPPER_TILES = {
     "fa_tc": {
         64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(192, 80, 16, 2),
         192: Tiles(128, 112, 12, 2), 256: Tiles(128, 64, 12, 2),
-    }
+    },
+    "fa_int8": {
+        64: Tiles(192, 112, 16, 3), 128: Tiles(192, 80, 16, 4), 256: Tiles(128, 80, 12, 2),
+    },
 }  # fmt: skip
-_HOPPER_SHORT_TILES = {"fa_tc": {128: Tiles(128, 128, 12, 2)}}
-#: How much slower those are where either fills its tiles: 1.08 to 1.12 from length 2,048 on.
-SHORT_TILES_COST = 1.1
+_HOPPER_SHORT_TILES = {"fa_tc": {64: Tiles(128, 128, 12, 2), 128: Tiles(128, 128, 12, 2)}}
+#: How much slower those are where either fills its tiles: 1.29 (at length 4,096) and 1.08 to 1.12.
+SHORT_TILES_COST = {64: 1.29, 128: 1.1}
 
 
-def _padded(lengths: tuple[int, int], tiles: Tiles) -> int:
-    """Return how many scores whole tiles compute."""
+def computed(lengths: tuple[int, int], causal: bool, tiles: Tiles) -> int:
+    """Return how many scores whole tiles compute; the last row of a causal mask sees every key.
+
+    Examples
+    --------
+    >>> computed((512, 512), False, Tiles(192, 128, 16)) == 3 * 192 * 512
+    True
+    >>> computed((512, 512), True, Tiles(128, 128, 12)) == (1 + 2 + 3 + 4) * 128 * 128
+    True
+    """
     len_q, len_kv = lengths
-    return (
-        -(-len_q // tiles.block_q) * tiles.block_q * (-(-len_kv // tiles.block_kv)) * tiles.block_kv
-    )
+    ends = [q0 + tiles.block_q for q0 in range(0, len_q, tiles.block_q)]
+    keys = [min(max(0, end + len_kv - len_q), len_kv) if causal else len_kv for end in ends]
+    return sum(-(-n // tiles.block_kv) for n in keys) * tiles.block_kv * tiles.block_q
 
 
 #: The same for the split forms: every warp has its stages, and together they fill the 99 KB.
@@ -222,7 +238,7 @@ _SPLIT_TILES = {
 
 #: The same for P and V in 8 bits: keys in tiles of 32, 64 or 128.
 _PV8_TILES = {
-    "fa_int8": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 3)}
+    "fa_int8": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 3)}
 }
 
 VARIANTS: dict[str, Variant] = {

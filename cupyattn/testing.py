@@ -270,12 +270,12 @@ def judge(
         raise ValueError(f"o must have q's shape {operands[0].shape}, got {o.shape}")
     if lse is not None and lse.shape != (batch, heads, len_q):
         raise ValueError(f"lse must have shape {(batch, heads, len_q)}, got {lse.shape}")
-    form = form if quantized is None else quantized.form
+    form = form or (quantized.form if quantized is not None else None)
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
     form = form or lookup(variant).form_for(len_q, len_kv, tiles, changed=changed)
     tiles = tiles or lookup(variant).tiles_for(
-        head_dim, form=form, lengths=(len_q, len_kv), block_mask=blocks
+        head_dim, form=form, lengths=(len_q, len_kv), causal=causal, block_mask=blocks
     )
     if rows is None:
         small = batch * heads * len_q * len_kv <= SMALL_CELL

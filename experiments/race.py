@@ -172,8 +172,9 @@ def tiles_of(candidate: Candidate, problem: Problem) -> ca.Tiles:
     """Return the tiles that a candidate has for a problem."""
     form = candidate.form
     return form.variant.tiles_for(
-        problem.head_dim, candidate.tiles, form=form.name, lengths=(problem.length, problem.len_kv)
-    )
+        problem.head_dim, candidate.tiles, form=form.name, causal=problem.causal,
+        lengths=(problem.length, problem.len_kv),
+    )  # fmt: skip
 
 
 def compiled(candidate: Candidate, problem: Problem) -> Cell | str:

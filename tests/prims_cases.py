@@ -16,8 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from cupyattn.features import Features
-from cupyattn.launch import ATTN_PARAMS, QUANT_PARAMS, TensorMap, pack
+from cupyattn.launch import TensorMap
 from cupyattn.numerics import EX2_APPROX_ERROR, UNIT_ROUNDOFF
+from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, pack
 from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles

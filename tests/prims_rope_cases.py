@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.features import Features
-from cupyattn.launch import ATTN_PARAMS, pack
+from cupyattn.params import ATTN_PARAMS, pack
 from cupyattn.rope import Rope
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import Tiles

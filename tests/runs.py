@@ -202,8 +202,9 @@ class Run:
         options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
         blocks = (0, 0) if options.get("block_mask") is None else options["block_mask"].blocks
         tiles = variant.tiles_for(
-            q.shape[3], form=self.form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks
-        )
+            q.shape[3], form=self.form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks,
+            causal=options.get("causal", False),
+        )  # fmt: skip
         if options.get("rope"):
             options["rope"] = tuple(map(move, options["rope"]))
         return testing.judge(

@@ -24,7 +24,8 @@ from cupyattn.checks import (
     data_address,
 )  # fmt: skip
 from cupyattn.errors import UnsupportedError
-from cupyattn.launch import ATTN_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, Operand, Plan
+from cupyattn.launch import Operand, Plan
+from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, pack
 from cupyattn.quant import QuantizedQKV
 from cupyattn.request import Options, resolve
 from cupyattn.tiles import Tiles
@@ -150,7 +151,7 @@ def test_every_launch_fills_every_field(variant: str) -> None:
 
 def test_pack_names_addresses_and_keeps_64_bits() -> None:
     strides = (2**40, -(2**33), 0)
-    packed = launch.pack(
+    packed = pack(
         ATTN_PARAMS,
         {"Q": "q", "lse": None, "Q_stride": strides, "len_q": 7, "scale": 0.125},
         {"q": 2**47 + 64},
@@ -164,7 +165,7 @@ def test_pack_names_addresses_and_keeps_64_bits() -> None:
 def test_scale_log2_is_rounded_once() -> None:
     scale = 1 / 3
     values = plan_of(call_of(scale=scale)).launches[0].params[0][1]
-    packed = launch.pack(ATTN_PARAMS, values, dict.fromkeys("qkvo", 0))
+    packed = pack(ATTN_PARAMS, values, dict.fromkeys("qkvo", 0))
     assert packed["scale_log2"][0] == np.float32(scale * math.log2(math.e))
     assert packed["scale"][0] == np.float32(scale)
 
@@ -262,12 +263,18 @@ def test_a_note_says_why_the_hopper_form_was_left_out(call: AttentionCall, reaso
 
 
 @pytest.mark.parametrize(
-    ("len_q", "len_kv", "block_q"),
-    [(512, 512, 128), (1024, 1024, 128), (1152, 1120, 192), (4096, 4096, 192), (65, 4096, 128)],
-)
-def test_short_sequences_get_tiles_that_fit_them(len_q: int, len_kv: int, block_q: int) -> None:
-    plan = plan_of(call_of(1, 1, len_q, len_kv, head_dim=128), "fa_tc", arch="sm_90a")
-    assert plan.tiles.block_q == block_q
+    ("len_q", "len_kv", "head_dim", "causal", "block_q"),
+    [
+        (512, 512, 128, False, 128), (1024, 1024, 128, False, 128), (1152, 1120, 128, False, 192),
+        (4096, 4096, 128, False, 192), (65, 4096, 128, False, 128), (4096, 4096, 128, True, 192),
+        (1024, 1024, 64, True, 128), (2048, 2048, 64, True, 192), (512, 512, 64, False, 192),
+    ],
+)  # fmt: skip
+def test_short_sequences_get_tiles_that_fit_them(
+    len_q: int, len_kv: int, head_dim: int, causal: bool, block_q: int
+) -> None:
+    call = call_of(1, 1, len_q, len_kv, head_dim=head_dim, causal=causal)
+    assert plan_of(call, "fa_tc", arch="sm_90a").tiles.block_q == block_q
     asked = registry.lookup("fa_tc").default_tiles(128, "sm90")
     given = plan_of(call_of(1, 1, len_q, len_kv, head_dim=128), tiles=asked, arch="sm_90a")
     assert given.tiles == asked
@@ -420,7 +427,7 @@ def test_offsets_past_two_to_the_31_keep_their_bits() -> None:
     call = call_of(64, 32, 8192, 8192, 256)
     assert math.prod(call.output_shape) == 2**32
     plan = plan_of(call, "fa_tc")
-    packed = launch.pack(*plan.launches[0].params[0], dict.fromkeys("qkvo", 0))
+    packed = pack(*plan.launches[0].params[0], dict.fromkeys("qkvo", 0))
     last = np.array([63, 31, 8191])
     for name in ("Q_stride", "K_stride", "V_stride", "O_stride"):
         assert int(packed[name][0] @ last) + 255 == 2**32 - 1

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
-from cupyattn.launch import Operand, pack
+from cupyattn.launch import Operand
+from cupyattn.params import pack
 from cupyattn.quant import GROUP_ALL
 from cupyattn.quant.plan import QUANTIZE_PARAMS, block_shape, plan_operand, plan_values
 from cupyattn.rounding import STORAGE

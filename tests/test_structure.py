@@ -59,7 +59,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "bounds",
         "compile",
     ),
-    ("interpret", "launch", "value_codes", "rotation", "executor"),
+    ("interpret", "params", "launch", "value_codes", "rotation", "executor"),
     ("backends",),
     ("quant",),
     ("request", "unfused"),

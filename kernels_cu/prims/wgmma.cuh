@@ -25,6 +25,11 @@ __device__ __forceinline__ void wgmma_use(float (&c)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 template <int COUNT>
+__device__ __forceinline__ void wgmma_use(int32_t (&c)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(c[i])::"memory");
+}
+template <int COUNT>
 __device__ __forceinline__ void wgmma_use(uint32_t (&a)[COUNT][4]) {
 #pragma unroll
   for (int i = 0; i < COUNT * 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
@@ -73,12 +78,16 @@ __device__ __forceinline__ Descriptor descriptor_n_major(const void* tile, int c
 template <typename T, int N>
 struct Wgmma;
 
+// D [64, N] = A [64, 32] B [32, N] (+ D when accumulate) over INT8 codes, exact in int32;
+//   ss: A and B in shared memory, both K-major
+template <int N>
+struct WgmmaS8;
+
 // Accumulators as operands, eight by eight: NAMES_n are %0 to %(n - 1) in the text, ACCUMULATORS_n
-// the n registers that they stand for.
+// the n registers that they stand for, of kind R: "+f" or "+r".
 // clang-format off
-#define EIGHT(i) \
-  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), \
-  "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define EIGHT(R, i) \
+  R(c[i]), R(c[i + 1]), R(c[i + 2]), R(c[i + 3]), R(c[i + 4]), R(c[i + 5]), R(c[i + 6]), R(c[i + 7])
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -95,22 +104,22 @@ struct Wgmma;
 #define NAMES_112 NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define NAMES_120 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define NAMES_128 NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define ACCUMULATORS_8 EIGHT(0)
-#define ACCUMULATORS_16 ACCUMULATORS_8, EIGHT(8)
-#define ACCUMULATORS_24 ACCUMULATORS_16, EIGHT(16)
-#define ACCUMULATORS_32 ACCUMULATORS_24, EIGHT(24)
-#define ACCUMULATORS_40 ACCUMULATORS_32, EIGHT(32)
-#define ACCUMULATORS_48 ACCUMULATORS_40, EIGHT(40)
-#define ACCUMULATORS_56 ACCUMULATORS_48, EIGHT(48)
-#define ACCUMULATORS_64 ACCUMULATORS_56, EIGHT(56)
-#define ACCUMULATORS_72 ACCUMULATORS_64, EIGHT(64)
-#define ACCUMULATORS_80 ACCUMULATORS_72, EIGHT(72)
-#define ACCUMULATORS_88 ACCUMULATORS_80, EIGHT(80)
-#define ACCUMULATORS_96 ACCUMULATORS_88, EIGHT(88)
-#define ACCUMULATORS_104 ACCUMULATORS_96, EIGHT(96)
-#define ACCUMULATORS_112 ACCUMULATORS_104, EIGHT(104)
-#define ACCUMULATORS_120 ACCUMULATORS_112, EIGHT(112)
-#define ACCUMULATORS_128 ACCUMULATORS_120, EIGHT(120)
+#define ACCUMULATORS_8(R) EIGHT(R, 0)
+#define ACCUMULATORS_16(R) ACCUMULATORS_8(R), EIGHT(R, 8)
+#define ACCUMULATORS_24(R) ACCUMULATORS_16(R), EIGHT(R, 16)
+#define ACCUMULATORS_32(R) ACCUMULATORS_24(R), EIGHT(R, 24)
+#define ACCUMULATORS_40(R) ACCUMULATORS_32(R), EIGHT(R, 32)
+#define ACCUMULATORS_48(R) ACCUMULATORS_40(R), EIGHT(R, 40)
+#define ACCUMULATORS_56(R) ACCUMULATORS_48(R), EIGHT(R, 48)
+#define ACCUMULATORS_64(R) ACCUMULATORS_56(R), EIGHT(R, 56)
+#define ACCUMULATORS_72(R) ACCUMULATORS_64(R), EIGHT(R, 64)
+#define ACCUMULATORS_80(R) ACCUMULATORS_72(R), EIGHT(R, 72)
+#define ACCUMULATORS_88(R) ACCUMULATORS_80(R), EIGHT(R, 80)
+#define ACCUMULATORS_96(R) ACCUMULATORS_88(R), EIGHT(R, 88)
+#define ACCUMULATORS_104(R) ACCUMULATORS_96(R), EIGHT(R, 96)
+#define ACCUMULATORS_112(R) ACCUMULATORS_104(R), EIGHT(R, 104)
+#define ACCUMULATORS_120(R) ACCUMULATORS_112(R), EIGHT(R, 112)
+#define ACCUMULATORS_128(R) ACCUMULATORS_120(R), EIGHT(R, 120)
 
 // One instruction shape: N columns, COUNT = N / 2 accumulators, and the numbers of the six operands
 // that follow them in the text.
@@ -125,7 +134,7 @@ struct Wgmma<T, N> { \
         "setp.ne.b32 p, %" #X4 ", 0;\n" \
         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
         "{" NAMES_##COUNT "}, a, b, p, 1, 1, 0, 0;\n}\n" \
-        : ACCUMULATORS_##COUNT \
+        : ACCUMULATORS_##COUNT("+f") \
         : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
   } \
   static __device__ __forceinline__ void rs( \
@@ -134,7 +143,7 @@ struct Wgmma<T, N> { \
         "{\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
         "{" NAMES_##COUNT "}, {%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, b, 1, 1, 1, 1;\n}\n" \
-        : ACCUMULATORS_##COUNT \
+        : ACCUMULATORS_##COUNT("+f") \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high)); \
   } \
 };
@@ -152,6 +161,32 @@ WGMMA(176, 88, 88, 89, 90, 91, 92, 93)
 WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
 WGMMA(224, 112, 112, 113, 114, 115, 116, 117)
 WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
+#define WGMMA_S8(N, COUNT, X0, X1, X2, X3, X4) \
+template <> \
+struct WgmmaS8<N> { \
+  static __device__ __forceinline__ void ss( \
+      int32_t (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
+    asm volatile( \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\n" \
+        "mov.b64 a, {%" #X0 ", %" #X1 "};\nmov.b64 b, {%" #X2 ", %" #X3 "};\n" \
+        "setp.ne.b32 p, %" #X4 ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" NAMES_##COUNT "}, a, b, p;\n}\n" \
+        : ACCUMULATORS_##COUNT("+r") \
+        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
+  } \
+};
+WGMMA_S8(64, 32, 32, 33, 34, 35, 36)
+WGMMA_S8(80, 40, 40, 41, 42, 43, 44)
+WGMMA_S8(96, 48, 48, 49, 50, 51, 52)
+WGMMA_S8(112, 56, 56, 57, 58, 59, 60)
+WGMMA_S8(128, 64, 64, 65, 66, 67, 68)
+WGMMA_S8(144, 72, 72, 73, 74, 75, 76)
+WGMMA_S8(160, 80, 80, 81, 82, 83, 84)
+WGMMA_S8(176, 88, 88, 89, 90, 91, 92)
+WGMMA_S8(192, 96, 96, 97, 98, 99, 100)
+WGMMA_S8(224, 112, 112, 113, 114, 115, 116)
+WGMMA_S8(256, 128, 128, 129, 130, 131, 132)
+#undef WGMMA_S8
 #undef WGMMA
 #undef WGMMA_OF
 #undef EIGHT

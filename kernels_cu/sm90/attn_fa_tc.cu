@@ -104,12 +104,13 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
 }
 
-// Tiles in the order in which they are begun: as many heads at a time as fit their K and V into the
-// L2 cache, of those the longest causal rows first.
+// Tiles in the order in which they are begun. Those of a head come one after the other, so that
+// their blocks read the same K and V at the same time; but where they differ in work, as many heads
+// at a time as fit their K and V into the L2 cache, of those the longest causal rows first.
 __device__ __forceinline__ WorkTile work_tile(const AttnParams& p, int index) {
   const int q_blocks = ceil_div(p.len_q, BLOCK_Q), batch_heads = p.heads * p.batch;
   const int64_t head_bytes = int64_t(p.len_kv) * HEAD_DIM * 2 * sizeof(elem_t);
-  const int together = max(1, min(batch_heads, int(L2_SHARE / head_bytes)));
+  const int together = UNEVEN ? max(1, min(batch_heads, int(L2_SHARE / head_bytes))) : 1;
   const int first = index / (together * q_blocks) * together;  // head of this group of heads
   const int here = min(together, batch_heads - first);         // heads in this group
   const int rest = index % (together * q_blocks);
