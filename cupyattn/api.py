@@ -195,8 +195,9 @@ def attention_varlen(
 ) -> Any:
     """Attention within each of several sequences, packed one behind the other without padding.
 
-    The result is that of `attention` on every sequence by itself, bit for bit but for the mean that
-    ``fa_int8`` subtracts from the keys, whose last bits depend on `max_len_k`.
+    The result is that of `attention` on every sequence by itself, in the same form and on the same
+    tiles bit for bit but for the mean that ``fa_int8`` subtracts from the keys, whose last bits
+    depend on `max_len_k`. The tiles of the Hopper form of ``fa_tc`` follow the mean lengths.
 
     Parameters
     ----------
@@ -226,7 +227,7 @@ def attention_varlen(
         How ``fa_int8`` quantises, with means and scales of each sequence's own ("tensor": one for
         all heads of a sequence); given scales are not offered.
     variant, accuracy, scale, softcap, return_lse, tiles, arch, backend
-        As for `attention`. Packed sequences run in the portable forms.
+        As for `attention`.
 
     Returns
     -------

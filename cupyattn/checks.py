@@ -120,6 +120,14 @@ class AttentionCall:
         return bool(self.softcap or self.mask or self.bias or self.block_mask != (0, 0))
 
     @property
+    def mean_lengths(self) -> tuple[int, int]:
+        """Query rows and keys of a batch entry; of packed sequences on average, rounded up."""
+        if self.packed is None:
+            return self.len_q, self.len_kv
+        totals = self.packed.total_q, self.packed.total_k
+        return -(-totals[0] // max(self.batch, 1)), -(-totals[1] // max(self.batch, 1))
+
+    @property
     def score_shape(self) -> tuple[int, int, int, int]:
         """Shape of S, ``(batch, heads, len_q, len_kv)``: what mask and bias broadcast to."""
         return (self.batch, self.heads, self.len_q, self.len_kv)

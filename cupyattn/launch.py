@@ -326,7 +326,7 @@ def plan_attention(
         note = _hopper_obstacle(call, q, k, v, o)
         form = "portable" if note else "sm90"
     tiles = variant.tiles_for(
-        call.head_dim, tiles, form=form, lengths=(call.len_q, call.len_kv), causal=call.causal,
+        call.head_dim, tiles, form=form, lengths=call.mean_lengths, causal=call.causal,
         block_mask=call.block_mask,
     )  # fmt: skip
     features = _features(call, _widest(q, k, v, o))
@@ -359,7 +359,7 @@ def _persistent(
 
     Boxes are buffer, dtype, operand and rows of what the copy engine moves.
     """
-    uneven = call.causal or call.window
+    uneven = call.causal or call.window or call.packed is not None
     schedule = (SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None})
     workspace = (Workspace("next_tile", (1,), "int32", zeros=True),) if uneven else ()
     maps = tuple(_tensor_map(*box) for box in boxes)
@@ -368,9 +368,7 @@ def _persistent(
 
 def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand) -> str:
     """Return why the Hopper form does not take a call, as a note for its plan; "" where it does."""
-    if call.packed is not None:
-        return "portable form: the Hopper form takes no packed sequences"
-    if call.len_kv == 0:
+    if 0 in (call.len_kv, k.shape[2]):
         return "portable form: there are no keys for the copy engine"
     given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
     given += ["block_mask"] if call.block_mask != (0, 0) else []

@@ -501,15 +501,16 @@ def _mirror_packed(request: Request) -> tuple[Any, Any]:
     """Run every sequence as a call of its own."""
     o = np.zeros(request.call.output_shape, STORAGE[request.call.dtype])
     lse = np.zeros(request.call.lse_shape, np.float32)
+    plan = stages(request).plans[-1]
     options = replace(
         request.options, variant=request.variant.name, layout="BHSD", check_finite=False, out=None,
-        cu_seqlens_q=None, cu_seqlens_k=None, max_len_q=None, max_len_k=None,
+        cu_seqlens_q=None, cu_seqlens_k=None, max_len_q=None, max_len_k=None, tiles=plan.tiles,
     )  # fmt: skip
     pairs = zip(pairwise(request.cu_seqlens_q), pairwise(request.cu_seqlens_k), strict=True)
     for q_ends, k_ends in pairs:
         rows, keys = slice(*q_ends), slice(*k_ends)
         one = resolve(request.q[:, :, rows], request.k[:, :, keys], request.v[:, :, keys], options)
-        o[:, :, rows], lse[None, :, rows] = _mirror(one, "portable")
+        o[:, :, rows], lse[None, :, rows] = _mirror(one, plan.form)
     return o, lse
 
 

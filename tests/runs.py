@@ -293,13 +293,14 @@ def run_packed(
     **options: Any,
 ) -> list[Run]:
     """Call `attention_varlen`; return what came of every sequence that has rows."""
-    where = {"arch": arch, "backend": backend}
-    o, lse = attention_varlen(
-        *inputs, *ends, variant=variant_of(rung).name, return_lse=True, **where, **options
-    )
+    asked = {"variant": variant_of(rung).name, "arch": arch, "backend": backend, **options}
+    o, lse = attention_varlen(*inputs, *ends, return_lse=True, **asked)
     o = o.swapaxes(0, 1)[None]
+    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+    plan = api.plans(resolve(*inputs, Options(**asked, **named)))[-1]
+    judged = {**options, "tiles": plan.tiles}
     return [
-        Run(rung, "portable", one, options, quantized(rung, one, backend, options),
+        Run(rung, plan.form, one, judged, quantized(rung, one, backend, options),
             o[:, :, rows], lse[None, :, rows])
         for rows, one in sequences(inputs, ends)
         if rows.start < rows.stop

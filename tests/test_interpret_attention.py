@@ -219,6 +219,18 @@ def test_out_is_written_in_any_strides(rung: str, dtype: str) -> None:
         assert np.isnan(buffer[..., pad + 64 :].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("head_dim", [36, 132])
+def test_the_hopper_form_writes_no_column_past_head_dim(head_dim: int) -> None:
+    """Rows of 16-byte strides whose last columns are others', stored from shared memory or not."""
+    wide = normal((1, 1, 17, head_dim + 4), (1, 1, 9, head_dim + 4))
+    inputs = tuple(x[..., :head_dim] for x in wide)
+    buffer = np.full_like(wide[0], np.nan)
+    out = buffer[..., :head_dim]
+    assert runs.form_taken("fa_tc@sm90", inputs, arch="sm_90a", out=out) == "sm90"
+    attend("fa_tc@sm90", *inputs, out=out)
+    assert np.isfinite(out).all() and np.isnan(buffer[..., head_dim:]).all()
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_batches_of_blocks_change_nothing(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = normal((1, 2, 70, 64), (1, 2, 40, 64))

@@ -121,16 +121,22 @@ def test_default_tiles_spill_nothing(
             assert spills == (0, 0), f"{entry} for {arch} takes {taken}: {spec}"
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_packed_sequences_spill_nothing(name: str, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "form", "head_dim"),
+    [
+        *((name, "portable", head_dim) for name in VARIANTS for head_dim in (64, 128, 256)),
+        *(("fa_tc", "sm90", head_dim) for head_dim in VARIANTS["fa_tc"].hopper_tiles),
+    ],
+)
+def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int) -> None:
     """Their lengths and first rows take registers, where others have constants."""
     variant = VARIANTS[name]
     for causal in (False, True):
-        plain = features_of(variant, "portable", "float16", head_dim, causal, lse=True)
+        plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
         features = replace(plain, varlen=True)
-        spec = launch.module_spec(variant, features, variant.default_tiles(head_dim))
-        for entry, taken in kc.build(spec, "sm_80").kernels.items():
+        spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
+        arch = "sm_90a" if form == "sm90" else "sm_80"
+        for entry, taken in kc.build(spec, arch).kernels.items():
             spills = taken.spill_stores, taken.spill_loads
             assert spills == (0, 0), f"{entry} takes {taken}: {spec}"
 

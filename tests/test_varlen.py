@@ -211,13 +211,13 @@ def test_the_plan_follows_the_longest_lengths() -> None:
     assert wider.plans[0].launches[0].grid == 4 * 4 * 2
 
 
-def test_a_hopper_device_runs_the_portable_form() -> None:
+def test_explain_says_the_form_and_where_keys_are_cut_off() -> None:
     inputs, (ends_q, ends_k) = packed(((3, 40), (65, 7)), 4, 2)
     said = explain(
         *inputs, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, variant="fa_tc", arch="sm_90a",
         causal=True,
     )  # fmt: skip
-    assert "the Hopper form takes no packed sequences" in said
+    assert "fa_tc (sm90)" in said and "varlen=True" in said
     assert "row i attends key j of its sequence where j <= i + len_kv - len_q +0" in said
 
 

@@ -9,6 +9,7 @@
 // the host was told is cut: grid and workspace were made for `longest` rows.
 struct Sequence {
   int32_t first, length;
+  Sequence() = default;
   __device__ __forceinline__ Sequence(const int32_t* cu_seqlens, int64_t batch, int longest) {
     first = cu_seqlens[batch];
     device_assert(
@@ -17,14 +18,32 @@ struct Sequence {
   }
 };
 
+// The rows of a batch entry among those of packed arrays. Without VARLEN there is nothing to say.
+template <bool PACKED>
+struct Sequences {
+  Sequences() = default;
+  __device__ __forceinline__ Sequences(const AttnParams&, int64_t) {}
+  __device__ __forceinline__ int first_row() const { return 0; }
+  __device__ __forceinline__ int first_key() const { return 0; }
+};
+template <>
+struct Sequences<true> {
+  Sequence q, kv;
+  Sequences() = default;
+  __device__ __forceinline__ Sequences(const AttnParams& call, int64_t batch)
+      : q(call.cu_seqlens_q, batch, call.len_q), kv(call.cu_seqlens_k, batch, call.len_kv) {}
+  __device__ __forceinline__ int first_row() const { return q.first; }
+  __device__ __forceinline__ int first_key() const { return kv.first; }
+};
+
 // The parameters as one batch entry has them. VARLEN: its arrays begin with its own sequence, whose
 // lengths are all that exist, and its causal mask and window are placed by them. Operand is the
 // storage type of Q and K, Value that of V.
-template <typename Operand = elem_t, typename Value = elem_t>
-__device__ __forceinline__ decltype(auto) of_batch(const AttnParams& call, int64_t batch) {
+template <typename Operand = elem_t, typename Value = elem_t, typename Entry>
+__device__ __forceinline__ decltype(auto) of_sequences(
+    const AttnParams& call, const Entry& sequences) {
   if constexpr (VARLEN) {
-    const Sequence q(call.cu_seqlens_q, batch, call.len_q);
-    const Sequence kv(call.cu_seqlens_k, batch, call.len_kv);
+    const Sequence q = sequences.q, kv = sequences.kv;
     AttnParams p = call;
     p.Q = static_cast<const Operand*>(call.Q) + q.first * call.Q_stride.len;
     p.K = static_cast<const Operand*>(call.K) + kv.first * call.K_stride.len;
@@ -40,6 +59,10 @@ __device__ __forceinline__ decltype(auto) of_batch(const AttnParams& call, int64
   } else {
     return (call);
   }
+}
+template <typename Operand = elem_t, typename Value = elem_t>
+__device__ __forceinline__ decltype(auto) of_batch(const AttnParams& call, int64_t batch) {
+  return of_sequences<Operand, Value>(call, Sequences<VARLEN>(call, batch));
 }
 
 // The log-sum-exps of one head of one batch entry: [len_q].

@@ -26,6 +26,7 @@
 #include "prims/score.cuh"
 #include "prims/tile_io.cuh"
 #include "prims/tma.cuh"
+#include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 #include "prims/wgmma.cuh"
 
@@ -38,19 +39,21 @@ constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-constexpr int64_t L2_SHARE = 32 << 20;     // bytes of K and V that stay in the L2 cache
-constexpr bool UNEVEN = CAUSAL || WINDOW;  // tiles differ in work: blocks take them as they come
-constexpr float LARGEST_SUM = 256.0f;      // 2^8, of a lane's weights in a step: past it M rises
+constexpr int64_t L2_SHARE = 32 << 20;  // bytes of K and V that stay in the L2 cache
+// Tiles differ in work: blocks take them as they come.
+constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN;
+constexpr float LARGEST_SUM = 256.0f;  // 2^8, of a lane's weights in a step: past it M rises
 
 constexpr int ROW_BYTES = BOXES * BOX_BYTES;
 constexpr int Q_STAGES =
     (2 * BLOCK_Q + 2 * NUM_STAGES * BLOCK_KV) * ROW_BYTES <= 225 * 1024 ? 2 : 1;
 // O leaves through the place of its Q, but where the next Q has no other place to go to.
 constexpr bool O_TAKES_Q = Q_STAGES == 2;
+constexpr int STORE_ROWS = 16;  // that the copy engine stores at a time: those of a warp
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
-// all of them are masked.
-struct alignas(16) WorkTile {
+// all of them are masked. VARLEN: of which sequence; to the copy engine all are one batch entry.
+struct alignas(16) WorkTile : Sequences<VARLEN> {
   int q0;  // -1: there is no more
   int head, batch, steps;
 };
@@ -104,29 +107,76 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
 }
 
+// The tiles [first, end) of the batch entries, or of one packed sequence: they come one after the
+// other, each with as many tiles as its own rows fill.
+struct TileRange {
+  int first, end, sequence;
+  __device__ __forceinline__ explicit TileRange(const AttnParams& call)
+      : first(0), end(VARLEN ? 0 : tiles_of(call, call.len_q) * call.batch), sequence(-1) {}
+  // Goes on to the sequence that a tile belongs to. Returns whether there is that tile.
+  __device__ __forceinline__ bool reach(const AttnParams& call, int index) {
+    if constexpr (VARLEN)
+      while (index >= end && ++sequence < call.batch) {
+        first = end;
+        end += tiles_of(call, Sequence(call.cu_seqlens_q, sequence, call.len_q).length);
+      }
+    return index < end;
+  }
+  static __device__ __forceinline__ int tiles_of(const AttnParams& call, int rows) {
+    return ceil_div(rows, BLOCK_Q) * call.heads;
+  }
+};
+
 // Tiles in the order in which they are begun. Those of a head come one after the other, so that
 // their blocks read the same K and V at the same time; but where they differ in work, as many heads
 // at a time as fit their K and V into the L2 cache, of those the longest causal rows first.
-__device__ __forceinline__ WorkTile work_tile(const AttnParams& p, int index) {
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q), batch_heads = p.heads * p.batch;
-  const int64_t head_bytes = int64_t(p.len_kv) * HEAD_DIM * 2 * sizeof(elem_t);
+__device__ __forceinline__ WorkTile
+work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
+  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
+  const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
+  const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
+  const int64_t head_bytes = keys * HEAD_DIM * 2 * sizeof(elem_t);
   const int together = UNEVEN ? max(1, min(batch_heads, int(L2_SHARE / head_bytes))) : 1;
   const int first = index / (together * q_blocks) * together;  // head of this group of heads
   const int here = min(together, batch_heads - first);         // heads in this group
   const int rest = index % (together * q_blocks);
   const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
   const int steps = max(1, kv_steps(p, first_key(p, q0), q0, BLOCK_Q));
-  return {q0, batch_head % p.heads, batch_head / p.heads, steps};
+  return {sequences, q0, batch_head % p.heads, batch_head / p.heads, steps};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
 __device__ __forceinline__ Descriptor uniform(Descriptor rows) {
   return {__shfl_sync(FULL_WARP, rows.low, 0), rows.high};
 }
+template <bool PACKED>
+__device__ __forceinline__ Sequences<PACKED> uniform(Sequences<PACKED> x) {
+  if constexpr (PACKED)
+    for (Sequence* one : {&x.q, &x.kv}) {
+      one->first = __shfl_sync(FULL_WARP, one->first, 0);
+      one->length = __shfl_sync(FULL_WARP, one->length, 0);
+    }
+  return x;
+}
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
   return {
-      __shfl_sync(FULL_WARP, tile.q0, 0), __shfl_sync(FULL_WARP, tile.head, 0),
-      __shfl_sync(FULL_WARP, tile.batch, 0), __shfl_sync(FULL_WARP, tile.steps, 0)};
+      uniform<VARLEN>(tile), __shfl_sync(FULL_WARP, tile.q0, 0),
+      __shfl_sync(FULL_WARP, tile.head, 0), __shfl_sync(FULL_WARP, tile.batch, 0),
+      __shfl_sync(FULL_WARP, tile.steps, 0)};
+}
+
+// Zeros in rows [from, to) of a tile, by one warpgroup, whose next turn shows them to all. The copy
+// engine fills a tile whatever sequence the rows belong to.
+template <int ROWS>
+__device__ __forceinline__ void zero_rows(
+    elem_t (&tile)[BOXES][ROWS * BOX_COLS], int from, int to) {
+  constexpr int CHUNKS = BOX_BYTES / 16;  // of 16 bytes in a row of a box
+#pragma unroll 1
+  for (int b = 0; b < BOXES; ++b)
+#pragma unroll 1
+    for (int i = from * CHUNKS + threadIdx.x % WARPGROUP; i < to * CHUNKS; i += WARPGROUP)
+      reinterpret_cast<Vec<uint32_t, 4>*>(tile[b])[i] = {};
+  fence_proxy_async();
 }
 
 // S3 scores: S [64, BLOCK_KV] = Q K^T, in the background.
@@ -207,8 +257,35 @@ __device__ __forceinline__ void rescale(float (&O_acc)[O_COLS / 2], const float 
   for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
 }
 
+// Eight columns of a row of O, as far as it goes.
+__device__ __forceinline__ void store_columns(elem_t* row, int col, const Vec<uint32_t, 4>& x) {
+  if (col + 8 <= HEAD_DIM) {
+    *reinterpret_cast<Vec<uint32_t, 4>*>(row + col) = x;
+  } else if constexpr (HEAD_DIM % 8 != 0) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (col + i < HEAD_DIM) row[col + i] = reinterpret_cast<const elem_t*>(&x)[i];
+  }
+}
+
+// Rows of O as stmatrix left them in the boxes of Q, by one warp: those before the end of a packed
+// sequence, where the copy engine would store rows of the next one, too.
+__device__ __forceinline__ void store_rows(
+    elem_t* O, int64_t stride, const elem_t* O_rows, int rows) {
+  constexpr int CHUNKS = BOXES * (BOX_BYTES / 16);  // of 16 bytes in a row
+#pragma unroll 1
+  for (int i = lane_id(); i < rows * CHUNKS; i += WARP_SIZE) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    const elem_t* box = O_rows + chunk / 8 * BLOCK_Q * BOX_COLS;  // [16, BOX_COLS], swizzled
+    store_columns(
+        O + row * stride, chunk * 8,
+        *reinterpret_cast<const Vec<uint32_t, 4>*>(
+            box + row * BOX_COLS + (chunk % 8 ^ row % 8) * 8));
+  }
+}
+
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
-    const __grid_constant__ AttnParams p, const __grid_constant__ TensorMap Q_map,
+    const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule) {
   extern __shared__ unsigned char shared_bytes[];
@@ -235,18 +312,20 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
-    const int num_tiles = ceil_div(p.len_q, BLOCK_Q) * p.heads * p.batch;
+    TileRange tiles(call);
     RingPosition<Q_STAGES> Q_at;
     RingPosition<NUM_STAGES> at;  // of K and V
     int index = blockIdx.x;
     while (true) {
-      if (index >= num_tiles) {
+      if (!tiles.reach(call, index)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {-1, 0, 0, 0};
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0};
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }
-      const WorkTile tile = work_tile(p, index);
+      const Sequences<VARLEN> sequences(call, tiles.sequence);
+      const auto& p = of_sequences(call, sequences);
+      const WorkTile tile = work_tile(p, sequences, index - tiles.first);
       const int head_kv = tile.head / (p.heads / p.heads_kv);
       // S1 load Q
       const auto load_Q = [&] {
@@ -255,8 +334,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
         for (int b = 0; b < BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_COLS, tile.q0,
-              tile.head, tile.batch);
+              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_COLS,
+              tile.first_row() + tile.q0, tile.head, tile.batch);
         Q_at.advance();
       };
       // NOTE: where there is room for one Q, it waits for the last one, and K goes ahead.
@@ -268,15 +347,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
         for (int b = 0; b < BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_COLS, kv0, head_kv,
-              tile.batch);
+              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_COLS,
+              tile.first_key() + kv0, head_kv, tile.batch);
         if (Q_STAGES == 1 && step == 0) load_Q();
         mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
         mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
         for (int b = 0; b < BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.V_full[at.stage], b * BOX_COLS, kv0, head_kv,
-              tile.batch);
+              smem.V[at.stage][b], V_map, smem.V_full[at.stage], b * BOX_COLS,
+              tile.first_key() + kv0, head_kv, tile.batch);
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
     }
@@ -299,6 +378,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     mbarrier_wait_parity(smem.Q_full[Q_at.stage], Q_at.parity);  // Q has arrived, and its tile
     const WorkTile tile = uniform(smem.tile[Q_at.stage]);
     if (tile.q0 < 0) break;
+    const auto& p = of_sequences(call, tile);
+    // NOTE: M rises for all rows of a warp at once: those of the next sequence have no say.
+    if (VARLEN) zero_rows<BLOCK_Q>(smem.Q[Q_at.stage], max(row0, p.len_q - tile.q0), row0 + 64);
     int kv0 = first_key(p, tile.q0);
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_COLS]));
@@ -350,6 +432,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
 
     // The last output, by itself.
     mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+    // NOTE: a weight of 0 does not silence a NaN. The first warpgroup's turn comes first.
+    if (VARLEN && turn.consumer == 0)
+      zero_rows<BLOCK_KV>(smem.V[V_at.stage], max(0, p.len_kv - kv0), BLOCK_KV);
     turn.take();
     start_output(
         O_acc, P_frag, uniform(descriptor_n_major(smem.V[V_at.stage][0], BLOCK_KV * BOX_BYTES)));
@@ -368,13 +453,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       const int q = tile.q0 + row + h * 8;
       if constexpr (LSE)
         if (t == 0 && q < p.len_q)
-          p.lse[(int64_t(tile.batch) * p.heads + tile.head) * p.len_q + q] = state[h].lse();
+          lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
     }
     uint32_t O_frag[O_COLS / 8][2];  // two neighbouring columns of row, and of row + 8
 #pragma unroll
     for (int i = 0; i < O_COLS / 4; ++i)
       O_frag[i / 2][i % 2] = pack_rn<elem_t>(
           O_acc[2 * i] * inverse_l[i % 2], O_acc[2 * i + 1] * inverse_l[i % 2]);  // R7
+    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
+                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
     if constexpr (O_TAKES_Q) {
       // NOTE: Q has been read: the last turn began when all four warps had waited for its products.
       elem_t* O_rows = &smem.Q[Q_at.stage][0][warp_row * BOX_COLS];  // [BOXES][16, BOX_COLS]
@@ -386,19 +473,20 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
             (corner + n / 8 * BLOCK_Q * BOX_BYTES) ^ n % 8 * 16,
             {O_frag[n][0], O_frag[n][1], O_frag[n + 1][0], O_frag[n + 1][1]});
       fence_proxy_async();
-      __syncwarp();  // the warp's rows are complete
-      if (lane_id() == 0) {
-        if (tile.q0 + warp_row < p.len_q)
+      __syncwarp();                      // the warp's rows are complete
+      const int q = tile.q0 + warp_row;  // the first of them
+      if (VARLEN && q + STORE_ROWS > p.len_q) {
+        store_rows(O + q * p.O_stride.len, p.O_stride.len, O_rows, p.len_q - q);
+      } else if (lane_id() == 0) {
+        if (q < p.len_q)
           for (int b = 0; b < BOXES; ++b)
             cp_async_bulk_tensor_4d_store(
-                O_map, O_rows + b * BLOCK_Q * BOX_COLS, b * BOX_COLS, tile.q0 + warp_row, tile.head,
-                tile.batch);
+                O_map, O_rows + b * BLOCK_Q * BOX_COLS, b * BOX_COLS, tile.first_row() + q,
+                tile.head, tile.batch);
         cp_async_bulk_commit_group();
       }
       leaving = true;
     } else {
-      elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
-                  + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int q = tile.q0 + row + h * 8;
@@ -406,10 +494,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         for (int n = 0; n < O_COLS / 8; n += 4) {
           uint32_t x[4] = {O_frag[n][h], O_frag[n + 1][h], O_frag[n + 2][h], O_frag[n + 3][h]};
           shfl_transpose(x);
-          const int col = (n + t) * 8;
-          if (q < p.len_q && col < HEAD_DIM)
-            *reinterpret_cast<Vec<uint32_t, 4>*>(O + q * p.O_stride.len + col) = {
-                {x[0], x[1], x[2], x[3]}};
+          if (q < p.len_q)
+            store_columns(O + q * p.O_stride.len, (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
         }
       }
     }

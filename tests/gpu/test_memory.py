@@ -96,6 +96,16 @@ def test_out_is_written_in_any_strides(variant: str, dtype: str) -> None:
         assert np.isnan(host[..., pad + 64 :].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("head_dim", [36, 132])
+def test_the_hopper_form_writes_no_column_past_head_dim(head_dim: int) -> None:
+    wide = on_device(*normal((1, 4, 177, head_dim + 4), (1, 2, 50, head_dim + 4)))
+    inputs = tuple(x[..., :head_dim] for x in wide)
+    buffer = cupy.full_like(wide[0], cupy.nan)
+    attend("fa_tc@sm90", *inputs, out=buffer[..., :head_dim])
+    assert bool(cupy.isfinite(buffer[..., :head_dim]).all())
+    assert bool(cupy.isnan(buffer[..., head_dim:]).all())
+
+
 def views_of(x: np.ndarray) -> dict[str, tuple[Any, np.ndarray]]:
     """Views on the device that hold what the array beside them holds."""
     d = on_device(x)[0]

@@ -10,14 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import QuantConfig, attention_varlen, plan
+from cupyattn import QuantConfig, api, attention_varlen, plan
 from cupyattn.prepared import form_key, recall
+from cupyattn.request import Options, resolve
 from tests.gpu.support import arch_of, attend, on_device, run_packed
 from tests.runs import Arrays, Guarded, bits, packed, sequences, variant_of
 from tests.test_varlen import CELLS, OPTIONS, RUNGS, rng_of
 
 cupy = pytest.importorskip("cupy")
 
+HOPPER = "fa_tc@sm90"
+BOTH_FORMS = (*RUNGS, HOPPER)
+ALL_CELLS = [*CELLS, *((HOPPER, dtype) for dtype in variant_of(HOPPER).dtypes)]
 #: Several tiles and tails; empty ones in front, in the middle and at the end.
 LENGTHS = ((0, 0), (5, 170), (135, 0), (0, 9), (0, 0), (300, 257), (1, 1), (129, 400), (0, 3))
 
@@ -29,7 +33,15 @@ def varlen(rung: str, inputs: Arrays, ends: Any, **options: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("rung", "dtype"), CELLS)
+def hopper_tiles(rung: str, inputs: Arrays, ends: Any, **options: Any) -> dict[str, Any]:
+    """Return the tiles of a packed call in the Hopper form, which a call by itself may not have."""
+    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+    asked = Options(variant=variant_of(rung).name, arch=arch_of(rung), **named, **options)
+    planned = api.plans(resolve(*inputs, asked))[-1]
+    return {"tiles": planned.tiles} if planned.form == "sm90" else {}
+
+
+@pytest.mark.parametrize(("rung", "dtype"), ALL_CELLS)
 @pytest.mark.parametrize("head_dim", [64, 36])
 def test_every_sequence_is_as_if_alone(rung: str, dtype: str, head_dim: int) -> None:
     for seed, options in enumerate(OPTIONS):
@@ -37,22 +49,25 @@ def test_every_sequence_is_as_if_alone(rung: str, dtype: str, head_dim: int) -> 
         inputs, ends = on_device(*host), on_device(*host_ends)
         if rung == "fa_int8":  # the mean is summed in slices, as many as the longest needs
             options = {**options, "quant": QuantConfig(smooth_k=False)}
+        tiles = hopper_tiles(rung, inputs, ends, **options)
         for limits in ({}, {"max_len_q": 300, "max_len_k": 400}, {"max_len_q": 999}):
             o, lse = varlen(rung, inputs, ends, **limits, **options)
             for rows, one in sequences(inputs, ends):
-                expected, expected_lse = attend(rung, *one, return_lse=True, **options)
+                expected, expected_lse = attend(
+                    rung, *one, return_lse=True, **options, **(tiles if one[1].size else {})
+                )
                 assert bits(o[rows].swapaxes(0, 1)) == bits(expected), (rows, options)
                 assert bits(lse[:, rows]) == bits(expected_lse), (rows, options)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", BOTH_FORMS)
 def test_within_the_bound(rung: str) -> None:
     host, ends = packed([(a, min(b, 256)) for a, b in LENGTHS], 4, 2, 128)
     for one in run_packed(rung, on_device(*host), on_device(*ends), causal=True):
         one.check()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", BOTH_FORMS)
 def test_neighbours_have_no_influence(rung: str) -> None:
     host, host_ends = packed(((3, 2), (137, 241), (4, 5)), 2, 1)
     ends = on_device(*host_ends)
@@ -66,7 +81,7 @@ def test_neighbours_have_no_influence(rung: str) -> None:
     assert bits(amid[rows]) == bits(o[rows]) and bits(amid_lse[:, rows]) == bits(lse[:, rows])
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", BOTH_FORMS)
 def test_results_are_written_in_full_and_nothing_beside_them(rung: str) -> None:
     host, ends = packed(LENGTHS, 4, 2)
     out = Guarded.empty(host[0].shape, "float16", xp=cupy)
@@ -76,7 +91,7 @@ def test_results_are_written_in_full_and_nothing_beside_them(rung: str) -> None:
     assert bits(o) == bits(varlen(rung, inputs, ends, causal=True)[0])
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", BOTH_FORMS)
 def test_a_sequence_past_its_limit_is_cut(rung: str) -> None:
     host, ends = packed(((5, 9), (40, 70)), 2, 1)
     out = Guarded.empty(host[0].shape, "float16", xp=cupy)
@@ -96,7 +111,8 @@ def test_offsets_on_the_host_and_of_64_bits_are_the_same_call() -> None:
         assert bits(varlen("fa", inputs, others, **limits)[0]) == expected
 
 
-def test_calls_of_late_see_the_offsets_that_they_are_given() -> None:
+@pytest.mark.parametrize("rung", ["fa_tc", HOPPER])
+def test_calls_of_late_see_the_offsets_that_they_are_given(rung: str) -> None:
     host, host_ends = packed(LENGTHS, 4, 2)
     inputs, limits = on_device(*host), {"max_len_q": 1000, "max_len_k": 1000}
     for seed in range(3):
@@ -104,21 +120,23 @@ def test_calls_of_late_see_the_offsets_that_they_are_given() -> None:
         for x, end in zip(other, host_ends, strict=True):
             x[0], x[-1] = 0, end[-1]
         ends = on_device(*(x.astype(np.int32) for x in other))
-        expected = bits(varlen("fa_tc", inputs, ends)[0])
-        assert bits(varlen("fa_tc", inputs, ends, **limits)[0]) == expected
+        expected = bits(varlen(rung, inputs, ends)[0])
+        assert bits(varlen(rung, inputs, ends, **limits)[0]) == expected
         named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
-        prepared = plan(*inputs, variant="fa_tc", **named, **limits)
+        prepared = plan(*inputs, variant="fa_tc", arch=arch_of(rung), **named, **limits)
         assert bits(prepared(*inputs)) == expected
         assert bits(prepared(*inputs, **named)) == expected
 
 
-def test_a_captured_call_reads_the_offsets_when_it_runs() -> None:
+@pytest.mark.parametrize("rung", ["fa_tc", HOPPER])
+def test_a_captured_call_reads_the_offsets_when_it_runs(rung: str) -> None:
     """Nothing waits for the device, and a replay sees what lies there then."""
     host, host_ends = packed(((100, 70), (30, 90)), 4, 2)
     (q, k, v), ends = on_device(*host), on_device(*host_ends)
     out = cupy.full_like(q, cupy.nan)
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
-    prepared = plan(q, k, v, out=out, max_len_q=130, max_len_k=160, variant="fa_tc", **named)
+    asked: dict[str, Any] = {"variant": "fa_tc", "arch": arch_of(rung)}
+    prepared = plan(q, k, v, out=out, max_len_q=130, max_len_k=160, **asked, **named)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
@@ -128,7 +146,7 @@ def test_a_captured_call_reads_the_offsets_when_it_runs() -> None:
         prepared(q, k, v, out=out)
         graph = stream.end_capture()
     other = on_device(np.array([0, 130, 130], np.int32), np.array([0, 159, 160], np.int32))
-    expected = bits(attention_varlen(q, k, v, *other, variant="fa_tc"))
+    expected = bits(attention_varlen(q, k, v, *other, **asked))
     for mine, theirs in zip(ends, other, strict=True):
         mine[...] = theirs
     cupy.cuda.Device().synchronize()
