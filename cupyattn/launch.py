@@ -567,7 +567,9 @@ def plan_int8(
         )
     if form == "portable" and arch == "sm_90a" and "sm90" in variant.forms:
         note = _hopper_obstacle(call, q_codes, k_codes, v, o)
-        if not note and group_kv % HOPPER_SCALE_KEYS:
+        if call.packed is not None:
+            note = f"portable form: the Hopper form of {variant.name} takes no packed sequences"
+        elif not note and group_kv % HOPPER_SCALE_KEYS:
             note = (
                 f"portable form: in the Hopper form {HOPPER_SCALE_KEYS} keys share a scale, or a "
                 f"multiple, got {group_kv}"

@@ -178,6 +178,9 @@ def test_what_is_left_to_the_portable_form() -> None:
     assert "takes no softcap" in planned(inputs, ends, softcap=2.0).note
     inputs, ends = packed(((3, 4), (2, 5)), 2, 1, head_dim=36)
     assert "multiples of 16 bytes" in planned(inputs, ends).note
+    inputs, ends = packed(((3, 4), (2, 5)), 2, 1)
+    codes = planned(inputs, ends, variant="fa_int8")
+    assert codes.form == "portable" and "of fa_int8 takes no packed sequences" in codes.note
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
