@@ -165,8 +165,8 @@ __device__ __forceinline__ bool softmax(
     const AttnParams& p, RowState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const float (&Q_factor)[2], float K_scale, uint32_t (&P_frag)[BLOCK_KV / 16][4],
     float (&alpha)[2], int q, int kv0, int unmasked, bool rises) {
-  float S_acc[BLOCK_KV / 2];  // [BLOCK_KV / 8][4], both scales still to come
-  float factor[SCALES][2];    // which bring them to log2 units
+  float S_acc[BLOCK_KV / 2];  // [BLOCK_KV / 8][4], times both scales, one factor: the scores
+  float factor[SCALES][2];
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 2; ++i) S_acc[i] = float(dot[i]);  // R3
 #pragma unroll
@@ -177,13 +177,12 @@ __device__ __forceinline__ bool softmax(
   if (kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9))) {
     const int t = lane_id() % 4;
 #pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i)
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+      S_acc[i] *= factor[i / 8][i / 2 % 2];  // R3
       if (!admitted(p, q + i / 2 % 2 * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S_acc[i] = NEG_INF;
+    }
 #pragma unroll
-    for (int j = 0; j < SCALES; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        factor[j][h] = factor[j][h] == 0.0f ? __int_as_float(1) : factor[j][h];
+    for (int j = 0; j < SCALES; ++j) factor[j][0] = factor[j][1] = 1.0f;
   }
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   while (true) {
@@ -330,8 +329,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      Q_factor[h] = row_factor(
-          p.scale_log2, Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q]);  // R3
+      Q_factor[h] =
+          p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
 
     // The first scores, by themselves.
     float step_scale = load_scale(K_scale, kv0, p.len_kv);
