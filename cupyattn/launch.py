@@ -323,7 +323,7 @@ def plan_attention(
     changed, note = call.scores_changed or call.packed is not None, ""
     form = variant.form_for(call.len_q, call.len_kv, tiles, changed=changed)
     if form == "portable" and arch == "sm_90a" and "sm90" in variant.forms:
-        note = _hopper_obstacle(call, q, k, v, o)
+        note = _hopper_obstacle(variant, call, q, k, v, o)
         form = "portable" if note else "sm90"
     tiles = variant.tiles_for(
         call.head_dim, tiles, form=form, lengths=call.mean_lengths, causal=call.causal,
@@ -359,21 +359,29 @@ def _persistent(
 
     Boxes are buffer, dtype, operand and rows of what the copy engine moves.
     """
-    uneven = call.causal or call.window or call.packed is not None
+    uneven = call.causal or call.window or call.packed is not None or call.block_mask != (0, 0)
     schedule = (SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None})
     workspace = (Workspace("next_tile", (1,), "int32", zeros=True),) if uneven else ()
     maps = tuple(_tensor_map(*box) for box in boxes)
     return min(tiles, HOPPER_BLOCKS), (*maps, schedule), workspace
 
 
-def _hopper_obstacle(call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand) -> str:
+def _hopper_obstacle(
+    variant: Variant, call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand
+) -> str:
     """Return why the Hopper form does not take a call, as a note for its plan; "" where it does."""
     if 0 in (call.len_kv, k.shape[2]):
         return "portable form: there are no keys for the copy engine"
     given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
-    given += ["block_mask"] if call.block_mask != (0, 0) else []
+    blocks = call.block_mask
+    given += ["block_mask"] if blocks != (0, 0) and not variant.hopper_block_mask_tiles else []
     if given:
         return f"portable form: the Hopper form takes no {' and no '.join(given)}"
+    if blocks != (0, 0) and variant.block_mask_tiles_for(call.head_dim, blocks, "sm90") is None:
+        return (
+            "portable form: the Hopper form takes block masks of 128 query rows, got blocks of "
+            f"{blocks[0]} x {blocks[1]}"
+        )
     for name, x in zip("qkvo", (q, k, v, o), strict=True):
         strides = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
         if x.misalignment or any(s <= 0 or s * x.itemsize % 16 for s in strides):
@@ -566,7 +574,7 @@ def plan_int8(
             f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"
         )
     if form == "portable" and arch == "sm_90a" and "sm90" in variant.forms:
-        note = _hopper_obstacle(call, q_codes, k_codes, v, o)
+        note = _hopper_obstacle(variant, call, q_codes, k_codes, v, o)
         if call.packed is not None:
             note = f"portable form: the Hopper form of {variant.name} takes no packed sequences"
         elif not note and group_kv % HOPPER_SCALE_KEYS:

@@ -36,6 +36,9 @@ class Variant:
     split_tiles : mapping of int to Tiles
         The same for the split form (``kernels_cu/split/``), which takes few query rows and many
         keys; empty where there is none.
+    hopper_block_mask_tiles : mapping of int to tuple of Tiles
+        Those of the Hopper form for calls with a block mask: of each entry the first that divide its
+        blocks; empty where that form takes none.
     block_mask_tiles : mapping of int to Tiles
         Those of the portable form for calls with a block mask, where those of `tiles` do not divide its blocks of 64
         or 128; empty where they do.
@@ -54,6 +57,7 @@ class Variant:
     hopper_short_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     split_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     block_mask_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    hopper_block_mask_tiles: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     source: Path | None = None
     pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
 
@@ -130,6 +134,23 @@ class Variant:
             )
         return limit
 
+    def block_mask_tiles_for(
+        self, head_dim: int, block_mask: tuple[int, int], form: str
+    ) -> Tiles | None:
+        """Return the tiles of a form that divide the blocks of a block mask.
+
+        None where it has none of their own: in the Hopper form there is then none that divides
+        them, in the others those of any call do.
+        """
+        table: Mapping[int, tuple[Tiles, ...]] = self.hopper_block_mask_tiles
+        if form != "sm90":
+            table = {limit: (tiles,) for limit, tiles in self.block_mask_tiles.items()}
+        choice = next((tiles for limit, tiles in table.items() if head_dim <= limit), ())
+        divide = (
+            x for x in choice if not block_mask[0] % x.block_q and not block_mask[1] % x.block_kv
+        )
+        return next(divide, None)
+
     def tiles_for(
         self,
         head_dim: int,
@@ -161,12 +182,13 @@ class Variant:
             If the form takes no such head size, or tiles do not divide the blocks.
         """
         tiles = given
-        if tiles is None and block_mask != (0, 0) and self.block_mask_tiles:
-            tiles = next(x for limit, x in self.block_mask_tiles.items() if head_dim <= limit)
+        if tiles is None and block_mask != (0, 0):
+            tiles = self.block_mask_tiles_for(head_dim, block_mask, form)
+        fixed = tiles is not None
         tiles = tiles or self.default_tiles(head_dim, form)
         limit = self._limit(head_dim, form)
         short = self.hopper_short_tiles.get(limit) if form == "sm90" else None
-        if short is not None and lengths is not None and given is None:
+        if short is not None and lengths is not None and not fixed:
             cost = SHORT_TILES_COST[limit]
             fits = cost * computed(lengths, causal, short) <= computed(lengths, causal, tiles)
             tiles = short if fits else tiles
@@ -198,6 +220,14 @@ _BLOCK_MASK_TILES = {
     "fa_tc": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
     "fa_int8": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
 }
+
+#: The same for block masks in the Hopper forms: two warpgroups share a list of keys, so blocks of 128
+#: rows. As many keys are on their way in either of two.
+_HOPPER_BLOCK_MASK_TILES = {
+    "fa_tc": {
+        128: (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4)), 256: (Tiles(128, 64, 12, 2),),
+    }
+}  # fmt: skip
 
 #: The same for the Hopper forms: four warps that copy, four for every 64 query rows. Fastest of those
 #: in experiments/results/race_fa_tc_sm90_hd*.json; at head_dim 256 see NOTES.md there.
@@ -252,6 +282,7 @@ VARIANTS: dict[str, Variant] = {
         _HOPPER_SHORT_TILES.get(name, {}),
         _SPLIT_TILES.get(name, {}),
         _BLOCK_MASK_TILES.get(name, {}),
+        _HOPPER_BLOCK_MASK_TILES.get(name, {}),
         pv8_tiles=_PV8_TILES.get(name, {}),
     )  # fmt: skip
     for name, idea, family, dtypes in (

@@ -350,7 +350,7 @@ def test_explain_says_what_is_kept_and_why_not_the_hopper_form() -> None:
     text = explain(*inputs, block_mask=BlockMask(blocks("one"), 64, 64), arch="sm_90a")
     assert "scores: block mask of 64 x 64 blocks, 16.7% of them kept" in text
     assert "Tiles(block_q=64, block_kv=64" in text and "block_mask=(64, 64)" in text
-    assert "portable form: the Hopper form takes no block_mask" in text
+    assert "takes block masks of 128 query rows, got blocks of 64 x 64" in text
 
 
 def test_it_is_compiled_in_only_where_there_is_one() -> None:

@@ -27,7 +27,8 @@ EXPECTED = {
                         "weighted_sum.V": "float32"},
     "sm90/attn_fa_tc.cu": {"Q": "float16", "K": "float16", "V": "float16", "tile": "uint8",
                            "Q_full": "uint64", "Q_empty": "uint64", "K_full": "uint64",
-                           "K_empty": "uint64", "V_full": "uint64", "V_empty": "uint64"},
+                           "K_empty": "uint64", "V_full": "uint64", "V_empty": "uint64",
+                           "kv0": "int32"},
     "split/attn_fa_tc.cu": {"K": "float16", "V": "float16"},
     "split/merge_splits.cu": {"O": "float32", "l": "float32"},
 }  # fmt: skip

@@ -9,7 +9,9 @@
 //              rows after another, the next Q already on its way; O goes out through the place of
 //              its Q; and M is lazy: it rises only where weights get large, so that most steps look
 //              for no maximum and rescale nothing.
-// Kept simple  Nothing of a warpgroup's own runs beside its softmax.
+// Kept simple  Nothing of a warpgroup's own runs beside its softmax. Of packed sequences the copy
+//              engine brings rows of the next one, too, which become zeros before they count; of a
+//              block mask all warpgroups take the same blocks.
 // Tried        Softmax beside the own P V: ptxas serialises wgmma once a register that it will read
 //              is written while another is under way. No turns: 0.98 at head_dim 64 and 256, 1.00
 //              at 128. The next tile's first Q K^T before O is stored: no change. BLOCK_KV 160 at
@@ -42,7 +44,7 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int64_t L2_SHARE = 32 << 20;  // bytes of K and V that stay in the L2 cache
 // Tiles differ in work: blocks take them as they come.
-constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN;
+constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 constexpr float LARGEST_SUM = 256.0f;  // 2^8, of a lane's weights in a step: past it M rises
 
 constexpr int ROW_BYTES = BOXES * BOX_BYTES;
@@ -67,6 +69,7 @@ struct SharedStorage {
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
   Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
+  int kv0[NUM_STAGES];  // first key of that K; not read unless BLOCK_MASK
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 
@@ -130,7 +133,8 @@ struct TileRange {
 
 // Tiles in the order in which they are begun. Those of a head come one after the other, so that
 // their blocks read the same K and V at the same time; but where they differ in work, as many heads
-// at a time as fit their K and V into the L2 cache, of those the longest causal rows first.
+// at a time as fit their K and V into the L2 cache, of those the longest causal rows first. Steps
+// are still to be counted.
 __device__ __forceinline__ WorkTile
 work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
   const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
@@ -142,8 +146,7 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
   const int here = min(together, batch_heads - first);         // heads in this group
   const int rest = index % (together * q_blocks);
   const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
-  const int steps = max(1, kv_steps(p, first_key(p, q0), q0, BLOCK_Q));
-  return {sequences, q0, batch_head % p.heads, batch_head / p.heads, steps};
+  return {sequences, q0, batch_head % p.heads, batch_head / p.heads, 0};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
@@ -326,7 +329,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       }
       const Sequences<VARLEN> sequences(call, tiles.sequence);
       const auto& p = of_sequences(call, sequences);
-      const WorkTile tile = work_tile(p, sequences, index - tiles.first);
+      WorkTile tile = work_tile(p, sequences, index - tiles.first);
+      const KeptKeys keys(
+          p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
+      int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
+      tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
       const int head_kv = tile.head / (p.heads / p.heads_kv);
       // S1 load Q
       const auto load_Q = [&] {
@@ -342,9 +349,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       // NOTE: where there is room for one Q, it waits for the last one, and K goes ahead.
       if (Q_STAGES > 1) load_Q();
       // S2 load K, V
-      int kv0 = first_key(p, tile.q0);
-      for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV, at.advance()) {
+      for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
+        // NOTE: rows that keep no block get their one step from behind the last key: zeros.
+        const int kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
         mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
+        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
         mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
         for (int b = 0; b < BOXES; ++b)
           cp_async_bulk_tensor_4d(
@@ -393,6 +402,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
 
     // The first scores, by themselves.
     mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
+    if (BLOCK_MASK) kv0 = smem.kv0[K_at.stage];
     turn.take();
     start_scores(S_acc, Q_rows, uniform(descriptor_k_major(smem.K[K_at.stage][0])));
     turn.pass();
@@ -412,6 +422,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
           uniform(descriptor_n_major(smem.V[V_at.stage][0], BLOCK_KV * BOX_BYTES));
       mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
       mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+      const int kept = BLOCK_MASK ? smem.kv0[K_at.stage] : 0;      // first key of this step
       turn.take();
       start_scores(S_acc, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
@@ -425,7 +436,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       }
       K_at.advance();
       V_at.advance();
-      kv0 += BLOCK_KV;
+      kv0 = BLOCK_MASK ? kept : kv0 + BLOCK_KV;
       if (softmax(p, state, S_acc, P_frag, alpha, tile.q0 + row, kv0, unmasked, false))
         rescale(O_acc, alpha);
     }
