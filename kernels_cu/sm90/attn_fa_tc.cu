@@ -17,8 +17,8 @@
 //              at 128. The next tile's first Q K^T before O is stored: no change. BLOCK_KV 160 at
 //              head_dim 128: 1.04 at length 16,384, 0.85 at 512; 80 in place of 64 at 256: 0.98.
 //              Waiting at once for O to have left: 0.95 at 128. Tiles dealt out beforehand under a
-//              causal mask: 0.75 to 0.9. A Q of its own for each warpgroup: no change. The next tile
-//              fetched into L2 ahead: 0.8 at length 512. (experiments/results/NOTES.md)
+//              causal mask: 0.75 to 0.9. A Q of its own for each warpgroup: no change. The next
+//              tile fetched into L2 ahead: 0.8 at length 512. (experiments/results/NOTES.md)
 // Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
 //              core over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
