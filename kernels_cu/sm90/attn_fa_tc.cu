@@ -485,8 +485,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
             (corner + n / 8 * BLOCK_Q * BOX_BYTES) ^ n % 8 * 16,
             {O_frag[n][0], O_frag[n][1], O_frag[n + 1][0], O_frag[n + 1][1]});
       fence_proxy_async();
-      __syncwarp();                      // the warp's rows are complete
-      const int q = tile.q0 + warp_row;  // the first of them
+      __syncwarp();  // the warp's rows are complete
+      const int q = tile.q0 + warp_row;
       if (VARLEN && q + STORE_ROWS > p.len_q) {
         store_rows(O + q * p.O_stride.len, p.O_stride.len, O_rows, p.len_q - q);
       } else if (lane_id() == 0) {
