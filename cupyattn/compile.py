@@ -131,11 +131,11 @@ class Binary:
     ptx : str
         PTX text.
     cubin : bytes
-        Machine code, complete: drivers load it and disassemblers read it.
+        Machine code, complete: drivers load it and disassemblers read it. Empty from `translate`.
     log : str
         The compiler's messages, ptxas' report among them.
     kernels : dict of str to Resources
-        By entry point.
+        By entry point; none from `translate`.
     smem_bytes : int
         Dynamic shared memory that the source asks for
         (``extern "C" __device__ int smem_bytes = sizeof(SharedStorage);``), 0 where it names none.
@@ -202,6 +202,34 @@ def build(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
     Safe from several threads (one compiles, the others wait for it) and several processes (each
     may compile, the last rename wins, and every file is whole).
     """
+    return _compiled(spec, arch, arch, source)
+
+
+def translate(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
+    """Compile a source to PTX alone, which is all that the interpreter reads.
+
+    Machine code and the report of ptxas take two fifths of the time of `build`.
+
+    Parameters
+    ----------
+    spec, arch, source
+        As for `build`.
+
+    Returns
+    -------
+    Binary
+        Without cubin and resources.
+
+    Raises
+    ------
+    KernelCompileError, UnsupportedError, ValueError
+        As `build`; what ptxas alone refuses is no error here.
+    """
+    return _compiled(spec, arch, arch.replace("sm_", "compute_"), source)
+
+
+def _compiled(spec: ModuleSpec, arch: str, target: str, source: str | None) -> Binary:
+    """Compile for an architecture or, with the virtual one as `target`, to PTX; or read it."""
     compiler = nvrtc.load()
     if capability_of(arch) not in compiler.capabilities:
         known = ", ".join(f"sm_{value}" for value in compiler.capabilities)
@@ -216,7 +244,7 @@ def build(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
         )
     folder = nvrtc.headers(compiler)
     source = read_source(spec) if source is None else source
-    options = [*OPTIONS, f"-arch={arch}"]
+    options = [*OPTIONS, f"-arch={target}"]
     options += [f"-D{name}={value}" for name, value in spec.defines]
     if os.environ.get("CUPYATTN_DEBUG", "0") not in ("", "0"):
         options.append("-DCUPYATTN_DEBUG=1")
@@ -267,7 +295,7 @@ def _compile(
     _log.info("compiling %s for %s", spec, arch)
     try:
         output = compiler.compile(source, str(spec.path), [*options, *includes])
-        if len(parse_resources(output.log)) < output.ptx.count(".entry "):
+        if output.cubin and len(parse_resources(output.log)) < output.ptx.count(".entry "):
             # NOTE: where a driver is installed NVRTC keeps a cache of its own, and what it answers
             # from there comes without the report of ptxas.
             output = compiler.compile(source, str(spec.path), [*options, *includes, "--no-cache"])

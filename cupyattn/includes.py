@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +46,7 @@ def headers_reached(
     KernelCompileError
         If a quoted include is not found, or an include names no file.
     """
+    toolkit = _join(toolkit, "")
     seen: set[Path] = set()
     queue: list[tuple[Path, str]] = [(source, text)]
     while queue:
@@ -53,7 +56,7 @@ def headers_reached(
             if path is None or path in seen:
                 continue
             seen.add(path)
-            if path.is_relative_to(toolkit.resolve()):
+            if path.is_relative_to(toolkit):
                 yield from _toolkit_header(path, toolkit, seen)
             else:
                 header = path.read_text()
@@ -61,9 +64,15 @@ def headers_reached(
                 queue.append((path, header))
 
 
-def _operands(text: str) -> list[str]:
+@functools.lru_cache(maxsize=256)
+def _operands(text: str) -> tuple[str, ...]:
     """Return the operands of the ``#include`` lines of a text, quotes or brackets included."""
-    return _INCLUDE.findall(_BLOCK_COMMENT.sub(" ", text))
+    return tuple(_INCLUDE.findall(_BLOCK_COMMENT.sub(" ", text)))
+
+
+def _join(folder: Path, name: str) -> Path:
+    """Return a path without ``..``, by its text: asking the file system takes milliseconds."""
+    return Path(os.path.normpath(folder / name))
 
 
 def _resolve(operand: str, includer: Path, folders: tuple[Path, ...]) -> Path | None:
@@ -76,8 +85,8 @@ def _resolve(operand: str, includer: Path, folders: tuple[Path, ...]) -> Path | 
         )
     places = (includer.parent, *folders) if quoted else folders
     for place in places:
-        if (place / name).is_file():
-            return (place / name).resolve()
+        if os.path.isfile(path := _join(place, name)):
+            return path
     if quoted:
         looked = ", ".join(dict.fromkeys(map(str, places)))
         raise KernelCompileError(f'{includer}: #include "{name}" was not found in {looked}')
@@ -102,8 +111,8 @@ def _toolkit_header(path: Path, toolkit: Path, seen: set[Path]) -> Iterator[tupl
     yield path, digest
     for name in names:
         for place in (path.parent, toolkit):
-            reached = (place / name).resolve()
-            if reached.is_file():
+            reached = _join(place, name)
+            if os.path.isfile(reached):
                 if reached not in seen:
                     seen.add(reached)
                     yield from _toolkit_header(reached, toolkit, seen)

@@ -56,6 +56,19 @@ def test_every_architecture_gives_ptx_and_a_whole_cubin(arch: str) -> None:
     assert binary.kernels["add"].registers > 0
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_translating_gives_the_ptx_of_the_binary(cold_cache: Path, arch: str) -> None:
+    binary = kc.build(ADD, arch)
+    alone = kc.translate(ADD, arch)
+    assert (alone.ptx, alone.arch) == (binary.ptx, arch)
+    assert alone.smem_bytes == binary.smem_bytes == 64 * 4
+    assert not alone.cubin and not alone.kernels
+    kc.cache_clear(disk=False)
+    start = compiled()
+    assert kc.translate(ADD, arch) == alone and kc.build(ADD, arch) == binary  # from their files
+    assert compiled() == start
+
+
 def elf_size(elf: bytes) -> int:
     """Bytes that an ELF64 header promises: where its last table ends."""
 

@@ -63,7 +63,7 @@ def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None
         if work.zeros:
             written.add(work.name)
     for one in plan.launches:
-        binary = compiler.build(one.module, arch or f"sm_{one.module.least_capability}")
+        binary = compiler.translate(one.module, arch or f"sm_{one.module.least_capability}")
         run_launch(one, binary, held, written)
     for name, result in results.items():
         arrays[name][...] = result
@@ -175,7 +175,7 @@ def run_kernel(
     array([0, 2, 4, 6], dtype=int32)
     """
     if isinstance(source, ModuleSpec):
-        ptx = compiler.build(source, arch or f"sm_{source.least_capability}").ptx
+        ptx = compiler.translate(source, arch or f"sm_{source.least_capability}").ptx
     else:
         ptx = source
     ready = program(ptx, entry)

@@ -151,7 +151,7 @@ def _members(spec: ModuleSpec, arch: str, source: str) -> tuple[Member, ...]:
     names = member_names(source[storage.end() : end])
     text = f"{source[:end]}}};\n{_TRAITS}"
     text += "".join(_constants(index, name) for index, name in enumerate(names))
-    variables = parse(compiler.build(spec, arch, text).ptx).variables
+    variables = parse(compiler.translate(spec, arch, text).ptx).variables
     found = []
     for index, name in enumerate(names):
         values = variables[_constant_name(index)].values or b""

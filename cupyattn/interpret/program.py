@@ -17,7 +17,16 @@ from cupyattn.interpret import (  # noqa: F401  they fill the table
     wgmma,
 )
 from cupyattn.interpret.memory import SHARED_BASE
-from cupyattn.interpret.ptx import Address, Instruction, Kernel, Symbol, Variable, Vector, parse
+from cupyattn.interpret.ptx import (
+    Address,
+    Instruction,
+    Kernel,
+    Module,
+    Symbol,
+    Variable,
+    Vector,
+    parse,
+)
 from cupyattn.interpret.semantics import Step
 
 
@@ -74,7 +83,7 @@ class Program:
     granules: dict[str, int]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def program(ptx: str, entry: str) -> Program:
     """Prepare a kernel.
 
@@ -96,7 +105,7 @@ def program(ptx: str, entry: str) -> Program:
     ValueError
         If it has no such entry point.
     """
-    module = parse(ptx)
+    module = _parsed(ptx)
     if entry not in module.kernels:
         known = ", ".join(module.kernels) or "none at all"
         raise ValueError(f"the PTX has no entry point {entry!r}, only {known}")
@@ -121,6 +130,12 @@ def program(ptx: str, entry: str) -> Program:
         kernel, steps, segments, constant, shared, shared_bytes - SHARED_BASE, local, local_bytes,
         granules,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(ptx: str) -> Module:
+    """Read a text once for all of its kernels, which are mostly launched one after the other."""
+    return parse(ptx)
 
 
 def _step(instruction: Instruction) -> Step:
