@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.interpret.memory import gather, scatter, spread
+from cupyattn.interpret.memory import scatter
 from cupyattn.interpret.operation import DTYPES
 from cupyattn.interpret.ordering import Ints
 from cupyattn.interpret.ptx import Address, Immediate, Instruction, Operand, Register, Vector
@@ -23,6 +23,7 @@ from cupyattn.interpret.semantics import (
     register_type,
     writer,
 )
+from cupyattn.interpret.shadow import spread
 
 if TYPE_CHECKING:
     from cupyattn.interpret.machine import Lanes, Machine
@@ -147,7 +148,7 @@ def store(inst: Instruction) -> Execute | None:
     def execute(machine: Machine, lanes: Lanes) -> None:
         index = lanes.index
         address = addresses(machine)[index]
-        values = np.stack([np.broadcast_to(r(machine), machine.size)[index] for r in reads])
+        values = np.stack([machine.each(r(machine))[index] for r in reads])
         for memory, within, some in machine.space(space, address, "store", unit * count):
             if some is None:
                 memory.store(within, values, index, strong)
@@ -189,7 +190,7 @@ def atomic(inst: Instruction) -> Execute | None:
     def execute(machine: Machine, lanes: Lanes) -> None:
         index = lanes.index
         address = addresses(machine)[index]
-        values = [np.broadcast_to(read(machine), machine.size)[index] for read in reads]
+        values = [machine.each(read(machine))[index] for read in reads]
         old = np.empty(len(index), dtype)
         for memory, within, some in machine.space(space, address, "atomic", dtype.itemsize):
             rows = np.arange(len(index)) if some is None else some
@@ -304,7 +305,7 @@ def _copy(inst: Instruction) -> Execute | None:
         index = lanes.index
         data = np.zeros((len(index), width), np.uint8)
         wanted: Values = np.full(machine.size, width) if size is None else size(machine)
-        wanted = np.broadcast_to(wanted, machine.size)[index]
+        wanted = machine.each(wanted)[index]
         address = sources(machine)[index]
         for count in np.unique(wanted[wanted > 0]):
             rows = np.flatnonzero(wanted == count)
@@ -330,10 +331,7 @@ def load_rows(machine: Machine, address: Ints, lanes: Ints) -> npt.NDArray[np.ui
     """Load a row of 16 bytes of shared memory for each lane: (lanes, 4)."""
     shared = machine.shared
     machine.traffic["shared", "load"] += 16 * len(lanes)
-    offset = shared.offset(address, 16, lanes)
-    granules = shared.granules(offset, 16, lanes)
-    shared.shadow.before_read(*granules, machine.clocks, machine.report)
-    return np.ascontiguousarray(gather(shared.data, offset, 4, 4).T)
+    return np.ascontiguousarray(shared.load(address, 4, 4, lanes).T)
 
 
 def store_rows(machine: Machine, address: Ints, rows: npt.NDArray[np.uint32], lanes: Ints) -> None:

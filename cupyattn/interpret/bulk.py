@@ -213,7 +213,7 @@ def _corner(operand: Operand) -> tuple[Callable[[Machine], Ints], list[Callable[
 
 def _coordinate(operand: Operand) -> Callable[[Machine], Ints]:
     read = reader(operand, "s32")
-    return lambda machine: np.broadcast_to(read(machine), machine.size).astype(np.intp)
+    return lambda machine: machine.each(read(machine)).astype(np.intp)
 
 
 @instruction("cp")

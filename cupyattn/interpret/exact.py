@@ -157,14 +157,23 @@ def fma(a: Array, b: Array, c: Array, fmt: Format, rounding: str = "rn") -> Arra
     addend = c.astype(np.float64)
     if rounding == "rn" and fmt.dtype == np.float32:
         total = np.add(product, addend)
-        # Rounding once more goes wrong only midway between two float32: as the 29 lowest bits tell
-        # of a normal one; a subnormal one is always suspected.
+        result = total.astype(np.float32)
+        # Rounding once more goes wrong only midway between two float32, as the 29 lowest bits tell
+        # of a normal one, and only where the sum is not exact; a subnormal one is always suspected.
         below = np.bitwise_and(np.asarray(total).view(np.uint64), _BELOW)
-        if not np.count_nonzero(np.equal(below, _MIDWAY)):
-            result = total.astype(np.float32)
-            small = np.count_nonzero(np.less(np.abs(result), fmt.tiny))
-            if not small or small == result.size - np.count_nonzero(total):  # all of them zeros
-                return result
+        suspect = np.equal(below, _MIDWAY)
+        small = np.less(np.abs(result), fmt.tiny)
+        if np.count_nonzero(small) > result.size - np.count_nonzero(total):  # not zeros alone
+            suspect = np.logical_or(suspect, small)
+        if not np.count_nonzero(suspect):
+            return result
+        if result.ndim == 0:
+            return add(product, addend, fmt, rounding)
+        where = np.flatnonzero(suspect)
+        a, b = (x[where] if x.ndim else x for x in (product, addend))
+        if np.count_nonzero(two_sum(a, b)[1]):
+            result[where] = add(a, b, fmt, rounding)
+        return result
     return add(product, addend, fmt, rounding)
 
 

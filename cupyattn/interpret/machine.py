@@ -233,6 +233,7 @@ class Machine:
     def exit(self, lanes: Lanes) -> None:
         """Let lanes end; what waits for the others of their warps may go on now."""
         self.alive = self.alive & ~lanes.mask
+        self.clocks.end_blocks(np.logical_not(self.alive.reshape(self.blocks, -1).any(axis=1)))
         self._groups = {place: Lanes(x.mask, self.alive) for place, x in self._groups.items()}
         for place in list(self._parked):
             self.go(place, self._parked.pop(place))
@@ -241,7 +242,7 @@ class Machine:
         """Return the lanes whose partners are all here; park the others."""
         if self.place in self._parked:
             lanes = Lanes(lanes.mask | self._parked.pop(self.place), self.alive)
-        named = np.broadcast_to(together(self), self.size)
+        named = together(self)
         if (named == FULL_WARP).all():
             if lanes.full:
                 return lanes
@@ -251,7 +252,7 @@ class Machine:
                 missing = np.repeat(missing.reshape(-1, warps).any(axis=1), warps)
             late = np.repeat(missing, WARP) & lanes.mask
         else:
-            lanes, late = self._of_one_mask(named, lanes)
+            lanes, late = self._of_one_mask(self.each(named), lanes)
         if not late.any():
             return lanes
         self._parked[self.place] = late
@@ -315,9 +316,13 @@ class Machine:
         """Return what a register holds before anything was written: zeros."""
         return np.zeros(self.size, register_type(register))
 
+    def each(self, value: Values) -> Values:
+        """Return an operand as an array of one value for every lane of the batch."""
+        return value if value.ndim else np.full(self.size, value)
+
     def value(self, read: Read, lane: int) -> int:
         """Return an operand of one lane."""
-        return int(np.broadcast_to(read(self), self.size)[lane])
+        return int(self.each(read(self))[lane])
 
     def symbol(self, name: str) -> int:
         """Return the address of a variable or parameter in its own space."""

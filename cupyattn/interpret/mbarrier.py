@@ -201,7 +201,7 @@ def _count(operand: Operand | None, default: int) -> Callable[[Machine], Ints]:
     if operand is None:
         return lambda machine: np.full(machine.size, default)
     read = reader(operand, "u32")
-    return lambda machine: np.broadcast_to(read(machine), machine.size).astype(np.intp)
+    return lambda machine: machine.each(read(machine)).astype(np.intp)
 
 
 ACCESSES["mbarrier"] = lambda inst: ("shared", 8)
@@ -269,7 +269,7 @@ def _wait(inst: Instruction, operands: list[Operand], *, parity: bool, blocks: b
     def execute(machine: Machine, lanes: Lanes) -> None:
         index, barriers = lanes.index, machine.mbarriers
         at = address(machine)[index]
-        wanted = np.broadcast_to(phase(machine), machine.size)[index].astype(np.intp)
+        wanted = machine.each(phase(machine))[index].astype(np.intp)
         ended = barriers.done(at, wanted, index, parity=parity)
         result = np.zeros(machine.size, np.bool_)
         result[index] = ended

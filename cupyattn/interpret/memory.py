@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from cupyattn.checks import data_address
 from cupyattn.interpret.ordering import Bools, Clocks, Ints
-from cupyattn.interpret.shadow import Report, Shadow
+from cupyattn.interpret.shadow import Report, Shadow, spread
 
 #: log2 of the bytes between the regions of two arrays.
 REGION_BITS = 40
+#: Bytes of its region in front of an array: an access a little below one is that array's mistake.
+FRONT = 1 << 20
 #: Generic addresses of shared, local and parameter memory start here.
 WINDOWS = {"shared": 1 << 56, "local": 1 << 57, "param": 1 << 58}
 #: First byte of shared memory in its window: not 0, so that null pointers are found.
@@ -48,15 +50,11 @@ class Space(Protocol):
         """Check an atomic access; return the memory that it goes to, and the offsets in it."""
 
 
-def spread(first: Ints, lanes: Ints, count: int) -> tuple[Ints, Ints]:
-    """Return the `count` consecutive numbers from each of `first`, and the lane of each."""
-    if count == 1:
-        return first, lanes
-    return (first[:, None] + np.arange(count)).ravel(), np.repeat(lanes, count)
-
-
 def gather(data: Bytes, offset: Ints, unit: int, count: int) -> Units:
     """Read `count` units of `unit` bytes from each of `offset`: (count, lanes)."""
+    if unit * count == 16:  # as one element: addresses are multiples of the width
+        whole = data.view(np.complex128)[offset >> 4].view(f"u{unit}")
+        return np.ascontiguousarray(whole.reshape(-1, count).T)
     index = offset // unit
     return data.view(f"u{unit}")[index + np.arange(count)[:, None]]  # type: ignore[no-any-return]
 
@@ -178,7 +176,8 @@ class GlobalMemory:
         writable : bool
         """
         before, nbytes = span(source)
-        base = ((len(self.arrays) + 1) << REGION_BITS) + (data_address(source) - before) % 256
+        base = ((len(self.arrays) + 1) << REGION_BITS) + FRONT
+        base += (data_address(source) - before) % 256
         room = math.lcm(16, self._granule_bytes)
         data = np.zeros(-(-(base % 16 + nbytes) // room) * room + room, np.uint8)
         owned = None
@@ -218,8 +217,11 @@ class GlobalMemory:
             return values
         offset = self._offset(array, address, unit * count, lanes)
         if array.shadow is not None:
-            granules = self._granules(offset, unit * count, lanes)
-            array.shadow.before_read(*granules, self._clocks, self._report, atomic=strong)
+            size = self._granule_bytes
+            array.shadow.before_read(
+                offset // size, lanes, self._clocks, self._report, count=unit * count // size,
+                atomic=strong,
+            )  # fmt: skip
         return gather(array.data, offset, unit, count)
 
     def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
@@ -267,7 +269,6 @@ class GlobalMemory:
         if (region != first).any():
             return None
         if not 1 <= first <= len(self.arrays):
-            # A little below the first region is before its array.
             message = f"an access at {int(address[0]):#x}, where no array lies"
             self._report("out of bounds", message, lanes, np.ones(len(lanes), np.bool_))
         return self.arrays[first - 1]
@@ -327,18 +328,20 @@ class SharedMemory:
             "shared memory", granules, granule_bytes, clocks.threads, initialised=False,
             period=self.stride or None,
         )  # fmt: skip
+        block_of_lane = np.arange(blocks * clocks.threads) // clocks.threads
+        self._start = block_of_lane * self.stride - SHARED_BASE  # of each lane's block
         self._clocks = clocks
         self._report = report
 
     def offset(self, address: Ints, width: int, lanes: Ints) -> Ints:
         """Return offsets into the memory of all blocks after checking the addresses."""
         check_aligned(address, width, lanes, self._report, "shared memory", SHARED_BASE)
-        within = address - SHARED_BASE
-        outside = (within < 0) | (within + width > self.nbytes)
-        if outside.any():
+        if address.min() < SHARED_BASE or address.max() > SHARED_BASE + self.nbytes - width:
+            within = address - SHARED_BASE
+            outside = (within < 0) | (within + width > self.nbytes)
             message = f"an access of {width} bytes outside shared memory, which has {self.nbytes}"
             self._report("out of bounds", message, lanes, outside, within)
-        return within + lanes // self._clocks.threads * self.stride
+        return address + self._start[lanes]
 
     def granules(self, offset: Ints, width: int, lanes: Ints) -> tuple[Ints, Ints]:
         """Return the granules of an access, and the lane of each."""
@@ -357,9 +360,11 @@ class SharedMemory:
         self, address: Ints, unit: int, count: int, lanes: Ints, strong: bool = False
     ) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
-        offset = self.offset(address, unit * count, lanes)
-        granules = self.granules(offset, unit * count, lanes)
-        self.shadow.before_read(*granules, self._clocks, self._report, atomic=strong)
+        width, size = unit * count, self.granule_bytes
+        offset = self.offset(address, width, lanes)
+        self.shadow.before_read(
+            offset // size, lanes, self._clocks, self._report, count=width // size, atomic=strong
+        )
         return gather(self.data, offset, unit, count)
 
     def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
@@ -443,7 +448,7 @@ class ParamMemory(_NotAtomic):
 
     def __init__(self, data: Bytes, report: Report) -> None:
         self.nbytes = data.size
-        self._data = np.concatenate([data, np.zeros(-data.size % 8, np.uint8)])
+        self._data = np.concatenate([data, np.zeros(-data.size % 16, np.uint8)])
         self._report = report
 
     def load(

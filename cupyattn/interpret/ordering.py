@@ -55,6 +55,9 @@ class Clocks:
         self.warp_floor = np.full(lanes, now, np.int32)
         self._seen = np.zeros((lanes, threads + 1), np.int32)  # last: the copy engine
         self._ragged = np.zeros(lanes // WARP, np.bool_)  # warps whose lanes saw different things
+        self._running = np.ones(blocks, np.bool_)
+        #: The smallest `floor` of a block that has not ended.
+        self.oldest = now
 
     def ordered(self, lanes: Ints, others: Ints, times: Times) -> Bools:
         """Return whether accesses of `others` at `times` come before what `lanes` do now."""
@@ -85,8 +88,18 @@ class Clocks:
     def meet_blocks(self, blocks: Ints) -> None:
         """All threads of each of `blocks` (numbered through the batch) have met."""
         self.floor.reshape(-1, self.threads)[blocks] = self.now
+        self._find_oldest()
         engine = self._seen[:, self.threads].reshape(-1, self.threads)
         engine[blocks] = engine[blocks].max(axis=1, keepdims=True)
+
+    def end_blocks(self, blocks: Bools) -> None:
+        """Those `blocks` of the batch have no thread left that could do anything."""
+        self._running &= ~blocks
+        self._find_oldest()
+
+    def _find_oldest(self) -> None:
+        floors = self.floor[:: self.threads][self._running]
+        self.oldest = int(floors.min(initial=self.now))
 
     def meet_warps(self, warps: Ints) -> None:
         """All lanes of each of `warps` (numbered through the batch) have met."""

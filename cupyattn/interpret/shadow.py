@@ -12,6 +12,16 @@ import numpy as np
 
 from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Clocks, Ints, Times
 
+#: Reads noted since the last write, in granules, that may wait to be entered thread by thread.
+MAX_RECENT = 1 << 22
+
+
+def spread(first: Ints, lanes: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return the `count` consecutive numbers from each of `first`, and the lane of each."""
+    if count == 1:
+        return first, lanes
+    return (first[:, None] + np.arange(count)).ravel(), np.repeat(lanes, count)
+
 
 class Report(Protocol):
     """Raises a finding about the instruction under way."""
@@ -74,28 +84,63 @@ class Shadow:
         self.fenced = np.zeros(granules, np.int32)
         self.fenced_by = np.zeros(granules, np.int32)
         self._log: list[tuple[int, Ints, Ints]] = []  # time, granules, lanes
+        # Reads that `read` and `reads` do not have yet: time, first granules, lanes, granules each.
+        self._recent: list[tuple[int, Ints, Ints, int]] = []
+        self._recent_granules = 0
+        self._unwritten = 0 if initialised else granules
         self._flights = 0
         self._loans = 0
+        self._last_read = 0  # of those in `read`
         self._last_write = 0
+        self._engine_writes = False
 
     def before_read(
-        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
+        self,
+        first: Ints,
+        lanes: Ints,
+        clocks: Clocks,
+        report: Report,
+        *,
+        count: int = 1,
+        atomic: bool = False,
     ) -> None:
-        """Report what is wrong with `lanes` reading `granules`; note that they did."""
-        self._check_flights(granules, lanes, report, "read")
-        written = self.written[granules]
-        if written.min() < 0:
-            message = f"{self.name} is read before anything was written there"
-            report("never written", message, lanes, written < 0, self._address(granules))
-        if atomic:
-            written = np.where(self.atomic[granules], np.int32(0), written)
-        if not self.readers or self._last_write > clocks.floor.min():
-            self._check_writer(granules, lanes, written, clocks, report, "read")
-        self.read[granules] = clocks.now
+        """Report what is wrong with `lanes` reading `count` granules from `first` on each.
+
+        Note that they did. Where all was written, and the whole block has met since, nothing can be
+        wrong.
+        """
+        met = self.readers and self._last_write <= clocks.oldest
+        if self._flights or self._unwritten or not met:
+            granules, owners = spread(first, lanes, count)
+            self._check_flights(granules, owners, report, "read")
+            written = self.written[granules]
+            if self._unwritten and written.min() < 0:
+                message = f"{self.name} is read before anything was written there"
+                report("never written", message, owners, written < 0, self._address(granules))
+            if not met:
+                if atomic:
+                    written = np.where(self.atomic[granules], np.int32(0), written)
+                self._check_writer(granules, owners, written, clocks, report, "read")
         if self.readers:
-            self.reads[granules, lanes % self.readers] = clocks.now
+            self._recent.append((clocks.now, first, lanes, count))
+            self._recent_granules += len(first) * count
+            if self._recent_granules > MAX_RECENT:
+                self._enter_reads(clocks)
         else:
-            self._log.append((clocks.now, granules, lanes + clocks.first))
+            self.read[granules] = self._last_read = clocks.now
+            self._log.append((clocks.now, granules, owners + clocks.first))
+
+    def _enter_reads(self, clocks: Clocks) -> None:
+        """Enter the reads noted in `read` and `reads`, but those that every thread has met since.
+
+        No write can come too early for these.
+        """
+        recent, self._recent, self._recent_granules = self._recent, [], 0
+        for time, first, lanes, count in recent:
+            if time > clocks.oldest:
+                granules, owners = spread(first, lanes, count)
+                self.read[granules] = self._last_read = time
+                self.reads[granules, owners % self.readers] = time
 
     def before_write(
         self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
@@ -105,27 +150,39 @@ class Shadow:
         if self._loans and (lent := self.lent[granules] > 0).any():
             message = f"{self.name} is written while an asynchronous operation still reads it"
             report("in flight", message, lanes, lent, self._address(granules))
-        written = self.written[granules]
-        if atomic:  # atomic operations do not race with each other
-            written = np.where(self.atomic[granules], np.int32(0), written)
-        self._check_writer(granules, lanes, written, clocks, report, "written")
-        late = self.read[granules] > (clocks.floor[lanes] if self.readers else 0)
-        if late.any():
-            self._check_readers(granules[late], lanes[late], clocks, report)
+        oldest = clocks.oldest if self.readers else 0
+        if self._last_write > oldest or self._engine_writes:
+            written = self.written[granules]
+            if atomic:  # atomic operations do not race with each other
+                written = np.where(self.atomic[granules], np.int32(0), written)
+            self._check_writer(granules, lanes, written, clocks, report, "written")
+        if self._recent:
+            self._enter_reads(clocks)
+        if self._last_read > oldest:
+            late = self.read[granules] > (clocks.floor[lanes] if self.readers else 0)
+            if late.any():
+                self._check_readers(granules[late], lanes[late], clocks, report)
 
     def wrote(
         self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
     ) -> None:
         """Note that `lanes` wrote `granules`; report two that did so in one instruction."""
-        self.writer[granules] = lanes + clocks.first
-        self.written[granules] = self._last_write = clocks.now
+        writer = (lanes + clocks.first).astype(np.int32)
+        self.writer[granules] = writer
+        self._note_write(granules, clocks)
         self.atomic[granules] = atomic
         self.hidden[granules] = True
         if not atomic:
-            lost = self.writer[granules] != lanes + clocks.first
+            lost = self.writer[granules] != writer
             if lost.any():
                 message = f"{self.name} is written by two lanes at once"
                 report("race", message, lanes, lost, self._address(granules))
+
+    def _note_write(self, granules: Ints, clocks: Clocks) -> None:
+        if self._unwritten:
+            new = granules[self.written[granules] < 0]
+            self._unwritten -= len(np.unique(new))
+        self.written[granules] = self._last_write = clocks.now
 
     def take_off(self, granules: Ints) -> None:
         """Note that an asynchronous copy to `granules` has begun."""
@@ -139,8 +196,9 @@ class Shadow:
 
     def wrote_by_engine(self, granules: Ints, clocks: Clocks) -> None:
         """Note that the copy engine wrote `granules`."""
+        self._engine_writes = True
         self.writer[granules] = ENGINE
-        self.written[granules] = self._last_write = clocks.now
+        self._note_write(granules, clocks)
         self.atomic[granules] = self.hidden[granules] = False
         self.fenced[granules] = 0
 
@@ -155,7 +213,8 @@ class Shadow:
         """Note that it has ended, on behalf of `lanes`, who waited for it."""
         np.subtract.at(self.lent, granules, np.int16(1))
         self._loans -= len(granules)
-        self.read[granules] = clocks.now
+        self._enter_reads(clocks)
+        self.read[granules] = self._last_read = clocks.now
         for lane in lanes.tolist():
             self.reads[granules, lane % self.readers] = clocks.now
 

@@ -42,7 +42,7 @@ def _after_meeting(execute: Execute) -> Execute:
 
 
 def _by_warp(machine: Machine, values: Values) -> Values:
-    return np.broadcast_to(values, machine.size).reshape(-1, WARP)
+    return machine.each(values).reshape(-1, WARP)
 
 
 # ---- exchanges and votes -------------------------------------------------------------------------
@@ -81,14 +81,14 @@ def shuffle(inst: Instruction) -> Step | None:
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         lane = machine.thread % WARP
-        offset = np.broadcast_to(read_b(machine), machine.size).astype(np.intp)
-        limits = np.broadcast_to(read_c(machine), machine.size).astype(np.intp)
+        offset = machine.each(read_b(machine)).astype(np.intp)
+        limits = machine.each(read_c(machine)).astype(np.intp)
         source, valid = _sources(kind, lane, offset, limits)
         place = machine.lane - lane + source
         if not lanes.full and (away := lanes.mask & ~lanes.mask[place]).any():
             message = "a lane reads the register of another that does not take part"
             machine.report("divergence", message, machine.lane, away)
-        write(machine, np.broadcast_to(read(machine), machine.size)[place], lanes)
+        write(machine, machine.each(read(machine))[place], lanes)
         write_valid(machine, valid, lanes)
 
     return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
@@ -167,7 +167,7 @@ def reduce(inst: Instruction) -> Step | None:
         values, result = read(machine), np.zeros(machine.size, dtype)
         for warp in lanes.warps:
             some = lanes.index[lanes.index // WARP == warp]
-            of_warp = np.broadcast_to(values, machine.size)[some]
+            of_warp = machine.each(values)[some]
             result[some] = (
                 _REDUCTIONS[kind](of_warp, dtype=dtype)
                 if kind == "add"
@@ -207,7 +207,9 @@ def fragment_reader(operand: Operand) -> Callable[[Machine, Ints], Bits]:
     reads: list[Read] = [reader(x, "b32") for x in _registers(operand)]
 
     def read(machine: Machine, warps: Ints) -> Bits:
-        parts = [np.broadcast_to(r(machine), machine.size).reshape(-1, WARP)[warps] for r in reads]
+        parts = [_by_warp(machine, r(machine)) for r in reads]
+        if len(warps) < len(parts[0]):
+            parts = [part[warps] for part in parts]
         return np.stack(parts, axis=-1)
 
     return read
