@@ -15,8 +15,8 @@ from cupyattn.rounding import Array, array_namespace
 
 #: Perturbations of a score past this are worth no exponential: the total variation is 1.
 MAX_PERTURBATION = 300.0
-#: Elements of |v - o| held at a time: 8 MB stay in a cache.
-SPREAD_ELEMENTS = 2**20
+#: Elements of |v - o| held at a time: 2 MB stay in a cache.
+SPREAD_ELEMENTS = 2**18
 
 
 def gamma(n: Any, u: float) -> Any:
@@ -163,10 +163,13 @@ def _spread(weights: Array, v: Array, o: Array) -> Array:
     head_dim = o.shape[-1]
     out = xp.empty((*lead, rows, kinds, head_dim))
     v = xp.broadcast_to(v, (*lead, keys, head_dim))
-    step = max(1, SPREAD_ELEMENTS // max(1, keys * head_dim))
+    step = min(rows, max(1, SPREAD_ELEMENTS // max(1, keys * head_dim)))
+    differences = xp.empty((step, keys, head_dim))
     for index in np.ndindex(*lead):
-        for row in range(0, rows, step):
+        for row in range(0, rows, max(1, step)):
             some = slice(row, row + step)
-            differences = xp.abs(v[index] - o[index][some, None])
-            out[index][some] = weights[index][some] @ differences
+            here = differences[: rows - row]
+            xp.subtract(v[index], o[index][some, None], out=here)
+            xp.abs(here, out=here)
+            out[index][some] = weights[index][some] @ here
     return out
