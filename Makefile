@@ -35,12 +35,12 @@ ladder: $(READY)
 	$(RUN) -m cupyattn ladder
 
 test: lint
-	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) -m "not slow"
+	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 # What `test` leaves out for its length: further variants, types and combinations, interpreted.
 test-slow: $(READY)
-	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) -m slow \
-		--ignore=tests/test_packaging.py
+	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
+		-m slow --ignore=tests/test_packaging.py
 
 # Builds sdist and wheel, installs the wheel with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)

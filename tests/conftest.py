@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from cupyattn import compile as kc
 from cupyattn.device import device_missing
+
+#: Tests that need a device.
+GPU = Path(__file__).parent / "gpu"
 
 # How far Hypothesis searches: CUPYATTN_TEST_PROFILE=deep before a release or over night.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -31,14 +35,31 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: os.environ.pop("CUPYATTN_CACHE_DIR", None))
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave tests/gpu out where no device is: 1,800 tests that would all be skipped."""
+    return True if collection_path == GPU and device_missing() else None
+
+
+def pytest_report_header() -> str:
+    """Say so."""
+    missing = device_missing()
+    return f"{GPU.name}: left out, {missing}" if missing else ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark everything under tests/gpu, and skip what is marked where no device is."""
-    gpu_folder, missing = Path(__file__).parent / "gpu", device_missing()
+    missing = device_missing()
     for item in items:
-        if gpu_folder in item.path.parents:
+        if GPU in item.path.parents:
             item.add_marker(pytest.mark.gpu)
         if missing and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was collected out of the garbage collector's way: it stays to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

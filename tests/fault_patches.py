@@ -2,9 +2,10 @@
 
 A patch is a unified diff against ``kernels_cu`` after a few lines: what goes wrong, in one
 sentence; ``caught-by: J2`` (the result leaves its bound) or ``caught-by: interpreter`` (a hazard
-that a device shows only sometimes); for the latter ``finding: KIND at CODE``, what the interpreter
-must report and the line of the source that it must name; and the ``variants:`` in which it must be
-seen, ``fa_int8@pv8`` being a form of one.
+that a device shows only sometimes), in either case ``on`` what shows it where not every call does,
+an option of `attention` or ``far_apart``; for the latter ``finding: KIND at CODE``, what the
+interpreter must report and the line of the source that it must name; and the ``variants:`` in which
+it must be seen, ``fa_int8@pv8`` being a form of one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Fault:
     name: str
     sentence: str
     caught_by: str
+    shown_by: str
     kind: str
     line: str
     variants: tuple[str, ...]
@@ -84,7 +86,7 @@ def put_in_place(folder: Path, rung: str, monkeypatch: pytest.MonkeyPatch) -> No
 def parse(path: Path) -> Fault:
     """Read one patch."""
     sentence, caught_by, *rest = path.read_text().splitlines(keepends=True)
-    by = _value("caught-by", caught_by, path)
+    by, _, shown_by = _value("caught-by", caught_by, path).partition(" on ")
     finding = _value("finding", rest.pop(0), path) if by == "interpreter" else ""
     variants, *diff = rest
     hunks: list[Hunk] = []
@@ -103,6 +105,7 @@ def parse(path: Path) -> Fault:
         path.stem,
         sentence.strip(),
         by,
+        shown_by,
         *finding.partition(" at ")[::2],
         tuple(_value("variants", variants, path).split()),
         tuple(hunks),

@@ -27,15 +27,13 @@ def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     """Choose combinations, one after the other, that bring the most new pairs of values."""
     cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
-    def pairs(cell: dict[str, Any]) -> set[Any]:
-        return set(itertools.combinations(cell.items(), 2))
-
-    missing = set().union(*map(pairs, cells))
+    pairs = [set(itertools.combinations(cell.items(), 2)) for cell in cells]
+    missing = set().union(*pairs)
     chosen = []
     while missing:
-        best = max(cells, key=lambda cell: len(pairs(cell) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
+        best = max(range(len(cells)), key=lambda number: len(pairs[number] & missing))
+        chosen.append(cells[best])
+        missing -= pairs[best]
     return chosen
 
 

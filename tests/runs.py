@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cupyattn import (
     api,
@@ -48,6 +49,19 @@ def variant_of(rung: str) -> Variant:
 
 #: Every rung with every storage type that it takes.
 CELLS = [(rung, dtype) for rung in RUNGS for dtype in variant_of(rung).dtypes]
+
+
+def of_one_type(cells: Sequence[tuple[str, str]] = CELLS) -> list[Any]:
+    """Return cells as parameters of a test in the interpreter: all but those of float16 are slow.
+
+    Every type meets every rung and option in tests/test_cross.py, which is not.
+    """
+    return [
+        pytest.param(*cell, marks=[] if cell[1] == "float16" else [pytest.mark.slow])
+        for cell in cells
+    ]
+
+
 #: Rungs whose operands are the caller's own.
 PLAIN = [rung for rung in RUNGS if variant_of(rung).family != "int8"]
 #: Elements of NaN on either side of a guarded array.

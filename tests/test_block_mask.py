@@ -190,7 +190,7 @@ def test_what_does_not_fit_the_call_is_one_sentence(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("rung", "dtype"), RUNGS)
+@pytest.mark.parametrize(("rung", "dtype"), runs.of_one_type(RUNGS))
 def test_a_block_mask_is_a_mask(rung: str, dtype: str, backend: str) -> None:
     name, batch = ("by batch", 2) if dtype == "float16" else ("by head", 1)
     same(rung, arrays(dtype, (batch, *SHAPE[1:])), BlockMask(blocks(name), 64, 64), backend)
@@ -209,24 +209,31 @@ def test_all_none_and_one_block(rung: str, name: str, backend: str) -> None:
         assert bits(masked.o) == bits(plain.o) and bits(masked.lse) == bits(plain.lse)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+#: What a block mask combines with, by name.
+OTHERS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window": (70, 0)},
+    "window-causal_align": {"window": (3, 9), "causal_align": "top-left"},
+    "causal-window": {"causal": True, "window": (20, -1)},
+    "softcap-bias": {"softcap": 1.5, "bias": np.arange(150, dtype=np.float32) / 50},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("rung", "others", "backend"),
     [
-        {"causal": True},
-        {"window": (70, 0)},
-        {"window": (3, 9), "causal_align": "top-left"},
-        {"causal": True, "window": (20, -1)},
-        {"softcap": 1.5, "bias": np.arange(150, dtype=np.float32) / 50},
+        pytest.param(
+            rung, name, backend,
+            marks=[pytest.mark.slow] if backend == "interpret" and (i + j) % 2 else [],
+        )
+        for i, rung in enumerate(VARIANTS)
+        for j, name in enumerate(OTHERS)
+        for backend in BACKENDS
     ],
-    ids=lambda options: "-".join(options),
-)
-@pytest.mark.parametrize("rung", VARIANTS)
-def test_it_combines_with_what_else_there_is(
-    rung: str, options: dict[str, Any], backend: str
-) -> None:
+)  # fmt: skip
+def test_it_combines_with_what_else_there_is(rung: str, others: str, backend: str) -> None:
     same(rung, arrays(shape=(1, 2, 100, 150)), BlockMask(blocks("by head"), 64, 64), backend,
-         **options)  # fmt: skip
+         **OTHERS[others])  # fmt: skip
 
 
 @pytest.mark.parametrize(

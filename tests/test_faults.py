@@ -78,7 +78,7 @@ def test_a_fault_applies_and_compiles_to_other_code(fault: Fault, tmp_path: Path
 
 def test_a_patch_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
     stale = Hunk("attn_fa.cu", "no such line\n", "\n")
-    fault = Fault("stale", "Nothing.", "J2", "", "", ("fa",), (stale,))
+    fault = Fault("stale", "Nothing.", "J2", "", "", "", ("fa",), (stale,))
     with pytest.raises(
         LookupError, match=r"stale.patch no longer applies to attn_fa.cu: .* 0 times"
     ):

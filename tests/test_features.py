@@ -112,7 +112,7 @@ def test_the_mirror_is_within_its_bound(rung: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("rung", "dtype", "number"),
     [
-        (rung, dtype, number)
+        pytest.param(rung, dtype, number, marks=[pytest.mark.slow] if dtype != "float16" else [])
         for shift, (rung, dtype) in enumerate(RUNGS)
         for number in range(shift % 7, len(CELLS), 7)
     ],

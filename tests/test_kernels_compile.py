@@ -71,6 +71,11 @@ def rotated() -> list[tuple[str, str, str, int, str, bool, bool]]:
     return cells
 
 
+def oldest(arch: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a compilation: on the oldest and on Hopper it is not slow."""
+    return [] if arch in (NO_SPILLS[0], "sm_90a") else [pytest.mark.slow]
+
+
 def build(
     name: str, form: str, arch: str, head_dim: int, dtype: str, causal: bool, lse: bool
 ) -> tuple[kc.ModuleSpec, kc.Binary]:
@@ -83,7 +88,10 @@ def build(
     return spec, kc.build(spec, arch)
 
 
-@pytest.mark.parametrize(("name", "form", "arch", "head_dim", "dtype", "causal", "lse"), rotated())
+@pytest.mark.parametrize(
+    ("name", "form", "arch", "head_dim", "dtype", "causal", "lse"),
+    [pytest.param(*cell, marks=oldest(cell[2])) for cell in rotated()],
+)
 def test_compiles(
     name: str, form: str, arch: str, head_dim: int, dtype: str, causal: bool, lse: bool
 ) -> None:
@@ -95,8 +103,8 @@ def test_compiles(
 
 
 def at_once(dtype: str, arch: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a compilation: one type, on the oldest and on Hopper, is not slow."""
-    return [] if dtype == "float16" and arch in (NO_SPILLS[0], "sm_90a") else [pytest.mark.slow]
+    """Return the marks of a compilation: those of `oldest`, for one type."""
+    return oldest(arch) if dtype == "float16" else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
@@ -124,8 +132,11 @@ def test_default_tiles_spill_nothing(
 @pytest.mark.parametrize(
     ("name", "form", "head_dim"),
     [
-        *((name, "portable", head_dim) for name in VARIANTS for head_dim in (64, 128, 256)),
-        *(("fa_tc", "sm90", head_dim) for head_dim in VARIANTS["fa_tc"].hopper_tiles),
+        pytest.param(*cell, marks=[] if cell[2] == 256 else [pytest.mark.slow])
+        for cell in (
+            *((name, "portable", head_dim) for name in VARIANTS for head_dim in (64, 128, 256)),
+            *(("fa_tc", "sm90", head_dim) for head_dim in VARIANTS["fa_tc"].hopper_tiles),
+        )
     ],
 )
 def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int) -> None:

@@ -43,7 +43,11 @@ def test_every_kernel_of_the_sources_is_run() -> None:
 
 @pytest.mark.parametrize(
     ("prim", "arch"),
-    [(prim, arch) for prim in ALL for arch in prim.architectures],
+    [
+        pytest.param(prim, arch, marks=[pytest.mark.slow] if number else [])
+        for prim in ALL
+        for number, arch in enumerate(prim.architectures)
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_primitives_compile(prim: Prim, arch: str) -> None:

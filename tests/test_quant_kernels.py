@@ -145,6 +145,12 @@ def test_strides_decide_the_width_of_loads() -> None:
 # ---- the compiler --------------------------------------------------------------------------------
 
 
+#: Where everything must stay in registers.
+NO_SPILLS = pytest.mark.parametrize(
+    "arch", ["sm_80", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_89", "sm_90"))]
+)
+
+
 def build(plan, arch: str) -> kc.Binary:
     if arch not in kc.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
@@ -162,7 +168,7 @@ def test_compiles_for_every_architecture(arch) -> None:
     assert binary.smem_bytes == 0
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@NO_SPILLS
 @pytest.mark.parametrize(("dtype", "head_dim", "group"), CELLS[::3] + CELLS[1:3])
 def test_what_runs_spills_nothing(dtype, head_dim, group, arch) -> None:
     for static in (False, True):
@@ -173,8 +179,10 @@ def test_what_runs_spills_nothing(dtype, head_dim, group, arch) -> None:
             assert (used.spill_stores, used.spill_loads) == (0, 0), (entry, used)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256, 40, 7, 255])
+@NO_SPILLS
+@pytest.mark.parametrize(
+    "head_dim", [64, 256, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (128, 40, 255))]
+)
 def test_quantising_values_spills_nothing(head_dim, arch) -> None:
     for dtype, group, p_type in (
         ("float16", 32, "u8"), ("bfloat16", GROUP_ALL, "s8"), ("float32", 64, "e4m3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib
 import re
 import subprocess
 import sys
@@ -135,6 +136,14 @@ def test_the_header_comment_is_a_lab_notebook(path: Path) -> None:
     places = [header.find(title) for title in titles]
     assert -1 not in places, f"missing {titles[places.index(-1)]!r}"
     assert places == sorted(places), "in another order"
+
+
+def test_the_tests_for_a_device_import() -> None:
+    """They are not collected where there is none."""
+    modules = sorted(Path(__file__).with_name("gpu").glob("test_*.py"))
+    assert len(modules) > 15
+    for path in modules:
+        importlib.import_module(f"tests.gpu.{path.stem}")
 
 
 @pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))

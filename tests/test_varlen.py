@@ -68,18 +68,12 @@ def assert_as_alone(rung: str, inputs: Arrays, ends: Any, **options: Any) -> Non
 # ---- each sequence is as if alone ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rung", "dtype"),
-    [
-        pytest.param(*cell, marks=[] if cell[1] == "float16" else [pytest.mark.slow])
-        for cell in CELLS
-    ],
-)
+@pytest.mark.parametrize(("rung", "dtype"), runs.of_one_type(CELLS))
 def test_the_kernels_take_every_sequence_for_itself(rung: str, dtype: str) -> None:
     """Features rotate over storage types, so that each rung meets all of them, with the slow."""
     first = runs.variant_of(rung).dtypes.index(dtype)
     for seed, options in list(enumerate(OPTIONS))[first::3]:
-        inputs, ends = packed(LENGTHS, 4, 2, dtype=dtype, seed=seed)
+        inputs, ends = packed(LENGTHS, 4, 2, head_dim=32, dtype=dtype, seed=seed)
         assert_as_alone(rung, inputs, ends, backend="interpret", **options)
 
 
