@@ -210,20 +210,8 @@ def translate(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
 
     Machine code and the report of ptxas take two fifths of the time of `build`.
 
-    Parameters
-    ----------
-    spec, arch, source
-        As for `build`.
-
-    Returns
-    -------
-    Binary
-        Without cubin and resources.
-
-    Raises
-    ------
-    KernelCompileError, UnsupportedError, ValueError
-        As `build`; what ptxas alone refuses is no error here.
+    Parameters, result and errors are those of `build`, without cubin and resources, and without the
+    errors of ptxas.
     """
     return _compiled(spec, arch, arch.replace("sm_", "compute_"), source)
 

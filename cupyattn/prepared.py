@@ -304,7 +304,7 @@ class Prepared:
         self._device = -1
         if self.backend == "cuda":
             self._device = int(request.q.device.id)
-            with request.q.device:
+            with self._current():
                 self._ready = [executor.ready(p, request.options.arch) for p in self.plans]
                 self._scratch = self._allocate() if keep else None
 
