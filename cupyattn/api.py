@@ -6,18 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 from cupyattn.block_mask import BlockMask
+from cupyattn.forms import direct_operands, operands_key, same_place
 from cupyattn.launch import Plan
-from cupyattn.prepared import (
-    Prepared,
-    direct_operands,
-    form_key,
-    operands_of,
-    recall,
-    remember,
-    run_mirror,
-    same_place,
-    stages,
-)  # fmt: skip
+from cupyattn.prepared import Prepared, operands_of, recall, remember, run_mirror, stages
 from cupyattn.quant import QuantConfig
 from cupyattn.request import Options, Request, as_given, resolve
 from cupyattn.tiles import Tiles
@@ -145,25 +136,24 @@ def attention(
     >>> ca.attention(q, k, v, causal=True)[0, 0, :, 0]
     array([1., 1., 1., 1.], dtype=float16)
     """
-    added = {"mask": mask, "bias": bias, "block_mask": block_mask, "rope": rope}
+    given = direct_operands(q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope)
     key = None
-    if out is None and layout == "BHSD" and not check_finite:
-        key = form_key(
+    if given is not None and out is None and layout == "BHSD" and not check_finite:
+        key = operands_key(
             (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
              rope_offset_q, return_lse, quant, tiles, arch, backend),
-            q, k, v, **added,
+            given, q, block_mask=block_mask,
         )  # fmt: skip
         ready = recall(key)
         if ready is not None:
-            o, lse = ready.run(direct_operands(q, k, v, **added) or {}, None)
+            o, lse = ready.run(given, None)
             return (o, lse) if return_lse else o
     options = Options(
         variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
         rope_interleaved, rope_offset_q, block_mask, layout, return_lse, out, quant, tiles, arch,
         backend, check_finite,
     )  # fmt: skip
-    given = direct_operands(q, k, v, **added) or {}
-    return _run(resolve(q, k, v, options), key, given)
+    return _run(resolve(q, k, v, options), key, given or {})
 
 
 def attention_varlen(
@@ -268,13 +258,14 @@ def attention_varlen(
     """
     packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     limits = max_len_q, max_len_k
+    given = direct_operands(q, k, v, **packed)
     key = None
     plain = out is mask is bias is rope is block_mask is None
-    if plain and not check_finite and None not in limits:
-        key = form_key(
+    if given is not None and plain and not check_finite and None not in limits:
+        key = operands_key(
             (variant, accuracy, scale, causal, causal_align, window, softcap, return_lse, quant,
              tiles, arch, backend, limits),
-            q, k, v, **packed,
+            given, q,
         )  # fmt: skip
         ready = recall(key)
         if ready is not None:
@@ -288,8 +279,7 @@ def attention_varlen(
         backend=backend, check_finite=check_finite, max_len_q=max_len_q, max_len_k=max_len_k,
         **packed,
     )  # fmt: skip
-    given = direct_operands(q, k, v, **packed) or {}
-    return _run(resolve(q, k, v, options), key, given)
+    return _run(resolve(q, k, v, options), key, given or {})
 
 
 def _run(request: Request, key: Any, given: dict[str, Any]) -> Any:

@@ -6,9 +6,10 @@ looked up and laid out once for each launch and device.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,14 @@ from cupyattn.launch import Launch, Plan, TensorMap
 _ALIGNMENT = 128
 
 
+#: Takes the addresses that a launch needs, in its order, from those of all buffers.
+Pick = Callable[[Mapping[str, int]], Sequence[int]]
+
+
 class ReadyLaunch:
     """One launch on one device: compiled, loaded, its parameters laid out but for addresses.
+
+    ``buffers`` names what it needs the addresses of, in the order in which it takes them.
 
     Parameters
     ----------
@@ -40,13 +47,15 @@ class ReadyLaunch:
         self._function = self._kernel.kernel.ptr
         self._shared = module.binary.smem_bytes if one.dynamic_shared else 0
         self._per_thread = threading.local()
+        #: Whether what goes wrong is to be told by this launch: as it was when this was made.
+        self.waits = os.environ.get("CUPYATTN_DEBUG") == "1"
 
         templates = one.templates
         place = -(-8 * len(templates) // _ALIGNMENT) * _ALIGNMENT  # behind the pointers to them
         self._places: list[int] = []
         self._structs: list[tuple[slice, np.ndarray]] = []
-        self._pointers: list[tuple[int, str]] = []  # 64-bit word of an address, buffer
         self._maps: list[tuple[slice, TensorMap]] = []
+        pointers: list[tuple[int, str]] = []  # 64-bit word of an address, buffer
         for template in templates:
             self._places.append(place)
             first = place // 8
@@ -54,15 +63,30 @@ class ReadyLaunch:
                 size = tensor_map.NBYTES
                 self._maps.append((slice(first, first + size // 8), template))
             else:
-                words, pointers = template
+                words, named = template
                 size = words.nbytes
                 self._structs.append((slice(first, first + len(words)), words))
-                self._pointers += [(first + index, name) for index, name in pointers]
+                pointers += [(first + index, name) for index, name in named]
             place += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._nbytes = place
+        self._pointers = [index for index, _ in pointers]
+        self.buffers = (*(name for _, name in pointers), *(m.buffer for _, m in self._maps))
 
-    def _buffer(self) -> tuple[np.ndarray, int]:
-        """Return this thread's parameters as 64-bit words, and their address."""
+    def pick(self, names: Mapping[str, str]) -> Pick:
+        """Return what takes this launch's addresses out of those of a call.
+
+        Parameters
+        ----------
+        names : mapping of str to str
+            What the call calls a buffer, where that differs.
+        """
+        outer = [names.get(name, name) for name in self.buffers]
+        if len(outer) == 1:
+            return lambda addresses: (addresses[outer[0]],)
+        return operator.itemgetter(*outer) if outer else lambda addresses: ()
+
+    def _buffer(self) -> tuple[memoryview[int], int, list[int]]:
+        """Return this thread's parameters as words, their address, and what their maps describe."""
         raw = np.zeros(self._nbytes + _ALIGNMENT, np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
         words = raw[start : start + self._nbytes].view(np.uint64)
@@ -70,16 +94,17 @@ class ReadyLaunch:
         words[: len(self._places)] = [address + place for place in self._places]
         for where, struct in self._structs:
             words[where] = struct
-        self._per_thread.buffer = words, address
-        return words, address
+        buffer = words.data, address, [-1] * len(self._maps)
+        self._per_thread.buffer = buffer
+        return buffer
 
-    def __call__(self, addresses: Mapping[str, int], stream: int) -> None:
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
         """Launch on a stream of the current device.
 
         Parameters
         ----------
-        addresses : mapping of str to int
-            Of every buffer that the parameters name.
+        addresses : sequence of int
+            Of ``buffers``.
         stream : int
             Handle.
 
@@ -91,13 +116,11 @@ class ReadyLaunch:
         import cupy
 
         buffer = getattr(self._per_thread, "buffer", None)
-        words, address = self._buffer() if buffer is None else buffer
-        for index, name in self._pointers:
-            words[index] = addresses[name]
-        for where, mapped in self._maps:
-            words[where] = tensor_map.encode(
-                addresses[mapped.buffer], mapped.dtype, mapped.shape, mapped.strides, mapped.box
-            ).view(np.uint64)
+        words, address, described = self._buffer() if buffer is None else buffer
+        for index, pointer in zip(self._pointers, addresses, strict=False):
+            words[index] = pointer
+        if described:
+            self._describe(words, described, addresses[len(self._pointers) :])
         one = self._launch
         try:
             cupy.cuda.driver.launchKernel(
@@ -108,6 +131,16 @@ class ReadyLaunch:
                 f"{one.entry} cannot be launched with grid {one.grid}, block {one.block} and "
                 f"{self._shared} bytes of shared memory: {error}"
             ) from error
+
+    def _describe(
+        self, words: memoryview[int], described: list[int], addresses: Sequence[int]
+    ) -> None:
+        """Fill in the tensor maps of arrays that lie elsewhere than those of the last launch."""
+        for number, ((where, x), address) in enumerate(zip(self._maps, addresses, strict=True)):
+            if described[number] != address:
+                encoded = tensor_map.encode(address, x.dtype, x.shape, x.strides, x.box)
+                words[where] = encoded.view(np.uint64).data
+                described[number] = address
 
 
 def ready(plan: Plan, arch: str | None = None) -> tuple[ReadyLaunch, ...]:
@@ -151,19 +184,18 @@ def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None
     scratch = [_allocate(cupy, work) for work in plan.workspace]
     for work, array in zip(plan.workspace, scratch, strict=True):
         addresses[work.name] = data_address(array)
-    launch_all(ready(plan, arch), addresses)
+    launch_all([(one, one.pick({})) for one in ready(plan, arch)], addresses)
 
 
-def launch_all(launches: tuple[ReadyLaunch, ...], addresses: Mapping[str, int]) -> None:
-    """Launch one kernel after the other on the current stream."""
+def launch_all(launches: Sequence[tuple[ReadyLaunch, Pick]], addresses: Mapping[str, int]) -> None:
+    """Launch one kernel after the other on the current stream, each with the addresses it picks."""
     import cupy
 
     stream = cupy.cuda.get_current_stream()
-    handle = int(stream.ptr)
-    debug = os.environ.get("CUPYATTN_DEBUG") == "1"
-    for one in launches:
-        one(addresses, handle)
-        if debug:
+    handle = stream.ptr
+    for one, pick in launches:
+        one(pick(addresses), handle)
+        if one.waits:
             stream.synchronize()
 
 

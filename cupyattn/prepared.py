@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from cupyattn import backends, checks, executor, launch, registry
+from cupyattn import backends, checks, executor, launch
 from cupyattn import compile as compiler
-from cupyattn.arrays import device_of, is_cupy
-from cupyattn.block_mask import BlockMask
+from cupyattn.arrays import is_cupy
 from cupyattn.checks import AttentionCall, data_address
+from cupyattn.forms import QUANTIZED, Form, direct_operands
 from cupyattn.launch import Operand, Plan, Workspace
-from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
+from cupyattn.quant import QuantConfig, quantize
 from cupyattn.quant.operands import (
     check_value_tiles,
     scale_shape,
@@ -29,10 +29,6 @@ from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import STORAGE, array_namespace
 from cupyattn.value_codes import ValueCodes
 
-#: Buffers of a quantised call, as fields of `QuantizedQKV`.
-QUANTIZED = (
-    "q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean", "v_codes", "v_scale", "v_mean",
-)  # fmt: skip
 #: Operands that say what happens to the scores, as fields of `Request`.
 OF_SCORES = ("mask", "bias", "kept_blocks")
 #: Operands that say where packed sequences lie.
@@ -235,30 +231,6 @@ def architecture(request: Request) -> str | None:
 # ---- a call, ready to run ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Form:
-    """What a plan was made for: shape, strides in bytes, dtype, address modulo 16, device."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: Any
-    misalignment: int
-    device: int
-
-    @classmethod
-    def of(cls, array: Any) -> Form:
-        """Describe a NumPy or CuPy array."""
-        address = data_address(array)
-        return cls(array.shape, array.strides, array.dtype, address % 16, device_of(array))
-
-    def __str__(self) -> str:
-        return (
-            f"shape {self.shape}, strides {self.strides} bytes, dtype {self.dtype}, address "
-            f"16 n + {self.misalignment}"
-            + (f" on device {self.device}" if self.device >= 0 else "")
-        )
-
-
 class Prepared:
     """One call of `cupyattn.attention`, ready to run: what `cupyattn.plan` returns.
 
@@ -291,6 +263,8 @@ class Prepared:
         self._forms = {name: Form.of(array) for name, array in operands_of(request).items()}
         if request.receiver is not None:
             self._forms["out"] = Form.of(request.receiver)
+        # Where out may not begin: the first and the last distance from an operand, exclusive.
+        self._apart = {} if request.receiver is None else _overlaps(request)
         # For each stage: buffer of the plan, buffer of the call.
         self._names = [
             (*stage.names.items(), *((w.name, f"{i}.{w.name}") for w in stage.plan.workspace))
@@ -299,13 +273,15 @@ class Prepared:
         self._workspace = self._stages.workspace
         self._zeros = [work.name for work in self._workspace if work.zeros]
         self._given = _static_scales(request)
-        self._ready: list[tuple[executor.ReadyLaunch, ...]] = []
+        self._launches: list[tuple[executor.ReadyLaunch, executor.Pick]] = []
         self._scratch: dict[str, Any] | None = None
         self._device = -1
         if self.backend == "cuda":
             self._device = int(request.q.device.id)
             with self._current():
-                self._ready = [executor.ready(p, request.options.arch) for p in self.plans]
+                for plan, names in zip(self.plans, map(dict, self._names), strict=True):
+                    launches = executor.ready(plan, request.options.arch)
+                    self._launches += [(one, one.pick(names)) for one in launches]
                 self._scratch = self._allocate() if keep else None
 
     @property
@@ -365,50 +341,63 @@ class Prepared:
         plain = self._options.layout == "BHSD" and (out is None or is_cupy(out))
         if direct is not None and plain and not given:
             operands = {**direct, **self._added}
-            self.check(operands, out)
-            if out is not None:
-                added = (self._added.get(name) for name in ("mask", "bias"))
-                checks.check_out(out, self.call, (*tuple(direct.values())[:3], *added))
-            o, lse = self.run(operands, out)
+            o, lse = self._run(operands, self.check(operands, out), out)
             return (o, lse) if self.call.return_lse else o
         changed = {name: a for name, a in (self._added | given).items() if name in names}
         request = resolve(q, k, v, replace(self._options, out=out, **changed))
         operands = operands_of(request)
-        self.check(operands, request.receiver)
+        addresses = self.check(operands, request.receiver)
         if self.backend == "mirror":
             o, lse = run_mirror(request)
         else:
-            o, lse = self.run(operands, request.receiver)
+            o, lse = self._run(operands, addresses, request.receiver)
         result = request.restore(o) if out is None else out
         return (result, request.restore_lse(lse)) if self.call.return_lse else result
 
-    def check(self, operands: Mapping[str, Any], out: Any) -> None:
-        """Raise unless arrays have the form that the call was planned for."""
+    def check(self, operands: Mapping[str, Any], out: Any) -> dict[str, int]:
+        """Return the addresses of arrays that have the form that the call was planned for.
+
+        Raises
+        ------
+        ValueError
+            For others, and for an `out` that shares memory with what is read.
+        """
+        addresses = {}
         for name, form in self._forms.items():
             array = out if name == "out" else operands.get(name)
-            if array is None or (
-                array.shape != form.shape
-                or array.strides != form.strides
-                or array.dtype != form.dtype
-                or data_address(array) % 16 != form.misalignment
-                or device_of(array) != form.device
-            ):
+            address = form.address_of(array)
+            if address is None:
                 found = "nothing" if array is None else str(Form.of(array))
                 raise ValueError(f"{name} was planned as {form}, got {found}: plan anew")
-        if out is not None and "out" not in self._forms:
+            addresses[name] = address
+        if out is None:
+            return addresses
+        if "out" not in self._forms:
             raise ValueError("out was not given when the call was planned: plan anew with one")
+        start = addresses["out"]
+        for name, (first, last) in self._apart.items():
+            if first < start - addresses[name] < last:
+                raise ValueError(f"out must not share memory with {name}")
+        return addresses
 
     def run(self, operands: Mapping[str, Any], out: Any) -> tuple[Any, Any]:
         """Run on operands in layout BHSD, unchecked; return O in that layout, and lse or None."""
+        return self._run(operands, {n: data_address(a) for n, a in operands.items()}, out)
+
+    def _run(
+        self, operands: Mapping[str, Any], addresses: Mapping[str, int], out: Any
+    ) -> tuple[Any, Any]:
         xp, call = self._xp, self.call
         with self._current():
             o = new_output(call, self._options.layout, xp) if out is None else out
             lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
             scratch = self._scratch or self._allocate()
             self._fill(scratch, operands)
-            buffers = {**scratch, "o": o, "lse": lse}
+            results = {"o": o} if lse is None else {"o": o, "lse": lse}
+            buffers = {**scratch, **results}
             if self.backend == "cuda":
-                self._launch({**operands, **buffers})
+                found = {name: a.data.ptr for name, a in buffers.items()}
+                executor.launch_all(self._launches, {**addresses, **found})
             else:
                 inputs = {name: backends.as_input(a) for name, a in operands.items()}
                 self._interpret({**inputs, **buffers})
@@ -433,12 +422,6 @@ class Prepared:
         if "v_operand" in scratch:
             scratch["v_operand"][...] = operands["v"]
 
-    def _launch(self, buffers: Mapping[str, Any]) -> None:
-        addresses = {name: a.data.ptr for name, a in buffers.items() if a is not None}
-        for launches, names in zip(self._ready, self._names, strict=True):
-            own = {inner: addresses[outer] for inner, outer in names if outer in addresses}
-            executor.launch_all(launches, {**addresses, **own} if own else addresses)
-
     def _interpret(self, buffers: Mapping[str, Any]) -> None:
         from cupyattn import interpret
 
@@ -458,6 +441,24 @@ def operands_of(request: Request) -> dict[str, Any]:
     if request.rope is not None:
         found |= {"rope_cos": request.rope.cos, "rope_sin": request.rope.sin}
     return {name: a for name, a in found.items() if a is not None}
+
+
+def _overlaps(request: Request) -> dict[str, tuple[int, int]]:
+    """Return, for each array that is read, between which distances behind it ``out`` meets it."""
+    low, high = _reach(request.receiver)
+    found = {}
+    for name, array in operands_of(request).items():
+        first, last = _reach(array)
+        if first < last and low < high:
+            found[name] = first - high, last - low
+    return found
+
+
+def _reach(array: Any) -> tuple[int, int]:
+    """Return the bytes from an array's first element to its lowest and past its highest."""
+    low, high = checks.byte_range(array)
+    address = data_address(array)
+    return low - address, high - address
 
 
 def new_output(call: AttentionCall, layout: str, xp: Any) -> Any:
@@ -541,67 +542,6 @@ def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
 #: Calls that are kept ready for `cupyattn.attention` to find.
 MAX_RECENT = 512
 _recent: dict[Any, Prepared] = {}
-
-
-def form_key(options: Sequence[Any], q: Any, k: Any, v: Any, **added: Any) -> Any:
-    """Return what a call on CuPy arrays depends on beside their values, None if that is not known.
-
-    Checking, planning and packing depend on the options and on the forms of the arrays alone: a
-    call with the same key needs none of it again. NumPy and foreign arrays have no key, nor have
-    options that are arrays.
-
-    Parameters
-    ----------
-    options : sequence
-        The call's other options, the variant's name first.
-    q, k, v : array, or q a QuantizedQKV
-    **added : array, BlockMask or (array, array), optional
-        mask, bias, block_mask, rope, cu_seqlens_q, cu_seqlens_k.
-    """
-    operands = direct_operands(q, k, v, **added)
-    if operands is None:
-        return None
-    forms = tuple((a.shape, a.strides, a.dtype, a.data.ptr % 16) for a in operands.values())
-    block_mask = added.get("block_mask")
-    blocks = (0, 0) if block_mask is None else block_mask.blocks
-    own = (
-        (q.group_q, q.group_kv, q.group_v, q.config, q.out_dtype)
-        if isinstance(q, QuantizedQKV)
-        else ()
-    )
-    devices = tuple(a.data.device_id for a in operands.values())
-    rung = registry.VARIANTS.get(options[0])
-    key = (*options, blocks, rung, *operands, *forms, *own, devices, compiler.generation())
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def direct_operands(
-    q: Any, k: Any, v: Any, *, block_mask: Any = None, rope: Any = None, **added: Any
-) -> dict[str, Any] | None:
-    """Return the operands by name where all of them are CuPy arrays, else None."""
-    if isinstance(q, QuantizedQKV) and k is None and v is None:
-        operands = {name: a for name in QUANTIZED if (a := getattr(q, name)) is not None}
-    else:
-        operands = {"q": q, "k": k, "v": v}
-    operands |= {name: a for name, a in added.items() if a is not None}
-    if rope is not None:
-        if not (isinstance(rope, tuple) and len(rope) == 2):
-            return None
-        operands["rope_cos"], operands["rope_sin"] = rope
-    if not all(map(is_cupy, operands.values())):
-        return None
-    if isinstance(block_mask, BlockMask):
-        operands["kept_blocks"] = block_mask.kept_blocks(next(iter(operands.values())))
-    return operands if block_mask is None or "kept_blocks" in operands else None
-
-
-def same_place(left: Any, right: Any) -> bool:
-    """Whether two arrays start at one address."""
-    return data_address(left) == data_address(right)
 
 
 def recall(key: Any) -> Prepared | None:

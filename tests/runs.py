@@ -23,8 +23,8 @@ from cupyattn import (
     testing,
 )  # fmt: skip
 from cupyattn.block_mask import BlockMask
+from cupyattn.forms import QUANTIZED
 from cupyattn.launch import Operand
-from cupyattn.prepared import QUANTIZED
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.registry import VARIANTS, Variant, lookup
 from cupyattn.request import Options, resolve

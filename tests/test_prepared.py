@@ -9,7 +9,8 @@ import pytest
 
 from cupyattn import QuantConfig, attention, plan, quantize
 from cupyattn.errors import UnsupportedError
-from cupyattn.prepared import Prepared, form_key
+from cupyattn.forms import form_key
+from cupyattn.prepared import Prepared
 from cupyattn.registry import VARIANTS
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -63,7 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("interpret", "params", "launch", "value_codes", "rotation", "executor"),
     ("backends",),
     ("quant",),
-    ("request", "unfused"),
+    ("request", "forms", "unfused"),
     ("prepared",),
     ("api", "testing"),
     ("device", "timing", "measure"),

@@ -9,7 +9,8 @@ import pytest
 
 from cupyattn import attention, plan, quantize
 from cupyattn import compile as kc
-from cupyattn.prepared import form_key, recall
+from cupyattn.forms import form_key
+from cupyattn.prepared import recall
 from tests.gpu.support import arch_of, on_device
 from tests.runs import RUNGS, bits, normal, variant_of
 

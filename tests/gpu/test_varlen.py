@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from cupyattn import QuantConfig, api, attention_varlen, plan
-from cupyattn.prepared import form_key, recall
+from cupyattn.forms import form_key
+from cupyattn.prepared import recall
 from cupyattn.request import Options, resolve
 from tests.gpu.support import arch_of, attend, on_device, run_packed
 from tests.runs import Arrays, Guarded, bits, packed, sequences, variant_of

@@ -1,0 +1,122 @@
+"""The form of an array, all of it but values: what plans are made for, and calls are known by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cupyattn import compile as compiler
+from cupyattn import registry
+from cupyattn.arrays import device_of, is_cupy
+from cupyattn.block_mask import BlockMask
+from cupyattn.checks import data_address
+from cupyattn.quant import QuantizedQKV
+
+#: Buffers of a quantised call, as fields of `QuantizedQKV`.
+QUANTIZED = (
+    "q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean", "v_codes", "v_scale", "v_mean",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a plan was made for: shape, strides in bytes, dtype, address modulo 16, device."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    misalignment: int
+    device: int
+
+    @classmethod
+    def of(cls, array: Any) -> Form:
+        """Describe a NumPy or CuPy array."""
+        address = data_address(array)
+        return cls(array.shape, array.strides, array.dtype, address % 16, device_of(array))
+
+    def address_of(self, array: Any) -> int | None:
+        """Return the address of an array of this form, None for any other and for none."""
+        if (
+            array is None
+            or array.shape != self.shape
+            or array.strides != self.strides
+            or array.dtype != self.dtype
+            or device_of(array) != self.device
+        ):
+            return None
+        address = data_address(array)
+        return address if address % 16 == self.misalignment else None
+
+    def __str__(self) -> str:
+        return (
+            f"shape {self.shape}, strides {self.strides} bytes, dtype {self.dtype}, address "
+            f"16 n + {self.misalignment}"
+            + (f" on device {self.device}" if self.device >= 0 else "")
+        )
+
+
+def form_key(options: Sequence[Any], q: Any, k: Any, v: Any, **added: Any) -> Any:
+    """Return what a call on CuPy arrays depends on beside their values, None if that is not known.
+
+    Checking, planning and packing depend on the options and on the forms of the arrays alone: a
+    call with the same key needs none of it again. NumPy and foreign arrays have no key, nor have
+    options that are arrays.
+
+    Parameters
+    ----------
+    options : sequence
+        The call's other options, the variant's name first.
+    q, k, v : array, or q a QuantizedQKV
+    **added : array, BlockMask or (array, array), optional
+        mask, bias, block_mask, rope, cu_seqlens_q, cu_seqlens_k.
+    """
+    operands = direct_operands(q, k, v, **added)
+    return None if operands is None else operands_key(options, operands, q, **added)
+
+
+def operands_key(
+    options: Sequence[Any], operands: Mapping[str, Any], q: Any, *, block_mask: Any = None, **_: Any
+) -> Any:
+    """Return the key of `form_key`, given what `direct_operands` found."""
+    key: list[Any] = [*options, registry.VARIANTS.get(options[0]), compiler.generation()]
+    for name, a in operands.items():
+        data = a.data
+        key += (name, a.shape, a.strides, a.dtype, data.ptr % 16, data.device_id)
+    if block_mask is not None:
+        key.append(block_mask.blocks)
+    if isinstance(q, QuantizedQKV):
+        key += (q.group_q, q.group_kv, q.group_v, q.config, q.out_dtype)
+    found = tuple(key)
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
+
+
+def direct_operands(
+    q: Any, k: Any, v: Any, *, block_mask: Any = None, rope: Any = None, **added: Any
+) -> dict[str, Any] | None:
+    """Return the operands by name where all of them are CuPy arrays, else None."""
+    if isinstance(q, QuantizedQKV) and k is None and v is None:
+        operands = {name: a for name in QUANTIZED if (a := getattr(q, name)) is not None}
+    else:
+        operands = {"q": q, "k": k, "v": v}
+    for name, a in added.items():
+        if a is not None:
+            operands[name] = a
+    if rope is not None:
+        if not (isinstance(rope, tuple) and len(rope) == 2):
+            return None
+        operands["rope_cos"], operands["rope_sin"] = rope
+    if not all(map(is_cupy, operands.values())):
+        return None
+    if isinstance(block_mask, BlockMask):
+        operands["kept_blocks"] = block_mask.kept_blocks(next(iter(operands.values())))
+    return operands if block_mask is None or "kept_blocks" in operands else None
+
+
+def same_place(left: Any, right: Any) -> bool:
+    """Whether two arrays start at one address."""
+    return data_address(left) == data_address(right)

@@ -1,0 +1,232 @@
+"""What the host does for a call on CuPy arrays, with no device: parameters, streams, refusals.
+
+The arrays are CuPy's own, over memory of the host; only the driver's launch is a stand-in, which
+reads the parameters as the driver would. That kernels get the right results from them is tested in
+tests/gpu/test_prepared.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import attention, attention_varlen, backends, plan, tensor_map
+from cupyattn import compile as kc
+from cupyattn.launch import Plan, TensorMap, pack
+from cupyattn.prepared import Prepared, stages
+from cupyattn.registry import VARIANTS
+from cupyattn.request import Options, resolve
+
+cupy = pytest.importorskip("cupy")
+
+SHAPES = ((1, 4, 33, 64), (1, 2, 70, 64), (1, 2, 70, 64))
+#: Rungs, and the architecture that chooses their form.
+CASES = [*((rung, "sm_90") for rung in VARIANTS), ("fa_tc", "sm_90a")]
+
+
+def array(shape: tuple[int, ...], dtype: str = "float16", address: int = 0) -> Any:
+    """A CuPy array over memory that nobody reads or writes."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    held = np.zeros(size + 16, np.uint8)
+    start = address or held.ctypes.data + -held.ctypes.data % 16
+    memory = cupy.cuda.memory.UnownedMemory(start, size, held, 0)
+    return cupy.ndarray(shape, np.dtype(dtype), cupy.cuda.memory.MemoryPointer(memory, 0))
+
+
+@dataclass
+class Driver:
+    """Stands in for the driver: keeps, for each launch, its stream and its parameters' bytes."""
+
+    sizes: dict[str, list[int]] = field(default_factory=dict)
+    launches: list[tuple[str, int, list[bytes]]] = field(default_factory=list)
+    stream: int = 7
+    names: dict[int, str] = field(default_factory=dict)
+
+    def kernel(self, entry: str) -> Any:
+        handle = 1000 + len(self.names)
+        self.names[handle] = entry
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=handle))
+
+    def launch(self, function: int, *geometry: int) -> None:
+        *_, stream, parameters, _ = geometry
+        entry = self.names[function]
+        pointers = (ctypes.c_uint64 * len(self.sizes[entry])).from_address(parameters)
+        values = [ctypes.string_at(p, n) for p, n in zip(pointers, self.sizes[entry], strict=True)]
+        self.launches.append((entry, stream, values))
+
+    def expect(self, made: list[Plan]) -> None:
+        """Note how long the parameters of the launches are."""
+        for one in (one for p in made for one in p.launches):
+            self.sizes[one.entry] = [
+                tensor_map.NBYTES if isinstance(x, TensorMap) else x[0].nbytes
+                for x in one.templates
+            ]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    fake = Driver()
+    module = SimpleNamespace(kernel=fake.kernel, binary=SimpleNamespace(smem_bytes=4096))
+    monkeypatch.setattr(kc, "load", lambda spec, arch=None: module)
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", fake.launch)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(
+        cupy.cuda, "get_current_stream", lambda *_: SimpleNamespace(ptr=fake.stream)
+    )
+    monkeypatch.setattr(backends, "on_device_of", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(cupy, "asarray", lambda x, *_: x)
+    monkeypatch.setattr(Prepared, "_fill", lambda *_: None)
+    monkeypatch.setattr(tensor_map, "encode", encoded)
+    before = cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(lambda size: array((size,), "uint8").data)
+    kc.cache_clear(disk=False)  # plans keep what was made ready for them, here and afterwards
+    yield fake
+    kc.cache_clear(disk=False)
+    cupy.cuda.set_allocator(before)
+
+
+def encoded(address: int, *_: Any) -> np.ndarray:
+    """A tensor map of which nothing but the address is known."""
+    words = np.zeros(tensor_map.NBYTES // 8, np.uint64)
+    words[0] = address
+    return words.view(np.uint8)
+
+
+def check(driver: Driver, made: list[Plan], known: dict[str, Any]) -> None:
+    """What was launched are the plans' launches, with the addresses of the arrays known."""
+    expected = [one for p in made for one in p.launches]
+    assert [entry for entry, *_ in driver.launches] == [one.entry for one in expected]
+    for (_, stream, values), one in zip(driver.launches, expected, strict=True):
+        assert stream == driver.stream
+        for parameter, value in zip(one.params, values, strict=True):
+            if isinstance(parameter, TensorMap):
+                address = int.from_bytes(value[:8], "little")
+                assert address == known[parameter.buffer].data.ptr, parameter.buffer
+                continue
+            struct, fields = parameter
+            found = np.frombuffer(value, struct)[0]
+            for name, x in fields.items():
+                if not isinstance(x, str):
+                    wanted = pack(struct, {name: x}, {})[0][name]
+                    np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+                elif x in known:
+                    assert found[name] == known[x].data.ptr, name
+                else:
+                    assert found[name] != 0, f"{name} points nowhere"
+    driver.launches.clear()
+
+
+def planned(inputs: Any, out: Any = None, **options: Any) -> list[Plan]:
+    return stages(resolve(*inputs, Options(out=out, **options))).plans
+
+
+@pytest.mark.parametrize(("rung", "arch"), CASES)
+def test_every_way_to_call_passes_what_the_plan_says(driver: Driver, rung: str, arch: str) -> None:
+    """The first call, one that is remembered, prepared ones: each with other arrays."""
+    options: dict[str, Any] = {"variant": rung, "arch": arch, "causal": True}
+    inputs, out = [array(s) for s in SHAPES], array(SHAPES[0])
+    made = planned(inputs, **options)
+    driver.expect(made)
+    prepared = plan(*inputs, **options)
+    into = plan(*inputs, out=out, **options)
+    for _ in range(3):
+        inputs, out = [array(s) for s in SHAPES], array(SHAPES[0])
+        known = dict(zip("qkv", inputs, strict=True)) if rung != "fa_int8" else {"v": inputs[2]}
+        check(driver, made, {"o": attention(*inputs, **options), **known})
+        check(driver, made, {"o": prepared(*inputs), **known})
+        assert into(*inputs, out=out) is out
+        check(driver, planned(inputs, out, **options), {**known, "o": out})
+
+
+def test_lse_mask_and_packed_sequences_arrive_too(driver: Driver) -> None:
+    inputs = [array(s) for s in SHAPES]
+    mask = array((33, 70), "bool")
+    options: dict[str, Any] = {"variant": "fa", "arch": "sm_90", "return_lse": True}
+    made = planned(inputs, mask=mask, **options)
+    driver.expect(made)
+    prepared = plan(*inputs, mask=mask, **options)
+    other = array((33, 70), "bool")
+    for call, given in ((attention, {"mask": mask, **options}), (prepared, {"mask": other})):
+        o, lse = call(*inputs, **given)
+        known = {**dict(zip("qkv", inputs, strict=True)), "o": o, "lse": lse}
+        check(driver, made, {**known, "mask": given["mask"]})
+    packed = [array((33, 4, 64)), array((70, 2, 64)), array((70, 2, 64))]
+    ends = {name: array((3,), "int32") for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    limits: dict[str, Any] = {"max_len_q": 33, "max_len_k": 70}
+    made = planned(packed, **ends, **limits, **options)
+    driver.expect(made)
+    for _ in range(2):
+        o, lse = attention_varlen(*packed, **ends, **limits, **options)
+        known = dict(zip("qkv", packed, strict=True))
+        check(driver, made, {**known, **ends, "o": o, "lse": lse})
+
+
+def test_the_stream_is_the_current_one_of_each_call(driver: Driver) -> None:
+    inputs = [array(s) for s in SHAPES]
+    options: dict[str, Any] = {"variant": "unfused", "arch": "sm_90"}
+    driver.expect(planned(inputs, **options))
+    prepared = plan(*inputs, **options)
+    for driver.stream in (3, 5):
+        attention(*inputs, **options)
+        prepared(*inputs)
+        assert {stream for _, stream, _ in driver.launches} == {driver.stream}
+        driver.launches.clear()
+
+
+def test_threads_have_parameters_of_their_own(driver: Driver) -> None:
+    """One waits inside its launch while another launches the same kernel."""
+    options: dict[str, Any] = {"variant": "fa", "arch": "sm_90"}
+    problems = [[array(s) for s in SHAPES] for _ in range(2)]
+    made = planned(problems[0], **options)
+    driver.expect(made)
+    attention(*problems[0], **options)
+    driver.launches.clear()
+    launch, inside, done = driver.launch, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        if threading.current_thread() is first:
+            inside.set()
+            assert done.wait(30)
+        launch(*arguments)
+
+    cupy.cuda.driver.launchKernel = slow  # the fixture puts it back
+    first = threading.Thread(target=attention, args=problems[0], kwargs=options)
+    first.start()
+    assert inside.wait(30)
+    attention(*problems[1], **options)
+    done.set()
+    first.join()
+    found = [values for _, _, values in driver.launches]
+    driver.launches.reverse()
+    for values, (q, *_) in zip(found, reversed(problems), strict=True):
+        struct, _ = made[0].launches[0].params[0]
+        assert np.frombuffer(values[0], struct)[0]["Q"] == q.data.ptr
+
+
+def test_out_may_not_meet_what_is_read(driver: Driver) -> None:
+    """By a prepared call as by `attention`, to the byte."""
+    shape = (1, 2, 8, 64)
+    nbytes = 2 * int(np.prod(shape))
+    q, k, v = (array(shape) for _ in range(3))
+    options: dict[str, Any] = {"variant": "fa", "arch": "sm_90"}
+    driver.expect(planned((q, k, v), array(shape), **options))
+    into = plan(q, k, v, out=array(shape), **options)
+    place = array((4 * nbytes,), "uint8").data.ptr
+    k = array(shape, address=place + nbytes)
+    for distance, meets in ((-nbytes, False), (16 - nbytes, True), (0, True),
+                            (nbytes - 16, True), (nbytes, False)):  # fmt: skip
+        out = array(shape, address=place + nbytes + distance)
+        for call in (into, lambda *a, out: attention(*a, out=out, **options)):
+            if meets:
+                with pytest.raises(ValueError, match="out must not share memory with k"):
+                    call(q, k, v, out=out)
+            else:
+                assert call(q, k, v, out=out) is out
