@@ -219,8 +219,8 @@ class GlobalMemory:
         if array.shadow is not None:
             size = self._granule_bytes
             array.shadow.before_read(
-                offset // size, lanes, self._clocks, self._report, count=unit * count // size,
-                atomic=strong,
+                offset // size, lanes, self._clocks, self._report,
+                count=max(unit * count // size, 1), atomic=strong,
             )  # fmt: skip
         return gather(array.data, offset, unit, count)
 
@@ -363,8 +363,9 @@ class SharedMemory:
         width, size = unit * count, self.granule_bytes
         offset = self.offset(address, width, lanes)
         self.shadow.before_read(
-            offset // size, lanes, self._clocks, self._report, count=width // size, atomic=strong
-        )
+            offset // size, lanes, self._clocks, self._report, count=max(width // size, 1),
+            atomic=strong,
+        )  # fmt: skip
         return gather(self.data, offset, unit, count)
 
     def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
