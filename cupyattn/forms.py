@@ -42,10 +42,16 @@ class Form:
             or array.shape != self.shape
             or array.strides != self.strides
             or array.dtype != self.dtype
-            or device_of(array) != self.device
+            or is_cupy(array) != (self.device >= 0)
         ):
             return None
-        address = data_address(array)
+        if self.device < 0:
+            address = data_address(array)
+        else:
+            data = array.data  # made anew each time it is asked for
+            if data.device_id != self.device:
+                return None
+            address = data.ptr
         return address if address % 16 == self.misalignment else None
 
     def __str__(self) -> str:

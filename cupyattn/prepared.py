@@ -334,15 +334,17 @@ class Prepared:
         ValueError
             For arrays of another form; the message says what differs.
         """
-        direct = direct_operands(q, k, v)
+        alone = mask is bias is cu_seqlens_q is cu_seqlens_k is None
+        plain = self._options.layout == "BHSD" and (out is None or is_cupy(out))
+        if alone and plain:
+            operands = direct_operands(q, k, v)
+            if operands is not None:
+                operands |= self._added
+                o, lse = self._run(operands, self.check(operands, out), out)
+                return o if lse is None else (o, lse)
         names = ("mask", "bias", *SEQUENCES)
         others = zip(names, (mask, bias, cu_seqlens_q, cu_seqlens_k), strict=True)
         given = {name: a for name, a in others if a is not None}
-        plain = self._options.layout == "BHSD" and (out is None or is_cupy(out))
-        if direct is not None and plain and not given:
-            operands = {**direct, **self._added}
-            o, lse = self._run(operands, self.check(operands, out), out)
-            return (o, lse) if self.call.return_lse else o
         changed = {name: a for name, a in (self._added | given).items() if name in names}
         request = resolve(q, k, v, replace(self._options, out=out, **changed))
         operands = operands_of(request)
@@ -393,8 +395,7 @@ class Prepared:
             lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
             scratch = self._scratch or self._allocate()
             self._fill(scratch, operands)
-            results = {"o": o} if lse is None else {"o": o, "lse": lse}
-            buffers = {**scratch, **results}
+            buffers = {**scratch, "o": o} if lse is None else {**scratch, "o": o, "lse": lse}
             if self.backend == "cuda":
                 found = {name: a.data.ptr for name, a in buffers.items()}
                 executor.launch_all(self._launches, {**addresses, **found})
@@ -407,11 +408,10 @@ class Prepared:
         """Return a context in which the device of the call is the current one."""
         if self.backend != "cuda":
             return contextlib.nullcontext()
-        import cupy
-
-        if cupy.cuda.runtime.getDevice() == self._device:
+        cuda = self._xp.cuda
+        if cuda.runtime.getDevice() == self._device:
             return contextlib.nullcontext()
-        return cupy.cuda.Device(self._device)
+        return cuda.Device(self._device)
 
     def _fill(self, scratch: Mapping[str, Any], operands: Mapping[str, Any]) -> None:
         """Put into scratch memory what must be there before the first stage."""
