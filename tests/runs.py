@@ -352,7 +352,7 @@ def run_into(
         plan = launch.plan_int8(
             variant, call, *map(Operand.of, (z.q_codes, z.k_codes, v, o, *scales)),
             group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None, values=values,
-            **described,
+            **described, arch=arch,
         )  # fmt: skip
     buffers = {name: backends.as_input(array) for name, array in (operands | added).items()}
     backends.run(backend, plan, {**buffers, "o": o, "lse": lse}, arch)

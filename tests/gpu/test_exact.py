@@ -99,7 +99,8 @@ def test_shifted_scores_change_only_the_log_sum_exp(variant: str, dtype: str) ->
 def test_one_key_gives_its_value(variant: str, dtype: str) -> None:
     """To the bit, but for float32: there M's own rounding shows, and p / l is two roundings."""
     q, k, v = normal((2, 4, 70, 64), (2, 2, 70, 64), dtype)
-    stored = v.astype(np.float16).astype(v.dtype) if variant == "fa_int8" else v
+    of_int8 = variant_of(variant).family == "int8"
+    stored = v.astype(np.float16).astype(v.dtype) if of_int8 else v
     of_group = stored[:, [0, 0, 1, 1], :1]
     alone = attend(variant, *on_device(q, k[:, :, :1], v[:, :, :1]))
     causal = attend(variant, *on_device(q, k, v), causal=True)
@@ -163,7 +164,8 @@ def test_one_hot_values_show_the_probabilities(variant: str, dtype: str) -> None
     attends = np.arange(70) >= 6
     # each of at most 64 probabilities was rounded to 8, 11 or 24 bits
     rounding = {"float32": 2.0**-20, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-    limit = rounding["float16" if variant == "fa_int8" and dtype == "float32" else dtype]
+    stored = "float16" if variant_of(variant).family == "int8" and dtype == "float32" else dtype
+    limit = rounding[stored]
     np.testing.assert_allclose(P.sum(axis=-1)[:, :, attends], 1.0, atol=limit)
 
 
