@@ -45,3 +45,13 @@ __device__ __forceinline__ void mbarrier_wait_parity(Mbarrier& barrier, uint32_t
       "r"(parity)
       : "memory");
 }
+
+// A place in a ring of stages, and the parity of the phase that belongs to it.
+template <int STAGES>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};

@@ -12,3 +12,17 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+
+// One after the other, COUNT warpgroups do what only one may do at a time. The first turn has to be
+// passed to the first of them; the last one passed is to be taken, too.
+template <int COUNT>
+struct Turn {
+  int warpgroup;  // of COUNT
+  __device__ __forceinline__ void take() const { named_barrier_sync(1 + warpgroup, THREADS); }
+  __device__ __forceinline__ void pass() const {
+    named_barrier_arrive(1 + (warpgroup + 1) % COUNT, THREADS);
+  }
+
+ private:
+  static constexpr int THREADS = 2 * 128;  // of the warpgroup that waits and the one that passes
+};

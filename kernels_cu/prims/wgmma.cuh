@@ -72,6 +72,11 @@ __device__ __forceinline__ Descriptor descriptor_n_major(const void* tile, int c
   return {shared_address(tile) >> 4 | uint32_t(column_bytes >> 4) << 16, 1u << 30 | 1024 >> 4};
 }
 
+// The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
+__device__ __forceinline__ Descriptor uniform(Descriptor rows) {
+  return {__shfl_sync(FULL_WARP, rows.low, 0), rows.high};
+}
+
 // D = A B (+ D when accumulate) over 16-bit elements, float32 accumulation;
 //   ss: A and B in shared memory, both K-major
 //   rs: A in registers, B in shared memory, its rows along n; always accumulates

@@ -75,25 +75,6 @@ static_assert(
     BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 16 == 0,
     "BLOCK_KV must be a multiple of 16 from 64 to 256, the columns of a wgmma");
 
-// A place in a ring of stages, and the parity of the phase that belongs to it.
-template <int STAGES>
-struct RingPosition {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
-
-// One after the other, the computing warpgroups give work to the tensor cores.
-struct Turn {
-  int consumer;
-  __device__ __forceinline__ void take() const { named_barrier_sync(1 + consumer, 2 * WARPGROUP); }
-  __device__ __forceinline__ void pass() const {
-    named_barrier_arrive(1 + (consumer + 1) % CONSUMERS, 2 * WARPGROUP);
-  }
-};
-
 // Key of a tile's first step.
 __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
@@ -115,9 +96,6 @@ __device__ __forceinline__ WorkTile work_tile(const AttnParams& p, int index) {
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
-__device__ __forceinline__ Descriptor uniform(Descriptor rows) {
-  return {__shfl_sync(FULL_WARP, rows.low, 0), rows.high};
-}
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
   return {
       __shfl_sync(FULL_WARP, tile.q0, 0), __shfl_sync(FULL_WARP, tile.head, 0),
@@ -301,8 +279,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
   const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
-  const Turn turn = {warpgroup - 1};
-  if (warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
+  const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
+  if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
   RingPosition<NUM_STAGES> K_at, V_at;
 
@@ -433,5 +411,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     }
     Q_at.advance();
   }
-  if (turn.consumer == 0) turn.take();  // the last turn passed is nobody's
+  if (turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
 }

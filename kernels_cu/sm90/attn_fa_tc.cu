@@ -87,25 +87,6 @@ static_assert(
     BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 16 == 0,
     "BLOCK_KV must be a multiple of 16 from 64 to 256, the columns of a wgmma");
 
-// A place in a ring of stages, and the parity of the phase that belongs to it.
-template <int STAGES>
-struct RingPosition {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
-
-// One after the other, the computing warpgroups give work to the tensor cores.
-struct Turn {
-  int consumer;
-  __device__ __forceinline__ void take() const { named_barrier_sync(1 + consumer, 2 * WARPGROUP); }
-  __device__ __forceinline__ void pass() const {
-    named_barrier_arrive(1 + (consumer + 1) % CONSUMERS, 2 * WARPGROUP);
-  }
-};
-
 // Key of a tile's first step.
 __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
@@ -150,9 +131,6 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
-__device__ __forceinline__ Descriptor uniform(Descriptor rows) {
-  return {__shfl_sync(FULL_WARP, rows.low, 0), rows.high};
-}
 template <bool PACKED>
 __device__ __forceinline__ Sequences<PACKED> uniform(Sequences<PACKED> x) {
   if constexpr (PACKED)
@@ -377,8 +355,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
   const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
-  const Turn turn = {warpgroup - 1};
-  if (warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
+  const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
+  if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
   RingPosition<NUM_STAGES> K_at, V_at;
 
@@ -445,7 +423,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     // The last output, by itself.
     mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
     // NOTE: a weight of 0 does not silence a NaN. The first warpgroup's turn comes first.
-    if (VARLEN && turn.consumer == 0)
+    if (VARLEN && turn.warpgroup == 0)
       zero_rows<BLOCK_KV>(smem.V[V_at.stage], max(0, p.len_kv - kv0), BLOCK_KV);
     turn.take();
     start_output(
@@ -514,5 +492,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     Q_at.advance();
   }
   if (leaving && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
-  if (turn.consumer == 0) turn.take();  // the last turn passed is nobody's
+  if (turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
 }
