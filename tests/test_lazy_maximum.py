@@ -112,11 +112,12 @@ def run(
 
 
 def changed(folder: Path, line: str, instead: str) -> Path:
-    """Lay the kernel's sources into a folder, one line of the kernel changed."""
+    """Lay the kernel's sources into a folder, one line of it or of its headers changed."""
     shutil.copytree(kc.KERNELS / "prims", folder / "prims")
-    text = SOURCE.read_text()
-    assert text.count(line) == 1
-    (folder / SOURCE.name).write_text(text.replace(line, instead))
+    shutil.copy(SOURCE, folder)
+    (file,) = (f for f in folder.rglob("*.cu*") if line in f.read_text())
+    assert file.read_text().count(line) == 1
+    file.write_text(file.read_text().replace(line, instead))
     return folder
 
 
@@ -169,7 +170,7 @@ def test_blocks_that_take_one_tile_after_another(monkeypatch: pytest.MonkeyPatch
 #: Hazards between one tile and the next, and what the interpreter says of each.
 HAZARDS = {
     "turns that order nothing: O overwrites Q before all warps' products have read it": (
-        "named_barrier_sync(1 + consumer, 2 * WARPGROUP);", "", "race"),
+        "named_barrier_sync(1 + warpgroup, THREADS);", "", "race"),
     "O is not shown to the copy engine": ("      fence_proxy_async();\n", "", "race"),
     "the warp's rows are stored before they are complete": (
         "      __syncwarp();  // the warp's rows are complete\n", "", "race"),
