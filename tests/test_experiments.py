@@ -27,6 +27,7 @@ from experiments import (
     peers,
     plots,
     race,
+    tile_order,
     tile_sweep,
 )  # fmt: skip
 from experiments.common import Problem
@@ -60,6 +61,14 @@ def test_the_ladder_runs_in_small(tmp_path: Path) -> None:
     for found in record["problems"]:
         assert [row["variant"] for row in found["rows"]] == list(ca.VARIANTS)
         assert all(row["ok"] and "seconds" not in row for row in found["rows"])
+
+
+def test_the_order_of_tiles_is_modelled_without_a_device(tmp_path: Path) -> None:
+    file = tmp_path / "tile_order.json"
+    assert tile_order.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 4 and all(x >= 1 for row in rows for x in row["imbalance"].values())
+    assert sum(tile_order.work(3, 100, ca.Tiles(50, 50, 4), 2)) == 3 * (1 + 2) + 6 * 1.5
 
 
 def test_host_times_run_in_small(tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
 __device__ __forceinline__ WorkTile work_tile(const AttnParams& p, int index) {
   const int q_blocks = ceil_div(p.len_q, BLOCK_Q), batch_heads = p.heads * p.batch;
   const int64_t head_bytes = int64_t(p.len_kv) * HEAD_DIM * (sizeof(int8_t) + sizeof(elem16_t));
-  const int together = UNEVEN ? max(1, min(batch_heads, int(L2_SHARE / head_bytes))) : 1;
+  const int fitting = UNEVEN ? max(1, int(L2_SHARE / head_bytes)) : 1;
+  // NOTE: groups of about one size: a small one at the end would leave its longest tiles to few.
+  const int together = ceil_div(batch_heads, ceil_div(batch_heads, fitting));
   const int first = index / (together * q_blocks) * together;  // head of this group of heads
   const int here = min(together, batch_heads - first);         // heads in this group
   const int rest = index % (together * q_blocks);

@@ -122,7 +122,9 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
   const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
   const int64_t head_bytes = keys * HEAD_DIM * 2 * sizeof(elem_t);
-  const int together = UNEVEN ? max(1, min(batch_heads, int(L2_SHARE / head_bytes))) : 1;
+  const int fitting = UNEVEN ? max(1, int(L2_SHARE / head_bytes)) : 1;
+  // NOTE: groups of about one size: a small one at the end would leave its longest tiles to few.
+  const int together = ceil_div(batch_heads, ceil_div(batch_heads, fitting));
   const int first = index / (together * q_blocks) * together;  // head of this group of heads
   const int here = min(together, batch_heads - first);         // heads in this group
   const int rest = index % (together * q_blocks);
