@@ -505,7 +505,7 @@ def quantisation(
         The caller's arrays, before quantisation.
     k, v : (batch, heads_kv, len_kv, head_dim) array
     quantized : QuantizedQKV
-        What was made of them; its scales and its mean are used, its codes are not.
+        What was made of them; its scales, zero points and mean are used, its codes are not.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `cupyattn.reference.attention_exact`.
 
@@ -517,7 +517,8 @@ def quantisation(
     Notes
     -----
     Codes of scale s leave |x - s code| <= max(s/2 (1 + 2^-15), |x| - 127 s) =: Δ, where
-    the second number counts only if a static scale clips. Hence, with centred keys,
+    the second number counts only if a static scale clips; with zero points the first is
+    s/2 (1 + 2^-12). Hence, with centred keys,
 
     .. math:: |δS_{ij}| \le σ \sum_d Δq_{id} |k_{jd}| + (|q_{id}| + Δq_{id}) Δk_{jd}
 
@@ -528,10 +529,20 @@ def quantisation(
     head_dim = q.shape[-1]
     sigma = check_scale(scale, head_dim)
     chosen = xp.arange(q.shape[2]) if rows is None else xp.asarray(rows)
-    q_scale = _row_scales(quantized.q_scale, quantized.group_q, q.shape[:3])[:, :, chosen]
-    q_scale = split_heads(q_scale, k.shape[1])[..., None]
-    k_scale = _row_scales(quantized.k_scale, quantized.group_kv, k.shape[:3])
-    k_scale = k_scale[:, :, None, :, None]
+    of_q, of_k = (
+        [
+            None if a is None else _row_scales(a, group, shape)
+            for a in (getattr(quantized, f"{name}_scale"), getattr(quantized, f"{name}_zero"))
+        ]
+        for name, group, shape in (
+            ("q", quantized.group_q, q.shape[:3]),
+            ("k", quantized.group_kv, k.shape[:3]),
+        )
+    )
+    q_scale, q_zero = (
+        None if a is None else split_heads(a[:, :, chosen], k.shape[1])[..., None] for a in of_q
+    )
+    k_scale, k_zero = (None if a is None else a[:, :, None, :, None] for a in of_k)
     terms, lse = _empty(q, k, v, rows, ("R1",))
     check_smoothing(softcap, quantized.k_mean)
     for block in score_blocks(
@@ -545,9 +556,10 @@ def quantisation(
         mean, subtraction = xp.zeros_like(block.k[..., :1, :]), 0.0
         if quantized.k_mean is not None:
             mean, subtraction = _of_block(quantized.k_mean, block), U  # R0
-        q_abs, k_abs = xp.abs(block.q), xp.abs(block.k - mean)
-        dq = value_bounds.rounding_to_codes(q_abs, q_scale[block.index])
-        dk = value_bounds.rounding_to_codes(k_abs * (1 + subtraction), k_scale[batch, head])
+        centred = block.k - mean
+        q_abs, k_abs = xp.abs(block.q), xp.abs(centred)
+        dq = _code_rounding(block.q, q_scale, q_zero, block.index)
+        dk = _code_rounding(centred * (1 + subtraction), k_scale, k_zero, (batch, head))
         dk = dk + subtraction * k_abs
         d = sigma * (dq @ k_abs.swapaxes(-1, -2) + (q_abs + dq) @ dk.swapaxes(-1, -2))  # R1
         float64 = (q_abs + dq) @ (xp.abs(block.k) + k_abs + dk).swapaxes(-1, -2)
@@ -574,6 +586,13 @@ def quantisation(
     return _assemble(terms, lse)
 
 
+def _code_rounding(x: Array, scale: Array, zero: Array | None, index: tuple[Any, ...]) -> Array:
+    """R1: what codes do to each number of a block of Q or K."""
+    if zero is None:
+        return value_bounds.rounding_to_codes(array_namespace(x).abs(x), scale[index])
+    return value_bounds.rounding_with_zero_points(x, scale[index], zero[index])
+
+
 def _value_rounding(values: Array, dtype: str, quantized: Any, block: ScoreBlock) -> Array:
     """R1 of V: what 16 bits or codes do to each value, infinite where they do not reach it."""
     xp = array_namespace(values)
@@ -586,14 +605,18 @@ def _value_rounding(values: Array, dtype: str, quantized: Any, block: ScoreBlock
     batch, head, _, _ = block.index
     by_key = value_scale_of_key(quantized.v_scale[batch, head], quantized.group_v, values.shape[-2])
     mean, subtraction = _of_block(quantized.v_mean, block), 0.0
-    centred = xp.abs(values)
+    centred, scale = values, as_float64(by_key)[:, :, None]
     if mean is not None:
-        centred, subtraction = xp.abs(values - mean), U  # R0
+        centred, subtraction = values - mean, U  # R0
     n = compose_numerics("int8", "pv8", dtype, quantized.config)
-    error = value_bounds.rounding_of_values(
-        centred * (1 + subtraction), as_float64(by_key)[:, :, None], n
-    )
-    return error + subtraction * centred
+    size, widened = xp.abs(centred), centred * (1 + subtraction)
+    if quantized.v_zero is None:
+        error = value_bounds.rounding_of_values(xp.abs(widened), scale, n)
+    else:
+        zero = quantized.v_zero[batch, head]
+        zero = value_scale_of_key(zero, quantized.group_v, values.shape[-2])[:, :, None]
+        error = value_bounds.rounding_with_zero_points(widened, scale, zero)
+    return error + subtraction * size
 
 
 def _row_scales(scale: Array, group: int, shape: tuple[int, ...]) -> Array:

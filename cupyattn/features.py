@@ -51,6 +51,8 @@ class Features:
         Value rows that share the scale of a channel (0: V is not quantised).
     p_type : {"", "u8", "s8", "e4m3"}
         Type of the codes of P; "": P is no code.
+    zero_points : bool
+        Codes have zero points, one with each scale.
     """
 
     dtype: str
@@ -69,6 +71,7 @@ class Features:
     varlen: bool = False
     group_v: int = 0
     p_type: str = ""
+    zero_points: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -102,4 +105,5 @@ class Features:
             "CFG_VARLEN": int(self.varlen),
             "CFG_GROUP_V": self.group_v,
             "CFG_P_TYPE": P_TYPES.index(self.p_type),
+            "CFG_ZERO_POINTS": int(self.zero_points),
         }

@@ -16,6 +16,7 @@ from cupyattn.quant import QuantizedQKV
 #: Buffers of a quantised call, as fields of `QuantizedQKV`.
 QUANTIZED = (
     "q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean", "v_codes", "v_scale", "v_mean",
+    "q_zero", "k_zero", "v_zero", "q_code_sum", "k_code_sum",
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from cupyattn.params import (
 )  # fmt: skip
 from cupyattn.registry import Variant
 from cupyattn.tiles import Tiles
-from cupyattn.value_codes import VALUE_PARAMS, ValueCodes
+from cupyattn.value_codes import VALUE_PARAMS, ValueCodes, ZeroPoints, quant_params
 
 LOG2E = math.log2(math.e)
 #: Kernels of the unfused rung, in order; each can be planned alone.
@@ -540,6 +540,7 @@ def plan_int8(
     group_kv: int,
     smoothed: bool,
     values: ValueCodes | None = None,
+    zeros: ZeroPoints | None = None,
     mask: Operand | None = None,
     bias: Operand | None = None,
     kept_blocks: Operand | None = None,
@@ -563,6 +564,8 @@ def plan_int8(
     values : ValueCodes, optional
         V is codes: the form ``"pv8"`` runs; UnsupportedError where there is none, or where scales
         change within a tile.
+    zeros : ZeroPoints, optional
+        Q and K, and V where it is INT8 codes, have zero points.
 
     Returns
     -------
@@ -577,6 +580,8 @@ def plan_int8(
         note = _hopper_obstacle(variant, call, q_codes, k_codes, v, o)
         if call.packed is not None:
             note = f"portable form: the Hopper form of {variant.name} takes no packed sequences"
+        elif not note and zeros is not None:
+            note = f"portable form: the Hopper form of {variant.name} takes no zero points"
         elif not note and group_kv % HOPPER_SCALE_KEYS:
             note = (
                 f"portable form: in the Hopper form {HOPPER_SCALE_KEYS} keys share a scale, or a "
@@ -590,6 +595,7 @@ def plan_int8(
     rows = (o,) if values else (v, o)  # codes of V are read by channel, not by row
     vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, *rows))
     quantised: dict[str, Any] = {"group_q": group_q, "group_kv": group_kv}
+    quantised["zero_points"] = zeros is not None
     if values is not None:
         values.check(v, tiles)
         quantised |= {"group_v": values.group, "p_type": values.p_type}
@@ -599,13 +605,7 @@ def plan_int8(
         return Plan(variant.name, form, tiles, features, (), note=note)
     params = _params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)
     params |= {"Q": "q_codes", "K": "k_codes"}
-    quant = {
-        "Q_scale": "q_scale", "K_scale": "k_scale", "K_mean": "k_mean" if smoothed else None,
-        "Q_scale_stride_batch": q_scale.row_strides[0],
-        "Q_scale_stride_head": q_scale.row_strides[1],
-        "K_scale_stride_batch": k_scale.row_strides[0],
-        "K_scale_stride_head": k_scale.row_strides[1],
-    }  # fmt: skip
+    quant = quant_params(q_scale, k_scale, smoothed, zeros)
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, quant))
     entry = variant.entry_point
     if values is not None:

@@ -10,7 +10,7 @@ order: inside one product or one sum the order is NumPy's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from cupyattn import splits
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_scale, check_shapes, check_value_group
+from cupyattn.codes import Quantized, codes_less_zero
 from cupyattn.numerics import P_CODE_ONE, Numerics, check_features
 from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.registry import lookup
@@ -43,41 +44,6 @@ Float32 = npt.NDArray[np.float32]
 
 LOG2E = np.float32(np.log2(np.e))
 LN2 = np.float32(np.log(2.0))
-
-
-@runtime_checkable
-class Quantized(Protocol):
-    """What the mirror reads of quantised operands; `cupyattn.quant.QuantizedQKV` says more."""
-
-    @property
-    def q_codes(self) -> Array: ...  # (batch, heads, len_q, head_dim), int8
-    @property
-    def k_codes(self) -> Array: ...  # (batch, heads_kv, len_kv, head_dim), int8
-    @property
-    def q_scale(self) -> Array: ...  # (batch or 1, heads or 1, groups), of row i at i // group_q
-    @property
-    def k_scale(self) -> Array: ...  # (batch or 1, heads_kv or 1, groups)
-    @property
-    def group_q(self) -> int: ...
-    @property
-    def group_kv(self) -> int: ...
-    @property
-    def v(self) -> Array | None: ...  # (batch, heads_kv, len_kv, head_dim), float16 or bfloat16
-    @property
-    def k_mean(self) -> Array | None: ...  # (batch, heads_kv, head_dim), subtracted from K
-    @property
-    def out_dtype(self) -> str: ...
-    @property
-    def form(self) -> str: ...  # "portable", or "pv8" where v is None and codes take its place:
-    def value_codes(self) -> Array: ...  # (batch, heads_kv, len_kv, head_dim), as numbers
-    @property
-    def v_scale(self) -> Array | None: ...  # (batch, heads_kv, groups, head_dim)
-    @property
-    def group_v(self) -> int: ...
-    @property
-    def v_mean(self) -> Array | None: ...  # (batch, heads_kv, head_dim), subtracted from V
-    @property
-    def config(self) -> Any: ...  # a cupyattn.quant.QuantConfig
 
 
 @dataclass(frozen=True)
@@ -176,7 +142,7 @@ class _Scores:
 
     def block(self, kv0: int, kv1: int) -> Float32:
         """Scores of the keys kv0 to kv1, -inf where masked."""
-        # NOTE: codes stay exact here: |dot| <= 2^14 head_dim <= 2^24 up to head_dim 1024.
+        # NOTE: codes stay exact here: |dot| <= 2^16 head_dim <= 2^24 up to head_dim 256.
         S = self.Q @ self.K[..., kv0:kv1, :].swapaxes(-1, -2)  # R2
         if self.key_factor is not None:
             S = S * self.key_factor[..., kv0:kv1]  # R3
@@ -227,7 +193,8 @@ def _prepare_scores(
     if quantized is None:
         Q, K = round_to(q, n.q_type), round_to(k, n.k_type)
     else:
-        Q, K = q.astype(np.float32), k.astype(np.float32)
+        Q = codes_less_zero(q, quantized.q_zero, quantized.group_q)
+        K = codes_less_zero(k, quantized.k_zero, quantized.group_kv)
         q_scale = scale_of_row(quantized.q_scale, quantized.group_q, q.shape[2])
         k_scale = scale_of_row(quantized.k_scale, quantized.group_kv, k.shape[2])
         # R3: the factor goes into the scale of a row once: scale_log2, so that S comes out in log2
@@ -633,8 +600,8 @@ def _whole_rows(
 
 def _smoothing_shift(quantized: Quantized, mean: Array, sigma: float) -> Float32:
     """What subtracting the keys' mean took from every score of a row: sigma q.mean."""
-    codes = quantized.q_codes
+    codes = codes_less_zero(quantized.q_codes, quantized.q_zero, quantized.group_q)
     q_scale = scale_of_row(quantized.q_scale, quantized.group_q, codes.shape[2])
-    q = split_heads(codes.astype(np.float32) * q_scale[..., None], mean.shape[1])
+    q = split_heads(codes * q_scale[..., None], mean.shape[1])
     dot = q @ mean[:, :, None, :, None]  # (batch, heads_kv, group, len_q, 1)
     return cast(Float32, merge_heads(dot[..., 0]) * np.float32(sigma))

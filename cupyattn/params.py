@@ -29,6 +29,9 @@ QUANT_PARAMS = np.dtype(
         ("Q_scale", "u8"), ("K_scale", "u8"), ("K_mean", "u8"),
         ("Q_scale_stride_batch", "i8"), ("Q_scale_stride_head", "i8"),
         ("K_scale_stride_batch", "i8"), ("K_scale_stride_head", "i8"),
+        ("Q_zero", "u8"), ("K_zero", "u8"), ("Q_code_sum", "u8"), ("K_code_sum", "u8"),
+        ("Q_sum_stride_batch", "i8"), ("Q_sum_stride_head", "i8"),
+        ("K_sum_stride_batch", "i8"), ("K_sum_stride_head", "i8"),
     ],
     align=True,
 )  # fmt: skip

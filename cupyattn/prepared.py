@@ -19,6 +19,7 @@ from cupyattn.launch import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.quant.operands import (
     check_value_tiles,
+    operand_buffers,
     scale_shape,
     static_scales,
     value_buffers,
@@ -27,7 +28,7 @@ from cupyattn.quant.plan import packed_groups, plan_operand, plan_values
 from cupyattn.request import Request, resolve
 from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import STORAGE, array_namespace
-from cupyattn.value_codes import ValueCodes
+from cupyattn.value_codes import ValueCodes, ZeroPoints
 
 #: Operands that say what happens to the scores, as fields of `Request`.
 OF_SCORES = ("mask", "bias", "kept_blocks")
@@ -90,11 +91,15 @@ def stages(request: Request) -> Stages:
         values = None
         if z.v_codes is not None:
             values = ValueCodes(
-                Operand.of(z.v_scale), z.group_v, str(z.config.p_type), z.v_mean is not None
-            )
+                Operand.of(z.v_scale), z.group_v, str(z.config.p_type), z.v_mean is not None,
+                z.v_zero is not None,
+            )  # fmt: skip
+        zeros = None
+        if z.q_zero is not None:
+            zeros = ZeroPoints(Operand.of(z.q_code_sum), Operand.of(z.k_code_sum))
         plan = launch.plan_int8(
             request.variant, call, *operands, o, *scales, group_q=z.group_q, group_kv=z.group_kv,
-            smoothed=z.k_mean is not None, values=values, **_of_scores(request),
+            smoothed=z.k_mean is not None, values=values, zeros=zeros, **_of_scores(request),
             tiles=options.tiles, arch=architecture(request),
         )  # fmt: skip
         return Stages((Stage(plan),))
@@ -166,7 +171,7 @@ def _quantising_stages(
     check_value_tiles(quant, tiles)
     passes: list[Stage] = []
     between: list[Workspace] = []
-    codes, scales = [], []
+    codes, scales, sums = [], [], []
     groups = quant.group_q(tiles), quant.group_kv(tiles)
     for name, x, longest, group, granularity, smooth in (
         ("q", q, call.len_q, groups[0], quant.granularity_q, False),
@@ -178,40 +183,38 @@ def _quantising_stages(
             shape = (*shape[:2], packed_groups(x.shape[2], call.batch, group))
         plan = plan_operand(
             x, call.dtype, group, per_tensor=granularity == "tensor", smooth=smooth,
-            static=quant.static, packed=packed,
+            static=quant.static, packed=packed, zero_points=quant.zero_points,
         )  # fmt: skip
-        buffers: dict[str, Any] = {"codes": (x.shape, "int8"), "scale": (shape, "float32")}
-        if quant.static:
-            buffers["static_scale"] = (shape, "float32")
-        if any(one.entry == "group_absmax" for one in plan.launches):
-            buffers["absmax"] = (shape, "uint32")
-        if smooth:
-            buffers["mean"] = ((call.batch, x.shape[1], x.shape[3]), "float32")
-        between += [
-            Workspace(f"{name}_{b}", s, t, zeros=b in ("absmax", "mean"))
-            for b, (s, t) in buffers.items()
-        ]
+        buffers = operand_buffers(
+            plan, x.shape, shape, smooth=smooth, static=quant.static, packed=packed
+        )
+        between += [Workspace(f"{name}_{b}", s, t, zeros=z) for b, (s, t, z) in buffers.items()]
         names = {b: f"{name}_{b}" for b in buffers}
         passes.append(Stage(plan, {"x": name, "cu_seqlens": f"cu_seqlens_{name}", **names}))
         codes.append(Operand.contiguous(x.shape, 1))
         scales.append(Operand.contiguous(shape, 4))
+        if quant.zero_points:
+            sums.append(Operand.contiguous(buffers["code_sum"][0], 4))
     values: ValueCodes | None = None
     renamed: dict[str, str] = {}
     if quant.form == "pv8":
         group, smooth = quant.group_v(tiles), bool(quant.smooth_v)
-        buffers = value_buffers(v.shape, group, smooth)
+        buffers = value_buffers(v.shape, group, smooth, quant.value_zero_points)
         between += [Workspace(f"v_{b}", s, t, zeros=z) for b, (s, t, z) in buffers.items()]
-        plan = plan_values(v, call.dtype, group, str(quant.p_type), smooth=smooth)
+        plan = plan_values(
+            v, call.dtype, group, str(quant.p_type), smooth=smooth,
+            zero_points=quant.value_zero_points,
+        )  # fmt: skip
         passes.append(Stage(plan, {"x": "v", **{b: f"v_{b}" for b in buffers}}))
         v, scale = (Operand.contiguous(buffers[b][0], n) for b, n in (("codes", 1), ("scale", 4)))
-        values = ValueCodes(scale, group, str(quant.p_type), smooth)
+        values = ValueCodes(scale, group, str(quant.p_type), smooth, quant.value_zero_points)
     elif call.dtype == "float32":  # P.V takes float16
         v, renamed = Operand.contiguous(v.shape, 2), {"v": "v_operand"}
         between.append(Workspace("v_operand", v.shape, "float16"))
     plan = launch.plan_int8(
         request.variant, call, *codes, v, o, *scales, group_q=groups[0], group_kv=groups[1],
-        smoothed=quant.smooth_k, values=values, **_of_scores(request), tiles=options.tiles,
-        arch=architecture(request),
+        smoothed=quant.smooth_k, values=values, zeros=ZeroPoints(*sums) if sums else None,
+        **_of_scores(request), tiles=options.tiles, arch=architecture(request),
     )  # fmt: skip
     return Stages((*passes, Stage(plan, renamed)), tuple(between))
 

@@ -333,9 +333,11 @@ def _take_rope(q: Any, call: AttentionCall, options: Options) -> Rope | None:
 
 def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:
     """Return the operands with contiguous last axes, copied where they were not."""
-    by_row = ("q_codes", "k_codes", "v", "q_scale", "k_scale")
+    by_row = ("q_codes", "k_codes", "v")
+    whole_too = ("k_mean", "v_codes", "v_scale", "v_mean", "q_scale", "k_scale")
+    zeros = ("q_zero", "k_zero", "v_zero", "q_code_sum", "k_code_sum")
     tidy = {}
-    for name in (*by_row, "k_mean", "v_codes", "v_scale", "v_mean"):
+    for name in (*by_row, *whole_too, *zeros):
         a = getattr(quantized, name)
         if a is not None:
             whole = array_namespace(a).ascontiguousarray

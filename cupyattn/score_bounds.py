@@ -80,7 +80,7 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
         _, largest_k = _range(quantized.k_scale)
         subnormal = HALF_SUBNORMAL["float32"] / (factor * least)
         row, own = (1 + constant(factor)) * (1 + U + subnormal), (1 + U) ** 2 - 1
-        largest_dot = 127.0**2 * quantized.q_codes.shape[-1]
+        largest_dot = 2.0**16 * quantized.q_codes.shape[-1]  # of codes less zero points
         largest = max(largest_dot * largest_k, factor * largest_q, sigma)
     if not n.subtracts_first:
         row *= 1 + constant(LOG2E) if n.scaling == "natural" else 1

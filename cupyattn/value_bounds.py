@@ -81,7 +81,7 @@ def accumulation(count: Array, keys: int, n: Numerics, tiles: Tiles) -> Array:
 
 
 def rounding_of_values(size: Array, scale: Array, n: Numerics) -> Array:
-    """R1 of V: bound what coding does to numbers of magnitude `size`, with dynamic scales.
+    """R1 of V: bound what symmetric codes do to numbers of magnitude `size`, with dynamic scales.
 
     Parameters
     ----------
@@ -101,6 +101,23 @@ def rounding_to_codes(x: Array, scale: Array) -> Array:
     xp = array_namespace(scale)
     rounded = xp.maximum(scale / 2 * (1 + 2.0**-15), x - 127 * scale)
     return xp.where(x < scale / 2 * (1 - 2.0**-15), x, rounded)
+
+
+def rounding_with_zero_points(x: Array, scale: Array, zero: Array) -> Array:
+    """R1: the error of codes with zero points: of the code of 0, of any other, of one that clips.
+
+    Parameters
+    ----------
+    x : array
+        Numbers, with their signs.
+    scale, zero : array
+        That broadcast to its shape.
+    """
+    xp = array_namespace(scale)
+    size = xp.abs(x)
+    past = xp.maximum(x - scale * (127 - zero), scale * (-128 - zero) - x)
+    rounded = xp.maximum(scale / 2 * (1 + 2.0**-12), past)
+    return xp.where(size < scale / 2 * (1 - 2.0**-12), size, rounded)
 
 
 def with_mean(size: Array, mean: Any) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""How a kernel reads V where that is 8-bit codes: their scales, and the struct that says so."""
+"""How a kernel reads codes: the structs of their scales and zero points, and what fills them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,55 @@ if TYPE_CHECKING:
 VALUE_PARAMS = np.dtype(
     [
         ("V_scale", "u8"), ("V_mean", "u8"),
-        ("V_scale_stride_batch", "i8"), ("V_scale_stride_head", "i8"),
+        ("V_scale_stride_batch", "i8"), ("V_scale_stride_head", "i8"), ("V_zero", "u8"),
     ],
     align=True,
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ZeroPoints:
+    """What goes with the zero points of Q and K, the buffers ``"q_zero"`` and ``"k_zero"``.
+
+    These have the shapes and strides of the scales.
+
+    Parameters
+    ----------
+    q_code_sum, k_code_sum : Operand
+        Sums of the codes of each row, (batch, heads, length), the buffers of these names; of packed
+        sequences as `cupyattn.quant.plan.plan_operand` fills them.
+    """
+
+    q_code_sum: Operand
+    k_code_sum: Operand
+
+
+def quant_params(
+    q_scale: Operand, k_scale: Operand, smoothed: bool, zeros: ZeroPoints | None
+) -> dict[str, Any]:
+    """Return the fields of QUANT_PARAMS.
+
+    Parameters
+    ----------
+    q_scale, k_scale : Operand
+        Scales (batch or 1, heads or 1, groups), the buffers ``"q_scale"`` and ``"k_scale"``.
+    smoothed : bool
+        Whether a buffer ``"k_mean"`` was subtracted from the keys.
+    zeros : ZeroPoints or None
+    """
+    found: dict[str, Any] = {"K_mean": "k_mean" if smoothed else None}
+    for name, scale in (("q", q_scale), ("k", k_scale)):
+        sums = None if zeros is None else getattr(zeros, f"{name}_code_sum")
+        by_batch, by_head = scale.row_strides
+        sum_by_batch, sum_by_head = (0, 0) if sums is None else sums.row_strides
+        fields = {
+            "scale": f"{name}_scale", "scale_stride_batch": by_batch, "scale_stride_head": by_head,
+            "zero": None if sums is None else f"{name}_zero",
+            "code_sum": None if sums is None else f"{name}_code_sum",
+            "sum_stride_batch": sum_by_batch, "sum_stride_head": sum_by_head,
+        }  # fmt: skip
+        found |= {f"{name.upper()}_{field}": value for field, value in fields.items()}
+    return found
 
 
 @dataclass(frozen=True)
@@ -37,12 +82,15 @@ class ValueCodes:
         Codes of P.
     smoothed : bool
         Whether a buffer ``"v_mean"`` was subtracted from V.
+    zero_points : bool
+        Whether there is a buffer ``"v_zero"``, with the shape and the strides of the scales.
     """
 
     scale: Operand
     group: int
     p_type: str
     smoothed: bool
+    zero_points: bool = False
 
     def check(self, v_codes: Operand, tiles: Tiles) -> None:
         """Raise unless the kernel can read them in tiles of this size."""
@@ -60,4 +108,5 @@ class ValueCodes:
         return {
             "V_scale": "v_scale", "V_mean": "v_mean" if self.smoothed else None,
             "V_scale_stride_batch": by_batch, "V_scale_stride_head": by_head,
+            "V_zero": "v_zero" if self.zero_points else None,
         }  # fmt: skip

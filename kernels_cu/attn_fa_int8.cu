@@ -5,7 +5,8 @@
 // Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers and applies the
 //              scales, S6 gives the keys' mean back to lse; V stays in 16 bits, S4 and S5 are those
 //              of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
-// Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP].
+// Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP]. Zero
+//              points, where codes have them, leave the integer product in S3: whole numbers still.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale within R4's
 //              fma (one rounding less than the bound counts); R4 exp2, R5 P to 16 bits, R6 alpha, l
 //              and the tensor core over keys, R7 times 1/l and store (cupyattn/numerics.py)
@@ -18,6 +19,7 @@
 #include "prims/tile_io.cuh"
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
+#include "prims/zero_points.cuh"
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
 constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
@@ -35,7 +37,7 @@ struct SharedStorage {
   alignas(128) elem16_t V[NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
   float K_scale[NUM_STAGES][BLOCK_KV];
 };
-extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + ZERO_TILES_BYTES;
 
 static_assert(
     GROUP_Q >= 1 && GROUP_KV >= 1, "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale");
@@ -85,10 +87,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   const uint32_t V_lane =
       shared_address(swizzled<CHUNKS>(smem.V[0], lane_id() % 16, lane_id() / 16));
   const Scores scores(p, batch, head);
+  const ZeroPoints zeros(shared_bytes + sizeof(SharedStorage), call, quant, batch, head, head_kv);
 
   // S1 load Q: the group also holds the first K, V tile
   load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(
       smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+  zeros.load_rows(q0, p.len_q);
   float Q_factor[MMA_ROWS][2];  // Q scale and softmax scale of rows g and g + 8 of each row tile
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
@@ -108,6 +112,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       for (int key = thread_id(); key < BLOCK_KV; key += NUM_THREADS)
         cp_async<4>(
             &smem.K_scale[stage][key], K_scale + min(kv0 + key, p.len_kv - 1) / GROUP_KV, true);
+      zeros.load_keys(stage, kv0, p.len_kv);
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC>(
           smem.V[stage], V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
     }
@@ -155,7 +160,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] = float(dot[r][n][i]) * (i % 2 ? k_scale.y : k_scale.x);  // R3
+          S_acc[r][n][i] = float(zeros.without(
+                               dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, step % NUM_STAGES,
+                               n * 8 + t * 2 + i % 2)) *
+                           (i % 2 ? k_scale.y : k_scale.x);  // R3
     }
 
     // S4 softmax
@@ -246,7 +254,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
                               + (batch * p.heads_kv + head_kv) * HEAD_DIM;
         const int8_t* Q_row = Q + min(row, p.len_q - 1 - q0) * p.Q_stride.len;  // [HEAD_DIM]
         float dot = 0.0f;
-        for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d], K_mean[d], dot);
+        const int zero = zeros.of_row(min(q0 + row, p.len_q - 1));
+        for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d] - zero, K_mean[d], dot);
         dot = shfl_sum<4>(dot);
         if (state[r][h].M > NEG_INF) state[r][h].M += Q_factor[r][h] * dot;  // R3
       }

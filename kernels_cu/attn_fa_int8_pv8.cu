@@ -6,9 +6,10 @@
 // Differs from attn_fa_int8: S2 loads codes of V, channels for rows, since 8-bit fragments need
 //              neighbours along the keys; S3 takes the keys in such an order that the scores of a
 //              lane are neighbours already; S4 subtracts the maximum of the tile, not of the row;
-//              S5 is two levels of sums; S6 gives back the mean of V. S is wholly scaled before
-//              its maximum, so that no weight of a tile exceeds code 255, and O is rescaled in
-//              every step: skipping that spills at head_dim 256. Both lengthen the diff.
+//              S5 is two levels of sums, and takes V's zero points off the first; S6 gives back
+//              the mean of V. S is wholly scaled before its maximum, so that no weight of a tile
+//              exceeds code 255, and O is rescaled in every step: skipping that spills at head_dim
+//              256. All that lengthens the diff.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP], of a
 //              value V_scale[key / GROUP_V][channel].
@@ -23,7 +24,9 @@
 #include "prims/params.cuh"
 #include "prims/score.cuh"
 #include "prims/tile_io.cuh"
+#include "prims/value_zeros.cuh"
 #include "prims/warp.cuh"
+#include "prims/zero_points.cuh"
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
 constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
@@ -42,7 +45,7 @@ struct SharedStorage {
   float K_scale[NUM_STAGES][BLOCK_KV];
   float V_scale[NUM_STAGES][HEAD_DIM_PAD];
 };
-extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + ZERO_TILES_BYTES + VALUE_ZEROS_BYTES;
 
 static_assert(
     GROUP_Q >= 1 && GROUP_KV >= 1, "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale");
@@ -91,6 +94,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   const float* V_scale = values.V_scale  // [ceil(len_kv / GROUP_V), HEAD_DIM]
                          + batch * values.V_scale_stride_batch +
                          head_kv * values.V_scale_stride_head;
+  const ValueZeros V_zeros(
+      shared_bytes + sizeof(SharedStorage) + ZERO_TILES_BYTES,
+      values.V_zero + (V_scale - values.V_scale));
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
   // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K and V,
@@ -103,10 +109,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   const uint32_t V_lane = shared_address(
       swizzled<V_CHUNKS>(smem.V[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
   const Scores scores(p, batch, head);
+  const ZeroPoints zeros(shared_bytes + sizeof(SharedStorage), p, quant, batch, head, head_kv);
 
   // S1 load Q: the group also holds the first K, V tile
   load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(
       smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
+  zeros.load_rows(q0, p.len_q);
   float Q_factor[MMA_ROWS][2];  // Q scale and softmax scale of rows g and g + 8 of each row tile
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
@@ -125,12 +133,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       for (int key = thread_id(); key < BLOCK_KV; key += NUM_THREADS)
         cp_async<4>(
             &smem.K_scale[stage][key], K_scale + min(kv0 + key, p.len_kv - 1) / GROUP_KV, true);
+      zeros.load_keys(stage, kv0, p.len_kv);
       load_tile_async<HEAD_DIM_PAD, BLOCK_KV, BLOCK_KV, 16>(
           smem.V[stage], V + kv0, p.V_stride.len, HEAD_DIM, thread_id());
       for (int col = thread_id(); col < HEAD_DIM_PAD; col += NUM_THREADS)
         cp_async<4>(
             &smem.V_scale[stage][col], V_scale + kv0 / GROUP_V * HEAD_DIM + min(col, HEAD_DIM - 1),
             true);
+      V_zeros.load(stage, kv0);
     }
     cp_async_commit_group();
   };
@@ -177,8 +187,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] =
-              float(dot[r][n][i]) * (i % 2 ? k_scale.y : k_scale.x) * Q_factor[r][i / 2];  // R3
+          S_acc[r][n][i] = float(zeros.without(
+                               dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, step % NUM_STAGES,
+                               lane_key(n, t) + i % 2)) *
+                           (i % 2 ? k_scale.y : k_scale.x) * Q_factor[r][i / 2];  // R3
     }
 
     // S4 softmax
@@ -226,10 +238,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
 
     // S5 output
     uint32_t P_frag[MMA_ROWS][BLOCK_KV / 32][4];  // four key tiles of S are one k step of P
+    p_sum_t P_sum[MMA_ROWS][4] = {};              // of the codes of a row, for V's zero points
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
-      for (int k = 0; k < BLOCK_KV / 32; ++k)
+      for (int k = 0; k < BLOCK_KV / 32; ++k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int n = 4 * k + i / 2 * 2, h = i % 2 * 2;
@@ -237,6 +250,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
           const uint32_t second = pack_p_codes(S_acc[r][n + 1][h], S_acc[r][n + 1][h + 1]);  // R5
           P_frag[r][k][i] = __byte_perm(first, second, t < 2 ? 0x5410 : 0x1054);  // see lane_key
         }
+        add_p_codes(P_sum[r], P_frag[r][k]);
+      }
 #pragma unroll
     for (int c = 0; c < MMA_COLS; c += 2) {
       p_sum_t sum[MMA_ROWS][2][4] = {};  // of this tile, two column tiles
@@ -253,13 +268,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float2 v_scale = *reinterpret_cast<const float2*>(V_scale_tile + (c + j) * 8 + t * 2);
+        const int2 v_zero = V_zeros.pair(step % NUM_STAGES, (c + j) * 8 + t * 2);
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
             O_acc[r][c + j][i] = fmaf(
-                float(sum[r][j][i]), beta[r][i / 2] * (i % 2 ? v_scale.y : v_scale.x),
-                O_acc[r][c + j][i]);  // R6
+                float(sum[r][j][i] - P_sum[r][i / 2 * 2] * (i % 2 ? v_zero.y : v_zero.x)),
+                beta[r][i / 2] * (i % 2 ? v_scale.y : v_scale.x), O_acc[r][c + j][i]);  // R6
       }
     }
   }
@@ -281,7 +297,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
                               + batch * p.Q_stride.batch + head * p.Q_stride.head +
                               min(q0 + row, p.len_q - 1) * p.Q_stride.len;
         float dot = 0.0f;
-        for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d], K_mean[d], dot);
+        const int zero = zeros.of_row(min(q0 + row, p.len_q - 1));
+        for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d] - zero, K_mean[d], dot);
         dot = shfl_sum<4>(dot);
         if (state[r][h].M > NEG_INF) state[r][h].M += Q_factor[r][h] * dot;  // R3
       }

@@ -1,5 +1,5 @@
 // quantize -- Q or K in 16 or 32 bits to INT8 codes with one float scale per GROUP rows; V with one
-//             for each channel of GROUP rows.
+//             for each channel of GROUP rows. ZERO_POINTS: a zero point goes with every scale.
 //
 // Idea         Memory decides: every byte is read once, stays in registers between the search for
 //              the largest magnitude and the coding, and leaves as a half or a quarter of itself.
@@ -16,7 +16,8 @@
 //              No float is summed by an atomic: sums have a fixed order, and the maximum of bits
 //              needs none. The same input gives the same bits on every run.
 // Rounding     R0 x - mean; R1 scale, inverse, code: each operation rounded once (prims/quant.cuh)
-// Mirror       cupyattn.quant.quantizers.quantize_symmetric, quantize_values, to the bit
+// Mirror       cupyattn.quant.quantizers.quantize_symmetric, quantize_values and, for zero points,
+//              quantize_affine, quantize_values_affine, to the bit
 // Bound        cupyattn.bounds.quantisation: half a scale
 // Tried, lost  Holding the rows as arrays of 16-bit numbers: one register each, and the compiler
 //              then waits for the first loads before it issues the last (seen in the machine code).
@@ -80,6 +81,10 @@ struct Place {
     return batch * p.scale_stride_batch + head * p.scale_stride_head +
            ::first_scale<GROUP>(p.cu_seqlens, batch) + row0 / GROUP;
   }
+  __device__ __forceinline__ int32_t* code_sum(const QuantizeParams& p) const {  // [rows]
+    return p.code_sum + batch * p.sum_stride_batch + head * p.sum_stride_head +
+           ::first_scale<1>(p.cu_seqlens, batch) + row0;
+  }
 };
 
 __device__ __forceinline__ int lane_in_row() { return threadIdx.x % LANES; }
@@ -133,39 +138,52 @@ struct Rows {
       for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();
   }
 
-  // Bits of the largest magnitude in this lane's part of a row that exists.
-  __device__ __forceinline__ uint32_t absmax(int pass) const {
-    uint32_t bits = 0;
+  // How far this lane's part of a row that exists reaches.
+  __device__ __forceinline__ Reach reach(int pass) const {
+    Reach found = {};
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a)
       if (col_of(a) < HEAD_DIM)
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) bits = max(bits, magnitude_bits(value(pass, a, j)));
-    return bits;
+        for (int j = 0; j < VEC; ++j) found.admit(value(pass, a, j));
+    return found;
   }
 
-  // Stores the codes of this lane's part of a row.
+  // Stores the codes of this lane's part of a row; returns their sum.
   template <typename Code>
-  __device__ __forceinline__ void store(int8_t* codes, int pass, Code code) const {
+  __device__ __forceinline__ int store(int8_t* codes, int pass, Code code) const {
+    int sum = 0;
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a) {
       int c[VEC];
 #pragma unroll
       for (int j = 0; j < VEC; ++j) c[j] = code(value(pass, a, j));
-      if (col_of(a) < HEAD_DIM) store_s8(codes + col_of(a), c);
+      if (col_of(a) >= HEAD_DIM) continue;
+      store_s8(codes + col_of(a), c);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) sum += c[j];
     }
+    return sum;
   }
 };
+
+// Stores the sum of a row's codes, of which every lane of the row gives its part.
+__device__ __forceinline__ void store_code_sum(int32_t* code_sum, int row, int rows, int part) {
+  if constexpr (ZERO_POINTS) {
+    const int sum = shfl_sum<LANES>(part);
+    if (lane_in_row() == 0 && row < rows) code_sum[row] = sum;
+  }
+}
 
 // ---- codes --------------------------------------------------------------------------------------
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_int8(
     const __grid_constant__ QuantizeParams p) {
-  __shared__ uint32_t absmax[GROUPS];  // [GROUPS] bits of the largest magnitude
-  __shared__ float inverse[GROUPS];    // [GROUPS]
+  __shared__ uint32_t absmax[GROUPS * SIDES];  // [GROUPS, SIDES] bits of the largest magnitude
+  __shared__ Coding coding[GROUPS];            // [GROUPS]
   const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
   if (VARLEN && at.rows <= 0) return;
-  for (int g = thread_id(); g < GROUPS; g += NUM_THREADS) absmax[g] = 0;
+  for (int g = thread_id(); g < GROUPS * SIDES; g += NUM_THREADS) absmax[g] = 0;
 
   Rows rows;
   rows.load(p, at);
@@ -173,63 +191,77 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_int8(
   rows.use_from_here();
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
-    const uint32_t bits = shfl_max<LANES>(rows.absmax(pass));
+    const Reach reach = shfl_max<LANES>(rows.reach(pass));
     if (lane_in_row() == 0 && row_of(pass) < at.rows)
-      atomicMax(&absmax[row_of(pass) / GROUP], bits);
+#pragma unroll
+      for (int i = 0; i < SIDES; ++i)
+        atomicMax(&absmax[row_of(pass) / GROUP * SIDES + i], reach.bits[i]);
   }
   __syncthreads();  // every row of a group has added its maximum before the scale is made of it
 #pragma unroll 1
   for (int g = thread_id(); g < GROUPS; g += NUM_THREADS) {
-    const Scale scale = scale_of_absmax(absmax[g]);  // R1
-    inverse[g] = scale.inverse;
-    if (g * GROUP < at.rows) p.scale[at.first_scale(p) + g] = scale.scale;
+    const float scale = coding[g].make(&absmax[g * SIDES]);  // R1
+    if (g * GROUP >= at.rows) continue;
+    p.scale[at.first_scale(p) + g] = scale;
+    if constexpr (ZERO_POINTS) p.zero[at.first_scale(p) + g] = coding[g].zero;
   }
   __syncthreads();              // the inverses are there before a row is coded with them
   int8_t* codes = at.codes(p);  // [rows, HEAD_DIM]
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = row_of(pass);
-    if (row >= at.rows) continue;
-    const float factor = inverse[row / GROUP];
-    rows.store(codes + row * HEAD_DIM, pass, [&](float x) { return code_s8(x, factor); });  // R1
+    int sum = 0;
+    if (row < at.rows) {
+      const Coding own = coding[row / GROUP];
+      sum = rows.store(codes + row * HEAD_DIM, pass, [&](float x) { return own.code(x); });  // R1
+    }
+    store_code_sum(at.code_sum(p), row, at.rows, sum);
   }
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void group_absmax(
     const __grid_constant__ QuantizeParams p) {
-  __shared__ uint32_t absmax;  // of this block
+  __shared__ uint32_t absmax[SIDES];  // of this block
   const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
   if (VARLEN && at.rows <= 0) return;
-  if (thread_id() == 0) absmax = 0;
+  if (thread_id() < SIDES) absmax[thread_id()] = 0;
 
   Rows rows;
   rows.load(p, at);
   __syncthreads();  // the zero is there before a warp adds its maximum
   rows.use_from_here();
-  uint32_t bits = 0;
+  Reach reach = {};
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass)
-    if (row_of(pass) < at.rows) bits = max(bits, rows.absmax(pass));
-  bits = shfl_max<WARP_SIZE>(bits);
-  if (lane_id() == 0) atomicMax(&absmax, bits);
+    if (row_of(pass) < at.rows) reach.admit(rows.reach(pass));
+  reach = shfl_max<WARP_SIZE>(reach);
+  if (lane_id() == 0)
+#pragma unroll
+    for (int i = 0; i < SIDES; ++i) atomicMax(&absmax[i], reach.bits[i]);
   __syncthreads();  // every warp has added its maximum before the block passes it on
-  if (thread_id() == 0) atomicMax(&p.absmax[at.first_scale(p)], absmax);
+  if (thread_id() < SIDES)
+    atomicMax(&p.absmax[at.first_scale(p) * SIDES + thread_id()], absmax[thread_id()]);
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_int8(
     const __grid_constant__ QuantizeParams p) {
-  __shared__ float inverse[GROUPS];  // [GROUPS]
+  __shared__ Coding coding[GROUPS];  // [GROUPS]
   const Place at(p, ceil_div(p.length, BLOCK_ROWS), BLOCK_ROWS);
   if (VARLEN && at.rows <= 0) return;
 #pragma unroll 1
   for (int g = thread_id(); g < GROUPS && g * GROUP < at.rows; g += NUM_THREADS) {
     const int64_t index = at.first_scale(p) + g;
-    const Scale scale = p.absmax != nullptr ? scale_of_absmax(p.absmax[index])
-                                            : scale_of_static(p.static_scale[index]);
-    inverse[g] = scale.inverse;
+    float scale;
+    if (p.absmax != nullptr) {
+      scale = coding[g].make(&p.absmax[index * SIDES]);
+    } else {
+      const Scale given = scale_of_static(p.static_scale[index]);
+      scale = given.scale, coding[g].inverse = given.inverse;
+    }
     // NOTE: several blocks may share the scale. From a maximum all of them write the same number;
     // a usable given scale is in place already, and only NaN is ever written over it.
-    if (p.absmax != nullptr || scale.inverse == 0.0f) st_relaxed_gpu(&p.scale[index], scale.scale);
+    if (p.absmax != nullptr || coding[g].inverse == 0.0f) st_relaxed_gpu(&p.scale[index], scale);
+    if constexpr (ZERO_POINTS) st_relaxed_gpu(&p.zero[index], coding[g].zero);
   }
 
   Rows rows;
@@ -240,12 +272,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_int8(
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = row_of(pass);
-    if (row >= at.rows) continue;
-    if (rows.absmax(pass) >= INFINITY_BITS)
-      st_relaxed_gpu(&p.scale[at.first_scale(p) + row / GROUP], NOT_A_NUMBER);
-    const float factor = inverse[row / GROUP];
-    rows.store(
-        codes + row * HEAD_DIM, pass, [&](float x) { return code_s8_saturated(x, factor); });  // R1
+    int sum = 0;
+    if (row < at.rows) {
+      if (!rows.reach(pass).is_finite())
+        st_relaxed_gpu(&p.scale[at.first_scale(p) + row / GROUP], NOT_A_NUMBER);
+      const Coding own = coding[row / GROUP];
+      sum = rows.store(
+          codes + row * HEAD_DIM, pass, [&](float x) { return own.saturated(x); });  // R1
+    }
+    store_code_sum(at.code_sum(p), row, at.rows, sum);
   }
 }
 
@@ -306,21 +341,21 @@ constexpr int VALUE_GROUPS = ceil_div(VALUES_PAD, GROUP < 32 ? 32 : GROUP);  // 
 
 // Codes of V are INT8, or e4m3 where those of P are.
 constexpr float VALUE_MAX = P_TYPE == PType::E4M3 ? E4M3_MAX : INT8_MAX;
-__device__ __forceinline__ int value_code(float x, float inverse) {
-  if constexpr (P_TYPE == PType::E4M3) return code_e4m3(x, inverse);
-  return code_s8(x, inverse);
+__device__ __forceinline__ int value_code(float x, const Coding& coding) {
+  if constexpr (P_TYPE == PType::E4M3) return code_e4m3(x, coding.inverse);
+  return coding.code(x);
 }
 
 // A slice of rows lies within one group.
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_absmax(
     const __grid_constant__ QuantizeParams p) {
-  __shared__ uint32_t absmax[HEAD_DIM];  // [HEAD_DIM] bits of the largest magnitude of the slice
+  __shared__ uint32_t absmax[HEAD_DIM * SIDES];  // [HEAD_DIM, SIDES] bits, of the slice
   const Place at(p, p.splits, p.split_rows);
-  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) absmax[col] = 0;
+  for (int i = thread_id(); i < HEAD_DIM * SIDES; i += NUM_THREADS) absmax[i] = 0;
   __syncthreads();  // the zeros are there before a lane adds its maxima
 
-  const elem_t* X = at.X(p);               // [rows, HEAD_DIM]
-  uint32_t bits[LANE_ACCESSES][VEC] = {};  // of this lane's channels
+  const elem_t* X = at.X(p);             // [rows, HEAD_DIM]
+  Reach reach[LANE_ACCESSES][VEC] = {};  // of this lane's channels
   Mean mean;
   mean.load(p, at);
 #pragma unroll ROWS_IN_FLIGHT
@@ -331,32 +366,35 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_absmax(
         const auto x =
             *reinterpret_cast<const Words<elem_t, VEC>*>(X + row * p.X_stride.len + col_of(a));
 #pragma unroll
-        for (int j = 0; j < VEC; ++j)
-          bits[a][j] = max(bits[a][j], magnitude_bits(__fsub_rn(x.element(j), mean.of[a][j])));
+        for (int j = 0; j < VEC; ++j) reach[a][j].admit(__fsub_rn(x.element(j), mean.of[a][j]));
       }
 #pragma unroll
   for (int a = 0; a < LANE_ACCESSES; ++a)
     if (col_of(a) < HEAD_DIM)
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) atomicMax(&absmax[col_of(a) + j], bits[a][j]);
+      for (int j = 0; j < VEC; ++j)
+#pragma unroll
+        for (int i = 0; i < SIDES; ++i)
+          atomicMax(&absmax[(col_of(a) + j) * SIDES + i], reach[a][j].bits[i]);
   __syncthreads();  // every lane has added its maxima before the block passes them on
-  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS)
-    atomicMax(&p.absmax[at.first_scale(p) * HEAD_DIM + col], absmax[col]);
+  for (int i = thread_id(); i < HEAD_DIM * SIDES; i += NUM_THREADS)
+    atomicMax(&p.absmax[at.first_scale(p) * HEAD_DIM * SIDES + i], absmax[i]);
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_values(
     const __grid_constant__ QuantizeParams p) {
   constexpr int LD = VALUES_PAD + 4;  // the codes of the next channel begin a bank further on
   __shared__ alignas(4) int8_t tile[HEAD_DIM * LD];   // [HEAD_DIM, VALUES_PAD] codes
-  __shared__ float inverse[VALUE_GROUPS * HEAD_DIM];  // [VALUE_GROUPS, HEAD_DIM]
+  __shared__ Coding coding[VALUE_GROUPS * HEAD_DIM];  // [VALUE_GROUPS, HEAD_DIM]
   const Place at(p, p.padded / VALUES_PAD, VALUES_PAD);
   for (int i = thread_id(); i < VALUE_GROUPS * HEAD_DIM; i += NUM_THREADS) {
     const int row = i / HEAD_DIM * GROUP;
     if (row >= at.rows) continue;
     const int64_t index = at.first_scale(p) * HEAD_DIM + i;
-    const Scale scale = scale_of_absmax(p.absmax[index], VALUE_MAX);  // R1
-    inverse[i] = scale.inverse;
-    if ((at.row0 + row) % GROUP == 0) p.scale[index] = scale.scale;
+    const float scale = coding[i].make(&p.absmax[index * SIDES], VALUE_MAX);  // R1
+    if ((at.row0 + row) % GROUP != 0) continue;
+    p.scale[index] = scale;
+    if constexpr (ZERO_POINTS) p.zero[index] = coding[i].zero;
   }
   __syncthreads();  // the inverses are there before a value is coded with them
 
@@ -375,7 +413,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_values(
         const int col = col_of(a) + j;
         const float value = __fsub_rn(x.element(j), mean.of[a][j]);  // R0
         tile[col * LD + row] =
-            row < at.rows ? value_code(value, inverse[row / GROUP * HEAD_DIM + col]) : 0;  // R1
+            row < at.rows ? value_code(value, coding[row / GROUP * HEAD_DIM + col]) : 0;  // R1
       }
     }
   }

@@ -51,6 +51,11 @@ class Fault:
         """Whether it is compiled for packed sequences alone."""
         return all(hunk.file == "prims/varlen.cuh" for hunk in self.hunks)
 
+    @property
+    def of_zero_points(self) -> bool:
+        """Whether it is compiled for codes with zero points alone."""
+        return all("zero" in hunk.file for hunk in self.hunks)
+
     def plant(self, folder: Path) -> Path:
         """Copy the kernels to `folder` with this mistake in them; return the copy.
 

@@ -172,6 +172,17 @@ class Guarded:
         assert not np.isnan(buffer[GUARD:-GUARD].astype(np.float32)).any(), "left unwritten"
 
 
+def revealing_zero_points(rung: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
+    """Yield problems for zero points, which differ from group to group, and what they bring."""
+    q, k, v = normal((1, 4, 35, 64), (1, 2, 150, 64))
+    rising = np.linspace(-3, 3, 150, dtype=np.float16)[:, None]
+    given = {"pv": "int8", "smooth_v": False} if rung.endswith("@pv8") else {}
+    for granularity in ("token", "thread"):
+        quant = QuantConfig(granularity, granularity, symmetric=False, **given)
+        options = {"quant": quant, "causal": granularity == "token"}
+        yield (q + np.float16(1), k + np.flip(rising), v + rising), options
+
+
 # ---- runs ----------------------------------------------------------------------------------------
 
 
@@ -238,12 +249,16 @@ def host_copy(z: QuantizedQKV) -> QuantizedQKV:
 
 
 def quantized(
-    rung: str, inputs: Arrays, backend: str | None, options: dict[str, Any]
+    rung: str,
+    inputs: Arrays,
+    backend: str | None,
+    options: dict[str, Any],
+    quant: QuantConfig | None = None,
 ) -> QuantizedQKV | None:
     """Return the operands of the INT8 rung, None for the others."""
     if variant_of(rung).family != "int8":
         return None
-    quant = asked_for(rung).get("quant", QuantConfig())
+    quant = quant or asked_for(rung).get("quant", QuantConfig())
     quant = replace(quant, smooth_k=not options.get("softcap"))
     q, k, v = inputs
     sizes = q.shape[2], k.shape[2], q.shape[3]
@@ -261,10 +276,11 @@ def run(
     *,
     arch: str | None = None,
     backend: str | None = None,
+    quant: QuantConfig | None = None,
     **options: Any,
 ) -> Run:
-    """Call `attention`, and keep the quantised operands of the INT8 rung."""
-    z = quantized(rung, inputs, backend, options)
+    """Call `attention`, and keep the quantised operands of the INT8 rung, which `quant` makes."""
+    z = quantized(rung, inputs, backend, options, quant)
     form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
     if z is None:
         operands, rest = inputs, options

@@ -20,6 +20,7 @@ from tests.runs import (
     packed,
     revealing,
     revealing_splits,
+    revealing_zero_points,
     run,
     run_packed,
 )  # fmt: skip
@@ -71,6 +72,11 @@ def interpreted(variant: str, first: str = "") -> Iterator[Run]:
         yield run(variant, inputs, backend="interpret", **options)
 
 
+def interpreted_zero_points(variant: str) -> Iterator[Run]:
+    for inputs, options in revealing_zero_points(variant):
+        yield run(variant, inputs, backend="interpret", **options)
+
+
 def interpreted_packed(variant: str) -> Iterator[Run]:
     inputs, ends = packed(((5, 9), (35, 40)), 4, 2)
     yield from run_packed(variant, inputs, ends, backend="interpret", causal=True)
@@ -89,6 +95,9 @@ def test_without_a_mistake_nothing_is_reported_and_every_judgement_holds(variant
     if "@" not in variant:
         for one in interpreted_packed(variant):
             one.check()
+    if VARIANTS[variant.partition("@")[0]].family == "int8":
+        for one in interpreted_zero_points(variant):
+            one.check()
 
 
 @pytest.mark.parametrize(("fault", "variant"), SEEN)
@@ -98,6 +107,7 @@ def test_a_mistake_is_noticed(
     folder = fault.plant(tmp_path)
     put_in_place(folder, variant, monkeypatch)
     calls = interpreted_packed(variant) if fault.of_packed else interpreted(variant, fault.shown_by)
+    calls = interpreted_zero_points(variant) if fault.of_zero_points else calls
     if fault.caught_by == "interpreter":
         with pytest.raises(KernelFault) as caught:
             list(calls)

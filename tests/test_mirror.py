@@ -63,6 +63,8 @@ def quantize(q: Any, k: Any, v: Any, group_q: int, group_kv: int, smooth: bool) 
         group_kv=group_kv,
         v=v.astype(np.float16) if out_dtype == "float32" else v,
         k_mean=mean,
+        q_zero=None,
+        k_zero=None,
         out_dtype=out_dtype,
         form="portable",
         config=None,

@@ -325,7 +325,6 @@ def test_config_refuses_what_does_not_exist(field, value) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "supported"),
     [
-        ("symmetric", False, "True"),
         ("qk_bits", 4, "8"),
     ],
 )

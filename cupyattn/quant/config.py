@@ -34,7 +34,9 @@ class QuantConfig:
         V in 16 bits has no scale. V in 8 bits has one for each channel of a (batch, head), or for
         each channel of each tile of keys. When omitted: "none", or "block".
     symmetric : bool
-        Codes -127 to 127 without zero points; the only kind so far.
+        True: codes -127 to 127 without zero points. False: codes -128 to 127, which the range of a
+        group fills whatever side of 0 it lies on, and a zero point beside every scale, the code
+        of 0; V's INT8 codes have them too, 8-bit floats have none. Needs dynamic scales.
     smooth_k : bool
         Subtract from the keys their mean over the length, per (batch, head, channel). The softmax
         does not change; a bias that all keys share no longer eats the range of the codes.
@@ -107,7 +109,7 @@ class QuantConfig:
         }
         for name, values in allowed.items():
             _one_of(name, getattr(self, name), values, where=f" with pv={self.pv!r}")
-        _one_of("symmetric", self.symmetric, (True,), later=(False,))
+        _one_of("symmetric", self.symmetric, (True, False))
         _one_of("smooth_k", self.smooth_k, (True, False))
         _one_of("qk_bits", self.qk_bits, (8,), later=(4,))
         if isinstance(self.scales, str):
@@ -142,6 +144,16 @@ class QuantConfig:
     def static(self) -> bool:
         """Whether the scales are given."""
         return not isinstance(self.scales, str)
+
+    @property
+    def zero_points(self) -> bool:
+        """Whether codes of Q and K have zero points."""
+        return not self.symmetric
+
+    @property
+    def value_zero_points(self) -> bool:
+        """Whether codes of V have zero points."""
+        return not self.symmetric and self.pv == "int8"
 
     @property
     def form(self) -> str:

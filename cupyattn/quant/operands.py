@@ -9,17 +9,20 @@ import numpy as np
 from cupyattn import checks, registry
 from cupyattn.arrays import contiguous_last_axis
 from cupyattn.backends import as_input, choose, on_device_of, run
-from cupyattn.launch import Operand
+from cupyattn.errors import UnsupportedError
+from cupyattn.launch import Operand, Plan
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.plan import plan_operand, plan_values
+from cupyattn.quant.plan import packed_groups, plan_operand, plan_values
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import (
     SCALE_MIN,
     channel_mean,
     group_count,
     padded_length,
+    quantize_affine,
     quantize_symmetric,
     quantize_values,
+    quantize_values_affine,
 )
 from cupyattn.rounding import Array, array_namespace
 from cupyattn.tiles import Tiles
@@ -70,7 +73,7 @@ def quantize(
     -----
     A NaN or an infinity gives the rows that share its scale a NaN scale, hence NaN scores: never
     finite garbage. In V it makes its channel NaN, in the rows that look at its group.
-    `cupyattn.quant.quantizers.quantize_symmetric` states formula and error.
+    `cupyattn.quant.quantizers.quantize_symmetric` and `quantize_affine` state formula and error.
 
     Examples
     --------
@@ -119,31 +122,34 @@ def quantize_mirror(
     """
     if quant.smooth_k and k_mean is None:
         k_mean = channel_mean(k)
-    codes, scales = {}, {}
+    fields: dict[str, Any] = {"group_v": quant.group_v(tiles)}
     groups = {"q": quant.group_q(tiles), "k": quant.group_kv(tiles)}
     granularities = {"q": quant.granularity_q, "k": quant.granularity_k}
     static = static_scales(np, quant, q.shape, k.shape, tiles)
     for name, x in (("q", q), ("k", k)):
-        codes[name], scales[name] = quantize_symmetric(
-            x,
-            groups[name],
-            per_tensor=granularities[name] == "tensor",
-            mean=k_mean if name == "k" and quant.smooth_k else None,
-            static_scale=static[name],
-        )
-    values: dict[str, Any] = {"v": None, "group_v": quant.group_v(tiles)}
+        how: dict[str, Any] = {
+            "per_tensor": granularities[name] == "tensor",
+            "mean": k_mean if name == "k" and quant.smooth_k else None,
+        }
+        if quant.zero_points:
+            coded: tuple[Array, ...] = quantize_affine(x, groups[name], **how)
+        else:
+            coded = quantize_symmetric(x, groups[name], static_scale=static[name], **how)
+        fields |= zip((f"{name}_codes", f"{name}_scale", f"{name}_zero"), coded, strict=False)
     if quant.form == "pv8":
         if quant.smooth_v:
-            values["v_mean"] = channel_mean(v) if v_mean is None else v_mean
-        values["v_codes"], values["v_scale"] = quantize_values(
-            v, values["group_v"], values.get("v_mean"), e4m3=quant.pv == "fp8"
-        )
-    else:
-        values["v"] = value_operand(v)
+            fields["v_mean"] = channel_mean(v) if v_mean is None else v_mean
+        if quant.value_zero_points:
+            coded = quantize_values_affine(v, fields["group_v"], fields.get("v_mean"))
+        else:
+            coded = quantize_values(
+                v, fields["group_v"], fields.get("v_mean"), e4m3=quant.pv == "fp8"
+            )
+        fields |= zip(("v_codes", "v_scale", "v_zero"), coded, strict=False)
     return QuantizedQKV(
-        codes["q"], codes["k"], q_scale=scales["q"], k_scale=scales["k"], group_q=groups["q"],
+        v=None if quant.form == "pv8" else value_operand(v), group_q=groups["q"],
         group_kv=groups["k"], config=quant, out_dtype=q.dtype.name,
-        k_mean=k_mean if quant.smooth_k else None, **values,
+        k_mean=k_mean if quant.smooth_k else None, **fields,
     )  # fmt: skip
 
 
@@ -182,9 +188,16 @@ def static_scales(
     ValueError
         If a shape does not fit the operand, or (on NumPy, where looking costs nothing) a value is
         no finite number from 2^-126 up.
+    UnsupportedError
+        If zero points were to go with them.
     """
     if not quant.static:
         return {"q": None, "k": None}
+    if quant.zero_points:
+        raise UnsupportedError(
+            "given scales quantise without zero points: use symmetric=True or scales='dynamic', or "
+            "QuantizedQKV.from_codes for codes with scales and zero points of your own"
+        )
     found: dict[str, Array | None] = {}
     for name, given, shape, group, granularity in (
         ("q", quant.scales[0], q, quant.group_q(tiles), quant.granularity_q),
@@ -221,22 +234,65 @@ def _quantize_kernels(
     groups = quant.group_q(tiles), quant.group_kv(tiles)
     with on_device_of(q):
         static = static_scales(array_namespace(q), quant, q.shape, k.shape, tiles)
-        q_codes, q_scale, _ = _operand(
-            q, groups[0], quant.granularity_q, False, static["q"], backend
-        )
-        k_codes, k_scale, k_mean = _operand(
-            k, groups[1], quant.granularity_k, quant.smooth_k, static["k"], backend
-        )
-        values = {"v": value_operand(v)} if quant.form == "portable" else {"v": None}
+        fields = {"v": value_operand(v) if quant.form == "portable" else None}
+        for name, x, group, granularity, smooth in (
+            ("q", q, groups[0], quant.granularity_q, False),
+            ("k", k, groups[1], quant.granularity_k, quant.smooth_k),
+        ):
+            fields |= _operand(
+                name, x, group, granularity, smooth, static[name], quant.zero_points, backend
+            )
         if quant.form == "pv8":
-            values |= _value_codes(v, quant, quant.group_v(tiles), backend)
+            fields |= _value_codes(v, quant, quant.group_v(tiles), backend)
     return QuantizedQKV(
-        q_codes, k_codes, q_scale=q_scale, k_scale=k_scale, group_q=groups[0], group_kv=groups[1],
-        config=quant, out_dtype=q.dtype.name, k_mean=k_mean, group_v=quant.group_v(tiles), **values,
+        group_q=groups[0], group_kv=groups[1], config=quant, out_dtype=q.dtype.name,
+        group_v=quant.group_v(tiles), **fields,
     )  # fmt: skip
 
 
-def value_buffers(v: tuple[int, ...], group: int, smooth: bool) -> dict[str, tuple[Any, ...]]:
+def operand_buffers(
+    plan: Plan,
+    x: tuple[int, ...],
+    scale: tuple[int, ...],
+    *,
+    smooth: bool,
+    static: bool,
+    packed: tuple[int, int] | None = None,
+) -> dict[str, tuple[Any, ...]]:
+    """Return what a plan of `plan_operand` writes and needs, beside ``"x"``.
+
+    Parameters
+    ----------
+    plan : Plan
+    x, scale : tuple of int
+        Shapes of the operand and of its scales.
+    smooth, static, packed
+        As for `plan_operand`.
+
+    Returns
+    -------
+    dict of str to (shape, dtype, zero beforehand)
+    """
+    batch = x[0] if packed is None else packed[0]
+    zero_points = plan.features.zero_points
+    found: dict[str, tuple[Any, ...]] = {
+        "codes": (x, "int8", False), "scale": (scale, "float32", False),
+    }  # fmt: skip
+    if static:
+        found["static_scale"] = (scale, "float32", False)
+    if any(launch.entry == "group_absmax" for launch in plan.launches):
+        found["absmax"] = ((*scale, 2) if zero_points else scale, "uint32", True)
+    if smooth:
+        found["mean"] = ((batch, x[1], x[3]), "float32", True)
+    if zero_points:
+        rows = x[2] if packed is None else packed_groups(x[2], batch, 1)
+        found |= {"zero": (scale, "int32", False), "code_sum": ((*x[:2], rows), "int32", False)}
+    return found
+
+
+def value_buffers(
+    v: tuple[int, ...], group: int, smooth: bool, zero_points: bool
+) -> dict[str, tuple[Any, ...]]:
     """Return what `plan_values` writes and needs, beside ``"x"``: (shape, dtype, zero beforehand).
 
     Parameters
@@ -245,62 +301,72 @@ def value_buffers(v: tuple[int, ...], group: int, smooth: bool) -> dict[str, tup
         Shape of V.
     group : int
         Keys that share the scale of a channel.
-    smooth : bool
+    smooth, zero_points : bool
     """
     batch, heads, length, head_dim = v
     scale = batch, heads, group_count(length, group), head_dim
     found: dict[str, tuple[Any, ...]] = {
         "codes": ((batch, heads, head_dim, padded_length(length)), "int8", False),
         "scale": (scale, "float32", False),
-        "absmax": (scale, "uint32", True),
+        "absmax": ((*scale, 2) if zero_points else scale, "uint32", True),
     }
+    if zero_points:
+        found["zero"] = scale, "int32", False
     return found | ({"mean": ((batch, heads, head_dim), "float32", True)} if smooth else {})
 
 
 def _value_codes(v: Array, quant: QuantConfig, group: int, backend: str) -> dict[str, Array]:
-    """Return codes, scales and mean (where smoothed) of V, by the names of QuantizedQKV."""
-    xp = array_namespace(v)
+    """Return codes, scales, zero points and mean of V, by the names of QuantizedQKV."""
     v = contiguous_last_axis(v)
-    smooth = bool(quant.smooth_v)
-    plan = plan_values(Operand.of(v), v.dtype.name, group, str(quant.p_type), smooth=smooth)
-    buffers = {"x": as_input(v)}
-    for name, (shape, dtype, zeros) in value_buffers(v.shape, group, smooth).items():
-        buffers[name] = (xp.zeros if zeros else xp.empty)(shape, dtype)
-    if not plan.launches:
-        buffers["scale"].fill(1)
-    run(backend, plan, buffers)
-    return {f"v_{name}": a for name, a in buffers.items() if name in ("codes", "scale", "mean")}
+    smooth, zero_points = bool(quant.smooth_v), quant.value_zero_points
+    plan = plan_values(
+        Operand.of(v), v.dtype.name, group, str(quant.p_type), smooth=smooth,
+        zero_points=zero_points,
+    )  # fmt: skip
+    buffers = _filled(plan, v, value_buffers(v.shape, group, smooth, zero_points))
+    return _coded("v", plan, buffers, backend)
 
 
 def _operand(
+    name: str,
     x: Array,
     group: int,
     granularity: str,
     smooth: bool,
     static_scale: Array | None,
+    zero_points: bool,
     backend: str,
-) -> tuple[Array, Array, Array | None]:
-    """Return codes, scales and mean (None where not smoothed) of one operand."""
-    xp = array_namespace(x)
+) -> dict[str, Array]:
+    """Return codes, scales, zero points and mean of Q or K, by the names of QuantizedQKV."""
     x = contiguous_last_axis(x)
+    static = static_scale is not None
     plan = plan_operand(
-        Operand.of(x),
-        x.dtype.name,
-        group,
-        per_tensor=granularity == "tensor",
-        smooth=smooth,
-        static=static_scale is not None,
-    )
-    # NOTE: an empty operand launches nothing: its scales are those of a group of zeros.
-    allocate = xp.empty if plan.launches else xp.ones
-    buffers = {"x": as_input(x), "codes": xp.empty(x.shape, np.int8)}
-    if static_scale is None:
-        buffers["scale"] = allocate(scale_shape(x.shape, group, granularity), np.float32)
-        if any(launch.entry == "group_absmax" for launch in plan.launches):
-            buffers["absmax"] = xp.zeros(buffers["scale"].shape, np.uint32)
-    else:
+        Operand.of(x), x.dtype.name, group, per_tensor=granularity == "tensor", smooth=smooth,
+        static=static, zero_points=zero_points,
+    )  # fmt: skip
+    scale = scale_shape(x.shape, group, granularity)
+    buffers = _filled(plan, x, operand_buffers(plan, x.shape, scale, smooth=smooth, static=static))
+    if static_scale is not None:
         buffers["scale"], buffers["static_scale"] = static_scale.copy(), as_input(static_scale)
-    if smooth:
-        buffers["mean"] = xp.zeros((*x.shape[:2], x.shape[3]), np.float32)
+    return _coded(name, plan, buffers, backend)
+
+
+def _filled(plan: Plan, x: Array, buffers: dict[str, tuple[Any, ...]]) -> dict[str, Array]:
+    """Return arrays for the buffers of a plan, with what must be there beforehand, and x itself."""
+    xp = array_namespace(x)
+    found = {
+        name: (xp.zeros if zeros else xp.empty)(shape, dtype)
+        for name, (shape, dtype, zeros) in buffers.items()
+    }
+    if not plan.launches:  # an empty operand: what a group of zeros has
+        found["scale"].fill(1)
+        if "zero" in found:
+            found["zero"].fill(-128)
+    return {"x": as_input(x), **found}
+
+
+def _coded(name: str, plan: Plan, buffers: dict[str, Array], backend: str) -> dict[str, Array]:
+    """Run a plan; return what it made that `QuantizedQKV` holds, by the names there."""
     run(backend, plan, buffers)
-    return buffers["codes"], buffers["scale"], buffers.get("mean")
+    kept = ("codes", "scale", "mean", "zero", "code_sum")
+    return {f"{name}_{buffer}": buffers[buffer] for buffer in kept if buffer in buffers}

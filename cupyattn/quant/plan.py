@@ -23,7 +23,8 @@ QUANTIZE_PARAMS = np.dtype(
         ("partial_sum", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
         ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"),
         ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
-        ("cu_seqlens", "u8"), ("total", "i4"), ("padded", "i4"),
+        ("cu_seqlens", "u8"), ("total", "i4"), ("padded", "i4"), ("zero", "u8"),
+        ("code_sum", "u8"), ("sum_stride_batch", "i8"), ("sum_stride_head", "i8"),
     ],
     align=True,
 )  # fmt: skip
@@ -104,6 +105,7 @@ def plan_operand(
     smooth: bool = False,
     static: bool = False,
     packed: tuple[int, int] | None = None,
+    zero_points: bool = False,
 ) -> Plan:
     """Plan the quantisation of one operand.
 
@@ -125,12 +127,16 @@ def plan_operand(
         x is one batch entry of so many packed sequences, of at most so many rows, which begin and
         end where the buffer ``"cu_seqlens"`` says. Means, scales and groups of rows are those of a
         sequence; `packed_groups` says how many scales there are.
+    zero_points : bool
+        Codes have zero points, which go with dynamic scales.
 
     Returns
     -------
     Plan
         Without launches where x is empty. It names the buffers ``"codes"`` (contiguous) and
-        ``"scale"``, and ``"absmax"``, zero beforehand, where a group spans several blocks.
+        ``"scale"``, and ``"absmax"``, zero beforehand, where a group spans several blocks. With
+        zero points also ``"zero"``, shaped as the scales, and ``"code_sum"``, shaped as scales of
+        groups of one row; ``"absmax"`` then has a last axis of 2.
 
     Raises
     ------
@@ -142,13 +148,16 @@ def plan_operand(
     vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
     rows, num_warps, whole_groups = block_shape(group, head_dim, x.itemsize, vec)
     tiles = Tiles(block_q=rows, block_kv=1, num_warps=num_warps)
-    features = Features(dtype, head_dim, vec=vec, group_q=group, varlen=packed is not None)
+    features = Features(
+        dtype, head_dim, vec=vec, group_q=group, varlen=packed is not None, zero_points=zero_points
+    )
     if math.prod(x.shape) == 0:
         return Plan("quantize", "portable", tiles, features, ())
     spec = ModuleSpec(
         "quantize.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
     )
     groups = -(-length // group) if packed is None else packed_groups(total, batch, group)
+    sums = length if packed is None else packed_groups(total, batch, 1)
     splits, split_rows = _slices(length)
     params: dict[str, Any] = {
         "X": "x", "codes": "codes", "scale": "scale",
@@ -160,6 +169,8 @@ def plan_operand(
         "scale_stride_head": 0 if per_tensor else groups,
         "heads": heads, "length": length, "splits": splits, "split_rows": split_rows,
         "cu_seqlens": "cu_seqlens" if packed else None, "total": total, "padded": 0,
+        "zero": "zero" if zero_points else None, "code_sum": "code_sum" if zero_points else None,
+        "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
     }  # fmt: skip
     tiles_of_rows = batch * heads * -(-length // rows)
     steps = _mean_steps(batch * heads, splits) if smooth else []
@@ -170,8 +181,8 @@ def plan_operand(
     else:
         steps += [("group_absmax", tiles_of_rows), ("encode_int8", tiles_of_rows)]
     launches = tuple(_launch(spec, x, entry, grid, tiles, params) for entry, grid in steps)
-    sums = Workspace("partial_sum", (batch, heads, splits, head_dim), "float32")
-    return Plan("quantize", "portable", tiles, features, launches, (sums,) if smooth else ())
+    partial = Workspace("partial_sum", (batch, heads, splits, head_dim), "float32")
+    return Plan("quantize", "portable", tiles, features, launches, (partial,) if smooth else ())
 
 
 def _slices(length: int) -> tuple[int, int]:
@@ -197,7 +208,13 @@ def _launch(
 
 @functools.lru_cache(maxsize=1024)
 def plan_values(
-    x: Operand, dtype: str, group: int, p_type: str = "u8", *, smooth: bool = False
+    x: Operand,
+    dtype: str,
+    group: int,
+    p_type: str = "u8",
+    *,
+    smooth: bool = False,
+    zero_points: bool = False,
 ) -> Plan:
     """Plan the quantisation of V.
 
@@ -213,13 +230,16 @@ def plan_values(
         Codes of P: V's are INT8, or e4m3 as well.
     smooth : bool
         Compute the mean over the length into the buffer ``"mean"`` and subtract it.
+    zero_points : bool
+        Codes, INT8 then, have zero points.
 
     Returns
     -------
     Plan
         Without launches where x is empty. It names the buffers ``"codes"`` and ``"scale"``, shaped
         as `cupyattn.quant.quantizers.quantize_values` says, and ``"absmax"``, shaped as ``"scale"``
-        and zero beforehand.
+        and zero beforehand; with zero points also ``"zero"``, and ``"absmax"`` has a last axis of
+        2.
 
     Raises
     ------
@@ -229,7 +249,9 @@ def plan_values(
     batch, heads, length, head_dim = x.shape
     vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
     tiles = Tiles(block_q=min(group, VALUES_PAD), block_kv=1, num_warps=_NUM_WARPS[1])
-    features = Features(dtype, head_dim, vec=vec, group_q=group, p_type=p_type)
+    features = Features(
+        dtype, head_dim, vec=vec, group_q=group, p_type=p_type, zero_points=zero_points
+    )
     if math.prod(x.shape) == 0:
         return Plan("quantize", "portable", tiles, features, ())
     spec = ModuleSpec(
@@ -245,7 +267,7 @@ def plan_values(
         "partial_sum": "partial_sum" if smooth else None, "mean": "mean" if smooth else None,
         "X_stride": x.row_strides, "scale_stride_batch": heads * groups,
         "scale_stride_head": groups, "heads": heads, "length": length,
-        "padded": padded_length(length), **slices,
+        "padded": padded_length(length), "zero": "zero" if zero_points else None, **slices,
     }  # fmt: skip
     steps = [(*step, params) for step in _mean_steps(batch * heads, splits)] if smooth else []
     steps += [

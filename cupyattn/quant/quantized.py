@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import checks
+from cupyattn.codes import codes_less_zero
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
@@ -34,8 +35,10 @@ from cupyattn.rounding import (
 _FILE_KIND, _FILE_VERSION = "cupyattn.QuantizedQKV", 1
 _ARRAYS = (
     "q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean", "v_codes",
-    "v_scale", "v_mean",
+    "v_scale", "v_mean", "v_zero",
 )  # fmt: skip
+#: Zero points, and sums of codes, which follow from the codes and are in no file.
+_ZEROS, _SUMS = ("q_zero", "k_zero", "v_zero"), ("q_code_sum", "k_code_sum")
 #: What a damaged or foreign file makes NumPy, zipfile, json and the checks of the record raise.
 _UNREADABLE = (
     ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error,
@@ -54,7 +57,8 @@ class QuantizedQKV:
     v : array, (batch, heads_kv, len_kv, head_dim), float16 or bfloat16, or None
         The caller's own array where that has 16 bits. None where V is codes.
     q_scale : array, (batch or 1, heads or 1, groups), float32
-        Row i of Q is ``q_codes[..., i, :] * q_scale[..., i // group_q]``.
+        Row i of Q is ``q_codes[..., i, :] * q_scale[..., i // group_q]``, the zero point
+        ``q_zero[..., i // group_q]`` taken off the codes first where there is one.
     k_scale : array, (batch or 1, heads_kv or 1, groups), float32
         Likewise for K, without its mean.
     group_q, group_kv : int
@@ -65,8 +69,8 @@ class QuantizedQKV:
         Type of the attention output.
     k_mean : array, (batch, heads_kv, head_dim), float32, optional
         Subtracted from the keys before they were quantised.
-    q_zero, k_zero : None
-        Zero points; every code is symmetric so far.
+    q_zero, k_zero : array, as q_scale and k_scale, int32, optional
+        Zero points, -128 to 128: the codes that stand for 0. Both or neither.
     v_codes : array, (batch, heads_kv, head_dim, padded), int8, optional
         V as codes, keys along the last axis: len_kv of them, and zeros up to the next multiple of
         128.
@@ -77,13 +81,16 @@ class QuantizedQKV:
         Subtracted from V before it was quantised.
     group_v : int
         Keys per scale of V; 0 where V is not codes.
+    v_zero : array, as v_scale, int32, optional
+        Zero points of V; given if and only if V is INT8 codes and Q and K have zero points.
+    q_code_sum, k_code_sum : array, (batch, heads or heads_kv, len_q or len_kv), int32, optional
+        Sums of the codes of each row, which go with zero points; computed when omitted.
 
     Raises
     ------
     ValueError
-        If shapes or dtypes do not fit together.
-    UnsupportedError
-        For zero points.
+        If shapes or dtypes do not fit together, or (on NumPy, where looking costs nothing) a zero
+        point is past 128.
     """
 
     q_codes: Array
@@ -102,17 +109,21 @@ class QuantizedQKV:
     v_scale: Array | None = None
     v_mean: Array | None = None
     group_v: int = 0
+    v_zero: Array | None = None
+    q_code_sum: Array | None = None
+    k_code_sum: Array | None = None
 
     def __post_init__(self) -> None:
-        if self.q_zero is not None or self.k_zero is not None:
-            raise UnsupportedError(
-                "zero points are not supported yet: give symmetric codes, q_zero=None, k_zero=None"
-            )
-        present = {name: a for name in _ARRAYS if (a := getattr(self, name)) is not None}
+        if self.q_zero is not None and self.k_zero is not None:
+            for name, codes in zip(_SUMS, (self.q_codes, self.k_codes), strict=True):
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, codes.sum(axis=-1, dtype=np.int32))
+        present = {name: a for name in (*_ARRAYS, *_SUMS) if (a := getattr(self, name)) is not None}
         array_namespace(*present.values())
         for name, array in present.items():
             names = DTYPES[:2] if name == "v" else ("float32",)
             names = ("int8",) if name.endswith("codes") else names
+            names = ("int32",) if name in (*_ZEROS, *_SUMS) else names
             if array.dtype.name not in names:
                 raise ValueError(f"{name} must be {' or '.join(names)}, got {array.dtype.name}")
         if self.out_dtype not in DTYPES:
@@ -145,6 +156,31 @@ class QuantizedQKV:
             if mean is not None and mean.shape != mean_shape:
                 raise ValueError(f"{name} must have shape {mean_shape}, got {tuple(mean.shape)}")
         self._check_values()
+        self._check_zeros()
+
+    def _check_zeros(self) -> None:
+        """Q and K have zero points, and V's INT8 codes with them, or none has."""
+        q_zero, k_zero, v_zero = (getattr(self, name) for name in _ZEROS)
+        of_v = q_zero is not None and self.v_codes is not None and self.config.pv == "int8"
+        if (q_zero is None) != (k_zero is None) or (v_zero is not None) != of_v:
+            raise ValueError(
+                "zero points must be given for q, k and INT8 codes of V together, 0 where there "
+                "are none"
+            )
+        sums = {"q_code_sum": self.q_codes.shape[:3], "k_code_sum": self.k_codes.shape[:3]}
+        scales = dict(zip(_ZEROS, (self.q_scale, self.k_scale, self.v_scale), strict=True))
+        for name in (*_ZEROS, *_SUMS):
+            array = getattr(self, name)
+            if array is None:
+                continue
+            if q_zero is None:
+                raise ValueError(f"{name} belongs to zero points, got none")
+            scale = scales.get(name)
+            shape = sums[name] if scale is None else scale.shape
+            if array.shape != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(array.shape)}")
+            if name in _ZEROS and isinstance(array, np.ndarray) and (abs(array) > 128).any():
+                raise ValueError(f"{name} must be -128 to 128, got up to {abs(array).max()}")
 
     def _check_values(self) -> None:
         """V is one array in 16 bits, or codes with their scales."""
@@ -211,7 +247,7 @@ class QuantizedQKV:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays together."""
-        arrays = (getattr(self, name) for name in _ARRAYS)
+        arrays = (getattr(self, name) for name in (*_ARRAYS, *_SUMS))
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
     def dequantize(self, dtype: str = "float32") -> tuple[Array, Array, Array]:
@@ -244,12 +280,12 @@ class QuantizedQKV:
         if dtype not in ("float32", "float64"):
             raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
 
-        def rows(codes: Array, scale: Array, group: int) -> Array:
+        def rows(codes: Array, scale: Array, zero: Array | None, group: int) -> Array:
             factor = scale_of_row(scale.astype(dtype), group, codes.shape[2])[..., None]
-            return codes.astype(dtype) * factor
+            return codes_less_zero(codes, zero, group).astype(dtype) * factor
 
-        q = rows(self.q_codes, self.q_scale, self.group_q)
-        k = rows(self.k_codes, self.k_scale, self.group_kv)
+        q = rows(self.q_codes, self.q_scale, self.q_zero, self.group_q)
+        k = rows(self.k_codes, self.k_scale, self.k_zero, self.group_kv)
         if self.k_mean is not None:
             k = k + self.k_mean.astype(dtype)[:, :, None, :]
         v = self.centred_values(dtype)
@@ -258,10 +294,17 @@ class QuantizedQKV:
         return q, k, v
 
     def value_codes(self) -> Array:
-        """Codes of V as numbers, by key: (batch, heads_kv, len_kv, head_dim), float32."""
+        """Codes of V as numbers less their zero points: (batch, heads_kv, len_kv, head_dim).
+
+        float32, which holds them exactly.
+        """
         codes: Any = self.v_codes
         by_key = codes[..., : self.len_kv].swapaxes(2, 3)
-        return numbers_of(by_key, self.config.p_type == "e4m3")
+        numbers = numbers_of(by_key, self.config.p_type == "e4m3")
+        if self.v_zero is None:
+            return numbers
+        zero = value_scale_of_key(self.v_zero, self.group_v, self.len_kv)
+        return numbers - zero.astype(np.float32)
 
     def centred_values(self, dtype: str = "float64") -> Array:
         """Return V as the second product takes it: without its mean, where one was subtracted.
@@ -289,8 +332,8 @@ class QuantizedQKV:
         v: Array,
         q_scale: float | Array,
         k_scale: float | Array,
-        q_zero: Array | None = None,
-        k_zero: Array | None = None,
+        q_zero: int | Array | None = None,
+        k_zero: int | Array | None = None,
         *,
         group_q: int | None = None,
         group_kv: int | None = None,
@@ -300,6 +343,7 @@ class QuantizedQKV:
         v_mean: Array | None = None,
         group_v: int | None = None,
         p_type: str | None = None,
+        v_zero: int | Array | None = None,
     ) -> QuantizedQKV:
         """Wrap INT8 arrays that were quantised elsewhere.
 
@@ -313,8 +357,9 @@ class QuantizedQKV:
         q_scale, k_scale : float or array
             One positive scale for all, or float32 ``(batch or 1, heads or 1, groups)``. The codes
             are *multiplied* by it.
-        q_zero, k_zero : None
-            Zero points are not supported yet.
+        q_zero, k_zero : int or array of integers, optional
+            Zero points, which are taken off the codes first: one for all, or an array that
+            broadcasts to the shape of the scale, or whose shape the scale broadcasts to.
         group_q, group_kv : int, optional
             Rows per scale; needed where there is more than one group.
         k_mean : array, (batch, heads_kv, head_dim), float32, optional
@@ -331,6 +376,8 @@ class QuantizedQKV:
             there is more than one group.
         p_type : {"u8", "s8", "e4m3"}, optional
             Codes of P, with codes of V; "u8" when omitted, or "e4m3" where V is that.
+        v_zero : int or array of integers, optional
+            The same for INT8 codes of V.
 
         Returns
         -------
@@ -339,9 +386,7 @@ class QuantizedQKV:
         Raises
         ------
         ValueError
-            If shapes, dtypes, scales or groups do not fit together.
-        UnsupportedError
-            For zero points.
+            If shapes, dtypes, scales, zero points or groups do not fit together.
         """
         xp = array_namespace(q_codes, k_codes, v)
         q_scale, group_q, granularity_q = _given_scale(xp, "q", q_scale, group_q, THREAD_ROWS_Q)
@@ -353,14 +398,24 @@ class QuantizedQKV:
             v_scale, group_v = _given_value_scale(xp, v.shape, v_scale, group_v)
             given = {"v_codes": pad_values(v.swapaxes(2, 3)), "v_scale": v_scale}
             given |= {"v_mean": v_mean, "group_v": group_v}
-        elif not (v_scale is None and v_mean is None and group_v is None and p_type is None):
+            if e4m3 and v_zero is not None:
+                raise ValueError("v_zero goes with INT8 codes of V, got 8-bit floats")
+        elif not all(x is None for x in (v_scale, v_mean, group_v, p_type, v_zero)):
             raise ValueError(
-                f"v_scale, v_mean, group_v and p_type go with 8-bit codes of V, got {v.dtype.name}"
+                "v_scale, v_mean, group_v, p_type and v_zero go with 8-bit codes of V, "
+                f"got {v.dtype.name}"
             )
+        symmetric = q_zero is None and k_zero is None and v_zero is None
+        if not symmetric:
+            q_scale, q_zero = _given_zero(xp, "q", q_scale, q_zero)
+            k_scale, k_zero = _given_zero(xp, "k", k_scale, k_zero)
+            if given and not e4m3:
+                given["v_scale"], given["v_zero"] = _given_zero(xp, "v", given["v_scale"], v_zero)
         config = QuantConfig(
             granularity_q=granularity_q,
             granularity_k=granularity_k,
             granularity_v=None if not given else "channel" if group_v == GROUP_ALL else "block",
+            symmetric=symmetric,
             smooth_k=k_mean is not None,
             smooth_v=v_mean is not None,
             pv="fp8" if e4m3 else "int8" if given else "16bit",
@@ -485,6 +540,25 @@ def _given_scale(
     if group == GROUP_ALL:
         return scale, group, "tensor" if scale.shape[:2] == (1, 1) else "head"
     return scale, group, {1: "token", thread: "thread"}.get(group, "block")
+
+
+def _given_zero(xp: Any, name: str, scale: Array, zero: Any) -> tuple[Array, Array]:
+    """Return scales and zero points in one shape; zero points that are not given are 0."""
+    zero = xp.asarray(0 if zero is None else zero)
+    if zero.dtype.kind not in "iu":
+        raise ValueError(f"{name}_zero must be integers, got {zero.dtype.name}")
+    try:
+        shape = np.broadcast_shapes(scale.shape, zero.shape)
+    except ValueError:
+        shape = ()
+    if len(shape) != scale.ndim:
+        raise ValueError(
+            f"{name}_zero must broadcast with the shape of {name}_scale, {tuple(scale.shape)}, "
+            f"got {tuple(zero.shape)}"
+        )
+    whole = (xp.ascontiguousarray(xp.broadcast_to(x, shape)) for x in (scale, zero))
+    scale, zero = whole
+    return scale, zero.astype(np.int32)
 
 
 def _given_value_scale(

@@ -1,4 +1,4 @@
-"""Symmetric INT8 quantisation in NumPy: what kernels_cu/quantize.cu computes, bit for bit.
+"""INT8 quantisation in NumPy: what kernels_cu/quantize.cu computes, bit for bit.
 
 A group of rows shares one float32 scale; row r of an operand has ``scale[..., r // group]``, for
 every granularity. All arithmetic is float32, each operation rounded once, to nearest, ties to even.
@@ -18,8 +18,10 @@ from cupyattn.rounding import array_namespace, scale_of_row, value_scale_of_key
 Array = Any
 Float32 = npt.NDArray[np.float32]
 
-#: Largest magnitude of a code; -128 is not used, so that a code and its negative both exist.
+#: Largest magnitude of a symmetric code; -128 is not used, so that a code and its negative exist.
 INT8_MAX = np.float32(127)
+#: Half of the steps from code -128 to code 127.
+HALF_CODES = np.float32(127.5)
 #: Largest number of e4m3, the 8-bit float of 4 exponent and 3 fraction bits.
 E4M3_MAX = np.float32(448)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -109,6 +111,41 @@ def scale_of_absmax(absmax: Float32, largest: np.float32 = INT8_MAX) -> tuple[Fl
     return np.where(finite, scale, np.float32(np.nan)), np.where(finite, largest / raised, 0)
 
 
+def coding_of_range(
+    above: Float32, below: Float32
+) -> tuple[Float32, Float32, npt.NDArray[np.int32]]:
+    """Return scale, inverse scale and zero point of groups, by how far they reach from 0.
+
+    Parameters
+    ----------
+    above, below : array, float32
+        Largest number and magnitude of the least one, 0 where there is none on that side; NaN or
+        infinite where a group holds such a value.
+
+    Returns
+    -------
+    scale, inverse : array, float32
+        Of a range of 255 steps, with the exceptions of `scale_of_absmax`.
+    zero : array, int32
+        -128 to 127: the code of 0. 0 where the group is not finite.
+
+    Examples
+    --------
+    >>> coding_of_range(np.float32([255.0, 0.0, 0.0]), np.float32([0.0, 510.0, 0.0]))
+    (array([1., 2., 1.], dtype=float32), array([1. , 0.5, ...]...), array([-128,  127, -128]...))
+    """
+    half = np.float32(0.5) * above + np.float32(0.5) * below
+    scale, inverse = scale_of_absmax(half, HALF_CODES)
+    zero = np.rint(np.where(inverse == 0, np.float32(0), below * inverse - np.float32(128)))
+    return scale, inverse, zero.astype(np.int32)
+
+
+def _code_of(scaled: Float32, zero: Array) -> npt.NDArray[np.int8]:
+    """Return the codes of numbers in units of their scale; 0 where that is NaN."""
+    codes = np.clip(np.rint(scaled) + zero, -128, 127)
+    return np.where(np.isnan(codes), np.float32(0), codes).astype(np.int8)
+
+
 def scale_of_static(static: Float32) -> tuple[Float32, Float32]:
     """Return scale and inverse of given scales: NaN and 0 where one is no number from 2^-126 up."""
     usable = np.isfinite(static) & (static >= SCALE_MIN)
@@ -163,6 +200,42 @@ def quantize_values(
         else:
             codes = np.rint(scaled).astype(np.int8)
     return pad_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False)
+
+
+def quantize_values_affine(
+    v: Array, group: int, mean: Float32 | None = None
+) -> tuple[npt.NDArray[np.int8], Float32, npt.NDArray[np.int32]]:
+    """Quantise V with a scale and a zero point for each channel of each group of keys.
+
+    Parameters
+    ----------
+    v, group, mean
+        As for `quantize_values`.
+
+    Returns
+    -------
+    codes, scale
+        As of `quantize_values`; codes -128 to 127.
+    zero : array, (batch, heads_kv, groups, head_dim), int32
+
+    Notes
+    -----
+    Code and error as in `quantize_affine`.
+    """
+    batch, heads, length, head_dim = v.shape
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = v.astype(np.float32)
+        if mean is not None:
+            values = values - mean[:, :, None, :]
+        starts = np.arange(0, length, min(group, max(1, length)))
+        sides = np.zeros((2, batch, heads, group_count(length, group), head_dim), np.float32)
+        if length:
+            for side, x in zip(sides, (values, -values), strict=True):
+                side[...] = np.maximum(np.maximum.reduceat(x, starts, axis=2), np.float32(0))
+        scale, inverse, zero = coding_of_range(*sides)
+        scaled = values * value_scale_of_key(inverse, group, length)
+        codes = _code_of(scaled, value_scale_of_key(zero, group, length))
+    return pad_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False), zero
 
 
 def pad_values(codes: Array) -> Array:
@@ -240,7 +313,7 @@ def quantize_symmetric(
         values = x.astype(np.float32)
         if mean is not None:
             values = values - mean[:, :, None, :]
-        absmax = _group_absmax(values, group, per_tensor)
+        absmax = _group_max(np.abs(values), group, per_tensor)
         if static_scale is None:
             scale, inverse = scale_of_absmax(absmax)
         else:
@@ -252,12 +325,54 @@ def quantize_symmetric(
     return codes, scale.astype(np.float32, copy=False)
 
 
-def _group_absmax(values: Float32, group: int, per_tensor: bool) -> Float32:
-    """Return the largest magnitude of each group, NaN or infinite where a member is."""
+def quantize_affine(
+    x: Array, group: int, *, per_tensor: bool = False, mean: Float32 | None = None
+) -> tuple[npt.NDArray[np.int8], Float32, npt.NDArray[np.int32]]:
+    """Quantise one operand with zero points.
+
+    Parameters
+    ----------
+    x, group, per_tensor, mean
+        As for `quantize_symmetric`.
+
+    Returns
+    -------
+    codes : array, (batch, heads, length, head_dim), int8
+        -128 to 127.
+    scale : array, (batch, heads, groups) or (1, 1, 1), float32
+        NaN for a group that holds a NaN or an infinity.
+    zero : array, as scale, int32
+        -128 to 127.
+
+    Notes
+    -----
+    With a the largest number of a group and -b the least one, or 0::
+
+        h = fl(fl(a / 2) + fl(b / 2))    s = fl(h / 127.5)    z = rint(fl(fl(b i) - 128))
+        i = fl(127.5 / h)                code = rint(fl(x i)) + z
+
+    clipped to -128 and 127; x is ``s (code - z)``, and 0 is code z exactly.
+
+    *Error*: ``|x - s (code - z)| <= s/2 (1 + 2^-12)``, also where it was clipped: docs/
+    MATH_REFERENCE.md, Q5.
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = x.astype(np.float32)
+        if mean is not None:
+            values = values - mean[:, :, None, :]
+        above, below = (_group_max(side, group, per_tensor) for side in (values, -values))
+        scale, inverse, zero = coding_of_range(above, below)
+        scaled = values * scale_of_row(inverse, group, x.shape[2])[..., None]
+        codes = _code_of(scaled, scale_of_row(zero, group, x.shape[2])[..., None])
+    return codes, scale.astype(np.float32, copy=False), zero
+
+
+def _group_max(values: Float32, group: int, per_tensor: bool) -> Float32:
+    """Return the largest number of each group, 0 or more, NaN or infinite where a member is."""
     batch, heads, length, _ = values.shape
     if per_tensor:
-        return np.full((1, 1, 1), np.abs(values).max(initial=np.float32(0)), np.float32)
-    rows = np.abs(values).max(axis=-1)
+        return np.full((1, 1, 1), values.max(initial=np.float32(0)), np.float32)
+    rows = np.maximum(values.max(axis=-1), np.float32(0))
     if length == 0:
         return np.zeros((batch, heads, group_count(0, group)), np.float32)
     starts = np.arange(0, length, min(group, length))

@@ -30,6 +30,7 @@
 #define CFG_BLOCK_MASK_KV 0
 #define CFG_ROPE 0
 #define CFG_VARLEN 0
+#define CFG_ZERO_POINTS 0
 #endif
 
 // tiles
@@ -58,6 +59,7 @@ constexpr bool BLOCK_MASK = BLOCK_MASK_KV != 0;
 constexpr bool ROPE = CFG_ROPE != 0;              // Q and K are turned by their positions
 constexpr bool ROPE_INTERLEAVED = CFG_ROPE == 2;  // pairs of neighbours; otherwise of both halves
 constexpr bool VARLEN = CFG_VARLEN;               // sequences packed without padding
+constexpr bool ZERO_POINTS = CFG_ZERO_POINTS;     // code z stands for 0, z of a group of its own
 // Softcap and bias work on scores in natural units, and so does then the softmax.
 constexpr bool NATURAL_SCORES = SOFTCAP || BIAS;
 

@@ -13,7 +13,7 @@ constexpr float P_CODE_ONE = P_TYPE == PType::U8 ? 255.0f : P_TYPE == PType::S8 
 constexpr float P_STEP = 1.0f / P_CODE_ONE;
 
 static_assert(
-    P_TYPE == PType::E4M3 || P_CODE_ONE * 128 * BLOCK_KV <= 0x1p24f,
+    P_TYPE == PType::E4M3 || P_CODE_ONE * 256 * BLOCK_KV <= 0x1p24f,
     "BLOCK_KV must leave the sum of a tile below 2^24: it converts to float exactly");
 
 template <PType TYPE>

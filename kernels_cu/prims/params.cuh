@@ -77,6 +77,14 @@ struct QuantParams {
   int64_t Q_scale_stride_head;
   int64_t K_scale_stride_batch;
   int64_t K_scale_stride_head;
+  const int32_t* Q_zero;      // [..] as Q_scale, the code of 0; not read unless ZERO_POINTS, nor is
+  const int32_t* K_zero;      // [..] as K_scale                              what follows
+  const int32_t* Q_code_sum;  // [batch, heads,    len_q], of the codes of a row; VARLEN: it lies
+  const int32_t* K_code_sum;  // [batch, heads_kv, len_kv]  where the scale of one row would
+  int64_t Q_sum_stride_batch;
+  int64_t Q_sum_stride_head;
+  int64_t K_sum_stride_batch;
+  int64_t K_sum_stride_head;
 };
 
 // fa_int8 with 8-bit P and V appends, too: V of AttnParams is then [batch, heads_kv, HEAD_DIM,
@@ -86,4 +94,5 @@ struct ValueParams {
   const float* V_mean;   // [batch, heads_kv, HEAD_DIM], subtracted from V; null: none
   int64_t V_scale_stride_batch;
   int64_t V_scale_stride_head;
+  const int32_t* V_zero;  // [..] as V_scale, the code of 0; not read unless ZERO_POINTS
 };

@@ -1,4 +1,4 @@
-// quant.cuh -- symmetric INT8 quantisation of one value, and the parameters of quantize.cu.
+// quant.cuh -- INT8 quantisation of one value, and the parameters of quantize.cu.
 // Every operation is one IEEE rounding, named, so that none is contracted and all equal NumPy's:
 // cupyattn/quant/quantizers.py does the same, bit for bit.
 #pragma once
@@ -7,7 +7,8 @@
 #include "prims/mma.cuh"
 #include "prims/params.cuh"
 
-constexpr float INT8_MAX = 127.0f;               // largest code; -128 is not used
+constexpr float INT8_MAX = 127.0f;               // largest code; -128 needs zero points
+constexpr float HALF_CODES = 127.5f;             // half of the steps from code -128 to code 127
 constexpr float SCALE_MIN = 0x1p-126f;           // smallest normal float: its inverse is finite
 constexpr uint32_t INFINITY_BITS = 0x7f800000u;  // a magnitude from here on is infinite or NaN
 constexpr float NOT_A_NUMBER = __builtin_bit_cast(float, 0x7fc00000u);
@@ -18,9 +19,9 @@ struct QuantizeParams {
   int8_t* codes;              // [batch, heads, length, HEAD_DIM], contiguous; of V as below
   float* scale;               // [batch, heads, groups]
   const float* static_scale;  // [batch, heads, groups], of which scale is a copy; null: dynamic
-  uint32_t* absmax;           // [batch, heads, groups], zero at first; null: found on the way
-  float* partial_sum;         // [batch, heads, splits, HEAD_DIM]
-  float* mean;                // [batch, heads, HEAD_DIM], subtracted from X; null: nothing is
+  uint32_t* absmax;    // [batch, heads, groups, SIDES], zero at first; null: found on the way
+  float* partial_sum;  // [batch, heads, splits, HEAD_DIM]
+  float* mean;         // [batch, heads, HEAD_DIM], subtracted from X; null: nothing is
   Strides X_stride;
   int64_t scale_stride_batch;  // of scale, static_scale and absmax; 0 shares one scale
   int64_t scale_stride_head;
@@ -31,11 +32,18 @@ struct QuantizeParams {
   const int32_t* cu_seqlens;  // [batch + 1], not read unless VARLEN; length is then the longest
   int32_t total;              // VARLEN: rows of all sequences
   int32_t padded;             // V: codes are [batch, heads, HEAD_DIM, padded], contiguous
+  int32_t* zero;              // ZERO_POINTS: as scale
+  int32_t* code_sum;  // ZERO_POINTS, not of V: [batch, heads, length], sums of a row's codes
+  int64_t sum_stride_batch;
+  int64_t sum_stride_head;
 };
 
 // Stores a number that threads of several blocks store, all of them the same one: no race.
 __device__ __forceinline__ void st_relaxed_gpu(float* target, float x) {
   asm volatile("st.relaxed.gpu.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
+}
+__device__ __forceinline__ void st_relaxed_gpu(int32_t* target, int32_t x) {
+  asm volatile("st.relaxed.gpu.s32 [%0], %1;" ::"l"(target), "r"(x) : "memory");
 }
 
 // ---- in -----------------------------------------------------------------------------------------
@@ -103,6 +111,14 @@ __device__ __forceinline__ uint32_t shfl_max(uint32_t x) {
   return x;
 }
 
+// Sum over the same; every lane gets the result.
+template <int LANES>
+__device__ __forceinline__ int shfl_sum(int x) {
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(FULL_WARP, x, offset);
+  return x;
+}
+
 struct Scale {
   float scale, inverse;
 };
@@ -137,6 +153,78 @@ __device__ __forceinline__ int code_e4m3(float x, float inverse) {
 __device__ __forceinline__ int code_s8_saturated(float x, float inverse) {
   return min(max(code_s8(x, inverse), -127), 127);
 }
+
+// ---- a group of rows ----------------------------------------------------------------------------
+
+constexpr int SIDES = ZERO_POINTS ? 2 : 1;
+
+// How far numbers reach from 0, as bits of magnitudes: to either side, or with zero points above 0
+// and below 0.
+struct Reach {
+  uint32_t bits[SIDES];
+
+  __device__ __forceinline__ void admit(float x) {
+    const uint32_t magnitude = magnitude_bits(x);
+    if constexpr (ZERO_POINTS) {
+      const bool below = __float_as_uint(x) != magnitude;
+      bits[0] = max(bits[0], below ? 0u : magnitude);
+      bits[SIDES - 1] = max(bits[SIDES - 1], below ? magnitude : 0u);
+    } else {
+      bits[0] = max(bits[0], magnitude);
+    }
+  }
+  __device__ __forceinline__ void admit(const Reach& other) {
+#pragma unroll
+    for (int i = 0; i < SIDES; ++i) bits[i] = max(bits[i], other.bits[i]);
+  }
+  __device__ __forceinline__ bool is_finite() const {
+    return max(bits[0], bits[SIDES - 1]) < INFINITY_BITS;
+  }
+};
+
+// That of aligned groups of LANES lanes; every lane gets it.
+template <int LANES>
+__device__ __forceinline__ Reach shfl_max(Reach reach) {
+#pragma unroll
+  for (uint32_t& bits : reach.bits) bits = shfl_max<LANES>(bits);
+  return reach;
+}
+
+// What turns a number of a group into its code. make() derives it from the Reach of the group and
+// returns the scale; `largest` is the code of the largest magnitude.
+template <bool>
+struct CodingWith {  // without zero points
+  static constexpr int zero = 0;
+  float inverse;
+  __device__ __forceinline__ float make(const uint32_t* reach, float largest = INT8_MAX) {
+    const Scale scale = scale_of_absmax(reach[0], largest);
+    inverse = scale.inverse;
+    return scale.scale;
+  }
+  __device__ __forceinline__ int code(float x) const { return code_s8(x, inverse); }
+  __device__ __forceinline__ int saturated(float x) const { return code_s8_saturated(x, inverse); }
+};
+// The least number, or 0, gets code -128, the largest, or 0, code 127, and 0 itself code `zero`: 0
+// in a group that is not finite. A code saturates only where both ends lie halfway between two.
+template <>
+struct CodingWith<true> {
+  float inverse;
+  int zero;
+  __device__ __forceinline__ float make(const uint32_t* reach, float = INT8_MAX) {
+    const float above = __uint_as_float(reach[0]), below = __uint_as_float(reach[1]);
+    const float half = __fadd_rn(__fmul_rn(0.5f, above), __fmul_rn(0.5f, below));
+    const Scale scale = scale_of_absmax(magnitude_bits(half), HALF_CODES);
+    const float zero_code = __fadd_rn(__fmul_rn(below, scale.inverse), -128.0f);
+    inverse = scale.inverse;
+    zero = inverse == 0.0f ? 0 : __float2int_rn(zero_code);
+    return scale.scale;
+  }
+  __device__ __forceinline__ int code(float x) const {
+    return min(max(code_s8(x, inverse) + zero, -128), 127);
+  }
+  __device__ __forceinline__ int saturated(float x) const { return code(x); }
+};
+using Coding = CodingWith<ZERO_POINTS>;
 
 // ---- out ----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import pytest
 from cupyattn.registry import VARIANTS
 from tests.fault_patches import FAULTS, Fault, put_in_place
 from tests.gpu.support import embedded, moved, on_device, prebuild, run, run_packed, specs_of
-from tests.runs import Run, packed, revealing, revealing_splits
+from tests.runs import Run, packed, revealing, revealing_splits, revealing_zero_points
 
 cupy = pytest.importorskip("cupy")
 
@@ -45,6 +45,11 @@ def runs(variant: str) -> Iterator[Run]:
         yield run(variant, tuple(embedded(x) for x in inputs), **options)
 
 
+def zero_point_runs(variant: str) -> Iterator[Run]:
+    for inputs, options in revealing_zero_points(variant):
+        yield run(variant, on_device(*inputs), **options)
+
+
 def packed_runs(variant: str) -> list[Run]:
     inputs, ends = packed(((7, 130), (150, 200)), 4, 2)
     return run_packed(variant, on_device(*inputs), on_device(*ends), causal=True)
@@ -57,6 +62,9 @@ def test_without_a_mistake_every_judgement_holds(variant: str) -> None:
     if "@" not in variant:
         for one in packed_runs(variant):
             one.check()
+    if VARIANTS[variant.partition("@")[0]].family == "int8":
+        for one in zero_point_runs(variant):
+            one.check()
 
 
 @pytest.mark.parametrize(
@@ -67,6 +75,7 @@ def test_a_mistake_breaks_a_judgement(
 ) -> None:
     put_in_place(planted[fault.name], variant, monkeypatch)
     calls = packed_runs if fault.of_packed else runs
+    calls = zero_point_runs if fault.of_zero_points else calls
     reports = [one.judge() for one in calls(variant)]
     assert not all(report.passed for report in reports), (
         f"{fault.sentence} Nothing noticed: " + "; ".join(map(str, reports))
