@@ -87,7 +87,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   const uint32_t V_lane =
       shared_address(swizzled<CHUNKS>(smem.V[0], lane_id() % 16, lane_id() / 16));
   const Scores scores(p, batch, head);
-  const ZeroPoints zeros(shared_bytes + sizeof(SharedStorage), call, quant, batch, head, head_kv);
+  const ZeroPoints zeros(
+      shared_bytes + sizeof(SharedStorage), call, quant, Q_scale, K_scale, batch, head, head_kv);
 
   // S1 load Q: the group also holds the first K, V tile
   load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(
@@ -254,7 +255,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
                               + (batch * p.heads_kv + head_kv) * HEAD_DIM;
         const int8_t* Q_row = Q + min(row, p.len_q - 1 - q0) * p.Q_stride.len;  // [HEAD_DIM]
         float dot = 0.0f;
-        const int zero = zeros.of_row(min(q0 + row, p.len_q - 1));
+        const int zero = zeros.of_row(row, state[r][h].M > NEG_INF);
         for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d] - zero, K_mean[d], dot);
         dot = shfl_sum<4>(dot);
         if (state[r][h].M > NEG_INF) state[r][h].M += Q_factor[r][h] * dot;  // R3

@@ -109,7 +109,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   const uint32_t V_lane = shared_address(
       swizzled<V_CHUNKS>(smem.V[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
   const Scores scores(p, batch, head);
-  const ZeroPoints zeros(shared_bytes + sizeof(SharedStorage), p, quant, batch, head, head_kv);
+  const ZeroPoints zeros(
+      shared_bytes + sizeof(SharedStorage), p, quant, Q_scale, K_scale, batch, head, head_kv);
 
   // S1 load Q: the group also holds the first K, V tile
   load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(
@@ -297,7 +298,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
                               + batch * p.Q_stride.batch + head * p.Q_stride.head +
                               min(q0 + row, p.len_q - 1) * p.Q_stride.len;
         float dot = 0.0f;
-        const int zero = zeros.of_row(min(q0 + row, p.len_q - 1));
+        const int zero = zeros.of_row(row, state[r][h].M > NEG_INF);
         for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d] - zero, K_mean[d], dot);
         dot = shfl_sum<4>(dot);
         if (state[r][h].M > NEG_INF) state[r][h].M += Q_factor[r][h] * dot;  // R3

@@ -25,33 +25,32 @@ struct ZeroPoints {
   const int32_t* Q_code_sum;  // [len_q]
   const int32_t* K_code_sum;  // [len_kv]
 
+  // Q_scale and K_scale are those of the head. NOTE: zero points lie as far from the first as they
+  // do, so that no pointer more lives through the loop.
   __device__ __forceinline__ ZeroPoints(
-      void* behind, const AttnParams& call, const QuantParams& quant, int64_t batch, int64_t head,
-      int64_t head_kv)
+      void* behind, const AttnParams& call, const QuantParams& quant, const float* Q_scale,
+      const float* K_scale, int64_t batch, int64_t head, int64_t head_kv)
       : tiles(static_cast<ZeroTiles*>(behind)) {
-    Q_zero = quant.Q_zero + batch * quant.Q_scale_stride_batch + head * quant.Q_scale_stride_head +
-             first_scale<GROUP_Q>(call.cu_seqlens_q, batch);
-    K_zero = quant.K_zero + batch * quant.K_scale_stride_batch +
-             head_kv * quant.K_scale_stride_head + first_scale<GROUP_KV>(call.cu_seqlens_k, batch);
+    Q_zero = quant.Q_zero + (Q_scale - quant.Q_scale);
+    K_zero = quant.K_zero + (K_scale - quant.K_scale);
     Q_code_sum = quant.Q_code_sum + batch * quant.Q_sum_stride_batch +
                  head * quant.Q_sum_stride_head + first_scale<1>(call.cu_seqlens_q, batch);
     K_code_sum = quant.K_code_sum + batch * quant.K_sum_stride_batch +
                  head_kv * quant.K_sum_stride_head + first_scale<1>(call.cu_seqlens_k, batch);
   }
 
-  // The zero point of a query row.
-  __device__ __forceinline__ int of_row(int row) const {
-    if constexpr (ZERO_POINTS) return Q_zero[row / GROUP_Q];
-    return 0;
-  }
-
   // S1, visible after the next barrier: rows from q0 on, the last of them for those past the end.
   __device__ __forceinline__ void load_rows(int q0, int len_q) const {
     if constexpr (ZERO_POINTS)
       for (int i = thread_id(); i < BLOCK_Q; i += NUM_THREADS) {
-        const int row = min(q0 + i, len_q - 1), zero = of_row(row);
+        const int row = min(q0 + i, len_q - 1), zero = Q_zero[row / GROUP_Q];
         tiles->Q[i] = make_int2(zero, Q_code_sum[row] - HEAD_DIM * zero);
       }
+  }
+
+  // S6: the zero point of a row of the block that attended to a key, hence after a barrier; else 0.
+  __device__ __forceinline__ int of_row(int row, bool attended) const {
+    return ZERO_POINTS && attended ? tiles->Q[row].x : 0;
   }
 
   // S2, with the copies of the stage: keys from kv0 on, likewise.
