@@ -127,7 +127,9 @@ def check_that_a_sequence_past_its_limit_is_cut() -> None:
     assert np.isfinite(out.array[: 5 + 33]).all() and np.isnan(out.array[5 + 33 :]).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (30, 0)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "window": (30, 0)}, {"tiles": Tiles(192, 64, 16, 2)}]
+)
 def test_neighbours_have_no_influence(options: dict[str, Any]) -> None:
     check_that_neighbours_have_no_influence(**options)
 

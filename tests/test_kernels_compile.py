@@ -152,6 +152,19 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int) -> 
             assert spills == (0, 0), f"{entry} takes {taken}: {spec}"
 
 
+@pytest.mark.parametrize("block_kv", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_block_masks_spill_nothing_in_the_hopper_form(head_dim: int, block_kv: int) -> None:
+    """The thread that copies has few registers, and searches a list."""
+    variant, blocks = VARIANTS["fa_tc"], (128, block_kv)
+    plain = features_of(variant, "sm90", "float16", head_dim, causal=True, lse=True)
+    features = replace(plain, window=True, block_mask=blocks)
+    tiles = variant.tiles_for(head_dim, form="sm90", block_mask=blocks)
+    spec = launch.module_spec(variant, features, tiles, "sm90")
+    (taken,) = kc.build(spec, "sm_90a").kernels.values()
+    assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
+
+
 def test_rotation_meets_every_choice() -> None:
     """Each variant is compiled for each architecture, head size, dtype, mask and lse."""
     for name, variant in VARIANTS.items():
