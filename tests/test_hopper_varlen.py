@@ -218,7 +218,7 @@ WRONG: dict[str, tuple[str, str, Callable[[], None], type[Exception]]] = {
         "(tile[b])[i] = {};\n  fence_proxy_async();\n", "(tile[b])[i] = {};\n",
         check_that_neighbours_have_no_influence, KernelFault),
     "zeros while the first warpgroup reads": (
-        "if (VARLEN && turn.consumer == 0)", "if (VARLEN && turn.consumer == 1)",
+        "if (VARLEN && turn.warpgroup == 0)", "if (VARLEN && turn.warpgroup == 1)",
         check_that_neighbours_have_no_influence, KernelFault),
 }  # fmt: skip
 
