@@ -26,6 +26,7 @@ from tests.prim import Arguments, Prim, defines, normal, rng
 from tests.prims_p_cases import P_PRIMS
 from tests.prims_rope_cases import rope_prims
 from tests.prims_score_cases import SCORE_PRIMS
+from tests.prims_zero_cases import ZERO_PRIMS
 
 LANES = np.arange(32)
 
@@ -308,7 +309,7 @@ def params_arguments() -> Arguments:
             else:
                 values[name] = wide if field.itemsize == 8 else 0.1 * i if field.kind == "f" else -i
         records.append(pack(struct, values, {}))
-    outputs = {"integers": np.zeros(53, np.int64), "floats": np.zeros(4, np.float32)}
+    outputs = {"integers": np.zeros(61, np.int64), "floats": np.zeros(4, np.float32)}
     return {"p": records[0], "quant": records[1], **outputs}
 
 
@@ -611,6 +612,7 @@ PRIMS = [
     *SCORE_PRIMS,
     *rope_prims(),
     *P_PRIMS,
+    *ZERO_PRIMS,
     *tile_prims(),
     Prim(
         "copies", "tile_io", "copies", 128,

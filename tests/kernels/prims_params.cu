@@ -3,7 +3,7 @@
 
 extern "C" __global__ void params(const __grid_constant__ AttnParams p,
                                   const __grid_constant__ QuantParams quant,
-                                  int64_t* integers,  // [53]
+                                  int64_t* integers,  // [61]
                                   float* floats) {    // [4]
   int i = 0;
   for (const void* pointer : {p.Q, p.K, p.V, (const void*)p.O, (const void*)p.lse,
@@ -29,6 +29,11 @@ extern "C" __global__ void params(const __grid_constant__ AttnParams p,
     integers[i++] = int64_t(pointer);
   for (const int64_t stride : {quant.Q_scale_stride_batch, quant.Q_scale_stride_head,
                                quant.K_scale_stride_batch, quant.K_scale_stride_head})
+    integers[i++] = stride;
+  for (const int32_t* pointer : {quant.Q_zero, quant.K_zero, quant.Q_code_sum, quant.K_code_sum})
+    integers[i++] = int64_t(pointer);
+  for (const int64_t stride : {quant.Q_sum_stride_batch, quant.Q_sum_stride_head,
+                               quant.K_sum_stride_batch, quant.K_sum_stride_head})
     integers[i++] = stride;
   floats[0] = p.scale;
   floats[1] = p.scale_log2;

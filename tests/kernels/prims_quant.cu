@@ -20,3 +20,20 @@ extern "C" __global__ void quant(const float* absmax,        // [64]
   codes[i] = code_s8(x[i], found.inverse);
   codes[64 + i] = code_s8_saturated(x[i], given.inverse);
 }
+
+extern "C" __global__ void quant_zero(const float* x,       // [64], groups of 4
+                                      float* scales,        // [64]
+                                      int* zeros,           // [64]
+                                      int* codes,           // [2, 64]: of make, saturated
+                                      int* sums) {          // [64]
+  const int i = thread_id();
+  Reach reach = {};
+  reach.admit(x[i]);
+  reach = shfl_max<4>(reach);
+  Coding coding;
+  scales[i] = coding.make(reach.bits);
+  zeros[i] = coding.zero;
+  codes[i] = coding.code(x[i]);
+  codes[64 + i] = reach.is_finite() ? coding.saturated(x[i]) : 0;
+  sums[i] = shfl_sum<4>(codes[i]);
+}

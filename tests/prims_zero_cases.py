@@ -1,0 +1,100 @@
+"""The kernels of ``prims/zero_points.cuh`` and ``value_zeros.cuh``, and codes with zero points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn.features import Features
+from cupyattn.params import QUANT_PARAMS, pack
+from cupyattn.quant.quantizers import quantize_affine
+from cupyattn.tiles import Tiles
+from tests.prim import Arguments, Prim, defines, normal, rng
+
+HEAD_DIM = 24
+
+
+def zero_points_arguments() -> Arguments:
+    numbers = rng()
+    given = {"Q_sum_stride_head": 16, "K_sum_stride_head": 20}
+    return {
+        "given": pack(QUANT_PARAMS, given, {}),
+        "Q_zero": numbers.integers(-128, 128, (2, 8)).astype(np.int32),
+        "K_zero": numbers.integers(-128, 128, (2, 5)).astype(np.int32),
+        "Q_code_sum": numbers.integers(-3072, 3072, (2, 16)).astype(np.int32),
+        "K_code_sum": numbers.integers(-3072, 3072, (2, 20)).astype(np.int32),
+        "dots": np.zeros((16, 32), np.int32),
+        "of_rows": np.full((2, 16), -999, np.int32),
+    }
+
+
+def zero_points_expected(
+    Q_zero: np.ndarray, K_zero: np.ndarray, Q_code_sum: np.ndarray, K_code_sum: np.ndarray, **_: Any
+) -> dict[str, np.ndarray]:
+    rows, keys = np.minimum(np.arange(16), 12), np.minimum(4 + np.arange(32), 18)
+    z_q, z_k = Q_zero[1, rows // 2, None], K_zero[1, keys // 4]
+    taken = z_q * K_code_sum[1, keys] + z_k * (Q_code_sum[1, rows, None] - HEAD_DIM * z_q)
+    return {"dots": 1000 - taken, "of_rows": np.stack([z_q[:, 0], 0 * z_q[:, 0]])}
+
+
+def value_zeros_arguments() -> Arguments:
+    return {
+        "V_zero": rng().integers(-128, 128, (3, HEAD_DIM)).astype(np.int32),
+        "A": rng().integers(0, 256, (16, 32)).astype(np.uint8),
+        "pairs": np.full(32, -999, np.int32),
+        "sums": np.zeros((32, 4), np.int32),
+    }
+
+
+def value_zeros_expected(V_zero: np.ndarray, A: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    of_rows = 1 + A.sum(axis=1, dtype=np.int32)
+    rows = np.arange(32)[:, None] // 4 + np.array([0, 0, 8, 8])
+    return {"pairs": V_zero[2, np.minimum(np.arange(32), HEAD_DIM - 1)], "sums": of_rows[rows]}
+
+
+def quant_arguments() -> Arguments:
+    x = normal(16, 4) + np.float32(0.5)
+    x[1], x[2], x[3] = np.abs(x[1]), -np.abs(x[2]), 0
+    x[4, 2], x[5, 1], x[6, 3] = np.nan, np.inf, -np.inf
+    x[7] = [0, 100.5, -154.5, 3]  # both ends halfway between two codes
+    x[8], x[9] = x[8] * np.float32(1e38), x[9] * np.float32(1e-41)
+    zeros, codes, sums = np.zeros(64, np.int32), np.full((2, 64), 999, np.int32), np.zeros(64, "i4")
+    return {
+        "x": x.ravel(), "scales": np.zeros(64, "f4"), "zeros": zeros, "codes": codes, "sums": sums,
+    }  # fmt: skip
+
+
+def quant_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    codes, scale, zero = quantize_affine(x.reshape(1, 1, 16, 4), 1)
+    codes = codes.ravel().astype(np.int32)
+    return {
+        "scales": scale.repeat(4), "zeros": zero.repeat(4), "codes": np.stack([codes, codes]),
+        "sums": codes.reshape(16, 4).sum(axis=1).astype(np.int32).repeat(4),
+    }  # fmt: skip
+
+
+ZERO_PRIMS = [
+    Prim(
+        "zero_points", "zero_points", "zero_points", 32, zero_points_arguments,
+        zero_points_expected,
+        defines=defines(
+            Tiles(16, 32, 1, 2),
+            Features("float16", HEAD_DIM, vec=8, group_q=2, group_kv=4, zero_points=True),
+        ),
+    ),
+    Prim(
+        "value_zeros", "value_zeros", "value_zeros", 32, value_zeros_arguments,
+        value_zeros_expected,
+        defines=defines(
+            Tiles(16, 32, 1, 2),
+            Features("float16", HEAD_DIM, vec=8, group_v=32, p_type="u8", zero_points=True),
+        ),
+    ),
+    Prim(
+        "quant_zero", "quant", "quant_zero", 64, quant_arguments, quant_expected,
+        defines=defines(
+            Tiles(16, 32, 2, 2), Features("float16", HEAD_DIM, vec=8, zero_points=True)
+        ),
+    ),
+]  # fmt: skip
