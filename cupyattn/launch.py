@@ -29,9 +29,9 @@ from cupyattn.params import (
     pack,
     pointers,
 )  # fmt: skip
-from cupyattn.registry import Variant
+from cupyattn.registry import SUFFIXED, Variant
 from cupyattn.tiles import Tiles
-from cupyattn.value_codes import VALUE_PARAMS, ValueCodes, ZeroPoints, quant_params
+from cupyattn.value_codes import VALUE_PARAMS, FusedCodes, ValueCodes, ZeroPoints, quant_params
 
 LOG2E = math.log2(math.e)
 #: Kernels of the unfused rung, in order; each can be planned alone.
@@ -200,7 +200,7 @@ def module_spec(
 ) -> ModuleSpec:
     """Return what to compile for a variant with these features and tiles."""
     name = f"attn_{variant.name}"
-    sources = {"portable": f"{name}.cu", "pv8": f"{name}_pv8.cu"}
+    sources = {"portable": f"{name}.cu", **{x: f"{name}_{x}.cu" for x in SUFFIXED}}
     source = variant.source or sources.get(form, f"{form}/{name}.cu")
     return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
 
@@ -279,10 +279,11 @@ def plan_attention(
     mask: Operand | None = None,
     bias: Operand | None = None,
     kept_blocks: Operand | None = None,
+    fused: FusedCodes | None = None,
     tiles: Tiles | None = None,
     arch: str | None = None,
 ) -> Plan:
-    """Plan a 16/32-bit rung.
+    """Plan a 16/32-bit rung, or the INT8 rung on such operands.
 
     Parameters
     ----------
@@ -298,6 +299,8 @@ def plan_attention(
     kept_blocks : Operand, optional
         The buffer ``"kept_blocks"``, as `cupyattn.block_mask.BlockMask.kept_blocks` makes it, where
         the call has a block mask.
+    fused : FusedCodes, optional
+        The form ``"fused"`` runs, on every architecture, and makes these codes of q and k itself.
     tiles : Tiles, optional
         The variant's own for this head_dim when omitted.
     arch : str, optional
@@ -321,7 +324,7 @@ def plan_attention(
             f"{variant.name} takes operands that are turned already: run plan_rotation on q and k"
         )
     changed, note = call.scores_changed or call.packed is not None, ""
-    form = variant.form_for(call.len_q, call.len_kv, tiles, changed=changed)
+    form = "fused" if fused else variant.form_for(call.len_q, call.len_kv, tiles, changed=changed)
     if form == "portable" and arch == "sm_90a" and "sm90" in variant.forms:
         note = _hopper_obstacle(variant, call, q, k, v, o)
         form = "portable" if note else "sm90"
@@ -329,7 +332,9 @@ def plan_attention(
         call.head_dim, tiles, form=form, lengths=call.mean_lengths, causal=call.causal,
         block_mask=call.block_mask,
     )  # fmt: skip
-    features = _features(call, _widest(q, k, v, o))
+    if fused is not None:
+        fused.check(tiles)
+    features = _features(call, _widest(q, k, v, o), **(fused.features if fused else {}))
     spec = module_spec(variant, features, tiles, form)
     params = _params(call, q, k, v, o, mask, bias, kept_blocks)
     if math.prod(call.output_shape) == 0:
@@ -348,7 +353,8 @@ def plan_attention(
         )  # fmt: skip
         grid, added, workspace = _persistent(call, grid, boxes)
         structs += added
-    launch = Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs)
+    entry = f"{variant.entry_point}_fused" if fused else variant.entry_point
+    launch = Launch(spec, entry, grid, tiles.num_threads, True, structs)
     return Plan(variant.name, form, tiles, features, (launch,), workspace, note)
 
 

@@ -126,9 +126,10 @@ def numerics(
     ----------
     family : {"unfused", "float32", "tensor_core", "int8"}
         What the variant computes with (`cupyattn.registry.Variant.family`).
-    form : {"portable", "sm90", "split", "pv8"}
+    form : {"portable", "sm90", "split", "pv8", "fused"}
         Which form of the kernel. All have tensor cores of one roundoff; in the Hopper form M does
-        not follow every new maximum, the split form adds up slices of the keys.
+        not follow every new maximum, the split form adds up slices of the keys, and the fused form
+        rounds where the portable one does.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
@@ -152,8 +153,10 @@ def numerics(
     >>> numerics("tensor_core", "portable", "float16", softcap=True).scaling
     'natural'
     """
-    if form not in ("portable", "sm90", "split", "pv8"):
-        raise ValueError(f"form must be 'portable', 'sm90', 'split' or 'pv8', got {form!r}")
+    if form not in ("portable", "sm90", "split", "pv8", "fused"):
+        raise ValueError(
+            f"form must be 'portable', 'sm90', 'split', 'pv8' or 'fused', got {form!r}"
+        )
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
     features = {"softcap": softcap, "bias": bias, "splits": form == "split"}

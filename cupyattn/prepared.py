@@ -28,7 +28,7 @@ from cupyattn.quant.plan import packed_groups, plan_operand, plan_values
 from cupyattn.request import Request, resolve
 from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import STORAGE, array_namespace
-from cupyattn.value_codes import ValueCodes, ZeroPoints
+from cupyattn.value_codes import FusedCodes, ValueCodes, ZeroPoints
 
 #: Operands that say what happens to the scores, as fields of `Request`.
 OF_SCORES = ("mask", "bias", "kept_blocks")
@@ -168,6 +168,12 @@ def _quantising_stages(
     options = request.options
     quant = options.quant or QuantConfig()
     tiles = options.tiles or request.variant.default_tiles(call.head_dim, quant.form)
+    if quant.fused:
+        fused = FusedCodes(quant.group_q(tiles), quant.group_kv(tiles), quant.zero_points)
+        plan = launch.plan_attention(
+            request.variant, call, q, k, v, o, **_of_scores(request), fused=fused, tiles=tiles
+        )
+        return Stages((Stage(plan),))
     check_value_tiles(quant, tiles)
     passes: list[Stage] = []
     between: list[Workspace] = []

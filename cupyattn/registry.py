@@ -44,6 +44,9 @@ class Variant:
         or 128; empty where they do.
     pv8_tiles : mapping of int to Tiles
         The same for the form with P and V in 8 bits (``attn_<name>_pv8.cu``).
+    fused_tiles : mapping of int to Tiles
+        The same for the form that quantises by itself (``attn_<name>_fused.cu``); they divide the
+        blocks of every block mask.
     source : Path, optional
         A ``.cu`` outside the package, given by `cupyattn.register`.
     """
@@ -60,15 +63,17 @@ class Variant:
     hopper_block_mask_tiles: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     source: Path | None = None
     pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    fused_tiles: Mapping[int, Tiles] = field(default_factory=dict)
 
     @property
     def entry_point(self) -> str:
-        """Name of the kernel in its source, but for that of the form ``"pv8"``: it ends so."""
+        """Name of the kernel in its source, but for the forms of `SUFFIXED`: it ends so."""
         return f"attn_{self.name}"
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Which forms exist: ``"portable"``, ``"sm90"`` (compute capability 9.0), ``"split"``, ``"pv8"``.
+        """Which forms exist of ``"portable"``, ``"sm90"`` (compute capability 9.0), ``"split"``,
+        ``"pv8"`` and ``"fused"``.
 
         A source of one's own has one form.
         """
@@ -80,7 +85,7 @@ class Variant:
     def _tables(self) -> dict[str, Mapping[int, Tiles]]:
         return {
             "portable": self.tiles, "sm90": self.hopper_tiles, "split": self.split_tiles,
-            "pv8": self.pv8_tiles,
+            "pv8": self.pv8_tiles, "fused": self.fused_tiles,
         }  # fmt: skip
 
     def form_for(
@@ -142,6 +147,8 @@ class Variant:
         None where it has none of their own: in the Hopper form there is then none that divides
         them, in the others those of any call do.
         """
+        if form == "fused":
+            return None
         table: Mapping[int, tuple[Tiles, ...]] = self.hopper_block_mask_tiles
         if form != "sm90":
             table = {limit: (tiles,) for limit, tiles in self.block_mask_tiles.items()}
@@ -271,6 +278,12 @@ _PV8_TILES = {
     "fa_int8": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 3)}
 }
 
+#: The same for the form that quantises by itself: few registers, since it waits for each tile.
+_FUSED_TILES = {"fa_int8": {256: Tiles(64, 64, 4, 1)}}
+
+#: Forms whose source and entry point are those of the portable form with a suffix.
+SUFFIXED = ("pv8", "fused")
+
 VARIANTS: dict[str, Variant] = {
     name: Variant(
         name,
@@ -284,6 +297,7 @@ VARIANTS: dict[str, Variant] = {
         _BLOCK_MASK_TILES.get(name, {}),
         _HOPPER_BLOCK_MASK_TILES.get(name, {}),
         pv8_tiles=_PV8_TILES.get(name, {}),
+        fused_tiles=_FUSED_TILES.get(name, {}),
     )  # fmt: skip
     for name, idea, family, dtypes in (
         # fmt: off

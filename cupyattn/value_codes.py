@@ -40,6 +40,38 @@ class ZeroPoints:
     k_code_sum: Operand
 
 
+@dataclass(frozen=True)
+class FusedCodes:
+    """Codes that the form ``"fused"`` makes of Q and K by itself.
+
+    Parameters
+    ----------
+    group_q, group_kv : int
+        Rows per scale.
+    zero_points : bool
+    """
+
+    group_q: int
+    group_kv: int
+    zero_points: bool
+
+    def check(self, tiles: Tiles) -> None:
+        """Raise ValueError unless the kernel can make them in tiles of this size."""
+        whole = not tiles.block_q % self.group_q and not tiles.block_kv % self.group_kv
+        if tiles.num_stages != 1 or not whole:
+            raise ValueError(
+                f"fused=True needs tiles.num_stages=1, and tiles.block_q and tiles.block_kv of "
+                f"whole groups of {self.group_q} rows and {self.group_kv} keys, got {tiles}"
+            )
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Their fields of `cupyattn.features.Features`."""
+        return {
+            "group_q": self.group_q, "group_kv": self.group_kv, "zero_points": self.zero_points,
+        }  # fmt: skip
+
+
 def quant_params(
     q_scale: Operand, k_scale: Operand, smoothed: bool, zeros: ZeroPoints | None
 ) -> dict[str, Any]:

@@ -188,7 +188,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] = float(zeros.without(
+          S_acc[r][n][i] = float(zeros.tiles->without(
                                dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, step % NUM_STAGES,
                                lane_key(n, t) + i % 2)) *
                            (i % 2 ? k_scale.y : k_scale.x) * Q_factor[r][i / 2];  // R3

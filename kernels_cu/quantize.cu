@@ -31,9 +31,6 @@ constexpr int BLOCK_ROWS = BLOCK_Q;
 constexpr int GROUP = GROUP_Q;
 constexpr int GROUPS = BLOCK_ROWS > GROUP ? BLOCK_ROWS / GROUP : 1;  // scales that a block needs
 
-__host__ __device__ constexpr int power_of_two_from(int n) {
-  return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2);
-}
 constexpr int ACCESSES = HEAD_DIM / VEC;                                               // per row
 constexpr int LANES = power_of_two_from(ACCESSES < WARP_SIZE ? ACCESSES : WARP_SIZE);  // per row
 constexpr int LANE_ACCESSES = ceil_div(ACCESSES, LANES);  // per lane and row

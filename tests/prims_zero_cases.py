@@ -1,14 +1,15 @@
-"""The kernels of ``prims/zero_points.cuh`` and ``value_zeros.cuh``, and codes with zero points."""
+"""The kernels of ``prims/zero_points.cuh``, ``value_zeros.cuh`` and ``quantize_tile.cuh``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cupyattn.features import Features
 from cupyattn.params import QUANT_PARAMS, pack
-from cupyattn.quant.quantizers import quantize_affine
+from cupyattn.quant.quantizers import quantize_affine, quantize_symmetric
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
 
@@ -74,7 +75,39 @@ def quant_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
+def tile_arguments() -> Arguments:
+    X = normal(40, HEAD_DIM) + np.float32(0.5)
+    X[17, 3] = np.nan
+    codes, zeros = np.full((48, 32), 99, np.int8), np.zeros((48, 2), np.int32)
+    return {"X": X.astype(np.float16), "codes": codes, "scale": np.zeros(48, "f4"), "zeros": zeros}
+
+
+def tile_expected(zero_points: bool) -> Callable[..., dict[str, np.ndarray]]:
+    def expected(X: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        rows = X[None, None]
+        found = quantize_affine(rows, 16) if zero_points else quantize_symmetric(rows, 16)
+        codes = np.zeros((48, 32), np.int8)
+        codes[:40, :HEAD_DIM] = found[0][0, 0]
+        result = {"codes": codes, "scale": found[1][0, 0].repeat(16)}
+        if zero_points:
+            zero = found[2][0, 0].repeat(16)
+            result["zeros"] = np.stack([zero, codes.sum(axis=1)], axis=1).astype(np.int32)
+        return result
+
+    return expected
+
+
 ZERO_PRIMS = [
+    *(
+        Prim(
+            f"quantize_tile-{zero_points}", "quantize_tile", "quantize_tile_48", 64,
+            tile_arguments, tile_expected(zero_points),
+            defines=defines(
+                Tiles(16, 32, 2, 1), Features("float16", HEAD_DIM, vec=8, zero_points=zero_points)
+            ),
+        )
+        for zero_points in (False, True)
+    ),
     Prim(
         "zero_points", "zero_points", "zero_points", 32, zero_points_arguments,
         zero_points_expected,

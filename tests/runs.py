@@ -34,12 +34,12 @@ from cupyattn.value_codes import ValueCodes
 
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
 #: the Hopper form, ``"fa_int8@pv8"`` that with P and V in 8 bits. Lengths alone ask for the split
-#: form.
+#: form; ``"fa_int8@fused"`` has the bits of fa_int8 (tests/test_fused.py).
 RUNGS = [
     name if form == "portable" else f"{name}@{form}"
     for name, variant in VARIANTS.items()
     for form in variant.forms
-    if form != "split"
+    if form not in ("split", "fused")
 ]
 
 
@@ -190,7 +190,11 @@ def revealing_zero_points(rung: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
 def asked_for(rung: str) -> dict[str, Any]:
     """Options of `attention` that choose the rung that is named, but for the architecture."""
     chosen: dict[str, Any] = {"variant": variant_of(rung).name}
-    return chosen | ({"quant": QuantConfig(pv="int8")} if rung.endswith("@pv8") else {})
+    if rung.endswith("@pv8"):
+        chosen["quant"] = QuantConfig(pv="int8")
+    if rung.endswith("@fused"):
+        chosen["quant"] = QuantConfig(smooth_k=False, fused=True)
+    return chosen
 
 
 def attend(rung: str, *operands: Any, **options: Any) -> Any:
@@ -260,7 +264,7 @@ def quantized(
     if variant_of(rung).family != "int8":
         return None
     quant = quant or asked_for(rung).get("quant", QuantConfig())
-    quant = replace(quant, smooth_k=not options.get("softcap"))
+    quant = replace(quant, smooth_k=quant.smooth_k and not options.get("softcap"))
     q, k, v = inputs
     sizes = q.shape[2], k.shape[2], q.shape[3]
     defaults = Options()
@@ -283,7 +287,7 @@ def run(
     """Call `attention`, and keep the quantised operands of the INT8 rung, which `quant` makes."""
     z = quantized(rung, inputs, backend, options, quant)
     form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
-    if z is None:
+    if z is None or form == "fused":
         operands, rest = inputs, options
     else:
         operands, rest = (z,), {n: x for n, x in options.items() if n not in ROPE}

@@ -51,7 +51,7 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
 def test_there_are_faults_for_every_variant() -> None:
     assert len(FAULTS) >= 12
     seen = {variant for fault in FAULTS for variant in fault.variants}
-    assert seen == {*VARIANTS, "fa_tc@split", "fa_int8@pv8"}
+    assert seen == {*VARIANTS, "fa_tc@split", "fa_int8@pv8", "fa_int8@fused"}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -16,7 +16,7 @@ import pytest
 
 from cupyattn.compile import KERNELS
 from cupyattn.numerics import numerics
-from cupyattn.registry import VARIANTS
+from cupyattn.registry import SUFFIXED, VARIANTS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cupyattn"
@@ -27,7 +27,7 @@ PYTHON = sorted(PACKAGE.rglob("*.py"))
 
 #: Portable kernels that go through S0 to S6 in one loop (the unfused rung has three kernels).
 FUSED = [
-    f"attn_{name}{'_pv8' if form == 'pv8' else ''}.cu"
+    f"attn_{name}{f'_{form}' if form in SUFFIXED else ''}.cu"
     for name, variant in VARIANTS.items()
     for form in variant.forms
     if variant.family != "unfused" and variant.source is None and form != "sm90"
@@ -109,7 +109,8 @@ def variant_and_form(path: Path) -> tuple[str, str]:
     """What the place and the name of a kernel say it is."""
     name = path.stem.removeprefix("attn_")
     form = {"": "portable", "sm90": "sm90", "split": "split"}[path.relative_to(KERNELS).parent.name]
-    return (name.removesuffix("_pv8"), "pv8") if name.endswith("_pv8") else (name, form)
+    suffix = name.rpartition("_")[2]
+    return (name.removesuffix(f"_{suffix}"), suffix) if suffix in SUFFIXED else (name, form)
 
 
 def test_every_kernel_is_registered_and_every_variant_has_its_kernels() -> None:
@@ -220,6 +221,7 @@ def changed(left: str, right: str) -> tuple[int, int]:
         ("attn_fa_warps.cu", "attn_fa_tc.cu", 140),  # its header says why
         ("attn_fa_tc.cu", "attn_fa_int8.cu", 100),
         ("attn_fa_int8.cu", "attn_fa_int8_pv8.cu", 135),  # its header says why
+        ("attn_fa_int8.cu", "attn_fa_int8_fused.cu", 100),
     ],
 )
 def test_neighbouring_rungs_read_as_a_diff(left: str, right: str, limit: int) -> None:

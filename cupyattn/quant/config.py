@@ -55,6 +55,11 @@ class QuantConfig:
         P as an operand: 16 bits, or codes 0 to 255 or 0 to 127 for the exponentials of a tile,
         the largest of which gets the largest, or e4m3 up to 448. When omitted: what `pv` says,
         "u8" for "int8".
+    fused : bool
+        Q and K become codes inside the attention kernel, and are written nowhere; otherwise a pass
+        before it makes them. The result is the same, bit for bit, with tiles of the same sizes. It
+        takes what a tile of rows has at hand: granularity "block", "thread" or "token", dynamic
+        scales, ``smooth_k=False`` and ``pv="16bit"``.
 
     Raises
     ------
@@ -89,6 +94,7 @@ class QuantConfig:
     pv: str = "16bit"
     scales: Any = field(default="dynamic", repr=False)
     p_type: str | None = None
+    fused: bool = False
 
     def __post_init__(self) -> None:
         _one_of("pv", self.pv, tuple(P_TYPES_OF))
@@ -116,6 +122,24 @@ class QuantConfig:
             _one_of("scales", self.scales, ("dynamic",))
         else:
             self._check_static_scales()
+        _one_of("fused", self.fused, (True, False))
+        if self.fused:
+            self._check_fused()
+
+    def _check_fused(self) -> None:
+        """Raise unless a tile of rows has at hand what its codes depend on."""
+        for name, value, taken in (
+            ("granularity_q", self.granularity_q, ("block", "thread", "token")),
+            ("granularity_k", self.granularity_k, ("block", "thread", "token")),
+            ("smooth_k", self.smooth_k, (False,)),
+            ("scales", "static" if self.static else "dynamic", ("dynamic",)),
+            ("pv", self.pv, ("16bit",)),
+        ):
+            if value not in taken:
+                raise ValueError(
+                    f"quant.fused=True needs quant.{name}={' or '.join(map(repr, taken))}, got "
+                    f"{value!r}: a kernel that quantises its own tiles sees no row beyond them"
+                )
 
     def _check_static_scales(self) -> None:
         if not (isinstance(self.scales, tuple) and len(self.scales) == 2):
@@ -157,7 +181,9 @@ class QuantConfig:
 
     @property
     def form(self) -> str:
-        """The form of ``fa_int8`` that runs on such operands: ``"portable"`` or ``"pv8"``."""
+        """The form of ``fa_int8`` that this asks for: ``"portable"``, ``"pv8"`` or ``"fused"``."""
+        if self.fused:
+            return "fused"
         return "portable" if self.pv == "16bit" else "pv8"
 
     def group_q(self, tiles: Tiles) -> int:

@@ -234,7 +234,7 @@ def _quantize_kernels(
     groups = quant.group_q(tiles), quant.group_kv(tiles)
     with on_device_of(q):
         static = static_scales(array_namespace(q), quant, q.shape, k.shape, tiles)
-        fields = {"v": value_operand(v) if quant.form == "portable" else None}
+        fields = {"v": None if quant.form == "pv8" else value_operand(v)}
         for name, x, group, granularity, smooth in (
             ("q", q, groups[0], quant.granularity_q, False),
             ("k", k, groups[1], quant.granularity_k, quant.smooth_k),

@@ -19,6 +19,9 @@ constexpr unsigned FULL_WARP = 0xffffffffu;  // every lane takes part
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 __host__ __device__ constexpr int round_down(int a, int b) { return a / b * b; }
+__host__ __device__ constexpr int power_of_two_from(int n) {
+  return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2);
+}
 __host__ __device__ constexpr int greatest_common_divisor(int a, int b) {
   return b == 0 ? a : greatest_common_divisor(b, a % b);
 }

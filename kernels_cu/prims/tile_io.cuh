@@ -84,6 +84,25 @@ __device__ __forceinline__ void load_tile_async(
   }
 }
 
+// The same of what may be 32-bit numbers: those are rounded to elem16_t, at once.
+template <int ROWS, int COLS, int COLS_PAD, int WIDTH, typename T>
+__device__ __forceinline__ void load_tile_16(
+    elem16_t* shared, const T* global, int64_t stride, int rows_valid, int thread) {
+  if constexpr (sizeof(T) == sizeof(elem16_t)) {
+    load_tile_async<ROWS, COLS, COLS_PAD, WIDTH>(shared, global, stride, rows_valid, thread);
+  } else {
+    for (int i = thread; i < ROWS * COLS_PAD / WIDTH; i += NUM_THREADS) {
+      const int row = i / (COLS_PAD / WIDTH), col = i % (COLS_PAD / WIDTH) * WIDTH;
+      Vec<T, WIDTH> x = {};
+      if (row < rows_valid && col < COLS)
+        x = *reinterpret_cast<const Vec<T, WIDTH>*>(global + row * stride + col);
+      elem16_t* target = swizzled<COLS_PAD / 8>(shared, row, col / 8) + col % 8;
+#pragma unroll
+      for (int j = 0; j < WIDTH; ++j) target[j] = from_float<elem16_t>(x.v[j]);
+    }
+  }
+}
+
 // Two neighbouring columns of an operand's row in one register, zero past HEAD_DIM.
 template <typename T>
 __device__ __forceinline__ uint32_t load_pair(const T* row, int col) {

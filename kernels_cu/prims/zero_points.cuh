@@ -14,6 +14,15 @@
 struct ZeroTiles {
   int2 Q[BLOCK_Q];               // of a row: z_q and sum c_q - HEAD_DIM z_q
   int2 K[NUM_STAGES][BLOCK_KV];  // of a key: z_k and sum c_k
+
+  // S3: the product of two rows of codes less their zero points, from that of the codes.
+  __device__ __forceinline__ int32_t without(int32_t dot, int row, int stage, int key) const {
+    if constexpr (ZERO_POINTS) {
+      const int2 q = Q[row], k = K[stage][key];
+      dot -= q.x * k.y + q.y * k.x;
+    }
+    return dot;
+  }
 };
 constexpr int ZERO_TILES_BYTES = ZERO_POINTS ? sizeof(ZeroTiles) : 0;
 
@@ -61,14 +70,5 @@ struct ZeroPoints {
         cp_async<4>(&tiles->K[stage][i].x, K_zero + key / GROUP_KV, true);
         cp_async<4>(&tiles->K[stage][i].y, K_code_sum + key, true);
       }
-  }
-
-  // S3: the product of two rows of codes less their zero points, from that of the codes.
-  __device__ __forceinline__ int32_t without(int32_t dot, int row, int stage, int key) const {
-    if constexpr (ZERO_POINTS) {
-      const int2 q = tiles->Q[row], k = tiles->K[stage][key];
-      dot -= q.x * k.y + q.y * k.x;
-    }
-    return dot;
   }
 };

@@ -21,7 +21,7 @@ extern "C" __global__ void zero_points(
   cp_async_wait_group<0>();
   __syncthreads();
   for (int row = 0; row < BLOCK_Q; ++row)
-    dots[row * 32 + lane_id()] = zeros.without(1000, row, 1, lane_id());
+    dots[row * 32 + lane_id()] = zeros.tiles->without(1000, row, 1, lane_id());
   if (lane_id() >= BLOCK_Q) return;
   of_rows[lane_id()] = zeros.of_row(lane_id(), true);
   of_rows[16 + lane_id()] = zeros.of_row(lane_id(), false);
