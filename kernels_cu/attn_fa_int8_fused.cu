@@ -1,8 +1,9 @@
 // attn_fa_int8_fused -- fa_int8 that quantises by itself: one kernel, codes never leave the block.
 //
 // Idea         No pass before. The block turns its rows of Q into codes as it begins, and each
-//              tile of K as it arrives: a group of rows lies whole in a tile, so its scale is at hand.
-//              Codes and scales go to shared memory alone; nothing is written beside O and lse.
+//              tile of K as it arrives: a group of rows lies whole in a tile, so its scale is at
+//              hand. Codes and scales go to shared memory alone; nothing is written beside O and
+//              lse.
 // Differs from attn_fa_int8: S1 and S2 quantise what they load, S2 in every block anew, which a
 //              pass before saves; and the next tile does not arrive during this one. S3 to S6 are
 //              the same, but that no mean comes back: that of the keys would need all of them.
