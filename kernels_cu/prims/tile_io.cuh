@@ -6,6 +6,7 @@
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
 #include "prims/swizzle.cuh"
+#include "prims/warp.cuh"
 
 // ---- cp.async: global to shared, in the background -----------------------------------------
 
@@ -101,6 +102,15 @@ __device__ __forceinline__ void load_tile_16(
       for (int j = 0; j < WIDTH; ++j) target[j] = from_float<elem16_t>(x.v[j]);
     }
   }
+}
+
+// shared[i] = *source(i) for COUNT numbers of 32 bits, in the background. NOTE: passes count from 0
+// and not from the thread, whose own passes the compiler does not know: it kept addresses for four.
+template <int COUNT, typename T, typename Source>
+__device__ __forceinline__ void gather_async(T* shared, Source source) {
+#pragma unroll
+  for (int pass = 0; pass < COUNT; pass += NUM_THREADS)
+    if (const int i = pass + thread_id(); i < COUNT) cp_async<4>(shared + i, source(i), true);
 }
 
 // Two neighbouring columns of an operand's row in one register, zero past HEAD_DIM.
