@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from cupyattn.block_mask import BlockMask
     from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
     from cupyattn.measure import ladder
-    from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
+    from cupyattn.quant import (
+        Int8Config,
+        QuantConfig,
+        QuantizedQKV,
+        act_quant,
+        quantize,
+        weight_dequant,
+        weight_quant,
+    )
     from cupyattn.registry import VARIANTS, Variant, register
     from cupyattn.tiles import Tiles
 
@@ -28,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "VARIANTS",
     "BlockMask",
+    "Int8Config",
     "KernelCompileError",
     "KernelLaunchError",
     "QuantConfig",
@@ -36,6 +45,7 @@ __all__ = [
     "UnsupportedError",
     "Variant",
     "__version__",
+    "act_quant",
     "attention",
     "attention_varlen",
     "bounds",
@@ -49,6 +59,8 @@ __all__ = [
     "register",
     "testing",
     "unfused",
+    "weight_dequant",
+    "weight_quant",
 ]
 
 #: Where each name lives; an empty string: it is a module itself.
@@ -62,9 +74,13 @@ _HOME = {
     "KernelLaunchError": "errors",
     "UnsupportedError": "errors",
     "ladder": "measure",
+    "Int8Config": "quant",
     "QuantConfig": "quant",
     "QuantizedQKV": "quant",
+    "act_quant": "quant",
     "quantize": "quant",
+    "weight_dequant": "quant",
+    "weight_quant": "quant",
     "VARIANTS": "registry",
     "Variant": "registry",
     "register": "registry",

@@ -1,7 +1,27 @@
-"""INT8 operands: how they are quantised, the record that holds them, and the call that makes it."""
+"""INT8 operands: how they are quantised, the record that holds them, and the call that makes it.
 
+Beside attention's operands, weights and activations of linear layers in blocks.
+"""
+
+from cupyattn.quant.blocks import (
+    Int8Config,
+    act_quant,
+    weight_dequant,
+    weight_error,
+    weight_quant,
+)
 from cupyattn.quant.config import GROUP_ALL, QuantConfig
 from cupyattn.quant.operands import quantize
 from cupyattn.quant.quantized import QuantizedQKV
 
-__all__ = ["GROUP_ALL", "QuantConfig", "QuantizedQKV", "quantize"]
+__all__ = [
+    "GROUP_ALL",
+    "Int8Config",
+    "QuantConfig",
+    "QuantizedQKV",
+    "act_quant",
+    "quantize",
+    "weight_dequant",
+    "weight_error",
+    "weight_quant",
+]

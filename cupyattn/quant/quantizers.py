@@ -89,7 +89,7 @@ def scale_of_absmax(absmax: Float32, largest: np.float32 = INT8_MAX) -> tuple[Fl
     Parameters
     ----------
     absmax : array, float32
-        Largest magnitude; NaN or infinite where a group holds such a value.
+        Largest magnitude, NumPy or CuPy; NaN or infinite where a group holds such a value.
     largest : float32
         The code of that magnitude.
 
@@ -105,10 +105,11 @@ def scale_of_absmax(absmax: Float32, largest: np.float32 = INT8_MAX) -> tuple[Fl
     array([1.0000000e+00, 2.0000000e+00, 1.1754944e-38,           nan],
           dtype=float32)
     """
-    finite = np.isfinite(absmax)
-    raised = np.where(finite, np.maximum(absmax, largest * SCALE_MIN), largest)
-    scale = np.where(absmax == 0, np.float32(1), raised / largest)
-    return np.where(finite, scale, np.float32(np.nan)), np.where(finite, largest / raised, 0)
+    xp = array_namespace(absmax)
+    finite = xp.isfinite(absmax)
+    raised = xp.where(finite, xp.maximum(absmax, largest * SCALE_MIN), largest)
+    scale = xp.where(absmax == 0, np.float32(1), raised / largest)
+    return xp.where(finite, scale, np.float32(np.nan)), xp.where(finite, largest / raised, 0)
 
 
 def coding_of_range(

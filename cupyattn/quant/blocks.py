@@ -1,0 +1,346 @@
+"""Block-wise INT8 of weights and activations: codes, scales, and how far they may be off.
+
+A weight has one float32 scale for each block of 128 x 128, an activation one for each 128 adjacent
+channels of a row, so that a matrix product of codes meets one pair of scales in each step of 128.
+Scale and code are those of `cupyattn.quant.quantizers.quantize_symmetric`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.errors import UnsupportedError
+from cupyattn.perturbation import half_ulp
+from cupyattn.quant.quantizers import scale_of_absmax
+from cupyattn.rounding import STORAGE, array_namespace, as_float64
+from cupyattn.value_bounds import rounding_to_codes
+
+Array = Any
+
+#: Rows and columns that share a scale where nothing is said.
+BLOCK_SIZE = 128
+#: Types that weights which are not quantised are narrowed to, by their short names.
+FALLBACK_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Int8Config:
+    """Which weights of a model become INT8, and what becomes of the others.
+
+    Parameters
+    ----------
+    block_size : int
+        Rows and columns of a weight that share a scale.
+    min_elements_for_int8 : int
+        Weights with fewer elements are not quantised.
+    max_outlier_ratio : float
+        Largest share of outliers, elements beyond `cupyattn.checkpoints.OUTLIER_RMS` times the root
+        mean square of their block, that a weight to be quantised may have.
+    symmetric : bool
+        Codes -127 to 127 without zero points; nothing else is offered for blocks.
+    fallback_dtype : {"bf16", "fp16"}
+        What float32 weights become that may lose bits but are not quantised.
+    fp32_patterns : sequence of str
+        Shell patterns of names whose weights are left as they are, ``"blocks.0.*"``; a ``*`` stands
+        for any number of characters, dots too.
+
+    Raises
+    ------
+    ValueError
+        For a value out of its range.
+    UnsupportedError
+        For ``symmetric=False``.
+
+    Examples
+    --------
+    >>> Int8Config(fallback_dtype="fp16").block_size
+    128
+    """
+
+    block_size: int = BLOCK_SIZE
+    min_elements_for_int8: int = 4096
+    max_outlier_ratio: float = 0.01
+    symmetric: bool = True
+    fallback_dtype: str = "bf16"
+    fp32_patterns: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _check_block_size(self.block_size)
+        if not _is_integer(self.min_elements_for_int8) or self.min_elements_for_int8 < 0:
+            raise ValueError(
+                "min_elements_for_int8 must be an integer of at least 0, got "
+                f"{self.min_elements_for_int8!r}"
+            )
+        if not (isinstance(self.max_outlier_ratio, (int, float)) and self.max_outlier_ratio >= 0):
+            raise ValueError(
+                f"max_outlier_ratio must be a share of 0 or more, got {self.max_outlier_ratio!r}"
+            )
+        if self.symmetric is not True:
+            raise UnsupportedError(
+                f"symmetric={self.symmetric!r} is not supported for blocks: use symmetric=True"
+            )
+        if self.fallback_dtype not in FALLBACK_DTYPES:
+            raise ValueError(
+                f"fallback_dtype must be {' or '.join(map(repr, FALLBACK_DTYPES))}, "
+                f"got {self.fallback_dtype!r}"
+            )
+        patterns = self.fp32_patterns
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            raise ValueError(f"fp32_patterns must be a sequence of str, got {patterns!r}")
+        object.__setattr__(self, "fp32_patterns", tuple(patterns))
+
+
+def act_quant(x: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
+    """Quantise activations with a scale for each `block_size` adjacent channels of a row.
+
+    Parameters
+    ----------
+    x : array, (..., channels), float16, bfloat16 or float32
+        NumPy or CuPy.
+    block_size : int
+        The last block of a row may be smaller.
+
+    Returns
+    -------
+    codes : array, (..., channels), int8
+        -127 to 127.
+    scales : array, (..., blocks), float32
+        NaN for a block that holds a NaN or an infinity, whose codes are 0.
+
+    Raises
+    ------
+    TypeError
+        For an array of another kind or type.
+    ValueError
+        For a number in place of an array of rows, or an unusable `block_size`.
+
+    Notes
+    -----
+    ``|x - scale code| <= scale/2 (1 + 2^-15)``: docs/MATH_REFERENCE.md, Q1. On a device CuPy's own
+    kernels, which this takes, flush float32 numbers below 2^-126 to zero.
+
+    Examples
+    --------
+    >>> codes, scales = act_quant(np.float32([[0.0, -254.0, 1.0]]), block_size=2)
+    >>> codes.tolist(), scales.tolist()
+    ([[0, -127, 127]], [[2.0, 0.007874015718698502]])
+    """
+    _check_values("x", x, least_axes=1)
+    _check_block_size(block_size)
+    xp = array_namespace(x)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = x.astype(np.float32)
+        scales, inverse = scale_of_absmax(_block_max(xp.abs(values), block_size))
+        codes = _codes(values, _by_column(inverse, block_size, x.shape[-1]))
+    return codes, scales.astype(np.float32, copy=False)
+
+
+def weight_quant(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
+    """Quantise a weight with a scale for each block of `block_size` x `block_size`.
+
+    Parameters
+    ----------
+    w : array, (out, in) or (out, in, ...), float16, bfloat16 or float32
+        NumPy or CuPy. A convolution's weight is taken as (out, in * height * width).
+    block_size : int
+        Blocks at the ends of rows and columns may be smaller.
+
+    Returns
+    -------
+    codes : array, as w, int8
+        -127 to 127.
+    scales : array, (out blocks, in blocks), float32
+        NaN for a block that holds a NaN or an infinity, whose codes are 0.
+
+    Raises
+    ------
+    TypeError
+        For an array of another kind or type.
+    ValueError
+        For fewer than two axes, or an unusable `block_size`.
+
+    Notes
+    -----
+    As `act_quant`; `weight_error` bounds the way there and back. Beside `w` and what is returned it
+    takes a few float32 copies of `block_size` rows.
+
+    Examples
+    --------
+    >>> codes, scales = weight_quant(np.float32([[127.0, 1.0], [0.4, 0.6]]))
+    >>> codes.tolist(), scales.tolist()
+    ([[127, 1], [0, 1]], [[1.0]])
+    """
+    _check_values("w", w, least_axes=2)
+    _check_block_size(block_size)
+    xp = array_namespace(w)
+    matrix = as_matrix(w)
+    codes = xp.empty(matrix.shape, np.int8)
+    scales = xp.empty(scale_shape(w.shape, block_size), np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for i, rows in enumerate(strips(matrix.shape[0], block_size)):
+            values = matrix[rows].astype(np.float32)
+            largest = _block_max(xp.abs(values).max(axis=0), block_size)
+            scales[i], inverse = scale_of_absmax(largest)
+            codes[rows] = _codes(values, _by_column(inverse, block_size, matrix.shape[1]))
+    return codes.reshape(w.shape), scales
+
+
+def weight_dequant(
+    codes: Array, scales: Array, block_size: int = BLOCK_SIZE, out_dtype: str = "float32"
+) -> Array:
+    """Return the weight that codes and scales stand for: every code times the scale of its block.
+
+    Parameters
+    ----------
+    codes : array, (out, in) or (out, in, ...), int8
+    scales : array, (out blocks, in blocks), float32
+    block_size : int
+    out_dtype : {"float32", "bfloat16", "float16"}
+        The product is rounded to float32, and that to this type.
+
+    Returns
+    -------
+    array, as codes
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays that do not fit together.
+
+    Examples
+    --------
+    >>> weight_dequant(np.int8([[127, 1]]), np.float32([[0.5]])).tolist()
+    [[63.5, 0.5]]
+    """
+    _check_block_size(block_size)
+    if out_dtype not in STORAGE:
+        raise ValueError(f"out_dtype must be {' or '.join(STORAGE)}, got {out_dtype!r}")
+    if codes.dtype != np.int8 or codes.ndim < 2 or scales.dtype != np.float32:
+        raise TypeError(
+            "codes must be int8 with two axes or more and scales float32, got "
+            f"{codes.dtype} {tuple(codes.shape)} and {scales.dtype}"
+        )
+    if tuple(scales.shape) != scale_shape(codes.shape, block_size):
+        raise ValueError(
+            f"scales of codes {tuple(codes.shape)} in blocks of {block_size} must have shape "
+            f"{scale_shape(codes.shape, block_size)}, got {tuple(scales.shape)}"
+        )
+    xp = array_namespace(codes, scales)
+    matrix = as_matrix(codes)
+    w = xp.empty(matrix.shape, STORAGE[out_dtype])
+    with np.errstate(over="ignore", under="ignore"):
+        for i, rows in enumerate(strips(matrix.shape[0], block_size)):
+            scale = _by_column(scales[i], block_size, matrix.shape[1])
+            w[rows] = (matrix[rows].astype(np.float32) * scale).astype(STORAGE[out_dtype])
+    return w.reshape(codes.shape)
+
+
+def weight_error(
+    w: Array, scales: Array, block_size: int = BLOCK_SIZE, out_dtype: str = "float32"
+) -> Array:
+    """Return how far each element of ``weight_dequant(*weight_quant(w))`` may be from `w`.
+
+    Parameters
+    ----------
+    w : array, (out, in) or (out, in, ...)
+        The weight, with finite elements below 2^127.
+    scales : array, (out blocks, in blocks), float32
+    block_size : int
+    out_dtype : {"float32", "bfloat16", "float16"}
+        As for `weight_dequant`.
+
+    Returns
+    -------
+    array, as w, float64
+
+    Notes
+    -----
+    With the error of the codes Δ (Q1), the float32 product, of at most ``|w| + Δ``, is rounded by
+    ``u (|w| + Δ) + 2^-150`` at most, and then to `out_dtype`: docs/MATH_REFERENCE.md, Q6.
+    """
+    size = abs(as_float64(as_matrix(w)))
+    scale = as_float64(_by_column(scales, block_size, size.shape[1]))
+    scale = scale.repeat(block_size, axis=0)[: size.shape[0]]
+    error = rounding_to_codes(size, scale)
+    error = error + 2.0**-24 * (size + error) + 2.0**-150
+    return (error + half_ulp(size + error, out_dtype)).reshape(w.shape)
+
+
+def as_matrix(w: Array) -> Array:
+    """View a weight (out, in, ...) as (out, everything else).
+
+    Examples
+    --------
+    >>> as_matrix(np.zeros((4, 3, 2, 2))).shape
+    (4, 12)
+    """
+    columns = 1
+    for size in w.shape[1:]:
+        columns *= size
+    return w.reshape(w.shape[0], columns)
+
+
+def scale_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
+    """Return how many blocks a weight of such a shape has, down and across.
+
+    Examples
+    --------
+    >>> scale_shape((129, 256), 128), scale_shape((8, 3, 3, 3), 16), scale_shape((0, 5), 16)
+    ((2, 2), (1, 2), (0, 1))
+    """
+    columns = 1
+    for size in shape[1:]:
+        columns *= size
+    return -(-shape[0] // block_size), -(-columns // block_size)
+
+
+def strips(count: int, block_size: int) -> Iterator[slice]:
+    """Yield the rows of each line of blocks."""
+    for start in range(0, count, block_size):
+        yield slice(start, min(count, start + block_size))
+
+
+def _block_max(magnitudes: Array, block_size: int) -> Array:
+    """Return the largest of each `block_size` numbers along the last axis; NaN where one is."""
+    xp = array_namespace(magnitudes)
+    length = magnitudes.shape[-1]
+    blocks = -(-length // block_size)
+    if length != blocks * block_size:
+        padded = xp.zeros((*magnitudes.shape[:-1], blocks * block_size), np.float32)
+        padded[..., :length] = magnitudes
+        magnitudes = padded
+    grouped = magnitudes.reshape(*magnitudes.shape[:-1], blocks, block_size)
+    return grouped.max(axis=-1)
+
+
+def _by_column(scales: Array, block_size: int, columns: int) -> Array:
+    return scales.repeat(block_size, axis=-1)[..., :columns]
+
+
+def _codes(values: Array, inverse: Array) -> Array:
+    """Return the codes of float32 numbers, which are overwritten; 0 where they are not finite."""
+    xp = array_namespace(values)
+    values *= inverse
+    xp.rint(values, out=values)
+    return xp.where(xp.isnan(values), np.float32(0), values).astype(np.int8)
+
+
+def _check_values(name: str, x: Array, *, least_axes: int) -> None:
+    array_namespace(x)
+    if x.dtype.name not in STORAGE:
+        raise TypeError(f"{name} must be {', '.join(STORAGE)}, got {x.dtype.name}")
+    if x.ndim < least_axes:
+        raise ValueError(f"{name} must have {least_axes} or more axes, got shape {tuple(x.shape)}")
+
+
+def _check_block_size(block_size: int) -> None:
+    if not _is_integer(block_size) or block_size < 1:
+        raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
