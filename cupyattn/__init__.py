@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cupyattn import bounds, distributions, quant, reference, testing, unfused
+    from cupyattn import bounds, checkpoints, distributions, quant, reference, testing, unfused
     from cupyattn.api import attention, attention_varlen, explain, plan
     from cupyattn.block_mask import BlockMask
     from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
@@ -49,6 +49,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "bounds",
+    "checkpoints",
     "distributions",
     "explain",
     "ladder",
@@ -86,6 +87,7 @@ _HOME = {
     "register": "registry",
     "Tiles": "tiles",
     "bounds": "",
+    "checkpoints": "",
     "distributions": "",
     "quant": "",
     "reference": "",

@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": "hold the rungs to float64 on every distribution; exit status 1 where one fails",
     "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
     "interpret": "run one rung without a device: findings, instructions, bytes, bank conflicts",
+    "analyze": "what INT8 would do to a model's weights, and save",
     "info": "device, driver, NVRTC, what is supported, where things lie",
     "cache": "the compile cache: show, clear, fill beforehand",
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -15,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from cupyattn import distributions
+from cupyattn.checkpoints.header import FLOATS
+from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.features import DTYPES
 from cupyattn.rounding import STORAGE
 
 #: Q, K, V of three layers of a text encoder; README.md beside it says which.
 SAMPLE = "qkv_text_encoder.npz"
 SAMPLE_LAYER = "layer5"
-_SAFETENSORS_TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 
 @dataclass(frozen=True)
@@ -197,32 +196,14 @@ def read_arrays(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{path} is cut short: a header of {length} bytes in a file of {size}")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} has no safetensors header: {error}") from error
-    start = 8 + length
+    source = open_checkpoint(path)
     arrays = {}
-    for name, entry in header.items():
-        if name == "__metadata__" or name.rpartition("_")[2].rpartition(".")[2] not in "qkv":
+    for name, info in source.tensors.items():
+        if name.rpartition("_")[2].rpartition(".")[2] not in ("q", "k", "v"):
             continue
-        try:
-            shape, (first, last), kind = entry["shape"], entry["data_offsets"], entry["dtype"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: the entry of {name!r} is malformed") from error
-        if kind not in _SAFETENSORS_TYPES:
-            raise ValueError(f"{path}: {name!r} has type {kind}, not one of F16, BF16, F32, F64")
-        dtype = np.dtype(STORAGE.get(_SAFETENSORS_TYPES[kind], np.float64))
-        if last - first != int(np.prod(shape)) * dtype.itemsize or start + last > size:
+        if info.dtype not in (*FLOATS, "F64"):
             raise ValueError(
-                f"{path} is cut short or damaged: {name!r} should lie at bytes "
-                f"{start + first} to {start + last} of {size}"
+                f"{path}: {name!r} has type {info.dtype}, not one of {', '.join(FLOATS)}, F64"
             )
-        data = np.memmap(path, np.uint8, "r", offset=start + first, shape=(last - first,))
-        arrays[name] = np.array(data).view(dtype).reshape(shape)
+        arrays[name] = source.read(name)
     return arrays

@@ -1,4 +1,4 @@
-"""Draw the ladder: one bar for each rung, speed beside error."""
+"""Draw the ladder, one bar for each rung, and an analysis, histograms over tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cupyattn.checkpoints import Analysis
+from cupyattn.checkpoints.roles import INT8_ROLES
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import format_share
 
@@ -68,6 +70,44 @@ def draw_ladder(ladders: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path
         _draw_error(axes[-1], rows, labels=not timed)
         wrapped = textwrap.fill(title, 62 * panels)
         axes[0].set_title(wrapped, loc="left", fontsize=9)
+    save(figure, path)
+
+
+def draw_analysis(found: Analysis, path: str) -> None:
+    """Draw histograms of SQNR and outliers over the weights that could become INT8.
+
+    Parameters
+    ----------
+    found : Analysis
+    path : str
+        Ends in .png, .svg or .pdf.
+    """
+    from matplotlib.figure import Figure
+
+    some = [t for t in found.tensors if t.role in INT8_ROLES]
+    parts = [
+        ("become INT8", _RUNG, [t for t in some if t.verdict == "int8"]),
+        ("do not", _SECOND, [t for t in some if t.verdict != "int8"]),
+    ]
+    figure = Figure(figsize=(10.4, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axis, name, limit, label in (
+        (left, "inlier_sqnr_db", found.config.min_sqnr_db, "signal without outliers to noise, dB"),
+        (right, "outlier_ratio", found.config.max_outlier_ratio, "share of outliers"),
+    ):
+        values = [[getattr(t, name) for t in part] for _, _, part in parts]
+        axis.hist(
+            [[x for x in v if x is not None] for v in values], bins=40, stacked=True,
+            color=[colour for _, colour, _ in parts], label=[label for label, _, _ in parts],
+        )  # fmt: skip
+        axis.axvline(limit, color="#D55E00", linewidth=1.2)
+        axis.set_xlabel(f"{label} (red line: limit)", fontsize=8)
+        axis.set_ylabel("tensors", fontsize=8)
+        axis.tick_params(labelsize=8)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    left.legend(fontsize=8, frameon=False)
+    figure.suptitle(f"{found.source}: {len(some)} weights of layers", fontsize=9)
     save(figure, path)
 
 

@@ -47,6 +47,10 @@ class Int8Config:
     fp32_patterns : sequence of str
         Shell patterns of names whose weights are left as they are, ``"blocks.0.*"``; a ``*`` stands
         for any number of characters, dots too.
+    min_sqnr_db : float
+        Least ratio of the signal without outliers to quantisation noise, decibels, that such a
+        weight may have: a few enormous outliers are no share of it, and yet fill the range of their
+        blocks.
 
     Raises
     ------
@@ -67,6 +71,7 @@ class Int8Config:
     symmetric: bool = True
     fallback_dtype: str = "bf16"
     fp32_patterns: Sequence[str] = ()
+    min_sqnr_db: float = 20.0
 
     def __post_init__(self) -> None:
         _check_block_size(self.block_size)
@@ -79,6 +84,8 @@ class Int8Config:
             raise ValueError(
                 f"max_outlier_ratio must be a share of 0 or more, got {self.max_outlier_ratio!r}"
             )
+        if not isinstance(self.min_sqnr_db, (int, float)) or self.min_sqnr_db != self.min_sqnr_db:
+            raise ValueError(f"min_sqnr_db must be a number, got {self.min_sqnr_db!r}")
         if self.symmetric is not True:
             raise UnsupportedError(
                 f"symmetric={self.symmetric!r} is not supported for blocks: use symmetric=True"
@@ -166,7 +173,7 @@ def weight_quant(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
     Notes
     -----
     As `act_quant`; `weight_error` bounds the way there and back. Beside `w` and what is returned it
-    takes a few float32 copies of `block_size` rows.
+    takes a few megabytes.
 
     Examples
     --------
@@ -181,11 +188,12 @@ def weight_quant(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
     codes = xp.empty(matrix.shape, np.int8)
     scales = xp.empty(scale_shape(w.shape, block_size), np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for i, rows in enumerate(strips(matrix.shape[0], block_size)):
-            values = matrix[rows].astype(np.float32)
-            largest = _block_max(xp.abs(values).max(axis=0), block_size)
-            scales[i], inverse = scale_of_absmax(largest)
-            codes[rows] = _codes(values, _by_column(inverse, block_size, matrix.shape[1]))
+        for part, blocks in panels(matrix.shape, block_size):
+            values = by_line(matrix[part].astype(np.float32), block_size)
+            largest = _block_max(xp.abs(values).max(axis=1), block_size)
+            scales[blocks], inverse = scale_of_absmax(largest)
+            inverse = _by_column(inverse, block_size, values.shape[2])
+            codes[part] = _codes(values, inverse[:, None, :]).reshape(-1, values.shape[2])
     return codes.reshape(w.shape), scales
 
 
@@ -233,9 +241,10 @@ def weight_dequant(
     matrix = as_matrix(codes)
     w = xp.empty(matrix.shape, STORAGE[out_dtype])
     with np.errstate(over="ignore", under="ignore"):
-        for i, rows in enumerate(strips(matrix.shape[0], block_size)):
-            scale = _by_column(scales[i], block_size, matrix.shape[1])
-            w[rows] = (matrix[rows].astype(np.float32) * scale).astype(STORAGE[out_dtype])
+        for part, blocks in panels(matrix.shape, block_size):
+            values = by_line(matrix[part].astype(np.float32), block_size)
+            values *= _by_column(scales[blocks], block_size, values.shape[2])[:, None, :]
+            w[part] = values.astype(STORAGE[out_dtype], copy=False).reshape(-1, values.shape[2])
     return w.reshape(codes.shape)
 
 
@@ -298,10 +307,52 @@ def scale_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
     return -(-shape[0] // block_size), -(-columns // block_size)
 
 
-def strips(count: int, block_size: int) -> Iterator[slice]:
-    """Yield the rows of each line of blocks."""
-    for start in range(0, count, block_size):
-        yield slice(start, min(count, start + block_size))
+def strips(count: int, step: int) -> Iterator[slice]:
+    """Yield slices of at most `step` that cover `count`."""
+    for start in range(0, count, step):
+        yield slice(start, min(count, start + step))
+
+
+def panels(
+    shape: tuple[int, ...], block_size: int, elements: int = 2**18
+) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Cut a matrix into parts of whole blocks.
+
+    Parameters
+    ----------
+    shape : (rows, columns)
+    block_size : int
+    elements : int
+        About how many elements a part has.
+
+    Yields
+    ------
+    part : (slice, slice)
+        Rows and columns: some lines of blocks, or the last line where that is a shorter one.
+    blocks : (slice, slice)
+        The places of their scales.
+
+    Examples
+    --------
+    >>> for (rows, columns), blocks in panels((5, 3), 2, 8):
+    ...     print(rows.start, rows.stop, columns.start, columns.stop)
+    0 2 0 3
+    2 4 0 3
+    4 5 0 3
+    """
+    for columns in strips(shape[1], max(1, elements // block_size**2) * block_size):
+        blocks = slice(columns.start // block_size, -(-columns.stop // block_size))
+        lines = max(1, elements // (block_size**2 * (blocks.stop - blocks.start)))
+        whole = shape[0] // block_size * block_size
+        for rows in (*strips(whole, lines * block_size), slice(whole, shape[0])):
+            if rows.start < rows.stop:
+                line = slice(rows.start // block_size, -(-rows.stop // block_size))
+                yield (rows, columns), (line, blocks)
+
+
+def by_line(part: Array, block_size: int) -> Array:
+    """View a part that `panels` cut as (lines of blocks, rows of a line, columns)."""
+    return part.reshape(-1, min(part.shape[0], block_size), part.shape[1])
 
 
 def _block_max(magnitudes: Array, block_size: int) -> Array:

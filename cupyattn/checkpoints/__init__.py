@@ -1,0 +1,22 @@
+"""Checkpoints in and out: what INT8 would do to a model, and the model as INT8.
+
+Nothing here needs torch, or more memory than a model's largest tensor three times.
+"""
+
+from cupyattn.checkpoints.analysis import OUTLIER_RMS, Analysis, TensorReport, analyze
+from cupyattn.checkpoints.header import Header, TensorInfo, encode_header, read_header
+from cupyattn.checkpoints.roles import role_of
+from cupyattn.checkpoints.source import open_checkpoint
+
+__all__ = [
+    "OUTLIER_RMS",
+    "Analysis",
+    "Header",
+    "TensorInfo",
+    "TensorReport",
+    "analyze",
+    "encode_header",
+    "open_checkpoint",
+    "read_header",
+    "role_of",
+]

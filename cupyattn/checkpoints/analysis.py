@@ -1,0 +1,400 @@
+"""What INT8 would do to a model: the role, outliers and error of every tensor, and a verdict."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
+from cupyattn.checkpoints.roles import INT8_ROLES, PRECISE_ROLES, family_of, role_of
+from cupyattn.checkpoints.source import Array, Source, open_checkpoint
+from cupyattn.measure import format_bytes, format_share
+from cupyattn.quant.blocks import (
+    Int8Config,
+    as_matrix,
+    by_line,
+    panels,
+    scale_shape,
+    strips,
+    weight_dequant,
+    weight_quant,
+)
+from cupyattn.rounding import FINITE_MAX
+
+#: An outlier is an element beyond so many times the root mean square of its block. Of normal data
+#: one in 16,000 is; more than one in 16 can never be.
+OUTLIER_RMS = 4.0
+#: What may become of a tensor: INT8 codes, 16 bits, or nothing.
+VERDICTS = ("int8", "16bit", "keep")
+#: Names of 16-bit types by the names of `Int8Config.fallback_dtype`.
+_FALLBACKS = {"bf16": "BF16", "fp16": "F16"}
+#: Elements that are looked at at a time.
+PART_ELEMENTS = 2**17
+_KIND, _VERSION = "cupyattn analysis", 1
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What was found out about one tensor.
+
+    Parameters
+    ----------
+    name, dtype, shape, role
+        `dtype` by its name in safetensors files; `role` as of `role_of`.
+    sha256 : str
+        Of its bytes.
+    nonfinite : int
+        Elements that are NaN or infinite.
+    largest : float
+        Largest magnitude; 0 where there is none.
+    outlier_ratio : float or None
+        Share of outliers. None, as all that follows, where no INT8 was tried: for other than
+        float16, bfloat16 and float32, for fewer than two axes, and where `nonfinite` is not 0.
+    max_error, mean_error : float or None
+        Largest and mean difference between the weight and what its codes stand for.
+    sqnr_db : float or None
+        Signal to quantisation noise, decibels; None where there is no error at all, too.
+    inlier_sqnr_db : float or None
+        The same with the signal of all but the outliers, which would hide that the others are lost.
+    verdict : {"int8", "16bit", "keep"}
+    dtype_out : str
+        Type that it gets.
+    nbytes, nbytes_out : int
+        Size, and what is left of it, scales included.
+    reason : str
+        Why.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    sha256: str
+    nonfinite: int
+    largest: float
+    outlier_ratio: float | None
+    max_error: float | None
+    mean_error: float | None
+    sqnr_db: float | None
+    inlier_sqnr_db: float | None
+    verdict: str = "keep"
+    dtype_out: str = ""
+    nbytes: int = 0
+    nbytes_out: int = 0
+    reason: str = ""
+
+    @property
+    def info(self) -> TensorInfo:
+        """Type and shape."""
+        return TensorInfo(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What `analyze` found.
+
+    Parameters
+    ----------
+    source : str
+        Name of the file or folder.
+    config : Int8Config
+    tensors : tuple of TensorReport
+    """
+
+    source: str
+    config: Int8Config
+    tensors: tuple[TensorReport, ...]
+
+    @property
+    def nonfinite(self) -> tuple[TensorReport, ...]:
+        """The tensors that hold NaN or infinities: no conversion takes them."""
+        return tuple(t for t in self.tensors if t.nonfinite)
+
+    @property
+    def sha256(self) -> str:
+        """A hash of every name, type, shape and number, however they are spread over files."""
+        digest = hashlib.sha256()
+        for t in sorted(self.tensors, key=lambda t: t.name):
+            digest.update(json.dumps([t.name, t.dtype, t.shape, t.sha256]).encode())
+        return digest.hexdigest()
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Tensors, elements and bytes before and after, in all and by verdict."""
+
+        def total(some: Sequence[TensorReport]) -> dict[str, int]:
+            return {
+                "tensors": len(some),
+                "elements": sum(t.info.elements for t in some),
+                "bytes": sum(t.nbytes for t in some),
+                "bytes_out": sum(t.nbytes_out for t in some),
+            }
+
+        everything = total(self.tensors)
+        before, after = everything["bytes"], everything["bytes_out"]
+        return {
+            **everything,
+            "savings": 1 - after / before if before else 0.0,
+            **{v: total([t for t in self.tensors if t.verdict == v]) for v in VERDICTS},
+        }
+
+    def with_config(self, config: Int8Config) -> Analysis:
+        """Return the same findings judged by another configuration.
+
+        Raises
+        ------
+        ValueError
+            If its blocks have another size: the errors would be others.
+        """
+        if config.block_size != self.config.block_size:
+            raise ValueError(
+                f"the analysis was made with block_size={self.config.block_size}, "
+                f"{config.block_size} needs another"
+            )
+        return replace(self, config=config, tensors=tuple(judge(t, config) for t in self.tensors))
+
+    # ---- as text
+
+    header = ("", "tensor", "shape", "role", "type", "becomes", "outliers", "SQNR", "why")
+
+    def cells(self, *, every: bool = False) -> list[tuple[str, ...]]:
+        """Return the table's rows: one for each tensor, or for the tensors of all blocks alike."""
+        groups: dict[tuple[Any, ...], list[TensorReport]] = {}
+        for t in self.tensors:
+            name = t.name if every else family_of(t.name)
+            reason = t.reason.partition(":")[0]
+            groups.setdefault((name, t.dtype, t.shape, t.dtype_out, reason), []).append(t)
+        rows: list[tuple[str, ...]] = []
+        for (name, dtype, shape, dtype_out, reason), some in groups.items():
+            ratios = [t.outlier_ratio for t in some if t.outlier_ratio is not None]
+            sqnr = [t.sqnr_db for t in some if t.sqnr_db is not None]
+            rows.append(
+                (
+                    str(len(some)), name, "x".join(map(str, shape)) or "scalar", some[0].role,
+                    dtype, dtype_out, format_share(max(ratios)) if ratios else "",
+                    f"{min(sqnr):.1f} dB" if sqnr else "",
+                    some[0].reason if len(some) == 1 else reason,
+                )
+            )  # fmt: skip
+        return rows
+
+    def summary(self) -> str:
+        """Return totals and savings in a few lines."""
+        totals = self.totals
+        elements = max(totals["elements"], 1)
+        lines = [
+            f"{totals['tensors']} tensors, {totals['elements']:,} elements, "
+            f"{format_bytes(totals['bytes'])}"
+        ]
+        names = {"int8": "INT8", "16bit": "16 bits", "keep": "as it is"}
+        for verdict in VERDICTS:
+            part = totals[verdict]
+            lines.append(
+                f"{names[verdict]}: {part['tensors']} tensors, "
+                f"{format_share(part['elements'] / elements)} of the elements, "
+                f"{format_bytes(part['bytes'])} become {format_bytes(part['bytes_out'])}"
+            )
+        lines.append(
+            f"In all {format_bytes(totals['bytes'])} become {format_bytes(totals['bytes_out'])}: "
+            f"{100 * totals['savings']:.1f} % saved"
+        )
+        return "\n".join(lines)
+
+    # ---- as JSON
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready record of everything."""
+        return {
+            "kind": _KIND,
+            "version": _VERSION,
+            "source": self.source,
+            "sha256": self.sha256,
+            "config": asdict(self.config),
+            "totals": self.totals,
+            "tensors": [asdict(t) for t in self.tensors],
+        }
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Analysis:
+        """Read what ``cupyattn analyze --output`` wrote.
+
+        Raises
+        ------
+        OSError
+            If it cannot be read.
+        ValueError
+            If it is something else, damaged, or of a later version.
+        """
+        try:
+            record = json.loads(Path(path).read_bytes())
+            if record["kind"] != _KIND or record["version"] > _VERSION:
+                raise ValueError(f"it is {record['kind']!r}, version {record['version']!r}")
+            tensors = tuple(
+                TensorReport(**{**t, "shape": tuple(t["shape"])}) for t in record["tensors"]
+            )
+            found = cls(record["source"], Int8Config(**record["config"]), tensors)
+            if found.sha256 != record["sha256"]:
+                raise ValueError("its tensors are not those that its hash was made of")
+            return found
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} holds no usable analysis: {error}") from error
+
+
+def analyze(
+    model: str | os.PathLike[str] | Source,
+    config: Int8Config | None = None,
+    *,
+    advance: Callable[[str], None] | None = None,
+) -> Analysis:
+    """Look at every tensor of a model, one at a time.
+
+    Parameters
+    ----------
+    model : path or Source
+        As for `open_checkpoint`.
+    config : Int8Config, optional
+    advance : callable, optional
+        Called with each name when its tensor is done.
+
+    Returns
+    -------
+    Analysis
+
+    Raises
+    ------
+    OSError, ValueError, UnsupportedError
+        As `open_checkpoint`, and where a file changes while it is read.
+
+    Notes
+    -----
+    Memory: one tensor, and about ten megabytes.
+    """
+    source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
+    config = config or Int8Config()
+    reports = []
+    for name, info in source.tensors.items():
+        reports.append(judge(_examine(name, info, source.read(name), config), config))
+        if advance is not None:
+            advance(name)
+    return Analysis(source.path.name, config, tuple(reports))
+
+
+def judge(report: TensorReport, config: Int8Config) -> TensorReport:
+    """Return a report with verdict, reason and size by a configuration."""
+    verdict, dtype_out, reason = _verdict(report, config)
+    info = report.info
+    nbytes_out = info.elements * DTYPES[dtype_out].itemsize
+    if verdict == "int8":
+        rows, columns = scale_shape(info.shape, config.block_size)
+        nbytes_out += 4 * rows * columns
+    return replace(
+        report, verdict=verdict, dtype_out=dtype_out, nbytes=info.nbytes, nbytes_out=nbytes_out,
+        reason=reason,
+    )  # fmt: skip
+
+
+def _verdict(report: TensorReport, config: Int8Config) -> tuple[str, str, str]:
+    """Return verdict, type and reason; what stands before a colon in a reason is its kind."""
+    dtype = report.dtype
+    if dtype not in FLOATS:
+        return "keep", dtype, "no 16- or 32-bit float"
+    if report.nonfinite:
+        return "keep", dtype, f"not finite: {report.nonfinite} elements are NaN or infinite"
+    for pattern in config.fp32_patterns:
+        if fnmatch.fnmatchcase(report.name, pattern):
+            return "keep", dtype, f"fp32_patterns: {pattern}"
+    if report.role in PRECISE_ROLES:
+        return "keep", dtype, report.role
+    if report.role not in INT8_ROLES:
+        return "keep", dtype, "no weight of a layer"
+    elements = report.info.elements
+    ratio, sqnr = report.outlier_ratio, report.inlier_sqnr_db
+    if elements < config.min_elements_for_int8 or ratio is None:
+        why = f"small: {elements} elements, fewer than {config.min_elements_for_int8}"
+    elif ratio > config.max_outlier_ratio:
+        why = f"outliers: {format_share(ratio)}, more than {format_share(config.max_outlier_ratio)}"
+    elif sqnr is not None and sqnr < config.min_sqnr_db:
+        why = f"noisy codes: {sqnr:.1f} dB without outliers, below {config.min_sqnr_db:g}"
+    else:
+        return "int8", "I8", report.role
+    if dtype != "F32":
+        return "keep", dtype, why
+    fallback = _FALLBACKS[config.fallback_dtype]
+    if report.largest > FINITE_MAX[FLOATS[fallback]]:
+        return "keep", dtype, f"too large for {fallback}: {report.largest:.3g}; {why}"
+    return "16bit", fallback, why
+
+
+def _examine(name: str, info: TensorInfo, tensor: Array, config: Int8Config) -> TensorReport:
+    """Return what does not depend on the limits of a configuration."""
+    report = TensorReport(
+        name, info.dtype, info.shape, role_of(name, info.shape),
+        hashlib.sha256(tensor.reshape(-1).view(np.uint8).data).hexdigest(),
+        0, 0.0, None, None, None, None, None,
+    )  # fmt: skip
+    if tensor.dtype.kind not in "fV" or not tensor.size:
+        return report
+    flat = tensor.reshape(-1)
+    nonfinite, largest = 0, 0.0
+    for part in strips(flat.size, PART_ELEMENTS):
+        # NOTE: float32 holds every type but float64.
+        values = flat[part].astype(np.float64 if info.dtype == "F64" else np.float32)
+        finite = np.isfinite(values)
+        nonfinite += values.size - int(np.count_nonzero(finite))
+        largest = max(largest, float(np.abs(values).max(where=finite, initial=0)))
+    report = replace(report, nonfinite=nonfinite, largest=largest)
+    if nonfinite or info.dtype not in FLOATS or tensor.ndim < 2:
+        return report
+    errors: dict[str, Any] = _int8_error(tensor, config.block_size)
+    return replace(report, **errors)
+
+
+def _int8_error(tensor: Array, block_size: int) -> dict[str, float | None]:
+    """Return outliers and errors of a finite weight as blocks of codes."""
+    matrix = as_matrix(tensor)
+    outliers, largest, total, noise, signal, loud = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+    for part, _ in panels(matrix.shape, block_size, PART_ELEMENTS):
+        values = matrix[part].astype(np.float32)
+        error = np.abs(values - weight_dequant(*weight_quant(values, block_size), block_size))
+        largest = max(largest, float(error.max()))
+        total += float(error.sum(dtype=np.float64))
+        noise += float(np.square(error, dtype=np.float64).sum())
+        squares = np.square(values, dtype=np.float64)
+        signal += float(squares.sum())
+        far = _outliers(squares, block_size)
+        outliers += int(np.count_nonzero(far))
+        loud += float(squares.sum(where=far))
+    return {
+        "outlier_ratio": outliers / tensor.size,
+        "max_error": largest,
+        "mean_error": total / tensor.size,
+        "sqnr_db": _decibels(signal, noise),
+        "inlier_sqnr_db": _decibels(signal - loud, noise),
+    }
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    if not noise:
+        return None
+    return 10 * math.log10(max(signal, sys.float_info.min) / noise)
+
+
+def _outliers(squares: Array, block_size: int) -> Array:
+    """Say which squares of a part that `panels` cut are far above the mean of their block."""
+    columns = squares.shape[1]
+    starts = np.arange(0, columns, block_size)
+    widths = np.diff(np.append(starts, columns))
+    lines = by_line(squares, block_size)
+    mean = np.add.reduceat(lines.sum(axis=1), starts, axis=1) / (widths * lines.shape[1])
+    limit = np.repeat(OUTLIER_RMS**2 * mean, widths, axis=1)
+    return (lines > limit[:, None, :]).reshape(squares.shape)

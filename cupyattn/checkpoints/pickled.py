@@ -1,0 +1,98 @@
+"""Checkpoints that torch pickled: read by torch, told to build tensors and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn.checkpoints.header import DTYPES, TensorInfo
+from cupyattn.checkpoints.source import Array
+from cupyattn.errors import UnsupportedError
+
+#: Types of torch by the names that safetensors has for them.
+_NAMES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+class PickledCheckpoint:
+    """Tensors in files that torch pickled.
+
+    Parameters
+    ----------
+    path : Path
+        What the caller named.
+    files : iterable of Path
+
+    Raises
+    ------
+    UnsupportedError
+        If torch is not installed: nothing else here unpickles anything.
+    ValueError
+        If a file holds anything but a dictionary of tensors; what it holds is not executed.
+    """
+
+    def __init__(self, path: Path, files: Iterable[Path]) -> None:
+        self.path = path
+        self.files = tuple(files)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._values: dict[str, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        for file in self.files:
+            for name, value in _load(file).items():
+                if name in self.tensors:
+                    raise ValueError(f"{name!r} is in two files of {file.parent}")
+                dtype = _NAMES.get(str(value.dtype).removeprefix("torch."))
+                if dtype is None:
+                    raise ValueError(f"{file}: {name!r} has the unknown type {value.dtype}")
+                self.tensors[name] = TensorInfo(dtype, tuple(value.shape))
+                self._values[name] = value
+                self._file_of[name] = file
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._file_of[name]
+
+    def read(self, name: str) -> Array:
+        """Return one tensor."""
+        torch = importlib.import_module("torch")
+        info = self.tensors[name]
+        dtype = DTYPES[info.dtype]
+        if not info.elements:
+            return np.empty(info.shape, dtype)
+        flat = self._values[name].detach().clone().contiguous().reshape(-1)
+        content = flat.view(torch.uint8).numpy()
+        return content.view(dtype).reshape(info.shape)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Return what a file holds, its tensors left on the disk where the file's kind allows it."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{path} was pickled by torch, which is not installed: install torch, or save the "
+            "model as safetensors"
+        ) from error
+    try:
+        found = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{path} is damaged, or holds more than tensors; nothing in it was executed: "
+            f"{' '.join(str(error).split())[:200]}"
+        ) from error
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
+    ):
+        raise ValueError(f"{path} must hold a dictionary of tensors by name")
+    return found

@@ -1,0 +1,97 @@
+"""What a tensor does in its model, by its name: the conventions of diffusion transformers.
+
+Names are those of Kandinsky 5 (one for all its publishers), of diffusers' Flux, SD3, Wan, PixArt
+and their like, and of their authors' own files where those differ.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: Roles whose weights are few and set what all others work on: never narrowed.
+PRECISE_ROLES = ("norm", "embedding", "modulation", "time", "final")
+#: Roles whose weights may become INT8.
+INT8_ROLES = ("attention", "feed_forward", "linear", "convolution")
+
+_WORD = r"(?:^|[._])(?:{})(?:[._]|$)"
+#: Searched in this order: the linear layer of an adaptive norm is modulation, and no norm.
+_PATTERNS = (
+    (
+        "modulation",
+        re.compile(
+            _WORD.format(r"ada_?ln\w*|adaln_single|\w*modulation|(?:img|txt)_mod|scale_shift_table")
+            + r"|(?:^|\.)norm\w*\.linear(?:\.|$)|(?:^|\.)mod(?:\.|$)",
+            re.IGNORECASE,
+        ),
+    ),
+    ("time", re.compile(_WORD.format(r"time(?:step)?s?|guidance|sigma"), re.IGNORECASE)),
+    ("norm", re.compile(_WORD.format(r"\w*norm\w*|ln\w?"), re.IGNORECASE)),
+    (
+        "embedding",
+        re.compile(
+            r"embed|" + _WORD.format(r"img_in|txt_in|vector_in|caption_projection|wte|wpe|shared"),
+            re.IGNORECASE,
+        ),
+    ),
+)
+#: The last layers, where they stand outside of every numbered block.
+_FINAL = re.compile(r"(?:^|\.)(?:proj_out|final_layer|out_layer|norm_out|conv_out|lm_head|head)\.")
+_IN_A_BLOCK = re.compile(r"\.\d+\.")
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_FEED_FORWARD = re.compile(
+    r"(?:^|[._])(?:ff|ffn|feed_forward|mlp)(?:[._]|$)|proj_mlp", re.IGNORECASE
+)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+
+
+def role_of(name: str, shape: tuple[int, ...]) -> str:
+    """Return what a tensor does.
+
+    Parameters
+    ----------
+    name : str
+        As in the state dict of the model.
+    shape : tuple of int
+
+    Returns
+    -------
+    str
+        One of `PRECISE_ROLES` and `INT8_ROLES`, "vector" (biases, and whatever else has one axis)
+        or "other" (what is no layer's ``weight``, too).
+
+    Examples
+    --------
+    >>> role_of("visual_transformer_blocks.0.self_attention.to_query.weight", (64, 64))
+    'attention'
+    >>> role_of("transformer_blocks.0.norm1.linear.weight", (384, 64))
+    'modulation'
+    >>> role_of("single_transformer_blocks.3.proj_out.weight", (64, 320))
+    'linear'
+    >>> role_of("proj_out.weight", (64, 320))
+    'final'
+    """
+    for role, pattern in _PATTERNS:
+        if pattern.search(name):
+            return role
+    if _FINAL.search(name) and not _IN_A_BLOCK.search(name):
+        return "final"
+    if len(shape) == 1:
+        return "vector"
+    if not name.endswith(".weight") or not 2 <= len(shape) <= 5:
+        return "other"
+    if len(shape) > 2:
+        return "convolution"
+    if _FEED_FORWARD.search(name):
+        return "feed_forward"
+    return "attention" if _ATTENTION.search(name) else "linear"
+
+
+def family_of(name: str) -> str:
+    """Return the name with a ``*`` for every number of a block, which its likes share.
+
+    Examples
+    --------
+    >>> family_of("blocks.12.ffn.net.0.proj.weight")
+    'blocks.*.ffn.net.*.proj.weight'
+    """
+    return _NUMBER.sub("*", name)

@@ -1,0 +1,91 @@
+"""What INT8 would do to a model: each weight's role, outliers and error, what should become of it
+and why, and what that would save. Reads safetensors (a file, a folder, an index) one tensor at a
+time; files that torch pickled only through torch, which runs nothing that is in them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from cupyattn.checkpoints import Analysis, analyze, open_checkpoint
+from cupyattn.cli import output
+from cupyattn.quant import Int8Config
+from cupyattn.quant.blocks import FALLBACK_DTYPES
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", metavar="MODEL", help="a file, a folder, or an .index.json")
+    parser.add_argument(
+        "--output",
+        "--json",
+        metavar="FILE",
+        help="write everything as JSON, for convert --analysis",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw histograms (.png, .svg or .pdf)")
+    parser.add_argument("--tensors", action="store_true", help="a row for each tensor")
+    add_limits(parser)
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `limits` reads."""
+    rules = parser.add_argument_group("what becomes INT8 (of linear layers and convolutions)")
+    rules.add_argument(
+        "--max-outliers", type=float, metavar="SHARE", help="largest share of outliers (0.01)"
+    )
+    rules.add_argument(
+        "--min-elements", type=int, metavar="N", help="least elements of a weight (4096)"
+    )
+    rules.add_argument(
+        "--min-sqnr", type=float, metavar="DB", help="least signal to quantisation noise (20)"
+    )
+    rules.add_argument(
+        "--block-size", type=int, metavar="N", help="rows and columns that share a scale (128)"
+    )
+    rules.add_argument(
+        "--fallback-dtype", choices=FALLBACK_DTYPES, help="of other float32 weights (bf16)"
+    )
+    rules.add_argument(
+        "--fp32-pattern", action="append", metavar="PATTERN", dest="fp32_patterns",
+        help="leave weights of such names alone, e.g. 'blocks.0.*'",
+    )  # fmt: skip
+
+
+def limits(args: argparse.Namespace, config: Int8Config | None = None) -> Int8Config:
+    """Return a configuration, the default one if none is given, with what the options change."""
+    given = {
+        "max_outlier_ratio": args.max_outliers,
+        "min_elements_for_int8": args.min_elements,
+        "min_sqnr_db": args.min_sqnr,
+        "block_size": args.block_size,
+        "fallback_dtype": args.fallback_dtype,
+        "fp32_patterns": args.fp32_patterns,
+    }
+    known = dataclasses.asdict(config or Int8Config())
+    return Int8Config(**known | {name: x for name, x in given.items() if x is not None})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if args.plot:
+        from cupyattn.cli import plot
+
+        plot.check(args.plot)
+    config = limits(args)
+    source = open_checkpoint(args.model)
+    with output.progress("analyzing", len(source.tensors)) as advance:
+        found = analyze(source, config, advance=advance)
+    output.print_table(found.header, found.cells(every=args.tensors))
+    print(f"\n{found.summary()}")
+    if args.output:
+        output.write_json(args.output, found.to_dict())
+    if args.plot:
+        plot.draw_analysis(found, args.plot)
+    return report_nonfinite(found)
+
+
+def report_nonfinite(found: Analysis) -> int:
+    """Name the tensors that no conversion takes; return the exit status."""
+    for t in found.nonfinite:
+        print(f"FAILED: {t.name} has {t.nonfinite} elements that are NaN or infinite")
+    return 1 if found.nonfinite else 0
