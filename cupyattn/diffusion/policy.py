@@ -1,0 +1,170 @@
+"""Which arithmetic attention takes at which timestep: three modes, and what chooses among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from cupyattn.diffusion.schedules import Float64
+
+#: "aggressive": INT8 Q.K^T and 8-bit P.V; "balanced": INT8 Q.K^T and 16-bit P.V; "precision": the
+#: input's own 16-bit arithmetic.
+MODES = ("aggressive", "balanced", "precision")
+
+#: Multiples of the noise-to-signal ratio of the schedule's middle, above and below which
+#: `SigmaPolicy` leaves "balanced".
+AGGRESSIVE_ABOVE, PRECISION_BELOW = 5.0, 0.1
+
+
+@runtime_checkable
+class PrecisionPolicy(Protocol):
+    """Anything that says a mode for a step of sampling."""
+
+    def mode(self, timestep: int, ratio: float) -> str:
+        """Return one of `MODES`.
+
+        Parameters
+        ----------
+        timestep : int
+            Index into the schedule, 0 = most noise.
+        ratio : float
+            Noise-to-signal ratio of the step over that of the schedule's middle.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SigmaPolicy:
+    """The rule: 8 bits where noise covers the error, 16 where fine detail is made.
+
+    Parameters
+    ----------
+    aggressive_above, precision_below : float
+        Multiples of the middle's noise-to-signal ratio. A ratio of just that is "balanced".
+        ``precision_below=0`` never falls back to 16 bits; infinity in either place makes one mode
+        of all steps on its side.
+    late_steps : int, optional
+        From this timestep on "precision", whatever the ratio.
+
+    Raises
+    ------
+    ValueError
+        If the thresholds cross, or one is negative or NaN.
+
+    Examples
+    --------
+    >>> [SigmaPolicy().mode(0, ratio) for ratio in (5.1, 5.0, 0.1, 0.09)]
+    ['aggressive', 'balanced', 'balanced', 'precision']
+    """
+
+    aggressive_above: float = AGGRESSIVE_ABOVE
+    precision_below: float = PRECISION_BELOW
+    late_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.precision_below <= self.aggressive_above:
+            raise ValueError(
+                "precision_below must be 0 to aggressive_above, got "
+                f"precision_below={self.precision_below!r} "
+                f"aggressive_above={self.aggressive_above!r}"
+            )
+
+    def mode(self, timestep: int, ratio: float) -> str:
+        """Return the mode of a step, as `PrecisionPolicy` says."""
+        if self.late_steps is not None and timestep >= self.late_steps:
+            return "precision"
+        if ratio > self.aggressive_above:
+            return "aggressive"
+        return "precision" if ratio < self.precision_below else "balanced"
+
+
+@dataclass(frozen=True)
+class TablePolicy:
+    """A mode for every timestep.
+
+    Parameters
+    ----------
+    modes : tuple of str
+        Of `MODES`, one for each timestep.
+
+    Examples
+    --------
+    >>> TablePolicy(("balanced",) * 45 + ("precision",) * 5).mode(45, 0.0)
+    'precision'
+    """
+
+    modes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            check_mode(mode)
+
+    def mode(self, timestep: int, ratio: float) -> str:
+        """Return the mode of a step, as `PrecisionPolicy` says."""
+        return self.modes[timestep]
+
+
+def as_policy(policy: Any, num_timesteps: int) -> PrecisionPolicy:
+    """Return what a caller gives for a policy as one.
+
+    Parameters
+    ----------
+    policy : "adaptive", a mode, a sequence of modes, or an object
+        "adaptive": `SigmaPolicy` with its defaults. A mode: that at every step. A sequence: a mode
+        for each timestep. An object has a method `mode` as `PrecisionPolicy` says.
+    num_timesteps : int
+
+    Raises
+    ------
+    ValueError
+        For another name, or a table of another length.
+    TypeError
+        For an object without that method.
+    """
+    if isinstance(policy, str):
+        if policy == "adaptive":
+            return SigmaPolicy()
+        if policy not in MODES:
+            raise ValueError(
+                f"precision_policy must be 'adaptive' or one of {MODES}, or a table or an object, "
+                f"got {policy!r}"
+            )
+        return TablePolicy((policy,) * num_timesteps)
+    if isinstance(policy, Sequence):
+        policy = TablePolicy(tuple(policy))
+    if isinstance(policy, TablePolicy) and len(policy.modes) != num_timesteps:
+        raise ValueError(
+            f"a table of modes must have num_timesteps={num_timesteps} entries, "
+            f"got {len(policy.modes)}"
+        )
+    if not isinstance(policy, PrecisionPolicy):
+        raise TypeError(
+            "precision_policy must be a name, a sequence of modes or an object with a method "
+            f"mode(timestep, ratio), got {policy!r:.60}"
+        )
+    return policy
+
+
+def check_mode(mode: Any) -> str:
+    """Return a mode; ValueError unless it is one of `MODES`."""
+    if mode not in MODES:
+        raise ValueError(f"a precision mode must be one of {MODES}, got {mode!r:.60}")
+    return str(mode)
+
+
+def middle_ratio(sigmas: Float64) -> float:
+    """Return what ratios are compared with: entry n // 2 of a schedule.
+
+    Raises
+    ------
+    ValueError
+        If it is 0 or infinite.
+    """
+    middle = float(sigmas[sigmas.size // 2])
+    if not 0 < middle < float("inf"):
+        raise ValueError(
+            f"the middle of the schedule, entry {sigmas.size // 2}, must be positive and finite, "
+            f"got {middle}"
+        )
+    return middle
