@@ -14,9 +14,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cupyattn import bounds, checkpoints, distributions, quant, reference, testing, unfused
+    from cupyattn import (
+        bounds,
+        checkpoints,
+        diffusion,
+        distributions,
+        quant,
+        reference,
+        testing,
+        unfused,
+    )
     from cupyattn.api import attention, attention_varlen, explain, plan
     from cupyattn.block_mask import BlockMask
+    from cupyattn.diffusion import (
+        Calibration,
+        Int8Attention,
+        calibrate_quantization_scales,
+        compute_adaptive_scales,
+        compute_sigma_schedule,
+    )
     from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
     from cupyattn.measure import ladder
     from cupyattn.quant import (
@@ -36,6 +52,8 @@ __version__ = "0.1.0"
 __all__ = [
     "VARIANTS",
     "BlockMask",
+    "Calibration",
+    "Int8Attention",
     "Int8Config",
     "KernelCompileError",
     "KernelLaunchError",
@@ -49,7 +67,11 @@ __all__ = [
     "attention",
     "attention_varlen",
     "bounds",
+    "calibrate_quantization_scales",
     "checkpoints",
+    "compute_adaptive_scales",
+    "compute_sigma_schedule",
+    "diffusion",
     "distributions",
     "explain",
     "ladder",
@@ -71,6 +93,11 @@ _HOME = {
     "explain": "api",
     "plan": "api",
     "BlockMask": "block_mask",
+    "Calibration": "diffusion",
+    "Int8Attention": "diffusion",
+    "calibrate_quantization_scales": "diffusion",
+    "compute_adaptive_scales": "diffusion",
+    "compute_sigma_schedule": "diffusion",
     "KernelCompileError": "errors",
     "KernelLaunchError": "errors",
     "UnsupportedError": "errors",
@@ -88,6 +115,7 @@ _HOME = {
     "Tiles": "tiles",
     "bounds": "",
     "checkpoints": "",
+    "diffusion": "",
     "distributions": "",
     "quant": "",
     "reference": "",

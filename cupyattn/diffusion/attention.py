@@ -1,0 +1,619 @@
+"""`Int8Attention`: attention of a diffusion transformer, whose arithmetic follows the timestep."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn import checks, registry
+from cupyattn.api import attention
+from cupyattn.arrays import device_of, take
+from cupyattn.backends import on_device_of
+from cupyattn.diffusion import guidance, pruning
+from cupyattn.diffusion.arguments import check_count, check_number, check_timestep
+from cupyattn.diffusion.calibration import Calibration
+from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode, middle_ratio
+from cupyattn.diffusion.products import product
+from cupyattn.diffusion.schedules import (
+    check_sigmas,
+    compute_adaptive_scales,
+    compute_sigma_schedule,
+    log_snr,
+)
+from cupyattn.diffusion.settings import Settings
+from cupyattn.errors import UnsupportedError
+from cupyattn.quant import QuantConfig
+from cupyattn.rounding import Array, array_namespace
+from cupyattn.tiles import Tiles
+
+_log = logging.getLogger("cupyattn")
+
+#: Largest `softmax_eps`: a sum of at least 1 grows by an eighth of what 16 bits resolve.
+SOFTMAX_EPS_MAX = 2.0**-14
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of sampling.
+
+    Parameters
+    ----------
+    timestep : int
+        Index into the schedule; that of the entry next in log-SNR where a caller gives a ratio.
+    sigma : float
+        Noise-to-signal ratio.
+    ratio : float
+        It over that of the schedule's middle.
+    """
+
+    timestep: int
+    sigma: float
+    ratio: float
+
+
+class Int8Attention:
+    """Attention for diffusion transformers: INT8 where noise covers it, 16 bits where not.
+
+    Parameters
+    ----------
+    num_heads, head_dim : int
+        Of the queries; keys and values may have fewer heads, a divisor of `num_heads`.
+    num_timesteps : int
+        Entries of the schedule.
+    use_adaptive_scaling : bool
+        Static scales follow the timestep: a `Calibration` gives those of the step's bin, and static
+        scales of `quant`, which are those of the schedule's middle, are multiplied by a factor of
+        the step. False: one scale for all steps, the largest of all bins, or that of `quant`.
+    timestep_scales : array, (num_timesteps,), Calibration or path, optional
+        Factors, positive, as `compute_adaptive_scales` returns them (which is called for them where
+        they are needed and omitted), or a calibration or its file. Scales are dynamic, every
+        call's own, unless it is a calibration or `quant` has static ones: factors then change
+        nothing.
+    block_q, block_k : int, optional
+        Query rows and keys of the kernels' tiles; what was measured best when omitted.
+    softmax_eps : float
+        0 to 2^-14, for compatibility. It would be added to sums of exponentials of at least 1,
+        which 16-bit outputs do not show, and is not added: rows without keys are zeros anyway.
+    precision_policy : "adaptive", a mode, a table or an object
+        Which mode runs at which step: `cupyattn.diffusion.policy.as_policy`. "adaptive" is
+        `SigmaPolicy`: "aggressive" (INT8 Q.K^T, 8-bit P.V) above 5 times the noise-to-signal ratio
+        of the schedule's middle, "precision" (16 bits) below a tenth of it, "balanced" (INT8
+        Q.K^T, 16-bit P.V) between.
+    attention_type : {"dense", "local", "block_sparse"}
+        All keys; those of a window around each row; or the blocks of a block mask. Cost follows
+        what is kept.
+    window_size : int or (int, int), optional
+        With "local": a row attends to keys at most ``window_size // 2`` away, or (left, right).
+        With "block_sparse": the blocks that such a window reaches, whole.
+    block_size : {64, 128}
+        Rows and keys of a block of that window.
+    enable_pruning : bool
+        Drop keys that get little attention (`cupyattn.diffusion.pruning`); with "dense" alone.
+    pruning_ratio : float
+        Share of the keys of every head that is dropped, 0 to less than 1.
+    enable_cfg_fusion : bool
+        A call may bring q of both guidance branches concatenated along the batch, twice that of k
+        and v, which they share: one launch, o in the form of q. `fused_cfg` needs no such leave.
+    out_proj : array, (num_heads * head_dim, channels), or callable, optional
+        Applied to o as (batch, len_q, num_heads * head_dim); a call then returns its result. A
+        callable gets the caller's kind of array.
+    sigmas : array, (num_timesteps,), or {"edm", "flow", "ddpm"}, optional
+        Noise-to-signal ratios of the schedule, not rising; `compute_sigma_schedule` of this kind,
+        "edm" when omitted.
+    quant : QuantConfig, optional
+        How the INT8 modes quantise. `pv` is what "aggressive" takes, "int8" where it says "16bit";
+        `fused` is for "balanced".
+    pruning_threshold : float, optional
+        In place of `pruning_ratio`: keys are dropped whose importance is less than this share of
+        what each would get if all got the same, times the noise-to-signal ratio over that of the
+        middle, at most 1. Waits for the device: every call finds how many keys are kept.
+    block_mask : BlockMask or callable, optional
+        With "block_sparse", in place of `window_size`; a callable makes one of (q, k), as
+        `cupyattn.diffusion.VideoMask` does.
+    scale : float, optional
+        Softmax scale; ``head_dim ** -0.5`` when omitted.
+    backend, arch : str, optional
+        As for `cupyattn.attention`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For values that mean nothing or do not fit together; also for a calibration of another
+        model.
+    UnsupportedError
+        For a `softmax_eps` past its limit, or pruning with sparse attention.
+
+    Notes
+    -----
+    What INT8 does not take falls back to 16 bits, is logged by the logger ``cupyattn`` and counted
+    in `fallbacks`.
+
+    Examples
+    --------
+    >>> import cupyattn as ca
+    >>> layer = ca.Int8Attention(num_heads=2, head_dim=16, num_timesteps=50)
+    >>> q = k = v = np.ones((1, 2, 40, 16), np.float16)
+    >>> layer(q, k, v, timestep=3).shape, layer.mode(3), layer.mode(49)
+    ((1, 2, 40, 16), 'aggressive', 'precision')
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_timesteps: int = 1000,
+        use_adaptive_scaling: bool = True,
+        timestep_scales: Any = None,
+        block_q: int | None = None,
+        block_k: int | None = None,
+        softmax_eps: float = 0.0,
+        precision_policy: Any = "adaptive",
+        attention_type: str = "dense",
+        window_size: int | tuple[int, int] | None = None,
+        block_size: int = 64,
+        enable_pruning: bool = False,
+        pruning_ratio: float = 0.2,
+        enable_cfg_fusion: bool = False,
+        out_proj: Any = None,
+        *,
+        sigmas: npt.ArrayLike | str | None = None,
+        quant: QuantConfig | None = None,
+        pruning_threshold: float | None = None,
+        block_mask: Any = None,
+        scale: float | None = None,
+        backend: str | None = None,
+        arch: str | None = None,
+    ) -> None:
+        self.num_heads = check_count("num_heads", num_heads)
+        self.head_dim = check_count("head_dim", head_dim)
+        self.num_timesteps = check_count("num_timesteps", num_timesteps)
+        self.use_adaptive_scaling = bool(use_adaptive_scaling)
+        self.enable_cfg_fusion = bool(enable_cfg_fusion)
+        self.sigmas = _schedule(sigmas, self.num_timesteps)
+        self._middle = middle_ratio(self.sigmas)
+        self.policy: PrecisionPolicy = as_policy(precision_policy, self.num_timesteps)
+        self.quant = QuantConfig() if quant is None else quant
+        if not isinstance(self.quant, QuantConfig):
+            raise TypeError(f"quant must be a cupyattn.QuantConfig or None, got {quant!r:.60}")
+        self.calibration, self._factors = self._scales(timestep_scales)
+        _check_softmax_eps(softmax_eps)
+        self._blocks = _check_blocks(block_q, block_k)
+        self._settings = Settings(
+            attention_type, window_size, block_size, block_mask, enable_pruning, pruning_ratio,
+            pruning_threshold,
+        )  # fmt: skip
+        self._out_proj = _check_projection(out_proj, self.num_heads * self.head_dim)
+        self._scale = checks.check_scale(scale, self.head_dim)
+        self._where = {"backend": backend, "arch": arch}
+        # NOTE: calls with one configuration object find their plan again: `cupyattn.attention`.
+        self._quants: dict[Any, QuantConfig] = {}
+        self._fallbacks: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    # ---- what a step means -----------------------------------------------------------------------
+
+    def step(self, timestep: int | None = None, sigma: float | None = None) -> Step:
+        """Return what is known of a step; exactly one of the two is given.
+
+        Parameters
+        ----------
+        timestep : int
+            0 to num_timesteps - 1, 0 = most noise.
+        sigma : float
+            Noise-to-signal ratio, 0 to infinity.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Otherwise.
+        """
+        if (timestep is None) == (sigma is None):
+            raise TypeError(
+                f"give either timestep or sigma, got timestep={timestep!r} sigma={sigma!r}"
+            )
+        if sigma is not None:
+            ratio = check_number("sigma", sigma, "a noise-to-signal ratio", lambda x: x >= 0)
+            return Step(self._nearest(ratio), ratio, ratio / self._middle)
+        index = check_timestep("timestep", timestep, self.num_timesteps)
+        value = float(self.sigmas[index])
+        return Step(index, value, value / self._middle)
+
+    def _nearest(self, sigma: float) -> int:
+        """Return the entry of the schedule that is next to a ratio in log-SNR."""
+        rising, value = log_snr(self.sigmas), float(log_snr(sigma))
+        after = int(np.searchsorted(rising, value))
+        if after == self.num_timesteps:
+            return after - 1
+        if after == 0 or rising[after] == value:
+            return after
+        return after if rising[after] - value < value - rising[after - 1] else after - 1
+
+    def mode(self, timestep: int | None = None, *, sigma: float | None = None) -> str:
+        """Return the mode that the policy takes at a step."""
+        return self._mode(self.step(timestep, sigma))
+
+    def _mode(self, step: Step) -> str:
+        return check_mode(self.policy.mode(step.timestep, step.ratio))
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """How many calls fell back to 16 bits, by reason."""
+        with self._lock:
+            return dict(self._fallbacks)
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        timestep: int | None = None,
+        *,
+        sigma: float | None = None,
+        return_mask: bool = False,
+        mask: Any = None,
+        rope: Any = None,
+        rope_interleaved: bool = False,
+        **overrides: Any,
+    ) -> Any:
+        """Run attention at one step.
+
+        Parameters
+        ----------
+        q : array, (batch, num_heads, len_q, head_dim)
+            float16, bfloat16 or float32: CuPy, NumPy or DLPack.
+        k, v : array, (batch, heads_kv, len_kv, head_dim)
+        timestep : int
+            Index into the schedule, 0 = most noise.
+        sigma : float
+            Noise-to-signal ratio in place of `timestep`.
+        return_mask : bool
+            Return which keys were kept, too.
+        mask, rope, rope_interleaved
+            As for `cupyattn.attention`; not with pruning.
+        **overrides
+            For this call: attention_type, window_size, block_size, block_mask, enable_pruning,
+            pruning_ratio, pruning_threshold as for the class, and mode, in place of the policy's.
+
+        Returns
+        -------
+        o : array, (batch, num_heads, len_q, head_dim)
+            Kind and dtype of q; with `out_proj` what that makes of it.
+        kept : array, bool, (batch, num_heads, len_kv)
+            With `return_mask`; all True without pruning.
+
+        Raises
+        ------
+        ValueError, TypeError, UnsupportedError
+            As the class and `cupyattn.attention`.
+        """
+        settings, step = self._settings.changed(overrides), self.step(timestep, sigma)
+        (q, restore), (k, _), (v, _) = (take(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
+        given = {"mask": mask, "rope": rope, "rope_interleaved": rope_interleaved}
+        with on_device_of(q):
+            batch = k.shape[0] if q.ndim == k.ndim == 4 else 0
+            if self.enable_cfg_fusion and q.shape[0] == guidance.BRANCHES * batch != 0:
+                *halves, kept = self._shared(q[:batch], q[batch:], k, v, step, settings, given)
+                o = guidance.join_batches(*halves)
+                kept = None if kept is None else guidance.join_batches(kept, kept)
+            else:
+                o, kept = self._attend(q, k, v, step, settings, given)
+            result = self._projected(o, restore)
+            if not return_mask:
+                return result
+            return result, restore(self._all_kept(q, k) if kept is None else kept)
+
+    def fused_cfg(
+        self,
+        q_cond: Any,
+        q_uncond: Any,
+        k: Any,
+        v: Any,
+        timestep: int | None = None,
+        guidance_scale: float = 7.5,
+        *,
+        sigma: float | None = None,
+        return_mask: bool = False,
+        mask: Any = None,
+        rope: Any = None,
+        rope_interleaved: bool = False,
+        **overrides: Any,
+    ) -> Any:
+        """Run both branches of guided sampling in one launch.
+
+        Parameters
+        ----------
+        q_cond, q_uncond : array, (batch, num_heads, len_q, head_dim)
+            Queries of the conditional and the unconditional branch.
+        k, v : array, (batch or 2 batch, heads_kv, len_kv, head_dim)
+            Shared by the branches; or of both, the conditional one's first.
+        timestep, sigma, mask, rope, rope_interleaved, **overrides
+            As for a call. Pruning keeps keys that either branch attends to: one choice for both.
+        guidance_scale : float
+            Changes nothing here, since guidance combines outputs of the network, not of a layer;
+            `cupyattn.diffusion.guided` is the expression that would combine these.
+        return_mask : bool
+            Return which keys were kept, too.
+
+        Returns
+        -------
+        o_cond, o_uncond : array
+            As of two calls: to the bit, unless `quant` has one dynamic scale for all of Q
+            (granularity "tensor") or keys are pruned.
+        kept : array, bool
+            With `return_mask`: (batch or 2 batch, num_heads, len_kv), as k has.
+
+        Raises
+        ------
+        ValueError, TypeError, UnsupportedError
+            As a call.
+        """
+        check_number("guidance_scale", guidance_scale, "a finite number", math.isfinite)
+        settings, step = self._settings.changed(overrides), self.step(timestep, sigma)
+        named = {"q_cond": q_cond, "q_uncond": q_uncond, "k": k, "v": v}
+        (q_cond, restore), (q_uncond, _), (k, _), (v, _) = (take(n, a) for n, a in named.items())
+        given = {"mask": mask, "rope": rope, "rope_interleaved": rope_interleaved}
+        with on_device_of(q_cond):
+            batch = q_cond.shape[0] if q_cond.ndim == k.ndim == 4 else 0
+            if batch and k.shape[0] == guidance.BRANCHES * batch:
+                q = guidance.join_batches(q_cond, q_uncond)
+                both, kept = self._attend(q, k, v, step, settings, given)
+                o_cond, o_uncond = both[:batch], both[batch:]
+            else:
+                o_cond, o_uncond, kept = self._shared(q_cond, q_uncond, k, v, step, settings, given)
+            results = self._projected(o_cond, restore), self._projected(o_uncond, restore)
+            if not return_mask:
+                return results
+            return (*results, restore(self._all_kept(k, k) if kept is None else kept))
+
+    def _shared(
+        self,
+        q_cond: Array,
+        q_uncond: Array,
+        k: Array,
+        v: Array,
+        step: Step,
+        settings: Settings,
+        given: dict[str, Any],
+    ) -> tuple[Array, Array, Array | None]:
+        """Run two branches against the same keys and values; return both, and the kept keys."""
+        q = guidance.stack_queries(q_cond, q_uncond)
+        mask = given["mask"]
+        if mask is not None and mask.ndim >= 3:
+            given = {**given, "mask": guidance.repeat_heads(take("mask", mask)[0], mask.ndim - 3)}
+        o, kept = self._attend(q, k, v, step, settings, given, guidance.BRANCHES)
+        return (*guidance.split_branches(o), kept)
+
+    def _attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        step: Step,
+        settings: Settings,
+        given: dict[str, Any],
+        branches: int = 1,
+    ) -> tuple[Array, Array | None]:
+        """Run attention, heads of `branches` stacked in q; return O and the keys kept by head.
+
+        None: no key was dropped.
+        """
+        self._check(q, k, v, branches)
+        kept = None
+        options = settings.of_scores(q, k, branches)
+        if settings.enable_pruning:
+            if not given["mask"] is given["rope"] is None:
+                raise UnsupportedError(
+                    "token pruning moves the keys that it keeps, so it takes no mask and no rope: "
+                    "turn q and k beforehand, or leave pruning out"
+                )
+            k, v, kept = self._pruned(q, k, v, step, settings)
+            kept = kept.repeat(self.num_heads // k.shape[1], axis=1)
+        options |= {**given, **self._where, "scale": self._scale}
+        o = self._run(settings.mode or self._mode(step), step, q, k, v, branches, options)
+        return o, kept
+
+    def _all_kept(self, q: Array, k: Array) -> Array:
+        """Return that no key was dropped, for the batch of q."""
+        return array_namespace(k).ones((q.shape[0], self.num_heads, k.shape[2]), bool)
+
+    def _check(self, q: Array, k: Array, v: Array, branches: int) -> None:
+        array_namespace(q, k, v)
+        checks.check_dtype(q, k, v)
+        checks.check_shapes(*(tuple(x.shape) for x in (q, k, v)))
+        heads, head_dim = q.shape[1] // branches, q.shape[3]
+        if (heads, head_dim) != (self.num_heads, self.head_dim):
+            raise ValueError(
+                f"q must have num_heads={self.num_heads} and head_dim={self.head_dim}, got "
+                f"{heads} heads of {head_dim}"
+            )
+        if not k.shape[1] or self.num_heads % k.shape[1]:
+            raise ValueError(
+                f"the heads of k and v must divide num_heads={self.num_heads}, got {k.shape[1]}"
+            )
+
+    def _pruned(
+        self, q: Array, k: Array, v: Array, step: Step, settings: Settings
+    ) -> tuple[Array, Array, Array]:
+        """Return the keys and values that are kept, and which these are."""
+        importance = pruning.key_importance(q, k, scale=self._scale)
+        if settings.pruning_threshold is None:
+            count = pruning.kept_count(k.shape[2], settings.pruning_ratio)
+        else:
+            threshold = settings.pruning_threshold * min(step.ratio, 1.0)
+            count = pruning.count_above(importance, threshold)
+        return pruning.compact(k, v, importance, count)
+
+    def _run(
+        self,
+        mode: str,
+        step: Step,
+        q: Array,
+        k: Array,
+        v: Array,
+        branches: int,
+        options: dict[str, Any],
+    ) -> Array:
+        """Run one mode, or 16 bits where INT8 does not take the call."""
+        if mode != "precision":
+            quant = self._quant(mode, step, q, k.shape[1], branches)
+            tiles = self._tiles("fa_int8", quant.form)
+            try:
+                return attention(q, k, v, variant="fa_int8", quant=quant, tiles=tiles, **options)
+            except UnsupportedError as error:
+                self._count(mode, str(error))
+        variant, tiles = "auto", None
+        if self._blocks != (None, None):
+            variant = "fa_warps" if q.dtype == np.float32 else "fa_tc"
+            tiles = self._tiles(variant, "portable")
+        return attention(q, k, v, variant=variant, tiles=tiles, **options)
+
+    def _count(self, mode: str, reason: str) -> None:
+        with self._lock:
+            count = self._fallbacks[reason] = self._fallbacks.get(reason, 0) + 1
+        level = logging.WARNING if count == 1 else logging.DEBUG
+        _log.log(level, "mode %r fell back to 16 bits (call %d): %s", mode, count, reason)
+
+    def _tiles(self, variant: str, form: str) -> Tiles | None:
+        """Return tiles of the caller's sizes, None where he names none."""
+        block_q, block_k = self._blocks
+        if block_q is None and block_k is None:
+            return None
+        own = registry.lookup(variant).default_tiles(self.head_dim, form)
+        return Tiles(block_q or own.block_q, block_k or own.block_kv, own.num_warps, own.num_stages)
+
+    def _projected(self, o: Array, restore: Callable[[Any], Any]) -> Any:
+        if self._out_proj is None:
+            return restore(o)
+        batch, heads, len_q, head_dim = o.shape
+        rows = o.swapaxes(1, 2).reshape(batch, len_q, heads * head_dim)
+        if callable(self._out_proj):
+            return self._out_proj(restore(rows))
+        weights = take("out_proj", self._out_proj)[0].astype(o.dtype, copy=False)
+        return restore(product(rows, weights).astype(o.dtype))
+
+    # ---- scales ----------------------------------------------------------------------------------
+
+    def _scales(self, given: Any) -> tuple[Calibration | None, Any]:
+        """Return the calibration, or the factors of static scales, that a caller gives."""
+        if isinstance(given, (str, os.PathLike)):
+            given = Calibration.load(given)
+        if isinstance(given, Calibration):
+            given.check_fits(self.num_heads, self.head_dim)
+            if self.quant.static or not self.quant.symmetric or self.quant.fused:
+                raise ValueError(
+                    "a calibration gives static, symmetric scales to a pass of their own: leave "
+                    f"scales, symmetric and fused of quant as they are, got {self.quant}"
+                )
+            return given, None
+        if self.quant.static and not self.quant.symmetric:
+            raise ValueError("static scales of quant need symmetric=True")
+        if given is None:
+            needed = self.quant.static and self.use_adaptive_scaling
+            return None, compute_adaptive_scales(self.sigmas) if needed else None
+        factors = take("timestep_scales", given)[0]
+        factors = np.asarray(factors.get() if hasattr(factors, "get") else factors, np.float32)
+        if factors.shape != (self.num_timesteps,):
+            raise ValueError(
+                f"timestep_scales must have num_timesteps={self.num_timesteps} entries, "
+                f"got shape {factors.shape}"
+            )
+        if not (np.isfinite(factors) & (factors > 0)).all():
+            raise ValueError("timestep_scales must be positive and finite")
+        if not self.quant.static:
+            _log.info("timestep_scales change nothing: the scales of quant are dynamic")
+        return None, factors
+
+    def _quant(self, mode: str, step: Step, q: Array, heads_kv: int, branches: int) -> QuantConfig:
+        """Return how a mode quantises at a step, the same object for the same scales."""
+        row: Any = None
+        if self.calibration is not None:
+            row = int(self.calibration.bins.index(step.sigma)) if self.use_adaptive_scaling else -1
+            if heads_kv != self.calibration.heads_kv:
+                raise ValueError(
+                    f"the calibration is of {self.calibration.heads_kv} key heads, got {heads_kv}"
+                )
+        elif self.quant.static and self.use_adaptive_scaling:
+            row = float(self._factors[step.timestep])
+        key = mode, row, device_of(q), branches
+        with self._lock:
+            if key not in self._quants:
+                self._quants[key] = self._make_quant(mode, row, array_namespace(q), branches)
+            return self._quants[key]
+
+    def _make_quant(self, mode: str, row: Any, xp: Any, branches: int) -> QuantConfig:
+        quant, calibration = self.quant, self.calibration
+        granularities, smooth_k, scales = (
+            (quant.granularity_q, quant.granularity_k), quant.smooth_k, quant.scales,
+        )  # fmt: skip
+        if calibration is not None:
+            of_bin = (calibration.q_scale[row, None], calibration.k_scale[row, None])
+            pair = calibration.uniform() if row == -1 else of_bin
+            granularities, smooth_k = ("head", "head"), calibration.smooth_k
+            scales = tuple(xp.asarray(s[..., None]) for s in pair)
+        elif row is not None:
+            scales = tuple(s * (np.float32(row) if hasattr(s, "shape") else row) for s in scales)
+        if branches == guidance.BRANCHES and not isinstance(scales, str):
+            q_scale, k_scale = scales
+            if hasattr(q_scale, "shape"):
+                scales = guidance.repeat_heads(q_scale, 1), k_scale
+        eight = mode == "aggressive"
+        if eight == (quant.pv != "16bit"):
+            values = quant.granularity_v, quant.smooth_v, quant.p_type
+            pv = quant.pv
+        else:
+            values, pv = (None, None, None), "int8" if eight else "16bit"
+        return QuantConfig(
+            *granularities, values[0], symmetric=quant.symmetric, smooth_k=smooth_k,
+            smooth_v=values[1], qk_bits=quant.qk_bits, pv=pv, scales=scales, p_type=values[2],
+            fused=quant.fused and not eight,
+        )  # fmt: skip
+
+
+def _schedule(sigmas: Any, num_timesteps: int) -> npt.NDArray[np.float64]:
+    if sigmas is None or isinstance(sigmas, str):
+        return compute_sigma_schedule(num_timesteps, sigmas or "edm")
+    values = check_sigmas("sigmas", sigmas)
+    if values.shape != (num_timesteps,):
+        raise ValueError(
+            f"sigmas must have num_timesteps={num_timesteps} entries, got shape {values.shape}"
+        )
+    if (values[:-1] < values[1:]).any():
+        raise ValueError("sigmas must not rise: timestep 0 is that with most noise")
+    return values
+
+
+def _check_softmax_eps(softmax_eps: Any) -> None:
+    if check_number("softmax_eps", softmax_eps, "0 or more", lambda x: x >= 0) > SOFTMAX_EPS_MAX:
+        raise UnsupportedError(
+            f"softmax_eps beyond 2**-14, which outputs would show, is not supported, got "
+            f"{softmax_eps!r}: use 0, rows without keys are zeros anyway"
+        )
+
+
+def _check_blocks(block_q: Any, block_k: Any) -> tuple[int | None, int | None]:
+    for name, block in (("block_q", block_q), ("block_k", block_k)):
+        if block is not None:
+            check_count(name, block)
+    return block_q, block_k
+
+
+def _check_projection(out_proj: Any, channels: int) -> Any:
+    if out_proj is None or (callable(out_proj) and not hasattr(out_proj, "shape")):
+        return out_proj
+    shape = getattr(out_proj, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != channels:
+        raise ValueError(
+            f"out_proj must be callable or an array of shape (num_heads * head_dim = {channels}, "
+            f"channels), got {'no array' if shape is None else f'shape {tuple(shape)}'}"
+        )
+    return out_proj

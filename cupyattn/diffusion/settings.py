@@ -1,0 +1,150 @@
+"""What may change from call to call of `Int8Attention`: which scores are computed, and how."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from cupyattn.block_mask import BLOCK_SIZES, BlockMask
+from cupyattn.diffusion import pruning
+from cupyattn.diffusion.guidance import BRANCHES, for_both_branches
+from cupyattn.diffusion.policy import check_mode
+from cupyattn.errors import UnsupportedError
+from cupyattn.rounding import Array
+
+ATTENTION_TYPES = ("dense", "local", "block_sparse")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of `Int8Attention` that a call may override; it documents them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For values that mean nothing or do not go together.
+    UnsupportedError
+        For pruning with anything but dense attention.
+    """
+
+    attention_type: str = "dense"
+    window_size: Any = None
+    block_size: int = 64
+    block_mask: BlockMask | Callable[[Array, Array], BlockMask] | None = None
+    enable_pruning: bool = False
+    pruning_ratio: float = 0.2
+    pruning_threshold: float | None = None
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention_type not in ATTENTION_TYPES:
+            raise ValueError(
+                f"attention_type must be one of {ATTENTION_TYPES}, got {self.attention_type!r}"
+            )
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be 64 or 128, got {self.block_size!r}")
+        self._check_sparsity()
+        if self.mode is not None:
+            check_mode(self.mode)
+        pruning.check_ratio(self.pruning_ratio)
+        pruning.check_threshold(self.pruning_threshold)
+        if self.enable_pruning and self.attention_type != "dense":
+            raise UnsupportedError(
+                "token pruning moves the keys that it keeps, so it goes with "
+                f"attention_type='dense' alone, got {self.attention_type!r}"
+            )
+
+    def _check_sparsity(self) -> None:
+        given = {"window_size": self.window_size, "block_mask": self.block_mask}
+        present = [name for name, value in given.items() if value is not None]
+        wanted = {
+            "dense": ([],),
+            "local": (["window_size"],),
+            "block_sparse": (["window_size"], ["block_mask"]),
+        }[self.attention_type]
+        if present not in wanted:
+            takes = " or ".join(" and ".join(names) or "neither" for names in wanted)
+            raise ValueError(
+                f"attention_type={self.attention_type!r} takes {takes} of window_size and "
+                f"block_mask, got {' and '.join(present) or 'neither'}"
+            )
+        if self.window_size is not None:
+            check_window_size(self.window_size)
+        if self.block_mask is not None and not (
+            isinstance(self.block_mask, BlockMask) or callable(self.block_mask)
+        ):
+            raise TypeError(
+                "block_mask must be a cupyattn.BlockMask or a function of (q, k) that makes one, "
+                f"got {self.block_mask!r:.60}"
+            )
+
+    def changed(self, overrides: dict[str, Any]) -> Settings:
+        """Return them with those of one call.
+
+        Raises
+        ------
+        TypeError
+            For a name that is none of them.
+        """
+        if not overrides:
+            return self
+        known = [field.name for field in fields(self)]
+        for name in overrides:
+            if name not in known:
+                raise TypeError(f"a call may override {', '.join(known)}, got {name!r}")
+        return replace(self, **overrides)
+
+    def of_scores(self, q: Array, k: Array, branches: int) -> dict[str, Any]:
+        """Return what of the scores is computed, as arguments of `cupyattn.attention`.
+
+        Parameters
+        ----------
+        q, k : array
+            Of the call; heads of several `branches` are stacked in q.
+        branches : {1, 2}
+        """
+        if self.attention_type == "dense":
+            return {}
+        if self.attention_type == "local":
+            return {"window": check_window_size(self.window_size)}
+        if isinstance(self.block_mask, BlockMask):
+            mask = self.block_mask
+            return {"block_mask": for_both_branches(mask) if branches == BRANCHES else mask}
+        if self.block_mask is not None:
+            return {"block_mask": self.block_mask(q, k)}
+        window = check_window_size(self.window_size)
+        return {"block_mask": _blocks_of_window(q.shape[2], k.shape[2], window, self.block_size)}
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks_of_window(
+    len_q: int, len_kv: int, window: tuple[int, int], block_size: int
+) -> BlockMask:
+    """Return the mask of a window once: it keeps what kernels read of it."""
+    return BlockMask.from_window(len_q, len_kv, window, block_q=block_size, block_kv=block_size)
+
+
+def check_window_size(window_size: Any) -> tuple[int, int]:
+    """Return how many keys on either side a row attends to.
+
+    Examples
+    --------
+    >>> check_window_size(512), check_window_size((100, 0))
+    ((256, 256), (100, 0))
+    """
+    pair = window_size if isinstance(window_size, (tuple, list)) else None
+    try:
+        if pair is None:
+            half = operator.index(window_size) // 2
+            pair = half, half
+        left, right = map(operator.index, pair)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"window_size must be a number of keys or a pair (left, right), got {window_size!r:.60}"
+        ) from None
+    if min(left, right) < 0:
+        raise ValueError(f"window_size must be 0 or more, got {window_size!r}")
+    return left, right

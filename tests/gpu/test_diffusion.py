@@ -1,0 +1,117 @@
+"""`Int8Attention` on the device: the bits of two calls, kept keys, static scales, no waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn.diffusion import MODES, VideoMask, key_importance
+from cupyattn.diffusion.attention import Int8Attention
+from cupyattn.distributions import make
+from tests.runs import bits
+
+cupy = pytest.importorskip("cupy")
+
+HEADS, STEPS = 4, 50
+STEP_OF = {"aggressive": 0, "balanced": 25, "precision": 49}
+DTYPES = ("float16", "bfloat16")
+
+
+def operands(
+    len_q: int = 200, len_kv: int = 333, head_dim: int = 64, dtype: str = "float16", seed: int = 0
+) -> tuple[Any, ...]:
+    found = make("channel-bias", 2, HEADS, len_q, len_kv, head_dim, dtype, seed, 2)
+    return tuple(map(cupy.asarray, found))
+
+
+def layer(head_dim: int = 64, **changed: Any) -> Int8Attention:
+    return ca.Int8Attention(HEADS, head_dim, STEPS, **changed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["dense", "local", "block_sparse"])
+def test_fused_guidance_equals_two_calls(kind, mode, dtype) -> None:
+    given = {} if kind == "dense" else {"attention_type": kind, "window_size": 100}
+    attend = layer(**given)
+    q, k, v = operands(dtype=dtype)
+    other = q[:, ::-1].copy()
+    fused = attend.fused_cfg(q, other, k, v, STEP_OF[mode])
+    for o, one in zip(fused, (q, other), strict=True):
+        assert bits(o) == bits(attend(one, k, v, STEP_OF[mode]))
+    assert not attend.fallbacks
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_pruned_is_attention_over_the_keys_that_are_kept(mode, dtype) -> None:
+    attend = layer(enable_pruning=True, pruning_ratio=0.3)
+    q, k, v = operands(dtype=dtype)
+    o, kept = attend(q, k, v, STEP_OF[mode], return_mask=True)
+    by_kv = kept[:, ::2].get()
+    few = (x.get()[by_kv].reshape(2, 2, -1, 64) for x in (k, v))
+    assert bits(o) == bits(layer()(q, *map(cupy.asarray, few), STEP_OF[mode]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_importance_is_that_of_the_host(dtype) -> None:
+    q, k, _ = operands(dtype=dtype)
+    want = key_importance(q.get(), k.get())
+    got = key_importance(q, k).get()
+    np.testing.assert_allclose(got, want, rtol=0.02)
+
+
+@pytest.mark.parametrize("mode", ["aggressive", "balanced"])
+def test_calibrated_scales_hold_the_bounds_and_are_the_hosts(mode) -> None:
+    q, k, v = operands()
+    found, same = (
+        ca.calibrate_quantization_scales([(a, b)], of=of)
+        for a, b, of in ((q, k, "values"), (q.get(), k.get(), "values"))
+    )
+    np.testing.assert_array_equal(found.q_scale, same.q_scale)
+    assert found.source_hash == same.source_hash
+    attend = layer(timestep_scales=found)
+    o = attend(q, k, v, 25, mode=mode)
+    quant = attend._quant(mode, attend.step(25), q, 2, 1)
+    z = ca.quantize(q, k, v, quant=quant)
+    assert ca.testing.judge(o, q, k, v, variant="fa_int8", quantized=z).passed
+
+
+def test_a_video_mask_is_made_on_the_device() -> None:
+    rng = np.random.default_rng(0)
+    shape = 1, HEADS, 8 * 64, 64
+    q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(np.float16)) for _ in range(3))
+    build = VideoMask((2, 2, 2), (1, 3, 1), 0.7)
+    mask = build(q, k)
+    assert isinstance(mask.mask, cupy.ndarray)
+    differ = mask.mask.get() != build(q.get(), k.get()).mask
+    assert differ.mean() < 0.05  # ties and sums of another order
+    attend = layer(attention_type="block_sparse", block_mask=mask)
+    for mode in MODES:
+        o = attend(q, k, v, STEP_OF[mode])
+        given = {"block_mask": mask, "mask": None}
+        if mode == "precision":
+            ca.testing.assert_within_bound(o, q, k, v, variant="fa_tc", **given)
+        assert bool(cupy.isfinite(o).all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_waits_for_the_device(mode) -> None:
+    """A graph captures both branches of guidance and the projection; nothing else may happen."""
+    attend = layer(out_proj=cupy.eye(HEADS * 64, dtype=np.float16))
+    q, k, v = operands()
+    want = [bits(o) for o in attend.fused_cfg(q, q[::-1], k, v, STEP_OF[mode])]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        attend.fused_cfg(q, q[::-1], k, v, STEP_OF[mode])  # fills the pool of this stream
+        stream.synchronize()
+        stream.begin_capture()
+        captured = attend.fused_cfg(q, q[::-1], k, v, STEP_OF[mode])
+        graph = stream.end_capture()
+        graph.launch(stream)
+    stream.synchronize()
+    assert [bits(o) for o in captured] == want

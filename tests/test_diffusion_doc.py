@@ -1,0 +1,57 @@
+"""docs/DIFFUSION.md runs, names what exists, and the examples in the docstrings are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn.diffusion.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "DIFFUSION.md").read_text(encoding="utf-8")
+MODULES = sorted(path.stem for path in (ROOT / "cupyattn" / "diffusion").glob("[a-z]*.py"))
+
+
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, names)
+        o = names["o"]
+        assert isinstance(o, np.ndarray) and np.isfinite(o).all()
+    assert (tmp_path / "scales.safetensors").is_file()
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    section = (ROOT / "README.md").read_text().split("## Diffusion transformers\n")[1]
+    names: dict[str, object] = dict.fromkeys("qkv", np.ones((1, 8, 64, 64), np.float16))
+    names["ca"] = ca
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    assert names["o_cond"].shape == names["o"].shape == (1, 8, 64, 64)  # type: ignore[attr-defined]
+
+
+def test_every_argument_is_in_the_table_and_in_the_docstring() -> None:
+    table = PAGE.split("## Arguments")[1].split("## Limits")[0]
+    named = set(re.findall(r"`(\w+)`", table))
+    arguments = set(inspect.signature(ca.Int8Attention).parameters)
+    assert arguments <= named
+    assert {field.name for field in fields(Settings)} <= named
+    described = inspect.getdoc(ca.Int8Attention) or ""
+    parameters = described.split("Parameters\n")[1].split("Raises\n")[0]
+    headings = re.findall(r"^(\w[\w, ]*?) : ", parameters, re.MULTILINE)
+    assert {name for heading in headings for name in heading.split(", ")} == arguments
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstrings(module: str) -> None:
+    found = importlib.import_module(f"cupyattn.diffusion.{module}")
+    result = doctest.testmod(found, optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
