@@ -175,6 +175,8 @@ def attention_varlen(
     mask: Any = None,
     bias: Any = None,
     rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
     block_mask: Any = None,
     return_lse: bool = False,
     out: Any = None,
@@ -206,9 +208,13 @@ def attention_varlen(
         offsets are looked at, which waits for the device where they lie there.
     causal, causal_align, window
         As for `attention`, by each sequence's own lengths: ``shift = len_kv - len_q`` or 0.
-    mask, bias, rope, block_mask
-        Not offered for packed sequences: what they mean between sequences of different lengths is
-        not settled. Call `attention` for each.
+    rope, rope_interleaved, rope_offset_q
+        As for `attention`, with positions that begin anew in each sequence: `rope_offset_q` is that
+        of its first query. The tables reach as far as the longest sequence.
+    mask, bias, block_mask
+        As for `attention` on a padded batch, ``len_q = max_len_q`` and ``len_kv = max_len_k``: of
+        entry i sequence i takes the top left corner, as far as its lengths reach. Without limits
+        they have the longest lengths.
     out : array, optional
         Receives O; shape and dtype of the result, sharing memory with no input.
     check_finite : bool
@@ -258,26 +264,26 @@ def attention_varlen(
     """
     packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     limits = max_len_q, max_len_k
-    given = direct_operands(q, k, v, **packed)
+    given = direct_operands(q, k, v, rope=rope, **packed)
     key = None
-    plain = out is mask is bias is rope is block_mask is None
+    plain = out is mask is bias is block_mask is None
     if given is not None and plain and not check_finite and None not in limits:
         key = operands_key(
-            (variant, accuracy, scale, causal, causal_align, window, softcap, return_lse, quant,
-             tiles, arch, backend, limits),
+            (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
+             rope_offset_q, return_lse, quant, tiles, arch, backend, limits),
             given, q,
         )  # fmt: skip
         ready = recall(key)
         if ready is not None:
             entry = {name: a[None].swapaxes(1, 2) for name, a in (("q", q), ("k", k), ("v", v))}
-            o, lse = ready.run({**entry, **packed}, None)
+            o, lse = ready.run({**given, **entry}, None)
             o = as_given(o, "BSHD", packed=True)
             return (o, lse) if return_lse else o
     options = Options(
         variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
-        block_mask=block_mask, return_lse=return_lse, out=out, quant=quant, tiles=tiles, arch=arch,
-        backend=backend, check_finite=check_finite, max_len_q=max_len_q, max_len_k=max_len_k,
-        **packed,
+        rope_interleaved, rope_offset_q, block_mask, return_lse=return_lse, out=out, quant=quant,
+        tiles=tiles, arch=arch, backend=backend, check_finite=check_finite, max_len_q=max_len_q,
+        max_len_k=max_len_k, **packed,
     )  # fmt: skip
     return _run(resolve(q, k, v, options), key, given or {})
 

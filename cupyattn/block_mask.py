@@ -159,6 +159,19 @@ class BlockMask:
         rows = self.mask.repeat(self.block_q, axis=2)[:, :, :len_q]
         return rows.repeat(self.block_kv, axis=3)[..., :len_kv]
 
+    def corner(self, entry: int, len_q: int, len_kv: int) -> BlockMask:
+        """Return the part of one batch entry whose lengths are less: its blocks at the top left.
+
+        Examples
+        --------
+        >>> BlockMask.from_window(256, 256, (64, 0)).corner(0, 100, 200).mask[0, 0].astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0]])
+        """
+        at = slice(entry, entry + 1) if self.mask.shape[0] > 1 else slice(None)
+        q_blocks, kv_blocks = -(-len_q // self.block_q), -(-len_kv // self.block_kv)
+        return BlockMask(self.mask[at, :, :q_blocks, :kv_blocks], self.block_q, self.block_kv)
+
     def check_lengths(self, len_q: int, len_kv: int) -> None:
         """Raise ValueError unless the blocks are those of these lengths."""
         wanted = -(-len_q // self.block_q), -(-len_kv // self.block_kv)

@@ -383,6 +383,8 @@ def _hopper_obstacle(
     given += ["block_mask"] if blocks != (0, 0) and not variant.hopper_block_mask_tiles else []
     if given:
         return f"portable form: the Hopper form takes no {' and no '.join(given)}"
+    if blocks != (0, 0) and call.packed is not None:
+        return "portable form: the Hopper form takes no block mask of packed sequences"
     if blocks != (0, 0) and variant.block_mask_tiles_for(call.head_dim, blocks, "sm90") is None:
         return (
             "portable form: the Hopper form takes block masks of 128 query rows, got blocks of "

@@ -119,10 +119,11 @@ def _attention_plan(
 def _turning_stages(request: Request, o: Operand) -> Stages:
     """Plan a rung that takes operands turned already: a pass for each of Q and K, then the rung."""
     call, operands = request.call, {"q": Operand.of(request.q), "k": Operand.of(request.k)}
+    first_positions = {"q": call.rope_offset_q, "k": 0}
     passes = tuple(
         Stage(
-            plan_rotation(x, call.dtype, call.rope, call.rope_offset_q if name == "q" else 0),
-            {"x": name, "turned": f"{name}_turned"},
+            plan_rotation(x, call.dtype, call.rope, first_positions[name], _packed(call, name)),
+            {"x": name, "turned": f"{name}_turned", "cu_seqlens": f"cu_seqlens_{name}"},
         )
         for name, x in operands.items()
     )
@@ -139,6 +140,13 @@ def _turning_stages(request: Request, o: Operand) -> Stages:
         for one in rest.stages
     )
     return Stages((*passes, *stages), (*between, *rest.between))
+
+
+def _packed(call: AttentionCall, name: str) -> tuple[int, int] | None:
+    """Return how many packed sequences an operand consists of, and the longest; None where none."""
+    if call.packed is None:
+        return None
+    return call.batch, call.len_q if name == "q" else call.len_kv
 
 
 def _of_scores(request: Request) -> dict[str, Operand | None]:
@@ -179,13 +187,12 @@ def _quantising_stages(
     between: list[Workspace] = []
     codes, scales, sums = [], [], []
     groups = quant.group_q(tiles), quant.group_kv(tiles)
-    for name, x, longest, group, granularity, smooth in (
-        ("q", q, call.len_q, groups[0], quant.granularity_q, False),
-        ("k", k, call.len_kv, groups[1], quant.granularity_k, quant.smooth_k),
+    for name, x, group, granularity, smooth in (
+        ("q", q, groups[0], quant.granularity_q, False),
+        ("k", k, groups[1], quant.granularity_k, quant.smooth_k),
     ):
-        shape, packed = scale_shape(x.shape, group, granularity), None
-        if call.packed is not None:
-            packed = call.batch, longest
+        shape, packed = scale_shape(x.shape, group, granularity), _packed(call, name)
+        if packed is not None:
             shape = (*shape[:2], packed_groups(x.shape[2], call.batch, group))
         plan = plan_operand(
             x, call.dtype, group, per_tensor=granularity == "tensor", smooth=smooth,
@@ -205,13 +212,15 @@ def _quantising_stages(
     renamed: dict[str, str] = {}
     if quant.form == "pv8":
         group, smooth = quant.group_v(tiles), bool(quant.smooth_v)
-        buffers = value_buffers(v.shape, group, smooth, quant.value_zero_points)
+        packed = _packed(call, "v")
+        buffers = value_buffers(v.shape, group, smooth, quant.value_zero_points, packed)
         between += [Workspace(f"v_{b}", s, t, zeros=z) for b, (s, t, z) in buffers.items()]
         plan = plan_values(
-            v, call.dtype, group, str(quant.p_type), smooth=smooth,
+            v, call.dtype, group, str(quant.p_type), smooth=smooth, packed=packed,
             zero_points=quant.value_zero_points,
         )  # fmt: skip
-        passes.append(Stage(plan, {"x": "v", **{b: f"v_{b}" for b in buffers}}))
+        names = {b: f"v_{b}" for b in buffers}
+        passes.append(Stage(plan, {"x": "v", "cu_seqlens": "cu_seqlens_k", **names}))
         v, scale = (Operand.contiguous(buffers[b][0], n) for b, n in (("codes", 1), ("scale", 4)))
         values = ValueCodes(scale, group, str(quant.p_type), smooth, quant.value_zero_points)
     elif call.dtype == "float32":  # P.V takes float16
@@ -517,11 +526,24 @@ def _mirror_packed(request: Request) -> tuple[Any, Any]:
         cu_seqlens_q=None, cu_seqlens_k=None, max_len_q=None, max_len_k=None, tiles=plan.tiles,
     )  # fmt: skip
     pairs = zip(pairwise(request.cu_seqlens_q), pairwise(request.cu_seqlens_k), strict=True)
-    for q_ends, k_ends in pairs:
+    for number, (q_ends, k_ends) in enumerate(pairs):
         rows, keys = slice(*q_ends), slice(*k_ends)
-        one = resolve(request.q[:, :, rows], request.k[:, :, keys], request.v[:, :, keys], options)
+        q, k, v = request.q[:, :, rows], request.k[:, :, keys], request.v[:, :, keys]
+        own = _scoring_of(request, number, q.shape[2], k.shape[2])
+        one = resolve(q, k, v, replace(options, **own))
         o[:, :, rows], lse[None, :, rows] = _mirror(one, plan.form)
     return o, lse
+
+
+def _scoring_of(request: Request, number: int, len_q: int, len_kv: int) -> dict[str, Any]:
+    """Return mask, bias and block mask of one packed sequence: the top left corner of its entry."""
+    corner = slice(number, number + 1), slice(None), slice(len_q), slice(len_kv)
+    masks = {name: getattr(request, name) for name in ("mask", "bias")}
+    found = {name: None if a is None else a[corner] for name, a in masks.items()}
+    block_mask = request.options.block_mask
+    if block_mask is not None:
+        block_mask = block_mask.corner(number, len_q, len_kv)
+    return {**found, "block_mask": block_mask}
 
 
 def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:

@@ -56,10 +56,6 @@ class Options:
     max_len_k: int | None = None
 
 
-#: Options that have no meaning for packed sequences yet.
-NOT_PACKED = ("mask", "bias", "block_mask", "rope")
-
-
 @dataclass(frozen=True)
 class Request:
     """One call, resolved.
@@ -77,7 +73,8 @@ class Request:
         Operands in layout BHSD, contiguous last axis; codes where the caller brought codes. Packed
         sequences are one batch entry.
     mask, bias : array or None
-        The caller's, broadcast to (batch, heads, len_q, len_kv) without a copy.
+        The caller's, broadcast to (batch, heads, len_q, len_kv) without a copy; of packed sequences
+        to the longest lengths.
     kept_blocks : array or None
         What kernels read of the caller's block mask, beside q.
     rope : Rope or None
@@ -187,10 +184,6 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         raise UnsupportedError(
             "given scales are not supported for packed sequences: use scales='dynamic'"
         )
-    if packed and options.quant is not None and options.quant.form == "pv8":
-        raise UnsupportedError(
-            f"quant.pv={options.quant.pv!r} is not supported for packed sequences: use pv='16bit'"
-        )
     if options.check_finite:
         _check_finite(q, k, v)
     if call.softcap and variant.family == "int8":
@@ -221,12 +214,6 @@ def _sequences(
     `sizes` are those of packed arrays. Without `max_len_q` or `max_len_k`, and with `check_finite`,
     offsets on a device are waited for and looked at; on the host they always are.
     """
-    for name in NOT_PACKED:
-        if getattr(options, name) is not None:
-            raise UnsupportedError(
-                f"{name} is not supported for packed sequences, only causal, window, softcap and "
-                "grouped heads are: call attention for each sequence"
-            )
     found: dict[str, Any] = {}
     longest: dict[str, Any] = {}
     for name, total in zip("qk", sizes[3:5], strict=True):

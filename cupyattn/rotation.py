@@ -18,7 +18,8 @@ from cupyattn.tiles import Tiles
 ROPE_PARAMS = np.dtype(
     [
         ("X", "u8"), ("Y", "u8"), ("cos", "u8"), ("sin", "u8"), ("X_stride", "i8", 3),
-        ("heads", "i4"), ("length", "i4"), ("position", "i4"),
+        ("heads", "i4"), ("length", "i4"), ("position", "i4"), ("cu_seqlens", "u8"),
+        ("total", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -28,7 +29,9 @@ _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_rotation(x: Operand, dtype: str, pairs: str, position: int) -> Plan:
+def plan_rotation(
+    x: Operand, dtype: str, pairs: str, position: int, packed: tuple[int, int] | None = None
+) -> Plan:
     """Plan the rotary embedding of one operand, for the rungs that do not turn on load.
 
     Parameters
@@ -41,6 +44,9 @@ def plan_rotation(x: Operand, dtype: str, pairs: str, position: int) -> Plan:
         Which channels make a pair.
     position : int
         Of row 0.
+    packed : (int, int), optional
+        x is one batch entry of so many packed sequences, of at most so many rows, which begin and
+        end where the buffer ``"cu_seqlens"`` says. Each has positions of its own.
 
     Returns
     -------
@@ -54,9 +60,10 @@ def plan_rotation(x: Operand, dtype: str, pairs: str, position: int) -> Plan:
     UnsupportedError
         If the grid would be too large.
     """
-    batch, heads, length, head_dim = x.shape
+    _, heads, total, head_dim = x.shape
+    batch, length = (x.shape[0], total) if packed is None else packed
     vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
-    features = Features(dtype, head_dim, vec=vec, rope=pairs)
+    features = Features(dtype, head_dim, vec=vec, rope=pairs, varlen=packed is not None)
     if math.prod(x.shape) == 0:
         return Plan("rope", "portable", _TILES, features, ())
     grid = batch * heads * -(-length // _TILES.block_q)
@@ -69,6 +76,7 @@ def plan_rotation(x: Operand, dtype: str, pairs: str, position: int) -> Plan:
     params = {
         "X": "x", "Y": "turned", "cos": "rope_cos", "sin": "rope_sin", "X_stride": x.row_strides,
         "heads": heads, "length": length, "position": position,
+        "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
     }  # fmt: skip
     launch = Launch(spec, "rope", grid, _TILES.num_threads, False, ((ROPE_PARAMS, params),))
     return Plan("rope", "portable", _TILES, features, (launch,))

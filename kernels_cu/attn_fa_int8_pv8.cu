@@ -25,6 +25,7 @@
 #include "prims/score.cuh"
 #include "prims/tile_io.cuh"
 #include "prims/value_zeros.cuh"
+#include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 #include "prims/zero_points.cuh"
 
@@ -68,32 +69,39 @@ __device__ __forceinline__ int lane_key(int n, int t) {
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
-    const __grid_constant__ AttnParams p, const __grid_constant__ QuantParams quant,
+    const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ ValueParams values) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
   // S0 locate
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
+  const int q_blocks = ceil_div(call.len_q, BLOCK_Q);
   const int q0 = (q_blocks - 1 - blockIdx.x % q_blocks) * BLOCK_Q;  // longest causal rows first
   const int64_t batch_head = blockIdx.x / q_blocks;
-  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  const int64_t batch = batch_head / call.heads, head = batch_head % call.heads;
+  const auto& p = of_batch<int8_t, int8_t>(call, batch);
+  if (VARLEN && q0 >= p.len_q) return;
   const int64_t head_kv = head / (p.heads / p.heads_kv);
   const int8_t* Q = static_cast<const int8_t*>(p.Q)  // [len_q, HEAD_DIM] codes, from row q0
                     + batch * p.Q_stride.batch + head * p.Q_stride.head + q0 * p.Q_stride.len;
   const int8_t* K = static_cast<const int8_t*>(p.K)  // [len_kv, HEAD_DIM] codes
                     + batch * p.K_stride.batch + head_kv * p.K_stride.head;
-  const int8_t* V = static_cast<const int8_t*>(p.V)  // [HEAD_DIM, V_stride.len] codes
-                    + batch * p.V_stride.batch + head_kv * p.V_stride.head;
+  const int8_t* V = static_cast<const int8_t*>(call.V)  // [HEAD_DIM, V_stride.len] codes
+                    + batch * p.V_stride.batch + head_kv * p.V_stride.head +
+                    first_scale<VALUES_PAD>(call.cu_seqlens_k, batch) * VALUES_PAD;
   elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
   const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
-                         + batch * quant.Q_scale_stride_batch + head * quant.Q_scale_stride_head;
+                         + batch * quant.Q_scale_stride_batch + head * quant.Q_scale_stride_head +
+                         first_scale<GROUP_Q>(call.cu_seqlens_q, batch);
   const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
-                         + batch * quant.K_scale_stride_batch + head_kv * quant.K_scale_stride_head;
+                         + batch * quant.K_scale_stride_batch +
+                         head_kv * quant.K_scale_stride_head +
+                         first_scale<GROUP_KV>(call.cu_seqlens_k, batch);
   const float* V_scale = values.V_scale  // [ceil(len_kv / GROUP_V), HEAD_DIM]
                          + batch * values.V_scale_stride_batch +
-                         head_kv * values.V_scale_stride_head;
+                         head_kv * values.V_scale_stride_head +
+                         first_scale<GROUP_V>(call.cu_seqlens_k, batch) * HEAD_DIM;
   const ValueZeros V_zeros(
       shared_bytes + sizeof(SharedStorage) + ZERO_TILES_BYTES,
       values.V_zero + (V_scale - values.V_scale));
@@ -110,7 +118,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       swizzled<V_CHUNKS>(smem.V[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
   const Scores scores(p, batch, head);
   const ZeroPoints zeros(
-      shared_bytes + sizeof(SharedStorage), p, quant, Q_scale, K_scale, batch, head, head_kv);
+      shared_bytes + sizeof(SharedStorage), call, quant, Q_scale, K_scale, batch, head, head_kv);
 
   // S1 load Q: the group also holds the first K, V tile
   load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(
@@ -304,7 +312,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       }
       if (q0 + row >= p.len_q) continue;
       if constexpr (LSE)
-        if (t == 0) p.lse[batch_head * p.len_q + q0 + row] = state[r][h].lse();
+        if (t == 0) lse_of(p, batch_head, head)[q0 + row] = state[r][h].lse();
       const float* V_mean = values.V_mean  // [HEAD_DIM]
                             + (batch * p.heads_kv + head_kv) * HEAD_DIM;
       const float factor = inverse_l * P_STEP;                       // R7

@@ -56,7 +56,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores
   if (!keys.include(kv0)) {  // neither loaded nor multiplied
     for (int i = thread_id(); i < BLOCK_Q * BLOCK_KV; i += NUM_THREADS) {
       const int row = q0 + i / BLOCK_KV, key = kv0 + i % BLOCK_KV;
-      if (row < p.len_q && key < p.len_kv) S[int64_t(row) * p.len_kv + key] = NEG_INF;
+      if (row < p.len_q && key < p.len_kv) S[int64_t(row) * call.len_kv + key] = NEG_INF;
     }
     return;
   }

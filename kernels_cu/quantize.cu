@@ -74,6 +74,11 @@ struct Place {
     if constexpr (VARLEN) return p.codes + (head * p.total + first + row0) * HEAD_DIM;
     return p.codes + (batch_head * p.length + row0) * HEAD_DIM;
   }
+  __device__ __forceinline__ int8_t* value_codes(const QuantizeParams& p) const {
+    const int64_t first_code = ::first_scale<VALUES_PAD>(p.cu_seqlens, batch) * VALUES_PAD;
+    return p.codes + (VARLEN ? head : batch_head) * HEAD_DIM * p.padded +  // [HEAD_DIM, padded]
+           first_code + row0;
+  }
   __device__ __forceinline__ int64_t first_scale(const QuantizeParams& p) const {  // of this block
     return batch * p.scale_stride_batch + head * p.scale_stride_head +
            ::first_scale<GROUP>(p.cu_seqlens, batch) + row0 / GROUP;
@@ -348,6 +353,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_absmax(
     const __grid_constant__ QuantizeParams p) {
   __shared__ uint32_t absmax[HEAD_DIM * SIDES];  // [HEAD_DIM, SIDES] bits, of the slice
   const Place at(p, p.splits, p.split_rows);
+  if (VARLEN && at.rows <= 0) return;
   for (int i = thread_id(); i < HEAD_DIM * SIDES; i += NUM_THREADS) absmax[i] = 0;
   __syncthreads();  // the zeros are there before a lane adds its maxima
 
@@ -383,7 +389,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_values(
   constexpr int LD = VALUES_PAD + 4;  // the codes of the next channel begin a bank further on
   __shared__ alignas(4) int8_t tile[HEAD_DIM * LD];   // [HEAD_DIM, VALUES_PAD] codes
   __shared__ Coding coding[VALUE_GROUPS * HEAD_DIM];  // [VALUE_GROUPS, HEAD_DIM]
-  const Place at(p, p.padded / VALUES_PAD, VALUES_PAD);
+  const Place at(p, ceil_div(p.length, VALUES_PAD), VALUES_PAD);
+  if (VARLEN && at.rows <= 0) return;
   for (int i = thread_id(); i < VALUE_GROUPS * HEAD_DIM; i += NUM_THREADS) {
     const int row = i / HEAD_DIM * GROUP;
     if (row >= at.rows) continue;
@@ -414,11 +421,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_values(
       }
     }
   }
-  __syncthreads();  // the codes are there before they leave channel by channel
+  __syncthreads();                    // the codes are there before they leave channel by channel
+  int8_t* codes = at.value_codes(p);  // [HEAD_DIM, padded], from row row0
   for (int i = thread_id(); i < HEAD_DIM * VALUES_PAD / 4; i += NUM_THREADS) {
     const int col = i / (VALUES_PAD / 4), row = i % (VALUES_PAD / 4) * 4;
-    int8_t* codes = p.codes + (at.batch_head * HEAD_DIM + col) * p.padded;  // [padded]
-    *reinterpret_cast<uint32_t*>(codes + at.row0 + row) =
+    *reinterpret_cast<uint32_t*>(codes + int64_t(col) * p.padded + row) =
         *reinterpret_cast<const uint32_t*>(tile + col * LD + row);
   }
 }

@@ -9,6 +9,7 @@
 // Mirror       cupyattn.rope.Rope.turned, to the bit    Bound  cupyattn.bounds.rotation
 #include "prims/config.cuh"
 #include "prims/rope.cuh"
+#include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
 static_assert(ROPE && HEAD_DIM % 2 == 0, "rope turns pairs of columns: HEAD_DIM must be even");
@@ -19,11 +20,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void rope(
   const int row0 = blockIdx.x % chunks * BLOCK_Q;
   const int64_t batch_head = blockIdx.x / chunks;
   const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
-  const int rows = min(BLOCK_Q, p.length - row0);
+  int first = 0, length = p.length;  // VARLEN: of the sequence, whose positions are its own
+  if constexpr (VARLEN) {
+    const Sequence sequence(p.cu_seqlens, batch, p.length);
+    first = sequence.first, length = sequence.length;
+  }
+  const int rows = min(BLOCK_Q, length - row0);      // VARLEN: none where not positive
   const elem_t* X = static_cast<const elem_t*>(p.X)  // [rows, HEAD_DIM]
-                    + batch * p.X_stride.batch + head * p.X_stride.head + row0 * p.X_stride.len;
+                    + batch * p.X_stride.batch + head * p.X_stride.head +
+                    (first + row0) * p.X_stride.len;
   elem_t* Y = static_cast<elem_t*>(p.Y)  // [rows, HEAD_DIM]
-              + (batch_head * p.length + row0) * HEAD_DIM;
+              + ((VARLEN ? head * p.total + first : batch_head * p.length) + row0) * HEAD_DIM;
   for (int i = thread_id(); i < rows * ROPE_ACCESSES; i += NUM_THREADS) {
     const int row = i / ROPE_ACCESSES, pair0 = i % ROPE_ACCESSES * ROPE_PAIRS;
     const int64_t angle = int64_t(p.position + row0 + row) * ANGLES + pair0;

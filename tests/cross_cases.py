@@ -14,7 +14,7 @@ import numpy as np
 
 from cupyattn.registry import VARIANTS
 from tests import feature_cases
-from tests.runs import normal, rope_tables, variant_of
+from tests.runs import normal, packed, rope_tables, variant_of
 
 Cell = dict[str, Any]
 
@@ -28,6 +28,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "lengths": ((33, 40), (5, 70), (37, 9), (1, 1)),
     "heads": ((2, 1), (2, 2), (3, 1)),
     "layout": LAYOUTS,
+    "packed": (False, True),
     "scale": (None, 0.3),
     "rope": ("", "half_split", "interleaved"),
     **feature_cases.AXES,
@@ -88,31 +89,42 @@ def drawn(axes: Mapping[str, Sequence[Any]], seed: int, count: int) -> Iterator[
 
 @dataclass(frozen=True)
 class Case:
-    """The arrays and options of a cell, on the host."""
+    """The arrays and options of a cell, on the host, and where its sequences begin and end.
+
+    These are the offsets of two packed sequences, one of them shorter; None of a batch of two.
+    """
 
     cell: Cell
     inputs: tuple[Any, Any, Any]
     options: dict[str, Any]
+    ends: Any = None
 
     @classmethod
     def of(cls, cell: Cell, seed: int) -> Case:
         """Draw the arrays of a cell."""
         (heads, heads_kv), (len_q, len_kv) = cell["heads"], cell["lengths"]
         head_dim = cell["head_dim"]
-        inputs = normal(
-            (2, heads, len_q, head_dim), (2, heads_kv, len_kv, head_dim), cell["dtype"], seed
-        )
+        shapes = (2, heads, len_q, head_dim), (2, heads_kv, len_kv, head_dim)
+        inputs, ends = normal(*shapes, cell["dtype"], seed), None
+        if cell["packed"]:
+            lengths = (len_q // 2 + 1, len_kv), (len_q, len_kv // 2)
+            inputs, ends = packed(lengths, heads, heads_kv, head_dim, cell["dtype"], seed)
         options = feature_cases.options_of(cell, (2, heads, len_q, len_kv), seed)
         options["scale"] = cell["scale"]
         if cell["rope"]:
             options["rope"] = rope_tables(max(len_q + 3, len_kv), head_dim)
             options |= {"rope_interleaved": cell["rope"] == "interleaved", "rope_offset_q": 3}
-        return cls(cell, inputs, options)
+        return cls(cell, inputs, options, ends)
 
     def laid(self, xp: Any = np) -> tuple[Any, Any, Any]:
         """Return q, k and v with the layout of the cell, in arrays of `xp`."""
-        q, k, v = (_lay(x, self.cell["layout"], xp) for x in self.inputs)
+        q, k, v = (self._laid(x, xp) for x in self.inputs)
         return q, k, v
+
+    def _laid(self, x: np.ndarray, xp: Any) -> Any:
+        if self.ends is None:
+            return _lay(x, self.cell["layout"], xp)
+        return _lay(x.swapaxes(0, 1)[None], self.cell["layout"], xp)[0].swapaxes(0, 1)
 
 
 def _lay(x: np.ndarray, layout: str, xp: Any) -> Any:

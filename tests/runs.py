@@ -318,6 +318,20 @@ def sequences(inputs: Arrays, ends: Any) -> Iterator[tuple[slice, Arrays]]:
         yield rows, (q[:, :, rows], k[:, :, keys], v[:, :, keys])
 
 
+def of_sequence(options: dict[str, Any], number: int, one: Arrays) -> dict[str, Any]:
+    """Return the options of one packed sequence: mask, bias and block mask cut to its lengths."""
+    len_q, len_kv = one[0].shape[2], one[1].shape[2]
+    corner = slice(number, number + 1), slice(None), slice(len_q), slice(len_kv)
+    found = dict(options)
+    for name in ADDED:
+        if found.get(name) is not None:
+            axes = zip(corner[4 - found[name].ndim :], found[name].shape, strict=True)
+            found[name] = found[name][tuple(at if n > 1 else slice(n) for at, n in axes)]
+    if found.get("block_mask") is not None:
+        found["block_mask"] = found["block_mask"].corner(number, len_q, len_kv)
+    return found
+
+
 def run_packed(
     rung: str,
     inputs: Arrays,
@@ -328,16 +342,16 @@ def run_packed(
     **options: Any,
 ) -> list[Run]:
     """Call `attention_varlen`; return what came of every sequence that has rows."""
-    asked = {"variant": variant_of(rung).name, "arch": arch, "backend": backend, **options}
+    asked = {**asked_for(rung), "arch": arch, "backend": backend, **options}
     o, lse = attention_varlen(*inputs, *ends, return_lse=True, **asked)
     o = o.swapaxes(0, 1)[None]
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
     plan = api.plans(resolve(*inputs, Options(**asked, **named)))[-1]
     judged = {**options, "tiles": plan.tiles}
     return [
-        Run(rung, plan.form, one, judged, quantized(rung, one, backend, options),
-            o[:, :, rows], lse[None, :, rows])
-        for rows, one in sequences(inputs, ends)
+        Run(rung, plan.form, one, of_sequence(judged, number, one),
+            quantized(rung, one, backend, options), o[:, :, rows], lse[None, :, rows])
+        for number, (rows, one) in enumerate(sequences(inputs, ends))
         if rows.start < rows.stop
     ]  # fmt: skip
 

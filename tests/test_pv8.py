@@ -28,7 +28,7 @@ from cupyattn.tiles import Tiles
 from cupyattn.value_bounds import E4M3_RELATIVE
 from tests import pv8_cases
 from tests.quant_inputs import DTYPES, operand
-from tests.runs import ADDED, bits, normal
+from tests.runs import ADDED, bits, normal, packed, sequences
 
 GRANULARITIES_V = ("channel", "block")
 REGIMES = ("normal", "outlier channel", "constant rows", "subnormal", "signed zeros", "wide")
@@ -339,11 +339,26 @@ def test_tiles_that_do_not_fit_are_refused() -> None:
             attention(z, tiles=Tiles(64, 64, 4, 2), backend=backend)
 
 
-def test_packed_sequences_are_refused() -> None:
-    x = normal((9, 1, 8), (9, 1, 8))
-    ends = np.array([0, 4, 9], np.int32)
-    with pytest.raises(UnsupportedError, match="pv='int8' is not supported for packed sequences"):
-        attention_varlen(*x, ends, ends, variant="fa_int8", quant=QuantConfig(pv="int8"))
+@pytest.mark.parametrize("backend", ["mirror", pytest.param("interpret", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "quant",
+    [
+        QuantConfig(pv="int8", granularity_v="channel", symmetric=False),
+        QuantConfig("token", "block", pv="fp8", smooth_v=False),
+    ],
+)
+def test_packed_sequences_have_codes_of_their_own(quant: QuantConfig, backend: str) -> None:
+    """Empty ones, one that takes two lots of 128 codes, and one that begins amid such a lot."""
+    inputs, ends = packed(((5, 38), (0, 9), (3, 0), (20, 150)), 1, 1, 16)
+    given: dict[str, Any] = {"variant": "fa_int8", "quant": quant, "backend": backend}
+    given["tiles"] = TILES
+    o, lse = attention_varlen(*inputs, *ends, return_lse=True, causal=True, **given)
+    for rows, one in sequences(inputs, ends):
+        if rows.start == rows.stop:
+            continue
+        expected, expected_lse = attention(*one, return_lse=True, causal=True, **given)
+        assert bits(o[rows].swapaxes(0, 1)) == bits(expected), rows
+        assert bits(lse[:, rows]) == bits(expected_lse), rows
 
 
 @pytest.mark.parametrize(

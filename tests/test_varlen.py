@@ -5,7 +5,9 @@ Needs no bound of its own: every sequence is what `attention` makes of it alone,
 
 from __future__ import annotations
 
+import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,11 +29,21 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.quant.config import GRANULARITIES, GROUP_ALL
 from cupyattn.quant.plan import packed_groups
-from cupyattn.quant.quantizers import group_count
+from cupyattn.quant.quantizers import VALUES_PAD, group_count
 from cupyattn.request import Options, resolve
 from tests import runs
 from tests.feature_cases import admitted
-from tests.runs import GUARD, Arrays, Guarded, bits, packed, sequences
+from tests.runs import (
+    GUARD,
+    Arrays,
+    Guarded,
+    asked_for,
+    bits,
+    of_sequence,
+    packed,
+    rope_tables,
+    sequences,
+)  # fmt: skip
 from tests.test_launch import call_of
 
 RUNGS = ("unfused", "fa", "fa_warps", "fa_tc", "fa_int8")
@@ -50,17 +62,47 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+#: Lengths that meet several blocks of a block mask, and a shorter sequence before a longer one.
+BLOCKS = ((5, 38), (3, 0), (0, 9), (70, 33), (67, 140))
+#: Features whose arrays every sequence has a part of.
+FEATURES = ("rope", "rope interleaved", "mask", "key mask", "bias", "block mask")
+
+
+def added(feature: str, heads: int, head_dim: int, lengths: Any = BLOCKS) -> dict[str, Any]:
+    """Return options of a call on sequences of these lengths; "all": of all features at once."""
+    rng = np.random.default_rng(0)
+    batch, (len_q, len_kv) = len(lengths), np.max(lengths, axis=0).tolist()
+    tables = rope_tables(max(len_q + 3, len_kv), head_dim)
+    bias = rng.standard_normal((batch, heads, len_q, len_kv))
+    bias[rng.random(bias.shape) < 0.1] = -np.inf
+    blocks = rng.random((batch, heads, -(-len_q // 64), -(-len_kv // 64))) < 0.7
+    found: dict[str, dict[str, Any]] = {
+        "rope": {"rope": tables, "rope_offset_q": 3, "causal": True},
+        "rope interleaved": {"rope": tables, "rope_interleaved": True},
+        "mask": {"mask": rng.random((batch, 1, len_q, len_kv)) < 0.7, "window": (30, 9)},
+        "key mask": {"mask": rng.random(len_kv) < 0.7, "causal": True},
+        "bias": {"bias": bias.astype(np.float32), "softcap": 3.0},
+        "block mask": {"block_mask": BlockMask(blocks, 64, 64), "causal": True},
+    }
+    if feature != "all":
+        return found[feature]
+    every = ("rope", "mask", "bias", "block mask")
+    return {name: x for one in every for name, x in found[one].items()}
+
+
 def varlen(rung: str, inputs: Arrays, ends: Any, **options: Any) -> Any:
-    return attention_varlen(*inputs, *ends, variant=rung, return_lse=True, **options)
+    asked = {**asked_for(rung), "return_lse": True, **options}
+    return attention_varlen(*inputs, *ends, **asked)
 
 
 def assert_as_alone(rung: str, inputs: Arrays, ends: Any, **options: Any) -> None:
     o, lse = varlen(rung, inputs, ends, **options)
     assert o.shape == inputs[0].shape and lse.shape == (o.shape[1], o.shape[0])
-    for rows, one in sequences(inputs, ends):
+    for number, (rows, one) in enumerate(sequences(inputs, ends)):
         if rows.start == rows.stop:
             continue
-        expected, expected_lse = attention(*one, variant=rung, return_lse=True, **options)
+        asked = {**asked_for(rung), "return_lse": True, **of_sequence(options, number, one)}
+        expected, expected_lse = attention(*one, **asked)
         assert bits(o[rows].swapaxes(0, 1)) == bits(expected), (rows, options)
         assert bits(lse[:, rows]) == bits(expected_lse), (rows, options)
 
@@ -84,6 +126,50 @@ def test_the_mirror_takes_every_sequence_for_itself(rung: str) -> None:
         assert_as_alone(rung, inputs, ends, backend="mirror", **options)
 
 
+@pytest.mark.parametrize("rung", [*RUNGS, "fa_int8@pv8"])
+@pytest.mark.parametrize("feature", [*FEATURES, "all"])
+def test_the_mirror_takes_of_masks_and_positions_what_is_of_a_sequence(
+    rung: str, feature: str
+) -> None:
+    inputs, ends = packed(BLOCKS, 4, 2, head_dim=24)
+    assert_as_alone(rung, inputs, ends, backend="mirror", **added(feature, 4, 24))
+
+
+@pytest.mark.parametrize(
+    "rung",
+    [
+        *("unfused", "fa", "fa_tc", "fa_int8@pv8"),
+        *(pytest.param(rung, marks=pytest.mark.slow) for rung in ("fa_warps", "fa_int8")),
+    ],
+)
+def test_the_kernels_take_of_masks_and_positions_what_is_of_a_sequence(rung: str) -> None:
+    """All at once, so that a place that one of them mistakes is still seen by the others."""
+    inputs, ends = packed(BLOCKS, 2, 1, head_dim=16)
+    assert_as_alone(rung, inputs, ends, backend="interpret", **added("all", 2, 16))
+
+
+def test_masks_and_positions_are_within_the_bound() -> None:
+    inputs, ends = packed(BLOCKS, 2, 1, head_dim=16)
+    for rung, feature in itertools.product((*RUNGS, "fa_int8@pv8"), (*FEATURES, "all")):
+        for one in runs.run_packed(rung, inputs, ends, **added(feature, 2, 16)):
+            one.check()
+
+
+def test_the_bound_notices_the_mask_of_another_sequence() -> None:
+    inputs, ends = packed(((40, 70), (40, 70)), 2, 1, head_dim=16)
+    kept = np.random.default_rng(0).random((2, 1, 40, 70)) < 0.5
+    blocks = np.array([[[[True, False]]], [[[False, True]]]])
+    for name, array in (("mask", kept), ("bias", kept.astype(np.float32)), ("block_mask", blocks)):
+        right, wrong = (
+            {name: BlockMask(x, 64, 64) if name == "block_mask" else x}
+            for x in (array, array[::-1])
+        )
+        for number, one in enumerate(runs.run_packed("fa_tc", inputs, ends, **right)):
+            assert one.judge().passed
+            mistaken = {**one.options, **of_sequence(wrong, number, one.inputs)}
+            assert replace(one, options=mistaken).judge().ratio > 1, name
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_means_and_scales_are_those_of_a_sequence(granularity: str) -> None:
     """Groups of rows that fit in a block, and groups that span several."""
@@ -92,9 +178,15 @@ def test_means_and_scales_are_those_of_a_sequence(granularity: str) -> None:
     assert_as_alone("fa_int8", inputs, ends, backend="interpret", causal=True, quant=quant)
 
 
-@given(st.lists(st.integers(0, 40), max_size=9), st.sampled_from([1, 2, 16, 64, GROUP_ALL]))
+@given(
+    st.lists(st.integers(0, 200), max_size=9),
+    st.sampled_from([1, 2, 16, 64, VALUES_PAD, GROUP_ALL]),
+)
 def test_scales_of_sequences_do_not_overlap(lengths: list[int], group: int) -> None:
-    """By the formula of prims/varlen.cuh they follow one another, and all have room."""
+    """By the formula of prims/varlen.cuh they follow one another, and all have room.
+
+    So do codes of V, of which every VALUES_PAD keys are a group.
+    """
     end = first = 0
     for i, length in enumerate(lengths):
         assert first // group + i >= end
@@ -244,15 +336,6 @@ def rng_of(x: np.ndarray) -> np.random.Generator:
 
 def test_what_has_no_meaning_is_refused() -> None:
     (q, k, v), ends = packed(((3, 4), (2, 5)), 2, 1, head_dim=8)
-    absent = {
-        "mask": np.ones((5, 9), bool), "bias": np.zeros((5, 9), np.float32),
-        "block_mask": BlockMask.from_window(5, 9, (64, 64)),
-    }  # fmt: skip
-    for name, value in absent.items():
-        with pytest.raises(UnsupportedError, match=f"{name} is not supported for packed"):
-            attention_varlen(q, k, v, *ends, **{name: value})
-    with pytest.raises(UnsupportedError, match="rope is not supported"):
-        attention_varlen(q, k, v, *ends, rope=(1, 2))
     z = quantize(*(np.ones((1, 1, 4, 8), np.float16),) * 3)
     with pytest.raises(UnsupportedError, match="a QuantizedQKV holds no packed sequences"):
         attention_varlen(z, None, None, *ends)
@@ -281,6 +364,20 @@ def test_what_has_no_meaning_is_refused() -> None:
         ({"cu_seqlens_q": np.zeros(0, np.int32)}, "got int32 of shape (0,)"),
         ({"max_len_q": 2}, "max_len_q=2 is less than the longest sequence of cu_seqlens_q, 3 rows"),
         ({"max_len_k": -1}, "max_len_k must be between 0 and 2**30, got -1"),
+        ({"mask": np.ones((5, 9), bool)}, "mask must broadcast to (batch, heads, len_q, len_kv) ="),
+        (
+            {"bias": np.zeros((2, 2, 3, 4), np.float32)},
+            "= (2, 2, 3, 5), got bias.shape=(2, 2, 3, 4",
+        ),
+        (
+            {"block_mask": BlockMask.from_window(3, 5, (1, 1)), "max_len_k": 70},
+            "for len_q=3 and len_kv=70 must have 1 x 2 blocks, got mask.shape=(1, 1, 1, 1)",
+        ),
+        (
+            {"rope": rope_tables(4, 8)},
+            "have 4 positions, but rope_offset_q + len_q = 0 + 3 and len",
+        ),
+        ({"rope_offset_q": 3}, "say how rope=(cos, sin) is applied: give rope too"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -12,7 +12,7 @@ from cupyattn.backends import as_input, choose, on_device_of, run
 from cupyattn.errors import UnsupportedError
 from cupyattn.launch import Operand, Plan
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.plan import packed_groups, plan_operand, plan_values
+from cupyattn.quant.plan import packed_groups, packed_values, plan_operand, plan_values
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import (
     SCALE_MIN,
@@ -291,7 +291,11 @@ def operand_buffers(
 
 
 def value_buffers(
-    v: tuple[int, ...], group: int, smooth: bool, zero_points: bool
+    v: tuple[int, ...],
+    group: int,
+    smooth: bool,
+    zero_points: bool,
+    packed: tuple[int, int] | None = None,
 ) -> dict[str, tuple[Any, ...]]:
     """Return what `plan_values` writes and needs, beside ``"x"``: (shape, dtype, zero beforehand).
 
@@ -302,17 +306,24 @@ def value_buffers(
     group : int
         Keys that share the scale of a channel.
     smooth, zero_points : bool
+    packed
+        As for `plan_values`.
     """
     batch, heads, length, head_dim = v
-    scale = batch, heads, group_count(length, group), head_dim
+    entries, groups, padded = batch, group_count(length, group), padded_length(length)
+    if packed is not None:
+        entries = packed[0]
+        groups = packed_groups(length, entries, group)
+        padded = packed_values(length, entries)
+    scale = batch, heads, groups, head_dim
     found: dict[str, tuple[Any, ...]] = {
-        "codes": ((batch, heads, head_dim, padded_length(length)), "int8", False),
+        "codes": ((batch, heads, head_dim, padded), "int8", False),
         "scale": (scale, "float32", False),
         "absmax": ((*scale, 2) if zero_points else scale, "uint32", True),
     }
     if zero_points:
         found["zero"] = scale, "int32", False
-    return found | ({"mean": ((batch, heads, head_dim), "float32", True)} if smooth else {})
+    return found | ({"mean": ((entries, heads, head_dim), "float32", True)} if smooth else {})
 
 
 def _value_codes(v: Array, quant: QuantConfig, group: int, backend: str) -> dict[str, Array]:

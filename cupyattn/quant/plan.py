@@ -95,6 +95,17 @@ def packed_groups(total: int, batch: int, group: int) -> int:
     return total // group + batch
 
 
+def packed_values(total: int, batch: int) -> int:
+    """Return how many codes a channel of V has of packed sequences, which begin like their groups.
+
+    Examples
+    --------
+    >>> packed_values(300, 2)  # 1 and 299 keys, or 150 and 150, are padded to 128 + 384 or 2 x 256
+    512
+    """
+    return packed_groups(total, batch, VALUES_PAD) * VALUES_PAD
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_operand(
     x: Operand,
@@ -214,6 +225,7 @@ def plan_values(
     p_type: str = "u8",
     *,
     smooth: bool = False,
+    packed: tuple[int, int] | None = None,
     zero_points: bool = False,
 ) -> Plan:
     """Plan the quantisation of V.
@@ -230,6 +242,8 @@ def plan_values(
         Codes of P: V's are INT8, or e4m3 as well.
     smooth : bool
         Compute the mean over the length into the buffer ``"mean"`` and subtract it.
+    packed : (int, int), optional
+        As for `plan_operand`; `packed_values` says how many codes a channel has.
     zero_points : bool
         Codes, INT8 then, have zero points.
 
@@ -246,12 +260,14 @@ def plan_values(
     UnsupportedError
         If the grid would be too large.
     """
-    batch, heads, length, head_dim = x.shape
+    _, heads, total, head_dim = x.shape
+    batch, length = (x.shape[0], total) if packed is None else packed
     vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
     tiles = Tiles(block_q=min(group, VALUES_PAD), block_kv=1, num_warps=_NUM_WARPS[1])
     features = Features(
-        dtype, head_dim, vec=vec, group_q=group, p_type=p_type, zero_points=zero_points
-    )
+        dtype, head_dim, vec=vec, group_q=group, p_type=p_type, varlen=packed is not None,
+        zero_points=zero_points,
+    )  # fmt: skip
     if math.prod(x.shape) == 0:
         return Plan("quantize", "portable", tiles, features, ())
     spec = ModuleSpec(
@@ -262,17 +278,22 @@ def plan_values(
     slices = {"splits": splits, "split_rows": split_rows}
     # The maxima of a group, too, are found by slices, unless a slice would hold several groups.
     of_groups = {"splits": groups, "split_rows": group} if groups > 1 else slices
+    chunks, padded = -(-length // VALUES_PAD), padded_length(length)
+    scales = groups
+    if packed is not None:
+        padded, scales = packed_values(total, batch), packed_groups(total, batch, group)
     params: dict[str, Any] = {
         "X": "x", "codes": "codes", "scale": "scale", "static_scale": None, "absmax": "absmax",
         "partial_sum": "partial_sum" if smooth else None, "mean": "mean" if smooth else None,
-        "X_stride": x.row_strides, "scale_stride_batch": heads * groups,
-        "scale_stride_head": groups, "heads": heads, "length": length,
-        "padded": padded_length(length), "zero": "zero" if zero_points else None, **slices,
+        "X_stride": x.row_strides, "scale_stride_batch": 0 if packed else heads * scales,
+        "scale_stride_head": scales, "heads": heads, "length": length,
+        "cu_seqlens": "cu_seqlens" if packed else None, "total": total, "padded": padded,
+        "zero": "zero" if zero_points else None, **slices,
     }  # fmt: skip
     steps = [(*step, params) for step in _mean_steps(batch * heads, splits)] if smooth else []
     steps += [
         ("channel_absmax", batch * heads * of_groups["splits"], {**params, **of_groups}),
-        ("encode_values", batch * heads * padded_length(length) // VALUES_PAD, params),
+        ("encode_values", batch * heads * chunks, params),
     ]
     launches = tuple(_launch(spec, x, entry, grid, tiles, given) for entry, grid, given in steps)
     sums = Workspace("partial_sum", (batch, heads, splits, head_dim), "float32")

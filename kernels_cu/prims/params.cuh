@@ -88,7 +88,8 @@ struct QuantParams {
 };
 
 // fa_int8 with 8-bit P and V appends, too: V of AttnParams is then [batch, heads_kv, HEAD_DIM,
-// V_stride.len] codes, the last axis len_kv rounded up to VALUES_PAD.
+// V_stride.len] codes, the last axis len_kv rounded up to VALUES_PAD. VARLEN: every sequence begins
+// at a multiple of VALUES_PAD, where the scale of a group of so many keys would lie.
 struct ValueParams {
   const float* V_scale;  // [batch, heads_kv, ceil(len_kv / GROUP_V), HEAD_DIM]
   const float* V_mean;   // [batch, heads_kv, HEAD_DIM], subtracted from V; null: none

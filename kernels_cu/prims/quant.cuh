@@ -31,7 +31,8 @@ struct QuantizeParams {
   int32_t split_rows;         // rows of a slice
   const int32_t* cu_seqlens;  // [batch + 1], not read unless VARLEN; length is then the longest
   int32_t total;              // VARLEN: rows of all sequences
-  int32_t padded;             // V: codes are [batch, heads, HEAD_DIM, padded], contiguous
+  int32_t padded;             // V: codes are [batch, heads, HEAD_DIM, padded], contiguous; VARLEN:
+                              // [heads, HEAD_DIM, padded], sequences as prims/params.cuh says
   int32_t* zero;              // ZERO_POINTS: as scale
   int32_t* code_sum;  // ZERO_POINTS, not of V: [batch, heads, length], sums of a row's codes
   int64_t sum_stride_batch;

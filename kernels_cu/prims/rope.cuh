@@ -16,7 +16,9 @@ struct RopeParams {
   Strides X_stride;
   int32_t heads;
   int32_t length;
-  int32_t position;  // of row 0
+  int32_t position;           // of row 0
+  const int32_t* cu_seqlens;  // [batch + 1], not read unless VARLEN; length is then the longest
+  int32_t total;              // VARLEN: rows of all sequences
 };
 
 constexpr int ANGLES = HEAD_DIM / 2;  // of one position, a pair of columns each

@@ -72,7 +72,8 @@ __device__ __forceinline__ float* lse_of(const AttnParams& p, int64_t batch_head
 }
 
 // The first scale of a sequence: its groups of rows begin with its first row. Of a packed array
-// with GROUP rows to a scale, sequence i has the scales from first_row / GROUP + i on.
+// with GROUP rows to a scale, sequence i has the scales from first_row / GROUP + i on. Codes of V
+// lie likewise along a channel: VALUES_PAD of them are a group.
 template <int GROUP>
 __device__ __forceinline__ int64_t first_scale(const int32_t* cu_seqlens, int64_t batch) {
   if constexpr (VARLEN) return cu_seqlens[batch] / GROUP + batch;
