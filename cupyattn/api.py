@@ -9,7 +9,7 @@ from cupyattn.block_mask import BlockMask
 from cupyattn.forms import direct_operands, operands_key, same_place
 from cupyattn.launch import Plan
 from cupyattn.prepared import Prepared, operands_of, recall, remember, run_mirror, stages
-from cupyattn.quant import QuantConfig
+from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.request import Options, Request, as_given, resolve
 from cupyattn.tiles import Tiles
 
@@ -136,6 +136,8 @@ def attention(
     >>> ca.attention(q, k, v, causal=True)[0, 0, :, 0]
     array([1., 1., 1., 1.], dtype=float16)
     """
+    if isinstance(q, QuantizedQKV) and q.cu_seqlens_q is not None:
+        raise ValueError("this QuantizedQKV holds packed sequences: call attention_varlen")
     given = direct_operands(q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope)
     key = None
     if given is not None and out is None and layout == "BHSD" and not check_finite:
@@ -158,10 +160,10 @@ def attention(
 
 def attention_varlen(
     q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    k: Any = None,
+    v: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
     *,
     max_len_q: int | None = None,
     max_len_k: int | None = None,
@@ -194,8 +196,9 @@ def attention_varlen(
 
     Parameters
     ----------
-    q : array, (total_q, heads, head_dim)
-        Queries of all sequences; kinds of arrays, dtypes and strides as for `attention`.
+    q : array, (total_q, heads, head_dim), or QuantizedQKV
+        Queries of all sequences; kinds of arrays, dtypes and strides as for `attention`. A
+        `QuantizedQKV` that `quantize` made of packed sequences carries all operands and offsets.
     k, v : array, (total_k, heads_kv, head_dim)
         Keys and values; `heads_kv` divides `heads`.
     cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32 or int64
@@ -205,7 +208,8 @@ def attention_varlen(
     max_len_q, max_len_k : int, optional
         Upper limits of the lengths: how many thread blocks there are, and how much scratch memory
         (``unfused`` takes ``4 batch heads max_len_q max_len_k`` bytes). Without one of them the
-        offsets are looked at, which waits for the device where they lie there.
+        offsets are looked at, which waits for the device where they lie there; a `QuantizedQKV` has
+        its own.
     causal, causal_align, window
         As for `attention`, by each sequence's own lengths: ``shift = len_kv - len_q`` or 0.
     rope, rope_interleaved, rope_offset_q
@@ -264,18 +268,28 @@ def attention_varlen(
     """
     packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     limits = max_len_q, max_len_k
-    given = direct_operands(q, k, v, rope=rope, **packed)
+    coded = isinstance(q, QuantizedQKV)
+    if coded and q.cu_seqlens_q is None:
+        raise ValueError(
+            "this QuantizedQKV holds no packed sequences: call attention, or quantize with "
+            "cu_seqlens_q and cu_seqlens_k"
+        )
+    if not coded and cu_seqlens_q is cu_seqlens_k is None:
+        raise TypeError("attention_varlen needs cu_seqlens_q and cu_seqlens_k beside arrays")
+    given = direct_operands(
+        q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope, **packed
+    )
     key = None
-    plain = out is mask is bias is block_mask is None
-    if given is not None and plain and not check_finite and None not in limits:
+    known = coded or None not in limits
+    if given is not None and out is None and not check_finite and known:
         key = operands_key(
             (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
              rope_offset_q, return_lse, quant, tiles, arch, backend, limits),
-            given, q,
+            given, q, block_mask=block_mask,
         )  # fmt: skip
         ready = recall(key)
         if ready is not None:
-            entry = {name: a[None].swapaxes(1, 2) for name, a in (("q", q), ("k", k), ("v", v))}
+            entry = {} if coded else {n: given[n][None].swapaxes(1, 2) for n in "qkv"}
             o, lse = ready.run({**given, **entry}, None)
             o = as_given(o, "BSHD", packed=True)
             return (o, lse) if return_lse else o

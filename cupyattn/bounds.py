@@ -22,6 +22,7 @@ import numpy as np
 from cupyattn import splits, value_bounds
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_limits, check_scale, check_shapes
+from cupyattn.codes import check_one_sequence
 from cupyattn.numerics import (
     EX2_FLUSH,
     HALF_SUBNORMAL,
@@ -249,6 +250,7 @@ def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
     The mean that smoothing took from the keys shifts all scores of a row by sigma q.mean; the
     kernel gives it back to lse alone.
     """
+    check_one_sequence(quantized)
     q, k, v = replace(quantized, k_mean=None).dequantize("float64")
     return q, k, v
 

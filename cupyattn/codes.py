@@ -46,6 +46,17 @@ class Quantized(Protocol):
     def v_mean(self) -> Array | None: ...  # (batch, heads_kv, head_dim), subtracted from V
     @property
     def config(self) -> Any: ...  # a cupyattn.quant.QuantConfig
+    @property
+    def cu_seqlens_q(self) -> Array | None: ...  # of packed sequences
+
+
+def check_one_sequence(quantized: Quantized) -> None:
+    """Raise ValueError where operands are packed sequences, whose scales lie otherwise."""
+    if quantized.cu_seqlens_q is not None:
+        raise ValueError(
+            "mirror and bounds take the operands of one sequence at a time: those that "
+            "QuantizedQKV.sequences() yields"
+        )
 
 
 def codes_less_zero(codes: Array, zero: Array | None, group: int) -> Array:

@@ -16,7 +16,7 @@ from cupyattn.quant import QuantizedQKV
 #: Buffers of a quantised call, as fields of `QuantizedQKV`.
 QUANTIZED = (
     "q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean", "v_codes", "v_scale", "v_mean",
-    "q_zero", "k_zero", "v_zero", "q_code_sum", "k_code_sum",
+    "q_zero", "k_zero", "v_zero", "q_code_sum", "k_code_sum", "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def operands_key(
     if block_mask is not None:
         key.append(block_mask.blocks)
     if isinstance(q, QuantizedQKV):
-        key += (q.group_q, q.group_kv, q.group_v, q.config, q.out_dtype)
+        key += (q.group_q, q.group_kv, q.group_v, q.config, q.out_dtype, q.max_len_q, q.max_len_k)
     found = tuple(key)
     try:
         hash(found)

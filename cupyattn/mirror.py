@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cupyattn import splits
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_scale, check_shapes, check_value_group
-from cupyattn.codes import Quantized, codes_less_zero
+from cupyattn.codes import Quantized, check_one_sequence, codes_less_zero
 from cupyattn.numerics import P_CODE_ONE, Numerics, check_features
 from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.registry import lookup
@@ -408,6 +408,7 @@ def attention_mirror(
     if isinstance(q, Quantized):
         if k is not None or v is not None:
             raise ValueError("k and v must be None where q holds all three quantised operands")
+        check_one_sequence(q)
         quantized, q, k = q, q.q_codes, q.k_codes
         v = quantized.value_codes() if quantized.v is None else quantized.v
         _require_numpy(q, k, v)

@@ -16,7 +16,7 @@ from cupyattn.arrays import is_cupy
 from cupyattn.checks import AttentionCall, data_address
 from cupyattn.forms import QUANTIZED, Form, direct_operands
 from cupyattn.launch import Operand, Plan, Workspace
-from cupyattn.quant import QuantConfig, quantize
+from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.operands import (
     check_value_tiles,
     operand_buffers,
@@ -24,7 +24,7 @@ from cupyattn.quant.operands import (
     static_scales,
     value_buffers,
 )
-from cupyattn.quant.plan import packed_groups, plan_operand, plan_values
+from cupyattn.quant.plan import plan_operand, plan_values
 from cupyattn.request import Request, resolve
 from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import STORAGE, array_namespace
@@ -191,9 +191,8 @@ def _quantising_stages(
         ("q", q, groups[0], quant.granularity_q, False),
         ("k", k, groups[1], quant.granularity_k, quant.smooth_k),
     ):
-        shape, packed = scale_shape(x.shape, group, granularity), _packed(call, name)
-        if packed is not None:
-            shape = (*shape[:2], packed_groups(x.shape[2], call.batch, group))
+        packed = _packed(call, name)
+        shape = scale_shape(x.shape, group, granularity, packed)
         plan = plan_operand(
             x, call.dtype, group, per_tensor=granularity == "tensor", smooth=smooth,
             static=quant.static, packed=packed, zero_points=quant.zero_points,
@@ -360,9 +359,11 @@ class Prepared:
                 operands |= self._added
                 o, lse = self._run(operands, self.check(operands, out), out)
                 return o if lse is None else (o, lse)
-        names = ("mask", "bias", *SEQUENCES)
+        names: tuple[str, ...] = ("mask", "bias", *SEQUENCES)
         others = zip(names, (mask, bias, cu_seqlens_q, cu_seqlens_k), strict=True)
         given = {name: a for name, a in others if a is not None}
+        if isinstance(q, QuantizedQKV):  # which has offsets of its own
+            names = tuple(name for name in names if name not in SEQUENCES or name in given)
         changed = {name: a for name, a in (self._added | given).items() if name in names}
         request = resolve(q, k, v, replace(self._options, out=out, **changed))
         operands = operands_of(request)
@@ -526,10 +527,13 @@ def _mirror_packed(request: Request) -> tuple[Any, Any]:
         cu_seqlens_q=None, cu_seqlens_k=None, max_len_q=None, max_len_k=None, tiles=plan.tiles,
     )  # fmt: skip
     pairs = zip(pairwise(request.cu_seqlens_q), pairwise(request.cu_seqlens_k), strict=True)
+    parts = None if request.quantized is None else list(request.quantized.sequences())
     for number, (q_ends, k_ends) in enumerate(pairs):
         rows, keys = slice(*q_ends), slice(*k_ends)
         q, k, v = request.q[:, :, rows], request.k[:, :, keys], request.v[:, :, keys]
         own = _scoring_of(request, number, q.shape[2], k.shape[2])
+        if parts is not None:
+            q, k, v = parts[number], None, None
         one = resolve(q, k, v, replace(options, **own))
         o[:, :, rows], lse[None, :, rows] = _mirror(one, plan.form)
     return o, lse

@@ -13,12 +13,13 @@ from cupyattn import arrays, auto, backends, checks, registry
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall
 from cupyattn.compile import capability_of
-from cupyattn.errors import UnsupportedError
 from cupyattn.quant import QuantConfig, QuantizedQKV
+from cupyattn.quant.operands import check_packed_quant
 from cupyattn.registry import Variant
 from cupyattn.rope import Rope, check_turned_before
 from cupyattn.rounding import array_namespace
 from cupyattn.scoring import check_smoothing
+from cupyattn.sequences import Sequences, one_entry, take_sequences
 from cupyattn.tiles import Tiles
 
 
@@ -135,31 +136,24 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     _check_kind("scale", options.scale, numbers.Real, "a number or None")
     if options.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {options.layout!r}")
+    if isinstance(q, QuantizedQKV):
+        return _resolve_quantized(q, k, v, options)
     packed = options.cu_seqlens_q is not None or options.cu_seqlens_k is not None
     if not packed and (options.max_len_q, options.max_len_k) != (None, None):
         raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
-    if isinstance(q, QuantizedQKV):
-        if packed:
-            raise UnsupportedError("a QuantizedQKV holds no packed sequences: give q, k and v")
-        return _resolve_quantized(q, k, v, options)
     named = zip("qkv", (q, k, v), strict=True)
     (q, restore), (k, _), (v, _) = (arrays.take(name, array) for name, array in named)
     array_namespace(q, k, v)
     if packed:
         options = replace(options, layout="BSHD")  # with a batch axis before, that is their order
-        q, k, v = (_one_entry(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
+        q, k, v = (one_entry(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
     q, k, v = (arrays.contiguous_last_axis(to_bhsd(a, options.layout)) for a in (q, k, v))
     sizes = checks.check_shapes(*(tuple(a.shape) for a in (q, k, v)))
-    sequences: dict[str, Any] = {}
+    sequences = None
     if packed:
-        totals = sizes[3:5]
-        sizes, options, sequences = _sequences(sizes, q, options)
-    call, mask, bias = _check_options(sizes, checks.check_dtype(q, k, v), q, options)
-    if packed:
-        call = checks.check_packed(
-            call, totals, causal=options.causal, causal_align=options.causal_align,
-            window=options.window,
-        )  # fmt: skip
+        sequences = take_sequences(q, sizes[3:5], vars(options), look=options.check_finite)
+        options = replace(options, max_len_q=sequences.max_len_q, max_len_k=sequences.max_len_k)
+    call, mask, bias = _check_options(sizes, checks.check_dtype(q, k, v), q, options, sequences)
     rope = _take_rope(q, call, options)
     if rope is not None:
         call = replace(call, rope=rope.pairs, rope_offset_q=rope.offset_q)
@@ -176,14 +170,12 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     tables = () if rope is None else (rope.cos, rope.sin)
     arrays.check_one_device(
         q=q, k=k, v=v, mask=mask, bias=bias, **dict(zip(("cos", "sin"), tables, strict=False)),
-        **sequences,
+        **_offsets(sequences),
     )  # fmt: skip
     if options.quant is not None and variant.family != "int8":
         raise ValueError(f"quant is for fa_int8, got variant {variant.name!r}")
-    if packed and options.quant is not None and options.quant.static:
-        raise UnsupportedError(
-            "given scales are not supported for packed sequences: use scales='dynamic'"
-        )
+    if packed and options.quant is not None:
+        check_packed_quant(options.quant)
     if options.check_finite:
         _check_finite(q, k, v)
     if call.softcap and variant.family == "int8":
@@ -193,61 +185,15 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         options, variant, why, call, backends.choose(options.backend, q), q, k, v, mask, bias,
         _kept_blocks(options, q), rope, None,
         _receiver(options, call, (q, k, v, mask, bias)),
-        lambda o: restore(as_given(o, options.layout, packed=packed)), restore, **sequences,
+        lambda o: restore(as_given(o, options.layout, packed=packed)), restore,
+        **_offsets(sequences),
     )  # fmt: skip
 
 
-def _one_entry(name: str, array: Any) -> Any:
-    """Return a packed array as the one entry of a batch."""
-    if array.ndim != 3:
-        raise ValueError(
-            f"{name} must have three axes (total, heads, head_dim), got {name}.shape={array.shape}"
-        )
-    return array[None]
-
-
-def _sequences(
-    sizes: tuple[int, int, int, int, int, int], q: Any, options: Options
-) -> tuple[tuple[int, int, int, int, int, int], Options, dict[str, Any]]:
-    """Return sizes with batch and longest lengths, options that have these, and the offsets.
-
-    `sizes` are those of packed arrays. Without `max_len_q` or `max_len_k`, and with `check_finite`,
-    offsets on a device are waited for and looked at; on the host they always are.
-    """
-    found: dict[str, Any] = {}
-    longest: dict[str, Any] = {}
-    for name, total in zip("qk", sizes[3:5], strict=True):
-        cu_seqlens, max_len = f"cu_seqlens_{name}", f"max_len_{name}"
-        limit = getattr(options, max_len)
-        limit = None if limit is None else checks.check_length(max_len, limit)
-        offsets = _take_offsets(cu_seqlens, getattr(options, cu_seqlens))
-        on_host = isinstance(offsets, np.ndarray)
-        if not on_host:
-            array_namespace(q, offsets)
-        with backends.on_device_of(q):
-            found[cu_seqlens] = array_namespace(q).asarray(offsets, np.int32)
-        if on_host or limit is None or options.check_finite:
-            offsets = offsets if on_host else offsets.get()
-            limit = int(np.diff(offsets).max(initial=0)) if limit is None else limit
-            checks.check_cu_seqlens(name, offsets, total, limit)
-        longest[max_len] = limit
-    counts = {n: a.shape[0] - 1 for n, a in found.items()}
-    if len(set(counts.values())) != 1:
-        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of one length, got {counts}")
-    batch = counts["cu_seqlens_q"]
-    sizes = (batch, *sizes[1:3], *longest.values(), sizes[5])
-    return sizes, replace(options, **longest), found
-
-
-def _take_offsets(name: str, given: Any) -> Any:
-    """Return the caller's array of offsets, contiguous."""
-    offsets, _ = arrays.take(name, given)
-    if offsets.ndim != 1 or offsets.shape[0] < 1 or str(offsets.dtype) not in ("int32", "int64"):
-        raise ValueError(
-            f"{name} must be int32 or int64 of shape (batch + 1,), "
-            f"got {offsets.dtype} of shape {offsets.shape}"
-        )
-    return arrays.contiguous_last_axis(offsets)
+def _offsets(sequences: Sequences | None) -> dict[str, Any]:
+    if sequences is None:
+        return {}
+    return {name: getattr(sequences, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
 
 
 def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options) -> Request:
@@ -257,33 +203,73 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
         )
     if options.rope is not None:
         check_turned_before(quantized)
-    if options.layout != "BHSD":
+    if options.layout != "BHSD" and quantized.cu_seqlens_q is None:
         raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={options.layout!r}")
     variant = registry.lookup("fa_int8" if options.variant == "auto" else options.variant)
     if variant.family != "int8":
         raise ValueError(f"a QuantizedQKV runs on fa_int8, got variant={options.variant!r}")
-    quantized = _contiguous(quantized)
+    quantized, sequences = _contiguous(quantized), _sequences_of(quantized, options)
+    if sequences is not None:
+        options = replace(
+            options, layout="BSHD", max_len_q=sequences.max_len_q, max_len_k=sequences.max_len_k
+        )
     v = quantized.v if quantized.v_codes is None else quantized.v_codes
     operands = quantized.q_codes, quantized.k_codes, v
     keys = tuple(quantized.k_codes.shape)
     sizes = checks.check_shapes(quantized.shape, keys, keys)
-    call, mask, bias = _check_options(sizes, quantized.out_dtype, operands[0], options)
+    call, mask, bias = _check_options(sizes, quantized.out_dtype, operands[0], options, sequences)
     scales = {"q_scale": quantized.q_scale, "k_scale": quantized.k_scale}
     codes = dict(zip(("q_codes", "k_codes", "v"), operands, strict=True))
-    arrays.check_one_device(**codes, **scales, mask=mask, bias=bias)
+    arrays.check_one_device(**codes, **scales, mask=mask, bias=bias, **_offsets(sequences))
     check_smoothing(call.softcap, quantized.k_mean)
     return Request(
         options, variant, "the rung for quantised operands", call,
         backends.choose(options.backend, operands[0]), *operands, mask, bias,
         _kept_blocks(options, operands[0]), None, quantized,
-        _receiver(options, call, (*operands, mask, bias)), lambda o: o, lambda lse: lse,
+        _receiver(options, call, (*operands, mask, bias)),
+        lambda o: as_given(o, options.layout, packed=sequences is not None), lambda lse: lse,
+        **_offsets(sequences),
     )  # fmt: skip
 
 
+def _sequences_of(quantized: QuantizedQKV, options: Options) -> Sequences | None:
+    """Return the sequences of quantised operands, whose limits a caller may only raise."""
+    if options.cu_seqlens_q is not None or options.cu_seqlens_k is not None:
+        raise ValueError(
+            "a QuantizedQKV says itself where its sequences begin: give no cu_seqlens_q or "
+            "cu_seqlens_k beside it"
+        )
+    if quantized.cu_seqlens_q is None:
+        if (options.max_len_q, options.max_len_k) != (None, None):
+            raise ValueError(
+                "this QuantizedQKV holds no packed sequences: give no max_len_q or max_len_k, or "
+                "quantize with cu_seqlens_q and cu_seqlens_k"
+            )
+        return None
+    longest = {}
+    for name in ("max_len_q", "max_len_k"):
+        own, limit = getattr(quantized, name), getattr(options, name)
+        longest[name] = own if limit is None else checks.check_length(name, limit)
+        if longest[name] < own:
+            raise ValueError(f"{name}={limit} is less than that of the QuantizedQKV, {own}")
+    return Sequences(quantized.cu_seqlens_q, quantized.cu_seqlens_k, **longest)
+
+
 def _check_options(
-    sizes: tuple[int, int, int, int, int, int], dtype: str, q: Any, options: Options
+    sizes: tuple[int, int, int, int, int, int],
+    dtype: str,
+    q: Any,
+    options: Options,
+    sequences: Sequences | None,
 ) -> tuple[AttentionCall, Any, Any]:
-    """Return the call, and mask and bias as the kernels take them (None where absent)."""
+    """Return the call, and mask and bias as the kernels take them (None where absent).
+
+    `sizes` are those of the arrays, packed or not.
+    """
+    totals = sizes[3:5]
+    if sequences is not None:
+        longest = sequences.max_len_q, sequences.max_len_k
+        sizes = (sequences.batch, *sizes[1:3], *longest, sizes[5])
     given = {}
     for name in ("mask", "bias"):
         array = getattr(options, name)
@@ -299,6 +285,11 @@ def _check_options(
     mask, bias = (
         None if x is None else arrays.broadcast(x, call.score_shape) for x in given.values()
     )
+    if sequences is not None:
+        call = checks.check_packed(
+            call, totals, causal=options.causal, causal_align=options.causal_align,
+            window=options.window,
+        )  # fmt: skip
     return call, mask, bias
 
 
@@ -323,8 +314,9 @@ def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:
     by_row = ("q_codes", "k_codes", "v")
     whole_too = ("k_mean", "v_codes", "v_scale", "v_mean", "q_scale", "k_scale")
     zeros = ("q_zero", "k_zero", "v_zero", "q_code_sum", "k_code_sum")
+    offsets = ("cu_seqlens_q", "cu_seqlens_k")
     tidy = {}
-    for name in (*by_row, *whole_too, *zeros):
+    for name in (*by_row, *whole_too, *zeros, *offsets):
         a = getattr(quantized, name)
         if a is not None:
             whole = array_namespace(a).ascontiguousarray
@@ -355,7 +347,7 @@ def _receiver(options: Options, call: AttentionCall, inputs: tuple[Any, ...]) ->
     out, _ = arrays.take("out", options.out)
     array_namespace(out, *(x for x in inputs if x is not None))
     if call.packed is not None:
-        out = _one_entry("out", out)
+        out = one_entry("out", out)
     out = to_bhsd(out, options.layout)
     arrays.check_one_device(q=inputs[0], out=out)
     checks.check_out(out, call, inputs)

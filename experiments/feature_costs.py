@@ -30,7 +30,7 @@ from experiments.common import ROOT, Problem
 PAGE = ROOT / "docs" / "FEATURES.md"
 RECORD = "experiments/results/feature_costs.json"
 HEAD_DIMS = (64, 128)
-PLAIN = "plain"
+PLAIN, PACKED = "plain", "packed"
 #: Every feature alone, in the order of the page, and what it is in this experiment.
 FEATURES = {
     PLAIN: "nothing but attention",
@@ -43,9 +43,18 @@ FEATURES = {
     "bias": "`bias` of shape (length, length), float16",
     "rope": "`rope=(cos, sin)`, half-split",
     "rope interleaved": "the same with `rope_interleaved=True`",
+    "block mask": "`block_mask` of blocks of 128 x 128, one half kept",
+    PACKED: "`attention_varlen` of as many sequences of that length",
 }
 
 Options = dict[str, Any]
+
+
+def operands_of(feature: str, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return q, k and v as the call takes them: packed (total, heads, head_dim), or as they are."""
+    if feature != PACKED:
+        return inputs
+    return tuple(x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in inputs)
 
 
 def options_of(feature: str, problem: Problem, xp: Any) -> Options:
@@ -70,6 +79,12 @@ def options_of(feature: str, problem: Problem, xp: Any) -> Options:
         angles = np.arange(n)[:, None] * 10000.0 ** (-np.arange(half) / half)
         tables = (xp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
         return {"rope": tuple(tables), "rope_interleaved": feature.endswith("interleaved")}
+    if feature == "block mask":
+        blocks = -(-n // 128)
+        return {"block_mask": ca.BlockMask(rng.random((1, 1, blocks, blocks)) < 0.5, 128, 128)}
+    if feature == PACKED:
+        ends = xp.arange(problem.batch + 1, dtype=np.int32) * np.int32(n)
+        return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_len_q": n, "max_len_k": n}
     return {}
 
 
@@ -85,7 +100,15 @@ def judged(rung: str, problem: Problem, inputs: tuple[Any, ...], options: Option
         )  # fmt: skip
         turned = (q, k) if turn is None else turn.turned(q, k)
         quantized = ca.quantize(*turned, v, quant=QuantConfig(smooth_k="softcap" not in options))
-    o, lse = ca.attention(q, k, v, variant=rung, return_lse=True, **options)
+    if "cu_seqlens_q" in options:
+        o, lse = ca.attention_varlen(
+            *operands_of(PACKED, inputs), variant=rung, return_lse=True, **options
+        )
+        o = o.reshape(q.shape[0], -1, *o.shape[1:]).swapaxes(1, 2)
+        lse = lse.reshape(lse.shape[0], q.shape[0], -1).swapaxes(0, 1)
+        options = {}
+    else:
+        o, lse = ca.attention(q, k, v, variant=rung, return_lse=True, **options)
     rows = measure.judged_rows(problem.call, problem.seed)
     return testing.judge(
         o, q, k, v, variant=rung, lse=lse, quantized=quantized, rows=rows, **options
@@ -108,7 +131,7 @@ def measure_rung(
     for feature, description in FEATURES.items():
         options = options_of(feature, problem, xp)
         report = judged(rung, problem, inputs, options)
-        prepared = ca.plan(*inputs, variant=rung, **options)
+        prepared = ca.plan(*operands_of(feature, inputs), variant=rung, **options)
         rows.append({
             "rung": rung, "feature": feature, "description": description,
             "form": prepared.plans[-1].form,
@@ -116,7 +139,8 @@ def measure_rung(
             "j2": report.ratio, "ok": report.passed,
         })  # fmt: skip
         if on_device and report.passed:
-            calls[feature] = _rotating(prepared, sets)
+            laid = [operands_of(feature, one) for one in sets]
+            calls[feature] = _rotating(prepared, laid)
     if not on_device:
         return rows
     with output.progress(f"{rung}, {problem.name}", rounds * len(calls)) as advance:

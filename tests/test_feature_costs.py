@@ -33,12 +33,13 @@ def test_it_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_each_feature_is_the_only_one() -> None:
     problem = Problem(1, 2, 64, 16)
-    q, k, v = problem.draw(on_device=False)
+    inputs = problem.draw(on_device=False)
     seen = set()
     for feature in feature_costs.FEATURES:
         options = feature_costs.options_of(feature, problem, np)
-        call = resolve(q, k, v, Options(**options)).call
-        plain = resolve(q, k, v, Options()).call
+        operands = feature_costs.operands_of(feature, inputs)
+        call = resolve(*operands, Options(**options)).call
+        plain = resolve(*inputs, Options()).call
         changed = {n for n, x in vars(call).items() if x != getattr(plain, n)}
         assert changed or feature == feature_costs.PLAIN, feature
         seen.add((tuple(sorted(changed)), call.rope, call.mask, str(options.get("mask"))))

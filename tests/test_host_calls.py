@@ -161,12 +161,13 @@ def test_lse_mask_and_packed_sequences_arrive_too(driver: Driver) -> None:
     packed = [array((33, 4, 64)), array((70, 2, 64)), array((70, 2, 64))]
     ends = {name: array((3,), "int32") for name in ("cu_seqlens_q", "cu_seqlens_k")}
     limits: dict[str, Any] = {"max_len_q": 33, "max_len_k": 70}
-    made = planned(packed, **ends, **limits, **options)
-    driver.expect(made)
-    for _ in range(2):
-        o, lse = attention_varlen(*packed, **ends, **limits, **options)
-        known = dict(zip("qkv", packed, strict=True))
-        check(driver, made, {**known, **ends, "o": o, "lse": lse})
+    known = {**dict(zip("qkv", packed, strict=True)), **ends}
+    for added in ({}, {"mask": mask}):
+        made = planned(packed, **ends, **limits, **added, **options)
+        driver.expect(made)
+        for _ in range(2):
+            o, lse = attention_varlen(*packed, **ends, **limits, **added, **options)
+            check(driver, made, {**known, **added, "o": o, "lse": lse})
 
 
 def test_the_stream_is_the_current_one_of_each_call(driver: Driver) -> None:

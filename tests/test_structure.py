@@ -62,7 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "compile",
     ),
     ("interpret", "params", "launch", "value_codes", "rotation", "executor"),
-    ("backends",),
+    ("backends", "sequences"),
     ("quant",),
     ("request", "forms", "unfused"),
     ("prepared",),

@@ -28,7 +28,7 @@ from cupyattn.checks import check_limits, check_packed
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.quant.config import GRANULARITIES, GROUP_ALL
-from cupyattn.quant.plan import packed_groups
+from cupyattn.quant.packed import packed_groups
 from cupyattn.quant.quantizers import VALUES_PAD, group_count
 from cupyattn.request import Options, resolve
 from tests import runs
@@ -337,7 +337,7 @@ def rng_of(x: np.ndarray) -> np.random.Generator:
 def test_what_has_no_meaning_is_refused() -> None:
     (q, k, v), ends = packed(((3, 4), (2, 5)), 2, 1, head_dim=8)
     z = quantize(*(np.ones((1, 1, 4, 8), np.float16),) * 3)
-    with pytest.raises(UnsupportedError, match="a QuantizedQKV holds no packed sequences"):
+    with pytest.raises(ValueError, match="this QuantizedQKV holds no packed sequences"):
         attention_varlen(z, None, None, *ends)
     with pytest.raises(TypeError, match="go with cu_seqlens_q and cu_seqlens_k"):
         resolve(q[None], k[None], v[None], Options(max_len_q=5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from cupyattn.backends import as_input, choose, on_device_of, run
 from cupyattn.errors import UnsupportedError
 from cupyattn.launch import Operand, Plan
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.plan import packed_groups, packed_values, plan_operand, plan_values
+from cupyattn.quant.packed import join, packed_groups, packed_values
+from cupyattn.quant.plan import plan_operand, plan_values
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import (
     SCALE_MIN,
@@ -25,6 +27,7 @@ from cupyattn.quant.quantizers import (
     quantize_values_affine,
 )
 from cupyattn.rounding import Array, array_namespace
+from cupyattn.sequences import Sequences, one_entry, take_sequences
 from cupyattn.tiles import Tiles
 
 
@@ -36,16 +39,20 @@ def quantize(
     quant: QuantConfig | None = None,
     tiles: Tiles | None = None,
     backend: str | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_len_q: int | None = None,
+    max_len_k: int | None = None,
 ) -> QuantizedQKV:
     """Quantise Q and K to INT8, and V where `quant` says so.
 
     Parameters
     ----------
     q : array, (batch, heads, len_q, head_dim)
-        float16, bfloat16 or float32; any strides. Not modified.
+        float16, bfloat16 or float32; any strides. Not modified. Packed (total_q, heads, head_dim).
     k, v : array, (batch, heads_kv, len_kv, head_dim)
-        Of the same type. With ``pv="16bit"`` V is kept as it is, float32 as float16: past 65504 it
-        becomes infinite.
+        Of the same type; packed (total_k, heads_kv, head_dim). With ``pv="16bit"`` V is kept
+        as it is, float32 as float16: past 65504 it becomes infinite.
     quant : QuantConfig, optional
         How; ``QuantConfig()`` when omitted.
     tiles : Tiles, optional
@@ -54,6 +61,9 @@ def quantize(
     backend : {"cuda", "mirror", "interpret"}, optional
         ``cuda`` for CuPy arrays, ``mirror`` or ``interpret`` for NumPy arrays, as for
         `cupyattn.attention`.
+    cu_seqlens_q, cu_seqlens_k, max_len_q, max_len_k
+        As for `cupyattn.attention_varlen`, which takes the result: operands are packed sequences.
+        Means, scales and groups of rows are those of a sequence; given scales are not offered.
 
     Returns
     -------
@@ -86,14 +96,27 @@ def quantize(
     array_namespace(q, k, v)
     backend = choose(backend, q)
     checks.check_dtype(q, k, v)
-    head_dim = checks.check_shapes(q.shape, k.shape, v.shape)[-1]
     quant = QuantConfig() if quant is None else quant
+    sequences = None
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    limits = {"max_len_q": max_len_q, "max_len_k": max_len_k}
+    if any(x is not None for x in packed.values()):
+        check_packed_quant(quant)
+        named = zip("qkv", (q, k, v), strict=True)
+        q, k, v = (one_entry(name, x).swapaxes(1, 2) for name, x in named)
+        sizes = checks.check_shapes(q.shape, k.shape, v.shape)
+        sequences = take_sequences(q, sizes[3:5], {**packed, **limits})
+    elif any(x is not None for x in limits.values()):
+        raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
+    head_dim = checks.check_shapes(q.shape, k.shape, v.shape)[-1]
     if tiles is None:
         tiles = registry.lookup("fa_int8").default_tiles(head_dim, quant.form)
     check_value_tiles(quant, tiles)
-    if backend == "mirror":
+    if backend != "mirror":
+        return _quantize_kernels(q, k, v, quant, tiles, backend, sequences)
+    if sequences is None:
         return quantize_mirror(q, k, v, quant, tiles)
-    return _quantize_kernels(q, k, v, quant, tiles, backend)
+    return _quantize_sequences(q, k, v, quant, tiles, sequences)
 
 
 def quantize_mirror(
@@ -153,6 +176,28 @@ def quantize_mirror(
     )  # fmt: skip
 
 
+def _quantize_sequences(
+    q: Array, k: Array, v: Array, quant: QuantConfig, tiles: Tiles, sequences: Sequences
+) -> QuantizedQKV:
+    """Quantise packed sequences one by one, and lay the results as the kernels lay theirs."""
+    ends = (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+    parts = []
+    for of_q, of_k in zip(*map(pairwise, ends), strict=True):
+        rows, keys = slice(*of_q), slice(*of_k)
+        parts.append(quantize_mirror(q[:, :, rows], k[:, :, keys], v[:, :, keys], quant, tiles))
+    template = quantize_mirror(q[:, :, :0], k[:, :, :0], v[:, :, :0], quant, tiles)
+    joined: QuantizedQKV = join(parts, template, sequences)
+    return joined
+
+
+def check_packed_quant(quant: QuantConfig) -> None:
+    """Raise UnsupportedError unless packed sequences can be quantised so."""
+    if quant.static:
+        raise UnsupportedError(
+            "given scales are not supported for packed sequences: use scales='dynamic'"
+        )
+
+
 def check_value_tiles(quant: QuantConfig, tiles: Tiles) -> None:
     """Raise ValueError unless 8-bit values, where asked for, take tiles of these sizes."""
     if quant.form == "pv8" and tiles.block_kv not in (32, 64, 128):
@@ -162,11 +207,17 @@ def check_value_tiles(quant: QuantConfig, tiles: Tiles) -> None:
         )
 
 
-def scale_shape(x: tuple[int, ...], group: int, granularity: str) -> tuple[int, int, int]:
-    """Return the shape of the scales of an operand of shape (batch, heads, length, head_dim)."""
-    if granularity == "tensor":
-        return 1, 1, 1
-    return x[0], x[1], group_count(x[2], group)
+def scale_shape(
+    x: tuple[int, ...], group: int, granularity: str, packed: tuple[int, int] | None = None
+) -> tuple[int, int, int]:
+    """Return the shape of the scales of an operand of shape (batch, heads, length, head_dim).
+
+    `packed` is as for `plan_operand`.
+    """
+    groups = group_count(x[2], group)
+    if packed is not None:
+        groups = packed_groups(x[2], packed[0], group)
+    return (1, 1, groups) if granularity == "tensor" else (x[0], x[1], groups)
 
 
 def static_scales(
@@ -228,25 +279,32 @@ def value_operand(v: Array) -> Array:
 
 
 def _quantize_kernels(
-    q: Array, k: Array, v: Array, quant: QuantConfig, tiles: Tiles, backend: str
+    q: Array,
+    k: Array,
+    v: Array,
+    quant: QuantConfig,
+    tiles: Tiles,
+    backend: str,
+    sequences: Sequences | None,
 ) -> QuantizedQKV:
     """Quantise arrays where they lie, with the kernels of ``quantize.cu``."""
     groups = quant.group_q(tiles), quant.group_kv(tiles)
     with on_device_of(q):
         static = static_scales(array_namespace(q), quant, q.shape, k.shape, tiles)
-        fields = {"v": None if quant.form == "pv8" else value_operand(v)}
+        fields: dict[str, Any] = {"v": None if quant.form == "pv8" else value_operand(v)}
         for name, x, group, granularity, smooth in (
             ("q", q, groups[0], quant.granularity_q, False),
             ("k", k, groups[1], quant.granularity_k, quant.smooth_k),
         ):
             fields |= _operand(
-                name, x, group, granularity, smooth, static[name], quant.zero_points, backend
-            )
+                name, x, group, granularity, smooth, static[name], quant.zero_points, backend,
+                sequences,
+            )  # fmt: skip
         if quant.form == "pv8":
-            fields |= _value_codes(v, quant, quant.group_v(tiles), backend)
+            fields |= _value_codes(v, quant, quant.group_v(tiles), backend, sequences)
     return QuantizedQKV(
         group_q=groups[0], group_kv=groups[1], config=quant, out_dtype=q.dtype.name,
-        group_v=quant.group_v(tiles), **fields,
+        group_v=quant.group_v(tiles), **fields, **({} if sequences is None else vars(sequences)),
     )  # fmt: skip
 
 
@@ -326,16 +384,19 @@ def value_buffers(
     return found | ({"mean": ((entries, heads, head_dim), "float32", True)} if smooth else {})
 
 
-def _value_codes(v: Array, quant: QuantConfig, group: int, backend: str) -> dict[str, Array]:
+def _value_codes(
+    v: Array, quant: QuantConfig, group: int, backend: str, sequences: Sequences | None
+) -> dict[str, Array]:
     """Return codes, scales, zero points and mean of V, by the names of QuantizedQKV."""
     v = contiguous_last_axis(v)
     smooth, zero_points = bool(quant.smooth_v), quant.value_zero_points
+    packed = None if sequences is None else sequences.packed("v")
     plan = plan_values(
-        Operand.of(v), v.dtype.name, group, str(quant.p_type), smooth=smooth,
+        Operand.of(v), v.dtype.name, group, str(quant.p_type), smooth=smooth, packed=packed,
         zero_points=zero_points,
     )  # fmt: skip
-    buffers = _filled(plan, v, value_buffers(v.shape, group, smooth, zero_points))
-    return _coded("v", plan, buffers, backend)
+    wanted = value_buffers(v.shape, group, smooth, zero_points, packed)
+    return _coded("v", plan, _filled(plan, v, wanted, sequences), backend)
 
 
 def _operand(
@@ -347,29 +408,43 @@ def _operand(
     static_scale: Array | None,
     zero_points: bool,
     backend: str,
+    sequences: Sequences | None,
 ) -> dict[str, Array]:
     """Return codes, scales, zero points and mean of Q or K, by the names of QuantizedQKV."""
     x = contiguous_last_axis(x)
     static = static_scale is not None
+    packed = None if sequences is None else sequences.packed(name)
     plan = plan_operand(
         Operand.of(x), x.dtype.name, group, per_tensor=granularity == "tensor", smooth=smooth,
-        static=static, zero_points=zero_points,
+        static=static, packed=packed, zero_points=zero_points,
     )  # fmt: skip
-    scale = scale_shape(x.shape, group, granularity)
-    buffers = _filled(plan, x, operand_buffers(plan, x.shape, scale, smooth=smooth, static=static))
+    scale = scale_shape(x.shape, group, granularity, packed)
+    wanted = operand_buffers(plan, x.shape, scale, smooth=smooth, static=static, packed=packed)
+    buffers = _filled(plan, x, wanted, sequences, name)
     if static_scale is not None:
         buffers["scale"], buffers["static_scale"] = static_scale.copy(), as_input(static_scale)
     return _coded(name, plan, buffers, backend)
 
 
-def _filled(plan: Plan, x: Array, buffers: dict[str, tuple[Any, ...]]) -> dict[str, Array]:
-    """Return arrays for the buffers of a plan, with what must be there beforehand, and x itself."""
+def _filled(
+    plan: Plan,
+    x: Array,
+    buffers: dict[str, tuple[Any, ...]],
+    sequences: Sequences | None,
+    name: str = "k",
+) -> dict[str, Array]:
+    """Return arrays for the buffers of a plan, with what must be there beforehand, and x itself.
+
+    Of packed sequences also the offsets of operand `name`; what lies between theirs is 0.
+    """
     xp = array_namespace(x)
     found = {
-        name: (xp.zeros if zeros else xp.empty)(shape, dtype)
-        for name, (shape, dtype, zeros) in buffers.items()
+        buffer: (xp.zeros if zeros or sequences else xp.empty)(shape, dtype)
+        for buffer, (shape, dtype, zeros) in buffers.items()
     }
-    if not plan.launches:  # an empty operand: what a group of zeros has
+    if sequences is not None:
+        found["cu_seqlens"] = as_input(getattr(sequences, f"cu_seqlens_{name}"))
+    elif not plan.launches:  # an empty operand: what a group of zeros has
         found["scale"].fill(1)
         if "zero" in found:
             found["zero"].fill(-128)

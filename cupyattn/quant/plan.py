@@ -13,6 +13,7 @@ from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
 from cupyattn.launch import Launch, Operand, Plan, Workspace
+from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantizers import VALUES_PAD, padded_length
 from cupyattn.tiles import Tiles
 
@@ -81,31 +82,6 @@ def _rows_held(num_warps: int, head_dim: int, itemsize: int, vec: int) -> int:
     return passes * num_warps * 32 // lanes
 
 
-def packed_groups(total: int, batch: int, group: int) -> int:
-    """Return how many scales a head of packed sequences has: as many as any lengths need.
-
-    Groups of rows begin with each sequence. The scales of sequence i start at
-    ``first // group + i``, `first` being its first row: room for those of all sequences before.
-
-    Examples
-    --------
-    >>> packed_groups(33, 2, 16)  # 1 and 32 rows take 1 + 2, 17 and 16 take 2 + 1
-    4
-    """
-    return total // group + batch
-
-
-def packed_values(total: int, batch: int) -> int:
-    """Return how many codes a channel of V has of packed sequences, which begin like their groups.
-
-    Examples
-    --------
-    >>> packed_values(300, 2)  # 1 and 299 keys, or 150 and 150, are padded to 128 + 384 or 2 x 256
-    512
-    """
-    return packed_groups(total, batch, VALUES_PAD) * VALUES_PAD
-
-
 @functools.lru_cache(maxsize=1024)
 def plan_operand(
     x: Operand,
@@ -137,7 +113,7 @@ def plan_operand(
     packed : (int, int), optional
         x is one batch entry of so many packed sequences, of at most so many rows, which begin and
         end where the buffer ``"cu_seqlens"`` says. Means, scales and groups of rows are those of a
-        sequence; `packed_groups` says how many scales there are.
+        sequence; `cupyattn.quant.packed` says where.
     zero_points : bool
         Codes have zero points, which go with dynamic scales.
 
@@ -243,7 +219,7 @@ def plan_values(
     smooth : bool
         Compute the mean over the length into the buffer ``"mean"`` and subtract it.
     packed : (int, int), optional
-        As for `plan_operand`; `packed_values` says how many codes a channel has.
+        As for `plan_operand`.
     zero_points : bool
         Codes, INT8 then, have zero points.
 

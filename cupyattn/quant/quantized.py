@@ -7,6 +7,7 @@ import os
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,8 @@ from cupyattn.codes import codes_less_zero
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
-from cupyattn.quant.quantizers import (
-    group_count,
-    numbers_of,
-    pad_values,
-    padded_length,
-)
+from cupyattn.quant.packed import check_sequences, packed_groups, rows_of_sequences, split
+from cupyattn.quant.quantizers import VALUES_PAD, group_count, numbers_of, pad_values
 from cupyattn.rounding import (
     STORAGE,
     Array,
@@ -35,10 +32,12 @@ from cupyattn.rounding import (
 _FILE_KIND, _FILE_VERSION = "cupyattn.QuantizedQKV", 1
 _ARRAYS = (
     "q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean", "v_codes",
-    "v_scale", "v_mean", "v_zero",
+    "v_scale", "v_mean", "v_zero", "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
 #: Zero points, and sums of codes, which follow from the codes and are in no file.
 _ZEROS, _SUMS = ("q_zero", "k_zero", "v_zero"), ("q_code_sum", "k_code_sum")
+#: Where packed sequences begin and end.
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 #: What a damaged or foreign file makes NumPy, zipfile, json and the checks of the record raise.
 _UNREADABLE = (
     ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error,
@@ -85,6 +84,12 @@ class QuantizedQKV:
         Zero points of V; given if and only if V is INT8 codes and Q and K have zero points.
     q_code_sum, k_code_sum : array, (batch, heads or heads_kv, len_q or len_kv), int32, optional
         Sums of the codes of each row, which go with zero points; computed when omitted.
+    cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32, optional
+        Operands are packed sequences: sequence i is rows ``cu_seqlens_q[i]`` up to
+        ``cu_seqlens_q[i + 1]`` of Q, and likewise of K and V. Means then have `batch` entries, all
+        else has one; where in it a sequence has its scales and its codes of V, `sequences` knows.
+    max_len_q, max_len_k : int
+        No sequence is longer; 0 where none are packed.
 
     Raises
     ------
@@ -112,23 +117,37 @@ class QuantizedQKV:
     v_zero: Array | None = None
     q_code_sum: Array | None = None
     k_code_sum: Array | None = None
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k: Array | None = None
+    max_len_q: int = 0
+    max_len_k: int = 0
 
     def __post_init__(self) -> None:
+        check_sequences(self)
         if self.q_zero is not None and self.k_zero is not None:
-            for name, codes in zip(_SUMS, (self.q_codes, self.k_codes), strict=True):
+            each = zip(_SUMS, (self.q_codes, self.k_codes), _OFFSETS, strict=True)
+            for name, codes, offsets in each:
                 if getattr(self, name) is None:
-                    object.__setattr__(self, name, codes.sum(axis=-1, dtype=np.int32))
+                    sums, ends = codes.sum(axis=-1, dtype=np.int32), getattr(self, offsets)
+                    sums = sums if ends is None else rows_of_sequences(sums, ends)
+                    object.__setattr__(self, name, sums)
         present = {name: a for name in (*_ARRAYS, *_SUMS) if (a := getattr(self, name)) is not None}
         array_namespace(*present.values())
         for name, array in present.items():
             names = DTYPES[:2] if name == "v" else ("float32",)
             names = ("int8",) if name.endswith("codes") else names
-            names = ("int32",) if name in (*_ZEROS, *_SUMS) else names
+            names = ("int32",) if name in (*_ZEROS, *_SUMS, *_OFFSETS) else names
             if array.dtype.name not in names:
                 raise ValueError(f"{name} must be {' or '.join(names)}, got {array.dtype.name}")
         if self.out_dtype not in DTYPES:
             raise ValueError(f"out_dtype must be one of {DTYPES}, got {self.out_dtype!r}")
         self._check_shapes()
+
+    def _groups(self, length: int, group: int) -> int:
+        """Return how many scales there are for so many rows."""
+        if self.cu_seqlens_q is None:
+            return group_count(length, group)
+        return packed_groups(length, self.batch, group)
 
     def _check_shapes(self) -> None:
         v_shape = self.k_codes.shape if self.v is None else self.v.shape
@@ -140,7 +159,7 @@ class QuantizedQKV:
             if not isinstance(group, int) or not 1 <= group <= GROUP_ALL:
                 raise ValueError(f"rows per {name}_scale must be 1 to 2**30, got {group!r}")
             batch, heads, length, _ = codes.shape
-            groups = group_count(length, group)
+            groups = self._groups(length, group)
             if (
                 scale.ndim != 3
                 or scale.shape[0] not in (1, batch)
@@ -167,7 +186,10 @@ class QuantizedQKV:
                 "zero points must be given for q, k and INT8 codes of V together, 0 where there "
                 "are none"
             )
-        sums = {"q_code_sum": self.q_codes.shape[:3], "k_code_sum": self.k_codes.shape[:3]}
+        sums = {
+            name: (*codes.shape[:2], self._groups(codes.shape[2], 1))
+            for name, codes in zip(_SUMS, (self.q_codes, self.k_codes), strict=True)
+        }
         scales = dict(zip(_ZEROS, (self.q_scale, self.k_scale, self.v_scale), strict=True))
         for name in (*_ZEROS, *_SUMS):
             array = getattr(self, name)
@@ -195,24 +217,27 @@ class QuantizedQKV:
             return
         if not isinstance(self.group_v, int) or not 1 <= self.group_v <= GROUP_ALL:
             raise ValueError(f"keys per v_scale must be 1 to 2**30, got {self.group_v!r}")
-        head = self.batch, self.heads_kv
+        head = self.k_codes.shape[:2]
+        padded = self._groups(self.len_kv, VALUES_PAD) * VALUES_PAD
         for name, array, shape in (
-            ("v_codes", codes, (*head, self.head_dim, padded_length(self.len_kv))),
-            ("v_scale", scale, (*head, group_count(self.len_kv, self.group_v), self.head_dim)),
+            ("v_codes", codes, (*head, self.head_dim, padded)),
+            ("v_scale", scale, (*head, self._groups(self.len_kv, self.group_v), self.head_dim)),
         ):
             if array.shape != shape:
                 raise ValueError(f"{name} must have shape {shape}, got {tuple(array.shape)}")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of Q and of the output, (batch, heads, len_q, head_dim)."""
+        """Shape of Q and of the output, (batch, heads, len_q, head_dim), packed (1, heads, total_q,
+        head_dim)."""
         batch, heads, length, head_dim = self.q_codes.shape
         return batch, heads, length, head_dim
 
     @property
     def batch(self) -> int:
-        """Batch entries."""
-        return self.shape[0]
+        """Batch entries; of packed operands sequences."""
+        ends = self.cu_seqlens_q
+        return self.shape[0] if ends is None else int(ends.shape[0]) - 1
 
     @property
     def heads(self) -> int:
@@ -263,7 +288,7 @@ class QuantizedQKV:
         -------
         q : array, (batch, heads, len_q, head_dim)
         k, v : array, (batch, heads_kv, len_kv, head_dim)
-            With their means.
+            With their means. Packed operands have three axes, (total, heads or heads_kv, head_dim).
 
         Raises
         ------
@@ -279,6 +304,14 @@ class QuantizedQKV:
         """
         if dtype not in ("float32", "float64"):
             raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+        if self.cu_seqlens_q is not None:
+            found = [one.dequantize(dtype) for one in self.sequences()]
+            found += [
+                tuple(x[..., :0, :].astype(dtype) for x in (self.q_codes, *[self.k_codes] * 2))
+            ]
+            join = array_namespace(self.q_codes).concatenate
+            q, k, v = (join(x, axis=2)[0].swapaxes(0, 1) for x in zip(*found, strict=True))
+            return q, k, v
 
         def rows(codes: Array, scale: Array, zero: Array | None, group: int) -> Array:
             factor = scale_of_row(scale.astype(dtype), group, codes.shape[2])[..., None]
@@ -292,6 +325,13 @@ class QuantizedQKV:
         if self.v_mean is not None:
             v = v + self.v_mean.astype(dtype)[:, :, None, :]
         return q, k, v
+
+    def sequences(self) -> Iterator[QuantizedQKV]:
+        """Yield the operands of every packed sequence as a record of its own, views of these.
+
+        Offsets on a device are waited for. Operands that are not packed are their own.
+        """
+        return iter((self,)) if self.cu_seqlens_q is None else split(self)
 
     def value_codes(self) -> Array:
         """Codes of V as numbers less their zero points: (batch, heads_kv, len_kv, head_dim).
@@ -455,6 +495,8 @@ class QuantizedQKV:
             "group_q": self.group_q,
             "group_kv": self.group_kv,
             "group_v": self.group_v,
+            "max_len_q": self.max_len_q,
+            "max_len_k": self.max_len_k,
         }
         if "v" in arrays:  # NumPy's format has no name for bfloat16, so V travels as bits
             arrays["v"] = arrays["v"].view(np.uint16)
@@ -509,6 +551,8 @@ class QuantizedQKV:
                 group_q=header["group_q"],
                 group_kv=header["group_kv"],
                 group_v=header.get("group_v", 0),
+                max_len_q=header.get("max_len_q", 0),
+                max_len_k=header.get("max_len_k", 0),
                 **{"v": None, **arrays},
             )
         except _UNREADABLE as error:

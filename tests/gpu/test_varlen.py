@@ -5,22 +5,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cupyattn import QuantConfig, api, attention_varlen, plan
+from cupyattn import (
+    QuantConfig,
+    QuantizedQKV,
+    api,
+    attention,
+    attention_varlen,
+    plan,
+    quantize,
+)  # fmt: skip
 from cupyattn.forms import form_key
-from cupyattn.prepared import recall
+from cupyattn.prepared import SEQUENCES, recall
 from cupyattn.request import Options, resolve
-from tests.gpu.support import arch_of, attend, on_device, run_packed
-from tests.runs import Arrays, Guarded, bits, packed, sequences, variant_of
-from tests.test_varlen import CELLS, OPTIONS, RUNGS, rng_of
+from tests.gpu.support import arch_of, attend, moved, on_device, run_packed
+from tests.runs import Arrays, Guarded, bits, of_sequence, packed, sequences, variant_of
+from tests.test_varlen import CELLS, FEATURES, OPTIONS, RUNGS, added, rng_of
 
 cupy = pytest.importorskip("cupy")
 
-HOPPER = "fa_tc@sm90"
+HOPPER, PV8 = "fa_tc@sm90", "fa_int8@pv8"
+#: The mean of keys or values is summed in slices, as many as the longest needs.
+WITHOUT_MEANS = {
+    "fa_int8": {"quant": QuantConfig(smooth_k=False)},
+    PV8: {"quant": QuantConfig(pv="int8", smooth_k=False, smooth_v=False)},
+}
 BOTH_FORMS = (*RUNGS, HOPPER)
 ALL_CELLS = [*CELLS, *((HOPPER, dtype) for dtype in variant_of(HOPPER).dtypes)]
 #: Several tiles and tails; empty ones in front, in the middle and at the end.
@@ -48,9 +62,7 @@ def test_every_sequence_is_as_if_alone(rung: str, dtype: str, head_dim: int) -> 
     for seed, options in enumerate(OPTIONS):
         host, host_ends = packed(LENGTHS, 4, 2, head_dim, dtype, seed)
         inputs, ends = on_device(*host), on_device(*host_ends)
-        # the mean of fa_int8's keys is summed in slices, as many as the longest needs
-        if variant_of(rung).family == "int8":
-            options = {**options, "quant": QuantConfig(smooth_k=False)}
+        options = options | WITHOUT_MEANS.get(rung, {})
         tiles = hopper_tiles(rung, inputs, ends, **options)
         for limits in ({}, {"max_len_q": 300, "max_len_k": 400}, {"max_len_q": 999}):
             o, lse = varlen(rung, inputs, ends, **limits, **options)
@@ -60,6 +72,43 @@ def test_every_sequence_is_as_if_alone(rung: str, dtype: str, head_dim: int) -> 
                 )
                 assert bits(o[rows].swapaxes(0, 1)) == bits(expected), (rows, options)
                 assert bits(lse[:, rows]) == bits(expected_lse), (rows, options)
+
+
+@pytest.mark.parametrize("rung", [*BOTH_FORMS, PV8])
+@pytest.mark.parametrize("feature", [*FEATURES, "all"])
+def test_masks_and_positions_are_those_of_a_sequence(rung: str, feature: str) -> None:
+    host, host_ends = packed(LENGTHS, 4, 2)
+    inputs, ends = on_device(*host), on_device(*host_ends)
+    options = moved(added(feature, 4, 64, LENGTHS)) | WITHOUT_MEANS.get(rung, {})
+    tiles = hopper_tiles(rung, inputs, ends, **options)
+    o, lse = varlen(rung, inputs, ends, **options)
+    asked = {"variant": variant_of(rung).name, "arch": arch_of(rung), "return_lse": True}
+    for number, (rows, one) in enumerate(sequences(inputs, ends)):
+        own = of_sequence(options, number, one) | (tiles if one[1].size else {})
+        expected, expected_lse = attention(*one, **asked, **own)
+        assert bits(o[rows].swapaxes(0, 1)) == bits(expected), rows
+        assert bits(lse[:, rows]) == bits(expected_lse), rows
+
+
+@pytest.mark.parametrize("rung", ["fa_int8", PV8])
+def test_quantised_operands_may_be_packed(rung: str, tmp_path: Path) -> None:
+    host, host_ends = packed(LENGTHS, 4, 2)
+    inputs, ends = on_device(*host), on_device(*host_ends)
+    quant = WITHOUT_MEANS[rung]["quant"]
+    z = quantize(*inputs, quant=quant, **dict(zip(SEQUENCES, ends, strict=True)))
+    expected = bits(varlen(rung, inputs, ends, quant=quant)[0])
+    z.save(tmp_path / "packed.npz")
+    loaded = QuantizedQKV.load(tmp_path / "packed.npz", namespace=cupy)
+    prepared = plan(z, arch=arch_of(rung))
+    for one in (z, z, loaded):  # the second call finds the first again
+        assert bits(attention_varlen(one, arch=arch_of(rung))) == expected
+        assert bits(prepared(one)) == expected
+    named = dict(zip(SEQUENCES, host_ends, strict=True))
+    on_host = quantize(*host, quant=quant, **named)
+    for found, wanted in zip(z.sequences(), on_host.sequences(), strict=True):
+        assert bits(found.k_codes) == bits(wanted.k_codes)
+        if found.v_codes is not None:
+            assert bits(found.v_codes) == bits(wanted.v_codes)
 
 
 @pytest.mark.parametrize("rung", BOTH_FORMS)
@@ -164,8 +213,8 @@ def test_a_call_with_limits_is_found_again() -> None:
     named = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
     attention_varlen(q, k, v, ends_q, ends_k, variant="fa", max_len_q=300, max_len_k=400)
     key = form_key(
-        ("fa", "full", None, False, "bottom-right", (-1, -1), 0.0, False, None, None, None, None,
-         (300, 400)),
+        ("fa", "full", None, False, "bottom-right", (-1, -1), 0.0, False, 0, False, None, None,
+         None, None, (300, 400)),
         q, k, v, **named,
     )  # fmt: skip
     assert recall(key) is not None
