@@ -4,6 +4,7 @@ Nothing here needs torch, or more memory than a model's largest tensor three tim
 """
 
 from cupyattn.checkpoints.analysis import OUTLIER_RMS, Analysis, TensorReport, analyze
+from cupyattn.checkpoints.convert import Conversion, convert, dequantize
 from cupyattn.checkpoints.header import Header, TensorInfo, encode_header, read_header
 from cupyattn.checkpoints.roles import role_of
 from cupyattn.checkpoints.source import open_checkpoint
@@ -11,10 +12,13 @@ from cupyattn.checkpoints.source import open_checkpoint
 __all__ = [
     "OUTLIER_RMS",
     "Analysis",
+    "Conversion",
     "Header",
     "TensorInfo",
     "TensorReport",
     "analyze",
+    "convert",
+    "dequantize",
     "encode_header",
     "open_checkpoint",
     "read_header",

@@ -148,8 +148,14 @@ class Analysis:
             **{v: total([t for t in self.tensors if t.verdict == v]) for v in VERDICTS},
         }
 
-    def with_config(self, config: Int8Config) -> Analysis:
+    def with_config(self, config: Int8Config, *, linear_only: bool = False) -> Analysis:
         """Return the same findings judged by another configuration.
+
+        Parameters
+        ----------
+        config : Int8Config
+        linear_only : bool
+            As for `judge`.
 
         Raises
         ------
@@ -161,7 +167,8 @@ class Analysis:
                 f"the analysis was made with block_size={self.config.block_size}, "
                 f"{config.block_size} needs another"
             )
-        return replace(self, config=config, tensors=tuple(judge(t, config) for t in self.tensors))
+        judged = (judge(t, config, linear_only=linear_only) for t in self.tensors)
+        return replace(self, config=config, tensors=tuple(judged))
 
     # ---- as text
 
@@ -289,10 +296,21 @@ def analyze(
     return Analysis(source.path.name, config, tuple(reports))
 
 
-def judge(report: TensorReport, config: Int8Config) -> TensorReport:
-    """Return a report with verdict, reason and size by a configuration."""
+def judge(report: TensorReport, config: Int8Config, *, linear_only: bool = False) -> TensorReport:
+    """Return a report with verdict, reason and size by a configuration.
+
+    Parameters
+    ----------
+    report : TensorReport
+    config : Int8Config
+    linear_only : bool
+        Convolutions get 16 bits: the layouts that other libraries read have linear layers alone.
+    """
     verdict, dtype_out, reason = _verdict(report, config)
     info = report.info
+    if linear_only and verdict == "int8" and len(info.shape) != 2:
+        why = "convolution: files for other libraries have INT8 for linear layers alone"
+        verdict, dtype_out, reason = _in_16_bits(report, config, why)
     nbytes_out = info.elements * DTYPES[dtype_out].itemsize
     if verdict == "int8":
         rows, columns = scale_shape(info.shape, config.block_size)
@@ -327,9 +345,14 @@ def _verdict(report: TensorReport, config: Int8Config) -> tuple[str, str, str]:
         why = f"noisy codes: {sqnr:.1f} dB without outliers, below {config.min_sqnr_db:g}"
     else:
         return "int8", "I8", report.role
+    return _in_16_bits(report, config, why)
+
+
+def _in_16_bits(report: TensorReport, config: Int8Config, why: str) -> tuple[str, str, str]:
+    """Return the verdict on a weight that does not become INT8 for the reason given."""
+    dtype, fallback = report.dtype, _FALLBACKS[config.fallback_dtype]
     if dtype != "F32":
         return "keep", dtype, why
-    fallback = _FALLBACKS[config.fallback_dtype]
     if report.largest > FINITE_MAX[FLOATS[fallback]]:
         return "keep", dtype, f"too large for {fallback}: {report.largest:.3g}; {why}"
     return "16bit", fallback, why
@@ -339,7 +362,7 @@ def _examine(name: str, info: TensorInfo, tensor: Array, config: Int8Config) -> 
     """Return what does not depend on the limits of a configuration."""
     report = TensorReport(
         name, info.dtype, info.shape, role_of(name, info.shape),
-        hashlib.sha256(tensor.reshape(-1).view(np.uint8).data).hexdigest(),
+        sha256_of(tensor),
         0, 0.0, None, None, None, None, None,
     )  # fmt: skip
     if tensor.dtype.kind not in "fV" or not tensor.size:
@@ -357,6 +380,11 @@ def _examine(name: str, info: TensorInfo, tensor: Array, config: Int8Config) -> 
         return report
     errors: dict[str, Any] = _int8_error(tensor, config.block_size)
     return replace(report, **errors)
+
+
+def sha256_of(tensor: Array) -> str:
+    """Return the hash of a tensor's bytes."""
+    return hashlib.sha256(tensor.reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def _int8_error(tensor: Array, block_size: int) -> dict[str, float | None]:

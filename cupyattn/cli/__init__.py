@@ -19,6 +19,8 @@ COMMANDS = {
     "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
     "interpret": "run one rung without a device: findings, instructions, bytes, bank conflicts",
     "analyze": "what INT8 would do to a model's weights, and save",
+    "convert": "write a checkpoint whose large linear layers have INT8 weights",
+    "dequantize": "write an INT8 checkpoint as one that every loader takes",
     "info": "device, driver, NVRTC, what is supported, where things lie",
     "cache": "the compile cache: show, clear, fill beforehand",
 }

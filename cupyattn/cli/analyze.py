@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from cupyattn.checkpoints import Analysis, analyze, open_checkpoint
+from cupyattn.checkpoints import analyze, open_checkpoint
 from cupyattn.cli import output
 from cupyattn.quant import Int8Config
 from cupyattn.quant.blocks import FALLBACK_DTYPES
@@ -81,11 +81,6 @@ def run(args: argparse.Namespace) -> int:
         output.write_json(args.output, found.to_dict())
     if args.plot:
         plot.draw_analysis(found, args.plot)
-    return report_nonfinite(found)
-
-
-def report_nonfinite(found: Analysis) -> int:
-    """Name the tensors that no conversion takes; return the exit status."""
     for t in found.nonfinite:
         print(f"FAILED: {t.name} has {t.nonfinite} elements that are NaN or infinite")
     return 1 if found.nonfinite else 0

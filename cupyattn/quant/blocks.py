@@ -314,7 +314,7 @@ def strips(count: int, step: int) -> Iterator[slice]:
 
 
 def panels(
-    shape: tuple[int, ...], block_size: int, elements: int = 2**18
+    shape: tuple[int, ...], block_size: int, elements: int = 2**17
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
     """Cut a matrix into parts of whole blocks.
 

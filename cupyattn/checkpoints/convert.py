@@ -1,0 +1,378 @@
+"""A model as INT8, and back: which tensor becomes what, and whether it did."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cupyattn import __version__
+from cupyattn.checkpoints import layout, writer
+from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze, sha256_of
+from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
+from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSION, SCALE_NAMES
+from cupyattn.checkpoints.source import (
+    Array,
+    SafetensorsCheckpoint,
+    Source,
+    open_checkpoint,
+)
+from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item, Plan
+from cupyattn.measure import format_bytes
+from cupyattn.quant.blocks import (
+    Int8Config,
+    panels,
+    scale_shape,
+    strips,
+    weight_dequant,
+    weight_error,
+    weight_quant,
+)
+
+#: Elements that are compared with their bound at a time.
+_CHECKED_ELEMENTS = 2**16
+
+Advance = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` or `dequantize` wrote, or would.
+
+    Parameters
+    ----------
+    target : Path
+    files : dict of str to int
+        Names and sizes.
+    analysis : Analysis or None
+        What became of each tensor; None for `dequantize`.
+    written : bool
+        False for a dry run.
+    """
+
+    target: Path
+    files: dict[str, int]
+    analysis: Analysis | None
+    written: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files."""
+        return sum(self.files.values())
+
+    def summary(self) -> str:
+        """Return one line that says what was written."""
+        verb = "Wrote and checked" if self.written else "Would write"
+        return f"{verb} {len(self.files)} files, {format_bytes(self.nbytes)}: {self.target}"
+
+
+def convert(
+    model: str | os.PathLike[str] | Source,
+    output: str | os.PathLike[str],
+    config: Int8Config | None = None,
+    *,
+    analysis: Analysis | None = None,
+    export: str = "compressed-tensors",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dry_run: bool = False,
+    advance: Advance | None = None,
+) -> Conversion:
+    """Write a model whose large linear layers have INT8 weights.
+
+    Parameters
+    ----------
+    model : path or Source
+        As for `open_checkpoint`.
+    output : path
+        A folder that does not exist, or is empty.
+    config : Int8Config, optional
+        That of the analysis when omitted.
+    analysis : Analysis, optional
+        Of the same model; made first when omitted.
+    export : {"compressed-tensors", "deepseek"}
+        Whose names: scales are ``weight_scale`` or ``weight_scale_inv``. Convolutions get 16 bits.
+    max_shard_bytes : int
+        Largest sum of tensors in a file.
+    dry_run : bool
+        Write nothing.
+    advance : callable, optional
+        Called with a name for each of at most three steps of each tensor: analysed (unless
+        `analysis` is given), written, checked.
+
+    Returns
+    -------
+    Conversion
+
+    Raises
+    ------
+    OSError
+        If something cannot be read or written, there is too little room, or `output` exists.
+    ValueError
+        If the model is damaged, quantised already, holds NaN or infinities, or is not the one that
+        was analysed; or if what was read back is not what was to be written.
+    UnsupportedError
+        As `open_checkpoint`.
+
+    Notes
+    -----
+    The same model, configuration and version give the same bytes. Work that was interrupted, by
+    whatever, leaves ``OUTPUT.partial`` beside the output, never a half-written output, and the same
+    call goes on behind the last file that was finished. Memory: at most three times the largest
+    tensor, or a few megabytes.
+    """
+    source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
+    target = _target(output)
+    if export not in SCALE_NAMES:
+        raise ValueError(f"export must be {' or '.join(map(repr, SCALE_NAMES))}, got {export!r}")
+    record = writer.read_config(source)
+    if QUANTIZATION in record:
+        raise ValueError(f"{source.path} is quantised already: dequantize it first")
+    if analysis is None:
+        analysis = analyze(source, config, advance=advance)
+    _same_tensors(source, analysis)
+    analysis = analysis.with_config(config or analysis.config, linear_only=True)
+    if analysis.nonfinite:
+        first, *others = analysis.nonfinite
+        raise ValueError(
+            f"{source.path}: {first.name!r} has {first.nonfinite} elements that are NaN or infinite"
+            + (f", and {len(others)} more tensors have such elements" if others else "")
+        )
+    work = _ToInt8(source, analysis, export)
+    items = [work.item(t) for t in analysis.tensors]
+    record[QUANTIZATION] = layout.quantization_config(
+        export, analysis.config.block_size, work.ignored
+    )
+    plan = writer.plan(source, items, work, record, max_shard_bytes)
+    return _write(plan, work, target, analysis, dry_run, advance)
+
+
+def dequantize(
+    model: str | os.PathLike[str] | Source,
+    output: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dry_run: bool = False,
+    advance: Advance | None = None,
+) -> Conversion:
+    """Write a model of INT8 blocks as one that every loader takes.
+
+    Parameters
+    ----------
+    model : path or Source
+        What `convert` wrote, or another library in one of its two layouts.
+    output : path
+        A folder that does not exist, or is empty.
+    dtype : {"float32", "bfloat16", "float16"}, optional
+        Of the weights that were codes. When omitted what they had before, where the files say so,
+        otherwise bfloat16.
+    max_shard_bytes, dry_run, advance
+        As for `convert`; two steps of each tensor, scales aside.
+
+    Returns
+    -------
+    Conversion
+
+    Raises
+    ------
+    OSError
+        As `convert`.
+    ValueError
+        If the model is damaged, or has no INT8 blocks.
+    """
+    source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
+    target = _target(output)
+    wanted = {name: short for short, name in FLOATS.items()}
+    if dtype is not None and dtype not in wanted:
+        raise ValueError(f"dtype must be {' or '.join(map(repr, wanted))}, got {dtype!r}")
+    record = writer.read_config(source)
+    headers = source.headers.values() if isinstance(source, SafetensorsCheckpoint) else ()
+    records = [h.metadata[RECORD] for h in headers if RECORD in h.metadata]
+    work = _FromInt8(
+        source,
+        layout.read_layout(record, records, str(source.path)),
+        None if dtype is None else wanted[dtype],
+    )
+    items = [work.item(name) for name in source.tensors if name not in work.weight_of]
+    had_config = bool(record)
+    record.pop(QUANTIZATION, None)
+    plan = writer.plan(source, items, work, record if had_config else None, max_shard_bytes)
+    return _write(plan, work, target, None, dry_run, advance)
+
+
+def _target(output: str | os.PathLike[str]) -> Path:
+    target = Path(os.path.abspath(output))
+    writer.check_target(target)
+    return target
+
+
+def _write(
+    plan: Plan,
+    work: writer.Work,
+    target: Path,
+    analysis: Analysis | None,
+    dry_run: bool,
+    advance: Advance | None,
+) -> Conversion:
+    done = Conversion(target, plan.files, analysis, not dry_run)
+    if not dry_run:
+        writer.write(plan, work, target, advance or (lambda name: None))
+    return done
+
+
+def _same_tensors(source: Source, analysis: Analysis) -> None:
+    """Raise unless an analysis is of these tensors, as far as their headers say."""
+    there = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
+    known = {t.name: (t.dtype, t.shape) for t in analysis.tensors}
+    if there != known:
+        other = sorted(set(there.items()) ^ set(known.items()))[0][0]
+        raise ValueError(
+            f"the analysis of {analysis.source!r} is of another model than {source.path}: "
+            f"{other!r} differs"
+        )
+
+
+class _ToInt8:
+    """Weights of linear layers as codes and scales, others narrowed, the rest as it is."""
+
+    def __init__(self, source: Source, analysis: Analysis, export: str) -> None:
+        self.source = source
+        self.export = export
+        self.block_size = analysis.config.block_size
+        self.config = asdict(analysis.config)
+        self.sha256 = analysis.sha256
+        self.reports = {t.name: t for t in analysis.tensors}
+
+    @property
+    def ignored(self) -> list[str]:
+        """Layers that readers may take for linear ones, and that have no codes."""
+        return sorted(
+            t.name.removesuffix(layout.WEIGHT)
+            for t in self.reports.values()
+            if t.name.endswith(layout.WEIGHT) and len(t.shape) == 2 and t.verdict != "int8"
+        )
+
+    def item(self, t: TensorReport) -> Item:
+        outputs = {t.name: TensorInfo(t.dtype_out, t.shape)}
+        if t.verdict == "int8":
+            shape = scale_shape(t.shape, self.block_size)
+            outputs[layout.scale_name(t.name, self.export)] = TensorInfo("F32", shape)
+        return Item(t.name, outputs)
+
+    def metadata(self, items: Sequence[Item]) -> dict[str, str]:
+        record = {
+            "version": RECORD_VERSION,
+            "tool": f"cupyattn {__version__}",
+            "export": self.export,
+            "config": self.config,
+            "source_sha256": self.sha256,
+            "dtypes": {
+                item.name: self.reports[item.name].dtype
+                for item in items
+                if self.reports[item.name].verdict != "keep"
+            },
+        }
+        return {RECORD: json.dumps(record, sort_keys=True, separators=(",", ":"))}
+
+    def _read(self, t: TensorReport) -> Array:
+        tensor = self.source.read(t.name)
+        if sha256_of(tensor) != t.sha256:
+            raise ValueError(f"{self.source.path}: {t.name!r} has changed since it was analysed")
+        return tensor
+
+    def make(self, item: Item) -> dict[str, Array]:
+        t = self.reports[item.name]
+        tensor = self._read(t)
+        if t.verdict != "int8":
+            return {t.name: tensor.astype(DTYPES[t.dtype_out], copy=False)}
+        made = weight_quant(tensor, self.block_size)
+        return dict(zip(item.outputs, made, strict=True))
+
+    def check(self, item: Item, found: Mapping[str, Array]) -> str | None:
+        t = self.reports[item.name]
+        tensor = self._read(t)
+        if t.verdict != "int8":
+            narrowed = tensor.astype(DTYPES[t.dtype_out], copy=False)
+            return None if _same_bytes(narrowed, found[t.name]) else "its bytes are others"
+        codes, scales = (found[name] for name in item.outputs)
+        for part, blocks in panels(t.shape, self.block_size, _CHECKED_ELEMENTS):
+            values, scale = tensor[part], np.ascontiguousarray(scales[blocks])
+            back = weight_dequant(codes[part], scale, self.block_size)
+            error = np.abs(back.astype(np.float64) - values.astype(np.float64))
+            # NOTE: a NaN in a scale is no number within the bound, hence not `error > bound`.
+            if not (error <= weight_error(values, scale, self.block_size)).all():
+                return "its codes are further off than their bound"
+        return None
+
+
+class _FromInt8:
+    """Codes times scales, in the type that weights had before; the rest as it was."""
+
+    def __init__(self, source: Source, known: layout.Layout, dtype: str | None) -> None:
+        self.source = source
+        self.known = known
+        self.dtype = dtype
+        #: Names of scales, and the weights that they belong to.
+        self.weight_of = {}
+        for name, info in source.tensors.items():
+            for export in SCALE_NAMES:
+                scales = layout.scale_name(name, export)
+                if name.endswith(layout.WEIGHT) and scales in source.tensors:
+                    self._check_pair(name, info, scales)
+                    self.weight_of[scales] = name
+        self.scales_of = {weight: scales for scales, weight in self.weight_of.items()}
+        if not self.weight_of:
+            raise ValueError(
+                f"{source.path} has no weights with scales, X.weight and "
+                f"{' or '.join(f'X.{name}' for name in SCALE_NAMES.values())}"
+            )
+
+    def _check_pair(self, name: str, info: TensorInfo, scales: str) -> None:
+        found, size = self.source.tensors[scales], self.known.block_size
+        expected = scale_shape(info.shape, size) if len(info.shape) == 2 else None
+        if (info.dtype, found.dtype, found.shape) != ("I8", "F32", expected):
+            raise ValueError(
+                f"{self.source.path}: {name!r} must be INT8 codes in blocks of {size} with F32 "
+                f"scales {expected}, got {info.dtype} {info.shape} and {scales!r}, {found.dtype} "
+                f"{found.shape}"
+            )
+
+    def item(self, name: str) -> Item:
+        info = self.source.tensors[name]
+        before = self.known.dtypes.get(name, "BF16" if name in self.scales_of else info.dtype)
+        if name in self.scales_of and self.dtype is not None:
+            before = self.dtype
+        if before not in FLOATS and before != info.dtype:
+            raise ValueError(f"{self.source.path}: {name!r} cannot have had type {before!r}")
+        return Item(name, {name: TensorInfo(before, info.shape)})
+
+    def metadata(self, items: Sequence[Item]) -> dict[str, str]:
+        return {}
+
+    def make(self, item: Item) -> dict[str, Array]:
+        name, dtype = item.name, item.outputs[item.name].dtype
+        tensor = self.source.read(name)
+        if name not in self.scales_of:
+            return {name: tensor.astype(DTYPES[dtype], copy=False)}
+        scales = self.source.read(self.scales_of[name])
+        if not np.isfinite(scales).all():
+            raise ValueError(f"{self.source.path}: {self.scales_of[name]!r} is not finite")
+        w = weight_dequant(tensor, scales, self.known.block_size, FLOATS[dtype])
+        if not all(np.isfinite(w.reshape(-1)[part]).all() for part in strips(w.size, 2**20)):
+            raise ValueError(f"{self.source.path}: {name!r} does not fit into {FLOATS[dtype]}")
+        return {name: w}
+
+    def check(self, item: Item, found: Mapping[str, Array]) -> str | None:
+        made = self.make(item)[item.name]
+        return None if _same_bytes(made, found[item.name]) else "its bytes are others"
+
+
+def _same_bytes(a: Array, b: Array) -> bool:
+    a, b = a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8)
+    return a.size == b.size and all(
+        np.array_equal(a[part], b[part]) for part in strips(a.size, 2**20)
+    )

@@ -1,0 +1,419 @@
+"""A model written whole or not at all: shards, index and companions, in a folder beside the target.
+
+``NAME.partial`` holds what is being written; its ``model`` becomes NAME in one step, once
+everything has been read back. A shard that has its final name there was checked, so that the same
+work begun again after a kill goes on behind it, and ends in the same bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from cupyattn.checkpoints.header import Header, TensorInfo, encode_header
+from cupyattn.checkpoints.source import (
+    INDEX,
+    PICKLES,
+    SAFETENSORS,
+    Array,
+    SafetensorsCheckpoint,
+    Source,
+    open_checkpoint,
+)
+from cupyattn.measure import format_bytes
+
+#: Largest sum of tensors in a file, where nothing is said.
+MAX_SHARD_BYTES = 5 * 10**9
+#: The file that describes a model, in the convention of transformers and diffusers.
+CONFIG = "config.json"
+#: Endings of weights in other formats, which are not taken along.
+_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx")
+_LOCK, _STATE, _MODEL = "lock", "state.json", "model"
+_SHARD_NUMBER = re.compile(r"-\d+-of-\d+$")
+
+LOG = logging.getLogger("cupyattn")
+
+
+@dataclass(frozen=True)
+class Item:
+    """Tensors that are made together, from one of the source.
+
+    Parameters
+    ----------
+    name : str
+        The tensor of the source.
+    outputs : dict of str to TensorInfo
+    """
+
+    name: str
+    outputs: dict[str, TensorInfo]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all outputs."""
+        return sum(info.nbytes for info in self.outputs.values())
+
+
+class Work(Protocol):
+    """How tensors are made, and judged once they are on the disk."""
+
+    def make(self, item: Item) -> dict[str, Array]:
+        """Return the outputs of an item."""
+
+    def check(self, item: Item, found: Mapping[str, Array]) -> str | None:
+        """Say what is wrong with outputs that were read back, None where nothing is."""
+
+    def metadata(self, items: Sequence[Item]) -> dict[str, str]:
+        """Return what a file of these items says of itself."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file to be written.
+
+    Parameters
+    ----------
+    name : str
+    items : tuple of Item
+    start : bytes
+        Everything before the tensors.
+    header : Header
+    """
+
+    name: str
+    items: tuple[Item, ...]
+    start: bytes
+    header: Header
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model to be written.
+
+    Parameters
+    ----------
+    shards : tuple of Shard
+    texts : dict of str to str
+        Small files, by name.
+    copies : tuple of Path
+        Files to take along.
+    """
+
+    shards: tuple[Shard, ...]
+    texts: dict[str, str]
+    copies: tuple[Path, ...]
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Names and sizes of the files of the model."""
+        return {
+            **{shard.name: shard.header.file_size for shard in self.shards},
+            **{name: len(text.encode()) for name, text in self.texts.items()},
+            **{path.name: path.stat().st_size for path in self.copies},
+        }
+
+    @property
+    def key(self) -> str:
+        """A hash of all that is known before a tensor is made."""
+        digest = hashlib.sha256()
+        for shard in self.shards:
+            digest.update(shard.name.encode() + b"\0" + shard.start)
+        return digest.hexdigest()
+
+
+def plan(
+    source: Source,
+    items: Sequence[Item],
+    work: Work,
+    config: dict[str, Any] | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Plan:
+    """Spread items over files, in their order.
+
+    Parameters
+    ----------
+    source : Source
+        Gives the names, and the small files that go along.
+    items : sequence of Item
+    work : Work
+    config : dict, optional
+        What becomes ``config.json``.
+    max_shard_bytes : int
+        A file holds more where one item alone does.
+
+    Raises
+    ------
+    ValueError
+        If two items have outputs of one name.
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    groups: list[list[Item]] = [[]]
+    size = 0
+    names: dict[str, str] = {}
+    for item in items:
+        for name in item.outputs:
+            if name in names:
+                raise ValueError(
+                    f"{names[name]!r} and {item.name!r} would both become {name!r}: is the model "
+                    "quantised already?"
+                )
+            names[name] = item.name
+        if groups[-1] and size + item.nbytes > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(item)
+        size += item.nbytes
+    stem = _stem(source)
+    shards = []
+    for i, group in enumerate(groups, 1):
+        number = f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        outputs = {name: info for item in group for name, info in item.outputs.items()}
+        metadata = {"format": "pt", **work.metadata(group)}
+        start, placed = encode_header(outputs, metadata)
+        header = Header(placed, metadata, len(start))
+        shards.append(Shard(f"{stem}{number}{SAFETENSORS}", tuple(group), start, header))
+    texts = {} if config is None else {CONFIG: json.dumps(config, indent=2) + "\n"}
+    if len(shards) > 1:
+        weight_map = {name: shard.name for shard in shards for name in shard.header.tensors}
+        total = sum(item.nbytes for item in items)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        texts[f"{stem}{SAFETENSORS}{INDEX}"] = json.dumps(index, indent=2) + "\n"
+    return Plan(tuple(shards), texts, tuple(_companions(source.path)))
+
+
+def _stem(source: Source) -> str:
+    """Return what the files of a model are called, less number and ending."""
+    stems = {_SHARD_NUMBER.sub("", file.stem) for file in source.files}
+    if len(stems) == 1 and source.files[0].suffix == SAFETENSORS:
+        return stems.pop()
+    return "model"
+
+
+def _companions(path: Path) -> Iterator[Path]:
+    """Yield the small files of a model's folder: tokens, schedules, licences, no other weights."""
+    if path.is_dir():
+        left = (SAFETENSORS, *PICKLES, *_OTHER_WEIGHTS, INDEX, CONFIG)
+        for file in sorted(path.iterdir()):
+            if file.is_file() and not file.name.startswith(".") and not file.name.endswith(left):
+                yield file
+
+
+def read_config(source: Source) -> dict[str, Any]:
+    """Return the ``config.json`` of a model's folder; nothing where there is none.
+
+    Raises
+    ------
+    ValueError
+        If it is no JSON object.
+    """
+    path = source.path / CONFIG
+    if not source.path.is_dir() or not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+        return found
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no configuration of a model: {error}") from error
+
+
+def check_target(target: Path) -> None:
+    """Raise unless a model may be written there.
+
+    Raises
+    ------
+    FileExistsError
+        If something is there: nothing is ever overwritten.
+    FileNotFoundError
+        If the folder that it would lie in does not exist.
+    """
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {str(target.parent)!r} to write into")
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        partial = _partial(target)
+        if partial.is_dir() and {p.name for p in partial.iterdir()} <= {_LOCK, _STATE}:
+            _forget(partial)  # left by a kill between the last steps
+        raise FileExistsError(f"{target} exists already: nothing is overwritten, name another")
+
+
+def write(plan: Plan, work: Work, target: Path, advance: Callable[[str], None]) -> None:
+    """Write a model, read it back, and only then give it its name.
+
+    Parameters
+    ----------
+    plan : Plan
+    work : Work
+    target : Path
+        Must not exist, or be an empty folder.
+    advance : callable
+        Called with the name of each item when it was made, and again when it was checked.
+
+    Raises
+    ------
+    OSError
+        If something cannot be written or read, or there is too little room on the disk.
+    ValueError
+        If what was read back is not what was to be written.
+    """
+    partial = _partial(target)
+    with _locked(partial):
+        model = partial / _MODEL
+        _go_on(partial, plan)
+        _check_room(plan, model)
+        for shard in plan.shards:
+            if (model / shard.name).exists():
+                for item in shard.items:
+                    advance(item.name)
+                    advance(item.name)
+                continue
+            _write_shard(model / shard.name, shard, work, advance)
+        for name, text in plan.texts.items():
+            _write_text(model / name, text)
+        for path in plan.copies:
+            shutil.copyfile(path, model / path.name)
+        _check_whole(model, plan)
+        _sync(model)
+        os.rename(model, target)
+        _sync(target.parent)
+    _forget(partial)
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f"{target.name}.partial")
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Keep a second process from writing the same model; a process that is killed lets go."""
+    partial.mkdir(exist_ok=True)
+    strange = sorted({p.name for p in partial.iterdir()} - {_LOCK, _STATE, f"{_STATE}.tmp", _MODEL})
+    if strange:
+        raise FileExistsError(f"{partial} holds {strange[0]!r}, which no conversion left there")
+    with open(partial / _LOCK, "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"another process is writing {partial}") from error
+        yield
+
+
+def _go_on(partial: Path, plan: Plan) -> None:
+    """Keep the shards of an earlier attempt at the same model, and nothing else."""
+    model, state = partial / _MODEL, partial / _STATE
+    try:
+        known = json.loads(state.read_bytes()) if state.exists() else None
+    except ValueError:
+        known = None
+    if known == {"key": plan.key} and model.is_dir():
+        for file in model.iterdir():
+            if file.name not in {shard.name for shard in plan.shards}:
+                file.unlink()
+        return
+    if known is not None:
+        LOG.warning("%s is of another model or configuration: starting again", partial)
+    if model.exists():
+        shutil.rmtree(model)
+    state.unlink(missing_ok=True)
+    model.mkdir()
+    _write_text(state, json.dumps({"key": plan.key}))
+
+
+def _check_room(plan: Plan, model: Path) -> None:
+    there = {path.name: path.stat().st_size for path in model.iterdir()}
+    needed = sum(size for name, size in plan.files.items() if name not in there)
+    free = shutil.disk_usage(model).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{format_bytes(needed)} are needed and {format_bytes(free)} are free",
+            str(model),
+        )
+
+
+def _write_shard(path: Path, shard: Shard, work: Work, advance: Callable[[str], None]) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        for item in shard.items:
+            _write_item(file, temporary, shard.header, work.make(item))
+            advance(item.name)
+        with _named(temporary):
+            file.seek(0)
+            file.write(shard.start)
+            file.truncate(shard.header.file_size)
+            file.flush()
+            os.fsync(file.fileno())
+    written = SafetensorsCheckpoint(temporary, [temporary])
+    if written.headers[temporary] != shard.header:
+        raise ValueError(f"{temporary}: the header that was read back is another")
+    for item in shard.items:
+        fault = work.check(item, {name: written.read(name) for name in item.outputs})
+        if fault:
+            raise ValueError(f"{temporary}: {item.name!r} was read back, and {fault}")
+        advance(item.name)
+    os.replace(temporary, path)
+
+
+def _write_item(file: BinaryIO, path: Path, header: Header, outputs: Mapping[str, Array]) -> None:
+    with _named(path):
+        for name, array in outputs.items():
+            file.seek(header.data_start + header.tensors[name].begin)
+            file.write(array.reshape(-1).view("u1").data)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Add the file's name to what goes wrong while it is written: a full disk tells none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _check_whole(model: Path, plan: Plan) -> None:
+    """Open the model as any reader would, and hold its files to the plan."""
+    found = {path.name: path.stat().st_size for path in model.iterdir()}
+    if found != plan.files:
+        other = sorted(set(found.items()) ^ set(plan.files.items()))
+        raise ValueError(f"{model} is not what was to be written: {other[0][0]} differs")
+    planned = {n: info for shard in plan.shards for n, info in shard.header.tensors.items()}
+    if open_checkpoint(model).tensors != planned:
+        raise ValueError(f"{model} holds other tensors than were to be written")
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _forget(partial: Path) -> None:
+    """Take away what is left once the model has its name."""
+    for name in (_STATE, _LOCK):
+        (partial / name).unlink(missing_ok=True)
+    partial.rmdir()

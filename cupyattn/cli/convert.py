@@ -1,0 +1,56 @@
+"""Write a model whose large linear layers have INT8 weights in blocks, in safetensors that others
+read. The output is new or it is not there: what is unfinished lies beside it, in OUTPUT.partial,
+and the same command goes on with it. Everything is read back before the output appears."""
+
+from __future__ import annotations
+
+import argparse
+
+from cupyattn.checkpoints import Analysis, convert, open_checkpoint
+from cupyattn.checkpoints.layout import SCALE_NAMES
+from cupyattn.checkpoints.writer import MAX_SHARD_BYTES
+from cupyattn.cli import output
+from cupyattn.cli.analyze import add_limits, limits
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", metavar="MODEL", help="a file, a folder, or an .index.json")
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new folder")
+    parser.add_argument(
+        "--analysis", metavar="FILE", help="of the same model, by analyze --output: saves a look"
+    )
+    parser.add_argument(
+        "--export", choices=SCALE_NAMES, default="compressed-tensors", help="whose names and config"
+    )
+    add_writing(parser)
+    add_limits(parser)
+
+
+def add_writing(parser: argparse.ArgumentParser) -> None:
+    """Add the options that convert and dequantize share."""
+    parser.add_argument(
+        "--max-shard-bytes", type=int, default=MAX_SHARD_BYTES, metavar="N",
+        help="largest sum of tensors in a file (5000000000)",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    known = Analysis.load(args.analysis) if args.analysis else None
+    config = limits(args, known.config if known else None)
+    source = open_checkpoint(args.model)
+    steps = (0 if known else 1) + (0 if args.dry_run else 2)
+    with output.progress("converting", steps * len(source.tensors)) as advance:
+        done = convert(
+            source, args.output, config, analysis=known, export=args.export,
+            max_shard_bytes=args.max_shard_bytes, dry_run=args.dry_run, advance=advance,
+        )  # fmt: skip
+    if done.analysis is not None:
+        if args.dry_run:
+            output.print_table(done.analysis.header, done.analysis.cells())
+            print()
+        print(done.analysis.summary())
+    print(done.summary())
+    return 0

@@ -1,0 +1,34 @@
+"""Write an INT8 checkpoint as one that every loader takes: names, shapes and types that the model
+had before, weights as their codes say. Reads what convert writes, and such layouts of others."""
+
+from __future__ import annotations
+
+import argparse
+
+from cupyattn.checkpoints import dequantize, open_checkpoint
+from cupyattn.checkpoints.header import FLOATS
+from cupyattn.cli import output
+from cupyattn.cli.convert import add_writing
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", metavar="DIR", help="an INT8 checkpoint")
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new folder")
+    parser.add_argument(
+        "--dtype", choices=FLOATS.values(), help="of the weights (default: as before, or bfloat16)"
+    )
+    add_writing(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    source = open_checkpoint(args.model)
+    steps = 0 if args.dry_run else 2 * len(source.tensors)
+    with output.progress("dequantizing", steps) as advance:
+        done = dequantize(
+            source, args.output, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes,
+            dry_run=args.dry_run, advance=advance,
+        )  # fmt: skip
+    print(done.summary())
+    return 0
