@@ -119,7 +119,12 @@ def test_the_configuration_says_what_was_done(tmp_path: Path) -> None:
     assert theirs["width"] == 72
     quantization = theirs["quantization_config"]
     assert quantization["format"] == "int-quantized"
-    weights = quantization["config_groups"]["group_0"]["weights"]
+    group = quantization["config_groups"]["group_0"]
+    assert (
+        len(group["targets"]) == 4
+        and "visual_transformer_blocks.0.feed_forward.in_layer" in (group["targets"])
+    )
+    weights = group["weights"]
     assert weights["strategy"] == "block" and weights["block_structure"] == [16, 16]
     assert set(quantization["ignore"]) == {
         n.removesuffix(".weight") for n, a in model().items()

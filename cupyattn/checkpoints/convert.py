@@ -144,7 +144,7 @@ def convert(
     work = _ToInt8(source, analysis, export)
     items = [work.item(t) for t in analysis.tensors]
     record[QUANTIZATION] = layout.quantization_config(
-        export, analysis.config.block_size, work.ignored
+        export, analysis.config.block_size, work.layers(int8=True), work.layers(int8=False)
     )
     plan = writer.plan(source, items, work, record, max_shard_bytes)
     return _write(plan, work, target, analysis, dry_run, advance)
@@ -247,13 +247,14 @@ class _ToInt8:
         self.sha256 = analysis.sha256
         self.reports = {t.name: t for t in analysis.tensors}
 
-    @property
-    def ignored(self) -> list[str]:
-        """Layers that readers may take for linear ones, and that have no codes."""
+    def layers(self, *, int8: bool) -> list[str]:
+        """Return the linear layers, as far as shapes tell, that have codes, or that have none."""
         return sorted(
             t.name.removesuffix(layout.WEIGHT)
             for t in self.reports.values()
-            if t.name.endswith(layout.WEIGHT) and len(t.shape) == 2 and t.verdict != "int8"
+            if t.name.endswith(layout.WEIGHT)
+            and len(t.shape) == 2
+            and (t.verdict == "int8") == int8
         )
 
     def item(self, t: TensorReport) -> Item:

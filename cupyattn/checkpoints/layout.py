@@ -33,7 +33,9 @@ def scale_name(weight: str, export: str) -> str:
     return f"{weight.removesuffix(WEIGHT)}.{SCALE_NAMES[export]}"
 
 
-def quantization_config(export: str, block_size: int, ignore: Sequence[str]) -> dict[str, Any]:
+def quantization_config(
+    export: str, block_size: int, layers: Sequence[str], ignore: Sequence[str]
+) -> dict[str, Any]:
     """Return what ``config.json`` says of the quantisation.
 
     Parameters
@@ -41,8 +43,11 @@ def quantization_config(export: str, block_size: int, ignore: Sequence[str]) -> 
     export : str
         One of `SCALE_NAMES`.
     block_size : int
+    layers : sequence of str
+        Linear layers whose weights are codes. They are named one by one: readers that see files and
+        no model take every ``weight`` for one of a linear layer.
     ignore : sequence of str
-        Linear layers whose weights are not quantised.
+        Other linear layers; vLLM wants to be told of each.
     """
     if export == "deepseek":
         return {
@@ -60,7 +65,7 @@ def quantization_config(export: str, block_size: int, ignore: Sequence[str]) -> 
         "quantization_status": "compressed",
         "config_groups": {
             "group_0": {
-                "targets": ["Linear"],
+                "targets": list(layers),
                 "weights": {**int8, **blocks},
                 "input_activations": {**int8, **activations},
             }
