@@ -6,6 +6,7 @@ Nothing here needs torch, or more memory than a model's largest tensor three tim
 from cupyattn.checkpoints.analysis import OUTLIER_RMS, Analysis, TensorReport, analyze
 from cupyattn.checkpoints.convert import Conversion, convert, dequantize
 from cupyattn.checkpoints.header import Header, TensorInfo, encode_header, read_header
+from cupyattn.checkpoints.kandinsky import KandinskyModel, open_kandinsky, optimize_kandinsky
 from cupyattn.checkpoints.roles import role_of
 from cupyattn.checkpoints.source import open_checkpoint
 
@@ -14,6 +15,7 @@ __all__ = [
     "Analysis",
     "Conversion",
     "Header",
+    "KandinskyModel",
     "TensorInfo",
     "TensorReport",
     "analyze",
@@ -21,6 +23,8 @@ __all__ = [
     "dequantize",
     "encode_header",
     "open_checkpoint",
+    "open_kandinsky",
+    "optimize_kandinsky",
     "read_header",
     "role_of",
 ]

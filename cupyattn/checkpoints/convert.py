@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +81,7 @@ def convert(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dry_run: bool = False,
     advance: Advance | None = None,
+    notes: Mapping[str, Any] | None = None,
 ) -> Conversion:
     """Write a model whose large linear layers have INT8 weights.
 
@@ -102,6 +104,8 @@ def convert(
     advance : callable, optional
         Called with a name for each of at most three steps of each tensor: analysed (unless
         `analysis` is given), written, checked.
+    notes : mapping, optional
+        Goes into the record of the files, as JSON.
 
     Returns
     -------
@@ -141,7 +145,7 @@ def convert(
             f"{source.path}: {first.name!r} has {first.nonfinite} elements that are NaN or infinite"
             + (f", and {len(others)} more tensors have such elements" if others else "")
         )
-    work = _ToInt8(source, analysis, export)
+    work = _ToInt8(source, analysis, export, dict(notes or {}))
     items = [work.item(t) for t in analysis.tensors]
     record[QUANTIZATION] = layout.quantization_config(
         export, analysis.config.block_size, work.layers(int8=True), work.layers(int8=False)
@@ -239,9 +243,12 @@ def _same_tensors(source: Source, analysis: Analysis) -> None:
 class _ToInt8:
     """Weights of linear layers as codes and scales, others narrowed, the rest as it is."""
 
-    def __init__(self, source: Source, analysis: Analysis, export: str) -> None:
+    def __init__(
+        self, source: Source, analysis: Analysis, export: str, notes: dict[str, Any]
+    ) -> None:
         self.source = source
         self.export = export
+        self.notes = notes
         self.block_size = analysis.config.block_size
         self.config = asdict(analysis.config)
         self.sha256 = analysis.sha256
@@ -266,6 +273,7 @@ class _ToInt8:
 
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
         record = {
+            **self.notes,
             "version": RECORD_VERSION,
             "tool": f"cupyattn {__version__}",
             "export": self.export,

@@ -21,6 +21,7 @@ COMMANDS = {
     "analyze": "what INT8 would do to a model's weights, and save",
     "convert": "write a checkpoint whose large linear layers have INT8 weights",
     "dequantize": "write an INT8 checkpoint as one that every loader takes",
+    "kandinsky": "write the transformer of Kandinsky 5 with INT8 weights",
     "info": "device, driver, NVRTC, what is supported, where things lie",
     "cache": "the compile cache: show, clear, fill beforehand",
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 
-from cupyattn.checkpoints import Analysis, convert, open_checkpoint
+from cupyattn.checkpoints import Analysis, Conversion, convert, open_checkpoint
 from cupyattn.checkpoints.layout import SCALE_NAMES
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES
 from cupyattn.cli import output
@@ -20,11 +20,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--analysis", metavar="FILE", help="of the same model, by analyze --output: saves a look"
     )
+    add_export(parser)
+    add_writing(parser)
+    add_limits(parser)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names a layout."""
     parser.add_argument(
         "--export", choices=SCALE_NAMES, default="compressed-tensors", help="whose names and config"
     )
-    add_writing(parser)
-    add_limits(parser)
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
@@ -47,10 +52,15 @@ def run(args: argparse.Namespace) -> int:
             source, args.output, config, analysis=known, export=args.export,
             max_shard_bytes=args.max_shard_bytes, dry_run=args.dry_run, advance=advance,
         )  # fmt: skip
+    report(done)
+    return 0
+
+
+def report(done: Conversion) -> None:
+    """Print what was written, or in full what would be."""
     if done.analysis is not None:
-        if args.dry_run:
+        if not done.written:
             output.print_table(done.analysis.header, done.analysis.cells())
             print()
         print(done.analysis.summary())
     print(done.summary())
-    return 0
