@@ -226,7 +226,8 @@ def attention_varlen(
         lie (waits for the device).
     quant : QuantConfig, optional
         How ``fa_int8`` quantises, with means and scales of each sequence's own ("tensor": one for
-        all heads of a sequence); given scales are not offered.
+        all heads of a sequence); given scales go with granularity "tensor" and "head", and are
+        those of a batch of so many entries.
     variant, accuracy, scale, softcap, return_lse, tiles, arch, backend
         As for `attention`.
 

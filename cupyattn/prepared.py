@@ -498,7 +498,8 @@ def _static_scales(request: Request) -> dict[str, Any]:
         request.call.head_dim, quant.form
     )
     xp = array_namespace(request.q)
-    found = static_scales(xp, quant, request.q.shape, request.k.shape, tiles)
+    sequences = request.call.batch if request.call.packed else None
+    found = static_scales(xp, quant, request.q.shape, request.k.shape, tiles, sequences)
     return {
         f"{name}_{buffer}": scale
         for name, scale in found.items()
@@ -528,12 +529,14 @@ def _mirror_packed(request: Request) -> tuple[Any, Any]:
     )  # fmt: skip
     pairs = zip(pairwise(request.cu_seqlens_q), pairwise(request.cu_seqlens_k), strict=True)
     parts = None if request.quantized is None else list(request.quantized.sequences())
+    quant = request.options.quant
     for number, (q_ends, k_ends) in enumerate(pairs):
         rows, keys = slice(*q_ends), slice(*k_ends)
         q, k, v = request.q[:, :, rows], request.k[:, :, keys], request.v[:, :, keys]
         own = _scoring_of(request, number, q.shape[2], k.shape[2])
         if parts is not None:
             q, k, v = parts[number], None, None
+        own["quant"] = None if quant is None else quant.of_entry(number)
         one = resolve(q, k, v, replace(options, **own))
         o[:, :, rows], lse[None, :, rows] = _mirror(one, plan.form)
     return o, lse

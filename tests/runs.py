@@ -319,7 +319,7 @@ def sequences(inputs: Arrays, ends: Any) -> Iterator[tuple[slice, Arrays]]:
 
 
 def of_sequence(options: dict[str, Any], number: int, one: Arrays) -> dict[str, Any]:
-    """Return the options of one packed sequence: mask, bias and block mask cut to its lengths."""
+    """Return the options of one packed sequence: what is of its entry, cut to its lengths."""
     len_q, len_kv = one[0].shape[2], one[1].shape[2]
     corner = slice(number, number + 1), slice(None), slice(len_q), slice(len_kv)
     found = dict(options)
@@ -329,6 +329,8 @@ def of_sequence(options: dict[str, Any], number: int, one: Arrays) -> dict[str, 
             found[name] = found[name][tuple(at if n > 1 else slice(n) for at, n in axes)]
     if found.get("block_mask") is not None:
         found["block_mask"] = found["block_mask"].corner(number, len_q, len_kv)
+    if found.get("quant") is not None:
+        found["quant"] = found["quant"].of_entry(number)
     return found
 
 

@@ -75,7 +75,22 @@ def test_the_kernels_lay_codes_as_the_mirror_does() -> None:
     }
     for part in kernel.sequences():
         assert part.v_codes is not None and part.v_codes.shape[3] == padded_length(part.len_kv)
-        assert not part.v_codes[..., part.len_kv :].any()
+
+
+def test_given_scales_are_those_of_the_entries_of_a_batch(tmp_path: Path) -> None:
+    scale = np.linspace(0.02, 0.03, 12, dtype=np.float32).reshape(6, 2, 1)
+    quant = QuantConfig("head", "tensor", scales=(scale, 0.025))
+    for backend in ("mirror", "interpret"):
+        z, inputs, ends = made(quant, backend=backend)
+        assert z.config is quant and z.q_scale.shape == (1, 2, 6)
+        for number, (part, (_, one)) in enumerate(
+            zip(z.sequences(), sequences(inputs, ends), strict=True)
+        ):
+            alone = quantize(*one, quant=quant.of_entry(number))
+            assert bits(part.q_codes) == bits(alone.q_codes)
+            assert bits(part.q_scale) == bits(alone.q_scale) == bits(scale[number])
+    z.save(tmp_path / "packed.npz")
+    assert bits(QuantizedQKV.load(tmp_path / "packed.npz").config.scales[0]) == bits(scale)
 
 
 @pytest.mark.parametrize("quant", CONFIGS)
@@ -91,8 +106,13 @@ def test_it_stands_for_the_operands(quant: QuantConfig) -> None:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["mirror", pytest.param("interpret", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("quant", CONFIGS)
+@pytest.mark.parametrize(
+    ("quant", "backend"),
+    [
+        *((quant, "mirror") for quant in CONFIGS),
+        pytest.param(CONFIGS[2], "interpret", marks=pytest.mark.slow),
+    ],
+)
 def test_attention_of_it_is_that_of_the_arrays(quant: QuantConfig, backend: str) -> None:
     """And each sequence is within the bound of its own operands."""
     z, inputs, ends = made(quant, backend=backend)

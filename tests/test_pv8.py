@@ -33,6 +33,7 @@ from tests.runs import ADDED, bits, normal, packed, sequences
 GRANULARITIES_V = ("channel", "block")
 REGIMES = ("normal", "outlier channel", "constant rows", "subnormal", "signed zeros", "wide")
 TILES = Tiles(64, 32, 4, 2)
+FP8_BY_ROW = QuantConfig("token", "block", pv="fp8", smooth_v=False)
 
 
 def centred(v: np.ndarray, mean: np.ndarray | None) -> np.ndarray:
@@ -339,12 +340,12 @@ def test_tiles_that_do_not_fit_are_refused() -> None:
             attention(z, tiles=Tiles(64, 64, 4, 2), backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["mirror", pytest.param("interpret", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "quant",
+    ("quant", "backend"),
     [
-        QuantConfig(pv="int8", granularity_v="channel", symmetric=False),
-        QuantConfig("token", "block", pv="fp8", smooth_v=False),
+        (QuantConfig(pv="int8", granularity_v="channel", symmetric=False), "mirror"),
+        (FP8_BY_ROW, "mirror"),
+        pytest.param(FP8_BY_ROW, "interpret", marks=pytest.mark.slow),
     ],
 )
 def test_packed_sequences_have_codes_of_their_own(quant: QuantConfig, backend: str) -> None:

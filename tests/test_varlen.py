@@ -178,6 +178,18 @@ def test_means_and_scales_are_those_of_a_sequence(granularity: str) -> None:
     assert_as_alone("fa_int8", inputs, ends, backend="interpret", causal=True, quant=quant)
 
 
+@pytest.mark.parametrize(
+    ("backend", "pv"), [("mirror", "16bit"), ("mirror", "int8"), ("interpret", "16bit")]
+)
+def test_given_scales_are_those_of_the_entries_of_a_batch(backend: str, pv: str) -> None:
+    inputs, ends = packed(((5, 38), (0, 0), (20, 33)), 2, 1, 16)
+    of_heads = np.float32([[[0.02], [0.03]], [[9], [9]], [[0.025], [0.01]]])
+    for scales in ((of_heads, of_heads[:, :1]), (0.02, of_heads[:1, :1])):
+        granularity = "head" if scales[0] is of_heads else "tensor"
+        quant = QuantConfig(granularity, "head", scales=scales, pv=pv)
+        assert_as_alone("fa_int8", inputs, ends, backend=backend, quant=quant)
+
+
 @given(
     st.lists(st.integers(0, 200), max_size=9),
     st.sampled_from([1, 2, 16, 64, VALUES_PAD, GROUP_ALL]),
@@ -343,9 +355,11 @@ def test_what_has_no_meaning_is_refused() -> None:
         resolve(q[None], k[None], v[None], Options(max_len_q=5))
     with pytest.raises(ValueError, match="quant is for fa_int8"):
         attention_varlen(q, k, v, *ends, variant="fa", quant=QuantConfig())
-    given = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.1, 0.1))
-    with pytest.raises(UnsupportedError, match="given scales are not supported for packed"):
-        attention_varlen(q, k, v, *ends, variant="fa_int8", quant=given)
+    given = QuantConfig("tensor", "token", scales=(0.1, np.ones((1, 1, 9), np.float32)))
+    for call in (attention_varlen, quantize):
+        asked = {"quant": given, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))}
+        with pytest.raises(UnsupportedError, match="are supported for granularity 'tensor' and"):
+            call(q, k, v, **asked, **({"variant": "fa_int8"} if call is attention_varlen else {}))
 
 
 @pytest.mark.parametrize(

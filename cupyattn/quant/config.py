@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from cupyattn.errors import UnsupportedError
@@ -168,6 +168,14 @@ class QuantConfig:
     def static(self) -> bool:
         """Whether the scales are given."""
         return not isinstance(self.scales, str)
+
+    def of_entry(self, number: int) -> QuantConfig:
+        """Return how one batch entry is quantised: given scales may be its own."""
+        if not self.static:
+            return self
+        each = (getattr(x, "shape", (1,))[0] > 1 for x in self.scales)
+        own = zip(each, self.scales, strict=True)
+        return replace(self, scales=tuple(x[number : number + 1] if many else x for many, x in own))
 
     @property
     def zero_points(self) -> bool:

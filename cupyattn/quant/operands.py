@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -63,7 +64,8 @@ def quantize(
         `cupyattn.attention`.
     cu_seqlens_q, cu_seqlens_k, max_len_q, max_len_k
         As for `cupyattn.attention_varlen`, which takes the result: operands are packed sequences.
-        Means, scales and groups of rows are those of a sequence; given scales are not offered.
+        Means, scales and groups of rows are those of a sequence; given scales go with granularity
+        "tensor" and "head", and are those of a batch of so many entries.
 
     Returns
     -------
@@ -182,19 +184,24 @@ def _quantize_sequences(
     """Quantise packed sequences one by one, and lay the results as the kernels lay theirs."""
     ends = (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
     parts = []
-    for of_q, of_k in zip(*map(pairwise, ends), strict=True):
+    for number, (of_q, of_k) in enumerate(zip(*map(pairwise, ends), strict=True)):
         rows, keys = slice(*of_q), slice(*of_k)
-        parts.append(quantize_mirror(q[:, :, rows], k[:, :, keys], v[:, :, keys], quant, tiles))
-    template = quantize_mirror(q[:, :, :0], k[:, :, :0], v[:, :, :0], quant, tiles)
-    joined: QuantizedQKV = join(parts, template, sequences)
+        one = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        parts.append(quantize_mirror(*one, quant.of_entry(number), tiles))
+    nothing = q[:, :, :0], k[:, :, :0], v[:, :, :0]
+    template = quantize_mirror(*nothing, quant.of_entry(0), tiles)
+    joined: QuantizedQKV = replace(join(parts, template, sequences), config=quant)
     return joined
 
 
 def check_packed_quant(quant: QuantConfig) -> None:
     """Raise UnsupportedError unless packed sequences can be quantised so."""
-    if quant.static:
+    granularities = quant.granularity_q, quant.granularity_k
+    if quant.static and not {*granularities} <= {"tensor", "head"}:
         raise UnsupportedError(
-            "given scales are not supported for packed sequences: use scales='dynamic'"
+            "given scales of packed sequences are supported for granularity 'tensor' and 'head', "
+            f"got {granularities[0]!r} and {granularities[1]!r}: use one of these, or "
+            "scales='dynamic'"
         )
 
 
@@ -221,7 +228,12 @@ def scale_shape(
 
 
 def static_scales(
-    xp: Any, quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], tiles: Tiles
+    xp: Any,
+    quant: QuantConfig,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    tiles: Tiles,
+    sequences: int | None = None,
 ) -> dict[str, Array | None]:
     """Return the given scales of Q and K in the shapes of dynamic ones, None where dynamic.
 
@@ -233,6 +245,9 @@ def static_scales(
     q, k : tuple of int
         Shapes of the operands.
     tiles : Tiles
+    sequences : int, optional
+        How many are packed in the operands: scales are given for a batch of so many, and returned
+        as (1, heads or 1, sequences).
 
     Raises
     ------
@@ -254,7 +269,8 @@ def static_scales(
         ("q", quant.scales[0], q, quant.group_q(tiles), quant.granularity_q),
         ("k", quant.scales[1], k, quant.group_kv(tiles), quant.granularity_k),
     ):
-        wanted = scale_shape(shape, group, granularity)
+        batch = shape[0] if sequences is None else sequences
+        wanted = scale_shape((batch, *shape[1:]), group, granularity)
         array = xp.asarray(given, np.float32)
         if array.ndim == 0:
             array = array.reshape(1, 1, 1)
@@ -269,7 +285,10 @@ def static_scales(
             )
         if xp is np and not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
             raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
-        found[name] = xp.ascontiguousarray(xp.broadcast_to(array, wanted))
+        whole = xp.broadcast_to(array, wanted)
+        if sequences is not None:
+            whole = xp.broadcast_to(whole, (sequences, *wanted[1:])).swapaxes(0, 2)
+        found[name] = xp.ascontiguousarray(whole)
     return found
 
 
@@ -290,7 +309,8 @@ def _quantize_kernels(
     """Quantise arrays where they lie, with the kernels of ``quantize.cu``."""
     groups = quant.group_q(tiles), quant.group_kv(tiles)
     with on_device_of(q):
-        static = static_scales(array_namespace(q), quant, q.shape, k.shape, tiles)
+        count = None if sequences is None else sequences.batch
+        static = static_scales(array_namespace(q), quant, q.shape, k.shape, tiles, count)
         fields: dict[str, Any] = {"v": None if quant.form == "pv8" else value_operand(v)}
         for name, x, group, granularity, smooth in (
             ("q", q, groups[0], quant.granularity_q, False),

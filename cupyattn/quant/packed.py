@@ -145,7 +145,7 @@ def split(z: Any) -> Iterator[Any]:
             name: getattr(z, name)[(*(slice(None),) * lot.axis, lot.slices[number])]
             for name, lot in lots.items()
         }
-        yield replace(z, **alone, **own)
+        yield replace(z, **alone, **own, config=z.config.of_entry(number))
 
 
 def join(parts: Sequence[Any], template: Any, sequences: Any) -> Any:
