@@ -22,6 +22,7 @@ from cupyattn.distributions import make
 from cupyattn.quant import QuantConfig
 from cupyattn.request import Options, resolve
 from cupyattn.tiles import Tiles
+from tests import runs
 from tests.runs import bits, rope_tables
 
 HEADS, HEAD_DIM, STEPS = 4, 16, 50
@@ -181,7 +182,7 @@ def test_adaptive_static_scales_keep_the_range_that_uniform_ones_lose() -> None:
     for adaptive in (True, False):
         attend = layer(timestep_scales=found, use_adaptive_scaling=adaptive)
         q, k, v = at[45]
-        quant = attend._quant("balanced", attend.step(45), q, 2, 1)
+        quant = attend.quant_config(q, k, 45)
         reach[adaptive] = int(np.abs(ca.quantize(q, k, v, quant=quant).q_codes).max())
     assert reach[False] <= 1 and reach[True] > 20
 
@@ -190,14 +191,14 @@ def test_the_static_path_reads_q_and_k_once() -> None:
     found, at = calibrated(1)
     q, k, v = at[0]
     attend = layer(timestep_scales=found)
-    quant = attend._quant("balanced", attend.step(0), q, 2, 1)
+    quant = attend.quant_config(q, k, 0)
     entries = [
         launch.entry
         for plan in plans(resolve(q, k, v, Options(variant="fa_int8", quant=quant)))
         for launch in plan.launches
     ]
     assert entries == ["encode_int8", "encode_int8", "attn_fa_int8"]
-    assert attend._quant("balanced", attend.step(0), q, 2, 1) is quant  # plans are found again
+    assert attend.quant_config(q, k, 0) is quant  # plans are found again
 
 
 @settings(max_examples=15)
@@ -209,7 +210,7 @@ def test_static_scales_hold_the_bounds(seed, mode, t) -> None:
     q, k, v = at[timestep]
     q = q * np.float32(1.5)
     attend = layer(timestep_scales=found)
-    quant = attend._quant(mode, attend.step(timestep), q, 2, 1)
+    quant = attend.quant_config(q, k, timestep, mode=mode)
     z = ca.quantize(q, k, v, quant=quant)
     o = attend(q, k, v, timestep, mode=mode)
     report = ca.testing.judge(o, q, k, v, variant="fa_int8", quantized=z)
@@ -324,6 +325,38 @@ def test_what_gets_least_attention_is_dropped() -> None:
     for attend in (layer(enable_pruning=True), layer(enable_pruning=True, pruning_threshold=0.2)):
         o, kept = attend(q, k, v, 25, return_mask=True)
         assert kept[:, :, 7].all() and not kept[:, :, 50:70].any()
+
+
+@given(
+    seed=st.integers(0, 999),
+    length=st.integers(1, 70),
+    dropped=st.floats(0, 0.99),
+    head_dim=st.integers(1, 9),
+    dtype=st.sampled_from(["float16", "float32"]),
+    layout=st.sampled_from(["plain", "BSHD", "shifted", "last axis apart"]),
+)
+def test_keys_move_together_whatever_lies_between_them(
+    seed, length, dropped, head_dim, dtype, layout
+) -> None:
+    rng = np.random.default_rng(seed)
+    shape = (2, 3, length, head_dim)
+    k, v = rng.standard_normal((2, *shape)).astype(dtype)
+    if layout == "BSHD":
+        k, v = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in (k, v))
+    elif layout == "shifted":
+        k, v = (runs.embedded(x, 3) for x in (k, v))
+    elif layout == "last axis apart":
+        k, v = (np.repeat(x, 2, axis=3)[..., ::2] for x in (k, v))
+    importance = rng.choice(np.float32([0, 0.1, 0.1, 0.3, 1, np.nan]), shape[:3])
+    count = prune.kept_count(length, dropped)
+    few_k, few_v, kept = prune.compact(k, v, importance, count)
+    rank = np.where(np.isnan(importance), np.inf, importance)
+    order = np.argsort(rank, axis=2, kind="stable")[..., length - count :]
+    want = np.zeros(shape[:3], bool)
+    np.put_along_axis(want, order, True, axis=2)
+    np.testing.assert_array_equal(kept, want)
+    for few, x in ((few_k, k), (few_v, v)):
+        assert_same(few, x[want].reshape(2, 3, count, head_dim))
 
 
 def test_importance_is_the_mean_of_the_rows_that_it_looks_at() -> None:
@@ -541,6 +574,7 @@ def test_block_sizes_reach_the_tiles() -> None:
         ({"attention_type": "block_sparse", "block_mask": 3}, TypeError, "block_mask must be a"),
         ({"block_size": 32}, ValueError, "block_size must be 64 or 128, got 32"),
         ({"pruning_ratio": 1.0}, ValueError, "pruning_ratio must be 0 to less than 1"),
+        ({"pruning_rows": 0}, ValueError, "pruning_rows must be 1 or more"),
         ({"pruning_threshold": -1.0}, ValueError, "pruning_threshold must be 0 or more"),
         ({"scale": -1.0}, ValueError, "scale must be positive"),
     ],
@@ -559,6 +593,8 @@ def test_a_call_is_checked() -> None:
         layer()(q, k, v, 0, pruning=True)
     with pytest.raises(ValueError, match="a precision mode must be one of"):
         layer()(q, k, v, 0, mode="fp16")
+    with pytest.raises(ValueError, match="'precision' quantises nothing"):
+        layer().quant_config(q, k, 0, mode="precision")
     found, _ = calibrated(1)
     with pytest.raises(ValueError, match="is of 2 key heads, got 4"):
         layer(timestep_scales=found)(q, k, v, 0)
@@ -602,6 +638,6 @@ def test_the_kernels_take_calibrated_scales_and_pruned_keys(tmp_path: Path) -> N
     o, kept = attend(q, k, v, 25, return_mask=True)
     by_kv = kept[:, ::2]
     few = [x[by_kv].reshape(1, 2, -1, HEAD_DIM) for x in (k, v)]
-    quant = attend._quant("balanced", attend.step(25), q, 2, 1)
+    quant = attend.quant_config(q, k, 25)
     z = ca.quantize(q, *few, quant=quant)
     assert ca.testing.judge(o, q, *few, variant="fa_int8", quantized=z).passed

@@ -1,12 +1,13 @@
 """INT8 attention for diffusion transformers: timesteps, policies, guidance, pruning, sparsity."""
 
-from cupyattn.diffusion.attention import Int8Attention, Step
+from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.diffusion.calibration import Calibration, calibrate_quantization_scales
 from cupyattn.diffusion.guidance import guided
 from cupyattn.diffusion.policy import MODES, PrecisionPolicy, SigmaPolicy, TablePolicy
 from cupyattn.diffusion.pruning import key_importance
 from cupyattn.diffusion.schedules import (
     SnrBins,
+    Step,
     compute_adaptive_scales,
     compute_sigma_schedule,
     log_snr,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,19 +13,14 @@ import numpy.typing as npt
 
 from cupyattn import checks, registry
 from cupyattn.api import attention
-from cupyattn.arrays import device_of, take
+from cupyattn.arrays import take
 from cupyattn.backends import on_device_of
 from cupyattn.diffusion import guidance, pruning
 from cupyattn.diffusion.arguments import check_count, check_number, check_timestep
-from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode, middle_ratio
 from cupyattn.diffusion.products import product
-from cupyattn.diffusion.schedules import (
-    check_sigmas,
-    compute_adaptive_scales,
-    compute_sigma_schedule,
-    log_snr,
-)
+from cupyattn.diffusion.scales import StepScales
+from cupyattn.diffusion.schedules import Step, check_sigmas, compute_sigma_schedule, log_snr
 from cupyattn.diffusion.settings import Settings
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant import QuantConfig
@@ -38,25 +31,6 @@ _log = logging.getLogger("cupyattn")
 
 #: Largest `softmax_eps`: a sum of at least 1 grows by an eighth of what 16 bits resolve.
 SOFTMAX_EPS_MAX = 2.0**-14
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of sampling.
-
-    Parameters
-    ----------
-    timestep : int
-        Index into the schedule; that of the entry next in log-SNR where a caller gives a ratio.
-    sigma : float
-        Noise-to-signal ratio.
-    ratio : float
-        It over that of the schedule's middle.
-    """
-
-    timestep: int
-    sigma: float
-    ratio: float
 
 
 class Int8Attention:
@@ -115,6 +89,8 @@ class Int8Attention:
         In place of `pruning_ratio`: keys are dropped whose importance is less than this share of
         what each would get if all got the same, times the noise-to-signal ratio over that of the
         middle, at most 1. Waits for the device: every call finds how many keys are kept.
+    pruning_rows : int
+        Query rows of each head that importance is estimated from, at even distances.
     block_mask : BlockMask or callable, optional
         With "block_sparse", in place of `window_size`; a callable makes one of (q, k), as
         `cupyattn.diffusion.VideoMask` does.
@@ -167,6 +143,7 @@ class Int8Attention:
         sigmas: npt.ArrayLike | str | None = None,
         quant: QuantConfig | None = None,
         pruning_threshold: float | None = None,
+        pruning_rows: int = pruning.SAMPLE_ROWS,
         block_mask: Any = None,
         scale: float | None = None,
         backend: str | None = None,
@@ -183,18 +160,20 @@ class Int8Attention:
         self.quant = QuantConfig() if quant is None else quant
         if not isinstance(self.quant, QuantConfig):
             raise TypeError(f"quant must be a cupyattn.QuantConfig or None, got {quant!r:.60}")
-        self.calibration, self._factors = self._scales(timestep_scales)
+        self._scales = StepScales(
+            self.quant, timestep_scales, self.sigmas, self.num_heads, self.head_dim,
+            adaptive=self.use_adaptive_scaling,
+        )  # fmt: skip
+        self.calibration = self._scales.calibration
         _check_softmax_eps(softmax_eps)
         self._blocks = _check_blocks(block_q, block_k)
         self._settings = Settings(
             attention_type, window_size, block_size, block_mask, enable_pruning, pruning_ratio,
-            pruning_threshold,
+            pruning_threshold, pruning_rows,
         )  # fmt: skip
         self._out_proj = _check_projection(out_proj, self.num_heads * self.head_dim)
         self._scale = checks.check_scale(scale, self.head_dim)
         self._where = {"backend": backend, "arch": arch}
-        # NOTE: calls with one configuration object find their plan again: `cupyattn.attention`.
-        self._quants: dict[Any, QuantConfig] = {}
         self._fallbacks: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -243,6 +222,34 @@ class Int8Attention:
     def _mode(self, step: Step) -> str:
         return check_mode(self.policy.mode(step.timestep, step.ratio))
 
+    def quant_config(
+        self,
+        q: Any,
+        k: Any,
+        timestep: int | None = None,
+        *,
+        sigma: float | None = None,
+        mode: str = "balanced",
+    ) -> QuantConfig:
+        """Return how q and k of a call would be quantised in an INT8 mode.
+
+        Parameters
+        ----------
+        q, k, timestep, sigma
+            As for a call.
+        mode : {"aggressive", "balanced"}
+
+        Raises
+        ------
+        ValueError, TypeError
+            As a call.
+        """
+        if check_mode(mode) == "precision":
+            raise ValueError("mode 'precision' quantises nothing: ask for one of the others")
+        q, k = (take(name, a)[0] for name, a in zip("qk", (q, k), strict=True))
+        with on_device_of(q):
+            return self._scales.config(mode, self.step(timestep, sigma), q, k.shape[1])
+
     @property
     def fallbacks(self) -> dict[str, int]:
         """How many calls fell back to 16 bits, by reason."""
@@ -282,7 +289,8 @@ class Int8Attention:
             As for `cupyattn.attention`; not with pruning.
         **overrides
             For this call: attention_type, window_size, block_size, block_mask, enable_pruning,
-            pruning_ratio, pruning_threshold as for the class, and mode, in place of the policy's.
+            pruning_ratio, pruning_threshold and pruning_rows as for the class, and mode, in place
+            of the policy's.
 
         Returns
         -------
@@ -445,7 +453,7 @@ class Int8Attention:
         self, q: Array, k: Array, v: Array, step: Step, settings: Settings
     ) -> tuple[Array, Array, Array]:
         """Return the keys and values that are kept, and which these are."""
-        importance = pruning.key_importance(q, k, scale=self._scale)
+        importance = pruning.key_importance(q, k, scale=self._scale, rows=settings.pruning_rows)
         if settings.pruning_threshold is None:
             count = pruning.kept_count(k.shape[2], settings.pruning_ratio)
         else:
@@ -465,7 +473,7 @@ class Int8Attention:
     ) -> Array:
         """Run one mode, or 16 bits where INT8 does not take the call."""
         if mode != "precision":
-            quant = self._quant(mode, step, q, k.shape[1], branches)
+            quant = self._scales.config(mode, step, q, k.shape[1], branches)
             tiles = self._tiles("fa_int8", quant.form)
             try:
                 return attention(q, k, v, variant="fa_int8", quant=quant, tiles=tiles, **options)
@@ -500,83 +508,6 @@ class Int8Attention:
             return self._out_proj(restore(rows))
         weights = take("out_proj", self._out_proj)[0].astype(o.dtype, copy=False)
         return restore(product(rows, weights).astype(o.dtype))
-
-    # ---- scales ----------------------------------------------------------------------------------
-
-    def _scales(self, given: Any) -> tuple[Calibration | None, Any]:
-        """Return the calibration, or the factors of static scales, that a caller gives."""
-        if isinstance(given, (str, os.PathLike)):
-            given = Calibration.load(given)
-        if isinstance(given, Calibration):
-            given.check_fits(self.num_heads, self.head_dim)
-            if self.quant.static or not self.quant.symmetric or self.quant.fused:
-                raise ValueError(
-                    "a calibration gives static, symmetric scales to a pass of their own: leave "
-                    f"scales, symmetric and fused of quant as they are, got {self.quant}"
-                )
-            return given, None
-        if self.quant.static and not self.quant.symmetric:
-            raise ValueError("static scales of quant need symmetric=True")
-        if given is None:
-            needed = self.quant.static and self.use_adaptive_scaling
-            return None, compute_adaptive_scales(self.sigmas) if needed else None
-        factors = take("timestep_scales", given)[0]
-        factors = np.asarray(factors.get() if hasattr(factors, "get") else factors, np.float32)
-        if factors.shape != (self.num_timesteps,):
-            raise ValueError(
-                f"timestep_scales must have num_timesteps={self.num_timesteps} entries, "
-                f"got shape {factors.shape}"
-            )
-        if not (np.isfinite(factors) & (factors > 0)).all():
-            raise ValueError("timestep_scales must be positive and finite")
-        if not self.quant.static:
-            _log.info("timestep_scales change nothing: the scales of quant are dynamic")
-        return None, factors
-
-    def _quant(self, mode: str, step: Step, q: Array, heads_kv: int, branches: int) -> QuantConfig:
-        """Return how a mode quantises at a step, the same object for the same scales."""
-        row: Any = None
-        if self.calibration is not None:
-            row = int(self.calibration.bins.index(step.sigma)) if self.use_adaptive_scaling else -1
-            if heads_kv != self.calibration.heads_kv:
-                raise ValueError(
-                    f"the calibration is of {self.calibration.heads_kv} key heads, got {heads_kv}"
-                )
-        elif self.quant.static and self.use_adaptive_scaling:
-            row = float(self._factors[step.timestep])
-        key = mode, row, device_of(q), branches
-        with self._lock:
-            if key not in self._quants:
-                self._quants[key] = self._make_quant(mode, row, array_namespace(q), branches)
-            return self._quants[key]
-
-    def _make_quant(self, mode: str, row: Any, xp: Any, branches: int) -> QuantConfig:
-        quant, calibration = self.quant, self.calibration
-        granularities, smooth_k, scales = (
-            (quant.granularity_q, quant.granularity_k), quant.smooth_k, quant.scales,
-        )  # fmt: skip
-        if calibration is not None:
-            of_bin = (calibration.q_scale[row, None], calibration.k_scale[row, None])
-            pair = calibration.uniform() if row == -1 else of_bin
-            granularities, smooth_k = ("head", "head"), calibration.smooth_k
-            scales = tuple(xp.asarray(s[..., None]) for s in pair)
-        elif row is not None:
-            scales = tuple(s * (np.float32(row) if hasattr(s, "shape") else row) for s in scales)
-        if branches == guidance.BRANCHES and not isinstance(scales, str):
-            q_scale, k_scale = scales
-            if hasattr(q_scale, "shape"):
-                scales = guidance.repeat_heads(q_scale, 1), k_scale
-        eight = mode == "aggressive"
-        if eight == (quant.pv != "16bit"):
-            values = quant.granularity_v, quant.smooth_v, quant.p_type
-            pv = quant.pv
-        else:
-            values, pv = (None, None, None), "int8" if eight else "16bit"
-        return QuantConfig(
-            *granularities, values[0], symmetric=quant.symmetric, smooth_k=smooth_k,
-            smooth_v=values[1], qk_bits=quant.qk_bits, pv=pv, scales=scales, p_type=values[2],
-            fused=quant.fused and not eight,
-        )  # fmt: skip
 
 
 def _schedule(sigmas: Any, num_timesteps: int) -> npt.NDArray[np.float64]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.diffusion.arguments import check_number
+from cupyattn.checks import data_address
+from cupyattn.diffusion.arguments import check_count, check_number
 from cupyattn.diffusion.products import product
 from cupyattn.rounding import Array, array_namespace
 
@@ -52,6 +53,7 @@ def key_importance(
     xp = array_namespace(q, k)
     batch, heads, len_q, head_dim = q.shape
     heads_kv, len_kv = k.shape[1:3]
+    rows = check_count("pruning_rows", rows)
     if 0 in q.shape or 0 in k.shape:
         return xp.full((batch, heads_kv, len_kv), 1 / max(len_kv, 1), np.float32)
     step = max(1, len_q // rows)
@@ -60,10 +62,12 @@ def key_importance(
     # NOTE: scaled before the product, which a device stores in 16 bits.
     sampled = (sampled.astype(np.float32) * factor).astype(q.dtype)
     sampled = sampled.reshape(batch, heads_kv, -1, head_dim).swapaxes(2, 3)
-    scores = product(k, sampled).astype(np.float32)
-    weights = xp.exp(scores - scores.max(axis=2, keepdims=True))
-    share: Array = (weights / weights.sum(axis=2, keepdims=True)).mean(axis=3)
-    return share
+    weights = product(k, sampled).astype(np.float32)
+    weights -= weights.max(axis=2, keepdims=True)
+    xp.exp(weights, out=weights)
+    rows_seen = weights.shape[3]
+    share: Array = weights @ (1 / (rows_seen * weights.sum(axis=2)))[..., None]
+    return share[..., 0]
 
 
 def kept_count(len_kv: int, ratio: float) -> int:
@@ -114,20 +118,45 @@ def compact(k: Array, v: Array, importance: Array, count: int) -> tuple[Array, A
         In the order that they had.
     kept : array, bool, (batch, heads_kv, len_kv)
     """
-    xp = array_namespace(k, v, importance)
+    array_namespace(k, v, importance)
     batch, heads_kv, len_kv = importance.shape
-    kept = xp.zeros(importance.shape, bool)
-    if not importance.size:
-        return k, v, kept
-    order = xp.sort(xp.argsort(importance, axis=2)[..., len_kv - count :], axis=2)
-    entry, head = xp.arange(batch)[:, None, None], xp.arange(heads_kv)[:, None]
-    kept[entry, head, order] = True
+    order = _most_important(importance, count)
+    kept = array_namespace(k).zeros(batch * heads_kv * len_kv, bool)
+    kept[order] = True
 
     def gathered(x: Array) -> Array:
-        bits = x.view(np.dtype(f"u{x.dtype.itemsize}"))  # one kernel moves every type
-        return bits[entry, head, order].view(x.dtype)
+        words = _as_words(x)
+        rows = words.reshape(batch * heads_kv * len_kv, words.shape[3])
+        return rows[order].view(x.dtype).reshape(batch, heads_kv, count, x.shape[3])
 
-    return gathered(k), gathered(v), kept
+    return gathered(k), gathered(v), kept.reshape(importance.shape)
+
+
+def _most_important(importance: Array, count: int) -> Array:
+    """Return which rows of (batch * heads_kv * len_kv) are kept, rising, `count` of each head."""
+    xp = array_namespace(importance)
+    *heads, len_kv = importance.shape
+    # NOTE: flat integers, head before importance before place: CuPy sorts those by their digits,
+    # but the rows of an array, and the order of one, by comparing tuples.
+    place_bits = max(len_kv - 1, 0).bit_length()
+    bits = xp.ascontiguousarray(importance).view(np.uint32).astype(np.uint64)
+    head = xp.arange(math.prod(heads), dtype=np.uint64)[:, None]
+    keys = (head << np.uint64(32)) | bits.reshape(head.size, len_kv)
+    keys = (keys << np.uint64(place_bits)) | xp.arange(len_kv, dtype=np.uint64)
+    ranked = xp.sort(keys.reshape(-1)).reshape(keys.shape)[:, len_kv - count :]
+    place = ranked & np.uint64((1 << place_bits) - 1)
+    return xp.sort((head * np.uint64(len_kv) + place).reshape(-1)).astype(np.int64)
+
+
+def _as_words(x: Array) -> Array:
+    """Return rows as the widest integers that they consist of: fewer elements to move.
+
+    A view where x is contiguous.
+    """
+    x = array_namespace(x).ascontiguousarray(x)
+    places = data_address(x), x.shape[3] * x.dtype.itemsize
+    width = next(w for w in (8, 4, 2) if not any(place % w for place in places))
+    return x.view(np.dtype(f"u{width}"))
 
 
 def check_ratio(ratio: Any) -> float:

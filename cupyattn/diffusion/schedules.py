@@ -172,6 +172,25 @@ def log_snr(sigmas: npt.ArrayLike) -> Float64:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One step of sampling.
+
+    Parameters
+    ----------
+    timestep : int
+        Index into the schedule; that of the entry next in log-SNR where a caller gives a ratio.
+    sigma : float
+        Noise-to-signal ratio.
+    ratio : float
+        It over that of the schedule's middle.
+    """
+
+    timestep: int
+    sigma: float
+    ratio: float
+
+
+@dataclass(frozen=True)
 class SnrBins:
     """Ranges of the log signal-to-noise ratio, in which timesteps share scales.
 

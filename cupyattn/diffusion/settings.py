@@ -10,6 +10,7 @@ from typing import Any
 
 from cupyattn.block_mask import BLOCK_SIZES, BlockMask
 from cupyattn.diffusion import pruning
+from cupyattn.diffusion.arguments import check_count
 from cupyattn.diffusion.guidance import BRANCHES, for_both_branches
 from cupyattn.diffusion.policy import check_mode
 from cupyattn.errors import UnsupportedError
@@ -37,6 +38,7 @@ class Settings:
     enable_pruning: bool = False
     pruning_ratio: float = 0.2
     pruning_threshold: float | None = None
+    pruning_rows: int = pruning.SAMPLE_ROWS
     mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +53,7 @@ class Settings:
             check_mode(self.mode)
         pruning.check_ratio(self.pruning_ratio)
         pruning.check_threshold(self.pruning_threshold)
+        check_count("pruning_rows", self.pruning_rows)
         if self.enable_pruning and self.attention_type != "dense":
             raise UnsupportedError(
                 "token pruning moves the keys that it keeps, so it goes with "

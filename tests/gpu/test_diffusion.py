@@ -75,7 +75,7 @@ def test_calibrated_scales_hold_the_bounds_and_are_the_hosts(mode) -> None:
     assert found.source_hash == same.source_hash
     attend = layer(timestep_scales=found)
     o = attend(q, k, v, 25, mode=mode)
-    quant = attend._quant(mode, attend.step(25), q, 2, 1)
+    quant = attend.quant_config(q, k, 25, mode=mode)
     z = ca.quantize(q, k, v, quant=quant)
     assert ca.testing.judge(o, q, k, v, variant="fa_int8", quantized=z).passed
 

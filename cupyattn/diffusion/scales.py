@@ -1,0 +1,149 @@
+"""Which scales INT8 attention takes at which step: every call's own, or static ones by timestep."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import device_of, take
+from cupyattn.diffusion import guidance
+from cupyattn.diffusion.calibration import Calibration
+from cupyattn.diffusion.schedules import Float64, Step, compute_adaptive_scales
+from cupyattn.quant import QuantConfig
+from cupyattn.rounding import Array, array_namespace
+
+_log = logging.getLogger("cupyattn")
+
+#: The row of a calibration that stands for all steps.
+_UNIFORM = -1
+
+
+class StepScales:
+    """Makes the `QuantConfig` of a step, the same object for the same scales.
+
+    `cupyattn.attention` finds the plan of a call again by that object.
+
+    Parameters
+    ----------
+    quant : QuantConfig
+        How the caller quantises.
+    given : array, (num_timesteps,), Calibration, path or None
+        The caller's ``timestep_scales``.
+    sigmas : array, (num_timesteps,)
+        The schedule.
+    num_heads, head_dim : int
+    adaptive : bool
+        Whether static scales follow the timestep.
+
+    Raises
+    ------
+    ValueError
+        For what does not fit together.
+    """
+
+    def __init__(
+        self,
+        quant: QuantConfig,
+        given: Any,
+        sigmas: Float64,
+        num_heads: int,
+        head_dim: int,
+        *,
+        adaptive: bool,
+    ) -> None:
+        self.quant, self.adaptive = quant, adaptive
+        self.calibration: Calibration | None = None
+        self._factors: Any = None
+        if isinstance(given, (str, os.PathLike)):
+            given = Calibration.load(given)
+        if isinstance(given, Calibration):
+            given.check_fits(num_heads, head_dim)
+            if quant.static or not quant.symmetric or quant.fused:
+                raise ValueError(
+                    "a calibration gives static, symmetric scales to a pass of their own: leave "
+                    f"scales, symmetric and fused of quant as they are, got {quant}"
+                )
+            self.calibration = given
+        elif given is not None:
+            self._factors = _check_factors(given, sigmas.size)
+            if not quant.static:
+                _log.info("timestep_scales change nothing: the scales of quant are dynamic")
+        elif quant.static and adaptive:
+            self._factors = compute_adaptive_scales(sigmas)
+        if quant.static and not quant.symmetric:
+            raise ValueError("static scales of quant need symmetric=True")
+        self._made: dict[Any, QuantConfig] = {}
+        self._lock = threading.Lock()
+
+    def config(
+        self, mode: str, step: Step, q: Array, heads_kv: int, branches: int = 1
+    ) -> QuantConfig:
+        """Return how an INT8 mode quantises at a step.
+
+        Parameters
+        ----------
+        mode : {"aggressive", "balanced"}
+        step : Step
+        q : array
+            Beside which the scales lie.
+        heads_kv : int
+        branches : {1, 2}
+            How many heads of q are stacked for each head of the model.
+        """
+        row: Any = None
+        if self.calibration is not None:
+            row = int(self.calibration.bins.index(step.sigma)) if self.adaptive else _UNIFORM
+            if heads_kv != self.calibration.heads_kv:
+                raise ValueError(
+                    f"the calibration is of {self.calibration.heads_kv} key heads, got {heads_kv}"
+                )
+        elif self.quant.static and self.adaptive:
+            row = float(self._factors[step.timestep])
+        key = mode, row, device_of(q), branches
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = self._make(mode, row, array_namespace(q), branches)
+            return self._made[key]
+
+    def _make(self, mode: str, row: Any, xp: Any, branches: int) -> QuantConfig:
+        quant = self.quant
+        granularities = quant.granularity_q, quant.granularity_k
+        smooth_k, scales = quant.smooth_k, quant.scales
+        if self.calibration is not None:
+            granularities, smooth_k = ("head", "head"), self.calibration.smooth_k
+            pair = self.calibration.uniform()
+            if row != _UNIFORM:
+                pair = self.calibration.q_scale[row, None], self.calibration.k_scale[row, None]
+            scales = tuple(xp.asarray(s[..., None]) for s in pair)
+        elif row is not None:
+            scales = tuple(s * (np.float32(row) if hasattr(s, "shape") else row) for s in scales)
+        if branches == guidance.BRANCHES and hasattr(scales[0], "shape"):
+            scales = guidance.repeat_heads(scales[0], 1), scales[1]
+        eight = mode == "aggressive"
+        of_values: dict[str, Any] = {"pv": "int8" if eight else "16bit"}
+        if eight == (quant.pv != "16bit"):
+            of_values = {
+                name: getattr(quant, name) for name in ("pv", "granularity_v", "smooth_v", "p_type")
+            }
+        return QuantConfig(
+            *granularities, symmetric=quant.symmetric, smooth_k=smooth_k, qk_bits=quant.qk_bits,
+            scales=scales, fused=quant.fused and not eight, **of_values,
+        )  # fmt: skip
+
+
+def _check_factors(given: Any, num_timesteps: int) -> Any:
+    """Return the caller's factors by timestep, on the host."""
+    factors = take("timestep_scales", given)[0]
+    factors = np.asarray(factors.get() if hasattr(factors, "get") else factors, np.float32)
+    if factors.shape != (num_timesteps,):
+        raise ValueError(
+            f"timestep_scales must have num_timesteps={num_timesteps} entries, "
+            f"got shape {factors.shape}"
+        )
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise ValueError("timestep_scales must be positive and finite")
+    return factors
