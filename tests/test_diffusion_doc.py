@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +29,20 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         o = names["o"]
         assert isinstance(o, np.ndarray) and np.isfinite(o).all()
     assert (tmp_path / "scales.safetensors").is_file()
+
+
+def test_the_table_is_what_the_record_says() -> None:
+    record = json.loads((ROOT / "experiments" / "results" / "timestep_ablation.json").read_text())
+    found = {(r["activations"], r["scales"], r["timestep"]): r for r in record["rows"]}
+    named = {"one static scale": "uniform static", "static by bin": "static by bin"}
+    rows = re.findall(r"^\| (raw|scaled), (.*?) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 6
+    for model, scales, cells in rows:
+        for t, cell in zip((0, 21, 49), cells.split(" | "), strict=True):
+            row = found[model, named.get(scales, scales), t]
+            error, reach = re.fullmatch(r"(\S+) \((\d+) %\)", cell).groups()  # type: ignore[union-attr]
+            assert float(error) == float(f"{row['error']:.1e}")
+            assert int(reach) == round(100 * row["range"])
 
 
 def test_the_example_of_the_readme_runs() -> None:

@@ -29,6 +29,7 @@ from experiments import (
     race,
     tile_order,
     tile_sweep,
+    timestep_ablation,
 )  # fmt: skip
 from experiments.common import Problem
 
@@ -69,6 +70,22 @@ def test_the_order_of_tiles_is_modelled_without_a_device(tmp_path: Path) -> None
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 4 and all(x >= 1 for row in rows for x in row["imbalance"].values())
     assert sum(tile_order.work(3, 100, ca.Tiles(50, 50, 4), 2)) == 3 * (1 + 2) + 6 * 1.5
+
+
+def test_scales_by_timestep_run_in_small(tmp_path: Path) -> None:
+    """One scale for all steps loses late ones where activations fall; bins do not."""
+    file, drawing = tmp_path / "timestep_ablation.json", tmp_path / "steps.svg"
+    given = ["--quick", "--json", str(file), "--plot", str(drawing)]
+    assert timestep_ablation.main(given) == 0
+    rows = json.loads(file.read_text())["rows"]
+    late = {(r["activations"], r["scales"]): r for r in rows if r["timestep"] == 42}
+    assert (
+        late["raw", "uniform static"]["range"] < 0.03 < 0.5 < late["raw", "static by bin"]["range"]
+    )
+    assert late["raw", "uniform static"]["error"] > 20 * late["raw", "static by bin"]["error"]
+    assert late["raw", "dynamic, policy"]["mode"] == "precision"
+    assert all(r["error"] < 0.05 for (_, name), r in late.items() if name == "dynamic")
+    assert drawing.read_text().startswith("<?xml")
 
 
 def test_host_times_run_in_small(tmp_path: Path) -> None:

@@ -1,0 +1,174 @@
+"""What do static scales lose over the steps of sampling, and what do scales by timestep win back?
+
+Varies       the step of an EDM schedule; where scales come from: one for all steps, one by bin of
+             log-SNR, the middle's times sigma over the middle's, every call's own; and the last of
+             these with the adaptive precision policy, late steps in 16 bits
+Holds fixed  Q, K, V of experiments/data (layer 2, 12 heads, head_dim 32), to Q and K of which noise
+             is added; balanced mode (INT8 Q.K^T, 16-bit P.V) but for the policy; K not smoothed
+Measures     relative L2 error of the output; share of the code range that the largest code of Q
+             reaches, mean over heads; share of the values of Q that saturate
+Run          python -m experiments.timestep_ablation [--quick] [--json FILE] [--plot FILE]
+
+Needs no device. "raw": activations grow with the noise, as the network's input does without
+preconditioning. "scaled": they are divided by the root of 1 + sigma^2, as EDM feeds its networks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+import cupyattn as ca
+from cupyattn import measure
+from cupyattn.cli import output, plot
+from cupyattn.quant.quantizers import INT8_MAX
+from cupyattn.rounding import as_float64
+from experiments import common, plots
+
+STEPS, BINS, LAYER = 50, 8, "layer2"
+#: Every so many steps are measured; calibration sees the others.
+EVERY = 7
+MODELS = ("raw", "scaled")
+#: Colour of each source of scales (Okabe and Ito).
+ARMS = {
+    "uniform static": "#D55E00",
+    "proportional static": "#CC79A7",
+    "static by bin": "#0072B2",
+    "dynamic": "#009E73",
+    "dynamic, policy": "#8A8A8A",
+}
+#: What is printed: title, key of a row, format.
+COLUMNS = (
+    ("error", "error", "{:.1e}"),
+    ("range of Q's codes", "range", "{:.0%}"),
+    ("saturated", "saturated", "{:.1%}"),
+)
+
+
+@functools.cache
+def signal(length: int) -> tuple[Any, ...]:
+    """Return Q, K and V without noise, float64."""
+    with np.load(common.ROOT / "experiments" / "data" / "qkv_text_encoder.npz") as file:
+        return tuple(file[f"{LAYER}_{n}"][:, :, :length].astype(np.float64) for n in "qkv")
+
+
+def activations(model: str, sigma: float, length: int, seed: int) -> tuple[Any, Any, Any]:
+    """Return Q, K and V at a noise level, float16."""
+    q, k, v = signal(length)
+    rng = np.random.default_rng(seed)
+    size = 1.0 if model == "raw" else (1 + sigma**2) ** -0.5
+    q, k = (size * (x + sigma * x.std() * rng.standard_normal(x.shape)) for x in (q, k))
+    return q.astype(np.float16), k.astype(np.float16), v.astype(np.float16)
+
+
+def arms(model: str, length: int, seed: int) -> dict[str, ca.Int8Attention]:
+    """Return one attention for each source of scales, calibrated where it needs to be."""
+    sigmas = ca.compute_sigma_schedule(STEPS)
+    seen = [t for t in range(STEPS) if t % EVERY]
+    batches = [(*activations(model, sigmas[t], length, seed + 1 + t)[:2], t) for t in seen]
+    by_bin = ca.calibrate_quantization_scales(batches, 100.0, sigmas=sigmas, num_bins=BINS)
+    middle = STEPS // 2
+    near = [b[:2] for b in batches if abs(b[2] - middle) <= 1]
+    at_middle = ca.calibrate_quantization_scales(near, 100.0)
+    scales = tuple(s[..., None] for s in at_middle.uniform())
+    own = ca.QuantConfig("head", "head", smooth_k=False)
+    proportional = ca.QuantConfig("head", "head", smooth_k=False, scales=scales)
+    given: dict[str, dict[str, Any]] = {
+        "uniform static": {"timestep_scales": by_bin, "use_adaptive_scaling": False},
+        "proportional static": {"quant": proportional},
+        "static by bin": {"timestep_scales": by_bin},
+        "dynamic": {"quant": own},
+        "dynamic, policy": {"quant": own, "precision_policy": "adaptive"},
+    }
+    heads, head_dim = batches[0][0].shape[1], batches[0][0].shape[3]
+    return {
+        name: ca.Int8Attention(
+            heads, head_dim, STEPS, **{"precision_policy": "balanced", **options}
+        )
+        for name, options in given.items()
+    }
+
+
+def rows(model: str, steps: Sequence[int], length: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield what each source of scales makes of each step."""
+    attend_by = arms(model, length, seed)
+    for t in steps:
+        sigma = float(ca.compute_sigma_schedule(STEPS)[t])
+        q, k, v = activations(model, sigma, length, seed)
+        exact = ca.reference.attention_exact(*map(as_float64, (q, k, v)))
+        for name, attend in attend_by.items():
+            row: dict[str, Any] = {"activations": model, "scales": name, "timestep": t}
+            row |= {"sigma": sigma, "mode": attend.mode(t)}
+            row["error"] = measure.relative_error(as_float64(attend(q, k, v, t)), exact)
+            if row["mode"] != "precision":
+                quant = attend.quant_config(q, k, t, mode=row["mode"])
+                z = ca.quantize(q, k, v, quant=quant)
+                largest = np.abs(z.q_codes.astype(np.int64)).max(axis=(0, 2, 3))
+                row["range"] = float((largest / INT8_MAX).mean())
+                end = (INT8_MAX + 0.5) * as_float64(z.q_scale)[..., None]
+                row["saturated"] = float((np.abs(as_float64(q)) > end).mean())
+            yield row
+
+
+def draw(found: Sequence[dict[str, Any]], path: str) -> None:
+    """Plot error by timestep, a panel for each model of activations."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 3.9), layout="constrained", facecolor="none")
+    axes = figure.subplots(1, len(MODELS), sharey=True)
+    for axis, model in zip(axes, MODELS, strict=True):
+        for name, colour in ARMS.items():
+            mine = [r for r in found if (r["activations"], r["scales"]) == (model, name)]
+            steps, errors = ([r[key] for r in mine] for key in ("timestep", "error"))
+            axis.plot(steps, errors, "o-", color=colour, label=name, markersize=3)
+        axis.set_yscale("log")
+        axis.set_facecolor("none")
+        axis.set_title(f"{model} activations", fontsize=10, color=plots.TEXT)
+        axis.tick_params(colors=plots.TEXT, which="both", labelsize=8)
+    axes[0].set_ylabel("relative L2 error", fontsize=9, color=plots.TEXT)
+    figure.supxlabel("timestep (0: most noise)", fontsize=9, color=plots.TEXT)
+    lines = axes[0].get_lines()
+    figure.legend(
+        lines, ARMS, loc="outside upper center", ncols=len(ARMS), frameon=False, fontsize=8,
+        labelcolor=plots.TEXT,
+    )  # fmt: skip
+    plot.save(figure, path)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compute, print the table, write the record and the plot."""
+    if args.plot:
+        plot.check(args.plot)
+    length = common.quick_length(args, 512)
+    steps = list(range(0, STEPS, EVERY * (3 if args.quick else 1)))
+    found = [row for model in MODELS for row in rows(model, steps, length, args.seed)]
+    header = ["activations", "scales", *(f"t = {t}" for t in steps)]
+    for title, key, form in COLUMNS:
+        print(f"\n{title}")
+        table = []
+        for model in MODELS:
+            for name in ARMS:
+                mine = [r for r in found if (r["activations"], r["scales"]) == (model, name)]
+                cells = (form.format(r[key]) if key in r else "" for r in mine)
+                table.append([model, name, *cells])
+        output.print_table(header, table)
+    common.keep(args, "timestep_ablation", "mirror", {"rows": found})
+    if args.plot:
+        draw(found, args.plot)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--plot", metavar="FILE", help="draw error by timestep")
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
