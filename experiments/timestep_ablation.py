@@ -33,6 +33,8 @@ from experiments import common, plots
 STEPS, BINS, LAYER = 50, 8, "layer2"
 #: Every so many steps are measured; calibration sees the others.
 EVERY = 7
+#: Heads and length.
+Size = tuple[int, int]
 MODELS = ("raw", "scaled")
 #: Colour of each source of scales (Okabe and Ito).
 ARMS = {
@@ -51,26 +53,26 @@ COLUMNS = (
 
 
 @functools.cache
-def signal(length: int) -> tuple[Any, ...]:
+def signal(heads: int, length: int) -> tuple[Any, ...]:
     """Return Q, K and V without noise, float64."""
     with np.load(common.ROOT / "experiments" / "data" / "qkv_text_encoder.npz") as file:
-        return tuple(file[f"{LAYER}_{n}"][:, :, :length].astype(np.float64) for n in "qkv")
+        return tuple(file[f"{LAYER}_{n}"][:, :heads, :length].astype(np.float64) for n in "qkv")
 
 
-def activations(model: str, sigma: float, length: int, seed: int) -> tuple[Any, Any, Any]:
+def activations(model: str, sigma: float, size: Size, seed: int) -> tuple[Any, Any, Any]:
     """Return Q, K and V at a noise level, float16."""
-    q, k, v = signal(length)
+    q, k, v = signal(*size)
     rng = np.random.default_rng(seed)
-    size = 1.0 if model == "raw" else (1 + sigma**2) ** -0.5
-    q, k = (size * (x + sigma * x.std() * rng.standard_normal(x.shape)) for x in (q, k))
+    factor = 1.0 if model == "raw" else (1 + sigma**2) ** -0.5
+    q, k = (factor * (x + sigma * x.std() * rng.standard_normal(x.shape)) for x in (q, k))
     return q.astype(np.float16), k.astype(np.float16), v.astype(np.float16)
 
 
-def arms(model: str, length: int, seed: int) -> dict[str, ca.Int8Attention]:
+def arms(model: str, size: Size, seed: int) -> dict[str, ca.Int8Attention]:
     """Return one attention for each source of scales, calibrated where it needs to be."""
     sigmas = ca.compute_sigma_schedule(STEPS)
     seen = [t for t in range(STEPS) if t % EVERY]
-    batches = [(*activations(model, sigmas[t], length, seed + 1 + t)[:2], t) for t in seen]
+    batches = [(*activations(model, sigmas[t], size, seed + 1 + t)[:2], t) for t in seen]
     by_bin = ca.calibrate_quantization_scales(batches, 100.0, sigmas=sigmas, num_bins=BINS)
     middle = STEPS // 2
     near = [b[:2] for b in batches if abs(b[2] - middle) <= 1]
@@ -94,12 +96,12 @@ def arms(model: str, length: int, seed: int) -> dict[str, ca.Int8Attention]:
     }
 
 
-def rows(model: str, steps: Sequence[int], length: int, seed: int) -> Iterator[dict[str, Any]]:
+def rows(model: str, steps: Sequence[int], size: Size, seed: int) -> Iterator[dict[str, Any]]:
     """Yield what each source of scales makes of each step."""
-    attend_by = arms(model, length, seed)
+    attend_by = arms(model, size, seed)
     for t in steps:
         sigma = float(ca.compute_sigma_schedule(STEPS)[t])
-        q, k, v = activations(model, sigma, length, seed)
+        q, k, v = activations(model, sigma, size, seed)
         exact = ca.reference.attention_exact(*map(as_float64, (q, k, v)))
         for name, attend in attend_by.items():
             row: dict[str, Any] = {"activations": model, "scales": name, "timestep": t}
@@ -144,9 +146,9 @@ def run(args: argparse.Namespace) -> int:
     """Compute, print the table, write the record and the plot."""
     if args.plot:
         plot.check(args.plot)
-    length = common.quick_length(args, 512)
+    size = 2 if args.quick else 12, common.quick_length(args, 512)
     steps = list(range(0, STEPS, EVERY * (3 if args.quick else 1)))
-    found = [row for model in MODELS for row in rows(model, steps, length, args.seed)]
+    found = [row for model in MODELS for row in rows(model, steps, size, args.seed)]
     header = ["activations", "scales", *(f"t = {t}" for t in steps)]
     for title, key, form in COLUMNS:
         print(f"\n{title}")

@@ -18,6 +18,7 @@ from cupyattn import device, measure, timing
 from experiments import (
     common,
     decode,
+    diffusion_gains,
     diffusion_shapes,
     first_call,
     host_time,
@@ -86,6 +87,18 @@ def test_scales_by_timestep_run_in_small(tmp_path: Path) -> None:
     assert late["raw", "dynamic, policy"]["mode"] == "precision"
     assert all(r["error"] < 0.05 for (_, name), r in late.items() if name == "dynamic")
     assert drawing.read_text().startswith("<?xml")
+
+
+def test_gains_for_diffusion_run_in_small(tmp_path: Path) -> None:
+    file = tmp_path / "diffusion_gains.json"
+    assert diffusion_gains.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 2 * len(diffusion_gains.WAYS) - 1 and all(row["ok"] for row in rows)
+    assert {row["mode"] for row in rows} == set(diffusion_gains.MODES)
+    lost = [row["error against all keys"] for row in rows if "pruned" in row["way"]]
+    assert len(lost) == 2 and all(0 < x < 1 for x in lost)
+    timed = {"speed_ratio": [4.0, 3.9, 4.1], "density": 0.2}
+    assert diffusion_gains._gain(timed) == ["4.00 [3.90, 4.10]", "80%"]
 
 
 def test_host_times_run_in_small(tmp_path: Path) -> None:
