@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import Tiles, api, attention, attention_varlen, launch
+from cupyattn import BlockMask, Tiles, api, attention, attention_varlen, launch
 from cupyattn import compile as kc
 from cupyattn.interpret import KernelFault
 from cupyattn.launch import Plan
 from cupyattn.request import Options, resolve
+from cupyattn.rope import Rope
 from tests.fault_patches import put_in_place
-from tests.runs import Arrays, Guarded, bits, packed, run_packed, sequences
+from tests.runs import Arrays, Guarded, bits, packed, rope_tables, run_packed, sequences
 
 RUNG = "fa_tc@sm90"
 #: Two computing warpgroups, the fewest keys a step.
@@ -163,6 +164,23 @@ def test_the_plan_of_packed_sequences() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
+def test_what_is_turned_before_stays_in_the_hopper_form() -> None:
+    """And each sequence is to the bit what it is with operands that were turned beforehand."""
+    inputs, ends = packed(((5, 66), (2, 0), (67, 9)), 2, 1)
+    tables = rope_tables(70, 64)
+    options: dict[str, Any] = {"rope": tables, "rope_offset_q": 3}
+    assert planned(inputs, ends, **options).form == "sm90"
+    o, lse = varlen(inputs, ends, **options)
+    turned = []
+    for _, (q, k, _) in sequences(inputs, ends):
+        rope = Rope.of(tables, False, 3, q.shape[2], k.shape[2], 64)
+        turned.append([x[0].swapaxes(0, 1) for x in rope.turned(q, k)])
+    q, k = (np.concatenate(x) for x in zip(*turned, strict=True))
+    expected, expected_lse = varlen((q, k, inputs[2]), ends)
+    assert bits(o) == bits(expected) and bits(lse) == bits(expected_lse)
+
+
 def test_tiles_follow_the_mean_of_the_lengths_and_no_limit() -> None:
     """So that limits that a caller knows beforehand change no bit."""
     inputs, ends = packed(((2, 500),) * 7 + ((1010, 500),), 1, 1, 128)
@@ -178,6 +196,9 @@ def test_what_is_left_to_the_portable_form() -> None:
     assert plan.form == "portable" and "there are no keys for the copy engine" in plan.note
     inputs, ends = packed(((3, 4), (2, 5)), 2, 1)
     assert "takes no softcap" in planned(inputs, ends, softcap=2.0).note
+    blocks = BlockMask(np.ones((2, 1, 1, 1), bool), 128, 128)
+    kept = planned(inputs, ends, block_mask=blocks)
+    assert kept.form == "portable" and "takes no block mask of packed sequences" in kept.note
     inputs, ends = packed(((3, 4), (2, 5)), 2, 1, head_dim=36)
     assert "multiples of 16 bytes" in planned(inputs, ends).note
     inputs, ends = packed(((3, 4), (2, 5)), 2, 1)

@@ -136,6 +136,7 @@ def test_default_tiles_spill_nothing(
         for cell in (
             *((name, "portable", head_dim) for name in VARIANTS for head_dim in (64, 128, 256)),
             *(("fa_tc", "sm90", head_dim) for head_dim in VARIANTS["fa_tc"].hopper_tiles),
+            *(("fa_int8", "pv8", head_dim) for head_dim in (64, 128)),
         )
     ],
 )
