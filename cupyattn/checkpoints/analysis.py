@@ -372,9 +372,13 @@ def _examine(name: str, info: TensorInfo, tensor: Array, config: Int8Config) -> 
     for part in strips(flat.size, PART_ELEMENTS):
         # NOTE: float32 holds every type but float64.
         values = flat[part].astype(np.float64 if info.dtype == "F64" else np.float32)
-        finite = np.isfinite(values)
-        nonfinite += values.size - int(np.count_nonzero(finite))
-        largest = max(largest, float(np.abs(values).max(where=finite, initial=0)))
+        np.abs(values, out=values)
+        top = float(values.max())
+        if not math.isfinite(top):
+            finite = np.isfinite(values)
+            nonfinite += values.size - int(np.count_nonzero(finite))
+            top = float(values.max(where=finite, initial=0))
+        largest = max(largest, top)
     report = replace(report, nonfinite=nonfinite, largest=largest)
     if nonfinite or info.dtype not in FLOATS or tensor.ndim < 2:
         return report
@@ -395,13 +399,15 @@ def _int8_error(tensor: Array, block_size: int) -> dict[str, float | None]:
         values = matrix[part].astype(np.float32)
         error = np.abs(values - weight_dequant(*weight_quant(values, block_size), block_size))
         largest = max(largest, float(error.max()))
-        total += float(error.sum(dtype=np.float64))
-        noise += float(np.square(error, dtype=np.float64).sum())
-        squares = np.square(values, dtype=np.float64)
+        wide = error.reshape(-1).astype(np.float64)
+        total += float(wide.sum())
+        noise += float(np.square(wide, out=wide).sum())
+        squares = values.astype(np.float64)
+        squares *= squares
         signal += float(squares.sum())
-        far = _outliers(squares, block_size)
-        outliers += int(np.count_nonzero(far))
-        loud += float(squares.sum(where=far))
+        far = squares[_outliers(squares, block_size)]
+        outliers += far.size
+        loud += float(far.sum())
     return {
         "outlier_ratio": outliers / tensor.size,
         "max_error": largest,

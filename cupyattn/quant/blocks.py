@@ -141,7 +141,7 @@ def act_quant(x: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
     xp = array_namespace(x)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         values = x.astype(np.float32)
-        scales, inverse = scale_of_absmax(_block_max(xp.abs(values), block_size))
+        scales, inverse = scale_of_absmax(block_max(xp.abs(values), block_size))
         codes = _codes(values, _by_column(inverse, block_size, x.shape[-1]))
     return codes, scales.astype(np.float32, copy=False)
 
@@ -190,7 +190,7 @@ def weight_quant(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for part, blocks in panels(matrix.shape, block_size):
             values = by_line(matrix[part].astype(np.float32), block_size)
-            largest = _block_max(xp.abs(values).max(axis=1), block_size)
+            largest = block_max(xp.abs(values).max(axis=1), block_size)
             scales[blocks], inverse = scale_of_absmax(largest)
             inverse = _by_column(inverse, block_size, values.shape[2])
             codes[part] = _codes(values, inverse[:, None, :]).reshape(-1, values.shape[2])
@@ -355,7 +355,7 @@ def by_line(part: Array, block_size: int) -> Array:
     return part.reshape(-1, min(part.shape[0], block_size), part.shape[1])
 
 
-def _block_max(magnitudes: Array, block_size: int) -> Array:
+def block_max(magnitudes: Array, block_size: int) -> Array:
     """Return the largest of each `block_size` numbers along the last axis; NaN where one is."""
     xp = array_namespace(magnitudes)
     length = magnitudes.shape[-1]

@@ -1,0 +1,229 @@
+"""How long does a checkpoint take to become INT8, and how much memory does it need?
+
+Varies       the step: write and read the files, analyze, convert, dequantize
+Holds fixed  a model with the names and shapes of Kandinsky 5 Lite and as many blocks as the number
+             of parameters asks for, N(0, 0.02), bfloat16, files of 5 GB
+Measures     wall time, CPU time, bytes a second of the source, peak memory of the process beside
+             what it holds before the step, size of the files
+Run          python -m experiments.checkpoints [--parameters N] [--folder DIR] [--quick]
+             [--json FILE] [--update-docs]
+
+Needs no device, and about three times the model's size on the disk, which it takes away again. Each
+step is a process of its own, whose memory is counted by the kernel. ``--update-docs`` writes the
+table of docs/CHECKPOINTS.md: from the record alone with ``--stored``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cupyattn as ca
+from cupyattn import checkpoints, measure
+from cupyattn.checkpoints.header import TensorInfo, encode_header
+from cupyattn.cli import output
+from experiments import common
+
+PAGE = common.ROOT / "docs" / "CHECKPOINTS.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+#: Sizes of Kandinsky 5 Lite: model_dim, ff_dim, time_dim, head_dim.
+SIZES = (1792, 7168, 512, 64)
+SMALL_SIZES = (128, 256, 32, 16)
+FILE_BYTES = 5 * 10**9
+STEPS = ("read", "analyze", "convert", "dequantize")
+
+
+def shapes(parameters: int, sizes: tuple[int, int, int, int]) -> dict[str, tuple[int, ...]]:
+    """Return tensors of at least so many parameters by name, in whole visual blocks."""
+    width, ff, time_dim, head_dim = sizes
+    found: dict[str, tuple[int, ...]] = {
+        "visual_embeddings.in_layer.weight": (width, 64),
+        "out_layer.out_layer.weight": (64, width),
+    }
+    count, i = 0, 0
+    while count < parameters:
+        for name, shape in _block(f"visual_transformer_blocks.{i}", width, ff, time_dim, head_dim):
+            found[name] = shape
+            count += int(np.prod(shape))
+        i += 1
+    return found
+
+
+def _block(
+    name: str, width: int, ff: int, time_dim: int, head_dim: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.visual_modulation.out_layer.weight", (9 * width, time_dim)
+    yield f"{name}.feed_forward.in_layer.weight", (ff, width)
+    yield f"{name}.feed_forward.out_layer.weight", (width, ff)
+    for kind in ("self", "cross"):
+        for layer in ("to_query", "to_key", "to_value", "out_layer"):
+            yield f"{name}.{kind}_attention.{layer}.weight", (width, width)
+            yield f"{name}.{kind}_attention.{layer}.bias", (width,)
+        for norm in ("query_norm", "key_norm"):
+            yield f"{name}.{kind}_attention.{norm}.weight", (head_dim,)
+
+
+def make(folder: Path, parameters: int, sizes: tuple[int, int, int, int], seed: int) -> None:
+    """Write the model, one file after the other, from one piece of noise that is shifted about."""
+    rng = np.random.default_rng(seed)
+    noise = (0.02 * rng.standard_normal(2**22 + 1)).astype(np.float32).astype(ml_dtypes.bfloat16)
+    files: list[dict[str, TensorInfo]] = [{}]
+    for name, shape in shapes(parameters, sizes).items():
+        info = TensorInfo("BF16", shape)
+        if sum(t.nbytes for t in files[-1].values()) + info.nbytes > FILE_BYTES:
+            files.append({})
+        files[-1][name] = info
+    folder.mkdir()
+    for i, tensors in enumerate(files, 1):
+        start, placed = encode_header(tensors, {"format": "pt"})
+        with open(folder / f"model-{i:05d}-of-{len(files):05d}.safetensors", "wb") as file:
+            file.write(start)
+            for info in placed.values():
+                left = info.elements
+                while left:
+                    first = int(rng.integers(noise.size // 2))
+                    piece = noise[first : first + left]
+                    file.write(piece.view(np.uint8).data)
+                    left -= piece.size
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def step(name: str, folder: Path) -> dict[str, Any]:
+    """Run one step in this process; return its times and its memory."""
+    model, int8, back = folder / "model", folder / "int8", folder / "back"
+    for file in model.iterdir():  # from the disk, not from what the kernel still has of it
+        with open(file, "rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    start = time.monotonic()
+    extra: dict[str, Any] = {}
+    if name == "read":
+        for file in sorted(model.iterdir()):
+            with open(file, "rb", buffering=0) as opened:
+                while opened.read(2**24):
+                    pass
+    elif name == "analyze":
+        record = checkpoints.analyze(model).to_dict()
+        output.write_json(folder / "analysis.json", record)
+        extra["totals"] = record["totals"]
+    elif name == "convert":
+        known = checkpoints.Analysis.load(folder / "analysis.json")
+        extra["bytes_out"] = checkpoints.convert(model, int8, analysis=known).nbytes
+    else:
+        extra["bytes_out"] = checkpoints.dequantize(int8, back).nbytes
+    seconds = time.monotonic() - start
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    memory = 1024 * after.ru_maxrss - pages * resource.getpagesize()
+    return {"step": name, "seconds": seconds, "cpu": cpu, "memory": memory, **extra}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the model, run every step, print and keep the record."""
+    sizes = SMALL_SIZES if args.quick else SIZES
+    parameters = min(args.parameters, 10**6) if args.quick else args.parameters
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="checkpoints-") as name:
+        folder = Path(name)
+        start = time.monotonic()
+        make(folder / "model", parameters, sizes, args.seed)
+        rows = [{"step": "write", "seconds": time.monotonic() - start}]
+        source = checkpoints.open_checkpoint(folder / "model")
+        for what in STEPS:
+            command = [sys.executable, "-m", "experiments.checkpoints", "--step", what]
+            done = subprocess.run(
+                [*command, "--folder", name], cwd=common.ROOT, check=True, capture_output=True,
+                text=True,
+            )  # fmt: skip
+            rows.append(json.loads(done.stdout))
+            print(f"{what}: {measure.format_seconds(rows[-1]['seconds'])}", flush=True)
+    content = {
+        "parameters": sum(t.elements for t in source.tensors.values()),
+        "bytes": sum(t.nbytes for t in source.tensors.values()),
+        "largest": max(t.nbytes for t in source.tensors.values()),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "config": vars(ca.Int8Config()) | {"fp32_patterns": []},
+        "rows": rows,
+    }
+    output.print_table(*table(content))
+    record = common.keep(args, "checkpoints", "numpy", content)
+    if args.update_docs:
+        update_page(record)
+    return 0
+
+
+def table(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows: what each step took."""
+    header = ["step", "time", "CPU time", "of the source per second", "memory", "files after"]
+    rows = []
+    for row in record["rows"]:
+        after = row.get("bytes_out")
+        share = f" ({measure.format_share(after / record['bytes'])})" if after else ""
+        rows.append([
+            row["step"],
+            measure.format_seconds(row["seconds"]),
+            measure.format_seconds(row["cpu"]) if "cpu" in row else "",
+            f"{measure.format_bytes(int(record['bytes'] / row['seconds']))}",
+            measure.format_bytes(row["memory"]) if "memory" in row else "",
+            f"{measure.format_bytes(after)}{share}" if after else "",
+        ])  # fmt: skip
+    return header, rows
+
+
+def section(record: Mapping[str, Any]) -> str:
+    """Return what docs/CHECKPOINTS.md says was measured."""
+    header, rows = table(record)
+    environment = record["environment"]
+    return "\n".join([
+        f"`{record['command']}`: {record['parameters'] / 1e9:.2f} billion parameters, bfloat16, "
+        f"{measure.format_bytes(record['bytes'])}, largest tensor "
+        f"{measure.format_bytes(record['largest'])}; one process on a machine of "
+        f"{record['cores']} cores with a load of {record['load']:.1f}, NumPy "
+        f"{environment['numpy']}, revision {environment.get('revision', 'unknown')[:10]}.",
+        "",
+        *(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)),
+    ])  # fmt: skip
+
+
+def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:
+    """Write what was measured between the marks of docs/CHECKPOINTS.md."""
+    text = path.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    path.write_text(f"{before}{BEGIN}\n{section(record)}\n{END}{after}", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--parameters", type=int, default=5 * 10**9, metavar="N")
+    parser.add_argument("--folder", metavar="DIR", help="where the model is made")
+    parser.add_argument("--update-docs", action="store_true", help="rewrite the table of the page")
+    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.step:
+        print(json.dumps(step(args.step, Path(args.folder))))
+        return 0
+    if args.stored:
+        update_page(common.stored("checkpoints"))
+        return 0
+    return common.guarded(run, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
