@@ -355,7 +355,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def _lasting(arguments: Sequence[str]) -> list[str]:
     """Return the arguments that a result depends on: not where it was written."""
     kept = list(arguments)
-    for option in ("--json", "--plot"):
+    for option in ("--json", "--plot", "--folder"):
         while option in kept:
             del kept[kept.index(option) : kept.index(option) + 2]
     return kept

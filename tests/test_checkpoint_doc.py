@@ -1,0 +1,77 @@
+"""docs/CHECKPOINTS.md runs, names what exists, and has the record's table; docstrings are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import cupyattn as ca
+from cupyattn import cli
+from experiments import checkpoints, common
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "CHECKPOINTS.md").read_text(encoding="utf-8")
+MODULES = ["quant.blocks"] + [
+    f"checkpoints.{path.stem}" for path in (ROOT / "cupyattn" / "checkpoints").glob("[a-z]*.py")
+]
+
+
+def test_the_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(block, names)
+    assert "INT8: 1 tensors" in capsys.readouterr().out
+    assert ca.checkpoints.open_checkpoint(tmp_path / "back").tensors.keys() == {
+        "blocks.0.mlp.fc1.weight"
+    }
+
+
+def test_commands_and_settings_exist() -> None:
+    for line in re.findall(r"^cupyattn (.*?)(?: +#.*)?$", PAGE, re.MULTILINE):
+        cli.parser().parse_args(line.split())
+    settings = {field.name for field in fields(ca.Int8Config)}
+    assert {"min_elements_for_int8", "max_outlier_ratio", "min_sqnr_db", "fp32_patterns"} <= set(
+        re.findall(r"`(\w+)`", PAGE)
+    ) & settings
+    defaults = ca.Int8Config()
+    assert f"({defaults.min_elements_for_int8})" in PAGE and f"({defaults.min_sqnr_db:g})" in PAGE
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_docstrings_are_true(name: str) -> None:
+    module = importlib.import_module(f"cupyattn.{name}")
+    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert found.failed == 0
+
+
+def test_the_table_is_what_the_record_says() -> None:
+    inside = PAGE.split(checkpoints.BEGIN)[1].split(checkpoints.END)[0]
+    assert inside == f"\n{checkpoints.section(common.stored('checkpoints'))}\n", (
+        "run python -m experiments.checkpoints --stored"
+    )
+
+
+def test_the_experiment_runs_in_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps in this process; what they cost is not judged."""
+    monkeypatch.setattr(checkpoints, "FILE_BYTES", 300_000)
+    checkpoints.make(tmp_path / "model", 400_000, checkpoints.SMALL_SIZES, seed=0)
+    assert len(list((tmp_path / "model").iterdir())) > 2
+    rows = [{"step": "write", "seconds": 1.0}]
+    rows += [checkpoints.step(name, tmp_path) for name in checkpoints.STEPS]
+    source = ca.checkpoints.open_checkpoint(tmp_path / "model")
+    nbytes = sum(t.nbytes for t in source.tensors.values())
+    header, cells = checkpoints.table({"rows": rows, "bytes": nbytes})
+    assert [row[0] for row in cells] == ["write", *checkpoints.STEPS]
+    assert all(len(row) == len(header) for row in cells)
+    assert rows[-2]["bytes_out"] < 0.75 * nbytes < rows[-1]["bytes_out"]
+    assert 400_000 <= sum(t.elements for t in source.tensors.values()) < 800_000
