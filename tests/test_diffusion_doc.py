@@ -45,6 +45,16 @@ def test_the_table_is_what_the_record_says() -> None:
             assert int(reach) == round(100 * row["range"])
 
 
+def test_the_table_of_pruning_is_what_the_record_says() -> None:
+    record = json.loads((ROOT / "experiments" / "results" / "token_pruning.json").read_text())
+    found = {(r["layer"], r["rows"]): r["error"] for r in record["rows"] if r["ratio"] == 0.2}
+    rows = re.findall(r"^\| (\d)(?:, [\w ]+)? \| ([\d. |]+) \|$", PAGE, re.MULTILINE)
+    assert [int(layer) for layer, _ in rows] == [0, 2, 5]
+    for layer, cells in rows:
+        for kind, cell in zip((8, 32, 128, 512, "random"), cells.split(" | "), strict=True):
+            assert cell == f"{found[int(layer), kind]:.2g}"
+
+
 def test_the_example_of_the_readme_runs() -> None:
     section = (ROOT / "README.md").read_text().split("## Diffusion transformers\n")[1]
     names: dict[str, object] = dict.fromkeys("qkv", np.ones((1, 8, 64, 64), np.float16))

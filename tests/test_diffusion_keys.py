@@ -101,6 +101,9 @@ def test_importance_is_the_mean_of_the_rows_that_it_looks_at() -> None:
     np.testing.assert_allclose(found, want, rtol=0.05)  # the rows are rounded once more
     np.testing.assert_allclose(found.sum(axis=2), 1, rtol=1e-5)
     assert key_importance(q[:, :, :0], k).shape == (1, 2, 90)
+    for rows, every in ((40, 1), (39, 2), (1000, 1), (1, 40)):  # even, to the last rows
+        few = q[:, :, (every - 1) // 2 :: every]
+        assert_same(key_importance(q, k, rows=rows), key_importance(few, k, rows=few.shape[2]))
 
 
 def test_the_threshold_falls_with_the_noise() -> None:
@@ -206,9 +209,9 @@ def test_the_fewest_that_reach_a_mass(seed, n, mass) -> None:
     p = np.random.default_rng(seed).dirichlet(np.full(n, 0.3), 4)
     kept = top_cdf(p, mass)
     total = (p * kept).sum(axis=1)
-    assert (total >= mass - 1e-9).all()
+    assert (total >= mass - 1e-5).all()  # of 30 float32 numbers
     least = np.where(kept, p, np.inf).min(axis=1)
-    assert (total - least < mass + 1e-9).all() and (np.where(kept, 0, p).max(axis=1) <= least).all()
+    assert (total - least < mass + 1e-5).all() and (np.where(kept, 0, p).max(axis=1) <= least).all()
 
 
 def test_windows_in_three_directions_and_patches() -> None:

@@ -31,6 +31,7 @@ from experiments import (
     tile_order,
     tile_sweep,
     timestep_ablation,
+    token_pruning,
 )  # fmt: skip
 from experiments.common import Problem
 
@@ -99,6 +100,18 @@ def test_gains_for_diffusion_run_in_small(tmp_path: Path) -> None:
     assert len(lost) == 2 and all(0 < x < 1 for x in lost)
     timed = {"speed_ratio": [4.0, 3.9, 4.1], "density": 0.2}
     assert diffusion_gains._gain(timed) == ["4.00 [3.90, 4.10]", "80%"]
+
+
+def test_what_pruning_loses_runs_in_small(tmp_path: Path) -> None:
+    """On real data an estimate from rows chooses better than chance, and more rows better yet."""
+    file = tmp_path / "token_pruning.json"
+    assert token_pruning.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    mean = {
+        kind: np.mean([row["error"] for row in rows if row["rows"] == kind])
+        for kind in (8, 128, token_pruning.RANDOM)
+    }
+    assert 0 < mean[128] < mean[8] < mean[token_pruning.RANDOM]
 
 
 def test_host_times_run_in_small(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from cupyattn.checks import data_address
 from cupyattn.diffusion.arguments import check_count, check_number
 from cupyattn.diffusion.products import product
+from cupyattn.diffusion.ranking import largest_of_rows
 from cupyattn.rounding import Array, array_namespace
 
 #: Query rows of each head that importance is estimated from.
@@ -33,7 +34,7 @@ def key_importance(
     scale : float, optional
         Softmax scale; ``head_dim ** -0.5`` when omitted.
     rows : int
-        Query rows to look at, at even distances; all where there are no more.
+        Query rows to look at, at even distances, or fewer; all where there are no more.
 
     Returns
     -------
@@ -56,8 +57,8 @@ def key_importance(
     rows = check_count("pruning_rows", rows)
     if 0 in q.shape or 0 in k.shape:
         return xp.full((batch, heads_kv, len_kv), 1 / max(len_kv, 1), np.float32)
-    step = max(1, len_q // rows)
-    sampled = q[:, :, step // 2 :: step][:, :, :rows]
+    step = -(-len_q // rows)
+    sampled = q[:, :, (step - 1) // 2 :: step]
     factor = np.float32(head_dim**-0.5 if scale is None else scale)
     # NOTE: scaled before the product, which a device stores in 16 bits.
     sampled = (sampled.astype(np.float32) * factor).astype(q.dtype)
@@ -120,7 +121,7 @@ def compact(k: Array, v: Array, importance: Array, count: int) -> tuple[Array, A
     """
     array_namespace(k, v, importance)
     batch, heads_kv, len_kv = importance.shape
-    order = _most_important(importance, count)
+    order = largest_of_rows(importance, count)
     kept = array_namespace(k).zeros(batch * heads_kv * len_kv, bool)
     kept[order] = True
 
@@ -130,22 +131,6 @@ def compact(k: Array, v: Array, importance: Array, count: int) -> tuple[Array, A
         return rows[order].view(x.dtype).reshape(batch, heads_kv, count, x.shape[3])
 
     return gathered(k), gathered(v), kept.reshape(importance.shape)
-
-
-def _most_important(importance: Array, count: int) -> Array:
-    """Return which rows of (batch * heads_kv * len_kv) are kept, rising, `count` of each head."""
-    xp = array_namespace(importance)
-    *heads, len_kv = importance.shape
-    # NOTE: flat integers, head before importance before place: CuPy sorts those by their digits,
-    # but the rows of an array, and the order of one, by comparing tuples.
-    place_bits = max(len_kv - 1, 0).bit_length()
-    bits = xp.ascontiguousarray(importance).view(np.uint32).astype(np.uint64)
-    head = xp.arange(math.prod(heads), dtype=np.uint64)[:, None]
-    keys = (head << np.uint64(32)) | bits.reshape(head.size, len_kv)
-    keys = (keys << np.uint64(place_bits)) | xp.arange(len_kv, dtype=np.uint64)
-    ranked = xp.sort(keys.reshape(-1)).reshape(keys.shape)[:, len_kv - count :]
-    place = ranked & np.uint64((1 << place_bits) - 1)
-    return xp.sort((head * np.uint64(len_kv) + place).reshape(-1)).astype(np.int64)
 
 
 def _as_words(x: Array) -> Array:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from cupyattn.block_mask import BLOCK_SIZES, BlockMask
 from cupyattn.diffusion.products import product
+from cupyattn.diffusion.ranking import sorted_rows
 from cupyattn.rounding import Array, array_namespace
 
 Bools = npt.NDArray[np.bool_]
@@ -162,6 +163,7 @@ def block_probabilities(q: Array, k: Array, block_size: int) -> Array:
     def means(x: Array) -> Array:
         batch, heads, length, head_dim = x.shape
         shape = batch, heads, length // block_size, block_size, head_dim
+        x = x if x.dtype == np.float16 else x.astype(np.float32)
         return x.reshape(shape).mean(axis=3, dtype=np.float32)
 
     rows = means(q) * np.float32(q.shape[3] ** -0.5)
@@ -173,14 +175,14 @@ def block_probabilities(q: Array, k: Array, block_size: int) -> Array:
 
 
 def top_cdf(probabilities: Array, mass: float) -> Array:
-    """Keep the largest of every row, as few as together reach a mass.
+    """Keep the largest of every row, as few as together reach a mass, and those equal to the least.
 
     Parameters
     ----------
     probabilities : array, (..., n)
-        Rows that sum to 1.
+        Rows that sum to 1, taken to float32.
     mass : float
-        0 to 1.
+        Above 0, at most 1.
 
     Returns
     -------
@@ -192,12 +194,12 @@ def top_cdf(probabilities: Array, mass: float) -> Array:
     array([False,  True,  True])
     """
     xp = array_namespace(probabilities)
-    order = xp.argsort(-probabilities, axis=-1)
-    ranked = xp.take_along_axis(probabilities, order, axis=-1)
-    before = ranked.cumsum(axis=-1) - ranked
-    kept: Any = before < mass
-    back = xp.argsort(order, axis=-1)
-    return xp.take_along_axis(kept, back, axis=-1)
+    values = probabilities.astype(np.float32)
+    ranked = sorted_rows(values)[..., ::-1]
+    reached = ranked.cumsum(axis=-1) - ranked >= mass
+    least = xp.where(reached, np.float32(np.inf), ranked).min(axis=-1, keepdims=True)
+    kept: Array = values >= least
+    return kept
 
 
 def block_order(
