@@ -201,6 +201,22 @@ def test_a_file_alone(tmp_path: Path) -> None:
     convert(path, tmp_path / "other", replace(SMALL, min_elements_for_int8=10**9))
 
 
+def test_what_torch_pickled(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    arrays = {n: a for n, a in model().items() if a.size}
+    (tmp_path / "model").mkdir()
+    torch.save(
+        {n: torch.from_numpy(a.copy()) for n, a in arrays.items()},
+        tmp_path / "model" / "pytorch_model.bin",
+    )
+    convert(tmp_path / "model", tmp_path / "int8", SMALL)
+    assert set(content(tmp_path / "int8")) == {"model.safetensors", "config.json"}
+    write(tmp_path / "same" / "model.safetensors", arrays)
+    convert(tmp_path / "same", tmp_path / "other", SMALL)
+    mine, other = tensors(tmp_path / "int8"), tensors(tmp_path / "other")
+    assert {n: a.tobytes() for n, a in mine.items()} == {n: a.tobytes() for n, a in other.items()}
+
+
 def test_a_dry_run_says_the_sizes_and_writes_nothing(tmp_path: Path) -> None:
     path = source(tmp_path / "model")
     for limit in (20_000, 10**9):
