@@ -364,6 +364,24 @@ def test_an_attempt_at_something_else_is_begun_again(
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
+def test_what_an_attempt_left_beside_its_shards_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file that the source has no more, and half of a shard."""
+    path = source(tmp_path / "model", **{"old.json": "{}"})
+    known = analyze(path, SMALL)
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "_check_whole", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(path, tmp_path / "out", analysis=known)
+    assert (tmp_path / "out.partial" / "model" / "old.json").exists()
+    (tmp_path / "out.partial" / "model" / "x.safetensors.tmp").write_bytes(b"half")
+    (path / "old.json").unlink()
+    convert(path, tmp_path / "out", analysis=known)
+    convert(path, tmp_path / "whole", analysis=known)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
 def test_two_at_once(tmp_path: Path) -> None:
     path = source(tmp_path / "model")
     (tmp_path / "out.partial").mkdir()
@@ -409,12 +427,18 @@ def test_a_folder_of_someone_else(tmp_path: Path) -> None:
 # ---- what is read back ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["codes", "scales", "a NaN scale"])
+@pytest.mark.parametrize("fault", ["a code up", "a code down", "scales", "a NaN scale"])
 def test_wrong_codes_are_found(tmp_path: Path, monkeypatch, fault: str) -> None:  # type: ignore[no-untyped-def]
+    seen: list[Any] = []
+
     def wrong(w: Any, block_size: int) -> Any:
         codes, scales = ca.weight_quant(w, block_size)
-        if fault == "codes":
-            codes[-1, -1] += 1 if codes[-1, -1] < 127 else -1
+        seen.append(w)
+        if len(seen) > 1:
+            return codes, scales
+        if "code" in fault:  # one step up is off by less than a step, or one step down is
+            inner = np.argmax(np.abs(codes[0]) < 100)
+            codes[0, inner] += 1 if fault == "a code up" else -1
         else:
             scales[-1, -1] *= 1.5 if fault == "scales" else np.nan
         return codes, scales

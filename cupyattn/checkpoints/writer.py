@@ -352,7 +352,6 @@ def _write_shard(path: Path, shard: Shard, work: Work, advance: Callable[[str], 
         with _named(temporary):
             file.seek(0)
             file.write(shard.start)
-            file.truncate(shard.header.file_size)
             file.flush()
             os.fsync(file.fileno())
     written = SafetensorsCheckpoint(temporary, [temporary])
