@@ -48,6 +48,21 @@ def test_a_mode_is_a_call_of_attention(mode, qkv) -> None:
     assert_same(o, attend(*qkv, timestep=3, mode=mode))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_scale_mask_and_rope_reach_attention(mode) -> None:
+    q, k, v = example()
+    rng = np.random.default_rng(0)
+    tables = rope_tables(130, HEAD_DIM)
+    for options in (
+        {"mask": rng.random((HEADS, 70, 130)) < 0.6},
+        {"rope": tables},
+        {"rope": tables, "rope_interleaved": True},
+    ):
+        want = ca.attention(q, k, v, scale=0.4, **SAME[mode], **options)
+        assert_same(layer(scale=0.4)(q, k, v, STEP_OF[mode], **options), want)
+        assert bits(want) != bits(ca.attention(q, k, v, scale=0.4, **SAME[mode]))
+
+
 def test_a_timestep_is_an_index_and_a_ratio_finds_the_next_one() -> None:
     attend = layer()
     for wrong in (-1, STEPS, STEPS + 100):

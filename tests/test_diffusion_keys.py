@@ -106,6 +106,14 @@ def test_importance_is_the_mean_of_the_rows_that_it_looks_at() -> None:
         assert_same(key_importance(q, k, rows=rows), key_importance(few, k, rows=few.shape[2]))
 
 
+def test_importance_is_of_the_scale_of_the_call() -> None:
+    q, k, v = example()
+    _, kept = layer(scale=2.0, enable_pruning=True)(q, k, v, 25, return_mask=True)
+    importance = key_importance(q, k, scale=2.0)
+    np.testing.assert_array_equal(kept, prune.compact(k, v, importance, 104)[2])
+    assert runs.bits(kept) != runs.bits(prune.compact(k, v, key_importance(q, k), 104)[2])
+
+
 def test_the_threshold_falls_with_the_noise() -> None:
     q, k, v = example()
     attend = layer(enable_pruning=True, pruning_threshold=0.9, precision_policy="balanced")
