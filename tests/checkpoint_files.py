@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +12,18 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+import cupyattn as ca
+from cupyattn.checkpoints import open_checkpoint
 from cupyattn.checkpoints.header import DTYPES, TensorInfo, encode_header
 
 Arrays = dict[str, npt.NDArray[Any]]
 BF16 = np.dtype(ml_dtypes.bfloat16)
+#: Rules by which the small models here have weights to quantise.
+SMALL = ca.Int8Config(block_size=16, min_elements_for_int8=100)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def content(
+def file_content(
     arrays: Mapping[str, npt.NDArray[Any]], metadata: dict[str, str] | None = None
 ) -> bytes:
     """Return a safetensors file."""
@@ -30,7 +35,7 @@ def content(
 def write(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> Path:
     """Write a safetensors file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content(arrays))
+    path.write_bytes(file_content(arrays))
     return path
 
 
@@ -83,3 +88,32 @@ def model(seed: int = 0, dtype: Any = np.float32, *, blocks: int = 2, width: int
             f"{block}.small.weight": normal(8, 8),
         }
     return arrays
+
+
+def source(folder: Path, arrays: Arrays | None = None, **more: str) -> Path:
+    """Write a model in two files, with small files beside it."""
+    arrays = model() if arrays is None else arrays
+    names = list(arrays)
+    middle = len(names) // 2
+    shards = {
+        f"diffusion_pytorch_model-0000{i}-of-00002.safetensors": {n: arrays[n] for n in half}
+        for i, half in enumerate((names[:middle], names[middle:]), 1)
+    }
+    write_shards(folder, shards)
+    for name, text in {"config.json": '{"width": 72}', "LICENSE": "MIT", **more}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Return hashes of all files below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def tensors(folder: Path) -> Arrays:
+    found = open_checkpoint(folder)
+    return {name: found.read(name) for name in found.tensors}

@@ -13,9 +13,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import cli
 from cupyattn.checkpoints import Analysis, analyze, role_of
-from tests.checkpoint_files import BF16, model, write, write_shards
-
-SMALL = ca.Int8Config(block_size=16, min_elements_for_int8=100)
+from tests.checkpoint_files import BF16, SMALL, model, write, write_shards
 
 
 def of(tmp_path: Path, config: ca.Int8Config = SMALL, **arrays: np.ndarray) -> Analysis:

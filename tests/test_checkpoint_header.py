@@ -20,10 +20,10 @@ from cupyattn.checkpoints.header import (
     parse_header,
     read_header,
 )
-from tests.checkpoint_files import content, entry, model, raw
+from tests.checkpoint_files import entry, file_content, model, raw
 
 FILE = Path("model.safetensors")
-GOOD = content({"a": np.ones((2, 3), np.float16), "b": np.zeros((0, 4), np.int8)})
+GOOD = file_content({"a": np.ones((2, 3), np.float16), "b": np.zeros((0, 4), np.int8)})
 
 
 def of(tmp_path: Path, data: bytes) -> Header:
@@ -35,7 +35,7 @@ def of(tmp_path: Path, data: bytes) -> Header:
 def test_every_type_comes_back(tmp_path: Path) -> None:
     arrays = {f"x.{n}": np.zeros((3, i % 3), t) for i, (n, t) in enumerate(DTYPES.items())}
     arrays["scalar"] = np.zeros((), np.float32)
-    header = of(tmp_path, content(arrays, {"format": "pt", "more": "text"}))
+    header = of(tmp_path, file_content(arrays, {"format": "pt", "more": "text"}))
     assert header.metadata == {"format": "pt", "more": "text"}
     assert {n: (t.dtype, t.shape) for n, t in header.tensors.items()} == {
         n: (n.removeprefix("x.") if n != "scalar" else "F32", a.shape) for n, a in arrays.items()
@@ -47,7 +47,7 @@ def test_every_type_comes_back(tmp_path: Path) -> None:
 def test_the_safetensors_library_reads_what_is_written_here(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors")
     arrays = model()
-    (tmp_path / "x.safetensors").write_bytes(content(arrays))
+    (tmp_path / "x.safetensors").write_bytes(file_content(arrays))
     with library.safe_open(tmp_path / "x.safetensors", "numpy") as file:
         assert set(file.keys()) == set(arrays)
         for name, array in arrays.items():

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cupyattn as ca
 from cupyattn import cli
 from cupyattn.checkpoints import open_checkpoint, open_kandinsky, optimize_kandinsky
 from cupyattn.errors import UnsupportedError
-from tests.checkpoint_files import Arrays, write
+from tests.checkpoint_files import SMALL, Arrays, write
 
-SMALL = ca.Int8Config(block_size=16, min_elements_for_int8=100)
 #: As the publishers have it, with other sizes.
 YAML = """
 model:

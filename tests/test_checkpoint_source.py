@@ -13,7 +13,7 @@ import pytest
 
 from cupyattn.checkpoints import open_checkpoint
 from cupyattn.errors import UnsupportedError
-from tests.checkpoint_files import BF16, content, model, write, write_shards
+from tests.checkpoint_files import BF16, file_content, model, write, write_shards
 
 ARRAYS = model(dtype=BF16)
 
@@ -247,7 +247,7 @@ def test_without_torch_nothing_is_unpickled(
 
 def test_the_header_alone_is_read_to_open(tmp_path: Path) -> None:
     """A file whose tensors take no room on the disk, because nobody wrote them."""
-    data = content({"x.weight": np.zeros((1024, 1024), np.float32)})
+    data = file_content({"x.weight": np.zeros((1024, 1024), np.float32)})
     path = tmp_path / "sparse.safetensors"
     start = data[: len(data) - 2**22].replace(b"[1024,1024]", b"[1048576,1024]")
     text = start[8:].rstrip(b" ").replace(b"[0,4194304]", b"[0,4294967296]")
