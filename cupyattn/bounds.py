@@ -202,7 +202,7 @@ def attention(
         dtype = quantized.out_dtype
         q, k, v = kernel_operands(quantized)
         form = form or quantized.form
-        if form == "pv8":  # the kernel sums V without its mean
+        if quantized.v_codes is not None:  # the kernel sums V without its mean
             v = quantized.centred_values()
     sizes = check_shapes(q.shape, k.shape, v.shape)
     changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
@@ -228,6 +228,7 @@ def attention(
     scaling = scaling_errors(n, sigma, quantized, softcap)
     mean = None if quantized is None else quantized.k_mean
     v_mean = quantized.v_mean if n.by_tile else None
+    v_scale = quantized.v_scale[:, :, 0] if n.shifts else None
     check_smoothing(softcap, mean)
     cut = None
     if n.splits:
@@ -238,7 +239,9 @@ def attention(
         q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
         softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
     ):  # fmt: skip
-        found, lse[block.index] = _kernel_bound(block, n, tiles, sigma, scaling, mean, v_mean, cut)
+        found, lse[block.index] = _kernel_bound(
+            block, n, tiles, sigma, scaling, mean, v_mean, v_scale, cut
+        )
         for tag, term in found.items():
             terms[tag][block.index] = term
     return _assemble(terms, lse)
@@ -290,6 +293,7 @@ def _kernel_bound(
     scaling: Scaling,
     mean: Any,
     v_mean: Any,
+    v_scale: Any,
     cut: Splits | None,
 ) -> tuple[dict[str, Array], Array]:
     """R2 to R7 of one block of rows: the terms of O, and the bound of lse."""
@@ -315,7 +319,9 @@ def _kernel_bound(
 
     # R5: P as an operand: half a unit in its last place, or half a subnormal but no more than P.
     rho = xp.zeros_like(P)
-    if n.by_tile:
+    if n.shifts:
+        rho = value_bounds.shifted_rounding(P_plus, n.shifts, tiles)
+    elif n.by_tile:
         rho = value_bounds.code_rounding(P_plus, n, tiles)
     elif n.p_type != "float32":
         subnormal = HALF_SUBNORMAL[n.p_type] * inverse_l
@@ -328,7 +334,9 @@ def _kernel_bound(
 
     # R4: weights flushed to zero; then R6: the sums, in any order.
     flushed = FLUSHED_WEIGHT * total_v * inverse_l
-    if n.by_tile:
+    if n.shifts:
+        theta_o = xp.zeros_like(count)  # whole numbers
+    elif n.by_tile:
         theta_o = value_bounds.accumulation(count, block.S.shape[-1], n, tiles)
     else:
         theta_o = products(n.values, count, xp.minimum(count, -(-block.S.shape[-1] // 16)))
@@ -343,6 +351,9 @@ def _kernel_bound(
     underflow = (count + score.rises + further + 2)[..., None] * least
     underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v
     r6 = theta_o[..., None] * (weighted + r5 + flushed) + underflow
+    if n.shifts:
+        scale = _of_block(v_scale, block)
+        r6 = r6 + value_bounds.dropped_by_shifts(P_plus, n.shifts, tiles, scale)
     size = xp.abs(o) + delta_o + flushed + r5 + r6
     r6 = r6 + by_l[..., None] * size
     size = size + by_l[..., None] * size

@@ -369,6 +369,10 @@ def check_options(
     )  # fmt: skip
 
 
+#: Rows that share a scale where one scale serves them all: ``row // GROUP_ALL`` is 0 for every row.
+GROUP_ALL = 2**30
+
+
 def check_value_group(group: int, tiles: Tiles) -> None:
     """Raise UnsupportedError unless a tile of keys has one scale for each channel of V.
 
@@ -379,7 +383,7 @@ def check_value_group(group: int, tiles: Tiles) -> None:
     tiles : Tiles
         Of the attention kernel.
     """
-    if group % tiles.block_kv:
+    if group != GROUP_ALL and group % tiles.block_kv:
         raise UnsupportedError(
             f"a tile of {tiles.block_kv} keys would meet several scales of V, which change every "
             f"{group} keys: quantise V for these tiles, or per channel"

@@ -31,7 +31,14 @@ from cupyattn.params import (
 )  # fmt: skip
 from cupyattn.registry import SUFFIXED, Variant
 from cupyattn.tiles import Tiles
-from cupyattn.value_codes import VALUE_PARAMS, FusedCodes, ValueCodes, ZeroPoints, quant_params
+from cupyattn.value_codes import (
+    VALUE_PARAMS,
+    FusedCodes,
+    ValueCodes,
+    ZeroPoints,
+    hopper_obstacle,
+    quant_params,
+)
 
 LOG2E = math.log2(math.e)
 #: Kernels of the unfused rung, in order; each can be planned alone.
@@ -42,8 +49,6 @@ UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")
 HOPPER_BLOCKS = 132
 #: Rows of O that a warp of such a kernel stores at a time.
 HOPPER_STORE_ROWS = 16
-#: Keys that share a scale in the Hopper form of fa_int8, or a multiple of them.
-HOPPER_SCALE_KEYS = 16
 
 
 @dataclass(frozen=True)
@@ -199,9 +204,8 @@ def module_spec(
     variant: Variant, features: Features, tiles: Tiles, form: str = "portable"
 ) -> ModuleSpec:
     """Return what to compile for a variant with these features and tiles."""
-    name = f"attn_{variant.name}"
-    sources = {"portable": f"{name}.cu", **{x: f"{name}_{x}.cu" for x in SUFFIXED}}
-    source = variant.source or sources.get(form, f"{form}/{name}.cu")
+    folder, suffix = SUFFIXED.get(form, ("" if form == "portable" else f"{form}/", ""))
+    source = variant.source or f"{folder}attn_{variant.name}{suffix}.cu"
     return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
 
 
@@ -584,18 +588,10 @@ def plan_int8(
         raise UnsupportedError(
             f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"
         )
-    if form == "portable" and arch == "sm_90a" and "sm90" in variant.forms:
+    if arch == "sm_90a" and "sm90" in variant.forms:
         note = _hopper_obstacle(variant, call, q_codes, k_codes, v, o)
-        if call.packed is not None:
-            note = f"portable form: the Hopper form of {variant.name} takes no packed sequences"
-        elif not note and zeros is not None:
-            note = f"portable form: the Hopper form of {variant.name} takes no zero points"
-        elif not note and group_kv % HOPPER_SCALE_KEYS:
-            note = (
-                f"portable form: in the Hopper form {HOPPER_SCALE_KEYS} keys share a scale, or a "
-                f"multiple, got {group_kv}"
-            )
-        form = "portable" if note else "sm90"
+        note = note or hopper_obstacle(call.packed is not None, group_kv, zeros, values)
+        form = form if note else {"portable": "sm90", "pv8": "sm90_pv8"}[form]
     tiles = variant.tiles_for(
         call.head_dim, tiles, form=form, lengths=(call.len_q, call.len_kv), causal=call.causal,
         block_mask=call.block_mask,
@@ -621,11 +617,13 @@ def plan_int8(
         structs += ((VALUE_PARAMS, values.params),)
     grid = _blocks(-(-call.len_q // tiles.block_q), call.batch * call.heads)
     workspace: tuple[Workspace, ...] = ()
-    if form == "sm90":
+    if form in ("sm90", "sm90_pv8"):
         value = "bfloat16" if call.dtype == "bfloat16" else "float16"
+        of_v = ("v", value, v, tiles.block_kv)
+        of_v = of_v if values is None else values.box(v, call.head_dim)
         boxes = (
             ("q_codes", "int8", q_codes, tiles.block_q),
-            ("k_codes", "int8", k_codes, tiles.block_kv), ("v", value, v, tiles.block_kv),
+            ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
         )  # fmt: skip
         grid, added, workspace = _persistent(call, grid, boxes)
         structs += added

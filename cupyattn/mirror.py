@@ -17,9 +17,11 @@ import numpy.typing as npt
 
 from cupyattn import splits
 from cupyattn.block_mask import BlockMask
-from cupyattn.checks import check_dtype, check_scale, check_shapes, check_value_group
+from cupyattn.checks import check_dtype, check_scale, check_shapes
 from cupyattn.codes import Quantized, check_one_sequence, codes_less_zero
-from cupyattn.numerics import P_CODE_ONE, Numerics, check_features
+from cupyattn.mirror_codes import by_shifts, by_tile
+from cupyattn.mirror_state import LOG2E, Float32, RowState, ShiftState, Step
+from cupyattn.numerics import Numerics, check_features
 from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.registry import lookup
 from cupyattn.rope import Rope, check_turned_before
@@ -28,7 +30,6 @@ from cupyattn.rounding import (
     STORAGE,
     Array,
     array_namespace,
-    codes_of_p,
     ex2,
     fma32,
     merge_heads,
@@ -40,88 +41,9 @@ from cupyattn.rounding import (
 from cupyattn.scoring import EVERYWHERE, Scoring, check_smoothing
 from cupyattn.tiles import Tiles
 
-Float32 = npt.NDArray[np.float32]
-
-LOG2E = np.float32(np.log2(np.e))
-LN2 = np.float32(np.log(2.0))
-
 
 @dataclass(frozen=True)
-class Step:
-    """One step of the loop over keys, as `attention_mirror` saw it.
-
-    Parameters
-    ----------
-    kv0 : int
-        First key of the step.
-    S : (batch, heads, len_q, keys) array, float32
-        Scores as S3 leaves them: times `scale` (natural), a bare dot product (folded) or in log2
-        units (dequantised); -inf where masked. With softcap or bias natural in every rung.
-    P : (batch, heads, len_q, keys) array, float32
-        Probabilities as S5 multiplies them with V; with 8-bit P as shares of the tile's largest.
-    m : (batch, heads, len_q) array, float32
-        The kernel's M: the running maximum in log2 units, rounded; with softcap or bias in natural
-        units. Where the numerics have headroom it may lie below the maximum.
-    l : (batch, heads, len_q) array, float32
-        Running sum of exponentials of score - m, this step included.
-    alpha : (batch, heads, len_q) array, float32
-        Factor that brought l and O to this step's m.
-    """
-
-    kv0: int
-    S: Float32
-    P: Float32
-    m: Float32
-    l: Float32
-    alpha: Float32
-
-
-class RowState:
-    """Running softmax of every query row, as ``prims/online_softmax.cuh`` has it.
-
-    M is in log2 units, or natural where `subtracts_first`.
-    """
-
-    def __init__(self, shape: tuple[int, ...], subtracts_first: bool) -> None:
-        self.M = np.full(shape, NEG_INF, np.float32)
-        self.l = np.zeros(shape, np.float32)
-        self.subtracts_first = subtracts_first
-
-    def M_finite(self) -> Float32:
-        """M as a number that may be subtracted: 0 where no key was admitted yet."""
-        return np.where(self.M == NEG_INF, np.float32(0), self.M)
-
-    def raised_by(self, m: Float32, factor: np.float32, headroom: int) -> npt.NDArray[np.bool_]:
-        """Whether scores whose largest is `m` have weights of more than 2^headroom."""
-        return ~(fma32(m, factor, -self.M) <= headroom)  # no key yet: +inf or NaN
-
-    def advance(self, m: Float32, factor: np.float32) -> Float32:
-        """Admit scores whose largest is `m`; return alpha."""
-        M_old, self.M = self.M, np.fmax(self.M, m if self.subtracts_first else m * factor)
-        rise = M_old - self.M_finite()
-        alpha = ex2(rise * factor if self.subtracts_first else rise)  # R4
-        self.l = self.l * alpha  # R6
-        return alpha
-
-    def exponentials(self, S: Float32, factor: np.float32) -> Float32:
-        """Return the exponentials of S - M, `factor` bringing S to log2 units; add them to l."""
-        M = self.M_finite()[..., None]
-        p = ex2((S - M) * factor if self.subtracts_first else fma32(S, factor, -M))  # R4
-        self.l = self.l + p.sum(axis=-1, dtype=np.float32)  # R6
-        return p
-
-    def inverse_l(self) -> Float32:
-        """1 / l; a row that attended to nothing has l = 0 and gets O = 0."""
-        return np.where(self.l == 0, np.float32(0), np.float32(1) / self.l)
-
-    def lse(self) -> Float32:
-        """Natural log of the sum of exponentials."""
-        log_l = np.log2(self.l)
-        return fma32(log_l, LN2, self.M) if self.subtracts_first else (self.M + log_l) * LN2
-
-
-@dataclass(frozen=True)
-class _Scores:
+class Scores:
     """S0, S1 and S3 of a kernel: what turns a block of keys into scores.
 
     Query heads that share a key head are an axis of their own: (batch, heads_kv, group, len, ...).
@@ -155,6 +77,13 @@ class _Scores:
             S = S + self.scoring.bias_at(EVERYWHERE, rows, keys).astype(np.float32)  # R3
         return cast(Float32, self.scoring.select(S, EVERYWHERE, rows, keys))
 
+    def first_step(self, tiles: Tiles) -> npt.NDArray[np.int64]:
+        """Number of the step that the tile of each query row begins with."""
+        q0 = np.arange(self.rows[-1]) // tiles.block_q * tiles.block_q
+        if self.scoring.first is None:
+            return np.zeros_like(q0)
+        return np.maximum(0, q0 + self.scoring.first) // tiles.block_kv
+
     def visitors(self, kv0: int, tiles: Tiles) -> slice:
         """Query rows of the tiles that visit the step at kv0; the others skip it."""
         len_q, len_kv = self.rows[-1], self.K.shape[-2]
@@ -179,7 +108,7 @@ class _Scores:
 
 def _prepare_scores(
     q: Array, k: Array, scale: float, scoring: Scoring, n: Numerics, quantized: Quantized | None
-) -> _Scores:
+) -> Scores:
     """Put the factors of a score where this kernel applies them (R3)."""
     if (quantized is None) != (n.scaling != "dequantised"):
         have = "arrays" if quantized is None else "quantised operands"
@@ -204,7 +133,7 @@ def _prepare_scores(
         row_factor = split_heads(by_head, k.shape[1])[..., None]
         key_factor = k_scale[:, :, None, None]
         exponent_factor = LOG2E if n.subtracts_first else np.float32(1)
-    return _Scores(
+    return Scores(
         split_heads(Q, k.shape[1]), K[:, :, None], row_factor, key_factor, exponent_factor,
         n.subtracts_first, scoring,
     )  # fmt: skip
@@ -447,8 +376,11 @@ def attention_mirror(
         # S0 locate, S1 load Q
         scores = _prepare_scores(q, k, sigma, scoring, n, quantized)
         steps: list[Step] = []
-        if n.by_tile and quantized is not None:
-            O, state = _by_tile(scores, quantized, n, tiles, steps)
+        state: RowState | ShiftState
+        if n.shifts and quantized is not None:
+            O, state = by_shifts(scores, quantized, n.shifts, tiles, steps)
+        elif n.by_tile and quantized is not None:
+            O, state = by_tile(scores, quantized, n, tiles, steps)
         else:
             V = round_to(v, n.v_type)[:, :, None]
             run = _slices if n.splits else _online if n.online else _whole_rows
@@ -465,7 +397,7 @@ def attention_mirror(
 
 
 def _online(
-    scores: _Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
+    scores: Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
     """The fused rungs."""
     O, state = _over_keys(scores, V, n, tiles, steps, 0, V.shape[-2])
@@ -473,7 +405,7 @@ def _online(
 
 
 def _slices(
-    scores: _Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
+    scores: Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
     """The split form: slices of the keys, and ``kernels_cu/split/merge_splits.cu``."""
     batch, heads_kv, group, len_q = scores.rows
@@ -495,7 +427,7 @@ def _slices(
 
 
 def _over_keys(
-    scores: _Scores,
+    scores: Scores,
     V: Float32,
     n: Numerics,
     tiles: Tiles,
@@ -533,54 +465,8 @@ def _over_keys(
     return O, state
 
 
-def _by_tile(
-    scores: _Scores, quantized: Quantized, n: Numerics, tiles: Tiles, steps: list[Step]
-) -> tuple[Float32, RowState]:
-    """The loop of the form ``"pv8"``: P as codes against the maximum of its tile, V as codes."""
-    check_value_group(quantized.group_v, tiles)
-    state = RowState(scores.rows, scores.subtracts_first)
-    V = cast(Float32, quantized.value_codes())[:, :, None]
-    V_scale = cast(Float32, quantized.v_scale)[:, :, None]  # (batch, heads_kv, 1, groups, head_dim)
-    O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
-    factor, one, len_kv = scores.exponent_factor, P_CODE_ONE[n.p_type], V.shape[-2]
-    for kv0 in range(0, len_kv, tiles.block_kv):
-        # S2 load K, V
-        kv1 = min(kv0 + tiles.block_kv, len_kv)
-        group = kv0 // quantized.group_v
-        scale = V_scale[..., group : group + 1, :]
-
-        # S3 scores
-        S = scores.block(kv0, kv1)
-
-        # S4 softmax
-        m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
-        alpha = state.advance(m, factor)
-        tile = RowState(scores.rows, scores.subtracts_first)
-        tile.advance(m, factor)
-        p = tile.exponentials(S, factor)
-        fall = tile.M - state.M_finite()
-        beta = ex2(fall * factor if scores.subtracts_first else fall)  # R4
-        state.l = fma32(tile.l, beta, state.l)  # R6
-        codes = codes_of_p(p, n.p_type)  # R5
-
-        # S5 output
-        O *= alpha[..., None]  # R6
-        # NOTE: integer codes stay below 2^24 in sum: their products are exact here as well.
-        rows = scores.visitors(kv0, tiles)
-        products = codes[..., rows, :] @ V[..., kv0:kv1, :]
-        weighed = products * (beta[..., rows, None] * scale)
-        O[..., rows, :] += scores.kept(weighed, rows, kv0)  # R6
-        merged = (merge_heads(x) for x in (S, codes / np.float32(one), state.M, state.l, alpha))
-        steps.append(Step(kv0, *merged))
-    O = O * (state.inverse_l() * np.float32(1 / one))[..., None]  # R7
-    if quantized.v_mean is not None:
-        mean = np.asarray(quantized.v_mean)[:, :, None, None]
-        O = np.where(state.l[..., None] == 0, O, O + mean)  # R7; a row without keys stays 0
-    return O, state
-
-
 def _whole_rows(
-    scores: _Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
+    scores: Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
     """The three kernels of the unfused rung: one step over all keys, and P divided by l in it."""
     S = scores.block(0, V.shape[-2])  # S3 scores

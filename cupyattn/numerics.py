@@ -24,6 +24,34 @@ TANHF_ERROR = 2.0**-21
 HOPPER_HEADROOM = 8
 #: Codes of P by type: that of the largest exponential of a tile, which is 1.
 P_CODE_ONE = {"u8": 255.0, "s8": 127.0, "e4m3": 448.0}
+
+
+@dataclass(frozen=True)
+class Shifts:
+    """R4 to R6 of ``sm90/attn_fa_int8_pv8.cu``: what its constants of these names are.
+
+    Parameters
+    ----------
+    code_bits : int
+        The largest weight of a tile is below 2^code_bits, and no less than half of that.
+    lower_bits : int
+        How far M may lie below the highest that a row had.
+    lower_steps : int
+        Steps after which it may fall.
+    sum_bits : int
+        l stays below 2^sum_bits, but for the weights of one tile.
+    """
+
+    code_bits: int = 8
+    lower_bits: int = 2
+    lower_steps: int = 2
+    sum_bits: int = 22
+
+    def guards(self, len_kv: int) -> bool:
+        """Whether M has to be kept from falling so low that l would leave its range."""
+        return len_kv >= 1 << (self.sum_bits - self.code_bits - self.lower_bits)
+
+
 #: Unit roundoff of a tensor-core accumulation step (they truncate and align; Blanchard et al. 2020,
 #: Khattak and Mikaitis, arXiv 2512.07004).
 TENSOR_CORE_ROUNDOFF = 2.0**-23
@@ -67,6 +95,9 @@ class Numerics:
         step. 0: M is the largest score so far.
     splits : bool
         R6. Slices of the keys have an online recurrence each, and a weighted sum of them follows.
+    shifts : Shifts, optional
+        R4 to R6. M is a whole number and follows the largest score of each tile down as well as up;
+        codes of P are multiples of 2^M, and O stays in int32, brought to another M by shifts.
     """
 
     q_type: str
@@ -82,6 +113,7 @@ class Numerics:
     bias: bool = False
     headroom: int = 0
     splits: bool = False
+    shifts: Shifts | None = None
 
     @property
     def subtracts_first(self) -> bool:
@@ -126,14 +158,14 @@ def numerics(
     ----------
     family : {"unfused", "float32", "tensor_core", "int8"}
         What the variant computes with (`cupyattn.registry.Variant.family`).
-    form : {"portable", "sm90", "split", "pv8", "fused"}
+    form : {"portable", "sm90", "split", "pv8", "sm90_pv8", "fused"}
         Which form of the kernel. All have tensor cores of one roundoff; in the Hopper form M does
-        not follow every new maximum, the split form adds up slices of the keys, and the fused form
-        rounds where the portable one does.
+        not follow every new maximum, the split form adds up slices of the keys, the fused form
+        rounds where the portable one does, and the Hopper form with P and V in 8 bits has `Shifts`.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
-        Which codes of P the form ``"pv8"`` takes: unsigned 8 bits when omitted.
+        Which codes of P the forms with P and V in 8 bits take: unsigned when omitted.
     softcap, bias : bool
         Features that change a score; window and masks only select, which rounds nothing.
 
@@ -153,13 +185,12 @@ def numerics(
     >>> numerics("tensor_core", "portable", "float16", softcap=True).scaling
     'natural'
     """
-    if form not in ("portable", "sm90", "split", "pv8", "fused"):
-        raise ValueError(
-            f"form must be 'portable', 'sm90', 'split', 'pv8' or 'fused', got {form!r}"
-        )
+    forms = ("portable", "sm90", "split", "pv8", "sm90_pv8", "fused")
+    if form not in forms:
+        raise ValueError(f"form must be one of {', '.join(forms)}, got {form!r}")
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
-    features = {"softcap": softcap, "bias": bias, "splits": form == "split"}
+    features: dict[str, Any] = {"softcap": softcap, "bias": bias, "splits": form == "split"}
     folded: Literal["natural", "folded"] = "natural" if softcap or bias else "folded"
     if family == "unfused":
         return Numerics(
@@ -174,12 +205,13 @@ def numerics(
             dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
             **features, headroom=HOPPER_HEADROOM if form == "sm90" else 0,
         )  # fmt: skip
-    if family == "int8" and form == "pv8":
+    if family == "int8" and form in ("pv8", "sm90_pv8"):
         p_type = "u8" if quant is None else quant.p_type
         fp8 = p_type == "e4m3"
         return Numerics(
             "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
             "fp8" if fp8 else "int32", True, **features,
+            shifts=Shifts() if form == "sm90_pv8" else None,
         )  # fmt: skip
     if family == "int8":
         value = "float16" if dtype == "float32" else dtype

@@ -18,12 +18,12 @@ import numpy as np
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_scale, check_shapes
 from cupyattn.mirror import (
-    Step,
     attention_mirror,
     scores_mirror,
     softmax_mirror,
     weighted_sum_mirror,
 )
+from cupyattn.mirror_state import Step
 from cupyattn.rope import Rope
 from cupyattn.rounding import NEG_INF, Array, array_namespace, as_float64, split_heads
 from cupyattn.scoring import Scoring

@@ -44,6 +44,8 @@ class Variant:
         or 128; empty where they do.
     pv8_tiles : mapping of int to Tiles
         The same for the form with P and V in 8 bits (``attn_<name>_pv8.cu``).
+    hopper_pv8_tiles : mapping of int to Tiles
+        The same for the Hopper form with P and V in 8 bits.
     fused_tiles : mapping of int to Tiles
         The same for the form that quantises by itself (``attn_<name>_fused.cu``); they divide the
         blocks of every block mask.
@@ -63,6 +65,7 @@ class Variant:
     hopper_block_mask_tiles: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     source: Path | None = None
     pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    hopper_pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     fused_tiles: Mapping[int, Tiles] = field(default_factory=dict)
 
     @property
@@ -73,7 +76,7 @@ class Variant:
     @property
     def forms(self) -> tuple[str, ...]:
         """Which forms exist of ``"portable"``, ``"sm90"`` (compute capability 9.0), ``"split"``,
-        ``"pv8"`` and ``"fused"``.
+        ``"pv8"``, ``"sm90_pv8"`` and ``"fused"``.
 
         A source of one's own has one form.
         """
@@ -85,7 +88,7 @@ class Variant:
     def _tables(self) -> dict[str, Mapping[int, Tiles]]:
         return {
             "portable": self.tiles, "sm90": self.hopper_tiles, "split": self.split_tiles,
-            "pv8": self.pv8_tiles, "fused": self.fused_tiles,
+            "pv8": self.pv8_tiles, "sm90_pv8": self.hopper_pv8_tiles, "fused": self.fused_tiles,
         }  # fmt: skip
 
     def form_for(
@@ -278,11 +281,16 @@ _PV8_TILES = {
     "fa_int8": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 3)}
 }
 
+#: The same in its Hopper form: of those that spill nothing, the fewest instructions for a score.
+_HOPPER_PV8_TILES = {
+    "fa_int8": {64: Tiles(192, 128, 16, 3), 128: Tiles(128, 192, 12, 3), 256: Tiles(128, 96, 12, 2)}
+}
+
 #: The same for the form that quantises by itself: few registers, since it waits for each tile.
 _FUSED_TILES = {"fa_int8": {256: Tiles(64, 64, 4, 1)}}
 
-#: Forms whose source and entry point are those of the portable form with a suffix.
-SUFFIXED = ("pv8", "fused")
+#: Forms whose source and entry point are those of another form with a suffix: folder and suffix.
+SUFFIXED = {"pv8": ("", "_pv8"), "sm90_pv8": ("sm90/", "_pv8"), "fused": ("", "_fused")}
 
 VARIANTS: dict[str, Variant] = {
     name: Variant(
@@ -297,6 +305,7 @@ VARIANTS: dict[str, Variant] = {
         _BLOCK_MASK_TILES.get(name, {}),
         _HOPPER_BLOCK_MASK_TILES.get(name, {}),
         pv8_tiles=_PV8_TILES.get(name, {}),
+        hopper_pv8_tiles=_HOPPER_PV8_TILES.get(name, {}),
         fused_tiles=_FUSED_TILES.get(name, {}),
     )  # fmt: skip
     for name, idea, family, dtypes in (

@@ -34,6 +34,10 @@ LOG2E = math.log2(math.e)
 EX2_LOG_ERROR = -math.log1p(-EX2_APPROX_ERROR)
 #: The kernels' range: 2^8 for p and for sums that stay below 2^127, see R4 in the docs.
 MAX_LOG2_SCORE = 2.0**27
+#: The same where M is a whole number that float32 must hold.
+MAX_WHOLE_SCORE = 2.0**23
+#: How far M + code_bits may lie above the largest score, in log2 units, where there are `Shifts`.
+ABOVE_BY_SHIFTS = 32
 MAX_FLOAT = 2.0**126
 #: Products up to this can be added to any float32 bias without overflow.
 MAX_BIASED = 2.0**102
@@ -199,13 +203,18 @@ def perturb(
         started = running > NEG_INF
         largest_M = xp.where(started, xp.abs(xp.where(started, running, 0.0)) + drift, 0.0)
         slack = U * ((largest_M.max(axis=-1) + shift) / LN2) * (1 + 2 * U)
-        arguments = LN2 * U * (below / LN2 + 4 * slack[..., None] + 3 * n.headroom)
+        above = ABOVE_BY_SHIFTS if n.shifts else 3 * n.headroom
+        arguments = LN2 * U * (below / LN2 + 4 * slack[..., None] + above)
         if n.headroom:
             rises_after, rises = every_step(S, tiles.block_kv)
-    exponentials = (2 if n.by_tile else 1) + rises_after  # of the key, beta, and every alpha
+        elif n.shifts:  # exact: powers of two
+            rises_after, rises = xp.zeros_like(rises_after), xp.zeros_like(rises)
+    # Of the key, beta, and every alpha.
+    exponentials = (2 if n.by_tile and not n.shifts else 1) + rises_after
     r4 = (arguments + EX2_LOG_ERROR * exponentials + 2.0**-125) * REFERENCE
 
-    usable = (finite | ~admitted).all(axis=-1) & (slack <= U * MAX_LOG2_SCORE)
+    largest_score = MAX_WHOLE_SCORE if n.shifts else MAX_LOG2_SCORE
+    usable = (finite | ~admitted).all(axis=-1) & (slack <= U * largest_score)
     usable &= xp.maximum(largest * max(1.0, sigma), scaling.largest) <= MAX_FLOAT
     if n.bias:
         usable &= largest * sigma <= MAX_BIASED

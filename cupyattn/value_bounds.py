@@ -1,4 +1,4 @@
-"""What 8-bit P and V may do to an output: R5, R6 and R7 of the form ``"pv8"``.
+"""What 8-bit P and V may do to an output: R5, R6 and R7 of ``"pv8"`` and its Hopper form.
 
 Proofs are in docs/MATH_REFERENCE.md, "8-bit P and V"; `cupyattn.bounds` uses them where P is codes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.numerics import FP8_ROUNDOFF, P_CODE_ONE, Numerics
+from cupyattn.numerics import FP8_ROUNDOFF, P_CODE_ONE, Numerics, Shifts
 from cupyattn.perturbation import gamma
 from cupyattn.rounding import Array, array_namespace
 from cupyattn.score_bounds import U
@@ -40,17 +40,82 @@ def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles) -> Array:
     2^-4 of itself, or by half the smallest one.
     """
     xp = array_namespace(P_plus)
-    keys, block = P_plus.shape[-1], tiles.block_kv
-    steps = -(-keys // block)
-    pad = [(0, 0)] * (P_plus.ndim - 1) + [(0, steps * block - keys)]
-    of_tiles = xp.pad(P_plus, pad).reshape(*P_plus.shape[:-1], steps, block)
-    largest = of_tiles.max(axis=-1).repeat(block, axis=-1)[..., :keys]
-    step = largest / P_CODE_ONE[n.p_type]
+    largest = largest_of_tiles(P_plus, tiles).repeat(tiles.block_kv, axis=-1)
+    step = largest[..., : P_plus.shape[-1]] / P_CODE_ONE[n.p_type]
     if n.p_type == "e4m3":
         half = xp.maximum(E4M3_RELATIVE * P_plus, 2.0**-10 * step)
     else:
         half = 0.5 * step
     return xp.minimum(P_plus, half)
+
+
+def units(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
+    """R5, R6: bound what 2^M of each step weighs in the final sum.
+
+    Parameters
+    ----------
+    P_plus : (..., rows, keys) array
+    by : Shifts
+    tiles : Tiles
+
+    Returns
+    -------
+    (..., rows, steps) array
+
+    Notes
+    -----
+    A largest weight w of a tile gives 2^M <= 2^(1 - code_bits) w. M is that of the tile, or of one
+    of those before it since M could fall, or lower_bits below the highest; or l, in units of 2^M,
+    has reached half of its range.
+    """
+    xp = array_namespace(P_plus)
+    largest = largest_of_tiles(P_plus, tiles)
+    least = 2.0 ** (1 - by.sum_bits) if by.guards(P_plus.shape[-1]) else 0.0
+    running, recent = xp.zeros_like(largest), xp.zeros_like(largest)
+    for step in range(largest.shape[-1]):
+        running[..., step] = largest[..., : step + 1].max(axis=-1)
+        since = max(0, step + 1 - by.lower_steps)
+        recent[..., step] = largest[..., since : step + 1].max(axis=-1)
+    of_weights = xp.maximum(recent, running * 2.0**-by.lower_bits) * 2.0 ** (1 - by.code_bits)
+    return xp.maximum(of_weights * (1 + 2.0**-20), least * (1 + 2.0**-12))
+
+
+def largest_of_tiles(P_plus: Array, tiles: Tiles) -> Array:
+    """Return the largest of the keys of each tile: (..., rows, steps)."""
+    xp = array_namespace(P_plus)
+    keys, block = P_plus.shape[-1], tiles.block_kv
+    steps = -(-keys // block)
+    pad = [(0, 0)] * (P_plus.ndim - 1) + [(0, steps * block - keys)]
+    return xp.pad(P_plus, pad).reshape(*P_plus.shape[:-1], steps, block).max(axis=-1)
+
+
+def shifted_rounding(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
+    """R5: the same where codes are multiples of 2^M: half of one, or the last of the largest.
+
+    Notes
+    -----
+    A weight of more than 255.5 gets the code 255: it loses less than a 255th of itself.
+    """
+    xp = array_namespace(P_plus)
+    unit = units(P_plus, by, tiles).repeat(tiles.block_kv, axis=-1)[..., : P_plus.shape[-1]]
+    return xp.minimum(P_plus, xp.maximum(0.5 * unit, P_plus / 255.0))
+
+
+def dropped_by_shifts(P_plus: Array, by: Shifts, tiles: Tiles, scale: Array) -> Array:
+    """R6: bound what shifts to the right drop of O: less than one of each step but the first.
+
+    Parameters
+    ----------
+    P_plus, by, tiles
+        As for `units`.
+    scale : (..., 1, head_dim) array
+        Of the channels of V.
+
+    Returns
+    -------
+    (..., rows, head_dim) array
+    """
+    return units(P_plus, by, tiles)[..., 1:].sum(axis=-1)[..., None] * scale
 
 
 def accumulation(count: Array, keys: int, n: Numerics, tiles: Tiles) -> Array:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyattn.checks import check_value_group
+from cupyattn.checks import GROUP_ALL, check_value_group
 from cupyattn.tiles import Tiles
 
 if TYPE_CHECKING:
     from cupyattn.launch import Operand
+
+#: Keys that share a scale in the Hopper forms, or a multiple of them.
+HOPPER_SCALE_KEYS = 16
 
 #: ``struct ValueParams`` of kernels_cu/prims/params.cuh, field by field.
 VALUE_PARAMS = np.dtype(
@@ -133,6 +136,13 @@ class ValueCodes:
                 f"16 n + {v_codes.misalignment} and strides {v_codes.strides}"
             )
 
+    def box(self, v_codes: Operand, head_dim: int) -> tuple[str, str, Operand, int]:
+        """Return what the copy engine moves: buffer, dtype, operand and channels at a time.
+
+        As many channels as the Hopper form has columns of O, its ``O_COLS``.
+        """
+        return "v_codes", "int8", v_codes, 64 if head_dim <= 64 else -(-head_dim // 32) * 32
+
     @property
     def params(self) -> dict[str, Any]:
         """The fields of VALUE_PARAMS."""
@@ -142,3 +152,32 @@ class ValueCodes:
             "V_scale_stride_batch": by_batch, "V_scale_stride_head": by_head,
             "V_zero": "v_zero" if self.zero_points else None,
         }  # fmt: skip
+
+
+def hopper_obstacle(
+    packed: bool, group_kv: int, zeros: ZeroPoints | None, values: ValueCodes | None
+) -> str:
+    """Return why the Hopper forms do not take these codes, as a note for a plan; "" where they do.
+
+    Parameters
+    ----------
+    packed : bool
+        Whether the sequences are packed.
+    group_kv : int
+        Keys that share a scale.
+    zeros, values
+        As for `cupyattn.launch.plan_int8`.
+    """
+    found = ""
+    if packed or zeros is not None:
+        found = f"takes no {'packed sequences' if packed else 'zero points'} of codes"
+    elif group_kv % HOPPER_SCALE_KEYS:
+        found = f"has one scale for {HOPPER_SCALE_KEYS} keys, or for a multiple, got {group_kv}"
+    elif values is not None and values.p_type != "u8":
+        found = f"takes P in u8, got p_type {values.p_type!r}"
+    elif values is not None and values.group != GROUP_ALL:
+        found = (
+            "takes one scale for a channel of V (granularity_v='channel'), got one for every "
+            f"{values.group} keys"
+        )
+    return f"portable form: the Hopper form {found}" if found else ""

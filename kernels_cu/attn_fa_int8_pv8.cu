@@ -4,8 +4,8 @@
 //              is rounded to codes of steps of its own tile's largest exponential, and the tiles'
 //              products, exact integers, are added up in float32 with the factor of each tile.
 // Differs from attn_fa_int8: S2 loads codes of V, channels for rows, since 8-bit fragments need
-//              neighbours along the keys; S3 takes the keys in such an order that the scores of a
-//              lane are neighbours already; S4 subtracts the maximum of the tile, not of the row;
+//              neighbours along the keys, in such an order that the scores of a lane are neighbours
+//              already (quantize.cu); S4 subtracts the maximum of the tile, not of the row;
 //              S5 is two levels of sums, and takes V's zero points off the first; S6 gives back
 //              the mean of V. S is wholly scaled before its maximum, so that no weight of a tile
 //              exceeds code 255, and O is rescaled in every step: skipping that spills at head_dim
@@ -60,14 +60,6 @@ static_assert(GROUP_V % BLOCK_KV == 0, "GROUP_V must be whole tiles: a tile has 
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-// The first of this lane's two keys in key tile n, in the order of K that S3 takes: columns 2t of
-// two neighbouring tiles are keys 4t and 4t + 2, or 4t + 2 and 4t for t of 2 and 3. So a lane has
-// four neighbouring keys, as a fragment of 8-bit P wants them, and the eight rows of K that an
-// ldmatrix reads at once still differ modulo 8, as the swizzle wants them.
-__device__ __forceinline__ int lane_key(int n, int t) {
-  return n / 2 * 16 + 4 * t + 2 * (t / 2 ^ n % 2);
-}
-
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ ValueParams values) {
@@ -111,9 +103,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   // both chunks of 8 rows come before those of the next 8. swizzled_from() goes on from there.
   const uint32_t Q_lane =
       shared_address(swizzled<CODE_CHUNKS>(smem.Q, row0 + lane_id() % 16, lane_id() / 16));
-  const int K_row = lane_key(lane_id() / 16, lane_id() % 8 / 2) + lane_id() % 2;
-  const uint32_t K_lane =
-      shared_address(swizzled<CODE_CHUNKS>(smem.K[0], K_row, lane_id() / 8 % 2));
+  const uint32_t K_lane = shared_address(
+      swizzled<CODE_CHUNKS>(smem.K[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
   const uint32_t V_lane = shared_address(
       swizzled<V_CHUNKS>(smem.V[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
   const Scores scores(p, batch, head);
@@ -190,14 +181,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     float S_acc[MMA_ROWS][MMA_KEYS][4];  // scaled: the softmax scale is already in Q_factor
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
-      const float2 k_scale = *reinterpret_cast<const float2*>(K_scale_tile + lane_key(n, t));
+      const float2 k_scale = *reinterpret_cast<const float2*>(K_scale_tile + n * 8 + t * 2);
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           S_acc[r][n][i] = float(zeros.tiles->without(
                                dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, step % NUM_STAGES,
-                               lane_key(n, t) + i % 2)) *
+                               n * 8 + t * 2 + i % 2)) *
                            (i % 2 ? k_scale.y : k_scale.x) * Q_factor[r][i / 2];  // R3
     }
 
@@ -209,7 +200,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + lane_key(n, t) + i % 2;
+            const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
             if constexpr (NATURAL_SCORES)
               S_acc[r][n][i] = scores.of(S_acc[r][n][i], row, key);  // R3
             if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
@@ -256,7 +247,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
           const int n = 4 * k + i / 2 * 2, h = i % 2 * 2;
           const uint32_t first = pack_p_codes(S_acc[r][n][h], S_acc[r][n][h + 1]);           // R5
           const uint32_t second = pack_p_codes(S_acc[r][n + 1][h], S_acc[r][n + 1][h + 1]);  // R5
-          P_frag[r][k][i] = __byte_perm(first, second, t < 2 ? 0x5410 : 0x1054);  // see lane_key
+          P_frag[r][k][i] = __byte_perm(first, second, 0x5410);
         }
         add_p_codes(P_sum[r], P_frag[r][k]);
       }

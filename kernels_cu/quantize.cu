@@ -348,6 +348,12 @@ __device__ __forceinline__ int value_code(float x, const Coding& coding) {
   return coding.code(x);
 }
 
+// Where the code of a key lies in its channel: key 8 n + 2 t + j of 16 at 4 t + 2 n + j, so that
+// four neighbours are the keys whose scores one lane has of two key tiles (prims/mma.cuh).
+__device__ __forceinline__ int place_of_key(int key) {
+  return key / 16 * 16 + key / 2 % 4 * 4 + key / 8 % 2 * 2 + key % 2;
+}
+
 // A slice of rows lies within one group.
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void channel_absmax(
     const __grid_constant__ QuantizeParams p) {
@@ -416,7 +422,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void encode_values(
       for (int j = 0; j < VEC; ++j) {
         const int col = col_of(a) + j;
         const float value = __fsub_rn(x.element(j), mean.of[a][j]);  // R0
-        tile[col * LD + row] =
+        tile[col * LD + place_of_key(row)] =
             row < at.rows ? value_code(value, coding[row / GROUP * HEAD_DIM + col]) : 0;  // R1
       }
     }

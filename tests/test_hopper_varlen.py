@@ -203,7 +203,7 @@ def test_what_is_left_to_the_portable_form() -> None:
     assert "multiples of 16 bytes" in planned(inputs, ends).note
     inputs, ends = packed(((3, 4), (2, 5)), 2, 1)
     codes = planned(inputs, ends, variant="fa_int8")
-    assert codes.form == "portable" and "of fa_int8 takes no packed sequences" in codes.note
+    assert codes.form == "portable" and "takes no packed sequences of codes" in codes.note
 
 
 # ---- mistakes ------------------------------------------------------------------------------------

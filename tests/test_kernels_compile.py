@@ -15,6 +15,7 @@ import pytest
 
 from cupyattn import compile as kc
 from cupyattn import launch, nvrtc
+from cupyattn.checks import GROUP_ALL
 from cupyattn.features import Features
 from cupyattn.registry import VARIANTS, Variant
 
@@ -33,7 +34,9 @@ def features_of(
     widest = 4 if dtype == "float32" else 8
     vec = next(v for v in (8, 4, 2, 1) if v <= widest and head_dim % v == 0)
     group = 64 if variant.family == "int8" else 0
-    values = {"group_v": 128, "p_type": "u8"} if form == "pv8" else {}
+    values = {}
+    if form.endswith("pv8"):
+        values = {"group_v": 128 if form == "pv8" else GROUP_ALL, "p_type": "u8"}
     return Features(dtype, head_dim, causal, lse, vec, group, group, **values)
 
 
@@ -52,12 +55,12 @@ def choices(variant: Variant) -> list[tuple[int, str, bool, bool]]:
 
 
 def architectures(form: str) -> tuple[str, ...]:
-    return ("sm_90a",) if form == "sm90" else kc.ARCHITECTURES
+    return ("sm_90a",) if form.startswith("sm90") else kc.ARCHITECTURES
 
 
 def taken(variant: Variant, form: str, head_dim: int) -> int:
     """Return `head_dim`, or the largest that a Hopper form takes."""
-    return min(head_dim, max(variant.hopper_tiles)) if form == "sm90" else head_dim
+    return min(head_dim, max(variant.hopper_tiles)) if form.startswith("sm90") else head_dim
 
 
 def rotated() -> list[tuple[str, str, str, int, str, bool, bool]]:
@@ -97,7 +100,7 @@ def test_compiles(
 ) -> None:
     spec, binary = build(name, form, arch, head_dim, dtype, causal, lse)
     assert any(entry.startswith(VARIANTS[name].entry_point) for entry in binary.kernels)
-    if form != "sm90":
+    if not form.startswith("sm90"):
         static = max(taken.static_smem for taken in binary.kernels.values())
         kc.check_shared_memory(binary.smem_bytes + static, SMALLEST_LIMIT, str(spec))
 
@@ -115,7 +118,7 @@ def at_once(dtype: str, arch: str) -> list[pytest.MarkDecorator]:
         for name, variant in VARIANTS.items()
         for form in variant.forms
         for dtype in variant.dtypes
-        for arch in (architectures(form) if form == "sm90" else NO_SPILLS)
+        for arch in (architectures(form) if form.startswith("sm90") else NO_SPILLS)
         if head_dim == taken(variant, form, head_dim)
     ],
 )
@@ -147,7 +150,7 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int) -> 
         plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
         features = replace(plain, varlen=True)
         spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
-        arch = "sm_90a" if form == "sm90" else "sm_80"
+        arch = "sm_90a" if form.startswith("sm90") else "sm_80"
         for entry, taken in kc.build(spec, arch).kernels.items():
             spills = taken.spill_stores, taken.spill_loads
             assert spills == (0, 0), f"{entry} takes {taken}: {spec}"

@@ -14,7 +14,7 @@ from cupyattn import attention, attention_varlen, bounds, explain, plan, quantiz
 from cupyattn.forms import QUANTIZED
 from cupyattn.mirror import attention_mirror
 from cupyattn.quant import QuantConfig, QuantizedQKV
-from cupyattn.quant.quantizers import padded_length
+from cupyattn.quant.quantizers import padded_length, values_by_key
 from tests.runs import Arrays, bits, packed, sequences
 
 #: Empty ones, several groups, more than one lot of 128 codes of V, and one that begins amid a lot.
@@ -75,6 +75,8 @@ def test_the_kernels_lay_codes_as_the_mirror_does() -> None:
     }
     for part in kernel.sequences():
         assert part.v_codes is not None and part.v_codes.shape[3] == padded_length(part.len_kv)
+        by_key = values_by_key(part.v_codes, part.v_codes.shape[3])
+        assert not by_key[..., part.len_kv :].any()
 
 
 def test_given_scales_are_those_of_the_entries_of_a_batch(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.numerics import P_CODE_ONE
 from cupyattn.quant import GROUP_ALL, QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.operands import quantize_mirror
-from cupyattn.quant.quantizers import group_count, numbers_of, quantize_values
+from cupyattn.quant.quantizers import group_count, numbers_of, quantize_values, values_by_key
 from cupyattn.reference import attention_exact
 from cupyattn.registry import lookup
 from cupyattn.rounding import value_scale_of_key
@@ -57,6 +57,7 @@ def test_values_are_off_by_half_a_scale_at_most(seed, regime, dtype, shape, grou
     batch, heads, length, head_dim = shape
     assert codes.shape == (batch, heads, head_dim, -(-length // 128) * 128)
     assert scale.shape == (batch, heads, group_count(length, group), head_dim)
+    codes = values_by_key(codes, codes.shape[3])
     assert np.abs(codes.astype(int)).max() <= 127 and not codes[..., length:].any()
     s = value_scale_of_key(scale.astype(np.float64), group, length)
     exact = centred(v, None)
@@ -64,7 +65,7 @@ def test_values_are_off_by_half_a_scale_at_most(seed, regime, dtype, shape, grou
     assert (error <= s / 2 * (1 + 2.0**-15)).all()
     codes, scale = quantize_values(v, group, e4m3=True)
     s = value_scale_of_key(scale.astype(np.float64), group, length)
-    found = numbers_of(codes[..., :length].swapaxes(2, 3), True).astype(np.float64)
+    found = numbers_of(values_by_key(codes, length).swapaxes(2, 3), True).astype(np.float64)
     least = s * 2.0**-10 * (1 + 2.0**-9)
     assert (np.abs(exact - s * found) <= np.maximum(np.abs(exact) * E4M3_RELATIVE, least)).all()
 
@@ -80,8 +81,9 @@ def test_a_non_finite_value_poisons_its_channel_in_its_group(value, group) -> No
     hit[0, 1, 40 // group, 3] = True
     assert np.array_equal(np.isnan(scale), hit)
     rows = value_scale_of_key(hit, group, 70).swapaxes(2, 3)
-    assert not codes[..., :70][rows].any()
-    assert np.array_equal(codes[..., :70][~rows], clean[..., :70][~rows])
+    codes, clean = (values_by_key(x, 70) for x in (codes, clean))
+    assert not codes[rows].any()
+    assert np.array_equal(codes[~rows], clean[~rows])
 
 
 REGIMES_OF_V = [(64, "normal"), (36, "channel bias"), (7, "subnormal"), (64, "zeros")]
@@ -255,8 +257,8 @@ def test_dequantised_values_are_half_a_scale_from_the_callers() -> None:
     s = value_scale_of_key(x.v_scale.astype(np.float64), x.group_v, 70)
     assert (np.abs(back - v.astype(np.float64)) <= s / 2 * (1 + 2.0**-14)).all()
     assert np.array_equal(
-        x.centred_values()[0, 1, 67, 3], x.v_codes[0, 1, 3, 67] * float(x.v_scale[0, 1, 1, 3])
-    )
+        x.centred_values()[0, 1, 67, 3], x.v_codes[0, 1, 3, 69] * float(x.v_scale[0, 1, 1, 3])
+    )  # key 67 = 64 + 2 t + j lies at 64 + 4 t + j
 
 
 def test_codes_of_another_origin() -> None:

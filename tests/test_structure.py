@@ -30,7 +30,7 @@ FUSED = [
     f"attn_{name}{f'_{form}' if form in SUFFIXED else ''}.cu"
     for name, variant in VARIANTS.items()
     for form in variant.forms
-    if variant.family != "unfused" and variant.source is None and form != "sm90"
+    if variant.family != "unfused" and variant.source is None and not form.startswith("sm90")
 ]
 #: Who may import whom: a module imports only what stands above it, or beside it without a cycle.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -54,6 +54,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "mirror",
+        "mirror_state",
+        "mirror_codes",
         "reference",
         "perturbation",
         "score_bounds",
@@ -107,10 +109,11 @@ def rounding_tags(text: str) -> set[str]:
 
 def variant_and_form(path: Path) -> tuple[str, str]:
     """What the place and the name of a kernel say it is."""
-    name = path.stem.removeprefix("attn_")
-    form = {"": "portable", "sm90": "sm90", "split": "split"}[path.relative_to(KERNELS).parent.name]
-    suffix = name.rpartition("_")[2]
-    return (name.removesuffix(f"_{suffix}"), suffix) if suffix in SUFFIXED else (name, form)
+    name, folder = path.stem.removeprefix("attn_"), path.relative_to(KERNELS).parent.name
+    for form, (of_form, suffix) in SUFFIXED.items():
+        if of_form.rstrip("/") == folder and name.endswith(suffix):
+            return name.removesuffix(suffix), form
+    return name, {"": "portable", "sm90": "sm90", "split": "split"}[folder]
 
 
 def test_every_kernel_is_registered_and_every_variant_has_its_kernels() -> None:

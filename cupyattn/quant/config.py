@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from cupyattn.checks import GROUP_ALL as GROUP_ALL
 from cupyattn.errors import UnsupportedError
 from cupyattn.tiles import Tiles
 
-#: Rows that share a scale where one scale serves them all: ``row // GROUP_ALL`` is 0 for every row.
-GROUP_ALL = 2**30
 #: Rows of Q, and keys, that share a scale at granularity "thread".
 THREAD_ROWS_Q, THREAD_ROWS_K = 2, 16
 

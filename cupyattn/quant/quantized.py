@@ -20,7 +20,13 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
 from cupyattn.quant.packed import check_sequences, packed_groups, rows_of_sequences, split
-from cupyattn.quant.quantizers import VALUES_PAD, group_count, numbers_of, pad_values
+from cupyattn.quant.quantizers import (
+    VALUES_PAD,
+    group_count,
+    numbers_of,
+    stored_values,
+    values_by_key,
+)  # fmt: skip
 from cupyattn.rounding import (
     STORAGE,
     Array,
@@ -29,7 +35,7 @@ from cupyattn.rounding import (
     value_scale_of_key,
 )
 
-_FILE_KIND, _FILE_VERSION = "cupyattn.QuantizedQKV", 1
+_FILE_KIND, _FILE_VERSION = "cupyattn.QuantizedQKV", 2
 _ARRAYS = (
     "q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean", "v_codes",
     "v_scale", "v_mean", "v_zero", "cu_seqlens_q", "cu_seqlens_k",
@@ -71,11 +77,10 @@ class QuantizedQKV:
     q_zero, k_zero : array, as q_scale and k_scale, int32, optional
         Zero points, -128 to 128: the codes that stand for 0. Both or neither.
     v_codes : array, (batch, heads_kv, head_dim, padded), int8, optional
-        V as codes, keys along the last axis: len_kv of them, and zeros up to the next multiple of
-        128.
+        V as codes, keys along the last axis, up to a multiple of 128 and in the order of
+        `cupyattn.quant.quantizers.stored_values`.
     v_scale : array, (batch, heads_kv, groups, head_dim), float32, optional
-        Channel d of V at key j is ``v_codes[..., d, j] * v_scale[..., j // group_v, d]``, without
-        its mean.
+        Of channel d at key j ``v_scale[..., j // group_v, d]``: see `centred_values`.
     v_mean : array, (batch, heads_kv, head_dim), float32, optional
         Subtracted from V before it was quantised.
     group_v : int
@@ -339,7 +344,7 @@ class QuantizedQKV:
         float32, which holds them exactly.
         """
         codes: Any = self.v_codes
-        by_key = codes[..., : self.len_kv].swapaxes(2, 3)
+        by_key = values_by_key(codes, self.len_kv).swapaxes(2, 3)
         numbers = numbers_of(by_key, self.config.p_type == "e4m3")
         if self.v_zero is None:
             return numbers
@@ -436,7 +441,7 @@ class QuantizedQKV:
         if e4m3 or v.dtype.name == "int8":
             v = v.view(np.int8)
             v_scale, group_v = _given_value_scale(xp, v.shape, v_scale, group_v)
-            given = {"v_codes": pad_values(v.swapaxes(2, 3)), "v_scale": v_scale}
+            given = {"v_codes": stored_values(v.swapaxes(2, 3)), "v_scale": v_scale}
             given |= {"v_mean": v_mean, "group_v": group_v}
             if e4m3 and v_zero is not None:
                 raise ValueError("v_zero goes with INT8 codes of V, got 8-bit floats")
@@ -528,7 +533,7 @@ class QuantizedQKV:
         FileNotFoundError
             If there is no such file.
         ValueError
-            If it is damaged, or something else, or of a later version; the message has its name.
+            If it is damaged, or something else, or of another version; the message has its name.
         """
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -536,8 +541,8 @@ class QuantizedQKV:
             header = json.loads(arrays.pop("header").tobytes())
             if header["kind"] != _FILE_KIND:
                 raise ValueError(f"its kind is {header['kind']!r}")
-            if header["version"] > _FILE_VERSION:
-                raise ValueError(f"version {header['version']} is later than {_FILE_VERSION}")
+            if header["version"] != _FILE_VERSION:
+                raise ValueError(f"its version is {header['version']}, not {_FILE_VERSION}")
             if header["v_dtype"] is not None:
                 arrays["v"] = arrays["v"].view(STORAGE[header["v_dtype"]])
             arrays = {name: namespace.asarray(array) for name, array in arrays.items()}

@@ -174,7 +174,7 @@ def quantize_values(
     -------
     codes : array, (batch, heads_kv, head_dim, padded), int8
         -127 to 127, or the bits of e4m3; keys along the last axis, which 8-bit matrix products
-        need. `padded` is len_kv rounded up to `VALUES_PAD`, the rest 0.
+        need, in the order of `stored_values`. `padded` is len_kv rounded up to `VALUES_PAD`.
     scale : array, (batch, heads_kv, groups, head_dim), float32
         NaN for a channel of a group that holds a NaN or an infinity.
 
@@ -200,7 +200,7 @@ def quantize_values(
             codes = np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(_E4M3).view(np.int8)
         else:
             codes = np.rint(scaled).astype(np.int8)
-    return pad_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False)
+    return stored_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False)
 
 
 def quantize_values_affine(
@@ -236,22 +236,41 @@ def quantize_values_affine(
         scale, inverse, zero = coding_of_range(*sides)
         scaled = values * value_scale_of_key(inverse, group, length)
         codes = _code_of(scaled, value_scale_of_key(zero, group, length))
-    return pad_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False), zero
+    return stored_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False), zero
 
 
-def pad_values(codes: Array) -> Array:
-    """Return codes (batch, heads_kv, head_dim, len_kv) with zeros up to a multiple of VALUES_PAD.
+def stored_values(codes: Array) -> Array:
+    """Return codes (batch, heads_kv, head_dim, len_kv) as kernels read them.
+
+    Zeros go up to a multiple of VALUES_PAD, and of every 16 keys key 8 n + 2 t + j lies at place
+    4 t + 2 n + j: a lane of a matrix product has the scores of keys 2 t, 2 t + 1, 8 + 2 t and
+    9 + 2 t, and their values must then be neighbours.
 
     Parameters
     ----------
     codes : array, int8
         NumPy or CuPy.
+
+    Examples
+    --------
+    >>> stored_values(np.arange(16, dtype=np.int8).reshape(1, 1, 1, 16))[0, 0, 0, :16].tolist()
+    [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
     """
     xp = array_namespace(codes)
     length = codes.shape[3]
     padded = xp.zeros((*codes.shape[:3], padded_length(length)), np.int8)
     padded[..., :length] = codes
-    return padded
+    stored = xp.empty_like(padded)
+    of_16 = (*codes.shape[:3], padded.shape[3] // 16)
+    stored.reshape(*of_16, 4, 2, 2)[...] = padded.reshape(*of_16, 2, 4, 2).swapaxes(-2, -3)
+    return stored
+
+
+def values_by_key(stored: Array, length: int) -> Array:
+    """Return the first `length` codes of what `stored_values` returned, in the order of keys."""
+    of_16 = (*stored.shape[:3], stored.shape[3] // 16)
+    by_key = stored.reshape(*of_16, 4, 2, 2).swapaxes(-2, -3)  # t, n, j as n, t, j
+    return by_key.reshape(stored.shape)[..., :length]
 
 
 def padded_length(length: int) -> int:

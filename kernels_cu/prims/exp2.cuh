@@ -10,3 +10,11 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+// 2^n, n from -126 to 127.
+__device__ __forceinline__ float power_of_two(int n) { return __int_as_float((n + 127) << 23); }
+
+// floor(log2(x)) of a normal x > 0; -127 of 0 and of subnormal numbers, 128 of what is not finite.
+__device__ __forceinline__ int exponent_of(float x) {
+  return (__float_as_int(x) >> 23 & 0xff) - 127;
+}

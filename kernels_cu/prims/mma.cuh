@@ -88,6 +88,20 @@ __device__ __forceinline__ uint32_t pack_e4m3(float x, float y) {
   return r;
 }
 
+// Four floats as unsigned bytes, rounded to nearest even, x in the lowest; what is below 0 becomes
+// 0, as NaN does, what is larger becomes 255.
+__device__ __forceinline__ uint32_t pack_u8(float x, float y, float z, float w) {
+  uint32_t r;
+  asm("{\n.reg .s32 x, y, z, w;\n"
+      "cvt.rni.s32.f32 x, %1;\ncvt.rni.s32.f32 y, %2;\n"
+      "cvt.rni.s32.f32 z, %3;\ncvt.rni.s32.f32 w, %4;\n"
+      "cvt.pack.sat.u8.s32.b32 w, w, z, 0;\n"
+      "cvt.pack.sat.u8.s32.b32 %0, y, x, w;\n}\n"
+      : "=r"(r)
+      : "f"(x), "f"(y), "f"(z), "f"(w));
+  return r;
+}
+
 // Two floats rounded to nearest even and packed, x in the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_rn(float x, float y);

@@ -88,6 +88,11 @@ struct Wgmma;
 template <int N>
 struct WgmmaS8;
 
+// D [64, N] += A [64, 32] B [32, N], A unsigned and B signed 8-bit codes, exact in int32;
+//   rs: A in registers, B in shared memory, K-major
+template <int N>
+struct WgmmaU8;
+
 // Accumulators as operands, eight by eight: NAMES_n are %0 to %(n - 1) in the text, ACCUMULATORS_n
 // the n registers that they stand for, of kind R: "+f" or "+r".
 // clang-format off
@@ -180,17 +185,35 @@ struct WgmmaS8<N> { \
         : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
   } \
 };
-WGMMA_S8(64, 32, 32, 33, 34, 35, 36)
-WGMMA_S8(80, 40, 40, 41, 42, 43, 44)
-WGMMA_S8(96, 48, 48, 49, 50, 51, 52)
-WGMMA_S8(112, 56, 56, 57, 58, 59, 60)
-WGMMA_S8(128, 64, 64, 65, 66, 67, 68)
-WGMMA_S8(144, 72, 72, 73, 74, 75, 76)
-WGMMA_S8(160, 80, 80, 81, 82, 83, 84)
-WGMMA_S8(176, 88, 88, 89, 90, 91, 92)
-WGMMA_S8(192, 96, 96, 97, 98, 99, 100)
-WGMMA_S8(224, 112, 112, 113, 114, 115, 116)
-WGMMA_S8(256, 128, 128, 129, 130, 131, 132)
+#define WGMMA_U8(N, COUNT, X0, X1, X2, X3, X4, X5) \
+template <> \
+struct WgmmaU8<N> { \
+  static __device__ __forceinline__ void rs( \
+      int32_t (&c)[COUNT], const uint32_t (&a)[4], Descriptor b) { \
+    asm volatile( \
+        "{\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.u8.s8 " \
+        "{" NAMES_##COUNT "}, {%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, b, 1;\n}\n" \
+        : ACCUMULATORS_##COUNT("+r") \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high)); \
+  } \
+};
+#define WGMMA_8(N, COUNT, X0, X1, X2, X3, X4, X5) \
+  WGMMA_S8(N, COUNT, X0, X1, X2, X3, X4) \
+  WGMMA_U8(N, COUNT, X0, X1, X2, X3, X4, X5)
+WGMMA_8(64, 32, 32, 33, 34, 35, 36, 37)
+WGMMA_8(80, 40, 40, 41, 42, 43, 44, 45)
+WGMMA_8(96, 48, 48, 49, 50, 51, 52, 53)
+WGMMA_8(112, 56, 56, 57, 58, 59, 60, 61)
+WGMMA_8(128, 64, 64, 65, 66, 67, 68, 69)
+WGMMA_8(144, 72, 72, 73, 74, 75, 76, 77)
+WGMMA_8(160, 80, 80, 81, 82, 83, 84, 85)
+WGMMA_8(176, 88, 88, 89, 90, 91, 92, 93)
+WGMMA_8(192, 96, 96, 97, 98, 99, 100, 101)
+WGMMA_8(224, 112, 112, 113, 114, 115, 116, 117)
+WGMMA_8(256, 128, 128, 129, 130, 131, 132, 133)
+#undef WGMMA_8
+#undef WGMMA_U8
 #undef WGMMA_S8
 #undef WGMMA
 #undef WGMMA_OF

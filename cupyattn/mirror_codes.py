@@ -1,0 +1,103 @@
+"""The mirror's loops over keys where P and V are codes: `cupyattn.mirror` has those of 16 bits."""
+
+# ruff: noqa: E741  (O and l are the paper's letters)
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from cupyattn.checks import check_value_group
+from cupyattn.codes import Quantized
+from cupyattn.mirror_state import Float32, RowState, ShiftState, Step
+from cupyattn.numerics import P_CODE_ONE, Numerics, Shifts
+from cupyattn.rounding import NEG_INF, codes_of_p, ex2, fma32, merge_heads
+from cupyattn.tiles import Tiles
+
+if TYPE_CHECKING:
+    from cupyattn.mirror import Scores
+
+
+def by_tile(
+    scores: Scores, quantized: Quantized, n: Numerics, tiles: Tiles, steps: list[Step]
+) -> tuple[Float32, RowState]:
+    """The loop of the form ``"pv8"``: P as codes against the maximum of its tile, V as codes."""
+    check_value_group(quantized.group_v, tiles)
+    state = RowState(scores.rows, scores.subtracts_first)
+    V = cast(Float32, quantized.value_codes())[:, :, None]
+    V_scale = cast(Float32, quantized.v_scale)[:, :, None]  # (batch, heads_kv, 1, groups, head_dim)
+    O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
+    factor, one, len_kv = scores.exponent_factor, P_CODE_ONE[n.p_type], V.shape[-2]
+    for kv0 in range(0, len_kv, tiles.block_kv):
+        # S2 load K, V
+        kv1 = min(kv0 + tiles.block_kv, len_kv)
+        group = kv0 // quantized.group_v
+        scale = V_scale[..., group : group + 1, :]
+
+        # S3 scores
+        S = scores.block(kv0, kv1)
+
+        # S4 softmax
+        m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
+        alpha = state.advance(m, factor)
+        tile = RowState(scores.rows, scores.subtracts_first)
+        tile.advance(m, factor)
+        p = tile.exponentials(S, factor)
+        fall = tile.M - state.M_finite()
+        beta = ex2(fall * factor if scores.subtracts_first else fall)  # R4
+        state.l = fma32(tile.l, beta, state.l)  # R6
+        codes = codes_of_p(p, n.p_type)  # R5
+
+        # S5 output
+        O *= alpha[..., None]  # R6
+        # NOTE: integer codes stay below 2^24 in sum: their products are exact here as well.
+        rows = scores.visitors(kv0, tiles)
+        products = codes[..., rows, :] @ V[..., kv0:kv1, :]
+        weighed = products * (beta[..., rows, None] * scale)
+        O[..., rows, :] += scores.kept(weighed, rows, kv0)  # R6
+        merged = (merge_heads(x) for x in (S, codes / np.float32(one), state.M, state.l, alpha))
+        steps.append(Step(kv0, *merged))
+    O = O * (state.inverse_l() * np.float32(1 / one))[..., None]  # R7
+    if quantized.v_mean is not None:
+        mean = np.asarray(quantized.v_mean)[:, :, None, None]
+        O = np.where(state.l[..., None] == 0, O, O + mean)  # R7; a row without keys stays 0
+    return O, state
+
+
+def by_shifts(
+    scores: Scores, quantized: Quantized, by: Shifts, tiles: Tiles, steps: list[Step]
+) -> tuple[Float32, ShiftState]:
+    """The loop of the form ``"sm90_pv8"``: codes of P as multiples of powers of two, O whole."""
+    state = ShiftState(scores.rows)
+    V = cast(Float32, quantized.value_codes())[:, :, None]
+    O = np.zeros((*scores.rows, V.shape[-1]), np.float64)  # whole numbers below 2^31
+    len_kv = V.shape[-2]
+    first = scores.first_step(tiles)  # of each row
+    for kv0 in range(0, len_kv, tiles.block_kv):
+        # S2 load K, V
+        kv1 = min(kv0 + tiles.block_kv, len_kv)
+
+        # S3 scores
+        S = scores.block(kv0, kv1)
+
+        # S4 softmax
+        m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
+        may_fall = (kv0 // tiles.block_kv - first) % by.lower_steps == 0
+        shift = state.advance(m, by, may_fall, by.guards(len_kv))
+        p = ex2(S - state.M[..., None])  # R4
+        state.l = state.l + p.sum(axis=-1, dtype=np.float32)  # R6
+        codes = np.fmin(np.rint(np.where(np.isnan(p), np.float32(0), p)), 255)  # R5
+
+        # S5 output
+        O = np.floor(O * np.exp2(shift)[..., None])  # R6
+        O += codes @ V[..., kv0:kv1, :]
+        alpha = np.exp2(shift)
+        merged = (merge_heads(x) for x in (S, codes, state.M, state.l, alpha))
+        steps.append(Step(kv0, *merged))
+    V_scale = cast(Float32, quantized.v_scale)[:, :, None]  # (batch, heads_kv, 1, 1, head_dim)
+    factor = V_scale * state.inverse_l()[..., None]  # R7
+    mean: Float32 = np.zeros(1, np.float32)
+    if quantized.v_mean is not None:
+        mean = np.where(state.l[..., None] == 0, 0, np.asarray(quantized.v_mean)[:, :, None, None])
+    return fma32(O.astype(np.float32), factor, mean), state  # R7; a row without keys stays 0

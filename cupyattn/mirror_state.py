@@ -1,0 +1,123 @@
+"""What the mirror carries from step to step: a row's running softmax; and what it traces."""
+
+# ruff: noqa: E741  (l is the paper's letter)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyattn.numerics import Shifts
+from cupyattn.rounding import NEG_INF, Array, ex2, fma32
+
+Float32 = npt.NDArray[np.float32]
+
+LOG2E = np.float32(np.log2(np.e))
+LN2 = np.float32(np.log(2.0))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the loop over keys, as `attention_mirror` saw it.
+
+    Parameters
+    ----------
+    kv0 : int
+        First key of the step.
+    S : (batch, heads, len_q, keys) array, float32
+        Scores as S3 leaves them: times `scale` (natural), a bare dot product (folded) or in log2
+        units (dequantised); -inf where masked. With softcap or bias natural in every rung.
+    P : (batch, heads, len_q, keys) array, float32
+        Probabilities as S5 multiplies them with V; with 8-bit P as shares of the tile's largest, or
+        codes where these are multiples of 2^m.
+    m : (batch, heads, len_q) array, float32
+        The kernel's M: the running maximum in log2 units, rounded; with softcap or bias in natural
+        units. Where the numerics have headroom it may lie below the maximum.
+    l : (batch, heads, len_q) array, float32
+        Running sum of exponentials of score - m, this step included.
+    alpha : (batch, heads, len_q) array, float32
+        Factor that brought l and O to this step's m.
+    """
+
+    kv0: int
+    S: Float32
+    P: Float32
+    m: Float32
+    l: Float32
+    alpha: Float32
+
+
+class RowState:
+    """Running softmax of every query row, as ``prims/online_softmax.cuh`` has it.
+
+    M is in log2 units, or natural where `subtracts_first`.
+    """
+
+    def __init__(self, shape: tuple[int, ...], subtracts_first: bool) -> None:
+        self.M = np.full(shape, NEG_INF, np.float32)
+        self.l = np.zeros(shape, np.float32)
+        self.subtracts_first = subtracts_first
+
+    def M_finite(self) -> Float32:
+        """M as a number that may be subtracted: 0 where no key was admitted yet."""
+        return np.where(self.M == NEG_INF, np.float32(0), self.M)
+
+    def raised_by(self, m: Float32, factor: np.float32, headroom: int) -> npt.NDArray[np.bool_]:
+        """Whether scores whose largest is `m` have weights of more than 2^headroom."""
+        return ~(fma32(m, factor, -self.M) <= headroom)  # no key yet: +inf or NaN
+
+    def advance(self, m: Float32, factor: np.float32) -> Float32:
+        """Admit scores whose largest is `m`; return alpha."""
+        M_old, self.M = self.M, np.fmax(self.M, m if self.subtracts_first else m * factor)
+        rise = M_old - self.M_finite()
+        alpha = ex2(rise * factor if self.subtracts_first else rise)  # R4
+        self.l = self.l * alpha  # R6
+        return alpha
+
+    def exponentials(self, S: Float32, factor: np.float32) -> Float32:
+        """Return the exponentials of S - M, `factor` bringing S to log2 units; add them to l."""
+        M = self.M_finite()[..., None]
+        p = ex2((S - M) * factor if self.subtracts_first else fma32(S, factor, -M))  # R4
+        self.l = self.l + p.sum(axis=-1, dtype=np.float32)  # R6
+        return p
+
+    def inverse_l(self) -> Float32:
+        """1 / l; a row that attended to nothing has l = 0 and gets O = 0."""
+        return np.where(self.l == 0, np.float32(0), np.float32(1) / self.l)
+
+    def lse(self) -> Float32:
+        """Natural log of the sum of exponentials."""
+        log_l = np.log2(self.l)
+        return fma32(log_l, LN2, self.M) if self.subtracts_first else (self.M + log_l) * LN2
+
+
+class ShiftState:
+    """Running softmax of every query row as ``sm90/attn_fa_int8_pv8.cu`` has it: M whole, O too."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.M = np.full(shape, -(2.0**127), np.float32)
+        self.highest = self.M.copy()
+        self.l = np.zeros(shape, np.float32)
+
+    def advance(self, m: Float32, by: Shifts, may_fall: Array, guarded: bool) -> Array:
+        """Choose M for scores whose largest is `m`; return how far to the left O is shifted."""
+        M_old = self.M
+        self.M = np.floor(m) + np.float32(1 - by.code_bits)
+        self.highest = np.fmax(self.highest, self.M)
+        self.M = np.fmax(self.M, np.where(may_fall, self.highest - by.lower_bits, M_old))
+        if guarded:
+            exponent = np.where(self.l > 0, np.frexp(self.l)[1] - 1, -127)
+            self.M = np.fmax(self.M, M_old + (exponent + 1 - by.sum_bits).astype(np.float32))
+        shift = np.fmax(M_old - self.M, -126.0)
+        self.l = self.l * np.exp2(shift)
+        return shift
+
+    def inverse_l(self) -> Float32:
+        """1 / l; a row that attended to nothing has l = 0 and gets O = 0."""
+        return np.where(self.l == 0, np.float32(0), np.float32(1) / self.l)
+
+    def lse(self) -> Float32:
+        """Natural log of the sum of exponentials."""
+        return (self.M + np.log2(self.l)) * LN2

@@ -1,0 +1,466 @@
+// attn_fa_int8_pv8 -- Hopper form: both products by wgmma over codes, O kept as whole numbers.
+//
+// Idea         O stays in int32 from the first key to the last. The codes of P are multiples of a
+//              power of two that follows the largest weight of each tile, so that bringing O from
+//              one power to the next is a shift and not a conversion, a product and a sum; and
+//              there is one set of accumulators where two levels of sums would need two.
+// Differs from the Hopper form with V in 16 bits: S2 brings V by channels, S4 finds the maximum of
+//              every tile, among integers where one scale serves it, and packs codes, S5 multiplies
+//              codes, S6 applies the scales of the channels and gives back the mean.
+//              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
+// Kept simple  P in u8, V in INT8 with one scale per channel and no zero points; at least 16
+//              adjacent keys share a scale. The rest is left to the portable form.
+// Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
+//              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
+//              the channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
+// Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
+#include "prims/config.cuh"
+#include "prims/named_barrier.cuh"
+#include "prims/exp2.cuh"
+#include "prims/p_codes.cuh"
+#include "prims/params.cuh"
+#include "prims/score.cuh"
+#include "prims/tile_io.cuh"
+#include "prims/tma.cuh"
+#include "prims/warp.cuh"
+#include "prims/wgmma.cuh"
+
+constexpr int WARPGROUP = 128;                             // threads
+constexpr int CONSUMERS = BLOCK_Q / 64;                    // warpgroups that compute
+constexpr int BOX_BYTES = 128;                             // per row of a box: one swizzle
+constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
+constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);     // per channel of V
+// Keys that share a scale, within a step.
+constexpr int SCALE_KEYS = greatest_common_divisor(GROUP_KV, BLOCK_KV);
+constexpr int SCALES = BLOCK_KV / SCALE_KEYS;  // per step
+constexpr int O_COLS =
+    HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+constexpr int64_t L2_SHARE = 32 << 20;     // bytes of K and V that stay in the L2 cache
+constexpr bool UNEVEN = CAUSAL || WINDOW;  // tiles differ in work: blocks take them as they come
+constexpr int CODE_BITS = 8;               // of P: the largest weight of a tile is 2^7 to 2^8
+constexpr int LOWER_BITS = 2;              // how far M may lie below the highest that a row had
+constexpr int LOWER_STEPS = 2;             // how often it may fall
+constexpr int SUM_BITS = 22;               // l stays below 2^22, and so O below 2^31
+
+constexpr int Q_STAGES = 2;
+
+// Which query rows of which head, and how many steps over keys: one at least, if only to find that
+// all of them are masked.
+struct alignas(16) WorkTile {
+  int q0;  // -1: there is no more
+  int head, batch, steps;
+};
+
+struct SharedStorage {
+  alignas(1024) int8_t Q[Q_STAGES][CODE_BOXES][BLOCK_Q * BOX_BYTES];
+  alignas(1024) int8_t K[NUM_STAGES][CODE_BOXES][BLOCK_KV * BOX_BYTES];
+  alignas(1024) int8_t V[NUM_STAGES][V_BOXES][O_COLS * BOX_BYTES];
+  WorkTile tile[Q_STAGES];  // that Q belongs to
+  Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
+  Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
+  Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
+
+static_assert(
+    GROUP_Q >= 1 && GROUP_KV >= 1 && GROUP_KV % 16 == 0,
+    "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale, the latter a multiple of 16");
+static_assert(P_TYPE == PType::U8, "this form takes P in u8");
+static_assert(
+    BLOCK_Q == 128 || BLOCK_Q == 192,
+    "BLOCK_Q must be 128 or 192: two or three warpgroups of 64 rows fill the registers");
+static_assert(
+    NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
+    "NUM_WARPS must be 4 for every 64 rows of BLOCK_Q and 4 that copy");
+static_assert(
+    CONSUMERS == 2 || HEAD_DIM <= 128,
+    "BLOCK_Q must be 128 past HEAD_DIM 128: two warpgroups have registers for O");
+static_assert(
+    BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 32 == 0,
+    "BLOCK_KV must be a multiple of 32 from 64 to 256: columns of one wgmma, depth of another");
+
+// Key of a tile's first step.
+__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
+  return round_down(kv_begin(p, q0), BLOCK_KV);
+}
+
+// Tiles in the order in which they are begun. Those of a head come one after the other, so that
+// their blocks read the same K and V at the same time; but where they differ in work, as many heads
+// at a time as fit their K and V into the L2 cache, of those the longest causal rows first.
+__device__ __forceinline__ WorkTile work_tile(const AttnParams& p, int index) {
+  const int q_blocks = ceil_div(p.len_q, BLOCK_Q), batch_heads = p.heads * p.batch;
+  const int64_t head_bytes = int64_t(p.len_kv) * HEAD_DIM * 2;
+  const int fitting = UNEVEN ? max(1, int(L2_SHARE / head_bytes)) : 1;
+  // NOTE: groups of about one size: a small one at the end would leave its longest tiles to few.
+  const int together = ceil_div(batch_heads, ceil_div(batch_heads, fitting));
+  const int first = index / (together * q_blocks) * together;  // head of this group of heads
+  const int here = min(together, batch_heads - first);         // heads in this group
+  const int rest = index % (together * q_blocks);
+  const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
+  const int steps = max(1, kv_steps(p, first_key(p, q0), q0, BLOCK_Q));
+  return {q0, batch_head % p.heads, batch_head / p.heads, steps};
+}
+
+// The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
+__device__ __forceinline__ WorkTile uniform(WorkTile tile) {
+  return {
+      __shfl_sync(FULL_WARP, tile.q0, 0), __shfl_sync(FULL_WARP, tile.head, 0),
+      __shfl_sync(FULL_WARP, tile.batch, 0), __shfl_sync(FULL_WARP, tile.steps, 0)};
+}
+
+// S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
+__device__ __forceinline__ void start_scores(
+    int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
+  wgmma_use(dot);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
+    const int box = k / 4, byte = k % 4 * 32;
+    WgmmaS8<BLOCK_KV>::ss(
+        dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
+        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);
+  }
+  wgmma_commit_group();
+}
+
+// S5 output: O [64, O_COLS] += P V of codes, exact, in the background.
+__device__ __forceinline__ void start_output(
+    int32_t (&O_acc)[O_COLS / 2], uint32_t (&P_frag)[BLOCK_KV / 32][4], Descriptor V_rows) {
+  wgmma_use(O_acc);
+  wgmma_use(P_frag);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < BLOCK_KV / 32; ++k) {  // 32 bytes of a channel, then the next box
+    const int box = k / 4, byte = k % 4 * 32;
+    WgmmaU8<O_COLS>::rs(O_acc, P_frag[k], V_rows + (box * O_COLS * BOX_BYTES + byte));  // R6
+  }
+  wgmma_commit_group();
+}
+
+// The scale of the keys from kv0 + SCALE_KEYS * lane on; the first SCALES lanes hold all of a step.
+__device__ __forceinline__ float load_scale(const float* K_scale, int kv0, int len_kv) {
+  const uint32_t key = min(kv0 + lane_id() % SCALES * SCALE_KEYS, len_kv - 1);
+  return K_scale[key / GROUP_KV];
+}
+
+// What a row carries from step to step: weights are in units of 2^M, M a whole number.
+struct RowState {
+  float M, highest;  // M now, and the highest so far
+  float l;           // this lane's part of the sum of weights, in units of 2^M
+
+  // Lower than any score, and still a number that may be subtracted.
+  __device__ __forceinline__ RowState() : M(-0x1p127f), highest(-0x1p127f), l(0.0f) {}
+
+  // Choose M for scores whose largest is m, so that they weigh less than 2^CODE_BITS. Returns how
+  // many bits O has to be shifted to the left; to the right, if that is negative.
+  __device__ __forceinline__ int advance(float m, bool may_fall, bool may_overflow) {
+    const float M_old = M;
+    M = floorf(m) + (1 - CODE_BITS);
+    highest = fmaxf(highest, M);
+    M = fmaxf(M, may_fall ? highest - LOWER_BITS : M_old);
+    if (may_overflow) M = fmaxf(M, M_old + (exponent_of(shfl_sum<4>(l)) + 1 - SUM_BITS));
+    const int shift = __float2int_rz(fmaxf(M_old - M, -126.0f));
+    l *= power_of_two(shift);  // exact
+    return shift;
+  }
+
+  // 1 / l; a row that attended to nothing has l = 0 and gets O = 0.
+  __device__ __forceinline__ float inverse_l() const { return l == 0.0f ? 0.0f : 1.0f / l; }
+
+  // Natural log of the sum of exponentials; -inf for a row that attended to nothing.
+  __device__ __forceinline__ float lse() const { return (M + log2f(l)) * LN2; }
+};
+
+// S4 softmax: codes P of the scores' weights, those of four keys in a register, the left operand
+// of P V. A key that is masked weighs 0. `q` is the first of this lane's two rows, the other is
+// q + 8; `shift` is what RowState::advance returns of them.
+__device__ __forceinline__ void softmax(
+    const AttnParams& p, RowState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
+    const float (&Q_factor)[2], float K_scale, uint32_t (&P_frag)[BLOCK_KV / 32][4],
+    int (&shift)[2], int q, int kv0, int unmasked, bool may_fall, bool may_overflow) {
+  float S_acc[BLOCK_KV / 2];  // [BLOCK_KV / 8][4], times both scales, one factor: the scores
+  float factor[SCALES][2];
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      factor[j][h] = Q_factor[h] * __shfl_sync(FULL_WARP, K_scale, j);  // R3
+  constexpr int PART = SCALE_KEYS / 2;  // scores that share a factor, of two rows
+  float m[2] = {NEG_INF, NEG_INF};
+  if (kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9))) {
+    const int t = lane_id() % 4;
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+      const int h = i / 2 % 2;
+      S_acc[i] = float(dot[i]) * factor[i / PART][h];  // R3
+      if (!admitted(p, q + h * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S_acc[i] = NEG_INF;
+      m[h] = fmaxf(m[h], S_acc[i]);
+    }
+#pragma unroll
+    for (int j = 0; j < SCALES; ++j) factor[j][0] = factor[j][1] = 1.0f;
+  } else {
+    int largest[SCALES][2];  // among integers, two comparisons are one instruction
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; i += 2) {
+      int& x = largest[i / PART][i / 2 % 2];
+      x = i % PART < 4 ? max(dot[i], dot[i + 1]) : max(max(dot[i], dot[i + 1]), x);
+    }
+#pragma unroll
+    for (int j = 0; j < SCALES; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], float(largest[j][h]) * factor[j][h]);
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) S_acc[i] = float(dot[i]);  // R3
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    shift[h] = state[h].advance(shfl_max<4>(m[h]), may_fall, may_overflow);
+#pragma unroll
+  for (int i = 0; i < BLOCK_KV / 8; ++i) {  // two key tiles, one row: four neighbours in V
+    const int h = i % 2, n = i / 2 * 8 + h * 2;
+    float x[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int at = n + j / 2 * 4 + j % 2;
+      x[j] = ex2_approx_ftz(fmaf(S_acc[at], factor[at / PART][h], -state[h].M));  // R4
+      state[h].l += x[j];                                                         // R6
+    }
+    P_frag[i / 4][i % 4] = pack_u8(x[0], x[1], x[2], x[3]);  // R5
+  }
+}
+
+// O to the new M: fewer bits are dropped than the last has.
+__device__ __forceinline__ void rescale(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
+  const int left[2] = {max(shift[0], 0), max(shift[1], 0)};
+  const int right[2] = {min(max(-shift[0], 0), 31), min(max(-shift[1], 0), 31)};
+  if (__any_sync(FULL_WARP, left[0] + left[1] > 0))
+#pragma unroll
+    for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] <<= left[i / 2 % 2];
+  if (__any_sync(FULL_WARP, right[0] + right[1] > 0))
+#pragma unroll
+    for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] >>= right[i / 2 % 2];  // R6
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
+    const __grid_constant__ AttnParams p, const __grid_constant__ QuantParams quant,
+    const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
+    const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
+    const __grid_constant__ ScheduleParams schedule) {
+  extern __shared__ unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(
+      (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
+  // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
+  // live in uniform registers, where wgmma wants its descriptors.
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Q_STAGES; ++s) {
+      mbarrier_init(smem.Q_full[s], 1);
+      mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
+    }
+    for (int s = 0; s < NUM_STAGES; ++s) {
+      mbarrier_init(smem.K_full[s], 1);
+      mbarrier_init(smem.V_full[s], 1);
+      mbarrier_init(smem.K_empty[s], CONSUMERS * 4);
+      mbarrier_init(smem.V_empty[s], CONSUMERS * 4);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();       // the barriers are initialised before anyone waits or arrives
+  if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
+    const int num_tiles = ceil_div(p.len_q, BLOCK_Q) * p.heads * p.batch;
+    RingPosition<Q_STAGES> Q_at;
+    RingPosition<NUM_STAGES> at;  // of K and V
+    int index = blockIdx.x;
+    while (true) {
+      if (index >= num_tiles) {
+        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
+        smem.tile[Q_at.stage] = {-1, 0, 0, 0};
+        mbarrier_arrive(smem.Q_full[Q_at.stage]);
+        return;
+      }
+      const WorkTile tile = work_tile(p, index);
+      const int head_kv = tile.head / (p.heads / p.heads_kv);
+      // S1 load Q
+      {
+        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
+        smem.tile[Q_at.stage] = tile;
+        mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
+        for (int b = 0; b < CODE_BOXES; ++b)
+          cp_async_bulk_tensor_4d(
+              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_BYTES, tile.q0,
+              tile.head, tile.batch);
+        Q_at.advance();
+      }
+      // S2 load K, V
+      int kv0 = first_key(p, tile.q0);
+      for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV, at.advance()) {
+        mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
+        mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
+        for (int b = 0; b < CODE_BOXES; ++b)
+          cp_async_bulk_tensor_4d(
+              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_BYTES, kv0, head_kv,
+              tile.batch);
+        mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
+        mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
+        for (int b = 0; b < V_BOXES; ++b)
+          cp_async_bulk_tensor_4d(
+              smem.V[at.stage][b], V_map, smem.V_full[at.stage], kv0 + b * BOX_BYTES, 0, head_kv,
+              tile.batch);
+      }
+      index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
+    }
+  }
+
+  // ---- the consumers: S3 to S6
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
+  const int row0 = (warpgroup - 1) * 64;           // first row of this warpgroup in the tile
+  const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
+  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
+  const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
+  if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
+  RingPosition<Q_STAGES> Q_at;
+  RingPosition<NUM_STAGES> K_at, V_at;
+
+  while (true) {
+    // S0 locate
+    mbarrier_wait_parity(smem.Q_full[Q_at.stage], Q_at.parity);  // Q has arrived, and its tile
+    const WorkTile tile = uniform(smem.tile[Q_at.stage]);
+    if (tile.q0 < 0) break;
+    int kv0 = first_key(p, tile.q0);
+    const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
+    const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_BYTES]));
+    RowState state[2];               // of row and row + 8
+    int32_t O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
+    int32_t dot[BLOCK_KV / 2];       // [BLOCK_KV / 8][4]
+    uint32_t P_frag[BLOCK_KV / 32][4];
+    int shift[2];
+    const bool may_overflow = p.len_kv >= 1 << (SUM_BITS - CODE_BITS - LOWER_BITS);
+    const int head_kv = tile.head / (p.heads / p.heads_kv);
+    const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
+                           + tile.batch * quant.Q_scale_stride_batch +
+                           tile.head * quant.Q_scale_stride_head;
+    const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
+                           + tile.batch * quant.K_scale_stride_batch +
+                           head_kv * quant.K_scale_stride_head;
+    float Q_factor[2];  // Q scale and softmax scale of row and row + 8
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      Q_factor[h] =
+          p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
+
+    // The first scores, by themselves.
+    float step_scale = load_scale(K_scale, kv0, p.len_kv);
+    mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
+    turn.take();
+    start_scores(dot, Q_rows, uniform(descriptor_k_major(smem.K[K_at.stage][0])));
+    turn.pass();
+    wgmma_wait_group<0>();
+    wgmma_use(dot);
+    if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
+    K_at.advance();
+    softmax(
+        p, state, dot, Q_factor, step_scale, P_frag, shift, tile.q0 + row, kv0, unmasked, true,
+        may_overflow);
+
+    for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
+      const Descriptor K_rows = uniform(descriptor_k_major(smem.K[K_at.stage][0]));
+      const Descriptor V_rows = uniform(descriptor_k_major(smem.V[V_at.stage][0]));
+      kv0 += BLOCK_KV;
+      step_scale = load_scale(K_scale, kv0, p.len_kv);
+      mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
+      mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+      turn.take();
+      start_scores(dot, Q_rows, K_rows);
+      start_output(O_acc, P_frag, V_rows);
+      turn.pass();
+      wgmma_wait_group<0>();
+      wgmma_use(dot);
+      wgmma_use(O_acc);
+      if (lane_id() == 0) {
+        mbarrier_arrive(smem.K_empty[K_at.stage]);
+        mbarrier_arrive(smem.V_empty[V_at.stage]);
+      }
+      K_at.advance();
+      V_at.advance();
+      softmax(
+          p, state, dot, Q_factor, step_scale, P_frag, shift, tile.q0 + row, kv0, unmasked,
+          step % LOWER_STEPS == 0, may_overflow);
+      rescale(O_acc, shift);
+    }
+    if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
+
+    // The last output, by itself.
+    mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+    turn.take();
+    start_output(O_acc, P_frag, uniform(descriptor_k_major(smem.V[V_at.stage][0])));
+    turn.pass();
+    wgmma_wait_group<0>();
+    wgmma_use(O_acc);
+    if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
+    V_at.advance();
+
+    // S6 store
+    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
+                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
+    const float* V_scale = values.V_scale  // [HEAD_DIM]
+                           + tile.batch * values.V_scale_stride_batch +
+                           head_kv * values.V_scale_stride_head;
+    const float* V_mean = values.V_mean  // [HEAD_DIM]
+                          + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int q = tile.q0 + row + h * 8;
+      state[h].l = shfl_sum<4>(state[h].l);  // R6
+      const float inverse_l = state[h].inverse_l();
+      if constexpr (LSE) {
+        // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
+        if (quant.K_mean) {
+          const float* K_mean = quant.K_mean  // [HEAD_DIM]
+                                + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM;
+          const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
+                                + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
+                                min(q, p.len_q - 1) * p.Q_stride.len;
+          float mean_dot = 0.0f;
+          for (int d = t; d < HEAD_DIM; d += 4) mean_dot = fmaf(Q_row[d], K_mean[d], mean_dot);
+          mean_dot = shfl_sum<4>(mean_dot);
+          if (state[h].l > 0.0f) state[h].M += Q_factor[h] * mean_dot;  // R3
+        }
+        if (t == 0 && q < p.len_q)
+          p.lse[(int64_t(tile.batch) * p.heads + tile.head) * p.len_q + q] = state[h].lse();
+      }
+      const bool has_mean = values.V_mean && state[h].l != 0.0f;  // a row without keys stays 0
+      auto value = [&](int n, int i) {                            // of column n * 8 + t * 2 + i
+        const int col = min(n * 8 + t * 2 + i, HEAD_DIM - 1);
+        const float mean = has_mean ? V_mean[col] : 0.0f;
+        return fmaf(float(O_acc[4 * n + 2 * h + i]), V_scale[col] * inverse_l, mean);  // R7
+      };
+#pragma unroll
+      for (int n = 0; n < O_COLS / 8; n += 4) {
+        if constexpr (ELEM_IS_16_BIT) {  // 32 columns, a quarter of them to each lane
+          uint32_t x[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            x[i] = pack_rn<elem16_t>(value(n + i, 0), value(n + i, 1));  // R7
+          shfl_transpose(x);
+          const int col = (n + t) * 8;
+          if (q < p.len_q && col < HEAD_DIM)
+            *reinterpret_cast<Vec<uint32_t, 4>*>(O + q * p.O_stride.len + col) = {
+                {x[0], x[1], x[2], x[3]}};
+        } else {
+#pragma unroll
+          for (int i = n; i < n + 4; ++i)
+            if (q < p.len_q)
+              store_pair(O + q * p.O_stride.len, i * 8 + t * 2, value(i, 0), value(i, 1));  // R7
+        }
+      }
+    }
+    Q_at.advance();
+  }
+  if (turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
+}

@@ -1,0 +1,77 @@
+"""P and V in 8 bits in the Hopper form, on a device: `tests.hopper_pv8_cases` and more calls."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import attention
+from cupyattn.quant import QuantConfig
+from cupyattn.reference import attention_mirror
+from tests import hopper_pv8_cases as cases
+from tests.runs import Guarded, bits, host_copy, normal, on_host
+
+cupy = pytest.importorskip("cupy")
+
+LN2 = math.log(2.0)
+CHANNEL = QuantConfig(pv="int8", granularity_v="channel")
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if int(cupy.cuda.Device().compute_capability) != 90:
+        pytest.skip("needs compute capability 9.0")
+
+
+def on_device(inputs: Any) -> Any:
+    return tuple(cupy.asarray(x) for x in inputs)
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_problems(case: int) -> None:
+    inputs, options = list(cases.problems())[case]
+    if inputs[0].dtype.name not in ("float16", "float32"):
+        pytest.skip("CuPy has no bfloat16")
+    cases.run(on_device(inputs), **options).check()
+
+
+@pytest.mark.parametrize("len_kv", [1, 129, 600])
+def test_whole_numbers_come_out_as_the_mirror_has_them(len_kv: int) -> None:
+    z = cases.exact(cupy.asarray, cases.up_and_down(len_kv=len_kv))
+    o = attention(z, arch="sm_90a", scale=LN2)
+    expected = attention_mirror(host_copy(z), variant="fa_int8", form="sm90_pv8", scale=LN2)
+    assert bits(o) == bits(expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 128, 160, 192, 256])
+def test_head_sizes_and_lengths(head_dim: int, causal: bool) -> None:
+    for seed, (len_q, len_kv) in enumerate(((1, 1), (63, 64), (65, 191), (193, 193), (300, 1000))):
+        inputs = normal((1, 2, len_q, head_dim), (1, 1, len_kv, head_dim), seed=seed)
+        cases.run(on_device(inputs), causal=causal).check()
+
+
+def test_long_sequences_keep_to_their_range() -> None:
+    """131,072 keys, random and all equal: the guard of O acts on the latter."""
+    q, k, v = on_device(normal((1, 1, 128, 64), (1, 1, 131072, 64)))
+    cases.run((q, k, v)).check()
+    cases.run((q * 0, k, v + 2)).check()
+
+
+def test_a_thousand_calls_give_one_result() -> None:
+    q, k, v = on_device(normal((60, 2, 300, 64), (60, 2, 300, 64)))
+    given: dict[str, Any] = {"variant": "fa_int8", "quant": CHANNEL, "causal": True}
+    first = attention(q, k, v, **given)
+    same = sum(bool((attention(q, k, v, **given) == first).all()) for _ in range(1000))
+    assert same == 1000 and bool(cupy.isfinite(first).all())
+
+
+def test_every_element_is_written_and_nothing_beside_it() -> None:
+    q, k, v = on_device(normal((2, 3, 301, 80), (2, 1, 301, 80)))
+    out = Guarded.empty(q.shape, "float16", xp=cupy)
+    o = attention(q, k, v, variant="fa_int8", quant=CHANNEL, out=out.array)
+    out.check()
+    assert np.isfinite(on_host(o).astype(np.float32)).all()

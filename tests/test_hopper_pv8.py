@@ -1,0 +1,132 @@
+"""P and V in 8 bits in the Hopper form of fa_int8: O is whole numbers, and M falls as well."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import attention, explain, testing
+from cupyattn.numerics import Shifts
+from cupyattn.quant import QuantConfig, quantize
+from cupyattn.reference import attention_mirror
+from cupyattn.registry import lookup
+from tests import hopper_pv8_cases as cases
+from tests.runs import bits, normal
+
+LN2 = math.log(2.0)
+BY = Shifts()
+FORM: dict[str, Any] = {"variant": "fa_int8", "form": "sm90_pv8"}
+CHANNEL = QuantConfig(pv="int8", granularity_v="channel")
+
+
+def on_mirror(z: Any, **options: Any) -> Any:
+    return attention_mirror(z, **FORM, return_lse=True, **options)
+
+
+# ---- the mirror ----------------------------------------------------------------------------------
+
+
+def test_m_follows_the_tiles_up_and_down() -> None:
+    """It falls at every other step and not far below the highest; no weight leaves its code."""
+    z = cases.exact(np.asarray, cases.up_and_down())
+    _, _, steps = on_mirror(z, scale=LN2, trace=True)
+    moves = [np.log2(step.alpha) for step in steps[1:]]
+    assert (max(x.max() for x in moves), min(x.min() for x in moves)) == (BY.lower_bits, -5)
+    assert all((moves[i] <= 0).all() for i in range(0, len(moves), BY.lower_steps))
+    highest = np.maximum.accumulate([step.S.max(axis=-1) for step in steps])
+    for step, top in zip(steps, highest, strict=True):
+        assert step.P.max() <= 2.0 ** (
+            BY.code_bits - 1
+        )  # a power of two here, and 255 if it were not
+        assert (step.m >= np.floor(top) + 1 - BY.code_bits - BY.lower_bits).all()
+
+
+def test_sums_of_many_keys_stay_in_their_range() -> None:
+    """131,072 equal scores: M rises so that l, and with it O, keeps to half of its bits."""
+    q, k, v = normal((1, 1, 2, 16), (1, 1, 131072, 16), seed=4)
+    z = quantize(q * 0, k, v + 2, quant=CHANNEL, backend="mirror")
+    o, lse, steps = on_mirror(z, trace=True)
+    limit = 2.0**BY.sum_bits + 2.0**BY.code_bits * lookup("fa_int8").hopper_pv8_tiles[64].block_kv
+    assert 2.0**BY.sum_bits / 4 < max(step.l.max() for step in steps) <= limit
+    assert steps[-1].m.max() > steps[0].m.max() and BY.guards(4096) and not BY.guards(4095)
+    report = testing.judge(o, q * 0, k, v + 2, lse=lse, quantized=z, **FORM)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("regime", testing.REGIMES)
+def test_kinds_of_values(regime: str) -> None:
+    inputs = testing.make_regime(regime, (1, 1, 17, 32), (1, 1, 400, 32), "float16", seed=1)
+    z = quantize(*inputs, quant=CHANNEL, backend="mirror")
+    o, lse = on_mirror(z)
+    report = testing.judge(o, *inputs, lse=lse, quantized=z, **FORM)
+    assert report.passed, str(report)
+    assert np.isfinite(o.astype(np.float32)).all()
+
+
+def test_the_bound_is_a_third_of_the_output_and_the_error_an_eightieth() -> None:
+    q, k, v = normal((1, 2, 64, 64), (1, 2, 256, 64))
+    z = quantize(q, k, v, quant=CHANNEL, backend="mirror")
+    o, lse = on_mirror(z)
+    report = testing.judge(o, q, k, v, lse=lse, quantized=z, **FORM)
+    assert 0.05 < report.ratio < 1 and report.tightness < 1 / 3 and report.relative_l2 < 1 / 80
+
+
+# ---- the kernel, interpreted ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_problems(case: int) -> None:
+    inputs, options = list(cases.problems())[case]
+    cases.run(inputs, backend="interpret", **options).check()
+
+
+@pytest.mark.parametrize("len_kv", [1, 129, 600])
+def test_whole_numbers_come_out_as_the_mirror_has_them(len_kv: int) -> None:
+    """Scores are whole numbers, weights powers of two, all sums exact: every bit is known."""
+    z = cases.exact(np.asarray, cases.up_and_down(len_kv=len_kv))
+    given = {"scale": LN2, "return_lse": True}
+    o, lse = attention(z, arch="sm_90a", backend="interpret", **given)
+    expected, expected_lse = on_mirror(z, scale=LN2)
+    assert bits(o) == bits(expected)
+    assert np.abs(lse - expected_lse).max() <= 2.0**-20
+
+
+def test_guarded_sums_and_rows_without_keys() -> None:
+    """As many keys as are watched for overflow; the first rows see none of them."""
+    q, k, v = normal((1, 1, 20, 16), (1, 1, 4160, 16))
+    one = cases.run((q, k, v), backend="interpret", window=(9, 0), causal_align="top-left")
+    one.check()
+    q, k, v = normal((1, 1, 40, 16), (1, 1, 30, 16))
+    one = cases.run((q, k, v + 5), backend="interpret", causal=True)
+    one.check()
+    assert not one.o[:, :, :10].any() and (one.lse[:, :, :10] == -np.inf).all()
+
+
+# ---- which calls it takes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quant", "reason"),
+    [
+        (QuantConfig(pv="int8"), "takes one scale for a channel of V"),
+        (
+            QuantConfig(pv="int8", granularity_v="channel", p_type="s8"),
+            "takes P in u8, got p_type 's8'",
+        ),
+        (QuantConfig(pv="fp8", granularity_v="channel"), "takes P in u8, got p_type 'e4m3'"),
+        (QuantConfig(pv="int8", granularity_v="channel", symmetric=False), "takes no zero points"),
+        (
+            QuantConfig("block", "token", pv="int8", granularity_v="channel"),
+            "one scale for 16 keys, or for a multiple, got 1",
+        ),
+    ],
+)
+def test_what_it_leaves_to_the_portable_form(quant: QuantConfig, reason: str) -> None:
+    q, k, v = normal((1, 1, 70, 64), (1, 1, 70, 64))
+    given: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90a"}
+    text = str(explain(q, k, v, quant=quant, **given))
+    assert "fa_int8 (pv8)" in text and reason in text
+    assert "fa_int8 (sm90_pv8)" in str(explain(q, k, v, quant=CHANNEL, **given))
