@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -248,6 +248,72 @@ def architecture(request: Request) -> str | None:
 # ---- a call, ready to run ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of a call.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        On the host all of it; on a device what the host fills.
+    addresses : mapping of str to int
+        On a device, of all of it.
+    zeros : sequence of array
+        What has to be zero before the first stage.
+    whole : array, optional
+        On a device, the memory that all of it lies in.
+    """
+
+    arrays: Mapping[str, Any]
+    addresses: Mapping[str, int]
+    zeros: Sequence[Any] = ()
+    whole: Any = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where scratch buffers lie in one piece of memory: on a device an allocation costs time.
+
+    What has to be zero comes first, so that one fill is enough.
+
+    Parameters
+    ----------
+    offsets : mapping of str to int
+        Bytes from the start, multiples of `ALIGNMENT`.
+    zeros, nbytes : int
+        Bytes that have to be zero, and all of them.
+    """
+
+    #: Enough for every access of a kernel and for a tensor map.
+    ALIGNMENT: ClassVar[int] = 256
+
+    offsets: Mapping[str, int]
+    zeros: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, workspace: Sequence[Workspace]) -> Layout:
+        """Lay buffers out one behind the other."""
+        offsets, zeros, end = {}, 0, 0
+        for work in sorted(workspace, key=lambda work: not work.zeros):
+            offsets[work.name] = end
+            end += -(-work.nbytes // cls.ALIGNMENT) * cls.ALIGNMENT
+            zeros = end if work.zeros else zeros
+        return cls(offsets, zeros, end)
+
+    def allocate(self, xp: Any, filled: Sequence[Workspace]) -> Scratch:
+        """Take memory of the current device; return arrays for those buffers that are `filled`."""
+        whole = xp.empty(self.nbytes, "uint8")
+        start = whole.data.ptr
+        arrays = {
+            work.name: xp.ndarray(work.shape, work.dtype, whole.data + self.offsets[work.name])
+            for work in filled
+        }
+        addresses = {name: start + offset for name, offset in self.offsets.items()}
+        zeros = [whole[: self.zeros]] if self.zeros else []
+        return Scratch(arrays, addresses, zeros, whole)
+
+
 class Prepared:
     """One call of `cupyattn.attention`, ready to run: what `cupyattn.plan` returns.
 
@@ -288,10 +354,10 @@ class Prepared:
             for i, stage in enumerate(self._stages.stages)
         ]
         self._workspace = self._stages.workspace
-        self._zeros = [work.name for work in self._workspace if work.zeros]
+        self._layout = Layout.of(self._workspace)
         self._given = _static_scales(request)
         self._launches: list[tuple[executor.ReadyLaunch, executor.Pick]] = []
-        self._scratch: dict[str, Any] | None = None
+        self._scratch: Scratch | None = None
         self._device = -1
         if self.backend == "cuda":
             self._device = int(request.q.device.id)
@@ -314,9 +380,14 @@ class Prepared:
     def __str__(self) -> str:
         return "\n".join([f"{self.variant}: {self.why}", *map(str, self.plans)])
 
-    def _allocate(self) -> dict[str, Any]:
-        empty = self._xp.empty
-        return {work.name: empty(work.shape, work.dtype) for work in self._workspace}
+    def _allocate(self) -> Scratch:
+        if not self._workspace:
+            return Scratch({}, {})
+        if self.backend == "cuda":
+            filled = [w for w in self._workspace if w.name in self._given or w.name == "v_operand"]
+            return self._layout.allocate(self._xp, filled)
+        arrays = {work.name: self._xp.empty(work.shape, work.dtype) for work in self._workspace}
+        return Scratch(arrays, {}, [arrays[work.name] for work in self._workspace if work.zeros])
 
     def __call__(
         self,
@@ -414,13 +485,13 @@ class Prepared:
             lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
             scratch = self._scratch or self._allocate()
             self._fill(scratch, operands)
-            buffers = {**scratch, "o": o} if lse is None else {**scratch, "o": o, "lse": lse}
+            results = {"o": o} if lse is None else {"o": o, "lse": lse}
             if self.backend == "cuda":
-                found = {name: a.data.ptr for name, a in buffers.items()}
-                executor.launch_all(self._launches, {**addresses, **found})
+                found = {name: a.data.ptr for name, a in results.items()}
+                executor.launch_all(self._launches, {**addresses, **scratch.addresses, **found})
             else:
                 inputs = {name: backends.as_input(a) for name, a in operands.items()}
-                self._interpret({**inputs, **buffers})
+                self._interpret({**inputs, **scratch.arrays, **results})
         return o, lse
 
     def _current(self) -> Any:
@@ -432,14 +503,14 @@ class Prepared:
             return contextlib.nullcontext()
         return cuda.Device(self._device)
 
-    def _fill(self, scratch: Mapping[str, Any], operands: Mapping[str, Any]) -> None:
+    def _fill(self, scratch: Scratch, operands: Mapping[str, Any]) -> None:
         """Put into scratch memory what must be there before the first stage."""
-        for name in self._zeros:
-            scratch[name].fill(0)
+        for array in scratch.zeros:
+            array.fill(0)
         for name, scale in self._given.items():
-            scratch[name][...] = scale
-        if "v_operand" in scratch:
-            scratch["v_operand"][...] = operands["v"]
+            scratch.arrays[name][...] = scale
+        if "v_operand" in scratch.arrays:
+            scratch.arrays["v_operand"][...] = operands["v"]
 
     def _interpret(self, buffers: Mapping[str, Any]) -> None:
         from cupyattn import interpret

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, attention_varlen, backends, plan, tensor_map
+from cupyattn import QuantConfig, attention, attention_varlen, backends, plan, tensor_map
 from cupyattn import compile as kc
 from cupyattn.launch import Plan, TensorMap, pack
 from cupyattn.prepared import Prepared, stages
@@ -231,3 +231,27 @@ def test_out_may_not_meet_what_is_read(driver: Driver) -> None:
                     call(q, k, v, out=out)
             else:
                 assert call(q, k, v, out=out) is out
+
+
+def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> None:
+    """What has to be zero lies in front, where one fill reaches it and nothing else."""
+    inputs = [array(s) for s in SHAPES]
+    quant = QuantConfig(granularity_k="tensor")
+    options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90", "quant": quant}
+    driver.expect(planned(inputs, **options))
+    prepared = plan(*inputs, **options)
+    scratch, workspace = prepared._scratch, prepared._workspace
+    assert scratch is not None and set(scratch.addresses) == {work.name for work in workspace}
+    first = scratch.whole.data.ptr
+    places = sorted(
+        ((scratch.addresses[work.name] - first, work) for work in workspace), key=lambda x: x[0]
+    )
+    ends = [start + work.nbytes for start, work in places]
+    assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False))
+    assert places[0][0] == 0 and ends[-1] <= scratch.whole.nbytes
+    assert all(start % 256 == 0 for start, _ in places)
+    (zeros,) = scratch.zeros
+    assert zeros.data.ptr == first
+    inside = {work.name for start, work in places if start < zeros.nbytes}
+    assert inside == {work.name for work in workspace if work.zeros} != set()
+    assert attention(*inputs, **options).shape == SHAPES[0]
