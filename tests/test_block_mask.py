@@ -236,15 +236,22 @@ def test_it_combines_with_what_else_there_is(rung: str, others: str, backend: st
          **OTHERS[others])  # fmt: skip
 
 
+#: Blocks of other sizes: block_q, block_kv, len_q, len_kv, options.
+SIZES: tuple[tuple[int, int, int, int, dict[str, Any]], ...] = (
+    (128, 64, 130, 65, {}),
+    (64, 128, 1, 400, {"window": (150, 40)}),
+    (128, 128, 40, 257, {"causal": True, "window": (200, -1)}),
+)
+
+
 @pytest.mark.parametrize(
-    ("block_q", "block_kv", "len_q", "len_kv", "options"),
+    ("rung", "block_q", "block_kv", "len_q", "len_kv", "options"),
     [
-        (128, 64, 130, 65, {}),
-        (64, 128, 1, 400, {"window": (150, 40)}),
-        (128, 128, 40, 257, {"causal": True, "window": (200, -1)}),
+        pytest.param(rung, *sizes, marks=[pytest.mark.slow] if (i - j) % 3 else [])
+        for i, rung in enumerate(VARIANTS)
+        for j, sizes in enumerate(SIZES)
     ],
 )
-@pytest.mark.parametrize("rung", VARIANTS)
 def test_blocks_of_other_sizes(
     rung: str, block_q: int, block_kv: int, len_q: int, len_kv: int, options: dict[str, Any]
 ) -> None:

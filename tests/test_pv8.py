@@ -165,11 +165,15 @@ def test_drawn_problems_on_the_mirror(data) -> None:
     )
 
 
-@pytest.mark.parametrize("tiles", [TILES, Tiles(32, 64, 2, 2), Tiles(16, 128, 1, 2)])
 @pytest.mark.parametrize(
-    ("granularity", "p_type"), [("channel", "s8"), ("block", "u8"), ("block", "e4m3")]
+    ("tiles", "granularity", "p_type"),
+    [
+        pytest.param(tiles, *mode, marks=[pytest.mark.slow] if i != j else [])
+        for i, tiles in enumerate((TILES, Tiles(32, 64, 2, 2), Tiles(16, 128, 1, 2)))
+        for j, mode in enumerate((("channel", "s8"), ("block", "u8"), ("block", "e4m3")))
+    ],
 )
-def test_modes_and_tiles_in_the_interpreter(granularity, p_type, tiles) -> None:
+def test_modes_and_tiles_in_the_interpreter(tiles, granularity, p_type) -> None:
     pv = pv8_cases.pv_of(p_type)
     quant = QuantConfig(pv=pv, granularity_v=granularity, p_type=p_type, smooth_v=False)
     q, k, v = normal((1, 2, 40, 36), (1, 1, 150, 36), "float32")

@@ -174,7 +174,7 @@ def test_the_bound_notices_the_mask_of_another_sequence() -> None:
 def test_means_and_scales_are_those_of_a_sequence(granularity: str) -> None:
     """Groups of rows that fit in a block, and groups that span several."""
     quant = QuantConfig(granularity_q=granularity, granularity_k=granularity)
-    inputs, ends = packed(((5, 38), (0, 9), (83, 133)), 4, 2)
+    inputs, ends = packed(((5, 38), (0, 9), (83, 133)), 4, 2, head_dim=32)
     assert_as_alone("fa_int8", inputs, ends, backend="interpret", causal=True, quant=quant)
 
 
@@ -233,15 +233,15 @@ def test_neighbours_have_no_influence(rung: str) -> None:
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_results_are_written_in_full_and_nothing_beside_them(rung: str) -> None:
-    inputs, ends = packed(LENGTHS, 4, 2)
+    inputs, ends = packed(LENGTHS, 4, 2, head_dim=32)
     out = Guarded.empty(inputs[0].shape, "float16")
     options = {"causal": True, "backend": "interpret"}
     o, _ = varlen(rung, inputs, ends, out=out.array, **options)
     assert o is out.array
     out.check()
-    wide = np.full((*o.shape[:2], 80), np.nan, np.float16)
+    wide = np.full((*o.shape[:2], 48), np.nan, np.float16)
     for pad in (8, 1):  # of another width of access
-        view = wide[::-1, :, pad : pad + 64]
+        view = wide[::-1, :, pad : pad + 32]
         varlen(rung, inputs, ends, out=view, **options)
         assert bits(view) == bits(o)
 
