@@ -66,7 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("interpret", "params", "launch", "value_codes", "rotation", "executor"),
     ("backends", "sequences"),
     ("quant",),
-    ("request", "forms", "unfused"),
+    ("request", "forms", "unfused", "scratch"),
     ("prepared",),
     ("api", "testing"),
     ("device", "timing", "measure"),

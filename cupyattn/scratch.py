@@ -1,0 +1,75 @@
+"""Scratch memory of a call: what its passes write and its kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cupyattn.launch import Workspace
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of a call.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        On the host all of it; on a device what the host fills.
+    addresses : mapping of str to int
+        On a device, of all of it.
+    zeros : sequence of array
+        What has to be zero before the first stage.
+    whole : array, optional
+        On a device, the memory that all of it lies in.
+    """
+
+    arrays: Mapping[str, Any]
+    addresses: Mapping[str, int]
+    zeros: Sequence[Any] = ()
+    whole: Any = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where scratch buffers lie in one piece of memory: on a device an allocation costs time.
+
+    What has to be zero comes first, so that one fill is enough.
+
+    Parameters
+    ----------
+    offsets : mapping of str to int
+        Bytes from the start, multiples of `ALIGNMENT`.
+    zeros, nbytes : int
+        Bytes that have to be zero, and all of them.
+    """
+
+    #: Enough for every access of a kernel and for a tensor map.
+    ALIGNMENT: ClassVar[int] = 256
+
+    offsets: Mapping[str, int]
+    zeros: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, workspace: Sequence[Workspace]) -> Layout:
+        """Lay buffers out one behind the other."""
+        offsets, zeros, end = {}, 0, 0
+        for work in sorted(workspace, key=lambda work: not work.zeros):
+            offsets[work.name] = end
+            end += -(-work.nbytes // cls.ALIGNMENT) * cls.ALIGNMENT
+            zeros = end if work.zeros else zeros
+        return cls(offsets, zeros, end)
+
+    def allocate(self, xp: Any, filled: Sequence[Workspace]) -> Scratch:
+        """Take memory of the current device; return arrays for those buffers that are `filled`."""
+        whole = xp.empty(self.nbytes, "uint8")
+        start = whole.data.ptr
+        arrays = {
+            work.name: xp.ndarray(work.shape, work.dtype, whole.data + self.offsets[work.name])
+            for work in filled
+        }
+        addresses = {name: start + offset for name, offset in self.offsets.items()}
+        zeros = [whole[: self.zeros]] if self.zeros else []
+        return Scratch(arrays, addresses, zeros, whole)
