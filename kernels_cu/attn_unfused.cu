@@ -147,7 +147,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_weight
       smem.P[i] = valid ? P[int64_t(row) * call.len_kv + kv0 + key] : 0.0f;
     }
     __syncthreads();  // P, V tiles visible to the whole block
-                      // S5 output
+
+    // S5 output
 #pragma unroll
     for (int e = 0; e < ELEMENTS; ++e) {
       const int i = min(thread_id() + e * NUM_THREADS, BLOCK_Q * HEAD_DIM - 1);

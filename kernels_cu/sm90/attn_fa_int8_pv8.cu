@@ -146,12 +146,12 @@ __device__ __forceinline__ float load_scale(const float* K_scale, int kv0, int l
 }
 
 // What a row carries from step to step: weights are in units of 2^M, M a whole number.
-struct RowState {
+struct ShiftState {
   float M, highest;  // M now, and the highest so far
   float l;           // this lane's part of the sum of weights, in units of 2^M
 
   // Lower than any score, and still a number that may be subtracted.
-  __device__ __forceinline__ RowState() : M(-0x1p127f), highest(-0x1p127f), l(0.0f) {}
+  __device__ __forceinline__ ShiftState() : M(-0x1p127f), highest(-0x1p127f), l(0.0f) {}
 
   // Choose M for scores whose largest is m, so that they weigh less than 2^CODE_BITS. Returns how
   // many bits O has to be shifted to the left; to the right, if that is negative.
@@ -175,9 +175,9 @@ struct RowState {
 
 // S4 softmax: codes P of the scores' weights, those of four keys in a register, the left operand
 // of P V. A key that is masked weighs 0. `q` is the first of this lane's two rows, the other is
-// q + 8; `shift` is what RowState::advance returns of them.
+// q + 8; `shift` is what ShiftState::advance returns of them.
 __device__ __forceinline__ void softmax(
-    const AttnParams& p, RowState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
+    const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const float (&Q_factor)[2], float K_scale, uint32_t (&P_frag)[BLOCK_KV / 32][4],
     int (&shift)[2], int q, int kv0, int unmasked, bool may_fall, bool may_overflow) {
   float S_acc[BLOCK_KV / 2];  // [BLOCK_KV / 8][4], times both scales, one factor: the scores
@@ -335,7 +335,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     int kv0 = first_key(p, tile.q0);
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_BYTES]));
-    RowState state[2];               // of row and row + 8
+    ShiftState state[2];             // of row and row + 8
     int32_t O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];       // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 32][4];
