@@ -24,6 +24,8 @@ GOOD = {
     "quantize.cu": Tiles(64, 1, 4),
     "rope.cu": Tiles(64, 1, 4),
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
+    "sm90/attn_fa_int8.cu": Tiles(192, 112, 16, 3),
+    "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 3),
     "split/attn_fa_tc.cu": Tiles(16, 32, 4, 3),
     "split/merge_splits.cu": Tiles(16, 32, 4, 3),
 }
@@ -71,6 +73,9 @@ BROKEN = [
     ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 64, "NUM_WARPS": 8}, "BLOCK_Q must be 128 or 192"),
     ("sm90/attn_fa_tc.cu", {"NUM_WARPS": 12}, "NUM_WARPS must be 4 for every 64 rows"),
     ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 72}, "BLOCK_KV must be a multiple of 16 from 64 to 256"),
+    ("sm90/attn_fa_int8.cu", {"GROUP_KV": 8}, "rows per scale, the latter a multiple of 16"),
+    ("sm90/attn_fa_int8_pv8.cu", {"P_TYPE": 2}, "this form takes P in u8"),
+    ("sm90/attn_fa_int8_pv8.cu", {"BLOCK_KV": 80}, "BLOCK_KV must be a multiple of 32 from 64 to"),
     ("split/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("split/attn_fa_tc.cu", {"MASK": 1}, "the split form takes no softcap, mask, bias, block"),
     ("split/attn_fa_tc.cu", {"BLOCK_Q": 32}, "BLOCK_Q must be 16, the rows of an mma"),
@@ -90,7 +95,7 @@ TEMPLATES = [
 
 def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     rope = "half_split" if source == "rope.cu" else ""
-    values = {"group_v": 64, "p_type": "u8"} if source == "attn_fa_int8_pv8.cu" else {}
+    values = {"group_v": 64, "p_type": "u8"} if source.endswith("_pv8.cu") else {}
     features = Features("float16", 64, vec=8, group_q=16, group_kv=16, rope=rope, **values)
     defines = {**GOOD[source].defines(), **features.defines()}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}
