@@ -109,13 +109,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const int kv0 = keys.key(step * BLOCK_KV), stage = step % NUM_STAGES;
     if (step < num_steps) {
       load_tile_async<BLOCK_KV, HEAD_DIM, CODES_PAD, CODE_VEC>(
-          smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
+          smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0,
+          loading_thread());
       gather_async<BLOCK_KV>(smem.K_scale[stage], [&](int key) {
         return K_scale + min(kv0 + key, p.len_kv - 1) / GROUP_KV;
       });
       zeros.load_keys(stage, kv0, p.len_kv);
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC>(
-          smem.V[stage], V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0, thread_id());
+          smem.V[stage], V + kv0 * p.V_stride.len, p.V_stride.len, p.len_kv - kv0,
+          loading_thread());
     }
     cp_async_commit_group();
   };

@@ -129,13 +129,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const int kv0 = keys.key(step * BLOCK_KV), stage = step % NUM_STAGES;
     if (step < num_steps) {
       load_tile_async<BLOCK_KV, HEAD_DIM, CODES_PAD, CODE_VEC>(
-          smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0, thread_id());
+          smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0,
+          loading_thread());
       gather_async<BLOCK_KV>(smem.K_scale[stage], [&](int key) {
         return K_scale + min(kv0 + key, p.len_kv - 1) / GROUP_KV;
       });
       zeros.load_keys(stage, kv0, p.len_kv);
       load_tile_async<HEAD_DIM_PAD, BLOCK_KV, BLOCK_KV, 16>(
-          smem.V[stage], V + kv0, p.V_stride.len, HEAD_DIM, thread_id());
+          smem.V[stage], V + kv0, p.V_stride.len, HEAD_DIM, loading_thread());
       gather_async<HEAD_DIM_PAD>(smem.V_scale[stage], [&](int col) {
         return V_scale + kv0 / GROUP_V * HEAD_DIM + min(col, HEAD_DIM - 1);
       });

@@ -35,6 +35,10 @@ __device__ __forceinline__ void cp_async_wait_group() {
 
 // ---- whole tiles ---------------------------------------------------------------------------
 
+// thread_id(), for loads in a loop: where sequences have lengths of their own, there are no
+// registers left to keep what follows from it in.
+__device__ __forceinline__ int loading_thread() { return VARLEN ? thread_id_anew() : thread_id(); }
+
 // rows [ROWS, COLS] of T -> shared [ROWS, LD] float; rows from rows_valid on become zero.
 template <int ROWS, int COLS, int LD, int WIDTH, typename T>
 __device__ __forceinline__ void load_tile_f32(

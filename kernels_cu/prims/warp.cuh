@@ -4,6 +4,12 @@
 #include "prims/base.cuh"
 
 __device__ __forceinline__ int thread_id() { return threadIdx.x; }
+// The same, read anew: what follows from it is worked out again, and takes no registers meanwhile.
+__device__ __forceinline__ int thread_id_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 __device__ __forceinline__ int warp_id() { return threadIdx.x / WARP_SIZE; }
 __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP_SIZE; }
 
