@@ -14,6 +14,10 @@ from tests.test_contracts import GOOD, arch_of, spec_of
 
 WITHOUT_STORAGE = ["quantize.cu", "rope.cu"]
 WITH_STORAGE = [source for source in GOOD if source not in WITHOUT_STORAGE]
+#: Barriers of the Hopper forms.
+RINGS = {
+    f"{operand}_{state}": "uint64" for operand in ("Q", "K", "V") for state in ("full", "empty")
+}
 #: Element types for the features of test_contracts: float16.
 EXPECTED = {
     "attn_fa.cu": {"Q": "float32", "K": "float32", "V": "float32", "S": "float32",
@@ -28,9 +32,9 @@ EXPECTED = {
     "attn_unfused.cu": {"scores.Q": "float32", "scores.K": "float32", "weighted_sum.P": "float32",
                         "weighted_sum.V": "float32"},
     "sm90/attn_fa_tc.cu": {"Q": "float16", "K": "float16", "V": "float16", "tile": "uint8",
-                           "Q_full": "uint64", "Q_empty": "uint64", "K_full": "uint64",
-                           "K_empty": "uint64", "V_full": "uint64", "V_empty": "uint64",
-                           "kv0": "int32"},
+                           **RINGS, "kv0": "int32"},
+    "sm90/attn_fa_int8.cu": {"Q": "int8", "K": "int8", "V": "float16", "tile": "uint8", **RINGS},
+    "sm90/attn_fa_int8_pv8.cu": {"Q": "int8", "K": "int8", "V": "int8", "tile": "uint8", **RINGS},
     "split/attn_fa_tc.cu": {"K": "float16", "V": "float16"},
     "split/merge_splits.cu": {"O": "float32", "l": "float32"},
 }  # fmt: skip
