@@ -320,7 +320,8 @@ def _kernel_bound(
     # R5: P as an operand: half a unit in its last place, or half a subnormal but no more than P.
     rho = xp.zeros_like(P)
     if n.shifts:
-        rho = value_bounds.shifted_rounding(P_plus, n.shifts, tiles)
+        unit = value_bounds.units(P_plus, n.shifts, tiles)
+        rho = value_bounds.shifted_rounding(P_plus, unit, tiles)
     elif n.by_tile:
         rho = value_bounds.code_rounding(P_plus, n, tiles)
     elif n.p_type != "float32":
@@ -352,8 +353,7 @@ def _kernel_bound(
     underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v
     r6 = theta_o[..., None] * (weighted + r5 + flushed) + underflow
     if n.shifts:
-        scale = _of_block(v_scale, block)
-        r6 = r6 + value_bounds.dropped_by_shifts(P_plus, n.shifts, tiles, scale)
+        r6 = r6 + value_bounds.dropped_by_shifts(unit, _of_block(v_scale, block))
     size = xp.abs(o) + delta_o + flushed + r5 + r6
     r6 = r6 + by_l[..., None] * size
     size = size + by_l[..., None] * size

@@ -20,7 +20,7 @@ from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_scale, check_shapes
 from cupyattn.codes import Quantized, check_one_sequence, codes_less_zero
 from cupyattn.mirror_codes import by_shifts, by_tile
-from cupyattn.mirror_state import LOG2E, Float32, RowState, ShiftState, Step
+from cupyattn.mirror_state import LOG2E, Float32, RowState, Step
 from cupyattn.numerics import Numerics, check_features
 from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.registry import lookup
@@ -376,7 +376,6 @@ def attention_mirror(
         # S0 locate, S1 load Q
         scores = _prepare_scores(q, k, sigma, scoring, n, quantized)
         steps: list[Step] = []
-        state: RowState | ShiftState
         if n.shifts and quantized is not None:
             O, state = by_shifts(scores, quantized, n.shifts, tiles, steps)
         elif n.by_tile and quantized is not None:

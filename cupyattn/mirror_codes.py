@@ -67,7 +67,7 @@ def by_tile(
 
 def by_shifts(
     scores: Scores, quantized: Quantized, by: Shifts, tiles: Tiles, steps: list[Step]
-) -> tuple[Float32, ShiftState]:
+) -> tuple[Float32, RowState]:
     """The loop of the form ``"sm90_pv8"``: codes of P as multiples of powers of two, O whole."""
     state = ShiftState(scores.rows)
     V = cast(Float32, quantized.value_codes())[:, :, None]
@@ -84,15 +84,13 @@ def by_shifts(
         # S4 softmax
         m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
         may_fall = (kv0 // tiles.block_kv - first) % by.lower_steps == 0
-        shift = state.advance(m, by, may_fall, by.guards(len_kv))
-        p = ex2(S - state.M[..., None])  # R4
-        state.l = state.l + p.sum(axis=-1, dtype=np.float32)  # R6
+        alpha = np.exp2(state.follow(m, by, may_fall, by.guards(len_kv)))
+        p = state.exponentials(S, scores.exponent_factor)
         codes = np.fmin(np.rint(np.where(np.isnan(p), np.float32(0), p)), 255)  # R5
 
         # S5 output
-        O = np.floor(O * np.exp2(shift)[..., None])  # R6
+        O = np.floor(O * alpha[..., None])  # R6
         O += codes @ V[..., kv0:kv1, :]
-        alpha = np.exp2(shift)
         merged = (merge_heads(x) for x in (S, codes, state.M, state.l, alpha))
         steps.append(Step(kv0, *merged))
     V_scale = cast(Float32, quantized.v_scale)[:, :, None]  # (batch, heads_kv, 1, 1, head_dim)

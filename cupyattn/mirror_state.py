@@ -93,15 +93,15 @@ class RowState:
         return fma32(log_l, LN2, self.M) if self.subtracts_first else (self.M + log_l) * LN2
 
 
-class ShiftState:
-    """Running softmax of every query row as ``sm90/attn_fa_int8_pv8.cu`` has it: M whole, O too."""
+class ShiftState(RowState):
+    """The same as ``sm90/attn_fa_int8_pv8.cu`` has it: M is a whole number, and O follows it."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__(shape, subtracts_first=False)
         self.M = np.full(shape, -(2.0**127), np.float32)
         self.highest = self.M.copy()
-        self.l = np.zeros(shape, np.float32)
 
-    def advance(self, m: Float32, by: Shifts, may_fall: Array, guarded: bool) -> Array:
+    def follow(self, m: Float32, by: Shifts, may_fall: Array, guarded: bool) -> Array:
         """Choose M for scores whose largest is `m`; return how far to the left O is shifted."""
         M_old = self.M
         self.M = np.floor(m) + np.float32(1 - by.code_bits)
@@ -113,11 +113,3 @@ class ShiftState:
         shift = np.fmax(M_old - self.M, -126.0)
         self.l = self.l * np.exp2(shift)
         return shift
-
-    def inverse_l(self) -> Float32:
-        """1 / l; a row that attended to nothing has l = 0 and gets O = 0."""
-        return np.where(self.l == 0, np.float32(0), np.float32(1) / self.l)
-
-    def lse(self) -> Float32:
-        """Natural log of the sum of exponentials."""
-        return (self.M + np.log2(self.l)) * LN2

@@ -71,9 +71,9 @@ def units(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
     xp = array_namespace(P_plus)
     largest = largest_of_tiles(P_plus, tiles)
     least = 2.0 ** (1 - by.sum_bits) if by.guards(P_plus.shape[-1]) else 0.0
-    running, recent = xp.zeros_like(largest), xp.zeros_like(largest)
-    for step in range(largest.shape[-1]):
-        running[..., step] = largest[..., : step + 1].max(axis=-1)
+    running, recent = largest.copy(), largest.copy()
+    for step in range(1, largest.shape[-1]):
+        running[..., step] = xp.maximum(running[..., step - 1], largest[..., step])
         since = max(0, step + 1 - by.lower_steps)
         recent[..., step] = largest[..., since : step + 1].max(axis=-1)
     of_weights = xp.maximum(recent, running * 2.0**-by.lower_bits) * 2.0 ** (1 - by.code_bits)
@@ -89,25 +89,25 @@ def largest_of_tiles(P_plus: Array, tiles: Tiles) -> Array:
     return xp.pad(P_plus, pad).reshape(*P_plus.shape[:-1], steps, block).max(axis=-1)
 
 
-def shifted_rounding(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
-    """R5: the same where codes are multiples of 2^M: half of one, or the last of the largest.
+def shifted_rounding(P_plus: Array, unit: Array, tiles: Tiles) -> Array:
+    """R5: the same where codes are multiples of `units`: half of one, or the last of the largest.
 
     Notes
     -----
     A weight of more than 255.5 gets the code 255: it loses less than a 255th of itself.
     """
     xp = array_namespace(P_plus)
-    unit = units(P_plus, by, tiles).repeat(tiles.block_kv, axis=-1)[..., : P_plus.shape[-1]]
+    unit = unit.repeat(tiles.block_kv, axis=-1)[..., : P_plus.shape[-1]]
     return xp.minimum(P_plus, xp.maximum(0.5 * unit, P_plus / 255.0))
 
 
-def dropped_by_shifts(P_plus: Array, by: Shifts, tiles: Tiles, scale: Array) -> Array:
+def dropped_by_shifts(unit: Array, scale: Array) -> Array:
     """R6: bound what shifts to the right drop of O: less than one of each step but the first.
 
     Parameters
     ----------
-    P_plus, by, tiles
-        As for `units`.
+    unit : (..., rows, steps) array
+        As `units` returns them.
     scale : (..., 1, head_dim) array
         Of the channels of V.
 
@@ -115,7 +115,7 @@ def dropped_by_shifts(P_plus: Array, by: Shifts, tiles: Tiles, scale: Array) -> 
     -------
     (..., rows, head_dim) array
     """
-    return units(P_plus, by, tiles)[..., 1:].sum(axis=-1)[..., None] * scale
+    return unit[..., 1:].sum(axis=-1)[..., None] * scale
 
 
 def accumulation(count: Array, keys: int, n: Numerics, tiles: Tiles) -> Array:
