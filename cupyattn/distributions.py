@@ -48,6 +48,26 @@ def _channel_bias(rng: np.random.Generator, *shapes: tuple[int, ...]) -> Triple:
     return q, k, v
 
 
+def _key_bias(rng: np.random.Generator, *shapes: tuple[int, ...]) -> Triple:
+    """Channels of K have means of a couple of sigma; V is N(0, 1)."""
+    q, k, v = _normal(rng, *shapes)
+    k += CHANNEL_BIAS * rng.standard_normal((*k.shape[:2], 1, k.shape[3]))
+    return q, k, v
+
+
+def _value_bias(rng: np.random.Generator, *shapes: tuple[int, ...]) -> Triple:
+    """Channels of V have means of a couple of sigma, which are nearly all of a long mean."""
+    q, k, v = _normal(rng, *shapes)
+    v += CHANNEL_BIAS * rng.standard_normal((*v.shape[:2], 1, v.shape[3]))
+    return q, k, v
+
+
+def _tripled(rng: np.random.Generator, *shapes: tuple[int, ...]) -> Triple:
+    """Q and K are N(0, 9): scores spread nine times as far as they do of N(0, 1)."""
+    q, k, v = _normal(rng, *shapes)
+    return 3 * q, 3 * k, v
+
+
 def _peaky(rng: np.random.Generator, *shapes: tuple[int, ...]) -> Triple:
     """Query i is key i mod len_kv, scaled to score 1 to 10^4: few keys matter to a row."""
     q, k, v = _normal(rng, *shapes)
@@ -85,6 +105,9 @@ _MAKERS: dict[str, Callable[..., Triple]] = {
     "normal": _normal,
     "outlier": _outlier,
     "channel-bias": _channel_bias,
+    "key-bias": _key_bias,
+    "value-bias": _value_bias,
+    "tripled": _tripled,
     "peaky": _peaky,
     "sink": _sink,
     "constant": _constant,
@@ -109,7 +132,8 @@ def make(
 
     Parameters
     ----------
-    name : {"normal", "outlier", "channel-bias", "peaky", "sink", "constant"}
+    name : str
+        One of `NAMES`, as below.
     batch, heads, len_q, len_kv, head_dim : int
         Sizes.
     dtype : {"float16", "bfloat16", "float32"}
@@ -135,6 +159,8 @@ def make(
     - outlier: N(0, 1), and N(0, 100) added to 0.1 % of the entries, the recipe of FlashAttention-3
       (Shah et al. 2024, section 4.3).
     - channel-bias: K and V with means of N(0, 4) in every channel; smoothing takes them away.
+    - key-bias, value-bias: such means in K alone, in V alone.
+    - tripled: Q and K times three.
     - peaky: each query is a scaled copy of a key, with scores up to 10^4.
     - sink: the first key takes nearly all of every row.
     - constant: ones.

@@ -110,9 +110,11 @@ def as_they_are(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
     return q, k, v
 
 
-def quantized(tiles: ca.Tiles | None = None) -> Callable[[Any, Any, Any], tuple[Any, ...]]:
+def quantized(
+    tiles: ca.Tiles | None = None, quant: ca.QuantConfig | None = None
+) -> Callable[[Any, Any, Any], tuple[Any, ...]]:
     """Prepare codes and scales, so that quantising is not part of the time."""
-    return lambda q, k, v: (ca.quantize(q, k, v, tiles=tiles),)
+    return lambda q, k, v: (ca.quantize(q, k, v, tiles=tiles, quant=quant),)
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,10 @@ class Cell:
         JSON-ready description.
     peer : bool
         Whether it is another library.
+    quant : QuantConfig, optional
+        How it quantises, where it is `fa_int8` and not by default.
+    tolerance : float, optional
+        The relative error that is allowed, for arithmetic that has no bound here.
     """
 
     name: str
@@ -148,6 +154,8 @@ class Cell:
     arch: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     peer: bool = False
+    quant: ca.QuantConfig | None = None
+    tolerance: float | None = None
 
 
 def rung(
@@ -157,6 +165,8 @@ def rung(
     tiles: ca.Tiles | None = None,
     codes_given: bool = False,
     arch: str | None = None,
+    quant: ca.QuantConfig | None = None,
+    name: str | None = None,
 ) -> Cell:
     """Return the cell of one rung.
 
@@ -170,22 +180,28 @@ def rung(
         Quantise beforehand (`fa_int8`).
     arch : str, optional
         Architecture in place of the device's own: ``"sm_90"`` keeps a Hopper to the portable form.
+    quant : QuantConfig, optional
+        How to quantise (`fa_int8`).
+    name : str, optional
+        Row of the table in place of the variant's name.
     """
+    given = {} if codes_given else {"quant": quant}
 
     def run(*operands: Any) -> Any:
         return ca.attention(
-            *operands, variant=variant, causal=problem.causal, tiles=tiles, arch=arch
+            *operands, variant=variant, causal=problem.causal, tiles=tiles, arch=arch, **given
         )
 
-    name = variant if tiles is None else f"{variant} {describe_tiles(tiles)}"
+    name = name or (variant if tiles is None else f"{variant} {describe_tiles(tiles)}")
     name += "" if arch is None else f", {arch}"
     return Cell(
         f"{name}, codes given" if codes_given else name,
         variant,
         run,
-        quantized(tiles) if codes_given else as_they_are,
+        quantized(tiles, quant) if codes_given else as_they_are,
         tiles,
         arch,
+        quant=quant,
     )
 
 
@@ -263,11 +279,18 @@ def _judge(problem: Problem, cell: Cell, inputs: tuple[Any, ...], **options: Any
     q, k, v = inputs
     operands = None
     if registry.lookup(cell.variant).family == "int8":
-        (operands,) = quantized(cell.tiles)(q, k, v)
+        (operands,) = quantized(cell.tiles, cell.quant)(q, k, v)
     try:
         o = _like(q, cell.run(*cell.prepare(q, k, v)))
     except (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError) as error:
         return row | {"unsupported": reason(error)}
+    if cell.tolerance is not None:
+        exact, _ = options["exact"](
+            q, k, v, rows=options["rows"], return_lse=True, causal=problem.causal
+        )
+        error = measure.relative_error(measure.as_float64(o[:, :, options["rows"]]), exact)
+        judged = measure.Judgement(error / cell.tolerance, None, error)
+        return row | {"judgement": vars(judged), "ok": judged.ok}
     form: dict[str, Any] = {}
     if not cell.peer:  # a peer is held to the bound of the portable form
         form = kernel_form(

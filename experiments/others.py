@@ -53,39 +53,73 @@ def flash_attention_3(problem: Problem) -> list[Cell]:
 
     The rows are packed beforehand: only the kernel is timed.
     """
-    library = os.environ.get(FLASH_3_LIBRARY)
-    if not library:
+    if not os.environ.get(FLASH_3_LIBRARY):
         return []
     import torch
 
-    torch.ops.load_library(library)
-    batch, heads, len_q, len_kv, head_dim = (
-        problem.batch, problem.heads, problem.length, problem.len_kv, problem.head_dim,
+    batch, heads, len_q, head_dim = (
+        problem.batch, problem.heads, problem.length, problem.head_dim,
     )  # fmt: skip
 
     def prepare(*arrays: Any) -> tuple[Any, ...]:
         packed = [torch.from_dlpack(x).transpose(1, 2).reshape(-1, heads, head_dim) for x in arrays]
-        ends = [
-            torch.arange(
-                0, (batch + 1) * length, length, dtype=torch.int32, device=packed[0].device
-            )
-            for length in (len_q, len_kv)
-        ]
-        return (*(x.contiguous() for x in packed), *ends)
+        return (*(x.contiguous() for x in packed), *packed_ends(problem, packed[0]))
 
-    def run(q: Any, k: Any, v: Any, ends_q: Any, ends_kv: Any) -> Any:
-        # k_new, v_new, q_v | out | ends of q, of k, of k_new | lengths used of q, of k
-        # | longest q, longest k | page table, batch indices, left padding
-        # | rotary cos, sin, lengths | scales of q, k, v | scale, causal, window, softcap
-        # | rotary interleaved | scheduler, splits, packing, SM margin, sink | context parallel
-        out, *_ = torch.ops._vllm_fa3_C.fwd(
-            q, k, v, None, None, None, torch.empty_like(q), ends_q, ends_kv, None, None, None,
-            len_q, len_kv, None, None, None, None, None, None, None, None, None,
-            head_dim**-0.5, problem.causal, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None,
-        )  # fmt: skip
+    def run(q: Any, k: Any, v: Any, *ends: Any) -> Any:
+        out = flash_attention_3_forward(problem, (q, k, v), ends, torch.empty_like(q))
         return out.view(batch, len_q, heads, head_dim).transpose(1, 2)
 
     return [_cell(FLASH_3, run, prepare)]
+
+
+def packed_ends(problem: Problem, like: Any) -> tuple[Any, Any]:
+    """Return where the packed sequences of queries and of keys end, on the device of a tensor."""
+    import torch
+
+    ends_q, ends_kv = (
+        torch.arange(
+            0, (problem.batch + 1) * length, length, dtype=torch.int32, device=like.device
+        )
+        for length in (problem.length, problem.len_kv)
+    )
+    return ends_q, ends_kv
+
+
+def flash_attention_3_forward(
+    problem: Problem,
+    operands: Sequence[Any],
+    ends: Sequence[Any],
+    out: Any,
+    descale: Sequence[Any] = (None, None, None),
+) -> Any:
+    """Return O of FlashAttention-3's kernel.
+
+    Parameters
+    ----------
+    problem : Problem
+    operands : three torch.Tensor, (batch x length, heads, head_dim)
+        Packed Q, K and V.
+    ends : two torch.Tensor
+        Of `packed_ends`.
+    out : torch.Tensor
+        Where O goes.
+    descale : three torch.Tensor or None, (batch, heads)
+        What a code of 1 stands for, of e4m3 operands.
+    """
+    import torch
+
+    torch.ops.load_library(os.environ[FLASH_3_LIBRARY])
+    # q, k, v | k_new, v_new, q_v | out | ends of q, of k, of k_new | lengths used of q, of k
+    # | longest q, longest k | page table, batch indices, left padding | rotary cos, sin, lengths
+    # | scales of q, k, v | scale, causal, window, softcap | rotary interleaved
+    # | scheduler, splits, packing, SM margin, sink | context parallel
+    o, *_ = torch.ops._vllm_fa3_C.fwd(
+        *operands, None, None, None, out, *ends, None, None, None,
+        problem.length, problem.len_kv, None, None, None, None, None, None, *descale,
+        problem.head_dim**-0.5, problem.causal, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0,
+        None,
+    )  # fmt: skip
+    return o
 
 
 def _cell(name: str, run: Callable[..., Any], prepare: Callable[..., tuple[Any, ...]]) -> Cell:

@@ -48,6 +48,10 @@ def variant_of(rung: str) -> Variant:
     return lookup(rung.partition("@")[0])
 
 
+#: What default tiles may spill all the same, in bytes by variant, dtype and head_dim: an address or
+#: two, read once a step.
+SPILLED = {("fa_int8", "float32", 128): 16}
+
 #: Every rung with every storage type that it takes.
 CELLS = [(rung, dtype) for rung in RUNGS for dtype in variant_of(rung).dtypes]
 

@@ -20,11 +20,10 @@ from cupyattn import launch, nvrtc
 from cupyattn.checks import GROUP_ALL
 from cupyattn.features import Features
 from cupyattn.registry import VARIANTS, Variant
+from tests.runs import SPILLED
 
 #: Where default tiles must keep everything in registers.
 NO_SPILLS = ("sm_80", "sm_89", "sm_90")
-#: Exceptions, in bytes by variant, dtype and head_dim: an address or two, read once a step.
-SPILLED = {("fa_int8", "float32", 128): 16}
 #: The smallest opt-in limit of any device from compute capability 8.0 on (8.6, 8.9 and 12.0).
 SMALLEST_LIMIT = 99 * 1024
 #: One head size for each padded shape that the default tiles tell apart, odd ones among them.

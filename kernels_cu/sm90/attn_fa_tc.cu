@@ -53,6 +53,8 @@ constexpr int Q_STAGES =
 // O leaves through the place of its Q, but where the next Q has no other place to go to.
 constexpr bool O_TAKES_Q = Q_STAGES == 2;
 constexpr int STORE_ROWS = 16;  // that the copy engine stores at a time: those of a warp
+// It stores 16 bytes whole, past the last column too.
+constexpr bool WHOLE_CHUNKS = HEAD_DIM * sizeof(elem_t) % 16 == 0;
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
 // all of them are masked. VARLEN: of which sequence; to the copy engine all are one batch entry.
@@ -252,13 +254,13 @@ __device__ __forceinline__ void store_columns(elem_t* row, int col, const Vec<ui
   }
 }
 
-// Rows of O as stmatrix left them in the boxes of Q, by one warp: those before the end of a packed
-// sequence, where the copy engine would store rows of the next one, too.
+// Rows of O as stmatrix left them in the boxes of Q, by one warp: where the copy engine would store
+// rows of the next packed sequence, too, or columns that are not O's.
 __device__ __forceinline__ void store_rows(
     elem_t* O, int64_t stride, const elem_t* O_rows, int rows) {
   constexpr int CHUNKS = BOXES * (BOX_BYTES / 16);  // of 16 bytes in a row
 #pragma unroll 1
-  for (int i = lane_id(); i < rows * CHUNKS; i += WARP_SIZE) {
+  for (int i = lane_id(); i < min(rows, STORE_ROWS) * CHUNKS; i += WARP_SIZE) {
     const int row = i / CHUNKS, chunk = i % CHUNKS;
     const elem_t* box = O_rows + chunk / 8 * BLOCK_Q * BOX_COLS;  // [16, BOX_COLS], swizzled
     store_columns(
@@ -467,7 +469,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       fence_proxy_async();
       __syncwarp();  // the warp's rows are complete
       const int q = tile.q0 + warp_row;
-      if (VARLEN && q + STORE_ROWS > p.len_q) {
+      if (!WHOLE_CHUNKS || (VARLEN && q + STORE_ROWS > p.len_q)) {
         store_rows(O + q * p.O_stride.len, p.O_stride.len, O_rows, p.len_q - q);
       } else if (lane_id() == 0) {
         if (q < p.len_q)

@@ -47,7 +47,8 @@ def test_codes_moved_by_their_zero_points_change_no_bit(pv) -> None:
             )
             for z in operands
         )
-        given = {"return_lse": True, "causal": True}
+        # Zero points have the portable form; operands without them could have the Hopper form.
+        given = {"return_lse": True, "causal": True, "arch": "sm_90"}
         for a, b in zip(attention(plain, **given), attention(shifted, **given), strict=True):
             assert bits(a) == bits(b)
 

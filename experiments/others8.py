@@ -1,0 +1,222 @@
+"""Other libraries' 8-bit attention as cells of an experiment.
+
+Their arithmetic has no error bound here: a cell is refused where its relative error is past what
+anybody would call attention. FP8 comes three times: codes given, behind a pass of ours that casts
+at the speed of memory, and behind torch's operators. Each takes part where it can be had.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import cupyattn as ca
+from experiments.cast_fp8 import E4M3_MAX, cast
+from experiments.common import Cell, Problem
+from experiments.others import FLASH_3_LIBRARY, flash_attention_3_forward, packed_ends
+
+SAGE = "SageAttention 1"
+FLASH_3_FP8, CUDNN_FP8 = "FlashAttention-3 FP8", "cuDNN FP8"
+#: What follows the name of a library whose codes are made beforehand, or by torch.
+GIVEN, BY_TORCH = ", codes given", ", cast by torch"
+#: Relative error past which a cell is refused: outliers cost per-tensor FP8 more than a tenth.
+TOLERANCE = 0.25
+
+
+def eight_bit(problem: Problem) -> list[Cell]:
+    """Return every 8-bit library that can be had."""
+    return [*sage(problem), *flash_attention_3_fp8(problem), *cudnn_fp8(problem)]
+
+
+def sage(problem: Problem) -> list[Cell]:
+    """Return SageAttention 1 (INT8 scores, 16-bit P V), its quantising included."""
+    try:
+        import torch
+        from sageattention import sageattn
+    except ImportError:
+        return []
+
+    def prepare(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+        # It takes the mean of the keys off its caller's K, in place: a copy, which is not timed.
+        return torch.from_dlpack(q), torch.from_dlpack(k).clone(), torch.from_dlpack(v)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return sageattn(q, k, v, tensor_layout="HND", is_causal=problem.causal)
+
+    return [_cell(SAGE, run, prepare)]
+
+
+def flash_attention_3_fp8(problem: Problem) -> list[Cell]:
+    """Return FlashAttention-3 with e4m3 operands, a scale for each tensor."""
+    if not os.environ.get(FLASH_3_LIBRARY):
+        return []
+    import torch
+
+    batch, heads, head_dim = problem.batch, problem.heads, problem.head_dim
+
+    def forward(codes: tuple[Any, ...], scales: Any, ends: tuple[Any, ...]) -> Any:
+        q, k, v = (as_e4m3(x) for x in codes)
+        descale = tuple(scale.reshape(1, 1).expand(batch, heads) for scale in scales)
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        o = flash_attention_3_forward(problem, (q, k, v), ends, out, descale)
+        return o.view(batch, problem.length, heads, head_dim).transpose(1, 2)
+
+    return _three_ways(FLASH_3_FP8, forward, lambda q: packed_ends(problem, q), rows_first=True)
+
+
+def cudnn_fp8(problem: Problem) -> list[Cell]:
+    """Return cuDNN's FP8 attention, a scale for each tensor and P in units of its largest."""
+    try:
+        import cudnn
+        import torch
+    except ImportError:
+        return []
+    shape = (problem.batch, problem.heads, problem.length, problem.head_dim)
+    graphs: list[tuple[Any, dict[str, Any], Any]] = []
+
+    def graph() -> tuple[Any, dict[str, Any], Any]:
+        if not graphs:
+            graphs.append(_cudnn_graph(cudnn, problem))
+        return graphs[0]
+
+    def forward(codes: tuple[Any, ...], scales: Any, ones: tuple[Any, ...]) -> Any:
+        pygraph, handles, workspace = graph()
+        one, p_scale, p_descale, spare = ones
+        out = torch.empty(shape, dtype=torch.float16, device=one.device)
+        q_scale, k_scale, v_scale = scales
+        given = dict(zip(("q", "k", "v"), codes, strict=True)) | {
+            "descale_q": q_scale, "descale_k": k_scale, "descale_v": v_scale,
+            "scale_s": p_scale, "descale_s": p_descale, "scale_o": one,
+            "o": out, "amax_s": spare, "amax_o": spare,
+        }  # fmt: skip
+        pygraph.execute({handles[name]: x for name, x in given.items()}, workspace)
+        return out
+
+    def constants(q: Any) -> tuple[Any, ...]:
+        graph()  # built outside the timed part
+        return tuple(
+            torch.full((1,), x, dtype=torch.float32, device="cuda")
+            for x in (1.0, E4M3_MAX, 1 / E4M3_MAX, 0.0)
+        )
+
+    return _three_ways(CUDNN_FP8, forward, constants, rows_first=False)
+
+
+def as_e4m3(codes: Any) -> Any:
+    """Return codes, of CuPy or torch, as torch's e4m3."""
+    import torch
+
+    return torch.from_dlpack(codes).view(torch.float8_e4m3fn)
+
+
+def _cudnn_graph(cudnn: Any, problem: Problem) -> tuple[Any, dict[str, Any], Any]:
+    """Build cuDNN's graph of a problem: the graph, its tensors by name, its workspace."""
+    import torch
+
+    types = cudnn.data_type
+    graph = cudnn.pygraph(
+        io_data_type=types.FP8_E4M3, intermediate_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT,
+    )  # fmt: skip
+
+    def strides(shape: tuple[int, ...]) -> list[int]:
+        _, heads, length, head_dim = shape
+        return [heads * length * head_dim, length * head_dim, head_dim, 1]
+
+    def tensor(name: str, length: int) -> Any:
+        shape = (problem.batch, problem.heads, length, problem.head_dim)
+        return graph.tensor(
+            name=name, dim=list(shape), stride=strides(shape), data_type=types.FP8_E4M3
+        )
+
+    def number(name: str) -> Any:
+        return graph.tensor(name=name, dim=[1] * 4, stride=[1] * 4, data_type=types.FLOAT)
+
+    handles = {"q": tensor("q", problem.length)}
+    handles |= {name: tensor(name, problem.len_kv) for name in ("k", "v")}
+    scales = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
+    handles |= {name: number(name) for name in scales}
+    try:
+        o, _, amax_s, amax_o = graph.sdpa_fp8(
+            **handles, is_inference=True, attn_scale=problem.head_dim**-0.5,
+            use_causal_mask=problem.causal,
+        )  # fmt: skip
+        shape = (problem.batch, problem.heads, problem.length, problem.head_dim)
+        o.set_output(True).set_dim(list(shape)).set_stride(strides(shape)).set_data_type(types.HALF)
+        for name, x in (("amax_s", amax_s), ("amax_o", amax_o)):
+            x.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(types.FLOAT)
+            handles[name] = x
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+    except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as error:
+        raise ca.UnsupportedError(f"{CUDNN_FP8}: {error}") from error
+    size = max(graph.get_workspace_size(), 1)
+    return graph, handles | {"o": o}, torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def _three_ways(
+    name: str,
+    forward: Callable[[tuple[Any, ...], Any, tuple[Any, ...]], Any],
+    constants: Callable[[Any], tuple[Any, ...]],
+    *,
+    rows_first: bool,
+) -> list[Cell]:
+    """Return an FP8 library with codes given, behind our cast and behind torch's.
+
+    `constants` makes what does not depend on the values, given Q; `rows_first` packs the operands
+    as (batch x length, heads, head_dim) beforehand.
+    """
+    import cupy
+    import torch
+
+    def in_order(x: Any) -> Any:
+        if not rows_first:
+            return x
+        batch, heads, length, head_dim = x.shape
+        return cupy.ascontiguousarray(x.swapaxes(1, 2)).reshape(batch * length, heads, head_dim)
+
+    def operands(*arrays: Any) -> tuple[Any, ...]:
+        q, k, v = map(in_order, arrays)
+        return (q, k, v), constants(torch.from_dlpack(q))
+
+    def codes_given(*arrays: Any) -> tuple[Any, ...]:
+        found, fixed = operands(*arrays)
+        *codes, scales = cast(*found)
+        return tuple(map(as_e4m3, codes)), torch.from_dlpack(scales).split(1), fixed
+
+    def behind_ours(found: Any, fixed: Any) -> Any:
+        *codes, scales = cast(*found)
+        return forward(tuple(map(as_e4m3, codes)), torch.from_dlpack(scales).split(1), fixed)
+
+    def for_torch(*arrays: Any) -> tuple[Any, ...]:
+        found, fixed = operands(*arrays)
+        return tuple(map(torch.from_dlpack, found)), fixed
+
+    def behind_torch(found: Any, fixed: Any) -> Any:
+        scales = [x.abs().amax().float().reshape(1) / E4M3_MAX for x in found]
+        codes = [
+            (x / scale).to(torch.float8_e4m3fn) for x, scale in zip(found, scales, strict=True)
+        ]
+        return forward(tuple(codes), scales, fixed)
+
+    return [
+        _cell(f"{name}{GIVEN}", forward, codes_given),
+        _cell(name, behind_ours, operands),
+        _cell(f"{name}{BY_TORCH}", behind_torch, for_torch),
+    ]
+
+
+def _cell(name: str, run: Callable[..., Any], prepare: Callable[..., tuple[Any, ...]]) -> Cell:
+    """Return the cell of a library; what it does not take, an UnsupportedError says."""
+
+    def checked(*prepared: Any) -> Any:
+        try:
+            return run(*prepared)
+        except (RuntimeError, AssertionError) as error:
+            raise ca.UnsupportedError(f"{name}: {error}") from error
+
+    return Cell(name, "fa_int8", checked, prepare, peer=True, tolerance=TOLERANCE)
