@@ -68,8 +68,9 @@ def flash_attention_3_fp8(problem: Problem) -> list[Cell]:
 def cudnn_fp8(problem: Problem) -> list[Cell]:
     """Return cuDNN's FP8 attention, a scale for each tensor and P in units of its largest."""
     try:
+        # NOTE: torch first: the frontend then finds the cuDNN that torch has loaded.
+        import torch  # noqa: I001
         import cudnn
-        import torch
     except ImportError:
         return []
     shape = (problem.batch, problem.heads, problem.length, problem.head_dim)
