@@ -109,7 +109,8 @@ class ShiftState(RowState):
         self.M = np.fmax(self.M, np.where(may_fall, self.highest - by.lower_bits, M_old))
         if guarded:
             exponent = np.where(self.l > 0, np.frexp(self.l)[1] - 1, -127)
-            self.M = np.fmax(self.M, M_old + (exponent + 1 - by.sum_bits).astype(np.float32))
+            least = M_old + (exponent + 2 - by.sum_bits).astype(np.float32)
+            self.M = np.where(may_fall, np.fmax(self.M, least), self.M)
         shift = np.fmax(M_old - self.M, -126.0)
         self.l = self.l * np.exp2(shift)
         return shift

@@ -39,7 +39,8 @@ class Shifts:
     lower_steps : int
         Steps after which it may fall.
     sum_bits : int
-        l stays below 2^sum_bits, but for the weights of one tile.
+        l stays below 2^sum_bits: where M may fall, l is brought below half of that, and the weights
+        of the tiles until then are less than the other half.
     """
 
     code_bits: int = 8

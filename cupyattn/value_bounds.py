@@ -66,11 +66,11 @@ def units(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
     -----
     A largest weight w of a tile gives 2^M <= 2^(1 - code_bits) w. M is that of the tile, or of one
     of those before it since M could fall, or lower_bits below the highest; or l, in units of 2^M,
-    has reached half of its range.
+    has reached a quarter of its range.
     """
     xp = array_namespace(P_plus)
     largest = largest_of_tiles(P_plus, tiles)
-    least = 2.0 ** (1 - by.sum_bits) if by.guards(P_plus.shape[-1]) else 0.0
+    least = 2.0 ** (2 - by.sum_bits) if by.guards(P_plus.shape[-1]) else 0.0
     running, recent = largest.copy(), largest.copy()
     for step in range(1, largest.shape[-1]):
         running[..., step] = xp.maximum(running[..., step - 1], largest[..., step])

@@ -50,15 +50,18 @@ extern "C" __global__ void amax(Operands all, float* of_block) {
   if (threadIdx.x == 0) of_block[which * gridDim.x + blockIdx.x] = found;
 }
 
-// codes = x / scale, scale[which] = amax / 448.
+// codes = x / scale, scale[which] = amax / 448; scale[3] is the inverse of V's.
 extern "C" __global__ void cast(Operands all, const float* of_block, float* scale) {
   const int which = blockIdx.y;
   float most = 0.0f;
   for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x)
     most = fmaxf(most, of_block[which * gridDim.x + i]);
   most = fmaxf(block_max(most), 1e-30f);
-  if (blockIdx.x == 0 && threadIdx.x == 0) scale[which] = most / 448.0f;
   const float inverse = 448.0f / most;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    scale[which] = most / 448.0f;
+    if (which == 2) scale[3] = inverse;
+  }
   const long long step = (long long)gridDim.x * blockDim.x;
 #pragma unroll 4
   for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < all.n[which]; i += step) {
@@ -97,15 +100,15 @@ def cast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]:
     -------
     q_codes, k_codes, v_codes : cupy.ndarray of uint8
         The bits of e4m3, of the shapes of `q`, `k` and `v`.
-    scales : (3,) cupy.ndarray of float32
-        What a code of 1 stands for, in q, k and v.
+    scales : (4,) cupy.ndarray of float32
+        What a code of 1 stands for, in q, k and v; and the inverse of the last.
     """
     import cupy
     import numpy as np
 
     amax, cast_codes = _kernels()
     codes = tuple(cupy.empty(x.shape, np.uint8) for x in (q, k, v))
-    of_block, scales = cupy.empty((3, BLOCKS), np.float32), cupy.empty(3, np.float32)
+    of_block, scales = cupy.empty((3, BLOCKS), np.float32), cupy.empty(4, np.float32)
     operands = np.array(
         [x.data.ptr for x in (q, k, v, *codes)] + [x.size // 8 for x in (q, k, v)], np.int64
     ).view("V72")

@@ -144,6 +144,8 @@ class Cell:
         How it quantises, where it is `fa_int8` and not by default.
     tolerance : float, optional
         The relative error that is allowed, for arithmetic that has no bound here.
+    read : callable, optional
+        ``read(result) -> o``, not timed, where `run` returns something else.
     """
 
     name: str
@@ -156,6 +158,7 @@ class Cell:
     peer: bool = False
     quant: ca.QuantConfig | None = None
     tolerance: float | None = None
+    read: Callable[[Any], Any] | None = None
 
 
 def rung(
@@ -281,7 +284,8 @@ def _judge(problem: Problem, cell: Cell, inputs: tuple[Any, ...], **options: Any
     if registry.lookup(cell.variant).family == "int8":
         (operands,) = quantized(cell.tiles, cell.quant)(q, k, v)
     try:
-        o = _like(q, cell.run(*cell.prepare(q, k, v)))
+        result = cell.run(*cell.prepare(q, k, v))
+        o = _like(q, result if cell.read is None else cell.read(result))
     except (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError) as error:
         return row | {"unsupported": reason(error)}
     if cell.tolerance is not None:

@@ -56,8 +56,8 @@ def flash_attention_3_fp8(problem: Problem) -> list[Cell]:
     batch, heads, head_dim = problem.batch, problem.heads, problem.head_dim
 
     def forward(codes: tuple[Any, ...], scales: Any, ends: tuple[Any, ...]) -> Any:
-        q, k, v = (as_e4m3(x) for x in codes)
-        descale = tuple(scale.reshape(1, 1).expand(batch, heads) for scale in scales)
+        q, k, v = codes
+        descale = tuple(scale.reshape(1, 1).expand(batch, heads) for scale in scales[:3])
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         o = flash_attention_3_forward(problem, (q, k, v), ends, out, descale)
         return o.view(batch, problem.length, heads, head_dim).transpose(1, 2)
@@ -66,7 +66,10 @@ def flash_attention_3_fp8(problem: Problem) -> list[Cell]:
 
 
 def cudnn_fp8(problem: Problem) -> list[Cell]:
-    """Return cuDNN's FP8 attention, a scale for each tensor and P in units of its largest."""
+    """Return cuDNN's FP8 attention, a scale for each tensor and P in units of its largest.
+
+    On Hopper its O is e4m3 as well: in units of V's scale, which no O can be past.
+    """
     try:
         # NOTE: torch first: the frontend then finds the cuDNN that torch has loaded.
         import torch  # noqa: I001
@@ -83,25 +86,29 @@ def cudnn_fp8(problem: Problem) -> list[Cell]:
 
     def forward(codes: tuple[Any, ...], scales: Any, ones: tuple[Any, ...]) -> Any:
         pygraph, handles, workspace = graph()
-        one, p_scale, p_descale, spare = ones
-        out = torch.empty(shape, dtype=torch.float16, device=one.device)
-        q_scale, k_scale, v_scale = scales
+        p_scale, p_descale, spare = ones
+        out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=spare.device)
+        q_scale, k_scale, v_scale, o_scale = scales
         given = dict(zip(("q", "k", "v"), codes, strict=True)) | {
             "descale_q": q_scale, "descale_k": k_scale, "descale_v": v_scale,
-            "scale_s": p_scale, "descale_s": p_descale, "scale_o": one,
+            "scale_s": p_scale, "descale_s": p_descale, "scale_o": o_scale,
             "o": out, "amax_s": spare, "amax_o": spare,
         }  # fmt: skip
         pygraph.execute({handles[name]: x for name, x in given.items()}, workspace)
-        return out
+        return out, v_scale
 
     def constants(q: Any) -> tuple[Any, ...]:
         graph()  # built outside the timed part
         return tuple(
             torch.full((1,), x, dtype=torch.float32, device="cuda")
-            for x in (1.0, E4M3_MAX, 1 / E4M3_MAX, 0.0)
+            for x in (E4M3_MAX, 1 / E4M3_MAX, 0.0)
         )
 
-    return _three_ways(CUDNN_FP8, forward, constants, rows_first=False)
+    def read(result: Any) -> Any:
+        codes, scale = result
+        return codes.float() * scale
+
+    return _three_ways(CUDNN_FP8, forward, constants, rows_first=False, read=read)
 
 
 def as_e4m3(codes: Any) -> Any:
@@ -144,7 +151,8 @@ def _cudnn_graph(cudnn: Any, problem: Problem) -> tuple[Any, dict[str, Any], Any
             use_causal_mask=problem.causal,
         )  # fmt: skip
         shape = (problem.batch, problem.heads, problem.length, problem.head_dim)
-        o.set_output(True).set_dim(list(shape)).set_stride(strides(shape)).set_data_type(types.HALF)
+        o.set_output(True).set_dim(list(shape)).set_stride(strides(shape))
+        o.set_data_type(types.FP8_E4M3)
         for name, x in (("amax_s", amax_s), ("amax_o", amax_o)):
             x.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(types.FLOAT)
             handles[name] = x
@@ -165,11 +173,13 @@ def _three_ways(
     constants: Callable[[Any], tuple[Any, ...]],
     *,
     rows_first: bool,
+    read: Callable[[Any], Any] | None = None,
 ) -> list[Cell]:
     """Return an FP8 library with codes given, behind our cast and behind torch's.
 
-    `constants` makes what does not depend on the values, given Q; `rows_first` packs the operands
-    as (batch x length, heads, head_dim) beforehand.
+    `forward` takes codes, the scales of q, k and v and the inverse of v's, and what `constants`
+    made, given Q, that does not depend on the values; `rows_first` packs the operands as (batch x
+    length, heads, head_dim) beforehand; `read` is that of `Cell`.
     """
     import cupy
     import torch
@@ -199,19 +209,25 @@ def _three_ways(
 
     def behind_torch(found: Any, fixed: Any) -> Any:
         scales = [x.abs().amax().float().reshape(1) / E4M3_MAX for x in found]
+        scales.append(1 / scales[2])
         codes = [
-            (x / scale).to(torch.float8_e4m3fn) for x, scale in zip(found, scales, strict=True)
+            (x / scale).to(torch.float8_e4m3fn) for x, scale in zip(found, scales, strict=False)
         ]
         return forward(tuple(codes), scales, fixed)
 
     return [
-        _cell(f"{name}{GIVEN}", forward, codes_given),
-        _cell(name, behind_ours, operands),
-        _cell(f"{name}{BY_TORCH}", behind_torch, for_torch),
+        _cell(f"{name}{GIVEN}", forward, codes_given, read),
+        _cell(name, behind_ours, operands, read),
+        _cell(f"{name}{BY_TORCH}", behind_torch, for_torch, read),
     ]
 
 
-def _cell(name: str, run: Callable[..., Any], prepare: Callable[..., tuple[Any, ...]]) -> Cell:
+def _cell(
+    name: str,
+    run: Callable[..., Any],
+    prepare: Callable[..., tuple[Any, ...]],
+    read: Callable[[Any], Any] | None = None,
+) -> Cell:
     """Return the cell of a library; what it does not take, an UnsupportedError says."""
 
     def checked(*prepared: Any) -> Any:
@@ -220,4 +236,4 @@ def _cell(name: str, run: Callable[..., Any], prepare: Callable[..., tuple[Any, 
         except (RuntimeError, AssertionError) as error:
             raise ca.UnsupportedError(f"{name}: {error}") from error
 
-    return Cell(name, "fa_int8", checked, prepare, peer=True, tolerance=TOLERANCE)
+    return Cell(name, "fa_int8", checked, prepare, peer=True, tolerance=TOLERANCE, read=read)

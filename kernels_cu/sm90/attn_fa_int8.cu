@@ -35,7 +35,7 @@ constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-constexpr int64_t L2_SHARE = 32 << 20;     // bytes of K and V that stay in the L2 cache
+constexpr int64_t L2_SHARE = 16 << 20;     // bytes of K and V that stay in the L2 cache
 constexpr bool UNEVEN = CAUSAL || WINDOW;  // tiles differ in work: blocks take them as they come
 constexpr float LARGEST_SUM = 256.0f;      // 2^8, of a lane's weights in a step: past it M rises
 

@@ -37,7 +37,7 @@ constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-constexpr int64_t L2_SHARE = 32 << 20;     // bytes of K and V that stay in the L2 cache
+constexpr int64_t L2_SHARE = 16 << 20;     // bytes of K and V that stay in the L2 cache
 constexpr bool UNEVEN = CAUSAL || WINDOW;  // tiles differ in work: blocks take them as they come
 constexpr int CODE_BITS = 8;               // of P: the largest weight of a tile is 2^7 to 2^8
 constexpr int LOWER_BITS = 2;              // how far M may lie below the highest that a row had
@@ -160,7 +160,8 @@ struct ShiftState {
     M = floorf(m) + (1 - CODE_BITS);
     highest = fmaxf(highest, M);
     M = fmaxf(M, may_fall ? highest - LOWER_BITS : M_old);
-    if (may_overflow) M = fmaxf(M, M_old + (exponent_of(shfl_sum<4>(l)) + 1 - SUM_BITS));
+    if (may_fall && may_overflow)
+      M = fmaxf(M, M_old + (exponent_of(shfl_sum<4>(l)) + 2 - SUM_BITS));
     const int shift = __float2int_rz(fmaxf(M_old - M, -126.0f));
     l *= power_of_two(shift);  // exact
     return shift;
@@ -173,74 +174,100 @@ struct ShiftState {
   __device__ __forceinline__ float lse() const { return (M + log2f(l)) * LN2; }
 };
 
-// S4 softmax: codes P of the scores' weights, those of four keys in a register, the left operand
-// of P V. A key that is masked weighs 0. `q` is the first of this lane's two rows, the other is
-// q + 8; `shift` is what ShiftState::advance returns of them.
-__device__ __forceinline__ void softmax(
-    const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const float (&Q_factor)[2], float K_scale, uint32_t (&P_frag)[BLOCK_KV / 32][4],
-    int (&shift)[2], int q, int kv0, int unmasked, bool may_fall, bool may_overflow) {
-  float S_acc[BLOCK_KV / 2];  // [BLOCK_KV / 8][4], times both scales, one factor: the scores
-  float factor[SCALES][2];
+// What one integer of Q K^T stands for, by the keys that share a scale and by row.
+using Factors = float[SCALES][2];
+constexpr int PART = SCALE_KEYS / 2;  // scores that share a factor, of two rows
+
+// Scores of a step, some of them masked: floats in the place of the integers, times both scales.
+// Returns the largest of each row.
+__device__ __forceinline__ void mask_scores(
+    const AttnParams& p, int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, float (&m)[2], int q,
+    int kv0) {
+  const int t = lane_id() % 4;
+#pragma unroll
+  for (int i = 0; i < BLOCK_KV / 2; ++i) {
+    const int h = i / 2 % 2;
+    float S = float(dot[i]) * factor[i / PART][h];  // R3
+    if (!admitted(p, q + h * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S = NEG_INF;
+    m[h] = fmaxf(m[h], S);
+    dot[i] = __float_as_int(S);
+  }
+}
+
+// The largest score of each row where none is masked: among integers, two comparisons are one
+// instruction.
+__device__ __forceinline__ void largest_scores(
+    const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, float (&m)[2]) {
+  int largest[SCALES][2];
+#pragma unroll
+  for (int i = 0; i < BLOCK_KV / 2; i += 2) {
+    int& x = largest[i / PART][i / 2 % 2];
+    x = i % PART < 4 ? max(dot[i], dot[i + 1]) : max(max(dot[i], dot[i + 1]), x);
+  }
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], float(largest[j][h]) * factor[j][h]);
+}
+
+// S4 softmax, its first half: M of the largest score of each row. Returns whether scores are masked;
+// `factor` is that of those that are not, `shift` what ShiftState::advance returns. `q` is the first
+// of this lane's two rows, the other is q + 8.
+__device__ __forceinline__ bool choose_M(
+    const AttnParams& p, ShiftState (&state)[2], int32_t (&dot)[BLOCK_KV / 2], Factors& factor,
+    int (&shift)[2], const float (&Q_factor)[2], float K_scale, int q, int kv0, int unmasked,
+    bool may_fall, bool may_overflow) {
 #pragma unroll
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       factor[j][h] = Q_factor[h] * __shfl_sync(FULL_WARP, K_scale, j);  // R3
-  constexpr int PART = SCALE_KEYS / 2;  // scores that share a factor, of two rows
   float m[2] = {NEG_INF, NEG_INF};
-  if (kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9))) {
-    const int t = lane_id() % 4;
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i) {
-      const int h = i / 2 % 2;
-      S_acc[i] = float(dot[i]) * factor[i / PART][h];  // R3
-      if (!admitted(p, q + h * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S_acc[i] = NEG_INF;
-      m[h] = fmaxf(m[h], S_acc[i]);
-    }
-#pragma unroll
-    for (int j = 0; j < SCALES; ++j) factor[j][0] = factor[j][1] = 1.0f;
-  } else {
-    int largest[SCALES][2];  // among integers, two comparisons are one instruction
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; i += 2) {
-      int& x = largest[i / PART][i / 2 % 2];
-      x = i % PART < 4 ? max(dot[i], dot[i + 1]) : max(max(dot[i], dot[i + 1]), x);
-    }
-#pragma unroll
-    for (int j = 0; j < SCALES; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], float(largest[j][h]) * factor[j][h]);
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i) S_acc[i] = float(dot[i]);  // R3
-  }
+  const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+  if (masked)
+    mask_scores(p, dot, factor, m, q, kv0);
+  else
+    largest_scores(dot, factor, m);
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     shift[h] = state[h].advance(shfl_max<4>(m[h]), may_fall, may_overflow);
+  return masked;
+}
+
+// Its second half: codes P of the scores' weights, those of four keys in a register, the left
+// operand of P V, where a key that is masked weighs 0; and O to a higher M: fewer bits are dropped than the last has.
+// NOTE: integers become floats and O is shifted here, between the exponentials, which leave the
+// other pipes free for most of the time: before and after them they would take as long again.
+template <bool MASKED>
+__device__ __forceinline__ void weigh(
+    ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor,
+    uint32_t (&P_frag)[BLOCK_KV / 32][4], int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
+  constexpr int PARTS = BLOCK_KV / 8, SHIFTS = ceil_div(O_COLS / 2, PARTS);
+  const int right[2] = {min(max(-shift[0], 0), 31), min(max(-shift[1], 0), 31)};
 #pragma unroll
-  for (int i = 0; i < BLOCK_KV / 8; ++i) {  // two key tiles, one row: four neighbours in V
+  for (int i = 0; i < PARTS; ++i) {  // two key tiles, one row: four neighbours in V
+#pragma unroll
+    for (int j = i * SHIFTS; j < (i + 1) * SHIFTS; ++j)
+      if (j < O_COLS / 2) O_acc[j] >>= right[j / 2 % 2];  // R6
     const int h = i % 2, n = i / 2 * 8 + h * 2;
     float x[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int at = n + j / 2 * 4 + j % 2;
-      x[j] = ex2_approx_ftz(fmaf(S_acc[at], factor[at / PART][h], -state[h].M));  // R4
-      state[h].l += x[j];                                                         // R6
+      x[j] = ex2_approx_ftz(
+          MASKED ? __int_as_float(dot[at]) - state[h].M
+                 : fmaf(float(dot[at]), factor[at / PART][h], -state[h].M));  // R3, R4
+      state[h].l += x[j];                                                     // R6
     }
     P_frag[i / 4][i % 4] = pack_u8(x[0], x[1], x[2], x[3]);  // R5
   }
 }
 
-// O to the new M: fewer bits are dropped than the last has.
-__device__ __forceinline__ void rescale(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
+// O to a lower M.
+__device__ __forceinline__ void raise_output(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
   const int left[2] = {max(shift[0], 0), max(shift[1], 0)};
-  const int right[2] = {min(max(-shift[0], 0), 31), min(max(-shift[1], 0), 31)};
-  if (__any_sync(FULL_WARP, left[0] + left[1] > 0))
 #pragma unroll
-    for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] <<= left[i / 2 % 2];
-  if (__any_sync(FULL_WARP, right[0] + right[1] > 0))
-#pragma unroll
-    for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] >>= right[i / 2 % 2];  // R6
+  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] <<= left[i / 2 % 2];  // R6
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
@@ -339,6 +366,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     int32_t O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];       // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 32][4];
+    Factors factor;
     int shift[2];
     const bool may_overflow = p.len_kv >= 1 << (SUM_BITS - CODE_BITS - LOWER_BITS);
     const int head_kv = tile.head / (p.heads / p.heads_kv);
@@ -364,9 +392,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     wgmma_use(dot);
     if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
     K_at.advance();
-    softmax(
-        p, state, dot, Q_factor, step_scale, P_frag, shift, tile.q0 + row, kv0, unmasked, true,
-        may_overflow);
+    if (choose_M(
+            p, state, dot, factor, shift, Q_factor, step_scale, tile.q0 + row, kv0, unmasked, true,
+            may_overflow))
+      weigh<true>(state, dot, factor, P_frag, O_acc, shift);
+    else
+      weigh<false>(state, dot, factor, P_frag, O_acc, shift);
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
       const Descriptor K_rows = uniform(descriptor_k_major(smem.K[K_at.stage][0]));
@@ -379,19 +410,24 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       start_scores(dot, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
       turn.pass();
-      wgmma_wait_group<0>();
+      wgmma_wait_group<1>();  // the scores are there: their maximum is found while O is summed
       wgmma_use(dot);
-      wgmma_use(O_acc);
-      if (lane_id() == 0) {
-        mbarrier_arrive(smem.K_empty[K_at.stage]);
-        mbarrier_arrive(smem.V_empty[V_at.stage]);
-      }
+      if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
       K_at.advance();
+      const bool may_fall = step % LOWER_STEPS == 0;
+      const bool masked = choose_M(
+          p, state, dot, factor, shift, Q_factor, step_scale, tile.q0 + row, kv0, unmasked,
+          may_fall, may_overflow);
+      wgmma_wait_group<0>();
+      wgmma_use(O_acc);
+      wgmma_use(P_frag);
+      if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
       V_at.advance();
-      softmax(
-          p, state, dot, Q_factor, step_scale, P_frag, shift, tile.q0 + row, kv0, unmasked,
-          step % LOWER_STEPS == 0, may_overflow);
-      rescale(O_acc, shift);
+      if (may_fall) raise_output(O_acc, shift);
+      if (masked)
+        weigh<true>(state, dot, factor, P_frag, O_acc, shift);
+      else
+        weigh<false>(state, dot, factor, P_frag, O_acc, shift);
     }
     if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 
