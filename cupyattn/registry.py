@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cupyattn import splits
@@ -202,6 +202,8 @@ class Variant:
             cost = SHORT_TILES_COST[limit]
             fits = cost * computed(lengths, causal, short) <= computed(lengths, causal, tiles)
             tiles = short if fits else tiles
+            if lengths[1] < tiles.block_kv:  # fewer keys than a step has, as those of a text
+                tiles = replace(tiles, block_kv=max(LEAST_KEYS, -(-lengths[1] // 16) * 16))
         if block_mask[0] % tiles.block_q or block_mask[1] % tiles.block_kv:
             raise ValueError(
                 f"tiles.block_q={tiles.block_q} and tiles.block_kv={tiles.block_kv} must divide the "
@@ -253,6 +255,8 @@ _HOPPER_TILES = {
 _HOPPER_SHORT_TILES = {"fa_tc": {64: Tiles(128, 128, 12, 2), 128: Tiles(128, 128, 12, 2)}}
 #: How much slower those are where either fills its tiles: 1.29 (at length 4,096) and 1.08 to 1.12.
 SHORT_TILES_COST = {64: 1.29, 128: 1.1}
+#: The fewest keys that a step of the Hopper form may have.
+LEAST_KEYS = 64
 
 
 def computed(lengths: tuple[int, int], causal: bool, tiles: Tiles) -> int:
@@ -278,7 +282,7 @@ _SPLIT_TILES = {
 
 #: The same for P and V in 8 bits: keys in tiles of 32, 64 or 128.
 _PV8_TILES = {
-    "fa_int8": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 3)}
+    "fa_int8": {64: Tiles(128, 128, 8, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 3)}
 }
 
 #: The same in its Hopper form: of those that spill nothing, the fewest instructions for a score.

@@ -43,7 +43,7 @@ ACCURACY_LENGTHS = (4096, 16_384)
 FULL, BALANCED, AGGRESSIVE = "fa_tc", "fa_int8 balanced", "fa_int8 aggressive"
 QUANT = {
     BALANCED: QuantConfig(),
-    AGGRESSIVE: QuantConfig(pv="int8", granularity_v="channel"),
+    AGGRESSIVE: QuantConfig(granularity_k="block", pv="int8", granularity_v="channel"),
 }
 #: With quantising.
 PEERS = (SAGE, FLASH_3_FP8, CUDNN_FP8, f"{FLASH_3_FP8}{BY_TORCH}", f"{CUDNN_FP8}{BY_TORCH}")

@@ -11,7 +11,8 @@ Run          python -m experiments.race now wide@192x96w16s2 new=FOLDER both=FOL
              [--rung fa_tc --arch sm_90] [--cells 128:512 64:4096c ...] [--quick] [--json FILE]
 
 A candidate is NAME[=FOLDER][@TILES]: FOLDER holds what it changes of kernels_cu, TILES stand in
-place of the registry's. A cell is HEAD_DIM:LENGTH, causal with a c behind it.
+place of the registry's. A cell is HEAD_DIM:LENGTH, causal with a c behind it, or
+HEAD_DIM:LENGTHxKEYS.
 """
 
 from __future__ import annotations
@@ -117,19 +118,22 @@ def parse_candidate(text: str, stage: Path, form: Form = HOPPER) -> Candidate:
 
 
 def parse_cell(text: str, seed: int = 0) -> Problem:
-    """Return the problem that HEAD_DIM:LENGTH[c] stands for.
+    """Return the problem that HEAD_DIM:LENGTH[c] or HEAD_DIM:LENGTHxKEYS stands for.
 
     Examples
     --------
     >>> parse_cell("128:512c").name
     'B32 H16 512 hd128 float16 causal normal'
     """
-    match = re.fullmatch(r"(\d+):(\d+)(c?)", text)
+    match = re.fullmatch(r"(\d+):(\d+)(?:(c)|x(\d+))?", text)
     if match is None:
-        raise ValueError(f"a cell looks like 128:512 or 128:512c, got {text!r}")
+        raise ValueError(f"a cell looks like 128:512, 128:512c or 64:4096x77, got {text!r}")
     head_dim, length = int(match[1]), int(match[2])
     batch, heads = max(1, TOKENS // length), max(1, WIDTH // head_dim)
-    return Problem(batch, heads, length, head_dim, causal=bool(match[3]), seed=seed)
+    keys = int(match[4]) if match[4] else None
+    return Problem(
+        batch, heads, length, head_dim, causal=bool(match[3]), seed=seed, length_kv=keys
+    )  # fmt: skip
 
 
 def plan_of(candidate: Candidate, problem: Problem, *operands: Operand) -> Plan:

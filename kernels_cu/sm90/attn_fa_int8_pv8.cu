@@ -153,15 +153,19 @@ struct ShiftState {
   // Lower than any score, and still a number that may be subtracted.
   __device__ __forceinline__ ShiftState() : M(-0x1p127f), highest(-0x1p127f), l(0.0f) {}
 
+  // How far M has to rise at least, that all of l is below half of its range.
+  __device__ __forceinline__ float least_rise() const {
+    return exponent_of(shfl_sum<4>(l)) + 2 - SUM_BITS;
+  }
+
   // Choose M for scores whose largest is m, so that they weigh less than 2^CODE_BITS. Returns how
   // many bits O has to be shifted to the left; to the right, if that is negative.
-  __device__ __forceinline__ int advance(float m, bool may_fall, bool may_overflow) {
+  __device__ __forceinline__ int advance(float m, bool may_fall, float least) {
     const float M_old = M;
     M = floorf(m) + (1 - CODE_BITS);
     highest = fmaxf(highest, M);
     M = fmaxf(M, may_fall ? highest - LOWER_BITS : M_old);
-    if (may_fall && may_overflow)
-      M = fmaxf(M, M_old + (exponent_of(shfl_sum<4>(l)) + 2 - SUM_BITS));
+    M = fmaxf(M, M_old + least);
     const int shift = __float2int_rz(fmaxf(M_old - M, -126.0f));
     l *= power_of_two(shift);  // exact
     return shift;
@@ -228,9 +232,11 @@ __device__ __forceinline__ bool choose_M(
     mask_scores(p, dot, factor, m, q, kv0);
   else
     largest_scores(dot, factor, m);
+  m[0] = shfl_max<4>(m[0]), m[1] = shfl_max<4>(m[1]);
+  float least[2] = {NEG_INF, NEG_INF};
+  if (may_fall && may_overflow) least[0] = state[0].least_rise(), least[1] = state[1].least_rise();
 #pragma unroll
-  for (int h = 0; h < 2; ++h)
-    shift[h] = state[h].advance(shfl_max<4>(m[h]), may_fall, may_overflow);
+  for (int h = 0; h < 2; ++h) shift[h] = state[h].advance(m[h], may_fall, least[h]);
   return masked;
 }
 
