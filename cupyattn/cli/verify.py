@@ -8,8 +8,6 @@ import argparse
 import hashlib
 import inspect
 import logging
-import os
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +30,7 @@ from cupyattn.api import attention, kernel_form
 from cupyattn.cli import output
 from cupyattn.disk_cache import cache_folder
 from cupyattn.features import DTYPES
+from cupyattn.files import replacing
 from cupyattn.measure import Judgement
 from cupyattn.quant import QuantizedQKV, quantize
 from cupyattn.quant.operands import quantize_mirror
@@ -277,16 +276,11 @@ def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
 
 def _write(path: Path, o: Any, lse: Any) -> None:
     """Write a reference whole; a folder that cannot be written to is no reason to fail."""
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            temporary = Path(file.name)
+        with replacing(path) as file:
             np.savez(file, o=o, lse=lse)
-        os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         LOG.warning("cannot keep references in %s: %s", path.parent, error)
 
 

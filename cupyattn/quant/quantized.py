@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from cupyattn import checks
 from cupyattn.codes import codes_less_zero
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
+from cupyattn.files import replacing
 from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
 from cupyattn.quant.packed import check_sequences, packed_groups, rows_of_sequences, split
 from cupyattn.quant.quantizers import (
@@ -482,7 +481,6 @@ class QuantizedQKV:
         path : path
             Replaced if it exists. The format is NumPy's ``.npz``, without pickled objects.
         """
-        target = Path(path)
         arrays: dict[str, Any] = {}
         for name in _ARRAYS:
             if getattr(self, name) is not None:
@@ -506,13 +504,8 @@ class QuantizedQKV:
         if "v" in arrays:  # NumPy's format has no name for bfloat16, so V travels as bits
             arrays["v"] = arrays["v"].view(np.uint16)
         arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                np.savez(file, **arrays)
-            os.replace(temporary, target)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        with replacing(path) as file:
+            np.savez(file, **arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, namespace: Any = np) -> QuantizedQKV:
