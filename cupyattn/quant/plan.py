@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.checks import INT32_MAX
 from cupyattn.compile import ModuleSpec
-from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
-from cupyattn.launch import Launch, Operand, Plan, Workspace
+from cupyattn.launch import Launch, Operand, Plan, Workspace, check_grid
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantizers import VALUES_PAD, padded_length
 from cupyattn.tiles import Tiles
@@ -185,11 +183,7 @@ def _mean_steps(batch_heads: int, splits: int) -> list[tuple[str, int]]:
 def _launch(
     spec: ModuleSpec, x: Operand, entry: str, grid: int, tiles: Tiles, params: dict[str, Any]
 ) -> Launch:
-    if grid > INT32_MAX:
-        raise UnsupportedError(
-            f"quantising {x.shape} takes {grid} thread blocks, more than {INT32_MAX}: "
-            "split the call over batch or heads"
-        )
+    check_grid(f"quantising {x.shape}", grid)
     return Launch(spec, entry, grid, tiles.num_threads, False, ((QUANTIZE_PARAMS, params),))
 
 
