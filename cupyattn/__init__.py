@@ -40,12 +40,13 @@ if TYPE_CHECKING:
         QuantConfig,
         QuantizedQKV,
         act_quant,
+        int8_gemm,
         quantize,
         weight_dequant,
         weight_quant,
     )
     from cupyattn.registry import VARIANTS, Variant, register
-    from cupyattn.tiles import Tiles
+    from cupyattn.tiles import GemmTiles, Tiles
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "VARIANTS",
     "BlockMask",
     "Calibration",
+    "GemmTiles",
     "Int8Attention",
     "Int8Config",
     "KernelCompileError",
@@ -74,6 +76,7 @@ __all__ = [
     "diffusion",
     "distributions",
     "explain",
+    "int8_gemm",
     "ladder",
     "plan",
     "quant",
@@ -106,12 +109,14 @@ _HOME = {
     "QuantConfig": "quant",
     "QuantizedQKV": "quant",
     "act_quant": "quant",
+    "int8_gemm": "quant",
     "quantize": "quant",
     "weight_dequant": "quant",
     "weight_quant": "quant",
     "VARIANTS": "registry",
     "Variant": "registry",
     "register": "registry",
+    "GemmTiles": "tiles",
     "Tiles": "tiles",
     "bounds": "",
     "checkpoints": "",

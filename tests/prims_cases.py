@@ -23,6 +23,7 @@ from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
+from tests.prims_gemm_cases import GEMM_PRIMS
 from tests.prims_p_cases import P_PRIMS
 from tests.prims_rope_cases import rope_prims
 from tests.prims_score_cases import SCORE_PRIMS
@@ -609,10 +610,8 @@ PRIMS = [
         "online_softmax", "online_softmax", "online_softmax", 32,
         online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,
     ),
-    *SCORE_PRIMS,
-    *rope_prims(),
-    *P_PRIMS,
-    *ZERO_PRIMS,
+    *SCORE_PRIMS, *rope_prims(), *P_PRIMS, *ZERO_PRIMS,
+    *GEMM_PRIMS,
     *tile_prims(),
     Prim(
         "copies", "tile_io", "copies", 128,

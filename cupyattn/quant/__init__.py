@@ -11,6 +11,8 @@ from cupyattn.quant.blocks import (
     weight_quant,
 )
 from cupyattn.quant.config import GROUP_ALL, QuantConfig
+from cupyattn.quant.gemm import int8_gemm
+from cupyattn.quant.gemm_reference import gemm_error, gemm_exact, gemm_mirror
 from cupyattn.quant.operands import quantize
 from cupyattn.quant.quantized import QuantizedQKV
 
@@ -20,6 +22,10 @@ __all__ = [
     "QuantConfig",
     "QuantizedQKV",
     "act_quant",
+    "gemm_error",
+    "gemm_exact",
+    "gemm_mirror",
+    "int8_gemm",
     "quantize",
     "weight_dequant",
     "weight_error",
