@@ -374,7 +374,7 @@ def _persistent(
     uneven = call.causal or call.window or call.packed is not None or call.block_mask != (0, 0)
     schedule = (SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None})
     workspace = (Workspace("next_tile", (1,), "int32", zeros=True),) if uneven else ()
-    maps = tuple(_tensor_map(*box) for box in boxes)
+    maps = tuple(tensor_map_of(*box) for box in boxes)
     return min(tiles, HOPPER_BLOCKS), (*maps, schedule), workspace
 
 
@@ -407,7 +407,7 @@ def _hopper_obstacle(
     return ""
 
 
-def _tensor_map(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
+def tensor_map_of(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
     """Describe an operand, copied `rows` rows and 128 bytes of columns at a time."""
     # NOTE: an axis of length 1 is never stepped along, but its stride must still be a legal one.
     strides = tuple(

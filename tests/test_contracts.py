@@ -30,6 +30,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "split/attn_fa_tc.cu": Tiles(16, 32, 4, 3),
     "split/merge_splits.cu": Tiles(16, 32, 4, 3),
     "gemm_int8.cu": GemmTiles(64, 128, 4, 2),
+    "sm90/gemm_int8.cu": GemmTiles(128, 256, 12, 2),
 }
 #: Source, what is changed, and the sentence that must come back.
 BROKEN = [
@@ -89,6 +90,9 @@ BROKEN = [
     ("gemm_int8.cu", {"BLOCK_N": 192}, "BLOCK_N must divide 128, or be a multiple of it"),
     ("gemm_int8.cu", {"BLOCK_N": 256, "NUM_WARPS": 1}, "columns of a warp must share a scale"),
     ("gemm_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2: the next slice"),
+    ("sm90/gemm_int8.cu", {"BLOCK_M": 96}, "BLOCK_M must be 64, 128 or 192"),
+    ("sm90/gemm_int8.cu", {"BLOCK_N": 384}, "BLOCK_N must be 64, 128 or, up to BLOCK_M 128, 256"),
+    ("sm90/gemm_int8.cu", {"NUM_WARPS": 8}, "NUM_WARPS must be 4 for every 64 rows of BLOCK_M"),
 ]
 #: Contracts of templates, tripped by a few lines of their own.
 TEMPLATES = [

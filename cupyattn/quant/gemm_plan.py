@@ -13,7 +13,7 @@ from cupyattn.checks import INT32_MAX
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
-from cupyattn.launch import HOPPER_BLOCKS, Launch, Operand, TensorMap, Workspace
+from cupyattn.launch import HOPPER_BLOCKS, Launch, Operand, TensorMap, Workspace, tensor_map_of
 from cupyattn.quant.gemm_reference import ACTIVATIONS
 from cupyattn.tiles import GemmTiles
 
@@ -35,6 +35,12 @@ PORTABLE_TILES = (
     GemmTiles(block_m=64, block_n=128, num_warps=4, num_stages=4),
     GemmTiles(block_m=64, block_n=64, num_warps=4, num_stages=5),
     GemmTiles(block_m=16, block_n=64, num_warps=4, num_stages=8),
+)
+HOPPER_TILES = (
+    GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=4),
+    GemmTiles(block_m=128, block_n=128, num_warps=12, num_stages=6),
+    GemmTiles(block_m=64, block_n=128, num_warps=8, num_stages=8),
+    GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=12),
 )
 #: Thread blocks that a device runs at a time, about; and bytes of A and B that one of them gets
 #: from the L2 cache while its tensor cores multiply 4096 pairs of codes. Tiles are chosen by these.
@@ -161,7 +167,8 @@ def plan_gemm(
     tiles : GemmTiles, optional
         Chosen by `choose_tiles` when omitted.
     arch : str, optional
-        Architecture that it will run on.
+        Architecture that it will run on: on ``"sm_90a"`` the Hopper form runs where it takes the
+        operands; `GemmPlan.note` says why where it does not.
 
     Returns
     -------
@@ -174,12 +181,16 @@ def plan_gemm(
         For more tiles than a grid has blocks.
     """
     (m, k), n = a.shape, b.shape[0]
-    form, note = "portable", ""
-    tiles = choose_tiles(m, n, PORTABLE_TILES) if tiles is None else tiles
-    operands = [a, b, *(outliers[:2] if outliers else ())]
+    operands = {"a": (a, "int8"), "b": (b, "int8")}
+    if outliers is not None:
+        operands |= {"a_16": (outliers[0], outliers[2]), "b_16": (outliers[1], outliers[2])}
+    note = _hopper_obstacle(operands) if arch == "sm_90a" else ""
+    form = "sm90" if arch == "sm_90a" and not note else "portable"
+    if tiles is None:
+        tiles = choose_tiles(m, n, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
     features = GemmFeatures(
         out_dtype,
-        min(_bytes_per_access(x) for x in operands),
+        min(_bytes_per_access(x) for x, _ in operands.values()),
         max(width for width in (1, 2, 4, 8) if c.allows(width)),
         bias,
         activation,
@@ -202,11 +213,39 @@ def plan_gemm(
     if grid > INT32_MAX:
         raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
     defines = {**tiles.defines(), **features.defines()}
-    spec = ModuleSpec("gemm_int8.cu", tuple(sorted(defines.items())))
+    folder = "" if form == "portable" else f"{form}/"
+    spec = ModuleSpec(f"{folder}gemm_int8.cu", tuple(sorted(defines.items())))
     structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
     structs = ((GEMM_PARAMS, params),)
+    if form == "sm90":
+        rows = {"a": tiles.block_m, "b": tiles.block_n}
+        maps = [
+            tensor_map_of(name, dtype, _with_four_axes(x), rows[name[0]])
+            for name, (x, dtype) in operands.items()
+        ]
+        # Without outliers their maps are not looked at, and say something that holds.
+        structs += tuple(maps if outliers else maps * 2)
+        grid = min(grid, HOPPER_BLOCKS)
     launch = Launch(spec, "gemm_int8", grid, tiles.num_threads, True, structs)
     return GemmPlan(form, tiles, features, (launch,), note)
+
+
+def _hopper_obstacle(operands: dict[str, tuple[Operand, str]]) -> str:
+    """Return why the Hopper form does not take these operands, as a note; "" where it does."""
+    for name, (x, _) in operands.items():
+        if 0 in x.shape:
+            return f"portable form: {name} has nothing for the copy engine"
+        if x.misalignment or x.row_strides[0] < 0 or _row_bytes(x) % 16:
+            return (
+                "portable form: the copy engine needs addresses and rows at multiples of 16 bytes, "
+                f"got {name} at 16 n + {x.misalignment} with rows of {_row_bytes(x)} bytes"
+            )
+    return ""
+
+
+def _with_four_axes(x: Operand) -> Operand:
+    """Return a matrix as the copy engine's instruction takes it."""
+    return Operand((1, 1, *x.shape), (0, 0, *x.strides), x.itemsize, x.misalignment)
 
 
 def _row_bytes(x: Operand) -> int:
