@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from cupyattn.measure import ladder
     from cupyattn.quant import (
         Int8Config,
+        Int8Linear,
         QuantConfig,
         QuantizedQKV,
         act_quant,
@@ -57,6 +58,7 @@ __all__ = [
     "GemmTiles",
     "Int8Attention",
     "Int8Config",
+    "Int8Linear",
     "KernelCompileError",
     "KernelLaunchError",
     "QuantConfig",
@@ -106,6 +108,7 @@ _HOME = {
     "UnsupportedError": "errors",
     "ladder": "measure",
     "Int8Config": "quant",
+    "Int8Linear": "quant",
     "QuantConfig": "quant",
     "QuantizedQKV": "quant",
     "act_quant": "quant",

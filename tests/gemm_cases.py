@@ -46,10 +46,16 @@ class Product:
         return gemm_mirror(*self.operands, self.out_dtype, **self.after)
 
     def share_of_bound(self, c: np.ndarray) -> float:
-        """Return the largest error as a share of its bound; a NaN is infinitely wrong."""
+        """Return the largest error as a share of its bound; a NaN is infinitely wrong.
+
+        Where the bound is 0, as without anything to sum, only the exact result will do; where it is
+        infinite, past the range of the type, anything.
+        """
         error = np.abs(as_float64(c) - gemm_exact(*self.operands, **self.after))
         bound = gemm_error(*self.operands, self.out_dtype, **self.after)
-        share = np.where(np.isnan(error), np.inf, error) / bound
+        error = np.where(np.isnan(error), np.inf, error)
+        judged = (error > 0) & np.isfinite(bound)
+        share = np.divide(error, bound, out=np.zeros_like(error), where=judged)
         return float(share.max(initial=0.0))
 
     def but(self, **fields: Any) -> Product:
@@ -69,6 +75,7 @@ def product(
     """Draw a product of (m, n, k): codes of activations of one regime, and of a normal weight."""
     m, n, k = shape
     rng = np.random.default_rng(seed)
+    regime = regime if k else "normal"  # which channel is an outlier is drawn
     x = operand(seed, np.dtype(np.float32), (1, 1, m, k), regime)[0, 0]
     w = (rng.standard_normal((n, k)) / np.sqrt(max(k, 1))).astype(np.float32)
     pair = None

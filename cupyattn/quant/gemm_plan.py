@@ -85,8 +85,25 @@ class GemmFeatures:
         }
 
 
-@dataclass(frozen=True)
-class GemmPlan:
+@dataclass(frozen=True, kw_only=True)
+class OneLaunch:
+    """A call turned into a launch, or none: what an executor runs.
+
+    `features` is what was compiled in.
+    """
+
+    features: GemmFeatures
+    launches: tuple[Launch, ...] = ()
+    workspace: tuple[Workspace, ...] = ()
+
+    @functools.cached_property
+    def on_devices(self) -> dict[Any, Any]:
+        """What an executor keeps of this plan, by device."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmPlan(OneLaunch):
     """A product turned into a launch, as `cupyattn.launch.Plan` is of attention.
 
     `note` says why the Hopper form was left out, where it was.
@@ -94,15 +111,7 @@ class GemmPlan:
 
     form: str
     tiles: GemmTiles
-    features: GemmFeatures
-    launches: tuple[Launch, ...]
     note: str = ""
-    workspace: tuple[Workspace, ...] = ()
-
-    @functools.cached_property
-    def on_devices(self) -> dict[Any, Any]:
-        """What an executor keeps of this plan, by device."""
-        return {}
 
 
 def choose_tiles(m: int, n: int, choices: tuple[GemmTiles, ...]) -> GemmTiles:
@@ -197,7 +206,7 @@ def plan_gemm(
         outliers[2] if outliers else "",
     )
     if m * n == 0:
-        return GemmPlan(form, tiles, features, (), note)
+        return GemmPlan(features=features, form=form, tiles=tiles, note=note)
     params: dict[str, Any] = {
         "A": "a", "B": "b", "A_scale": "a_scales", "B_scale": "b_scales", "C": "c",
         "bias": "bias" if bias else None,
@@ -227,7 +236,7 @@ def plan_gemm(
         structs += tuple(maps if outliers else maps * 2)
         grid = min(grid, HOPPER_BLOCKS)
     launch = Launch(spec, "gemm_int8", grid, tiles.num_threads, True, structs)
-    return GemmPlan(form, tiles, features, (launch,), note)
+    return GemmPlan(features=features, launches=(launch,), form=form, tiles=tiles, note=note)
 
 
 def _hopper_obstacle(operands: dict[str, tuple[Operand, str]]) -> str:
