@@ -63,6 +63,27 @@ def of_one_type(cells: Sequence[tuple[str, str]] = CELLS) -> list[Any]:
     ]
 
 
+#: Rungs that take a score in a thread: the interpreter is several times as long at these.
+SCALAR = ("unfused", "fa", "fa_warps")
+
+
+def in_turn(turn: int, rungs: Sequence[str] = tuple(VARIANTS)) -> list[Any]:
+    """Return rungs as parameters of a test in the interpreter: two of the scalar ones are slow.
+
+    Which one is not, `turn` says. All of them meet all features in tests/test_cross.py.
+    """
+    late = {rung for number, rung in enumerate(SCALAR) if number != turn % 3}
+    return [pytest.param(rung, marks=[pytest.mark.slow] if rung in late else []) for rung in rungs]
+
+
+def on_both(turn: int, rungs: Sequence[str] = tuple(VARIANTS)) -> list[Any]:
+    """Return pairs of rung and backend: all on the mirror, in the interpreter as `in_turn`."""
+    interpreted = [
+        pytest.param(*one.values, "interpret", marks=one.marks) for one in in_turn(turn, rungs)
+    ]
+    return [*((rung, "mirror") for rung in rungs), *interpreted]
+
+
 #: Rungs whose operands are the caller's own.
 PLAIN = [rung for rung in RUNGS if variant_of(rung).family != "int8"]
 #: Elements of NaN on either side of a guarded array.

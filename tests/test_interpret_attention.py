@@ -94,7 +94,7 @@ def test_drawn_problems(rung: str, dtype: str, data: Any) -> None:
     run(rung, inputs, **options).check()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(0, RUNGS))
 def test_kinds_of_values(rung: str) -> None:
     """Within the bound on all of them, and not a hundred times below it on each."""
     ratios = {}
@@ -106,7 +106,7 @@ def test_kinds_of_values(rung: str) -> None:
     assert max(ratios.values()) >= 0.05, ratios
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
 def test_batches_and_grouped_heads(rung: str) -> None:
     """As each head on its own, to the bit."""
     head_dim, _ = head_dims(rung)
@@ -251,7 +251,7 @@ def test_the_hopper_form_writes_no_column_past_head_dim(head_dim: int) -> None:
     assert np.isfinite(out).all() and np.isnan(buffer[..., head_dim:]).all()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(2, RUNGS))
 def test_batches_of_blocks_change_nothing(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head_dim, _ = head_dims(rung)
     inputs = normal((1, 2, 70, head_dim), (1, 2, 40, head_dim))

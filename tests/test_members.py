@@ -69,9 +69,9 @@ def test_the_kernel_itself_agrees_on_every_place(source: str) -> None:
             row = place + "[0]" * axis
             checks.append(f"sizeof({row}) / sizeof({row}[0]) == {extent}")
     text = spec.path.read_text() + "".join(f"static_assert({check});\n" for check in checks)
-    assert kc.build(spec, arch, text).kernels
+    assert kc.translate(spec, arch, text).ptx
     with pytest.raises(KernelCompileError, match="static assertion failed"):
-        kc.build(spec, arch, text + f"static_assert({checks[0]} + 1);\n")
+        kc.translate(spec, arch, text + f"static_assert({checks[0]} + 1);\n")
 
 
 @pytest.mark.parametrize("source", WITH_STORAGE)
@@ -85,7 +85,7 @@ def test_the_members_fill_the_struct(source: str) -> None:
     end = max(member.offset + member.nbytes for member in members)
     slack = 2048 if spec.hopper else 128  # the Hopper form aligns its base itself
     assert members[0].offset == 0
-    assert 0 <= kc.build(spec, arch).smem_bytes - end < slack
+    assert 0 <= kc.translate(spec, arch).smem_bytes - end < slack
 
 
 def test_other_element_types_and_stages() -> None:

@@ -207,14 +207,14 @@ def test_scales_of_sequences_do_not_overlap(lengths: list[int], group: int) -> N
     assert end <= packed_groups(first, len(lengths), group)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(0, RUNGS))
 def test_within_the_bound(rung: str) -> None:
     inputs, ends = packed(LENGTHS, 4, 2, head_dim=36)
     for one in runs.run_packed(rung, inputs, ends, backend="interpret", causal=True):
         one.check()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
 def test_neighbours_have_no_influence(rung: str) -> None:
     """What precedes and follows a sequence is NaN, and so is all beside the packed rows."""
     (q, k, v), ends = packed(((3, 2), (37, 41), (4, 5)), 2, 1)
@@ -231,7 +231,7 @@ def test_neighbours_have_no_influence(rung: str) -> None:
     assert np.isnan(amid[2]).all() and np.isnan(amid[40:]).all()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(2, RUNGS))
 def test_results_are_written_in_full_and_nothing_beside_them(rung: str) -> None:
     inputs, ends = packed(LENGTHS, 4, 2, head_dim=32)
     out = Guarded.empty(inputs[0].shape, "float16")
