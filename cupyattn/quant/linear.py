@@ -158,9 +158,10 @@ class Int8Linear:
         columns = _columns(outlier_columns, weight.shape[1])
         kept = None
         if columns.size:
-            kept = weight[:, columns].astype(STORAGE[outlier_dtype])
+            index = array_namespace(weight).asarray(columns)
+            kept = weight[:, index].astype(STORAGE[outlier_dtype])
             weight = weight.copy()
-            weight[:, columns] = 0
+            weight[:, index] = 0
         return cls(
             *weight_quant(weight), bias, activation=activation,
             outlier_columns=columns.tolist(), outlier_weight=kept,
