@@ -103,7 +103,7 @@ class Int8Config:
 
 def quantize_rows(x: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
     """Do what `cupyattn.act_quant` does, with the functions of the array's library."""
-    _check_values("x", x, least_axes=1)
+    check_values("x", x, least_axes=1)
     _check_block_size(block_size)
     xp = array_namespace(x)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -148,7 +148,7 @@ def weight_quant(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
     >>> codes.tolist(), scales.tolist()
     ([[127, 1], [0, 1]], [[1.0]])
     """
-    _check_values("w", w, least_axes=2)
+    check_values("w", w, least_axes=2)
     _check_block_size(block_size)
     xp = array_namespace(w)
     matrix = as_matrix(w)
@@ -347,7 +347,8 @@ def _codes(values: Array, inverse: Array) -> Array:
     return xp.where(xp.isnan(values), np.float32(0), values).astype(np.int8)
 
 
-def _check_values(name: str, x: Array, *, least_axes: int) -> None:
+def check_values(name: str, x: Array, *, least_axes: int) -> None:
+    """Raise unless an array has a type to quantise, and axes enough."""
     array_namespace(x)
     if x.dtype.name not in STORAGE:
         raise TypeError(f"{name} must be {', '.join(STORAGE)}, got {x.dtype.name}")
