@@ -72,6 +72,30 @@ __device__ __forceinline__ void load_slice(
   }
 }
 
+// A slice of A times one of B: every 32 bytes of a row are a step of an mma, and
+// multiply(row tile, column tile, A_frag, b0, b1) adds a tile of 16 x 8.
+template <typename Multiply>
+__device__ __forceinline__ void multiply_slice(
+    uint32_t A_slice, uint32_t B_slice, Multiply multiply) {
+#pragma unroll
+  for (int k = 0; k < SLICE / 32; ++k) {
+    uint32_t A_frag[MMA_ROWS][4];
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+      ldmatrix_x4(A_frag[r], swizzled_from<CHUNKS>(A_slice, r * 16, 2 * k));
+#pragma unroll
+    for (int n = 0; n < MMA_COLS; n += 2) {
+      uint32_t B_frag[4];  // two column tiles, two halves of k
+      ldmatrix_x4(B_frag, swizzled_from<CHUNKS>(B_slice, n * 8, 2 * k));
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r) {
+        multiply(r, n, A_frag[r], B_frag[0], B_frag[1]);
+        multiply(r, n + 1, A_frag[r], B_frag[2], B_frag[3]);
+      }
+    }
+  }
+}
+
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gemm_int8(
     const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -125,37 +149,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gemm_int8(
     __syncthreads();  // this step's slices are visible, the stage filled next is no longer read
     load(step + NUM_STAGES - 1);
 
-    // Every 32 bytes of a row are a step of an mma; `multiply` adds a tile of 16 x 8.
-    auto for_each_tile = [&](auto multiply) {
-#pragma unroll
-      for (int k = 0; k < SLICE / 32; ++k) {
-        uint32_t A_frag[MMA_ROWS][4];
-#pragma unroll
-        for (int r = 0; r < MMA_ROWS; ++r)
-          ldmatrix_x4(A_frag[r], swizzled_from<CHUNKS>(A_slice, r * 16, 2 * k));
-#pragma unroll
-        for (int n = 0; n < MMA_COLS; n += 2) {
-          uint32_t B_frag[4];  // two column tiles, two halves of k
-          ldmatrix_x4(B_frag, swizzled_from<CHUNKS>(B_slice, n * 8, 2 * k));
-#pragma unroll
-          for (int r = 0; r < MMA_ROWS; ++r) {
-            multiply(r, n, A_frag[r], B_frag[0], B_frag[1]);
-            multiply(r, n + 1, A_frag[r], B_frag[2], B_frag[3]);
-          }
-        }
-      }
-    };
     if (OUTLIERS && step >= num_codes) {
       if constexpr (OUTLIERS)
-        for_each_tile([&](int r, int n, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-          mma_m16n8k16<outlier_t>(C_acc[r][n], a, b0, b1);  // G2
-        });
+        multiply_slice(
+            A_slice, B_slice, [&](int r, int n, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+              mma_m16n8k16<outlier_t>(C_acc[r][n], a, b0, b1);  // G2
+            });
       continue;
     }
     int32_t dot[MMA_ROWS][MMA_COLS][4] = {};
-    for_each_tile([&](int r, int n, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-      mma_m16n8k32_s8(dot[r][n], a, b0, b1);
-    });
+    multiply_slice(
+        A_slice, B_slice, [&](int r, int n, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+          mma_m16n8k32_s8(dot[r][n], a, b0, b1);
+        });
     const float B_scale = smem.B_scale[stage][col0 / SCALE_ROWS];
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
