@@ -76,6 +76,16 @@ def in_turn(turn: int, rungs: Sequence[str] = tuple(VARIANTS)) -> list[Any]:
     return [pytest.param(rung, marks=[pytest.mark.slow] if rung in late else []) for rung in rungs]
 
 
+def cells_in_turn(turn: int, cells: Sequence[tuple[str, str]] = CELLS) -> list[Any]:
+    """Return cells as parameters: `of_one_type` and `in_turn` at once."""
+    rungs = list(dict.fromkeys(rung for rung, _ in cells))
+    late = {one.values[0] for one in in_turn(turn, rungs) if one.marks}
+    return [
+        pytest.param(*one.values, marks=pytest.mark.slow if one.values[0] in late else one.marks)
+        for one in of_one_type(cells)
+    ]
+
+
 def on_both(turn: int, rungs: Sequence[str] = tuple(VARIANTS)) -> list[Any]:
     """Return pairs of rung and backend: all on the mirror, in the interpreter as `in_turn`."""
     interpreted = [

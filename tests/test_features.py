@@ -112,8 +112,8 @@ def test_the_mirror_is_within_its_bound(rung: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("rung", "dtype", "number"),
     [
-        pytest.param(rung, dtype, number, marks=[pytest.mark.slow] if dtype != "float16" else [])
-        for shift, (rung, dtype) in enumerate(RUNGS)
+        pytest.param(*cell.values, number, marks=cell.marks)
+        for shift, cell in enumerate(runs.cells_in_turn(1, RUNGS))
         for number in range(shift % 7, len(CELLS), 7)
     ],
 )

@@ -60,7 +60,7 @@ def attend(rung: str, *operands: Any, **options: Any) -> Any:
 # ---- J2 and J3 -----------------------------------------------------------------------------------
 
 
-@EACH_RUNG
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0))
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths(rung: str, dtype: str, causal: bool) -> None:
     head_dim, _ = head_dims(rung)
@@ -121,7 +121,7 @@ def test_batches_and_grouped_heads(rung: str) -> None:
         assert bits(one.lse[0, 0]) == bits(whole.lse[batch, head])
 
 
-@EACH_RUNG
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(1))
 @pytest.mark.parametrize("causal_align", ["bottom-right", "top-left"])
 def test_rows_without_keys(rung: str, dtype: str, causal_align: str) -> None:
     """Bottom-right alignment with more queries than keys leaves the first rows empty."""
@@ -144,7 +144,7 @@ def test_empty_results(rung: str, dtype: str) -> None:
         assert isinstance(o, np.ndarray) and o.dtype == STORAGE[dtype]
 
 
-@pytest.mark.parametrize("rung", PLAIN)
+@pytest.mark.parametrize("rung", runs.in_turn(2, PLAIN))
 def test_a_masked_nan_has_no_influence_and_an_attended_one_shows(rung: str) -> None:
     q, k, v = normal((1, 1, 70, 64), (1, 1, 70, 64))
     clean = run(rung, (q, k, v), causal=True).o
@@ -157,7 +157,7 @@ def test_a_masked_nan_has_no_influence_and_an_attended_one_shows(rung: str) -> N
 # ---- what a kernel may touch ---------------------------------------------------------------------
 
 
-@EACH_RUNG
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(1))
 @pytest.mark.parametrize("pads", [False, True])
 def test_results_are_written_in_full_and_nothing_beside_them(
     rung: str, dtype: str, pads: bool
@@ -176,7 +176,7 @@ def test_results_are_written_in_full_and_nothing_beside_them(
         found.check()
 
 
-@EACH_RUNG
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(2))
 def test_what_lies_outside_the_arrays_has_no_influence(rung: str, dtype: str) -> None:
     for head_dim, pad in zip(head_dims(rung), (8, 1), strict=True):
         inputs = normal((1, 2, 40, head_dim), (1, 2, 70, head_dim), dtype)
@@ -204,12 +204,12 @@ def views_of(x: np.ndarray) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "rung",
     [
-        pytest.param(rung, marks=[pytest.mark.slow] if rung in ("unfused", "fa_warps") else [])
+        pytest.param(rung, marks=[] if rung.endswith("@sm90") else [pytest.mark.slow])
         for rung in RUNGS
     ],
 )
 def test_strides(rung: str) -> None:
-    """Of every rung tests/test_bug_classes.py has some."""
+    """Of every portable rung tests/test_bug_classes.py has some."""
     head_dim, _ = head_dims(rung)
     views = [views_of(x) for x in normal((2, 2, 18, head_dim), (2, 2, 36, head_dim))]
     for name in views[0]:
@@ -221,7 +221,7 @@ def test_strides(rung: str) -> None:
             assert bits(found.o) == bits(plain.o), name
 
 
-@EACH_RUNG
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0))
 def test_out_is_written_in_any_strides(rung: str, dtype: str) -> None:
     head_dim, _ = head_dims(rung)
     inputs = normal((1, 2, 35, head_dim), (1, 1, 20, head_dim), dtype)

@@ -188,7 +188,7 @@ def test_the_pass_spills_nothing_and_stores_whole_accesses() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("rung", "dtype"), runs.of_one_type(CELLS))
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(2, CELLS))
 def test_the_kernels_attend_with_turned_operands(rung: str, dtype: str, interleaved: bool) -> None:
     """To the bit what they do with operands that were turned beforehand, and within the bound."""
     q, k, v = arrays(dtype)

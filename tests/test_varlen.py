@@ -110,7 +110,7 @@ def assert_as_alone(rung: str, inputs: Arrays, ends: Any, **options: Any) -> Non
 # ---- each sequence is as if alone ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rung", "dtype"), runs.of_one_type(CELLS))
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0, CELLS))
 def test_the_kernels_take_every_sequence_for_itself(rung: str, dtype: str) -> None:
     """Features rotate over storage types, so that each rung meets all of them, with the slow."""
     first = runs.variant_of(rung).dtypes.index(dtype)
