@@ -16,6 +16,7 @@ import pytest
 
 from cupyattn import cli, device, measure, reference, registry
 from cupyattn import compile as kc
+from cupyattn.block_mask import BlockMask
 from cupyattn.cli import cache, inputs, plot, profile, verify
 from cupyattn.measure import Judgement
 from cupyattn.testing import Report
@@ -312,14 +313,21 @@ def test_references_differ_by_values_options_and_rows(own_cache: Path) -> None:
     x = np.random.default_rng(0).standard_normal((1, 1, 8, 16)).astype(np.float16)
     y = x.copy()
     y[0, 0, 0, 0] = np.nextafter(y[0, 0, 0, 0], np.float16(9))
-    for q, options in (
-        (x, {}), (y, {}), (x, {"causal": True}), (x, {"scale": 0.5}), (x, {"rows": np.array([3])}),
-    ):  # fmt: skip
+    first, second = np.zeros((2, 2, 1100, 8), np.float32)  # so long that their text is cut short
+    first[:, 2:], second[:, 3:] = 1, 1
+    blocks = np.array([[[[True]]], [[[False]]]])
+    options_of = (
+        {}, {"causal": True}, {"scale": 0.5}, {"rows": np.array([3])}, {"rope": tuple(first)},
+        {"rope": tuple(second)}, {"rope": tuple(second), "rope_offset_q": 1},
+        *({"block_mask": BlockMask(one[None], 64, 64)} for one in blocks),
+        {"block_mask": BlockMask(blocks[:1], 64, 128)},
+    )  # fmt: skip
+    for q, options in ((y, {}), *((x, one) for one in options_of)):
         o, lse = verify.cached_exact(q, x, x, **options)
         want_o, want_lse = reference.attention_exact(q, x, x, return_lse=True, **options)
         np.testing.assert_array_equal(o, want_o)
         np.testing.assert_array_equal(lse, want_lse)
-    assert verify.reference_info()[0] == 5
+    assert verify.reference_info()[0] == 1 + len(options_of)
 
 
 def test_verify_fails_where_a_cell_fails(

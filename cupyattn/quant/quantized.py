@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import checks
+from cupyattn.arrays import on_host
 from cupyattn.codes import codes_less_zero
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
@@ -484,10 +485,10 @@ class QuantizedQKV:
         arrays: dict[str, Any] = {}
         for name in _ARRAYS:
             if getattr(self, name) is not None:
-                arrays[name] = _to_host(getattr(self, name))
+                arrays[name] = on_host(getattr(self, name))
         if self.config.static:
             for name, scale in zip(("q", "k"), self.config.scales, strict=True):
-                arrays[f"config_{name}_scale"] = _to_host(scale)
+                arrays[f"config_{name}_scale"] = on_host(scale)
         config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         header = {
             "kind": _FILE_KIND,
@@ -627,7 +628,3 @@ def _given_value_scale(
             f"{length} keys in groups of {group}, got {tuple(scale.shape)}"
         )
     return xp.ascontiguousarray(xp.broadcast_to(scale, full)), group
-
-
-def _to_host(array: Any) -> Any:
-    return array.get() if hasattr(array, "get") else np.asarray(array)
