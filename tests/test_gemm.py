@@ -218,10 +218,17 @@ def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # t
 
 
 @pytest.mark.parametrize(
-    "arch",
-    ["sm_80", *(pytest.param(a, marks=pytest.mark.slow) for a in kc.ARCHITECTURES[1:])],
-)
-@pytest.mark.parametrize("tiles", PORTABLE_TILES, ids=lambda t: f"{t.block_m}x{t.block_n}")
+    ("tiles", "arch"),
+    [
+        pytest.param(
+            tiles, arch, id=f"{tiles.block_m}x{tiles.block_n}-{arch}",
+            marks=[] if (tiles, arch) == (PORTABLE_TILES[0], "sm_80") else [pytest.mark.slow],
+        )
+        for tiles in PORTABLE_TILES
+        for arch in kc.ARCHITECTURES
+        if arch in ("sm_80", "sm_90") or tiles is PORTABLE_TILES[0]
+    ],
+)  # fmt: skip
 def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
     if arch not in kc.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")

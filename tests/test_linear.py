@@ -135,7 +135,9 @@ def test_the_kernel_quantises_as_numpy_does(dtype: np.dtype, channels: int, step
         assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[2], *(pytest.param(t, marks=pytest.mark.slow) for t in DTYPES[:2])], ids=str
+)
 def test_the_kernel_keeps_columns(dtype: np.dtype) -> None:
     x = activations(4, dtype, 21, 200, "outlier channel")
     columns = np.int32([150, 3, 127, 128])
@@ -185,7 +187,9 @@ def test_params_are_the_fields_of_the_source_in_order() -> None:
     assert [(name, ACT_QUANT_PARAMS[name]) for name in ACT_QUANT_PARAMS.names] == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[0], *(pytest.param(t, marks=pytest.mark.slow) for t in DTYPES[1:])], ids=str
+)
 def test_quantising_activations_is_one_launch_without_spills(dtype: np.dtype) -> None:
     for outliers in (0, 8):
         plan = plan_act_quant(
