@@ -233,15 +233,15 @@ def asked_for(rung: str) -> dict[str, Any]:
 
 def attend(rung: str, *operands: Any, **options: Any) -> Any:
     """Call `attention` with the rung that is named."""
-    chosen = asked_for(rung)
+    chosen = {**asked_for(rung), **options}
     if isinstance(operands[0], QuantizedQKV):
         chosen.pop("quant", None)
-    return attention(*operands, **chosen, **options)
+    return attention(*operands, **chosen)
 
 
 def form_taken(rung: str, inputs: Arrays, **options: Any) -> str:
     """Return the form that these arrays get: the Hopper form does not take all of them."""
-    asked = Options(**asked_for(rung), **options)
+    asked = Options(**{**asked_for(rung), **options})
     return api.plans(resolve(*inputs, asked))[-1].form
 
 
@@ -264,6 +264,7 @@ class Run:
         variant = variant_of(self.rung)
         q, k, v = map(move, self.inputs)
         options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
+        options.pop("quant", None)  # what it came to is in `quantized`
         blocks = (0, 0) if options.get("block_mask") is None else options["block_mask"].blocks
         tiles = variant.tiles_for(
             q.shape[3], form=self.form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks,
@@ -320,9 +321,10 @@ def run(
 ) -> Run:
     """Call `attention`, and keep the quantised operands of the INT8 rung, which `quant` makes."""
     z = quantized(rung, inputs, backend, options, quant)
-    form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
+    given = options if quant is None else {**options, "quant": quant}
+    form = form_taken(rung, inputs, arch=arch, backend=backend, **given)
     if z is None or form == "fused":
-        operands, rest = inputs, options
+        operands, rest = inputs, given
     else:
         operands, rest = (z,), {n: x for n, x in options.items() if n not in ROPE}
     o, lse = attend(rung, *operands, return_lse=True, arch=arch, backend=backend, **rest)
@@ -384,12 +386,14 @@ def run_packed(
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
     plan = api.plans(resolve(*inputs, Options(**asked, **named)))[-1]
     judged = {**options, "tiles": plan.tiles}
-    return [
-        Run(rung, plan.form, one, of_sequence(judged, number, one),
-            quantized(rung, one, backend, options), o[:, :, rows], lse[None, :, rows])
-        for number, (rows, one) in enumerate(sequences(inputs, ends))
-        if rows.start < rows.stop
-    ]  # fmt: skip
+    found = []
+    for number, (rows, one) in enumerate(sequences(inputs, ends)):
+        if rows.start == rows.stop:
+            continue
+        own = of_sequence(judged, number, one)
+        z = quantized(rung, one, backend, options, own.get("quant"))
+        found.append(Run(rung, plan.form, one, own, z, o[:, :, rows], lse[None, :, rows]))
+    return found
 
 
 def run_into(

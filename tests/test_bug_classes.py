@@ -49,6 +49,12 @@ def test_1_offsets_past_32_bits(rung: str) -> None:
     expected = run(rung, (q, k, v), backend="interpret")
     found = run(rung, (far_apart(q), far_apart(k), far_apart(v)), backend="interpret")
     assert bits(found.o) == bits(expected.o)
+    rng = np.random.default_rng(0)
+    added = {"mask": rng.random((1, 2, 5, 7)) < 0.6, "bias": q[..., :7] * 1}
+    expected = run(rung, (q, k, v), backend="interpret", **added)
+    added = {name: far_apart(x) for name, x in added.items()}
+    found = run(rung, (q, k, v), backend="interpret", **added)
+    assert bits(found.o) == bits(expected.o) and bits(found.lse) == bits(expected.lse)
 
 
 @pytest.mark.parametrize("rung", PLAIN)
