@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyattn as ca
@@ -30,6 +30,9 @@ SHAPES = (
     GemmTiles(block_m=128, block_n=64, num_warps=4, num_stages=2),
     GemmTiles(block_m=16, block_n=256, num_warps=4, num_stages=2),
 )
+
+#: Of the Hopper form.
+HOPPER = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
 
 # ---- what it is ----------------------------------------------------------------------------------
 
@@ -304,3 +307,31 @@ def test_inputs_stay_as_they_are() -> None:
     P.run(), P.run(backend="interpret", tiles=SMALL)
     for x, y in zip(before, (*P.operands, P.bias, *P.outliers), strict=True):
         assert x.tobytes() == y.tobytes()
+
+
+# ---- any shape -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@settings(max_examples=8)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.tuples(st.integers(1, 70), st.integers(1, 140), st.integers(0, 300)),
+    st.sampled_from(tuple(STORAGE)),
+    st.sampled_from(ACTIVATIONS),
+    st.integers(0, 70),
+    st.sampled_from([(SMALL, None), (SHAPES[0], None), (HOPPER, "sm_90a")]),
+)
+def test_any_shape_holds_its_bound(seed, shape, out_dtype, activation, outliers, kernel) -> None:
+    p = product(
+        seed, shape, out_dtype=out_dtype, bias=bool(seed % 2), activation=activation,
+        outliers=outliers,
+    )  # fmt: skip
+    tiles, arch = kernel
+    aligned = all(x == 1 or n % 16 == 0 for x in shape[:2] for n in (shape[2], 2 * outliers))
+    if arch and not (aligned and shape[2]):
+        tiles, arch = SMALL, None  # the copy engine does not take such rows
+    c = p.run(backend="interpret", tiles=tiles, arch=arch)
+    assert p.share_of_bound(c) <= 1
+    if not activation and not outliers:
+        assert c.tobytes() == p.mirror().tobytes()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cupyattn import compile as kc
+from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.launch import HOPPER_BLOCKS, Operand, TensorMap
 from cupyattn.quant import gemm_plan
@@ -139,5 +140,7 @@ def test_what_the_copy_engine_cannot_take_runs_in_the_portable_form() -> None:
     a, scales = Operand((4, 128), (128, 1), 1, 4), Operand.contiguous((4, 1), 4)
     plan = plan_gemm(a, scales, a, scales, Operand.contiguous((4, 4), 2), "float16", arch="sm_90a")
     assert "got a at 16 n + 4" in plan.note
+    with pytest.raises(UnsupportedError, match="Hopper form do not go with .* rows of 100 bytes"):
+        planned(64, 64, 100, arch="sm_90a", tiles=SMALL)
     p = product(9, (5, 7, 30))
     assert p.run(backend="interpret", arch="sm_90a").tobytes() == p.mirror().tobytes()

@@ -70,9 +70,14 @@ def int8_gemm(
     ------
     TypeError, ValueError
         For arrays that do not fit together, and unknown names.
+    UnsupportedError
+        For `tiles` of the Hopper form and operands that it does not take.
 
     Notes
     -----
+    The Hopper form runs on compute capability 9.0 where addresses and rows are multiples of 16
+    bytes; where they are not, the portable form runs, and the logger ``cupyattn`` says why.
+
     The scales of a slice of 128 codes are applied to its exact sum, in float32:
     ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order.
     `cupyattn.quant.gemm_error` bounds the result element by element.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from cupyattn.features import DTYPES
 from cupyattn.launch import HOPPER_BLOCKS, Launch, Operand, TensorMap, Workspace, tensor_map_of
 from cupyattn.quant.gemm_reference import ACTIVATIONS
 from cupyattn.tiles import GemmTiles
+
+_log = logging.getLogger("cupyattn")
 
 #: ``struct GemmParams`` of kernels_cu/prims/gemm.cuh, field by field.
 GEMM_PARAMS = np.dtype(
@@ -187,7 +190,8 @@ def plan_gemm(
     Raises
     ------
     UnsupportedError
-        For more tiles than a grid has blocks.
+        For more tiles than a grid has blocks, and for `tiles` of the Hopper form and operands that
+        it does not take.
     """
     (m, k), n = a.shape, b.shape[0]
     operands = {"a": (a, "int8"), "b": (b, "int8")}
@@ -195,6 +199,10 @@ def plan_gemm(
         operands |= {"a_16": (outliers[0], outliers[2]), "b_16": (outliers[1], outliers[2])}
     note = _hopper_obstacle(operands) if arch == "sm_90a" else ""
     form = "sm90" if arch == "sm_90a" and not note else "portable"
+    if note and tiles is not None:
+        raise UnsupportedError(f"tiles of the Hopper form do not go with the {note}")
+    if note:
+        _log.info("int8_gemm: %s", note)
     if tiles is None:
         tiles = choose_tiles(m, n, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
     features = GemmFeatures(
