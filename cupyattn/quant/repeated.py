@@ -6,14 +6,13 @@ would take longer than the kernels.
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cupyattn import compile as compiler
 from cupyattn import executor
-from cupyattn.arrays import is_cupy
 
 Array = Any
 
@@ -42,15 +41,16 @@ class Repeated:
         """Run on other arrays of the same forms, on the current stream; return the results."""
         import cupy
 
-        elsewhere = cupy.cuda.runtime.getDevice() != self.device
-        with cupy.cuda.Device(self.device) if elsewhere else contextlib.nullcontext():
-            addresses = {name: a.data.ptr for name, a in arrays.items()}
-            made = []
-            for name, shape, dtype in self.results:
-                result = cupy.empty(shape, dtype)
-                addresses[name] = result.data.ptr
-                made.append(result)
-            executor.launch_all(self.launches, addresses)
+        if cupy.cuda.runtime.getDevice() != self.device:
+            with cupy.cuda.Device(self.device):
+                return self(arrays)
+        addresses = {name: a.data.ptr for name, a in arrays.items()}
+        made = []
+        for name, shape, dtype in self.results:
+            result = cupy.ndarray(shape, dtype)
+            addresses[name] = result.data.ptr
+            made.append(result)
+        executor.launch_all(self.launches, addresses)
         return made
 
 
@@ -64,12 +64,13 @@ def call_key(options: tuple[Any, ...], arrays: Mapping[str, Array]) -> Any:
     arrays : mapping of str to array
         By the buffers of the plan.
     """
-    key: list[Any] = [compiler.generation(), options]
-    for name, array in arrays.items():
-        if not is_cupy(array):
+    cupy = sys.modules.get("cupy")
+    key: list[Any] = [compiler.generation(), options, *arrays]
+    for array in arrays.values():
+        if cupy is None or not isinstance(array, cupy.ndarray):
             return None
-        data = array.data
-        key.append((name, array.shape, array.strides, array.dtype, data.ptr % 16, data.device_id))
+        data = array.data  # made anew each time it is asked for
+        key += (array.shape, array.strides, array.dtype, data.ptr % 16, data.device_id)
     return tuple(key)
 
 
