@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 import shutil
 from pathlib import Path
@@ -205,6 +207,26 @@ def test_quantising_activations_is_one_launch_without_spills(dtype: np.dtype) ->
 def test_more_blocks_than_32_bits_count_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="split the rows"):
         plan_act_quant(Operand.contiguous((2**28, 1024), 2), "float16")
+
+
+# ---- documents -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiles",
+        "quant.activations",
+        "quant.gemm",
+        "quant.gemm_plan",
+        "quant.gemm_reference",
+        "quant.linear",
+    ],
+)
+def test_the_examples_of_docstrings_are_true(name: str) -> None:
+    module = importlib.import_module(f"cupyattn.{name}")
+    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert found.failed == 0 < found.attempted
 
 
 # ---- arguments -----------------------------------------------------------------------------------
