@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn import compile as kc
-from cupyattn.errors import KernelCompileError
+from cupyattn.errors import KernelCompileError, UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.launch import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE
@@ -259,6 +259,13 @@ def test_accesses_are_as_wide_as_rows_allow() -> None:
         assert planned(64, 64, k).features.access_bytes == access_bytes
     assert [planned(64, n, 128).features.vec for n in (64, 36, 7)] == [8, 4, 1]
     assert planned(64, 64, 128, "float32").features.vec == 4
+
+
+def test_more_tiles_than_an_int_counts_are_refused() -> None:
+    for arch in (None, "sm_90a"):
+        with pytest.raises(UnsupportedError, match="tiles: split its rows"):
+            planned(2**24, 2**30, 128, arch=arch)
+        assert planned(2**20, 2**18, 128, arch=arch).launches
 
 
 def test_tiles_that_cannot_be_are_refused() -> None:

@@ -227,7 +227,8 @@ def plan_gemm(
         "m": m, "n": n, "k": k, "outliers": outliers[0].shape[1] if outliers else 0,
     }  # fmt: skip
     grid = _count(m, n, tiles)
-    if grid > INT32_MAX:
+    # NOTE: a block that stays goes on to a tile past the last, whose number is an int as well.
+    if grid > INT32_MAX - HOPPER_BLOCKS:
         raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
     defines = {**tiles.defines(), **features.defines()}
     folder = "" if form == "portable" else f"{form}/"
