@@ -549,11 +549,12 @@ def hopper_prims() -> Iterator[Prim]:
         },
         lambda **_: {"tile": TILE}, hopper=True,
     )  # fmt: skip
-    for dtype, columns in itertools.product(("float16", "bfloat16"), WGMMA_COLUMNS):
+    cells = itertools.product(("float16", "bfloat16"), WGMMA_COLUMNS)
+    for number, (dtype, columns) in enumerate(cells):
         for entry, arguments in wgmma_arguments(dtype, columns).items():
             yield Prim(
                 f"wgmma_{entry}-{dtype}-{columns}", "wgmma", entry, 256 if entry == "ss" else 128,
-                arguments, wgmma_expected(dtype)[entry], hopper=True,
+                arguments, wgmma_expected(dtype)[entry], hopper=True, late=number % 2 == 1,
                 defines=defines(Tiles(128, columns, 8), Features(dtype, WGMMA_DEPTH, vec=8)),
             )  # fmt: skip
     yield Prim(

@@ -18,8 +18,13 @@ CELLS += [(p, "sm_90") for p in PRIMS if not p.hopper and p.header in ("mma", "w
 
 
 @pytest.mark.parametrize(
-    ("prim", "arch"), CELLS, ids=[f"{prim.name}-{arch}" for prim, arch in CELLS]
-)
+    ("prim", "arch"),
+    [
+        pytest.param(*cell, id="-".join((cell[0].name, cell[1])),
+                     marks=[pytest.mark.slow] if cell[0].late else [])
+        for cell in CELLS
+    ],
+)  # fmt: skip
 def test_primitive(prim: Prim, arch: str) -> None:
     arguments = prim.arguments()
     expected = prim.expected(**arguments)

@@ -320,7 +320,7 @@ def test_explain_says_the_form_and_where_keys_are_cut_off() -> None:
 
 
 def test_a_prepared_call_takes_other_sequences_up_to_its_limits() -> None:
-    inputs, ends = packed(LENGTHS, 4, 2)
+    inputs, ends = packed(LENGTHS, 4, 2, head_dim=16)
     other = tuple(np.sort(rng_of(x).integers(0, x[-1] + 1, len(x))).astype(np.int32) for x in ends)
     for x, y in zip(other, ends, strict=True):
         x[0], x[-1] = 0, y[-1]
