@@ -95,6 +95,7 @@ BROKEN = [
     ("gemm_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2: the next slice"),
     ("sm90/gemm_int8.cu", {"BLOCK_M": 96}, "BLOCK_M must be 64, 128 or 192"),
     ("sm90/gemm_int8.cu", {"BLOCK_N": 384}, "BLOCK_N must be 64, 128 or, up to BLOCK_M 128, 256"),
+    ("sm90/gemm_int8.cu", {"BLOCK_M": 192, "NUM_WARPS": 16}, "BLOCK_N must be 64, 128 or, up to"),
     ("sm90/gemm_int8.cu", {"NUM_WARPS": 8}, "NUM_WARPS must be 4 for every 64 rows of BLOCK_M"),
 ]
 #: Contracts of templates, tripped by a few lines of their own.

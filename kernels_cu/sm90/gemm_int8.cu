@@ -41,7 +41,7 @@ static_assert(
     CONSUMERS >= 1 && CONSUMERS <= 3 && CONSUMERS * 64 == BLOCK_M,
     "BLOCK_M must be 64, 128 or 192: one to three warpgroups of 64 rows");
 static_assert(
-    CHUNKS * CHUNK == BLOCK_N && CHUNK % 64 == 0 && CHUNKS * CONSUMERS <= 4,
+    CHUNKS * CHUNK == BLOCK_N && CHUNK % 64 == 0 && CHUNKS <= (CONSUMERS < 3 ? 2 : 1),
     "BLOCK_N must be 64, 128 or, up to BLOCK_M 128, 256: what the registers hold");
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
