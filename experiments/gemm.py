@@ -24,6 +24,7 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn import device, timing
+from cupyattn.arrays import on_host
 from cupyattn.cli import output
 from cupyattn.quant import gemm_error, gemm_exact
 from cupyattn.quant.blocks import BLOCK_SIZE
@@ -93,7 +94,7 @@ def judge(size: Size, c: Any, operands: Sequence[Any], seed: int) -> float:
     xp = array_namespace(c)
     some, across, down = (xp.asarray(index) for index in (rows, columns, blocks))
     parts = a[some], a_scales[some], b[across], b_scales[down], c[some][:, across]
-    host = [x.get() if hasattr(x, "get") else x for x in parts]
+    host = [on_host(x) for x in parts]
     error = np.abs(as_float64(host[4]) - gemm_exact(*host[:4]))
     return float((error / gemm_error(*host[:4], c.dtype.name)).max())
 
@@ -155,12 +156,14 @@ def measure(size: Size, args: argparse.Namespace, tiles: GemmTiles | None = None
     # NOTE: codes alone must exceed the cache, or half as many bytes would stay where all do not.
     codes = timing.rotated(operands)
     sets = [(x.copy(), w.copy(), *some) for some in codes]
-    calls = {name: _rotating(way, sets) for name, way in own.items() if row["shares"][name] <= 1}
+    calls = {
+        name: common.rotating(way, sets) for name, way in own.items() if row["shares"][name] <= 1
+    }
     if tiles is None and (peers := others(size)):
         import torch
 
         tensors = [tuple(torch.from_dlpack(array) for array in some) for some in sets]
-        calls |= {name: _rotating(way, tensors) for name, way in peers.items()}
+        calls |= {name: common.rotating(way, tensors) for name, way in peers.items()}
     samples = timing.time_interleaved(calls, rounds=args.rounds)
     operations = 2 * size.m * size.n * size.k
     row["seconds"] = {name: timing.median(found).median for name, found in samples.items()}
@@ -186,15 +189,15 @@ def measure_activations(shape: tuple[int, int], args: argparse.Namespace) -> dic
     x = cupy.asarray(host)
     found = ca.act_quant(x)
     row["ok"] = all(
-        mine[some].get().tobytes() == theirs.tobytes()
+        on_host(mine[some]).tobytes() == theirs.tobytes()
         for mine, theirs in zip(found, expected, strict=True)
     )
     if not row["ok"]:
         return row
     sets = timing.rotated((x, x.copy()))
     calls = {
-        "act_quant": _rotating(lambda x, y: ca.act_quant(x), sets),
-        "copy": _rotating(lambda x, y: cupy.copyto(y, x), sets),
+        "act_quant": common.rotating(lambda x, y: ca.act_quant(x), sets),
+        "copy": common.rotating(lambda x, y: cupy.copyto(y, x), sets),
     }
     samples = timing.time_interleaved(calls, rounds=args.rounds)
     moved = x.nbytes + sum(array.nbytes for array in found)
@@ -207,10 +210,6 @@ def measure_activations(shape: tuple[int, int], args: argparse.Namespace) -> dic
 def _ratio(samples: Mapping[str, Sequence[float]], mine: str, other: str) -> list[float]:
     found = timing.paired_ratio(samples[other], samples[mine])
     return [found.median, found.low, found.high]
-
-
-def _rotating(way: Callable[..., Any], sets: list[tuple[Any, ...]]) -> Callable[[int], Any]:
-    return lambda i: way(*sets[i % len(sets)])
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -234,6 +233,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
 
 def run(args: argparse.Namespace) -> int:
     """Measure every product and pass over activations, print the tables, write the record."""
+    common.check_rounds(args)
     sizes = QUICK_SIZES if args.quick else SIZES
     choices: tuple[GemmTiles | None, ...] = (None,)
     if args.tiles and not args.quick:
