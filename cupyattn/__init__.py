@@ -37,15 +37,17 @@ if TYPE_CHECKING:
     from cupyattn.measure import ladder
     from cupyattn.quant import (
         Int8Config,
+        Int8Linear,
         QuantConfig,
         QuantizedQKV,
         act_quant,
+        int8_gemm,
         quantize,
         weight_dequant,
         weight_quant,
     )
     from cupyattn.registry import VARIANTS, Variant, register
-    from cupyattn.tiles import Tiles
+    from cupyattn.tiles import GemmTiles, Tiles
 
 __version__ = "0.1.0"
 
@@ -53,8 +55,10 @@ __all__ = [
     "VARIANTS",
     "BlockMask",
     "Calibration",
+    "GemmTiles",
     "Int8Attention",
     "Int8Config",
+    "Int8Linear",
     "KernelCompileError",
     "KernelLaunchError",
     "QuantConfig",
@@ -74,6 +78,7 @@ __all__ = [
     "diffusion",
     "distributions",
     "explain",
+    "int8_gemm",
     "ladder",
     "plan",
     "quant",
@@ -103,15 +108,18 @@ _HOME = {
     "UnsupportedError": "errors",
     "ladder": "measure",
     "Int8Config": "quant",
+    "Int8Linear": "quant",
     "QuantConfig": "quant",
     "QuantizedQKV": "quant",
     "act_quant": "quant",
+    "int8_gemm": "quant",
     "quantize": "quant",
     "weight_dequant": "quant",
     "weight_quant": "quant",
     "VARIANTS": "registry",
     "Variant": "registry",
     "register": "registry",
+    "GemmTiles": "tiles",
     "Tiles": "tiles",
     "bounds": "",
     "checkpoints": "",

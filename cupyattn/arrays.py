@@ -84,6 +84,11 @@ def _importer(array: Any) -> Callable[[Any], Any]:
     return getattr(library, "from_dlpack", lambda result: result)
 
 
+def on_host(array: Any) -> np.ndarray:
+    """Return a NumPy array of the same numbers: of a CuPy array a copy, else the array itself."""
+    return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
 def contiguous_last_axis(array: Any) -> Any:
     """Return `array`, or a copy in C order where its last axis is not contiguous."""
     if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import executor
-from cupyattn.launch import Plan
+from cupyattn.executor import Runnable
 from cupyattn.rounding import array_namespace
 
 BACKENDS = ("cuda", "mirror", "interpret")
@@ -48,13 +48,13 @@ def choose(backend: str | None, array: Any) -> str:
     return backend
 
 
-def run(backend: str, plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None:
+def run(backend: str, plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> None:
     """Run a plan with `cupyattn.executor.run` or `cupyattn.interpret.run`, which say how.
 
     Parameters
     ----------
     backend : {"cuda", "interpret"}
-    plan : Plan
+    plan : Runnable
     buffers : mapping of str to array or None
     arch : str, optional
     """

@@ -1,7 +1,6 @@
 """Files of compiled kernels: whole or absent, checked when read, in one folder.
 
-An entry is one file, written beside its place and renamed into it; one that does not read back
-correctly counts as absent.
+An entry is one file; one that does not read back correctly counts as absent.
 """
 
 from __future__ import annotations
@@ -9,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 import threading
 from pathlib import Path
+
+from cupyattn.files import replacing
 
 #: Changes when the layout of an entry, or what goes into its key, changes.
 FORMAT = 1
@@ -55,16 +55,11 @@ def read(key: str) -> bytes | None:
 def write(key: str, payload: bytes) -> None:
     """Write an entry whole, or warn once that the folder does not take it."""
     folder = cache_folder()
-    temporary = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
-            temporary = Path(file.name)
+        with replacing(folder / f"{key}.bin") as file:
             file.write(_MAGIC + hashlib.sha256(payload).digest() + payload)
-        os.replace(temporary, folder / f"{key}.bin")
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         with _lock:
             first = folder not in _warned_folders
             _warned_folders.add(folder)

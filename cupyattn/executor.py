@@ -10,7 +10,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,10 +18,26 @@ from cupyattn import compile as compiler
 from cupyattn import tensor_map
 from cupyattn.checks import data_address
 from cupyattn.errors import KernelLaunchError
-from cupyattn.launch import Launch, Plan, TensorMap
+from cupyattn.launch import Launch, TensorMap, Workspace
 
 #: Alignment of every parameter in the buffer that the driver reads: a tensor map's.
 _ALIGNMENT = 128
+
+
+class Runnable(Protocol):
+    """What an executor needs of a plan of whatever kind."""
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Kernels in order."""
+
+    @property
+    def workspace(self) -> tuple[Workspace, ...]:
+        """Scratch memory that they share."""
+
+    @property
+    def on_devices(self) -> dict[Any, Any]:
+        """What an executor keeps of this plan, by device."""
 
 
 #: Takes the addresses that a launch needs, in its order, from those of all buffers.
@@ -143,12 +159,12 @@ class ReadyLaunch:
                 described[number] = address
 
 
-def ready(plan: Plan, arch: str | None = None) -> tuple[ReadyLaunch, ...]:
+def ready(plan: Runnable, arch: str | None = None) -> tuple[ReadyLaunch, ...]:
     """Return the launches of a plan, ready on the current device: compiled and loaded once.
 
     Parameters
     ----------
-    plan : Plan
+    plan : Runnable
     arch : str, optional
         Architecture to compile for; the device's own when omitted.
     """
@@ -161,12 +177,12 @@ def ready(plan: Plan, arch: str | None = None) -> tuple[ReadyLaunch, ...]:
     return found
 
 
-def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None:
+def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> None:
     """Run a plan on the current CuPy device and stream.
 
     Parameters
     ----------
-    plan : Plan
+    plan : Runnable
     buffers : mapping of str to cupy.ndarray or None
         Every buffer that the launches name, except the workspace, which is allocated here. More
         may be given.

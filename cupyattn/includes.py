@@ -18,7 +18,7 @@ _toolkit_memo: dict[tuple[str, int, int], tuple[str, tuple[str, ...]]] = {}
 
 def headers_reached(
     source: Path, text: str, kernels: Path, toolkit: Path
-) -> Iterator[tuple[Path, str]]:
+) -> Iterator[tuple[str, str]]:
     """Follow the ``#include`` lines of a source, and of what they name, to the end.
 
     Conditions are not evaluated: a header inside an ``#if`` counts, so that no key is too narrow.
@@ -36,7 +36,7 @@ def headers_reached(
 
     Yields
     ------
-    path : Path
+    path : str
         Each header once.
     content : str
         Its text; of a CUDA header, the digest.
@@ -46,20 +46,22 @@ def headers_reached(
     KernelCompileError
         If a quoted include is not found, or an include names no file.
     """
-    toolkit = _join(toolkit, "")
-    seen: set[Path] = set()
-    queue: list[tuple[Path, str]] = [(source, text)]
+    # NOTE: paths are text here: a key is made for every launch in the interpreter, and a Path takes
+    # longer to make than a file to look for.
+    cuda, folders = _join(toolkit), (_join(source.parent), _join(kernels), _join(toolkit))
+    seen: set[str] = set()
+    queue = [(str(source), text)]
     while queue:
         includer, content = queue.pop()
         for operand in _operands(content):
-            path = _resolve(operand, includer, (source.parent, kernels, toolkit))
+            path = _resolve(operand, includer, folders)
             if path is None or path in seen:
                 continue
             seen.add(path)
-            if path.is_relative_to(toolkit):
-                yield from _toolkit_header(path, toolkit, seen)
+            if path.startswith(f"{cuda}{os.sep}"):
+                yield from _toolkit_header(path, cuda, seen)
             else:
-                header = path.read_text()
+                header = Path(path).read_text()
                 yield path, header
                 queue.append((path, header))
 
@@ -70,12 +72,12 @@ def _operands(text: str) -> tuple[str, ...]:
     return tuple(_INCLUDE.findall(_BLOCK_COMMENT.sub(" ", text)))
 
 
-def _join(folder: Path, name: str) -> Path:
+def _join(folder: str | Path, name: str = "") -> str:
     """Return a path without ``..``, by its text: asking the file system takes milliseconds."""
-    return Path(os.path.normpath(folder / name))
+    return os.path.normpath(os.path.join(folder, name))
 
 
-def _resolve(operand: str, includer: Path, folders: tuple[Path, ...]) -> Path | None:
+def _resolve(operand: str, includer: str, folders: tuple[str, ...]) -> str | None:
     """Find an included file as NVRTC does; None for one that NVRTC supplies itself."""
     name = operand[1:-1]
     quoted = operand[:1] + operand[-1:] == '""'
@@ -83,34 +85,34 @@ def _resolve(operand: str, includer: Path, folders: tuple[Path, ...]) -> Path | 
         raise KernelCompileError(
             f"{includer}: #include {operand} names no file, so the cache cannot follow it"
         )
-    places = (includer.parent, *folders) if quoted else folders
+    places = (os.path.dirname(includer), *folders) if quoted else folders
     for place in places:
         if os.path.isfile(path := _join(place, name)):
             return path
     if quoted:
-        looked = ", ".join(dict.fromkeys(map(str, places)))
+        looked = ", ".join(dict.fromkeys(places))
         raise KernelCompileError(f'{includer}: #include "{name}" was not found in {looked}')
     return None
 
 
-def _toolkit_header(path: Path, toolkit: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
+def _toolkit_header(path: str, toolkit: str, seen: set[str]) -> Iterator[tuple[str, str]]:
     """Yield the digest of a CUDA header and of those that it reaches.
 
     They are large and change only with the toolkit: read once per process while size and time of
     change stay. Theirs may include what only a host compiler has, so a missing file is no error.
     """
-    status = path.stat()
-    memo_key = (str(path), status.st_mtime_ns, status.st_size)
+    status = os.stat(path)
+    memo_key = (path, status.st_mtime_ns, status.st_size)
     memo = _toolkit_memo.get(memo_key)
     if memo is None:
-        text = path.read_text(errors="replace")
+        text = Path(path).read_text(errors="replace")
         names = tuple(operand.strip('"<>') for operand in _operands(text))
         memo = (hashlib.sha256(text.encode()).hexdigest(), names)
         _toolkit_memo[memo_key] = memo
     digest, names = memo
     yield path, digest
     for name in names:
-        for place in (path.parent, toolkit):
+        for place in (os.path.dirname(path), toolkit):
             reached = _join(place, name)
             if os.path.isfile(reached):
                 if reached not in seen:

@@ -213,14 +213,14 @@ def _widest(*operands: Operand) -> int:
     return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
 
 
-def _blocks(*counts: int) -> int:
-    grid = math.prod(counts)
-    if grid > INT32_MAX:
+def check_grid(what: str, *counts: int, limit: int = INT32_MAX) -> int:
+    """Return the product of `counts`, how many blocks there are; UnsupportedError past a limit."""
+    blocks = math.prod(counts)
+    if blocks > limit:
         raise UnsupportedError(
-            f"{' x '.join(map(str, counts))} = {grid} thread blocks exceed the grid limit "
-            f"of {INT32_MAX}: split the call over batch or heads"
+            f"{what} takes {blocks} blocks, more than {limit}: split the call over batch or heads"
         )
-    return grid
+    return blocks
 
 
 def _features(call: AttentionCall, vec: int, **quantised: Any) -> Features:
@@ -347,7 +347,7 @@ def plan_attention(
         return _plan_split(variant, call, tiles, features, spec, params)
     if variant.family == "unfused":
         return _plan_unfused(variant, call, form, tiles, features, spec, params)
-    grid = _blocks(-(-call.len_q // tiles.block_q), call.batch * call.heads)
+    grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params),)
     workspace: tuple[Workspace, ...] = ()
     if form == "sm90":
@@ -369,10 +369,12 @@ def _persistent(
 
     Boxes are buffer, dtype, operand and rows of what the copy engine moves.
     """
+    # NOTE: every block goes on to a tile past the last, whose number is an int as well.
+    check_grid("the Hopper form", tiles, limit=INT32_MAX - HOPPER_BLOCKS)
     uneven = call.causal or call.window or call.packed is not None or call.block_mask != (0, 0)
     schedule = (SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None})
     workspace = (Workspace("next_tile", (1,), "int32", zeros=True),) if uneven else ()
-    maps = tuple(_tensor_map(*box) for box in boxes)
+    maps = tuple(tensor_map_of(*box) for box in boxes)
     return min(tiles, HOPPER_BLOCKS), (*maps, schedule), workspace
 
 
@@ -405,7 +407,7 @@ def _hopper_obstacle(
     return ""
 
 
-def _tensor_map(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
+def tensor_map_of(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
     """Describe an operand, copied `rows` rows and 128 bytes of columns at a time."""
     # NOTE: an axis of length 1 is never stepped along, but its stride must still be a legal one.
     strides = tuple(
@@ -426,7 +428,8 @@ def _plan_split(
     sizes = call.batch, call.heads, call.heads_kv, call.len_q, call.len_kv
     cut = splits.split(sizes, call.limits, tiles)
     rows = splits.row_tiles(call.heads, call.heads_kv, call.len_q, tiles)
-    grid = _blocks(rows, -(-cut.slices // tiles.num_warps), call.batch * call.heads_kv)
+    counts = rows, -(-cut.slices // tiles.num_warps), call.batch * call.heads_kv
+    grid, merged = check_grid(variant.name, *counts), check_grid("merge_splits", *call.lse_shape)
     slices = {
         "O": "slice_O", "M": "slice_M", "l": "slice_l", "first_key": cut.first,
         "end_key": cut.end, "slice_keys": cut.slice_keys, "slices": cut.slices,
@@ -436,8 +439,7 @@ def _plan_split(
     launches = (
         Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs),
         Launch(
-            merge, "merge_splits", _blocks(math.prod(call.lse_shape)), tiles.num_threads, True,
-            structs,
+            merge, "merge_splits", merged, tiles.num_threads, True, structs,
         ),
     )  # fmt: skip
     shape = (cut.slices, *call.lse_shape)
@@ -465,7 +467,7 @@ def _unfused_launch(
         "softmax": (-(-call.len_q // tiles.num_warps), batch_heads),
         "weighted_sum": (q_blocks, batch_heads),
     }
-    grid = _blocks(*grids[step])
+    grid = check_grid(variant.name, *grids[step])
     if grid == 0:
         return ()
     entry = f"{variant.entry_point}_{step}"
@@ -615,7 +617,7 @@ def plan_int8(
     if values is not None:
         params["V"], entry = "v_codes", f"{variant.entry_point}_pv8"
         structs += ((VALUE_PARAMS, values.params),)
-    grid = _blocks(-(-call.len_q // tiles.block_q), call.batch * call.heads)
+    grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     workspace: tuple[Workspace, ...] = ()
     if form in ("sm90", "sm90_pv8"):
         value = "bfloat16" if call.dtype == "bfloat16" else "float16"

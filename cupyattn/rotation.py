@@ -7,11 +7,9 @@ import math
 
 import numpy as np
 
-from cupyattn.checks import INT32_MAX
 from cupyattn.compile import ModuleSpec
-from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
-from cupyattn.launch import Launch, Operand, Plan
+from cupyattn.launch import Launch, Operand, Plan, check_grid
 from cupyattn.tiles import Tiles
 
 #: ``struct RopeParams`` of kernels_cu/prims/rope.cuh, field by field.
@@ -66,12 +64,7 @@ def plan_rotation(
     features = Features(dtype, head_dim, vec=vec, rope=pairs, varlen=packed is not None)
     if math.prod(x.shape) == 0:
         return Plan("rope", "portable", _TILES, features, ())
-    grid = batch * heads * -(-length // _TILES.block_q)
-    if grid > INT32_MAX:
-        raise UnsupportedError(
-            f"turning {x.shape} takes {grid} thread blocks, more than {INT32_MAX}: split the call "
-            "over batch or heads"
-        )
+    grid = check_grid(f"turning {x.shape}", batch, heads, -(-length // _TILES.block_q))
     spec = ModuleSpec("rope.cu", tuple(sorted({**_TILES.defines(), **features.defines()}.items())))
     params = {
         "X": "x", "Y": "turned", "cos": "rope_cos", "sin": "rope_sin", "X_stride": x.row_strides,

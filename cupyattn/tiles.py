@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels: the one source of every compile-time size."""
+"""Tile sizes of the kernels: the one source of every compile-time size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,29 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
-class Tiles:
+class _Sizes:
+    """What the sizes of every kernel have in common; a record of them adds its fields."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"tiles.{field.name} must be a positive integer, got {value!r}")
+        if self.num_threads > 1024:
+            raise ValueError(f"tiles.num_warps must be at most 32, got {self.num_threads // 32}")
+
+    @property
+    def num_threads(self) -> int:
+        """Threads per block."""
+        return 32 * int(getattr(self, "num_warps", 0))
+
+    def defines(self) -> dict[str, int]:
+        """Return the ``CFG_*`` macros that carry these sizes to ``prims/config.cuh``."""
+        return {f"CFG_{field.name.upper()}": getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class Tiles(_Sizes):
     """Block sizes of one attention kernel.
 
     Parameters
@@ -42,19 +64,32 @@ class Tiles:
     num_warps: int
     num_stages: int = 1
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"tiles.{field.name} must be a positive integer, got {value!r}")
-        if self.num_warps > 32:
-            raise ValueError(f"tiles.num_warps must be at most 32, got {self.num_warps}")
 
-    @property
-    def num_threads(self) -> int:
-        """Threads per block."""
-        return 32 * self.num_warps
+@dataclass(frozen=True)
+class GemmTiles(_Sizes):
+    """Block sizes of one matrix product; along k a step is the 128 codes that share a scale.
 
-    def defines(self) -> dict[str, int]:
-        """Return the ``CFG_*`` macros that carry these sizes to ``prims/config.cuh``."""
-        return {f"CFG_{field.name.upper()}": getattr(self, field.name) for field in fields(self)}
+    Parameters
+    ----------
+    block_m, block_n : int
+        Rows and columns of C per thread block.
+    num_warps : int
+        Warps per thread block.
+    num_stages : int
+        Slices of 128 codes in flight.
+
+    Raises
+    ------
+    ValueError
+        As for `Tiles`.
+
+    Examples
+    --------
+    >>> GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=4).num_threads
+    384
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int

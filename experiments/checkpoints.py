@@ -195,16 +195,13 @@ def section(record: Mapping[str, Any]) -> str:
         f"{record['cores']} cores with a load of {record['load']:.1f}, NumPy "
         f"{environment['numpy']}, revision {environment.get('revision', 'unknown')[:10]}.",
         "",
-        *(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)),
+        *common.markdown(header, rows),
     ])  # fmt: skip
 
 
 def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:
     """Write what was measured between the marks of docs/CHECKPOINTS.md."""
-    text = path.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    path.write_text(f"{before}{BEGIN}\n{section(record)}\n{END}{after}", encoding="utf-8")
+    common.replace_between(path, BEGIN, END, section(record))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -336,7 +336,7 @@ def _time(
     calls = {}
     for cell, row in zip(cells, rows, strict=True):
         if row["judgement"] is not None and row["judgement"]["j2"] <= 1:
-            calls[cell.name] = _rotating(cell.run, [cell.prepare(*operands) for operands in sets])
+            calls[cell.name] = rotating(cell.run, [cell.prepare(*operands) for operands in sets])
     before = device.clocks()
     with output.progress(problem.name, rounds * len(calls)) as advance:
         samples = timing.time_interleaved(calls, rounds=rounds, advance=advance)
@@ -358,7 +358,8 @@ def _time(
             row["baseline"] = baseline
 
 
-def _rotating(run: Callable[..., Any], sets: list[tuple[Any, ...]]) -> Callable[[int], Any]:
+def rotating(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[[int], Any]:
+    """Return what `cupyattn.timing.time_interleaved` calls: one set of arrays after the other."""
     return lambda i: run(*sets[i % len(sets)])
 
 
@@ -386,6 +387,12 @@ def _lasting(arguments: Sequence[str]) -> list[str]:
         while option in kept:
             del kept[kept.index(option) : kept.index(option) + 2]
     return kept
+
+
+def check_rounds(args: argparse.Namespace) -> None:
+    """Raise ValueError for too few rounds to be kept."""
+    if not args.quick and args.rounds < LEAST_ROUNDS:
+        raise ValueError(f"--rounds must be at least {LEAST_ROUNDS}, got {args.rounds}")
 
 
 def run_grid(
@@ -419,8 +426,7 @@ def run_grid(
     dict
         The record.
     """
-    if not args.quick and args.rounds < LEAST_ROUNDS:
-        raise ValueError(f"--rounds must be at least {LEAST_ROUNDS}, got {args.rounds}")
+    check_rounds(args)
     problems = []
     for problem, cells in grid:
         found = measure_problem(
@@ -465,6 +471,27 @@ def stored(name: str) -> dict[str, Any]:
     """Return the committed record of an experiment."""
     record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return record
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table as a document has it."""
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def replace_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between two marks of a document.
+
+    Raises
+    ------
+    ValueError
+        If the marks are not there, once each and in this order.
+    """
+    whole = path.read_text(encoding="utf-8")
+    before, first, rest = whole.partition(begin)
+    _, last, after = rest.partition(end)
+    if not (first and last) or begin in after or end in before:
+        raise ValueError(f"{path} must hold {begin!r} and {end!r} once each, in this order")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def table(found: Mapping[str, Any], baseline: str | None) -> tuple[list[str], list[list[str]]]:

@@ -63,7 +63,7 @@ def measure(shape: tuple[int, ...], rounds: int, seed: int, *, on_device: bool) 
     if not on_device or not row["ok"]:
         return row
     sets = timing.rotated(inputs)
-    calls = {name: _rotating(way, sets) for name, way in found.items()}
+    calls = {name: common.rotating(way, sets) for name, way in found.items()}
     samples = timing.time_interleaved(calls, rounds=rounds)
     # A copy moves every byte twice, attention once.
     for name in (SPLIT, PORTABLE):
@@ -71,10 +71,6 @@ def measure(shape: tuple[int, ...], rounds: int, seed: int, *, on_device: bool) 
         row[f"share of copy, {name}"] = [x / 2 for x in (ratio.median, ratio.low, ratio.high)]
     row["seconds"] = {name: timing.median(x).median for name, x in samples.items()}
     return row | {"samples": samples, "clocks": device.clocks()}
-
-
-def _rotating(way: Callable[..., Any], sets: list[tuple[Any, ...]]) -> Callable[[int], Any]:
-    return lambda i: way(*sets[i % len(sets)])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -140,7 +140,7 @@ def measure_rung(
         })  # fmt: skip
         if on_device and report.passed:
             laid = [operands_of(feature, one) for one in sets]
-            calls[feature] = _rotating(prepared, laid)
+            calls[feature] = common.rotating(prepared, laid)
     if not on_device:
         return rows
     with output.progress(f"{rung}, {problem.name}", rounds * len(calls)) as advance:
@@ -157,14 +157,9 @@ def measure_rung(
     return rows
 
 
-def _rotating(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[[int], Any]:
-    return lambda i: call(*sets[i % len(sets)])
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure every rung on every problem, print the tables, write record and page."""
-    if not args.quick and args.rounds < common.LEAST_ROUNDS:
-        raise ValueError(f"--rounds must be at least {common.LEAST_ROUNDS}, got {args.rounds}")
+    common.check_rounds(args)
     batch, heads = (1, 2) if args.quick else (4, 16)
     length = common.quick_length(args, 4096)
     problems = []
@@ -250,16 +245,12 @@ def page(record: Mapping[str, Any]) -> str:
         for row in rows:
             for i, rung in enumerate(header[1:], 1):
                 row[i] += " †" if (row[0], rung) in other else ""
-        lines += ["", f"## {found['problem']['name']}", "", *_markdown(header, rows)]
+        lines += ["", f"## {found['problem']['name']}", "", *common.markdown(header, rows)]
     return "\n".join(lines) + "\n"
 
 
 def _descriptions(record: Mapping[str, Any]) -> dict[str, str]:
     return {r["feature"]: r["description"] for found in record["problems"] for r in found["rows"]}
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
 def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn import distributions, timing
+from cupyattn.arrays import on_host
 from cupyattn.cli import output
 from experiments import common
 
@@ -61,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for rung in ca.VARIANTS:
         found = ways(rung, *arrays)
-        first = np.asarray(_host(ca.attention(*arrays, variant=rung)))
-        equal = all(np.array_equal(_host(call()), first) for call in found.values())
+        first = on_host(ca.attention(*arrays, variant=rung))
+        equal = all(np.array_equal(on_host(call()), first) for call in found.values())
         samples: dict[str, list[float]] = {name: [] for name in found}
         for _ in range(rounds):
             for name, call in found.items():
@@ -83,10 +84,6 @@ def _microseconds(seconds: Sequence[float]) -> str:
         return "-"
     x = timing.median(seconds)
     return f"{1e6 * x.median:.1f} [{1e6 * x.low:.1f}, {1e6 * x.high:.1f}]"
-
-
-def _host(array: Any) -> Any:
-    return array.get() if hasattr(array, "get") else array
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -143,7 +143,7 @@ def _full_table(shown: Mapping[str, Any]) -> list[str]:
         elif timed:
             cells += ["not timed", "", ""]
         rows.append(cells)
-    return _markdown(header, rows)
+    return common.markdown(header, rows)
 
 
 def _speed_table(record: Mapping[str, Any]) -> list[str]:
@@ -158,28 +158,12 @@ def _speed_table(record: Mapping[str, Any]) -> list[str]:
         [name, *("" if c.get(name) is None else f"{c[name]:.3g}" for c in columns)]
         for name in names
     ]
-    return _markdown(header, rows)
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---"] * len(header)
-    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+    return common.markdown(header, rows)
 
 
 def update_readme(record: Mapping[str, Any], path: Path = README) -> None:
-    """Replace what stands between the README's markers by the table of a record.
-
-    Raises
-    ------
-    ValueError
-        If the markers are not there, once each and in this order.
-    """
-    text = path.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in after or END in before:
-        raise ValueError(f"{path} must hold {BEGIN!r} and {END!r} once each, in this order")
-    path.write_text(f"{before}{BEGIN}\n{readme_table(record)}\n{END}{after}", encoding="utf-8")
+    """Replace what stands between the README's marks by the table of a record."""
+    common.replace_between(path, BEGIN, END, readme_table(record))
 
 
 def stored() -> dict[str, Any]:

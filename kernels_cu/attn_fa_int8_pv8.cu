@@ -5,7 +5,7 @@
 //              products, exact integers, are added up in float32 with the factor of each tile.
 // Differs from attn_fa_int8: S2 loads codes of V, channels for rows, since 8-bit fragments need
 //              neighbours along the keys, in such an order that the scores of a lane are neighbours
-//              already (quantize.cu); S4 subtracts the maximum of the tile, not of the row;
+//              already (quantize_values.cu); S4 subtracts the maximum of the tile, not of the row;
 //              S5 is two levels of sums, and takes V's zero points off the first; S6 gives back
 //              the mean of V. S is wholly scaled before its maximum, so that no weight of a tile
 //              exceeds code 255, and O is rescaled in every step: skipping that spills at head_dim

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.quant import QuantConfig
 from cupyattn.registry import VARIANTS
 from tests import feature_cases
 from tests.runs import normal, packed, rope_tables, variant_of
@@ -139,4 +140,31 @@ def _lay(x: np.ndarray, layout: str, xp: Any) -> Any:
     return xp.asarray(x)
 
 
+#: Ways to quantise: every granularity of each operand, with and without zero points and means, V
+#: in 16 bits and as every kind of codes, in a pass before and inside the kernel.
+QUANTS = (
+    QuantConfig(),
+    QuantConfig("token", "token"),
+    QuantConfig("block", "block", smooth_k=False),
+    QuantConfig("head", "tensor"),
+    QuantConfig("tensor", "head"),
+    QuantConfig("token", "block", symmetric=False),
+    QuantConfig("head", "thread", symmetric=False, smooth_k=False),
+    QuantConfig(pv="int8"),
+    QuantConfig("block", "token", pv="int8", granularity_v="channel", p_type="s8"),
+    QuantConfig("thread", "head", pv="int8", symmetric=False, smooth_v=False),
+    QuantConfig("tensor", "tensor", pv="fp8", granularity_v="channel"),
+    QuantConfig(smooth_k=False, fused=True),
+    QuantConfig("token", "block", smooth_k=False, fused=True, symmetric=False),
+)
+#: The same axes for the INT8 rung alone, and how it quantises.
+QUANT_AXES: dict[str, tuple[Any, ...]] = {**AXES, "rung": ("fa_int8",), "quant": QUANTS}
+
+
+def rung_of(quant: QuantConfig) -> str:
+    """Return the rung, with its form, that runs a way to quantise."""
+    return "fa_int8" if quant.form == "portable" else f"fa_int8@{quant.form}"
+
+
 CELLS = cover(AXES)
+QUANT_CELLS = cover(QUANT_AXES)

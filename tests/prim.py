@@ -48,6 +48,8 @@ class Prim:
         Whether the instructions exist on compute capability 9.0 alone.
     since : int
         Compute capability times ten from which on they exist.
+    late : bool
+        Whether its tests are slow: its neighbours stand for it.
     tolerance : callable, optional
         Takes the arguments by name, returns by how much each element of a result may differ, beside
         `relative`.
@@ -64,6 +66,7 @@ class Prim:
     defines: tuple[tuple[str, int], ...] = ()
     hopper: bool = False
     since: int = 80
+    late: bool = False
     tolerance: Callable[..., Mapping[str, np.ndarray]] | None = None
 
     @property

@@ -23,6 +23,7 @@ from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
+from tests.prims_gemm_cases import GEMM_PRIMS
 from tests.prims_p_cases import P_PRIMS
 from tests.prims_rope_cases import rope_prims
 from tests.prims_score_cases import SCORE_PRIMS
@@ -548,11 +549,12 @@ def hopper_prims() -> Iterator[Prim]:
         },
         lambda **_: {"tile": TILE}, hopper=True,
     )  # fmt: skip
-    for dtype, columns in itertools.product(("float16", "bfloat16"), WGMMA_COLUMNS):
+    cells = itertools.product(("float16", "bfloat16"), WGMMA_COLUMNS)
+    for number, (dtype, columns) in enumerate(cells):
         for entry, arguments in wgmma_arguments(dtype, columns).items():
             yield Prim(
                 f"wgmma_{entry}-{dtype}-{columns}", "wgmma", entry, 256 if entry == "ss" else 128,
-                arguments, wgmma_expected(dtype)[entry], hopper=True,
+                arguments, wgmma_expected(dtype)[entry], hopper=True, late=number % 2 == 1,
                 defines=defines(Tiles(128, columns, 8), Features(dtype, WGMMA_DEPTH, vec=8)),
             )  # fmt: skip
     yield Prim(
@@ -609,10 +611,8 @@ PRIMS = [
         "online_softmax", "online_softmax", "online_softmax", 32,
         online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,
     ),
-    *SCORE_PRIMS,
-    *rope_prims(),
-    *P_PRIMS,
-    *ZERO_PRIMS,
+    *SCORE_PRIMS, *rope_prims(), *P_PRIMS, *ZERO_PRIMS,
+    *GEMM_PRIMS,
     *tile_prims(),
     Prim(
         "copies", "tile_io", "copies", 128,

@@ -67,6 +67,37 @@ def of_one_type(cells: Sequence[tuple[str, str]] = CELLS) -> list[Any]:
     ]
 
 
+#: Rungs that take a score in a thread: the interpreter is several times as long at these.
+SCALAR = ("unfused", "fa", "fa_warps")
+
+
+def in_turn(turn: int, rungs: Sequence[str] = tuple(VARIANTS)) -> list[Any]:
+    """Return rungs as parameters of a test in the interpreter: two of the scalar ones are slow.
+
+    Which one is not, `turn` says. All of them meet all features in tests/test_cross.py.
+    """
+    late = {rung for number, rung in enumerate(SCALAR) if number != turn % 3}
+    return [pytest.param(rung, marks=[pytest.mark.slow] if rung in late else []) for rung in rungs]
+
+
+def cells_in_turn(turn: int, cells: Sequence[tuple[str, str]] = CELLS) -> list[Any]:
+    """Return cells as parameters: `of_one_type` and `in_turn` at once."""
+    rungs = list(dict.fromkeys(rung for rung, _ in cells))
+    late = {one.values[0] for one in in_turn(turn, rungs) if one.marks}
+    return [
+        pytest.param(*one.values, marks=pytest.mark.slow if one.values[0] in late else one.marks)
+        for one in of_one_type(cells)
+    ]
+
+
+def on_both(turn: int, rungs: Sequence[str] = tuple(VARIANTS)) -> list[Any]:
+    """Return pairs of rung and backend: all on the mirror, in the interpreter as `in_turn`."""
+    interpreted = [
+        pytest.param(*one.values, "interpret", marks=one.marks) for one in in_turn(turn, rungs)
+    ]
+    return [*((rung, "mirror") for rung in rungs), *interpreted]
+
+
 #: Rungs whose operands are the caller's own.
 PLAIN = [rung for rung in RUNGS if variant_of(rung).family != "int8"]
 #: Elements of NaN on either side of a guarded array.
@@ -206,15 +237,15 @@ def asked_for(rung: str) -> dict[str, Any]:
 
 def attend(rung: str, *operands: Any, **options: Any) -> Any:
     """Call `attention` with the rung that is named."""
-    chosen = asked_for(rung)
+    chosen = {**asked_for(rung), **options}
     if isinstance(operands[0], QuantizedQKV):
         chosen.pop("quant", None)
-    return attention(*operands, **chosen, **options)
+    return attention(*operands, **chosen)
 
 
 def form_taken(rung: str, inputs: Arrays, **options: Any) -> str:
     """Return the form that these arrays get: the Hopper form does not take all of them."""
-    asked = Options(**asked_for(rung), **options)
+    asked = Options(**{**asked_for(rung), **options})
     return api.plans(resolve(*inputs, asked))[-1].form
 
 
@@ -237,6 +268,7 @@ class Run:
         variant = variant_of(self.rung)
         q, k, v = map(move, self.inputs)
         options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
+        options.pop("quant", None)  # what it came to is in `quantized`
         blocks = (0, 0) if options.get("block_mask") is None else options["block_mask"].blocks
         tiles = variant.tiles_for(
             q.shape[3], form=self.form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks,
@@ -293,9 +325,10 @@ def run(
 ) -> Run:
     """Call `attention`, and keep the quantised operands of the INT8 rung, which `quant` makes."""
     z = quantized(rung, inputs, backend, options, quant)
-    form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
+    given = options if quant is None else {**options, "quant": quant}
+    form = form_taken(rung, inputs, arch=arch, backend=backend, **given)
     if z is None or form == "fused":
-        operands, rest = inputs, options
+        operands, rest = inputs, given
     else:
         operands, rest = (z,), {n: x for n, x in options.items() if n not in ROPE}
     o, lse = attend(rung, *operands, return_lse=True, arch=arch, backend=backend, **rest)
@@ -357,12 +390,14 @@ def run_packed(
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
     plan = api.plans(resolve(*inputs, Options(**asked, **named)))[-1]
     judged = {**options, "tiles": plan.tiles}
-    return [
-        Run(rung, plan.form, one, of_sequence(judged, number, one),
-            quantized(rung, one, backend, options), o[:, :, rows], lse[None, :, rows])
-        for number, (rows, one) in enumerate(sequences(inputs, ends))
-        if rows.start < rows.stop
-    ]  # fmt: skip
+    found = []
+    for number, (rows, one) in enumerate(sequences(inputs, ends)):
+        if rows.start == rows.stop:
+            continue
+        own = of_sequence(judged, number, one)
+        z = quantized(rung, one, backend, options, own.get("quant"))
+        found.append(Run(rung, plan.form, one, own, z, o[:, :, rows], lse[None, :, rows]))
+    return found
 
 
 def run_into(

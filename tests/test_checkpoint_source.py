@@ -222,6 +222,20 @@ def test_tensors_that_torch_pickled(tmp_path: Path, zipped: bool) -> None:
     assert source.read("c").dtype == BF16
 
 
+@pytest.mark.parametrize("ending", [".safetensors", ".bin"])
+def test_a_name_that_two_files_hold(tmp_path: Path, ending: str) -> None:
+    for path in (tmp_path / f"one{ending}", tmp_path / f"two{ending}"):
+        if ending == ".bin":
+            torch = pytest.importorskip("torch")
+            torch.save({"x": torch.ones(2)}, path)
+        else:
+            write(path, {"x": np.ones(2, np.float32)})
+    with pytest.raises(
+        ValueError, match=r"'x' is in one\.\w+ and in two\.\w+ of .*: name one file"
+    ):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("what", ["a list", "nested", "damaged", "empty"])
 def test_other_things_that_torch_pickled(tmp_path: Path, what: str) -> None:
     torch = pytest.importorskip("torch")

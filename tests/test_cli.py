@@ -16,6 +16,7 @@ import pytest
 
 from cupyattn import cli, device, measure, reference, registry
 from cupyattn import compile as kc
+from cupyattn.block_mask import BlockMask
 from cupyattn.cli import cache, inputs, plot, profile, verify
 from cupyattn.measure import Judgement
 from cupyattn.testing import Report
@@ -170,7 +171,8 @@ def test_ladder_runs_on_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert status("ladder", "--qkv", str(tmp_path / "x.npz"), "--rounds", "0") == 0
     assert "x.npz, block3: batch 1, heads 2, length 5" in capsys.readouterr().out
     file = str(tmp_path / "y.safetensors")
-    assert status("ladder", "--qkv", file, "--dtype", "bfloat16", "--rounds", "0") == 0
+    arguments = ["--qkv", file, "--dtype", "bfloat16", "--variants", "fa_tc", "--rounds", "0"]
+    assert status("ladder", *arguments) == 0
     assert "bfloat16" in capsys.readouterr().out
 
 
@@ -312,14 +314,21 @@ def test_references_differ_by_values_options_and_rows(own_cache: Path) -> None:
     x = np.random.default_rng(0).standard_normal((1, 1, 8, 16)).astype(np.float16)
     y = x.copy()
     y[0, 0, 0, 0] = np.nextafter(y[0, 0, 0, 0], np.float16(9))
-    for q, options in (
-        (x, {}), (y, {}), (x, {"causal": True}), (x, {"scale": 0.5}), (x, {"rows": np.array([3])}),
-    ):  # fmt: skip
+    first, second = np.zeros((2, 2, 1100, 8), np.float32)  # so long that their text is cut short
+    first[:, 2:], second[:, 3:] = 1, 1
+    blocks = np.array([[[[True]]], [[[False]]]])
+    options_of = (
+        {}, {"causal": True}, {"scale": 0.5}, {"rows": np.array([3])}, {"rope": tuple(first)},
+        {"rope": tuple(second)}, {"rope": tuple(second), "rope_offset_q": 1},
+        *({"block_mask": BlockMask(one[None], 64, 64)} for one in blocks),
+        {"block_mask": BlockMask(blocks[:1], 64, 128)},
+    )  # fmt: skip
+    for q, options in ((y, {}), *((x, one) for one in options_of)):
         o, lse = verify.cached_exact(q, x, x, **options)
         want_o, want_lse = reference.attention_exact(q, x, x, return_lse=True, **options)
         np.testing.assert_array_equal(o, want_o)
         np.testing.assert_array_equal(lse, want_lse)
-    assert verify.reference_info()[0] == 5
+    assert verify.reference_info()[0] == 1 + len(options_of)
 
 
 def test_verify_fails_where_a_cell_fails(
@@ -384,7 +393,8 @@ def test_a_spec_names_what_the_call_compiles() -> None:
     assert (defines["CFG_HEAD_DIM"], defines["CFG_CAUSAL"], defines["CFG_LSE"]) == (72, 1, 0)
     assert defines["CFG_DTYPE"] == 1 and defines["CFG_VEC"] == 8
     sources = [str(spec.source) for spec in cache.parse_spec("fa_int8:hd64:fp16")]
-    assert sources[-1] == "attn_fa_int8.cu" and set(sources) == {"quantize.cu", "attn_fa_int8.cu"}
+    before = {"quantize.cu", "channel_mean.cu"}
+    assert sources[-1] == "attn_fa_int8.cu" and set(sources[:-1]) == before
 
 
 # ---- the process ---------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ from cupyattn import compile as kc
 from cupyattn.compile import KERNELS, ModuleSpec
 from cupyattn.errors import KernelCompileError
 from cupyattn.features import Features
-from cupyattn.tiles import Tiles
+from cupyattn.quant.gemm_plan import GemmFeatures
+from cupyattn.tiles import GemmTiles, Tiles
 
 #: A kernel's defines that hold every contract, by source.
-GOOD = {
+GOOD: dict[str, Tiles | GemmTiles] = {
     "attn_fa.cu": Tiles(32, 32, 4),
     "attn_fa_warps.cu": Tiles(32, 32, 4),
     "attn_fa_tc.cu": Tiles(64, 64, 4, 2),
@@ -22,12 +23,17 @@ GOOD = {
     "attn_fa_int8_pv8.cu": Tiles(64, 64, 4, 2),
     "attn_fa_int8_fused.cu": Tiles(64, 64, 4, 1),
     "quantize.cu": Tiles(64, 1, 4),
+    "quantize_groups.cu": Tiles(64, 1, 4),
+    "quantize_values.cu": Tiles(64, 1, 4),
+    "channel_mean.cu": Tiles(64, 1, 4),
     "rope.cu": Tiles(64, 1, 4),
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
     "sm90/attn_fa_int8.cu": Tiles(192, 112, 16, 3),
     "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 3),
     "split/attn_fa_tc.cu": Tiles(16, 32, 4, 3),
     "split/merge_splits.cu": Tiles(16, 32, 4, 3),
+    "gemm_int8.cu": GemmTiles(64, 128, 4, 2),
+    "sm90/gemm_int8.cu": GemmTiles(128, 256, 12, 2),
 }
 #: Source, what is changed, and the sentence that must come back.
 BROKEN = [
@@ -81,6 +87,16 @@ BROKEN = [
     ("split/attn_fa_tc.cu", {"BLOCK_Q": 32}, "BLOCK_Q must be 16, the rows of an mma"),
     ("split/attn_fa_tc.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16, the depth"),
     ("split/attn_fa_tc.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
+    ("gemm_int8.cu", {"BLOCK_M": 96}, "BLOCK_M must be a multiple of 16, past 64 of 64"),
+    ("gemm_int8.cu", {"BLOCK_M": 256, "NUM_WARPS": 2}, "NUM_WARPS must be one for every 64 rows"),
+    ("gemm_int8.cu", {"BLOCK_N": 32}, "a warp must have a multiple of 16 columns"),
+    ("gemm_int8.cu", {"BLOCK_N": 192}, "BLOCK_N must divide 128, or be a multiple of it"),
+    ("gemm_int8.cu", {"BLOCK_N": 256, "NUM_WARPS": 1}, "columns of a warp must share a scale"),
+    ("gemm_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2: the next slice"),
+    ("sm90/gemm_int8.cu", {"BLOCK_M": 96}, "BLOCK_M must be 64, 128 or 192"),
+    ("sm90/gemm_int8.cu", {"BLOCK_N": 384}, "BLOCK_N must be 64, 128 or, up to BLOCK_M 128, 256"),
+    ("sm90/gemm_int8.cu", {"BLOCK_M": 192, "NUM_WARPS": 16}, "BLOCK_N must be 64, 128 or, up to"),
+    ("sm90/gemm_int8.cu", {"NUM_WARPS": 8}, "NUM_WARPS must be 4 for every 64 rows of BLOCK_M"),
 ]
 #: Contracts of templates, tripped by a few lines of their own.
 TEMPLATES = [
@@ -96,7 +112,10 @@ TEMPLATES = [
 def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     rope = "half_split" if source == "rope.cu" else ""
     values = {"group_v": 64, "p_type": "u8"} if source.endswith("_pv8.cu") else {}
+    features: Features | GemmFeatures
     features = Features("float16", 64, vec=8, group_q=16, group_kv=16, rope=rope, **values)
+    if isinstance(GOOD[source], GemmTiles):
+        features = GemmFeatures("float16", 16, 8)
     defines = {**GOOD[source].defines(), **features.defines()}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}
     return ModuleSpec(source, tuple(sorted(defines.items())))

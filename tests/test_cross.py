@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cupyattn import attention
-from tests.cross_cases import AXES, CELLS, Case, cover, drawn, possible
-from tests.runs import bits, run, run_packed
+from tests.cross_cases import (
+    AXES,
+    CELLS,
+    QUANT_AXES,
+    QUANT_CELLS,
+    Case,
+    cover,
+    drawn,
+    possible,
+    rung_of,
+)  # fmt: skip
+from tests.runs import Run, bits, run, run_packed
 
 
-def test_every_two_values_meet() -> None:
-    for a, b in itertools.combinations(AXES, 2):
-        met = {(cell[a], cell[b]) for cell in CELLS}
-        wanted = {(x, y) for x, y in itertools.product(AXES[a], AXES[b]) if possible({a: x, b: y})}
+@pytest.mark.parametrize(
+    ("axes", "cells", "most"), [(AXES, CELLS, 60), (QUANT_AXES, QUANT_CELLS, 90)]
+)
+def test_every_two_values_meet(axes: Any, cells: Any, most: int) -> None:
+    for a, b in itertools.combinations(axes, 2):
+        met = {(cell[a], cell[b]) for cell in cells}
+        wanted = {(x, y) for x, y in itertools.product(axes[a], axes[b]) if possible({a: x, b: y})}
         assert met == wanted, (a, b)
-    assert all(map(possible, CELLS)) and len(CELLS) < 60
+    assert all(map(possible, cells)) and len(cells) < most
+
+
+def test_cases_of_some_axes() -> None:
     small = {"rung": ("fa", "fa_tc"), "dtype": ("float16", "float32"), "softcap": (0.0, 1.0)}
     found = {(c["rung"], c["dtype"]) for c in cover(small)}
     assert found == {("fa", "float16"), ("fa", "float32"), ("fa_tc", "float16")}
@@ -41,7 +58,36 @@ def test_every_pair_is_within_its_bound(number: int, backend: str) -> None:
     for one in found:
         one.check()
     assert [bits(x) for x in (q, k, v)] == before, "an input was modified"
+    check_layout(case, found, rung, options)
+
+
+def check_layout(case: Case, found: list[Run], rung: str, options: dict[str, Any]) -> None:
+    """Compare with the same call of another layout, to the bit."""
     if case.cell["layout"] == "BSHD" and case.ends is None:
-        turned = (x.swapaxes(1, 2) for x in (q, k, v))
+        turned = (x.swapaxes(1, 2) for x in case.laid())
         o = attention(*turned, variant=rung, layout="BSHD", **options)
         assert bits(np.swapaxes(o, 1, 2)) == bits(found[0].o)
+
+
+@pytest.mark.parametrize(
+    ("number", "backend"),
+    [
+        *((number, "mirror") for number in range(len(QUANT_CELLS))),
+        *(
+            pytest.param(number, "interpret", marks=pytest.mark.slow)
+            for number in range(0, len(QUANT_CELLS), 4)
+        ),
+    ],
+)
+def test_every_way_to_quantise_is_within_its_bound(number: int, backend: str) -> None:
+    """With every feature, type and layout; on a device, where it is quick, all of them are run."""
+    case = Case.of(QUANT_CELLS[number], number)
+    quant, inputs = case.cell["quant"], case.laid()
+    options = {"backend": backend, "quant": quant, **case.options}
+    if case.ends is None:
+        found = [run(rung_of(quant), inputs, **options)]
+    else:
+        found = run_packed(rung_of(quant), inputs, case.ends, **options)
+    for one in found:
+        one.check()
+    check_layout(case, found, "fa_int8", options)

@@ -21,6 +21,7 @@ from experiments import (
     diffusion_gains,
     diffusion_shapes,
     first_call,
+    gemm,
     host_time,
     ladder,
     numerics_claims,
@@ -354,6 +355,19 @@ def test_the_second_first_call_reads_the_cache(tmp_path: Path) -> None:
     empty, filled = json.loads(file.read_text())["rows"]
     assert (empty["filled"], filled["filled"]) == (False, True)
     assert filled["first"] < empty["first"] / 3  # it compiled nothing
+
+
+def test_products_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "gemm.json"
+    assert gemm.main(["--quick", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert [row["m"] for row in record["rows"]] == [256, 1]
+    for row in record["rows"]:
+        assert 0 < min(row["shares"].values()) <= max(row["shares"].values()) <= 1
+    # A product that misses its bound fails the run.
+    monkeypatch.setattr(ca, "int8_gemm", lambda *codes, **_: wrong(*codes))
+    wrong = lambda a, a_scales, b, b_scales: np.zeros((len(a), len(b)), np.float16)  # noqa: E731
+    assert gemm.main(["--quick"]) == 1
 
 
 def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

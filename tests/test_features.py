@@ -112,8 +112,8 @@ def test_the_mirror_is_within_its_bound(rung: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("rung", "dtype", "number"),
     [
-        pytest.param(rung, dtype, number, marks=[pytest.mark.slow] if dtype != "float16" else [])
-        for shift, (rung, dtype) in enumerate(RUNGS)
+        pytest.param(*cell.values, number, marks=cell.marks)
+        for shift, cell in enumerate(runs.cells_in_turn(1, RUNGS))
         for number in range(shift % 7, len(CELLS), 7)
     ],
 )
@@ -133,7 +133,7 @@ def test_each_combination_is_taken() -> None:
 
 
 @pytest.mark.parametrize("low", [-1e4, -1e9, -1e30, float(np.finfo(np.float32).min)])
-@pytest.mark.parametrize("rung", VARIANTS)
+@pytest.mark.parametrize("rung", runs.in_turn(2))
 def test_masks_by_a_very_negative_bias(rung: str, low: float) -> None:
     """Whole blocks of keys have it, the first ones among them, and one row has nothing else."""
     inputs = arrays(shape=(1, 2, 45, 83))
@@ -180,8 +180,7 @@ def assert_same(left: Run, right: Run) -> None:
     assert bits(left.o) == bits(right.o) and bits(left.lse) == bits(right.lse)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rung", VARIANTS)
+@pytest.mark.parametrize(("rung", "backend"), runs.on_both(0))
 def test_a_window_is_a_mask(rung: str, backend: str) -> None:
     inputs, run = arrays(shape=(1, 2, 45, 83)), BACKENDS[backend]
     for options in ({"window": (11, 3)}, {"window": (40, -1), "causal": True}):
@@ -189,8 +188,7 @@ def test_a_window_is_a_mask(rung: str, backend: str) -> None:
         assert_same(run(rung, inputs, **options), run(rung, inputs, mask=mask))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rung", VARIANTS)
+@pytest.mark.parametrize(("rung", "backend"), runs.on_both(1))
 def test_a_bias_of_minus_infinity_is_a_mask(rung: str, backend: str) -> None:
     inputs, run = arrays(shape=(1, 2, 45, 83)), BACKENDS[backend]
     rng = np.random.default_rng(1)
@@ -199,8 +197,7 @@ def test_a_bias_of_minus_infinity_is_a_mask(rung: str, backend: str) -> None:
     assert_same(run(rung, inputs, mask=mask, bias=bias), run(rung, inputs, bias=masked))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rung", VARIANTS)
+@pytest.mark.parametrize(("rung", "backend"), runs.on_both(2))
 def test_a_mask_of_true_masks_nothing(rung: str, backend: str) -> None:
     inputs, run = arrays(shape=(1, 2, 45, 83)), BACKENDS[backend]
     plain = run(rung, inputs)
@@ -229,8 +226,7 @@ def test_a_bias_common_to_a_row_moves_only_lse(rung: str) -> None:
     np.testing.assert_allclose(shifted.lse - zero.lse, moved, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rung", VARIANTS)
+@pytest.mark.parametrize(("rung", "backend"), runs.on_both(0))
 def test_rows_that_attend_to_nothing(rung: str, backend: str) -> None:
     inputs, run = arrays(shape=(1, 2, 45, 83)), BACKENDS[backend]
     mask = np.ones((45, 1), bool)
@@ -246,8 +242,7 @@ def test_rows_that_attend_to_nothing(rung: str, backend: str) -> None:
     np.testing.assert_array_equal(one.o[:, :, rows], np.repeat(inputs[2], 2, axis=1)[:, :, rows])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rung", PLAIN)
+@pytest.mark.parametrize(("rung", "backend"), runs.on_both(1, PLAIN))
 def test_a_nan_in_a_masked_key_has_no_influence(rung: str, backend: str) -> None:
     (q, k, v), run = arrays(shape=(1, 2, 45, 83)), BACKENDS[backend]
     spoilt = k.copy()

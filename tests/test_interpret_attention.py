@@ -60,11 +60,13 @@ def attend(rung: str, *operands: Any, **options: Any) -> Any:
 # ---- J2 and J3 -----------------------------------------------------------------------------------
 
 
-@EACH_RUNG
-@pytest.mark.parametrize("causal", [False, True])
-def test_lengths(rung: str, dtype: str, causal: bool) -> None:
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0))
+@pytest.mark.parametrize("odd", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_lengths(rung: str, dtype: str, odd: bool) -> None:
+    """Every second one causal; the others with the slow."""
     head_dim, _ = head_dims(rung)
     for seed, (len_q, len_kv) in enumerate(LENGTHS):
+        causal = seed % 2 == odd
         inputs = normal((1, 2, len_q, head_dim), (1, 1, len_kv, head_dim), dtype, seed)
         before = [bits(x) for x in inputs]
         run(rung, inputs, causal=causal).check()
@@ -94,7 +96,7 @@ def test_drawn_problems(rung: str, dtype: str, data: Any) -> None:
     run(rung, inputs, **options).check()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(0, RUNGS))
 def test_kinds_of_values(rung: str) -> None:
     """Within the bound on all of them, and not a hundred times below it on each."""
     ratios = {}
@@ -106,7 +108,7 @@ def test_kinds_of_values(rung: str) -> None:
     assert max(ratios.values()) >= 0.05, ratios
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
 def test_batches_and_grouped_heads(rung: str) -> None:
     """As each head on its own, to the bit."""
     head_dim, _ = head_dims(rung)
@@ -121,7 +123,7 @@ def test_batches_and_grouped_heads(rung: str) -> None:
         assert bits(one.lse[0, 0]) == bits(whole.lse[batch, head])
 
 
-@EACH_RUNG
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(1))
 @pytest.mark.parametrize("causal_align", ["bottom-right", "top-left"])
 def test_rows_without_keys(rung: str, dtype: str, causal_align: str) -> None:
     """Bottom-right alignment with more queries than keys leaves the first rows empty."""
@@ -144,7 +146,7 @@ def test_empty_results(rung: str, dtype: str) -> None:
         assert isinstance(o, np.ndarray) and o.dtype == STORAGE[dtype]
 
 
-@pytest.mark.parametrize("rung", PLAIN)
+@pytest.mark.parametrize("rung", runs.in_turn(2, PLAIN))
 def test_a_masked_nan_has_no_influence_and_an_attended_one_shows(rung: str) -> None:
     q, k, v = normal((1, 1, 70, 64), (1, 1, 70, 64))
     clean = run(rung, (q, k, v), causal=True).o
@@ -157,7 +159,7 @@ def test_a_masked_nan_has_no_influence_and_an_attended_one_shows(rung: str) -> N
 # ---- what a kernel may touch ---------------------------------------------------------------------
 
 
-@EACH_RUNG
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(1))
 @pytest.mark.parametrize("pads", [False, True])
 def test_results_are_written_in_full_and_nothing_beside_them(
     rung: str, dtype: str, pads: bool
@@ -176,7 +178,7 @@ def test_results_are_written_in_full_and_nothing_beside_them(
         found.check()
 
 
-@EACH_RUNG
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(2))
 def test_what_lies_outside_the_arrays_has_no_influence(rung: str, dtype: str) -> None:
     for head_dim, pad in zip(head_dims(rung), (8, 1), strict=True):
         inputs = normal((1, 2, 40, head_dim), (1, 2, 70, head_dim), dtype)
@@ -204,12 +206,12 @@ def views_of(x: np.ndarray) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "rung",
     [
-        pytest.param(rung, marks=[pytest.mark.slow] if rung in ("unfused", "fa_warps") else [])
+        pytest.param(rung, marks=[] if rung == "fa_tc@sm90" else [pytest.mark.slow])
         for rung in RUNGS
     ],
 )
 def test_strides(rung: str) -> None:
-    """Of every rung tests/test_bug_classes.py has some."""
+    """Of every portable rung tests/test_bug_classes.py has some."""
     head_dim, _ = head_dims(rung)
     views = [views_of(x) for x in normal((2, 2, 18, head_dim), (2, 2, 36, head_dim))]
     for name in views[0]:
@@ -221,7 +223,7 @@ def test_strides(rung: str) -> None:
             assert bits(found.o) == bits(plain.o), name
 
 
-@EACH_RUNG
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0))
 def test_out_is_written_in_any_strides(rung: str, dtype: str) -> None:
     head_dim, _ = head_dims(rung)
     inputs = normal((1, 2, 35, head_dim), (1, 1, 20, head_dim), dtype)
@@ -251,7 +253,7 @@ def test_the_hopper_form_writes_no_column_past_head_dim(head_dim: int) -> None:
     assert np.isfinite(out).all() and np.isnan(buffer[..., head_dim:]).all()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(2, RUNGS))
 def test_batches_of_blocks_change_nothing(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head_dim, _ = head_dims(rung)
     inputs = normal((1, 2, 70, head_dim), (1, 2, 40, head_dim))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cupyattn import compile as kc
 from cupyattn.interpret.executor import run_kernel
 from cupyattn.launch import TensorMap
 from tests.prim import Prim
@@ -17,8 +18,13 @@ CELLS += [(p, "sm_90") for p in PRIMS if not p.hopper and p.header in ("mma", "w
 
 
 @pytest.mark.parametrize(
-    ("prim", "arch"), CELLS, ids=[f"{prim.name}-{arch}" for prim, arch in CELLS]
-)
+    ("prim", "arch"),
+    [
+        pytest.param(*cell, id="-".join((cell[0].name, cell[1])),
+                     marks=[pytest.mark.slow] if cell[0].late else [])
+        for cell in CELLS
+    ],
+)  # fmt: skip
 def test_primitive(prim: Prim, arch: str) -> None:
     arguments = prim.arguments()
     expected = prim.expected(**arguments)
@@ -28,5 +34,6 @@ def test_primitive(prim: Prim, arch: str) -> None:
             arguments[name].flags.writeable = name in expected
     mapped = {a.buffer: arguments[a.buffer] for a in arguments.values() if isinstance(a, TensorMap)}
     passed = [arguments[name] for name in prim.parameters(arguments)]
-    run_kernel(prim.spec, prim.entry, passed, block=prim.block, mapped=mapped, arch=arch)
+    ptx = kc.build(prim.spec, arch).ptx  # which tests/test_prims.py compiles, too
+    run_kernel(ptx, prim.entry, passed, block=prim.block, mapped=mapped)
     prim.check({name: a for name, a in arguments.items() if isinstance(a, np.ndarray)})

@@ -219,9 +219,19 @@ def test_more_than_65535_heads_are_one_grid(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", [*HALF_PRECISION_RUNGS, "fa_int8"])
 def test_a_grid_that_does_not_exist_is_an_error(variant: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"exceed the grid limit of 2147483647: split"):
+    with pytest.raises(UnsupportedError, match=r"blocks, more than 2147483647: split"):
         plan_of(call_of(2**20, 2**11, 1, 1), variant)
     assert plan_of(call_of(2**20, 2**10, 1, 1), variant).launches
+
+
+def test_blocks_of_a_hopper_form_never_count_past_32_bits() -> None:
+    """Each goes on until it is given a tile past the last: numbers up to tiles + blocks."""
+    last = 2**31 - 1 - launch.HOPPER_BLOCKS
+    assert plan_of(call_of(last, 1, 1, 1, head_dim=8), "fa_tc", arch="sm_90a").form == "sm90"
+    call = call_of(last + 1, 1, 1, 1, head_dim=8)
+    with pytest.raises(UnsupportedError, match=f"{last + 1} blocks, more than {last}: split"):
+        plan_of(call, "fa_tc", arch="sm_90a")
+    assert plan_of(call, "fa_tc").form == "portable"
 
 
 def test_a_dtype_that_a_rung_lacks_is_an_error() -> None:

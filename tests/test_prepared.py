@@ -11,7 +11,7 @@ from cupyattn import QuantConfig, attention, plan, quantize
 from cupyattn.errors import UnsupportedError
 from cupyattn.forms import form_key
 from cupyattn.prepared import Prepared
-from cupyattn.registry import VARIANTS
+from tests.runs import in_turn, on_both
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -28,8 +28,7 @@ def turned(*operands: np.ndarray) -> Arrays:
     return q, k, v
 
 
-@pytest.mark.parametrize("backend", ["mirror", "interpret"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "backend"), on_both(1))
 def test_a_prepared_call_is_the_call(variant: str, backend: str) -> None:
     options: dict[str, Any] = {"variant": variant, "backend": backend, "causal": True}
     prepared = plan(*normal(), return_lse=True, **options)
@@ -41,7 +40,7 @@ def test_a_prepared_call_is_the_call(variant: str, backend: str) -> None:
     assert str(prepared).startswith(f"{variant}: asked for by name")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", in_turn(2))
 def test_layouts_are_the_same_call_turned(variant: str) -> None:
     """A result that nobody allocated lies as its caller's arrays do: the kernel must know."""
     q, k, v = normal()

@@ -44,7 +44,7 @@ def test_every_kernel_of_the_sources_is_run() -> None:
 @pytest.mark.parametrize(
     ("prim", "arch"),
     [
-        pytest.param(prim, arch, marks=[pytest.mark.slow] if number else [])
+        pytest.param(prim, arch, marks=[pytest.mark.slow] if number or prim.late else [])
         for prim in ALL
         for number, arch in enumerate(prim.architectures)
     ],

@@ -10,6 +10,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli, registry
+from cupyattn.quant.gemm_reference import activate
 from experiments import ladder
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +26,7 @@ def code(title: str) -> list[str]:
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    ten_lines, features, varlen, codes, prepared = code("Ten lines")
+    ten_lines, features, varlen, codes, linear, prepared = code("Ten lines")
     assert len(ten_lines.splitlines()) <= 10
     names: dict[str, object] = {}
     exec(ten_lines, names)
@@ -42,6 +43,12 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(codes, names)
     close = names["o88"]
     assert np.abs(close - first).max() < 0.1 and not np.array_equal(close, first)  # type: ignore[operator]
+    exec(linear, names)
+    layer, rows, w = (names[name] for name in ("layer", "rows", "w"))
+    product = rows.astype(np.float64) @ w.astype(np.float64).T  # type: ignore[attr-defined]
+    exact = activate(product, "gelu")
+    assert (np.abs(names["y"] - exact) <= layer.error(rows, w)).all()  # type: ignore[attr-defined]
+    assert np.abs(names["c"] - product).max() < 0.1  # type: ignore[operator]
     exec(prepared, names)
     np.testing.assert_array_equal(names["o"], first)  # type: ignore[arg-type]
 

@@ -188,7 +188,7 @@ def test_the_pass_spills_nothing_and_stores_whole_accesses() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("rung", "dtype"), runs.of_one_type(CELLS))
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(2, CELLS))
 def test_the_kernels_attend_with_turned_operands(rung: str, dtype: str, interleaved: bool) -> None:
     """To the bit what they do with operands that were turned beforehand, and within the bound."""
     q, k, v = arrays(dtype)
@@ -220,8 +220,7 @@ def test_the_bound_notices_mistakes(rung: str) -> None:
         assert mixed.judge().ratio > 1, slip
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rung", PORTABLE)
+@pytest.mark.parametrize(("rung", "backend"), runs.on_both(0, PORTABLE))
 def test_angles_of_zero_turn_nothing(rung: str, backend: str) -> None:
     inputs = normal((1, 1, 33, 16), (1, 1, 9, 16), variant_of(rung).dtypes[-1])
     tables = np.ones((33, 8), np.float32), np.zeros((33, 8), np.float32)
@@ -233,8 +232,7 @@ def test_angles_of_zero_turn_nothing(rung: str, backend: str) -> None:
         assert bits(o) == bits(plain)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rung", PORTABLE)
+@pytest.mark.parametrize(("rung", "backend"), runs.on_both(1, PORTABLE))
 def test_rows_see_the_same_at_every_distance(rung: str, backend: str) -> None:
     """One q and one k for all rows, a window that moves along: lse is the same in every row."""
     q, k, v = (x[:, :1, :1].repeat(70, axis=2) for x in arrays())
@@ -263,8 +261,7 @@ def test_interleaved_is_half_split_with_channels_exchanged(rung: str) -> None:
     np.testing.assert_allclose(as_float64(o), as_float64(exchanged), atol=2e-3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rung", PORTABLE)
+@pytest.mark.parametrize(("rung", "backend"), runs.on_both(2, PORTABLE))
 def test_an_offset_is_a_slice(rung: str, backend: str) -> None:
     q, k, v = arrays()
     whole = attention(q, k, v, variant=rung, backend=backend, rope=TABLES)
@@ -277,7 +274,7 @@ def test_an_offset_is_a_slice(rung: str, backend: str) -> None:
         assert bits(part) == bits(whole[:, :, 16:])
 
 
-@pytest.mark.parametrize("rung", PORTABLE)
+@pytest.mark.parametrize("rung", runs.in_turn(1, PORTABLE))
 def test_rope_goes_with_everything_else(rung: str) -> None:
     rng = np.random.default_rng(3)
     q, k, v = arrays()
@@ -291,7 +288,7 @@ def test_rope_goes_with_everything_else(rung: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (7, 0), (1, 1), (33, 1), (1, 33)])
-@pytest.mark.parametrize("rung", PORTABLE)
+@pytest.mark.parametrize("rung", runs.in_turn(0, PORTABLE))
 def test_lengths(rung: str, shape: tuple[int, int]) -> None:
     len_q, len_kv = shape
     inputs = normal((1, 2, len_q, HEAD_DIM), (1, 1, len_kv, HEAD_DIM))

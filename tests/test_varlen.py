@@ -110,7 +110,7 @@ def assert_as_alone(rung: str, inputs: Arrays, ends: Any, **options: Any) -> Non
 # ---- each sequence is as if alone ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rung", "dtype"), runs.of_one_type(CELLS))
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(0, CELLS))
 def test_the_kernels_take_every_sequence_for_itself(rung: str, dtype: str) -> None:
     """Features rotate over storage types, so that each rung meets all of them, with the slow."""
     first = runs.variant_of(rung).dtypes.index(dtype)
@@ -207,14 +207,14 @@ def test_scales_of_sequences_do_not_overlap(lengths: list[int], group: int) -> N
     assert end <= packed_groups(first, len(lengths), group)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(0, RUNGS))
 def test_within_the_bound(rung: str) -> None:
     inputs, ends = packed(LENGTHS, 4, 2, head_dim=36)
     for one in runs.run_packed(rung, inputs, ends, backend="interpret", causal=True):
         one.check()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
 def test_neighbours_have_no_influence(rung: str) -> None:
     """What precedes and follows a sequence is NaN, and so is all beside the packed rows."""
     (q, k, v), ends = packed(((3, 2), (37, 41), (4, 5)), 2, 1)
@@ -231,7 +231,7 @@ def test_neighbours_have_no_influence(rung: str) -> None:
     assert np.isnan(amid[2]).all() and np.isnan(amid[40:]).all()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", runs.in_turn(2, RUNGS))
 def test_results_are_written_in_full_and_nothing_beside_them(rung: str) -> None:
     inputs, ends = packed(LENGTHS, 4, 2, head_dim=32)
     out = Guarded.empty(inputs[0].shape, "float16")
@@ -320,7 +320,7 @@ def test_explain_says_the_form_and_where_keys_are_cut_off() -> None:
 
 
 def test_a_prepared_call_takes_other_sequences_up_to_its_limits() -> None:
-    inputs, ends = packed(LENGTHS, 4, 2)
+    inputs, ends = packed(LENGTHS, 4, 2, head_dim=16)
     other = tuple(np.sort(rng_of(x).integers(0, x[-1] + 1, len(x))).astype(np.int32) for x in ends)
     for x, y in zip(other, ends, strict=True):
         x[0], x[-1] = 0, y[-1]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.checkpoints.header import DTYPES, TensorInfo
-from cupyattn.checkpoints.source import Array
+from cupyattn.checkpoints.source import Array, files_by_name
 from cupyattn.errors import UnsupportedError
 
 #: Types of torch by the names that safetensors has for them.
@@ -37,25 +37,24 @@ class PickledCheckpoint:
     UnsupportedError
         If torch is not installed: nothing else here unpickles anything.
     ValueError
-        If a file holds anything but a dictionary of tensors; what it holds is not executed.
+        If a file holds anything but a dictionary of tensors; what it holds is not executed. Also
+        where two files hold tensors of one name.
     """
 
     def __init__(self, path: Path, files: Iterable[Path]) -> None:
         self.path = path
         self.files = tuple(files)
+        held = {file: _load(file) for file in self.files}
+        self._file_of = files_by_name(held)
+        self._values = {name: held[file][name] for name, file in self._file_of.items()}
         self.tensors: dict[str, TensorInfo] = {}
-        self._values: dict[str, Any] = {}
-        self._file_of: dict[str, Path] = {}
-        for file in self.files:
-            for name, value in _load(file).items():
-                if name in self.tensors:
-                    raise ValueError(f"{name!r} is in two files of {file.parent}")
-                dtype = _NAMES.get(str(value.dtype).removeprefix("torch."))
-                if dtype is None:
-                    raise ValueError(f"{file}: {name!r} has the unknown type {value.dtype}")
-                self.tensors[name] = TensorInfo(dtype, tuple(value.shape))
-                self._values[name] = value
-                self._file_of[name] = file
+        for name, value in self._values.items():
+            dtype = _NAMES.get(str(value.dtype).removeprefix("torch."))
+            if dtype is None:
+                raise ValueError(
+                    f"{self._file_of[name]}: {name!r} has the unknown type {value.dtype}"
+                )
+            self.tensors[name] = TensorInfo(dtype, tuple(value.shape))
 
     def file_of(self, name: str) -> Path:
         """Return the file that holds a tensor."""

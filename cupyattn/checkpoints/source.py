@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +41,26 @@ class Source(Protocol):
         """Return one tensor."""
 
 
+def files_by_name(held: Mapping[Path, Iterable[str]]) -> dict[str, Path]:
+    """Return the file of each tensor, given the names that each file holds.
+
+    Raises
+    ------
+    ValueError
+        Where two files hold tensors of one name.
+    """
+    found: dict[str, Path] = {}
+    for file, names in held.items():
+        for name in names:
+            if name in found:
+                raise ValueError(
+                    f"{name!r} is in {found[name].name} and in {file.name} of {file.parent}: "
+                    "name one file in place of the folder"
+                )
+            found[name] = file
+    return found
+
+
 class SafetensorsCheckpoint:
     """Tensors in safetensors files.
 
@@ -59,19 +79,10 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path, files: Iterable[Path]) -> None:
         self.path = path
         self.files = tuple(files)
-        self.headers: dict[Path, Header] = {}
-        self.tensors: dict[str, TensorInfo] = {}
-        self._file_of: dict[str, Path] = {}
-        for file in self.files:
-            header = self.headers[file] = read_header(file)
-            for name, info in header.tensors.items():
-                if name in self.tensors:
-                    raise ValueError(
-                        f"{name!r} is in {self._file_of[name].name} and in {file.name} of "
-                        f"{file.parent}: name one file in place of the folder"
-                    )
-                self.tensors[name] = info
-                self._file_of[name] = file
+        self.headers: dict[Path, Header] = {file: read_header(file) for file in self.files}
+        held = {file: header.tensors for file, header in self.headers.items()}
+        self._file_of = files_by_name(held)
+        self.tensors = {name: held[file][name] for name, file in self._file_of.items()}
 
     def file_of(self, name: str) -> Path:
         """Return the file that holds a tensor."""

@@ -6,11 +6,10 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from cupyattn.files import replacing
 from cupyattn.measure import align
 
 
@@ -77,19 +76,9 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], No
 
 def write_json(path: str | os.PathLike[str], record: Any) -> None:
     """Write a record as JSON, whole or not at all; infinities become the strings of their names."""
-    target = Path(path)
     text = json.dumps(_finite(record), indent=1, allow_nan=False) + "\n"
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        # NOTE: mkstemp's files are private; a result is as readable as what the user's umask says.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _finite(value: Any) -> Any:

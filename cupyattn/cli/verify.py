@@ -8,8 +8,6 @@ import argparse
 import hashlib
 import inspect
 import logging
-import os
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -29,9 +27,11 @@ from cupyattn import (
     scoring,
 )
 from cupyattn.api import attention, kernel_form
+from cupyattn.arrays import on_host
 from cupyattn.cli import output
 from cupyattn.disk_cache import cache_folder
 from cupyattn.features import DTYPES
+from cupyattn.files import replacing
 from cupyattn.measure import Judgement
 from cupyattn.quant import QuantizedQKV, quantize
 from cupyattn.quant.operands import quantize_mirror
@@ -200,12 +200,12 @@ def operands_equal(z: QuantizedQKV, host: tuple[Any, Any, Any]) -> bool:
         The same inputs as NumPy arrays. The mean of the keys is taken from `z`: sums may run in
         any order.
     """
-    mean = None if z.k_mean is None else _host(z.k_mean)
+    mean = None if z.k_mean is None else on_host(z.k_mean)
     tiles = registry.lookup("fa_int8").default_tiles(z.head_dim)
     mirror = quantize_mirror(*host, z.config, tiles, k_mean=mean)
     names = ("q_codes", "k_codes", "q_scale", "k_scale", "v")
     return all(
-        _host(getattr(z, name)).tobytes() == np.ascontiguousarray(getattr(mirror, name)).tobytes()
+        on_host(getattr(z, name)).tobytes() == np.ascontiguousarray(getattr(mirror, name)).tobytes()
         for name in names
     )
 
@@ -242,14 +242,10 @@ def cached_exact(
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
         # Not there, or cut short by a crash: computed, and written again.
         o, lse = reference.attention_exact(q, k, v, rows=rows, return_lse=True, **options)
-        _write(path, _host(o), _host(lse))
+        _write(path, on_host(o), on_host(lse))
         return o, lse
     xp = rounding.array_namespace(q)
     return xp.asarray(o), xp.asarray(lse)
-
-
-def _host(array: Any) -> Any:
-    return array.get() if hasattr(array, "get") else array
 
 
 #: An option that is left out and one that is given its default are one call.
@@ -260,16 +256,19 @@ _DEFAULTS = {
 
 
 def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
-    given = {name: x for name, x in options.items() if name not in ("mask", "bias")}
-    given = {name: x for name, x in given.items() if x != _DEFAULTS[name]}
-    digest = hashlib.sha256(repr(sorted(given.items())).encode())
+    given = {name: x for name, x in options.items() if x is not _DEFAULTS[name]}
+    block_mask, rope = given.pop("block_mask", None), given.pop("rope", None)
+    of_blocks = () if block_mask is None else (block_mask.mask, np.array(block_mask.blocks))
+    named = given.pop("mask", None), given.pop("bias", None), *(rope or (None, None)), *of_blocks
+    plain = {name: x for name, x in given.items() if x != _DEFAULTS[name]}
+    digest = hashlib.sha256(repr(sorted(plain.items())).encode())
     for source in (reference.__file__, rounding.__file__, scoring.__file__):
         digest.update(Path(source).read_bytes())
-    for array in (*operands, options.get("mask"), options.get("bias")):
+    for array in (*operands, *named):
         if array is None:
             digest.update(b"-")
             continue
-        array = _host(array)
+        array = on_host(array)
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()
@@ -277,16 +276,11 @@ def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
 
 def _write(path: Path, o: Any, lse: Any) -> None:
     """Write a reference whole; a folder that cannot be written to is no reason to fail."""
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            temporary = Path(file.name)
+        with replacing(path) as file:
             np.savez(file, o=o, lse=lse)
-        os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         LOG.warning("cannot keep references in %s: %s", path.parent, error)
 
 

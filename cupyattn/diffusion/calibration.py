@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.arrays import take
+from cupyattn.arrays import on_host, take
 from cupyattn.diffusion import storage
 from cupyattn.diffusion.arguments import check_timestep
 from cupyattn.diffusion.schedules import SnrBins, check_sigmas, compute_sigma_schedule
@@ -299,16 +299,12 @@ def _magnitudes(x: Array, smooth: bool) -> Array:
     return xp.abs(values)
 
 
-def _host(x: Array) -> np.ndarray:
-    return np.asarray(x.get() if hasattr(x, "get") else x)
-
-
 def _maxima(magnitudes: Array) -> np.ndarray:
     """Return the largest magnitude of each head; 0 where there is none."""
     heads = magnitudes.shape[1]
     if not magnitudes.size:
         return np.zeros(heads, np.float32)
-    return _host(magnitudes.max(axis=(0, 2, 3)))
+    return on_host(magnitudes.max(axis=(0, 2, 3)))
 
 
 def _histogram(magnitudes: Array) -> np.ndarray:
@@ -318,7 +314,7 @@ def _histogram(magnitudes: Array) -> np.ndarray:
     pattern = xp.minimum((bits + 0xFFFF) >> 16, _LARGEST_FINITE)
     heads = magnitudes.shape[1]
     flat = (pattern + xp.arange(heads)[:, None, None] * _PATTERNS).ravel()
-    return _host(xp.bincount(flat, minlength=heads * _PATTERNS)).reshape(heads, _PATTERNS)
+    return on_host(xp.bincount(flat, minlength=heads * _PATTERNS)).reshape(heads, _PATTERNS)
 
 
 def _level_of_maxima(maxima: list[np.ndarray], percentile: float) -> Float32:

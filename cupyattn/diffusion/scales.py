@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import device_of, take
+from cupyattn.arrays import device_of, on_host, take
 from cupyattn.diffusion import guidance
 from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.schedules import Float64, Step, compute_adaptive_scales
@@ -138,7 +138,7 @@ class StepScales:
 def _check_factors(given: Any, num_timesteps: int) -> Any:
     """Return the caller's factors by timestep, on the host."""
     factors = take("timestep_scales", given)[0]
-    factors = np.asarray(factors.get() if hasattr(factors, "get") else factors, np.float32)
+    factors = on_host(factors).astype(np.float32)
     if factors.shape != (num_timesteps,):
         raise ValueError(
             f"timestep_scales must have num_timesteps={num_timesteps} entries, "

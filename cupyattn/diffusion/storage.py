@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from cupyattn.checkpoints.header import DTYPES, TensorInfo, encode_header, read_header
+from cupyattn.files import replacing
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -27,16 +27,10 @@ def write(
     """
     tensors = {name: TensorInfo(_NAMES[a.dtype], a.shape) for name, a in arrays.items()}
     start, placed = encode_header(tensors, metadata)
-    target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(start)
-            for name in placed:
-                file.write(arrays[name].tobytes())
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(start)
+        for name in placed:
+            file.write(arrays[name].tobytes())
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Runs a `Plan` on the interpreter: the same launches, parameters and workspace as a device.
+"""Runs a plan on the interpreter: the same launches, parameters and workspace as a device.
 
 `run_kernel` runs a kernel of anybody's own.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,10 @@ from cupyattn.interpret.memory import GlobalMemory, duplicate
 from cupyattn.interpret.observe import Observer, active
 from cupyattn.interpret.program import Program, program
 from cupyattn.interpret.ptx import Parameter
-from cupyattn.launch import Launch, Plan, TensorMap
+from cupyattn.launch import Launch, TensorMap
+
+if TYPE_CHECKING:
+    from cupyattn.executor import Runnable
 
 #: Bytes that the blocks of one batch may take together; one block always runs.
 MEMORY_BUDGET = 512 << 20
@@ -30,12 +33,12 @@ MEMORY_BUDGET = 512 << 20
 MAX_BLOCK = 1024
 
 
-def run(plan: Plan, buffers: Mapping[str, Any], arch: str | None = None) -> None:
+def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> None:
     """Run a plan on NumPy arrays.
 
     Parameters
     ----------
-    plan : Plan
+    plan : Runnable
     buffers : mapping of str to numpy.ndarray or None
         Every buffer that the launches name, except the workspace. Arrays that are not writeable
         are inputs: a kernel that writes to one has a hazard. The others receive what the kernels

@@ -12,7 +12,7 @@ KINDS = {
     "misaligned": "an address that is no multiple of the width of its access",
     "read-only": "a write to an operand that the kernel must not change",
     "never written": "a read of memory that nothing has written",
-    "in flight": "an access to memory that an asynchronous copy, not waited for, is writing",
+    "in flight": "an access to what an asynchronous copy or matrix product is still at work on",
     "race": "two threads touch one word, one of them writes, and nothing orders them",
     "divergence": "a warp instruction that not all the lanes it names execute together",
     "deadlock": "lanes that wait for others which never come",

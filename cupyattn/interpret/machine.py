@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -445,7 +445,7 @@ class Machine:
 
     def report(
         self, kind: str, message: str, lanes: Ints, bad: Bools, address: Ints | None = None
-    ) -> None:
+    ) -> NoReturn:
         """Raise a finding about the first of the `bad` ones of `lanes`."""
         first = int(np.argmax(bad))
         lane = int(lanes[first])

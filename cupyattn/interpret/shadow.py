@@ -6,7 +6,7 @@ neighbours which different threads own never look like one.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Report(Protocol):
 
     def __call__(
         self, kind: str, message: str, lanes: Ints, bad: Bools, address: Ints | None = None
-    ) -> None:
+    ) -> NoReturn:
         """Report what the first of the `bad` lanes did, at its byte of `address`."""
 
 

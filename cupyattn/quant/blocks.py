@@ -101,42 +101,9 @@ class Int8Config:
         object.__setattr__(self, "fp32_patterns", tuple(patterns))
 
 
-def act_quant(x: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
-    """Quantise activations with a scale for each `block_size` adjacent channels of a row.
-
-    Parameters
-    ----------
-    x : array, (..., channels), float16, bfloat16 or float32
-        NumPy or CuPy.
-    block_size : int
-        The last block of a row may be smaller.
-
-    Returns
-    -------
-    codes : array, (..., channels), int8
-        -127 to 127.
-    scales : array, (..., blocks), float32
-        NaN for a block that holds a NaN or an infinity, whose codes are 0.
-
-    Raises
-    ------
-    TypeError
-        For an array of another kind or type.
-    ValueError
-        For a number in place of an array of rows, or an unusable `block_size`.
-
-    Notes
-    -----
-    ``|x - scale code| <= scale/2 (1 + 2^-15)``: docs/MATH_REFERENCE.md, Q1. On a device CuPy's own
-    kernels, which this takes, flush float32 numbers below 2^-126 to zero.
-
-    Examples
-    --------
-    >>> codes, scales = act_quant(np.float32([[0.0, -254.0, 1.0]]), block_size=2)
-    >>> codes.tolist(), scales.tolist()
-    ([[0, -127, 127]], [[2.0, 0.007874015718698502]])
-    """
-    _check_values("x", x, least_axes=1)
+def quantize_rows(x: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
+    """Do what `cupyattn.act_quant` does, with the functions of the array's library."""
+    check_values("x", x, least_axes=1)
     _check_block_size(block_size)
     xp = array_namespace(x)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -172,8 +139,8 @@ def weight_quant(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
 
     Notes
     -----
-    As `act_quant`; `weight_error` bounds the way there and back. Beside `w` and what is returned it
-    takes a few megabytes.
+    Error as of `act_quant`; `weight_error` bounds the way there and back. Beside `w` and what is
+    returned it takes a few megabytes.
 
     Examples
     --------
@@ -181,7 +148,7 @@ def weight_quant(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
     >>> codes.tolist(), scales.tolist()
     ([[127, 1], [0, 1]], [[1.0]])
     """
-    _check_values("w", w, least_axes=2)
+    check_values("w", w, least_axes=2)
     _check_block_size(block_size)
     xp = array_namespace(w)
     matrix = as_matrix(w)
@@ -380,7 +347,8 @@ def _codes(values: Array, inverse: Array) -> Array:
     return xp.where(xp.isnan(values), np.float32(0), values).astype(np.int8)
 
 
-def _check_values(name: str, x: Array, *, least_axes: int) -> None:
+def check_values(name: str, x: Array, *, least_axes: int) -> None:
+    """Raise unless an array has a type to quantise, and axes enough."""
     array_namespace(x)
     if x.dtype.name not in STORAGE:
         raise TypeError(f"{name} must be {', '.join(STORAGE)}, got {x.dtype.name}")

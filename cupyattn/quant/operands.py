@@ -306,7 +306,7 @@ def _quantize_kernels(
     backend: str,
     sequences: Sequences | None,
 ) -> QuantizedQKV:
-    """Quantise arrays where they lie, with the kernels of ``quantize.cu``."""
+    """Quantise arrays where they lie, with the kernels of ``quantize*.cu``."""
     groups = quant.group_q(tiles), quant.group_kv(tiles)
     with on_device_of(q):
         count = None if sequences is None else sequences.batch

@@ -1,4 +1,4 @@
-"""Which kernels of kernels_cu/quantize.cu quantise an operand, with which blocks: pure data."""
+"""Which kernels quantise an operand (kernels_cu/quantize*.cu), with which blocks: pure data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.checks import INT32_MAX
 from cupyattn.compile import ModuleSpec
-from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
-from cupyattn.launch import Launch, Operand, Plan, Workspace
+from cupyattn.launch import Launch, Operand, Plan, Workspace, check_grid
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantizers import VALUES_PAD, padded_length
 from cupyattn.tiles import Tiles
@@ -140,9 +138,6 @@ def plan_operand(
     )
     if math.prod(x.shape) == 0:
         return Plan("quantize", "portable", tiles, features, ())
-    spec = ModuleSpec(
-        "quantize.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
-    )
     groups = -(-length // group) if packed is None else packed_groups(total, batch, group)
     sums = length if packed is None else packed_groups(total, batch, 1)
     splits, split_rows = _slices(length)
@@ -160,14 +155,16 @@ def plan_operand(
         "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
     }  # fmt: skip
     tiles_of_rows = batch * heads * -(-length // rows)
-    steps = _mean_steps(batch * heads, splits) if smooth else []
     if static:
-        steps += [("encode_int8", tiles_of_rows)]
+        steps = {"encode_int8": tiles_of_rows}
     elif whole_groups:
-        steps += [("quantize_int8", tiles_of_rows)]
+        steps = {"quantize_int8": tiles_of_rows}
     else:
-        steps += [("group_absmax", tiles_of_rows), ("encode_int8", tiles_of_rows)]
-    launches = tuple(_launch(spec, x, entry, grid, tiles, params) for entry, grid in steps)
+        steps = {"group_absmax": tiles_of_rows, "encode_int8": tiles_of_rows}
+    launches = _mean_launches(x, batch, features, tiles, params) if smooth else ()
+    source = "quantize.cu" if "quantize_int8" in steps else "quantize_groups.cu"
+    for entry, grid in steps.items():
+        launches += (_launch(source, features, x, entry, grid, tiles, params),)
     partial = Workspace("partial_sum", (batch, heads, splits, head_dim), "float32")
     return Plan("quantize", "portable", tiles, features, launches, (partial,) if smooth else ())
 
@@ -178,18 +175,32 @@ def _slices(length: int) -> tuple[int, int]:
     return splits, -(-length // splits)
 
 
-def _mean_steps(batch_heads: int, splits: int) -> list[tuple[str, int]]:
-    return [("channel_sum", batch_heads * splits), ("channel_mean", batch_heads)]
+def _mean_launches(
+    x: Operand, batch: int, features: Features, tiles: Tiles, params: dict[str, Any]
+) -> tuple[Launch, ...]:
+    """Return what computes the mean of an operand: the same modules for all groups of rows."""
+    source, heads = "channel_mean.cu", batch * x.shape[1]
+    plain = Features(
+        features.dtype, features.head_dim, vec=features.vec, group_q=1, varlen=features.varlen
+    )
+    alike = Tiles(block_q=tiles.num_warps, block_kv=1, num_warps=tiles.num_warps)
+    return (
+        _launch(source, plain, x, "channel_sum", heads * params["splits"], alike, params),
+        _launch(source, plain, x, "channel_mean", heads, alike, params),
+    )
 
 
 def _launch(
-    spec: ModuleSpec, x: Operand, entry: str, grid: int, tiles: Tiles, params: dict[str, Any]
+    source: str,
+    features: Features,
+    x: Operand,
+    entry: str,
+    grid: int,
+    tiles: Tiles,
+    params: dict[str, Any],
 ) -> Launch:
-    if grid > INT32_MAX:
-        raise UnsupportedError(
-            f"quantising {x.shape} takes {grid} thread blocks, more than {INT32_MAX}: "
-            "split the call over batch or heads"
-        )
+    check_grid(f"quantising {x.shape}", grid)
+    spec = ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
     return Launch(spec, entry, grid, tiles.num_threads, False, ((QUANTIZE_PARAMS, params),))
 
 
@@ -246,9 +257,6 @@ def plan_values(
     )  # fmt: skip
     if math.prod(x.shape) == 0:
         return Plan("quantize", "portable", tiles, features, ())
-    spec = ModuleSpec(
-        "quantize.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
-    )
     groups = -(-length // group)
     splits, split_rows = _slices(length)
     slices = {"splits": splits, "split_rows": split_rows}
@@ -266,11 +274,12 @@ def plan_values(
         "cu_seqlens": "cu_seqlens" if packed else None, "total": total, "padded": padded,
         "zero": "zero" if zero_points else None, **slices,
     }  # fmt: skip
-    steps = [(*step, params) for step in _mean_steps(batch * heads, splits)] if smooth else []
-    steps += [
-        ("channel_absmax", batch * heads * of_groups["splits"], {**params, **of_groups}),
-        ("encode_values", batch * heads * chunks, params),
-    ]
-    launches = tuple(_launch(spec, x, entry, grid, tiles, given) for entry, grid, given in steps)
+    launches = _mean_launches(x, batch, features, tiles, params) if smooth else ()
+    for entry, blocks, given in (
+        ("channel_absmax", of_groups["splits"], {**params, **of_groups}),
+        ("encode_values", chunks, params),
+    ):
+        grid = batch * heads * blocks
+        launches += (_launch("quantize_values.cu", features, x, entry, grid, tiles, given),)
     sums = Workspace("partial_sum", (batch, heads, splits, head_dim), "float32")
     return Plan("quantize", "portable", tiles, features, launches, (sums,) if smooth else ())

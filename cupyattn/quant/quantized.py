@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cupyattn import checks
+from cupyattn.arrays import on_host
 from cupyattn.codes import codes_less_zero
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
+from cupyattn.files import replacing
 from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
 from cupyattn.quant.packed import check_sequences, packed_groups, rows_of_sequences, split
 from cupyattn.quant.quantizers import (
@@ -482,14 +482,13 @@ class QuantizedQKV:
         path : path
             Replaced if it exists. The format is NumPy's ``.npz``, without pickled objects.
         """
-        target = Path(path)
         arrays: dict[str, Any] = {}
         for name in _ARRAYS:
             if getattr(self, name) is not None:
-                arrays[name] = _to_host(getattr(self, name))
+                arrays[name] = on_host(getattr(self, name))
         if self.config.static:
             for name, scale in zip(("q", "k"), self.config.scales, strict=True):
-                arrays[f"config_{name}_scale"] = _to_host(scale)
+                arrays[f"config_{name}_scale"] = on_host(scale)
         config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         header = {
             "kind": _FILE_KIND,
@@ -506,13 +505,8 @@ class QuantizedQKV:
         if "v" in arrays:  # NumPy's format has no name for bfloat16, so V travels as bits
             arrays["v"] = arrays["v"].view(np.uint16)
         arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                np.savez(file, **arrays)
-            os.replace(temporary, target)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        with replacing(path) as file:
+            np.savez(file, **arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, namespace: Any = np) -> QuantizedQKV:
@@ -634,7 +628,3 @@ def _given_value_scale(
             f"{length} keys in groups of {group}, got {tuple(scale.shape)}"
         )
     return xp.ascontiguousarray(xp.broadcast_to(scale, full)), group
-
-
-def _to_host(array: Any) -> Any:
-    return array.get() if hasattr(array, "get") else np.asarray(array)

@@ -1,4 +1,4 @@
-"""INT8 quantisation in NumPy: what kernels_cu/quantize.cu computes, bit for bit.
+"""INT8 quantisation in NumPy: what kernels_cu/quantize*.cu compute, bit for bit.
 
 A group of rows shares one float32 scale; row r of an operand has ``scale[..., r // group]``, for
 every granularity. All arithmetic is float32, each operation rounded once, to nearest, ties to even.

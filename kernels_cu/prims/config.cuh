@@ -7,17 +7,20 @@
 
 #include "prims/base.cuh"
 
-// Defaults let an editor parse a kernel on its own.
-#ifndef CFG_BLOCK_Q
-#define CFG_BLOCK_Q 64
-#define CFG_BLOCK_KV 64
+// Defaults let an editor parse a kernel on its own, and stand for what it has nothing to do with.
+#ifndef CFG_NUM_WARPS
 #define CFG_NUM_WARPS 4
 #define CFG_NUM_STAGES 2
 #define CFG_DTYPE 0
+#define CFG_VEC 8
+#define CFG_BIAS 0
+#endif
+#ifndef CFG_BLOCK_Q  // attention
+#define CFG_BLOCK_Q 64
+#define CFG_BLOCK_KV 64
 #define CFG_HEAD_DIM 64
 #define CFG_CAUSAL 0
 #define CFG_LSE 1
-#define CFG_VEC 8
 #define CFG_GROUP_Q 1
 #define CFG_GROUP_KV 1
 #define CFG_GROUP_V 1073741824
@@ -25,12 +28,18 @@
 #define CFG_WINDOW 0
 #define CFG_SOFTCAP 0
 #define CFG_MASK 0
-#define CFG_BIAS 0
 #define CFG_BLOCK_MASK_Q 0
 #define CFG_BLOCK_MASK_KV 0
 #define CFG_ROPE 0
 #define CFG_VARLEN 0
 #define CFG_ZERO_POINTS 0
+#endif
+#ifndef CFG_BLOCK_M  // matrix products
+#define CFG_BLOCK_M 128
+#define CFG_BLOCK_N 128
+#define CFG_ACCESS_BYTES 16
+#define CFG_ACTIVATION 0
+#define CFG_OUTLIERS 0
 #endif
 
 // tiles
@@ -68,6 +77,13 @@ enum class PType { NONE, U8, S8, E4M3 };
 constexpr PType P_TYPE = PType(CFG_P_TYPE);
 constexpr int VALUES_PAD = 128;  // codes of a channel of V are padded with 0 to a multiple of this
 
+// matrix products
+constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block
+constexpr int BLOCK_N = CFG_BLOCK_N;            // columns of it
+constexpr int ACCESS_BYTES = CFG_ACCESS_BYTES;  // of A and B per global access
+enum class Activation { NONE, GELU, GELU_TANH, SILU };
+constexpr Activation ACTIVATION = Activation(CFG_ACTIVATION);
+
 // storage types
 template <int CODE>
 struct DType;
@@ -87,6 +103,8 @@ using elem_t = DType<CFG_DTYPE>::type;                         // the caller's Q
 using elem16_t = DType<CFG_DTYPE == 2 ? 0 : CFG_DTYPE>::type;  // 16-bit operand: float takes half
 constexpr bool ELEM_IS_16_BIT = CFG_DTYPE != 2;
 using bias_t = DType<BIAS ? CFG_BIAS - 1 : 0>::type;  // CFG_BIAS 1 to 3: half, bfloat16, float
+constexpr bool OUTLIERS = CFG_OUTLIERS != 0;          // some columns of a product have 16 bits
+using outlier_t = DType<OUTLIERS ? CFG_OUTLIERS - 1 : 0>::type;  // CFG_OUTLIERS 1, 2
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }

@@ -1,4 +1,4 @@
-// quant.cuh -- INT8 quantisation of one value, and the parameters of quantize.cu.
+// quant.cuh -- INT8 quantisation of one value, and the parameters of quantize*.cu.
 // Every operation is one IEEE rounding, named, so that none is contracted and all equal NumPy's:
 // cupyattn/quant/quantizers.py does the same, bit for bit.
 #pragma once

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from cupyattn import attention
-from tests.cross_cases import AXES, CELLS, Case, drawn
+from cupyattn.quant import QuantConfig
+from tests.cross_cases import AXES, CELLS, QUANT_CELLS, QUANTS, Case, drawn, rung_of
 from tests.gpu.support import arch_of, moved, on_device, run, run_packed
 from tests.runs import RUNGS, bits, variant_of
 
@@ -34,12 +35,14 @@ WIDE: dict[str, tuple[Any, ...]] = {
 def check(cell: dict[str, Any], seed: int) -> None:
     """Judge one configuration; the rung of a Hopper form may take the portable one instead."""
     case = Case.of(cell, seed)
-    inputs, options = case.laid(cupy), moved(case.options)
+    inputs, options, rung = case.laid(cupy), moved(case.options), cell["rung"]
+    if "quant" in cell:
+        options, rung = {**options, "quant": cell["quant"]}, rung_of(cell["quant"])
     before = [bits(x) for x in inputs]
     if case.ends is None:
-        found = [run(cell["rung"], inputs, **options)]
+        found = [run(rung, inputs, **options)]
     else:
-        found = run_packed(cell["rung"], inputs, on_device(*case.ends), **options)
+        found = run_packed(rung, inputs, on_device(*case.ends), **options)
     for one in found:
         report = one.judge()
         assert report.passed, f"CUPYATTN_FUZZ_SEED={SEED}: {cell}\n{report}"
@@ -54,6 +57,26 @@ def check(cell: dict[str, Any], seed: int) -> None:
 @pytest.mark.parametrize("number", range(len(CELLS)))
 def test_every_pair_is_within_its_bound(number: int) -> None:
     check(CELLS[number], number)
+
+
+@pytest.mark.parametrize("number", range(len(QUANT_CELLS)))
+def test_every_way_to_quantise_is_within_its_bound(number: int) -> None:
+    skip_what_is_missing(QUANT_CELLS[number]["quant"])
+    check(QUANT_CELLS[number], number)
+
+
+def skip_what_is_missing(quant: QuantConfig) -> None:
+    if quant.pv == "fp8" and int(cupy.cuda.Device().compute_capability) < 89:
+        pytest.skip("8-bit floats need compute capability 8.9")
+
+
+@pytest.mark.parametrize("number", range(len(QUANTS)))
+def test_drawn_ways_to_quantise(number: int) -> None:
+    print(f"CUPYATTN_FUZZ_SEED={SEED} CUPYATTN_FUZZ_COUNT={COUNT}")
+    skip_what_is_missing(QUANTS[number])
+    axes = {**WIDE, "rung": ("fa_int8",), "quant": (QUANTS[number],)}
+    for shift, cell in enumerate(drawn(axes, SEED + number, COUNT // len(QUANTS))):
+        check(cell, SEED + shift)
 
 
 @pytest.mark.parametrize("rung", RUNGS)

@@ -203,6 +203,29 @@ def test_offsets_past_two_to_the_31(variant: str, axis: int) -> None:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("variant", [rung for rung in RUNGS if "@sm90" not in rung])
+def test_offsets_of_mask_and_bias_past_two_to_the_31(variant: str, axis: int) -> None:
+    """Entries, heads or rows of both more than 2^30 elements apart; keys lie side by side."""
+    if cupy.cuda.runtime.memGetInfo()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GB of device memory")
+    rng = np.random.default_rng(0)
+    inputs = on_device(*normal((3, 3, 3, 64), (3, 3, 40, 64)))
+    shape = 3, 3, 3, 40
+    mask, bias = rng.random(shape) < 0.6, rng.standard_normal(shape).astype(np.float32)
+    strides = [9 * 40, 3 * 40, 40, 1]
+    strides[axis] = 2**30 + 64
+    try:
+        expected = attend(variant, *inputs, mask=cupy.asarray(mask), bias=cupy.asarray(bias))
+        views = {
+            n: far_apart(shape, tuple(strides), x) for n, x in (("mask", mask), ("bias", bias))
+        }
+        assert bits(attend(variant, *inputs, **views)) == bits(expected)
+    finally:
+        views = None
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
 @pytest.mark.parametrize("variant", ["fa_warps", "fa_tc", "fa_int8"])
 def test_more_than_two_to_the_31_elements(variant: str) -> None:
     if cupy.cuda.runtime.memGetInfo()[0] < 40 * 2**30:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,15 @@ extern "C" __global__ void spin(long long cycles) {
 """
 
 
+@pytest.fixture(params=[0, 1], ids=["first device", "second device"], autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs with either of two devices as the current one, where there are two."""
+    if request.param >= cupy.cuda.runtime.getDeviceCount():
+        pytest.skip("needs two devices")
+    with cupy.cuda.Device(request.param):
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     prebuild(
@@ -30,9 +40,9 @@ def compiled() -> None:
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def spin() -> Any:
-    """A kernel that keeps a stream busy for about 100 ms."""
+    """A kernel that keeps a stream of the current device busy for about 100 ms."""
     kernel = cupy.RawKernel(SPIN, "spin")
     kernel.compile()
     return lambda: kernel((1,), (1,), (200_000_000,))
@@ -99,3 +109,28 @@ def test_a_captured_call_runs_on_new_data(variant: str) -> None:
             graph.launch(stream)
         stream.synchronize()
         assert bits(out) == bits(expected)
+
+
+@pytest.mark.parametrize("variant", RUNGS)
+def test_streams_of_two_devices_at_once(variant: str) -> None:
+    """One thread hands calls to both in turns; modules, counters and scratch memory are each's."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two devices")
+    hosts = [normal((2, 4, 300, 64), (2, 2, 300, 64), seed=seed) for seed in range(2)]
+    problems, expected, streams = [], [], []
+    for number, host in enumerate(hosts):
+        with cupy.cuda.Device(number):
+            problems.append(on_device(*host))
+            expected.append(bits(attend(variant, *problems[-1], causal=True)))
+            streams.append(cupy.cuda.Stream(non_blocking=True))
+            cupy.cuda.Device().synchronize()
+    results: list[list[Any]] = [[], []]
+    for _ in range(20):
+        for number, inputs in enumerate(problems):
+            with cupy.cuda.Device(number), streams[number]:
+                results[number].append(attend(variant, *inputs, causal=True))
+    for number, found in enumerate(results):
+        with cupy.cuda.Device(number):
+            streams[number].synchronize()
+            assert all(o.device.id == number for o in found)
+            assert {bits(o) for o in found} == {expected[number]}

@@ -1,0 +1,179 @@
+"""`int8_gemm`: a matrix product of INT8 codes with block-wise scales."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import check_one_device, contiguous_last_axis
+from cupyattn.backends import as_input, choose, on_device_of, run
+from cupyattn.checks import MAX_LENGTH
+from cupyattn.compile import HOPPER_CAPABILITY
+from cupyattn.launch import Operand
+from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
+from cupyattn.quant.gemm_plan import plan_gemm
+from cupyattn.quant.gemm_reference import ACTIVATIONS, gemm_mirror
+from cupyattn.quant.repeated import call_key, recall, remember
+from cupyattn.rounding import STORAGE, array_namespace
+from cupyattn.tiles import GemmTiles
+
+Array = Any
+
+
+def int8_gemm(
+    a: Array,
+    a_scales: Array,
+    b: Array,
+    b_scales: Array,
+    out_dtype: str = "float16",
+    *,
+    bias: Array | None = None,
+    activation: str | None = None,
+    outliers: tuple[Array, Array] | None = None,
+    tiles: GemmTiles | None = None,
+    arch: str | None = None,
+    backend: str | None = None,
+) -> Array:
+    """Multiply activations by a weight, both in INT8 codes: ``activation(a b^T + bias)``.
+
+    Parameters
+    ----------
+    a : array, (..., k), int8
+        Codes of activations, as `act_quant` makes them. NumPy or CuPy. Leading axes that do not
+        follow each other evenly in memory are copied.
+    a_scales : array, (..., ceil(k / 128)), float32
+    b : array, (n, k), int8
+        Codes of a weight, as `weight_quant` makes them.
+    b_scales : array, (ceil(n / 128), ceil(k / 128)), float32
+    out_dtype : {"float16", "bfloat16", "float32"}
+    bias : array, (n,), float16, bfloat16 or float32, optional
+    activation : {"gelu", "gelu_tanh", "silu"}, optional
+        `cupyattn.quant.gemm_reference.activate` defines them.
+    outliers : (array, array), optional
+        (..., r) and (n, r), both float16 or both bfloat16: r further columns along k that were not
+        quantised.
+    tiles : GemmTiles, optional
+        Chosen by the shape when omitted; of the portable form, unless `arch` is ``"sm_90a"``.
+    arch : str, optional
+        Architecture to compile for, which decides the form: ``"sm_90a"`` names the Hopper form.
+    backend : {"cuda", "mirror", "interpret"}, optional
+        As for `cupyattn.attention`.
+
+    Returns
+    -------
+    array, (..., n), out_dtype
+        Of the kind that came in. A NaN scale makes the elements NaN that it belongs to.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays that do not fit together, and unknown names.
+    UnsupportedError
+        For `tiles` of the Hopper form and operands that it does not take.
+
+    Notes
+    -----
+    The Hopper form runs on compute capability 9.0 where addresses and rows are multiples of 16
+    bytes; where they are not, the portable form runs, and the logger ``cupyattn`` says why.
+
+    The scales of a slice of 128 codes are applied to its exact sum, in float32:
+    ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order.
+    `cupyattn.quant.gemm_error` bounds the result element by element.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> x, w = (rng.standard_normal(s).astype(np.float32) for s in ((3, 200), (5, 200)))
+    >>> from cupyattn.quant import act_quant, weight_quant
+    >>> c = int8_gemm(*act_quant(x), *weight_quant(w), "float32")
+    >>> float(np.linalg.norm(c - x @ w.T) / np.linalg.norm(x @ w.T)) < 0.02
+    True
+    """
+    given = {"a": a, "a_scales": a_scales, "b": b, "b_scales": b_scales}
+    given |= {} if bias is None else {"bias": bias}
+    given |= {} if outliers is None else dict(zip(("a_16", "b_16"), outliers, strict=True))
+    key = call_key(("int8_gemm", out_dtype, activation, tiles, arch, backend), given)
+    again = recall(key)
+    if again is not None:
+        return again(given)[0]
+    xp = array_namespace(*given.values())
+    check_one_device(**given)
+    arrays = dict(given)
+    backend, activation = choose(backend, a), activation or ""
+    _check(given, out_dtype, activation)
+    shape, n = tuple(a.shape[:-1]), b.shape[0]
+    for name in {"a", "a_scales", "a_16"} & given.keys():
+        given[name] = given[name].reshape(math.prod(shape), given[name].shape[-1])
+    if backend == "mirror":
+        pair = (given["a_16"], given["b_16"]) if outliers is not None else None
+        c = gemm_mirror(
+            given["a"], given["a_scales"], b, b_scales, out_dtype, bias=bias,
+            activation=activation, outliers=pair,
+        )  # fmt: skip
+        return c.reshape(*shape, n)
+    if backend == "cuda" and arch is None and tiles is None:
+        hopper = int(a.device.compute_capability) == HOPPER_CAPABILITY
+        arch = "sm_90a" if hopper else None
+    with on_device_of(a):
+        buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
+        c = buffers["c"] = xp.empty((math.prod(shape), n), STORAGE[out_dtype])
+        of = {name: Operand.of(x) for name, x in buffers.items() if name != "bias"}
+        plan = plan_gemm(
+            of["a"], of["a_scales"], of["b"], of["b_scales"], of["c"], out_dtype,
+            bias="" if bias is None else bias.dtype.name, activation=activation,
+            outliers=None if outliers is None else (of["a_16"], of["b_16"], _type(outliers)),
+            tiles=tiles, arch=arch,
+        )  # fmt: skip
+        run(backend, plan, buffers, arch)
+        remember(key, plan, arch, arrays, buffers, {"c": (*shape, n)})
+    return c.reshape(*shape, n)
+
+
+def _type(outliers: tuple[Array, Array]) -> str:
+    return str(outliers[0].dtype.name)
+
+
+def _check(given: dict[str, Array], out_dtype: str, activation: str) -> None:
+    """Raise unless the operands of a product fit together."""
+    if out_dtype not in STORAGE:
+        raise ValueError(f"out_dtype must be {' or '.join(STORAGE)}, got {out_dtype!r}")
+    if activation not in ACTIVATIONS:
+        names = " or ".join(map(repr, ACTIVATIONS[1:]))
+        raise ValueError(f"activation must be {names} or None, got {activation!r}")
+    a, b = given["a"], given["b"]
+    for name, dtype in (("a", "int8"), ("b", "int8"), ("a_scales", "float32"),
+                        ("b_scales", "float32")):  # fmt: skip
+        if given[name].dtype != np.dtype(dtype):
+            raise TypeError(f"{name} must be {dtype}, got {given[name].dtype}")
+    if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[1]:
+        raise ValueError(
+            "a must be (..., k) and b (n, k), got a.shape="
+            f"{tuple(a.shape)} and b.shape={tuple(b.shape)}"
+        )
+    expected = {
+        "a_scales": (*a.shape[:-1], -(-a.shape[-1] // BLOCK_SIZE)),
+        "b_scales": scale_shape(b.shape, BLOCK_SIZE),
+        "bias": (b.shape[0],),
+    }
+    if "a_16" in given:
+        columns = given["a_16"].shape[-1] if given["a_16"].ndim else 0
+        expected |= {"a_16": (*a.shape[:-1], columns), "b_16": (b.shape[0], columns)}
+        types = {given[name].dtype.name for name in ("a_16", "b_16")}
+        if len(types) > 1 or not types < {"float16", "bfloat16"}:
+            raise TypeError(
+                "outliers must both be float16 or both bfloat16, got "
+                f"{given['a_16'].dtype.name} and {given['b_16'].dtype.name}"
+            )
+    for name in expected.keys() & given.keys():
+        if tuple(given[name].shape) != expected[name]:
+            raise ValueError(
+                f"{name} must have shape {expected[name]} for a.shape={tuple(a.shape)} and "
+                f"b.shape={tuple(b.shape)}, got {tuple(given[name].shape)}"
+            )
+    if "bias" in given and given["bias"].dtype.name not in STORAGE:
+        raise TypeError(f"bias must be {' or '.join(STORAGE)}, got {given['bias'].dtype.name}")
+    largest = max(math.prod(a.shape[:-1]), a.shape[-1], b.shape[0])
+    if largest > MAX_LENGTH:
+        raise ValueError(f"rows, columns and k must be at most 2^30, got {largest}")

@@ -1,0 +1,275 @@
+"""Which kernel multiplies INT8 codes, with which tiles: pure data."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.checks import INT32_MAX
+from cupyattn.compile import ModuleSpec
+from cupyattn.errors import UnsupportedError
+from cupyattn.features import DTYPES
+from cupyattn.launch import HOPPER_BLOCKS, Launch, Operand, TensorMap, Workspace, tensor_map_of
+from cupyattn.quant.gemm_reference import ACTIVATIONS
+from cupyattn.tiles import GemmTiles
+
+_log = logging.getLogger("cupyattn")
+
+#: ``struct GemmParams`` of kernels_cu/prims/gemm.cuh, field by field.
+GEMM_PARAMS = np.dtype(
+    [
+        ("A", "u8"), ("B", "u8"), ("A_scale", "u8"), ("B_scale", "u8"), ("C", "u8"),
+        ("bias", "u8"), ("A_16", "u8"), ("B_16", "u8"), ("A_stride", "i8"), ("B_stride", "i8"),
+        ("A_scale_stride", "i8"), ("B_scale_stride", "i8"), ("C_stride", "i8"),
+        ("A_16_stride", "i8"), ("B_16_stride", "i8"),
+        ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outliers", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
+
+#: Tiles to choose from, by form, the largest first.
+PORTABLE_TILES = (
+    GemmTiles(block_m=128, block_n=128, num_warps=8, num_stages=3),
+    GemmTiles(block_m=64, block_n=128, num_warps=4, num_stages=4),
+    GemmTiles(block_m=64, block_n=64, num_warps=4, num_stages=5),
+    GemmTiles(block_m=16, block_n=64, num_warps=4, num_stages=8),
+)
+HOPPER_TILES = (
+    GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=4),
+    GemmTiles(block_m=128, block_n=128, num_warps=12, num_stages=6),
+    GemmTiles(block_m=64, block_n=128, num_warps=8, num_stages=8),
+    GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=12),
+)
+#: Thread blocks that a device runs at a time, about; and bytes of A and B that one of them gets
+#: from the L2 cache while its tensor cores multiply 4096 pairs of codes. Tiles are chosen by these.
+_BLOCKS, _L2_BYTES = HOPPER_BLOCKS, 40
+
+
+@dataclass(frozen=True)
+class GemmFeatures:
+    """What one compiled product does beside multiplying.
+
+    Parameters
+    ----------
+    out_dtype : {"float16", "bfloat16", "float32"}
+        Storage type of C.
+    access_bytes : {1, 2, 4, 8, 16}
+        Bytes per access to A and B.
+    vec : {1, 2, 4, 8}
+        Elements of C per access.
+    bias : {"", "float16", "bfloat16", "float32"}
+        Storage type of what is added to every row; "": nothing.
+    activation : {"", "gelu", "gelu_tanh", "silu"}
+    outliers : {"", "float16", "bfloat16"}
+        Storage type of columns that are no codes; "": there are none.
+    """
+
+    out_dtype: str
+    access_bytes: int
+    vec: int
+    bias: str = ""
+    activation: str = ""
+    outliers: str = ""
+
+    def defines(self) -> dict[str, int]:
+        """Return the ``CFG_*`` macros that carry these features to ``prims/config.cuh``."""
+        return {
+            "CFG_DTYPE": DTYPES.index(self.out_dtype),
+            "CFG_ACCESS_BYTES": self.access_bytes,
+            "CFG_VEC": self.vec,
+            "CFG_BIAS": 1 + DTYPES.index(self.bias) if self.bias else 0,
+            "CFG_ACTIVATION": ACTIVATIONS.index(self.activation),
+            "CFG_OUTLIERS": 1 + DTYPES.index(self.outliers) if self.outliers else 0,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneLaunch:
+    """A call turned into a launch, or none: what an executor runs.
+
+    `features` is what was compiled in.
+    """
+
+    features: GemmFeatures
+    launches: tuple[Launch, ...] = ()
+    workspace: tuple[Workspace, ...] = ()
+
+    @functools.cached_property
+    def on_devices(self) -> dict[Any, Any]:
+        """What an executor keeps of this plan, by device."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmPlan(OneLaunch):
+    """A product turned into a launch, as `cupyattn.launch.Plan` is of attention.
+
+    `note` says why the Hopper form was left out, where it was.
+    """
+
+    form: str
+    tiles: GemmTiles
+    note: str = ""
+
+
+def choose_tiles(m: int, n: int, choices: tuple[GemmTiles, ...]) -> GemmTiles:
+    """Return the tiles that take the shortest time for an (m, n) product.
+
+    Parameters
+    ----------
+    m, n : int
+    choices : tuple of GemmTiles
+
+    Notes
+    -----
+    By count: tiles are worked off in waves, one to each SM, and a tile takes as long as its
+    products or as its operands take to arrive, whichever is longer.
+
+    Examples
+    --------
+    >>> choose_tiles(4096, 4096, PORTABLE_TILES).block_m, choose_tiles(8, 4096, PORTABLE_TILES)
+    (128, GemmTiles(block_m=16, block_n=64, num_warps=4, num_stages=8))
+    """
+
+    def time(tiles: GemmTiles) -> float:
+        waves = -(-_count(m, n, tiles) // _BLOCKS)
+        products = tiles.block_m * tiles.block_n / 4096
+        return waves * max(products, (tiles.block_m + tiles.block_n) / _L2_BYTES)
+
+    return min(choices, key=time)
+
+
+def _count(m: int, n: int, tiles: GemmTiles) -> int:
+    return -(-m // tiles.block_m) * -(-n // tiles.block_n)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_gemm(
+    a: Operand,
+    a_scales: Operand,
+    b: Operand,
+    b_scales: Operand,
+    c: Operand,
+    out_dtype: str,
+    *,
+    bias: str = "",
+    activation: str = "",
+    outliers: tuple[Operand, Operand, str] | None = None,
+    tiles: GemmTiles | None = None,
+    arch: str | None = None,
+) -> GemmPlan:
+    """Plan a product.
+
+    Parameters
+    ----------
+    a, a_scales, b, b_scales, c : Operand
+        The buffers of these names, with two axes and contiguous last ones.
+    out_dtype : {"float16", "bfloat16", "float32"}
+        Storage type of c.
+    bias : {"", "float16", "bfloat16", "float32"}
+        Storage type of the buffer ``"bias"``, contiguous; "": there is none.
+    activation : {"", "gelu", "gelu_tanh", "silu"}
+    outliers : (Operand, Operand, str), optional
+        The buffers ``"a_16"`` and ``"b_16"``, and their storage type.
+    tiles : GemmTiles, optional
+        Chosen by `choose_tiles` when omitted.
+    arch : str, optional
+        Architecture that it will run on: on ``"sm_90a"`` the Hopper form runs where it takes the
+        operands; `GemmPlan.note` says why where it does not.
+
+    Returns
+    -------
+    GemmPlan
+        Without launches where c is empty.
+
+    Raises
+    ------
+    UnsupportedError
+        For more tiles than a grid has blocks, and for `tiles` of the Hopper form and operands that
+        it does not take.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    operands = {"a": (a, "int8"), "b": (b, "int8")}
+    if outliers is not None:
+        operands |= {"a_16": (outliers[0], outliers[2]), "b_16": (outliers[1], outliers[2])}
+    note = _hopper_obstacle(operands) if arch == "sm_90a" else ""
+    form = "sm90" if arch == "sm_90a" and not note else "portable"
+    if note and tiles is not None:
+        raise UnsupportedError(f"tiles of the Hopper form do not go with the {note}")
+    if note:
+        _log.info("int8_gemm: %s", note)
+    if tiles is None:
+        tiles = choose_tiles(m, n, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
+    features = GemmFeatures(
+        out_dtype,
+        min(_bytes_per_access(x) for x, _ in operands.values()),
+        max(width for width in (1, 2, 4, 8) if c.allows(width)),
+        bias,
+        activation,
+        outliers[2] if outliers else "",
+    )
+    if m * n == 0:
+        return GemmPlan(features=features, form=form, tiles=tiles, note=note)
+    params: dict[str, Any] = {
+        "A": "a", "B": "b", "A_scale": "a_scales", "B_scale": "b_scales", "C": "c",
+        "bias": "bias" if bias else None,
+        "A_16": "a_16" if outliers else None, "B_16": "b_16" if outliers else None,
+        "A_stride": _row_bytes(a), "B_stride": _row_bytes(b),
+        "A_scale_stride": a_scales.row_strides[0], "B_scale_stride": b_scales.row_strides[0],
+        "C_stride": c.row_strides[0],
+        "A_16_stride": _row_bytes(outliers[0]) if outliers else 0,
+        "B_16_stride": _row_bytes(outliers[1]) if outliers else 0,
+        "m": m, "n": n, "k": k, "outliers": outliers[0].shape[1] if outliers else 0,
+    }  # fmt: skip
+    grid = _count(m, n, tiles)
+    # NOTE: a block that stays goes on to a tile past the last, whose number is an int as well.
+    if grid > INT32_MAX - HOPPER_BLOCKS:
+        raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
+    defines = {**tiles.defines(), **features.defines()}
+    folder = "" if form == "portable" else f"{form}/"
+    spec = ModuleSpec(f"{folder}gemm_int8.cu", tuple(sorted(defines.items())))
+    structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
+    structs = ((GEMM_PARAMS, params),)
+    if form == "sm90":
+        rows = {"a": tiles.block_m, "b": tiles.block_n}
+        maps = [
+            tensor_map_of(name, dtype, _with_four_axes(x), rows[name[0]])
+            for name, (x, dtype) in operands.items()
+        ]
+        # Without outliers their maps are not looked at, and say something that holds.
+        structs += tuple(maps if outliers else maps * 2)
+        grid = min(grid, HOPPER_BLOCKS)
+    launch = Launch(spec, "gemm_int8", grid, tiles.num_threads, True, structs)
+    return GemmPlan(features=features, launches=(launch,), form=form, tiles=tiles, note=note)
+
+
+def _hopper_obstacle(operands: dict[str, tuple[Operand, str]]) -> str:
+    """Return why the Hopper form does not take these operands, as a note; "" where it does."""
+    for name, (x, _) in operands.items():
+        if 0 in x.shape:
+            return f"portable form: {name} has nothing for the copy engine"
+        if x.misalignment or x.row_strides[0] < 0 or _row_bytes(x) % 16:
+            return (
+                "portable form: the copy engine needs addresses and rows at multiples of 16 bytes, "
+                f"got {name} at 16 n + {x.misalignment} with rows of {_row_bytes(x)} bytes"
+            )
+    return ""
+
+
+def _with_four_axes(x: Operand) -> Operand:
+    """Return a matrix as the copy engine's instruction takes it."""
+    return Operand((1, 1, *x.shape), (0, 0, *x.strides), x.itemsize, x.misalignment)
+
+
+def _row_bytes(x: Operand) -> int:
+    return x.row_strides[0] * x.itemsize
+
+
+def _bytes_per_access(x: Operand) -> int:
+    """Return how many bytes of every row can be read at a time, from its first byte on."""
+    return math.gcd(16, x.misalignment, _row_bytes(x), x.shape[1] * x.itemsize)

@@ -1,0 +1,188 @@
+"""What a block-wise INT8 product is, how the kernels round it, and how far that may be off.
+
+All of it on NumPy arrays. The tags G1 to G5 are those of the kernels and of docs/MATH_REFERENCE.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import erf, expit
+
+from cupyattn.perturbation import gamma, half_ulp
+from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.rounding import FINITE_MAX, STORAGE, as_float64, fma32
+from cupyattn.score_bounds import REFERENCE, U, products
+
+Array = Any
+Float64 = npt.NDArray[np.float64]
+
+#: What may follow a product, by name: nothing, GELU by erf or by tanh, SiLU.
+ACTIVATIONS = ("", "gelu", "gelu_tanh", "silu")
+#: Largest slope of each of these; of both forms of GELU it is below 1.129.
+ACTIVATION_SLOPE = {"": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
+#: G4: error of a computed activation, of |x| and absolute.
+ACTIVATION_ERROR, ACTIVATION_TINY = 8 * U, 2.0**-118
+#: Half the smallest subnormal of float32.
+TINY = 2.0**-150
+
+
+def activate(x: Float64, activation: str) -> Float64:
+    """Return an activation of float64 numbers.
+
+    Parameters
+    ----------
+    x : array, float64
+    activation : {"", "gelu", "gelu_tanh", "silu"}
+        ``x Φ(x)``; the same with ``tanh(sqrt(2/π) (x + 0.044715 x³))`` in place of the error
+        function; ``x / (1 + exp(-x))``.
+
+    Examples
+    --------
+    >>> [round(float(activate(np.float64(1.0), name)), 4) for name in ACTIVATIONS]
+    [1.0, 0.8413, 0.8412, 0.7311]
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if activation == "gelu":
+            return np.asarray(0.5 * x * (1 + erf(x * np.sqrt(0.5))))
+        if activation == "gelu_tanh":
+            return np.asarray(x * expit(2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return np.asarray(x * expit(x)) if activation == "silu" else x
+
+
+def _slices(
+    a: Array, a_scales: Array, b: Array, b_scales: Array
+) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    """Yield of every 128 codes along k their products, whole numbers, and the scales of both."""
+    of_b = b_scales.repeat(BLOCK_SIZE, axis=0)[: b.shape[0]]
+    for number in range(a_scales.shape[1]):
+        here = slice(number * BLOCK_SIZE, (number + 1) * BLOCK_SIZE)
+        # NOTE: every partial sum stays below 2^24, so float32 is exact in any order.
+        dot = a[:, here].astype(np.float32) @ b[:, here].astype(np.float32).T
+        yield dot, a_scales[:, number, None], of_b[None, :, number]
+
+
+def gemm_exact(
+    a: Array, a_scales: Array, b: Array, b_scales: Array, *, bias: Array | None = None,
+    activation: str = "", outliers: tuple[Array, Array] | None = None,
+) -> Float64:  # fmt: skip
+    """Return the product of what codes stand for, in float64.
+
+    Parameters
+    ----------
+    a : array, (m, k), int8
+    a_scales : array, (m, ceil(k / 128)), float32
+    b : array, (n, k), int8
+    b_scales : array, (ceil(n / 128), ceil(k / 128)), float32
+    bias : array, (n,), optional
+    activation : {"", "gelu", "gelu_tanh", "silu"}
+    outliers : (array, array), optional
+        (m, outliers) and (n, outliers), 16-bit: further columns, which have no scales.
+
+    Returns
+    -------
+    array, (m, n), float64
+
+    Examples
+    --------
+    >>> a, b = np.int8([[1, 2]]), np.int8([[3, 4], [5, 6]])
+    >>> gemm_exact(a, np.float32([[0.5]]), b, np.float32([[2.0]])).tolist()
+    [[11.0, 17.0]]
+    """
+    c = np.zeros((a.shape[0], b.shape[0]))
+    with np.errstate(invalid="ignore"):
+        for dot, of_a, of_b in _slices(a, a_scales, b, b_scales):
+            c += as_float64(dot) * (as_float64(of_a) * as_float64(of_b))
+        if outliers is not None:
+            c += as_float64(outliers[0]) @ as_float64(outliers[1]).T
+        if bias is not None:
+            c += as_float64(bias)
+        return activate(c, activation)
+
+
+def gemm_mirror(
+    a: Array, a_scales: Array, b: Array, b_scales: Array, out_dtype: str = "float16", *,
+    bias: Array | None = None, activation: str = "",
+    outliers: tuple[Array, Array] | None = None,
+) -> Array:  # fmt: skip
+    """Return the product as the kernels round it.
+
+    Parameters
+    ----------
+    a, a_scales, b, b_scales, bias, activation, outliers
+        As for `gemm_exact`.
+    out_dtype : {"float16", "bfloat16", "float32"}
+
+    Returns
+    -------
+    array, (m, n), out_dtype
+        The kernels' bits, but for an activation, which is exact here before it is rounded, and for
+        outliers, whose sum is.
+    """
+    c = np.zeros((a.shape[0], b.shape[0]), np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for dot, of_a, of_b in _slices(a, a_scales, b, b_scales):
+            c = fma32(dot, of_a * of_b, c)  # G1, G2
+        if outliers is not None:
+            added = as_float64(outliers[0]) @ as_float64(outliers[1]).T
+            c = (c + added).astype(np.float32)  # G2
+        if bias is not None:
+            c = c + bias.astype(np.float32)  # G3
+        c = activate(as_float64(c), activation).astype(np.float32)  # G4
+        return c.astype(STORAGE[out_dtype])  # G5
+
+
+def gemm_error(
+    a: Array, a_scales: Array, b: Array, b_scales: Array, out_dtype: str = "float16", *,
+    bias: Array | None = None, activation: str = "",
+    outliers: tuple[Array, Array] | None = None,
+) -> Float64:  # fmt: skip
+    """Return how far each element of a computed product may be from `gemm_exact`.
+
+    Parameters
+    ----------
+    a, a_scales, b, b_scales, out_dtype, bias, activation, outliers
+        As for `gemm_mirror`.
+
+    Returns
+    -------
+    array, (m, n), float64
+        +inf where the result may leave the range of `out_dtype`.
+
+    Notes
+    -----
+    With f the product of both scales and S = Σ |dot| f over K = ceil(k / 128) slices: G1 and G2
+    give ``γ_{K+1} S`` and what underflows; outliers ``γ_{r + ceil(r/16)}(2^-23)`` of everything so
+    far, for r columns; G3 one rounding; G4 passes on its largest slope times all of that and adds
+    ``8 u |x| + 2^-118``; G5 half a unit of the last place. docs/MATH_REFERENCE.md, "Block-wise
+    products".
+    """
+    shape = a.shape[0], b.shape[0]
+    size, whole, c = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for dot, of_a, of_b in _slices(a, a_scales, b, b_scales):
+            terms = as_float64(dot) * (as_float64(of_a) * as_float64(of_b))
+            c += terms
+            size += np.abs(terms)
+            whole += np.abs(as_float64(dot))
+        slices = a_scales.shape[1]
+        error = gamma(slices + 1, U) * size + 2 * TINY * (whole + slices)  # G1, G2
+        if outliers is not None:
+            x, w = map(as_float64, outliers)
+            c += x @ w.T
+            size += np.abs(x) @ np.abs(w).T
+            error = error + products("tensor_core", x.shape[1]) * (size + error)  # G2
+            error = error + 4 * TINY * x.shape[1]
+        if bias is not None:
+            c += as_float64(bias)
+            error = error + U * (np.abs(c) + error)  # G3
+        error = error * REFERENCE
+        if activation:
+            own = ACTIVATION_ERROR * (np.abs(c) + error) + ACTIVATION_TINY  # G4
+            error = ACTIVATION_SLOPE[activation] * error + own
+            c = activate(c, activation)
+        error = error + half_ulp(np.abs(c) + error, out_dtype)  # G5
+        return np.where(np.abs(c) + error <= FINITE_MAX[out_dtype], error, np.inf)

@@ -1,0 +1,115 @@
+"""Calls on a device that come again: known by the forms of their arrays, launched at once.
+
+Checking, planning and laying out parameters depend on options and forms alone. With few rows they
+would take longer than the kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cupyattn import compile as compiler
+from cupyattn import executor
+
+Array = Any
+
+#: Calls that are kept.
+MAX_RECENT = 512
+_recent: dict[Any, Repeated] = {}
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A call, planned, compiled and loaded: what is left is memory for results, and launches.
+
+    Parameters
+    ----------
+    launches : sequence of (ReadyLaunch, Pick)
+    results : sequence of (str, tuple of int, numpy.dtype)
+        Buffer, shape and type of what it returns.
+    device : int
+    """
+
+    launches: Sequence[tuple[executor.ReadyLaunch, executor.Pick]]
+    results: Sequence[tuple[str, tuple[int, ...], Any]]
+    device: int
+
+    def __call__(self, arrays: Mapping[str, Array]) -> list[Array]:
+        """Run on other arrays of the same forms, on the current stream; return the results."""
+        import cupy
+
+        if cupy.cuda.runtime.getDevice() != self.device:
+            with cupy.cuda.Device(self.device):
+                return self(arrays)
+        addresses = {name: a.data.ptr for name, a in arrays.items()}
+        made = []
+        for name, shape, dtype in self.results:
+            result = cupy.ndarray(shape, dtype)
+            addresses[name] = result.data.ptr
+            made.append(result)
+        executor.launch_all(self.launches, addresses)
+        return made
+
+
+def call_key(options: tuple[Any, ...], arrays: Mapping[str, Array]) -> Any:
+    """Return what a call depends on beside values; None unless all of its arrays are CuPy's.
+
+    Parameters
+    ----------
+    options : tuple
+        Hashable, the name of the call first.
+    arrays : mapping of str to array
+        By the buffers of the plan.
+    """
+    cupy = sys.modules.get("cupy")
+    key: list[Any] = [compiler.generation(), options, *arrays]
+    for array in arrays.values():
+        if cupy is None or not isinstance(array, cupy.ndarray):
+            return None
+        data = array.data  # made anew each time it is asked for
+        key += (array.shape, array.strides, array.dtype, data.ptr % 16, data.device_id)
+    return tuple(key)
+
+
+def recall(key: Any) -> Repeated | None:
+    """Return the call that was remembered under a key."""
+    return None if key is None else _recent.get(key)
+
+
+def remember(
+    key: Any,
+    plan: executor.Runnable,
+    arch: str | None,
+    arrays: Mapping[str, Array],
+    buffers: Mapping[str, Array],
+    results: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Keep a call for `recall`; the oldest make room.
+
+    Parameters
+    ----------
+    key : object
+        Of `call_key`; None is not kept, nor is a plan without launches.
+    plan : Runnable
+        Without workspace.
+    arch : str, optional
+    arrays : mapping of str to array
+        What the caller gave.
+    buffers : mapping of str to array
+        What the plan ran on: where one of `arrays` was copied, nothing is kept.
+    results : mapping of str to tuple of int
+        Shapes to return those buffers in.
+    """
+    if key is None or not plan.launches:
+        return
+    if any(buffers[name].data.ptr != a.data.ptr for name, a in arrays.items()):
+        return
+    launches = [(one, one.pick({})) for one in executor.ready(plan, arch)]
+    made = [(name, shape, buffers[name].dtype) for name, shape in results.items()]
+    while len(_recent) >= MAX_RECENT:
+        _recent.pop(next(iter(_recent)), None)
+    device = next(iter(arrays.values())).data.device_id
+    _recent[key] = Repeated(launches, made, device)

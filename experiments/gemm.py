@@ -1,0 +1,270 @@
+"""How fast are block-wise INT8 products, beside products without scales and in 16 bits?
+
+Varies       the product: squares, layers of Flux and Kandinsky 5, few rows; the form; activations
+             quantised in the call or before
+Holds fixed  N(0, 1) activations and weights, codes in blocks of 128, float16 out
+Measures     the largest error as a share of its bound, on 64 rows and the first and last 128
+             columns; time, TOP/s; in the same rounds the ratios to torch._int_mm and to torch's
+             FP16 product; of act_quant its share of the bandwidth of a copy
+Beside       torch._int_mm, which applies no scales, and torch.matmul
+Expect       1.15 times torch._int_mm and 1.4 times FP16 from 4096 on, no loss to FP16 with few
+             rows, act_quant at 80 % of a copy
+Run          python -m experiments.gemm [--quick] [--json FILE] [--tiles]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+import cupyattn as ca
+from cupyattn import device, timing
+from cupyattn.arrays import on_host
+from cupyattn.cli import output
+from cupyattn.quant import gemm_error, gemm_exact
+from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES
+from cupyattn.rounding import array_namespace, as_float64
+from cupyattn.tiles import GemmTiles
+from experiments import common
+from experiments.others import format_comparison
+
+OWN, PORTABLE, LAYER = "int8_gemm", "int8_gemm, portable", "act_quant and int8_gemm"
+INT_MM, FP16 = "torch._int_mm", "torch FP16"
+#: Rows that are judged.
+JUDGED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """One product, (m, k) by (n, k), and what it stands for."""
+
+    label: str
+    m: int
+    n: int
+    k: int
+
+
+SIZES = (
+    *(Size("square", s, s, s) for s in (4096, 8192, 12_288, 16_384)),
+    Size("Flux, attention", 4608, 3072, 3072),
+    Size("Flux, feed-forward in", 4608, 12_288, 3072),
+    Size("Flux, feed-forward out", 4608, 3072, 12_288),
+    Size("Flux, single block out", 4608, 3072, 15_360),
+    Size("Kandinsky 5 Lite, attention", 16_384, 1792, 1792),
+    Size("Kandinsky 5 Lite, feed-forward in", 16_384, 7168, 1792),
+    Size("Kandinsky 5 Lite, feed-forward out", 16_384, 1792, 7168),
+    Size("Kandinsky 5 Pro, attention", 16_384, 4096, 4096),
+    Size("Kandinsky 5 Pro, feed-forward in", 16_384, 16_384, 4096),
+    Size("Kandinsky 5 Pro, feed-forward out", 16_384, 4096, 16_384),
+    *(Size("few rows", m, 4096, 4096) for m in (1, 2, 4, 8, 16, 32, 64)),
+    *(Size("few rows", m, 12_288, 3072) for m in (1, 8, 16, 64)),
+)
+QUICK_SIZES = (Size("square", 256, 256, 256), Size("few rows", 1, 384, 256))
+#: Rows and channels of activations to quantise.
+ACTIVATIONS = ((4608, 3072), (4608, 12_288), (16_384, 1792), (16_384, 4096), (16_384, 16_384))
+QUICK_ACTIVATIONS = ((64, 384),)
+
+
+def draw(size: Size, seed: int, xp: Any) -> tuple[Any, Any]:
+    """Return x (m, k) and w (n, k), float16."""
+    if xp is np:
+        rng = np.random.default_rng(seed)
+        return tuple(rng.standard_normal((r, size.k)).astype(np.float16) for r in (size.m, size.n))
+    rng = xp.random.default_rng(seed)
+    return tuple(
+        rng.standard_normal((r, size.k), dtype=np.float32).astype(np.float16)
+        for r in (size.m, size.n)
+    )
+
+
+def judge(size: Size, c: Any, operands: Sequence[Any], seed: int) -> float:
+    """Return the largest error of a product as a share of its bound, on some rows and columns."""
+    rng = np.random.default_rng(seed)
+    rows = np.unique([0, size.m - 1, *rng.integers(0, size.m, JUDGED_ROWS - 2)])
+    blocks = np.unique([0, (size.n - 1) // BLOCK_SIZE])
+    columns = np.concatenate([np.arange(b * BLOCK_SIZE, (b + 1) * BLOCK_SIZE) for b in blocks])
+    columns = columns[columns < size.n]
+    a, a_scales, b, b_scales = operands
+    xp = array_namespace(c)
+    some, across, down = (xp.asarray(index) for index in (rows, columns, blocks))
+    parts = a[some], a_scales[some], b[across], b_scales[down], c[some][:, across]
+    host = [on_host(x) for x in parts]
+    error = np.abs(as_float64(host[4]) - gemm_exact(*host[:4]))
+    return float((error / gemm_error(*host[:4], c.dtype.name)).max())
+
+
+def ways(tiles: GemmTiles | None, *, on_device: bool) -> dict[str, Callable[..., Any]]:
+    """Return our ways to multiply, each ``way(x, w, a, a_scales, b, b_scales)``."""
+
+    def product(arch: str | None) -> Callable[..., Any]:
+        return lambda x, w, *codes: ca.int8_gemm(*codes, arch=arch, tiles=tiles)
+
+    def layer(x: Any, w: Any, a: Any, a_scales: Any, b: Any, b_scales: Any) -> Any:
+        return ca.int8_gemm(*ca.act_quant(x), b, b_scales)
+
+    if tiles is not None:
+        return {OWN: product("sm_90a" if tiles in HOPPER_TILES else None)}
+    found = {OWN: product(None), LAYER: layer}
+    return found | ({PORTABLE: product("sm_90")} if on_device and _is_hopper() else {})
+
+
+def _is_hopper() -> bool:
+    import cupy
+
+    return int(cupy.cuda.Device().compute_capability) == 90
+
+
+def others(size: Size) -> dict[str, Callable[..., Any]]:
+    """Return torch's ways, on tensors of the same memory; nothing where torch is missing."""
+    try:
+        import torch
+    except ImportError:
+        return {}
+    if not torch.cuda.is_available():
+        return {}
+    found: dict[str, Callable[..., Any]] = {
+        FP16: lambda x, w, a, a_scales, b, b_scales: torch.matmul(x, w.t())
+    }
+    if size.m > 16 and size.n % 8 == 0 and size.k % 8 == 0:  # what it takes
+        found[INT_MM] = lambda x, w, a, a_scales, b, b_scales: torch._int_mm(a, b.t())
+    return found
+
+
+def measure(size: Size, args: argparse.Namespace, tiles: GemmTiles | None = None) -> dict[str, Any]:
+    """Judge our products of a size, then time them and the others in turns."""
+    on_device = not args.quick
+    xp: Any = np
+    if on_device:
+        import cupy as xp
+    x, w = draw(size, args.seed, xp)
+    operands = (*ca.act_quant(x), *ca.weight_quant(w))
+    row: dict[str, Any] = asdict(size) | {"shares": {}, "ok": True}
+    if tiles is not None:
+        row["tiles"] = asdict(tiles)
+    own = ways(tiles, on_device=on_device)
+    for name, way in own.items():
+        row["shares"][name] = judge(size, way(x, w, *operands), operands, args.seed)
+    row["ok"] = all(share <= 1 for share in row["shares"].values())
+    if not on_device:
+        return row
+    # NOTE: codes alone must exceed the cache, or half as many bytes would stay where all do not.
+    codes = timing.rotated(operands)
+    sets = [(x.copy(), w.copy(), *some) for some in codes]
+    calls = {
+        name: common.rotating(way, sets) for name, way in own.items() if row["shares"][name] <= 1
+    }
+    if tiles is None and (peers := others(size)):
+        import torch
+
+        tensors = [tuple(torch.from_dlpack(array) for array in some) for some in sets]
+        calls |= {name: common.rotating(way, tensors) for name, way in peers.items()}
+    samples = timing.time_interleaved(calls, rounds=args.rounds)
+    operations = 2 * size.m * size.n * size.k
+    row["seconds"] = {name: timing.median(found).median for name, found in samples.items()}
+    row["tops"] = {name: operations / s / 1e12 for name, s in row["seconds"].items()}
+    row["ratios"] = {
+        f"{mine} over {other}": _ratio(samples, mine, other)
+        for other in (INT_MM, FP16) if other in samples
+        for mine in own if mine in samples
+    }  # fmt: skip
+    return row | {"samples": samples, "clocks": device.clocks()}
+
+
+def measure_activations(shape: tuple[int, int], args: argparse.Namespace) -> dict[str, Any]:
+    """Compare `act_quant` with NumPy's bits, then with a copy."""
+    host, _ = draw(Size("", shape[0], 1, shape[1]), args.seed, np)
+    row: dict[str, Any] = {"rows": shape[0], "channels": shape[1]}
+    some = slice(None, None, max(1, shape[0] // JUDGED_ROWS))
+    expected = ca.act_quant(host[some])
+    if args.quick:
+        return row | {"ok": ca.act_quant(host)[0][some].tobytes() == expected[0].tobytes()}
+    import cupy
+
+    x = cupy.asarray(host)
+    found = ca.act_quant(x)
+    row["ok"] = all(
+        on_host(mine[some]).tobytes() == theirs.tobytes()
+        for mine, theirs in zip(found, expected, strict=True)
+    )
+    if not row["ok"]:
+        return row
+    sets = timing.rotated((x, x.copy()))
+    calls = {
+        "act_quant": common.rotating(lambda x, y: ca.act_quant(x), sets),
+        "copy": common.rotating(lambda x, y: cupy.copyto(y, x), sets),
+    }
+    samples = timing.time_interleaved(calls, rounds=args.rounds)
+    moved = x.nbytes + sum(array.nbytes for array in found)
+    ratio = _ratio(samples, "act_quant", "copy")
+    row["seconds"] = {name: timing.median(found).median for name, found in samples.items()}
+    row["share of copy"] = [moved / (2 * x.nbytes) * r for r in ratio]
+    return row | {"samples": samples, "clocks": device.clocks()}
+
+
+def _ratio(samples: Mapping[str, Sequence[float]], mine: str, other: str) -> list[float]:
+    found = timing.paired_ratio(samples[other], samples[mine])
+    return [found.median, found.low, found.high]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the products."""
+    header = ["", "m x n x k", "bound", f"{OWN}, TOP/s", INT_MM, FP16, f"x {INT_MM}", f"x {FP16}",
+              "with act_quant"]  # fmt: skip
+    lines = []
+    for r in rows:
+        tops, ratios = r.get("tops", {}), r.get("ratios", {})
+        name = r["label"]
+        if "tiles" in r:
+            name += " {block_m}x{block_n} w{num_warps} s{num_stages}".format(**r["tiles"])
+        lines.append([
+            name, f"{r['m']} x {r['n']} x {r['k']}", f"{max(r['shares'].values()):.3f}",
+            *(f"{tops[way]:.4g}" if way in tops else "-" for way in (OWN, INT_MM, FP16)),
+            *(format_comparison(ratios.get(f"{OWN} over {other}")) for other in (INT_MM, FP16)),
+            format_comparison(ratios.get(f"{LAYER} over {FP16}")),
+        ])  # fmt: skip
+    return header, lines
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every product and pass over activations, print the tables, write the record."""
+    common.check_rounds(args)
+    sizes = QUICK_SIZES if args.quick else SIZES
+    choices: tuple[GemmTiles | None, ...] = (None,)
+    if args.tiles and not args.quick:
+        choices = (None, *(HOPPER_TILES if _is_hopper() else PORTABLE_TILES))
+    rows = []
+    for size in sizes:
+        for tiles in choices:
+            rows.append(measure(size, args, tiles))
+            output.print_table(*table(rows[-1:]))
+    shapes = QUICK_ACTIVATIONS if args.quick else ACTIVATIONS
+    activations = [measure_activations(shape, args) for shape in shapes]
+    output.print_table(*table(rows))
+    output.print_table(
+        ["act_quant", "bits", "share of the bandwidth of a copy"],
+        [
+            [f"{r['rows']} x {r['channels']}", "equal" if r["ok"] else "DIFFER",
+             format_comparison(r.get("share of copy"))]
+            for r in activations
+        ],
+    )  # fmt: skip
+    backend = "mirror" if args.quick else "cuda"
+    common.keep(args, "gemm", backend, {"rows": rows, "activations": activations})
+    return 0 if all(r["ok"] for r in (*rows, *activations)) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--tiles", action="store_true", help="time every tile beside the chosen")
+    return common.main(run, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+// gemm.cuh -- what the INT8 matrix products share: parameters, the order of tiles, activations, and
+// how a row of C is stored.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/exp2.cuh"
+#include "prims/mma.cuh"
+#include "prims/warp.cuh"
+
+constexpr int SLICE = 128;                     // codes along k that share a scale; bytes of a
+                                               // row that a step of the loop multiplies
+constexpr int SCALE_ROWS = 128;                // rows of B that share a scale
+constexpr int OUTLIERS_PER_SLICE = SLICE / 2;  // 16-bit columns of a step
+constexpr float SQRT_HALF = 0.70710678118654752440f;
+constexpr float SQRT_2_OVER_PI = 0.79788456080286535588f;
+constexpr float GELU_CUBIC = 0.044715f;  // of tanh's argument, by definition of that form
+
+// cupyattn/quant/gemm_plan.py packs it from one table of (name, type); a test compares the two.
+struct GemmParams {
+  const int8_t* A;       // [m, k]
+  const int8_t* B;       // [n, k]
+  const float* A_scale;  // [m, ceil(k / SLICE)]
+  const float* B_scale;  // [ceil(n / SCALE_ROWS), ceil(k / SLICE)]
+  void* C;               // [m, n] of elem_t
+  const void* bias;      // [n] of bias_t; not read unless BIAS
+  const int8_t* A_16;    // [m, outliers] of outlier_t, as bytes; not read unless OUTLIERS, nor is
+  const int8_t* B_16;    // [n, outliers] of outlier_t, as bytes       what follows of them
+  int64_t A_stride;      // from one row to the next: bytes
+  int64_t B_stride;
+  int64_t A_scale_stride;  // elements
+  int64_t B_scale_stride;
+  int64_t C_stride;
+  int64_t A_16_stride;  // bytes
+  int64_t B_16_stride;
+  int32_t m;
+  int32_t n;
+  int32_t k;
+  int32_t outliers;
+};
+
+// Slices of codes, then of outliers: the steps of the loop over k.
+__device__ __forceinline__ int code_slices(const GemmParams& p) { return ceil_div(p.k, SLICE); }
+__device__ __forceinline__ int outlier_slices(const GemmParams& p) {
+  return OUTLIERS ? ceil_div(p.outliers, OUTLIERS_PER_SLICE) : 0;
+}
+
+// First row and column of a tile of C. Tiles run down some blocks of rows before they move on to
+// the next columns: those that are worked on at the same time, one on each of about 132 SMs, then
+// form a square, and read the fewest rows of A and B between them.
+struct GemmTile {
+  int m0, n0;
+};
+__device__ __forceinline__ int num_tiles(const GemmParams& p) {
+  return ceil_div(p.m, BLOCK_M) * ceil_div(p.n, BLOCK_N);
+}
+__device__ __forceinline__ GemmTile gemm_tile(const GemmParams& p, int index) {
+  constexpr int TOGETHER = BLOCK_N > BLOCK_M ? 16 : 12;  // blocks of rows
+  const int m_blocks = ceil_div(p.m, BLOCK_M), n_blocks = ceil_div(p.n, BLOCK_N);
+  const int first = index / (TOGETHER * n_blocks) * TOGETHER;  // block of rows of this group
+  const int here = min(TOGETHER, m_blocks - first);            // blocks of rows in this group
+  const int rest = index % (TOGETHER * n_blocks);
+  return {(first + rest % here) * BLOCK_M, rest / here * BLOCK_N};
+}
+
+// 1 / (1 + 2^z) times x; z past 128 gives a zero of x's sign.
+__device__ __forceinline__ float gated(float x, float z) {
+  return __fdividef(x, 1.0f + ex2_approx_ftz(z));
+}
+// G4: the activation, within 8 u |x| + 2^-118 of its definition (docs/MATH_REFERENCE.md, G4).
+template <Activation KIND>
+__device__ __forceinline__ float activated(float x) {
+  if constexpr (KIND == Activation::GELU) return 0.5f * x * (1.0f + erff(x * SQRT_HALF));
+  if constexpr (KIND == Activation::GELU_TANH) {
+    constexpr float LINEAR = -2.0f * LOG2E * SQRT_2_OVER_PI;
+    return gated(x, x * fmaf(x * x, LINEAR * GELU_CUBIC, LINEAR));
+  }
+  if constexpr (KIND == Activation::SILU) return gated(x, x * -LOG2E);
+  return x;
+}
+
+// G3, G4: an element of column col of C.
+__device__ __forceinline__ float finished(const GemmParams& p, float x, int col) {
+  if constexpr (BIAS) x += to_float(static_cast<const bias_t*>(p.bias)[min(col, p.n - 1)]);  // G3
+  return activated<ACTIVATION>(x);                                                           // G4
+}
+
+// G3 to G5: stores TILES * 8 columns of a row of C from col0 on, of which this lane of a quad has
+// x(i, j), column 8 i + 2 (lane % 4) + j. All lanes of a warp come here.
+template <int TILES, typename X>
+__device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0, X x) {
+  const int t = lane_id() % 4;
+  elem_t* C = static_cast<elem_t*>(p.C) + row * p.C_stride;  // [n]
+  if constexpr (ELEM_IS_16_BIT && VEC == 8 && TILES % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < TILES; i += 4) {  // 32 columns, a quarter of them to each lane
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int col = col0 + (i + j) * 8 + t * 2;
+        packed[j] = pack_rn<elem16_t>(
+            finished(p, x(i + j, 0), col), finished(p, x(i + j, 1), col + 1));  // G5
+      }
+      shfl_transpose(packed);
+      const int col = col0 + (i + t) * 8;
+      if (row < p.m && col < p.n)
+        *reinterpret_cast<Vec<uint32_t, 4>*>(C + col) = {
+            {packed[0], packed[1], packed[2], packed[3]}};
+    }
+  } else {
+    if (row >= p.m) return;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const int col = col0 + i * 8 + t * 2;
+      if constexpr (VEC >= 2) {
+        if (col < p.n)
+          *reinterpret_cast<Vec<elem_t, 2>*>(C + col) = {
+              {from_float<elem_t>(finished(p, x(i, 0), col)),
+               from_float<elem_t>(finished(p, x(i, 1), col + 1))}};  // G5
+      } else {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          if (col + j < p.n) C[col + j] = from_float<elem_t>(finished(p, x(i, j), col + j));  // G5
+      }
+    }
+  }
+}

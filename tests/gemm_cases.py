@@ -1,0 +1,88 @@
+"""Products of INT8 codes to test: operands by seed and regime, and how they are run and judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cupyattn as ca
+from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
+from cupyattn.rounding import as_float64
+from tests.quant_inputs import operand
+
+#: Regimes of operands whose products stay in the range of float32.
+REGIMES = ("normal", "outlier channel", "constant rows", "zeros", "subnormal", "wide")
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operands of `int8_gemm`, and what follows the product."""
+
+    a: Any
+    a_scales: Any
+    b: Any
+    b_scales: Any
+    out_dtype: str = "float32"
+    bias: Any = None
+    activation: str = ""
+    outliers: tuple[Any, Any] | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        return self.a, self.a_scales, self.b, self.b_scales
+
+    @property
+    def after(self) -> dict[str, Any]:
+        return {"bias": self.bias, "activation": self.activation, "outliers": self.outliers}
+
+    def run(self, **options: Any) -> Any:
+        after = {**self.after, "activation": self.activation or None}
+        return ca.int8_gemm(*self.operands, self.out_dtype, **after, **options)
+
+    def mirror(self) -> np.ndarray:
+        return gemm_mirror(*self.operands, self.out_dtype, **self.after)
+
+    def share_of_bound(self, c: np.ndarray) -> float:
+        """Return the largest error as a share of its bound; a NaN is infinitely wrong.
+
+        Where the bound is 0, as without anything to sum, only the exact result will do; where it is
+        infinite, past the range of the type, anything.
+        """
+        error = np.abs(as_float64(c) - gemm_exact(*self.operands, **self.after))
+        bound = gemm_error(*self.operands, self.out_dtype, **self.after)
+        error = np.where(np.isnan(error), np.inf, error)
+        judged = (error > 0) & np.isfinite(bound)
+        share = np.divide(error, bound, out=np.zeros_like(error), where=judged)
+        return float(share.max(initial=0.0))
+
+    def but(self, **fields: Any) -> Product:
+        return replace(self, **fields)
+
+
+def product(
+    seed: int,
+    shape: tuple[int, int, int],
+    regime: str = "normal",
+    *,
+    out_dtype: str = "float32",
+    bias: bool = False,
+    activation: str = "",
+    outliers: int = 0,
+) -> Product:
+    """Draw a product of (m, n, k): codes of activations of one regime, and of a normal weight."""
+    m, n, k = shape
+    rng = np.random.default_rng(seed)
+    regime = regime if k else "normal"  # which channel is an outlier is drawn
+    x = operand(seed, np.dtype(np.float32), (1, 1, m, k), regime)[0, 0]
+    w = (rng.standard_normal((n, k)) / np.sqrt(max(k, 1))).astype(np.float32)
+    pair = None
+    if outliers:
+        of_type = np.float16 if seed % 2 else ml_dtypes.bfloat16
+        pair = tuple(rng.standard_normal((s, outliers)).astype(of_type) for s in (m, n))
+    return Product(
+        *ca.act_quant(x), *ca.weight_quant(w), out_dtype,
+        rng.standard_normal(n).astype(ml_dtypes.bfloat16) if bias else None, activation, pair,
+    )  # fmt: skip

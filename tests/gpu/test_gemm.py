@@ -1,0 +1,148 @@
+"""Products of INT8 codes on a device: the mirror's bits, the bound, whatever the shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupyattn as ca
+from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES
+from cupyattn.quant.gemm_reference import ACTIVATIONS
+from cupyattn.rounding import STORAGE
+from cupyattn.tiles import GemmTiles
+from tests.gemm_cases import REGIMES, Product, product
+from tests.gpu.support import arch_of, cupy, on_device
+from tests.quant_inputs import operand
+
+FORMS = ("portable", "sm90")
+
+
+def run(p: Product, form: str, tiles: GemmTiles | None = None) -> Any:
+    """Run a product of NumPy arrays on the device in one form; return NumPy's array."""
+    arch = arch_of("gemm@sm90" if form == "sm90" else "gemm")
+    moved = dict(zip(("a", "a_scales", "b", "b_scales"), on_device(*p.operands), strict=True))
+    if p.bias is not None:
+        (moved["bias"],) = on_device(p.bias)
+    if p.outliers is not None:
+        moved["outliers"] = on_device(*p.outliers)
+    c = p.but(**moved).run(arch=arch, tiles=tiles)
+    assert isinstance(c, cupy.ndarray)
+    return c.get()
+
+
+CELLS = [
+    *(("portable", tiles) for tiles in PORTABLE_TILES),
+    *(("sm90", tiles) for tiles in (*HOPPER_TILES, GemmTiles(192, 128, 16, 5))),
+]
+
+
+@pytest.mark.parametrize(("form", "tiles"), CELLS, ids=str)
+@pytest.mark.parametrize("shape", [(500, 700, 1040), (1, 300, 4096), (333, 64, 16)], ids=str)
+def test_the_kernel_is_the_mirror_to_the_bit(form: str, tiles: GemmTiles, shape) -> None:
+    for seed, out_dtype in enumerate(STORAGE):
+        p = product(seed, shape, out_dtype=out_dtype, bias=seed > 0)
+        assert run(p, form, tiles).tobytes() == p.mirror().tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_block_takes_many_tiles(form: str) -> None:
+    """More tiles than SMs: the ring of stages goes on, and a block is at several places."""
+    p = product(1, (3000, 3200, 400), out_dtype="bfloat16")
+    assert run(p, form).tobytes() == p.mirror().tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_outliers_and_activations(form: str, activation: str) -> None:
+    for seed in (4, 5):
+        p = product(
+            seed, (300, 290, 512), out_dtype="float32", bias=True, activation=activation,
+            outliers=72,
+        )  # fmt: skip
+        assert p.share_of_bound(run(p, form)) <= 1
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 600)),
+    st.sampled_from(REGIMES),
+    st.sampled_from(tuple(STORAGE)),
+    st.sampled_from(ACTIVATIONS),
+    st.integers(0, 70),
+    st.sampled_from(FORMS),
+)
+def test_any_shape_holds_its_bound(
+    seed, shape, regime, out_dtype, activation, outliers, form
+) -> None:
+    p = product(
+        seed, shape, regime, out_dtype=out_dtype, bias=bool(seed % 2), activation=activation,
+        outliers=outliers,
+    )  # fmt: skip
+    assert p.share_of_bound(run(p, form)) <= 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operands_amid_others(form: str) -> None:
+    """Rows that end within their stride, at odd addresses, NaN in the scales beside those read."""
+    p = product(6, (290, 270, 500))
+    for offset in (1, 4, 16):
+        a, b = (cupy.full((x.shape[0], 560), 127, cupy.int8) for x in (p.a, p.b))
+        a_scales, b_scales = (
+            cupy.full((x.shape[0], 7), cupy.nan, cupy.float32) for x in (p.a, p.b_scales)
+        )
+        views = (a[:, offset : offset + 500], a_scales[:, 1:5], b[:, offset : offset + 500],
+                 b_scales[:, 2:6])  # fmt: skip
+        for view, x in zip(views, p.operands, strict=True):
+            view[...] = cupy.asarray(x)
+        arch = arch_of("gemm@sm90" if form == "sm90" else "gemm")
+        c = ca.int8_gemm(*views, "float32", arch=arch)
+        assert c.get().tobytes() == p.mirror().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("kept", [0, 5])
+def test_a_layer_holds_its_bound(dtype: str, kept: int) -> None:
+    rng = np.random.default_rng(0)
+    w = (rng.standard_normal((300, 1000)) / 32).astype(STORAGE[dtype])
+    x = operand(1, STORAGE[dtype], (1, 2, 150, 1000), "outlier channel")[0]
+    bias = rng.standard_normal(300).astype(ml_dtypes.bfloat16)
+    columns = list(range(kept))
+    host = ca.Int8Linear.from_weight(w, bias, outlier_columns=columns)
+    layer = ca.Int8Linear.from_weight(*on_device(w, bias), outlier_columns=columns)
+    y = layer(*on_device(x)).get()
+    exact = x.astype(np.float64) @ w.astype(np.float64).T + bias.astype(np.float64)
+    assert (np.abs(y.astype(np.float64) - exact) <= host.error(x, w)).all()
+    if not kept:
+        assert y.tobytes() == host(x).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_activations_are_quantised_as_numpy_does(dtype: str) -> None:
+    for shape in ((1000, 3072), (7, 129), (3, 5, 1000)):
+        for regime in ("wide", "subnormal", "huge", "signed zeros"):
+            lead = (1,) * (4 - len(shape))
+            x = operand(2, STORAGE[dtype], (*lead, *shape), regime)[(0,) * len(lead)]
+            for mine, theirs in zip(ca.act_quant(*on_device(x)), ca.act_quant(x), strict=True):
+                assert mine.get().tobytes() == theirs.tobytes()
+
+
+def test_a_call_can_be_captured() -> None:
+    """It does not wait for the device, and allocates from the pool alone."""
+    p = product(3, (256, 256, 512))
+    operands = on_device(*p.operands)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        ca.int8_gemm(*operands, "float32")  # compiles, and leaves its memory to this stream's pool
+        stream.synchronize()
+        stream.begin_capture()
+        c = ca.int8_gemm(*operands, "float32")
+        graph = stream.end_capture()
+        graph.launch()
+        stream.synchronize()
+    assert c.get().tobytes() == p.mirror().tobytes()

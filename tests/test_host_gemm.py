@@ -1,0 +1,131 @@
+"""What the host does for INT8 products on CuPy arrays, with no device, as test_host_calls.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn.launch import TensorMap
+from cupyattn.quant import activations, gemm, repeated
+from cupyattn.quant.activations import act_quant_but
+from tests.test_host_calls import Driver, array, driver  # noqa: F401
+
+cupy = pytest.importorskip("cupy")
+
+K, N = 256, 384
+
+
+@dataclass
+class Host:
+    """The driver's stand-in, and every plan that ran."""
+
+    driver: Driver
+    plans: list[Any] = field(default_factory=list)
+
+    def passed(self, number: int) -> tuple[str, dict[str, int]]:
+        """Return the kernel of a launch, and by buffer the addresses that it was passed."""
+        entry, stream, values = self.driver.launches[number]
+        assert stream == self.driver.stream
+        one = next(one for plan in self.plans for one in plan.launches if one.entry == entry)
+        found = {}
+        for parameter, value in zip(one.params, values, strict=True):
+            if isinstance(parameter, TensorMap):
+                found[f"{parameter.buffer} of a map"] = int.from_bytes(value[:8], "little")
+                continue
+            struct, fields = parameter
+            packed = np.frombuffer(value, struct)[0]
+            found |= {x: int(packed[name]) for name, x in fields.items() if isinstance(x, str)}
+        return entry, found
+
+
+@pytest.fixture
+def host(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:  # noqa: F811
+    """Arrays have no device to go to."""
+    found = Host(driver)
+
+    def told(function: Any) -> Any:
+        def planned(*arguments: Any, **options: Any) -> Any:
+            plan = function(*arguments, **options)
+            driver.expect([plan])
+            found.plans.append(plan)
+            return plan
+
+        return planned
+
+    for module, name in ((gemm, "plan_gemm"), (activations, "plan_act_quant")):
+        monkeypatch.setattr(module, "on_device_of", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(module, name, told(getattr(module, name)))
+    repeated._recent.clear()
+    yield found
+    repeated._recent.clear()
+
+
+def operands(m: int) -> dict[str, Any]:
+    return {
+        "a": array((m, K), "int8"), "a_scales": array((m, K // 128), "float32"),
+        "b": array((N, K), "int8"), "b_scales": array((N // 128, K // 128), "float32"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
+def test_a_product_that_comes_again_gets_the_new_addresses(host: Host, arch: str) -> None:
+    for turn in range(3):
+        given, bias = operands(5), array((N,), "float32")
+        given = {name: x[None] if name[0] == "a" else x for name, x in given.items()}
+        c = ca.int8_gemm(*given.values(), bias=bias, activation="silu", arch=arch)
+        assert c.shape == (1, 5, N) and c.dtype == np.float16
+        entry, found = host.passed(turn)
+        known = {**given, "bias": bias, "c": c}
+        assert entry == "gemm_int8" and found.keys() - known.keys() <= {"a of a map", "b of a map"}
+        for name, x in known.items():
+            assert found[name] == x.data.ptr, name
+        if arch == "sm_90a":
+            assert found["a of a map"] == given["a"].data.ptr
+            assert found["b of a map"] == given["b"].data.ptr
+    assert len(host.plans) == 1 and len(repeated._recent) == 1
+
+
+def test_what_differs_is_another_call(host: Host) -> None:
+    for m, options in ((5, {}), (6, {}), (6, {"out_dtype": "float32"}), (6, {"activation": "gelu"}),
+                       (6, {"tiles": ca.GemmTiles(32, 32, 2, 2)})):  # fmt: skip
+        ca.int8_gemm(*operands(m).values(), arch="sm_90", **options)
+    shifted = operands(6)
+    shifted["a"] = array((6, K + 16), "int8")[:, 8 : 8 + K]
+    ca.int8_gemm(*shifted.values(), arch="sm_90")
+    assert len(host.plans) == len(host.driver.launches) == len(repeated._recent) == 6
+
+
+def test_what_was_copied_is_not_remembered(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of one call is not that of the next."""
+    given = operands(4)
+    given["a"] = array((4, 2 * K), "int8")[:, ::2]  # whose last axis is not contiguous
+    monkeypatch.setattr(gemm, "contiguous_last_axis", contiguous)
+    ca.int8_gemm(*given.values(), arch="sm_90")
+    assert len(host.driver.launches) == 1 and not repeated._recent
+    _, found = host.passed(0)
+    assert found["a"] != given["a"].data.ptr and found["b"] == given["b"].data.ptr
+
+
+def contiguous(x: Any) -> Any:
+    """Stand in for a copy, which takes a device."""
+    return x if x.strides[-1] == x.itemsize else array(x.shape, x.dtype)
+
+
+def test_activations_that_come_again(host: Host) -> None:
+    place = array((K,), "int32")
+    columns = np.arange(3, dtype=np.int32)
+    for turn in range(3):
+        x = array((2, 5, K))
+        codes, scales = ca.act_quant(x)
+        entry, found = host.passed(2 * turn)
+        assert entry == "act_quant" and (codes.shape, scales.shape) == ((2, 5, K), (2, 5, 2))
+        assert found == {"x": x.data.ptr, "codes": codes.data.ptr, "scales": scales.data.ptr}
+        codes, scales, kept = act_quant_but(x, columns, place, "float16")
+        assert kept.shape == (2, 5, 8) and kept.dtype == np.float16
+    assert len(host.driver.launches) == 6 and len(repeated._recent) == 2
