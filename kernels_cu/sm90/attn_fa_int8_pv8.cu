@@ -214,9 +214,9 @@ __device__ __forceinline__ void largest_scores(
     for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], float(largest[j][h]) * factor[j][h]);
 }
 
-// S4 softmax, its first half: M of the largest score of each row. Returns whether scores are masked;
-// `factor` is that of those that are not, `shift` what ShiftState::advance returns. `q` is the first
-// of this lane's two rows, the other is q + 8.
+// S4 softmax, its first half: M of the largest score of each row. Returns whether scores are
+// masked; `factor` is that of those that are not, `shift` what ShiftState::advance returns. `q` is
+// the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, ShiftState (&state)[2], int32_t (&dot)[BLOCK_KV / 2], Factors& factor,
     int (&shift)[2], const float (&Q_factor)[2], float K_scale, int q, int kv0, int unmasked,
@@ -241,9 +241,10 @@ __device__ __forceinline__ bool choose_M(
 }
 
 // Its second half: codes P of the scores' weights, those of four keys in a register, the left
-// operand of P V, where a key that is masked weighs 0; and O to a higher M: fewer bits are dropped than the last has.
-// NOTE: integers become floats and O is shifted here, between the exponentials, which leave the
-// other pipes free for most of the time: before and after them they would take as long again.
+// operand of P V, where a key that is masked weighs 0; and O to a higher M: fewer bits are dropped
+// than the last has.
+// NOTE: integers become floats between the exponentials, which leave the other pipes free for most
+// of the time: before them they would take as long again.
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor,
