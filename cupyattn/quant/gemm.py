@@ -13,7 +13,7 @@ from cupyattn.checks import MAX_LENGTH
 from cupyattn.compile import HOPPER_CAPABILITY
 from cupyattn.launch import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
-from cupyattn.quant.gemm_plan import plan_gemm
+from cupyattn.quant.gemm_plan import FEW_ROWS, plan_gemm
 from cupyattn.quant.gemm_reference import ACTIVATIONS, gemm_mirror
 from cupyattn.quant.repeated import call_key, recall, remember
 from cupyattn.rounding import STORAGE, array_namespace
@@ -75,8 +75,9 @@ def int8_gemm(
 
     Notes
     -----
-    The Hopper form runs on compute capability 9.0 where addresses and rows are multiples of 16
-    bytes; where they are not, the portable form runs, and the logger ``cupyattn`` says why.
+    The Hopper form runs on compute capability 9.0 with more than 32 rows, where addresses and rows
+    are multiples of 16 bytes; where they are not, the portable form runs, and the logger
+    ``cupyattn`` says why.
 
     The scales of a slice of 128 codes are applied to its exact sum, in float32:
     ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order.
@@ -115,7 +116,7 @@ def int8_gemm(
         return c.reshape(*shape, n)
     if backend == "cuda" and arch is None and tiles is None:
         hopper = int(a.device.compute_capability) == HOPPER_CAPABILITY
-        arch = "sm_90a" if hopper else None
+        arch = "sm_90a" if hopper and math.prod(shape) > FEW_ROWS else None
     with on_device_of(a):
         buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
         c = buffers["c"] = xp.empty((math.prod(shape), n), STORAGE[out_dtype])

@@ -45,6 +45,9 @@ HOPPER_TILES = (
     GemmTiles(block_m=64, block_n=128, num_warps=8, num_stages=8),
     GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=12),
 )
+#: Up to so many rows of A the portable form, whose tiles have 16, is the faster on Hopper, too: 1.2
+#: to 1.5 times (experiments/results/gemm.json).
+FEW_ROWS = 32
 #: Thread blocks that a device runs at a time, about; and bytes of A and B that one of them gets
 #: from the L2 cache while its tensor cores multiply 4096 pairs of codes. Tiles are chosen by these.
 _BLOCKS, _L2_BYTES = HOPPER_BLOCKS, 40
