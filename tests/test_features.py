@@ -49,10 +49,6 @@ def on_mirror(rung: str, inputs: Any, **options: Any) -> Run:
     return runs.run(rung, inputs, backend="mirror", **options)
 
 
-def cell_id(cell: dict[str, Any]) -> str:
-    return "-".join(str(x).replace(" ", "") for x in cell.values())
-
-
 # ---- the definition ------------------------------------------------------------------------------
 
 
