@@ -55,18 +55,6 @@ SPILLED = {("fa_int8", "float32", 128): 16}
 #: Every rung with every storage type that it takes.
 CELLS = [(rung, dtype) for rung in RUNGS for dtype in variant_of(rung).dtypes]
 
-
-def of_one_type(cells: Sequence[tuple[str, str]] = CELLS) -> list[Any]:
-    """Return cells as parameters of a test in the interpreter: all but those of float16 are slow.
-
-    Every type meets every rung and option in tests/test_cross.py, which is not.
-    """
-    return [
-        pytest.param(*cell, marks=[] if cell[1] == "float16" else [pytest.mark.slow])
-        for cell in cells
-    ]
-
-
 #: Rungs that take a score in a thread: the interpreter is several times as long at these.
 SCALAR = ("unfused", "fa", "fa_warps")
 
@@ -81,12 +69,15 @@ def in_turn(turn: int, rungs: Sequence[str] = tuple(VARIANTS)) -> list[Any]:
 
 
 def cells_in_turn(turn: int, cells: Sequence[tuple[str, str]] = CELLS) -> list[Any]:
-    """Return cells as parameters: `of_one_type` and `in_turn` at once."""
-    rungs = list(dict.fromkeys(rung for rung, _ in cells))
-    late = {one.values[0] for one in in_turn(turn, rungs) if one.marks}
+    """Return cells as parameters of a test in the interpreter: all but those of float16 are slow,
+    and of the scalar rungs two, as in `in_turn`."""
+    rungs = dict.fromkeys(rung for rung, _ in cells)
+    late = {one.values[0] for one in in_turn(turn, tuple(rungs)) if one.marks}
     return [
-        pytest.param(*one.values, marks=pytest.mark.slow if one.values[0] in late else one.marks)
-        for one in of_one_type(cells)
+        pytest.param(
+            rung, dtype, marks=[pytest.mark.slow] if rung in late or dtype != "float16" else []
+        )
+        for rung, dtype in cells
     ]
 
 

@@ -32,12 +32,10 @@ from tests.runs import (
     embedded,
     form_taken,
     normal,
-    of_one_type,
 )
 
 #: Query and key lengths on both sides of the edges of tiles (16, 32, 64), and far from square.
 LENGTHS = [(1, 77), (33, 64), (66, 129), (70, 5)]
-EACH_RUNG = pytest.mark.parametrize(("rung", "dtype"), of_one_type())
 
 
 def arch_of(rung: str) -> str | None:
@@ -73,7 +71,7 @@ def test_lengths(rung: str, dtype: str, odd: bool) -> None:
         assert [bits(x) for x in inputs] == before
 
 
-@EACH_RUNG
+@pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(2))
 @given(data=st.data())
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 def test_drawn_problems(rung: str, dtype: str, data: Any) -> None:

@@ -156,14 +156,21 @@ def test_values_are_off_by_half_a_step_at_most(seed, regime, shape, dtype, group
     assert (error <= HALF_STEP * s).all()
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+#: head_dim, regime, on which side of 0, arithmetic of P.V.
+OPERANDS = (
+    (64, "normal", "both sides", "16bit"),
+    (36, "channel bias", "above", "int8"),
+    (7, "subnormal", "below", "fp8"),
+    (64, "zeros", "above", "int8"),
+)
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "regime", "shape", "pv"),
+    ("head_dim", "regime", "shape", "pv", "granularity"),
     [
-        (64, "normal", "both sides", "16bit"),
-        (36, "channel bias", "above", "int8"),
-        (7, "subnormal", "below", "fp8"),
-        (64, "zeros", "above", "int8"),
+        pytest.param(*one, granularity, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, one in enumerate(OPERANDS)
+        for j, granularity in enumerate(GRANULARITIES)
     ],
 )
 def test_codes_scales_and_zero_points_equal_the_mirrors(

@@ -108,7 +108,6 @@ _COMBINE: dict[str, np.ufunc] = {
     "or": np.logical_or,
     "xor": np.logical_xor,
 }
-_FLOATS = "f16|bf16|f32|f64"
 
 
 def _comparison(name: str, kind: str, flushes: bool) -> Evaluate | None:

@@ -353,10 +353,10 @@ class _Scope:
         """Return the type of a register that this scope declares, None for any other name."""
         if name in self.types:
             return self.types[name]
-        for prefix, (kind, count) in self.ranges.items():
-            number = name[len(prefix) :]
-            plain = name.startswith(prefix) and re.fullmatch(r"0|[1-9]\d*", number)
-            if plain and int(number) < count:
+        for end in range(len(name.rstrip("0123456789")), len(name)):
+            kind, count = self.ranges.get(name[:end], ("", 0))
+            number = name[end:]
+            if int(number) < count and (number[0] != "0" or number == "0"):
                 return kind
         return None
 

@@ -138,8 +138,7 @@ class Trace(Observer):
     def _write_line(self, instruction: Instruction, values: str) -> None:
         where = instruction.location
         line = "" if where is None else describe(where)
-        guard = instruction.text
-        self._write(f"{line:<46} {guard:<60} {values}".rstrip())
+        self._write(f"{line:<46} {instruction.text:<60} {values}".rstrip())
 
     def _write(self, line: str) -> None:
         if self._file is None or self.lines > self.limit:
