@@ -34,6 +34,9 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 ladder: $(READY)
 	$(RUN) -m cupyattn ladder
 
+# One thread of NumPy's for each worker: those of several would take turns on the same cores.
+test test-slow: export OPENBLAS_NUM_THREADS ?= 1
+
 test: lint
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 

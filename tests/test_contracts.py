@@ -127,7 +127,7 @@ def arch_of(source: str) -> str:
 
 @pytest.mark.parametrize("source", GOOD)
 def test_without_a_change_it_compiles(source: str) -> None:
-    assert kc.build(spec_of(source, {}), arch_of(source)).kernels
+    assert kc.translate(spec_of(source, {}), arch_of(source)).ptx
 
 
 @pytest.mark.parametrize(("source", "changes", "sentence"), BROKEN)
@@ -135,7 +135,7 @@ def test_a_broken_contract_comes_back_as_its_sentence(
     source: str, changes: dict[str, int], sentence: str
 ) -> None:
     with pytest.raises(KernelCompileError, match=re.escape(sentence)):
-        kc.build(spec_of(source, changes), arch_of(source))
+        kc.translate(spec_of(source, changes), arch_of(source))
 
 
 @pytest.mark.parametrize(("line", "sentence"), TEMPLATES)
