@@ -9,6 +9,9 @@
 //              rows at once, for there is no room for it in the place of codes.
 //              (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  At least 16 adjacent keys share a scale: finer ones are left to the portable form.
+// Tried        Integers to floats between the exponentials, in a loop for masked and one for other
+//              steps: 0.91 at head_dim 128, 0.93 at 64 and 256. 128 to 160 keys and two warpgroups:
+//              0.8. No turns: 0.99 to 1.01 of that. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor core over keys, R7 times
 //              1/l and store (cupyattn/numerics.py)

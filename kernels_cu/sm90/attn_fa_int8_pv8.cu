@@ -10,6 +10,11 @@
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
 // Kept simple  P in u8, V in INT8 with one scale per channel and no zero points; at least 16
 //              adjacent keys share a scale. The rest is left to the portable form.
+// Tried        At 8,192 keys, head_dim 128: both products waited for at once 0.85; integers to
+//              floats before the exponentials 0.92; a scale of K for 16 keys 0.95; three warpgroups
+//              of 96 keys 0.93; tiles of 224, 160, 128 keys 0.8 to 0.9; no turns 0.98. M may fall
+//              every fourth step: 1.015, but the error grows by 7 %. Where it stands: two warps on
+//              a scheduler leave half of its slots empty. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
 //              the channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
