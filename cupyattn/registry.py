@@ -282,7 +282,7 @@ _SPLIT_TILES = {
 
 #: The same for P and V in 8 bits: keys in tiles of 32, 64 or 128.
 _PV8_TILES = {
-    "fa_int8": {64: Tiles(128, 128, 8, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 3)}
+    "fa_int8": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 3)}
 }
 
 #: The same in its Hopper form: of those that spill nothing, the fewest instructions for a score.
