@@ -51,8 +51,13 @@ def zero_point_runs(variant: str) -> Iterator[Run]:
 
 
 def packed_runs(variant: str) -> list[Run]:
+    """A causal mask hides a key too many at the end, which the calls without it show."""
     inputs, ends = packed(((7, 130), (150, 200)), 4, 2)
-    return run_packed(variant, on_device(*inputs), on_device(*ends), causal=True)
+    return [
+        one
+        for causal in (True, False)
+        for one in run_packed(variant, on_device(*inputs), on_device(*ends), causal=causal)
+    ]
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "fa_tc@split", "fa_int8@pv8", "fa_int8@fused"])
