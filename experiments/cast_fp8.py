@@ -12,8 +12,6 @@ from typing import Any
 
 #: Blocks for each of Q, K and V, and threads in a block.
 BLOCKS, THREADS = 264, 512
-#: Largest finite e4m3.
-E4M3_MAX = 448.0
 
 SOURCE = r"""
 #include <cuda_fp16.h>

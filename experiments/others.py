@@ -53,7 +53,7 @@ def flash_attention_3(problem: Problem) -> list[Cell]:
 
     The rows are packed beforehand: only the kernel is timed.
     """
-    if not os.environ.get(FLASH_3_LIBRARY):
+    if not load_flash_3():
         return []
     import torch
 
@@ -108,7 +108,6 @@ def flash_attention_3_forward(
     """
     import torch
 
-    torch.ops.load_library(os.environ[FLASH_3_LIBRARY])
     # q, k, v | k_new, v_new, q_v | out | ends of q, of k, of k_new | lengths used of q, of k
     # | longest q, longest k | page table, batch indices, left padding | rotary cos, sin, lengths
     # | scales of q, k, v | scale, causal, window, softcap | rotary interleaved
@@ -120,6 +119,17 @@ def flash_attention_3_forward(
         None,
     )  # fmt: skip
     return o
+
+
+def load_flash_3() -> bool:
+    """Load FlashAttention-3's extension; return whether it is named."""
+    library = os.environ.get(FLASH_3_LIBRARY)
+    if not library:
+        return False
+    import torch
+
+    torch.ops.load_library(library)
+    return True
 
 
 def _cell(name: str, run: Callable[..., Any], prepare: Callable[..., tuple[Any, ...]]) -> Cell:

@@ -7,19 +7,21 @@ at the speed of memory, and behind torch's operators. Each takes part where it c
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import cupyattn as ca
-from experiments.cast_fp8 import E4M3_MAX, cast
+from cupyattn.numerics import P_CODE_ONE
+from experiments.cast_fp8 import cast
 from experiments.common import Cell, Problem
-from experiments.others import FLASH_3_LIBRARY, flash_attention_3_forward, packed_ends
+from experiments.others import flash_attention_3_forward, load_flash_3, packed_ends
 
 SAGE = "SageAttention 1"
 FLASH_3_FP8, CUDNN_FP8 = "FlashAttention-3 FP8", "cuDNN FP8"
 #: What follows the name of a library whose codes are made beforehand, or by torch.
 GIVEN, BY_TORCH = ", codes given", ", cast by torch"
+#: Largest finite e4m3: the code of P = 1, and of the largest of a tensor.
+E4M3_MAX = P_CODE_ONE["e4m3"]
 #: Relative error past which a cell is refused: outliers cost per-tensor FP8 more than a tenth.
 TOLERANCE = 0.25
 
@@ -49,7 +51,7 @@ def sage(problem: Problem) -> list[Cell]:
 
 def flash_attention_3_fp8(problem: Problem) -> list[Cell]:
     """Return FlashAttention-3 with e4m3 operands, a scale for each tensor."""
-    if not os.environ.get(FLASH_3_LIBRARY):
+    if not load_flash_3():
         return []
     import torch
 

@@ -88,6 +88,16 @@ def put_in_place(folder: Path, rung: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(registry.VARIANTS, variant, wrong)
 
 
+def put_a_line_in_place(
+    source: str, line: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let the kernels be compiled from a copy whose `source` has something else for a line."""
+    copy = Path(shutil.copytree(KERNELS, folder / "kernels")) / source
+    assert copy.read_text().count(line) == 1, "the source has moved on"
+    copy.write_text(copy.read_text().replace(line, instead))
+    monkeypatch.setattr(compiler, "KERNELS", folder / "kernels")
+
+
 def parse(path: Path) -> Fault:
     """Read one patch."""
     sentence, caught_by, *rest = path.read_text().splitlines(keepends=True)

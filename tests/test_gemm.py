@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from cupyattn.quant.gemm_plan import GEMM_PARAMS, PORTABLE_TILES, choose_tiles, 
 from cupyattn.quant.gemm_reference import ACTIVATION_SLOPE, ACTIVATIONS, activate
 from cupyattn.rounding import STORAGE, as_float64
 from cupyattn.tiles import GemmTiles
+from tests.fault_patches import put_a_line_in_place
 from tests.gemm_cases import REGIMES, Product, product
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
@@ -181,11 +181,7 @@ THEFTS = {
 @pytest.mark.parametrize("theft", THEFTS)
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     line, instead, finding = THEFTS[theft]
-    copy = Path(shutil.copytree(kc.KERNELS, tmp_path / "kernels"))
-    source = copy / "gemm_int8.cu"
-    assert source.read_text().count(line) == 1, "the source has moved on"
-    source.write_text(source.read_text().replace(line, instead))
-    monkeypatch.setattr(kc, "KERNELS", copy)
+    put_a_line_in_place("gemm_int8.cu", line, instead, tmp_path, monkeypatch)
     p = product(8, (40, 33, 392))
     a, b = (np.full((x.shape[0], 400), 127, np.int8) for x in (p.a, p.b))
     a[:, :392], b[:, :392] = p.a, p.b

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from cupyattn.launch import HOPPER_BLOCKS, Operand, TensorMap
 from cupyattn.quant import gemm_plan
 from cupyattn.quant.gemm_plan import HOPPER_TILES, plan_gemm
 from cupyattn.tiles import GemmTiles
+from tests.fault_patches import put_a_line_in_place
 from tests.gemm_cases import Product, product
 from tests.test_gemm import planned
 
@@ -85,11 +85,7 @@ THEFTS = {
 )
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     line, instead, finding = THEFTS[theft]
-    copy = Path(shutil.copytree(kc.KERNELS, tmp_path / "kernels"))
-    source = copy / "sm90" / "gemm_int8.cu"
-    assert source.read_text().count(line) == 1, "the source has moved on"
-    source.write_text(source.read_text().replace(line, instead))
-    monkeypatch.setattr(kc, "KERNELS", copy)
+    put_a_line_in_place("sm90/gemm_int8.cu", line, instead, tmp_path, monkeypatch)
     p = product(8, (70, 260, 400))
     if finding == "result":
         assert p.share_of_bound(run(p, LARGE)) > 10

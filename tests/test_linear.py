@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from cupyattn.quant.gemm_reference import ACTIVATIONS, activate
 from cupyattn.quant.linear import outlier_columns
 from cupyattn.rounding import STORAGE, as_float64
 from cupyattn.tiles import GemmTiles
+from tests.fault_patches import put_a_line_in_place
 from tests.quant_inputs import DTYPES, operand
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
@@ -166,11 +166,7 @@ THEFTS = {
 @pytest.mark.parametrize("theft", THEFTS)
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     line, instead, finding = THEFTS[theft]
-    copy = Path(shutil.copytree(kc.KERNELS, tmp_path / "kernels"))
-    source = copy / "act_quant.cu"
-    assert source.read_text().count(line) == 1, "the source has moved on"
-    source.write_text(source.read_text().replace(line, instead))
-    monkeypatch.setattr(kc, "KERNELS", copy)
+    put_a_line_in_place("act_quant.cu", line, instead, tmp_path, monkeypatch)
     x = activations(5, DTYPES[0], 9, 200, "normal")
     if finding:
         with pytest.raises(KernelFault, match=finding):

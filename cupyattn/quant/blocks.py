@@ -194,16 +194,7 @@ def weight_dequant(
     _check_block_size(block_size)
     if out_dtype not in STORAGE:
         raise ValueError(f"out_dtype must be {' or '.join(STORAGE)}, got {out_dtype!r}")
-    if codes.dtype != np.int8 or codes.ndim < 2 or scales.dtype != np.float32:
-        raise TypeError(
-            "codes must be int8 with two axes or more and scales float32, got "
-            f"{codes.dtype} {tuple(codes.shape)} and {scales.dtype}"
-        )
-    if tuple(scales.shape) != scale_shape(codes.shape, block_size):
-        raise ValueError(
-            f"scales of codes {tuple(codes.shape)} in blocks of {block_size} must have shape "
-            f"{scale_shape(codes.shape, block_size)}, got {tuple(scales.shape)}"
-        )
+    check_codes(codes, scales, block_size)
     xp = array_namespace(codes, scales)
     matrix = as_matrix(codes)
     w = xp.empty(matrix.shape, STORAGE[out_dtype])
@@ -354,6 +345,20 @@ def check_values(name: str, x: Array, *, least_axes: int) -> None:
         raise TypeError(f"{name} must be {', '.join(STORAGE)}, got {x.dtype.name}")
     if x.ndim < least_axes:
         raise ValueError(f"{name} must have {least_axes} or more axes, got shape {tuple(x.shape)}")
+
+
+def check_codes(codes: Array, scales: Array, block_size: int) -> None:
+    """Raise TypeError or ValueError unless these are codes of a weight and their scales."""
+    if codes.dtype != np.int8 or codes.ndim < 2 or scales.dtype != np.float32:
+        raise TypeError(
+            "codes must be int8 with two axes or more and scales float32, got "
+            f"{codes.dtype} {tuple(codes.shape)} and {scales.dtype}"
+        )
+    if tuple(scales.shape) != scale_shape(codes.shape, block_size):
+        raise ValueError(
+            f"scales of codes {tuple(codes.shape)} in blocks of {block_size} must have shape "
+            f"{scale_shape(codes.shape, block_size)}, got {tuple(scales.shape)}"
+        )
 
 
 def _check_block_size(block_size: int) -> None:

@@ -14,7 +14,7 @@ from cupyattn.compile import HOPPER_CAPABILITY
 from cupyattn.launch import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
 from cupyattn.quant.gemm_plan import FEW_ROWS, plan_gemm
-from cupyattn.quant.gemm_reference import ACTIVATIONS, gemm_mirror
+from cupyattn.quant.gemm_reference import check_activation, gemm_mirror
 from cupyattn.quant.repeated import call_key, recall, remember
 from cupyattn.rounding import STORAGE, array_namespace
 from cupyattn.tiles import GemmTiles
@@ -140,9 +140,7 @@ def _check(given: dict[str, Array], out_dtype: str, activation: str) -> None:
     """Raise unless the operands of a product fit together."""
     if out_dtype not in STORAGE:
         raise ValueError(f"out_dtype must be {' or '.join(STORAGE)}, got {out_dtype!r}")
-    if activation not in ACTIVATIONS:
-        names = " or ".join(map(repr, ACTIVATIONS[1:]))
-        raise ValueError(f"activation must be {names} or None, got {activation!r}")
+    check_activation(activation)
     a, b = given["a"], given["b"]
     for name, dtype in (("a", "int8"), ("b", "int8"), ("a_scales", "float32"),
                         ("b_scales", "float32")):  # fmt: skip

@@ -30,6 +30,13 @@ ACTIVATION_ERROR, ACTIVATION_TINY = 8 * U, 2.0**-118
 TINY = 2.0**-150
 
 
+def check_activation(activation: str) -> None:
+    """Raise ValueError for a name that is none of `ACTIVATIONS`."""
+    if activation not in ACTIVATIONS:
+        names = " or ".join(map(repr, ACTIVATIONS[1:]))
+        raise ValueError(f"activation must be {names} or None, got {activation!r}")
+
+
 def activate(x: Float64, activation: str) -> Float64:
     """Return an activation of float64 numbers.
 

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant.activations import act_quant, act_quant_but, padded, places
-from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape, weight_quant
+from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, weight_quant
 from cupyattn.quant.gemm import int8_gemm
-from cupyattn.quant.gemm_reference import ACTIVATION_SLOPE, ACTIVATIONS, gemm_error
+from cupyattn.quant.gemm_reference import ACTIVATION_SLOPE, check_activation, gemm_error
 from cupyattn.rounding import STORAGE, array_namespace, as_float64
 from cupyattn.value_bounds import rounding_to_codes
 
@@ -83,19 +83,10 @@ class Int8Linear:
                 f"products take blocks of {BLOCK_SIZE}, got block_size={block_size!r}: quantise "
                 "the weight again"
             )
-        if codes.dtype != np.int8 or codes.ndim != 2 or scales.dtype != np.float32:
-            raise TypeError(
-                "codes must be int8 with two axes and scales float32, got "
-                f"{codes.dtype} {tuple(codes.shape)} and {scales.dtype}"
-            )
-        if tuple(scales.shape) != scale_shape(codes.shape, BLOCK_SIZE):
-            raise ValueError(
-                f"scales of codes {tuple(codes.shape)} must have shape "
-                f"{scale_shape(codes.shape, BLOCK_SIZE)}, got {tuple(scales.shape)}"
-            )
-        if (activation or "") not in ACTIVATIONS:
-            names = " or ".join(map(repr, ACTIVATIONS[1:]))
-            raise ValueError(f"activation must be {names} or None, got {activation!r}")
+        check_codes(codes, scales, BLOCK_SIZE)
+        if codes.ndim != 2:
+            raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
+        check_activation(activation or "")
         if bias is not None and tuple(bias.shape) != codes.shape[:1]:
             raise ValueError(f"bias must have shape {codes.shape[:1]}, got {tuple(bias.shape)}")
         self.codes, self.scales, self.bias, self.activation = codes, scales, bias, activation
