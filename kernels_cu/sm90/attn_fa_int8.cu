@@ -3,15 +3,16 @@
 // Idea         Issue slots. INT8 halves what Q K^T costs the tensor cores, and then the softmax
 //              decides: per score it converts, multiplies and adds, takes exp2, sums and packs, and
 //              nothing else. Both scales are one factor of the exponent's fma, worked out once for
-//              16 keys; and M is lazy, so that most steps look for no maximum and rescale nothing.
+//              the keys that share one; and M is lazy, so that most steps look for no maximum and rescale nothing.
 // Differs from the Hopper form of fa_tc: S1 and S2 bring codes, S3 multiplies integers, S4 applies
 //              the scales, of which each lane reads one while it waits for its turn; O goes to its
 //              rows at once, for there is no room for it in the place of codes.
 //              (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  At least 16 adjacent keys share a scale: finer ones are left to the portable form.
-// Tried        Integers to floats between the exponentials, in a loop for masked and one for other
-//              steps: 0.91 at head_dim 128, 0.93 at 64 and 256. 128 to 160 keys and two warpgroups:
-//              0.8. No turns: 0.99 to 1.01 of that. (experiments/results/NOTES.md)
+// Tried        Integers to floats before the exponentials, not among them: 0.97 at head_dim 128.
+//              Integers to floats by adding 1.5 * 2^23, on the multiplier's pipe: 0.98, and 0.91 at
+//              head_dim 64. Exponentials by turns in place of products: 0.93. 128 to 160 keys and
+//              two warpgroups: 0.8. No turns: 0.97. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor core over keys, R7 times
 //              1/l and store (cupyattn/numerics.py)
@@ -32,8 +33,9 @@ constexpr int BOX_BYTES = 128;                             // per row of a box: 
 constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
 constexpr int V_BOX_COLS = 64;                             // columns of V per box
 constexpr int V_BOXES = ceil_div(HEAD_DIM, V_BOX_COLS);    // per row of V
-constexpr int SCALE_KEYS = 16;                             // that share a scale, if not more
-constexpr int SCALES = BLOCK_KV / SCALE_KEYS;              // per step
+// Keys that share a scale, within a step.
+constexpr int SCALE_KEYS = greatest_common_divisor(GROUP_KV, BLOCK_KV);
+constexpr int SCALES = BLOCK_KV / SCALE_KEYS;  // per step
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
@@ -63,7 +65,7 @@ struct SharedStorage {
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 
 static_assert(
-    GROUP_Q >= 1 && GROUP_KV >= 1 && GROUP_KV % SCALE_KEYS == 0,
+    GROUP_Q >= 1 && GROUP_KV >= 1 && GROUP_KV % 16 == 0,
     "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale, the latter a multiple of 16");
 static_assert(
     BLOCK_Q == 128 || BLOCK_Q == 192,
@@ -110,14 +112,14 @@ __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
 __device__ __forceinline__ void start_scores(
     int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
-  wgmma_use(dot);
   wgmma_fence();
+  WgmmaS8<BLOCK_KV>::ss_first(dot, Q_rows, K_rows);
 #pragma unroll
-  for (int k = 0; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
+  for (int k = 1; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
     const int box = k / 4, byte = k % 4 * 32;
     WgmmaS8<BLOCK_KV>::ss(
         dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);
+        K_rows + (box * BLOCK_KV * BOX_BYTES + byte));
   }
   wgmma_commit_group();
 }
@@ -134,70 +136,88 @@ __device__ __forceinline__ void start_output(
   wgmma_commit_group();
 }
 
-// The scale of the keys from kv0 + SCALE_KEYS * lane on; the first SCALES lanes hold all of a step.
+// The scale of a step; or of the keys from kv0 + SCALE_KEYS * lane on, where there are several: the
+// first SCALES lanes hold all of them.
 __device__ __forceinline__ float load_scale(const float* K_scale, int kv0, int len_kv) {
+  if constexpr (SCALES == 1) return K_scale[uint32_t(kv0) / GROUP_KV];
   const uint32_t key = min(kv0 + lane_id() % SCALES * SCALE_KEYS, len_kv - 1);
   return K_scale[key / GROUP_KV];
 }
 
-// S4 softmax: weights P of the scores, in 16 bits and two neighbouring keys in a register, the left
-// operand of P V. M stays where it is, and rises to the largest score only where a lane's weights
-// sum to more than LARGEST_SUM, or `rises` says so beforehand. Returns whether it rose: O then has
+// What one integer of Q K^T stands for, by the keys that share a scale and by row.
+using Factors = float[SCALES][2];
+constexpr int PART = SCALE_KEYS / 2;  // scores that share a factor, of two rows
+
+// The scores of a step some of whose keys are masked: -inf where this one is.
+__device__ __forceinline__ float masked_score(
+    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, int i, int q,
+    int kv0) {
+  const int h = i / 2 % 2, key = kv0 + i / 4 * 8 + lane_id() % 4 * 2 + i % 2;
+  return admitted(p, q + h * 8, key) ? float(dot[i]) * factor[i / PART][h] : NEG_INF;  // R3
+}
+
+// Weights P of the scores, in 16 bits and two neighbouring keys in a register, the left operand of
+// P V. Returns whether they are small enough: what a lane has of a row sums to LARGEST_SUM at most.
+template <bool MASKED>
+__device__ __forceinline__ bool weigh(
+    const AttnParams& p, const float (&M)[2], const int32_t (&dot)[BLOCK_KV / 2],
+    const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&sum)[2], int q, int kv0) {
+  sum[0] = sum[1] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < BLOCK_KV / 4; ++i) {
+    const int h = i % 2;
+    float x[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int at = 2 * i + j;
+      x[j] = ex2_approx_ftz(
+          MASKED ? masked_score(p, dot, factor, at, q, kv0) - M[h]
+                 : fmaf(float(dot[at]), factor[at / PART][h], -M[h]));  // R3, R4
+      sum[h] += x[j];                                                   // R6
+    }
+    P_frag[i / 4][i % 4] = pack_rn<elem16_t>(x[0], x[1]);  // R5
+  }
+  // NOTE: a NaN is no more than anything, so that it is asked whether the sums are small.
+  return __all_sync(FULL_WARP, sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM);
+}
+
+// S4 softmax: weights P of the scores. M stays where it is, and rises to the largest score only
+// where weights are too large, or `rises` says so beforehand. Returns whether it rose: O then has
 // to be multiplied by alpha. `q` is the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool softmax(
     const AttnParams& p, RowState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const float (&Q_factor)[2], float K_scale, uint32_t (&P_frag)[BLOCK_KV / 16][4],
     float (&alpha)[2], int q, int kv0, int unmasked, bool rises) {
-  float S_acc[BLOCK_KV / 2];  // [BLOCK_KV / 8][4], times both scales, one factor: the scores
-  float factor[SCALES][2];
-#pragma unroll
-  for (int i = 0; i < BLOCK_KV / 2; ++i) S_acc[i] = float(dot[i]);  // R3
+  Factors factor;
 #pragma unroll
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      factor[j][h] = Q_factor[h] * __shfl_sync(FULL_WARP, K_scale, j);  // R3
-  if (kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9))) {
-    const int t = lane_id() % 4;
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i) {
-      S_acc[i] *= factor[i / 8][i / 2 % 2];  // R3
-      if (!admitted(p, q + i / 2 % 2 * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S_acc[i] = NEG_INF;
-    }
-#pragma unroll
-    for (int j = 0; j < SCALES; ++j) factor[j][0] = factor[j][1] = 1.0f;
-  }
+      factor[j][h] = Q_factor[h] * (SCALES == 1 ? K_scale : __shfl_sync(FULL_WARP, K_scale, j));
+  const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
-  while (true) {
-    if (rises) {
+  float sum[2];                           // this lane's part
+  const bool weighed = !rises && !masked && weigh<false>(p, M, dot, factor, P_frag, sum, q, kv0);
+  if (!weighed) {
+    float m[2] = {NEG_INF, NEG_INF};
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i)
+      m[i / 2 % 2] = fmaxf(m[i / 2 % 2], masked_score(p, dot, factor, i, q, kv0));
+    // NOTE: at most 64 keys of a row are this lane's, so that its sum is small enough. Without a
+    // key so far the difference is NaN.
+    const bool stays = masked && __all_sync(FULL_WARP, m[0] - M[0] <= 2 && m[1] - M[1] <= 2);
+    if (rises || !stays) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // row, then row + 8
-        float m = NEG_INF;
-#pragma unroll
-        for (int j = 0; j < SCALES; ++j) {
-          const float* S = &S_acc[8 * j + 2 * h];  // [2][2], the next key tile at S + 4
-          m = fmaxf(m, fmaxf(fmaxf(S[0], S[1]), fmaxf(S[4], S[5])) * factor[j][h]);
-        }
-        alpha[h] = state[h].advance(shfl_max<4>(m));
+        alpha[h] = state[h].advance(shfl_max<4>(m[h]));
         M[h] = state[h].M_finite();
       }
+      rises = true;
     }
-    float sum[2] = {0.0f, 0.0f};  // this lane's part
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 4; ++i) {
-      const int h = i % 2, j = i / 4;
-      const float x = ex2_approx_ftz(fmaf(S_acc[2 * i], factor[j][h], -M[h]));      // R4
-      const float y = ex2_approx_ftz(fmaf(S_acc[2 * i + 1], factor[j][h], -M[h]));  // R4
-      sum[h] += x, sum[h] += y;                                                     // R6
-      P_frag[i / 4][i % 4] = pack_rn<elem16_t>(x, y);                               // R5
-    }
-    // NOTE: a NaN is no more than anything, so that it is asked whether the sums are small.
-    if (rises || __all_sync(FULL_WARP, sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM)) {
-      state[0].l += sum[0], state[1].l += sum[1];  // R6
-      return rises;
-    }
-    rises = true;
+    weigh<true>(p, M, dot, factor, P_frag, sum, q, kv0);
   }
+  state[0].l += sum[0], state[1].l += sum[1];  // R6
+  return rises;
 }
 
 // O to the new M.
@@ -287,7 +307,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
-  RingPosition<NUM_STAGES> K_at, V_at;
+  RingPosition<NUM_STAGES> K_at, V_at;  // K of a step, V of the one before
+  const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
+  const Descriptor V_first = uniform(descriptor_n_major(smem.V[0][0], BLOCK_KV * BOX_BYTES));
 
   while (true) {
     // S0 locate
@@ -319,18 +341,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     float step_scale = load_scale(K_scale, kv0, p.len_kv);
     mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
     turn.take();
-    start_scores(dot, Q_rows, uniform(descriptor_k_major(smem.K[K_at.stage][0])));
+    start_scores(dot, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(dot);
     if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
+    V_at = K_at;
     K_at.advance();
     softmax(p, state, dot, Q_factor, step_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked, true);
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
-      const Descriptor K_rows = uniform(descriptor_k_major(smem.K[K_at.stage][0]));
-      const Descriptor V_rows =
-          uniform(descriptor_n_major(smem.V[V_at.stage][0], BLOCK_KV * BOX_BYTES));
+      const Descriptor K_rows = K_first.stage(K_at.stage, sizeof(smem.K[0]));
+      const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
       kv0 += BLOCK_KV;
       step_scale = load_scale(K_scale, kv0, p.len_kv);
       mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
@@ -346,8 +368,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         mbarrier_arrive(smem.K_empty[K_at.stage]);
         mbarrier_arrive(smem.V_empty[V_at.stage]);
       }
+      V_at = K_at;
       K_at.advance();
-      V_at.advance();
       if (softmax(
               p, state, dot, Q_factor, step_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked,
               false))
@@ -358,13 +380,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     // The last output, by itself.
     mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
     turn.take();
-    start_output(
-        O_acc, P_frag, uniform(descriptor_n_major(smem.V[V_at.stage][0], BLOCK_KV * BOX_BYTES)));
+    start_output(O_acc, P_frag, V_first.stage(V_at.stage, sizeof(smem.V[0])));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(O_acc);
     if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
-    V_at.advance();
 
     // S6 store
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]

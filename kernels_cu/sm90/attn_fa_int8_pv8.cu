@@ -12,9 +12,11 @@
 //              adjacent keys share a scale. The rest is left to the portable form.
 // Tried        At 8,192 keys, head_dim 128: both products waited for at once 0.85; integers to
 //              floats before the exponentials 0.92; a scale of K for 16 keys 0.95; three warpgroups
-//              of 96 keys 0.93; tiles of 224, 160, 128 keys 0.8 to 0.9; no turns 0.98. M may fall
-//              every fourth step: 1.015, but the error grows by 7 %. Where it stands: two warps on
-//              a scheduler leave half of its slots empty. (experiments/results/NOTES.md)
+//              of 96 keys 0.91; tiles of 224, 160, 128 keys 0.8 to 0.9; no turns 1.01; turns at the
+//              exponentials 1.02, and 0.98 at head_dim 64; scores in two sets of registers, so that
+//              the next are under way during the exponentials, 0.85; l as the sum of the codes, by
+//              dp4a, perhaps 1.03. M may fall every fourth step: 1.015, but the error grows by 7 %.
+//              (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
 //              the channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
@@ -118,14 +120,14 @@ __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
 __device__ __forceinline__ void start_scores(
     int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
-  wgmma_use(dot);
   wgmma_fence();
+  WgmmaS8<BLOCK_KV>::ss_first(dot, Q_rows, K_rows);
 #pragma unroll
-  for (int k = 0; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
+  for (int k = 1; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
     const int box = k / 4, byte = k % 4 * 32;
     WgmmaS8<BLOCK_KV>::ss(
         dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);
+        K_rows + (box * BLOCK_KV * BOX_BYTES + byte));
   }
   wgmma_commit_group();
 }
@@ -144,8 +146,10 @@ __device__ __forceinline__ void start_output(
   wgmma_commit_group();
 }
 
-// The scale of the keys from kv0 + SCALE_KEYS * lane on; the first SCALES lanes hold all of a step.
+// The scale of a step; or of the keys from kv0 + SCALE_KEYS * lane on, where there are several: the
+// first SCALES lanes hold all of them.
 __device__ __forceinline__ float load_scale(const float* K_scale, int kv0, int len_kv) {
+  if constexpr (SCALES == 1) return K_scale[uint32_t(kv0) / GROUP_KV];
   const uint32_t key = min(kv0 + lane_id() % SCALES * SCALE_KEYS, len_kv - 1);
   return K_scale[key / GROUP_KV];
 }
@@ -187,20 +191,12 @@ struct ShiftState {
 using Factors = float[SCALES][2];
 constexpr int PART = SCALE_KEYS / 2;  // scores that share a factor, of two rows
 
-// Scores of a step, some of them masked: floats in the place of the integers, times both scales.
-// Returns the largest of each row.
-__device__ __forceinline__ void mask_scores(
-    const AttnParams& p, int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, float (&m)[2], int q,
+// A score of a step some of whose keys are masked: -inf where this one is.
+__device__ __forceinline__ float masked_score(
+    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, int i, int q,
     int kv0) {
-  const int t = lane_id() % 4;
-#pragma unroll
-  for (int i = 0; i < BLOCK_KV / 2; ++i) {
-    const int h = i / 2 % 2;
-    float S = float(dot[i]) * factor[i / PART][h];  // R3
-    if (!admitted(p, q + h * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S = NEG_INF;
-    m[h] = fmaxf(m[h], S);
-    dot[i] = __float_as_int(S);
-  }
+  const int h = i / 2 % 2, key = kv0 + i / 4 * 8 + lane_id() % 4 * 2 + i % 2;
+  return admitted(p, q + h * 8, key) ? float(dot[i]) * factor[i / PART][h] : NEG_INF;  // R3
 }
 
 // The largest score of each row where none is masked: among integers, two comparisons are one
@@ -223,18 +219,21 @@ __device__ __forceinline__ void largest_scores(
 // masked; `factor` is that of those that are not, `shift` what ShiftState::advance returns. `q` is
 // the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
-    const AttnParams& p, ShiftState (&state)[2], int32_t (&dot)[BLOCK_KV / 2], Factors& factor,
-    int (&shift)[2], const float (&Q_factor)[2], float K_scale, int q, int kv0, int unmasked,
-    bool may_fall, bool may_overflow) {
+    const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
+    Factors& factor, int (&shift)[2], const float (&Q_factor)[2], float K_scale, int q, int kv0,
+    int unmasked, bool may_fall, bool may_overflow) {
 #pragma unroll
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      factor[j][h] = Q_factor[h] * __shfl_sync(FULL_WARP, K_scale, j);  // R3
+      factor[j][h] =
+          Q_factor[h] * (SCALES == 1 ? K_scale : __shfl_sync(FULL_WARP, K_scale, j));  // R3
   float m[2] = {NEG_INF, NEG_INF};
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   if (masked)
-    mask_scores(p, dot, factor, m, q, kv0);
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i)
+      m[i / 2 % 2] = fmaxf(m[i / 2 % 2], masked_score(p, dot, factor, i, q, kv0));
   else
     largest_scores(dot, factor, m);
   m[0] = shfl_max<4>(m[0]), m[1] = shfl_max<4>(m[1]);
@@ -252,8 +251,9 @@ __device__ __forceinline__ bool choose_M(
 // of the time: before them they would take as long again.
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
-    ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor,
-    uint32_t (&P_frag)[BLOCK_KV / 32][4], int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
+    const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
+    const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 32][4], int32_t (&O_acc)[O_COLS / 2],
+    const int (&shift)[2], int q, int kv0) {
   constexpr int PARTS = BLOCK_KV / 8, SHIFTS = ceil_div(O_COLS / 2, PARTS);
   const int right[2] = {min(max(-shift[0], 0), 31), min(max(-shift[1], 0), 31)};
 #pragma unroll
@@ -267,7 +267,7 @@ __device__ __forceinline__ void weigh(
     for (int j = 0; j < 4; ++j) {
       const int at = n + j / 2 * 4 + j % 2;
       x[j] = ex2_approx_ftz(
-          MASKED ? __int_as_float(dot[at]) - state[h].M
+          MASKED ? masked_score(p, dot, factor, at, q, kv0) - state[h].M
                  : fmaf(float(dot[at]), factor[at / PART][h], -state[h].M));  // R3, R4
       state[h].l += x[j];                                                     // R6
     }
@@ -364,7 +364,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
-  RingPosition<NUM_STAGES> K_at, V_at;
+  RingPosition<NUM_STAGES> K_at, V_at;  // K of a step, V of the one before
+  const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
+  const Descriptor V_first = uniform(descriptor_k_major(smem.V[0][0]));
 
   while (true) {
     // S0 locate
@@ -398,22 +400,23 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     float step_scale = load_scale(K_scale, kv0, p.len_kv);
     mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
     turn.take();
-    start_scores(dot, Q_rows, uniform(descriptor_k_major(smem.K[K_at.stage][0])));
+    start_scores(dot, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(dot);
     if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
+    V_at = K_at;
     K_at.advance();
     if (choose_M(
             p, state, dot, factor, shift, Q_factor, step_scale, tile.q0 + row, kv0, unmasked, true,
             may_overflow))
-      weigh<true>(state, dot, factor, P_frag, O_acc, shift);
+      weigh<true>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
     else
-      weigh<false>(state, dot, factor, P_frag, O_acc, shift);
+      weigh<false>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
-      const Descriptor K_rows = uniform(descriptor_k_major(smem.K[K_at.stage][0]));
-      const Descriptor V_rows = uniform(descriptor_k_major(smem.V[V_at.stage][0]));
+      const Descriptor K_rows = K_first.stage(K_at.stage, sizeof(smem.K[0]));
+      const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
       kv0 += BLOCK_KV;
       step_scale = load_scale(K_scale, kv0, p.len_kv);
       mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
@@ -425,7 +428,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       wgmma_wait_group<1>();  // the scores are there: their maximum is found while O is summed
       wgmma_use(dot);
       if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
-      K_at.advance();
       const bool may_fall = step % LOWER_STEPS == 0;
       const bool masked = choose_M(
           p, state, dot, factor, shift, Q_factor, step_scale, tile.q0 + row, kv0, unmasked,
@@ -434,24 +436,24 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       wgmma_use(O_acc);
       wgmma_use(P_frag);
       if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
-      V_at.advance();
+      V_at = K_at;
+      K_at.advance();
       if (may_fall) raise_output(O_acc, shift);
       if (masked)
-        weigh<true>(state, dot, factor, P_frag, O_acc, shift);
+        weigh<true>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
       else
-        weigh<false>(state, dot, factor, P_frag, O_acc, shift);
+        weigh<false>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
     }
     if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 
     // The last output, by itself.
     mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
     turn.take();
-    start_output(O_acc, P_frag, uniform(descriptor_k_major(smem.V[V_at.stage][0])));
+    start_output(O_acc, P_frag, V_first.stage(V_at.stage, sizeof(smem.V[0])));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(O_acc);
     if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
-    V_at.advance();
 
     // S6 store
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]

@@ -168,14 +168,14 @@ __device__ __forceinline__ void zero_rows(
 // S3 scores: S [64, BLOCK_KV] = Q K^T, in the background.
 __device__ __forceinline__ void start_scores(
     float (&S_acc)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
-  wgmma_use(S_acc);
   wgmma_fence();
+  Wgmma<elem_t, BLOCK_KV>::ss_first(S_acc, Q_rows, K_rows);  // R2
 #pragma unroll
-  for (int k = 0; k < ceil_div(HEAD_DIM, 16); ++k) {  // 32 bytes of a row, then the next box
+  for (int k = 1; k < ceil_div(HEAD_DIM, 16); ++k) {  // 32 bytes of a row, then the next box
     const int box = k / 4, byte = k % 4 * 32;
     Wgmma<elem_t, BLOCK_KV>::ss(
         S_acc, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);  // R2
+        K_rows + (box * BLOCK_KV * BOX_BYTES + byte));  // R2
   }
   wgmma_commit_group();
 }
@@ -362,7 +362,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
-  RingPosition<NUM_STAGES> K_at, V_at;
+  RingPosition<NUM_STAGES> K_at, V_at;  // K of a step, V of the one before
+  const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
+  const Descriptor V_first = uniform(descriptor_n_major(smem.V[0][0], BLOCK_KV * BOX_BYTES));
 
   bool leaving = false;  // the tile before, its O through the place of its Q
   while (true) {
@@ -386,11 +388,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
     if (BLOCK_MASK) kv0 = smem.kv0[K_at.stage];
     turn.take();
-    start_scores(S_acc, Q_rows, uniform(descriptor_k_major(smem.K[K_at.stage][0])));
+    start_scores(S_acc, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(S_acc);
     if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
+    V_at = K_at;
     K_at.advance();
     softmax(p, state, S_acc, P_frag, alpha, tile.q0 + row, kv0, unmasked, true);
     if (leaving && lane_id() == 0) {
@@ -399,9 +402,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     }
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
-      const Descriptor K_rows = uniform(descriptor_k_major(smem.K[K_at.stage][0]));
-      const Descriptor V_rows =
-          uniform(descriptor_n_major(smem.V[V_at.stage][0], BLOCK_KV * BOX_BYTES));
+      const Descriptor K_rows = K_first.stage(K_at.stage, sizeof(smem.K[0]));
+      const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
       mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
       mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
       const int kept = BLOCK_MASK ? smem.kv0[K_at.stage] : 0;      // first key of this step
@@ -416,8 +418,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         mbarrier_arrive(smem.K_empty[K_at.stage]);
         mbarrier_arrive(smem.V_empty[V_at.stage]);
       }
+      V_at = K_at;
       K_at.advance();
-      V_at.advance();
       kv0 = BLOCK_MASK ? kept : kv0 + BLOCK_KV;
       if (softmax(p, state, S_acc, P_frag, alpha, tile.q0 + row, kv0, unmasked, false))
         rescale(O_acc, alpha);
@@ -430,13 +432,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     if (VARLEN && turn.warpgroup == 0)
       zero_rows<BLOCK_KV>(smem.V[V_at.stage], max(0, p.len_kv - kv0), BLOCK_KV);
     turn.take();
-    start_output(
-        O_acc, P_frag, uniform(descriptor_n_major(smem.V[V_at.stage][0], BLOCK_KV * BOX_BYTES)));
+    start_output(O_acc, P_frag, V_first.stage(V_at.stage, sizeof(smem.V[0])));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(O_acc);
     if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
-    V_at.advance();
 
     // S6 store
     float inverse_l[2];
