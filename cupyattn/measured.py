@@ -1,13 +1,14 @@
 """Times of the rungs, from which ``variant="auto"`` chooses.
 
-Written by ``python -m experiments.fastest`` from experiments/results/ladder.json:
-NVIDIA H200, revision 0c8de3cc59.
+Written by ``python -m experiments.fastest``.
 """
 
-RECORD = "experiments/results/ladder.json"
+#: Compute capability times ten, dtype, head_dim, length, causal, and microseconds by name.
+Rows = tuple[tuple[int, str, int, int, bool, dict[str, float]], ...]
 
-#: Compute capability times ten, dtype, head_dim, length, causal, and the microseconds of each rung.
-MEASURED: tuple[tuple[int, str, int, int, bool, dict[str, float]], ...] = (
+#: Every rung: NVIDIA H200, revision 0c8de3cc59.
+RECORD = "experiments/results/ladder.json"
+MEASURED: Rows = (
     (90, "float16", 64, 4096, False, {
         "unfused": 34418.3,
         "fa": 31920.4,
@@ -49,5 +50,40 @@ MEASURED: tuple[tuple[int, str, int, int, bool, dict[str, float]], ...] = (
         "fa_warps": 38702.9,
         "fa_tc": 760.4,
         "fa_int8": 1759.8,
+    }),
+)  # fmt: skip
+
+#: fa_tc, and fa_int8 as the classes of `auto.QUANT` quantise: NVIDIA H200, revision cec8f5ce03.
+RECORD_8_BIT = "experiments/results/peers_int8.json"
+MEASURED_8_BIT: Rows = (
+    (90, "float16", 128, 4096, False, {
+        "fa_tc": 744.5,
+        "balanced": 780.8,
+        "aggressive": 942.9,
+    }),
+    (90, "float16", 128, 16384, False, {
+        "fa_tc": 2894.6,
+        "balanced": 2737.7,
+        "aggressive": 2960.2,
+    }),
+    (90, "float16", 128, 8192, False, {
+        "fa_tc": 1464.3,
+        "balanced": 1432.5,
+        "aggressive": 1609.5,
+    }),
+    (90, "float16", 64, 8192, False, {
+        "fa_tc": 1782.8,
+        "balanced": 2126.9,
+        "aggressive": 2245.3,
+    }),
+    (90, "float16", 256, 8192, False, {
+        "fa_tc": 1406.4,
+        "balanced": 1211.5,
+        "aggressive": 1406.0,
+    }),
+    (90, "float16", 128, 8192, True, {
+        "fa_tc": 755.8,
+        "balanced": 828.6,
+        "aggressive": 935.0,
     }),
 )  # fmt: skip

@@ -158,11 +158,8 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     if rope is not None:
         call = replace(call, rope=rope.pairs, rope_offset_q=rope.offset_q)
     if options.variant == "auto":
-        options = replace(options, quant=_quant_of_class(options))
-        choice = auto.choose(
-            options.accuracy, call.dtype, call.head_dim, call.len_kv, call.causal,
-            _capability(q, options.arch),
-        )  # fmt: skip
+        choice = _choose(options, call, _capability(q, options.arch))
+        options = replace(options, quant=choice.quant)
         variant, why = registry.lookup(choice.variant), choice.why
     else:
         variant, why = registry.lookup(options.variant), "asked for by name"
@@ -354,18 +351,21 @@ def _receiver(options: Options, call: AttentionCall, inputs: tuple[Any, ...]) ->
     return out
 
 
-def _quant_of_class(options: Options) -> QuantConfig | None:
-    """Return how the rung of an accuracy class quantises; None where it does not say."""
+def _choose(options: Options, call: AttentionCall, capability: int | None) -> auto.Choice:
+    """Choose the rung of an accuracy class, or take fa_int8 quantising as the caller says."""
     quant, accuracy = options.quant, options.accuracy
-    if accuracy == "aggressive" and quant is None:
-        return QuantConfig(pv="int8")
+    choice = auto.choose(accuracy, call.dtype, call.head_dim, call.len_kv, call.causal, capability)
+    if quant is None:
+        return choice
     wanted = {"balanced": ("16bit",), "aggressive": ("int8", "fp8")}.get(accuracy)
-    if quant is not None and wanted and quant.pv not in wanted:
+    if wanted is None:
+        raise ValueError(f"quant is for fa_int8, got variant {choice.variant!r}")
+    if quant.pv not in wanted:
         raise ValueError(
             f"accuracy={accuracy!r} takes quant.pv={' or '.join(map(repr, wanted))}, "
             f"got {quant.pv!r}: name variant='fa_int8' to choose for yourself"
         )
-    return quant
+    return auto.Choice("fa_int8", "the rung that quantises, as quant asks", quant)
 
 
 def _capability(q: Any, arch: str | None) -> int | None:

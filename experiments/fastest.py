@@ -1,12 +1,13 @@
 """Which rung is the fastest for a shape, on the devices that were measured?
 
-Varies       nothing: it reads what experiments/ladder.py measured
-Holds fixed  the record, experiments/results/ladder.json
-Measures     the median time of every rung, in the form that it takes by itself
+Varies       nothing: it reads what experiments/ladder.py and experiments/peers_int8.py measured
+Holds fixed  the records, experiments/results/ladder.json and peers_int8.json
+Measures     the median time of every rung, in the form that it takes by itself; and beside fa_tc
+             that of fa_int8 as the classes "balanced" and "aggressive" quantise, that included
 Run          python -m experiments.fastest [--check]
 
 It writes cupyattn/measured.py, from which ``variant="auto"`` chooses; ``--check`` writes nothing
-and says whether that file is what the record says.
+and says whether that file is what the records say.
 """
 
 from __future__ import annotations
@@ -18,46 +19,80 @@ from pathlib import Path
 from typing import Any
 
 import cupyattn as ca
+from experiments import common, peers_int8
 from experiments.common import ROOT
-from experiments.ladder import stored
 
 TARGET = ROOT / "cupyattn" / "measured.py"
-RECORD = "experiments/results/ladder.json"
+LADDER, EIGHT_BIT = "ladder", "peers_int8"
 HEADER = '''"""Times of the rungs, from which ``variant="auto"`` chooses.
 
-Written by ``python -m experiments.fastest`` from {record}:
-{device}, revision {revision}.
+Written by ``python -m experiments.fastest``.
 """
 
-RECORD = "{record}"
-
-#: Compute capability times ten, dtype, head_dim, length, causal, and the microseconds of each rung.
-MEASURED: tuple[tuple[int, str, int, int, bool, dict[str, float]], ...] = (
+#: Compute capability times ten, dtype, head_dim, length, causal, and microseconds by name.
+Rows = tuple[tuple[int, str, int, int, bool, dict[str, float]], ...]
 '''
+TABLE = '''
+#: {what}: {device}, revision {revision}.
+{name} = "experiments/results/{record}.json"
+{rows}: Rows = (
+'''
+#: Names of peers_int8.json by the names of the table.
+CLASSES = {
+    peers_int8.FULL: "fa_tc", peers_int8.BALANCED: "balanced", peers_int8.AGGRESSIVE: "aggressive",
+}  # fmt: skip
 
 
-def module_text(record: Mapping[str, Any]) -> str:
-    """Return the text of cupyattn/measured.py for a record of experiments/ladder.py.
+def module_text(ladder: Mapping[str, Any], eight_bit: Mapping[str, Any]) -> str:
+    """Return the text of cupyattn/measured.py for the records of both experiments.
 
     Raises
     ------
     ValueError
-        If the record has no times.
+        If a record has no times.
     """
+    rungs = {name: name for name in ca.VARIANTS}
+    return HEADER + "".join(
+        _table(record, *names)
+        for record, *names in (
+            (ladder, "Every rung", LADDER, "RECORD", "MEASURED", rungs),
+            (
+                eight_bit, "fa_tc, and fa_int8 as the classes of `auto.QUANT` quantise", EIGHT_BIT,
+                "RECORD_8_BIT", "MEASURED_8_BIT", CLASSES,
+            ),
+        )
+    )  # fmt: skip
+
+
+def _table(
+    record: Mapping[str, Any],
+    what: str,
+    source: str,
+    name: str,
+    rows: str,
+    taken: Mapping[str, str],
+) -> str:
     if record["backend"] != "cuda":
         raise ValueError("the record has no times: it was not made on a device")
     device, revision = record["environment"]["device"], record["environment"]["revision"]
-    lines = [HEADER.format(record=RECORD, device=device["name"], revision=revision[:10])]
+    lines = [
+        TABLE.format(
+            what=what, device=device["name"], revision=revision[:10], name=name, record=source,
+            rows=rows,
+        )
+    ]  # fmt: skip
     for found in record["problems"]:
         problem = found["problem"]
+        if problem.get("length_kv"):
+            continue
         key = (
             device["capability"], problem["dtype"], problem["head_dim"], problem["length"],
             problem["causal"],
         )  # fmt: skip
         lines.append(f"    ({', '.join(map(_literal, key))}, {{\n")
         for row in found["rows"]:
-            if row["variant"] in ca.VARIANTS and "seconds" in row:
-                lines.append(f'        "{row["variant"]}": {1e6 * row["seconds"]:.1f},\n')
+            if row["variant"] in taken and "seconds" in row:
+                lines.append(f'        "{taken[row["variant"]]}": {1e6 * row["seconds"]:.1f},\n')
         lines.append("    }),\n")
     return "".join([*lines, ")  # fmt: skip\n"])
 
@@ -73,10 +108,10 @@ def main(argv: Sequence[str] | None = None, target: Path = TARGET) -> int:
     )
     parser.add_argument("--check", action="store_true", help="only compare")
     args = parser.parse_args(argv)
-    text = module_text(stored())
+    text = module_text(common.stored(LADDER), common.stored(EIGHT_BIT))
     if args.check:
         same = target.read_text(encoding="utf-8") == text
-        print(f"{target.name} {'is' if same else 'is NOT'} what {RECORD} says")
+        print(f"{target.name} {'is' if same else 'is NOT'} what the records say")
         return 0 if same else 1
     target.write_text(text, encoding="utf-8")
     print(f"wrote {target}")

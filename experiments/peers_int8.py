@@ -23,8 +23,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cupyattn import auto
 from cupyattn.measure import align
-from cupyattn.quant import QuantConfig
 from experiments import common
 from experiments.common import Cell, Problem
 from experiments.diffusion_shapes import SHAPES
@@ -41,10 +41,7 @@ CELLS = (
 DISTRIBUTIONS = ("normal", "outlier", "key-bias", "value-bias", "tripled")
 ACCURACY_LENGTHS = (4096, 16_384)
 FULL, BALANCED, AGGRESSIVE = "fa_tc", "fa_int8 balanced", "fa_int8 aggressive"
-QUANT = {
-    BALANCED: QuantConfig(),
-    AGGRESSIVE: QuantConfig(granularity_k="block", pv="int8", granularity_v="channel"),
-}
+QUANT = {BALANCED: auto.QUANT["balanced"], AGGRESSIVE: auto.QUANT["aggressive"]}
 #: With quantising.
 PEERS = (SAGE, FLASH_3_FP8, CUDNN_FP8, f"{FLASH_3_FP8}{BY_TORCH}", f"{CUDNN_FP8}{BY_TORCH}")
 #: What is compared: a name for the ratio, whose time is divided, by whose.

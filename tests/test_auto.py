@@ -11,34 +11,44 @@ from cupyattn import attention, auto, explain, measured
 from cupyattn.quant import QuantConfig
 from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve
-from experiments import fastest, ladder
+from experiments import common, fastest
 from tests.runs import bits, normal
 
 
-def test_the_table_is_what_the_record_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_are_what_the_records_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert fastest.main(["--check"]) == 0, capsys.readouterr().out
-    for (capability, dtype, head_dim, length, causal, times), found in zip(
-        measured.MEASURED, ladder.stored()["problems"], strict=True
+    for rows, record, names in (
+        (measured.MEASURED, fastest.LADDER, {name: name for name in VARIANTS}),
+        (measured.MEASURED_8_BIT, fastest.EIGHT_BIT, fastest.CLASSES),
     ):
-        problem = found["problem"]
-        assert (dtype, head_dim, length, causal) == tuple(
-            problem[name] for name in ("dtype", "head_dim", "length", "causal")
-        )
-        assert capability == 90 and set(times) == set(VARIANTS)
-        for row in found["rows"]:
-            if row["variant"] in times:
-                assert times[row["variant"]] == pytest.approx(1e6 * row["seconds"], abs=0.06)
+        square = [p for p in common.stored(record)["problems"] if not p["problem"].get("length_kv")]
+        for (capability, dtype, head_dim, length, causal, times), found in zip(
+            rows, square, strict=True
+        ):
+            problem = found["problem"]
+            assert (dtype, head_dim, length, causal) == tuple(
+                problem[name] for name in ("dtype", "head_dim", "length", "causal")
+            )
+            assert capability == 90 and set(times) == set(names.values())
+            for row in found["rows"]:
+                if row["variant"] in names:
+                    name = names[row["variant"]]
+                    assert times[name] == pytest.approx(1e6 * row["seconds"], abs=0.06)
 
 
 def test_a_table_that_was_written_by_hand_is_noticed(tmp_path: Any) -> None:
     copy = tmp_path / "measured.py"
     assert fastest.main([], copy) == 0 and fastest.main(["--check"], copy) == 0
-    number = str(measured.MEASURED[0][-1]["fa_tc"])
-    assert number in copy.read_text()
-    copy.write_text(copy.read_text().replace(number, "53.9"))
-    assert fastest.main(["--check"], copy) == 1
+    for rows, name in ((measured.MEASURED, "fa_tc"), (measured.MEASURED_8_BIT, "balanced")):
+        text = copy.read_text()
+        number = str(rows[0][-1][name])
+        assert number in text
+        copy.write_text(text.replace(number, "53.9"))
+        assert fastest.main(["--check"], copy) == 1
+        copy.write_text(text)
+    without = {"backend": "mirror"}
     with pytest.raises(ValueError, match="the record has no times"):
-        fastest.module_text({"backend": "mirror"})
+        fastest.module_text(without, without)
 
 
 def test_the_fastest_of_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +78,30 @@ def test_the_fastest_of_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch)
     )
     rule = auto.choose("full", "float16", 64, 1024, False, 89).why
     assert rule.endswith("by rule: nothing was measured on compute capability 8.9 in float16")
-    assert auto.choose("balanced", "float16", 128, 4096, False, 90).why.endswith("the only one")
+
+
+def test_eight_bits_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class allows what those before it allow: none is slower for leave to be less exact."""
+    rows = (
+        (90, "float16", 64, 1024, False, {"fa_tc": 1.0, "balanced": 2.0, "aggressive": 3.0}),
+        (90, "float16", 64, 4096, False, {"fa_tc": 3.0, "balanced": 2.0, "aggressive": 1.0}),
+        (90, "float16", 64, 8192, False, {"fa_tc": 3.0, "balanced": 1.0, "aggressive": 2.0}),
+    )
+    monkeypatch.setattr(auto, "MEASURED_8_BIT", rows)
+    for accuracy, length, name in (
+        ("balanced", 1024, None), ("balanced", 4096, "balanced"), ("balanced", 8192, "balanced"),
+        ("aggressive", 1000, None), ("aggressive", 4096, "aggressive"),
+        ("aggressive", 9000, "balanced"),
+    ):  # fmt: skip
+        choice = auto.choose(accuracy, "float16", 64, length, False, 90)
+        assert choice.variant == ("fa_int8" if name else "fa_tc"), (accuracy, length)
+        assert choice.quant == (auto.QUANT[name] if name else None)
+        assert choice.why.endswith(f"on compute capability 9.0 in {measured.RECORD_8_BIT}")
+    for capability, dtype in ((80, "float16"), (90, "float32"), (None, "float16")):
+        for accuracy, quant in auto.QUANT.items():
+            choice = auto.choose(accuracy, dtype, 64, 1024, False, capability)
+            assert (choice.variant, choice.quant) == ("fa_int8", quant)
+            assert ", by rule: " in choice.why
 
 
 def test_a_rung_of_ones_own_is_never_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -79,26 +112,24 @@ def test_a_rung_of_ones_own_is_never_chosen(monkeypatch: pytest.MonkeyPatch, tmp
     assert auto.choose("full", "float16", 64, 64, False).variant == "fa_tc"
 
 
-def test_no_class_is_left_for_a_faster_one() -> None:
+def test_full_accuracy_is_never_left_for_speed() -> None:
     inputs = normal((1, 2, 40, 64), (1, 2, 70, 64))
-    full = {"unfused", "float32", "tensor_core"}
-    for accuracy, families in (("full", full), ("balanced", {"int8"})):
-        for arch in (None, "sm_80", "sm_90a"):
-            request = resolve(*inputs, Options(accuracy=accuracy, arch=arch))
-            assert request.variant.family in families
+    for arch in (None, "sm_80", "sm_90a"):
+        request = resolve(*inputs, Options(arch=arch))
+        assert request.variant.family in {"unfused", "float32", "tensor_core"}
     text = explain(*inputs, arch="sm_90a")
-    assert "fa_tc: the fastest rung of accuracy class 'full' for float16, 297 us" not in text
     assert " us at hd64 4096 on compute capability 9.0 in experiments/results/ladder.json" in text
 
 
-def test_aggressive_is_eight_bits_in_both_products() -> None:
+def test_a_class_quantises_as_it_says() -> None:
     q, k, v = normal((1, 2, 40, 64), (1, 2, 70, 64))
-    quant = QuantConfig(pv="int8")
-    o = attention(q, k, v, accuracy="aggressive")
-    assert bits(o) == bits(attention(q, k, v, variant="fa_int8", quant=quant))
-    assert bits(o) != bits(attention(q, k, v, accuracy="balanced"))
+    outputs = []
+    for accuracy, quant in auto.QUANT.items():
+        outputs.append(attention(q, k, v, accuracy=accuracy))
+        assert bits(outputs[-1]) == bits(attention(q, k, v, variant="fa_int8", quant=quant))
+    assert bits(outputs[0]) != bits(outputs[1])
     with pytest.raises(ValueError, match=r"'balanced' takes quant.pv='16bit', got 'int8'"):
-        attention(q, k, v, accuracy="balanced", quant=quant)
+        attention(q, k, v, accuracy="balanced", quant=QuantConfig(pv="int8"))
 
 
 def test_a_class_takes_its_own_quantisation_alone() -> None:

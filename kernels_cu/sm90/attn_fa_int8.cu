@@ -3,7 +3,8 @@
 // Idea         Issue slots. INT8 halves what Q K^T costs the tensor cores, and then the softmax
 //              decides: per score it converts, multiplies and adds, takes exp2, sums and packs, and
 //              nothing else. Both scales are one factor of the exponent's fma, worked out once for
-//              the keys that share one; and M is lazy, so that most steps look for no maximum and rescale nothing.
+//              the keys that share one, best all of a step; and M is lazy, so that most steps look
+//              for no maximum and rescale nothing.
 // Differs from the Hopper form of fa_tc: S1 and S2 bring codes, S3 multiplies integers, S4 applies
 //              the scales, of which each lane reads one while it waits for its turn; O goes to its
 //              rows at once, for there is no room for it in the place of codes.
