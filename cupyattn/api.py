@@ -363,8 +363,8 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     Returns
     -------
     str
-        Rung and why, where it runs, and for every plan: form, tiles, features, launches with grid
-        and block, workspace bytes.
+        Rung and why, where it runs, what a pass before the rung leaves to it with sizes in bytes,
+        and for every plan: form, tiles, features, launches with grid and block, workspace bytes.
 
     Raises
     ------
@@ -386,7 +386,8 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     }
     lines = [f"{request.variant.name}: {request.why}", where[request.backend]]
     lines += _score_lines(request)
-    return "\n".join([*lines, *map(str, plans(request))])
+    found = stages(request)
+    return "\n".join([*lines, *found.memory, *map(str, found.plans)])
 
 
 def _score_lines(request: Request) -> list[str]:

@@ -17,14 +17,8 @@ from cupyattn.checks import AttentionCall, data_address
 from cupyattn.forms import QUANTIZED, Form, direct_operands
 from cupyattn.launch import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
-from cupyattn.quant.operands import (
-    check_value_tiles,
-    operand_buffers,
-    scale_shape,
-    static_scales,
-    value_buffers,
-)
-from cupyattn.quant.plan import plan_operand, plan_values
+from cupyattn.quant.operands import check_value_tiles, static_scales
+from cupyattn.quant.plan import parts, plan_quantize
 from cupyattn.request import Request, resolve
 from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import STORAGE, array_namespace
@@ -61,6 +55,14 @@ class Stages:
     def plans(self) -> list[Plan]:
         """The plans alone."""
         return [stage.plan for stage in self.stages]
+
+    @property
+    def memory(self) -> list[str]:
+        """What is between the plans, a line each: its extents, which make its size."""
+        return [
+            f"{work.name} {' x '.join(map(str, work.shape))} {work.dtype}, {work.nbytes:,} bytes"
+            for work in self.between
+        ]
 
     @property
     def workspace(self) -> tuple[Workspace, ...]:
@@ -184,54 +186,36 @@ def _quantising_stages(
         )
         return Stages((Stage(plan),))
     check_value_tiles(quant, tiles)
-    passes: list[Stage] = []
-    between: list[Workspace] = []
-    codes, scales, sums = [], [], []
-    groups = quant.group_q(tiles), quant.group_kv(tiles)
-    for name, x, group, granularity, smooth in (
-        ("q", q, groups[0], quant.granularity_q, False),
-        ("k", k, groups[1], quant.granularity_k, quant.smooth_k),
-    ):
-        packed = _packed(call, name)
-        shape = scale_shape(x.shape, group, granularity, packed)
-        plan = plan_operand(
-            x, call.dtype, group, per_tensor=granularity == "tensor", smooth=smooth,
-            static=quant.static, packed=packed, zero_points=quant.zero_points,
-        )  # fmt: skip
-        buffers = operand_buffers(
-            plan, x.shape, shape, smooth=smooth, static=quant.static, packed=packed
-        )
-        between += [Workspace(f"{name}_{b}", s, t, zeros=z) for b, (s, t, z) in buffers.items()]
-        names = {b: f"{name}_{b}" for b in buffers}
-        passes.append(Stage(plan, {"x": name, "cu_seqlens": f"cu_seqlens_{name}", **names}))
-        codes.append(Operand.contiguous(x.shape, 1))
-        scales.append(Operand.contiguous(shape, 4))
-        if quant.zero_points:
-            sums.append(Operand.contiguous(buffers["code_sum"][0], 4))
+    operands = {"q": q, "k": k, "v": v}
+    found = parts(quant, tiles, operands, {name: _packed(call, name) for name in operands})
+    first = plan_quantize(call.dtype, **found, p_type=quant.value_p_type)
+    between = [
+        # Given scales are filled in; so is the mean of no keys, which no launch makes.
+        Workspace(b, shape, dtype, zeros=b.endswith("mean") and not all(part.x.shape))
+        for name, part in found.items()
+        for b, (shape, dtype) in part.buffers(name).items()
+    ]
+    made = {w.name: Operand.contiguous(w.shape, np.dtype(w.dtype).itemsize) for w in between}
     values: ValueCodes | None = None
+    zeros: ZeroPoints | None = None
     renamed: dict[str, str] = {}
-    if quant.form == "pv8":
-        group, smooth = quant.group_v(tiles), bool(quant.smooth_v)
-        packed = _packed(call, "v")
-        buffers = value_buffers(v.shape, group, smooth, quant.value_zero_points, packed)
-        between += [Workspace(f"v_{b}", s, t, zeros=z) for b, (s, t, z) in buffers.items()]
-        plan = plan_values(
-            v, call.dtype, group, str(quant.p_type), smooth=smooth, packed=packed,
-            zero_points=quant.value_zero_points,
+    if quant.zero_points:
+        zeros = ZeroPoints(made["q_code_sum"], made["k_code_sum"])
+    if "v" in found:
+        v, of_v = made["v_codes"], found["v"]
+        values = ValueCodes(
+            made["v_scale"], of_v.group, quant.value_p_type, of_v.smooth, of_v.zero_points
         )  # fmt: skip
-        names = {b: f"v_{b}" for b in buffers}
-        passes.append(Stage(plan, {"x": "v", "cu_seqlens": "cu_seqlens_k", **names}))
-        v, scale = (Operand.contiguous(buffers[b][0], n) for b, n in (("codes", 1), ("scale", 4)))
-        values = ValueCodes(scale, group, str(quant.p_type), smooth, quant.value_zero_points)
     elif call.dtype == "float32":  # P.V takes float16
         v, renamed = Operand.contiguous(v.shape, 2), {"v": "v_operand"}
         between.append(Workspace("v_operand", v.shape, "float16"))
     plan = launch.plan_int8(
-        request.variant, call, *codes, v, o, *scales, group_q=groups[0], group_kv=groups[1],
-        smoothed=quant.smooth_k, values=values, zeros=ZeroPoints(*sums) if sums else None,
-        **_of_scores(request), tiles=options.tiles, arch=architecture(request),
+        request.variant, call, made["q_codes"], made["k_codes"], v, o, made["q_scale"],
+        made["k_scale"], group_q=found["q"].group, group_kv=found["k"].group,
+        smoothed=quant.smooth_k, values=values, zeros=zeros, **_of_scores(request),
+        tiles=options.tiles, arch=architecture(request),
     )  # fmt: skip
-    return Stages((*passes, Stage(plan, renamed)), tuple(between))
+    return Stages((Stage(first), Stage(plan, renamed)), tuple(between))
 
 
 def architecture(request: Request) -> str | None:
@@ -313,7 +297,8 @@ class Prepared:
         return sum(work.nbytes for work in self._workspace)
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.variant}: {self.why}", *map(str, self.plans)])
+        first = f"{self.variant}: {self.why}"
+        return "\n".join([first, *self._stages.memory, *map(str, self.plans)])
 
     def _allocate(self) -> Scratch:
         if not self._workspace:

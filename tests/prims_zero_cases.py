@@ -110,6 +110,7 @@ def rows_arguments(zero_points: bool) -> Callable[[], Arguments]:
             "codes": np.full((2, 29, HEAD_DIM), 127, np.int8),
             "code_sum": np.full((2, 29), 9999, np.int32),
             "reach": np.zeros((29, 1 + zero_points), np.uint32),
+            "group_reach": np.zeros((2, 1 + zero_points), np.uint32),
         }
 
     return arguments
@@ -125,7 +126,8 @@ def rows_expected(zero_points: bool) -> Callable[..., dict[str, np.ndarray]]:
         if zero_points:
             code_sum[1] = x.sum(axis=1)
         reach = np.stack(sides, axis=1).clip(0).astype(np.float32).view(np.uint32)
-        return {"codes": codes, "code_sum": code_sum, "reach": reach}
+        of_groups = np.stack([reach[:16].max(axis=0), reach[16:].max(axis=0)])
+        return {"codes": codes, "code_sum": code_sum, "reach": reach, "group_reach": of_groups}
 
     return expected
 

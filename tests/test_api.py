@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyattn import attention, bounds, explain, reference, registry, unfused
+from cupyattn import attention, bounds, explain, plan, reference, registry, unfused
 from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
@@ -181,6 +181,22 @@ def test_explain_says_form_tiles_launches_and_workspace() -> None:
         assert piece in text
     with pytest.raises(TypeError, match="unexpected .*argument 'casual'"):
         explain(*normal(), casual=True)
+
+
+def test_explain_says_what_codes_and_scales_take() -> None:
+    q, k, v = normal((2, 4, 37, 40), (2, 2, 300, 40))
+    quant = QuantConfig(pv="int8")
+    text = explain(q, k, v, variant="fa_int8", quant=quant, tiles=Tiles(64, 64, 4, 2))
+    for line in (
+        "q_codes 2 x 4 x 37 x 40 int8, 11,840 bytes", "q_scale 2 x 4 x 19 float32, 608 bytes",
+        "k_codes 2 x 2 x 300 x 40 int8, 48,000 bytes", "k_scale 2 x 2 x 19 float32, 304 bytes",
+        "v_codes 2 x 2 x 40 x 384 int8, 61,440 bytes",
+        "v_scale 2 x 2 x 5 x 40 float32, 3,200 bytes", "k_mean 2 x 2 x 40 float32, 640 bytes",
+    ):  # fmt: skip
+        assert f"\n{line}\n" in text
+    prepared = plan(q, k, v, variant="fa_int8", quant=quant, tiles=Tiles(64, 64, 4, 2))
+    stated = (*re.findall(r"([\d,]+) bytes", text),)
+    assert prepared.workspace_bytes == sum(int(x.replace(",", "")) for x in stated)
 
 
 def test_tiles_change_the_blocks_and_hardly_the_result() -> None:

@@ -47,7 +47,7 @@ def test_a_rung_is_run_judged_and_counted(
     entries = set(record["kernels"])
     assert f"attn_{variant}" in entries or variant == "unfused"
     if variant == "fa_int8":
-        assert {"quantize_int8", "channel_sum", "channel_mean"} < entries
+        assert {"quantize_reduce", "quantize"} < entries
 
 
 @pytest.mark.skipif("sm_90a" not in kc.supported_architectures(), reason="NVRTC is too old")

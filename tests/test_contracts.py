@@ -12,6 +12,7 @@ from cupyattn.compile import KERNELS, ModuleSpec
 from cupyattn.errors import KernelCompileError
 from cupyattn.features import Features
 from cupyattn.quant.gemm_plan import GemmFeatures
+from cupyattn.quant.plan import STEPS
 from cupyattn.tiles import GemmTiles, Tiles
 
 #: A kernel's defines that hold every contract, by source.
@@ -22,10 +23,8 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "attn_fa_int8.cu": Tiles(64, 64, 4, 2),
     "attn_fa_int8_pv8.cu": Tiles(64, 64, 4, 2),
     "attn_fa_int8_fused.cu": Tiles(64, 64, 4, 1),
-    "quantize.cu": Tiles(64, 1, 4),
-    "quantize_groups.cu": Tiles(64, 1, 4),
-    "quantize_values.cu": Tiles(64, 1, 4),
-    "channel_mean.cu": Tiles(64, 1, 4),
+    "quantize.cu": Tiles(64, 64, 4),
+    "quantize_reduce.cu": Tiles(64, 64, 4),
     "rope.cu": Tiles(64, 1, 4),
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
     "sm90/attn_fa_int8.cu": Tiles(192, 112, 16, 3),
@@ -70,8 +69,16 @@ BROKEN = [
         {"BLOCK_KV": 1024, "GROUP_V": 1024},
         "BLOCK_KV must leave the sum of a tile below 2^24",
     ),
-    ("quantize.cu", {"GROUP_Q": 0}, "quantize needs GROUP_Q, the rows per scale"),
-    ("quantize.cu", {"BLOCK_Q": 48, "GROUP_Q": 64}, "BLOCK_Q must hold whole groups of GROUP_Q"),
+    (
+        "quantize.cu",
+        {"STEP_Q": STEPS.index("rows"), "GROUP_Q": 0},
+        "quantize needs GROUP_Q and GROUP_KV, the rows",
+    ),
+    (
+        "quantize.cu",
+        {"STEP_K": STEPS.index("codes"), "BLOCK_KV": 48, "GROUP_KV": 64},
+        "a block must hold whole groups of GROUP_Q or GROUP_KV rows",
+    ),
     ("rope.cu", {"ROPE": 0}, "rope turns pairs of columns: HEAD_DIM must be even"),
     ("rope.cu", {"HEAD_DIM": 63, "VEC": 1}, "rope turns pairs of columns: HEAD_DIM must be even"),
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
@@ -117,6 +124,8 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     if isinstance(GOOD[source], GemmTiles):
         features = GemmFeatures("float16", 16, 8)
     defines = {**GOOD[source].defines(), **features.defines()}
+    if source.startswith("quantize"):  # nothing is done for an operand but what `changes` say
+        defines |= {"CFG_STEP_Q": 0, "CFG_STEP_K": 0, "CFG_STEP_V": 0, "CFG_BLOCK_COLS": 64}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}
     return ModuleSpec(source, tuple(sorted(defines.items())))
 

@@ -28,6 +28,7 @@ from experiments import (
     others,
     peers,
     plots,
+    quantise,
     race,
     tile_order,
     tile_sweep,
@@ -368,6 +369,23 @@ def test_products_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ca, "int8_gemm", lambda *codes, **_: wrong(*codes))
     wrong = lambda a, a_scales, b, b_scales: np.zeros((len(a), len(b)), np.float16)  # noqa: E731
     assert gemm.main(["--quick"]) == 1
+
+
+def test_quantising_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "quantise.json"
+    assert quantise.main(["--quick", "--json", str(file)]) == 0
+    balanced, aggressive = json.loads(file.read_text())["rows"]
+    rows, size = 2 * 150 * 16, 2
+    scales = 4 * (2 * 75 + 2 * 10 + 2 * 16)  # of Q and of K, and the mean
+    assert balanced["bytes"] == 3 * rows * size + 2 * rows + scales
+    more = 2 * rows * size + 2 * 16 * 256 + 4 * (2 * 3 * 16 + 2 * 16)  # padded codes of V
+    assert aggressive["bytes"] == balanced["bytes"] + more
+    assert balanced["launches"] == aggressive["launches"] == 2
+    # A code that is not the mirror's fails the run.
+    quantize = ca.quantize
+    wrong = lambda *x, **options: quantize(x[0] * np.float16(2), *x[1:], **options)  # noqa: E731
+    monkeypatch.setattr(ca, "quantize", wrong)
+    assert quantise.main(["--quick"]) == 1
 
 
 def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

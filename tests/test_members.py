@@ -14,9 +14,7 @@ from tests.test_contracts import GOOD, arch_of, spec_of
 
 WITHOUT_STORAGE = [
     "quantize.cu",
-    "quantize_groups.cu",
-    "quantize_values.cu",
-    "channel_mean.cu",
+    "quantize_reduce.cu",
     "rope.cu",
 ]
 WITH_STORAGE = [source for source in GOOD if source not in WITHOUT_STORAGE]

@@ -237,7 +237,9 @@ def test_one_call_is_quantise_and_attend(dtype, backend) -> None:
 def test_explain_names_the_form_and_its_passes() -> None:
     q, k, v = normal((1, 2, 20, 64), (1, 1, 70, 64))
     text = explain(q, k, v, variant="fa_int8", quant=QuantConfig(pv="int8"))
-    assert "fa_int8 (pv8)" in text and "attn_fa_int8_pv8<<<" in text and "encode_values<<<" in text
+    assert (
+        "fa_int8 (pv8)" in text and "attn_fa_int8_pv8<<<" in text and "v: sums, then values" in text
+    )
     assert "pv8" not in explain(q, k, v, variant="fa_int8")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,20 @@ from hypothesis import strategies as st
 from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
-from cupyattn.launch import Operand
+from cupyattn.launch import Operand, Plan
 from cupyattn.params import pack
-from cupyattn.quant import GROUP_ALL
-from cupyattn.quant.plan import QUANTIZE_PARAMS, block_shape, plan_operand, plan_values
+from cupyattn.quant import GROUP_ALL, QuantConfig
+from cupyattn.quant.plan import (
+    QUANTIZE_PARAMS,
+    STEPS,
+    Part,
+    block_rows,
+    parts,
+    plan_quantize,
+    value_columns,
+)
 from cupyattn.rounding import STORAGE
+from cupyattn.tiles import Tiles
 
 GROUPS = (1, 2, 16, 64, 128, GROUP_ALL)
 HEADER = kc.KERNELS / "prims" / "quant.cuh"
@@ -31,9 +41,16 @@ CELLS = [
 ]
 
 
-def contiguous(dtype: str, head_dim: int, group: int, **options: bool):
-    operand = Operand.contiguous((2, 3, 300, head_dim), STORAGE[dtype].itemsize)
-    return plan_operand(operand, dtype, group, **options)
+def operand(dtype: str, head_dim: int, batch: int = 2) -> Operand:
+    return Operand.contiguous((batch, 3, 300, head_dim), STORAGE[dtype].itemsize)
+
+
+def of_k(dtype: str, head_dim: int, group: int, **options: bool) -> Plan:
+    return plan_quantize(dtype, k=Part(operand(dtype, head_dim), group, **options))
+
+
+def of_v(dtype: str, head_dim: int, group: int, p_type: str = "u8", **options: bool) -> Plan:
+    return plan_quantize(dtype, v=Part(operand(dtype, head_dim), group, **options), p_type=p_type)
 
 
 # ---- the struct ----------------------------------------------------------------------------------
@@ -62,14 +79,26 @@ def test_params_lie_where_the_compiler_puts_them(tmp_path: Path) -> None:
 
 
 def test_params_pack() -> None:
-    plan = contiguous("float16", 64, 16, smooth=True)
-    names = ("x", "codes", "scale", "absmax", "partial_sum", "mean", "static_scale")
-    addresses = {name: 1000 + i for i, name in enumerate(names)}
-    packed = pack(*plan.launches[-1].params[0], addresses)[0]
-    assert packed["X"] == 1000 and packed["mean"] == 1005
-    assert packed["static_scale"] == 0 and packed["absmax"] == 0  # null: a block finds it itself
+    plan = of_k("float16", 64, 16, smooth=True)
+    reduce, encode = plan.launches
+    assert [pack(*params, {})["blocks"][0] for params in (reduce.params[0], encode.params[2])] == [
+        0,
+        0,
+    ]
+    names = ("", "_codes", "_scale", "_partial_sum", "_mean")
+    addresses = {f"k{name}": 1000 + i for i, name in enumerate(names)}
+    packed = pack(*encode.params[1], addresses)[0]
+    assert packed["X"] == 1000 and packed["partial_sum"] == 1003 and packed["mean"] == 1004
+    assert packed["static_scale"] == packed["absmax"] == packed["extrema"] == 0  # null
     assert packed["X_stride"].tolist() == [3 * 300 * 64, 300 * 64, 64]
     assert (packed["scale_stride_batch"], packed["scale_stride_head"]) == (3 * 19, 19)
+    assert packed["blocks"] == encode.grid
+
+
+def test_steps_are_those_of_the_header() -> None:
+    text = (kc.KERNELS / "prims" / "config.cuh").read_text()
+    names = re.search(r"enum class Step \{ (.*?) \};", text)[1]
+    assert tuple(names.lower().split(", ")) == STEPS
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -79,67 +108,162 @@ def test_params_pack() -> None:
     st.one_of(st.sampled_from((*GROUPS, 48, 112, 256, 4096)), st.integers(1, 300)),
     st.integers(1, 256),
     st.sampled_from((2, 4)),
+    st.sampled_from((8, 16)),
 )
-def test_blocks_hold_whole_groups_or_divide_one(group, head_dim, itemsize) -> None:
+def test_blocks_hold_whole_groups_or_divide_one(group, head_dim, itemsize, num_warps) -> None:
     for vec in (v for v in (1, 2, 4, 8) if head_dim % v == 0 and v * itemsize <= 16):
-        rows, num_warps, whole = block_shape(group, head_dim, itemsize, vec)
-        assert rows % group == 0 if whole else group % rows == 0
-        assert rows % num_warps == 0 and 1 <= num_warps <= 16
+        rows = block_rows(group, head_dim, itemsize, vec, num_warps)
+        assert rows % group == 0 or group % rows == 0
         assert rows * head_dim * itemsize <= 128 * 32 * num_warps  # 32 registers of every thread
         if group <= 16:
-            assert whole or group % 4  # what the default granularities need is read once
+            assert rows % group == 0  # what the default granularities need is read once
+        columns = value_columns(head_dim, itemsize, vec, num_warps)
+        assert columns % vec == 0 and columns < 2 * max(head_dim, vec)
+        assert 128 * columns * itemsize <= 128 * 32 * num_warps
 
 
-def entries(plan) -> list[str]:
+def entries(plan: Plan) -> list[str]:
     return [launch.entry for launch in plan.launches]
 
 
+def steps(plan: Plan) -> str:
+    return plan.note
+
+
 def test_launches_of_each_kind() -> None:
-    assert entries(contiguous("float16", 64, 16)) == ["quantize_int8"]
-    means = ["channel_sum", "channel_mean"]
-    assert entries(contiguous("float16", 64, 1, smooth=True)) == [*means, "quantize_int8"]
-    assert entries(contiguous("float16", 64, GROUP_ALL)) == ["group_absmax", "encode_int8"]
-    assert entries(contiguous("float16", 64, 16, static=True)) == ["encode_int8"]
+    assert entries(of_k("float16", 64, 16)) == ["quantize"]
+    for plan in (
+        of_k("float16", 64, 1, smooth=True), of_k("float16", 64, GROUP_ALL, smooth=True),
+        of_k("float16", 64, GROUP_ALL, per_tensor=True), of_v("float16", 64, GROUP_ALL),
+    ):  # fmt: skip
+        assert entries(plan) == ["quantize_reduce", "quantize"]
+    assert steps(of_k("float16", 64, GROUP_ALL, smooth=True)) == "k: extrema, then codes"
+    assert steps(of_k("float16", 64, 16, static=True)) == "k: codes"
+    assert steps(of_v("float16", 64, 64)) == "v: values"
+    three = of_k("float16", 64, GROUP_ALL, per_tensor=True, smooth=True)
+    assert steps(three) == "k: sums, then reach, then codes"
+    assert entries(three) == ["quantize_reduce", "quantize_reduce", "quantize"]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_q_k_and_v_take_two_launches_by_default(head_dim: int) -> None:
+    for quant in (
+        QuantConfig(), QuantConfig(pv="int8"), QuantConfig(pv="fp8", symmetric=False),
+        QuantConfig("head", "head", "channel", pv="int8"), QuantConfig("block", "block"),
+        QuantConfig("token", "token", symmetric=False, pv="int8"),
+    ):  # fmt: skip
+        plan, found = of_call(quant, (1, 4, 5000, head_dim), (1, 2, 7000, head_dim))
+        assert entries(plan) == ["quantize_reduce", "quantize"], quant
+        for launch in plan.launches:
+            structs = [pack(*params, defaultdict(int))[0] for params in launch.params]
+            assert sum(x["blocks"] for x in structs) == launch.grid
+        assert len(found) == 3 if quant.pv != "16bit" else 2
+    alone = QuantConfig(smooth_k=False)
+    assert entries(of_call(alone, (1, 4, 50, head_dim), (1, 2, 7000, head_dim))[0]) == ["quantize"]
+
+
+def of_call(quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...]):
+    operands = {n: Operand.contiguous(s, 2) for n, s in zip("qkv", (q, k, k), strict=True)}
+    found = parts(quant, Tiles(64, 64, 4), operands, dict.fromkeys("qkv"))
+    return plan_quantize("float16", **found, p_type=quant.value_p_type), found
+
+
+def test_memory_is_what_the_formula_says() -> None:
+    """Codes, padded for V, scales and means; and sums of slices, at most 64 to a head."""
+    batch, heads, kv_heads, len_q, len_kv, d = 2, 6, 3, 1000, 2001, 64
+    quant = QuantConfig(pv="int8")
+    plan, found = of_call(quant, (batch, heads, len_q, d), (batch, kv_heads, len_kv, d))
+    nbytes = {
+        name: math.prod(shape) * np.dtype(dtype).itemsize
+        for operand_name, part in found.items()
+        for name, (shape, dtype) in part.buffers(operand_name).items()
+    }
+    padded = -(-len_kv // 128) * 128
+    kv = batch * kv_heads
+    assert nbytes == {
+        "q_codes": batch * heads * len_q * d, "q_scale": 4 * batch * heads * len_q // 2,
+        "k_codes": kv * len_kv * d, "k_scale": 4 * kv * -(-len_kv // 16), "k_mean": 4 * kv * d,
+        "v_codes": kv * padded * d, "v_scale": 4 * kv * -(-len_kv // 64) * d,
+        "v_mean": 4 * kv * d,
+    }  # fmt: skip
+    splits = -(-len_kv // 256)  # 44 would fit, but none is shorter than the rows of a block
+    assert {w.name: w.nbytes for w in plan.workspace} == {
+        "k_partial_sum": 4 * kv * splits * d, "v_partial_sum": 4 * kv * splits * d,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("heads", "length"), [(1, 2**20), (16, 16384), (60, 4096), (24, 118_800), (960, 512), (3, 5)]
+)
+def test_slices_fill_the_device_and_cover_every_row(heads: int, length: int) -> None:
+    plan = plan_quantize(
+        "float16", k=Part(Operand.contiguous((1, heads, length, 128), 2), 16, smooth=True)
+    )
+    _, params = plan.launches[0].params[1]
+    splits, rows = params["splits"], params["split_rows"]
+    assert (splits - 1) * rows < length <= splits * rows and rows % 128 == 0
+    assert splits <= 64 and plan.launches[0].grid == heads * splits
+    if length > 1000:
+        assert heads * splits >= min(220, 64 * heads)
 
 
 def test_grids_cover_every_row_once() -> None:
-    plan = contiguous("bfloat16", 128, 16, smooth=True)
-    rows = plan.tiles.block_q
-    assert [launch.grid for launch in plan.launches] == [6 * 2, 6, 6 * math.ceil(300 / rows)]
+    plan = of_k("bfloat16", 128, 16, smooth=True)
+    rows = plan.tiles.block_kv
+    assert [launch.grid for launch in plan.launches] == [6 * 3, 6 * math.ceil(300 / rows)]
     (sums,) = plan.workspace
-    assert sums.shape == (2, 3, 2, 128)
+    assert sums.shape == (2, 3, 3, 128)
+    assert [launch.grid for launch in of_v("float16", 64, 64).launches] == [6 * 3]
+    assert [launch.grid for launch in of_v("float16", 256, GROUP_ALL).launches] == [
+        6 * 5,
+        6 * 3 * 2,
+    ]
+    assert pack(*of_v("float16", 64, 64).launches[0].params[2], defaultdict(int))["padded"] == 384
 
 
 def test_a_tensor_shares_one_scale() -> None:
-    struct, params = contiguous("float16", 64, GROUP_ALL, per_tensor=True).launches[0].params[0]
+    struct, params = of_k("float16", 64, GROUP_ALL, per_tensor=True).launches[0].params[1]
     assert struct is QUANTIZE_PARAMS
     assert params["scale_stride_batch"] == params["scale_stride_head"] == 0
 
 
 def test_batch_and_heads_past_65535_go_into_one_axis() -> None:
-    operand = Operand.contiguous((70000, 2, 5, 8), 2)
-    plan = plan_operand(operand, "float16", 1, smooth=True)
-    assert [launch.grid for launch in plan.launches] == [140000] * 3
+    part = Part(Operand.contiguous((70000, 2, 5, 8), 2), 1, smooth=True)
+    assert [launch.grid for launch in plan_quantize("float16", k=part).launches] == [140000] * 2
 
 
 def test_empty_operands_launch_nothing() -> None:
     for shape in ((0, 2, 5, 8), (1, 2, 0, 8)):
-        assert plan_operand(Operand.contiguous(shape, 2), "float16", 16).launches == ()
+        empty, other = (Part(Operand.contiguous(s, 2), 16) for s in (shape, (1, 2, 5, 8)))
+        assert plan_quantize("float16", empty, empty).launches == ()
+        (launch,) = plan_quantize("float16", other, empty).launches
+        assert launch.grid == 2
 
 
 def test_a_grid_that_is_too_large_is_refused() -> None:
-    operand = Operand.contiguous((2**20, 2**12, 64, 128), 2)
+    part = Part(Operand.contiguous((2**20, 2**12, 64, 128), 2), 16)
     with pytest.raises(UnsupportedError, match="blocks, more than 2147483647"):
-        plan_operand(operand, "float16", 16)
+        plan_quantize("float16", part)
 
 
 def test_strides_decide_the_width_of_loads() -> None:
+    def vec(*operands: Operand) -> int:
+        return plan_quantize("float16", *(Part(x, 16) for x in operands)).features.vec
+
     whole = Operand.contiguous((2, 3, 300, 64), 2)
-    assert plan_operand(whole, "float16", 16).features.vec == 8
     odd = Operand((2, 3, 300, 64), (3 * 300 * 66, 300 * 66, 66, 1), 2, 0)
-    assert plan_operand(odd, "float16", 16).features.vec == 2
     shifted = Operand(whole.shape, whole.strides, 2, 2)
-    assert plan_operand(shifted, "float16", 16).features.vec == 1
+    assert (vec(whole), vec(odd), vec(shifted)) == (8, 2, 1)
+    assert (vec(whole, odd), vec(shifted, whole)) == (2, 1)  # one width for all operands
+
+
+def test_the_module_of_means_does_not_depend_on_groups() -> None:
+    thread, block = (
+        of_call(QuantConfig("thread", g, pv="int8"), *[(1, 2, 500, 64)] * 2)[0]
+        for g in ("thread", "block")
+    )
+    assert thread.launches[0].module == block.launches[0].module
+    assert thread.launches[1].module != block.launches[1].module
 
 
 # ---- the compiler --------------------------------------------------------------------------------
@@ -151,37 +275,32 @@ NO_SPILLS = pytest.mark.parametrize(
 )
 
 
-def resources(plan, arch: str) -> dict[str, kc.Resources]:
-    """Compile what a plan launches, and nothing else; return what each kernel takes."""
+def resources(plan: Plan, arch: str) -> list[kc.Resources]:
+    """Compile what a plan launches, and nothing else; return what each launch takes."""
     if arch not in kc.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
-    found: dict[str, kc.Resources] = {}
-    for spec in dict.fromkeys(one.module for one in plan.launches):
-        binary = kc.build(spec, arch)
+    found = []
+    for launch in plan.launches:
+        binary = kc.build(launch.module, arch)
         assert binary.smem_bytes == 0
-        found |= binary.kernels
+        found.append(binary.kernels[launch.entry])
     return found
 
 
 @pytest.mark.parametrize("arch", kc.ARCHITECTURES)
 def test_compiles_for_every_architecture(arch) -> None:
     dtype, head_dim, group = CELLS[kc.ARCHITECTURES.index(arch) % len(CELLS)]
-    plan = contiguous(dtype, head_dim, group, smooth=True)
-    assert set(entries(plan)) <= set(resources(plan, arch))
-    operand = Operand.contiguous((2, 3, 300, head_dim), STORAGE[dtype].itemsize)
-    values = plan_values(operand, dtype, 64)
-    assert set(entries(values)) == set(resources(values, arch))
+    x = operand(dtype, head_dim)
+    k, v = Part(x, group, smooth=True), Part(x, 64, smooth=True)
+    assert len(resources(plan_quantize(dtype, Part(x, 2), k, v, "u8"), arch)) >= 2
 
 
 @NO_SPILLS
 @pytest.mark.parametrize(("dtype", "head_dim", "group"), CELLS[::3] + CELLS[1:3])
 def test_what_runs_spills_nothing(dtype, head_dim, group, arch) -> None:
     for static in (False, True):
-        plan = contiguous(dtype, head_dim, group, smooth=True, static=static)
-        found = resources(plan, arch)
-        for entry in entries(plan):
-            used = found[entry]
-            assert (used.spill_stores, used.spill_loads) == (0, 0), (entry, used)
+        for used in resources(of_k(dtype, head_dim, group, smooth=True, static=static), arch):
+            assert (used.spill_stores, used.spill_loads) == (0, 0), used
 
 
 @NO_SPILLS
@@ -194,23 +313,15 @@ def test_quantising_values_spills_nothing(head_dim, arch) -> None:
     ):  # fmt: skip
         if p_type == "e4m3" and arch == "sm_80":
             continue
-        operand = Operand.contiguous((2, 3, 300, head_dim), STORAGE[dtype].itemsize)
-        plan = plan_values(operand, dtype, group, p_type, smooth=True)
-        found = resources(plan, arch)
-        steps = ["channel_sum", "channel_mean", "channel_absmax", "encode_values"]
-        assert entries(plan) == steps
-        for entry in steps:
-            used = found[entry]
-            assert (used.spill_stores, used.spill_loads) == (0, 0), (entry, used)
+        for used in resources(of_v(dtype, head_dim, group, p_type, smooth=True), arch):
+            assert (used.spill_stores, used.spill_loads) == (0, 0), used
             assert used.static_smem <= 48 * 1024
 
 
-def test_grids_over_values_cover_every_key_once() -> None:
-    operand = Operand.contiguous((2, 3, 300, 64), 2)
-    per_tile, per_channel = (plan_values(operand, "float16", g) for g in (64, GROUP_ALL))
-    assert [launch.grid for launch in per_tile.launches] == [6 * 5, 6 * 3]
-    assert [launch.grid for launch in per_channel.launches] == [6 * 2, 6 * 3]
-    _, params = per_tile.launches[0].params[0]
-    assert (params["splits"], params["split_rows"], params["padded"]) == (5, 64, 384)
-    for shape in ((0, 2, 5, 8), (1, 2, 0, 8)):
-        assert plan_values(Operand.contiguous(shape, 2), "float16", 32).launches == ()
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_enough_blocks_share_a_multiprocessor(head_dim: int) -> None:
+    """Three blocks of 256 threads keep memory busy: 80 registers, a third of shared memory."""
+    plan, _ = of_call(QuantConfig(pv="int8"), *[(1, 2, 500, head_dim)] * 2)
+    for used in resources(plan, "sm_90"):
+        assert used.registers <= 80 and used.static_smem <= 48 * 1024
+        assert (used.spill_stores, used.spill_loads) == (0, 0)

@@ -193,6 +193,11 @@ class QuantConfig:
             return "fused"
         return "portable" if self.pv == "16bit" else "pv8"
 
+    @property
+    def value_p_type(self) -> str:
+        """Type of the codes of P where V is codes, as `Features` has it; "" where it is not."""
+        return str(self.p_type) if self.form == "pv8" else ""
+
     def group_q(self, tiles: Tiles) -> int:
         """Return how many adjacent rows of Q share a scale."""
         return _group(self.granularity_q, tiles.block_q, THREAD_ROWS_Q)

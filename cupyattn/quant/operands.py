@@ -12,16 +12,15 @@ from cupyattn import checks, registry
 from cupyattn.arrays import contiguous_last_axis
 from cupyattn.backends import as_input, choose, on_device_of, run
 from cupyattn.errors import UnsupportedError
-from cupyattn.launch import Operand, Plan
+from cupyattn.launch import Operand
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.packed import join, packed_groups, packed_values
-from cupyattn.quant.plan import plan_operand, plan_values
+from cupyattn.quant.packed import join, packed_groups
+from cupyattn.quant.plan import parts, plan_quantize
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import (
     SCALE_MIN,
     channel_mean,
     group_count,
-    padded_length,
     quantize_affine,
     quantize_symmetric,
     quantize_values,
@@ -219,7 +218,7 @@ def scale_shape(
 ) -> tuple[int, int, int]:
     """Return the shape of the scales of an operand of shape (batch, heads, length, head_dim).
 
-    `packed` is as for `plan_operand`.
+    `packed` is as for `cupyattn.quant.plan.Part`.
     """
     groups = group_count(x[2], group)
     if packed is not None:
@@ -307,172 +306,37 @@ def _quantize_kernels(
     sequences: Sequences | None,
 ) -> QuantizedQKV:
     """Quantise arrays where they lie, with the kernels of ``quantize*.cu``."""
-    groups = quant.group_q(tiles), quant.group_kv(tiles)
+    arrays = {n: contiguous_last_axis(x) for n, x in zip("qkv", (q, k, v), strict=True)}
+    packed = {n: None if sequences is None else sequences.packed(n) for n in arrays}
+    found = parts(quant, tiles, {n: Operand.of(x) for n, x in arrays.items()}, packed)
+    plan = plan_quantize(q.dtype.name, **found, p_type=quant.value_p_type)
+    xp = array_namespace(q)
     with on_device_of(q):
+        made: dict[str, Array] = {}
+        for name, part in found.items():
+            # Of packed sequences what lies between theirs is 0; so is the mean of no keys.
+            empty = not all(part.x.shape)
+            new = xp.zeros if sequences or empty else xp.empty
+            made |= {b: new(shape, dtype) for b, (shape, dtype) in part.buffers(name).items()}
+            if empty and sequences is None:  # what a group of zeros has
+                made[f"{name}_scale"].fill(1)
+                if part.zero_points:
+                    made[f"{name}_zero"].fill(-128)
         count = None if sequences is None else sequences.batch
-        static = static_scales(array_namespace(q), quant, q.shape, k.shape, tiles, count)
-        fields: dict[str, Any] = {"v": None if quant.form == "pv8" else value_operand(v)}
-        for name, x, group, granularity, smooth in (
-            ("q", q, groups[0], quant.granularity_q, False),
-            ("k", k, groups[1], quant.granularity_k, quant.smooth_k),
-        ):
-            fields |= _operand(
-                name, x, group, granularity, smooth, static[name], quant.zero_points, backend,
-                sequences,
-            )  # fmt: skip
-        if quant.form == "pv8":
-            fields |= _value_codes(v, quant, quant.group_v(tiles), backend, sequences)
+        for name, scale in static_scales(xp, quant, q.shape, k.shape, tiles, count).items():
+            if scale is not None:
+                made[f"{name}_scale"] = scale.copy()
+                made[f"{name}_static_scale"] = as_input(scale)
+        buffers = {**made, **{name: as_input(x) for name, x in arrays.items()}}
+        if sequences is not None:
+            offsets = ("cu_seqlens_q", "cu_seqlens_k")
+            buffers |= {name: as_input(getattr(sequences, name)) for name in offsets}
+        run(backend, plan, buffers)
+        kept = {n: a for n, a in made.items() if not n.endswith("static_scale")}
+        if "v" not in found:
+            kept["v"] = value_operand(v)
     return QuantizedQKV(
-        group_q=groups[0], group_kv=groups[1], config=quant, out_dtype=q.dtype.name,
-        group_v=quant.group_v(tiles), **fields, **({} if sequences is None else vars(sequences)),
+        group_q=quant.group_q(tiles), group_kv=quant.group_kv(tiles), config=quant,
+        out_dtype=q.dtype.name, group_v=quant.group_v(tiles), **{"v": None, **kept},
+        **({} if sequences is None else vars(sequences)),
     )  # fmt: skip
-
-
-def operand_buffers(
-    plan: Plan,
-    x: tuple[int, ...],
-    scale: tuple[int, ...],
-    *,
-    smooth: bool,
-    static: bool,
-    packed: tuple[int, int] | None = None,
-) -> dict[str, tuple[Any, ...]]:
-    """Return what a plan of `plan_operand` writes and needs, beside ``"x"``.
-
-    Parameters
-    ----------
-    plan : Plan
-    x, scale : tuple of int
-        Shapes of the operand and of its scales.
-    smooth, static, packed
-        As for `plan_operand`.
-
-    Returns
-    -------
-    dict of str to (shape, dtype, zero beforehand)
-    """
-    batch = x[0] if packed is None else packed[0]
-    zero_points = plan.features.zero_points
-    found: dict[str, tuple[Any, ...]] = {
-        "codes": (x, "int8", False), "scale": (scale, "float32", False),
-    }  # fmt: skip
-    if static:
-        found["static_scale"] = (scale, "float32", False)
-    if any(launch.entry == "group_absmax" for launch in plan.launches):
-        found["absmax"] = ((*scale, 2) if zero_points else scale, "uint32", True)
-    if smooth:
-        found["mean"] = ((batch, x[1], x[3]), "float32", True)
-    if zero_points:
-        rows = x[2] if packed is None else packed_groups(x[2], batch, 1)
-        found |= {"zero": (scale, "int32", False), "code_sum": ((*x[:2], rows), "int32", False)}
-    return found
-
-
-def value_buffers(
-    v: tuple[int, ...],
-    group: int,
-    smooth: bool,
-    zero_points: bool,
-    packed: tuple[int, int] | None = None,
-) -> dict[str, tuple[Any, ...]]:
-    """Return what `plan_values` writes and needs, beside ``"x"``: (shape, dtype, zero beforehand).
-
-    Parameters
-    ----------
-    v : tuple of int
-        Shape of V.
-    group : int
-        Keys that share the scale of a channel.
-    smooth, zero_points : bool
-    packed
-        As for `plan_values`.
-    """
-    batch, heads, length, head_dim = v
-    entries, groups, padded = batch, group_count(length, group), padded_length(length)
-    if packed is not None:
-        entries = packed[0]
-        groups = packed_groups(length, entries, group)
-        padded = packed_values(length, entries)
-    scale = batch, heads, groups, head_dim
-    found: dict[str, tuple[Any, ...]] = {
-        "codes": ((batch, heads, head_dim, padded), "int8", False),
-        "scale": (scale, "float32", False),
-        "absmax": ((*scale, 2) if zero_points else scale, "uint32", True),
-    }
-    if zero_points:
-        found["zero"] = scale, "int32", False
-    return found | ({"mean": ((entries, heads, head_dim), "float32", True)} if smooth else {})
-
-
-def _value_codes(
-    v: Array, quant: QuantConfig, group: int, backend: str, sequences: Sequences | None
-) -> dict[str, Array]:
-    """Return codes, scales, zero points and mean of V, by the names of QuantizedQKV."""
-    v = contiguous_last_axis(v)
-    smooth, zero_points = bool(quant.smooth_v), quant.value_zero_points
-    packed = None if sequences is None else sequences.packed("v")
-    plan = plan_values(
-        Operand.of(v), v.dtype.name, group, str(quant.p_type), smooth=smooth, packed=packed,
-        zero_points=zero_points,
-    )  # fmt: skip
-    wanted = value_buffers(v.shape, group, smooth, zero_points, packed)
-    return _coded("v", plan, _filled(plan, v, wanted, sequences), backend)
-
-
-def _operand(
-    name: str,
-    x: Array,
-    group: int,
-    granularity: str,
-    smooth: bool,
-    static_scale: Array | None,
-    zero_points: bool,
-    backend: str,
-    sequences: Sequences | None,
-) -> dict[str, Array]:
-    """Return codes, scales, zero points and mean of Q or K, by the names of QuantizedQKV."""
-    x = contiguous_last_axis(x)
-    static = static_scale is not None
-    packed = None if sequences is None else sequences.packed(name)
-    plan = plan_operand(
-        Operand.of(x), x.dtype.name, group, per_tensor=granularity == "tensor", smooth=smooth,
-        static=static, packed=packed, zero_points=zero_points,
-    )  # fmt: skip
-    scale = scale_shape(x.shape, group, granularity, packed)
-    wanted = operand_buffers(plan, x.shape, scale, smooth=smooth, static=static, packed=packed)
-    buffers = _filled(plan, x, wanted, sequences, name)
-    if static_scale is not None:
-        buffers["scale"], buffers["static_scale"] = static_scale.copy(), as_input(static_scale)
-    return _coded(name, plan, buffers, backend)
-
-
-def _filled(
-    plan: Plan,
-    x: Array,
-    buffers: dict[str, tuple[Any, ...]],
-    sequences: Sequences | None,
-    name: str = "k",
-) -> dict[str, Array]:
-    """Return arrays for the buffers of a plan, with what must be there beforehand, and x itself.
-
-    Of packed sequences also the offsets of operand `name`; what lies between theirs is 0.
-    """
-    xp = array_namespace(x)
-    found = {
-        buffer: (xp.zeros if zeros or sequences else xp.empty)(shape, dtype)
-        for buffer, (shape, dtype, zeros) in buffers.items()
-    }
-    if sequences is not None:
-        found["cu_seqlens"] = as_input(getattr(sequences, f"cu_seqlens_{name}"))
-    elif not plan.launches:  # an empty operand: what a group of zeros has
-        found["scale"].fill(1)
-        if "zero" in found:
-            found["zero"].fill(-128)
-    return {"x": as_input(x), **found}
-
-
-def _coded(name: str, plan: Plan, buffers: dict[str, Array], backend: str) -> dict[str, Array]:
-    """Run a plan; return what it made that `QuantizedQKV` holds, by the names there."""
-    run(backend, plan, buffers)
-    kept = ("codes", "scale", "mean", "zero", "code_sum")
-    return {f"{name}_{buffer}": buffers[buffer] for buffer in kept if buffer in buffers}

@@ -1,9 +1,11 @@
-"""Which kernels quantise an operand (kernels_cu/quantize*.cu), with which blocks: pure data."""
+"""Which kernels quantise Q, K and V (kernels_cu/quantize*.cu), with which blocks: pure data."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,16 +13,17 @@ import numpy as np
 from cupyattn.compile import ModuleSpec
 from cupyattn.features import Features
 from cupyattn.launch import Launch, Operand, Plan, Workspace, check_grid
+from cupyattn.quant.config import GROUP_ALL, QuantConfig
 from cupyattn.quant.packed import packed_groups, packed_values
-from cupyattn.quant.quantizers import VALUES_PAD, padded_length
+from cupyattn.quant.quantizers import VALUES_PAD, group_count, padded_length
 from cupyattn.tiles import Tiles
 
 #: ``struct QuantizeParams`` of kernels_cu/prims/quant.cuh, field by field.
 QUANTIZE_PARAMS = np.dtype(
     [
         ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),
-        ("partial_sum", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
-        ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"),
+        ("partial_sum", "u8"), ("extrema", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
+        ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"), ("blocks", "i4"),
         ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
         ("cu_seqlens", "u8"), ("total", "i4"), ("padded", "i4"), ("zero", "u8"),
         ("code_sum", "u8"), ("sum_stride_batch", "i8"), ("sum_stride_head", "i8"),
@@ -28,17 +31,137 @@ QUANTIZE_PARAMS = np.dtype(
     align=True,
 )  # fmt: skip
 
-#: Warps of a block in the order in which they are tried: the first that holds a whole group in so
-#: many registers per thread reads the operand once. More registers were seen to spill.
-_NUM_WARPS, _REGISTERS = (4, 8, 16), 32
+#: Those of its fields that are buffers of an operand, beside the operand itself.
+_BUFFERS = (
+    "codes", "scale", "static_scale", "absmax", "partial_sum", "extrema", "mean", "zero",
+    "code_sum",
+)  # fmt: skip
+
+#: ``enum class Step`` of kernels_cu/prims/config.cuh, in its order.
+STEPS = ("none", "sums", "extrema", "reach", "rows", "codes", "values")
+
+#: Warps of a block in the order in which they are tried: the first that holds whole groups in so
+#: many registers per thread reads the operands once. More registers were seen to spill.
+_NUM_WARPS, _REGISTERS = (8, 16), 32
 _MAX_PASSES = 8
 
-#: Slices of the keys that are summed side by side, and how short one may be.
-_MAX_SPLITS, _MIN_SPLIT_ROWS = 64, 256
+#: Slices that are summed side by side: about so many for an operand, two for every SM of an H200,
+#: but of a head no more than every block of codes can add up again, and none short.
+_SLICES, _MAX_SPLITS = 264, 64
 
 
-def block_shape(group: int, head_dim: int, itemsize: int, vec: int) -> tuple[int, int, bool]:
-    """Choose the blocks of the quantising kernels.
+@dataclass(frozen=True)
+class Part:
+    """What becomes of one operand.
+
+    Parameters
+    ----------
+    x : Operand
+        Shape (batch, heads, length, head_dim), contiguous last axis.
+    group : int
+        Rows that share a scale; of V, keys that share the scale of a channel: 32, 64, 128 or
+        GROUP_ALL.
+    per_tensor : bool
+        One scale for all heads and batch entries.
+    smooth : bool
+        The mean over the length is subtracted.
+    static : bool
+        Scales are given.
+    zero_points : bool
+        Codes have zero points, which go with dynamic scales.
+    packed : (int, int), optional
+        x is one batch entry of so many packed sequences, of at most so many rows, which begin and
+        end where offsets say. Means, scales and groups of rows are those of a sequence;
+        `cupyattn.quant.packed` says where.
+    """
+
+    x: Operand
+    group: int
+    per_tensor: bool = False
+    smooth: bool = False
+    static: bool = False
+    zero_points: bool = False
+    packed: tuple[int, int] | None = None
+
+    @property
+    def entries(self) -> tuple[int, int]:
+        """Batch entries, or sequences, and the rows of one, or of the longest."""
+        return self.packed or (self.x.shape[0], self.x.shape[2])
+
+    def groups(self, group: int) -> int:
+        """Return how many groups of so many rows a head has."""
+        total = self.x.shape[2]
+        return (
+            packed_groups(total, self.packed[0], group)
+            if self.packed
+            else (group_count(total, group))
+        )
+
+    def buffers(self, name: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of what a plan makes of the operand `name`, by names of buffers.
+
+        Given scales are among them, beside the copy of them that is made.
+        """
+        batch, heads, length, head_dim = self.x.shape
+        shape = self.x.shape
+        scale: tuple[int, ...] = (batch, heads, self.groups(self.group))
+        if name == "v":
+            padded = packed_values(length, self.packed[0]) if self.packed else padded_length(length)
+            shape, scale = (batch, heads, head_dim, padded), (*scale, head_dim)
+        elif self.per_tensor:
+            scale = (1, 1, scale[2])
+        found: dict[str, tuple[tuple[int, ...], str]] = {
+            "codes": (shape, "int8"), "scale": (scale, "float32"),
+        }  # fmt: skip
+        if self.static:
+            found["static_scale"] = scale, "float32"
+        if self.smooth:
+            found["mean"] = (self.entries[0], heads, head_dim), "float32"
+        if self.zero_points:
+            found["zero"] = scale, "int32"
+            if name != "v":
+                found["code_sum"] = (batch, heads, self.groups(1)), "int32"
+        return {f"{name}_{buffer}": what for buffer, what in found.items()}
+
+
+def parts(
+    quant: QuantConfig,
+    tiles: Tiles,
+    operands: Mapping[str, Operand],
+    packed: Mapping[str, tuple[int, int] | None],
+) -> dict[str, Part]:
+    """Return what becomes of "q", "k" and, where it gets codes, of "v".
+
+    Parameters
+    ----------
+    quant : QuantConfig
+    tiles : Tiles
+        Those of the attention kernel.
+    operands : mapping of str to Operand
+    packed : mapping of str to (int, int) or None
+        As for `Part`, by operand.
+    """
+    rows: dict[str, Any] = {"static": quant.static, "zero_points": quant.zero_points}
+    found = {
+        "q": Part(
+            operands["q"], quant.group_q(tiles), quant.granularity_q == "tensor",
+            packed=packed["q"], **rows,
+        ),
+        "k": Part(
+            operands["k"], quant.group_kv(tiles), quant.granularity_k == "tensor", quant.smooth_k,
+            packed=packed["k"], **rows,
+        ),
+    }  # fmt: skip
+    if quant.form == "pv8":
+        found["v"] = Part(
+            operands["v"], quant.group_v(tiles), smooth=bool(quant.smooth_v),
+            zero_points=quant.value_zero_points, packed=packed["v"],
+        )  # fmt: skip
+    return found
+
+
+def block_rows(group: int, head_dim: int, itemsize: int, vec: int, num_warps: int) -> int:
+    """Return how many rows a thread block takes: whole groups, or else a part of one.
 
     Parameters
     ----------
@@ -48,238 +171,207 @@ def block_shape(group: int, head_dim: int, itemsize: int, vec: int) -> tuple[int
         Elements of a row, bytes of an element.
     vec : int
         Elements per global access.
-
-    Returns
-    -------
-    rows, num_warps : int
-        Rows and warps of a thread block.
-    whole_groups : bool
-        Whether a block holds whole groups in its registers. Otherwise every block lies within one
-        group, whose maximum has to be found beforehand.
+    num_warps : int
+        Warps of a block, which holds its rows in registers.
 
     Examples
     --------
-    >>> block_shape(16, 128, 2, 8), block_shape(128, 128, 2, 8), block_shape(2**30, 128, 2, 8)
-    ((64, 4, True), (128, 8, True), (64, 4, False))
+    >>> [block_rows(group, 128, 2, 8, 8) for group in (16, 128, 256, 2**30)]
+    [128, 128, 128, 128]
     """
-    for num_warps in _NUM_WARPS:
-        rows = _rows_held(num_warps, head_dim, itemsize, vec)
-        rows -= rows % group
-        if rows and rows % num_warps == 0:
-            return rows, num_warps, True
-    rows = math.gcd(_rows_held(_NUM_WARPS[0], head_dim, itemsize, vec), group)
-    return rows, min(_NUM_WARPS[0], rows), False
-
-
-def _rows_held(num_warps: int, head_dim: int, itemsize: int, vec: int) -> int:
-    """Return how many rows a block holds in its registers: a power of two."""
-    accesses = head_dim // vec
-    lanes = min(32, 1 << (accesses - 1).bit_length())
-    registers_per_row = -(-accesses // lanes) * max(1, vec * itemsize // 4)
+    lanes, registers = _lanes(head_dim, itemsize, vec)
+    registers_per_row = -(-head_dim // (vec * lanes)) * registers
     passes = min(_MAX_PASSES, 1 << (_REGISTERS // registers_per_row).bit_length() - 1)
-    return passes * num_warps * 32 // lanes
+    rows = passes * num_warps * 32 // lanes
+    return rows - rows % group or math.gcd(rows, group)
 
 
-@functools.lru_cache(maxsize=1024)
-def plan_operand(
-    x: Operand,
-    dtype: str,
-    group: int,
-    *,
-    per_tensor: bool = False,
-    smooth: bool = False,
-    static: bool = False,
-    packed: tuple[int, int] | None = None,
-    zero_points: bool = False,
-) -> Plan:
-    """Plan the quantisation of one operand.
+def value_columns(head_dim: int, itemsize: int, vec: int, num_warps: int) -> int:
+    """Return how many columns of VALUES_PAD keys a thread block transposes.
 
     Parameters
     ----------
-    x : Operand
-        Shape (batch, heads, length, head_dim), contiguous last axis; the buffer ``"x"``.
-    dtype : {"float16", "bfloat16", "float32"}
-        Its storage type.
-    group : int
-        Rows per scale.
-    per_tensor : bool
-        One scale for all heads and batch entries.
-    smooth : bool
-        Compute the mean over the length into the buffer ``"mean"`` and subtract it.
-    static : bool
-        Take the scales from the buffer ``"static_scale"``, of which ``"scale"`` is a copy.
-    packed : (int, int), optional
-        x is one batch entry of so many packed sequences, of at most so many rows, which begin and
-        end where the buffer ``"cu_seqlens"`` says. Means, scales and groups of rows are those of a
-        sequence; `cupyattn.quant.packed` says where.
-    zero_points : bool
-        Codes have zero points, which go with dynamic scales.
+    head_dim, itemsize, vec, num_warps
+        As for `block_rows`.
 
-    Returns
-    -------
-    Plan
-        Without launches where x is empty. It names the buffers ``"codes"`` (contiguous) and
-        ``"scale"``, and ``"absmax"``, zero beforehand, where a group spans several blocks. With
-        zero points also ``"zero"``, shaped as the scales, and ``"code_sum"``, shaped as scales of
-        groups of one row; ``"absmax"`` then has a last axis of 2.
-
-    Raises
-    ------
-    UnsupportedError
-        If the grid would be too large.
+    Examples
+    --------
+    >>> [value_columns(head_dim, 2, 8, 8) for head_dim in (40, 64, 128, 256)]
+    [64, 64, 128, 128]
     """
-    _, heads, total, head_dim = x.shape
-    batch, length = (x.shape[0], total) if packed is None else packed
-    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
-    rows, num_warps, whole_groups = block_shape(group, head_dim, x.itemsize, vec)
-    tiles = Tiles(block_q=rows, block_kv=1, num_warps=num_warps)
-    features = Features(
-        dtype, head_dim, vec=vec, group_q=group, varlen=packed is not None, zero_points=zero_points
-    )
-    if math.prod(x.shape) == 0:
-        return Plan("quantize", "portable", tiles, features, ())
-    groups = -(-length // group) if packed is None else packed_groups(total, batch, group)
-    sums = length if packed is None else packed_groups(total, batch, 1)
-    splits, split_rows = _slices(length)
-    params: dict[str, Any] = {
-        "X": "x", "codes": "codes", "scale": "scale",
-        "static_scale": "static_scale" if static else None,
-        "absmax": None if static or whole_groups else "absmax",
-        "partial_sum": "partial_sum" if smooth else None, "mean": "mean" if smooth else None,
-        "X_stride": x.row_strides,
-        "scale_stride_batch": 0 if per_tensor or packed else heads * groups,
-        "scale_stride_head": 0 if per_tensor else groups,
-        "heads": heads, "length": length, "splits": splits, "split_rows": split_rows,
-        "cu_seqlens": "cu_seqlens" if packed else None, "total": total, "padded": 0,
-        "zero": "zero" if zero_points else None, "code_sum": "code_sum" if zero_points else None,
-        "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
-    }  # fmt: skip
-    tiles_of_rows = batch * heads * -(-length // rows)
-    if static:
-        steps = {"encode_int8": tiles_of_rows}
-    elif whole_groups:
-        steps = {"quantize_int8": tiles_of_rows}
-    else:
-        steps = {"group_absmax": tiles_of_rows, "encode_int8": tiles_of_rows}
-    launches = _mean_launches(x, batch, features, tiles, params) if smooth else ()
-    source = "quantize.cu" if "quantize_int8" in steps else "quantize_groups.cu"
-    for entry, grid in steps.items():
-        launches += (_launch(source, features, x, entry, grid, tiles, params),)
-    partial = Workspace("partial_sum", (batch, heads, splits, head_dim), "float32")
-    return Plan("quantize", "portable", tiles, features, launches, (partial,) if smooth else ())
+    lanes, registers = _lanes(head_dim, itemsize, vec)
+    return vec * min(lanes, _REGISTERS // registers * num_warps * 32 // VALUES_PAD)
 
 
-def _slices(length: int) -> tuple[int, int]:
-    """Return into how many slices the rows are cut that are summed side by side, and their rows."""
-    splits = min(_MAX_SPLITS, -(-length // _MIN_SPLIT_ROWS))
-    return splits, -(-length // splits)
-
-
-def _mean_launches(
-    x: Operand, batch: int, features: Features, tiles: Tiles, params: dict[str, Any]
-) -> tuple[Launch, ...]:
-    """Return what computes the mean of an operand: the same modules for all groups of rows."""
-    source, heads = "channel_mean.cu", batch * x.shape[1]
-    plain = Features(
-        features.dtype, features.head_dim, vec=features.vec, group_q=1, varlen=features.varlen
-    )
-    alike = Tiles(block_q=tiles.num_warps, block_kv=1, num_warps=tiles.num_warps)
-    return (
-        _launch(source, plain, x, "channel_sum", heads * params["splits"], alike, params),
-        _launch(source, plain, x, "channel_mean", heads, alike, params),
-    )
-
-
-def _launch(
-    source: str,
-    features: Features,
-    x: Operand,
-    entry: str,
-    grid: int,
-    tiles: Tiles,
-    params: dict[str, Any],
-) -> Launch:
-    check_grid(f"quantising {x.shape}", grid)
-    spec = ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
-    return Launch(spec, entry, grid, tiles.num_threads, False, ((QUANTIZE_PARAMS, params),))
+def _lanes(head_dim: int, itemsize: int, vec: int) -> tuple[int, int]:
+    """Return how many lanes share a row, and the registers of an access."""
+    return min(32, 1 << (head_dim // vec - 1).bit_length()), max(1, vec * itemsize // 4)
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_values(
-    x: Operand,
+def plan_quantize(
     dtype: str,
-    group: int,
-    p_type: str = "u8",
-    *,
-    smooth: bool = False,
-    packed: tuple[int, int] | None = None,
-    zero_points: bool = False,
+    q: Part | None = None,
+    k: Part | None = None,
+    v: Part | None = None,
+    p_type: str = "",
 ) -> Plan:
-    """Plan the quantisation of V.
+    """Plan the quantisation of operands, all of them in the same launches.
+
+    One launch is enough where nothing is asked for that a block does not see. A mean, or a scale of
+    a whole head, takes two, and three take only keys with a mean whose groups span blocks without
+    being a head: one scale for all of the array, or tiles of an unusual size.
 
     Parameters
     ----------
-    x : Operand
-        Shape (batch, heads_kv, len_kv, head_dim), contiguous last axis; the buffer ``"x"``.
     dtype : {"float16", "bfloat16", "float32"}
-        Its storage type.
-    group : int
-        Keys that share the scale of a channel: 32, 64, 128 or GROUP_ALL.
-    p_type : {"u8", "s8", "e4m3"}
+        Their storage type.
+    q, k, v : Part, optional
+    p_type : {"", "u8", "s8", "e4m3"}
         Codes of P: V's are INT8, or e4m3 as well.
-    smooth : bool
-        Compute the mean over the length into the buffer ``"mean"`` and subtract it.
-    packed : (int, int), optional
-        As for `plan_operand`.
-    zero_points : bool
-        Codes, INT8 then, have zero points.
 
     Returns
     -------
     Plan
-        Without launches where x is empty. It names the buffers ``"codes"`` and ``"scale"``, shaped
-        as `cupyattn.quant.quantizers.quantize_values` says, and ``"absmax"``, shaped as ``"scale"``
-        and zero beforehand; with zero points also ``"zero"``, and ``"absmax"`` has a last axis of
-        2.
+        Without launches where all operands are empty. It names the buffers ``"q"``, ``"k"`` and
+        ``"v"``, those of `Part.buffers`, and the offsets ``"cu_seqlens_q"`` and
+        ``"cu_seqlens_k"``.
 
     Raises
     ------
     UnsupportedError
-        If the grid would be too large.
+        If a grid would be too large.
     """
-    _, heads, total, head_dim = x.shape
-    batch, length = (x.shape[0], total) if packed is None else packed
-    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
-    tiles = Tiles(block_q=min(group, VALUES_PAD), block_kv=1, num_warps=_NUM_WARPS[1])
-    features = Features(
-        dtype, head_dim, vec=vec, group_q=group, p_type=p_type, varlen=packed is not None,
-        zero_points=zero_points,
-    )  # fmt: skip
-    if math.prod(x.shape) == 0:
-        return Plan("quantize", "portable", tiles, features, ())
-    groups = -(-length // group)
-    splits, split_rows = _slices(length)
-    slices = {"splits": splits, "split_rows": split_rows}
-    # The maxima of a group, too, are found by slices, unless a slice would hold several groups.
-    of_groups = {"splits": groups, "split_rows": group} if groups > 1 else slices
-    chunks, padded = -(-length // VALUES_PAD), padded_length(length)
-    scales = groups
-    if packed is not None:
-        padded, scales = packed_values(total, batch), packed_groups(total, batch, group)
-    params: dict[str, Any] = {
-        "X": "x", "codes": "codes", "scale": "scale", "static_scale": None, "absmax": "absmax",
-        "partial_sum": "partial_sum" if smooth else None, "mean": "mean" if smooth else None,
-        "X_stride": x.row_strides, "scale_stride_batch": 0 if packed else heads * scales,
-        "scale_stride_head": scales, "heads": heads, "length": length,
-        "cu_seqlens": "cu_seqlens" if packed else None, "total": total, "padded": padded,
-        "zero": "zero" if zero_points else None, **slices,
-    }  # fmt: skip
-    launches = _mean_launches(x, batch, features, tiles, params) if smooth else ()
-    for entry, blocks, given in (
-        ("channel_absmax", of_groups["splits"], {**params, **of_groups}),
-        ("encode_values", chunks, params),
-    ):
-        grid = batch * heads * blocks
-        launches += (_launch("quantize_values.cu", features, x, entry, grid, tiles, given),)
-    sums = Workspace("partial_sum", (batch, heads, splits, head_dim), "float32")
-    return Plan("quantize", "portable", tiles, features, launches, (sums,) if smooth else ())
+    given = {name: part for name, part in zip("qkv", (q, k, v), strict=True) if part}
+    (head_dim, itemsize), *_ = {(part.x.shape[3], part.x.itemsize) for part in given.values()}
+    vec = max(w for w in (1, 2, 4, 8) if all(part.x.allows(w) for part in given.values()))
+    features = Features(dtype, head_dim, vec=vec, varlen=any(p.packed for p in given.values()))
+    groups = [p.group for name, p in given.items() if name != "v" and p.group != GROUP_ALL]
+    shape = head_dim, itemsize, vec
+    num_warps = next(
+        (n for n in _NUM_WARPS if all(block_rows(g, *shape, n) % g == 0 for g in groups)),
+        _NUM_WARPS[0],
+    )
+    tiles = Tiles(1, 1, num_warps)
+    columns = value_columns(*shape, num_warps)
+    held = block_rows(GROUP_ALL, *shape, num_warps)
+    work = {
+        name: _Work(name, part, block_rows(part.group, *shape, num_warps), held, columns)
+        for name, part in given.items()
+        if math.prod(part.x.shape)
+    }
+    launches = []
+    count = max((len(one.steps) for one in work.values()), default=0)
+    for number in range(-count, 0):  # the last steps of all operands go together, and so on
+        now = {n: one.steps[number] for n, one in work.items() if len(one.steps) >= -number}
+        # What is done with slices depends neither on groups nor on codes.
+        coded = {n: work[n] for n, step in now.items() if step not in ("sums", "extrema")}
+        of_groups = {n: one.part.group for n, one in coded.items()}
+        block_q, block_kv = (coded[n].rows if n in coded else 1 for n in "qk")
+        tiles = Tiles(block_q, block_kv, num_warps)
+        features = replace(
+            features, group_q=of_groups.get("q", 0), group_kv=of_groups.get("k", 0),
+            group_v=of_groups.get("v", 0), p_type=p_type if "v" in coded else "",
+            zero_points=any(one.part.zero_points for one in coded.values()),
+        )  # fmt: skip
+        blocks = {n: work[n].blocks(step) for n, step in now.items()}
+        what = " and ".join(str(work[n].part.x.shape) for n in now)
+        grid = check_grid(f"quantising {what}", sum(blocks.values()))
+        defines = {f"CFG_STEP_{n.upper()}": STEPS.index(now.get(n, "none")) for n in "qkv"}
+        defines |= {"CFG_BLOCK_COLS": columns, **tiles.defines(), **features.defines()}
+        entry = "quantize" if number == -1 else "quantize_reduce"
+        spec = ModuleSpec(f"{entry}.cu", tuple(sorted(defines.items())))
+        structs = tuple(
+            (QUANTIZE_PARAMS, {**work[n].params, "blocks": blocks[n]} if n in now else {})
+            for n in "qkv"
+        )
+        launches.append(Launch(spec, entry, grid, tiles.num_threads, False, structs))
+    workspace = tuple(w for one in work.values() for w in one.workspace)
+    note = "; ".join(f"{name}: {', then '.join(one.steps)}" for name, one in work.items())
+    return Plan("quantize", "portable", tiles, features, tuple(launches), workspace, note)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the launches do for one operand, of which a block takes so many rows.
+
+    `held` are the rows that a block holds whatever their groups, `columns` those of V that a block
+    transposes.
+    """
+
+    name: str
+    part: Part
+    rows: int
+    held: int
+    columns: int
+
+    @functools.cached_property
+    def steps(self) -> tuple[str, ...]:
+        """The steps, one for each launch that does something for the operand."""
+        part, mean = self.part, ("sums",) if self.part.smooth else ()
+        if self.name == "v":
+            return ("extrema", "values") if part.group == GROUP_ALL else (*mean, "values")
+        if part.static:
+            return (*mean, "codes")
+        if self.rows % part.group == 0:
+            return (*mean, "rows")
+        if part.group == GROUP_ALL and not part.per_tensor:
+            return ("extrema", "codes")
+        return (*mean, "reach", "codes")
+
+    @functools.cached_property
+    def slices(self) -> tuple[int, int]:
+        """Into how many slices a head is cut that are summed side by side, and their rows: a
+        multiple of those that a block holds, so that its loads are all under way together.
+        """
+        batch, length = self.part.entries
+        splits = min(max(1, _SLICES // (batch * self.part.x.shape[1])), _MAX_SPLITS)
+        rows = -(-length // (splits * self.held)) * self.held
+        return -(-length // rows), rows
+
+    def blocks(self, step: str) -> int:
+        """Return how many thread blocks a step takes."""
+        batch, length = self.part.entries
+        if step in ("sums", "extrema"):
+            of_head = self.slices[0]
+        elif step == "values":
+            of_head = -(-length // VALUES_PAD) * -(-self.part.x.shape[3] // self.columns)
+        else:
+            of_head = -(-length // self.rows)
+        return batch * self.part.x.shape[1] * of_head
+
+    @functools.cached_property
+    def workspace(self) -> tuple[Workspace, ...]:
+        """What the steps leave to one another."""
+        name, part, found = self.name, self.part, []
+        shape = (part.entries[0], part.x.shape[1], self.slices[0])
+        if {"sums", "extrema"} & {*self.steps}:
+            found += [Workspace(f"{name}_partial_sum", (*shape, part.x.shape[3]), "float32")]
+        if "extrema" in self.steps:
+            found += [Workspace(f"{name}_extrema", (*shape, 2, part.x.shape[3]), "uint32")]
+        if "reach" in self.steps:
+            scale, _ = part.buffers(name)[f"{name}_scale"]
+            sides = (2,) if part.zero_points else ()
+            found += [Workspace(f"{name}_absmax", (*scale, *sides), "uint32", zeros=True)]
+        return tuple(found)
+
+    @functools.cached_property
+    def params(self) -> dict[str, Any]:
+        """The fields of QUANTIZE_PARAMS, but for the blocks of a launch."""
+        name, part = self.name, self.part
+        made = part.buffers(name)
+        named = {*made, *(w.name for w in self.workspace)}
+        buffers = {b: f"{name}_{b}" for b in _BUFFERS}
+        _, heads, total, _ = part.x.shape
+        groups, sums, packed = part.groups(part.group), part.groups(1), part.packed is not None
+        return {
+            "X": name, **{field: b if b in named else None for field, b in buffers.items()},
+            "X_stride": part.x.row_strides,
+            "scale_stride_batch": 0 if part.per_tensor or packed else heads * groups,
+            "scale_stride_head": 0 if part.per_tensor else groups,
+            "heads": heads, "length": part.entries[1], "splits": self.slices[0],
+            "split_rows": self.slices[1],
+            "cu_seqlens": f"cu_seqlens_{'q' if name == 'q' else 'k'}" if packed else None,
+            "total": total, "padded": made["v_codes"][0][3] if name == "v" else 0,
+            "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
+        }  # fmt: skip

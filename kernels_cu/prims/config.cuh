@@ -34,6 +34,12 @@
 #define CFG_VARLEN 0
 #define CFG_ZERO_POINTS 0
 #endif
+#ifndef CFG_STEP_Q  // quantisation
+#define CFG_STEP_Q 0
+#define CFG_STEP_K 0
+#define CFG_STEP_V 0
+#define CFG_BLOCK_COLS 64
+#endif
 #ifndef CFG_BLOCK_M  // matrix products
 #define CFG_BLOCK_M 128
 #define CFG_BLOCK_N 128
@@ -76,6 +82,15 @@ constexpr bool NATURAL_SCORES = SOFTCAP || BIAS;
 enum class PType { NONE, U8, S8, E4M3 };
 constexpr PType P_TYPE = PType(CFG_P_TYPE);
 constexpr int VALUES_PAD = 128;  // codes of a channel of V are padded with 0 to a multiple of this
+
+// What a launch of quantize*.cu does for an operand, in quantize_reduce.cu: the sums of its slices,
+// their minima and maxima too, or the maxima of groups of rows; in quantize.cu: codes of whole
+// groups of rows, codes with scales from elsewhere, or codes of V. cupyattn/quant/plan.py chooses.
+enum class Step { NONE, SUMS, EXTREMA, REACH, ROWS, CODES, VALUES };
+constexpr Step STEP_Q = Step(CFG_STEP_Q);
+constexpr Step STEP_K = Step(CFG_STEP_K);
+constexpr Step STEP_V = Step(CFG_STEP_V);
+constexpr int BLOCK_COLS = CFG_BLOCK_COLS;  // columns of V that a block transposes
 
 // matrix products
 constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block

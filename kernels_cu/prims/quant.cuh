@@ -19,12 +19,14 @@ struct QuantizeParams {
   int8_t* codes;              // [batch, heads, length, HEAD_DIM], contiguous; of V as below
   float* scale;               // [batch, heads, groups]
   const float* static_scale;  // [batch, heads, groups], of which scale is a copy; null: dynamic
-  uint32_t* absmax;    // [batch, heads, groups, SIDES], zero at first; null: found on the way
-  float* partial_sum;  // [batch, heads, splits, HEAD_DIM]
-  float* mean;         // [batch, heads, HEAD_DIM], subtracted from X; null: nothing is
+  uint32_t* absmax;           // [batch, heads, groups, SIDES], zero at first; null: not by atomics
+  float* partial_sum;         // [batch, heads, splits, HEAD_DIM]; not read unless there is a mean
+  uint32_t* extrema;          // [batch, heads, splits, 2, HEAD_DIM], ordered_bits; Step::EXTREMA
+  float* mean;                // [batch, heads, HEAD_DIM], subtracted from X; null: nothing is
   Strides X_stride;
   int64_t scale_stride_batch;  // of scale, static_scale and absmax; 0 shares one scale
   int64_t scale_stride_head;
+  int32_t blocks;  // thread blocks of the launch that work on this operand
   int32_t heads;
   int32_t length;
   int32_t splits;             // slices of the rows that are summed side by side
@@ -112,7 +114,26 @@ __device__ __forceinline__ uint32_t shfl_max(uint32_t x) {
   return x;
 }
 
-// Sum over the same; every lane gets the result.
+// Maxima over the same of N numbers each, N a power of two: a lane gets N / LANES of them, or one,
+// in place of its first, from the number on that is returned.
+template <int LANES, int N>
+__device__ __forceinline__ int scatter_max(uint32_t (&x)[N]) {
+  int first = 0;
+#pragma unroll
+  for (int offset = LANES / 2, n = N / 2; offset > 0; offset /= 2, n /= 2) {
+    const bool upper = threadIdx.x & offset;
+    if (n == 0) x[0] = max(x[0], __shfl_xor_sync(FULL_WARP, x[0], offset));
+#pragma unroll
+    for (int i = 0; i < n; ++i) {  // what this lane keeps, and what the other one keeps
+      const uint32_t own = upper ? x[i + n] : x[i], other = upper ? x[i] : x[i + n];
+      x[i] = max(own, __shfl_xor_sync(FULL_WARP, other, offset));
+    }
+    first += upper ? n : 0;
+  }
+  return first;
+}
+
+// Sum over aligned groups of LANES lanes; every lane gets the result.
 template <int LANES>
 __device__ __forceinline__ int shfl_sum(int x) {
 #pragma unroll
@@ -161,34 +182,52 @@ constexpr int SIDES = ZERO_POINTS ? 2 : 1;
 
 // How far numbers reach from 0, as bits of magnitudes: to either side, or with zero points above 0
 // and below 0.
-struct Reach {
+template <bool ZEROS>
+struct ReachWith {
+  static constexpr int SIDES = ZEROS ? 2 : 1;
   uint32_t bits[SIDES];
 
   __device__ __forceinline__ void admit(float x) {
     const uint32_t magnitude = magnitude_bits(x);
-    if constexpr (ZERO_POINTS) {
+    if constexpr (ZEROS) {
       const bool below = __float_as_uint(x) != magnitude;
       bits[0] = max(bits[0], below ? 0u : magnitude);
-      bits[SIDES - 1] = max(bits[SIDES - 1], below ? magnitude : 0u);
+      bits[1] = max(bits[1], below ? magnitude : 0u);
     } else {
       bits[0] = max(bits[0], magnitude);
     }
   }
-  __device__ __forceinline__ void admit(const Reach& other) {
+  __device__ __forceinline__ void admit(const ReachWith& other) {
 #pragma unroll
     for (int i = 0; i < SIDES; ++i) bits[i] = max(bits[i], other.bits[i]);
   }
   __device__ __forceinline__ bool is_finite() const {
     return max(bits[0], bits[SIDES - 1]) < INFINITY_BITS;
   }
+  // The reach in memory that several threads share becomes what it is and this.
+  __device__ __forceinline__ void raise(uint32_t* shared, int stride = 1) const {
+#pragma unroll
+    for (int i = 0; i < SIDES; ++i) atomicMax(&shared[i * stride], bits[i]);
+  }
 };
+using Reach = ReachWith<ZERO_POINTS>;
 
 // That of aligned groups of LANES lanes; every lane gets it.
-template <int LANES>
-__device__ __forceinline__ Reach shfl_max(Reach reach) {
+template <int LANES, bool ZEROS>
+__device__ __forceinline__ ReachWith<ZEROS> shfl_max(ReachWith<ZEROS> reach) {
 #pragma unroll
   for (uint32_t& bits : reach.bits) bits = shfl_max<LANES>(bits);
   return reach;
+}
+
+// Floats as integers in their order: a NaN lies beyond infinity, on the side of its sign, so that
+// the extrema of numbers with a NaN among them hold one.
+__device__ __forceinline__ uint32_t ordered_bits(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+}
+__device__ __forceinline__ float from_ordered_bits(uint32_t ordered) {
+  return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
 }
 
 // What turns a number of a group into its code. make() derives it from the Reach of the group and

@@ -1,5 +1,5 @@
-// quantize_rows.cuh -- the rows of an operand that a block quantises: where they lie, how its lanes
-// share them, and what they hold of them. BLOCK_Q rows, GROUP_Q of them to a scale.
+// quantize_rows.cuh -- rows of an operand that a block quantises: where they lie, how its lanes
+// share them, what they hold of them, and how groups of them become codes.
 // NOTE: the 1 of its kernels' launch bounds asks for nothing, but without it ptxas aims at 64
 // registers and spills the last two.
 #pragma once
@@ -10,39 +10,46 @@
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
-constexpr int BLOCK_ROWS = BLOCK_Q;
-constexpr int GROUP = GROUP_Q;
-constexpr int GROUPS = BLOCK_ROWS > GROUP ? BLOCK_ROWS / GROUP : 1;  // scales that a block needs
-
 constexpr int ACCESSES = HEAD_DIM / VEC;                                               // per row
 constexpr int LANES = power_of_two_from(ACCESSES < WARP_SIZE ? ACCESSES : WARP_SIZE);  // per row
 constexpr int LANE_ACCESSES = ceil_div(ACCESSES, LANES);  // per lane and row
 constexpr int ROWS_PER_PASS = NUM_THREADS / LANES;
-constexpr int PASSES = ceil_div(BLOCK_ROWS, ROWS_PER_PASS);
-constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);  // that a sum waits for at once
 
-static_assert(GROUP >= 1, "quantize needs GROUP_Q, the rows per scale");
-static_assert(
-    BLOCK_ROWS % GROUP == 0 || GROUP % BLOCK_ROWS == 0,
-    "BLOCK_Q must hold whole groups of GROUP_Q rows, or divide a group");
+// How an operand is cut: ROWS rows to a block, GROUP to a scale, and whether a mean is subtracted.
+template <int ROWS_, int GROUP_, bool MEAN_>
+struct Cut {
+  static constexpr int ROWS = ROWS_, GROUP = GROUP_;
+  static constexpr bool MEAN = MEAN_;
+  static constexpr int GROUPS = ROWS > GROUP ? ROWS / GROUP : 1;  // scales that a block needs
+  static constexpr int PASSES = ceil_div(ROWS, ROWS_PER_PASS);
+  static_assert(GROUP >= 1, "quantize needs GROUP_Q and GROUP_KV, the rows per scale");
+  static_assert(
+      ROWS % GROUP == 0 || GROUP % ROWS == 0,
+      "a block must hold whole groups of GROUP_Q or GROUP_KV rows, or divide a group");
+};
+using CutQ = Cut<BLOCK_Q, GROUP_Q, false>;
+using CutK = Cut<BLOCK_KV, GROUP_KV, true>;
 
-// Where this block works: rows row0, row0 + 1, ... of one (batch, head).
+// Where a block works: rows row0, row0 + 1, ... of one (batch, head).
 struct Place {
   int64_t batch, head, batch_head;
-  int row0;   // first row
-  int rows;   // rows of this block that exist; VARLEN: none where not positive
-  int first;  // VARLEN: first row of the sequence in the packed array
-  __device__ __forceinline__ Place(const QuantizeParams& p, uint32_t chunks, int chunk_rows) {
-    const uint32_t index = blockIdx.x / chunks, heads = p.heads;
+  int slice;   // which of the parts of a head, each of as many rows
+  int row0;    // first row
+  int rows;    // rows of this block that exist; VARLEN: none where not positive
+  int first;   // VARLEN: first row of the sequence in the packed array
+  int length;  // rows of this head
+  __device__ __forceinline__ Place(const QuantizeParams& p, uint32_t block, int rows_of_block) {
+    const uint32_t slices = ceil_div(p.length, rows_of_block);
+    const uint32_t index = block / slices, heads = p.heads;
     batch_head = index, batch = index / heads, head = index % heads;
-    row0 = blockIdx.x % chunks * chunk_rows;
-    int length = p.length;
-    first = 0;
+    slice = block % slices;
+    row0 = slice * rows_of_block;
+    first = 0, length = p.length;
     if constexpr (VARLEN) {
       const Sequence sequence(p.cu_seqlens, batch, p.length);
       first = sequence.first, length = sequence.length;
     }
-    rows = min(chunk_rows, length - row0);
+    rows = min(rows_of_block, length - row0);
   }
   __device__ __forceinline__ const elem_t* X(const QuantizeParams& p) const {  // [rows, HEAD_DIM]
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
@@ -53,10 +60,10 @@ struct Place {
     return p.codes + (batch_head * p.length + row0) * HEAD_DIM;
   }
   __device__ __forceinline__ int8_t* value_codes(const QuantizeParams& p) const {
-    const int64_t first_code = ::first_scale<VALUES_PAD>(p.cu_seqlens, batch) * VALUES_PAD;
     return p.codes + (VARLEN ? head : batch_head) * HEAD_DIM * p.padded +  // [HEAD_DIM, padded]
-           first_code + row0;
+           ::first_scale<VALUES_PAD>(p.cu_seqlens, batch) * VALUES_PAD + row0;
   }
+  template <int GROUP>
   __device__ __forceinline__ int64_t first_scale(const QuantizeParams& p) const {  // of this block
     return batch * p.scale_stride_batch + head * p.scale_stride_head +
            ::first_scale<GROUP>(p.cu_seqlens, batch) + row0 / GROUP;
@@ -65,6 +72,13 @@ struct Place {
     return p.code_sum + batch * p.sum_stride_batch + head * p.sum_stride_head +
            ::first_scale<1>(p.cu_seqlens, batch) + row0;
   }
+  // Where the slice `split` of the head has its sums and its extrema.
+  __device__ __forceinline__ float* partial_sum(const QuantizeParams& p, int split) const {
+    return p.partial_sum + (batch_head * p.splits + split) * HEAD_DIM;  // [HEAD_DIM]
+  }
+  __device__ __forceinline__ uint32_t* extrema(const QuantizeParams& p, int split) const {
+    return p.extrema + (batch_head * p.splits + split) * 2 * HEAD_DIM;  // [2, HEAD_DIM]
+  }
 };
 
 __device__ __forceinline__ int lane_in_row() { return threadIdx.x % LANES; }
@@ -72,53 +86,113 @@ __device__ __forceinline__ int row_in_pass() { return threadIdx.x / LANES; }
 __device__ __forceinline__ int row_of(int pass) { return pass * ROWS_PER_PASS + row_in_pass(); }
 __device__ __forceinline__ int col_of(int access) { return (access * LANES + lane_in_row()) * VEC; }
 
-// The mean of one lane's channels.
-struct Mean {
-  float of[LANE_ACCESSES][VEC];  // 0 without smoothing
+// ---- what was found of slices -------------------------------------------------------------------
 
-  __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
+constexpr int SPLITS_IN_FLIGHT = 16;  // that a mean waits for at once
+
+// R0: the mean of a column over the rows of a head, the sums of its slices in rising order divided;
+// 0 where none is subtracted. The first block of the head stores it.
+// NOTE: any vector that all keys share may be subtracted. Where the sum is not finite it is 0, so
+// that one NaN does not reach every key of the head.
+__device__ __forceinline__ float channel_mean(const QuantizeParams& p, const Place& at, int col) {
+  if (p.mean == nullptr) return 0.0f;
+  const float* sums = at.partial_sum(p, 0) + col;
+  float total = 0.0f;
+  for (int split0 = 0; split0 < p.splits; split0 += SPLITS_IN_FLIGHT) {
+    float some[SPLITS_IN_FLIGHT];
 #pragma unroll
-    for (int a = 0; a < LANE_ACCESSES; ++a)
+    for (int i = 0; i < SPLITS_IN_FLIGHT; ++i)
+      some[i] = split0 + i < p.splits ? sums[(split0 + i) * HEAD_DIM] : 0.0f;
 #pragma unroll
-      for (int j = 0; j < VEC; ++j)
-        of[a][j] = p.mean != nullptr && col_of(a) < HEAD_DIM
-                       ? p.mean[at.batch_head * HEAD_DIM + col_of(a) + j]
-                       : 0.0f;
+    for (float x : some) total += x;
   }
-};
+  const bool finite = magnitude_bits(total) < INFINITY_BITS;
+  const float mean = finite ? total / max(1, at.length) : 0.0f;
+  if (at.row0 == 0) p.mean[at.batch_head * HEAD_DIM + col] = mean;
+  return mean;
+}
 
-// What one lane holds of the block's rows and of the mean.
+// How far a column of a head reaches from its mean: the rounded difference rises with x, so that
+// the ends of x are the ends of it.
+template <bool ZEROS>
+__device__ __forceinline__ ReachWith<ZEROS> channel_reach(
+    const QuantizeParams& p, const Place& at, int col, float mean) {
+  const uint32_t* extrema = at.extrema(p, 0) + col;
+  uint32_t least = ~0u, most = 0;
+#pragma unroll 8
+  for (int split = 0; split < p.splits; ++split) {
+    least = min(least, extrema[split * 2 * HEAD_DIM]);
+    most = max(most, extrema[split * 2 * HEAD_DIM + HEAD_DIM]);
+  }
+  ReachWith<ZEROS> reach = {};
+  if (least > most) return reach;  // there are no rows
+  reach.admit(__fsub_rn(from_ordered_bits(least), mean));
+  reach.admit(__fsub_rn(from_ordered_bits(most), mean));
+  return reach;
+}
+
+// Whether a block has no rows, in `cols` columns from col0 on. The first one of a sequence without
+// rows stores their mean all the same.
+__device__ __forceinline__ bool is_empty(
+    const QuantizeParams& p, const Place& at, int col0 = 0, int cols = HEAD_DIM) {
+  if (!VARLEN || at.rows > 0) return false;
+  for (int col = thread_id(); at.row0 == 0 && col < cols; col += NUM_THREADS)
+    channel_mean(p, at, col0 + col);
+  return true;
+}
+
+// ---- rows ---------------------------------------------------------------------------------------
+
+// What one lane holds of the block's rows and of the mean. Past the last row stands the last row
+// again: it adds nothing to the reach of its group, and is stored nowhere.
+template <typename Cut>
 struct Rows {
+  static constexpr int PASSES = Cut::PASSES;
   Words<elem_t, VEC> x[PASSES][LANE_ACCESSES];
-  Mean mean;
+  float mean[LANE_ACCESSES][VEC];
 
   __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
-    const elem_t* X = at.X(p);                        // [rows, HEAD_DIM]
-    X += row_in_pass() * p.X_stride.len + col_of(0);  // this lane's first access
-    const int64_t pass_stride = ROWS_PER_PASS * p.X_stride.len;
+    const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass, X += pass_stride)
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const elem_t* row = X + min(row_of(pass), at.rows - 1) * p.X_stride.len;
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         x[pass][a] = {};
-        if (row_of(pass) < at.rows && col_of(a) < HEAD_DIM)
-          x[pass][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(X + a * LANES * VEC);
+        if (col_of(a) < HEAD_DIM)
+          x[pass][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(row + col_of(a));
       }
-    mean.load(p, at);
+    }
   }
 
-  __device__ __forceinline__ float value(int pass, int a, int j) const {
-    return __fsub_rn(x[pass][a].element(j), mean.of[a][j]);  // R0
+  // The whole block takes part; `of_head` is free before.
+  __device__ __forceinline__ void find_mean(
+      float (&of_head)[HEAD_DIM], const QuantizeParams& p, const Place& at) {
+    if constexpr (Cut::MEAN)
+#pragma unroll 1
+      for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS)
+        of_head[col] = channel_mean(p, at, col);
   }
 
-  __device__ __forceinline__ void use_from_here() {
+  // From here on the rows are there and the mean is `of_head`.
+  __device__ __forceinline__ void begin(const float (&of_head)[HEAD_DIM]) {
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass)
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j)
+        mean[a][j] = Cut::MEAN && col_of(a) < HEAD_DIM ? of_head[col_of(a) + j] : 0.0f;
   }
 
-  // How far this lane's part of a row that exists reaches.
+  __device__ __forceinline__ float value(int pass, int a, int j) const {
+    const float value = x[pass][a].element(j);
+    return Cut::MEAN ? __fsub_rn(value, mean[a][j]) : value;  // R0
+  }
+
+  // How far this lane's part of a row reaches.
   __device__ __forceinline__ Reach reach(int pass) const {
     Reach found = {};
 #pragma unroll
@@ -129,28 +203,48 @@ struct Rows {
     return found;
   }
 
-  // Stores the codes of this lane's part of a row; returns their sum.
-  template <typename Code>
-  __device__ __forceinline__ int store(int8_t* codes, int pass, Code code) const {
-    int sum = 0;
+  // Raises the reach of every group, [GROUPS, SIDES] in shared memory, to that of its rows.
+  __device__ __forceinline__ void raise(uint32_t* of_groups) const {
+    constexpr int NUMBERS = power_of_two_from(PASSES), LEFT = ceil_div(NUMBERS, LANES);
+    uint32_t sides[SIDES][NUMBERS] = {};
 #pragma unroll
-    for (int a = 0; a < LANE_ACCESSES; ++a) {
-      int c[VEC];
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const Reach found = reach(pass);
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) c[j] = code(value(pass, a, j));
-      if (col_of(a) >= HEAD_DIM) continue;
-      store_s8(codes + col_of(a), c);
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) sum += c[j];
+      for (int i = 0; i < SIDES; ++i) sides[i][pass] = found.bits[i];
     }
-    return sum;
+    int first = 0;
+#pragma unroll
+    for (int i = 0; i < SIDES; ++i) first = scatter_max<LANES>(sides[i]);
+#pragma unroll
+    for (int i = 0; i < LEFT; ++i)
+      if (row_of(first + i) < Cut::ROWS)
+#pragma unroll
+        for (int side = 0; side < SIDES; ++side)
+          atomicMax(&of_groups[row_of(first + i) / Cut::GROUP * SIDES + side], sides[side][i]);
+  }
+
+  // Stores the codes of the rows, code(row)(x) each, and with zero points the sum of each row's.
+  template <typename Code>
+  __device__ __forceinline__ void store(const QuantizeParams& p, const Place& at, Code code) const {
+    int8_t* codes = at.codes(p) + row_in_pass() * HEAD_DIM;  // [rows, HEAD_DIM]
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int row = row_of(pass);
+      const auto code_of_row = code(min(row, at.rows - 1));
+      int sum = 0;
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        if (col_of(a) >= HEAD_DIM) continue;
+        int c[VEC];
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) sum += c[j] = code_of_row(value(pass, a, j));
+        if (row < at.rows) store_s8(codes + pass * ROWS_PER_PASS * HEAD_DIM + col_of(a), c);
+      }
+      if constexpr (ZERO_POINTS) {
+        sum = shfl_sum<LANES>(sum);
+        if (lane_in_row() == 0 && row < at.rows) at.code_sum(p)[row] = sum;
+      }
+    }
   }
 };
-
-// Stores the sum of a row's codes, of which every lane of the row gives its part.
-__device__ __forceinline__ void store_code_sum(int32_t* code_sum, int row, int rows, int part) {
-  if constexpr (ZERO_POINTS) {
-    const int sum = shfl_sum<LANES>(part);
-    if (lane_in_row() == 0 && row < rows) code_sum[row] = sum;
-  }
-}

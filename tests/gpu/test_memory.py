@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cupyattn import QuantConfig, explain, plan
 from cupyattn import compile as kc
 from cupyattn.errors import KernelLaunchError
 from cupyattn.rounding import STORAGE
@@ -249,6 +251,27 @@ def test_more_than_two_to_the_31_elements(variant: str) -> None:
 
 
 # ---- resources -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quant", [QuantConfig(), QuantConfig(pv="int8")], ids=["16bit", "int8"])
+def test_quantising_takes_the_memory_that_explain_states(quant: QuantConfig) -> None:
+    """Codes, padded for V, with scales and means; slices' sums; nothing else but O."""
+    inputs = on_device(*normal((2, 4, 1000, 64), (2, 2, 2001, 64)))
+    options = {"variant": "fa_int8", "quant": quant}
+    attend_as_planned = plan(*inputs, **options)
+    out = attend_as_planned(*inputs)  # what is made once is there
+    stated = re.findall(r"([\d,]+) bytes", explain(*inputs, **options))
+    total = sum(int(x.replace(",", "")) for x in stated)
+    assert attend_as_planned.workspace_bytes == total
+    del attend_as_planned
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        held = plan(*inputs, out=out, **options)
+        before = pool.used_bytes()
+        held(*inputs, out=out)
+        assert pool.used_bytes() == before
+    buffers = 12  # that may be, each rounded up to 256 bytes, and the whole to 512
+    assert total <= before <= total + 256 * buffers + 512
 
 
 @pytest.mark.parametrize("variant", [rung for rung in RUNGS if "@" not in rung])

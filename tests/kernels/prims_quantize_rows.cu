@@ -1,28 +1,35 @@
-// prims_quantize_rows -- 29 rows of the second head, less a mean: how far they reach, as whole
-// numbers, and the sums of these.
+// prims_quantize_rows -- 29 rows of the second head, less a mean: how far they and their groups
+// reach, they as whole numbers, and the sums of these.
 #include "prims/quantize_rows.cuh"
 
 extern "C" __global__ void quantize_rows(
     const __grid_constant__ QuantizeParams given,
-    elem_t* X,          // [2, 29, 40]
-    float* mean,        // [2, 24]
-    int8_t* codes,      // [2, 29, 24]
-    int32_t* code_sum,  // [2, 29]
-    uint32_t* reach) {  // [29, SIDES]
+    elem_t* X,                // [2, 29, 40]
+    float* mean,              // [2, 24]
+    int8_t* codes,            // [2, 29, 24]
+    int32_t* code_sum,        // [2, 29]
+    uint32_t* reach,          // [29, SIDES]
+    uint32_t* group_reach) {  // [2, SIDES]
   QuantizeParams p = given;
-  p.X = X, p.mean = mean, p.codes = codes, p.code_sum = code_sum;
-  Place at(p, 1, BLOCK_ROWS);
-  at.head = at.batch_head = 1;
-  Rows rows;
+  p.X = X, p.codes = codes, p.code_sum = code_sum;
+  using Whole = Cut<BLOCK_Q, GROUP_Q, true>;
+  Place at(p, 1, Whole::ROWS);
+  __shared__ uint32_t of_groups[Whole::GROUPS * SIDES];
+  __shared__ float of_head[HEAD_DIM];
+  if (thread_id() < Whole::GROUPS * SIDES) of_groups[thread_id()] = 0;
+  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS)
+    of_head[col] = mean[HEAD_DIM + col];
+  Rows<Whole> rows;
   rows.load(p, at);
-  for (int pass = 0; pass < PASSES; ++pass) {
-    const int row = row_of(pass);
+  __syncthreads();
+  rows.begin(of_head);
+  for (int pass = 0; pass < Whole::PASSES; ++pass) {
     const Reach found = shfl_max<LANES>(rows.reach(pass));
-    int sum = 0;
-    if (row < at.rows) {
-      for (int i = 0; i < SIDES && lane_in_row() == 0; ++i) reach[row * SIDES + i] = found.bits[i];
-      sum = rows.store(at.codes(p) + row * HEAD_DIM, pass, [](float x) { return int(x); });
-    }
-    store_code_sum(at.code_sum(p), row, at.rows, sum);
+    if (row_of(pass) < at.rows && lane_in_row() == 0)
+      for (int i = 0; i < SIDES; ++i) reach[row_of(pass) * SIDES + i] = found.bits[i];
   }
+  rows.raise(of_groups);
+  rows.store(p, at, [](int) { return [](float x) { return int(x); }; });
+  __syncthreads();
+  if (thread_id() < Whole::GROUPS * SIDES) group_reach[thread_id()] = of_groups[thread_id()];
 }

@@ -1,0 +1,131 @@
+// quantize_reduce -- what the codes of Q, K and V depend on beyond the rows of a block: means,
+//                    extrema of whole heads, maxima of groups that span blocks.
+//
+// Idea         One launch for all operands, and one read of each: blocks add up slices of K and of
+//              V side by side. What slices came to is added up by every block of quantize.cu that
+//              needs it: a few numbers of a cache, and no block waits for the last of a head.
+// Steps        SUMS      slices of the rows, each summed by a block, for the mean
+//              EXTREMA   the same, with the least and the largest number of every channel, from
+//                        which follows how far a whole head reaches from its mean
+//              REACH     the maxima of groups of rows that span blocks, met in global memory
+// Kept simple  No float is summed by an atomic: sums have a fixed order. The same input gives the
+//              same bits on every run.
+// Rounding     R0: sums in float32. Any vector that all rows share may be subtracted, so that the
+//              mirror takes this one as it is.
+// Mirror       cupyattn.quant.quantizers.channel_mean, but for the order
+#include "prims/quantize_rows.cuh"
+
+constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);  // that a sum waits for at once
+
+// Folds what the lanes have of each column, in rising order of their rows: result(column, all). The
+// whole block takes part.
+template <typename T, typename Combine, typename Result>
+__device__ __forceinline__ void fold_columns(
+    const T (&of_lane)[LANE_ACCESSES][VEC], Combine combine, Result result) {
+  __shared__ T all[ROWS_PER_PASS][HEAD_DIM];  // [ROWS_PER_PASS, HEAD_DIM]
+  __syncthreads();                            // nobody folds the numbers before these
+#pragma unroll
+  for (int a = 0; a < LANE_ACCESSES; ++a)
+    if (col_of(a) < HEAD_DIM)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) all[row_in_pass()][col_of(a) + j] = of_lane[a][j];
+  __syncthreads();  // every lane's numbers are there before they are folded
+  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
+    T folded = all[0][col];
+    for (int row = 1; row < ROWS_PER_PASS; ++row) folded = combine(folded, all[row][col]);
+    result(col, folded);
+  }
+}
+
+template <bool EXTREMA>
+__device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
+  const Place at(p, block, p.split_rows);
+  const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
+  // Of this lane's channels, over its rows in rising order.
+  float sum[LANE_ACCESSES][VEC] = {};
+  uint32_t least[LANE_ACCESSES][VEC], most[LANE_ACCESSES][VEC] = {};
+#pragma unroll
+  for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) least[a][j] = ~0u;
+#pragma unroll 1
+  for (int row0 = row_in_pass(); row0 < at.rows; row0 += ROWS_IN_FLIGHT * ROWS_PER_PASS) {
+    Words<elem_t, VEC> x[ROWS_IN_FLIGHT][LANE_ACCESSES];
+#pragma unroll
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i)
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a)
+        if (col_of(a) < HEAD_DIM)  // past the last row stands the last row again
+          x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
+              X + min(row0 + i * ROWS_PER_PASS, at.rows - 1) * p.X_stride.len + col_of(a));
+#pragma unroll
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i)
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        if (col_of(a) >= HEAD_DIM) continue;
+        x[i][a].use_from_here();
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          if (row0 + i * ROWS_PER_PASS < at.rows) sum[a][j] += x[i][a].element(j);
+          if constexpr (EXTREMA) {
+            least[a][j] = min(least[a][j], ordered_bits(x[i][a].element(j)));
+            most[a][j] = max(most[a][j], ordered_bits(x[i][a].element(j)));
+          }
+        }
+      }
+  }
+  float* sums = at.partial_sum(p, at.slice);  // [HEAD_DIM]
+  fold_columns(
+      sum, [](float a, float b) { return a + b; }, [&](int col, float x) { sums[col] = x; });
+  if constexpr (EXTREMA) {
+    uint32_t* extrema = at.extrema(p, at.slice);  // [2, HEAD_DIM]
+    fold_columns(
+        least, [](uint32_t a, uint32_t b) { return min(a, b); },
+        [&](int col, uint32_t x) { extrema[col] = x; });
+    fold_columns(
+        most, [](uint32_t a, uint32_t b) { return max(a, b); },
+        [&](int col, uint32_t x) { extrema[HEAD_DIM + col] = x; });
+  }
+}
+
+// Blocks hold parts of one group.
+template <typename Cut>
+__device__ __forceinline__ void find_reach(const QuantizeParams& p, uint32_t block) {
+  __shared__ uint32_t of_block[SIDES];
+  __shared__ float mean[HEAD_DIM];
+  const Place at(p, block, Cut::ROWS);
+  if (is_empty(p, at)) return;
+  if (thread_id() < SIDES) of_block[thread_id()] = 0;
+
+  Rows<Cut> rows;
+  rows.load(p, at);
+  rows.find_mean(mean, p, at);
+  __syncthreads();  // the mean and the zeros are there
+  rows.begin(mean);
+  Reach reach = {};
+#pragma unroll
+  for (int pass = 0; pass < Cut::PASSES; ++pass) reach.admit(rows.reach(pass));
+  reach = shfl_max<WARP_SIZE>(reach);
+  if (lane_id() == 0) reach.raise(of_block);
+  __syncthreads();  // every warp has added its maximum before the block passes it on
+  if (thread_id() < SIDES)
+    atomicMax(
+        &p.absmax[at.first_scale<Cut::GROUP>(p) * SIDES + thread_id()], of_block[thread_id()]);
+}
+
+template <Step STEP, typename Cut = CutQ>
+__device__ __forceinline__ void reduce(const QuantizeParams& p, uint32_t block) {
+  if constexpr (STEP == Step::SUMS) sum_slice<false>(p, block);
+  if constexpr (STEP == Step::EXTREMA) sum_slice<true>(p, block);
+  if constexpr (STEP == Step::REACH) find_reach<Cut>(p, block);
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_reduce(
+    const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
+    const __grid_constant__ QuantizeParams v) {
+  uint32_t block = blockIdx.x;
+  if (block < v.blocks) return reduce<STEP_V>(v, block);
+  block -= v.blocks;
+  if (block < k.blocks) return reduce<STEP_K, CutK>(k, block);
+  reduce<STEP_Q, CutQ>(q, block - k.blocks);
+}

@@ -1,0 +1,93 @@
+"""kernels_cu/quantize*.cu in the interpreter, with its search for races: the mirror's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
+from cupyattn.quant.operands import quantize_mirror
+from cupyattn.quant.packed import split
+from cupyattn.tiles import Tiles
+from tests.quant_inputs import DTYPES, operand
+
+TILES = Tiles(64, 64, 4, 2)
+#: One for each step of a launch, and those that share its code in another way.
+CONFIGS = (
+    QuantConfig(pv="int8"),
+    QuantConfig("head", "head", "channel", pv="int8"),
+    QuantConfig("tensor", "head", "channel", symmetric=False, pv="int8"),
+    QuantConfig("token", "tensor", symmetric=False, pv="fp8"),
+    QuantConfig("block", "block", smooth_k=False, smooth_v=False, pv="int8"),
+)
+
+
+def assert_equal(got: QuantizedQKV, want: QuantizedQKV) -> None:
+    for name, array in vars(want).items():
+        if isinstance(array, np.ndarray):
+            found = getattr(got, name)
+            assert found.dtype == array.dtype and found.shape == array.shape, name
+            assert found.tobytes() == np.ascontiguousarray(array).tobytes(), name
+
+
+def assert_means(got: QuantizedQKV, k: npt.NDArray, v: npt.NDArray) -> None:
+    for mean, x in ((got.k_mean, k), (got.v_mean, v)):
+        if mean is not None:
+            exact = x.astype(np.float64)
+            slack = (x.shape[2] + 1) * 2.0**-24 * np.abs(exact).mean(axis=2) + 2.0**-149
+            assert (np.abs(mean - exact.mean(axis=2)) <= slack).all()
+
+
+def drawn(dtype: np.dtype, head_dim: int, len_q: int, len_kv: int) -> list[npt.NDArray[Any]]:
+    lengths = (len_q, len_kv, len_kv)
+    regimes = ("normal", "channel bias", "normal")
+    return [
+        operand(i, dtype, (1, 2, n, head_dim), regime)
+        for i, (n, regime) in enumerate(zip(lengths, regimes, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("quant", CONFIGS, ids=str)
+def test_the_interpreter_gives_the_bits_of_the_mirror(quant: QuantConfig) -> None:
+    """Head size 7 cuts 300 keys into two slices, and 20 has columns that no lane holds."""
+    for dtype, head_dim in ((DTYPES[0], 7), (DTYPES[2], 20)):
+        q, k, v = drawn(dtype, head_dim, 37, 300 if head_dim == 7 else 150)
+        got = quantize(q, k, v, quant=quant, tiles=TILES, backend="interpret")
+        assert_means(got, k, v)
+        means = {"k_mean": got.k_mean, "v_mean": got.v_mean}
+        assert_equal(got, quantize_mirror(q, k, v, quant, TILES, **means))
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_reaches_its_scale_alone(value: float) -> None:
+    """Through extrema as through maxima: a NaN of either sign lies beyond both ends."""
+    for quant in CONFIGS[1:4]:
+        q, k, v = drawn(DTYPES[0], 16, 20, 90)
+        q[0, 0, 3, 0] = k[0, 1, 70, 15] = v[0, 0, 89, 0] = v[0, 1, 2, 15] = value
+        got = quantize(q, k, v, quant=quant, tiles=TILES, backend="interpret")
+        means = {"k_mean": got.k_mean, "v_mean": got.v_mean}
+        assert_equal(got, quantize_mirror(q, k, v, quant, TILES, **means))
+        assert np.isnan(got.v_scale[0, 0, -1, 0]) and np.isnan(got.v_scale[0, 1, 0, 15])
+        assert np.isnan(got.v_scale).sum() == 2
+
+
+def test_packed_sequences_without_rows_and_of_several_slices() -> None:
+    ends = np.array([0, 0, 300, 305, 305], np.int32)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((305, 2, 7)).astype(np.float16) + 1 for _ in "qkv")
+    for quant in CONFIGS[:3]:
+        got = quantize(
+            q, k, v, quant=quant, tiles=TILES, backend="interpret", cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+        )  # fmt: skip
+        assert not got.k_mean[[0, 3]].any() and got.k_mean[[1, 2]].all()
+        for number, one in enumerate(split(got)):
+            rows = slice(*ends[number : number + 2])
+            own = (x[None, rows].swapaxes(1, 2) for x in (q, k, v))
+            if one.q_codes.shape[2]:
+                means = {"k_mean": one.k_mean, "v_mean": one.v_mean}
+                want = quantize_mirror(*own, quant.of_entry(number), TILES, **means)
+                assert_equal(one, want)
