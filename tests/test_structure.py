@@ -37,7 +37,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "tiles", "features", "numerics", "measured", "files"),
     (
         "registry",
-        "auto",
         "splits",
         "rounding",
         "codes",
@@ -66,7 +65,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("interpret", "params", "launch", "value_codes", "rotation", "executor"),
     ("backends", "sequences"),
     ("quant",),
-    ("request", "forms", "unfused", "scratch"),
+    ("request", "auto", "forms", "unfused", "scratch"),
     ("prepared",),
     ("api", "testing"),
     ("device", "timing", "measure"),
