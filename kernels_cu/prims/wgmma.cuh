@@ -81,15 +81,14 @@ __device__ __forceinline__ Descriptor uniform(Descriptor rows) {
   return {__shfl_sync(FULL_WARP, rows.low, 0), rows.high};
 }
 
-// D += A B over 16-bit elements, float32 accumulation;
+// D = A B (+ D when accumulate) over 16-bit elements, float32 accumulation;
 //   ss: A and B in shared memory, both K-major
-//   ss_first: as ss, but D = A B, and the registers of D hold nothing before
-//   rs: A in registers, B in shared memory, its rows along n
+//   rs: A in registers, B in shared memory, its rows along n; always accumulates
 template <typename T, int N>
 struct Wgmma;
 
-// D [64, N] += A [64, 32] B [32, N] over INT8 codes, exact in int32;
-//   ss: A and B in shared memory, both K-major; ss_first: as ss, but D = A B, as above
+// D [64, N] = A [64, 32] B [32, N] (+ D when accumulate) over INT8 codes, exact in int32;
+//   ss: A and B in shared memory, both K-major
 template <int N>
 struct WgmmaS8;
 
@@ -141,23 +140,16 @@ struct WgmmaU8;
 #define WGMMA_OF(T, TYPE, N, COUNT, X0, X1, X2, X3, X4, X5) \
 template <> \
 struct Wgmma<T, N> { \
-  static __device__ __forceinline__ void ss(float (&c)[COUNT], Descriptor a, Descriptor b) { \
+  static __device__ __forceinline__ void ss( \
+      float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
     asm volatile( \
-        "{\n.reg .b64 a, b;\n" \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\n" \
         "mov.b64 a, {%" #X0 ", %" #X1 "};\nmov.b64 b, {%" #X2 ", %" #X3 "};\n" \
+        "setp.ne.b32 p, %" #X4 ", 0;\n" \
         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
-        "{" NAMES_##COUNT "}, a, b, 1, 1, 1, 0, 0;\n}\n" \
+        "{" NAMES_##COUNT "}, a, b, p, 1, 1, 0, 0;\n}\n" \
         : ACCUMULATORS_##COUNT("+f") \
-        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high)); \
-  } \
-  static __device__ __forceinline__ void ss_first(float (&c)[COUNT], Descriptor a, Descriptor b) { \
-    asm volatile( \
-        "{\n.reg .b64 a, b;\n" \
-        "mov.b64 a, {%" #X0 ", %" #X1 "};\nmov.b64 b, {%" #X2 ", %" #X3 "};\n" \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
-        "{" NAMES_##COUNT "}, a, b, 0, 1, 1, 0, 0;\n}\n" \
-        : ACCUMULATORS_##COUNT("=f") \
-        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high)); \
+        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
   } \
   static __device__ __forceinline__ void rs( \
       float (&c)[COUNT], const uint32_t (&a)[4], Descriptor b) { \
@@ -183,25 +175,18 @@ WGMMA(176, 88, 88, 89, 90, 91, 92, 93)
 WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
 WGMMA(224, 112, 112, 113, 114, 115, 116, 117)
 WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
-#define WGMMA_S8(N, COUNT, X0, X1, X2, X3) \
+#define WGMMA_S8(N, COUNT, X0, X1, X2, X3, X4) \
 template <> \
 struct WgmmaS8<N> { \
-  static __device__ __forceinline__ void ss(int32_t (&c)[COUNT], Descriptor a, Descriptor b) { \
+  static __device__ __forceinline__ void ss( \
+      int32_t (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
     asm volatile( \
-        "{\n.reg .b64 a, b;\n" \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\n" \
         "mov.b64 a, {%" #X0 ", %" #X1 "};\nmov.b64 b, {%" #X2 ", %" #X3 "};\n" \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" NAMES_##COUNT "}, a, b, 1;\n}\n" \
+        "setp.ne.b32 p, %" #X4 ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" NAMES_##COUNT "}, a, b, p;\n}\n" \
         : ACCUMULATORS_##COUNT("+r") \
-        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high)); \
-  } \
-  static __device__ __forceinline__ void ss_first( \
-      int32_t (&c)[COUNT], Descriptor a, Descriptor b) { \
-    asm volatile( \
-        "{\n.reg .b64 a, b;\n" \
-        "mov.b64 a, {%" #X0 ", %" #X1 "};\nmov.b64 b, {%" #X2 ", %" #X3 "};\n" \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" NAMES_##COUNT "}, a, b, 0;\n}\n" \
-        : ACCUMULATORS_##COUNT("=r") \
-        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high)); \
+        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
   } \
 };
 #define WGMMA_U8(N, COUNT, X0, X1, X2, X3, X4, X5) \
@@ -218,7 +203,7 @@ struct WgmmaU8<N> { \
   } \
 };
 #define WGMMA_8(N, COUNT, X0, X1, X2, X3, X4, X5) \
-  WGMMA_S8(N, COUNT, X0, X1, X2, X3) \
+  WGMMA_S8(N, COUNT, X0, X1, X2, X3, X4) \
   WGMMA_U8(N, COUNT, X0, X1, X2, X3, X4, X5)
 WGMMA_8(64, 32, 32, 33, 34, 35, 36, 37)
 WGMMA_8(80, 40, 40, 41, 42, 43, 44, 45)

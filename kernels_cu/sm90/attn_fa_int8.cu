@@ -113,14 +113,14 @@ __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
 __device__ __forceinline__ void start_scores(
     int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
+  wgmma_use(dot);
   wgmma_fence();
-  WgmmaS8<BLOCK_KV>::ss_first(dot, Q_rows, K_rows);
 #pragma unroll
-  for (int k = 1; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
+  for (int k = 0; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
     const int box = k / 4, byte = k % 4 * 32;
     WgmmaS8<BLOCK_KV>::ss(
         dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-        K_rows + (box * BLOCK_KV * BOX_BYTES + byte));
+        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);
   }
   wgmma_commit_group();
 }

@@ -168,14 +168,14 @@ __device__ __forceinline__ void zero_rows(
 // S3 scores: S [64, BLOCK_KV] = Q K^T, in the background.
 __device__ __forceinline__ void start_scores(
     float (&S_acc)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
+  wgmma_use(S_acc);
   wgmma_fence();
-  Wgmma<elem_t, BLOCK_KV>::ss_first(S_acc, Q_rows, K_rows);  // R2
 #pragma unroll
-  for (int k = 1; k < ceil_div(HEAD_DIM, 16); ++k) {  // 32 bytes of a row, then the next box
+  for (int k = 0; k < ceil_div(HEAD_DIM, 16); ++k) {  // 32 bytes of a row, then the next box
     const int box = k / 4, byte = k % 4 * 32;
     Wgmma<elem_t, BLOCK_KV>::ss(
         S_acc, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-        K_rows + (box * BLOCK_KV * BOX_BYTES + byte));  // R2
+        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);  // R2
   }
   wgmma_commit_group();
 }

@@ -50,10 +50,10 @@ static_assert(
 // dot [64, CHUNK] = A B^T of a slice of codes, exact, in the background.
 __device__ __forceinline__ void start_dot(
     int32_t (&dot)[CHUNK / 2], Descriptor A_rows, Descriptor B_rows) {
+  wgmma_use(dot);
   wgmma_fence();
-  WgmmaS8<CHUNK>::ss_first(dot, A_rows, B_rows);
 #pragma unroll
-  for (int k = 32; k < SLICE; k += 32) WgmmaS8<CHUNK>::ss(dot, A_rows + k, B_rows + k);
+  for (int k = 0; k < SLICE; k += 32) WgmmaS8<CHUNK>::ss(dot, A_rows + k, B_rows + k, k > 0);
   wgmma_commit_group();
 }
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ void start_outliers(
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < SLICE; k += 32)
-    Wgmma<outlier_t, CHUNK>::ss(C_acc, A_rows + k, B_rows + k);  // G2
+    Wgmma<outlier_t, CHUNK>::ss(C_acc, A_rows + k, B_rows + k, true);  // G2
   wgmma_commit_group();
 }
 

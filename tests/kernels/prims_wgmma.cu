@@ -56,34 +56,23 @@ extern "C" __global__ __launch_bounds__(256, 1) void ss(const elem_t* A,  // [M,
   const int row0 = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0) * 64;
   const Descriptor A_rows = descriptor_k_major(&smem.A[0][row0 * COLS]);
   const Descriptor B_rows = descriptor_k_major(smem.B[0]);
-  float c[N / 2];
-  wgmma_fence();
+#pragma unroll 1
+  for (int kept = 0; kept < 2; ++kept) {  // whether what the accumulators held counts
+    float c[N / 2];
 #pragma unroll
-  for (int k = 0; k < K / 16; ++k) {
-    const Descriptor a = A_rows + (k / 4 * M * 128 + k % 4 * 32);
-    const Descriptor b = B_rows + (k / 4 * N * 128 + k % 4 * 32);
-    if (k == 0)
-      Wgmma<elem_t, N>::ss_first(c, a, b);
-    else
-      Wgmma<elem_t, N>::ss(c, a, b);
+    for (int i = 0; i < N / 2; ++i) c[i] = 1.0f;
+    wgmma_use(c);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K / 16; ++k)
+      Wgmma<elem_t, N>::ss(
+          c, A_rows + (k / 4 * M * 128 + k % 4 * 32), B_rows + (k / 4 * N * 128 + k % 4 * 32),
+          kept || k > 0);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    wgmma_use(c);
+    store((kept ? sum : D) + row0 * N, c);
   }
-  wgmma_commit_group();
-  wgmma_wait_group<0>();
-  wgmma_use(c);
-  store(D + row0 * N, c);
-
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) c[i] = 1.0f;
-  wgmma_use(c);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < K / 16; ++k)
-    Wgmma<elem_t, N>::ss(
-        c, A_rows + (k / 4 * M * 128 + k % 4 * 32), B_rows + (k / 4 * N * 128 + k % 4 * 32));
-  wgmma_commit_group();
-  wgmma_wait_group<0>();
-  wgmma_use(c);
-  store(sum + row0 * N, c);
 }
 
 // A in registers, B in shared memory with its rows along N: D = 1 + A B.
