@@ -1,7 +1,7 @@
 """How near does quantising Q, K and V come to the speed of memory?
 
 Varies       the mode: Q and K (balanced), V too (aggressive); head_dim; batch, heads and length
-Holds fixed  N(0, 1) operands in float16, grouped and smoothed as QuantConfig does by default
+Holds fixed  N(0, 1) operands in float16, grouped and smoothed as the classes of `cupyattn.auto`
 Measures     codes and scales of the first head against the mirror, to the bit; time and launches;
              the bytes that the pass has to move (Q once, smoothed operands twice, codes and scales
              once) per second, and as a share of what a copy of Q moves in the same rounds
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import device, executor, registry, timing
+from cupyattn import auto, device, executor, registry, timing
 from cupyattn.arrays import on_host
 from cupyattn.checks import data_address
 from cupyattn.cli import output
@@ -31,7 +31,7 @@ from cupyattn.quant.plan import Part, parts, plan_quantize
 from experiments import common
 from experiments.others import format_comparison
 
-MODES = {"balanced": QuantConfig(), "aggressive": QuantConfig(pv="int8")}
+MODES = auto.QUANT
 
 
 @dataclass(frozen=True)

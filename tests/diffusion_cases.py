@@ -16,7 +16,7 @@ HEADS, HEAD_DIM, STEPS = 4, 16, 50
 STEP_OF = {"aggressive": 0, "balanced": 25, "precision": 49}
 #: The same arithmetic, as arguments of `attention`.
 SAME: dict[str, dict[str, Any]] = {
-    "aggressive": {"variant": "fa_int8", "quant": QuantConfig(pv="int8")},
+    "aggressive": {"variant": "fa_int8", "quant": QuantConfig(pv="int8", granularity_v="channel")},
     "balanced": {"variant": "fa_int8"},
     "precision": {},
 }

@@ -119,7 +119,8 @@ def test_static_scales_are_multiplied_by_the_factor_of_the_step(mode) -> None:
     ):
         attend = layer(quant=quant, timestep_scales=table, use_adaptive_scaling=adaptive)
         scales = per_head * factor, float(0.05 * float(factor))
-        want = QuantConfig("head", "tensor", pv=pv, scales=scales)
+        of_values = None if pv == "16bit" else "channel"
+        want = QuantConfig("head", "tensor", of_values, pv=pv, scales=scales)
         assert_same(attend(*qkv, 20, mode=mode), ca.attention(*qkv, variant="fa_int8", quant=want))
 
 

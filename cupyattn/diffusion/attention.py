@@ -83,8 +83,8 @@ class Int8Attention:
         Noise-to-signal ratios of the schedule, not rising; `compute_sigma_schedule` of this kind,
         "edm" when omitted.
     quant : QuantConfig, optional
-        How the INT8 modes quantise. `pv` is what "aggressive" takes, "int8" where it says "16bit";
-        `fused` is for "balanced".
+        How the INT8 modes quantise. `pv` is what "aggressive" takes; where it says "16bit", "int8"
+        with one scale for a channel of V. `fused` is for "balanced".
     pruning_threshold : float, optional
         In place of `pruning_ratio`: keys are dropped whose importance is less than this share of
         what each would get if all got the same, times the noise-to-signal ratio over that of the

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn import auto
 from cupyattn.arrays import device_of, on_host, take
 from cupyattn.diffusion import guidance
 from cupyattn.diffusion.calibration import Calibration
@@ -124,11 +125,8 @@ class StepScales:
         if branches == guidance.BRANCHES and hasattr(scales[0], "shape"):
             scales = guidance.repeat_heads(scales[0], 1), scales[1]
         eight = mode == "aggressive"
-        of_values: dict[str, Any] = {"pv": "int8" if eight else "16bit"}
-        if eight == (quant.pv != "16bit"):
-            of_values = {
-                name: getattr(quant, name) for name in ("pv", "granularity_v", "smooth_v", "p_type")
-            }
+        values = quant if eight == (quant.pv != "16bit") else auto.QUANT[mode]
+        of_values = {n: getattr(values, n) for n in ("pv", "granularity_v", "smooth_v", "p_type")}
         return QuantConfig(
             *granularities, symmetric=quant.symmetric, smooth_k=smooth_k, qk_bits=quant.qk_bits,
             scales=scales, fused=quant.fused and not eight, **of_values,
