@@ -54,9 +54,9 @@ def attention(
     variant : {"auto", "unfused", "fa", "fa_warps", "fa_tc", "fa_int8"} or a registered name
         The rung. One asked for by name is never replaced.
     accuracy : {"full", "balanced", "aggressive"}
-        With ``variant="auto"``: the input's own 16/32-bit arithmetic; INT8 Q.K^T and 16-bit P.V; or
-        8-bit P.V too. Of the rungs of the class the one runs that was the fastest where it was
-        measured (`cupyattn.auto.choose`); `explain` says where that was.
+        What ``variant="auto"`` may take: the input's own 16/32-bit arithmetic alone; INT8 Q.K^T, too;
+        or 8-bit P.V, too. Of that runs what was the fastest where it was measured
+        (`cupyattn.auto.choose`); `explain` says where that was.
     scale : float, optional
         Softmax scale; ``head_dim ** -0.5`` when omitted.
     causal : bool
