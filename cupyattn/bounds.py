@@ -323,7 +323,7 @@ def _kernel_bound(
         unit = value_bounds.units(P_plus, n.shifts, tiles)
         rho = value_bounds.shifted_rounding(P_plus, unit, tiles)
     elif n.by_tile:
-        rho = value_bounds.code_rounding(P_plus, n, tiles)
+        rho = value_bounds.code_rounding(P_plus, n, tiles, score.slack)
     elif n.p_type != "float32":
         subnormal = HALF_SUBNORMAL[n.p_type] * inverse_l
         # NOTE: with headroom M is not known from the scores, nor then where p lies in its binade.
@@ -440,7 +440,8 @@ def _lse_bound(
     xp = array_namespace(lse)
     lse = xp.where(xp.isfinite(lse), lse, 0.0)
     log_l = xp.abs(lse - score.top) + delta + score.shift + score.top_drift  # |log l|
-    log_l = log_l + LN2 * (score.slack + n.headroom * REFERENCE)
+    lower_M = n.headroom + (0 if n.subtracts_first else n.code_log2)
+    log_l = log_l + LN2 * (score.slack + lower_M * REFERENCE)
     size, roundings = xp.abs(lse) + (log_l if n.subtracts_first else 0.0), 3
     if mean is not None:
         mu = _of_block(mean, block)

@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyattn.checks import check_value_group
 from cupyattn.codes import Quantized
-from cupyattn.mirror_state import Float32, RowState, ShiftState, Step
+from cupyattn.mirror_state import Float32, RowState, ShiftState, Step, TileState
 from cupyattn.numerics import P_CODE_ONE, Numerics, Shifts
 from cupyattn.rounding import NEG_INF, codes_of_p, ex2, fma32, merge_heads
 from cupyattn.tiles import Tiles
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def by_tile(
     scores: Scores, quantized: Quantized, n: Numerics, tiles: Tiles, steps: list[Step]
 ) -> tuple[Float32, RowState]:
-    """The loop of the form ``"pv8"``: P as codes against the maximum of its tile, V as codes."""
+    """The loop of the form ``"pv8"``: P as codes in units of its tile, V as codes."""
     check_value_group(quantized.group_v, tiles)
     state = RowState(scores.rows, scores.subtracts_first)
     V = cast(Float32, quantized.value_codes())[:, :, None]
@@ -40,14 +40,13 @@ def by_tile(
 
         # S4 softmax
         m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
-        alpha = state.advance(m, factor)
-        tile = RowState(scores.rows, scores.subtracts_first)
-        tile.advance(m, factor)
-        p = tile.exponentials(S, factor)
+        tile = TileState(m, n.p_type, scores.subtracts_first)
+        alpha = state.advance(tile.M, factor)
+        weights = tile.exponentials(S, factor)
         fall = tile.M - state.M_finite()
         beta = ex2(fall * factor if scores.subtracts_first else fall)  # R4
         state.l = fma32(tile.l, beta, state.l)  # R6
-        codes = codes_of_p(p, n.p_type)  # R5
+        codes = codes_of_p(weights, n.p_type)  # R5
 
         # S5 output
         O *= alpha[..., None]  # R6
@@ -58,7 +57,9 @@ def by_tile(
         O[..., rows, :] += scores.kept(weighed, rows, kv0)  # R6
         merged = (merge_heads(x) for x in (S, codes / np.float32(one), state.M, state.l, alpha))
         steps.append(Step(kv0, *merged))
-    O = O * (state.inverse_l() * np.float32(1 / one))[..., None]  # R7
+    O = O * state.inverse_l()[..., None]  # R7
+    if scores.subtracts_first:
+        state.l = state.l * np.float32(1 / one)  # R7: in units of M
     if quantized.v_mean is not None:
         mean = np.asarray(quantized.v_mean)[:, :, None, None]
         O = np.where(state.l[..., None] == 0, O, O + mean)  # R7; a row without keys stays 0

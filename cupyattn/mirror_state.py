@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.numerics import Shifts
-from cupyattn.rounding import NEG_INF, Array, ex2, fma32
+from cupyattn.numerics import P_CODE_ONE, Shifts
+from cupyattn.rounding import NEG_INF, Array, ex2, fma32, sub_up32
 
 Float32 = npt.NDArray[np.float32]
 
@@ -36,7 +36,8 @@ class Step:
         The kernel's M: the running maximum in log2 units, rounded; with softcap or bias in natural
         units. Where the numerics have headroom it may lie below the maximum.
     l : (batch, heads, len_q) array, float32
-        Running sum of exponentials of score - m, this step included.
+        Running sum of exponentials of score - m, this step included; with softcap or bias and 8-bit
+        P in units of code 1.
     alpha : (batch, heads, len_q) array, float32
         Factor that brought l and O to this step's m.
     """
@@ -91,6 +92,24 @@ class RowState:
         """Natural log of the sum of exponentials."""
         log_l = np.log2(self.l)
         return fma32(log_l, LN2, self.M) if self.subtracts_first else (self.M + log_l) * LN2
+
+
+class TileState(RowState):
+    """The same of one tile, as ``prims/p_codes.cuh`` has it: weights are in units of code 1."""
+
+    def __init__(self, m: Float32, p_type: str, subtracts_first: bool) -> None:
+        super().__init__(m.shape, subtracts_first)
+        self.code_log2 = np.float32(np.log2(P_CODE_ONE[p_type]))
+        self.M = m if subtracts_first else sub_up32(m, self.code_log2)  # R4
+
+    def exponentials(self, S: Float32, factor: np.float32) -> Float32:
+        """Return the weights of scores; l is their sum."""
+        difference = S - self.M_finite()[..., None]
+        if self.subtracts_first:
+            difference = fma32(difference, factor, self.code_log2)
+        weights = ex2(difference)  # R4
+        self.l = weights.sum(axis=-1, dtype=np.float32)  # R6
+        return weights
 
 
 class ShiftState(RowState):

@@ -6,6 +6,7 @@ The tags R0 to R7 are those of docs/MATH_REFERENCE.md; a kernel's header and bod
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ EX2_FLUSH = 2.0**-126
 TANHF_ERROR = 2.0**-21
 #: LARGEST_SUM of ``sm90/attn_fa_tc.cu`` is 2 to the power of this.
 HOPPER_HEADROOM = 8
-#: Codes of P by type: that of the largest exponential of a tile, which is 1.
+#: Codes of P by type: that of the largest exponential of a tile.
 P_CODE_ONE = {"u8": 255.0, "s8": 127.0, "e4m3": 448.0}
 
 
@@ -129,9 +130,16 @@ class Numerics:
     def by_tile(self) -> bool:
         """R4, R5. True: exponentials are taken against the largest score of their own tile.
 
-        A factor beta = exp2(m_tile - M) then brings what a tile adds to l and O to the row's M.
+        They are in units of code 1, so that they are codes but for rounding: M is log2 of the
+        largest code below that score, rounded up; with softcap or bias it is the score. A factor
+        beta = exp2(M_tile - M) brings what a tile adds to l and O to the row's M.
         """
         return self.p_type in P_CODE_ONE
+
+    @property
+    def code_log2(self) -> float:
+        """R4. How far exponents may lie above 0, in log2 units: that of the largest code."""
+        return math.log2(P_CODE_ONE[self.p_type]) if self.by_tile and not self.shifts else 0.0
 
     @property
     def tags(self) -> tuple[str, ...]:

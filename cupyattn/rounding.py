@@ -134,6 +134,21 @@ def fma32(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> npt.NDArray[n
         return (product + np.asarray(c, np.float64)).astype(np.float32)
 
 
+def sub_up32(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Return a - b for float32 operands, rounded up to float32.
+
+    Examples
+    --------
+    >>> float(sub_up32(np.float32(1), np.float32(2**-30)))
+    1.0
+    >>> float(sub_up32(np.float32(1), np.float32(-(2**-30)))) == 1 + 2**-23
+    True
+    """
+    exact = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+    nearest = exact.astype(np.float32)
+    return np.where(nearest < exact, np.nextafter(nearest, np.float32(np.inf)), nearest)
+
+
 def ex2(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """Return 2**x rounded to float32, results below 2^-126 flushed to zero.
 
@@ -168,7 +183,7 @@ def tanh(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 
 def codes_of_p(p: npt.NDArray[np.float32], p_type: str) -> npt.NDArray[np.float32]:
-    """R5: return codes of exponentials from 0 to 1, as numbers.
+    """R5: return codes of weights in units of code 1, as numbers.
 
     Parameters
     ----------
@@ -177,11 +192,10 @@ def codes_of_p(p: npt.NDArray[np.float32], p_type: str) -> npt.NDArray[np.float3
 
     Examples
     --------
-    >>> codes_of_p(np.float32([0.0, 0.5, 1.0]), "u8").tolist()
+    >>> codes_of_p(np.float32([0.0, 127.5, 255.0]), "u8").tolist()
     [0.0, 128.0, 255.0]
     """
-    one = P_CODE_ONE[p_type]
     if p_type == "e4m3":
-        scaled = np.fmin(p * np.float32(one), np.float32(one))
-        return np.asarray(scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
-    return np.rint(p.astype(np.float64) * one).astype(np.float32)
+        largest = np.fmin(p, np.float32(P_CODE_ONE[p_type]))
+        return np.asarray(largest.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    return np.rint(p)

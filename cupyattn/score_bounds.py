@@ -38,6 +38,8 @@ MAX_LOG2_SCORE = 2.0**27
 MAX_WHOLE_SCORE = 2.0**23
 #: How far M + code_bits may lie above the largest score, in log2 units, where there are `Shifts`.
 ABOVE_BY_SHIFTS = 32
+#: Natural scores: what the logarithm of the largest code, its rounding and 1/code do to lse.
+CODE_UNIT_ERROR = 2.0**-20
 MAX_FLOAT = 2.0**126
 #: Products up to this can be added to any float32 bias without overflow.
 MAX_BIASED = 2.0**102
@@ -86,6 +88,8 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
         row, own = (1 + constant(factor)) * (1 + U + subnormal), (1 + U) ** 2 - 1
         largest_dot = 2.0**16 * quantized.q_codes.shape[-1]  # of codes less zero points
         largest = max(largest_dot * largest_k, factor * largest_q, sigma)
+        if n.code_log2:  # K's scale may join the factor of a row, which is subnormal where S is
+            largest, tiny = max(largest, factor * largest_q * largest_k), 2.0**-124
     if not n.subtracts_first:
         row *= 1 + constant(LOG2E) if n.scaling == "natural" else 1
         return Scaling(row - 1, own, 0.0, tiny, largest)
@@ -134,7 +138,7 @@ class Perturbed:
     top: Array  # s_max, natural units
     reach: Array  # what R2 and R3 may make of it at most
     top_drift: Array  # what they may do to it, up or down
-    slack: Array  # log2 units: what the rounding of M may do, u |M|
+    slack: Array  # log2 units: what the rounding of M may do, u |M|, or 2 u |M| where it is up
     usable: Array  # the row keeps to the kernel's range
 
     @property
@@ -199,11 +203,16 @@ def perturb(
         square = (1 + U) ** 2 - 1
         arguments = square * (1 + scaling.common) * below
         arguments = arguments + scaling.common * (below - (top[..., None] - S))
+        if n.code_log2:
+            arguments = arguments + LN2 * U * n.code_log2
+            shift = shift + CODE_UNIT_ERROR
     else:
         started = running > NEG_INF
         largest_M = xp.where(started, xp.abs(xp.where(started, running, 0.0)) + drift, 0.0)
         slack = U * ((largest_M.max(axis=-1) + shift) / LN2) * (1 + 2 * U)
-        above = ABOVE_BY_SHIFTS if n.shifts else 3 * n.headroom
+        if n.code_log2:  # M is that much lower, and rounded up
+            slack = 2 * slack + 2 * U * n.code_log2
+        above = ABOVE_BY_SHIFTS if n.shifts else 3 * n.headroom + n.code_log2
         arguments = LN2 * U * (below / LN2 + 4 * slack[..., None] + above)
         if n.headroom:
             rises_after, rises = every_step(S, tiles.block_kv)

@@ -15,9 +15,11 @@ from cupyattn.tiles import Tiles
 
 #: Relative error of e4m3: half a unit in the last of 4 bits, and what scaling adds.
 E4M3_RELATIVE = 2.0**-4 + 2.0**-20
+#: How far the largest weight of a tile may be from the largest code, beside M's rounding.
+CODES_RELATIVE = 2.0**-19
 
 
-def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles) -> Array:
+def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles, slack: Array) -> Array:
     """R5: bound what rounding P to codes does to each probability.
 
     Parameters
@@ -28,6 +30,8 @@ def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles) -> Array:
         With codes of P.
     tiles : Tiles
         ``block_kv`` keys are coded against the largest of them.
+    slack : (..., rows) array
+        What the rounding of M may do, in log2 units.
 
     Returns
     -------
@@ -35,13 +39,15 @@ def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles) -> Array:
 
     Notes
     -----
-    The largest exponential of a tile is 1 exactly, so half a code weighs 1/2 code of the largest
-    probability of the tile; and no number is moved by more than itself. An e4m3 number is off by
-    2^-4 of itself, or by half the smallest one.
+    The largest weight of a tile is the largest code but for the rounding of M, of its exponent and
+    of the exponential, so half a code weighs 1/2 code of the largest probability of the tile; and
+    no number is moved by more than itself. An e4m3 number is off by 2^-4 of itself, or by half the
+    smallest one.
     """
     xp = array_namespace(P_plus)
     largest = largest_of_tiles(P_plus, tiles).repeat(tiles.block_kv, axis=-1)
     step = largest[..., : P_plus.shape[-1]] / P_CODE_ONE[n.p_type]
+    step = step * (xp.exp2(xp.minimum(slack, 99.0)) * (1 + CODES_RELATIVE))[..., None]
     if n.p_type == "e4m3":
         half = xp.maximum(E4M3_RELATIVE * P_plus, 2.0**-10 * step)
     else:
@@ -197,7 +203,7 @@ def with_mean(size: Array, mean: Any) -> tuple[Array, Array]:
 
     Notes
     -----
-    1/l, times the code's constant (its own error and one rounding), times the sum, plus the mean.
+    The sum times 1/l, plus the mean; in the Hopper form the sum to float32 and times a scale, too.
     """
     xp = array_namespace(size)
     cost = ((1 + U) ** 4 - 1) * size + 2.0**-149

@@ -5,17 +5,18 @@
 //              products, exact integers, are added up in float32 with the factor of each tile.
 // Differs from attn_fa_int8: S2 loads codes of V, channels for rows, since 8-bit fragments need
 //              neighbours along the keys, in such an order that the scores of a lane are neighbours
-//              already (quantize_values.cu); S4 subtracts the maximum of the tile, not of the row;
-//              S5 is two levels of sums, and takes V's zero points off the first; S6 gives back
-//              the mean of V. S is wholly scaled before its maximum, so that no weight of a tile
-//              exceeds code 255, and O is rescaled in every step: skipping that spills at head_dim
-//              256. All that lengthens the diff.
+//              already (quantize_values.cu); S4 subtracts the maximum of the tile, not of the row,
+//              in units of code 1, so that the exponentials are codes but for their rounding, and
+//              takes K's scale into the row's where a tile has one; S5 is two levels of sums, and
+//              takes V's zero points off the first; S6 gives back the mean of V. The factors of
+//              rows lie in shared memory, and loads work out their thread anew: that leaves the
+//              loop the registers that it needs.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP], of a
 //              value V_scale[key / GROUP_V][channel].
-// Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 exp2,
-//              R5 P to 8 bits, R6 alpha, beta, l and the sum over tiles, R7 times 1/l, plus the
-//              mean, and store (cupyattn/numerics.py)
+// Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 M, up,
+//              and exp2, R5 P to 8 bits, R6 alpha, beta, l and the sum over tiles, R7 times 1/l,
+//              plus the mean, and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -38,6 +39,9 @@ constexpr int V_CHUNKS = BLOCK_KV / 16;     // 16-byte chunks per channel of V
 constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
 constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
+// Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
+constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
+constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
 
 struct SharedStorage {
   alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];
@@ -45,6 +49,7 @@ struct SharedStorage {
   alignas(128) int8_t V[NUM_STAGES][HEAD_DIM_PAD * BLOCK_KV];
   float K_scale[NUM_STAGES][BLOCK_KV];
   float V_scale[NUM_STAGES][HEAD_DIM_PAD];
+  float Q_factor[BLOCK_Q];  // Q scale and softmax scale of each row: registers are few
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + ZERO_TILES_BYTES + VALUE_ZEROS_BYTES;
 
@@ -60,7 +65,7 @@ static_assert(GROUP_V % BLOCK_KV == 0, "GROUP_V must be whole tiles: a tile has 
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8_pv8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ ValueParams values) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -115,13 +120,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   load_tile_async<BLOCK_Q, HEAD_DIM, CODES_PAD, CODE_VEC>(
       smem.Q, Q, p.Q_stride.len, p.len_q - q0, thread_id());
   zeros.load_rows(q0, p.len_q);
-  float Q_factor[MMA_ROWS][2];  // Q scale and softmax scale of rows g and g + 8 of each row tile
-#pragma unroll
-  for (int r = 0; r < MMA_ROWS; ++r)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      Q_factor[r][h] = softmax_scale(p) *
-                       Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q];  // R3
+  for (int row = thread_id(); row < BLOCK_Q; row += NUM_THREADS)
+    smem.Q_factor[row] =
+        row_factor(softmax_scale(p), Q_scale[min(q0 + row, p.len_q - 1) / GROUP_Q]);  // R3
   const KeptKeys keys(p, batch, head, q0, kv_begin(p, q0), kv_end(p, q0, BLOCK_Q));
   const int first_step = keys.begin / BLOCK_KV;
   const int num_steps = ceil_div(keys.end, BLOCK_KV);
@@ -130,13 +131,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     if (step < num_steps) {
       load_tile_async<BLOCK_KV, HEAD_DIM, CODES_PAD, CODE_VEC>(
           smem.K[stage], K + kv0 * p.K_stride.len, p.K_stride.len, p.len_kv - kv0,
-          loading_thread());
+          thread_id_anew());
       gather_async<BLOCK_KV>(smem.K_scale[stage], [&](int key) {
         return K_scale + min(kv0 + key, p.len_kv - 1) / GROUP_KV;
       });
       zeros.load_keys(stage, kv0, p.len_kv);
       load_tile_async<HEAD_DIM_PAD, BLOCK_KV, BLOCK_KV, 16>(
-          smem.V[stage], V + kv0, p.V_stride.len, HEAD_DIM, loading_thread());
+          smem.V[stage], V + kv0, p.V_stride.len, HEAD_DIM, thread_id_anew());
       gather_async<HEAD_DIM_PAD>(smem.V_scale[stage], [&](int col) {
         return V_scale + kv0 / GROUP_V * HEAD_DIM + min(col, HEAD_DIM - 1);
       });
@@ -179,7 +180,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         }
       }
     }
-    float S_acc[MMA_ROWS][MMA_KEYS][4];  // scaled: the softmax scale is already in Q_factor
+    float factor[MMA_ROWS][2];           // the scale of Q, and of K where a tile has only one
+    float S_acc[MMA_ROWS][MMA_KEYS][4];  // that factor is still to come
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        factor[r][h] = row_factor(
+            smem.Q_factor[row0 + r * 16 + g + h * 8], ONE_K_SCALE ? K_scale_tile[0] : 1.0f);  // R3
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
       const float2 k_scale = *reinterpret_cast<const float2*>(K_scale_tile + n * 8 + t * 2);
@@ -190,7 +198,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
           S_acc[r][n][i] = float(zeros.tiles->without(
                                dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, step % NUM_STAGES,
                                n * 8 + t * 2 + i % 2)) *
-                           (i % 2 ? k_scale.y : k_scale.x) * Q_factor[r][i / 2];  // R3
+                           (ONE_K_SCALE ? 1.0f
+                            : i % 2     ? k_scale.y
+                                        : k_scale.x);  // R3
     }
 
     // S4 softmax
@@ -198,43 +208,61 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n)
+        for (int i = 0; i < 4; ++i)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
+          for (int n = 0; n < MMA_KEYS; ++n) {
             const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
             if constexpr (NATURAL_SCORES)
-              S_acc[r][n][i] = scores.of(S_acc[r][n][i], row, key);  // R3
+              S_acc[r][n][i] = scores.of(S_acc[r][n][i] * factor[r][i / 2], row, key);  // R3
+            else
+              S_acc[r][n][i] += 0.0f * factor[r][i / 2];  // exact
             if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
           }
+      // NOTE: a scale that is NaN has reached the keys of its rows, and spares those masked.
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (factor[r][h] != factor[r][h]) factor[r][h] = 1.0f;
     }
-    float beta[MMA_ROWS][2];  // brings this tile's exponentials to the maximum of the row
+    float beta[MMA_ROWS][2];  // brings the weights of this tile to the unit of the row
 #pragma unroll
-    for (int r = 0; r < MMA_ROWS; ++r)
+    for (int r = 0; r < MMA_ROWS; ++r) {
+      RowState tile[2];  // of this step alone: row g, then row g + 8
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {  // row g, then row g + 8
+      for (int h = 0; h < 2; ++h) {
         float m = NEG_INF;
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
           m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
-        RowState tile;  // of this step alone
-        tile.M = shfl_max<4>(m);
-        const float alpha = state[r][h].advance(tile.M);
-        beta[r][h] = ex2_approx_ftz((tile.M - state[r][h].M_finite()) * M_TO_LOG2);  // R4
-        const float M = tile.M_finite();
+        tile[h].M = M_of_codes(shfl_max<4>(m), factor[r][h]);
+      }
+      // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
+      if (__any_sync(FULL_WARP, tile[0].M > state[r][0].M || tile[1].M > state[r][1].M)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float alpha = state[r][h].advance(tile[h].M);
+#pragma unroll
+          for (int c = 0; c < MMA_COLS; ++c) {
+            O_acc[r][c][2 * h] *= alpha;      // R6
+            O_acc[r][c][2 * h + 1] *= alpha;  // R6
+          }
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        beta[r][h] = ex2_approx_ftz((tile[h].M - state[r][h].M_finite()) * M_TO_LOG2);  // R4
+        const float M = tile[h].M_finite();
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
           for (int i = 2 * h; i < 2 * h + 2; ++i) {
-            S_acc[r][n][i] = ex2_approx_ftz((S_acc[r][n][i] - M) * M_TO_LOG2);  // R4
-            tile.l += S_acc[r][n][i];  // R6: this lane's part of l
+            S_acc[r][n][i] = ex2_approx_ftz(code_exponent(S_acc[r][n][i], factor[r][h], -M));  // R4
+            tile[h].l += S_acc[r][n][i];  // R6: this lane's part of l
           }
-        state[r][h].l = fmaf(tile.l, beta[r][h], state[r][h].l);  // R6
-#pragma unroll
-        for (int c = 0; c < MMA_COLS; ++c) {
-          O_acc[r][c][2 * h] *= alpha;      // R6
-          O_acc[r][c][2 * h + 1] *= alpha;  // R6
-        }
+        state[r][h].l = fmaf(tile[h].l, beta[r][h], state[r][h].l);  // R6
       }
+    }
 
     // S5 output
     uint32_t P_frag[MMA_ROWS][BLOCK_KV / 32][4];  // four key tiles of S are one k step of P
@@ -246,9 +274,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int n = 4 * k + i / 2 * 2, h = i % 2 * 2;
-          const uint32_t first = pack_p_codes(S_acc[r][n][h], S_acc[r][n][h + 1]);           // R5
-          const uint32_t second = pack_p_codes(S_acc[r][n + 1][h], S_acc[r][n + 1][h + 1]);  // R5
-          P_frag[r][k][i] = __byte_perm(first, second, 0x5410);
+          const float *first = S_acc[r][n] + h, *second = S_acc[r][n + 1] + h;
+          P_frag[r][k][i] = pack_p_codes(first[0], first[1], second[0], second[1]);  // R5
         }
         add_p_codes(P_sum[r], P_frag[r][k]);
       }
@@ -300,14 +327,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         const int zero = zeros.of_row(row, state[r][h].M > NEG_INF);
         for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d] - zero, K_mean[d], dot);
         dot = shfl_sum<4>(dot);
-        if (state[r][h].M > NEG_INF) state[r][h].M += Q_factor[r][h] * dot;  // R3
+        if (state[r][h].M > NEG_INF) state[r][h].M += smem.Q_factor[row] * dot;  // R3
       }
       if (q0 + row >= p.len_q) continue;
+      if constexpr (NATURAL_SCORES) state[r][h].l *= 1.0f / P_CODE_ONE;  // R7: in units of M
       if constexpr (LSE)
         if (t == 0) lse_of(p, batch_head, head)[q0 + row] = state[r][h].lse();
       const float* V_mean = values.V_mean  // [HEAD_DIM]
                             + (batch * p.heads_kv + head_kv) * HEAD_DIM;
-      const float factor = inverse_l * P_STEP;                       // R7
       const bool has_mean = values.V_mean && state[r][h].l != 0.0f;  // a row without keys stays 0
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c) {
@@ -315,8 +342,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         const float mean0 = has_mean ? V_mean[min(col, HEAD_DIM - 1)] : 0.0f;
         const float mean1 = has_mean ? V_mean[min(col + 1, HEAD_DIM - 1)] : 0.0f;
         store_pair(
-            O + row * p.O_stride.len, col, fmaf(O_acc[r][c][2 * h], factor, mean0),
-            fmaf(O_acc[r][c][2 * h + 1], factor, mean1));  // R7
+            O + row * p.O_stride.len, col, fmaf(O_acc[r][c][2 * h], inverse_l, mean0),
+            fmaf(O_acc[r][c][2 * h + 1], inverse_l, mean1));  // R7
       }
     }
 }

@@ -28,9 +28,9 @@ def arguments(p_type: str) -> Callable[[], Arguments]:
     one, (of_p, of_v), (of_a, of_b) = P_CODE_ONE[p_type], TYPES[p_type], LARGEST[p_type]
 
     def made() -> Arguments:
-        x = rng().uniform(0, 1, (2, 32)).astype(np.float32)
-        # 0, 1 as exp2 may give it, the edges of code 0 and ties, which go to even codes
-        x[0, :6] = [0, 1, 1 + 2.0**-22, 0.5 / one, 1.5 / one, 2.5 / one]
+        x = rng().uniform(0, one, (4, 32)).astype(np.float32)
+        # 0, the largest as exp2 may give it, the edges of code 0 and ties, which go to even codes
+        x[0, :6] = [0, one, one * (1 + 2.0**-20), 0.5, 1.5, 2.5]
         A = rng().integers(0, of_a + 1, (16, 32)).astype(of_p).view(np.uint8)
         B = rng().integers(-of_b, of_b + 1, (8, 32)).astype(of_v).view(np.uint8)
         codes = np.zeros(32, np.uint32)
@@ -43,11 +43,11 @@ def expected(p_type: str) -> Callable[..., dict[str, np.ndarray]]:
     one, (of_p, of_v) = P_CODE_ONE[p_type], TYPES[p_type]
 
     def written(x: np.ndarray, A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        scaled = np.minimum(x.astype(np.float64) * one, one)
-        rounded = scaled.astype(np.float32) if p_type == "e4m3" else np.rint(scaled)
-        low, high = rounded.astype(of_p).view(np.uint8)
+        weights = np.minimum(x, np.float32(one))
+        rounded = weights if p_type == "e4m3" else np.rint(weights)
+        codes = rounded.astype(of_p).view(np.uint8).T.copy().view(np.uint32)[:, 0]
         a, b = A.view(of_p).astype(np.float32), B.view(of_v).astype(np.float32)
-        return {"codes": low + 256 * high.astype(np.uint32), "C": 1 + a @ b.T}
+        return {"codes": codes, "C": 1 + a @ b.T}
 
     return written
 

@@ -1,8 +1,8 @@
 """8-bit P and V: fixtures that need no bound, for any backend.
 
-Scores are whole numbers of log2 units (``scale = ln 2``, scales of Q and K 1), so that every
-exponential is a power of two and every sum is exact in any order; the codes of P then follow by
-hand, and what comes out is a few roundings of float32 away from whole-number arithmetic.
+Scores are even numbers of log2 units (``scale = ln 2``, scales of Q and K 1), so that no weight is
+near a tie between two codes: the codes of P follow by hand, their products are exact in any order,
+and what comes out is a few roundings of float32 away from whole-number arithmetic.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ BLOCK_KV = lookup("fa_int8").default_tiles(HEAD_DIM, "pv8").block_kv
 #: Codes of P that are integers, whose sums are exact; the 8-bit float is not among them.
 P_TYPES = ("u8", "s8")
 E4M3 = ml_dtypes.float8_e4m3fn
+#: What l may be off by: M is rounded by up to 2^-19 below 32 (times ln 2), an exponential errs by
+#: 2^-22, and its exponent by as much; a lane and four of them add up to 70 numbers, 2^-24 each.
+OF_SUMS = 2.0**-17
 
 #: Brings an array to where the backend wants it.
 Move = Callable[[Any], Any]
@@ -75,8 +78,9 @@ def by_hand(scores: np.ndarray, p_type: str) -> np.ndarray:
     return weights / np.exp2(scores - top).sum(axis=1, keepdims=True)
 
 
-def whole_scores(rows: int, keys: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-9, 10, (rows, keys))
+def even_scores(rows: int, keys: int, seed: int = 0) -> np.ndarray:
+    """Up to 14 apart: 16 below the largest is a tie of 8-bit floats, as 1 below is of integers."""
+    return 2 * np.random.default_rng(seed).integers(-4, 4, (rows, keys))
 
 
 def whole_values(keys: int, seed: int = 1) -> np.ndarray:
@@ -85,39 +89,39 @@ def whole_values(keys: int, seed: int = 1) -> np.ndarray:
 
 def check_one_hot_values_show_p(backend: str, p_type: str, move: Move) -> None:
     """With V the unit matrix the output is P, code by code."""
-    scores = whole_scores(32, HEAD_DIM)
+    scores = even_scores(32, HEAD_DIM)
     z = codes_of(scores, np.eye(HEAD_DIM), move, p_type=p_type)
     o, lse = attend(z, backend)
-    np.testing.assert_allclose(o, by_hand(scores, p_type), rtol=2.0**-21)
+    np.testing.assert_allclose(o, by_hand(scores, p_type), rtol=OF_SUMS)
     top = scores.max(axis=1)
     exact = LN2 * (top + np.log2(np.exp2(scores - top[:, None]).sum(axis=1)))
-    np.testing.assert_allclose(lse, exact, rtol=2.0**-21, atol=2.0**-21)  # l is of unrounded P
+    np.testing.assert_allclose(lse, exact, rtol=2.0**-21, atol=OF_SUMS)  # l is of unrounded P
 
 
 def check_products_by_hand(backend: str, p_type: str, move: Move) -> None:
     """Several tiles, whose maxima rise and fall, and a tail."""
     keys = 3 * BLOCK_KV + 5
-    scores, v = whole_scores(30, keys), whole_values(keys)
+    scores, v = even_scores(30, keys), whole_values(keys)
     o, _ = attend(codes_of(scores, v, move, p_type=p_type), backend)
     weights = by_hand(scores, p_type)
     error = np.abs(o - weights @ v)
-    assert (error <= 2.0**-20 * (weights @ np.abs(v))).all()
+    assert (error <= OF_SUMS * (weights @ np.abs(v))).all()
 
 
 def check_scores_of_0_and_minus_infinity(backend: str, p_type: str, move: Move) -> None:
-    """Whole numbers from end to end: equal to the bit."""
+    """O is a mean of whole numbers."""
     keys = 2 * BLOCK_KV + 9
     mask = np.random.default_rng(2).random((32, keys)) < 0.5
     mask[3], mask[4, BLOCK_KV:] = False, False
     v = whole_values(keys)
     z = codes_of(np.zeros((32, keys), np.int64), v, move, p_type=p_type)
     o, lse = attend(z, backend, mask=move(mask))
-    one, f32 = P_CODE_ONE[p_type], np.float32
     count = mask.sum(axis=1)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(count == 0, f32(0), f32(1) / count.astype(f32)) * f32(1 / one)
-        np.testing.assert_allclose(lse, np.log(count), rtol=2.0**-21)
-    assert bits(o) == bits((one * (mask @ v)).astype(f32) * inverse[:, None].astype(f32))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        np.testing.assert_allclose(lse, np.log(count), rtol=2.0**-21, atol=OF_SUMS)
+        mean = np.where(count[:, None] == 0, 0, mask @ v / count[:, None])
+    error = np.abs(o - mean)
+    assert (error <= OF_SUMS * np.abs(mean)).all() and not o[3].any()
 
 
 def check_equal_keys(backend: str, p_type: str, move: Move) -> None:
@@ -125,41 +129,42 @@ def check_equal_keys(backend: str, p_type: str, move: Move) -> None:
     keys = BLOCK_KV + 6
     v = whole_values(keys)
     o, _ = attend(codes_of(np.full((8, keys), 5), v, move, p_type=p_type), backend)
-    np.testing.assert_allclose(o, np.broadcast_to(v.mean(axis=0), o.shape), 2.0**-21, 2.0**-21)
+    np.testing.assert_allclose(o, np.broadcast_to(v.mean(axis=0), o.shape), OF_SUMS, OF_SUMS)
 
 
 def check_one_key_gives_its_value(backend: str, p_type: str, move: Move) -> None:
     v = whole_values(1) // (16 if p_type == "e4m3" else 1)
     o, lse = attend(codes_of(np.full((8, 1), 3), v, move, p_type=p_type), backend)
-    np.testing.assert_allclose(o, np.broadcast_to(v, o.shape), rtol=2.0**-22)
-    np.testing.assert_allclose(lse, 3 * LN2, rtol=2.0**-22)
+    np.testing.assert_allclose(o, np.broadcast_to(v, o.shape), rtol=2.0**-20)
+    np.testing.assert_allclose(lse, 3 * LN2, rtol=2.0**-20)
 
 
 def check_keys_in_another_order(backend: str, p_type: str, move: Move) -> None:
-    """Within tiles the order of the keys changes no bit, whatever fragments make of it."""
+    """Within tiles the order of the keys changes l alone, whatever fragments make of it."""
     keys = 2 * BLOCK_KV
     rng = np.random.default_rng(3)
-    scores, v = whole_scores(32, keys), whole_values(keys)
+    scores, v = even_scores(32, keys), whole_values(keys)
     order = np.concatenate([t + rng.permutation(BLOCK_KV) for t in (0, BLOCK_KV)])
     o, lse = attend(codes_of(scores, v, move, p_type=p_type), backend)
     moved = codes_of(scores[:, order], v[order], move, p_type=p_type)
     o_moved, lse_moved = attend(moved, backend)
-    assert bits(o) == bits(o_moved) and bits(lse) == bits(lse_moved)
+    np.testing.assert_allclose(o, o_moved, rtol=2.0**-18)  # sums of 70 numbers
+    np.testing.assert_allclose(lse, lse_moved, rtol=2.0**-21, atol=2.0**-18)
 
 
 def check_shifted_scores(backend: str, p_type: str, move: Move) -> None:
-    scores, v = whole_scores(32, 90), whole_values(90)
+    scores, v = even_scores(32, 90), whole_values(90)
     o, lse = attend(codes_of(scores, v, move, p_type=p_type), backend)
     shifted = codes_of(scores + 100, v, move, p_type=p_type)
     o_shifted, lse_shifted = attend(shifted, backend)
-    assert bits(o) == bits(o_shifted)
+    np.testing.assert_allclose(o, o_shifted, rtol=2.0**-16)  # M near 100 has steps of 2^-17
     np.testing.assert_allclose(lse_shifted - lse, 100 * LN2, rtol=2.0**-20)
 
 
 def check_split_keys_merge(backend: str, p_type: str, move: Move) -> None:
     """Two halves of whole tiles, each attended to by itself, merge by lse to the whole."""
     keys = 4 * BLOCK_KV
-    scores, v = whole_scores(32, keys), whole_values(keys)
+    scores, v = even_scores(32, keys), whole_values(keys)
     whole, lse = attend(codes_of(scores, v, move, p_type=p_type), backend)
     parts = [
         attend(codes_of(scores[:, half], v[half], move, p_type=p_type), backend)
@@ -185,8 +190,8 @@ def check_constant_values_come_back(backend: str, p_type: str, move: Move) -> No
 def check_codes_of_p_against_the_mirror(backend: str, p_type: str, move: Move) -> None:
     """On real scores the codes of P differ from the mirror's by one, at few places if any.
 
-    One tile, V the unit matrix: O l is P. Both exponentials have a relative error of 2^-22, which
-    moves a code only where it lies that close to a tie.
+    One tile, V the unit matrix: O l is the codes. Both exponentials have a relative error of 2^-22,
+    which moves a code only where it lies that close to a tie.
     """
     rng = np.random.default_rng(5)
     q, k = (rng.standard_normal((1, 2, n, HEAD_DIM)).astype(np.float32) for n in (100, BLOCK_KV))
@@ -195,7 +200,7 @@ def check_codes_of_p_against_the_mirror(backend: str, p_type: str, move: Move) -
     z = quantize(*map(move, (q, k, np.ascontiguousarray(v))), quant=quant, backend=backend)
     o = on_host(attention(z, backend=backend, arch=PORTABLE)).astype(np.float64)
     _, (step,) = attention_mirror(host_copy(z), variant="fa_int8", trace=True)
-    codes = o * step.l[..., None].astype(np.float64) * P_CODE_ONE[p_type]
+    codes = o * step.l[..., None].astype(np.float64)
     assert np.abs(codes - np.rint(codes)).max() <= 0.01
     flips = np.abs(np.rint(codes) - np.rint(step.P * P_CODE_ONE[p_type]))
     assert flips.max() <= 1 and np.count_nonzero(flips) <= flips.size // 1000

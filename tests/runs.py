@@ -48,9 +48,15 @@ def variant_of(rung: str) -> Variant:
     return lookup(rung.partition("@")[0])
 
 
-#: What default tiles may spill all the same, in bytes by variant, dtype and head_dim: an address or
+#: What default tiles may spill all the same, in bytes by rung, dtype and head_dim: an address or
 #: two, read once a step.
-SPILLED = {("fa_int8", "float32", 128): 16}
+SPILLED = {("fa_int8", "float32", 128): 16} | {
+    ("fa_int8@pv8", dtype, head_dim): spilled
+    for dtype in ("float16", "bfloat16", "float32")
+    for head_dim, spilled in ((64, 4), (128, 12))
+}
+#: The same where sequences are packed.
+SPILLED_PACKED = {("fa_int8@pv8", 64): 4, ("fa_int8@pv8", 128): 28}
 
 #: Every rung with every storage type that it takes.
 CELLS = [(rung, dtype) for rung in RUNGS for dtype in variant_of(rung).dtypes]

@@ -20,7 +20,7 @@ from cupyattn import launch, nvrtc
 from cupyattn.checks import GROUP_ALL
 from cupyattn.features import Features
 from cupyattn.registry import VARIANTS, Variant
-from tests.runs import SPILLED
+from tests.runs import SPILLED, SPILLED_PACKED
 
 #: Head sizes at which spills are looked for, beside 128, which is the likeliest to have some.
 LATE = [pytest.param(head_dim, marks=pytest.mark.slow) for head_dim in (64, 256)]
@@ -30,6 +30,10 @@ NO_SPILLS = ("sm_80", "sm_89", "sm_90")
 SMALLEST_LIMIT = 99 * 1024
 #: One head size for each padded shape that the default tiles tell apart, odd ones among them.
 HEAD_DIMS = (64, 128, 256, 40, 96, 1, 80, 200, 7)
+
+
+def rung_of(name: str, form: str) -> str:
+    return name if form == "portable" else f"{name}@{form}"
 
 
 def features_of(
@@ -141,7 +145,7 @@ def test_default_tiles_spill_nothing(
     spec, binary = build(name, form, arch, head_dim, dtype, causal, lse=True)
     for entry, taken in binary.kernels.items():
         spilled = max(taken.spill_stores, taken.spill_loads)
-        allowed = SPILLED.get((name, dtype, head_dim), 0)
+        allowed = SPILLED.get((rung_of(name, form), dtype, head_dim), 0)
         assert spilled <= allowed, f"{entry} for {arch} takes {taken}: {spec}"
 
 
@@ -165,8 +169,9 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
     spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
     arch = "sm_90a" if form.startswith("sm90") else "sm_80"
     for entry, taken in kc.build(spec, arch).kernels.items():
-        spills = taken.spill_stores, taken.spill_loads
-        assert spills == (0, 0), f"{entry} takes {taken}: {spec}"
+        spilled = max(taken.spill_stores, taken.spill_loads)
+        allowed = SPILLED_PACKED.get((rung_of(name, form), head_dim), 0)
+        assert spilled <= allowed, f"{entry} takes {taken}: {spec}"
 
 
 @pytest.mark.parametrize("block_kv", [64, 128])

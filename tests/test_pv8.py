@@ -175,7 +175,10 @@ def test_drawn_problems_on_the_mirror(data) -> None:
 )
 def test_modes_and_tiles_in_the_interpreter(tiles, granularity, p_type) -> None:
     pv = pv8_cases.pv_of(p_type)
-    quant = QuantConfig(pv=pv, granularity_v=granularity, p_type=p_type, smooth_v=False)
+    of_keys = "block" if granularity == "block" else "thread"
+    quant = QuantConfig(
+        granularity_k=of_keys, pv=pv, granularity_v=granularity, p_type=p_type, smooth_v=False
+    )
     q, k, v = normal((1, 2, 40, 36), (1, 1, 150, 36), "float32")
     z = quantize(q, k, v + 1, quant=quant, tiles=tiles, backend="interpret")
     o, lse = attention(z, tiles=tiles, return_lse=True, causal=True, backend="interpret")
@@ -216,6 +219,31 @@ def test_a_nan_in_v_reaches_its_channel_alone(backend) -> None:
     v[0, 0, 70, 9] = np.nan
     o = attention(q, k, v, variant="fa_int8", quant=QuantConfig(pv="int8"), backend=backend)
     assert np.isnan(o[..., 9]).all() and np.isfinite(np.delete(o, 9, axis=-1)).all()
+
+
+@pytest.mark.parametrize("granularity", ["token", "block"])
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+def test_a_nan_in_k_spares_rows_that_do_not_see_its_scale(backend, granularity) -> None:
+    """A scale of K for the whole tile goes into the factor of a row: so does its NaN."""
+    q, k, v = normal((1, 1, 64, 64), (1, 1, 64, 64))
+    k[0, 0, 40, 9] = np.nan
+    quant = QuantConfig("block", granularity, pv="int8", smooth_k=False)
+    given: dict[str, Any] = {"tiles": TILES, "causal": True, "backend": backend}
+    o = attention(q, k, v, variant="fa_int8", quant=quant, **given)
+    first = 40 if granularity == "token" else 32
+    assert np.isfinite(o[:, :, :first]).all() and np.isnan(o[:, :, 40:]).all()
+
+
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+def test_rows_without_keys_are_0_whatever_stands_in_them(backend) -> None:
+    q, k, v = normal((1, 1, 64, 64), (1, 1, 32, 64))
+    q[0, 0, 3, 9] = np.nan
+    mask = np.ones((64, 32), bool)
+    mask[:32] = False
+    quant = QuantConfig("block", "block", pv="int8")
+    given: dict[str, Any] = {"tiles": TILES, "mask": mask, "backend": backend}
+    o = attention(q, k, v, variant="fa_int8", quant=quant, **given)
+    assert not o[:, :, :32].any()
 
 
 # ---- the call and the record ---------------------------------------------------------------------

@@ -506,7 +506,10 @@ def test_given_scales_have_no_zero_points() -> None:
 @pytest.mark.parametrize("form", lookup("fa_int8").forms)
 @pytest.mark.parametrize("head_dim", [*LATE, 128])
 def test_default_tiles_spill_next_to_nothing(head_dim, form) -> None:
-    """At head_dim 128 the plain kernels have no register left: a few bytes go to local memory."""
+    """Where the plain kernels have no register left, a few bytes go to local memory.
+
+    That is at head_dim 128, and with P and V in 8 bits where three blocks share an SM.
+    """
     if form in ("sm90", "sm90_pv8", "fused"):
         pytest.skip("the Hopper form takes no zero points, the fused one is in test_fused.py")
     variant = lookup("fa_int8")
@@ -519,5 +522,6 @@ def test_default_tiles_spill_next_to_nothing(head_dim, form) -> None:
         spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
         binary = kc.build(spec, "sm_80")
         for taken in binary.kernels.values():
-            assert taken.spill_stores <= (48 if head_dim == 128 else 0), (spec, taken)
+            full = head_dim == 128 or (form, head_dim) == ("pv8", 64)
+            assert taken.spill_stores <= (48 if full else 0), (spec, taken)
         kc.check_shared_memory(binary.smem_bytes, 99 * 1024, str(spec))

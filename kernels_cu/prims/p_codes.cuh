@@ -1,6 +1,6 @@
 // p_codes.cuh -- P as 8-bit codes, and their product with codes of V.
-// A code stands for so many P_STEP of the largest exponential of its tile, which is 1: none is ever
-// past the code of 1. Integers go with INT8 codes of V, e4m3 with e4m3.
+// A weight is an exponential in units of code 1: the largest of a tile is the largest code, and
+// none is past it. Integers go with INT8 codes of V, e4m3 with e4m3.
 #pragma once
 
 #include "prims/config.cuh"
@@ -8,9 +8,20 @@
 
 static_assert(P_TYPE != PType::NONE, "codes of P need P_TYPE");
 
-// The code of p = 1, and the p of code 1.
+// The largest code, and its logarithm.
 constexpr float P_CODE_ONE = P_TYPE == PType::U8 ? 255.0f : P_TYPE == PType::S8 ? 127.0f : E4M3_MAX;
-constexpr float P_STEP = 1.0f / P_CODE_ONE;
+constexpr float P_CODE_LOG2 = P_TYPE == PType::U8   ? 7.99435343686f
+                              : P_TYPE == PType::S8 ? 6.98868468677f
+                                                    : 8.80735492206f;
+
+// M of a tile, and the exponent of 2 of a weight. M is that of code 1, rounded up, so that no
+// weight exceeds the largest code. NATURAL_SCORES have the largest score for M as elsewhere.
+__device__ __forceinline__ float M_of_codes(float m, float to_log2) {
+  return NATURAL_SCORES ? m : __fmaf_ru(m, to_log2, -P_CODE_LOG2);  // R4
+}
+__device__ __forceinline__ float code_exponent(float S, float to_log2, float minus_M) {
+  return NATURAL_SCORES ? fmaf(S + minus_M, LOG2E, P_CODE_LOG2) : fmaf(S, to_log2, minus_M);
+}
 
 static_assert(
     P_TYPE == PType::E4M3 || P_CODE_ONE * 256 * BLOCK_KV <= 0x1p24f,
@@ -26,13 +37,17 @@ struct PSum<PType::E4M3> {
 };
 using p_sum_t = PSum<P_TYPE>::type;
 
-// R5: the codes of two numbers from 0 to 1, ties to even, x in the low byte and y in the next.
-__device__ __forceinline__ uint32_t pack_p_codes(float x, float y) {
-  if constexpr (P_TYPE == PType::E4M3) return pack_e4m3(x * P_CODE_ONE, y * P_CODE_ONE);
+// R5: the codes of four weights, ties to even; the first in the lowest byte.
+__device__ __forceinline__ uint32_t pack_p_codes(float x, float y, float z, float w) {
+  if constexpr (P_TYPE == PType::E4M3) return __byte_perm(pack_e4m3(x, y), pack_e4m3(z, w), 0x5410);
+#if __CUDA_ARCH__ == 800  // has no instruction for a pair, and integers only at the rate of exp2
   // Added to 2^23 a number is rounded to an integer, which the low bits then are.
-  const uint32_t low = __float_as_uint(fmaf(x, P_CODE_ONE, 0x1p23f));
-  const uint32_t high = __float_as_uint(fmaf(y, P_CODE_ONE, 0x1p23f));
-  return __byte_perm(low, high, 0x0040);
+  auto code = [](float x) { return __float_as_uint(x + 0x1p23f); };
+  return __byte_perm(
+      __byte_perm(code(x), code(y), 0x0040), __byte_perm(code(z), code(w), 0x0040), 0x5410);
+#else
+  return pack_u8(x, y, z, w);
+#endif
 }
 
 // C [16, 8] += P [16, 32] V [32, 8].

@@ -1,14 +1,15 @@
-// prims_p_codes -- P of two numbers a lane as codes, and a product of codes with codes of V.
+// prims_p_codes -- P of four numbers a lane as codes, and a product of codes with codes of V.
 #include "prims/p_codes.cuh"
 #include "prims/warp.cuh"
 
 extern "C" __global__ void p_codes(
-    const float* x,    // [2, 32], 0 to 1
+    const float* x,    // [4, 32] weights in units of code 1
     const uint8_t* A,  // [16, 32] codes of P
     const uint8_t* B,  // [8, 32] codes of V
     uint32_t* codes,   // [32], the first in the low byte
     float* C) {        // [16, 8]
-  codes[lane_id()] = pack_p_codes(x[lane_id()], x[32 + lane_id()]) & 0xffff;
+  const int lane = lane_id();
+  codes[lane] = pack_p_codes(x[lane], x[32 + lane], x[64 + lane], x[96 + lane]);
   const int g = lane_id() / 4, t = lane_id() % 4;
   uint32_t a[4], b[2];
   for (int i = 0; i < 4; ++i)
