@@ -96,7 +96,7 @@ def test_arrays_of_another_form_are_refused() -> None:
 
 def test_what_cannot_be_called_cannot_be_planned() -> None:
     q, k, v = normal()
-    with pytest.raises(TypeError, match="plan got an unexpected argument 'casual'"):
+    with pytest.raises(TypeError, match=r"plan\(\) got an unexpected keyword argument 'casual'"):
         plan(q, k, v, casual=True)
     with pytest.raises(UnsupportedError):
         plan(q, k, v, quant=QuantConfig(qk_bits=4))
