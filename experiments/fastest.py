@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import cupyattn as ca
+from experiments import common
 from experiments.common import ROOT
-from experiments.ladder import stored
 
 TARGET = ROOT / "cupyattn" / "measured.py"
 RECORD = "experiments/results/ladder.json"
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None, target: Path = TARGET) -> int:
     )
     parser.add_argument("--check", action="store_true", help="only compare")
     args = parser.parse_args(argv)
-    text = module_text(stored())
+    text = module_text(common.stored("ladder"))
     if args.check:
         same = target.read_text(encoding="utf-8") == text
         print(f"{target.name} {'is' if same else 'is NOT'} what {RECORD} says")

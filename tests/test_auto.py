@@ -11,14 +11,14 @@ from cupyattn import attention, auto, explain, measured
 from cupyattn.quant import QuantConfig
 from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve
-from experiments import fastest, ladder
+from experiments import common, fastest
 from tests.runs import bits, normal
 
 
 def test_the_table_is_what_the_record_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert fastest.main(["--check"]) == 0, capsys.readouterr().out
     for (capability, dtype, head_dim, length, causal, times), found in zip(
-        measured.MEASURED, ladder.stored()["problems"], strict=True
+        measured.MEASURED, common.stored("ladder")["problems"], strict=True
     ):
         problem = found["problem"]
         assert (dtype, head_dim, length, causal) == tuple(
