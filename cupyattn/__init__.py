@@ -33,7 +33,12 @@ if TYPE_CHECKING:
         compute_adaptive_scales,
         compute_sigma_schedule,
     )
-    from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
+    from cupyattn.errors import (
+        DeviceMemoryError,
+        KernelCompileError,
+        KernelLaunchError,
+        UnsupportedError,
+    )
     from cupyattn.measure import ladder
     from cupyattn.quant import (
         Int8Config,
@@ -55,6 +60,7 @@ __all__ = [
     "VARIANTS",
     "BlockMask",
     "Calibration",
+    "DeviceMemoryError",
     "GemmTiles",
     "Int8Attention",
     "Int8Config",
@@ -104,6 +110,7 @@ _HOME = {
     "compute_adaptive_scales": "diffusion",
     "compute_sigma_schedule": "diffusion",
     "KernelCompileError": "errors",
+    "DeviceMemoryError": "errors",
     "KernelLaunchError": "errors",
     "UnsupportedError": "errors",
     "ladder": "measure",

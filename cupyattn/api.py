@@ -426,7 +426,7 @@ def _options(function: str, options: dict[str, Any]) -> Options:
     known = {field.name for field in fields(Options)}
     for name in options:
         if name not in known:
-            raise TypeError(f"{function} got an unexpected argument {name!r}")
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     return Options(**options)
 
 

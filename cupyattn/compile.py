@@ -225,6 +225,7 @@ def _compiled(spec: ModuleSpec, arch: str, target: str, source: str | None) -> B
             f"NVRTC {_dotted(compiler.version)} does not know {arch}, only {known}: "
             "install a newer nvidia-cuda-nvrtc"
         )
+    _check_supported(capability_of(arch))
     if capability_of(arch) < spec.least_capability:
         raise UnsupportedError(
             f"8-bit floats (pv='fp8') need compute capability 8.9 or later, got {arch}: use "
@@ -568,11 +569,7 @@ def device_architecture(capability: int, hopper: bool = False) -> str:
     UnsupportedError
         If the device is too old, or too new for this NVRTC, or not a Hopper where one is needed.
     """
-    if capability < 80:
-        raise UnsupportedError(
-            f"compute capability {capability / 10:.1f} is not supported, 8.0 and newer are: "
-            "call with NumPy arrays to run the mirror"
-        )
+    _check_supported(capability)
     if hopper:
         if capability != HOPPER_CAPABILITY:
             raise UnsupportedError(
@@ -588,6 +585,14 @@ def device_architecture(capability: int, hopper: bool = False) -> str:
             f"{capability / 10:.1f}: install a newer nvidia-cuda-nvrtc"
         )
     return f"sm_{max(usable)}"
+
+
+def _check_supported(capability: int) -> None:
+    if capability < 80:
+        raise UnsupportedError(
+            f"compute capability {capability / 10:.1f} is not supported, 8.0 and newer are: "
+            "call with NumPy arrays to run the mirror"
+        )
 
 
 def check_runs_on(arch: str, capability: int) -> None:

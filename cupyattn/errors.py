@@ -11,5 +11,9 @@ class KernelCompileError(RuntimeError):
     """NVRTC rejected a kernel; the message names source, options and the first error."""
 
 
+class DeviceMemoryError(MemoryError):
+    """Results and scratch memory of a call do not fit; the message says how much it needs."""
+
+
 class KernelLaunchError(RuntimeError):
     """A kernel cannot be launched on this device; the message names the numbers and the way out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ from cupyattn import backends, checks, executor, launch
 from cupyattn import compile as compiler
 from cupyattn.arrays import is_cupy
 from cupyattn.checks import AttentionCall, data_address
+from cupyattn.errors import DeviceMemoryError
 from cupyattn.forms import QUANTIZED, Form, direct_operands
 from cupyattn.launch import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
@@ -22,7 +24,7 @@ from cupyattn.quant.plan import parts, plan_quantize
 from cupyattn.request import Request, resolve
 from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import STORAGE, array_namespace
-from cupyattn.scratch import Layout, Scratch
+from cupyattn.scratch import Layout, Scratch, free_bytes, memory_error
 from cupyattn.value_codes import FusedCodes, ValueCodes, ZeroPoints
 
 #: Operands that say what happens to the scores, as fields of `Request`.
@@ -284,7 +286,10 @@ class Prepared:
                 for plan, names in zip(self.plans, map(dict, self._names), strict=True):
                     launches = executor.ready(plan, request.options.arch)
                     self._launches += [(one, one.pick(names)) for one in launches]
-                self._scratch = self._allocate() if keep else None
+                try:
+                    self._scratch = self._allocate() if keep else None
+                except MemoryError as error:
+                    raise self._lack_of_memory(request.receiver) from error
 
     @property
     def plans(self) -> list[Plan]:
@@ -299,6 +304,19 @@ class Prepared:
     def __str__(self) -> str:
         first = f"{self.variant}: {self.why}"
         return "\n".join([first, *self._stages.memory, *map(str, self.plans)])
+
+    def _lack_of_memory(self, out: Any) -> DeviceMemoryError:
+        """Return what is raised where results or scratch memory cannot be had."""
+        call, needed = self.call, {}
+        if out is None:
+            needed["o"] = math.prod(call.output_shape) * np.dtype(STORAGE[call.dtype]).itemsize
+        if call.return_lse:
+            needed["lse"] = 4 * math.prod(call.lse_shape)
+        if self._scratch is None:
+            needed |= {work.name: work.nbytes for work in self._workspace}
+        free = free_bytes() if self.backend == "cuda" else None
+        codes = self.variant == "fa_int8" and self.plans[-1].form in ("portable", "sm90")
+        return memory_error(self.variant, needed, free, fused=codes and bool(self._workspace))
 
     def _allocate(self) -> Scratch:
         if not self._workspace:
@@ -341,6 +359,8 @@ class Prepared:
         ------
         ValueError
             For arrays of another form; the message says what differs.
+        DeviceMemoryError
+            If results and scratch memory do not fit; nothing was launched then.
         """
         alone = mask is bias is cu_seqlens_q is cu_seqlens_k is None
         plain = self._options.layout == "BHSD" and (out is None or is_cupy(out))
@@ -401,9 +421,12 @@ class Prepared:
     ) -> tuple[Any, Any]:
         xp, call = self._xp, self.call
         with self._current():
-            o = new_output(call, self._options.layout, xp) if out is None else out
-            lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
-            scratch = self._scratch or self._allocate()
+            try:
+                o = new_output(call, self._options.layout, xp) if out is None else out
+                lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
+                scratch = self._scratch or self._allocate()
+            except MemoryError as error:
+                raise self._lack_of_memory(out) from error
             self._fill(scratch, operands)
             results = {"o": o} if lse is None else {"o": o, "lse": lse}
             if self.backend == "cuda":

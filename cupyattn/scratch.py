@@ -6,7 +6,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cupyattn.errors import DeviceMemoryError
 from cupyattn.launch import Workspace
+
+
+def free_bytes() -> int:
+    """Return how much memory of the current device CuPy's pool could still hand out."""
+    import cupy
+
+    pool = cupy.get_default_memory_pool()
+    free = int(cupy.cuda.runtime.memGetInfo()[0]) + int(pool.free_bytes())
+    limit = int(pool.get_limit())
+    return min(free, limit - int(pool.used_bytes())) if limit else free
+
+
+def memory_error(
+    variant: str, needed: Mapping[str, int], free: int | None, *, fused: bool
+) -> DeviceMemoryError:
+    """Return the error of a call that cannot have its memory.
+
+    Parameters
+    ----------
+    variant : str
+    needed : mapping of str to int
+        Bytes of what it takes beside its operands, by name.
+    free : int or None
+        Bytes that are free; None where nobody knows, on the host.
+    fused : bool
+        Whether a form of the rung needs no scratch memory.
+    """
+    largest = max(needed, key=needed.__getitem__)
+    found = "more than can be had" if free is None else f"{free:,} are free"
+    way_out = "split the batch or the heads into several calls"
+    if variant == "unfused":
+        way_out = "use another variant, none of which keeps a score per query and key"
+    elif fused:
+        without = "use QuantConfig(smooth_k=False, fused=True), which takes no scratch memory"
+        way_out = f"{without}, or {way_out}"
+    return DeviceMemoryError(
+        f"{variant} needs {sum(needed.values()):,} bytes beside its operands, "
+        f"{needed[largest]:,} of them for {largest!r}, and {found}: {way_out}"
+    )
 
 
 @dataclass(frozen=True)

@@ -166,11 +166,6 @@ def update_readme(record: Mapping[str, Any], path: Path = README) -> None:
     common.replace_between(path, BEGIN, END, readme_table(record))
 
 
-def stored() -> dict[str, Any]:
-    """Return the committed record."""
-    return common.stored("ladder")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = common.parser(__doc__)
@@ -186,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.stored or (args.update_readme and not args.quick and device.device_missing()):
-        record = stored()
+        record = common.stored("ladder")
         if args.plot:
             draw(record, args.plot)
         if args.update_readme:

@@ -5,7 +5,7 @@
 //              products, exact integers, are added up in float32 with the factor of each tile.
 // Differs from attn_fa_int8: S2 loads codes of V, channels for rows, since 8-bit fragments need
 //              neighbours along the keys, in such an order that the scores of a lane are neighbours
-//              already (quantize_values.cu); S4 subtracts the maximum of the tile, not of the row,
+//              already (quantize.cu); S4 subtracts the maximum of the tile, not of the row,
 //              in units of code 1, so that the exponentials are codes but for their rounding, and
 //              takes K's scale into the row's where a tile has one; S5 is two levels of sums, and
 //              takes V's zero points off the first; S6 gives back the mean of V. The factors of
@@ -39,7 +39,7 @@ constexpr int V_CHUNKS = BLOCK_KV / 16;     // 16-byte chunks per channel of V
 constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
 constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
-// Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where they suffice.
+// Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
 constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
 constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
 

@@ -12,7 +12,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyattn import attention, bounds, explain, plan, reference, registry, unfused
+from cupyattn import (
+    attention,
+    attention_varlen,
+    bounds,
+    explain,
+    plan,
+    reference,
+    registry,
+    unfused,
+)
 from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
@@ -157,6 +166,22 @@ def test_auto_keeps_to_the_accuracy_class(dtype: str) -> None:
     assert rung.family != "int8" and dtype in rung.dtypes
     assert_bits_equal(attention(*inputs), attention(*inputs, variant=rung.name))
     assert explain(*inputs, accuracy="balanced").startswith("fa_int8: the fastest rung")
+
+
+@pytest.mark.parametrize("call", [attention, explain, plan, attention_varlen])
+@pytest.mark.parametrize("name", ["dropout", "dropout_p", "block_table", "casual"])
+def test_arguments_that_do_not_exist_are_named(call: Any, name: str) -> None:
+    """Dropout and pages of keys are not offered."""
+    q, k, v = normal()
+    message = rf"^{call.__name__}\(\) got an unexpected keyword argument '{name}'$"
+    with pytest.raises(TypeError, match=message):
+        call(q, k, v, **{name: 0.1})
+
+
+@pytest.mark.parametrize("variant", ["fa", "fa_tc", "fa_int8"])
+def test_devices_before_compute_capability_8_are_refused(variant: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"^compute capability 7\.5 is not supported, 8\.0"):
+        attention(*normal(), variant=variant, arch="sm_75", backend="interpret")
 
 
 def test_a_rung_asked_for_by_name_is_never_replaced() -> None:

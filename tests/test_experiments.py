@@ -553,7 +553,7 @@ def made_up(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> None:
-    table = ladder.readme_table(made_up(ladder.stored()))
+    table = ladder.readme_table(made_up(common.stored("ladder")))
     lines = table.splitlines()
     assert "Made up, driver 1.2" in lines[0]
     assert "| rung | the one idea | J2 | J3 | rel. error | time | TFLOP/s | ceiling |" in lines
@@ -562,7 +562,7 @@ def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> Non
     assert widths == {9}
     readme = tmp_path / "README.md"
     readme.write_text(f"above\n{ladder.BEGIN}\nold\n{ladder.END}\nbelow\n")
-    ladder.update_readme(made_up(ladder.stored()), readme)
+    ladder.update_readme(made_up(common.stored("ladder")), readme)
     assert readme.read_text() == f"above\n{ladder.BEGIN}\n{table}\n{ladder.END}\nbelow\n"
 
 
@@ -571,11 +571,11 @@ def test_a_readme_without_markers_is_left_alone(tmp_path: Path, text: str) -> No
     readme = tmp_path / "README.md"
     readme.write_text(text)
     with pytest.raises(ValueError, match="must hold"):
-        ladder.update_readme(ladder.stored(), readme)
+        ladder.update_readme(common.stored("ladder"), readme)
     assert readme.read_text() == text
 
 
 def test_the_record_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    ladder.draw(made_up(ladder.stored()), str(tmp_path / "x.png"))
+    ladder.draw(made_up(common.stored("ladder")), str(tmp_path / "x.png"))
     assert (tmp_path / "x.png").stat().st_size > 10_000

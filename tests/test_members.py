@@ -30,7 +30,7 @@ EXPECTED = {
     "attn_fa_tc.cu": {"Q": "float16", "K": "float16", "V": "float16"},
     "attn_fa_int8.cu": {"Q": "int8", "K": "int8", "V": "float16", "K_scale": "float32"},
     "attn_fa_int8_pv8.cu": {"Q": "int8", "K": "int8", "V": "int8", "K_scale": "float32",
-                            "V_scale": "float32"},
+                            "V_scale": "float32", "Q_factor": "float32"},
     "attn_fa_int8_fused.cu": {"Q": "int8", "K": "int8", "V": "float16", "Q_scale": "float32",
                               "K_scale": "float32", "Q_groups": "uint8", "K_groups": "uint8"},
     "attn_unfused.cu": {"scores.Q": "float32", "scores.K": "float32", "weighted_sum.P": "float32",

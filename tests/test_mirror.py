@@ -180,7 +180,8 @@ def test_int8_scores_to_the_bit(shared: bool) -> None:
         x.group_q = x.group_kv = 2**30
     f32, scale = np.float32, 0.41
     assert f32(scale * np.log2(np.e)) != f32(scale) * f32(np.log2(np.e))  # rounded once, not thrice
-    _, steps = attention_mirror(x, variant="fa_int8", scale=scale, trace=True)
+    given = {"scale": scale, "tiles": Tiles(64, 64, 4)}
+    _, steps = attention_mirror(x, variant="fa_int8", trace=True, **given)
     dot = x.q_codes.astype(np.int64) @ np.repeat(x.k_codes, 2, 1).astype(np.int64).swapaxes(2, 3)
     for b, h, i, j in np.ndindex(2, 4, 21, 37):
         at_q, at_k = ((0, 0, 0),) * 2 if shared else ((b, h, i // 2), (b, h // 2, j // 16))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cupyattn import QuantConfig, attention, plan, quantize
-from cupyattn.errors import UnsupportedError
+from cupyattn import QuantConfig, attention, plan, quantize, scratch
+from cupyattn import prepared as prepared_calls
+from cupyattn.errors import DeviceMemoryError, UnsupportedError
 from cupyattn.forms import form_key
 from cupyattn.prepared import Prepared
 from tests.runs import in_turn, on_both
@@ -82,6 +84,43 @@ def test_quantised_calls_are_prepared() -> None:
     assert prepared.workspace_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("variant", "options", "message"),
+    [
+        ("unfused", {}, "unfused needs 35,840 bytes beside its operands, 25,600 of them for '0.S'"),
+        ("fa_tc", {"return_lse": True}, "fa_tc needs 10,880 bytes .* 10,240 of them for 'o'"),
+        ("fa_int8", {}, r"fa_int8 needs .* bytes .*: use QuantConfig\(smooth_k=False, fused"),
+        (
+            "fa_int8",
+            {"quant": QuantConfig(smooth_k=False, fused=True)},
+            "needs 10,240 .*: split the batch or",
+        ),
+    ],
+)
+def test_what_does_not_fit_says_how_much_it_needs(
+    variant: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    operands = normal()
+    monkeypatch.setattr(prepared_calls, "new_output", full)
+    with pytest.raises(DeviceMemoryError, match=message):
+        attention(*operands, variant=variant, backend="interpret", **options)
+
+
+@pytest.mark.parametrize(("limit", "free"), [(0, 150), (1000, 100)])
+def test_free_memory_is_what_the_pool_could_hand_out(
+    limit: int, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of the pool counts, and what it keeps for others does too."""
+    cupy = pytest.importorskip("cupy")
+    pool = SimpleNamespace(free_bytes=lambda: 50, get_limit=lambda: limit, used_bytes=lambda: 900)
+    monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool)
+    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (100, 2000))
+    assert scratch.free_bytes() == free
+
+
 def test_arrays_of_another_form_are_refused() -> None:
     q, k, v = normal()
     prepared = plan(q, k, v, backend="mirror")
@@ -96,7 +135,7 @@ def test_arrays_of_another_form_are_refused() -> None:
 
 def test_what_cannot_be_called_cannot_be_planned() -> None:
     q, k, v = normal()
-    with pytest.raises(TypeError, match="plan got an unexpected argument 'casual'"):
+    with pytest.raises(TypeError, match=r"plan\(\) got an unexpected keyword argument 'casual'"):
         plan(q, k, v, casual=True)
     with pytest.raises(UnsupportedError):
         plan(q, k, v, quant=QuantConfig(qk_bits=4))

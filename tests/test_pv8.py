@@ -175,7 +175,10 @@ def test_drawn_problems_on_the_mirror(data) -> None:
 )
 def test_modes_and_tiles_in_the_interpreter(tiles, granularity, p_type) -> None:
     pv = pv8_cases.pv_of(p_type)
-    quant = QuantConfig(pv=pv, granularity_v=granularity, p_type=p_type, smooth_v=False)
+    of_keys = "block" if granularity == "block" else "thread"
+    quant = QuantConfig(
+        granularity_k=of_keys, pv=pv, granularity_v=granularity, p_type=p_type, smooth_v=False
+    )
     q, k, v = normal((1, 2, 40, 36), (1, 1, 150, 36), "float32")
     z = quantize(q, k, v + 1, quant=quant, tiles=tiles, backend="interpret")
     o, lse = attention(z, tiles=tiles, return_lse=True, causal=True, backend="interpret")

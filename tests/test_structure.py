@@ -340,3 +340,15 @@ def test_no_file_is_much_longer_than_600_lines() -> None:
     paths = [p for f in folders for p in f.rglob("*") if p.suffix in (".py", ".cu", ".cuh")]
     long = {p.relative_to(ROOT).as_posix(): len(p.read_text().splitlines()) for p in paths}
     assert not {name: count for name, count in long.items() if count > 640}
+
+
+def test_the_mathematics_names_what_there_is() -> None:
+    """Its contents are its headings, and a name in brackets is one in the code beside it."""
+    text = (ROOT / "docs" / "MATH_REFERENCE.md").read_text()
+    headings = re.findall(r"^## (\d+\. .*)$", text, re.M)
+    assert re.findall(r"^- \[(\d+\. .*)\]\(#", text, re.M) == headings
+    named = {
+        n for names in re.findall(r"\[(`[\w.`, ]+`)\]", text) for n in re.findall(r"\w+", names)
+    }
+    code = "\n".join(path.read_text() for path in [*PYTHON, *CUDA])
+    assert len(named) > 20 and not {n for n in named if not re.search(rf"\b{n}\b", code)}

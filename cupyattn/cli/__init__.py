@@ -9,7 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from cupyattn import __version__
-from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
+from cupyattn.errors import (
+    DeviceMemoryError,
+    KernelCompileError,
+    KernelLaunchError,
+    UnsupportedError,
+)
 
 #: Sub-commands and what ``cupyattn --help`` says of them; each is a module of this package with
 #: ``configure(parser)`` and ``run(args) -> exit status``.
@@ -28,6 +33,7 @@ COMMANDS = {
 #: What a user can cause: one line and exit status 2, no traceback.
 USER_ERRORS = (
     ValueError, TypeError, OSError, UnsupportedError, KernelCompileError, KernelLaunchError,
+    DeviceMemoryError,
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 // p_codes.cuh -- P as 8-bit codes, and their product with codes of V.
-// A weight is an exponential in units of code 1: the largest of a tile is the largest code, and none
-// is past it. Integers go with INT8 codes of V, e4m3 with e4m3.
+// A weight is an exponential in units of code 1: the largest of a tile is the largest code, and
+// none is past it. Integers go with INT8 codes of V, e4m3 with e4m3.
 #pragma once
 
 #include "prims/config.cuh"
@@ -14,8 +14,8 @@ constexpr float P_CODE_LOG2 = P_TYPE == PType::U8   ? 7.99435343686f
                               : P_TYPE == PType::S8 ? 6.98868468677f
                                                     : 8.80735492206f;
 
-// M of a tile, and the exponent of 2 of a weight. M is that of code 1, rounded up, so that no weight
-// exceeds the largest code. NATURAL_SCORES have the M of the largest score as elsewhere, unrounded.
+// M of a tile, and the exponent of 2 of a weight. M is that of code 1, rounded up, so that no
+// weight exceeds the largest code. NATURAL_SCORES have the largest score for M as elsewhere.
 __device__ __forceinline__ float M_of_codes(float m, float to_log2) {
   return NATURAL_SCORES ? m : __fmaf_ru(m, to_log2, -P_CODE_LOG2);  // R4
 }

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import QuantConfig, explain, plan
+from cupyattn import QuantConfig, attention, explain, plan
 from cupyattn import compile as kc
-from cupyattn.errors import KernelLaunchError
+from cupyattn.errors import DeviceMemoryError, KernelLaunchError
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import Tiles
 from tests.gpu.support import (
@@ -226,6 +226,22 @@ def test_offsets_of_mask_and_bias_past_two_to_the_31(variant: str, axis: int) ->
     finally:
         views = None
         cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.parametrize("variant", ["unfused", "fa_tc", "fa_int8"])
+def test_what_does_not_fit_says_so_before_the_launch(variant: str) -> None:
+    """As if the device had 1 MiB left; then the call runs as before."""
+    inputs = on_device(*normal((1, 8, 2048, 64), (1, 8, 2048, 64)))
+    expected = attention(*inputs, variant=variant)
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    try:
+        pool.set_limit(size=pool.used_bytes() + 2**20)
+        with pytest.raises(DeviceMemoryError, match=rf"{variant} needs .* bytes .* are free: "):
+            attention(*inputs, variant=variant)
+    finally:
+        pool.set_limit(size=0)
+    assert bits(attention(*inputs, variant=variant)) == bits(expected)
 
 
 @pytest.mark.parametrize("variant", ["fa_warps", "fa_tc", "fa_int8"])
