@@ -54,8 +54,8 @@ def attention(
     variant : {"auto", "unfused", "fa", "fa_warps", "fa_tc", "fa_int8"} or a registered name
         The rung. One asked for by name is never replaced.
     accuracy : {"full", "balanced", "aggressive"}
-        What ``variant="auto"`` may take: the input's own 16/32-bit arithmetic alone; INT8 Q.K^T, too;
-        or 8-bit P.V, too. Of that runs what was the fastest where it was measured
+        What ``variant="auto"`` may take: the input's own 16/32-bit arithmetic alone; INT8 Q.K^T
+        too; or 8-bit P.V too. Of that runs what was the fastest where it was measured
         (`cupyattn.auto.choose`); `explain` says where that was.
     scale : float, optional
         Softmax scale; ``head_dim ** -0.5`` when omitted.
