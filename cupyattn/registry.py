@@ -234,11 +234,14 @@ _BLOCK_MASK_TILES = {
 }
 
 #: The same for block masks in the Hopper forms: two warpgroups share a list of keys, so blocks of 128
-#: rows. As many keys are on their way in either of two.
+#: rows. As many keys are on their way in either of two. Those of fa_int8 were not measured.
 _HOPPER_BLOCK_MASK_TILES = {
     "fa_tc": {
         128: (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4)), 256: (Tiles(128, 64, 12, 2),),
-    }
+    },
+    "fa_int8": {
+        128: (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4)), 256: (Tiles(128, 64, 12, 3),),
+    },
 }  # fmt: skip
 
 #: The same for the Hopper forms: four warps that copy, four for every 64 query rows. Fastest of those

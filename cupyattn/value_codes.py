@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyattn.checks import GROUP_ALL, check_value_group
+from cupyattn.checks import GROUP_ALL, AttentionCall, check_value_group
 from cupyattn.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -155,22 +155,24 @@ class ValueCodes:
 
 
 def hopper_obstacle(
-    packed: bool, group_kv: int, zeros: ZeroPoints | None, values: ValueCodes | None
+    call: AttentionCall, group_kv: int, zeros: ZeroPoints | None, values: ValueCodes | None
 ) -> str:
     """Return why the Hopper forms do not take these codes, as a note for a plan; "" where they do.
 
     Parameters
     ----------
-    packed : bool
-        Whether the sequences are packed.
+    call : AttentionCall
     group_kv : int
         Keys that share a scale.
     zeros, values
         As for `cupyattn.launch.plan_int8`.
     """
     found = ""
-    if packed or zeros is not None:
-        found = f"takes no {'packed sequences' if packed else 'zero points'} of codes"
+    if zeros is not None:
+        found = "takes no zero points of codes"
+    elif values is not None and (call.packed is not None or call.block_mask != (0, 0)):
+        what = "packed sequences" if call.packed is not None else "block_mask"
+        found = f"takes no {what} with codes of V"
     elif group_kv % HOPPER_SCALE_KEYS:
         found = f"has one scale for {HOPPER_SCALE_KEYS} keys, or for a multiple, got {group_kv}"
     elif values is not None and values.p_type != "u8":

@@ -1,25 +1,22 @@
-"""Block masks in the Hopper form of fa_tc, in the interpreter: blocks of 128 query rows."""
+"""Block masks in the Hopper forms of fa_tc and fa_int8, in the interpreter: blocks of 128 rows."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, Tiles, api, attention, launch
-from cupyattn import compile as kc
+from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, launch
 from cupyattn.interpret import KernelFault
 from cupyattn.launch import Plan
-from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve
 from tests import runs
-from tests.fault_patches import put_in_place
-from tests.runs import Arrays, bits, normal
+from tests.fault_patches import put_a_line_in_place
+from tests.runs import Arrays, bits, normal, variant_of
 
-RUNG = "fa_tc@sm90"
+RUNGS = ("fa_tc@sm90", "fa_int8@sm90")
 #: Two blocks of rows and five of keys, both with tails; grouped heads.
 LEN_Q, LEN_KV = 150, 290
 KEPT = np.array([[[1, 0, 1, 0, 1], [0, 1, 1, 0, 0]], [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1]]], bool)
@@ -29,9 +26,11 @@ def arrays(head_dim: int = 64, len_q: int = LEN_Q, len_kv: int = LEN_KV) -> Arra
     return normal((1, 2, len_q, head_dim), (1, 1, len_kv, head_dim))
 
 
-def run(inputs: Arrays, block_mask: BlockMask | None, **options: Any) -> runs.Run:
+def run(
+    inputs: Arrays, block_mask: BlockMask | None, rung: str = "fa_tc@sm90", **options: Any
+) -> runs.Run:
     options = {"arch": "sm_90a", "backend": "interpret", **options}
-    one = runs.run(RUNG, inputs, block_mask=block_mask, **options)
+    one = runs.run(rung, inputs, block_mask=block_mask, **options)
     assert one.form == "sm90"
     return one
 
@@ -45,16 +44,19 @@ def planned(block_mask: BlockMask, head_dim: int = 64, **options: Any) -> Plan:
 def one_block(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One block takes all tiles, one after the other."""
     monkeypatch.setattr(launch, "HOPPER_BLOCKS", 1)
-    launch.plan_attention.cache_clear()
+    for plans in (launch.plan_attention, launch.plan_int8):
+        plans.cache_clear()
     yield
-    launch.plan_attention.cache_clear()
+    for plans in (launch.plan_attention, launch.plan_int8):
+        plans.cache_clear()
 
 
 # ---- what the kernel makes of it -----------------------------------------------------------------
 
 
-def check_judgements(**options: Any) -> None:
-    one = run(arrays(), BlockMask(KEPT[None], 128, 64), **options)
+def check_judgements(rung: str = "fa_tc@sm90", **options: Any) -> None:
+    inputs = arrays(64 if rung == "fa_tc@sm90" else 32)
+    one = run(inputs, BlockMask(KEPT[None], 128, 64), rung, **options)
     one.check()
     assert (one.o[:, 1, :128] == 0).all() and (one.lse[:, 1, :128] == -np.inf).all()
 
@@ -68,6 +70,24 @@ def test_a_block_mask_is_a_mask(backend: str, options: dict[str, Any], one_block
     check_judgements(backend=backend, **options)
 
 
+#: Scales of a whole step, of whatever lies outside it; the first steps of windows are cut.
+OF_STEPS = {"quant": QuantConfig(granularity_k="block")}
+WINDOW = {"window": (70, 20), "causal_align": "top-left"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("interpret", {}), ("interpret", {"causal": True, **OF_STEPS}), ("mirror", WINDOW),
+        pytest.param("interpret", {**WINDOW, **OF_STEPS}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_block_mask_of_codes_is_a_mask(
+    backend: str, options: dict[str, Any], one_block: Any
+) -> None:
+    check_judgements("fa_int8@sm90", backend=backend, **options)
+
+
 @pytest.mark.parametrize(("head_dim", "options"), [(64, {"window": (100, -1)}), (192, {})])
 def test_blocks_of_several_steps(head_dim: int, options: dict[str, Any]) -> None:
     """Steps also begin in the middle of a block."""
@@ -77,28 +97,43 @@ def test_blocks_of_several_steps(head_dim: int, options: dict[str, Any]) -> None
     run(inputs, mask, tiles=tiles, causal_align="top-left", **options).check()
 
 
-def test_the_kept_blocks_are_attended_to_as_if_they_were_all() -> None:
+@pytest.mark.slow
+def test_blocks_of_several_steps_of_codes() -> None:
+    tiles = Tiles(128, 64, 12, 3)
+    mask = BlockMask(np.array([[1, 0, 1], [1, 1, 0]], bool)[None, None], 128, 128)
+    run(arrays(192, len_kv=350), mask, "fa_int8@sm90", tiles=tiles, causal=True).check()
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_kept_blocks_are_attended_to_as_if_they_were_all(rung: str) -> None:
     """To the bit: the same steps over the same keys, and all blocks are no mask."""
-    q, k, v = arrays(len_q=100)
+    q, k, v = arrays(64 if rung == "fa_tc@sm90" else 32, len_q=100)
     mask = BlockMask(np.array([0, 1, 0, 1, 1], bool)[None, None, None], 128, 64)
     keys = np.r_[64:128, 192:LEN_KV]
     tiles = Tiles(128, 64, 12, 4)
-    one = run((q, k, v), mask)
+    # NOTE: of codes, groups of keys that no cut goes through, and no mean of all keys.
+    quant = {} if rung == "fa_tc@sm90" else {"quant": QuantConfig(smooth_k=False)}
+    one = run((q, k, v), mask, rung, **quant)
     kept = k[:, :, keys], v[:, :, keys]
     everything = BlockMask(np.ones((1, 1, 1, 3), bool), 128, 64)
-    for other in (run((q, *kept), None, tiles=tiles), run((q, *kept), everything)):
+    for other in (
+        run((q, *kept), None, rung, tiles=tiles, **quant),
+        run((q, *kept), everything, rung, **quant),
+    ):
         assert bits(one.o) == bits(other.o) and bits(one.lse) == bits(other.lse)
 
 
-def test_dropped_keys_and_values_are_not_read() -> None:
+@pytest.mark.parametrize("rung", RUNGS)
+def test_dropped_keys_and_values_are_not_read(rung: str) -> None:
     """NaN in them changes no bit, nor where a block of rows keeps nothing."""
-    q, k, v = arrays()
+    q, k, v = arrays(64 if rung == "fa_tc@sm90" else 32)
     mask = BlockMask(np.array([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]], bool)[None, None], 128, 64)
-    clean = run((q, k, v), mask)
+    quant = {} if rung == "fa_tc@sm90" else {"quant": QuantConfig(smooth_k=False)}
+    clean = run((q, k, v), mask, rung, **quant)
     k, v = k.copy(), v.copy()
     for x in (k, v):
         x[:, :, :64] = x[:, :, 128:] = np.nan
-    dirty = run((q, k, v), mask)
+    dirty = run((q, k, v), mask, rung, **quant)
     assert bits(clean.o) == bits(dirty.o) and bits(clean.lse) == bits(dirty.lse)
     assert (dirty.o[:, :, 128:] == 0).all() and (dirty.lse[:, :, 128:] == -np.inf).all()
 
@@ -106,18 +141,20 @@ def test_dropped_keys_and_values_are_not_read() -> None:
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def test_tiles_divide_the_blocks() -> None:
+@pytest.mark.parametrize("rung", RUNGS)
+def test_tiles_divide_the_blocks(rung: str) -> None:
     for head_dim in (1, 64, 65, 128, 129, 256):
         for block in ((128, 64), (128, 128)):
-            tiles = VARIANTS["fa_tc"].tiles_for(
+            tiles = variant_of(rung).tiles_for(
                 head_dim, form="sm90", lengths=(100, 100), block_mask=block
             )
             assert block[0] % tiles.block_q == 0 == block[1] % tiles.block_kv
             assert block[1] == tiles.block_kv or block[1] == 64 or head_dim > 128
 
 
-def test_the_plan_of_a_block_mask() -> None:
-    plan = planned(BlockMask(KEPT[None], 128, 64))
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_plan_of_a_block_mask(rung: str) -> None:
+    plan = planned(BlockMask(KEPT[None], 128, 64), variant=variant_of(rung).name)
     assert plan.form == "sm90" and plan.features.block_mask == (128, 64) and not plan.note
     assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
 
@@ -127,8 +164,9 @@ def test_what_is_left_to_the_portable_form() -> None:
     plan = planned(rows_of_64)
     assert plan.form == "portable"
     assert "takes block masks of 128 query rows, got blocks of 64 x 128" in plan.note
-    codes = planned(BlockMask(KEPT[None], 128, 64), variant="fa_int8")
-    assert codes.form == "portable" and "takes no block_mask" in codes.note
+    quant = QuantConfig(pv="int8", granularity_v="channel")
+    codes = planned(BlockMask(KEPT[None], 128, 64), variant="fa_int8", quant=quant)
+    assert codes.form == "pv8" and "takes no block_mask with codes of V" in codes.note
     with pytest.raises(ValueError, match="must divide the blocks of the block mask, 128 x 64"):
         attention(
             *arrays(), variant="fa_tc", arch="sm_90a", tiles=Tiles(128, 128, 12, 2),
@@ -140,27 +178,62 @@ def test_what_is_left_to_the_portable_form() -> None:
 
 _LEFT = "        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;\n"
 _COUNTED = "        mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));\n"
+_WITHOUT_KEYS = "number >= keys.end ? p.len_kv", "number >= keys.end ? 0", AssertionError
 #: What may be wrong: (text of the kernel, what stands there instead, how it is seen).
 WRONG: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
         "kv0 = BLOCK_MASK ? kept : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;", AssertionError),
-    "a tile without keys gets the first ones": (
-        "number >= keys.end ? p.len_kv", "number >= keys.end ? 0", AssertionError),
+    "a tile without keys gets the first ones": _WITHOUT_KEYS,
     "the key of a step is left behind when its K may be there": (
         _LEFT + _COUNTED, _COUNTED + _LEFT, KernelFault),
 }  # fmt: skip
+_OF_A_STEP = "      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage]"
+#: The same of codes.
+WRONG_CODES: dict[str, tuple[str, str, type[Exception]]] = {
+    "the first key of a step is counted, not read": (
+        _OF_A_STEP, _OF_A_STEP.replace("= smem.kv0[K_at.stage]", "+= BLOCK_KV"), AssertionError),
+    "a tile without keys gets the first ones": _WITHOUT_KEYS,
+}  # fmt: skip
+BOTH = [
+    (rung, *one)
+    for rung, wrong in zip(RUNGS, (WRONG, WRONG_CODES), strict=True)
+    for one in wrong.items()
+]
 
 
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize(("rung", "what", "wrong"), BOTH)
 def test_what_goes_wrong_is_seen(
+    rung: str,
+    what: str,
+    wrong: tuple[str, str, type[Exception]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old, new, how = wrong
+    source = f"sm90/attn_{variant_of(rung).name}.cu"
+    put_a_line_in_place(source, old, new, tmp_path, monkeypatch)
+    options = {} if rung == "fa_tc@sm90" else OF_STEPS
+    with pytest.raises(how):
+        check_judgements(rung, causal=True, **options)
+
+
+#: Calls with a step without keys, by what makes it so.
+WITHOUT_KEYS: dict[str, dict[str, Any]] = {
+    "window": {"window": (4, 3), "causal_align": "top-left", "tiles": Tiles(128, 64, 12, 2)},
+    "block mask": {"block_mask": BlockMask(np.array([[[[1], [0]]]], bool), 128, 64)},
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_KEYS)
+def test_a_step_without_keys_reads_no_scale_behind_the_last(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new, how = WRONG[what]
-    copy = Path(shutil.copytree(kc.KERNELS, tmp_path / "kernels"))
-    path = copy / "sm90" / "attn_fa_tc.cu"
-    text = path.read_text()
-    assert text.count(old) == 1, old
-    path.write_text(text.replace(old, new))
-    put_in_place(copy, RUNG, monkeypatch)
-    with pytest.raises(how):
-        check_judgements(causal=True)
+    """Where a scale is that of a whole step, and the last key ends one."""
+    inputs = normal((1, 2, 140, 32), (1, 1, 64, 32))
+    options = {"block_mask": None, **WITHOUT_KEYS[what], **OF_STEPS, "rung": "fa_int8@sm90"}
+    run(inputs, **options).check()
+    checked = "constexpr bool KEYS = !WINDOW && !VARLEN && !BLOCK_MASK;"
+    source = "sm90/attn_fa_int8.cu"
+    put_a_line_in_place(source, checked, "constexpr bool KEYS = true;", tmp_path, monkeypatch)
+    with pytest.raises(KernelFault, match="outside k_scale"):
+        run(inputs, **options)

@@ -1,4 +1,4 @@
-"""Packed sequences in the Hopper form of fa_tc, in the interpreter.
+"""Packed sequences in the Hopper forms of fa_tc and fa_int8, in the interpreter.
 
 The copy engine brings rows of the next sequence along with the last of this one: they must change
 nothing, and nothing may be written to theirs.
@@ -7,7 +7,6 @@ nothing, and nothing may be written to theirs.
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, Tiles, api, attention, attention_varlen, launch
-from cupyattn import compile as kc
+from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, attention_varlen, launch
 from cupyattn.interpret import KernelFault
 from cupyattn.launch import Plan
 from cupyattn.request import Options, resolve
 from cupyattn.rope import Rope
-from tests.fault_patches import put_in_place
-from tests.runs import Arrays, Guarded, bits, packed, rope_tables, run_packed, sequences
+from tests.fault_patches import put_a_line_in_place
+from tests.runs import (
+    Arrays,
+    Guarded,
+    bits,
+    packed,
+    rope_tables,
+    run_packed,
+    sequences,
+    variant_of,
+)  # fmt: skip
 
-RUNG = "fa_tc@sm90"
+RUNGS = ("fa_tc@sm90", "fa_int8@sm90")
 #: Two computing warpgroups, the fewest keys a step.
 TILES = Tiles(128, 64, 12, 2)
 #: Empty ones in front, in the middle and at the end; no keys; no queries; tails, several tiles.
@@ -34,10 +41,10 @@ AMID = ((60, 70), (37, 100), (150, 80))
 ROWS, KEYS = slice(60, 97), slice(70, 170)
 
 
-def varlen(inputs: Arrays, ends: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+def varlen(rung: str, inputs: Arrays, ends: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     options = {"tiles": TILES, "arch": "sm_90a", "backend": "interpret", **options}
     found: tuple[np.ndarray, np.ndarray] = attention_varlen(
-        *inputs, *ends, variant="fa_tc", return_lse=True, **options
+        *inputs, *ends, variant=variant_of(rung).name, return_lse=True, **options
     )
     return found
 
@@ -52,12 +59,36 @@ def planned(inputs: Arrays, ends: Any, **options: Any) -> Plan:
 def one_block(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One block takes all tiles, one after the other."""
     monkeypatch.setattr(launch, "HOPPER_BLOCKS", 1)
-    launch.plan_attention.cache_clear()
+    for plans in (launch.plan_attention, launch.plan_int8):
+        plans.cache_clear()
     yield
-    launch.plan_attention.cache_clear()
+    for plans in (launch.plan_attention, launch.plan_int8):
+        plans.cache_clear()
 
 
 # ---- each sequence is as if alone ----------------------------------------------------------------
+
+
+def check_that_every_sequence_is_as_if_alone(
+    rung: str,
+    head_dim: int,
+    lengths: tuple[tuple[int, int], ...],
+    options: dict[str, Any],
+    dtype: str = "float16",
+) -> None:
+    inputs, ends = packed(lengths, 2, 1, head_dim, dtype)
+    out = Guarded.empty(inputs[0].shape, dtype)
+    o, lse = varlen(rung, inputs, ends, out=out.array, **options)
+    out.check()
+    alone = {"variant": variant_of(rung).name, "backend": "interpret", "return_lse": True}
+    alone |= options
+    for rows, one in sequences(inputs, ends):
+        if rows.start == rows.stop:
+            continue
+        with_keys = {"arch": "sm_90a", "tiles": TILES} if one[1].size else {}
+        expected, expected_lse = attention(*one, **alone, **with_keys)
+        assert bits(o[rows].swapaxes(0, 1)) == bits(expected), rows
+        assert bits(lse[:, rows]) == bits(expected_lse), rows
 
 
 @pytest.mark.parametrize(
@@ -72,67 +103,116 @@ def one_block(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_sequence_is_as_if_alone(
     head_dim: int, lengths: tuple[tuple[int, int], ...], options: dict[str, Any]
 ) -> None:
-    inputs, ends = packed(lengths, 2, 1, head_dim)
-    out = Guarded.empty(inputs[0].shape, "float16")
-    o, lse = varlen(inputs, ends, out=out.array, **options)
-    out.check()
-    alone = {"variant": "fa_tc", "backend": "interpret", "return_lse": True, **options}
-    for rows, one in sequences(inputs, ends):
-        if rows.start == rows.stop:
-            continue
-        with_keys = {"arch": "sm_90a", "tiles": TILES} if one[1].size else {}
-        expected, expected_lse = attention(*one, **alone, **with_keys)
-        assert bits(o[rows].swapaxes(0, 1)) == bits(expected), rows
-        assert bits(lse[:, rows]) == bits(expected_lse), rows
+    check_that_every_sequence_is_as_if_alone("fa_tc@sm90", head_dim, lengths, options)
 
 
+#: Scales of many keys: of a whole step, of a sequence.
+OF_STEPS, OF_HEADS = (
+    {"quant": QuantConfig(granularity_q=name, granularity_k=name)} for name in ("block", "head")
+)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "options"),
+    [
+        (32, "float32", OF_STEPS),  # O in float32, V in 16 bits
+        pytest.param(32, "float16", {"window": (20, 9)}, marks=pytest.mark.slow),
+        pytest.param(
+            64, "bfloat16", {"causal": True, "causal_align": "top-left", **OF_HEADS},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(192, "float16", {"causal": True}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_every_sequence_of_codes_is_as_if_alone(
+    head_dim: int, dtype: str, options: dict[str, Any]
+) -> None:
+    """Means and scales of the keys are each sequence's own."""
+    lengths = ((0, 0), (5, 70), (0, 9), (130, 66), (0, 0))
+    check_that_every_sequence_is_as_if_alone("fa_int8@sm90", head_dim, lengths, options, dtype)
+
+
+def check_that_a_sequence_may_have_no_keys(rung: str) -> None:
+    inputs, ends = packed(((3, 0), (7, 3)), 1, 1, 32)
+    o, lse = varlen(rung, inputs, ends)
+    assert not o[:3].any() and (lse[:, :3] == -np.inf).all() and o[3:].all()
+
+
+def test_a_sequence_of_codes_may_have_no_keys() -> None:
+    check_that_a_sequence_may_have_no_keys("fa_int8@sm90")
+
+
+@pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("backend", ["interpret", "mirror"])
-def test_within_the_bound(backend: str, one_block: Any) -> None:
+def test_within_the_bound(backend: str, rung: str, one_block: Any) -> None:
     """One block also meets every phase of its barriers; the tiles are the rung's own."""
-    inputs, ends = packed(((5, 38), (200, 150), (3, 0), (64, 129)), 2, 1, dtype="bfloat16")
-    for one in run_packed(RUNG, inputs, ends, arch="sm_90a", backend=backend, causal=True):
+    lengths = ((5, 38), (200, 150), (3, 0), (64, 129))
+    if rung == "fa_int8@sm90":  # a step has 112 keys
+        lengths = ((5, 38), (200, 130), (3, 0), (64, 90))
+    heads = 2 if backend == "mirror" or rung == "fa_tc@sm90" else 1
+    inputs, ends = packed(lengths, heads, 1, dtype="bfloat16")
+    for one in run_packed(rung, inputs, ends, arch="sm_90a", backend=backend, causal=True):
         assert one.form == "sm90"
         one.check()
 
 
-def spoilt(inputs: Arrays) -> Arrays:
-    """Return operands that are NaN but for one sequence, amid more NaN."""
+def amid(rung: str) -> tuple[Arrays, tuple[Any, Any]]:
+    """Return sequences `AMID`; of codes fewer heads and columns, for time."""
+    return packed(AMID, 2, 1) if rung == "fa_tc@sm90" else packed(AMID, 1, 1, 32)
+
+
+def spoilt(rung: str, inputs: Arrays) -> Arrays:
+    """Return operands that are NaN but for one sequence, amid more NaN.
+
+    Codes of NaN are 0: rows of Q are then like the sequence's last key, whose score outdoes all.
+    """
     wide = []
     for x, own in zip(inputs, (ROWS, KEYS, KEYS), strict=True):
-        wide.append(np.full((x.shape[0], x.shape[1] + 1, 80), np.nan, x.dtype)[:, :-1, 8:72])
+        shape = x.shape[0], x.shape[1] + 1, x.shape[2] + 16
+        wide.append(np.full(shape, np.nan, x.dtype)[:, :-1, 8:-8])
+        if rung == "fa_int8@sm90" and own is ROWS:
+            wide[-1][...] = inputs[1][KEYS][-1]
         wide[-1][own] = x[own]
     return tuple(wide)
 
 
-def check_that_neighbours_have_no_influence(**options: Any) -> None:
+def check_that_neighbours_have_no_influence(rung: str, **options: Any) -> None:
     """Neither on a value nor on when M rises, which a warp decides for all of its rows."""
-    inputs, ends = packed(AMID, 2, 1)
-    o, lse = clean(**options)
+    inputs, ends = amid(rung)
+    o, lse = clean(rung, **options)
     out = np.full_like(inputs[0], 7.0)
-    amid, amid_lse = varlen(spoilt(inputs), ends, out=out, **options)
-    assert bits(amid[ROWS]) == bits(o[ROWS]) and bits(amid_lse[:, ROWS]) == bits(lse[:, ROWS])
-    assert np.isnan(amid[:60]).all() and np.isnan(amid[97:]).all()
+    found, found_lse = varlen(rung, spoilt(rung, inputs), ends, out=out, **options)
+    assert bits(found[ROWS]) == bits(o[ROWS]) and bits(found_lse[:, ROWS]) == bits(lse[:, ROWS])
+    assert np.isnan(found[:60]).all() and np.isnan(found[97:]).all()
 
 
 @functools.cache
-def clean(**options: Any) -> tuple[np.ndarray, np.ndarray]:
-    return varlen(*packed(AMID, 2, 1), **options)
+def clean(rung: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    return varlen(rung, *amid(rung), **options)
 
 
-def check_that_a_sequence_past_its_limit_is_cut() -> None:
+def check_that_a_sequence_past_its_limit_is_cut(rung: str) -> None:
     inputs, ends = packed(((5, 9), (40, 70)), 2, 1)
     out = Guarded.empty(inputs[0].shape, "float16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cupyattn.checks.check_cu_seqlens", lambda *_: None)
-        varlen(inputs, ends, max_len_q=33, max_len_k=40, out=out.array)
+        varlen(rung, inputs, ends, max_len_q=33, max_len_k=40, out=out.array)
     assert np.isfinite(out.array[: 5 + 33]).all() and np.isnan(out.array[5 + 33 :]).all()
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True, "window": (30, 0)}, {"tiles": Tiles(192, 64, 16, 2)}]
-)
-def test_neighbours_have_no_influence(options: dict[str, Any]) -> None:
-    check_that_neighbours_have_no_influence(**options)
+    ("rung", "options"),
+    [
+        ("fa_tc@sm90", {}), ("fa_tc@sm90", {"causal": True, "window": (30, 0)}),
+        ("fa_tc@sm90", {"tiles": Tiles(192, 64, 16, 2)}), ("fa_int8@sm90", {}),
+        pytest.param(
+            "fa_int8@sm90", {"causal": True, "tiles": Tiles(192, 64, 16, 2)},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_neighbours_have_no_influence(rung: str, options: dict[str, Any]) -> None:
+    check_that_neighbours_have_no_influence(rung, **options)
 
 
 def test_no_column_past_head_dim_is_written() -> None:
@@ -140,28 +220,29 @@ def test_no_column_past_head_dim_is_written() -> None:
     (q, k, v), ends = packed(((5, 9), (17, 7)), 2, 1, head_dim=40)
     buffer = np.full_like(q, np.nan)
     out = buffer[..., :36]
-    varlen((q[..., :36], k[..., :36], v[..., :36]), ends, out=out)
+    varlen("fa_tc@sm90", (q[..., :36], k[..., :36], v[..., :36]), ends, out=out)
     assert np.isfinite(out).all() and np.isnan(buffer[..., 36:]).all()
 
 
-def test_a_sequence_past_its_limit_is_cut() -> None:
-    check_that_a_sequence_past_its_limit_is_cut()
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_sequence_past_its_limit_is_cut(rung: str) -> None:
+    check_that_a_sequence_past_its_limit_is_cut(rung)
 
 
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def test_the_plan_of_packed_sequences() -> None:
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_plan_of_packed_sequences(rung: str) -> None:
     inputs, ends = packed(((100, 300), (0, 9), (700, 500)), 4, 2, 128)
-    plan = planned(inputs, ends)
+    plan = planned(inputs, ends, variant=variant_of(rung).name)
     (launched,) = plan.launches
     assert plan.form == "sm90" and plan.features.varlen and not plan.note
     assert launched.grid == -(-700 // plan.tiles.block_q) * 4 * 3
     assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
     maps = [param for param in launched.params if isinstance(param, launch.TensorMap)]
-    assert [m.shape for m in maps] == [
-        (1, 4, 800, 128), (1, 2, 809, 128), (1, 2, 809, 128), (1, 4, 800, 128)
-    ]  # fmt: skip
+    shapes = [(1, 4, 800, 128), (1, 2, 809, 128), (1, 2, 809, 128), (1, 4, 800, 128)]
+    assert [m.shape for m in maps] == shapes[: len(maps)] and len(maps) >= 3
 
 
 @pytest.mark.slow
@@ -171,13 +252,13 @@ def test_what_is_turned_before_stays_in_the_hopper_form() -> None:
     tables = rope_tables(70, 64)
     options: dict[str, Any] = {"rope": tables, "rope_offset_q": 3}
     assert planned(inputs, ends, **options).form == "sm90"
-    o, lse = varlen(inputs, ends, **options)
+    o, lse = varlen("fa_tc@sm90", inputs, ends, **options)
     turned = []
     for _, (q, k, _) in sequences(inputs, ends):
         rope = Rope.of(tables, False, 3, q.shape[2], k.shape[2], 64)
         turned.append([x[0].swapaxes(0, 1) for x in rope.turned(q, k)])
     q, k = (np.concatenate(x) for x in zip(*turned, strict=True))
-    expected, expected_lse = varlen((q, k, inputs[2]), ends)
+    expected, expected_lse = varlen("fa_tc@sm90", (q, k, inputs[2]), ends)
     assert bits(o) == bits(expected) and bits(lse) == bits(expected_lse)
 
 
@@ -202,26 +283,18 @@ def test_what_is_left_to_the_portable_form() -> None:
     inputs, ends = packed(((3, 4), (2, 5)), 2, 1, head_dim=36)
     assert "multiples of 16 bytes" in planned(inputs, ends).note
     inputs, ends = packed(((3, 4), (2, 5)), 2, 1)
-    codes = planned(inputs, ends, variant="fa_int8")
-    assert codes.form == "portable" and "takes no packed sequences of codes" in codes.note
+    quant = QuantConfig(pv="int8", granularity_v="channel")
+    codes = planned(inputs, ends, variant="fa_int8", quant=quant)
+    assert codes.form == "pv8" and "takes no packed sequences with codes of V" in codes.note
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
-def plant(old: str, new: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the Hopper form run from a copy of the kernels with one text of it changed."""
-    copy = Path(shutil.copytree(kc.KERNELS, folder / "kernels"))
-    path = copy / "sm90" / "attn_fa_tc.cu"
-    text = path.read_text()
-    assert text.count(old) == 1, old
-    path.write_text(text.replace(old, new))
-    put_in_place(copy, RUNG, monkeypatch)
-
-
+Check = Callable[[str], None]
 #: What may be wrong with the ends of sequences: (text of the kernel, what stands there instead,
 #: which check then fails, and how).
-WRONG: dict[str, tuple[str, str, Callable[[], None], type[Exception]]] = {
+WRONG: dict[str, tuple[str, str, Check, type[Exception]]] = {
     "values of the next sequence meet weights of 0": (
         "max(0, p.len_kv - kv0), BLOCK_KV);", "BLOCK_KV, BLOCK_KV);",
         check_that_neighbours_have_no_influence, AssertionError),
@@ -235,21 +308,76 @@ WRONG: dict[str, tuple[str, str, Callable[[], None], type[Exception]]] = {
     "rows of the next sequence are stored": (
         "q + STORE_ROWS > p.len_q", "q > p.len_q",
         check_that_a_sequence_past_its_limit_is_cut, KernelFault),
-    "zeros that wgmma has not been shown": (
-        "(tile[b])[i] = {};\n  fence_proxy_async();\n", "(tile[b])[i] = {};\n",
-        check_that_neighbours_have_no_influence, KernelFault),
     "zeros while the first warpgroup reads": (
         "if (VARLEN && turn.warpgroup == 0)", "if (VARLEN && turn.warpgroup == 1)",
         check_that_neighbours_have_no_influence, KernelFault),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
+#: The same of codes.
+WRONG_CODES: dict[str, tuple[str, str, Check, type[Exception]]] = {
+    "values of the next sequence meet weights of 0": (
+        "max(0, p.len_kv - kv0), BLOCK_KV);", "BLOCK_KV, BLOCK_KV);",
+        check_that_neighbours_have_no_influence, AssertionError),
+    "rows of the next sequence decide when M rises": (
+        "max(row0, p.len_q - tile.q0), row0 + 64);", "row0 + 64, row0 + 64);",
+        check_that_neighbours_have_no_influence, AssertionError),
+    "scales of the keys of the first sequence": (
+        " +\n                           first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch)", "",
+        check_that_neighbours_have_no_influence, AssertionError),
+}  # fmt: skip
+#: And what is seen later.
+WRONG_CODES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
+    "keys of the first sequence": (
+        "tile.first_key() + kv0, head_kv, tile.entry());\n        mbarrier_wait",
+        "kv0, head_kv, tile.entry());\n        mbarrier_wait",
+        check_that_neighbours_have_no_influence, AssertionError),
+    "rows of the next sequence are stored": (
+        "if (q < p.len_q && col < HEAD_DIM)", "if (q < call.total_q && col < HEAD_DIM)",
+        check_that_neighbours_have_no_influence, KernelFault),
+    "scales of the queries of the first sequence": (
+        " +\n                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch)", "",
+        check_that_neighbours_have_no_influence, AssertionError),
+    "the mean of the keys of the first sequence": (
+        "(int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM", "head_kv * HEAD_DIM",
+        check_that_neighbours_have_no_influence, AssertionError),
+    "a scale where there is no key": (
+        "VARLEN ? max(0, len_kv - 1) : len_kv - 1", "len_kv - 1",
+        check_that_a_sequence_may_have_no_keys, KernelFault),
+}  # fmt: skip
+ALL_WRONG = [
+    *(pytest.param("fa_tc@sm90", *one, id=f"fa_tc, {what}") for what, one in WRONG.items()),
+    *(pytest.param("fa_int8@sm90", *one, id=what) for what, one in WRONG_CODES.items()),
+    *(
+        pytest.param("fa_int8@sm90", *one, id=what, marks=pytest.mark.slow)
+        for what, one in WRONG_CODES_TOO.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("rung", "old", "new", "check", "how"), ALL_WRONG)
 def test_what_goes_wrong_is_seen(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rung: str,
+    old: str,
+    new: str,
+    check: Check,
+    how: type[Exception],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    old, new, check, how = WRONG[what]
-    clean()  # by the kernel as it is
-    plant(old, new, tmp_path, monkeypatch)
+    clean(rung)  # by the kernel as it is
+    source = f"sm90/attn_{variant_of(rung).name}.cu"
+    put_a_line_in_place(source, old, new, tmp_path, monkeypatch)
     with pytest.raises(how):
-        check()
+        check(rung)
+
+
+def test_zeros_that_wgmma_has_not_been_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean("fa_tc@sm90")
+    zeros = "(tile[b])[i] = {};\n"
+    fenced = zeros + "  fence_proxy_async();\n"
+    put_a_line_in_place("prims/tma.cuh", fenced, zeros, tmp_path, monkeypatch)
+    with pytest.raises(KernelFault):
+        check_that_neighbours_have_no_influence("fa_tc@sm90")

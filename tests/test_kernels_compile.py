@@ -156,7 +156,11 @@ def test_default_tiles_spill_nothing(
         pytest.param(*cell, marks=[] if cell[2] == 128 else [pytest.mark.slow])
         for cell in (
             *((name, "portable", head_dim) for name in VARIANTS for head_dim in (64, 128, 256)),
-            *(("fa_tc", "sm90", head_dim) for head_dim in VARIANTS["fa_tc"].hopper_tiles),
+            *(
+                (name, "sm90", head_dim)
+                for name in ("fa_tc", "fa_int8")
+                for head_dim in VARIANTS[name].hopper_tiles
+            ),
             *(("fa_int8", "pv8", head_dim) for head_dim in (64, 128)),
         )
     ],
@@ -174,11 +178,14 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
         assert spilled <= allowed, f"{entry} takes {taken}: {spec}"
 
 
+@pytest.mark.parametrize("name", ["fa_tc", "fa_int8"])
 @pytest.mark.parametrize("block_kv", [64, 128])
 @pytest.mark.parametrize("head_dim", [*LATE, 128])
-def test_block_masks_spill_nothing_in_the_hopper_form(head_dim: int, block_kv: int) -> None:
+def test_block_masks_spill_nothing_in_the_hopper_form(
+    head_dim: int, block_kv: int, name: str
+) -> None:
     """The thread that copies has few registers, and searches a list."""
-    variant, blocks = VARIANTS["fa_tc"], (128, block_kv)
+    variant, blocks = VARIANTS[name], (128, block_kv)
     plain = features_of(variant, "sm90", "float16", head_dim, causal=True, lse=True)
     features = replace(plain, window=True, block_mask=blocks)
     tiles = variant.tiles_for(head_dim, form="sm90", block_mask=blocks)

@@ -36,6 +36,17 @@ struct Sequences<true> {
   __device__ __forceinline__ int first_key() const { return kv.first; }
 };
 
+// The same in every lane, and known to be.
+template <bool PACKED>
+__device__ __forceinline__ Sequences<PACKED> uniform(Sequences<PACKED> x) {
+  if constexpr (PACKED)
+    for (Sequence* one : {&x.q, &x.kv}) {
+      one->first = __shfl_sync(FULL_WARP, one->first, 0);
+      one->length = __shfl_sync(FULL_WARP, one->length, 0);
+    }
+  return x;
+}
+
 // The parameters as one batch entry has them. VARLEN: its arrays begin with its own sequence, whose
 // lengths are all that exist, and its causal mask and window are placed by them. Operand is the
 // storage type of Q and K, Value that of V.
@@ -79,3 +90,23 @@ __device__ __forceinline__ int64_t first_scale(const int32_t* cu_seqlens, int64_
   if constexpr (VARLEN) return cu_seqlens[batch] / GROUP + batch;
   return 0;
 }
+
+// What blocks that stay take tiles from: the tiles [first, end) of the batch entries, or of one
+// packed sequence. Sequences come one after the other, each with as many as its own rows fill.
+struct TileRange {
+  int first, end, sequence;
+  __device__ __forceinline__ explicit TileRange(const AttnParams& call)
+      : first(0), end(VARLEN ? 0 : tiles_of(call, call.len_q) * call.batch), sequence(-1) {}
+  // Goes on to the sequence that a tile belongs to. Returns whether there is that tile.
+  __device__ __forceinline__ bool reach(const AttnParams& call, int index) {
+    if constexpr (VARLEN)
+      while (index >= end && ++sequence < call.batch) {
+        first = end;
+        end += tiles_of(call, Sequence(call.cu_seqlens_q, sequence, call.len_q).length);
+      }
+    return index < end;
+  }
+  static __device__ __forceinline__ int tiles_of(const AttnParams& call, int rows) {
+    return ceil_div(rows, BLOCK_Q) * call.heads;
+  }
+};

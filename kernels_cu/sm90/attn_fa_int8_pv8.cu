@@ -147,9 +147,9 @@ __device__ __forceinline__ void start_output(
 }
 
 // The scale of a step; or of the keys from kv0 + SCALE_KEYS * lane on, where there are several: the
-// first SCALES lanes hold all of them.
+// first SCALES lanes hold all of them. WINDOW: one step may be without keys, and gets any scale.
 __device__ __forceinline__ float load_scale(const float* K_scale, int kv0, int len_kv) {
-  if constexpr (SCALES == 1) return K_scale[uint32_t(kv0) / GROUP_KV];
+  if constexpr (SCALES == 1 && !WINDOW) return K_scale[uint32_t(kv0) / GROUP_KV];
   const uint32_t key = min(kv0 + lane_id() % SCALES * SCALE_KEYS, len_kv - 1);
   return K_scale[key / GROUP_KV];
 }

@@ -94,26 +94,6 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
 }
 
-// The tiles [first, end) of the batch entries, or of one packed sequence: they come one after the
-// other, each with as many tiles as its own rows fill.
-struct TileRange {
-  int first, end, sequence;
-  __device__ __forceinline__ explicit TileRange(const AttnParams& call)
-      : first(0), end(VARLEN ? 0 : tiles_of(call, call.len_q) * call.batch), sequence(-1) {}
-  // Goes on to the sequence that a tile belongs to. Returns whether there is that tile.
-  __device__ __forceinline__ bool reach(const AttnParams& call, int index) {
-    if constexpr (VARLEN)
-      while (index >= end && ++sequence < call.batch) {
-        first = end;
-        end += tiles_of(call, Sequence(call.cu_seqlens_q, sequence, call.len_q).length);
-      }
-    return index < end;
-  }
-  static __device__ __forceinline__ int tiles_of(const AttnParams& call, int rows) {
-    return ceil_div(rows, BLOCK_Q) * call.heads;
-  }
-};
-
 // Tiles in the order in which they are begun. Those of a head come one after the other, so that
 // their blocks read the same K and V at the same time; but where they differ in work, as many heads
 // at a time as fit their K and V into the L2 cache, of those the longest causal rows first. Steps
@@ -135,34 +115,11 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
-template <bool PACKED>
-__device__ __forceinline__ Sequences<PACKED> uniform(Sequences<PACKED> x) {
-  if constexpr (PACKED)
-    for (Sequence* one : {&x.q, &x.kv}) {
-      one->first = __shfl_sync(FULL_WARP, one->first, 0);
-      one->length = __shfl_sync(FULL_WARP, one->length, 0);
-    }
-  return x;
-}
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
   return {
       uniform<VARLEN>(tile), __shfl_sync(FULL_WARP, tile.q0, 0),
       __shfl_sync(FULL_WARP, tile.head, 0), __shfl_sync(FULL_WARP, tile.batch, 0),
       __shfl_sync(FULL_WARP, tile.steps, 0)};
-}
-
-// Zeros in rows [from, to) of a tile, by one warpgroup, whose next turn shows them to all. The copy
-// engine fills a tile whatever sequence the rows belong to.
-template <int ROWS>
-__device__ __forceinline__ void zero_rows(
-    elem_t (&tile)[BOXES][ROWS * BOX_COLS], int from, int to) {
-  constexpr int CHUNKS = BOX_BYTES / 16;  // of 16 bytes in a row of a box
-#pragma unroll 1
-  for (int b = 0; b < BOXES; ++b)
-#pragma unroll 1
-    for (int i = from * CHUNKS + threadIdx.x % WARPGROUP; i < to * CHUNKS; i += WARPGROUP)
-      reinterpret_cast<Vec<uint32_t, 4>*>(tile[b])[i] = {};
-  fence_proxy_async();
 }
 
 // S3 scores: S [64, BLOCK_KV] = Q K^T, in the background.
@@ -374,7 +331,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     if (tile.q0 < 0) break;
     const auto& p = of_sequences(call, tile);
     // NOTE: M rises for all rows of a warp at once: those of the next sequence have no say.
-    if (VARLEN) zero_rows<BLOCK_Q>(smem.Q[Q_at.stage], max(row0, p.len_q - tile.q0), row0 + 64);
+    if (VARLEN) zero_rows<WARPGROUP>(smem.Q[Q_at.stage], max(row0, p.len_q - tile.q0), row0 + 64);
     int kv0 = first_key(p, tile.q0);
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_COLS]));
@@ -430,7 +387,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
     // NOTE: a weight of 0 does not silence a NaN. The first warpgroup's turn comes first.
     if (VARLEN && turn.warpgroup == 0)
-      zero_rows<BLOCK_KV>(smem.V[V_at.stage], max(0, p.len_kv - kv0), BLOCK_KV);
+      zero_rows<WARPGROUP>(smem.V[V_at.stage], max(0, p.len_kv - kv0), BLOCK_KV);
     turn.take();
     start_output(O_acc, P_frag, V_first.stage(V_at.stage, sizeof(smem.V[0])));
     turn.pass();

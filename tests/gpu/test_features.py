@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, api, attention, plan, unfused
+from cupyattn import BlockMask, QuantConfig, api, attention, plan, unfused
 from cupyattn import compile as kc
 from cupyattn.reference import attention_exact
 from cupyattn.request import Options, resolve
@@ -180,26 +180,30 @@ def test_a_block_mask_is_a_mask(rung: str, dtype: str) -> None:
         assert_same(masked, run(rung, (q, k, v), block_mask=on_its_device, **options))
 
 
-@pytest.mark.parametrize("dtype", variant_of("fa_tc@sm90").dtypes)
+@pytest.mark.parametrize(
+    ("rung", "dtype"), [cell for cell in CELLS if cell[0] in ("fa_tc@sm90", "fa_int8@sm90")]
+)
 @pytest.mark.parametrize("block_kv", [64, 128])
-def test_a_block_mask_in_the_hopper_form(block_kv: int, dtype: str) -> None:
+def test_a_block_mask_in_the_hopper_form(block_kv: int, rung: str, dtype: str) -> None:
     """NaN in dropped keys and values has no influence, and calls of late see their own mask."""
     q, k, v = inputs_of(dtype)
     rng, blocks = np.random.default_rng(3), (2, 4, 2, -(-SHAPE[3] // block_kv))
     spoilt = [x.copy() for x in (k, v)]
     for x in spoilt:
         x[:, :, block_kv : 2 * block_kv] = np.nan
-    for options in ({}, {"causal": True, "window": (200, -1)}):
+    quant = {} if rung == "fa_tc@sm90" else {"quant": QuantConfig(smooth_k=False)}
+    for options in (quant, {"causal": True, "window": (200, -1), **quant}):
         kept = rng.random(blocks) < 0.5
         kept[0, :, 1] = False  # rows that attend to nothing
         kept[..., 1] = False
         for mask in (BlockMask(kept, 128, block_kv), BlockMask(cupy.asarray(kept), 128, block_kv)):
-            masked = run("fa_tc@sm90", (q, k, v), block_mask=mask, **options)
+            masked = run(rung, (q, k, v), block_mask=mask, **options)
             assert masked.form == "sm90"
             masked.check()
             assert not on_host(masked.o)[0, :, 128:].any()
-            assert_same(masked, run("fa_tc@sm90", (q, *spoilt), block_mask=mask, **options))
-            prepared = plan(q, k, v, variant="fa_tc", arch="sm_90a", block_mask=mask, **options)
+            assert_same(masked, run(rung, (q, *spoilt), block_mask=mask, **options))
+            asked = {"variant": variant_of(rung).name, "arch": "sm_90a", "block_mask": mask}
+            prepared = plan(q, k, v, **asked, **options)
             assert bits(prepared(q, k, v)) == bits(masked.o)
 
 

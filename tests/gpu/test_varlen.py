@@ -29,14 +29,18 @@ from tests.test_varlen import CELLS, FEATURES, OPTIONS, RUNGS, added, rng_of
 
 cupy = pytest.importorskip("cupy")
 
-HOPPER, PV8 = "fa_tc@sm90", "fa_int8@pv8"
+HOPPER, HOPPER_CODES, PV8 = "fa_tc@sm90", "fa_int8@sm90", "fa_int8@pv8"
 #: The mean of keys or values is summed in slices, as many as the longest needs.
 WITHOUT_MEANS = {
     "fa_int8": {"quant": QuantConfig(smooth_k=False)},
+    HOPPER_CODES: {"quant": QuantConfig(smooth_k=False)},
     PV8: {"quant": QuantConfig(pv="int8", smooth_k=False, smooth_v=False)},
 }
-BOTH_FORMS = (*RUNGS, HOPPER)
-ALL_CELLS = [*CELLS, *((HOPPER, dtype) for dtype in variant_of(HOPPER).dtypes)]
+BOTH_FORMS = (*RUNGS, HOPPER, HOPPER_CODES)
+ALL_CELLS = [
+    *CELLS,
+    *((rung, dtype) for rung in (HOPPER, HOPPER_CODES) for dtype in variant_of(rung).dtypes),
+]
 #: Several tiles and tails; empty ones in front, in the middle and at the end.
 LENGTHS = ((0, 0), (5, 170), (135, 0), (0, 9), (0, 0), (300, 257), (1, 1), (129, 400), (0, 3))
 
@@ -90,7 +94,7 @@ def test_masks_and_positions_are_those_of_a_sequence(rung: str, feature: str) ->
         assert bits(lse[:, rows]) == bits(expected_lse), rows
 
 
-@pytest.mark.parametrize("rung", ["fa_int8", PV8])
+@pytest.mark.parametrize("rung", ["fa_int8", HOPPER_CODES, PV8])
 def test_quantised_operands_may_be_packed(rung: str, tmp_path: Path) -> None:
     host, host_ends = packed(LENGTHS, 4, 2)
     inputs, ends = on_device(*host), on_device(*host_ends)
