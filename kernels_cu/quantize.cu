@@ -244,7 +244,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
   }
   __syncthreads();  // the codes are there before they leave channel by channel
   const uint32_t word = threadIdx.x % WORDS, col1 = threadIdx.x / WORDS;
-  int8_t* codes =  // of this lane's word of column col1, from key row0 on
+  int8_t* codes =  // [HEAD_DIM, padded], from this lane's word of column col1 and key row0 on
       at.value_codes(p) + int64_t(col0 + col1) * p.padded + word * 4;
 #pragma unroll
   for (uint32_t col = 0; col < BLOCK_COLS; col += NUM_WARPS, codes += NUM_WARPS * int64_t(p.padded))
