@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 #: Fewer rounds than this are good for a look, not for a figure that is kept.
 LEAST_ROUNDS = 15
+#: What keeps a cell from running; its row says so.
+REFUSALS = (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError, ca.DeviceMemoryError)
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ def _judge(problem: Problem, cell: Cell, inputs: tuple[Any, ...], **options: Any
     try:
         result = cell.run(*cell.prepare(q, k, v))
         o = _like(q, result if cell.read is None else cell.read(result))
-    except (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError) as error:
+    except REFUSALS as error:
         return row | {"unsupported": reason(error)}
     if cell.tolerance is not None:
         exact, _ = options["exact"](
@@ -549,7 +551,7 @@ def guarded(work: Callable[[argparse.Namespace], int], args: argparse.Namespace)
     """Return what `work` returns; a user's mistake is one line and exit status 2."""
     try:
         return work(args)
-    except (ValueError, TypeError, OSError, UnsupportedError) as error:
+    except (ValueError, TypeError, OSError, UnsupportedError, ca.DeviceMemoryError) as error:
         print(f"{' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

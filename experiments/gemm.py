@@ -26,6 +26,7 @@ import cupyattn as ca
 from cupyattn import device, timing
 from cupyattn.arrays import on_host
 from cupyattn.cli import output
+from cupyattn.compile import HOPPER_CAPABILITY
 from cupyattn.quant import gemm_error, gemm_exact
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES
@@ -117,7 +118,7 @@ def ways(tiles: GemmTiles | None, *, on_device: bool) -> dict[str, Callable[...,
 def _is_hopper() -> bool:
     import cupy
 
-    return int(cupy.cuda.Device().compute_capability) == 90
+    return int(cupy.cuda.Device().compute_capability) == HOPPER_CAPABILITY
 
 
 def others(size: Size) -> dict[str, Callable[..., Any]]:

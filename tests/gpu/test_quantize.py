@@ -11,6 +11,7 @@ import pytest
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.quant.operands import quantize_mirror
+from cupyattn.registry import lookup
 from cupyattn.tiles import Tiles
 from tests.quant_inputs import DTYPES, operand
 
@@ -109,7 +110,7 @@ def test_non_finite_values(granularity: str, value: float) -> None:
         q, k, v = (operand(i, dtype, (2, 2, 150, 64)) for i in range(3))
         q[1, 0, 77, 5] = k[0, 1, 149, 63] = k[0, 1, 3, 0] = value
         got = quantize(*map(on_device, (q, k, v)), quant=QuantConfig(granularity, granularity))
-        default = Tiles(128, 64, 4, 2)
+        default = lookup("fa_int8").default_tiles(64)
         assert_equal_to_mirror(got, q, k, v, default)
         assert np.isnan(got.q_scale.get()).any() and np.isfinite(got.k_mean.get()).all()
 
@@ -210,7 +211,8 @@ def test_other_stream() -> None:
 def test_dequantize_and_files_on_the_device(tmp_path) -> None:
     q, k, v = (operand(i, DTYPES[1], (1, 2, 50, 64)) for i in range(3))
     got = quantize(*map(on_device, (q, k, v)))
-    want = quantize_mirror(q, k, v, got.config, Tiles(128, 64, 4), k_mean=got.k_mean.get())
+    own = lookup("fa_int8").default_tiles(64)
+    want = quantize_mirror(q, k, v, got.config, own, k_mean=got.k_mean.get())
     for dtype in ("float32", "float64"):
         for a, b in zip(got.dequantize(dtype), want.dequantize(dtype), strict=True):
             assert isinstance(a, cupy.ndarray) and np.array_equal(a.get(), b)
