@@ -20,12 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import cupyattn as ca
 from cupyattn import compile as compiler
 from cupyattn import device, distributions, measure, registry, timing
 from cupyattn.api import kernel_form
 from cupyattn.checks import AttentionCall
 from cupyattn.cli import output
+from cupyattn.cli.inputs import SAMPLE
 from cupyattn.errors import UnsupportedError
 from cupyattn.launch import Launch
 from cupyattn.rounding import array_namespace
@@ -105,6 +108,12 @@ class Problem:
 
         q, k, v = (cupy.asarray(array) for array in host)
         return q, k, v
+
+
+def recorded(layer: int) -> tuple[Any, ...]:
+    """Return Q, K and V of a layer of the text encoder in experiments/data, float16."""
+    with np.load(ROOT / "experiments" / "data" / SAMPLE) as file:
+        return tuple(file[f"layer{layer}_{name}"] for name in "qkv")
 
 
 def as_they_are(q: Any, k: Any, v: Any) -> tuple[Any, ...]:

@@ -150,9 +150,8 @@ def rows(
             if on_device and row["ok"]:
                 sets = timing.rotated(qkv)
                 calls = {
-                    "plain": lambda i, run=plain, sets=sets: run(*sets[i % len(sets)]),
-                    "way": lambda i, run=way, sets=sets: run(*sets[i % len(sets)]),
-                }
+                    "plain": common.rotating(plain, sets), "way": common.rotating(way, sets),
+                }  # fmt: skip
                 samples = timing.time_interleaved(calls, rounds=rounds)
                 ratio = timing.paired_ratio(samples["plain"], samples["way"])
                 row["speed_ratio"] = [ratio.median, ratio.low, ratio.high]

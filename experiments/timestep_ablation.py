@@ -30,7 +30,7 @@ from cupyattn.quant.quantizers import INT8_MAX
 from cupyattn.rounding import as_float64
 from experiments import common, plots
 
-STEPS, BINS, LAYER = 50, 8, "layer2"
+STEPS, BINS, LAYER = 50, 8, 2
 #: Every so many steps are measured; calibration sees the others.
 EVERY = 7
 #: Heads and length.
@@ -55,8 +55,7 @@ COLUMNS = (
 @functools.cache
 def signal(heads: int, length: int) -> tuple[Any, ...]:
     """Return Q, K and V without noise, float64."""
-    with np.load(common.ROOT / "experiments" / "data" / "qkv_text_encoder.npz") as file:
-        return tuple(file[f"{LAYER}_{n}"][:, :heads, :length].astype(np.float64) for n in "qkv")
+    return tuple(x[:, :heads, :length].astype(np.float64) for x in common.recorded(LAYER))
 
 
 def activations(model: str, sigma: float, size: Size, seed: int) -> tuple[Any, Any, Any]:

@@ -31,8 +31,7 @@ RANDOM = "random"
 
 def operands(layer: int, length: int) -> tuple[Any, ...]:
     """Return Q, K and V of one layer, float16."""
-    with np.load(common.ROOT / "experiments" / "data" / "qkv_text_encoder.npz") as file:
-        return tuple(file[f"layer{layer}_{name}"][:, :, :length] for name in "qkv")
+    return tuple(x[:, :, :length] for x in common.recorded(layer))
 
 
 def losses(layer: int, length: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 _WITHOUT_RESULT = {"bar", "barrier", "nanosleep"}
 
 
-def _registers(operand: Operand) -> Iterator[Register]:
+def registers_in(operand: Operand) -> Iterator[Register]:
+    """Yield the registers that an operand names."""
     if isinstance(operand, Register):
         yield operand
     elif isinstance(operand, Negated):
         yield operand.register
     elif isinstance(operand, Vector):
         for item in operand.items:
-            yield from _registers(item)
+            yield from registers_in(item)
     elif isinstance(operand, Pair):
-        yield from _registers(operand.first)
-        yield from _registers(operand.second)
+        yield from registers_in(operand.first)
+        yield from registers_in(operand.second)
     elif isinstance(operand, Address):
         for part in (operand.base, *operand.coordinates):
-            yield from _registers(part)
+            yield from registers_in(part)
 
 
 def _has_result(instruction: Instruction) -> bool:
@@ -52,14 +53,14 @@ def _has_result(instruction: Instruction) -> bool:
 
 def written(instruction: Instruction) -> tuple[Register, ...]:
     """Return the registers that an instruction writes."""
-    return tuple(_registers(instruction.operands[0])) if _has_result(instruction) else ()
+    return tuple(registers_in(instruction.operands[0])) if _has_result(instruction) else ()
 
 
 def read(instruction: Instruction) -> tuple[Register, ...]:
     """Return the registers that an instruction reads, its guard first, each once."""
     found = [] if instruction.predicate is None else [instruction.predicate]
     for operand in instruction.operands[_has_result(instruction) :]:
-        found += _registers(operand)
+        found += registers_in(operand)
     return tuple(dict.fromkeys(found))
 
 

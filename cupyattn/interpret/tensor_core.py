@@ -159,10 +159,6 @@ def fragment_c(bits: int, columns: int = 8) -> Fragment:
 # ---- products ------------------------------------------------------------------------------------
 
 
-#: Unit roundoff of ``wgmma`` over 8-bit floats: Hopper keeps 13 bits of a sum's fraction.
-FP8_WARPGROUP_ROUNDOFF = 2.0**-13
-
-
 def accumulation_error(
     products: int, magnitude: Array, roundoff: float = TENSOR_CORE_ROUNDOFF, d_type: str = "f32"
 ) -> Array:
@@ -175,7 +171,7 @@ def accumulation_error(
     magnitude : array
         |c| + sum |a b|.
     roundoff : float
-        Of the addition: `FP8_WARPGROUP_ROUNDOFF` for ``wgmma`` over 8-bit floats.
+        Of the addition: `cupyattn.numerics.FP8_ROUNDOFF` for ``wgmma`` over 8-bit floats.
     d_type : {"f32", "f16"}
         Type of the result.
 

@@ -8,7 +8,7 @@ has a hazard. ``wgmma.fence`` must stand between a change of a register and a pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,8 @@ import numpy.typing as npt
 from cupyattn.interpret import tensor_core
 from cupyattn.interpret.memory import SHARED_BASE
 from cupyattn.interpret.ordering import WARP, Bools, Ints
-from cupyattn.interpret.ptx import Immediate, Instruction, Operand, Pair, Register, Vector
+from cupyattn.interpret.ptx import Immediate, Instruction, Operand, Register, Vector
+from cupyattn.interpret.registers import read, registers_in, written
 from cupyattn.interpret.semantics import (
     Read,
     Step,
@@ -259,7 +260,7 @@ def _multiply(inst: Instruction, product: Wgmma) -> Step | None:
 
     form = Form(
         product,
-        tuple(_indices([target, a])),
+        tuple(_indices((*registers_in(target), *registers_in(a)))),
         fragment_reader(target),
         fragment_writer(target),
         fragment_reader(a) if in_registers else shared(a, 64, product.a_type, k_major[0]),
@@ -277,19 +278,9 @@ def _multiply(inst: Instruction, product: Wgmma) -> Step | None:
 
 # ---- registers that products hold ----------------------------------------------------------------
 
-#: Instructions that change no register that they name first.
-_NO_RESULT = {"st", "red", "cp", "bar", "barrier", "stmatrix", "bra", "ret", "exit"}
 
-
-def _indices(operands: Sequence[Operand]) -> Iterator[int]:
-    """Yield the registers in operands."""
-    for operand in operands:
-        if isinstance(operand, Register):
-            yield operand.index
-        elif isinstance(operand, Vector):
-            yield from _indices(operand.items)
-        elif isinstance(operand, Pair):
-            yield from _indices((operand.first, operand.second))
+def _indices(registers: Iterable[Register]) -> Iterator[int]:
+    return (register.index for register in registers)
 
 
 def registers_of(instructions: Sequence[Instruction]) -> set[int]:
@@ -298,7 +289,9 @@ def registers_of(instructions: Sequence[Instruction]) -> set[int]:
     return {
         index
         for x in products
-        for index in _indices([o for o in x.operands[:2] if isinstance(o, Vector)])
+        for operand in x.operands[:2]
+        if isinstance(operand, Vector)
+        for index in _indices(registers_in(operand))
     }
 
 
@@ -307,11 +300,10 @@ def watched(step: Step, held: set[int]) -> Step:
     inst = step.instruction
     if inst.opcode == "wgmma":
         return step
-    used = tuple(i for i in _indices(inst.operands) if i in held)
+    changed = tuple(i for i in _indices(written(inst)) if i in held)
+    used = tuple(dict.fromkeys((*changed, *(i for i in _indices(read(inst)) if i in held))))
     if not used:
         return step
-    results = () if inst.opcode in _NO_RESULT else inst.operands[:1]
-    changed = tuple(i for i in _indices(results) if i in held)
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         machine.warpgroups.touch(used, changed, lanes)
