@@ -17,7 +17,7 @@ from cupyattn.registry import VARIANTS
 #: Families of kernels in the input's own 16/32-bit arithmetic, the one that the rule prefers first.
 FULL = ("tensor_core", "float32", "unfused")
 #: How the other accuracy classes quantise: "balanced" in INT8 Q.K^T and 16-bit P.V, "aggressive" in
-#: 8-bit P.V too. A scale of K for a tile, and one for a channel of V, which its Hopper form asks for.
+#: 8-bit P.V too. A scale of K for a tile, and one for a channel of V, as its Hopper form asks.
 QUANT = {
     "balanced": QuantConfig(granularity_k="block"),
     "aggressive": QuantConfig(granularity_k="block", pv="int8", granularity_v="channel"),
