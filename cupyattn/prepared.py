@@ -198,6 +198,9 @@ def _quantising_stages(
         for b, (shape, dtype) in part.buffers(name).items()
     ]
     made = {w.name: Operand.contiguous(w.shape, np.dtype(w.dtype).itemsize) for w in between}
+    for name in "qk":  # in rows that are padded
+        codes = f"{name}_codes"
+        made[codes] = replace(made[codes], shape=operands[name].shape)
     values: ValueCodes | None = None
     zeros: ZeroPoints | None = None
     renamed: dict[str, str] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, launch
+from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, launch, quantize
 from cupyattn.interpret import KernelFault
 from cupyattn.launch import Plan
 from cupyattn.request import Options, resolve
@@ -70,7 +70,7 @@ def test_a_block_mask_is_a_mask(backend: str, options: dict[str, Any], one_block
     check_judgements(backend=backend, **options)
 
 
-#: Scales of a whole step, of whatever lies outside it; the first steps of windows are cut.
+#: Scales of a tile of the portable form; a window whose first steps are cut.
 OF_STEPS = {"quant": QuantConfig(granularity_k="block")}
 WINDOW = {"window": (70, 20), "causal_align": "top-left"}
 
@@ -219,7 +219,7 @@ def test_what_goes_wrong_is_seen(
 
 #: Calls with a step without keys, by what makes it so.
 WITHOUT_KEYS: dict[str, dict[str, Any]] = {
-    "window": {"window": (4, 3), "causal_align": "top-left", "tiles": Tiles(128, 64, 12, 2)},
+    "window": {"window": (4, 3), "causal_align": "top-left"},
     "block mask": {"block_mask": BlockMask(np.array([[[[1], [0]]]], bool), 128, 64)},
 }
 
@@ -229,11 +229,20 @@ def test_a_step_without_keys_reads_no_scale_behind_the_last(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a scale is that of a whole step, and the last key ends one."""
-    inputs = normal((1, 2, 140, 32), (1, 1, 64, 32))
-    options = {"block_mask": None, **WITHOUT_KEYS[what], **OF_STEPS, "rung": "fa_int8@sm90"}
-    run(inputs, **options).check()
+    inputs = normal((1, 1, 140, 32), (1, 1, 64, 32))
+    tiles = Tiles(128, 64, 12, 2)
+    z = quantize(*inputs, quant=OF_STEPS["quant"], tiles=tiles)
+    assert z.group_kv == tiles.block_kv
+    options = {**WITHOUT_KEYS[what], "tiles": tiles}
+
+    def attend() -> tuple[Any, Any]:
+        asked = {"arch": "sm_90a", "backend": "interpret", "return_lse": True, **options}
+        o, lse = attention(z, **asked)
+        return o, lse
+
+    runs.Run("fa_int8@sm90", "sm90", inputs, options, z, *attend()).check()
     checked = "constexpr bool KEYS = !WINDOW && !VARLEN && !BLOCK_MASK;"
     source = "sm90/attn_fa_int8.cu"
     put_a_line_in_place(source, checked, "constexpr bool KEYS = true;", tmp_path, monkeypatch)
     with pytest.raises(KernelFault, match="outside k_scale"):
-        run(inputs, **options)
+        attend()

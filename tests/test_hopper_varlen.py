@@ -106,7 +106,7 @@ def test_every_sequence_is_as_if_alone(
     check_that_every_sequence_is_as_if_alone("fa_tc@sm90", head_dim, lengths, options)
 
 
-#: Scales of many keys: of a whole step, of a sequence.
+#: Scales of many keys: of a tile of the portable form, of a sequence.
 OF_STEPS, OF_HEADS = (
     {"quant": QuantConfig(granularity_q=name, granularity_k=name)} for name in ("block", "head")
 )
@@ -333,7 +333,7 @@ WRONG_CODES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
         "kv0, head_kv, tile.entry());\n        mbarrier_wait",
         check_that_neighbours_have_no_influence, AssertionError),
     "rows of the next sequence are stored": (
-        "if (q < p.len_q && col < HEAD_DIM)", "if (q < call.total_q && col < HEAD_DIM)",
+        "if (q < p.len_q)\n            store_", "if (q < call.total_q)\n            store_",
         check_that_neighbours_have_no_influence, KernelFault),
     "scales of the queries of the first sequence": (
         " +\n                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch)", "",

@@ -21,6 +21,7 @@ from cupyattn.quant.quantizers import (
     SCALE_MIN,
     channel_mean,
     group_count,
+    in_padded_rows,
     quantize_affine,
     quantize_symmetric,
     quantize_values,
@@ -159,6 +160,7 @@ def quantize_mirror(
             coded: tuple[Array, ...] = quantize_affine(x, groups[name], **how)
         else:
             coded = quantize_symmetric(x, groups[name], static_scale=static[name], **how)
+        coded = (in_padded_rows(coded[0]), *coded[1:])
         fields |= zip((f"{name}_codes", f"{name}_scale", f"{name}_zero"), coded, strict=False)
     if quant.form == "pv8":
         if quant.smooth_v:
@@ -333,6 +335,7 @@ def _quantize_kernels(
             buffers |= {name: as_input(getattr(sequences, name)) for name in offsets}
         run(backend, plan, buffers)
         kept = {n: a for n, a in made.items() if not n.endswith("static_scale")}
+        kept |= {name: kept[name][..., : q.shape[3]] for name in ("q_codes", "k_codes")}
         if "v" not in found:
             kept["v"] = value_operand(v)
     return QuantizedQKV(

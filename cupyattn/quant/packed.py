@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import checks
-from cupyattn.quant.quantizers import VALUES_PAD, group_count
+from cupyattn.quant.quantizers import VALUES_PAD, group_count, in_padded_rows
 from cupyattn.rounding import Array, array_namespace
 
 
@@ -166,4 +166,6 @@ def join(parts: Sequence[Any], template: Any, sequences: Any) -> Any:
         found[name] = np.zeros(shape, like.dtype)
         for part, place in zip(parts, lot.slices, strict=True):
             found[name][(*(slice(None),) * lot.axis, place)] = getattr(part, name)
+        if name in ("q_codes", "k_codes"):
+            found[name] = in_padded_rows(found[name])
     return replace(template, **found, **vars(sequences))

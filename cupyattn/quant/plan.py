@@ -15,7 +15,7 @@ from cupyattn.features import Features
 from cupyattn.launch import Launch, Operand, Plan, Workspace, check_grid
 from cupyattn.quant.config import GROUP_ALL, QuantConfig
 from cupyattn.quant.packed import packed_groups, packed_values
-from cupyattn.quant.quantizers import VALUES_PAD, group_count, padded_length
+from cupyattn.quant.quantizers import VALUES_PAD, group_count, padded_columns, padded_length
 from cupyattn.tiles import Tiles
 
 #: ``struct QuantizeParams`` of kernels_cu/prims/quant.cuh, field by field.
@@ -100,10 +100,11 @@ class Part:
     def buffers(self, name: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return shape and dtype of what a plan makes of the operand `name`, by names of buffers.
 
-        Given scales are among them, beside the copy of them that is made.
+        Given scales are among them, beside the copy of them that is made. Of a row of codes of Q
+        or K the first head_dim are codes.
         """
         batch, heads, length, head_dim = self.x.shape
-        shape = self.x.shape
+        shape: tuple[int, ...] = (batch, heads, length, padded_columns(head_dim))
         scale: tuple[int, ...] = (batch, heads, self.groups(self.group))
         if name == "v":
             padded = packed_values(length, self.packed[0]) if self.packed else padded_length(length)

@@ -23,6 +23,7 @@ from cupyattn.quant.packed import check_sequences, packed_groups, rows_of_sequen
 from cupyattn.quant.quantizers import (
     VALUES_PAD,
     group_count,
+    in_padded_rows,
     numbers_of,
     stored_values,
     values_by_key,
@@ -59,6 +60,8 @@ class QuantizedQKV:
     ----------
     q_codes : array, (batch, heads, len_q, head_dim), int8
     k_codes : array, (batch, heads_kv, len_kv, head_dim), int8
+        Contiguous along the last axis. Codes made here have rows of a multiple of 16 bytes, as the
+        Hopper forms want them: what pads them is nobody's.
     v : array, (batch, heads_kv, len_kv, head_dim), float16 or bfloat16, or None
         The caller's own array where that has 16 bits. None where V is codes.
     q_scale : array, (batch or 1, heads or 1, groups), float32
@@ -276,7 +279,7 @@ class QuantizedQKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays together."""
+        """Bytes of all arrays together, without what pads rows of codes."""
         arrays = (getattr(self, name) for name in (*_ARRAYS, *_SUMS))
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
@@ -540,6 +543,8 @@ class QuantizedQKV:
             if header["v_dtype"] is not None:
                 arrays["v"] = arrays["v"].view(STORAGE[header["v_dtype"]])
             arrays = {name: namespace.asarray(array) for name, array in arrays.items()}
+            for name in ("q_codes", "k_codes"):
+                arrays[name] = in_padded_rows(arrays[name])
             settings = header["config"]
             if settings["scales"] == "static":
                 scales = arrays.pop("config_q_scale"), arrays.pop("config_k_scale")

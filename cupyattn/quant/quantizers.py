@@ -27,6 +27,8 @@ E4M3_MAX = np.float32(448)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 #: Keys of V's codes are padded to a multiple of this, as prims/config.cuh has it.
 VALUES_PAD = 128
+#: Rows of codes of Q and K lie so many bytes apart, or a multiple: the Hopper copy engine's steps.
+CODES_PAD = 16
 #: Smallest scale, the smallest normal float32: its inverse is finite.
 SCALE_MIN = np.float32(2.0**-126)
 
@@ -271,6 +273,39 @@ def values_by_key(stored: Array, length: int) -> Array:
     of_16 = (*stored.shape[:3], stored.shape[3] // 16)
     by_key = stored.reshape(*of_16, 4, 2, 2).swapaxes(-2, -3)  # t, n, j as n, t, j
     return by_key.reshape(stored.shape)[..., :length]
+
+
+def padded_columns(head_dim: int) -> int:
+    """Return how many bytes a row of codes of Q or K takes.
+
+    Examples
+    --------
+    >>> padded_columns(64), padded_columns(72)
+    (64, 80)
+    """
+    return -(-head_dim // CODES_PAD) * CODES_PAD
+
+
+def in_padded_rows(codes: Array) -> Array:
+    """Return codes of Q or K in rows as the kernels leave them: a view of padded ones.
+
+    Parameters
+    ----------
+    codes : array, int8, (..., head_dim)
+        Contiguous.
+
+    Examples
+    --------
+    >>> in_padded_rows(np.ones((2, 3, 72), np.int8)).strides
+    (240, 80, 1)
+    """
+    head_dim = codes.shape[-1]
+    if head_dim == padded_columns(head_dim):
+        return codes
+    xp = array_namespace(codes)
+    rows = xp.zeros((*codes.shape[:-1], padded_columns(head_dim)), codes.dtype)[..., :head_dim]
+    rows[...] = codes
+    return rows
 
 
 def padded_length(length: int) -> int:

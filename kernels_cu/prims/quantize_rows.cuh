@@ -14,6 +14,7 @@ constexpr int ACCESSES = HEAD_DIM / VEC;                                        
 constexpr int LANES = power_of_two_from(ACCESSES < WARP_SIZE ? ACCESSES : WARP_SIZE);  // per row
 constexpr int LANE_ACCESSES = ceil_div(ACCESSES, LANES);  // per lane and row
 constexpr int ROWS_PER_PASS = NUM_THREADS / LANES;
+constexpr int CODES_PITCH = round_up(HEAD_DIM, 16);  // bytes from row to row, as TMA wants them
 
 // How an operand is cut: ROWS rows to a block, GROUP to a scale, and whether a mean is subtracted.
 template <int ROWS_, int GROUP_, bool MEAN_>
@@ -55,9 +56,9 @@ struct Place {
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
            (VARLEN ? first + row0 : row0) * p.X_stride.len;
   }
-  __device__ __forceinline__ int8_t* codes(const QuantizeParams& p) const {  // [rows, HEAD_DIM]
-    if constexpr (VARLEN) return p.codes + (head * p.total + first + row0) * HEAD_DIM;
-    return p.codes + (batch_head * p.length + row0) * HEAD_DIM;
+  __device__ __forceinline__ int8_t* codes(const QuantizeParams& p) const {  // [rows, CODES_PITCH]
+    if constexpr (VARLEN) return p.codes + (head * p.total + first + row0) * CODES_PITCH;
+    return p.codes + (batch_head * p.length + row0) * CODES_PITCH;
   }
   __device__ __forceinline__ int8_t* value_codes(const QuantizeParams& p) const {
     return p.codes + (VARLEN ? head : batch_head) * HEAD_DIM * p.padded +  // [HEAD_DIM, padded]
@@ -227,7 +228,7 @@ struct Rows {
   // Stores the codes of the rows, code(row)(x) each, and with zero points the sum of each row's.
   template <typename Code>
   __device__ __forceinline__ void store(const QuantizeParams& p, const Place& at, Code code) const {
-    int8_t* codes = at.codes(p) + row_in_pass() * HEAD_DIM;  // [rows, HEAD_DIM]
+    int8_t* codes = at.codes(p) + row_in_pass() * CODES_PITCH;  // [rows, CODES_PITCH]
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
       const int row = row_of(pass);
@@ -239,7 +240,7 @@ struct Rows {
         int c[VEC];
 #pragma unroll
         for (int j = 0; j < VEC; ++j) sum += c[j] = code_of_row(value(pass, a, j));
-        if (row < at.rows) store_s8(codes + pass * ROWS_PER_PASS * HEAD_DIM + col_of(a), c);
+        if (row < at.rows) store_s8(codes + pass * ROWS_PER_PASS * CODES_PITCH + col_of(a), c);
       }
       if constexpr (ZERO_POINTS) {
         sum = shfl_sum<LANES>(sum);

@@ -141,3 +141,15 @@ __device__ __forceinline__ void store_pair(T* row, int col, float x, float y) {
     if (col + 1 < HEAD_DIM) row[col + 1] = from_float<T>(y);
   }
 }
+
+// Eight columns of 16 bits of an output row at a multiple of 16 bytes, as far as it goes.
+template <typename T>
+__device__ __forceinline__ void store_columns(T* row, int col, const Vec<uint32_t, 4>& x) {
+  if (col + 8 <= HEAD_DIM) {
+    *reinterpret_cast<Vec<uint32_t, 4>*>(row + col) = x;
+  } else if constexpr (HEAD_DIM % 8 != 0) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (col + i < HEAD_DIM) row[col + i] = reinterpret_cast<const T*>(&x)[i];
+  }
+}

@@ -449,10 +449,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
                 O_acc[4 * (n + i) + 2 * h] * inverse_l,
                 O_acc[4 * (n + i) + 2 * h + 1] * inverse_l);  // R7
           shfl_transpose(x);
-          const int col = (n + t) * 8;
-          if (q < p.len_q && col < HEAD_DIM)
-            *reinterpret_cast<Vec<uint32_t, 4>*>(O + q * p.O_stride.len + col) = {
-                {x[0], x[1], x[2], x[3]}};
+          if (q < p.len_q)
+            store_columns(O + q * p.O_stride.len, (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
         } else {
 #pragma unroll
           for (int i = n; i < n + 4; ++i)

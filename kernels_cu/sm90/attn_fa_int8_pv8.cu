@@ -498,10 +498,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
           for (int i = 0; i < 4; ++i)
             x[i] = pack_rn<elem16_t>(value(n + i, 0), value(n + i, 1));  // R7
           shfl_transpose(x);
-          const int col = (n + t) * 8;
-          if (q < p.len_q && col < HEAD_DIM)
-            *reinterpret_cast<Vec<uint32_t, 4>*>(O + q * p.O_stride.len + col) = {
-                {x[0], x[1], x[2], x[3]}};
+          if (q < p.len_q)
+            store_columns(O + q * p.O_stride.len, (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
         } else {
 #pragma unroll
           for (int i = n; i < n + 4; ++i)

@@ -200,17 +200,6 @@ __device__ __forceinline__ void rescale(float (&O_acc)[O_COLS / 2], const float 
   for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
 }
 
-// Eight columns of a row of O, as far as it goes.
-__device__ __forceinline__ void store_columns(elem_t* row, int col, const Vec<uint32_t, 4>& x) {
-  if (col + 8 <= HEAD_DIM) {
-    *reinterpret_cast<Vec<uint32_t, 4>*>(row + col) = x;
-  } else if constexpr (HEAD_DIM % 8 != 0) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (col + i < HEAD_DIM) row[col + i] = reinterpret_cast<const elem_t*>(&x)[i];
-  }
-}
-
 // Rows of O as stmatrix left them in the boxes of Q, by one warp: where the copy engine would store
 // rows of the next packed sequence, too, or columns that are not O's.
 __device__ __forceinline__ void store_rows(
