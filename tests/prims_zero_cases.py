@@ -11,7 +11,7 @@ import numpy as np
 from cupyattn.features import Features
 from cupyattn.params import QUANT_PARAMS, pack
 from cupyattn.quant.plan import QUANTIZE_PARAMS
-from cupyattn.quant.quantizers import quantize_affine, quantize_symmetric
+from cupyattn.quant.quantizers import padded_columns, quantize_affine, quantize_symmetric
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
 
@@ -107,7 +107,7 @@ def rows_arguments(zero_points: bool) -> Callable[[], Arguments]:
             "given": pack(QUANTIZE_PARAMS, dict.fromkeys(QUANTIZE_PARAMS.names, 0) | given, {}),
             "X": numbers.integers(-60, 60, (2, 29, 40)).astype(np.float16),
             "mean": numbers.integers(-60, 60, (2, HEAD_DIM)).astype(np.float32),
-            "codes": np.full((2, 29, HEAD_DIM), 127, np.int8),
+            "codes": np.full((2, 29, padded_columns(HEAD_DIM)), 127, np.int8),
             "code_sum": np.full((2, 29), 9999, np.int32),
             "reach": np.zeros((29, 1 + zero_points), np.uint32),
             "group_reach": np.zeros((2, 1 + zero_points), np.uint32),
@@ -122,7 +122,7 @@ def rows_expected(zero_points: bool) -> Callable[..., dict[str, np.ndarray]]:
     ) -> dict[str, np.ndarray]:
         x = X[1, :, :HEAD_DIM].astype(np.float32) - mean[1]
         sides = [x.max(axis=1), -x.min(axis=1)] if zero_points else [np.abs(x).max(axis=1)]
-        codes[1] = x
+        codes[1, :, :HEAD_DIM] = x
         if zero_points:
             code_sum[1] = x.sum(axis=1)
         reach = np.stack(sides, axis=1).clip(0).astype(np.float32).view(np.uint32)

@@ -213,8 +213,8 @@ def test_explain_says_what_codes_and_scales_take() -> None:
     quant = QuantConfig(pv="int8")
     text = explain(q, k, v, variant="fa_int8", quant=quant, tiles=Tiles(64, 64, 4, 2))
     for line in (
-        "q_codes 2 x 4 x 37 x 40 int8, 11,840 bytes", "q_scale 2 x 4 x 19 float32, 608 bytes",
-        "k_codes 2 x 2 x 300 x 40 int8, 48,000 bytes", "k_scale 2 x 2 x 19 float32, 304 bytes",
+        "q_codes 2 x 4 x 37 x 48 int8, 14,208 bytes", "q_scale 2 x 4 x 19 float32, 608 bytes",
+        "k_codes 2 x 2 x 300 x 48 int8, 57,600 bytes", "k_scale 2 x 2 x 19 float32, 304 bytes",
         "v_codes 2 x 2 x 40 x 384 int8, 61,440 bytes",
         "v_scale 2 x 2 x 5 x 40 float32, 3,200 bytes", "k_mean 2 x 2 x 40 float32, 640 bytes",
     ):  # fmt: skip

@@ -6,7 +6,7 @@ extern "C" __global__ void quantize_rows(
     const __grid_constant__ QuantizeParams given,
     elem_t* X,                // [2, 29, 40]
     float* mean,              // [2, 24]
-    int8_t* codes,            // [2, 29, 24]
+    int8_t* codes,            // [2, 29, 32], of which 24 columns are codes
     int32_t* code_sum,        // [2, 29]
     uint32_t* reach,          // [29, SIDES]
     uint32_t* group_reach) {  // [2, SIDES]
