@@ -355,11 +355,9 @@ def _choose(options: Options, call: AttentionCall, capability: int | None) -> au
     """Choose the rung of an accuracy class, or take fa_int8 quantising as the caller says."""
     quant, accuracy = options.quant, options.accuracy
     choice = auto.choose(accuracy, call.dtype, call.head_dim, call.len_kv, call.causal, capability)
-    if quant is None:
-        return choice
     wanted = {"balanced": ("16bit",), "aggressive": ("int8", "fp8")}.get(accuracy)
-    if wanted is None:
-        raise ValueError(f"quant is for fa_int8, got variant {choice.variant!r}")
+    if quant is None or wanted is None:
+        return replace(choice, quant=quant or choice.quant)
     if quant.pv not in wanted:
         raise ValueError(
             f"accuracy={accuracy!r} takes quant.pv={' or '.join(map(repr, wanted))}, "

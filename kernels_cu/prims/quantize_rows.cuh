@@ -1,7 +1,5 @@
 // quantize_rows.cuh -- rows of an operand that a block quantises: where they lie, how its lanes
 // share them, what they hold of them, and how groups of them become codes.
-// NOTE: the 1 of its kernels' launch bounds asks for nothing, but without it ptxas aims at 64
-// registers and spills the last two.
 #pragma once
 
 #include "prims/config.cuh"
