@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import executor
+from cupyattn.compile import HOPPER_CAPABILITY
 from cupyattn.executor import Runnable
 from cupyattn.rounding import array_namespace
 
@@ -46,6 +47,12 @@ def choose(backend: str | None, array: Any) -> str:
             f"{'CuPy' if kind == 'cupy' else 'NumPy'} arrays"
         )
     return backend
+
+
+def own_arch(backend: str, array: Any) -> str | None:
+    """Return ``"sm_90a"`` where an array lies on a device that runs the Hopper forms, else None."""
+    hopper = backend == "cuda" and int(array.device.compute_capability) == HOPPER_CAPABILITY
+    return "sm_90a" if hopper else None
 
 
 def run(backend: str, plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> None:

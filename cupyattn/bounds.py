@@ -31,7 +31,7 @@ from cupyattn.numerics import (
     check_features,
 )
 from cupyattn.numerics import numerics as compose_numerics
-from cupyattn.perturbation import gamma, half_ulp, softmax_perturbation
+from cupyattn.perturbation import gamma, half_ulp, softmax_perturbation, sum_of_operand
 from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
 from cupyattn.registry import lookup
 from cupyattn.rope import Rope, check_turned_before
@@ -344,12 +344,13 @@ def _kernel_bound(
     further = (0 if n.online else 1) + (0 if cut is None else cut.slices - 1)  # sums of slices
     theta_o = (1 + theta_o) * (1 + gamma(score.rises + further, U)) - 1
     theta_l = gamma(xp.maximum(count - 1, 0.0) + score.rises + n.by_tile, U)
-    theta_l = theta_l + (1 + theta_l) * count * FLUSHED_WEIGHT / l_least
-    theta_l = xp.minimum(theta_l, 1.0)
-    with np.errstate(divide="ignore"):
-        by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_l) - 1.0
+    theta_l = xp.minimum(theta_l + (1 + theta_l) * count * FLUSHED_WEIGHT / l_least, 1.0)
     least = 2.0**-142 if n.by_tile else 2.0**-148
     underflow = (count + score.rises + further + 2)[..., None] * least
+    lost = (count * FLUSHED_WEIGHT + underflow[..., 0]) / l_least
+    theta_n = sum_of_operand(P_plus, rho, theta_o, lost) if n.sums_operand else theta_l
+    with np.errstate(divide="ignore"):
+        by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_n) - 1.0
     underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v
     r6 = theta_o[..., None] * (weighted + r5 + flushed) + underflow
     if n.shifts:

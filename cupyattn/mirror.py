@@ -20,7 +20,7 @@ from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_scale, check_shapes
 from cupyattn.codes import Quantized, check_one_sequence, codes_less_zero
 from cupyattn.mirror_codes import by_shifts, by_tile
-from cupyattn.mirror_state import LOG2E, Float32, RowState, Step
+from cupyattn.mirror_state import LOG2E, Float32, RowState, Step, inverse
 from cupyattn.numerics import Numerics, check_features
 from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.registry import lookup
@@ -399,7 +399,11 @@ def _online(
     scores: Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
     """The fused rungs."""
+    if n.sums_operand:  # l is a column of P V as well
+        V = np.concatenate([V, np.ones_like(V[..., :1])], axis=-1)
     O, state = _over_keys(scores, V, n, tiles, steps, 0, V.shape[-2])
+    if n.sums_operand:
+        return O[..., :-1] * inverse(O[..., -1:]), state  # R7
     return O * state.inverse_l()[..., None], state  # R7
 
 

@@ -50,6 +50,11 @@ class Step:
     alpha: Float32
 
 
+def inverse(l: Float32) -> Float32:
+    """1 / l; a row that attended to nothing has l = 0 and gets O = 0."""
+    return np.where(l == 0, np.float32(0), np.float32(1) / l)
+
+
 class RowState:
     """Running softmax of every query row, as ``prims/online_softmax.cuh`` has it.
 
@@ -85,8 +90,8 @@ class RowState:
         return p
 
     def inverse_l(self) -> Float32:
-        """1 / l; a row that attended to nothing has l = 0 and gets O = 0."""
-        return np.where(self.l == 0, np.float32(0), np.float32(1) / self.l)
+        """What O is multiplied by."""
+        return inverse(self.l)
 
     def lse(self) -> Float32:
         """Natural log of the sum of exponentials."""

@@ -21,7 +21,7 @@ EX2_FLUSH = 2.0**-126
 #: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md, R3). The CUDA
 #: C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
 TANHF_ERROR = 2.0**-21
-#: LARGEST_SUM of ``sm90/attn_fa_tc.cu`` is 2 to the power of this.
+#: HEADROOM of ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu`` is 2 to its power.
 HOPPER_HEADROOM = 8
 #: Codes of P by type: that of the largest exponential of a tile.
 P_CODE_ONE = {"u8": 255.0, "s8": 127.0, "e4m3": 448.0}
@@ -97,6 +97,9 @@ class Numerics:
         step. 0: M is the largest score so far.
     splits : bool
         R6. Slices of the keys have an online recurrence each, and a weighted sum of them follows.
+    sums_operand : bool
+        R6, R7. True: O is divided by the sum of P as the operand of P.V, a column of that product;
+        lse has the sum of P before it was rounded.
     shifts : Shifts, optional
         R4 to R6. M is a whole number and follows the largest score of each tile down as well as up;
         codes of P are multiples of 2^M, and O stays in int32, brought to another M by shifts.
@@ -115,6 +118,7 @@ class Numerics:
     bias: bool = False
     headroom: int = 0
     splits: bool = False
+    sums_operand: bool = False
     shifts: Shifts | None = None
 
     @property
@@ -227,6 +231,7 @@ def numerics(
         return Numerics(
             "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
             **features, headroom=HOPPER_HEADROOM if form == "sm90" else 0,
+            sums_operand=form == "sm90",
         )  # fmt: skip
     raise ValueError(
         f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"

@@ -152,6 +152,28 @@ def softmax_perturbation(
     return delta_o, P_plus, delta_lse, xp.where(bounded, Z_minus, 0.0)
 
 
+def sum_of_operand(P_plus: Array, rho: Array, theta: Array, lost: Array) -> Array:
+    """R5, R6: bound the relative error of l where it is a column of P.V, that of a V of ones.
+
+    Parameters
+    ----------
+    P_plus, rho : (..., rows, keys) array
+        Bounds of the perturbed probabilities, and of what rounding does to each.
+    theta : (..., rows) array
+        Relative error of the sum.
+    lost : (..., rows) array
+        What is flushed to zero or underflows.
+
+    Returns
+    -------
+    (..., rows) array
+        At most 1.
+    """
+    rounded = rho.sum(axis=-1) + lost
+    bound = theta * (P_plus.sum(axis=-1) + rounded) + rounded
+    return array_namespace(bound).minimum(bound, 1.0)
+
+
 def _spread(weights: Array, v: Array, o: Array) -> Array:
     """Return sum_j weights_j |v_j - o|, a cache full of differences at a time.
 

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from cupyattn import backends, checks, executor, launch
-from cupyattn import compile as compiler
 from cupyattn.arrays import is_cupy
 from cupyattn.checks import AttentionCall, data_address
 from cupyattn.errors import DeviceMemoryError
 from cupyattn.forms import QUANTIZED, Form, direct_operands
 from cupyattn.launch import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
-from cupyattn.quant.operands import check_value_tiles, static_scales
+from cupyattn.quant.operands import check_value_tiles, scale_tiles, static_scales
 from cupyattn.quant.plan import parts, plan_quantize
 from cupyattn.request import Request, resolve
 from cupyattn.rotation import plan_rotation
@@ -180,7 +179,9 @@ def _quantising_stages(
     """Plan ``fa_int8`` on arrays, which may be others than the caller's: quantise, then attend."""
     options = request.options
     quant = options.quant or QuantConfig()
-    tiles = options.tiles or request.variant.default_tiles(call.head_dim, quant.form)
+    tiles = options.tiles or scale_tiles(
+        request.variant, call.head_dim, quant, architecture(request)
+    )
     if quant.fused:
         fused = FusedCodes(quant.group_q(tiles), quant.group_kv(tiles), quant.zero_points)
         plan = launch.plan_attention(
@@ -229,10 +230,9 @@ def architecture(request: Request) -> str | None:
     Tiles that a caller names are those of the portable form, unless he names ``"sm_90a"`` too.
     """
     options = request.options
-    if options.arch is not None or options.tiles is not None or request.backend != "cuda":
+    if options.arch is not None or options.tiles is not None:
         return options.arch
-    hopper = int(request.q.device.compute_capability) == compiler.HOPPER_CAPABILITY
-    return "sm_90a" if hopper else None
+    return backends.own_arch(request.backend, request.q)
 
 
 # ---- a call, ready to run ------------------------------------------------------------------------
@@ -511,8 +511,8 @@ def _static_scales(request: Request) -> dict[str, Any]:
     quant = request.options.quant
     if request.quantized is not None or quant is None or not quant.static:
         return {}
-    tiles = request.options.tiles or request.variant.default_tiles(
-        request.call.head_dim, quant.form
+    tiles = request.options.tiles or scale_tiles(
+        request.variant, request.call.head_dim, quant, architecture(request)
     )
     xp = array_namespace(request.q)
     sequences = request.call.batch if request.call.packed else None

@@ -22,11 +22,12 @@ import numpy as np
 import cupyattn as ca
 from cupyattn import auto, device, executor, registry, timing
 from cupyattn.arrays import on_host
+from cupyattn.backends import own_arch
 from cupyattn.checks import data_address
 from cupyattn.cli import output
 from cupyattn.launch import Operand, Plan
 from cupyattn.quant import QuantConfig
-from cupyattn.quant.operands import quantize_mirror
+from cupyattn.quant.operands import quantize_mirror, scale_tiles
 from cupyattn.quant.plan import Part, parts, plan_quantize
 from experiments import common
 from experiments.others import format_comparison
@@ -52,11 +53,11 @@ SHAPES = (
 QUICK_SHAPES = (Shape(1, 2, 150, 16),)
 
 
-def plan_of(shape: Shape, quant: QuantConfig) -> tuple[dict[str, Part], Plan]:
+def plan_of(shape: Shape, quant: QuantConfig, arch: str | None) -> tuple[dict[str, Part], Plan]:
     """Return what becomes of contiguous operands, and how."""
     sizes = shape.batch, shape.heads, shape.length, shape.head_dim
     x = Operand.contiguous(sizes, 2)
-    tiles = registry.lookup("fa_int8").default_tiles(shape.head_dim, quant.form)
+    tiles = scale_tiles(registry.lookup("fa_int8"), shape.head_dim, quant, arch)
     found = parts(quant, tiles, dict.fromkeys("qkv", x), dict.fromkeys("qkv"))
     return found, plan_quantize("float16", **found, p_type=quant.value_p_type)
 
@@ -72,10 +73,12 @@ def bytes_moved(found: Mapping[str, Part]) -> int:
     return moved
 
 
-def equal_to_mirror(made: ca.QuantizedQKV, operands: Sequence[Any], quant: QuantConfig) -> bool:
+def equal_to_mirror(
+    made: ca.QuantizedQKV, operands: Sequence[Any], quant: QuantConfig, arch: str | None
+) -> bool:
     """Compare codes and scales of the first head with the mirror's, which takes the means."""
     first = [on_host(x[:1, :1]) for x in operands]
-    tiles = registry.lookup("fa_int8").default_tiles(first[0].shape[-1], quant.form)
+    tiles = scale_tiles(registry.lookup("fa_int8"), first[0].shape[-1], quant, arch)
     means = {
         name: None if a is None else on_host(a[:1, :1])
         for name, a in (("k_mean", made.k_mean), ("v_mean", made.v_mean))
@@ -119,13 +122,14 @@ def measure(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
         sets = timing.rotated((*operands, cupy.empty_like(operands[0])))
         calls["copy"] = common.rotating(lambda q, k, v, to: cupy.copyto(to, q), sets)
     for mode, quant in MODES.items():
-        found, plan = plan_of(shape, quant)
         backend = "interpret" if args.quick else "cuda"
+        arch = own_arch(backend, operands[0])
+        found, plan = plan_of(shape, quant, arch)
         made = ca.quantize(*operands, quant=quant, backend=backend)
         rows[mode] = {
             "mode": mode, **asdict(shape), "launches": len(plan.launches),
             "bytes": bytes_moved(found), "workspace": sum(w.nbytes for w in plan.workspace),
-            "ok": equal_to_mirror(made, operands, quant),
+            "ok": equal_to_mirror(made, operands, quant, arch),
         }  # fmt: skip
         if calls and rows[mode]["ok"]:
             buffers = {w.name: cupy.zeros(w.shape, w.dtype) for w in plan.workspace}

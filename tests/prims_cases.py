@@ -489,7 +489,7 @@ def stores_expected(
 
 WGMMA_DEPTH, WGMMA_KEYS = 80, 48
 #: Every N that prims/wgmma.cuh has.
-WGMMA_COLUMNS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
+WGMMA_COLUMNS = (64, 72, 80, 96, 112, 128, 136, 144, 160, 176, 192, 224, 256)
 
 
 def wgmma_arguments(dtype: str, columns: int) -> dict[str, Callable[[], Arguments]]:

@@ -62,7 +62,26 @@ def mma_u8_expected(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndar
     return {"C": 1 + A.astype(np.int32) @ B.astype(np.int32).T}
 
 
+def weights_arguments() -> Arguments:
+    x = np.exp2(rng().uniform(-20, 12, (3, 32, 2)))
+    x[0, :3] = [255.9, 0.0], [256.0, 1.0], [3.0, 256.0]  # what the limit splits, in either half
+    x[0, 3:5] = [np.inf, 1.0], [1.0, np.nan]
+    types = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
+    pairs = {name: x.astype(dtype).view(np.uint32)[..., 0] for name, dtype in types.items()}
+    return {**pairs, "largest": np.zeros(32, np.uint32), "below": np.zeros((2, 32), np.uint32)}
+
+
+def weights_expected(f16: np.ndarray, bf16: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    found = f16[0].view(np.float16), bf16[0].view(ml_dtypes.bfloat16)
+    below = [(x.astype(np.float32).reshape(32, 2) < 256).all(axis=1) for x in found]
+    return {
+        "largest": f16.view(np.uint16).max(axis=0).view(np.uint32),
+        "below": np.stack(below).astype(np.uint32),
+    }
+
+
 P_PRIMS = [
+    Prim("weights", "mma", "weights", 32, weights_arguments, weights_expected),
     Prim("mma_u8", "mma", "mma_u8", 32, mma_u8_arguments, mma_u8_expected),
 ] + [
     Prim(

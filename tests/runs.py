@@ -295,6 +295,7 @@ def quantized(
     backend: str | None,
     options: dict[str, Any],
     quant: QuantConfig | None = None,
+    arch: str | None = None,
 ) -> QuantizedQKV | None:
     """Return the operands of the INT8 rung, None for the others."""
     if variant_of(rung).family != "int8":
@@ -308,7 +309,7 @@ def quantized(
     turn = Rope.of(*given, *sizes)
     if turn is not None:
         q, k = turn.turned(q, k)
-    return quantize(q, k, v, quant=quant, backend=backend)
+    return quantize(q, k, v, quant=quant, backend=backend, arch=arch)
 
 
 def run(
@@ -321,7 +322,7 @@ def run(
     **options: Any,
 ) -> Run:
     """Call `attention`, and keep the quantised operands of the INT8 rung, which `quant` makes."""
-    z = quantized(rung, inputs, backend, options, quant)
+    z = quantized(rung, inputs, backend, options, quant, arch)
     given = options if quant is None else {**options, "quant": quant}
     form = form_taken(rung, inputs, arch=arch, backend=backend, **given)
     if z is None or form == "fused":
@@ -392,7 +393,7 @@ def run_packed(
         if rows.start == rows.stop:
             continue
         own = of_sequence(judged, number, one)
-        z = quantized(rung, one, backend, options, own.get("quant"))
+        z = quantized(rung, one, backend, options, own.get("quant"), arch)
         found.append(Run(rung, plan.form, one, own, z, o[:, :, rows], lse[None, :, rows]))
     return found
 
@@ -413,7 +414,7 @@ def run_into(
     form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
     added = {n: arrays.broadcast(options[n], call.score_shape) for n in ADDED if n in options}
     described = {name: Operand.of(array) for name, array in added.items()}
-    z = quantized(rung, inputs, backend, options)
+    z = quantized(rung, inputs, backend, options, arch=arch)
     if z is None:
         operands = dict(zip("qkv", inputs, strict=True))
         plan = launch.plan_attention(

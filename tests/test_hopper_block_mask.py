@@ -187,11 +187,11 @@ WRONG: dict[str, tuple[str, str, type[Exception]]] = {
     "the key of a step is left behind when its K may be there": (
         _LEFT + _COUNTED, _COUNTED + _LEFT, KernelFault),
 }  # fmt: skip
-_OF_A_STEP = "      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage]"
+_OF_A_STEP = "      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage]"
 #: The same of codes.
 WRONG_CODES: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
-        _OF_A_STEP, _OF_A_STEP.replace("= smem.kv0[K_at.stage]", "+= BLOCK_KV"), AssertionError),
+        _OF_A_STEP, _OF_A_STEP.replace("= smem.kv0[at.stage]", "+= BLOCK_KV"), AssertionError),
     "a tile without keys gets the first ones": _WITHOUT_KEYS,
 }  # fmt: skip
 BOTH = [

@@ -316,13 +316,14 @@ WRONG: dict[str, tuple[str, str, Check, type[Exception]]] = {
 
 #: The same of codes.
 WRONG_CODES: dict[str, tuple[str, str, Check, type[Exception]]] = {
-    **{
-        what: WRONG[what]
-        for what in (
-            "values of the next sequence meet weights of 0",
-            "rows of the next sequence decide when M rises",
-        )
-    },
+    "values of the next sequence meet weights of 0": (
+        "max(0, p.len_kv - kv0), BLOCK_KV, V_BOXES);", "BLOCK_KV, BLOCK_KV, V_BOXES);",
+        check_that_neighbours_have_no_influence, AssertionError),
+    "zeros among the ones": (
+        "BLOCK_KV, V_BOXES);", "BLOCK_KV);",
+        check_that_neighbours_have_no_influence, AssertionError),
+    "rows of the next sequence decide when M rises":
+        WRONG["rows of the next sequence decide when M rises"],
     "scales of the keys of the first sequence": (
         " +\n                           first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch)", "",
         check_that_neighbours_have_no_influence, AssertionError),
@@ -330,8 +331,8 @@ WRONG_CODES: dict[str, tuple[str, str, Check, type[Exception]]] = {
 #: And what is seen later.
 WRONG_CODES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
     "keys of the first sequence": (
-        "tile.first_key() + kv0, head_kv, tile.entry());\n        mbarrier_wait",
-        "kv0, head_kv, tile.entry());\n        mbarrier_wait",
+        "tile.first_key() + kv0, head_kv, tile.entry());\n        for",
+        "kv0, head_kv, tile.entry());\n        for",
         check_that_neighbours_have_no_influence, AssertionError),
     "rows of the next sequence are stored": (
         "if (q < p.len_q)\n            store_", "if (q < call.total_q)\n            store_",

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import check_one_device, contiguous_last_axis
-from cupyattn.backends import as_input, choose, on_device_of, run
+from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.checks import MAX_LENGTH
-from cupyattn.compile import HOPPER_CAPABILITY
 from cupyattn.launch import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
 from cupyattn.quant.gemm_plan import FEW_ROWS, plan_gemm
@@ -114,9 +113,8 @@ def int8_gemm(
             activation=activation, outliers=pair,
         )  # fmt: skip
         return c.reshape(*shape, n)
-    if backend == "cuda" and arch is None and tiles is None:
-        hopper = int(a.device.compute_capability) == HOPPER_CAPABILITY
-        arch = "sm_90a" if hopper and math.prod(shape) > FEW_ROWS else None
+    if arch is None and tiles is None and math.prod(shape) > FEW_ROWS:
+        arch = own_arch(backend, a)
     with on_device_of(a):
         buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
         c = buffers["c"] = xp.empty((math.prod(shape), n), STORAGE[out_dtype])

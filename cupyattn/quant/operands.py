@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyattn import checks, registry
 from cupyattn.arrays import contiguous_last_axis
-from cupyattn.backends import as_input, choose, on_device_of, run
+from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.errors import UnsupportedError
 from cupyattn.launch import Operand
 from cupyattn.quant.config import QuantConfig
@@ -39,6 +39,7 @@ def quantize(
     *,
     quant: QuantConfig | None = None,
     tiles: Tiles | None = None,
+    arch: str | None = None,
     backend: str | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
@@ -58,7 +59,10 @@ def quantize(
         How; ``QuantConfig()`` when omitted.
     tiles : Tiles, optional
         Tiles of the attention kernel, whose sizes granularity "block" takes; fa_int8's own for
-        this head_dim when omitted, in the form that `quant` asks for.
+        this head_dim when omitted, in the form that runs.
+    arch : str, optional
+        ``"sm_90a"``: that is the Hopper form; anything else: it is not. The device's own when
+        omitted.
     backend : {"cuda", "mirror", "interpret"}, optional
         ``cuda`` for CuPy arrays, ``mirror`` or ``interpret`` for NumPy arrays, as for
         `cupyattn.attention`.
@@ -112,7 +116,8 @@ def quantize(
         raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
     head_dim = checks.check_shapes(q.shape, k.shape, v.shape)[-1]
     if tiles is None:
-        tiles = registry.lookup("fa_int8").default_tiles(head_dim, quant.form)
+        arch = arch or own_arch(backend, q)
+        tiles = scale_tiles(registry.lookup("fa_int8"), head_dim, quant, arch)
     check_value_tiles(quant, tiles)
     if backend != "mirror":
         return _quantize_kernels(q, k, v, quant, tiles, backend, sequences)
@@ -204,6 +209,17 @@ def check_packed_quant(quant: QuantConfig) -> None:
             f"got {granularities[0]!r} and {granularities[1]!r}: use one of these, or "
             "scales='dynamic'"
         )
+
+
+def scale_tiles(
+    variant: registry.Variant, head_dim: int, quant: QuantConfig, arch: str | None
+) -> Tiles:
+    """Return the tiles whose sizes granularity "block" takes: the variant's own, as it runs there.
+
+    A step of the Hopper form then meets one scale of K.
+    """
+    hopper = arch == "sm_90a" and quant.form == "portable" and "sm90" in variant.forms
+    return variant.default_tiles(head_dim, "sm90" if hopper else quant.form)
 
 
 def check_value_tiles(quant: QuantConfig, tiles: Tiles) -> None:

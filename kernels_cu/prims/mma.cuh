@@ -117,3 +117,22 @@ __device__ __forceinline__ uint32_t pack_rn<__nv_bfloat16>(float x, float y) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(y), "f"(x));
   return r;
 }
+
+// The larger of three pairs of 16-bit floats, half by half. None may be negative: their bits then
+// stand in their order, and a NaN's above all.
+__device__ __forceinline__ uint32_t max3_packed(uint32_t x, uint32_t y, uint32_t z) {
+  return __vimax3_u16x2(x, y, z);
+}
+// Whether both of such a pair are less than 2^log2.
+template <typename T>
+__device__ __forceinline__ bool packed_below(uint32_t x, int log2);
+template <>
+__device__ __forceinline__ bool packed_below<__half>(uint32_t x, int log2) {
+  const uint32_t power = (log2 + 15) << 10;  // its bits: what reaches them reaches the top bit
+  return ((x + (0x8000 - power) * 0x10001) & 0x80008000) == 0;
+}
+template <>
+__device__ __forceinline__ bool packed_below<__nv_bfloat16>(uint32_t x, int log2) {
+  const uint32_t power = (log2 + 127) << 7;
+  return ((x + (0x8000 - power) * 0x10001) & 0x80008000) == 0;
+}

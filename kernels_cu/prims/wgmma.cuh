@@ -102,14 +102,17 @@ struct WgmmaU8;
 // clang-format off
 #define EIGHT(R, i) \
   R(c[i]), R(c[i + 1]), R(c[i + 2]), R(c[i + 3]), R(c[i + 4]), R(c[i + 5]), R(c[i + 6]), R(c[i + 7])
+#define FOUR(R, i) R(c[i]), R(c[i + 1]), R(c[i + 2]), R(c[i + 3])
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define NAMES_32 NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_36 NAMES_32 ", %32, %33, %34, %35"
 #define NAMES_40 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES_48 NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES_56 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define NAMES_64 NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_68 NAMES_64 ", %64, %65, %66, %67"
 #define NAMES_72 NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define NAMES_80 NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define NAMES_88 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
@@ -122,10 +125,12 @@ struct WgmmaU8;
 #define ACCUMULATORS_16(R) ACCUMULATORS_8(R), EIGHT(R, 8)
 #define ACCUMULATORS_24(R) ACCUMULATORS_16(R), EIGHT(R, 16)
 #define ACCUMULATORS_32(R) ACCUMULATORS_24(R), EIGHT(R, 24)
+#define ACCUMULATORS_36(R) ACCUMULATORS_32(R), FOUR(R, 32)
 #define ACCUMULATORS_40(R) ACCUMULATORS_32(R), EIGHT(R, 32)
 #define ACCUMULATORS_48(R) ACCUMULATORS_40(R), EIGHT(R, 40)
 #define ACCUMULATORS_56(R) ACCUMULATORS_48(R), EIGHT(R, 48)
 #define ACCUMULATORS_64(R) ACCUMULATORS_56(R), EIGHT(R, 56)
+#define ACCUMULATORS_68(R) ACCUMULATORS_64(R), FOUR(R, 64)
 #define ACCUMULATORS_72(R) ACCUMULATORS_64(R), EIGHT(R, 64)
 #define ACCUMULATORS_80(R) ACCUMULATORS_72(R), EIGHT(R, 72)
 #define ACCUMULATORS_88(R) ACCUMULATORS_80(R), EIGHT(R, 80)
@@ -165,10 +170,12 @@ struct Wgmma<T, N> { \
   WGMMA_OF(__half, "f16", __VA_ARGS__) \
   WGMMA_OF(__nv_bfloat16, "bf16", __VA_ARGS__)
 WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+WGMMA(72, 36, 36, 37, 38, 39, 40, 41)
 WGMMA(80, 40, 40, 41, 42, 43, 44, 45)
 WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
 WGMMA(112, 56, 56, 57, 58, 59, 60, 61)
 WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+WGMMA(136, 68, 68, 69, 70, 71, 72, 73)
 WGMMA(144, 72, 72, 73, 74, 75, 76, 77)
 WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
 WGMMA(176, 88, 88, 89, 90, 91, 92, 93)
@@ -222,4 +229,5 @@ WGMMA_8(256, 128, 128, 129, 130, 131, 132, 133)
 #undef WGMMA
 #undef WGMMA_OF
 #undef EIGHT
+#undef FOUR
 // clang-format on

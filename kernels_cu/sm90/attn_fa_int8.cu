@@ -41,12 +41,16 @@ constexpr int SCALE_KEYS = greatest_common_divisor(GROUP_KV, BLOCK_KV);
 constexpr int SCALES = BLOCK_KV / SCALE_KEYS;  // per step
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
+// A box of ones behind V makes the next 8 columns of P V the sum of P. There is none where V's last
+// box is half used, or where the columns of a wgmma or the shared memory end.
+constexpr int SUM_BOXES = HEAD_DIM <= 128 && O_COLS % V_BOX_COLS == 0 ? 1 : 0;
+constexpr int PV_COLS = O_COLS + 8 * SUM_BOXES;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
-constexpr float LARGEST_SUM = 256.0f;  // 2^8, of a lane's weights in a step: past it M rises
+constexpr int HEADROOM = 8;  // M rises where a weight reaches 2 to the power of this
 
 constexpr int Q_STAGES = 2;
 
@@ -61,14 +65,15 @@ struct alignas(16) WorkTile : Sequences<VARLEN> {
 struct SharedStorage {
   alignas(1024) int8_t Q[Q_STAGES][CODE_BOXES][BLOCK_Q * BOX_BYTES];
   alignas(1024) int8_t K[NUM_STAGES][CODE_BOXES][BLOCK_KV * BOX_BYTES];
-  alignas(1024) elem16_t V[NUM_STAGES][V_BOXES][BLOCK_KV * V_BOX_COLS];
+  alignas(1024) elem16_t V[NUM_STAGES][V_BOXES + SUM_BOXES][BLOCK_KV * V_BOX_COLS];
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
-  Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
-  Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
-  int kv0[NUM_STAGES];  // first key of that K; not read unless BLOCK_MASK
+  Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K of a step and V of the one before
+  int kv0[NUM_STAGES];                           // first key of that K; not read unless BLOCK_MASK
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
+constexpr int K_BYTES = sizeof(SharedStorage::K[0]);                  // that arrive for a step
+constexpr int V_BYTES = V_BOXES * sizeof(SharedStorage::V[0][0]);
 
 static_assert(
     GROUP_Q >= 1 && GROUP_KV >= 1 && GROUP_KV % 16 == 0,
@@ -134,15 +139,15 @@ __device__ __forceinline__ void start_scores(
   wgmma_commit_group();
 }
 
-// S5 output: O [64, O_COLS] += P V, in the background.
+// S5 output: O [64, PV_COLS] += P V, in the background.
 __device__ __forceinline__ void start_output(
-    float (&O_acc)[O_COLS / 2], uint32_t (&P_frag)[BLOCK_KV / 16][4], Descriptor V_rows) {
+    float (&O_acc)[PV_COLS / 2], uint32_t (&P_frag)[BLOCK_KV / 16][4], Descriptor V_rows) {
   wgmma_use(O_acc);
   wgmma_use(P_frag);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < BLOCK_KV / 16; ++k)
-    Wgmma<elem16_t, O_COLS>::rs(O_acc, P_frag[k], V_rows + k * 16 * BOX_BYTES);  // R6
+    Wgmma<elem16_t, PV_COLS>::rs(O_acc, P_frag[k], V_rows + k * 16 * BOX_BYTES);  // R6
   wgmma_commit_group();
 }
 
@@ -169,12 +174,13 @@ __device__ __forceinline__ float masked_score(
 }
 
 // Weights P of the scores, in 16 bits and two neighbouring keys in a register, the left operand of
-// P V. Returns whether they are small enough: what a lane has of a row sums to LARGEST_SUM at most.
+// P V. Returns whether they are small enough, each less than 2^HEADROOM.
 template <bool MASKED>
 __device__ __forceinline__ bool weigh(
     const AttnParams& p, const float (&M)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&sum)[2], int q, int kv0) {
   sum[0] = sum[1] = 0.0f;
+  uint32_t largest = 0;  // of both rows, in either half
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 4; ++i) {
     const int h = i % 2;
@@ -188,9 +194,9 @@ __device__ __forceinline__ bool weigh(
       sum[h] += x[j];                                                   // R6
     }
     P_frag[i / 4][i % 4] = pack_rn<elem16_t>(x[0], x[1]);  // R5
+    if (i % 2) largest = max3_packed(largest, P_frag[i / 4][i % 4 - 1], P_frag[i / 4][i % 4]);
   }
-  // NOTE: a NaN is no more than anything, so that it is asked whether the sums are small.
-  return __all_sync(FULL_WARP, sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM);
+  return __all_sync(FULL_WARP, packed_below<elem16_t>(largest, HEADROOM));
 }
 
 // S4 softmax: weights P of the scores. M stays where it is, and rises to the largest score only
@@ -210,13 +216,15 @@ __device__ __forceinline__ bool softmax(
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
   const bool weighed = !rises && !masked && weigh<false>(p, M, dot, factor, P_frag, sum, q, kv0);
+  // NOTE: this ties them to the registers that P V reads. They else come to be in others, and a
+  // step has 16 moves.
+  wgmma_use(P_frag);
   if (!weighed) {
     float m[2] = {NEG_INF, NEG_INF};
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i)
       m[i / 2 % 2] = fmaxf(m[i / 2 % 2], masked_score(p, dot, factor, i, q, kv0));
-    // NOTE: at most 64 keys of a row are this lane's, so that its sum is small enough. Without a
-    // key so far the difference is NaN.
+    // NOTE: without a key so far the difference is NaN.
     const bool stays = masked && __all_sync(FULL_WARP, m[0] - M[0] <= 2 && m[1] - M[1] <= 2);
     if (rises || !stays) {
 #pragma unroll
@@ -233,9 +241,9 @@ __device__ __forceinline__ bool softmax(
 }
 
 // O to the new M.
-__device__ __forceinline__ void rescale(float (&O_acc)[O_COLS / 2], const float (&alpha)[2]) {
+__device__ __forceinline__ void rescale(float (&O_acc)[PV_COLS / 2], const float (&alpha)[2]) {
 #pragma unroll
-  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
+  for (int i = 0; i < PV_COLS / 2; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
@@ -255,14 +263,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
     }
     for (int s = 0; s < NUM_STAGES; ++s) {
-      mbarrier_init(smem.K_full[s], 1);
-      mbarrier_init(smem.V_full[s], 1);
-      mbarrier_init(smem.K_empty[s], CONSUMERS * 4);
-      mbarrier_init(smem.V_empty[s], CONSUMERS * 4);
+      mbarrier_init(smem.full[s], 1);
+      mbarrier_init(smem.empty[s], CONSUMERS * 4);
     }
     fence_mbarrier_init();
   }
-  __syncthreads();       // the barriers are initialised before anyone waits or arrives
+  if constexpr (SUM_BOXES) {
+    for (int s = 0; s < NUM_STAGES; ++s)
+      for (int i = threadIdx.x; i < BLOCK_KV * V_BOX_COLS; i += NUM_THREADS)
+        smem.V[s][V_BOXES][i] = elem16_t(1.0f);
+    fence_proxy_async();  // wgmma shall see them
+  }
+  __syncthreads();       // barriers and ones are there before anyone waits, arrives or multiplies
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
@@ -296,23 +308,24 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
               tile.first_row() + tile.q0, tile.head, tile.entry());
         Q_at.advance();
       }
-      // S2 load K, V
-      for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
+      // S2 load K, V: K of a step, V of the one before
+      int kv0 = 0;
+      for (int step = 0; step <= tile.steps; ++step, number += BLOCK_KV, at.advance()) {
+        const int V_kv0 = kv0;
         // NOTE: rows that keep no block get their one step from behind the last key: zeros.
-        const int kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
-        mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
+        kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
+        mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
         if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
-        mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
-        for (int b = 0; b < CODE_BOXES; ++b)
+        mbarrier_arrive_expect_tx(
+            smem.full[at.stage], (step < tile.steps ? K_BYTES : 0) + (step > 0 ? V_BYTES : 0));
+        for (int b = 0; b < CODE_BOXES && step < tile.steps; ++b)
           cp_async_bulk_tensor_4d(
-              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_BYTES,
+              smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_BYTES,
               tile.first_key() + kv0, head_kv, tile.entry());
-        mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
-        mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
-        for (int b = 0; b < V_BOXES; ++b)
+        for (int b = 0; b < V_BOXES && step > 0; ++b)
           cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.V_full[at.stage], b * V_BOX_COLS,
-              tile.first_key() + kv0, head_kv, tile.entry());
+              smem.V[at.stage][b], V_map, smem.full[at.stage], b * V_BOX_COLS,
+              tile.first_key() + V_kv0, head_kv, tile.entry());
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
     }
@@ -327,7 +340,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
-  RingPosition<NUM_STAGES> K_at, V_at;  // K of a step, V of the one before
+  RingPosition<NUM_STAGES> at;  // of K of a step and V of the one before
   const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
   const Descriptor V_first = uniform(descriptor_n_major(smem.V[0][0], BLOCK_KV * BOX_BYTES));
 
@@ -342,10 +355,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     int kv0 = first_key(p, tile.q0);
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_BYTES]));
-    RowState state[2];             // of row and row + 8
-    float O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
-    int32_t dot[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
-    uint32_t P_frag[BLOCK_KV / 16][4];
+    RowState state[2];              // of row and row + 8
+    float O_acc[PV_COLS / 2] = {};  // [PV_COLS / 8][4]
+    int32_t dot[BLOCK_KV / 2];      // [BLOCK_KV / 8][4]
+    uint32_t P_frag[BLOCK_KV / 16][4] = {};
     float alpha[2];
     const int head_kv = tile.head / (p.heads / p.heads_kv);
     const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
@@ -364,25 +377,23 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
 
     // The first scores, by themselves.
     float step_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
-    mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
-    if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage], p.len_kv);
+    mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K has arrived
+    if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
     turn.take();
-    start_scores(dot, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
+    start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(dot);
-    if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
-    V_at = K_at;
-    K_at.advance();
+    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+    at.advance();
     softmax(p, state, dot, Q_factor, step_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked, true);
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
-      const Descriptor K_rows = K_first.stage(K_at.stage, sizeof(smem.K[0]));
-      const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
+      const Descriptor K_rows = K_first.stage(at.stage, sizeof(smem.K[0]));
+      const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
       if (!BLOCK_MASK) step_scale = load_scale(K_scale, kv0 += BLOCK_KV, p.len_kv);
-      mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
-      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage], p.len_kv);
-      mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
+      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
       turn.take();
       start_scores(dot, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
@@ -390,12 +401,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       wgmma_wait_group<0>();
       wgmma_use(dot);
       wgmma_use(O_acc);
-      if (lane_id() == 0) {
-        mbarrier_arrive(smem.K_empty[K_at.stage]);
-        mbarrier_arrive(smem.V_empty[V_at.stage]);
-      }
-      V_at = K_at;
-      K_at.advance();
+      if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+      at.advance();
       if (softmax(
               p, state, dot, Q_factor, step_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked,
               false))
@@ -404,16 +411,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 
     // The last output, by itself.
-    mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+    mbarrier_wait_parity(smem.full[at.stage], at.parity);  // V has arrived
     // NOTE: a weight of 0 does not silence a NaN. The first warpgroup's turn comes first.
     if (VARLEN && turn.warpgroup == 0)
-      zero_rows<WARPGROUP>(smem.V[V_at.stage], max(0, p.len_kv - kv0), BLOCK_KV);
+      zero_rows<WARPGROUP>(smem.V[at.stage], max(0, p.len_kv - kv0), BLOCK_KV, V_BOXES);
     turn.take();
-    start_output(O_acc, P_frag, V_first.stage(V_at.stage, sizeof(smem.V[0])));
+    start_output(O_acc, P_frag, V_first.stage(at.stage, sizeof(smem.V[0])));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(O_acc);
-    if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
+    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+    at.advance();
 
     // S6 store
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
@@ -422,7 +430,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     for (int h = 0; h < 2; ++h) {
       const int q = tile.q0 + row + h * 8;
       state[h].l = shfl_sum<4>(state[h].l);  // R6
-      const float inverse_l = state[h].inverse_l();
+      RowState whole = state[h];             // with the l that O is divided by
+      if constexpr (SUM_BOXES) whole.l = O_acc[O_COLS / 2 + 2 * h];
+      const float inverse_l = whole.inverse_l();
       if constexpr (LSE) {
         // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
         if (quant.K_mean) {

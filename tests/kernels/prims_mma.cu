@@ -72,3 +72,14 @@ extern "C" __global__ void pack(
   f16[lane_id()] = pack_rn<__half>(x[lane_id()], x[WARP_SIZE + lane_id()]);
   bf16[lane_id()] = pack_rn<__nv_bfloat16>(x[lane_id()], x[WARP_SIZE + lane_id()]);
 }
+
+extern "C" __global__ void weights(
+    const uint32_t* f16,   // [3, 32] pairs
+    const uint32_t* bf16,  // [3, 32] pairs
+    uint32_t* largest,     // [32] pairs
+    uint32_t* below) {     // [2, 32]
+  const int i = lane_id();
+  largest[i] = max3_packed(f16[i], f16[WARP_SIZE + i], f16[2 * WARP_SIZE + i]);
+  below[i] = packed_below<__half>(f16[i], 8);
+  below[WARP_SIZE + i] = packed_below<__nv_bfloat16>(bf16[i], 8);
+}
