@@ -591,7 +591,7 @@ def plan_int8(
             f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"
         )
     if arch == "sm_90a" and "sm90" in variant.forms:
-        note = hopper_obstacle(call, group_kv, zeros, values)
+        note = hopper_obstacle(group_kv, zeros, values)
         note = note or _hopper_obstacle(variant, call, q_codes, k_codes, v, o)
         form = form if note else {"portable": "sm90", "pv8": "sm90_pv8"}[form]
     tiles = variant.tiles_for(

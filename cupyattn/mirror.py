@@ -77,13 +77,6 @@ class Scores:
             S = S + self.scoring.bias_at(EVERYWHERE, rows, keys).astype(np.float32)  # R3
         return cast(Float32, self.scoring.select(S, EVERYWHERE, rows, keys))
 
-    def first_step(self, tiles: Tiles) -> npt.NDArray[np.int64]:
-        """Number of the step that the tile of each query row begins with."""
-        q0 = np.arange(self.rows[-1]) // tiles.block_q * tiles.block_q
-        if self.scoring.first is None:
-            return np.zeros_like(q0)
-        return np.maximum(0, q0 + self.scoring.first) // tiles.block_kv
-
     def visitors(self, kv0: int, tiles: Tiles) -> slice:
         """Query rows of the tiles that visit the step at kv0; the others skip it."""
         len_q, len_kv = self.rows[-1], self.K.shape[-2]
@@ -95,6 +88,15 @@ class Scores:
             end = q0 + tiles.block_q + self.scoring.last
         visiting = q0[(begin <= kv0) & (kv0 < end)]
         return slice(visiting[0], visiting[-1] + tiles.block_q) if visiting.size else slice(0)
+
+    def taken(self, kv0: int, tiles: Tiles) -> npt.NDArray[np.bool_]:
+        """Whether the tile of each query row takes the step at kv0: broadcasts to `rows`."""
+        taken = np.zeros(self.rows[-1], bool)
+        taken[self.visitors(kv0, tiles)] = True
+        if self.scoring.kept is None:
+            return taken
+        kept = self.scoring.kept_at(EVERYWHERE, slice(0, self.rows[-1]))
+        return cast("npt.NDArray[np.bool_]", taken & kept[..., kv0 // self.scoring.blocks[1]])
 
     def kept(self, products: Float32, rows: slice, key: int) -> Float32:
         """P V of some rows and of keys in one block, where the block mask keeps it; else 0."""

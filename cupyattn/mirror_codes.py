@@ -74,7 +74,7 @@ def by_shifts(
     V = cast(Float32, quantized.value_codes())[:, :, None]
     O = np.zeros((*scores.rows, V.shape[-1]), np.float64)  # whole numbers below 2^31
     len_kv = V.shape[-2]
-    first = scores.first_step(tiles)  # of each row
+    count = np.zeros(scores.rows, np.int32)  # of steps that the tile of a row has taken
     for kv0 in range(0, len_kv, tiles.block_kv):
         # S2 load K, V
         kv1 = min(kv0 + tiles.block_kv, len_kv)
@@ -84,8 +84,10 @@ def by_shifts(
 
         # S4 softmax
         m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
-        may_fall = (kv0 // tiles.block_kv - first) % by.lower_steps == 0
+        taken = np.broadcast_to(scores.taken(kv0, tiles), scores.rows)
+        may_fall = taken & (count % by.lower_steps == 0)
         alpha = np.exp2(state.follow(m, by, may_fall, by.guards(len_kv)))
+        count += taken
         p = state.exponentials(S, scores.exponent_factor)
         codes = np.fmin(np.rint(np.where(np.isnan(p), np.float32(0), p)), 255)  # R5
 

@@ -37,8 +37,8 @@ class Variant:
         The same for the split form (``kernels_cu/split/``), which takes few query rows and many
         keys; empty where there is none.
     hopper_block_mask_tiles : mapping of int to tuple of Tiles
-        Those of the Hopper form for calls with a block mask: of each entry the first that divide its
-        blocks; empty where that form takes none.
+        Those of the Hopper forms for calls with a block mask: of each entry the first that divide
+        its blocks; empty where they take none.
     block_mask_tiles : mapping of int to Tiles
         Those of the portable form for calls with a block mask, where those of `tiles` do not divide its blocks of 64
         or 128; empty where they do.
@@ -153,7 +153,7 @@ class Variant:
         if form == "fused":
             return None
         table: Mapping[int, tuple[Tiles, ...]] = self.hopper_block_mask_tiles
-        if form != "sm90":
+        if form not in ("sm90", "sm90_pv8"):
             table = {limit: (tiles,) for limit, tiles in self.block_mask_tiles.items()}
         choice = next((tiles for limit, tiles in table.items() if head_dim <= limit), ())
         divide = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyattn.checks import GROUP_ALL, AttentionCall, check_value_group
+from cupyattn.checks import GROUP_ALL, check_value_group
 from cupyattn.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -154,14 +154,11 @@ class ValueCodes:
         }  # fmt: skip
 
 
-def hopper_obstacle(
-    call: AttentionCall, group_kv: int, zeros: ZeroPoints | None, values: ValueCodes | None
-) -> str:
+def hopper_obstacle(group_kv: int, zeros: ZeroPoints | None, values: ValueCodes | None) -> str:
     """Return why the Hopper forms do not take these codes, as a note for a plan; "" where they do.
 
     Parameters
     ----------
-    call : AttentionCall
     group_kv : int
         Keys that share a scale.
     zeros, values
@@ -170,9 +167,6 @@ def hopper_obstacle(
     found = ""
     if zeros is not None:
         found = "takes no zero points of codes"
-    elif values is not None and (call.packed is not None or call.block_mask != (0, 0)):
-        what = "packed sequences" if call.packed is not None else "block_mask"
-        found = f"takes no {what} with codes of V"
     elif group_kv % HOPPER_SCALE_KEYS:
         found = f"has one scale for {HOPPER_SCALE_KEYS} keys, or for a multiple, got {group_kv}"
     elif values is not None and values.p_type != "u8":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from cupyattn.block_mask import BlockMask
 from cupyattn.quant import QuantizedQKV
 from tests import pv8_cases, runs
 from tests.runs import Arrays, normal
@@ -31,15 +32,27 @@ def problems() -> Iterator[tuple[Arrays, dict[str, Any]]]:
     yield (q + 3, k - 7, v), {}
 
 
-def up_and_down(len_q: int = 20, len_kv: int = 600) -> np.ndarray:
+def up_and_down(
+    len_q: int = 20, len_kv: int = 600, levels: Sequence[int] = (0, 5, 1, 8, 3)
+) -> np.ndarray:
     """Scores, whole numbers, whose largest rises and falls from tile to tile; float32 sums exactly.
 
-    Weights of a row lie within 2^11 of each other, and 600 of them.
+    Weights of a row lie within 2^13 of each other, and 600 of them.
     """
     rng = np.random.default_rng(0)
-    level = np.array([0, 5, 1, 8, 3])[np.arange(len_kv) // 128]
+    level = np.array(levels)[np.arange(len_kv) // 128]
     scores = level - rng.integers(0, 3, (len_q, len_kv))
     return scores - np.arange(len_q)[:, None]
+
+
+def with_gaps(move: pv8_cases.Move, block_kv: int) -> tuple[QuantizedQKV, BlockMask]:
+    """Operands, and blocks of which an odd number is dropped before M may fall.
+
+    The last weights are codes of 0 unless it has fallen.
+    """
+    kept = np.array([[[[1, 0, 1, 1, 0, 0, 1, 1, 1, 1]]]], bool)
+    mask = BlockMask(kept[..., :: block_kv // 64], 128, block_kv)
+    return exact(move, up_and_down(levels=(0, 9, 1, 10, 2))), mask
 
 
 def exact(move: pv8_cases.Move, scores: np.ndarray, **given: Any) -> QuantizedQKV:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,16 @@ import pytest
 from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, launch, quantize
 from cupyattn.interpret import KernelFault
 from cupyattn.launch import Plan
+from cupyattn.reference import attention_mirror
 from cupyattn.request import Options, resolve
+from tests import hopper_pv8_cases as cases
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
-from tests.runs import Arrays, bits, normal, variant_of
+from tests.runs import Arrays, asked_for, bits, normal, variant_of
 
-RUNGS = ("fa_tc@sm90", "fa_int8@sm90")
+PV8 = "fa_int8@sm90_pv8"
+RUNGS = ("fa_tc@sm90", "fa_int8@sm90", PV8)
+IN_TURN = [*map(pytest.param, RUNGS[:2]), pytest.param(PV8, marks=pytest.mark.slow)]
 #: Two blocks of rows and five of keys, both with tails; grouped heads.
 LEN_Q, LEN_KV = 150, 290
 KEPT = np.array([[[1, 0, 1, 0, 1], [0, 1, 1, 0, 0]], [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1]]], bool)
@@ -31,8 +37,16 @@ def run(
 ) -> runs.Run:
     options = {"arch": "sm_90a", "backend": "interpret", **options}
     one = runs.run(rung, inputs, block_mask=block_mask, **options)
-    assert one.form == "sm90"
+    assert one.form == rung.partition("@")[2]
     return one
+
+
+def without_means(rung: str) -> dict[str, Any]:
+    """Return options that keep keys from having a say in what becomes of others."""
+    if rung == "fa_tc@sm90":
+        return {}
+    quant = asked_for(rung).get("quant", QuantConfig())
+    return {"quant": replace(quant, smooth_k=False, smooth_v=False if rung == PV8 else None)}
 
 
 def planned(block_mask: BlockMask, head_dim: int = 64, **options: Any) -> Plan:
@@ -76,16 +90,32 @@ WINDOW = {"window": (70, 20), "causal_align": "top-left"}
 
 
 @pytest.mark.parametrize(
-    ("backend", "options"),
+    ("rung", "backend", "options"),
     [
-        ("interpret", {}), ("interpret", {"causal": True, **OF_STEPS}), ("mirror", WINDOW),
-        pytest.param("interpret", {**WINDOW, **OF_STEPS}, marks=pytest.mark.slow),
+        ("fa_int8@sm90", "interpret", {}),
+        ("fa_int8@sm90", "interpret", {"causal": True, **OF_STEPS}),
+        ("fa_int8@sm90", "mirror", WINDOW),
+        pytest.param(
+            "fa_int8@sm90", "interpret", {**WINDOW, **OF_STEPS}, marks=pytest.mark.slow
+        ),
+        (PV8, "interpret", {"causal": True}), (PV8, "mirror", {}), (PV8, "mirror", WINDOW),
+        pytest.param(PV8, "interpret", WINDOW, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_block_mask_of_codes_is_a_mask(
-    backend: str, options: dict[str, Any], one_block: Any
+    rung: str, backend: str, options: dict[str, Any], one_block: Any
 ) -> None:
-    check_judgements("fa_int8@sm90", backend=backend, **options)
+    check_judgements(rung, backend=backend, **options)
+
+
+@pytest.mark.parametrize("block_kv", [64, 128])
+def test_m_falls_by_steps_that_are_taken(block_kv: int) -> None:
+    """Whole numbers, as in tests/test_hopper_pv8.py: every bit is the mirror's."""
+    z, mask = cases.with_gaps(np.asarray, block_kv)
+    given: dict[str, Any] = {"scale": math.log(2.0), "block_mask": mask}
+    o = attention(z, arch="sm_90a", backend="interpret", **given)
+    expected = attention_mirror(z, variant="fa_int8", form="sm90_pv8", **given)
+    assert bits(o) == bits(expected)
 
 
 @pytest.mark.parametrize(("head_dim", "options"), [(64, {"window": (100, -1)}), (192, {})])
@@ -98,21 +128,23 @@ def test_blocks_of_several_steps(head_dim: int, options: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
-def test_blocks_of_several_steps_of_codes() -> None:
+@pytest.mark.parametrize("rung", RUNGS[1:])
+def test_blocks_of_several_steps_of_codes(rung: str) -> None:
     tiles = Tiles(128, 64, 12, 3)
     mask = BlockMask(np.array([[1, 0, 1], [1, 1, 0]], bool)[None, None], 128, 128)
-    run(arrays(192, len_kv=350), mask, "fa_int8@sm90", tiles=tiles, causal=True).check()
+    run(arrays(192, len_kv=350), mask, rung, tiles=tiles, causal=True).check()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", IN_TURN)
 def test_the_kept_blocks_are_attended_to_as_if_they_were_all(rung: str) -> None:
     """To the bit: the same steps over the same keys, and all blocks are no mask."""
     q, k, v = arrays(64 if rung == "fa_tc@sm90" else 32, len_q=100)
     mask = BlockMask(np.array([0, 1, 0, 1, 1], bool)[None, None, None], 128, 64)
     keys = np.r_[64:128, 192:LEN_KV]
+    v[:, :, 64] = 9  # of which the scale is, where a channel has one
     tiles = Tiles(128, 64, 12, 4)
     # NOTE: of codes, groups of keys that no cut goes through, and no mean of all keys.
-    quant = {} if rung == "fa_tc@sm90" else {"quant": QuantConfig(smooth_k=False)}
+    quant = without_means(rung)
     one = run((q, k, v), mask, rung, **quant)
     kept = k[:, :, keys], v[:, :, keys]
     everything = BlockMask(np.ones((1, 1, 1, 3), bool), 128, 64)
@@ -125,14 +157,18 @@ def test_the_kept_blocks_are_attended_to_as_if_they_were_all(rung: str) -> None:
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_dropped_keys_and_values_are_not_read(rung: str) -> None:
-    """NaN in them changes no bit, nor where a block of rows keeps nothing."""
+    """NaN in them changes no bit, nor where a block of rows keeps nothing.
+
+    Other numbers where a channel of V has one scale for all of its keys.
+    """
     q, k, v = arrays(64 if rung == "fa_tc@sm90" else 32)
+    v[:, :, 64] = 9
     mask = BlockMask(np.array([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]], bool)[None, None], 128, 64)
-    quant = {} if rung == "fa_tc@sm90" else {"quant": QuantConfig(smooth_k=False)}
+    quant = without_means(rung)
     clean = run((q, k, v), mask, rung, **quant)
     k, v = k.copy(), v.copy()
     for x in (k, v):
-        x[:, :, :64] = x[:, :, 128:] = np.nan
+        x[:, :, :64] = x[:, :, 128:] = -8 if rung == PV8 and x is v else np.nan
     dirty = run((q, k, v), mask, rung, **quant)
     assert bits(clean.o) == bits(dirty.o) and bits(clean.lse) == bits(dirty.lse)
     assert (dirty.o[:, :, 128:] == 0).all() and (dirty.lse[:, :, 128:] == -np.inf).all()
@@ -146,7 +182,7 @@ def test_tiles_divide_the_blocks(rung: str) -> None:
     for head_dim in (1, 64, 65, 128, 129, 256):
         for block in ((128, 64), (128, 128)):
             tiles = variant_of(rung).tiles_for(
-                head_dim, form="sm90", lengths=(100, 100), block_mask=block
+                head_dim, form=rung.partition("@")[2], lengths=(100, 100), block_mask=block
             )
             assert block[0] % tiles.block_q == 0 == block[1] % tiles.block_kv
             assert block[1] == tiles.block_kv or block[1] == 64 or head_dim > 128
@@ -154,8 +190,12 @@ def test_tiles_divide_the_blocks(rung: str) -> None:
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_the_plan_of_a_block_mask(rung: str) -> None:
-    plan = planned(BlockMask(KEPT[None], 128, 64), variant=variant_of(rung).name)
-    assert plan.form == "sm90" and plan.features.block_mask == (128, 64) and not plan.note
+    plan = planned(BlockMask(KEPT[None], 128, 64), **asked_for(rung))
+    assert (
+        plan.form == rung.partition("@")[2]
+        and plan.features.block_mask == (128, 64)
+        and not plan.note
+    )
     assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
 
 
@@ -164,9 +204,8 @@ def test_what_is_left_to_the_portable_form() -> None:
     plan = planned(rows_of_64)
     assert plan.form == "portable"
     assert "takes block masks of 128 query rows, got blocks of 64 x 128" in plan.note
-    quant = QuantConfig(pv="int8", granularity_v="channel")
-    codes = planned(BlockMask(KEPT[None], 128, 64), variant="fa_int8", quant=quant)
-    assert codes.form == "pv8" and "takes no block_mask with codes of V" in codes.note
+    codes = planned(rows_of_64, **asked_for(PV8))
+    assert codes.form == "pv8" and "takes block masks of 128 query rows" in codes.note
     with pytest.raises(ValueError, match="must divide the blocks of the block mask, 128 x 64"):
         attention(
             *arrays(), variant="fa_tc", arch="sm_90a", tiles=Tiles(128, 128, 12, 2),
@@ -194,14 +233,14 @@ WRONG_CODES: dict[str, tuple[str, str, type[Exception]]] = {
         _OF_A_STEP, _OF_A_STEP.replace("= smem.kv0[at.stage]", "+= BLOCK_KV"), AssertionError),
     "a tile without keys gets the first ones": _WITHOUT_KEYS,
 }  # fmt: skip
-BOTH = [
-    (rung, *one)
-    for rung, wrong in zip(RUNGS, (WRONG, WRONG_CODES), strict=True)
+ALL_WRONG = [
+    pytest.param(rung, *one, marks=[pytest.mark.slow] if rung == PV8 else [])
+    for rung, wrong in zip(RUNGS, (WRONG, WRONG_CODES, WRONG_CODES), strict=True)
     for one in wrong.items()
 ]
 
 
-@pytest.mark.parametrize(("rung", "what", "wrong"), BOTH)
+@pytest.mark.parametrize(("rung", "what", "wrong"), ALL_WRONG)
 def test_what_goes_wrong_is_seen(
     rung: str,
     what: str,
@@ -210,9 +249,9 @@ def test_what_goes_wrong_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old, new, how = wrong
-    source = f"sm90/attn_{variant_of(rung).name}.cu"
+    source = f"sm90/attn_{rung.replace('@sm90', '')}.cu"
     put_a_line_in_place(source, old, new, tmp_path, monkeypatch)
-    options = {} if rung == "fa_tc@sm90" else OF_STEPS
+    options = OF_STEPS if rung == "fa_int8@sm90" else {}
     with pytest.raises(how):
         check_judgements(rung, causal=True, **options)
 
@@ -224,14 +263,16 @@ WITHOUT_KEYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("rung", IN_TURN[1:])
 @pytest.mark.parametrize("what", WITHOUT_KEYS)
 def test_a_step_without_keys_reads_no_scale_behind_the_last(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, rung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a scale is that of a whole step, and the last key ends one."""
     inputs = normal((1, 1, 140, 32), (1, 1, 64, 32))
     tiles = Tiles(128, 64, 12, 2)
-    z = quantize(*inputs, quant=OF_STEPS["quant"], tiles=tiles)
+    quant = replace(asked_for(rung).get("quant", QuantConfig()), granularity_k="block")
+    z = quantize(*inputs, quant=quant, tiles=tiles)
     assert z.group_kv == tiles.block_kv
     options = {**WITHOUT_KEYS[what], "tiles": tiles}
 
@@ -240,9 +281,9 @@ def test_a_step_without_keys_reads_no_scale_behind_the_last(
         o, lse = attention(z, **asked)
         return o, lse
 
-    runs.Run("fa_int8@sm90", "sm90", inputs, options, z, *attend()).check()
+    runs.Run(rung, rung.partition("@")[2], inputs, options, z, *attend()).check()
     checked = "constexpr bool KEYS = !WINDOW && !VARLEN && !BLOCK_MASK;"
-    source = "sm90/attn_fa_int8.cu"
+    source = f"sm90/attn_{rung.replace('@sm90', '')}.cu"
     put_a_line_in_place(source, checked, "constexpr bool KEYS = true;", tmp_path, monkeypatch)
     with pytest.raises(KernelFault, match="outside k_scale"):
         attend()

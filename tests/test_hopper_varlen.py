@@ -17,21 +17,24 @@ import pytest
 from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, attention_varlen, launch
 from cupyattn.interpret import KernelFault
 from cupyattn.launch import Plan
+from cupyattn.quant.quantizers import VALUES_PAD
 from cupyattn.request import Options, resolve
 from cupyattn.rope import Rope
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import (
     Arrays,
     Guarded,
+    asked_for,
     bits,
     packed,
     rope_tables,
     run_packed,
     sequences,
-    variant_of,
 )  # fmt: skip
 
-RUNGS = ("fa_tc@sm90", "fa_int8@sm90")
+PV8 = "fa_int8@sm90_pv8"
+RUNGS = ("fa_tc@sm90", "fa_int8@sm90", PV8)
+IN_TURN = [*map(pytest.param, RUNGS[:2]), pytest.param(PV8, marks=pytest.mark.slow)]
 #: Two computing warpgroups, the fewest keys a step.
 TILES = Tiles(128, 64, 12, 2)
 #: Empty ones in front, in the middle and at the end; no keys; no queries; tails, several tiles.
@@ -44,7 +47,7 @@ ROWS, KEYS = slice(60, 97), slice(70, 170)
 def varlen(rung: str, inputs: Arrays, ends: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     options = {"tiles": TILES, "arch": "sm_90a", "backend": "interpret", **options}
     found: tuple[np.ndarray, np.ndarray] = attention_varlen(
-        *inputs, *ends, variant=variant_of(rung).name, return_lse=True, **options
+        *inputs, *ends, return_lse=True, **asked_for(rung), **options
     )
     return found
 
@@ -80,8 +83,7 @@ def check_that_every_sequence_is_as_if_alone(
     out = Guarded.empty(inputs[0].shape, dtype)
     o, lse = varlen(rung, inputs, ends, out=out.array, **options)
     out.check()
-    alone = {"variant": variant_of(rung).name, "backend": "interpret", "return_lse": True}
-    alone |= options
+    alone = {**asked_for(rung), "backend": "interpret", "return_lse": True, **options}
     for rows, one in sequences(inputs, ends):
         if rows.start == rows.stop:
             continue
@@ -113,23 +115,27 @@ OF_STEPS, OF_HEADS = (
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "options"),
+    ("rung", "head_dim", "dtype", "options"),
     [
-        (32, "float32", OF_STEPS),  # O in float32, V in 16 bits
-        pytest.param(32, "float16", {"window": (20, 9)}, marks=pytest.mark.slow),
+        ("fa_int8@sm90", 32, "float32", OF_STEPS),  # O in float32, V in 16 bits
+        pytest.param("fa_int8@sm90", 32, "float16", {"window": (20, 9)}, marks=pytest.mark.slow),
         pytest.param(
-            64, "bfloat16", {"causal": True, "causal_align": "top-left", **OF_HEADS},
-            marks=pytest.mark.slow,
+            "fa_int8@sm90", 64, "bfloat16",
+            {"causal": True, "causal_align": "top-left", **OF_HEADS}, marks=pytest.mark.slow,
         ),
-        pytest.param(192, "float16", {"causal": True}, marks=pytest.mark.slow),
+        pytest.param("fa_int8@sm90", 192, "float16", {"causal": True}, marks=pytest.mark.slow),
+        (PV8, 32, "float16", {}),
+        pytest.param(
+            PV8, 72, "float32", {"causal": True, "window": (20, 9)}, marks=pytest.mark.slow
+        ),
     ],
 )  # fmt: skip
 def test_every_sequence_of_codes_is_as_if_alone(
-    head_dim: int, dtype: str, options: dict[str, Any]
+    rung: str, head_dim: int, dtype: str, options: dict[str, Any]
 ) -> None:
-    """Means and scales of the keys are each sequence's own."""
-    lengths = ((0, 0), (5, 70), (0, 9), (130, 66), (0, 0))
-    check_that_every_sequence_is_as_if_alone("fa_int8@sm90", head_dim, lengths, options, dtype)
+    """Means and scales of the keys are each sequence's own, those of 8-bit values as well."""
+    lengths = ((0, 0), (5, 70), (0, 9), (130 if rung != PV8 else 30, 66), (0, 0))
+    check_that_every_sequence_is_as_if_alone(rung, head_dim, lengths, options, dtype)
 
 
 def check_that_a_sequence_may_have_no_keys(rung: str) -> None:
@@ -138,21 +144,27 @@ def check_that_a_sequence_may_have_no_keys(rung: str) -> None:
     assert not o[:3].any() and (lse[:, :3] == -np.inf).all() and o[3:].all()
 
 
-def test_a_sequence_of_codes_may_have_no_keys() -> None:
-    check_that_a_sequence_may_have_no_keys("fa_int8@sm90")
+@pytest.mark.parametrize("rung", RUNGS[1:])
+def test_a_sequence_of_codes_may_have_no_keys(rung: str) -> None:
+    check_that_a_sequence_may_have_no_keys(rung)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("backend", ["interpret", "mirror"])
+@pytest.mark.parametrize(
+    ("backend", "rung"),
+    [
+        *(("mirror", rung) for rung in RUNGS),
+        *(pytest.param("interpret", *one.values, marks=one.marks) for one in IN_TURN),
+    ],
+)
 def test_within_the_bound(backend: str, rung: str, one_block: Any) -> None:
     """One block also meets every phase of its barriers; the tiles are the rung's own."""
     lengths = ((5, 38), (200, 150), (3, 0), (64, 129))
-    if rung == "fa_int8@sm90":  # a step has 112 keys
+    if rung != "fa_tc@sm90":  # a step has 112 or 128 keys
         lengths = ((5, 38), (200, 130), (3, 0), (64, 90))
     heads = 2 if backend == "mirror" or rung == "fa_tc@sm90" else 1
     inputs, ends = packed(lengths, heads, 1, dtype="bfloat16")
     for one in run_packed(rung, inputs, ends, arch="sm_90a", backend=backend, causal=True):
-        assert one.form == "sm90"
+        assert one.form == rung.partition("@")[2]
         one.check()
 
 
@@ -164,14 +176,17 @@ def amid(rung: str) -> tuple[Arrays, tuple[Any, Any]]:
 def spoilt(rung: str, inputs: Arrays) -> Arrays:
     """Return operands that are NaN but for one sequence, amid more NaN.
 
-    Codes of NaN are 0: rows of Q are then like the sequence's last key, whose score outdoes all.
+    Codes of NaN are 0: rows of Q are then like the sequence's last key, whose score outdoes all,
+    and 8-bit values are others.
     """
     wide = []
-    for x, own in zip(inputs, (ROWS, KEYS, KEYS), strict=True):
+    for name, x, own in zip("qkv", inputs, (ROWS, KEYS, KEYS), strict=True):
         shape = x.shape[0], x.shape[1] + 1, x.shape[2] + 16
         wide.append(np.full(shape, np.nan, x.dtype)[:, :-1, 8:-8])
-        if rung == "fa_int8@sm90" and own is ROWS:
+        if rung != "fa_tc@sm90" and name == "q":
             wide[-1][...] = inputs[1][KEYS][-1]
+        if rung == PV8 and name == "v":
+            wide[-1][...] = 9 - 5 * x[::-1]
         wide[-1][own] = x[own]
     return tuple(wide)
 
@@ -204,7 +219,7 @@ def check_that_a_sequence_past_its_limit_is_cut(rung: str) -> None:
     ("rung", "options"),
     [
         ("fa_tc@sm90", {}), ("fa_tc@sm90", {"causal": True, "window": (30, 0)}),
-        ("fa_tc@sm90", {"tiles": Tiles(192, 64, 16, 2)}), ("fa_int8@sm90", {}),
+        ("fa_tc@sm90", {"tiles": Tiles(192, 64, 16, 2)}), ("fa_int8@sm90", {}), (PV8, {}),
         pytest.param(
             "fa_int8@sm90", {"causal": True, "tiles": Tiles(192, 64, 16, 2)},
             marks=pytest.mark.slow,
@@ -224,7 +239,7 @@ def test_no_column_past_head_dim_is_written() -> None:
     assert np.isfinite(out).all() and np.isnan(buffer[..., 36:]).all()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", IN_TURN)
 def test_a_sequence_past_its_limit_is_cut(rung: str) -> None:
     check_that_a_sequence_past_its_limit_is_cut(rung)
 
@@ -235,13 +250,15 @@ def test_a_sequence_past_its_limit_is_cut(rung: str) -> None:
 @pytest.mark.parametrize("rung", RUNGS)
 def test_the_plan_of_packed_sequences(rung: str) -> None:
     inputs, ends = packed(((100, 300), (0, 9), (700, 500)), 4, 2, 128)
-    plan = planned(inputs, ends, variant=variant_of(rung).name)
+    plan = planned(inputs, ends, **asked_for(rung))
     (launched,) = plan.launches
-    assert plan.form == "sm90" and plan.features.varlen and not plan.note
+    assert plan.form == rung.partition("@")[2] and plan.features.varlen and not plan.note
     assert launched.grid == -(-700 // plan.tiles.block_q) * 4 * 3
     assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
     maps = [param for param in launched.params if isinstance(param, launch.TensorMap)]
     shapes = [(1, 4, 800, 128), (1, 2, 809, 128), (1, 2, 809, 128), (1, 4, 800, 128)]
+    if rung == PV8:  # by channel, and each sequence in whole groups of VALUES_PAD keys
+        shapes[2] = (1, 2, 128, (809 // VALUES_PAD + 3) * VALUES_PAD)
     assert [m.shape for m in maps] == shapes[: len(maps)] and len(maps) >= 3
 
 
@@ -282,10 +299,6 @@ def test_what_is_left_to_the_portable_form() -> None:
     assert kept.form == "portable" and "takes no block mask of packed sequences" in kept.note
     inputs, ends = packed(((3, 4), (2, 5)), 2, 1, head_dim=36)
     assert "multiples of 16 bytes" in planned(inputs, ends).note
-    inputs, ends = packed(((3, 4), (2, 5)), 2, 1)
-    quant = QuantConfig(pv="int8", granularity_v="channel")
-    codes = planned(inputs, ends, variant="fa_int8", quant=quant)
-    assert codes.form == "pv8" and "takes no packed sequences with codes of V" in codes.note
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
@@ -347,12 +360,37 @@ WRONG_CODES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
         "VARLEN ? max(0, len_kv - 1) : len_kv - 1", "len_kv - 1",
         check_that_a_sequence_may_have_no_keys, KernelFault),
 }  # fmt: skip
+#: And of codes of V.
+WRONG_VALUES: dict[str, tuple[str, str, Check, type[Exception]]] = {
+    "values of the first sequence": (
+        "V_first + kv0 + b", "kv0 + b", check_that_neighbours_have_no_influence, AssertionError),
+}  # fmt: skip
+WRONG_VALUES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
+    "scales of the values of the first sequence": (
+        " +\n                           first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch)"
+        " * HEAD_DIM", "", check_that_neighbours_have_no_influence, AssertionError),
+    "the mean of the values of the first sequence": (
+        "V_mean = values.V_mean  // [HEAD_DIM]\n"
+        "                          + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM",
+        "V_mean = values.V_mean  // [HEAD_DIM]\n"
+        "                          + head_kv * HEAD_DIM",
+        check_that_neighbours_have_no_influence, AssertionError),
+    **{
+        what: WRONG_CODES_TOO[what]
+        for what in ("keys of the first sequence", "a scale where there is no key")
+    },
+}  # fmt: skip
 ALL_WRONG = [
     *(pytest.param("fa_tc@sm90", *one, id=f"fa_tc, {what}") for what, one in WRONG.items()),
     *(pytest.param("fa_int8@sm90", *one, id=what) for what, one in WRONG_CODES.items()),
     *(
         pytest.param("fa_int8@sm90", *one, id=what, marks=pytest.mark.slow)
         for what, one in WRONG_CODES_TOO.items()
+    ),
+    *(pytest.param(PV8, *one, id=f"pv8, {what}") for what, one in WRONG_VALUES.items()),
+    *(
+        pytest.param(PV8, *one, id=f"pv8, {what}", marks=pytest.mark.slow)
+        for what, one in WRONG_VALUES_TOO.items()
     ),
 ]
 
@@ -368,7 +406,7 @@ def test_what_goes_wrong_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clean(rung)  # by the kernel as it is
-    source = f"sm90/attn_{variant_of(rung).name}.cu"
+    source = f"sm90/attn_{rung.replace('@sm90', '')}.cu"
     put_a_line_in_place(source, old, new, tmp_path, monkeypatch)
     with pytest.raises(how):
         check(rung)

@@ -161,6 +161,10 @@ def test_default_tiles_spill_nothing(
                 for name in ("fa_tc", "fa_int8")
                 for head_dim in VARIANTS[name].hopper_tiles
             ),
+            *(
+                ("fa_int8", "sm90_pv8", head_dim)
+                for head_dim in VARIANTS["fa_int8"].hopper_pv8_tiles
+            ),
             *(("fa_int8", "pv8", head_dim) for head_dim in (64, 128)),
         )
     ],
@@ -178,18 +182,24 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
         assert spilled <= allowed, f"{entry} takes {taken}: {spec}"
 
 
-@pytest.mark.parametrize("name", ["fa_tc", "fa_int8"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("fa_tc", "sm90"), ("fa_int8", "sm90"),
+        pytest.param("fa_int8", "sm90_pv8", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("block_kv", [64, 128])
 @pytest.mark.parametrize("head_dim", [*LATE, 128])
-def test_block_masks_spill_nothing_in_the_hopper_form(
-    head_dim: int, block_kv: int, name: str
+def test_block_masks_spill_nothing_in_the_hopper_forms(
+    head_dim: int, block_kv: int, name: str, form: str
 ) -> None:
     """The thread that copies has few registers, and searches a list."""
     variant, blocks = VARIANTS[name], (128, block_kv)
-    plain = features_of(variant, "sm90", "float16", head_dim, causal=True, lse=True)
+    plain = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
     features = replace(plain, window=True, block_mask=blocks)
-    tiles = variant.tiles_for(head_dim, form="sm90", block_mask=blocks)
-    spec = launch.module_spec(variant, features, tiles, "sm90")
+    tiles = variant.tiles_for(head_dim, form=form, block_mask=blocks)
+    spec = launch.module_spec(variant, features, tiles, form)
     (taken,) = kc.build(spec, "sm_90a").kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
 

@@ -9,7 +9,9 @@
 //              codes, S6 applies the scales of the channels and gives back the mean.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
 // Kept simple  P in u8, V in INT8 with one scale per channel and no zero points; at least 16
-//              adjacent keys share a scale. The rest is left to the portable form.
+//              adjacent keys share a scale. The rest is left to the portable form. Packed sequences
+//              and block masks as in the Hopper form of fa_tc; whole numbers times codes 0 are 0,
+//              so that nothing of the next sequence has to be silenced.
 // Tried        At 8,192 keys, head_dim 128: both products waited for at once 0.85; integers to
 //              floats before the exponentials 0.92; a scale of K for 16 keys 0.95; three warpgroups
 //              of 96 keys 0.91; tiles of 224, 160, 128 keys 0.8 to 0.9; no turns 1.01; turns at the
@@ -29,6 +31,7 @@
 #include "prims/score.cuh"
 #include "prims/tile_io.cuh"
 #include "prims/tma.cuh"
+#include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 #include "prims/wgmma.cuh"
 
@@ -44,20 +47,22 @@ constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-constexpr int64_t L2_SHARE = 16 << 20;     // bytes of K and V that stay in the L2 cache
-constexpr bool UNEVEN = CAUSAL || WINDOW;  // tiles differ in work: blocks take them as they come
-constexpr int CODE_BITS = 8;               // of P: the largest weight of a tile is 2^7 to 2^8
-constexpr int LOWER_BITS = 2;              // how far M may lie below the highest that a row had
-constexpr int LOWER_STEPS = 2;             // how often it may fall
-constexpr int SUM_BITS = 22;               // l stays below 2^22, and so O below 2^31
+constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
+// Tiles differ in work: blocks take them as they come.
+constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
+constexpr int CODE_BITS = 8;    // of P: the largest weight of a tile is 2^7 to 2^8
+constexpr int LOWER_BITS = 2;   // how far M may lie below the highest that a row had
+constexpr int LOWER_STEPS = 2;  // how often it may fall
+constexpr int SUM_BITS = 22;    // l stays below 2^22, and so O below 2^31
 
 constexpr int Q_STAGES = 2;
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
-// all of them are masked.
-struct alignas(16) WorkTile {
+// all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
+struct alignas(16) WorkTile : Sequences<VARLEN> {
   int q0;  // -1: there is no more
   int head, batch, steps;
+  __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
 };
 
 struct SharedStorage {
@@ -68,6 +73,7 @@ struct SharedStorage {
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
   Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
+  int kv0[NUM_STAGES];  // first key of that K; not read unless BLOCK_MASK
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 
@@ -95,10 +101,14 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
 
 // Tiles in the order in which they are begun. Those of a head come one after the other, so that
 // their blocks read the same K and V at the same time; but where they differ in work, as many heads
-// at a time as fit their K and V into the L2 cache, of those the longest causal rows first.
-__device__ __forceinline__ WorkTile work_tile(const AttnParams& p, int index) {
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q), batch_heads = p.heads * p.batch;
-  const int64_t head_bytes = int64_t(p.len_kv) * HEAD_DIM * 2;
+// at a time as fit their K and V into the L2 cache, of those the longest causal rows first. Steps
+// are still to be counted.
+__device__ __forceinline__ WorkTile
+work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, int index) {
+  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
+  const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
+  const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
+  const int64_t head_bytes = keys * HEAD_DIM * 2;
   const int fitting = UNEVEN ? max(1, int(L2_SHARE / head_bytes)) : 1;
   // NOTE: groups of about one size: a small one at the end would leave its longest tiles to few.
   const int together = ceil_div(batch_heads, ceil_div(batch_heads, fitting));
@@ -106,15 +116,15 @@ __device__ __forceinline__ WorkTile work_tile(const AttnParams& p, int index) {
   const int here = min(together, batch_heads - first);         // heads in this group
   const int rest = index % (together * q_blocks);
   const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
-  const int steps = max(1, kv_steps(p, first_key(p, q0), q0, BLOCK_Q));
-  return {q0, batch_head % p.heads, batch_head / p.heads, steps};
+  return {sequences, q0, batch_head % p.heads, VARLEN ? sequence : batch_head / p.heads, 0};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
   return {
-      __shfl_sync(FULL_WARP, tile.q0, 0), __shfl_sync(FULL_WARP, tile.head, 0),
-      __shfl_sync(FULL_WARP, tile.batch, 0), __shfl_sync(FULL_WARP, tile.steps, 0)};
+      uniform<VARLEN>(tile), __shfl_sync(FULL_WARP, tile.q0, 0),
+      __shfl_sync(FULL_WARP, tile.head, 0), __shfl_sync(FULL_WARP, tile.batch, 0),
+      __shfl_sync(FULL_WARP, tile.steps, 0)};
 }
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
@@ -147,10 +157,12 @@ __device__ __forceinline__ void start_output(
 }
 
 // The scale of a step; or of the keys from kv0 + SCALE_KEYS * lane on, where there are several: the
-// first SCALES lanes hold all of them. WINDOW: one step may be without keys, and gets any scale.
+// first SCALES lanes hold all of them. A step that may be without keys gets any scale then.
 __device__ __forceinline__ float load_scale(const float* K_scale, int kv0, int len_kv) {
-  if constexpr (SCALES == 1 && !WINDOW) return K_scale[uint32_t(kv0) / GROUP_KV];
-  const uint32_t key = min(kv0 + lane_id() % SCALES * SCALE_KEYS, len_kv - 1);
+  constexpr bool KEYS = !WINDOW && !VARLEN && !BLOCK_MASK;  // there are, in every step
+  if constexpr (SCALES == 1 && KEYS) return K_scale[uint32_t(kv0) / GROUP_KV];
+  const int last = VARLEN ? max(0, len_kv - 1) : len_kv - 1;
+  const uint32_t key = min(kv0 + lane_id() % SCALES * SCALE_KEYS, last);
   return K_scale[key / GROUP_KV];
 }
 
@@ -283,7 +295,7 @@ __device__ __forceinline__ void raise_output(int32_t (&O_acc)[O_COLS / 2], const
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
-    const __grid_constant__ AttnParams p, const __grid_constant__ QuantParams quant,
+    const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ ScheduleParams schedule) {
@@ -311,18 +323,24 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
-    const int num_tiles = ceil_div(p.len_q, BLOCK_Q) * p.heads * p.batch;
+    TileRange tiles(call);
     RingPosition<Q_STAGES> Q_at;
     RingPosition<NUM_STAGES> at;  // of K and V
     int index = blockIdx.x;
     while (true) {
-      if (index >= num_tiles) {
+      if (!tiles.reach(call, index)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {-1, 0, 0, 0};
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0};
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }
-      const WorkTile tile = work_tile(p, index);
+      const Sequences<VARLEN> sequences(call, tiles.sequence);
+      const auto& p = of_sequences<int8_t, int8_t>(call, sequences);
+      WorkTile tile = work_tile(p, sequences, tiles.sequence, index - tiles.first);
+      const KeptKeys keys(
+          p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
+      int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
+      tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
       const int head_kv = tile.head / (p.heads / p.heads_kv);
       // S1 load Q
       {
@@ -331,25 +349,28 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
         for (int b = 0; b < CODE_BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_BYTES, tile.q0,
-              tile.head, tile.batch);
+              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_BYTES,
+              tile.first_row() + tile.q0, tile.head, tile.entry());
         Q_at.advance();
       }
       // S2 load K, V
-      int kv0 = first_key(p, tile.q0);
-      for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV, at.advance()) {
+      const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
+      for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
+        // NOTE: rows that keep no block get their one step from behind the last key: zeros.
+        const int kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
         mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
+        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
         mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
         for (int b = 0; b < CODE_BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_BYTES, kv0, head_kv,
-              tile.batch);
+              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_BYTES,
+              tile.first_key() + kv0, head_kv, tile.entry());
         mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
         mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
         for (int b = 0; b < V_BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.V_full[at.stage], kv0 + b * BOX_BYTES, 0, head_kv,
-              tile.batch);
+              smem.V[at.stage][b], V_map, smem.V_full[at.stage], V_first + kv0 + b * BOX_BYTES, 0,
+              head_kv, tile.entry());
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
     }
@@ -373,6 +394,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     mbarrier_wait_parity(smem.Q_full[Q_at.stage], Q_at.parity);  // Q has arrived, and its tile
     const WorkTile tile = uniform(smem.tile[Q_at.stage]);
     if (tile.q0 < 0) break;
+    const auto& p = of_sequences<int8_t, int8_t>(call, tile);
     int kv0 = first_key(p, tile.q0);
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_BYTES]));
@@ -386,10 +408,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const int head_kv = tile.head / (p.heads / p.heads_kv);
     const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
                            + tile.batch * quant.Q_scale_stride_batch +
-                           tile.head * quant.Q_scale_stride_head;
+                           tile.head * quant.Q_scale_stride_head +
+                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
     const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
                            + tile.batch * quant.K_scale_stride_batch +
-                           head_kv * quant.K_scale_stride_head;
+                           head_kv * quant.K_scale_stride_head +
+                           first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -397,8 +421,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
           p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
 
     // The first scores, by themselves.
-    float step_scale = load_scale(K_scale, kv0, p.len_kv);
+    float step_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
     mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
+    if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage], p.len_kv);
     turn.take();
     start_scores(dot, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
     turn.pass();
@@ -417,9 +442,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
       const Descriptor K_rows = K_first.stage(K_at.stage, sizeof(smem.K[0]));
       const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
-      kv0 += BLOCK_KV;
-      step_scale = load_scale(K_scale, kv0, p.len_kv);
+      if (!BLOCK_MASK) step_scale = load_scale(K_scale, kv0 += BLOCK_KV, p.len_kv);
       mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
+      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage], p.len_kv);
       mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
       turn.take();
       start_scores(dot, Q_rows, K_rows);
@@ -460,7 +485,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
                 + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
     const float* V_scale = values.V_scale  // [HEAD_DIM]
                            + tile.batch * values.V_scale_stride_batch +
-                           head_kv * values.V_scale_stride_head;
+                           head_kv * values.V_scale_stride_head +
+                           first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch) * HEAD_DIM;
     const float* V_mean = values.V_mean  // [HEAD_DIM]
                           + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM;
 #pragma unroll
@@ -482,7 +508,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
           if (state[h].l > 0.0f) state[h].M += Q_factor[h] * mean_dot;  // R3
         }
         if (t == 0 && q < p.len_q)
-          p.lse[(int64_t(tile.batch) * p.heads + tile.head) * p.len_q + q] = state[h].lse();
+          lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
       }
       const bool has_mean = values.V_mean && state[h].l != 0.0f;  // a row without keys stays 0
       auto value = [&](int n, int i) {                            // of column n * 8 + t * 2 + i

@@ -46,6 +46,15 @@ def test_whole_numbers_come_out_as_the_mirror_has_them(len_kv: int) -> None:
     assert bits(o) == bits(expected)
 
 
+@pytest.mark.parametrize("block_kv", [64, 128])
+def test_m_falls_by_steps_that_are_taken(block_kv: int) -> None:
+    z, mask = cases.with_gaps(cupy.asarray, block_kv)
+    given: dict[str, Any] = {"scale": LN2, "block_mask": mask}
+    o = attention(z, arch="sm_90a", **given)
+    expected = attention_mirror(host_copy(z), variant="fa_int8", form="sm90_pv8", **given)
+    assert bits(o) == bits(expected)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256])
 def test_head_sizes_and_lengths(head_dim: int, causal: bool) -> None:

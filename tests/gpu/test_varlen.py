@@ -24,32 +24,43 @@ from cupyattn.forms import form_key
 from cupyattn.prepared import SEQUENCES, recall
 from cupyattn.request import Options, resolve
 from tests.gpu.support import arch_of, attend, moved, on_device, run_packed
-from tests.runs import Arrays, Guarded, bits, of_sequence, packed, sequences, variant_of
+from tests.runs import (
+    Arrays,
+    Guarded,
+    asked_for,
+    bits,
+    of_sequence,
+    packed,
+    sequences,
+    variant_of,
+)
 from tests.test_varlen import CELLS, FEATURES, OPTIONS, RUNGS, added, rng_of
 
 cupy = pytest.importorskip("cupy")
 
 HOPPER, HOPPER_CODES, PV8 = "fa_tc@sm90", "fa_int8@sm90", "fa_int8@pv8"
+HOPPER_PV8 = "fa_int8@sm90_pv8"
 #: The mean of keys or values is summed in slices, as many as the longest needs.
 WITHOUT_MEANS = {
     "fa_int8": {"quant": QuantConfig(smooth_k=False)},
     HOPPER_CODES: {"quant": QuantConfig(smooth_k=False)},
     PV8: {"quant": QuantConfig(pv="int8", smooth_k=False, smooth_v=False)},
+    HOPPER_PV8: {
+        "quant": QuantConfig(pv="int8", granularity_v="channel", smooth_k=False, smooth_v=False)
+    },
 }
-BOTH_FORMS = (*RUNGS, HOPPER, HOPPER_CODES)
+HOPPER_FORMS = (HOPPER, HOPPER_CODES, HOPPER_PV8)
+BOTH_FORMS = (*RUNGS, *HOPPER_FORMS)
 ALL_CELLS = [
-    *CELLS,
-    *((rung, dtype) for rung in (HOPPER, HOPPER_CODES) for dtype in variant_of(rung).dtypes),
-]
+    *CELLS, *((rung, dtype) for rung in HOPPER_FORMS for dtype in variant_of(rung).dtypes)
+]  # fmt: skip
 #: Several tiles and tails; empty ones in front, in the middle and at the end.
 LENGTHS = ((0, 0), (5, 170), (135, 0), (0, 9), (0, 0), (300, 257), (1, 1), (129, 400), (0, 3))
 
 
 def varlen(rung: str, inputs: Arrays, ends: Any, **options: Any) -> Any:
-    return attention_varlen(
-        *inputs, *ends, variant=variant_of(rung).name, return_lse=True, arch=arch_of(rung),
-        **options,
-    )  # fmt: skip
+    asked = {**asked_for(rung), "arch": arch_of(rung), "return_lse": True, **options}
+    return attention_varlen(*inputs, *ends, **asked)
 
 
 def hopper_tiles(rung: str, inputs: Arrays, ends: Any, **options: Any) -> dict[str, Any]:
@@ -57,7 +68,7 @@ def hopper_tiles(rung: str, inputs: Arrays, ends: Any, **options: Any) -> dict[s
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
     asked = Options(variant=variant_of(rung).name, arch=arch_of(rung), **named, **options)
     planned = api.plans(resolve(*inputs, asked))[-1]
-    return {"tiles": planned.tiles} if planned.form == "sm90" else {}
+    return {"tiles": planned.tiles} if planned.form.startswith("sm90") else {}
 
 
 @pytest.mark.parametrize(("rung", "dtype"), ALL_CELLS)
@@ -94,7 +105,7 @@ def test_masks_and_positions_are_those_of_a_sequence(rung: str, feature: str) ->
         assert bits(lse[:, rows]) == bits(expected_lse), rows
 
 
-@pytest.mark.parametrize("rung", ["fa_int8", HOPPER_CODES, PV8])
+@pytest.mark.parametrize("rung", ["fa_int8", HOPPER_CODES, PV8, HOPPER_PV8])
 def test_quantised_operands_may_be_packed(rung: str, tmp_path: Path) -> None:
     host, host_ends = packed(LENGTHS, 4, 2)
     inputs, ends = on_device(*host), on_device(*host_ends)
