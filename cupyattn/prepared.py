@@ -328,6 +328,8 @@ class Prepared:
             filled = [w for w in self._workspace if w.name in self._given or w.name == "v_operand"]
             return self._layout.allocate(self._xp, filled)
         arrays = {work.name: self._xp.empty(work.shape, work.dtype) for work in self._workspace}
+        for array in arrays.values():  # NaN, where a device has whatever was there before
+            array.reshape(-1).view("u1").fill(0xFF)
         return Scratch(arrays, {}, [arrays[work.name] for work in self._workspace if work.zeros])
 
     def __call__(

@@ -216,7 +216,10 @@ def test_what_is_left_to_the_portable_form() -> None:
 # ---- mistakes ------------------------------------------------------------------------------------
 
 _LEFT = "        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;\n"
-_COUNTED = "        mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));\n"
+_COUNTED = (
+    "        mbarrier_arrive_expect_tx(\n"
+    "            smem.full[at.stage], ((step < tile.steps) + (step > 0)) * STAGE_BYTES);\n"
+)
 _WITHOUT_KEYS = "number >= keys.end ? p.len_kv", "number >= keys.end ? 0", AssertionError
 #: What may be wrong: (text of the kernel, what stands there instead, how it is seen).
 WRONG: dict[str, tuple[str, str, type[Exception]]] = {
@@ -226,11 +229,11 @@ WRONG: dict[str, tuple[str, str, type[Exception]]] = {
     "the key of a step is left behind when its K may be there": (
         _LEFT + _COUNTED, _COUNTED + _LEFT, KernelFault),
 }  # fmt: skip
-_OF_A_STEP = "      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage]"
+_OF_A_STEP = "      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 "
 #: The same of codes.
 WRONG_CODES: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
-        _OF_A_STEP, _OF_A_STEP.replace("= smem.kv0[at.stage]", "+= BLOCK_KV"), AssertionError),
+        _OF_A_STEP + "=", _OF_A_STEP + "+= BLOCK_KV + 0 *", AssertionError),
     "a tile without keys gets the first ones": _WITHOUT_KEYS,
 }  # fmt: skip
 ALL_WRONG = [

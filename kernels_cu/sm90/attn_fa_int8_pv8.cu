@@ -510,11 +510,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         if (t == 0 && q < p.len_q)
           lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
       }
-      const bool has_mean = values.V_mean && state[h].l != 0.0f;  // a row without keys stays 0
-      auto value = [&](int n, int i) {                            // of column n * 8 + t * 2 + i
+      // A row without keys stays 0: a sequence without any has neither scales nor a mean.
+      const bool has_keys = state[h].l != 0.0f, has_mean = values.V_mean && has_keys;
+      auto value = [&](int n, int i) {  // of column n * 8 + t * 2 + i
         const int col = min(n * 8 + t * 2 + i, HEAD_DIM - 1);
-        const float mean = has_mean ? V_mean[col] : 0.0f;
-        return fmaf(float(O_acc[4 * n + 2 * h + i]), V_scale[col] * inverse_l, mean);  // R7
+        const float scale = has_keys ? V_scale[col] : 0.0f, mean = has_mean ? V_mean[col] : 0.0f;
+        return fmaf(float(O_acc[4 * n + 2 * h + i]), scale * inverse_l, mean);  // R7
       };
 #pragma unroll
       for (int n = 0; n < O_COLS / 8; n += 4) {

@@ -69,11 +69,11 @@ struct SharedStorage {
   alignas(1024) elem_t V[NUM_STAGES][BOXES][BLOCK_KV * BOX_COLS];
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
-  Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
-  Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
-  int kv0[NUM_STAGES];  // first key of that K; not read unless BLOCK_MASK
+  Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K of a step and V of the one before
+  int kv0[NUM_STAGES];                           // first key of that K; not read unless BLOCK_MASK
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
+constexpr int STAGE_BYTES = sizeof(SharedStorage::K[0]);              // of K, and of V
 
 static_assert(ELEM_IS_16_BIT, "fa_tc multiplies float16 or bfloat16");
 static_assert(
@@ -233,10 +233,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
     }
     for (int s = 0; s < NUM_STAGES; ++s) {
-      mbarrier_init(smem.K_full[s], 1);
-      mbarrier_init(smem.V_full[s], 1);
-      mbarrier_init(smem.K_empty[s], CONSUMERS * 4);
-      mbarrier_init(smem.V_empty[s], CONSUMERS * 4);
+      mbarrier_init(smem.full[s], 1);
+      mbarrier_init(smem.empty[s], CONSUMERS * 4);
     }
     fence_mbarrier_init();
   }
@@ -276,24 +274,25 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       };
       // NOTE: where there is room for one Q, it waits for the last one, and K goes ahead.
       if (Q_STAGES > 1) load_Q();
-      // S2 load K, V
-      for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
+      // S2 load K, V: K of a step, V of the one before
+      int kv0 = 0;
+      for (int step = 0; step <= tile.steps; ++step, number += BLOCK_KV, at.advance()) {
+        const int V_kv0 = kv0;
         // NOTE: rows that keep no block get their one step from behind the last key: zeros.
-        const int kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
-        mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
+        kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
+        mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
         if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
-        mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
-        for (int b = 0; b < BOXES; ++b)
+        mbarrier_arrive_expect_tx(
+            smem.full[at.stage], ((step < tile.steps) + (step > 0)) * STAGE_BYTES);
+        for (int b = 0; b < BOXES && step < tile.steps; ++b)
           cp_async_bulk_tensor_4d(
-              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_COLS,
-              tile.first_key() + kv0, head_kv, tile.batch);
+              smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_COLS, tile.first_key() + kv0,
+              head_kv, tile.batch);
         if (Q_STAGES == 1 && step == 0) load_Q();
-        mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
-        mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
-        for (int b = 0; b < BOXES; ++b)
+        for (int b = 0; b < BOXES && step > 0; ++b)
           cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.V_full[at.stage], b * BOX_COLS,
-              tile.first_key() + kv0, head_kv, tile.batch);
+              smem.V[at.stage][b], V_map, smem.full[at.stage], b * BOX_COLS,
+              tile.first_key() + V_kv0, head_kv, tile.batch);
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
     }
@@ -308,7 +307,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
-  RingPosition<NUM_STAGES> K_at, V_at;  // K of a step, V of the one before
+  RingPosition<NUM_STAGES> at;  // of K of a step and V of the one before
   const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
   const Descriptor V_first = uniform(descriptor_n_major(smem.V[0][0], BLOCK_KV * BOX_BYTES));
 
@@ -331,16 +330,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     float alpha[2];
 
     // The first scores, by themselves.
-    mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
-    if (BLOCK_MASK) kv0 = smem.kv0[K_at.stage];
+    mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K has arrived
+    if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
     turn.take();
-    start_scores(S_acc, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
+    start_scores(S_acc, Q_rows, K_first.stage(at.stage, STAGE_BYTES));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(S_acc);
-    if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
-    V_at = K_at;
-    K_at.advance();
+    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+    at.advance();
     softmax(p, state, S_acc, P_frag, alpha, tile.q0 + row, kv0, unmasked, true);
     if (leaving && lane_id() == 0) {
       cp_async_bulk_wait_group_read();
@@ -348,11 +346,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     }
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
-      const Descriptor K_rows = K_first.stage(K_at.stage, sizeof(smem.K[0]));
-      const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
-      mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
-      mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
-      const int kept = BLOCK_MASK ? smem.kv0[K_at.stage] : 0;      // first key of this step
+      const Descriptor K_rows = K_first.stage(at.stage, STAGE_BYTES);
+      const Descriptor V_rows = V_first.stage(at.stage, STAGE_BYTES);
+      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
+      const int kept = BLOCK_MASK ? smem.kv0[at.stage] : 0;  // first key of this step
       turn.take();
       start_scores(S_acc, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
@@ -360,12 +357,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       wgmma_wait_group<0>();
       wgmma_use(S_acc);
       wgmma_use(O_acc);
-      if (lane_id() == 0) {
-        mbarrier_arrive(smem.K_empty[K_at.stage]);
-        mbarrier_arrive(smem.V_empty[V_at.stage]);
-      }
-      V_at = K_at;
-      K_at.advance();
+      if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+      at.advance();
       kv0 = BLOCK_MASK ? kept : kv0 + BLOCK_KV;
       if (softmax(p, state, S_acc, P_frag, alpha, tile.q0 + row, kv0, unmasked, false))
         rescale(O_acc, alpha);
@@ -373,16 +366,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     if (!O_TAKES_Q && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 
     // The last output, by itself.
-    mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+    mbarrier_wait_parity(smem.full[at.stage], at.parity);  // V has arrived
     // NOTE: a weight of 0 does not silence a NaN. The first warpgroup's turn comes first.
     if (VARLEN && turn.warpgroup == 0)
-      zero_rows<WARPGROUP>(smem.V[V_at.stage], max(0, p.len_kv - kv0), BLOCK_KV);
+      zero_rows<WARPGROUP>(smem.V[at.stage], max(0, p.len_kv - kv0), BLOCK_KV);
     turn.take();
-    start_output(O_acc, P_frag, V_first.stage(V_at.stage, sizeof(smem.V[0])));
+    start_output(O_acc, P_frag, V_first.stage(at.stage, STAGE_BYTES));
     turn.pass();
     wgmma_wait_group<0>();
     wgmma_use(O_acc);
-    if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
+    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+    at.advance();
 
     // S6 store
     float inverse_l[2];
