@@ -6,8 +6,9 @@ nothing, and nothing may be written to theirs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,14 @@ def planned(inputs: Arrays, ends: Any, **options: Any) -> Plan:
     return api.plans(resolve(*inputs, Options(**options, **named)))[-1]
 
 
-@pytest.fixture
-def one_block(monkeypatch: pytest.MonkeyPatch) -> Any:
+@contextlib.contextmanager
+def in_one_block() -> Iterator[None]:
     """One block takes all tiles, one after the other."""
-    monkeypatch.setattr(launch, "HOPPER_BLOCKS", 1)
-    for plans in (launch.plan_attention, launch.plan_int8):
-        plans.cache_clear()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "HOPPER_BLOCKS", 1)
+        for plans in (launch.plan_attention, launch.plan_int8):
+            plans.cache_clear()
+        yield
     for plans in (launch.plan_attention, launch.plan_int8):
         plans.cache_clear()
 
@@ -156,16 +158,17 @@ def test_a_sequence_of_codes_may_have_no_keys(rung: str) -> None:
         *(pytest.param("interpret", *one.values, marks=one.marks) for one in IN_TURN),
     ],
 )
-def test_within_the_bound(backend: str, rung: str, one_block: Any) -> None:
+def test_within_the_bound(backend: str, rung: str) -> None:
     """One block also meets every phase of its barriers; the tiles are the rung's own."""
     lengths = ((5, 38), (200, 150), (3, 0), (64, 129))
     if rung != "fa_tc@sm90":  # a step has 112 or 128 keys
         lengths = ((5, 38), (200, 130), (3, 0), (64, 90))
     heads = 2 if backend == "mirror" or rung == "fa_tc@sm90" else 1
     inputs, ends = packed(lengths, heads, 1, dtype="bfloat16")
-    for one in run_packed(rung, inputs, ends, arch="sm_90a", backend=backend, causal=True):
-        assert one.form == rung.partition("@")[2]
-        one.check()
+    with in_one_block():
+        for one in run_packed(rung, inputs, ends, arch="sm_90a", backend=backend, causal=True):
+            assert one.form == rung.partition("@")[2]
+            one.check()
 
 
 def amid(rung: str) -> tuple[Arrays, tuple[Any, Any]]:
@@ -207,8 +210,9 @@ def clean(rung: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_that_all_are_within_their_bounds(rung: str) -> None:
-    for one in run_packed(rung, *amid(rung), arch="sm_90a", backend="interpret"):
-        one.check()
+    with in_one_block():
+        for one in run_packed(rung, *amid(rung), arch="sm_90a", backend="interpret"):
+            one.check()
 
 
 def check_that_a_sequence_past_its_limit_is_cut(rung: str) -> None:
@@ -337,7 +341,8 @@ WRONG_CODES: dict[str, tuple[str, str, Check, type[Exception]]] = {
         "max(0, p.len_kv - kv0), BLOCK_KV, V_BOXES);", "BLOCK_KV, BLOCK_KV, V_BOXES);",
         check_that_neighbours_have_no_influence, AssertionError),
     "zeros among the ones": (
-        "BLOCK_KV, V_BOXES);", "BLOCK_KV);", check_that_all_are_within_their_bounds, AssertionError),
+        "BLOCK_KV, V_BOXES);", "BLOCK_KV);",
+        check_that_all_are_within_their_bounds, AssertionError),
     "rows of the next sequence decide when M rises":
         WRONG["rows of the next sequence decide when M rises"],
     "scales of the keys of the first sequence": (
