@@ -211,7 +211,7 @@ def clean(rung: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def check_that_all_are_within_their_bounds(rung: str) -> None:
     with in_one_block():
-        lengths = ((5, 38), (200, 130), (64, 90))  # more than there are stages for V
+        lengths = ((5, 3), (5, 100), (5, 100), (5, 100))  # the last V where the first one was
         inputs, ends = packed(lengths, 1, 1, 32)
         for one in run_packed(rung, inputs, ends, arch="sm_90a", backend="interpret"):
             one.check()
