@@ -34,13 +34,13 @@ from cupyattn.value_codes import ValueCodes
 
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
 #: the Hopper form, ``"fa_int8@pv8"`` that with P and V in 8 bits. Lengths alone ask for the split
-#: form; ``"fa_int8@fused"`` has the bits of fa_int8 (tests/test_fused.py), and
-#: ``"fa_int8@sm90_pv8"`` has tests/test_hopper_pv8.py.
+#: form; ``"fa_int8@fused"`` has the bits of fa_int8 (tests/test_fused.py), ``"fa_int8@sm90_pv8"``
+#: has tests/test_hopper_pv8.py, and ``"fa_int8@sm90_fp8"`` tests/test_hopper_fp8.py.
 RUNGS = [
     name if form == "portable" else f"{name}@{form}"
     for name, variant in VARIANTS.items()
     for form in variant.forms
-    if form not in ("split", "fused", "sm90_pv8")
+    if form not in ("split", "fused", "sm90_pv8", "sm90_fp8")
 ]
 
 
@@ -227,6 +227,8 @@ def asked_for(rung: str) -> dict[str, Any]:
         chosen["quant"] = QuantConfig(pv="int8")
     if rung.endswith("@sm90_pv8"):
         chosen["quant"] = QuantConfig(pv="int8", granularity_v="channel")
+    if rung.endswith("@sm90_fp8"):
+        chosen["quant"] = QuantConfig(pv="fp8", granularity_v="channel")
     if rung.endswith("@fused"):
         chosen["quant"] = QuantConfig(smooth_k=False, fused=True)
     return chosen
