@@ -49,11 +49,11 @@ def variant_of(rung: str) -> Variant:
 
 
 #: What default tiles may spill all the same, in bytes by rung, dtype and head_dim: an address or
-#: two, read once a step.
-SPILLED = {("fa_int8", "float32", 128): 16} | {
+#: two, read once a step. The most under NVRTC 13.0 and 13.5.
+SPILLED = {("fa_int8", "float32", 128): 16, ("fa_int8@pv8", "float32", 256): 8} | {
     ("fa_int8@pv8", dtype, head_dim): spilled
     for dtype in ("float16", "bfloat16", "float32")
-    for head_dim, spilled in ((64, 4), (128, 12))
+    for head_dim, spilled in ((64, 4), (128, 16))
 }
 #: The same where sequences are packed.
 SPILLED_PACKED = {("fa_int8@pv8", 64): 4, ("fa_int8@pv8", 128): 28}
@@ -268,7 +268,10 @@ class Run:
         q, k, v = map(move, self.inputs)
         options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
         options.pop("quant", None)  # what it came to is in `quantized`
-        blocks = (0, 0) if options.get("block_mask") is None else options["block_mask"].blocks
+        blocks = (0, 0)
+        if (kept := options.get("block_mask")) is not None:
+            blocks = kept.blocks
+            options["block_mask"] = BlockMask(move(kept.mask), *blocks)
         tiles = variant.tiles_for(
             q.shape[3], form=self.form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks,
             causal=options.get("causal", False),
