@@ -199,9 +199,14 @@ class BlockMask:
         TypeError
             If the mask is CuPy's and the operand NumPy's.
         """
-        if isinstance(self.mask, np.ndarray):
-            return array_namespace(array).asarray(self.mask)
-        array_namespace(self.mask, array)
+        xp = array_namespace(array)
+        if array_namespace(self.mask) is np:
+            return xp.asarray(self.mask)
+        if xp is np:
+            raise TypeError(
+                "a block mask of a CuPy array goes with CuPy operands, got NumPy's: make it of "
+                "mask.get(), a NumPy array, which goes with both"
+            )
         return self.mask
 
     def kept_blocks(self, array: Array) -> Array:

@@ -591,9 +591,10 @@ def plan_int8(
             f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"
         )
     if arch == "sm_90a" and "sm90" in variant.forms:
-        note = hopper_obstacle(group_kv, zeros, values)
+        hopper = "sm90" if values is None else values.hopper_form
+        note = hopper_obstacle(variant, call.head_dim, group_kv, zeros, values)
         note = note or _hopper_obstacle(variant, call, q_codes, k_codes, v, o)
-        form = form if note else {"portable": "sm90", "pv8": "sm90_pv8"}[form]
+        form = form if note else hopper
     tiles = variant.tiles_for(
         call.head_dim, tiles, form=form, lengths=(call.len_q, call.len_kv), causal=call.causal,
         block_mask=call.block_mask,
@@ -615,11 +616,11 @@ def plan_int8(
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, quant))
     entry = variant.entry_point
     if values is not None:
-        params["V"], entry = "v_codes", f"{variant.entry_point}_pv8"
+        params["V"], entry = "v_codes", entry + SUFFIXED[form][1]
         structs += ((VALUE_PARAMS, values.params),)
     grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     workspace: tuple[Workspace, ...] = ()
-    if form in ("sm90", "sm90_pv8"):
+    if form.startswith("sm90"):
         value = "bfloat16" if call.dtype == "bfloat16" else "float16"
         of_v = ("v", value, v, tiles.block_kv)
         of_v = of_v if values is None else values.box(v, call.head_dim)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def by_tile(
     scores: Scores, quantized: Quantized, n: Numerics, tiles: Tiles, steps: list[Step]
 ) -> tuple[Float32, RowState]:
-    """The loop of the form ``"pv8"``: P as codes in units of its tile, V as codes."""
+    """The loop of ``"pv8"`` and ``"sm90_fp8"``: P as codes in units of its tile, V as codes."""
     check_value_group(quantized.group_v, tiles)
     state = RowState(scores.rows, scores.subtracts_first)
     V = cast(Float32, quantized.value_codes())[:, :, None]
@@ -53,11 +53,13 @@ def by_tile(
         # NOTE: integer codes stay below 2^24 in sum: their products are exact here as well.
         rows = scores.visitors(kv0, tiles)
         products = codes[..., rows, :] @ V[..., kv0:kv1, :]
-        weighed = products * (beta[..., rows, None] * scale)
+        of_tile = beta[..., rows, None]
+        weighed = products * (of_tile if n.scales_last else of_tile * scale)
         O[..., rows, :] += scores.kept(weighed, rows, kv0)  # R6
         merged = (merge_heads(x) for x in (S, codes / np.float32(one), state.M, state.l, alpha))
         steps.append(Step(kv0, *merged))
-    O = O * state.inverse_l()[..., None]  # R7
+    inverse_l = state.inverse_l()[..., None]
+    O = O * (V_scale[..., :1, :] * inverse_l if n.scales_last else inverse_l)  # R7
     if scores.subtracts_first:
         state.l = state.l * np.float32(1 / one)  # R7: in units of M
     if quantized.v_mean is not None:

@@ -103,6 +103,9 @@ class Numerics:
     shifts : Shifts, optional
         R4 to R6. M is a whole number and follows the largest score of each tile down as well as up;
         codes of P are multiples of 2^M, and O stays in int32, brought to another M by shifts.
+    scales_last : bool
+        R6, R7. The scale of a channel of V, one for all tiles, multiplies the sum of all and not
+        that of each.
     """
 
     q_type: str
@@ -120,6 +123,7 @@ class Numerics:
     splits: bool = False
     sums_operand: bool = False
     shifts: Shifts | None = None
+    scales_last: bool = False
 
     @property
     def subtracts_first(self) -> bool:
@@ -171,14 +175,16 @@ def numerics(
     ----------
     family : {"unfused", "float32", "tensor_core", "int8"}
         What the variant computes with (`cupyattn.registry.Variant.family`).
-    form : {"portable", "sm90", "split", "pv8", "sm90_pv8", "fused"}
+    form : {"portable", "sm90", "split", "pv8", "sm90_pv8", "sm90_fp8", "fused"}
         Which form of the kernel. All have tensor cores of one roundoff; in the Hopper form M does
         not follow every new maximum, the split form adds up slices of the keys, the fused form
-        rounds where the portable one does, and the Hopper form with P and V in 8 bits has `Shifts`.
+        rounds where the portable one does, and the Hopper form with P and V in 8 bits has `Shifts`,
+        but with both in e4m3 (``"sm90_fp8"``) sums of tiles as the portable one.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
-        Which codes of P the forms with P and V in 8 bits take: unsigned when omitted.
+        Which codes of P the forms with P and V in 8 bits take: when omitted unsigned, but e4m3 in
+        the form that takes nothing else.
     softcap, bias : bool
         Features that change a score; window and masks only select, which rounds nothing.
 
@@ -198,7 +204,7 @@ def numerics(
     >>> numerics("tensor_core", "portable", "float16", softcap=True).scaling
     'natural'
     """
-    forms = ("portable", "sm90", "split", "pv8", "sm90_pv8", "fused")
+    forms = ("portable", "sm90", "split", "pv8", "sm90_pv8", "sm90_fp8", "fused")
     if form not in forms:
         raise ValueError(f"form must be one of {', '.join(forms)}, got {form!r}")
     if dtype not in ("float16", "bfloat16", "float32"):
@@ -218,13 +224,14 @@ def numerics(
             dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
             **features, headroom=HOPPER_HEADROOM if form == "sm90" else 0,
         )  # fmt: skip
-    if family == "int8" and form in ("pv8", "sm90_pv8"):
-        p_type = "u8" if quant is None else quant.p_type
+    if family == "int8" and form in ("pv8", "sm90_pv8", "sm90_fp8"):
+        by_form = "e4m3" if form == "sm90_fp8" else "u8"
+        p_type = by_form if quant is None else quant.p_type
         fp8 = p_type == "e4m3"
         return Numerics(
             "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
             "fp8" if fp8 else "int32", True, **features,
-            shifts=Shifts() if form == "sm90_pv8" else None,
+            shifts=Shifts() if form == "sm90_pv8" else None, scales_last=form == "sm90_fp8",
         )  # fmt: skip
     if family == "int8":
         value = "float16" if dtype == "float32" else dtype

@@ -45,7 +45,9 @@ class Variant:
     pv8_tiles : mapping of int to Tiles
         The same for the form with P and V in 8 bits (``attn_<name>_pv8.cu``).
     hopper_pv8_tiles : mapping of int to Tiles
-        The same for the Hopper form with P and V in 8 bits.
+        The same for the Hopper form with P in u8 and V in INT8.
+    hopper_fp8_tiles : mapping of int to Tiles
+        The same for the Hopper form with P and V in e4m3, whose largest head_dim need not be 256.
     fused_tiles : mapping of int to Tiles
         The same for the form that quantises by itself (``attn_<name>_fused.cu``); they divide the
         blocks of every block mask.
@@ -66,6 +68,7 @@ class Variant:
     source: Path | None = None
     pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    hopper_fp8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     fused_tiles: Mapping[int, Tiles] = field(default_factory=dict)
 
     @property
@@ -76,7 +79,7 @@ class Variant:
     @property
     def forms(self) -> tuple[str, ...]:
         """Which forms exist of ``"portable"``, ``"sm90"`` (compute capability 9.0), ``"split"``,
-        ``"pv8"``, ``"sm90_pv8"`` and ``"fused"``.
+        ``"pv8"``, ``"sm90_pv8"``, ``"sm90_fp8"`` and ``"fused"``.
 
         A source of one's own has one form.
         """
@@ -88,7 +91,8 @@ class Variant:
     def _tables(self) -> dict[str, Mapping[int, Tiles]]:
         return {
             "portable": self.tiles, "sm90": self.hopper_tiles, "split": self.split_tiles,
-            "pv8": self.pv8_tiles, "sm90_pv8": self.hopper_pv8_tiles, "fused": self.fused_tiles,
+            "pv8": self.pv8_tiles, "sm90_pv8": self.hopper_pv8_tiles,
+            "sm90_fp8": self.hopper_fp8_tiles, "fused": self.fused_tiles,
         }  # fmt: skip
 
     def form_for(
@@ -131,13 +135,17 @@ class Variant:
         """
         return self._tables[form][self._limit(head_dim, form)]
 
+    def largest_head_dim(self, form: str) -> int:
+        """Return the largest head size that a form takes; 0 where there is no such form."""
+        return max(self._tables[form], default=0)
+
     def _limit(self, head_dim: int, form: str) -> int:
         """Return which entry of the table of tiles a head size belongs to."""
         table = self._tables[form]
         limit = next((limit for limit in table if head_dim <= limit), None)
         if limit is None:
             raise ValueError(
-                f"the {form} form of {self.name} takes head_dim up to {max(table, default=0)}, "
+                f"the {form} form of {self.name} takes head_dim up to {self.largest_head_dim(form)}, "
                 f"got {head_dim}"
             )
         return limit
@@ -153,7 +161,7 @@ class Variant:
         if form == "fused":
             return None
         table: Mapping[int, tuple[Tiles, ...]] = self.hopper_block_mask_tiles
-        if form not in ("sm90", "sm90_pv8"):
+        if not form.startswith("sm90"):
             table = {limit: (tiles,) for limit, tiles in self.block_mask_tiles.items()}
         choice = next((tiles for limit, tiles in table.items() if head_dim <= limit), ())
         divide = (
@@ -294,11 +302,17 @@ _HOPPER_PV8_TILES = {
     "fa_int8": {64: Tiles(192, 128, 16, 3), 128: Tiles(128, 192, 12, 3), 256: Tiles(128, 96, 12, 2)}
 }
 
+#: The same with P and V in e4m3: as many keys as leave registers for two levels of sums.
+_HOPPER_FP8_TILES = {"fa_int8": {64: Tiles(128, 192, 12, 3), 128: Tiles(128, 128, 12, 3)}}
+
 #: The same for the form that quantises by itself: few registers, since it waits for each tile.
 _FUSED_TILES = {"fa_int8": {256: Tiles(64, 64, 4, 1)}}
 
 #: Forms whose source and entry point are those of another form with a suffix: folder and suffix.
-SUFFIXED = {"pv8": ("", "_pv8"), "sm90_pv8": ("sm90/", "_pv8"), "fused": ("", "_fused")}
+SUFFIXED = {
+    "pv8": ("", "_pv8"), "sm90_pv8": ("sm90/", "_pv8"), "sm90_fp8": ("sm90/", "_fp8"),
+    "fused": ("", "_fused"),
+}  # fmt: skip
 
 VARIANTS: dict[str, Variant] = {
     name: Variant(
@@ -314,6 +328,7 @@ VARIANTS: dict[str, Variant] = {
         _HOPPER_BLOCK_MASK_TILES.get(name, {}),
         pv8_tiles=_PV8_TILES.get(name, {}),
         hopper_pv8_tiles=_HOPPER_PV8_TILES.get(name, {}),
+        hopper_fp8_tiles=_HOPPER_FP8_TILES.get(name, {}),
         fused_tiles=_FUSED_TILES.get(name, {}),
     )  # fmt: skip
     for name, idea, family, dtypes in (

@@ -12,6 +12,7 @@ from cupyattn.tiles import Tiles
 
 if TYPE_CHECKING:
     from cupyattn.launch import Operand
+    from cupyattn.registry import Variant
 
 #: Keys that share a scale in the Hopper forms, or a multiple of them.
 HOPPER_SCALE_KEYS = 16
@@ -113,7 +114,7 @@ class ValueCodes:
         Scales (batch, heads_kv, groups, head_dim), the buffer ``"v_scale"``.
     group : int
         Keys that share the scale of a channel.
-    p_type : {"u8", "s8"}
+    p_type : {"u8", "s8", "e4m3"}
         Codes of P.
     smoothed : bool
         Whether a buffer ``"v_mean"`` was subtracted from V.
@@ -136,6 +137,11 @@ class ValueCodes:
                 f"16 n + {v_codes.misalignment} and strides {v_codes.strides}"
             )
 
+    @property
+    def hopper_form(self) -> str:
+        """The Hopper form for such codes, as far as there is one."""
+        return "sm90_fp8" if self.p_type == "e4m3" else "sm90_pv8"
+
     def box(self, v_codes: Operand, head_dim: int) -> tuple[str, str, Operand, int]:
         """Return what the copy engine moves: buffer, dtype, operand and channels at a time.
 
@@ -154,11 +160,19 @@ class ValueCodes:
         }  # fmt: skip
 
 
-def hopper_obstacle(group_kv: int, zeros: ZeroPoints | None, values: ValueCodes | None) -> str:
+def hopper_obstacle(
+    variant: Variant,
+    head_dim: int,
+    group_kv: int,
+    zeros: ZeroPoints | None,
+    values: ValueCodes | None,
+) -> str:
     """Return why the Hopper forms do not take these codes, as a note for a plan; "" where they do.
 
     Parameters
     ----------
+    variant : Variant
+    head_dim : int
     group_kv : int
         Keys that share a scale.
     zeros, values
@@ -169,11 +183,15 @@ def hopper_obstacle(group_kv: int, zeros: ZeroPoints | None, values: ValueCodes 
         found = "takes no zero points of codes"
     elif group_kv % HOPPER_SCALE_KEYS:
         found = f"has one scale for {HOPPER_SCALE_KEYS} keys, or for a multiple, got {group_kv}"
-    elif values is not None and values.p_type != "u8":
-        found = f"takes P in u8, got p_type {values.p_type!r}"
+    elif values is not None and values.p_type == "s8":
+        found = "takes P in u8, or in e4m3 with pv='fp8', got p_type 's8'"
     elif values is not None and values.group != GROUP_ALL:
         found = (
             "takes one scale for a channel of V (granularity_v='channel'), got one for every "
             f"{values.group} keys"
         )
+    elif values is not None and head_dim > (
+        largest := variant.largest_head_dim(values.hopper_form)
+    ):
+        found = f"for P and V in {values.p_type} takes head_dim up to {largest}, got {head_dim}"
     return f"portable form: the Hopper form {found}" if found else ""

@@ -22,6 +22,8 @@
 //              scale, or a step of e4m3
 // Tried, lost  Holding the rows as arrays of 16-bit numbers: one register each, and the compiler
 //              then waits for the first loads before it issues the last (seen in the machine code).
+//              Coding the floats that the maxima were taken of: kept over two barriers, twice as
+//              many as the words that they come from, those of bfloat16 spill.
 #include "prims/quantize_rows.cuh"
 
 // Blocks hold whole groups.

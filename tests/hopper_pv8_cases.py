@@ -1,4 +1,4 @@
-"""The Hopper form with P and V in 8 bits: problems for any backend."""
+"""The Hopper forms with P and V in 8 bits: problems for any backend."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from cupyattn.quant import QuantizedQKV
 from tests import pv8_cases, runs
 from tests.runs import Arrays, normal
 
-RUNG = "fa_int8@sm90_pv8"
+#: With P in u8 and V in INT8; with both in e4m3.
+PV8, FP8 = RUNGS = ("fa_int8@sm90_pv8", "fa_int8@sm90_fp8")
 
 
-def run(inputs: Arrays, **options: Any) -> runs.Run:
+def run(rung: str, inputs: Arrays, **options: Any) -> runs.Run:
     """Call `attention`, and see to it that the form ran."""
-    one = runs.run(RUNG, inputs, arch="sm_90a", **options)
-    assert one.form == "sm90_pv8", one.form
+    one = runs.run(rung, inputs, arch="sm_90a", **options)
+    assert one.form == rung.partition("@")[2], one.form
     return one
 
 
-def problems() -> Iterator[tuple[Arrays, dict[str, Any]]]:
+def largest_head_dim(rung: str) -> int:
+    return runs.variant_of(rung).largest_head_dim(rung.partition("@")[2])
+
+
+def problems(rung: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
     """Yield every type, both masks, grouped heads, tails and several tiles, all kinds of scores."""
+    widest = largest_head_dim(rung)
     yield normal((1, 2, 70, 64), (1, 1, 150, 64)), {}
     q, k, v = normal((2, 1, 200, 16), (2, 1, 210, 16), "bfloat16", 1)
     yield (q, k * 2 + 1, v + 3), {"causal": True}
     yield normal((1, 1, 140, 96), (1, 1, 260, 96), "float32", 2), {"window": (60, 20)}
-    q, k, v = normal((1, 1, 20, 256), (1, 1, 200, 256), seed=3)
+    q, k, v = normal((1, 1, 20, widest), (1, 1, 200, widest), seed=3)
     yield (q + 3, k - 7, v), {}
 
 
@@ -55,7 +61,10 @@ def with_gaps(move: pv8_cases.Move, block_kv: int) -> tuple[QuantizedQKV, BlockM
     return exact(move, up_and_down(levels=(0, 9, 1, 10, 2))), mask
 
 
-def exact(move: pv8_cases.Move, scores: np.ndarray, **given: Any) -> QuantizedQKV:
+def exact(move: pv8_cases.Move, scores: np.ndarray, p_type: str = "u8") -> QuantizedQKV:
     """Operands with these scores in log2 units, and random codes of V."""
-    v = np.random.default_rng(1).integers(-127, 128, (scores.shape[1], pv8_cases.HEAD_DIM))
-    return pv8_cases.codes_of(scores, v, move, p_type="u8", **given)
+    largest = 127 if p_type == "u8" else 15
+    v = np.random.default_rng(1).integers(
+        -largest, largest + 1, (scores.shape[1], pv8_cases.HEAD_DIM)
+    )
+    return pv8_cases.codes_of(scores, v, move, p_type=p_type)

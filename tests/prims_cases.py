@@ -6,7 +6,6 @@ and hands what came out to `Prim.check`.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,6 +26,8 @@ from tests.prims_gemm_cases import GEMM_PRIMS
 from tests.prims_p_cases import P_PRIMS
 from tests.prims_rope_cases import rope_prims
 from tests.prims_score_cases import SCORE_PRIMS
+from tests.prims_step_cases import STEP_PRIMS
+from tests.prims_wgmma_cases import wgmma_prims
 from tests.prims_zero_cases import ZERO_PRIMS
 
 LANES = np.arange(32)
@@ -487,45 +488,6 @@ def stores_expected(
     return {"Y": Y}
 
 
-WGMMA_DEPTH, WGMMA_KEYS = 80, 48
-#: Every N that prims/wgmma.cuh has.
-WGMMA_COLUMNS = (64, 72, 80, 96, 112, 128, 136, 144, 160, 176, 192, 224, 256)
-
-
-def wgmma_arguments(dtype: str, columns: int) -> dict[str, Callable[[], Arguments]]:
-    """Whole numbers, so that every product and sum is exact in any order."""
-
-    def operands(*shapes: tuple[int, int]) -> Iterator[np.ndarray]:
-        draw = rng()
-        for shape in shapes:
-            yield bits(draw.integers(-15, 16, shape).astype(STORAGE[dtype]))
-
-    def ss() -> Arguments:
-        A, B = operands((128, WGMMA_DEPTH), (columns, WGMMA_DEPTH))
-        outputs = {name: np.zeros((128, columns), np.float32) for name in ("D", "sum")}
-        return {"A": A, "B": B, **outputs}
-
-    def rs() -> Arguments:
-        A, B = operands((64, WGMMA_KEYS), (WGMMA_KEYS, columns))
-        return {"A": A, "B": B, "D": np.zeros((64, columns), np.float32)}
-
-    return {"ss": ss, "rs": rs}
-
-
-def wgmma_expected(dtype: str) -> dict[str, Callable[..., dict[str, np.ndarray]]]:
-    def wide(x: np.ndarray) -> np.ndarray:
-        return x.view(STORAGE[dtype]).astype(np.float32)
-
-    def ss(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        product = wide(A) @ wide(B).T
-        return {"D": product, "sum": 1 + product}
-
-    def rs(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        return {"D": 1 + wide(A) @ wide(B)}
-
-    return {"ss": ss, "rs": rs}
-
-
 def hopper_prims() -> Iterator[Prim]:
     yield Prim(
         "mbarrier", "mbarrier", "ring", 64, ring_arguments, lambda x, y: {"y": x[:, ::-1]},
@@ -549,14 +511,7 @@ def hopper_prims() -> Iterator[Prim]:
         },
         lambda **_: {"tile": TILE}, hopper=True,
     )  # fmt: skip
-    cells = itertools.product(("float16", "bfloat16"), WGMMA_COLUMNS)
-    for number, (dtype, columns) in enumerate(cells):
-        for entry, arguments in wgmma_arguments(dtype, columns).items():
-            yield Prim(
-                f"wgmma_{entry}-{dtype}-{columns}", "wgmma", entry, 256 if entry == "ss" else 128,
-                arguments, wgmma_expected(dtype)[entry], hopper=True, late=number % 2 == 1,
-                defines=defines(Tiles(128, columns, 8), Features(dtype, WGMMA_DEPTH, vec=8)),
-            )  # fmt: skip
+    yield from wgmma_prims()
     yield Prim(
         "registers", "wgmma", "registers", 384,
         lambda: {"x": normal(200, 256), "y": np.zeros((200, 256), np.float32)},
@@ -611,7 +566,7 @@ PRIMS = [
         "online_softmax", "online_softmax", "online_softmax", 32,
         online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,
     ),
-    *SCORE_PRIMS, *rope_prims(), *P_PRIMS, *ZERO_PRIMS,
+    *SCORE_PRIMS, *STEP_PRIMS, *rope_prims(), *P_PRIMS, *ZERO_PRIMS,
     *GEMM_PRIMS,
     *tile_prims(),
     Prim(

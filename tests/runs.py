@@ -34,13 +34,13 @@ from cupyattn.value_codes import ValueCodes
 
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
 #: the Hopper form, ``"fa_int8@pv8"`` that with P and V in 8 bits. Lengths alone ask for the split
-#: form; ``"fa_int8@fused"`` has the bits of fa_int8 (tests/test_fused.py), and
-#: ``"fa_int8@sm90_pv8"`` has tests/test_hopper_pv8.py.
+#: form; ``"fa_int8@fused"`` has the bits of fa_int8 (tests/test_fused.py), ``"fa_int8@sm90_pv8"``
+#: has tests/test_hopper_pv8.py, and ``"fa_int8@sm90_fp8"`` tests/test_hopper_fp8.py.
 RUNGS = [
     name if form == "portable" else f"{name}@{form}"
     for name, variant in VARIANTS.items()
     for form in variant.forms
-    if form not in ("split", "fused", "sm90_pv8")
+    if form not in ("split", "fused", "sm90_pv8", "sm90_fp8")
 ]
 
 
@@ -49,11 +49,11 @@ def variant_of(rung: str) -> Variant:
 
 
 #: What default tiles may spill all the same, in bytes by rung, dtype and head_dim: an address or
-#: two, read once a step.
-SPILLED = {("fa_int8", "float32", 128): 16} | {
+#: two, read once a step. The most under NVRTC 13.0 and 13.5.
+SPILLED = {("fa_int8", "float32", 128): 16, ("fa_int8@pv8", "float32", 256): 8} | {
     ("fa_int8@pv8", dtype, head_dim): spilled
     for dtype in ("float16", "bfloat16", "float32")
-    for head_dim, spilled in ((64, 4), (128, 12))
+    for head_dim, spilled in ((64, 4), (128, 16))
 }
 #: The same where sequences are packed.
 SPILLED_PACKED = {("fa_int8@pv8", 64): 4, ("fa_int8@pv8", 128): 28}
@@ -227,6 +227,8 @@ def asked_for(rung: str) -> dict[str, Any]:
         chosen["quant"] = QuantConfig(pv="int8")
     if rung.endswith("@sm90_pv8"):
         chosen["quant"] = QuantConfig(pv="int8", granularity_v="channel")
+    if rung.endswith("@sm90_fp8"):
+        chosen["quant"] = QuantConfig(pv="fp8", granularity_v="channel")
     if rung.endswith("@fused"):
         chosen["quant"] = QuantConfig(smooth_k=False, fused=True)
     return chosen
@@ -266,7 +268,10 @@ class Run:
         q, k, v = map(move, self.inputs)
         options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
         options.pop("quant", None)  # what it came to is in `quantized`
-        blocks = (0, 0) if options.get("block_mask") is None else options["block_mask"].blocks
+        blocks = (0, 0)
+        if (kept := options.get("block_mask")) is not None:
+            blocks = kept.blocks
+            options["block_mask"] = BlockMask(move(kept.mask), *blocks)
         tiles = variant.tiles_for(
             q.shape[3], form=self.form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks,
             causal=options.get("causal", False),

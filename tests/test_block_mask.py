@@ -20,6 +20,7 @@ from cupyattn import (
     launch,
     plan,
     quantize,
+    testing,
     unfused,
 )  # fmt: skip
 from cupyattn.checks import check_limits
@@ -124,6 +125,42 @@ def test_it_keeps_its_own_copy() -> None:
     assert mask.density == 1.0
     with pytest.raises(ValueError, match="read-only"):
         mask.mask[...] = False
+
+
+class OnDevice(np.ndarray):
+    """Stands for a CuPy array: it says that it is one, and comes to the host by get()."""
+
+    __module__ = "cupy"
+
+    def get(self) -> np.ndarray:
+        return self.view(np.ndarray)
+
+
+def on_device(mask: BlockMask) -> BlockMask:
+    object.__setattr__(mask, "mask", mask.mask.view(OnDevice))
+    return mask
+
+
+def test_a_mask_on_a_device_and_operands_on_the_host_are_one_sentence() -> None:
+    pytest.importorskip("cupy")
+    q, k, v = arrays()
+    mask = on_device(BlockMask(np.ones((1, 1, 2, 3), bool), 64, 64))
+    o = attention(q, k, v, variant="fa", block_mask=BlockMask(mask.mask.get(), 64, 64))
+    for call in (
+        lambda: attention(q, k, v, variant="fa", block_mask=mask),
+        lambda: testing.judge(o, q, k, v, variant="fa", block_mask=mask),
+    ):
+        with pytest.raises(TypeError, match=r"goes with CuPy operands, got NumPy's: .* mask.get()"):
+            call()
+
+
+def test_a_judgement_on_the_host_takes_the_mask_there() -> None:
+    pytest.importorskip("cupy")
+    inputs = arrays()
+    kept = np.random.default_rng(0).random((2, 2, 2, 3)) < 0.5
+    found = runs.run("fa", inputs, block_mask=BlockMask(kept, 64, 64))
+    options = {"block_mask": on_device(BlockMask(kept, 64, 64))}
+    assert replace(found, options=options).check() == found.check()
 
 
 @pytest.mark.parametrize(

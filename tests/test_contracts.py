@@ -29,6 +29,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
     "sm90/attn_fa_int8.cu": Tiles(192, 112, 16, 3),
     "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 3),
+    "sm90/attn_fa_int8_fp8.cu": Tiles(128, 192, 12, 3),
     "split/attn_fa_tc.cu": Tiles(16, 32, 4, 3),
     "split/merge_splits.cu": Tiles(16, 32, 4, 3),
     "gemm_int8.cu": GemmTiles(64, 128, 4, 2),
@@ -88,6 +89,8 @@ BROKEN = [
     ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 72}, "BLOCK_KV must be a multiple of 16 from 64 to 256"),
     ("sm90/attn_fa_int8.cu", {"GROUP_KV": 8}, "rows per scale, the latter a multiple of 16"),
     ("sm90/attn_fa_int8_pv8.cu", {"P_TYPE": 2}, "this form takes P in u8"),
+    ("sm90/attn_fa_int8_fp8.cu", {"P_TYPE": 1}, "this form takes P in e4m3"),
+    ("sm90/attn_fa_int8_fp8.cu", {"HEAD_DIM": 136}, "HEAD_DIM must be 128 at most"),
     ("sm90/attn_fa_int8_pv8.cu", {"BLOCK_KV": 80}, "BLOCK_KV must be a multiple of 32 from 64 to"),
     ("split/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("split/attn_fa_tc.cu", {"MASK": 1}, "the split form takes no softcap, mask, bias, block"),
@@ -118,7 +121,8 @@ TEMPLATES = [
 
 def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     rope = "half_split" if source == "rope.cu" else ""
-    values = {"group_v": 64, "p_type": "u8"} if source.endswith("_pv8.cu") else {}
+    p_type = {"_pv8.cu": "u8", "_fp8.cu": "e4m3"}.get(source[-7:])
+    values = {} if p_type is None else {"group_v": 64, "p_type": p_type}
     features: Features | GemmFeatures
     features = Features("float16", 64, vec=8, group_q=16, group_kv=16, rope=rope, **values)
     if isinstance(GOOD[source], GemmTiles):

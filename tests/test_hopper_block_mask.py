@@ -20,7 +20,7 @@ from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import Arrays, asked_for, bits, normal, variant_of
 
-PV8 = "fa_int8@sm90_pv8"
+PV8, FP8 = "fa_int8@sm90_pv8", "fa_int8@sm90_fp8"
 RUNGS = ("fa_tc@sm90", "fa_int8@sm90", PV8)
 IN_TURN = [*map(pytest.param, RUNGS[:2]), pytest.param(PV8, marks=pytest.mark.slow)]
 #: Two blocks of rows and five of keys, both with tails; grouped heads.
@@ -99,7 +99,8 @@ WINDOW = {"window": (70, 20), "causal_align": "top-left"}
             "fa_int8@sm90", "interpret", {**WINDOW, **OF_STEPS}, marks=pytest.mark.slow
         ),
         (PV8, "interpret", {"causal": True}), (PV8, "mirror", {}), (PV8, "mirror", WINDOW),
-        pytest.param(PV8, "interpret", WINDOW, marks=pytest.mark.slow),
+        pytest.param(PV8, "interpret", WINDOW, marks=pytest.mark.slow), (FP8, "mirror", WINDOW),
+        pytest.param(FP8, "interpret", {"causal": True}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_block_mask_of_codes_is_a_mask(

@@ -33,7 +33,7 @@ from tests.runs import (
     sequences,
 )  # fmt: skip
 
-PV8 = "fa_int8@sm90_pv8"
+PV8, FP8 = "fa_int8@sm90_pv8", "fa_int8@sm90_fp8"
 RUNGS = ("fa_tc@sm90", "fa_int8@sm90", PV8)
 IN_TURN = [*map(pytest.param, RUNGS[:2]), pytest.param(PV8, marks=pytest.mark.slow)]
 #: Two computing warpgroups, the fewest keys a step.
@@ -126,7 +126,7 @@ OF_STEPS, OF_HEADS = (
             {"causal": True, "causal_align": "top-left", **OF_HEADS}, marks=pytest.mark.slow,
         ),
         pytest.param("fa_int8@sm90", 192, "float16", {"causal": True}, marks=pytest.mark.slow),
-        (PV8, 32, "float16", {}),
+        (PV8, 32, "float16", {}), pytest.param(FP8, 32, "float16", {}, marks=pytest.mark.slow),
         pytest.param(
             PV8, 72, "float32", {"causal": True, "window": (20, 9)}, marks=pytest.mark.slow
         ),
@@ -136,7 +136,7 @@ def test_every_sequence_of_codes_is_as_if_alone(
     rung: str, head_dim: int, dtype: str, options: dict[str, Any]
 ) -> None:
     """Means and scales of the keys are each sequence's own, those of 8-bit values as well."""
-    lengths = ((0, 0), (5, 70), (0, 9), (130 if rung != PV8 else 30, 66), (0, 0))
+    lengths = ((0, 0), (5, 70), (0, 9), (30 if rung in (PV8, FP8) else 130, 66), (0, 0))
     check_that_every_sequence_is_as_if_alone(rung, head_dim, lengths, options, dtype)
 
 
@@ -188,7 +188,7 @@ def spoilt(rung: str, inputs: Arrays) -> Arrays:
         wide.append(np.full(shape, np.nan, x.dtype)[:, :-1, 8:-8])
         if rung != "fa_tc@sm90" and name == "q":
             wide[-1][...] = inputs[1][KEYS][-1]
-        if rung == PV8 and name == "v":
+        if rung in (PV8, FP8) and name == "v":
             wide[-1][...] = 9 - 5 * x[::-1]
         wide[-1][own] = x[own]
     return tuple(wide)
@@ -231,6 +231,7 @@ def check_that_a_sequence_past_its_limit_is_cut(rung: str) -> None:
     [
         ("fa_tc@sm90", {}), ("fa_tc@sm90", {"causal": True, "window": (30, 0)}),
         ("fa_tc@sm90", {"tiles": Tiles(192, 64, 16, 2)}), ("fa_int8@sm90", {}), (PV8, {}),
+        (FP8, {}),
         pytest.param(
             "fa_int8@sm90", {"causal": True, "tiles": Tiles(192, 64, 16, 2)},
             marks=pytest.mark.slow,

@@ -44,8 +44,9 @@ def features_of(
     vec = next(v for v in (8, 4, 2, 1) if v <= widest and head_dim % v == 0)
     group = 64 if variant.family == "int8" else 0
     values = {}
-    if form.endswith("pv8"):
-        values = {"group_v": 128 if form == "pv8" else GROUP_ALL, "p_type": "u8"}
+    if form.endswith(("pv8", "fp8")):
+        p_type = "e4m3" if form == "sm90_fp8" else "u8"
+        values = {"group_v": 128 if form == "pv8" else GROUP_ALL, "p_type": p_type}
     return Features(dtype, head_dim, causal, lse, vec, group, group, **values)
 
 
@@ -69,7 +70,7 @@ def architectures(form: str) -> tuple[str, ...]:
 
 def taken(variant: Variant, form: str, head_dim: int) -> int:
     """Return `head_dim`, or the largest that a Hopper form takes."""
-    return min(head_dim, max(variant.hopper_tiles)) if form.startswith("sm90") else head_dim
+    return min(head_dim, variant.largest_head_dim(form))
 
 
 def rotated() -> list[tuple[str, str, str, int, str, bool, bool]]:
@@ -127,7 +128,8 @@ def by_default() -> Iterator[Any]:
     for name, variant in VARIANTS.items():
         for form in variant.forms:
             archs = ("sm_90a",) if form.startswith("sm90") else NO_SPILLS
-            for dtype, arch, head_dim in itertools.product(variant.dtypes, archs, (64, 128, 256)):
+            head_dims = [x for x in (64, 128, 256) if x <= variant.largest_head_dim(form)]
+            for dtype, arch, head_dim in itertools.product(variant.dtypes, archs, head_dims):
                 first = dtype == "float16" and arch != "sm_89"
                 if head_dim == 128 and (dtype == "float16" or arch == archs[0]) or first:
                     at_once = dtype == "float16" and arch == archs[0] and head_dim == 128
@@ -164,6 +166,10 @@ def test_default_tiles_spill_nothing(
             *(
                 ("fa_int8", "sm90_pv8", head_dim)
                 for head_dim in VARIANTS["fa_int8"].hopper_pv8_tiles
+            ),
+            *(
+                ("fa_int8", "sm90_fp8", head_dim)
+                for head_dim in VARIANTS["fa_int8"].hopper_fp8_tiles
             ),
             *(("fa_int8", "pv8", head_dim) for head_dim in (64, 128)),
         )

@@ -41,6 +41,8 @@ EXPECTED = {
                              "kv0": "int32"},
     "sm90/attn_fa_int8_pv8.cu": {"Q": "int8", "K": "int8", "V": "int8", "tile": "uint8", **RINGS,
                                  "kv0": "int32"},
+    "sm90/attn_fa_int8_fp8.cu": {"Q": "int8", "K": "int8", "V": "int8", "tile": "uint8", **RINGS,
+                                 "kv0": "int32"},
     "split/attn_fa_tc.cu": {"K": "float16", "V": "float16"},
     "gemm_int8.cu": {"A": "int8", "B": "int8", "A_scale": "float32", "B_scale": "float32"},
     "sm90/gemm_int8.cu": {"A": "int8", "B": "int8", "full": "uint64", "empty": "uint64"},

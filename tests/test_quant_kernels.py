@@ -162,10 +162,11 @@ def test_q_k_and_v_take_two_launches_by_default(head_dim: int) -> None:
     assert entries(of_call(alone, (1, 4, 50, head_dim), (1, 2, 7000, head_dim))[0]) == ["quantize"]
 
 
-def of_call(quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...]):
-    operands = {n: Operand.contiguous(s, 2) for n, s in zip("qkv", (q, k, k), strict=True)}
+def of_call(quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], dtype: str = "float16"):
+    itemsize = STORAGE[dtype].itemsize
+    operands = {n: Operand.contiguous(s, itemsize) for n, s in zip("qkv", (q, k, k), strict=True)}
     found = parts(quant, Tiles(64, 64, 4), operands, dict.fromkeys("qkv"))
-    return plan_quantize("float16", **found, p_type=quant.value_p_type), found
+    return plan_quantize(dtype, **found, p_type=quant.value_p_type), found
 
 
 def test_memory_is_what_the_formula_says() -> None:
@@ -318,10 +319,15 @@ def test_quantising_values_spills_nothing(head_dim, arch) -> None:
             assert used.static_smem <= 48 * 1024
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_enough_blocks_share_a_multiprocessor(head_dim: int) -> None:
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "head_dim", [128, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 256))]
+)
+def test_enough_blocks_share_a_multiprocessor(head_dim: int, dtype: str, symmetric: bool) -> None:
     """Three blocks of 256 threads keep memory busy: 80 registers, a third of shared memory."""
-    plan, _ = of_call(QuantConfig(pv="int8"), *[(1, 2, 500, head_dim)] * 2)
+    quant = QuantConfig(pv="int8", symmetric=symmetric)
+    plan, _ = of_call(quant, *[(1, 2, 500, head_dim)] * 2, dtype)
     for used in resources(plan, "sm_90"):
         assert used.registers <= 80 and used.static_smem <= 48 * 1024
         assert (used.spill_stores, used.spill_loads) == (0, 0)

@@ -88,6 +88,18 @@ __device__ __forceinline__ uint32_t pack_e4m3(float x, float y) {
   return r;
 }
 
+// Four of them, x in the lowest byte.
+__device__ __forceinline__ uint32_t pack_e4m3(float x, float y, float z, float w) {
+  uint32_t r;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}\n"
+      : "=r"(r)
+      : "f"(x), "f"(y), "f"(z), "f"(w));
+  return r;
+}
+
 // Four floats as unsigned bytes, rounded to nearest even, x in the lowest; what is below 0 becomes
 // 0, as NaN does, what is larger becomes 255.
 __device__ __forceinline__ uint32_t pack_u8(float x, float y, float z, float w) {

@@ -39,7 +39,7 @@ using p_sum_t = PSum<P_TYPE>::type;
 
 // R5: the codes of four weights, ties to even; the first in the lowest byte.
 __device__ __forceinline__ uint32_t pack_p_codes(float x, float y, float z, float w) {
-  if constexpr (P_TYPE == PType::E4M3) return __byte_perm(pack_e4m3(x, y), pack_e4m3(z, w), 0x5410);
+  if constexpr (P_TYPE == PType::E4M3) return pack_e4m3(x, y, z, w);
 #if __CUDA_ARCH__ == 800  // has no instruction for a pair, and integers only at the rate of exp2
   // Added to 2^23 a number is rounded to an integer, which the low bits then are.
   auto code = [](float x) { return __float_as_uint(x + 0x1p23f); };

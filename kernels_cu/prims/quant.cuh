@@ -89,8 +89,8 @@ struct alignas(sizeof(T) * N) Words {
   __device__ __forceinline__ float element(int j) const {
     return word_element<T>(words[j / PER_WORD], j % PER_WORD);
   }
-  // The compiler computes nothing from the words above this point: there it would wait for one load
-  // before it issues the next.
+  // The compiler computes nothing from the words above this point, where it would wait for one load
+  // before it issues the next, and keeps for below nothing that it computed above.
   __device__ __forceinline__ void use_from_here() {
     if constexpr (sizeof(words[0]) == 4)
       for (auto& word : words) asm volatile("" : "+r"(word));
@@ -188,13 +188,11 @@ struct ReachWith {
   uint32_t bits[SIDES];
 
   __device__ __forceinline__ void admit(float x) {
-    const uint32_t magnitude = magnitude_bits(x);
-    if constexpr (ZEROS) {
-      const bool below = __float_as_uint(x) != magnitude;
-      bits[0] = max(bits[0], below ? 0u : magnitude);
-      bits[1] = max(bits[1], below ? magnitude : 0u);
+    if constexpr (ZEROS) {  // as a signed integer a number of the other side is below 0
+      bits[0] = max(int32_t(bits[0]), __float_as_int(x));
+      bits[1] = max(int32_t(bits[1]), int32_t(__float_as_uint(x) ^ 0x80000000u));
     } else {
-      bits[0] = max(bits[0], magnitude);
+      bits[0] = max(bits[0], magnitude_bits(x));
     }
   }
   __device__ __forceinline__ void admit(const ReachWith& other) {

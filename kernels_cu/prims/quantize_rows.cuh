@@ -225,10 +225,12 @@ struct Rows {
 
   // Stores the codes of the rows, code(row)(x) each, and with zero points the sum of each row's.
   template <typename Code>
-  __device__ __forceinline__ void store(const QuantizeParams& p, const Place& at, Code code) const {
+  __device__ __forceinline__ void store(const QuantizeParams& p, const Place& at, Code code) {
     int8_t* codes = at.codes(p) + row_in_pass() * CODES_PITCH;  // [rows, CODES_PITCH]
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();  // not the reach's floats
       const int row = row_of(pass);
       const auto code_of_row = code(min(row, at.rows - 1));
       int sum = 0;

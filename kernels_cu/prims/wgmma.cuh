@@ -97,6 +97,11 @@ struct WgmmaS8;
 template <int N>
 struct WgmmaU8;
 
+// D [64, N] = A [64, 32] B [32, N] (+ D when accumulate) over e4m3; the sum keeps about 14 bits.
+//   rs: A in registers, B in shared memory, K-major
+template <int N>
+struct WgmmaE4m3;
+
 // Accumulators as operands, eight by eight: NAMES_n are %0 to %(n - 1) in the text, ACCUMULATORS_n
 // the n registers that they stand for, of kind R: "+f" or "+r".
 // clang-format off
@@ -209,6 +214,24 @@ struct WgmmaU8<N> { \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high)); \
   } \
 };
+#define WGMMA_E4M3(N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
+template <> \
+struct WgmmaE4m3<N> { \
+  static __device__ __forceinline__ void rs( \
+      float (&c)[COUNT], const uint32_t (&a)[4], Descriptor b, bool accumulate) { \
+    asm volatile( \
+        "{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
+        "setp.ne.b32 p, %" #X6 ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 " \
+        "{" NAMES_##COUNT "}, {%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, b, p, 1, 1;\n}\n" \
+        : ACCUMULATORS_##COUNT("+f") \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high), \
+          "r"(int(accumulate))); \
+  } \
+};
+WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA_E4M3(96, 48, 48, 49, 50, 51, 52, 53, 54)
+WGMMA_E4M3(128, 64, 64, 65, 66, 67, 68, 69, 70)
 #define WGMMA_8(N, COUNT, X0, X1, X2, X3, X4, X5) \
   WGMMA_S8(N, COUNT, X0, X1, X2, X3, X4) \
   WGMMA_U8(N, COUNT, X0, X1, X2, X3, X4, X5)
@@ -224,6 +247,7 @@ WGMMA_8(192, 96, 96, 97, 98, 99, 100, 101)
 WGMMA_8(224, 112, 112, 113, 114, 115, 116, 117)
 WGMMA_8(256, 128, 128, 129, 130, 131, 132, 133)
 #undef WGMMA_8
+#undef WGMMA_E4M3
 #undef WGMMA_U8
 #undef WGMMA_S8
 #undef WGMMA

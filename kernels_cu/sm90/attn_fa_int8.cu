@@ -24,6 +24,7 @@
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
 #include "prims/score.cuh"
+#include "prims/step_scores.cuh"
 #include "prims/tile_io.cuh"
 #include "prims/tma.cuh"
 #include "prims/varlen.cuh"
@@ -36,9 +37,6 @@ constexpr int BOX_BYTES = 128;                             // per row of a box: 
 constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
 constexpr int V_BOX_COLS = 64;                             // columns of V per box
 constexpr int V_BOXES = ceil_div(HEAD_DIM, V_BOX_COLS);    // per row of V
-// Keys that share a scale, within a step.
-constexpr int SCALE_KEYS = greatest_common_divisor(GROUP_KV, BLOCK_KV);
-constexpr int SCALES = BLOCK_KV / SCALE_KEYS;  // per step
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 // A box of ones behind V makes the next 8 columns of P V the sum of P. There is none where V's last
@@ -75,9 +73,6 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to
 constexpr int K_BYTES = sizeof(SharedStorage::K[0]);                  // that arrive for a step
 constexpr int V_BYTES = V_BOXES * sizeof(SharedStorage::V[0][0]);
 
-static_assert(
-    GROUP_Q >= 1 && GROUP_KV >= 1 && GROUP_KV % 16 == 0,
-    "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale, the latter a multiple of 16");
 static_assert(
     BLOCK_Q == 128 || BLOCK_Q == 192,
     "BLOCK_Q must be 128 or 192: two or three warpgroups of 64 rows fill the registers");
@@ -151,28 +146,6 @@ __device__ __forceinline__ void start_output(
   wgmma_commit_group();
 }
 
-// The scale of a step; or of the keys from kv0 + SCALE_KEYS * lane on, where there are several: the
-// first SCALES lanes hold all of them. A step that may be without keys gets any scale then.
-__device__ __forceinline__ float load_scale(const float* K_scale, int kv0, int len_kv) {
-  constexpr bool KEYS = !WINDOW && !VARLEN && !BLOCK_MASK;  // there are, in every step
-  if constexpr (SCALES == 1 && KEYS) return K_scale[uint32_t(kv0) / GROUP_KV];
-  const int last = VARLEN ? max(0, len_kv - 1) : len_kv - 1;
-  const uint32_t key = min(kv0 + lane_id() % SCALES * SCALE_KEYS, last);
-  return K_scale[key / GROUP_KV];
-}
-
-// What one integer of Q K^T stands for, by the keys that share a scale and by row.
-using Factors = float[SCALES][2];
-constexpr int PART = SCALE_KEYS / 2;  // scores that share a factor, of two rows
-
-// The scores of a step some of whose keys are masked: -inf where this one is.
-__device__ __forceinline__ float masked_score(
-    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, int i, int q,
-    int kv0) {
-  const int h = i / 2 % 2, key = kv0 + i / 4 * 8 + lane_id() % 4 * 2 + i % 2;
-  return admitted(p, q + h * 8, key) ? float(dot[i]) * factor[i / PART][h] : NEG_INF;  // R3
-}
-
 // Weights P of the scores, in 16 bits and two neighbouring keys in a register, the left operand of
 // P V. Returns whether they are small enough, each less than 2^HEADROOM.
 template <bool MASKED>
@@ -207,12 +180,8 @@ __device__ __forceinline__ bool softmax(
     const float (&Q_factor)[2], float K_scale, uint32_t (&P_frag)[BLOCK_KV / 16][4],
     float (&alpha)[2], int q, int kv0, int unmasked, bool rises) {
   Factors factor;
-#pragma unroll
-  for (int j = 0; j < SCALES; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      factor[j][h] = Q_factor[h] * (SCALES == 1 ? K_scale : __shfl_sync(FULL_WARP, K_scale, j));
-  const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+  make_factors(factor, Q_factor, K_scale);
+  const bool masked = has_masked(p, q, kv0, unmasked);
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
   const bool weighed = !rises && !masked && weigh<false>(p, M, dot, factor, P_frag, sum, q, kv0);

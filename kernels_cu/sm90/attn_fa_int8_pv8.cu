@@ -29,6 +29,7 @@
 #include "prims/p_codes.cuh"
 #include "prims/params.cuh"
 #include "prims/score.cuh"
+#include "prims/step_scores.cuh"
 #include "prims/tile_io.cuh"
 #include "prims/tma.cuh"
 #include "prims/varlen.cuh"
@@ -40,9 +41,6 @@ constexpr int CONSUMERS = BLOCK_Q / 64;                    // warpgroups that co
 constexpr int BOX_BYTES = 128;                             // per row of a box: one swizzle
 constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
 constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);     // per channel of V
-// Keys that share a scale, within a step.
-constexpr int SCALE_KEYS = greatest_common_divisor(GROUP_KV, BLOCK_KV);
-constexpr int SCALES = BLOCK_KV / SCALE_KEYS;  // per step
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
@@ -77,9 +75,6 @@ struct SharedStorage {
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 
-static_assert(
-    GROUP_Q >= 1 && GROUP_KV >= 1 && GROUP_KV % 16 == 0,
-    "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale, the latter a multiple of 16");
 static_assert(P_TYPE == PType::U8, "this form takes P in u8");
 static_assert(
     BLOCK_Q == 128 || BLOCK_Q == 192,
@@ -156,16 +151,6 @@ __device__ __forceinline__ void start_output(
   wgmma_commit_group();
 }
 
-// The scale of a step; or of the keys from kv0 + SCALE_KEYS * lane on, where there are several: the
-// first SCALES lanes hold all of them. A step that may be without keys gets any scale then.
-__device__ __forceinline__ float load_scale(const float* K_scale, int kv0, int len_kv) {
-  constexpr bool KEYS = !WINDOW && !VARLEN && !BLOCK_MASK;  // there are, in every step
-  if constexpr (SCALES == 1 && KEYS) return K_scale[uint32_t(kv0) / GROUP_KV];
-  const int last = VARLEN ? max(0, len_kv - 1) : len_kv - 1;
-  const uint32_t key = min(kv0 + lane_id() % SCALES * SCALE_KEYS, last);
-  return K_scale[key / GROUP_KV];
-}
-
 // What a row carries from step to step: weights are in units of 2^M, M a whole number.
 struct ShiftState {
   float M, highest;  // M now, and the highest so far
@@ -199,28 +184,11 @@ struct ShiftState {
   __device__ __forceinline__ float lse() const { return (M + log2f(l)) * LN2; }
 };
 
-// What one integer of Q K^T stands for, by the keys that share a scale and by row.
-using Factors = float[SCALES][2];
-constexpr int PART = SCALE_KEYS / 2;  // scores that share a factor, of two rows
-
-// A score of a step some of whose keys are masked: -inf where this one is.
-__device__ __forceinline__ float masked_score(
-    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, int i, int q,
-    int kv0) {
-  const int h = i / 2 % 2, key = kv0 + i / 4 * 8 + lane_id() % 4 * 2 + i % 2;
-  return admitted(p, q + h * 8, key) ? float(dot[i]) * factor[i / PART][h] : NEG_INF;  // R3
-}
-
-// The largest score of each row where none is masked: among integers, two comparisons are one
-// instruction.
+// The largest score of each row where none is masked.
 __device__ __forceinline__ void largest_scores(
     const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, float (&m)[2]) {
   int largest[SCALES][2];
-#pragma unroll
-  for (int i = 0; i < BLOCK_KV / 2; i += 2) {
-    int& x = largest[i / PART][i / 2 % 2];
-    x = i % PART < 4 ? max(dot[i], dot[i + 1]) : max(max(dot[i], dot[i + 1]), x);
-  }
+  largest_dots(dot, largest);
 #pragma unroll
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
@@ -234,14 +202,9 @@ __device__ __forceinline__ bool choose_M(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
     Factors& factor, int (&shift)[2], const float (&Q_factor)[2], float K_scale, int q, int kv0,
     int unmasked, bool may_fall, bool may_overflow) {
-#pragma unroll
-  for (int j = 0; j < SCALES; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      factor[j][h] =
-          Q_factor[h] * (SCALES == 1 ? K_scale : __shfl_sync(FULL_WARP, K_scale, j));  // R3
+  make_factors(factor, Q_factor, K_scale);
   float m[2] = {NEG_INF, NEG_INF};
-  const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+  const bool masked = has_masked(p, q, kv0, unmasked);
   if (masked)
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i)

@@ -184,8 +184,9 @@ def test_a_block_mask_is_a_mask(rung: str, dtype: str) -> None:
 WITHOUT_MEANS = {
     "fa_tc@sm90": {},
     "fa_int8@sm90": {"quant": QuantConfig(smooth_k=False)},
-    "fa_int8@sm90_pv8": {
-        "quant": QuantConfig(pv="int8", granularity_v="channel", smooth_k=False, smooth_v=False)
+    **{
+        rung: {"quant": QuantConfig(pv=pv, granularity_v="channel", smooth_k=False, smooth_v=False)}
+        for rung, pv in (("fa_int8@sm90_pv8", "int8"), ("fa_int8@sm90_fp8", "fp8"))
     },
 }
 
@@ -204,7 +205,9 @@ def test_a_block_mask_in_the_hopper_form(block_kv: int, rung: str, dtype: str) -
     v[:, :, block_kv : 2 * block_kv] = 0
     rng, blocks = np.random.default_rng(3), (2, 4, 2, -(-SHAPE[3] // block_kv))
     spoilt = [x.copy() for x in (k, v)]
-    for x, value in zip(spoilt, (np.nan, 0.5 if rung.endswith("pv8") else np.nan), strict=True):
+    for x, value in zip(
+        spoilt, (np.nan, 0.5 if rung.endswith(("pv8", "fp8")) else np.nan), strict=True
+    ):
         x[:, :, block_kv : 2 * block_kv] = value
     quant = WITHOUT_MEANS[rung]
     for options in (quant, {"causal": True, "window": (200, -1), **quant}):

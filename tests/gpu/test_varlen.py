@@ -39,17 +39,18 @@ from tests.test_varlen import CELLS, FEATURES, OPTIONS, RUNGS, added, rng_of
 cupy = pytest.importorskip("cupy")
 
 HOPPER, HOPPER_CODES, PV8 = "fa_tc@sm90", "fa_int8@sm90", "fa_int8@pv8"
-HOPPER_PV8 = "fa_int8@sm90_pv8"
+HOPPER_PV8, HOPPER_FP8 = "fa_int8@sm90_pv8", "fa_int8@sm90_fp8"
 #: The mean of keys or values is summed in slices, as many as the longest needs.
 WITHOUT_MEANS = {
     "fa_int8": {"quant": QuantConfig(smooth_k=False)},
     HOPPER_CODES: {"quant": QuantConfig(smooth_k=False)},
     PV8: {"quant": QuantConfig(pv="int8", smooth_k=False, smooth_v=False)},
-    HOPPER_PV8: {
-        "quant": QuantConfig(pv="int8", granularity_v="channel", smooth_k=False, smooth_v=False)
+    **{
+        rung: {"quant": QuantConfig(pv=pv, granularity_v="channel", smooth_k=False, smooth_v=False)}
+        for rung, pv in ((HOPPER_PV8, "int8"), (HOPPER_FP8, "fp8"))
     },
 }
-HOPPER_FORMS = (HOPPER, HOPPER_CODES, HOPPER_PV8)
+HOPPER_FORMS = (HOPPER, HOPPER_CODES, HOPPER_PV8, HOPPER_FP8)
 BOTH_FORMS = (*RUNGS, *HOPPER_FORMS)
 ALL_CELLS = [
     *CELLS, *((rung, dtype) for rung in HOPPER_FORMS for dtype in variant_of(rung).dtypes)
@@ -105,7 +106,7 @@ def test_masks_and_positions_are_those_of_a_sequence(rung: str, feature: str) ->
         assert bits(lse[:, rows]) == bits(expected_lse), rows
 
 
-@pytest.mark.parametrize("rung", ["fa_int8", HOPPER_CODES, PV8, HOPPER_PV8])
+@pytest.mark.parametrize("rung", ["fa_int8", HOPPER_CODES, PV8, HOPPER_PV8, HOPPER_FP8])
 def test_quantised_operands_may_be_packed(rung: str, tmp_path: Path) -> None:
     host, host_ends = packed(LENGTHS, 4, 2)
     inputs, ends = on_device(*host), on_device(*host_ends)

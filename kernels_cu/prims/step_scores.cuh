@@ -1,0 +1,69 @@
+// step_scores.cuh -- scores of a step as wgmma leaves them in a lane: integers of Q K^T, of which i
+// belongs to the first row of the lane, or 8 further, and to key i / 4 * 8 + lane % 4 * 2 + i % 2
+// of the step; and one factor for the keys that share a scale.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/params.cuh"
+#include "prims/score.cuh"
+#include "prims/warp.cuh"
+
+// Keys that share a scale, within a step.
+constexpr int SCALE_KEYS = greatest_common_divisor(GROUP_KV, BLOCK_KV);
+constexpr int SCALES = BLOCK_KV / SCALE_KEYS;  // per step
+
+static_assert(
+    GROUP_Q >= 1 && GROUP_KV >= 1 && GROUP_KV % 16 == 0,
+    "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale, the latter a multiple of 16");
+
+// The scale of a step; or of the keys from kv0 + SCALE_KEYS * lane on, where there are several: the
+// first SCALES lanes hold all of them. A step that may be without keys gets any scale then.
+__device__ __forceinline__ float load_scale(const float* K_scale, int kv0, int len_kv) {
+  constexpr bool KEYS = !WINDOW && !VARLEN && !BLOCK_MASK;  // there are, in every step
+  if constexpr (SCALES == 1 && KEYS) return K_scale[uint32_t(kv0) / GROUP_KV];
+  const int last = VARLEN ? max(0, len_kv - 1) : len_kv - 1;
+  const uint32_t key = min(kv0 + lane_id() % SCALES * SCALE_KEYS, last);
+  return K_scale[key / GROUP_KV];
+}
+
+// What one integer of Q K^T stands for, by the keys that share a scale and by row.
+using Factors = float[SCALES][2];
+constexpr int PART = SCALE_KEYS / 2;  // scores that share a factor, of two rows
+
+// The factors of a step, from those of this lane's two rows and what load_scale returned.
+__device__ __forceinline__ void make_factors(
+    Factors& factor, const float (&Q_factor)[2], float K_scale) {
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      factor[j][h] =
+          Q_factor[h] * (SCALES == 1 ? K_scale : __shfl_sync(FULL_WARP, K_scale, j));  // R3
+}
+
+// Are some scores of the step masked, for row `q` or any up to q + 8?
+__device__ __forceinline__ bool has_masked(const AttnParams& p, int q, int kv0, int unmasked) {
+  return kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+}
+
+// Whether score i of a lane whose first row is q is masked, and what it is: -inf where it is.
+__device__ __forceinline__ bool admitted_score(const AttnParams& p, int i, int q, int kv0) {
+  return admitted(p, q + i / 2 % 2 * 8, kv0 + i / 4 * 8 + lane_id() % 4 * 2 + i % 2);
+}
+__device__ __forceinline__ float masked_score(
+    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, int i, int q,
+    int kv0) {
+  return admitted_score(p, i, q, kv0) ? float(dot[i]) * factor[i / PART][i / 2 % 2]
+                                      : NEG_INF;  // R3
+}
+
+// The largest integers of each row where none is masked: among integers, two comparisons are one
+// instruction.
+__device__ __forceinline__ void largest_dots(
+    const int32_t (&dot)[BLOCK_KV / 2], int (&largest)[SCALES][2]) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_KV / 2; i += 2) {
+    int& x = largest[i / PART][i / 2 % 2];
+    x = i % PART < 4 ? max(dot[i], dot[i + 1]) : max(max(dot[i], dot[i + 1]), x);
+  }
+}

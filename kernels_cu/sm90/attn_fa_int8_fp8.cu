@@ -1,0 +1,468 @@
+// attn_fa_int8_fp8 -- Hopper form: Q K^T by wgmma over INT8 codes, P V by wgmma over e4m3.
+//
+// Idea         Two levels of sums. A product of 8-bit floats keeps 14 bits of what it adds up, the
+//              accumulators that it goes on from included: so each tile starts from nothing, P in
+//              units of its own largest weight, and what it comes to is added to O in float32 with
+//              the factor of the tile. The error of the instruction is then that of one tile.
+// Differs from the Hopper form with P in u8: S4 has the maximum of the tile, and alpha and beta in
+//              the place of shifts, S5 is two levels of sums, S6 has no whole numbers to convert.
+//              (diff attn_fa_int8_pv8.cu attn_fa_int8_fp8.cu)
+// Kept simple  One scale per channel of V; at least 16 adjacent keys share a scale; head_dim up to
+//              128, since past it registers hold no second level. The rest is left to the portable
+//              form. Packed sequences and block masks as in the Hopper form of fa_tc; a code of 0
+//              times codes, none of which is NaN, is 0: nothing of the next sequence has to be
+//              silenced.
+// Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
+//              fma; R4 M, up, and exp2, R5 P to e4m3, R6 alpha, beta, l, the tensor core within a
+//              tile and the sum over tiles, R7 times the channel's scale and 1/l, plus the mean,
+//              and store (cupyattn/numerics.py)
+// Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
+#include "prims/config.cuh"
+#include "prims/named_barrier.cuh"
+#include "prims/online_softmax.cuh"
+#include "prims/p_codes.cuh"
+#include "prims/params.cuh"
+#include "prims/score.cuh"
+#include "prims/step_scores.cuh"
+#include "prims/tile_io.cuh"
+#include "prims/tma.cuh"
+#include "prims/varlen.cuh"
+#include "prims/warp.cuh"
+#include "prims/wgmma.cuh"
+
+constexpr int WARPGROUP = 128;                             // threads
+constexpr int CONSUMERS = BLOCK_Q / 64;                    // warpgroups that compute
+constexpr int BOX_BYTES = 128;                             // per row of a box: one swizzle
+constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
+constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);     // per channel of V
+constexpr int O_COLS =
+    HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
+// Tiles differ in work: blocks take them as they come.
+constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
+
+constexpr int Q_STAGES = 2;
+
+// Which query rows of which head, and how many steps over keys: one at least, if only to find that
+// all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
+struct alignas(16) WorkTile : Sequences<VARLEN> {
+  int q0;  // -1: there is no more
+  int head, batch, steps;
+  __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
+};
+
+struct SharedStorage {
+  alignas(1024) int8_t Q[Q_STAGES][CODE_BOXES][BLOCK_Q * BOX_BYTES];
+  alignas(1024) int8_t K[NUM_STAGES][CODE_BOXES][BLOCK_KV * BOX_BYTES];
+  alignas(1024) int8_t V[NUM_STAGES][V_BOXES][O_COLS * BOX_BYTES];
+  WorkTile tile[Q_STAGES];  // that Q belongs to
+  Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
+  Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
+  Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
+  int kv0[NUM_STAGES];  // first key of that K; not read unless BLOCK_MASK
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
+
+static_assert(P_TYPE == PType::E4M3, "this form takes P in e4m3");
+static_assert(
+    BLOCK_Q == 128 || BLOCK_Q == 192,
+    "BLOCK_Q must be 128 or 192: two or three warpgroups of 64 rows fill the registers");
+static_assert(
+    NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
+    "NUM_WARPS must be 4 for every 64 rows of BLOCK_Q and 4 that copy");
+static_assert(
+    HEAD_DIM <= 128 && (CONSUMERS == 2 || HEAD_DIM <= 64),
+    "HEAD_DIM must be 128 at most, and BLOCK_Q 128 past 64: registers hold two levels of sums");
+static_assert(
+    BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 32 == 0,
+    "BLOCK_KV must be a multiple of 32 from 64 to 256: columns of one wgmma, depth of another");
+
+// Key of a tile's first step.
+__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
+  return round_down(kv_begin(p, q0), BLOCK_KV);
+}
+
+// Tiles in the order in which they are begun. Those of a head come one after the other, so that
+// their blocks read the same K and V at the same time; but where they differ in work, as many heads
+// at a time as fit their K and V into the L2 cache, of those the longest causal rows first. Steps
+// are still to be counted.
+__device__ __forceinline__ WorkTile
+work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, int index) {
+  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
+  const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
+  const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
+  const int64_t head_bytes = keys * HEAD_DIM * 2;
+  const int fitting = UNEVEN ? max(1, int(L2_SHARE / head_bytes)) : 1;
+  // NOTE: groups of about one size: a small one at the end would leave its longest tiles to few.
+  const int together = ceil_div(batch_heads, ceil_div(batch_heads, fitting));
+  const int first = index / (together * q_blocks) * together;  // head of this group of heads
+  const int here = min(together, batch_heads - first);         // heads in this group
+  const int rest = index % (together * q_blocks);
+  const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
+  return {sequences, q0, batch_head % p.heads, VARLEN ? sequence : batch_head / p.heads, 0};
+}
+
+// The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
+__device__ __forceinline__ WorkTile uniform(WorkTile tile) {
+  return {
+      uniform<VARLEN>(tile), __shfl_sync(FULL_WARP, tile.q0, 0),
+      __shfl_sync(FULL_WARP, tile.head, 0), __shfl_sync(FULL_WARP, tile.batch, 0),
+      __shfl_sync(FULL_WARP, tile.steps, 0)};
+}
+
+// S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
+__device__ __forceinline__ void start_scores(
+    int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
+  wgmma_use(dot);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
+    const int box = k / 4, byte = k % 4 * 32;
+    WgmmaS8<BLOCK_KV>::ss(
+        dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
+        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);
+  }
+  wgmma_commit_group();
+}
+
+// S5 output: sum [64, O_COLS] = P V of one tile, in the background.
+__device__ __forceinline__ void start_output(
+    float (&sum)[O_COLS / 2], uint32_t (&P_frag)[BLOCK_KV / 32][4], Descriptor V_rows) {
+  wgmma_use(sum);
+  wgmma_use(P_frag);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < BLOCK_KV / 32; ++k) {  // 32 bytes of a channel, then the next box
+    const int box = k / 4, byte = k % 4 * 32;
+    WgmmaE4m3<O_COLS>::rs(sum, P_frag[k], V_rows + (box * O_COLS * BOX_BYTES + byte), k > 0);  // R6
+  }
+  wgmma_commit_group();
+}
+
+// S4 softmax, its first half: the M of this tile, that of code 1, rounded up. Returns whether
+// scores are masked; `factor` is that of those that are not. `q` is the first of this lane's two
+// rows, the other is q + 8.
+__device__ __forceinline__ bool choose_M(
+    const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2], Factors& factor,
+    const float (&Q_factor)[2], float K_scale, int q, int kv0, int unmasked) {
+  make_factors(factor, Q_factor, K_scale);
+  tile_M[0] = tile_M[1] = NEG_INF;
+  const bool masked = has_masked(p, q, kv0, unmasked);
+  if (masked) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+      const int h = i / 2 % 2;
+      const float M = M_of_codes(float(dot[i]), factor[i / PART][h]);  // R4
+      tile_M[h] = fmaxf(tile_M[h], admitted_score(p, i, q, kv0) ? M : NEG_INF);
+    }
+  } else {
+    int largest[SCALES][2];
+    largest_dots(dot, largest);
+#pragma unroll
+    for (int j = 0; j < SCALES; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        tile_M[h] = fmaxf(tile_M[h], M_of_codes(float(largest[j][h]), factor[j][h]));  // R4
+  }
+  tile_M[0] = shfl_max<4>(tile_M[0]), tile_M[1] = shfl_max<4>(tile_M[1]);
+  return masked;
+}
+
+// O += sum of a tile, in the unit of M.
+__device__ __forceinline__ void add_tile(
+    float (&O_acc)[O_COLS / 2], const float (&sum)[O_COLS / 2], const float (&beta)[2]) {
+#pragma unroll
+  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] = fmaf(sum[i], beta[i / 2 % 2], O_acc[i]);  // R6
+}
+
+// The row's M rises to that of the tile, and l and O follow. Beta brings the weights of the tile to
+// the unit of the row.
+__device__ __forceinline__ void follow(
+    RowState (&state)[2], const float (&tile_M)[2], float (&O_acc)[O_COLS / 2], float (&beta)[2]) {
+  // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
+  if (__any_sync(FULL_WARP, tile_M[0] > state[0].M || tile_M[1] > state[1].M)) {
+    const float alpha[2] = {state[0].advance(tile_M[0]), state[1].advance(tile_M[1])};
+#pragma unroll
+    for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) beta[h] = ex2_approx_ftz(tile_M[h] - state[h].M_finite());  // R4
+}
+
+// Its second half: codes P of the scores' weights, those of four keys in a register, the left
+// operand of P V, where a key that is masked weighs 0.
+// NOTE: integers become floats between the exponentials, which leave the other pipes free for most
+// of the time: before them they would take as long again.
+template <bool MASKED>
+__device__ __forceinline__ void weigh(
+    const AttnParams& p, RowState (&state)[2], const float (&tile_M)[2], const float (&beta)[2],
+    const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 32][4],
+    int q, int kv0) {
+  float l[2] = {0.0f, 0.0f};  // this lane's part, of this tile
+  // NOTE: no key of the tile: any number that may be subtracted.
+  const float M[2] = {fmaxf(tile_M[0], -0x1p127f), fmaxf(tile_M[1], -0x1p127f)};
+#pragma unroll
+  for (int i = 0; i < BLOCK_KV / 8; ++i) {  // two key tiles, one row: four neighbours in V
+    const int h = i % 2, n = i / 2 * 8 + h * 2;
+    float x[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int at = n + j / 2 * 4 + j % 2;
+      const float y = code_exponent(float(dot[at]), factor[at / PART][h], -M[h]);     // R3, R4
+      x[j] = ex2_approx_ftz(MASKED && !admitted_score(p, at, q, kv0) ? NEG_INF : y);  // R4
+      l[h] += x[j];                                                                   // R6
+    }
+    P_frag[i / 4][i % 4] = pack_p_codes(x[0], x[1], x[2], x[3]);  // R5
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) state[h].l = fmaf(l[h], beta[h], state[h].l);  // R6
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
+    const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
+    const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
+    const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
+    const __grid_constant__ ScheduleParams schedule) {
+  extern __shared__ unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(
+      (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
+  // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
+  // live in uniform registers, where wgmma wants its descriptors.
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Q_STAGES; ++s) {
+      mbarrier_init(smem.Q_full[s], 1);
+      mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
+    }
+    for (int s = 0; s < NUM_STAGES; ++s) {
+      mbarrier_init(smem.K_full[s], 1);
+      mbarrier_init(smem.V_full[s], 1);
+      mbarrier_init(smem.K_empty[s], CONSUMERS * 4);
+      mbarrier_init(smem.V_empty[s], CONSUMERS * 4);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();       // the barriers are initialised before anyone waits or arrives
+  if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
+    TileRange tiles(call);
+    RingPosition<Q_STAGES> Q_at;
+    RingPosition<NUM_STAGES> at;  // of K and V
+    int index = blockIdx.x;
+    while (true) {
+      if (!tiles.reach(call, index)) {
+        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0};
+        mbarrier_arrive(smem.Q_full[Q_at.stage]);
+        return;
+      }
+      const Sequences<VARLEN> sequences(call, tiles.sequence);
+      const auto& p = of_sequences<int8_t, int8_t>(call, sequences);
+      WorkTile tile = work_tile(p, sequences, tiles.sequence, index - tiles.first);
+      const KeptKeys keys(
+          p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
+      int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
+      tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
+      const int head_kv = tile.head / (p.heads / p.heads_kv);
+      // S1 load Q
+      {
+        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
+        smem.tile[Q_at.stage] = tile;
+        mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
+        for (int b = 0; b < CODE_BOXES; ++b)
+          cp_async_bulk_tensor_4d(
+              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_BYTES,
+              tile.first_row() + tile.q0, tile.head, tile.entry());
+        Q_at.advance();
+      }
+      // S2 load K, V
+      const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
+      for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
+        // NOTE: rows that keep no block get their one step from behind the last key: zeros.
+        const int kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
+        mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
+        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
+        mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
+        for (int b = 0; b < CODE_BOXES; ++b)
+          cp_async_bulk_tensor_4d(
+              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_BYTES,
+              tile.first_key() + kv0, head_kv, tile.entry());
+        mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
+        mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
+        for (int b = 0; b < V_BOXES; ++b)
+          cp_async_bulk_tensor_4d(
+              smem.V[at.stage][b], V_map, smem.V_full[at.stage], V_first + kv0 + b * BOX_BYTES, 0,
+              head_kv, tile.entry());
+      }
+      index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
+    }
+  }
+
+  // ---- the consumers: S3 to S6
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
+  const int row0 = (warpgroup - 1) * 64;           // first row of this warpgroup in the tile
+  const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
+  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
+  const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
+  if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
+  RingPosition<Q_STAGES> Q_at;
+  RingPosition<NUM_STAGES> K_at, V_at;  // K of a step, V of the one before
+  const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
+  const Descriptor V_first = uniform(descriptor_k_major(smem.V[0][0]));
+
+  while (true) {
+    // S0 locate
+    mbarrier_wait_parity(smem.Q_full[Q_at.stage], Q_at.parity);  // Q has arrived, and its tile
+    const WorkTile tile = uniform(smem.tile[Q_at.stage]);
+    if (tile.q0 < 0) break;
+    const auto& p = of_sequences<int8_t, int8_t>(call, tile);
+    int kv0 = first_key(p, tile.q0);
+    const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
+    const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_BYTES]));
+    RowState state[2];             // of row and row + 8
+    float O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
+    float sum[O_COLS / 2];         // likewise, of one tile
+    int32_t dot[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
+    uint32_t P_frag[BLOCK_KV / 32][4];
+    Factors factor;
+    float tile_M[2], beta[2];
+    const int head_kv = tile.head / (p.heads / p.heads_kv);
+    const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
+                           + tile.batch * quant.Q_scale_stride_batch +
+                           tile.head * quant.Q_scale_stride_head +
+                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
+    const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
+                           + tile.batch * quant.K_scale_stride_batch +
+                           head_kv * quant.K_scale_stride_head +
+                           first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
+    float Q_factor[2];  // Q scale and softmax scale of row and row + 8
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      Q_factor[h] =
+          p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
+
+    // The first scores, by themselves.
+    float step_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
+    mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
+    if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage], p.len_kv);
+    turn.take();
+    start_scores(dot, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
+    turn.pass();
+    wgmma_wait_group<0>();
+    wgmma_use(dot);
+    if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
+    V_at = K_at;
+    K_at.advance();
+    const bool first_masked =
+        choose_M(p, tile_M, dot, factor, Q_factor, step_scale, tile.q0 + row, kv0, unmasked);
+    follow(state, tile_M, O_acc, beta);
+    if (first_masked)
+      weigh<true>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+    else
+      weigh<false>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+
+    for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
+      const Descriptor K_rows = K_first.stage(K_at.stage, sizeof(smem.K[0]));
+      const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
+      if (!BLOCK_MASK) step_scale = load_scale(K_scale, kv0 += BLOCK_KV, p.len_kv);
+      mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
+      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage], p.len_kv);
+      mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+      turn.take();
+      start_scores(dot, Q_rows, K_rows);
+      start_output(sum, P_frag, V_rows);
+      turn.pass();
+      wgmma_wait_group<1>();  // the scores are there: their maximum is found while P V is summed
+      wgmma_use(dot);
+      if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
+      const bool masked =
+          choose_M(p, tile_M, dot, factor, Q_factor, step_scale, tile.q0 + row, kv0, unmasked);
+      wgmma_wait_group<0>();
+      wgmma_use(sum);
+      wgmma_use(P_frag);
+      if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
+      V_at = K_at;
+      K_at.advance();
+      add_tile(O_acc, sum, beta);
+      follow(state, tile_M, O_acc, beta);
+      if (masked)
+        weigh<true>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+      else
+        weigh<false>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
+    }
+    if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
+
+    // The last output, by itself.
+    mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
+    turn.take();
+    start_output(sum, P_frag, V_first.stage(V_at.stage, sizeof(smem.V[0])));
+    turn.pass();
+    wgmma_wait_group<0>();
+    wgmma_use(sum);
+    if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
+    add_tile(O_acc, sum, beta);
+
+    // S6 store
+    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
+                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
+    const float* V_scale = values.V_scale  // [HEAD_DIM]
+                           + tile.batch * values.V_scale_stride_batch +
+                           head_kv * values.V_scale_stride_head +
+                           first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch) * HEAD_DIM;
+    const float* V_mean = values.V_mean  // [HEAD_DIM]
+                          + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int q = tile.q0 + row + h * 8;
+      state[h].l = shfl_sum<4>(state[h].l);  // R6
+      const float inverse_l = state[h].inverse_l();
+      if constexpr (LSE) {
+        // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
+        if (quant.K_mean) {
+          const float* K_mean = quant.K_mean  // [HEAD_DIM]
+                                + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM;
+          const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
+                                + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
+                                min(q, p.len_q - 1) * p.Q_stride.len;
+          float mean_dot = 0.0f;
+          for (int d = t; d < HEAD_DIM; d += 4) mean_dot = fmaf(Q_row[d], K_mean[d], mean_dot);
+          mean_dot = shfl_sum<4>(mean_dot);
+          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * mean_dot;  // R3
+        }
+        if (t == 0 && q < p.len_q)
+          lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
+      }
+      // A row without keys stays 0: a sequence without any has neither scales nor a mean.
+      const bool has_keys = state[h].l != 0.0f, has_mean = values.V_mean && has_keys;
+      auto value = [&](int n, int i) {  // of column n * 8 + t * 2 + i
+        const int col = min(n * 8 + t * 2 + i, HEAD_DIM - 1);
+        const float scale = has_keys ? V_scale[col] : 0.0f, mean = has_mean ? V_mean[col] : 0.0f;
+        return fmaf(O_acc[4 * n + 2 * h + i], scale * inverse_l, mean);  // R7
+      };
+#pragma unroll
+      for (int n = 0; n < O_COLS / 8; n += 4) {
+        if constexpr (ELEM_IS_16_BIT) {  // 32 columns, a quarter of them to each lane
+          uint32_t x[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            x[i] = pack_rn<elem16_t>(value(n + i, 0), value(n + i, 1));  // R7
+          shfl_transpose(x);
+          if (q < p.len_q)
+            store_columns(O + q * p.O_stride.len, (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
+        } else {
+#pragma unroll
+          for (int i = n; i < n + 4; ++i)
+            if (q < p.len_q)
+              store_pair(O + q * p.O_stride.len, i * 8 + t * 2, value(i, 0), value(i, 1));  // R7
+        }
+      }
+    }
+    Q_at.advance();
+  }
+  if (turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
+}
