@@ -287,7 +287,7 @@ def test_a_step_without_keys_reads_no_scale_behind_the_last(
 
     runs.Run(rung, rung.partition("@")[2], inputs, options, z, *attend()).check()
     checked = "constexpr bool KEYS = !WINDOW && !VARLEN && !BLOCK_MASK;"
-    source = f"sm90/attn_{rung.replace('@sm90', '')}.cu"
-    put_a_line_in_place(source, checked, "constexpr bool KEYS = true;", tmp_path, monkeypatch)
+    instead = "constexpr bool KEYS = true;"
+    put_a_line_in_place("prims/step_scores.cuh", checked, instead, tmp_path, monkeypatch)
     with pytest.raises(KernelFault, match="outside k_scale"):
         attend()

@@ -40,8 +40,9 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Zeros in rows [from, to) of the first boxes of a tile, each [rows, 128 bytes], by THREADS threads,
-// whose next barrier shows them to all, wgmma among them. A box brings rows whatever they belong to.
+// Zeros in rows [from, to) of the first boxes of a tile, each [rows, 128 bytes], by THREADS
+// threads, whose next barrier shows them to all, wgmma among them. A box brings rows whatever they
+// belong to.
 template <int THREADS, typename T, int BOXES, int BOX_ELEMENTS>
 __device__ __forceinline__ void zero_rows(
     T (&tile)[BOXES][BOX_ELEMENTS], int from, int to, int boxes = BOXES) {
