@@ -96,18 +96,20 @@ class Problem:
         pairs = measure.admitted_pairs(self.call)
         return 4 * self.head_dim * self.batch * self.heads * pairs
 
-    def draw(self, *, on_device: bool) -> tuple[Any, Any, Any]:
-        """Return q, k and v as NumPy or CuPy arrays."""
-        host = distributions.make(
+    def host(self) -> tuple[Any, ...]:
+        """Return q, k and v as NumPy arrays."""
+        return distributions.make(
             self.distribution, self.batch, self.heads, self.length, self.len_kv, self.head_dim,
             self.dtype, self.seed,
         )  # fmt: skip
+
+    def draw(self, *, on_device: bool) -> tuple[Any, ...]:
+        """Return q, k and v as NumPy or CuPy arrays."""
         if not on_device:
-            return host
+            return self.host()
         import cupy
 
-        q, k, v = (cupy.asarray(array) for array in host)
-        return q, k, v
+        return tuple(cupy.asarray(array) for array in self.host())
 
 
 def recorded(layer: int) -> tuple[Any, ...]:

@@ -1,0 +1,301 @@
+"""What does each choice of INT8 arithmetic cost in error, and what does it win in time?
+
+Varies       one choice at a time, from fa_int8's default: which rows of Q, which keys and which
+             values share a scale; zero points; smoothing of K and of V; P and V in 16 bits, INT8 or
+             e4m3; where codes are made; whose scales they have; how far the maximum may lag before
+             sums are rescaled (the portable form: not at all); beside them what goes together, and
+             fa_tc
+Holds fixed  one batch entry, 16 heads, length 4096, head_dim 128, float16; the distributions of
+             peers_int8.py, and layer 5 of experiments/data
+Measures     J2, J3, relative error; time with quantising, and in the same rounds the ratio to the
+             default; which choices no other one beats in both
+Run          python -m experiments.precision_ablation [--quick] [--json FILE] [--plot FILE]
+             [--distributions NAME ...]
+
+A choice may run in another form than the default, which its time is then of, too: the record says
+which. Without a device (``--quick``) there are no times: the plot has errors alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+import cupyattn as ca
+from cupyattn.cli import output, plot
+from cupyattn.quant.config import GRANULARITIES
+from cupyattn.quant.quantizers import INT8_MAX
+from experiments import common, peers_int8, plots
+from experiments.common import Cell, Problem
+
+DEFAULT, FULL, RECORDED = "default", "fa_tc, 16 bits", "text encoder"
+#: The kind of these two, which are no choices.
+ENDS = "default, fa_tc"
+LAYER = 5
+#: The architecture whose form rescales at every rise of the maximum, and whose lets it lag.
+RESCALED = {"rescaled at every rise": "sm_90", "rescaled past a margin": "sm_90a"}
+#: Fields of QuantConfig that differ from the default, by what is chosen and by what it is called.
+CHOICES: dict[str, dict[str, dict[str, Any]]] = {
+    "granularity": {
+        **{f"Q per {g}": {"granularity_q": g} for g in GRANULARITIES if g != "thread"},
+        **{f"K per {g}": {"granularity_k": g} for g in GRANULARITIES if g != "thread"},
+        **{
+            f"Q and K per {g}": {"granularity_q": g, "granularity_k": g}
+            for g in GRANULARITIES
+            if g != "thread"
+        },
+    },
+    "offsets of Q and K": {
+        "K not smoothed": {"smooth_k": False},
+        "zero points": {"symmetric": False},
+        "zero points, K not smoothed": {"symmetric": False, "smooth_k": False},
+    },
+    "P and V in 8 bits": {
+        "INT8 P and V": {"pv": "int8"},
+        "INT8 P and V, P to 127": {"pv": "int8", "p_type": "s8"},
+        "INT8 P and V, V per channel": {"pv": "int8", "granularity_v": "channel"},
+        "INT8 P and V, V not smoothed": {"pv": "int8", "smooth_v": False},
+        "INT8 P and V, zero points": {"pv": "int8", "symmetric": False},
+        "INT8 P and V, Q and K per token": {
+            "pv": "int8", "granularity_q": "token", "granularity_k": "token",
+        },
+        "e4m3 P and V": {"pv": "fp8"},
+        "e4m3 P and V, V per channel": {"pv": "fp8", "granularity_v": "channel"},
+        "e4m3 P and V, V not smoothed": {"pv": "fp8", "smooth_v": False},
+    },
+    "where codes come from": {
+        "in the kernel, K not smoothed": {"smooth_k": False, "fused": True},
+    },
+}  # fmt: skip
+#: Colour of each kind of choice (Okabe and Ito).
+COLOURS = {
+    "granularity": "#0072B2",
+    "offsets of Q and K": "#E69F00",
+    "P and V in 8 bits": "#009E73",
+    "where codes come from": "#CC79A7",
+    "rescaling": "#56B4E9",
+    ENDS: "#D55E00",
+}
+
+
+@dataclass(frozen=True)
+class Recorded(Problem):
+    """Q, K and V of a layer of the text encoder, as many of its heads and rows as are asked for."""
+
+    def host(self) -> tuple[Any, ...]:
+        """Return q, k and v as NumPy arrays."""
+        return tuple(x[:, : self.heads, : self.length] for x in common.recorded(LAYER))
+
+
+def problems(args: argparse.Namespace) -> list[Problem]:
+    """Return the inputs."""
+
+    def problem(name: str) -> Problem:
+        kind, *size = (Recorded, 12, 512, 32) if name == RECORDED else (Problem, 16, 4096, 128)
+        heads, length, head_dim = size
+        if args.quick:
+            heads, length, head_dim = 2, common.quick_length(args, length), min(head_dim, 64)
+        return kind(1, heads, length, head_dim, distribution=name, seed=args.seed)
+
+    return [problem(name) for name in args.distributions]
+
+
+def given_scales(problem: Problem) -> ca.QuantConfig:
+    """Return the default with scales known beforehand, one of Q and one of K: their maxima's."""
+    q, k, _ = problem.host()
+    scales = tuple(float(np.abs(x.astype(np.float32)).max() / INT8_MAX) for x in (q, k))
+    return ca.QuantConfig("tensor", "tensor", smooth_k=False, scales=scales)
+
+
+def cells(problem: Problem) -> list[Cell]:
+    """Return the default, each choice, and fa_tc."""
+
+    def cell(name: str, choice: str, quant: ca.QuantConfig, arch: str | None = None) -> Cell:
+        made = common.rung("fa_int8", problem, quant=quant, arch=arch, name=name)
+        return replace(made, name=name, facts={"choice": choice})
+
+    default = ca.QuantConfig()
+    found = [cell(DEFAULT, ENDS, default)]
+    for choice, some in CHOICES.items():
+        found += [cell(name, choice, ca.QuantConfig(**fields)) for name, fields in some.items()]
+    found.append(cell("scales given", "where codes come from", given_scales(problem)))
+    found += [cell(name, "rescaling", default, arch) for name, arch in RESCALED.items()]
+    return [*found, replace(common.rung("fa_tc", problem, name=FULL), facts={"choice": ENDS})]
+
+
+def compile_all(problem: Problem, some: Sequence[Cell], threads: int) -> None:
+    """Compile side by side what the cells of a problem run; what is refused is told later."""
+    import cupy
+
+    operands = [cupy.empty(problem.call.output_shape, problem.dtype) for _ in "qkv"]
+
+    def prepare(cell: Cell) -> None:
+        with contextlib.suppress(*common.REFUSALS):
+            ca.plan(*operands, variant=cell.variant, quant=cell.quant, arch=cell.arch)
+
+    with ThreadPoolExecutor(threads) as pool, output.progress("compiling", len(some)) as advance:
+        for cell, _ in zip(some, pool.map(prepare, some), strict=True):
+            advance(cell.name)
+
+
+# ---- what came of it -----------------------------------------------------------------------------
+
+
+def unbeaten(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return the names of the points that no other has both coordinates at most of, in order.
+
+    Examples
+    --------
+    >>> unbeaten({"slow": (2.0, 1.0), "worst": (2.0, 3.0), "fast": (1.0, 2.0)})
+    ['fast', 'slow']
+    """
+    front: list[str] = []
+    for name in sorted(points, key=lambda name: points[name]):
+        if not front or points[name][1] < points[front[-1]][1]:
+            front.append(name)
+    return front
+
+
+def points_of(found: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return time over the default's and relative error of the rows of a problem that have both."""
+    return {
+        row["variant"]: (1 / row["speed_ratio"][0], row["judgement"]["relative_error"])
+        for row in found["rows"]
+        if "speed_ratio" in row
+    }
+
+
+def conclude(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return for each problem every error over the default's, and what nothing beats in both."""
+    result = []
+    for one in found:
+        errors = {
+            row["variant"]: row["judgement"]["relative_error"]
+            for row in one["rows"]
+            if row["judgement"] is not None
+        }
+        result.append({
+            "problem": one["problem"]["name"],
+            "error over default": {name: x / errors[DEFAULT] for name, x in errors.items()},
+            "unbeaten": unbeaten(points_of(one)),
+        })  # fmt: skip
+    return {"compared": result}
+
+
+def draw(record: Mapping[str, Any], path: str) -> None:
+    """Plot error against time, a panel for each input; errors alone where there are no times.
+
+    Parameters
+    ----------
+    record : mapping
+    path : str
+        Ends in .png, .svg or .pdf.
+    """
+    from matplotlib.figure import Figure
+
+    timed = record["backend"] == "cuda"
+    found = record["problems"]
+    columns = min(3, len(found)) if timed else 1
+    panels = -(-len(found) // columns) if timed else 1
+    size = (4.2 * columns, 3.9 * panels + 0.6) if timed else (8.4, 8.0)
+    figure = Figure(figsize=size, layout="constrained", facecolor="none")
+    axes = figure.subplots(panels, columns, squeeze=False).ravel()
+    for axis in axes:
+        axis.set_facecolor("none")
+        axis.tick_params(labelsize=8, colors=plots.TEXT, which="both")
+        axis.grid(color=plots.TEXT, alpha=0.25, linewidth=0.5)
+    if timed:
+        for axis, one in zip(axes, found, strict=False):
+            _draw_times(axis, one)
+        for axis in axes[len(found) :]:
+            axis.set_visible(False)
+        dots = [axes[0].plot([], [], "o", color=c, markersize=4)[0] for c in COLOURS.values()]
+        figure.legend(
+            dots, COLOURS, loc="outside upper center", ncols=len(COLOURS), frameon=False,
+            fontsize=8, labelcolor=plots.TEXT,
+        )  # fmt: skip
+        caption = plots.source(record)
+    else:
+        _draw_errors(axes[0], found)
+        caption = "on the mirror, without a device: no times"
+    figure.supxlabel(caption, fontsize=8, color=plots.TEXT)
+    plot.save(figure, path, source=caption)
+
+
+def _draw_times(axis: Any, one: Mapping[str, Any]) -> None:
+    """Draw one problem: a point for each choice, a line through those that nothing beats."""
+    points = points_of(one)
+    kinds = {row["variant"]: row["choice"] for row in one["rows"]}
+    for name, (x, y) in points.items():
+        axis.plot(x, y, "o", color=COLOURS[kinds[name]], markersize=4)
+    front = unbeaten(points)
+    xs, ys = zip(*(points[name] for name in front), strict=True)
+    axis.step(xs, ys, where="post", color=plots.TEXT, linewidth=0.8)
+    for name in front:
+        axis.annotate(
+            name, points[name], xytext=(4, 3), textcoords="offset points", fontsize=6,
+            color=plots.TEXT,
+        )  # fmt: skip
+    axis.set_yscale("log")
+    axis.set_title(one["problem"]["distribution"], fontsize=10, color=plots.TEXT)
+    axis.set_xlabel("time / default's", fontsize=8, color=plots.TEXT)
+    axis.set_ylabel("relative error", fontsize=8, color=plots.TEXT)
+
+
+def _draw_errors(axis: Any, found: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the errors of every choice, a line for each of them, a colour for each input."""
+    names = [row["variant"] for row in found[0]["rows"]]
+    for one, colour in zip(found, COLOURS.values(), strict=False):
+        known = {row["variant"]: row["judgement"] for row in one["rows"] if row["judgement"]}
+        axis.plot(
+            [known[name]["relative_error"] for name in names if name in known],
+            [name for name in names if name in known],
+            "o", color=colour, markersize=4, label=one["problem"]["distribution"],
+        )  # fmt: skip
+    axis.invert_yaxis()
+    axis.set_xscale("log")
+    axis.set_xlabel("relative error", fontsize=8, color=plots.TEXT)
+    axis.legend(fontsize=8, frameon=False, labelcolor=plots.TEXT)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every choice on every input, print the tables, write the record and the plot."""
+    if args.plot:
+        plot.check(args.plot)
+    grid = [(problem, cells(problem)) for problem in problems(args)]
+    if not args.quick:
+        for problem, some in {(p.length, p.head_dim): (p, c) for p, c in grid}.values():
+            compile_all(problem, some, args.threads)
+    record = common.run_grid(args, "precision_ablation", grid, baseline=DEFAULT, conclude=conclude)
+    for one in record["compared"]:
+        if one["unbeaten"]:
+            print(f"\n{one['problem']}: unbeaten in time and error: {', '.join(one['unbeaten'])}")
+    if args.quick:
+        print("\nno device: no times, hence nothing to weigh errors against")
+    if args.plot:
+        draw(record, args.plot)
+    return 0 if common.passed(record) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    known = (*peers_int8.DISTRIBUTIONS, RECORDED)
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--distributions", nargs="+", default=list(known), choices=known, metavar="NAME",
+        help=", ".join(known),
+    )  # fmt: skip
+    parser.add_argument("--threads", type=int, default=8, help="compilations at a time")
+    parser.add_argument("--plot", metavar="FILE", help="draw error against time")
+    return common.main(run, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
