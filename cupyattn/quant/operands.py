@@ -70,8 +70,8 @@ def quantize(
     Returns
     -------
     QuantizedQKV
-        Arrays of the kind that came in. The codes and scales of all backends agree bit for bit
-        where the means do.
+        Arrays of the kind that came in; codes of 4 bits two to a byte. The codes and scales of all
+        backends agree bit for bit where the means do.
 
     Raises
     ------
@@ -115,10 +115,12 @@ def quantize(
         tiles = registry.lookup("fa_int8").default_tiles(head_dim, quant.form)
     check_value_tiles(quant, tiles)
     if backend != "mirror":
-        return _quantize_kernels(q, k, v, quant, tiles, backend, sequences)
-    if sequences is None:
-        return quantize_mirror(q, k, v, quant, tiles)
-    return _quantize_sequences(q, k, v, quant, tiles, sequences)
+        found = _quantize_kernels(q, k, v, quant, tiles, backend, sequences)
+    elif sequences is None:
+        found = quantize_mirror(q, k, v, quant, tiles)
+    else:
+        found = _quantize_sequences(q, k, v, quant, tiles, sequences)
+    return found.in_nibbles() if quant.qk_bits == 4 else found
 
 
 def quantize_mirror(
@@ -159,7 +161,8 @@ def quantize_mirror(
         if quant.zero_points:
             coded: tuple[Array, ...] = quantize_affine(x, groups[name], **how)
         else:
-            coded = quantize_symmetric(x, groups[name], static_scale=static[name], **how)
+            how |= {"static_scale": static[name], "largest": quant.largest_code}
+            coded = quantize_symmetric(x, groups[name], **how)
         coded = (in_padded_rows(coded[0]), *coded[1:])
         fields |= zip((f"{name}_codes", f"{name}_scale", f"{name}_zero"), coded, strict=False)
     if quant.form == "pv8":
@@ -311,7 +314,7 @@ def _quantize_kernels(
     arrays = {n: contiguous_last_axis(x) for n, x in zip("qkv", (q, k, v), strict=True)}
     packed = {n: None if sequences is None else sequences.packed(n) for n in arrays}
     found = parts(quant, tiles, {n: Operand.of(x) for n, x in arrays.items()}, packed)
-    plan = plan_quantize(q.dtype.name, **found, p_type=quant.value_p_type)
+    plan = plan_quantize(q.dtype.name, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
     xp = array_namespace(q)
     with on_device_of(q):
         made: dict[str, Array] = {}
