@@ -102,7 +102,8 @@ def test_choices_of_precision_run_in_small(tmp_path: Path, capsys: Any) -> None:
         for fields_ in some.values()
         for name in fields_
     }
-    assert varied == {f.name for f in fields(ca.QuantConfig)} - {"scales"}  # these are one more cell
+    # Given scales are one more cell.
+    assert varied == {f.name for f in fields(ca.QuantConfig)} - {"scales"}
     file, drawing = tmp_path / "precision_ablation.json", tmp_path / "pareto.svg"
     given = ["--quick", "--distributions", "outlier", "--json", str(file)]
     assert precision_ablation.main([*given, "--plot", str(drawing)]) == 0
