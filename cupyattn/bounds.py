@@ -199,7 +199,7 @@ def attention(
             raise TypeError("q, k and v may only be None where quantized is given")
         dtype = check_dtype(q, k, v)
     else:
-        dtype = quantized.out_dtype
+        dtype, quantized = quantized.out_dtype, quantized.unpacked()
         q, k, v = kernel_operands(quantized)
         form = form or quantized.form
         if quantized.v_codes is not None:  # the kernel sums V without its mean
@@ -544,6 +544,7 @@ def quantisation(
     head_dim = q.shape[-1]
     sigma = check_scale(scale, head_dim)
     chosen = xp.arange(q.shape[2]) if rows is None else xp.asarray(rows)
+    largest = quantized.config.largest_code
     of_q, of_k = (
         [
             None if a is None else _row_scales(a, group, shape)
@@ -573,8 +574,8 @@ def quantisation(
             mean, subtraction = _of_block(quantized.k_mean, block), U  # R0
         centred = block.k - mean
         q_abs, k_abs = xp.abs(block.q), xp.abs(centred)
-        dq = _code_rounding(block.q, q_scale, q_zero, block.index)
-        dk = _code_rounding(centred * (1 + subtraction), k_scale, k_zero, (batch, head))
+        dq = _code_rounding(block.q, q_scale, q_zero, block.index, largest)
+        dk = _code_rounding(centred * (1 + subtraction), k_scale, k_zero, (batch, head), largest)
         dk = dk + subtraction * k_abs
         d = sigma * (dq @ k_abs.swapaxes(-1, -2) + (q_abs + dq) @ dk.swapaxes(-1, -2))  # R1
         float64 = (q_abs + dq) @ (xp.abs(block.k) + k_abs + dk).swapaxes(-1, -2)
@@ -601,10 +602,10 @@ def quantisation(
     return _assemble(terms, lse)
 
 
-def _code_rounding(x: Array, scale: Array, zero: Array | None, index: tuple[Any, ...]) -> Array:
+def _code_rounding(x: Array, scale: Array, zero: Array, index: Any, largest: int) -> Array:
     """R1: what codes do to each number of a block of Q or K."""
     if zero is None:
-        return value_bounds.rounding_to_codes(array_namespace(x).abs(x), scale[index])
+        return value_bounds.rounding_to_codes(array_namespace(x).abs(x), scale[index], largest)
     return value_bounds.rounding_with_zero_points(x, scale[index], zero[index])
 
 

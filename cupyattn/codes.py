@@ -14,7 +14,7 @@ class Quantized(Protocol):
     """What the mirror reads of quantised operands; `cupyattn.quant.QuantizedQKV` says more."""
 
     @property
-    def q_codes(self) -> Array: ...  # (batch, heads, len_q, head_dim), int8
+    def q_codes(self) -> Array: ...  # (batch, heads, len_q, head_dim), int8 once unpacked
     @property
     def k_codes(self) -> Array: ...  # (batch, heads_kv, len_kv, head_dim), int8
     @property
@@ -48,6 +48,7 @@ class Quantized(Protocol):
     def config(self) -> Any: ...  # a cupyattn.quant.QuantConfig
     @property
     def cu_seqlens_q(self) -> Array | None: ...  # of packed sequences
+    def unpacked(self) -> Any: ...  # the same with codes of a byte each
 
 
 def check_one_sequence(quantized: Quantized) -> None:

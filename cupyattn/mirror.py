@@ -340,7 +340,8 @@ def attention_mirror(
         if k is not None or v is not None:
             raise ValueError("k and v must be None where q holds all three quantised operands")
         check_one_sequence(q)
-        quantized, q, k = q, q.q_codes, q.k_codes
+        quantized = q.unpacked()
+        q, k = quantized.q_codes, quantized.k_codes
         v = quantized.value_codes() if quantized.v is None else quantized.v
         _require_numpy(q, k, v)
         dtype = quantized.out_dtype

@@ -18,8 +18,10 @@ from cupyattn.errors import DeviceMemoryError
 from cupyattn.forms import QUANTIZED, Form, direct_operands
 from cupyattn.launch import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
+from cupyattn.quant.nibbles import plan_unpack
 from cupyattn.quant.operands import check_value_tiles, scale_tiles, static_scales
 from cupyattn.quant.plan import parts, plan_quantize
+from cupyattn.quant.quantizers import padded_columns
 from cupyattn.request import Request, resolve
 from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import STORAGE, array_namespace
@@ -90,7 +92,14 @@ def stages(request: Request) -> Stages:
         return Stages((Stage(_attention_plan(request, call, q, k, v, o)),))
     if z is not None:
         of_v = z.v if z.v_codes is None else z.v_codes
-        operands = [Operand.of(x) for x in (z.q_codes, z.k_codes, of_v)]
+        first, between, names = _unpacking_stages(z)
+        codes = [Operand.of(x) for x in (z.q_codes, z.k_codes)]
+        if between:
+            codes = [
+                replace(Operand.contiguous(w.shape, 1), shape=(*w.shape[:3], z.head_dim))
+                for w in between
+            ]
+        operands = [*codes, Operand.of(of_v)]
         scales = [Operand.of(z.q_scale), Operand.of(z.k_scale)]
         values = None
         if z.v_codes is not None:
@@ -106,8 +115,26 @@ def stages(request: Request) -> Stages:
             smoothed=z.k_mean is not None, values=values, zeros=zeros, **_of_scores(request),
             tiles=options.tiles, arch=architecture(request),
         )  # fmt: skip
-        return Stages((Stage(plan),))
+        return Stages((*first, Stage(plan, names)), between)
     return _quantising_stages(request, call, q, k, v, o)
+
+
+def _unpacking_stages(
+    z: QuantizedQKV,
+) -> tuple[tuple[Stage, ...], tuple[Workspace, ...], dict[str, str]]:
+    """Plan what makes INT8 of codes that lie two to a byte: stages, their results, their names.
+
+    Nothing where codes have a byte each.
+    """
+    if not z.has_nibbles:
+        return (), (), {}
+    names = {name: f"{name}_unpacked" for name in ("q_codes", "k_codes")}
+    stages, between = [], []
+    for name, result in names.items():
+        x = Operand.of(getattr(z, name))
+        stages.append(Stage(plan_unpack(x, z.head_dim), {"nibbles": name, "codes": result}))
+        between.append(Workspace(result, (*x.shape[:3], padded_columns(z.head_dim)), "int8"))
+    return tuple(stages), tuple(between), names
 
 
 def _attention_plan(
@@ -188,10 +215,10 @@ def _quantising_stages(
             request.variant, call, q, k, v, o, **_of_scores(request), fused=fused, tiles=tiles
         )
         return Stages((Stage(plan),))
-    check_value_tiles(quant, tiles)
+    check_value_tiles(quant, tiles, architecture(request))
     operands = {"q": q, "k": k, "v": v}
     found = parts(quant, tiles, operands, {name: _packed(call, name) for name in operands})
-    first = plan_quantize(call.dtype, **found, p_type=quant.value_p_type)
+    first = plan_quantize(call.dtype, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
     between = [
         # Given scales are filled in; so is the mean of no keys, which no launch makes.
         Workspace(b, shape, dtype, zeros=b.endswith("mean") and not all(part.x.shape))
@@ -318,8 +345,9 @@ class Prepared:
         if self._scratch is None:
             needed |= {work.name: work.nbytes for work in self._workspace}
         free = free_bytes() if self.backend == "cuda" else None
-        codes = self.variant == "fa_int8" and self.plans[-1].form in ("portable", "sm90")
-        return memory_error(self.variant, needed, free, fused=codes and bool(self._workspace))
+        codes = any(plan.variant == "quantize" for plan in self.plans)
+        fused = codes and self.plans[-1].form in ("portable", "sm90")
+        return memory_error(self.variant, needed, free, fused=fused and bool(self._workspace))
 
     def _allocate(self) -> Scratch:
         if not self._workspace:

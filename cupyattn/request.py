@@ -212,7 +212,7 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
         )
     v = quantized.v if quantized.v_codes is None else quantized.v_codes
     operands = quantized.q_codes, quantized.k_codes, v
-    keys = tuple(quantized.k_codes.shape)
+    keys = (*quantized.k_codes.shape[:3], quantized.head_dim)
     sizes = checks.check_shapes(quantized.shape, keys, keys)
     call, mask, bias = _check_options(sizes, quantized.out_dtype, operands[0], options, sequences)
     scales = {"q_scale": quantized.q_scale, "k_scale": quantized.k_scale}

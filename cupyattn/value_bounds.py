@@ -173,10 +173,10 @@ def rounding_of_values(size: Array, scale: Array, n: Numerics) -> Array:
     return rounding_to_codes(size, scale)
 
 
-def rounding_to_codes(x: Array, scale: Array) -> Array:
+def rounding_to_codes(x: Array, scale: Array, largest: int = 127) -> Array:
     """R1: the error of codes of magnitudes `x`: of code 0, of any other, of one that clips."""
     xp = array_namespace(scale)
-    rounded = xp.maximum(scale / 2 * (1 + 2.0**-15), x - 127 * scale)
+    rounded = xp.maximum(scale / 2 * (1 + 2.0**-15), x - largest * scale)
     return xp.where(x < scale / 2 * (1 - 2.0**-15), x, rounded)
 
 

@@ -1,10 +1,10 @@
 """What does each choice of INT8 arithmetic cost in error, and what does it win in time?
 
 Varies       one choice at a time, from fa_int8's default: which rows of Q, which keys and which
-             values share a scale; zero points; smoothing of K and of V; P and V in 16 bits, INT8 or
-             e4m3; where codes are made; whose scales they have; how far the maximum may lag before
-             sums are rescaled (the portable form: not at all); beside them what goes together, and
-             fa_tc
+             values share a scale; zero points; smoothing of K and of V; Q and K in 4 bits; P and V
+             in 16 bits, INT8 or e4m3; where codes are made; whose scales they have; how far the
+             maximum may lag before sums are rescaled (the portable form: not at all); beside them
+             what goes together, and fa_tc
 Holds fixed  one batch entry, 16 heads, length 4096, head_dim 128, float16; the distributions of
              peers_int8.py, and layer 5 of experiments/data
 Measures     J2, J3, relative error; time with quantising, and in the same rounds the ratio to the
@@ -70,6 +70,12 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "e4m3 P and V, V per channel": {"pv": "fp8", "granularity_v": "channel"},
         "e4m3 P and V, V not smoothed": {"pv": "fp8", "smooth_v": False},
     },
+    "bits of Q and K": {
+        "4 bits": {"qk_bits": 4},
+        "4 bits, Q and K per token": {
+            "qk_bits": 4, "granularity_q": "token", "granularity_k": "token",
+        },
+    },
     "where codes come from": {
         "in the kernel, K not smoothed": {"smooth_k": False, "fused": True},
     },
@@ -79,6 +85,7 @@ COLOURS = {
     "granularity": "#0072B2",
     "offsets of Q and K": "#E69F00",
     "P and V in 8 bits": "#009E73",
+    "bits of Q and K": "#F0E442",
     "where codes come from": "#CC79A7",
     "rescaling": "#56B4E9",
     ENDS: "#D55E00",

@@ -18,6 +18,7 @@ from cupyattn.features import Features
 from cupyattn.launch import TensorMap
 from cupyattn.numerics import EX2_APPROX_ERROR, UNIT_ROUNDOFF
 from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, pack
+from cupyattn.quant.nibbles import packed
 from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
@@ -519,6 +520,9 @@ def hopper_prims() -> Iterator[Prim]:
     )  # fmt: skip
 
 
+#: Every pair of 4-bit codes, neighbours in a row: 64 rows of 8.
+ALL_PAIRS = np.stack(np.indices((16, 16), np.int8) - np.int8(8), axis=-1).reshape(64, 8)
+
 # ---- all of them ---------------------------------------------------------------------------------
 
 PRIMS = [
@@ -591,5 +595,12 @@ PRIMS = [
         for bottom_right in (0, 1)
     ),
     Prim("quant", "quant", "quant", 64, quant_arguments, quant_expected),
+    Prim(
+        "nibbles", "nibbles", "nibbles", 64,
+        lambda: {
+            "words": packed(ALL_PAIRS).view(np.uint32), "codes": np.zeros((64, 2), np.uint32),
+        },
+        lambda **_: {"codes": ALL_PAIRS.view(np.uint32)},
+    ),
     *hopper_prims(),
 ]  # fmt: skip

@@ -26,6 +26,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "quantize.cu": Tiles(64, 64, 4),
     "quantize_reduce.cu": Tiles(64, 64, 4),
     "rope.cu": Tiles(64, 1, 4),
+    "unpack.cu": Tiles(64, 1, 4),
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
     "sm90/attn_fa_int8.cu": Tiles(192, 112, 16, 3),
     "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 3),

@@ -190,6 +190,22 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch) -> 
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
 
 
+def test_codes_of_four_bits_have_scales_of_their_own() -> None:
+    """What code 127 stood for is code 7."""
+    data = batches(2)
+    found = calibrate(data, 100)
+    eight, four = (
+        ca.Int8Attention(4, 8, timestep_scales=found, quant=ca.QuantConfig(qk_bits=bits))
+        for bits in (8, 4)
+    )
+    per_code = [x.quant_config(*data[0], 0).scales for x in (eight, four)]
+    for one, other in zip(*per_code, strict=True):
+        np.testing.assert_allclose(other, one * np.float32(127 / 7), 2.0**-22)
+    z = ca.quantize(*data[0], data[0][1], quant=four.quant_config(*data[0], 0))
+    codes = np.abs(z.unpacked().q_codes).max(axis=(0, 2, 3))
+    assert ((codes > 2) & (codes <= 7)).all()
+
+
 def test_a_calibration_of_another_model_says_so(tmp_path: Path) -> None:
     found = calibrate(batches(2), source="DiT-S")
     with pytest.raises(

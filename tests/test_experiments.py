@@ -102,8 +102,8 @@ def test_choices_of_precision_run_in_small(tmp_path: Path, capsys: Any) -> None:
         for fields_ in some.values()
         for name in fields_
     }
-    # Given scales are one more cell, and codes have 8 bits.
-    assert varied == {f.name for f in fields(ca.QuantConfig)} - {"scales", "qk_bits"}
+    # Given scales are one more cell.
+    assert varied == {f.name for f in fields(ca.QuantConfig)} - {"scales"}
     file, drawing = tmp_path / "precision_ablation.json", tmp_path / "pareto.svg"
     given = ["--quick", "--distributions", "outlier", "--json", str(file)]
     assert precision_ablation.main([*given, "--plot", str(drawing)]) == 0
@@ -114,6 +114,7 @@ def test_choices_of_precision_run_in_small(tmp_path: Path, capsys: Any) -> None:
     lost = compared["error over default"]
     assert lost["fa_tc, 16 bits"] < 0.2 < lost["Q and K per token"] < 1 < lost["Q and K per tensor"]
     assert lost["Q and K per head"] < lost["scales given"] and lost["INT8 P and V"] > 1
+    assert lost["4 bits"] > 5
 
 
 def test_the_recorded_input_of_the_precisions_is_a_problem_like_others() -> None:

@@ -221,7 +221,7 @@ _COUNTED = (
     "        mbarrier_arrive_expect_tx(\n"
     "            smem.full[at.stage], ((step < tile.steps) + (step > 0)) * STAGE_BYTES);\n"
 )
-_WITHOUT_KEYS = "number >= keys.end ? p.len_kv", "number >= keys.end ? 0", AssertionError
+_WITHOUT_KEYS = "number >= keys.end ? ", "number >= keys.end ? 0 * ", AssertionError
 #: What may be wrong: (text of the kernel, what stands there instead, how it is seen).
 WRONG: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (

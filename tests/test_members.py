@@ -16,6 +16,7 @@ WITHOUT_STORAGE = [
     "quantize.cu",
     "quantize_reduce.cu",
     "rope.cu",
+    "unpack.cu",
 ]
 WITH_STORAGE = [source for source in GOOD if source not in WITHOUT_STORAGE]
 #: Barriers of the Hopper forms.

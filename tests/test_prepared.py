@@ -138,7 +138,7 @@ def test_what_cannot_be_called_cannot_be_planned() -> None:
     with pytest.raises(TypeError, match=r"plan\(\) got an unexpected keyword argument 'casual'"):
         plan(q, k, v, casual=True)
     with pytest.raises(UnsupportedError):
-        plan(q, k, v, quant=QuantConfig(qk_bits=4))
+        plan(q, k, v, quant=QuantConfig(qk_bits=4, symmetric=False))
     with pytest.raises(ValueError, match="agree on length"):
         plan(q, k, v[:, :, :3])
 

@@ -323,14 +323,13 @@ def test_config_refuses_what_does_not_exist(field, value) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "supported"),
-    [
-        ("qk_bits", 4, "8"),
-    ],
-)
-def test_config_says_what_is_not_supported_yet(field, value, supported) -> None:
-    with pytest.raises(UnsupportedError, match=f"{field}={value!r} is not supported.*{supported}"):
-        QuantConfig(**{field: value})
+    ("given", "needed"),
+    [({"symmetric": False}, "symmetric=True, got False"),
+     ({"fused": True, "smooth_k": False}, "fused=False, got True")],
+)  # fmt: skip
+def test_config_says_what_four_bits_do_not_go_with(given, needed) -> None:
+    with pytest.raises(UnsupportedError, match=f"qk_bits=4 needs quant.{needed}: use qk_bits=8"):
+        QuantConfig(qk_bits=4, **given)
 
 
 def test_config_equality() -> None:

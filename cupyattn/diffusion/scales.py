@@ -119,7 +119,10 @@ class StepScales:
             pair = self.calibration.uniform()
             if row != _UNIFORM:
                 pair = self.calibration.q_scale[row, None], self.calibration.k_scale[row, None]
-            scales = tuple(xp.asarray(s[..., None]) for s in pair)
+            per_code = np.float32(
+                127 / quant.largest_code
+            )  # a calibration says what 127 stands for
+            scales = tuple(xp.asarray(s[..., None] * per_code) for s in pair)
         elif row is not None:
             scales = tuple(s * (np.float32(row) if hasattr(s, "shape") else row) for s in scales)
         if branches == guidance.BRANCHES and hasattr(scales[0], "shape"):

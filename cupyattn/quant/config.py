@@ -42,8 +42,9 @@ class QuantConfig:
         does not change; a bias that all keys share no longer eats the range of the codes.
     smooth_v : bool, optional
         The same for V in 8 bits: the output gets the mean back. When omitted: where V has 8 bits.
-    qk_bits : {8}
-        Bits of a code of Q or K.
+    qk_bits : {8, 4}
+        Bits of a code of Q or K. 4: codes -7 to 7, which `QuantizedQKV` keeps two to a byte; the
+        kernels multiply INT8 all the same. It goes without zero points and without `fused`.
     pv : {"16bit", "int8", "fp8"}
         Arithmetic of P.V: both in 16 bits; V as INT8 codes and P as codes of `p_type`; or both as
         8-bit floats (e4m3), which need compute capability 8.9.
@@ -66,7 +67,7 @@ class QuantConfig:
     ValueError
         For a value that is none of these.
     UnsupportedError
-        For a value that the interface names and this version does not do.
+        For values that are not offered together.
 
     Notes
     -----
@@ -117,7 +118,12 @@ class QuantConfig:
             _one_of(name, getattr(self, name), values, where=f" with pv={self.pv!r}")
         _one_of("symmetric", self.symmetric, (True, False))
         _one_of("smooth_k", self.smooth_k, (True, False))
-        _one_of("qk_bits", self.qk_bits, (8,), later=(4,))
+        _one_of("qk_bits", self.qk_bits, (8, 4))
+        for name, value in (("symmetric", True), ("fused", False)):
+            if self.qk_bits == 4 and getattr(self, name) != value:
+                raise UnsupportedError(
+                    f"quant.qk_bits=4 needs quant.{name}={value}, got {not value}: use qk_bits=8"
+                )
         if isinstance(self.scales, str):
             _one_of("scales", self.scales, ("dynamic",))
         else:
@@ -178,6 +184,11 @@ class QuantConfig:
         return replace(self, scales=tuple(x[number : number + 1] if many else x for many, x in own))
 
     @property
+    def largest_code(self) -> int:
+        """The largest code of Q and K where there are no zero points."""
+        return 127 if self.qk_bits == 8 else 7
+
+    @property
     def zero_points(self) -> bool:
         """Whether codes of Q and K have zero points."""
         return not self.symmetric
@@ -234,14 +245,11 @@ def _one_of(
     name: str,
     value: object,
     allowed: Iterable[object],
-    later: Iterable[object] = (),
     where: str = "",
 ) -> None:
-    """Raise unless `value` is allowed; `later` are values that are meant to be offered one day."""
-    allowed, later = tuple(allowed), tuple(later)
+    """Raise unless `value` is allowed."""
+    allowed = tuple(allowed)
     choices = " or ".join(map(repr, allowed))
     # NOTE: 1 == True in Python; a configuration that says 1 for a switch is a slip.
-    if any(value == a and type(value) is type(a) for a in later):
-        raise UnsupportedError(f"quant.{name}={value!r} is not supported yet: use {choices}")
     if not any(value == a and type(value) is type(a) for a in allowed):
         raise ValueError(f"quant.{name} must be {choices}{where}, got {value!r}")

@@ -74,8 +74,8 @@ def quantize(
     Returns
     -------
     QuantizedQKV
-        Arrays of the kind that came in. The codes and scales of all backends agree bit for bit
-        where the means do.
+        Arrays of the kind that came in; codes of 4 bits two to a byte. The codes and scales of all
+        backends agree bit for bit where the means do.
 
     Raises
     ------
@@ -115,15 +115,17 @@ def quantize(
     elif any(x is not None for x in limits.values()):
         raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
     head_dim = checks.check_shapes(q.shape, k.shape, v.shape)[-1]
+    arch = arch or own_arch(backend, q)
     if tiles is None:
-        arch = arch or own_arch(backend, q)
         tiles = scale_tiles(registry.lookup("fa_int8"), head_dim, quant, arch)
-    check_value_tiles(quant, tiles)
+    check_value_tiles(quant, tiles, arch)
     if backend != "mirror":
-        return _quantize_kernels(q, k, v, quant, tiles, backend, sequences)
-    if sequences is None:
-        return quantize_mirror(q, k, v, quant, tiles)
-    return _quantize_sequences(q, k, v, quant, tiles, sequences)
+        found = _quantize_kernels(q, k, v, quant, tiles, backend, sequences)
+    elif sequences is None:
+        found = quantize_mirror(q, k, v, quant, tiles)
+    else:
+        found = _quantize_sequences(q, k, v, quant, tiles, sequences)
+    return found.in_nibbles() if quant.qk_bits == 4 else found
 
 
 def quantize_mirror(
@@ -164,7 +166,8 @@ def quantize_mirror(
         if quant.zero_points:
             coded: tuple[Array, ...] = quantize_affine(x, groups[name], **how)
         else:
-            coded = quantize_symmetric(x, groups[name], static_scale=static[name], **how)
+            how |= {"static_scale": static[name], "largest": quant.largest_code}
+            coded = quantize_symmetric(x, groups[name], **how)
         coded = (in_padded_rows(coded[0]), *coded[1:])
         fields |= zip((f"{name}_codes", f"{name}_scale", f"{name}_zero"), coded, strict=False)
     if quant.form == "pv8":
@@ -222,9 +225,10 @@ def scale_tiles(
     return variant.default_tiles(head_dim, "sm90" if hopper else quant.form)
 
 
-def check_value_tiles(quant: QuantConfig, tiles: Tiles) -> None:
+def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:
     """Raise ValueError unless 8-bit values, where asked for, take tiles of these sizes."""
-    if quant.form == "pv8" and tiles.block_kv not in (32, 64, 128):
+    hopper = arch == "sm_90a" and quant.granularity_v == "channel" and tiles.block_kv % 32 == 0
+    if quant.form == "pv8" and tiles.block_kv not in (32, 64, 128) and not hopper:
         raise ValueError(
             f"pv={quant.pv!r} needs tiles.block_kv of 32, 64 or 128, whole matrix products of 32 "
             f"keys, got {tiles.block_kv}"
@@ -327,7 +331,7 @@ def _quantize_kernels(
     arrays = {n: contiguous_last_axis(x) for n, x in zip("qkv", (q, k, v), strict=True)}
     packed = {n: None if sequences is None else sequences.packed(n) for n in arrays}
     found = parts(quant, tiles, {n: Operand.of(x) for n, x in arrays.items()}, packed)
-    plan = plan_quantize(q.dtype.name, **found, p_type=quant.value_p_type)
+    plan = plan_quantize(q.dtype.name, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
     xp = array_namespace(q)
     with on_device_of(q):
         made: dict[str, Array] = {}

@@ -216,6 +216,7 @@ def plan_quantize(
     k: Part | None = None,
     v: Part | None = None,
     p_type: str = "",
+    qk_bits: int = 8,
 ) -> Plan:
     """Plan the quantisation of operands, all of them in the same launches.
 
@@ -230,6 +231,8 @@ def plan_quantize(
     q, k, v : Part, optional
     p_type : {"", "u8", "s8", "e4m3"}
         Codes of P: V's are INT8, or e4m3 as well.
+    qk_bits : {8, 4}
+        Bits of a code of Q or K, which takes a byte all the same.
 
     Returns
     -------
@@ -280,6 +283,7 @@ def plan_quantize(
         grid = check_grid(f"quantising {what}", sum(blocks.values()))
         defines = {f"CFG_STEP_{n.upper()}": STEPS.index(now.get(n, "none")) for n in "qkv"}
         defines |= {"CFG_BLOCK_COLS": columns, **tiles.defines(), **features.defines()}
+        defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
         entry = "quantize" if number == -1 else "quantize_reduce"
         spec = ModuleSpec(f"{entry}.cu", tuple(sorted(defines.items())))
         structs = tuple(

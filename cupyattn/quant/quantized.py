@@ -7,7 +7,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from cupyattn.codes import codes_less_zero
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.files import replacing
+from cupyattn.quant import nibbles
 from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
+from cupyattn.quant.given import given_scale, given_value_scale, given_zero
 from cupyattn.quant.packed import check_sequences, packed_groups, rows_of_sequences, split
 from cupyattn.quant.quantizers import (
     VALUES_PAD,
@@ -61,7 +63,8 @@ class QuantizedQKV:
     q_codes : array, (batch, heads, len_q, head_dim), int8
     k_codes : array, (batch, heads_kv, len_kv, head_dim), int8
         Contiguous along the last axis. Codes made here have rows of a multiple of 16 bytes, as the
-        Hopper forms want them: what pads them is nobody's.
+        Hopper forms want them: what pads them is nobody's. With ``config.qk_bits=4`` they may be
+        uint8, (..., ceil(head_dim / 2)), two codes to a byte: `in_nibbles`, and back `unpacked`.
     v : array, (batch, heads_kv, len_kv, head_dim), float16 or bfloat16, or None
         The caller's own array where that has 16 bits. None where V is codes.
     q_scale : array, (batch or 1, heads or 1, groups), float32
@@ -144,6 +147,8 @@ class QuantizedQKV:
         for name, array in present.items():
             names = DTYPES[:2] if name == "v" else ("float32",)
             names = ("int8",) if name.endswith("codes") else names
+            if self.config.qk_bits == 4 and name in ("q_codes", "k_codes"):
+                names = (("int8", "uint8")[self.has_nibbles],)
             names = ("int32",) if name in (*_ZEROS, *_SUMS, *_OFFSETS) else names
             if array.dtype.name not in names:
                 raise ValueError(f"{name} must be {' or '.join(names)}, got {array.dtype.name}")
@@ -158,8 +163,18 @@ class QuantizedQKV:
         return packed_groups(length, self.batch, group)
 
     def _check_shapes(self) -> None:
-        v_shape = self.k_codes.shape if self.v is None else self.v.shape
-        checks.check_shapes(self.q_codes.shape, self.k_codes.shape, v_shape)
+        rows = self.q_codes.shape[:3], self.k_codes.shape[:3]
+        columns = self.head_dim if self.has_nibbles else self.k_codes.shape[3]
+        keys = (*rows[1], columns)
+        v_shape = keys if self.v is None else self.v.shape
+        checks.check_shapes(self.shape, keys, v_shape)
+        bytes_of_codes = {self.q_codes.shape[3], self.k_codes.shape[3]}
+        if self.has_nibbles and bytes_of_codes != {nibbles.packed_bytes(columns)}:
+            raise ValueError(
+                f"q_codes and k_codes must have {nibbles.packed_bytes(columns)} bytes a row, two "
+                f"codes of head_dim {columns} to a byte, got {self.q_codes.shape[3]} and "
+                f"{self.k_codes.shape[3]}"
+            )
         for name, codes, scale, group in (
             ("q", self.q_codes, self.q_scale, self.group_q),
             ("k", self.k_codes, self.k_scale, self.group_kv),
@@ -239,7 +254,28 @@ class QuantizedQKV:
         """Shape of Q and of the output, (batch, heads, len_q, head_dim), packed (1, heads, total_q,
         head_dim)."""
         batch, heads, length, head_dim = self.q_codes.shape
+        if self.has_nibbles:
+            head_dim = self.v.shape[3] if self.v is not None else self.v_codes.shape[2]  # type: ignore[union-attr]
         return batch, heads, length, head_dim
+
+    @property
+    def has_nibbles(self) -> bool:
+        """Whether codes of Q and K lie two to a byte."""
+        return str(self.q_codes.dtype) == "uint8"
+
+    def in_nibbles(self) -> QuantizedQKV:
+        """Return the record with codes of 4 bits two to a byte."""
+        if self.has_nibbles:
+            return self
+        q_codes, k_codes = map(nibbles.packed, (self.q_codes, self.k_codes))
+        return replace(self, q_codes=q_codes, k_codes=k_codes)
+
+    def unpacked(self) -> QuantizedQKV:
+        """Return the record with INT8 codes, as the kernels multiply them."""
+        if not self.has_nibbles:
+            return self
+        codes = (nibbles.unpacked(x, self.head_dim) for x in (self.q_codes, self.k_codes))
+        return replace(self, **dict(zip(("q_codes", "k_codes"), codes, strict=True)))
 
     @property
     def batch(self) -> int:
@@ -312,6 +348,8 @@ class QuantizedQKV:
         """
         if dtype not in ("float32", "float64"):
             raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+        if self.has_nibbles:
+            return self.unpacked().dequantize(dtype)
         if self.cu_seqlens_q is not None:
             found = [one.dequantize(dtype) for one in self.sequences()]
             found += [
@@ -437,13 +475,13 @@ class QuantizedQKV:
             If shapes, dtypes, scales, zero points or groups do not fit together.
         """
         xp = array_namespace(q_codes, k_codes, v)
-        q_scale, group_q, granularity_q = _given_scale(xp, "q", q_scale, group_q, THREAD_ROWS_Q)
-        k_scale, group_kv, granularity_k = _given_scale(xp, "k", k_scale, group_kv, THREAD_ROWS_K)
+        q_scale, group_q, granularity_q = given_scale(xp, "q", q_scale, group_q, THREAD_ROWS_Q)
+        k_scale, group_kv, granularity_k = given_scale(xp, "k", k_scale, group_kv, THREAD_ROWS_K)
         given: dict[str, Any] = {}
         e4m3 = v.dtype.name == "float8_e4m3fn" or (p_type == "e4m3" and v.dtype.name == "int8")
         if e4m3 or v.dtype.name == "int8":
             v = v.view(np.int8)
-            v_scale, group_v = _given_value_scale(xp, v.shape, v_scale, group_v)
+            v_scale, group_v = given_value_scale(xp, v.shape, v_scale, group_v)
             given = {"v_codes": stored_values(v.swapaxes(2, 3)), "v_scale": v_scale}
             given |= {"v_mean": v_mean, "group_v": group_v}
             if e4m3 and v_zero is not None:
@@ -455,10 +493,10 @@ class QuantizedQKV:
             )
         symmetric = q_zero is None and k_zero is None and v_zero is None
         if not symmetric:
-            q_scale, q_zero = _given_zero(xp, "q", q_scale, q_zero)
-            k_scale, k_zero = _given_zero(xp, "k", k_scale, k_zero)
+            q_scale, q_zero = given_zero(xp, "q", q_scale, q_zero)
+            k_scale, k_zero = given_zero(xp, "k", k_scale, k_zero)
             if given and not e4m3:
-                given["v_scale"], given["v_zero"] = _given_zero(xp, "v", given["v_scale"], v_zero)
+                given["v_scale"], given["v_zero"] = given_zero(xp, "v", given["v_scale"], v_zero)
         config = QuantConfig(
             granularity_q=granularity_q,
             granularity_k=granularity_k,
@@ -544,7 +582,8 @@ class QuantizedQKV:
                 arrays["v"] = arrays["v"].view(STORAGE[header["v_dtype"]])
             arrays = {name: namespace.asarray(array) for name, array in arrays.items()}
             for name in ("q_codes", "k_codes"):
-                arrays[name] = in_padded_rows(arrays[name])
+                if arrays[name].dtype.name == "int8":
+                    arrays[name] = in_padded_rows(arrays[name])
             settings = header["config"]
             if settings["scales"] == "static":
                 scales = arrays.pop("config_q_scale"), arrays.pop("config_k_scale")
@@ -563,73 +602,3 @@ class QuantizedQKV:
             raise ValueError(
                 f"{os.fspath(path)!r} holds no usable QuantizedQKV: {error}"
             ) from error
-
-
-def _given_scale(
-    xp: Any, name: str, scale: Any, group: int | None, thread: int
-) -> tuple[Array, int, str]:
-    """Return a given scale as an array, its rows per scale, and what that granularity is called."""
-    if not hasattr(scale, "shape"):
-        if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
-            raise ValueError(f"{name}_scale must be an array or a positive float, got {scale!r}")
-        scale = xp.full((1, 1, 1), scale, np.float32)
-    if scale.ndim != 3:
-        raise ValueError(
-            f"{name}_scale must have shape (batch or 1, heads or 1, groups), "
-            f"got {tuple(scale.shape)}"
-        )
-    if group is None:
-        if scale.shape[2] != 1:
-            raise ValueError(
-                f"group_{'q' if name == 'q' else 'kv'}, the rows per {name}_scale, is needed for "
-                f"{scale.shape[2]} groups"
-            )
-        group = GROUP_ALL
-    if group == GROUP_ALL:
-        return scale, group, "tensor" if scale.shape[:2] == (1, 1) else "head"
-    return scale, group, {1: "token", thread: "thread"}.get(group, "block")
-
-
-def _given_zero(xp: Any, name: str, scale: Array, zero: Any) -> tuple[Array, Array]:
-    """Return scales and zero points in one shape; zero points that are not given are 0."""
-    zero = xp.asarray(0 if zero is None else zero)
-    if zero.dtype.kind not in "iu":
-        raise ValueError(f"{name}_zero must be integers, got {zero.dtype.name}")
-    try:
-        shape = np.broadcast_shapes(scale.shape, zero.shape)
-    except ValueError:
-        shape = ()
-    if len(shape) != scale.ndim:
-        raise ValueError(
-            f"{name}_zero must broadcast with the shape of {name}_scale, {tuple(scale.shape)}, "
-            f"got {tuple(zero.shape)}"
-        )
-    whole = (xp.ascontiguousarray(xp.broadcast_to(x, shape)) for x in (scale, zero))
-    scale, zero = whole
-    return scale, zero.astype(np.int32)
-
-
-def _given_value_scale(
-    xp: Any, shape: tuple[int, ...], scale: Any, group: int | None
-) -> tuple[Array, int]:
-    """Return the given scales of V in full, and the keys per scale."""
-    if scale is None:
-        raise ValueError("v_scale is needed where v is 8-bit codes")
-    if not hasattr(scale, "shape"):
-        if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
-            raise ValueError(f"v_scale must be an array or a positive float, got {scale!r}")
-        scale = xp.full((1, 1, 1, 1), scale, np.float32)
-    batch, heads, length, head_dim = shape
-    if group is None:
-        group = GROUP_ALL
-    full = batch, heads, group_count(length, group), head_dim
-    fits = scale.ndim == 4 and all(
-        have == want or (have == 1 and axis != 2)
-        for axis, (have, want) in enumerate(zip(scale.shape, full, strict=True))
-    )
-    if not fits:
-        raise ValueError(
-            f"v_scale must have shape ({batch} or 1, {heads} or 1, {full[2]}, {head_dim} or 1) for "
-            f"{length} keys in groups of {group}, got {tuple(scale.shape)}"
-        )
-    return xp.ascontiguousarray(xp.broadcast_to(scale, full)), group

@@ -326,6 +326,7 @@ def quantize_symmetric(
     per_tensor: bool = False,
     mean: Float32 | None = None,
     static_scale: Float32 | None = None,
+    largest: int = 127,
 ) -> tuple[npt.NDArray[np.int8], Float32]:
     """Quantise one operand.
 
@@ -341,11 +342,13 @@ def quantize_symmetric(
         Subtracted from every row first.
     static_scale : array, (batch or 1, heads or 1, groups), float32, optional
         Scales to use in place of those from the data.
+    largest : int
+        The largest code: 127, or 7 of 4 bits.
 
     Returns
     -------
     codes : array, (batch, heads, length, head_dim), int8
-        -127 to 127.
+        -127 to 127, or -7 to 7.
     scale : array, (batch, heads, groups) or (1, 1, 1), float32
         NaN for a group that holds a NaN or an infinity, and where a static scale is unusable.
 
@@ -362,20 +365,22 @@ def quantize_symmetric(
     The product, below 128, adds 2^-18 = 64 u in units of s; rint adds 1/2. In units of s:
     1/2 + 254.5 u, and 509 u = 2^-15.008. docs/MATH_REFERENCE.md, R1.
 
-    A static scale may saturate; the error is then ``max(s/2 (1 + 2^-15), |x| - 127 s)``.
+    A static scale may saturate; the error is then ``max(s/2 (1 + 2^-15), |x| - 127 s)``. With
+    codes of 4 bits 7 stands for 127 throughout, and the products are smaller.
     """
+    most = np.float32(largest)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         values = x.astype(np.float32)
         if mean is not None:
             values = values - mean[:, :, None, :]
         absmax = _group_max(np.abs(values), group, per_tensor)
         if static_scale is None:
-            scale, inverse = scale_of_absmax(absmax)
+            scale, inverse = scale_of_absmax(absmax, most)
         else:
             scale, inverse = scale_of_static(np.broadcast_to(static_scale, absmax.shape))
             scale = np.where(np.isfinite(absmax), scale, np.float32(np.nan))
         scaled = values * scale_of_row(inverse, group, x.shape[2])[..., None]
-        codes = np.clip(np.rint(scaled), -INT8_MAX, INT8_MAX)
+        codes = np.clip(np.rint(scaled), -most, most)
         codes = np.where(np.isnan(codes), np.float32(0), codes).astype(np.int8)
     return codes, scale.astype(np.float32, copy=False)
 

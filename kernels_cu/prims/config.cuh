@@ -40,6 +40,9 @@
 #define CFG_STEP_V 0
 #define CFG_BLOCK_COLS 64
 #endif
+#ifndef CFG_QK_BITS  // quantisation to 8 bits
+#define CFG_QK_BITS 8
+#endif
 #ifndef CFG_BLOCK_M  // matrix products
 #define CFG_BLOCK_M 128
 #define CFG_BLOCK_N 128
@@ -91,6 +94,7 @@ constexpr Step STEP_Q = Step(CFG_STEP_Q);
 constexpr Step STEP_K = Step(CFG_STEP_K);
 constexpr Step STEP_V = Step(CFG_STEP_V);
 constexpr int BLOCK_COLS = CFG_BLOCK_COLS;  // columns of V that a block transposes
+constexpr int QK_BITS = CFG_QK_BITS;        // of a code of Q or K, which takes a byte all the same
 
 // matrix products
 constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block

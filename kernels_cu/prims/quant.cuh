@@ -7,10 +7,11 @@
 #include "prims/mma.cuh"
 #include "prims/params.cuh"
 
-constexpr float INT8_MAX = 127.0f;               // largest code; -128 needs zero points
-constexpr float HALF_CODES = 127.5f;             // half of the steps from code -128 to code 127
-constexpr float SCALE_MIN = 0x1p-126f;           // smallest normal float: its inverse is finite
-constexpr uint32_t INFINITY_BITS = 0x7f800000u;  // a magnitude from here on is infinite or NaN
+constexpr float INT8_MAX = 127.0f;                  // largest code; -128 needs zero points
+constexpr float QK_MAX = (1 << (QK_BITS - 1)) - 1;  // the same of Q and K
+constexpr float HALF_CODES = 127.5f;                // half of the steps from code -128 to code 127
+constexpr float SCALE_MIN = 0x1p-126f;              // smallest normal float: its inverse is finite
+constexpr uint32_t INFINITY_BITS = 0x7f800000u;     // a magnitude from here on is infinite or NaN
 constexpr float NOT_A_NUMBER = __builtin_bit_cast(float, 0x7fc00000u);
 
 // cupyattn/quant/plan.py packs it from one table of (name, type); a test compares the two.
@@ -171,9 +172,9 @@ __device__ __forceinline__ int code_e4m3(float x, float inverse) {
   return scaled == scaled ? int(pack_e4m3(scaled, 0.0f)) : 0;
 }
 
-// The same for a scale that does not come from the data: past 127 it saturates.
+// The same for a scale that does not come from the data: past the largest code it saturates.
 __device__ __forceinline__ int code_s8_saturated(float x, float inverse) {
-  return min(max(code_s8(x, inverse), -127), 127);
+  return min(max(code_s8(x, inverse), -int(QK_MAX)), int(QK_MAX));
 }
 
 // ---- a group of rows ----------------------------------------------------------------------------
@@ -234,7 +235,7 @@ template <bool>
 struct CodingWith {  // without zero points
   static constexpr int zero = 0;
   float inverse;
-  __device__ __forceinline__ float make(const uint32_t* reach, float largest = INT8_MAX) {
+  __device__ __forceinline__ float make(const uint32_t* reach, float largest = QK_MAX) {
     const Scale scale = scale_of_absmax(reach[0], largest);
     inverse = scale.inverse;
     return scale.scale;

@@ -283,7 +283,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
       for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
         // NOTE: rows that keep no block get their one step from behind the last key: zeros.
-        const int kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
+        const int kv0 =
+            BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
         mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
         if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
         mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from cupyattn import plan
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.quant.operands import quantize_mirror
 from cupyattn.registry import lookup
 from cupyattn.tiles import Tiles
+from tests import runs
 from tests.quant_inputs import DTYPES, operand
+from tests.runs import normal
 
 cupy = pytest.importorskip("cupy")
 
@@ -221,3 +225,22 @@ def test_dequantize_and_files_on_the_device(tmp_path) -> None:
     again = QuantizedQKV.load(tmp_path / "x.npz", namespace=cupy)
     assert isinstance(again.v, cupy.ndarray) and again.v.dtype == got.v.dtype
     assert bool((again.k_codes == got.k_codes).all()) and again.config == got.config
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 72, 7])
+def test_four_bits(head_dim: int, dtype: str) -> None:
+    """Packed on the device, unpacked by a kernel, by words and by bytes, before every form."""
+    host = normal((2, 4, 130, head_dim), (2, 2, 200, head_dim), dtype)
+    inputs = tuple(map(on_device, host))
+    quant = QuantConfig(qk_bits=4)
+    got = quantize(*inputs, quant=quant, tiles=TILES)
+    assert got.has_nibbles and got.q_codes.shape[3] == -(-head_dim // 2)
+    assert_equal_to_mirror(got.unpacked(), *host)
+    capability = int(cupy.cuda.Device().compute_capability)
+    for pv in ("16bit", "int8", "fp8")[: 3 if capability >= 89 else 2]:
+        of_v = {} if pv == "16bit" else {"pv": pv, "granularity_v": "channel"}
+        one = runs.run("fa_int8", inputs, quant=replace(quant, **of_v), causal=True)
+        one.check()
+        prepared = plan(one.quantized, causal=True)
+        assert runs.bits(prepared(one.quantized)) == runs.bits(one.o)
