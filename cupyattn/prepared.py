@@ -78,6 +78,11 @@ class Stages:
         ]
         return (*self.between, *inner)
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of it."""
+        return sum(work.nbytes for work in self.workspace)
+
 
 def stages(request: Request) -> Stages:
     """Plan a request from shapes and strides alone.
@@ -329,7 +334,7 @@ class Prepared:
     @property
     def workspace_bytes(self) -> int:
         """Scratch memory in bytes."""
-        return sum(work.nbytes for work in self._workspace)
+        return self._stages.workspace_bytes
 
     def __str__(self) -> str:
         first = f"{self.variant}: {self.why}"
