@@ -606,10 +606,13 @@ def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> Non
     table = ladder.readme_table(made_up(common.stored("ladder")))
     lines = table.splitlines()
     assert "Made up, driver 1.2" in lines[0]
-    assert "| rung | the one idea | J2 | J3 | rel. error | time | TFLOP/s | ceiling |" in lines
+    assert (
+        "| rung | the one idea | form | J2 | J3 | rel. error | time | TFLOP/s | ceiling |" in lines
+    )
+    assert any(line.startswith("| `fa_tc` |") and " | sm90 | " in line for line in lines)
     assert any(line.startswith(f"| {others.FLASH_2} |") and "10 % |" in line for line in lines)
     widths = {line.count("|") for line in lines if line.startswith("| `")}
-    assert widths == {9}
+    assert widths == {10}
     readme = tmp_path / "README.md"
     readme.write_text(f"above\n{ladder.BEGIN}\nold\n{ladder.END}\nbelow\n")
     ladder.update_readme(made_up(common.stored("ladder")), readme)
