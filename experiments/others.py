@@ -77,9 +77,7 @@ def packed_ends(problem: Problem, like: Any) -> tuple[Any, Any]:
     import torch
 
     ends_q, ends_kv = (
-        torch.arange(
-            0, (problem.batch + 1) * length, length, dtype=torch.int32, device=like.device
-        )
+        torch.arange(0, (problem.batch + 1) * length, length, dtype=torch.int32, device=like.device)
         for length in (problem.length, problem.len_kv)
     )
     return ends_q, ends_kv
@@ -159,8 +157,7 @@ def ratio(over: Mapping[str, Any] | None, under: Mapping[str, Any] | None) -> li
     """Return how much faster `under` is than `over`, with its interval; None without both times."""
     if over is None or under is None or "samples" not in over or "samples" not in under:
         return None
-    found = timing.paired_ratio(over["samples"], under["samples"])
-    return [found.median, found.low, found.high]
+    return timing.paired_ratio(over["samples"], under["samples"]).to_list()
 
 
 def format_comparison(value: Sequence[float] | None) -> str:
