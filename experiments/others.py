@@ -131,15 +131,20 @@ def load_flash_3() -> bool:
 
 
 def _cell(name: str, run: Callable[..., Any], prepare: Callable[..., tuple[Any, ...]]) -> Cell:
-    """Return the cell of a library; what it does not take, an UnsupportedError says."""
+    return Cell(name, "fa_tc", refusing(name, run), prepare, peer=True)
+
+
+def refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a library's call; what it does not take, an UnsupportedError says."""
 
     def checked(*prepared: Any) -> Any:
         try:
             return run(*prepared)
-        except RuntimeError as error:  # "No available kernel", "head_size should be ..."
+        # "No available kernel", "head_size should be ..."
+        except (RuntimeError, AssertionError) as error:
             raise ca.UnsupportedError(f"{name}: {error}") from error
 
-    return Cell(name, "fa_tc", checked, prepare, peer=True)
+    return checked
 
 
 # ---- how a time compares -------------------------------------------------------------------------
