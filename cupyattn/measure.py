@@ -501,7 +501,7 @@ def _memory_bytes(
     output: int = math.prod(call.output_shape) * np.dtype(STORAGE[call.dtype]).itemsize
     q, k, v = operands
     request = resolve(q, k, v, Options(variant=variant.name, **options))
-    return output + stages(request).workspace_bytes
+    return output + sum(work.nbytes for work in stages(request).workspace)
 
 
 # ---- text ----------------------------------------------------------------------------------------

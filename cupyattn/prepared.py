@@ -78,11 +78,6 @@ class Stages:
         ]
         return (*self.between, *inner)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of it."""
-        return sum(work.nbytes for work in self.workspace)
-
 
 def stages(request: Request) -> Stages:
     """Plan a request from shapes and strides alone.
@@ -334,7 +329,7 @@ class Prepared:
     @property
     def workspace_bytes(self) -> int:
         """Scratch memory in bytes."""
-        return self._stages.workspace_bytes
+        return sum(work.nbytes for work in self._workspace)
 
     def __str__(self) -> str:
         first = f"{self.variant}: {self.why}"
