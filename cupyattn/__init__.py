@@ -11,6 +11,7 @@ Names are imported when they are first used: ``import cupyattn`` is quick and ne
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -137,6 +138,11 @@ _HOME = {
     "testing": "",
     "unfused": "",
 }
+
+if os.environ.get("CUPYATTN_LOG"):
+    from cupyattn.switches import start_log
+
+    start_log()
 
 
 def __getattr__(name: str) -> Any:

@@ -72,7 +72,14 @@ def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
 
         return cupy.from_dlpack(array), _importer(array)
     if device == _DLPACK_CPU:
-        return np.from_dlpack(array), _importer(array)
+        try:
+            return np.from_dlpack(array), _importer(array)
+        except RuntimeError as error:
+            raise TypeError(
+                f"{name} on a CPU must have a type that NumPy's from_dlpack reads, got "
+                f"{getattr(array, 'dtype', type(array).__name__)}: NumPy has no bfloat16, give an "
+                "array of ml_dtypes.bfloat16"
+            ) from error
     raise TypeError(f"{name} must lie on a CPU or a CUDA device, got DLPack device type {device}")
 
 

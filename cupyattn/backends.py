@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from cupyattn import executor
 from cupyattn.compile import HOPPER_CAPABILITY
 from cupyattn.executor import Runnable
 from cupyattn.rounding import array_namespace
+from cupyattn.switches import is_on
 
 BACKENDS = ("cuda", "mirror", "interpret")
 #: Libraries by the backends that take their arrays.
@@ -38,7 +38,7 @@ def choose(backend: str | None, array: Any) -> str:
     if backend is None:
         if kind == "cupy":
             return "cuda"
-        return "interpret" if os.environ.get("CUPYATTN_INTERPRET") == "1" else "mirror"
+        return "interpret" if is_on("CUPYATTN_INTERPRET") else "mirror"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be 'cuda', 'mirror' or 'interpret', got {backend!r}")
     if _KIND[backend].lower() != kind:

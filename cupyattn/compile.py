@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from cupyattn import disk_cache, nvrtc
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
 from cupyattn.features import P_TYPES
 from cupyattn.includes import headers_reached
+from cupyattn.switches import is_on
 
 if TYPE_CHECKING:
     import cupy
@@ -235,7 +235,7 @@ def _compiled(spec: ModuleSpec, arch: str, target: str, source: str | None) -> B
     source = read_source(spec) if source is None else source
     options = [*OPTIONS, f"-arch={target}"]
     options += [f"-D{name}={value}" for name, value in spec.defines]
-    if os.environ.get("CUPYATTN_DEBUG", "0") not in ("", "0"):
+    if is_on("CUPYATTN_DEBUG"):
         options.append("-DCUPYATTN_DEBUG=1")
     key = _key(spec, source, options, compiler, folder)
     with _state_lock:

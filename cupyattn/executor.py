@@ -7,7 +7,6 @@ looked up and laid out once for each launch and device.
 from __future__ import annotations
 
 import operator
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from cupyattn import tensor_map
 from cupyattn.checks import data_address
 from cupyattn.errors import KernelLaunchError
 from cupyattn.launch import Launch, TensorMap, Workspace
+from cupyattn.switches import is_on
 
 #: Alignment of every parameter in the buffer that the driver reads: a tensor map's.
 _ALIGNMENT = 128
@@ -64,7 +64,7 @@ class ReadyLaunch:
         self._shared = module.binary.smem_bytes if one.dynamic_shared else 0
         self._per_thread = threading.local()
         #: Whether what goes wrong is to be told by this launch: as it was when this was made.
-        self.waits = os.environ.get("CUPYATTN_DEBUG") == "1"
+        self.waits = is_on("CUPYATTN_DEBUG")
 
         templates = one.templates
         place = -(-8 * len(templates) // _ALIGNMENT) * _ALIGNMENT  # behind the pointers to them

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from cupyattn import arrays, checks, device, reference, registry, testing, timing
-from cupyattn.api import attention, kernel_form, plans
+from cupyattn.api import attention, kernel_form
 from cupyattn.checks import AttentionCall
+from cupyattn.prepared import stages
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.registry import Variant
 from cupyattn.request import Options, resolve
-from cupyattn.rounding import array_namespace, as_float64
+from cupyattn.rounding import STORAGE, array_namespace, as_float64
 
 #: Where the rows next to tile edges lie in a sample: the block_q of every portable form divides it,
 #: and every second edge of the Hopper form's tiles of 192 rows is a multiple of it.
@@ -308,9 +309,8 @@ def ladder(
             o, q, k, v, variant=variant.name, lse=lse, quantized=z, rows=rows, exact=exact,
             **form, **options,
         )  # fmt: skip
-        memory = _memory_bytes((q, k, v), variant, call, options)
-        if z is not None:  # V is the caller's own where that has 16 bits
-            memory += z.nbytes - (z.v.nbytes if z.v is not None and z.v.dtype == v.dtype else 0)
+        given = options if z is None else {**options, "quant": quant}
+        memory = _memory_bytes((q, k, v), variant, call, given)
         operations = 4 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
         rung = Rung(variant.name, variant.idea, judged, memory, operations=operations)
         del o, z, operands
@@ -498,11 +498,10 @@ def _memory_bytes(
     operands: tuple[Any, ...], variant: Variant, call: AttentionCall, options: Mapping[str, Any]
 ) -> int:
     """Return what a call needs beside q, k and v: output, workspace, codes and scales."""
-    output = math.prod(call.output_shape) * (4 if call.dtype == "float32" else 2)
+    output: int = math.prod(call.output_shape) * np.dtype(STORAGE[call.dtype]).itemsize
     q, k, v = operands
     request = resolve(q, k, v, Options(variant=variant.name, **options))
-    work = sum(w.nbytes for plan in plans(request) for w in plan.workspace)
-    return output + work
+    return output + sum(work.nbytes for work in stages(request).workspace)
 
 
 # ---- text ----------------------------------------------------------------------------------------

@@ -30,6 +30,10 @@ class Estimate:
     low: float
     high: float
 
+    def to_list(self) -> list[float]:
+        """Return all three, JSON-ready."""
+        return [self.median, self.low, self.high]
+
 
 def median(samples: Sequence[float], seed: int = 0) -> Estimate:
     """Return the median of samples with a 95 % bootstrap interval.

@@ -367,7 +367,7 @@ def _time(
         row["clocks"] = watched
         if baseline in samples:
             ratio = timing.paired_ratio(samples[baseline], samples[cell.name])
-            row["speed_ratio"] = [ratio.median, ratio.low, ratio.high]
+            row["speed_ratio"] = ratio.to_list()
             row["baseline"] = baseline
 
 

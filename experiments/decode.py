@@ -68,7 +68,7 @@ def measure(shape: tuple[int, ...], rounds: int, seed: int, *, on_device: bool) 
     # A copy moves every byte twice, attention once.
     for name in (SPLIT, PORTABLE):
         ratio = timing.paired_ratio(samples[COPY], samples[name])
-        row[f"share of copy, {name}"] = [x / 2 for x in (ratio.median, ratio.low, ratio.high)]
+        row[f"share of copy, {name}"] = [x / 2 for x in ratio.to_list()]
     row["seconds"] = {name: timing.median(x).median for name, x in samples.items()}
     return row | {"samples": samples, "clocks": device.clocks()}
 

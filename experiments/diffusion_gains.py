@@ -154,7 +154,7 @@ def rows(
                 }  # fmt: skip
                 samples = timing.time_interleaved(calls, rounds=rounds)
                 ratio = timing.paired_ratio(samples["plain"], samples["way"])
-                row["speed_ratio"] = [ratio.median, ratio.low, ratio.high]
+                row["speed_ratio"] = ratio.to_list()
                 row |= {"samples": samples, "clocks": device.clocks()}
             yield row
 

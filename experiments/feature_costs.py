@@ -153,7 +153,7 @@ def measure_rung(
         row |= {"seconds": time.median, "seconds_interval": [time.low, time.high], "samples": found}
         if PLAIN in samples:
             ratio = timing.paired_ratio(found, samples[PLAIN])
-            row["ratio"] = [ratio.median, ratio.low, ratio.high]
+            row["ratio"] = ratio.to_list()
     return rows
 
 

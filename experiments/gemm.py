@@ -209,8 +209,7 @@ def measure_activations(shape: tuple[int, int], args: argparse.Namespace) -> dic
 
 
 def _ratio(samples: Mapping[str, Sequence[float]], mine: str, other: str) -> list[float]:
-    found = timing.paired_ratio(samples[other], samples[mine])
-    return [found.median, found.low, found.high]
+    return timing.paired_ratio(samples[other], samples[mine]).to_list()
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

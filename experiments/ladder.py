@@ -119,7 +119,7 @@ def _provenance(record: Mapping[str, Any], shown: Mapping[str, Any]) -> str:
 
 def _full_table(shown: Mapping[str, Any]) -> list[str]:
     timed = any("seconds" in row for row in shown["rows"])
-    header = ["rung", "the one idea", "J2", "J3", "rel. error"]
+    header = ["rung", "the one idea", "form", "J2", "J3", "rel. error"]
     header += ["time", "TFLOP/s", "ceiling"] if timed else []
     rows = []
     for row in shown["rows"]:
@@ -128,9 +128,10 @@ def _full_table(shown: Mapping[str, Any]) -> list[str]:
         cells = [
             row["variant"] if known is None else f"`{row['variant']}`",
             known.idea if known else "",
+            row.get("form", ""),
         ]
         if judged is None:
-            rows.append([*cells, "not supported", *[""] * (len(header) - 3)])
+            rows.append([*cells, "not supported", *[""] * (len(header) - 4)])
             continue
         cells += [
             measure.format_ratio(float(judged["j2"])),

@@ -77,9 +77,7 @@ def packed_ends(problem: Problem, like: Any) -> tuple[Any, Any]:
     import torch
 
     ends_q, ends_kv = (
-        torch.arange(
-            0, (problem.batch + 1) * length, length, dtype=torch.int32, device=like.device
-        )
+        torch.arange(0, (problem.batch + 1) * length, length, dtype=torch.int32, device=like.device)
         for length in (problem.length, problem.len_kv)
     )
     return ends_q, ends_kv
@@ -133,15 +131,20 @@ def load_flash_3() -> bool:
 
 
 def _cell(name: str, run: Callable[..., Any], prepare: Callable[..., tuple[Any, ...]]) -> Cell:
-    """Return the cell of a library; what it does not take, an UnsupportedError says."""
+    return Cell(name, "fa_tc", refusing(name, run), prepare, peer=True)
+
+
+def refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a library's call; what it does not take, an UnsupportedError says."""
 
     def checked(*prepared: Any) -> Any:
         try:
             return run(*prepared)
-        except RuntimeError as error:  # "No available kernel", "head_size should be ..."
+        # "No available kernel", "head_size should be ..."
+        except (RuntimeError, AssertionError) as error:
             raise ca.UnsupportedError(f"{name}: {error}") from error
 
-    return Cell(name, "fa_tc", checked, prepare, peer=True)
+    return checked
 
 
 # ---- how a time compares -------------------------------------------------------------------------
@@ -159,8 +162,7 @@ def ratio(over: Mapping[str, Any] | None, under: Mapping[str, Any] | None) -> li
     """Return how much faster `under` is than `over`, with its interval; None without both times."""
     if over is None or under is None or "samples" not in over or "samples" not in under:
         return None
-    found = timing.paired_ratio(over["samples"], under["samples"])
-    return [found.median, found.low, found.high]
+    return timing.paired_ratio(over["samples"], under["samples"]).to_list()
 
 
 def format_comparison(value: Sequence[float] | None) -> str:

@@ -14,7 +14,12 @@ import cupyattn as ca
 from cupyattn.numerics import P_CODE_ONE
 from experiments.cast_fp8 import cast
 from experiments.common import Cell, Problem
-from experiments.others import flash_attention_3_forward, load_flash_3, packed_ends
+from experiments.others import (
+    flash_attention_3_forward,
+    load_flash_3,
+    packed_ends,
+    refusing,
+)  # fmt: skip
 
 SAGE = "SageAttention 1"
 FLASH_3_FP8, CUDNN_FP8 = "FlashAttention-3 FP8", "cuDNN FP8"
@@ -230,12 +235,6 @@ def _cell(
     prepare: Callable[..., tuple[Any, ...]],
     read: Callable[[Any], Any] | None = None,
 ) -> Cell:
-    """Return the cell of a library; what it does not take, an UnsupportedError says."""
-
-    def checked(*prepared: Any) -> Any:
-        try:
-            return run(*prepared)
-        except (RuntimeError, AssertionError) as error:
-            raise ca.UnsupportedError(f"{name}: {error}") from error
-
-    return Cell(name, "fa_int8", checked, prepare, peer=True, tolerance=TOLERANCE, read=read)
+    return Cell(
+        name, "fa_int8", refusing(name, run), prepare, peer=True, tolerance=TOLERANCE, read=read
+    )

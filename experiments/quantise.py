@@ -146,7 +146,7 @@ def measure(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
         if mode in samples:
             ratio = timing.paired_ratio(samples["copy"], samples[mode])
             share = row["bytes"] / (2 * operands[0].nbytes)
-            row["share of copy"] = [share * x for x in (ratio.median, ratio.low, ratio.high)]
+            row["share of copy"] = [share * x for x in ratio.to_list()]
             row["seconds"] = timing.median(samples[mode]).median
             row["copy"] = timing.median(samples["copy"]).median
             row["samples"] = {name: samples[name] for name in ("copy", mode)}

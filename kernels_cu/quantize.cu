@@ -255,19 +255,13 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
           tile[tile_index((col1 + col) / VEC, (col1 + col) % VEC, word)];
 }
 
-template <Step STEP, typename Cut = CutQ>
-__device__ __forceinline__ void encode(const QuantizeParams& p, uint32_t block) {
-  if constexpr (STEP == Step::ROWS) quantize_rows<Cut>(p, block);
-  if constexpr (STEP == Step::CODES) encode_rows<Cut>(p, block);
-  if constexpr (STEP == Step::VALUES) quantize_values(p, block);
-}
-
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 768 / NUM_THREADS) void quantize(
     const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
     const __grid_constant__ QuantizeParams v) {
-  uint32_t block = blockIdx.x;
-  if (block < v.blocks) return encode<STEP_V>(v, block);
-  block -= v.blocks;
-  if (block < k.blocks) return encode<STEP_K, CutK>(k, block);
-  encode<STEP_Q, CutQ>(q, block - k.blocks);
+  on_its_operand(q, k, v, [](auto task, const QuantizeParams& p, uint32_t block) {
+    using Own = decltype(task);
+    if constexpr (Own::STEP == Step::ROWS) quantize_rows<typename Own::Cut>(p, block);
+    if constexpr (Own::STEP == Step::CODES) encode_rows<typename Own::Cut>(p, block);
+    if constexpr (Own::STEP == Step::VALUES) quantize_values(p, block);
+  });
 }

@@ -113,19 +113,13 @@ __device__ __forceinline__ void find_reach(const QuantizeParams& p, uint32_t blo
         &p.absmax[at.first_scale<Cut::GROUP>(p) * SIDES + thread_id()], of_block[thread_id()]);
 }
 
-template <Step STEP, typename Cut = CutQ>
-__device__ __forceinline__ void reduce(const QuantizeParams& p, uint32_t block) {
-  if constexpr (STEP == Step::SUMS) sum_slice<false>(p, block);
-  if constexpr (STEP == Step::EXTREMA) sum_slice<true>(p, block);
-  if constexpr (STEP == Step::REACH) find_reach<Cut>(p, block);
-}
-
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_reduce(
     const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
     const __grid_constant__ QuantizeParams v) {
-  uint32_t block = blockIdx.x;
-  if (block < v.blocks) return reduce<STEP_V>(v, block);
-  block -= v.blocks;
-  if (block < k.blocks) return reduce<STEP_K, CutK>(k, block);
-  reduce<STEP_Q, CutQ>(q, block - k.blocks);
+  on_its_operand(q, k, v, [](auto task, const QuantizeParams& p, uint32_t block) {
+    using Own = decltype(task);
+    if constexpr (Own::STEP == Step::SUMS) sum_slice<false>(p, block);
+    if constexpr (Own::STEP == Step::EXTREMA) sum_slice<true>(p, block);
+    if constexpr (Own::STEP == Step::REACH) find_reach<typename Own::Cut>(p, block);
+  });
 }

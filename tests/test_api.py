@@ -424,3 +424,11 @@ def test_a_name_is_registered_once_and_from_a_file(mine: registry.Variant, tmp_p
 def test_options_of_another_kind(options: dict[str, Any], wanted: str) -> None:
     with pytest.raises(TypeError, match=re.escape(wanted)):
         attention(*normal(), **options)
+
+
+def test_a_type_that_numpy_cannot_take_over_is_one_sentence() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(1, 1, 4, 16, dtype=torch.bfloat16)
+    sentence = r"q on a CPU must .* got torch.bfloat16: .* ml_dtypes.bfloat16"
+    with pytest.raises(TypeError, match=sentence):
+        attention(x, x, x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,6 @@ from experiments import (
     others,
     peers,
     plots,
-    precision_ablation,
     quantise,
     race,
     tile_order,
@@ -92,53 +90,6 @@ def test_scales_by_timestep_run_in_small(tmp_path: Path) -> None:
     assert late["raw", "dynamic, policy"]["mode"] == "precision"
     assert all(r["error"] < 0.05 for (_, name), r in late.items() if name == "dynamic")
     assert drawing.read_text().startswith("<?xml")
-
-
-def test_choices_of_precision_run_in_small(tmp_path: Path, capsys: Any) -> None:
-    """Every field of QuantConfig is varied; finer scales lose less, and 8-bit P and V more."""
-    varied = {
-        name
-        for some in precision_ablation.CHOICES.values()
-        for fields_ in some.values()
-        for name in fields_
-    }
-    # Given scales are one more cell.
-    assert varied == {f.name for f in fields(ca.QuantConfig)} - {"scales"}
-    file, drawing = tmp_path / "precision_ablation.json", tmp_path / "pareto.svg"
-    given = ["--quick", "--distributions", "outlier", "--json", str(file)]
-    assert precision_ablation.main([*given, "--plot", str(drawing)]) == 0
-    assert "no times" in capsys.readouterr().out and "no times" in drawing.read_text()
-    record = json.loads(file.read_text())
-    (found,), (compared,) = record["problems"], record["compared"]
-    assert all(row["ok"] for row in found["rows"]) and compared["unbeaten"] == []
-    lost = compared["error over default"]
-    assert lost["fa_tc, 16 bits"] < 0.2 < lost["Q and K per token"] < 1 < lost["Q and K per tensor"]
-    assert lost["Q and K per head"] < lost["scales given"] and lost["INT8 P and V"] > 1
-    assert lost["4 bits"] > 5
-
-
-def test_the_recorded_input_of_the_precisions_is_a_problem_like_others() -> None:
-    args = argparse.Namespace(quick=False, seed=0, distributions=[precision_ablation.RECORDED])
-    (problem,) = precision_ablation.problems(args)
-    assert all(x.shape == problem.call.output_shape for x in problem.draw(on_device=False))
-
-
-def test_choices_that_nothing_beats_are_drawn(tmp_path: Path) -> None:
-    def row(name: str, ratio: float, error: float) -> dict[str, Any]:
-        judged = {"j2": 0.1, "j3": None, "relative_error": error}
-        row = {"variant": name, "choice": precision_ablation.ENDS, "judgement": judged}
-        return row | {"speed_ratio": [ratio] * 3}
-
-    rows = [row("default", 1.0, 0.01), row("fast", 2.0, 0.02), row("worse", 1.0, 0.03)]
-    refused = {"variant": "refused", "choice": precision_ablation.ENDS, "judgement": None}
-    found = {"problem": {"name": "p", "distribution": "normal"}, "rows": [*rows, refused]}
-    (compared,) = precision_ablation.conclude([found])["compared"]
-    assert compared["unbeaten"] == ["fast", "default"]
-    assert compared["error over default"] == {"default": 1.0, "fast": 2.0, "worse": 3.0}
-    device_ = {"name": "a device", "driver": "1"}
-    record = {"backend": "cuda", "environment": {"device": device_}, "problems": [found]}
-    precision_ablation.draw(record, str(tmp_path / "pareto.svg"))
-    assert "<!-- fast -->" in (tmp_path / "pareto.svg").read_text()
 
 
 def test_gains_for_diffusion_run_in_small(tmp_path: Path) -> None:
@@ -606,10 +557,13 @@ def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> Non
     table = ladder.readme_table(made_up(common.stored("ladder")))
     lines = table.splitlines()
     assert "Made up, driver 1.2" in lines[0]
-    assert "| rung | the one idea | J2 | J3 | rel. error | time | TFLOP/s | ceiling |" in lines
+    assert (
+        "| rung | the one idea | form | J2 | J3 | rel. error | time | TFLOP/s | ceiling |" in lines
+    )
+    assert any(line.startswith("| `fa_tc` |") and " | sm90 | " in line for line in lines)
     assert any(line.startswith(f"| {others.FLASH_2} |") and "10 % |" in line for line in lines)
     widths = {line.count("|") for line in lines if line.startswith("| `")}
-    assert widths == {9}
+    assert widths == {10}
     readme = tmp_path / "README.md"
     readme.write_text(f"above\n{ladder.BEGIN}\nold\n{ladder.END}\nbelow\n")
     ladder.update_readme(made_up(common.stored("ladder")), readme)

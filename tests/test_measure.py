@@ -40,15 +40,18 @@ def test_every_rung_holds_its_bounds(dtype: str) -> None:
     assert len(lines) == 6 and lines[0].split()[:3] == ["rung", "J2", "J3"]
 
 
-def test_memory_counts_output_workspace_codes_and_scales() -> None:
+@pytest.mark.parametrize("quant", [None, ca.QuantConfig(pv="int8", symmetric=False)])
+def test_memory_counts_output_workspace_codes_and_scales(quant: ca.QuantConfig | None) -> None:
     q, k, v = make("normal", 1, 2, 64, 48, 32)
-    found = {rung.variant: rung.memory_bytes for rung in ca.ladder(q, k, v).rungs}
+    found = {rung.variant: rung.memory_bytes for rung in ca.ladder(q, k, v, quant=quant).rungs}
     output = q.nbytes
     assert found["fa"] == found["fa_warps"] == found["fa_tc"] == output
     assert found["unfused"] == output + 4 * 2 * 64 * 48
-    z = ca.quantize(q, k, v)
-    held = z.q_codes.nbytes + z.k_codes.nbytes + z.q_scale.nbytes + z.k_scale.nbytes
-    assert found["fa_int8"] >= output + held  # and the mean with its workspace
+    prepared = ca.plan(q, k, v, variant="fa_int8", quant=quant)
+    assert found["fa_int8"] == output + prepared.workspace_bytes
+    z = ca.quantize(q, k, v, quant=quant)
+    held = z.nbytes - (0 if z.v is None else z.v.nbytes)
+    assert prepared.workspace_bytes > held  # and the sums of slices
 
 
 def test_the_relative_error_is_against_the_callers_arrays() -> None:

@@ -34,7 +34,7 @@ FUSED = [
 ]
 #: Who may import whom: a module imports only what stands above it, or beside it without a cycle.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "tiles", "features", "numerics", "measured", "files"),
+    ("errors", "tiles", "features", "numerics", "measured", "files", "switches"),
     (
         "registry",
         "splits",

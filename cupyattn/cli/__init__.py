@@ -15,6 +15,7 @@ from cupyattn.errors import (
     KernelLaunchError,
     UnsupportedError,
 )
+from cupyattn.switches import is_on
 
 #: Sub-commands and what ``cupyattn --help`` says of them; each is a module of this package with
 #: ``configure(parser)`` and ``run(args) -> exit status``.
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("cupyattn: interrupted", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
-        if os.environ.get("CUPYATTN_DEBUG") == "1":
+        if is_on("CUPYATTN_DEBUG"):
             raise
         print(f"cupyattn: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

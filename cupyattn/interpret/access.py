@@ -97,7 +97,8 @@ def address_reader(operand: Operand, space: str) -> Callable[[Machine], Ints]:
     return lambda machine: np.full(machine.size, machine.symbol(name) + offset)
 
 
-def _items(operand: Operand) -> tuple[Operand, ...]:
+def items_of(operand: Operand) -> tuple[Operand, ...]:
+    """Return what a vector in braces holds, or the operand alone."""
     return operand.items if isinstance(operand, Vector) else (operand,)
 
 
@@ -109,7 +110,7 @@ def load(inst: Instruction) -> Execute | None:
         return None
     space, count, type_name = shape
     dtype = DTYPES[type_name]
-    writes = [writer(x) for x in _items(inst.operands[0])]
+    writes = [writer(x) for x in items_of(inst.operands[0])]
     addresses = address_reader(inst.operands[1], space)
     unit = dtype.itemsize
     strong = _is_strong(inst)
@@ -139,7 +140,7 @@ def store(inst: Instruction) -> Execute | None:
         return None
     space, count, type_name = shape
     unit = DTYPES[type_name].itemsize
-    reads = [reader(x, f"b{8 * unit}") for x in _items(inst.operands[1])]
+    reads = [reader(x, f"b{8 * unit}") for x in items_of(inst.operands[1])]
     addresses = address_reader(inst.operands[0], space)
     strong = _is_strong(inst)
     if len(reads) != count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cupyattn.interpret import access, tensor_core
 from cupyattn.interpret.operation import DTYPES
 from cupyattn.interpret.ordering import WARP, Bools, Ints
-from cupyattn.interpret.ptx import Instruction, Operand, Pair, Sink, Vector
+from cupyattn.interpret.ptx import Instruction, Operand, Pair, Sink
 from cupyattn.interpret.semantics import (
     ACCESSES,
     Execute,
@@ -198,13 +198,9 @@ def elect(inst: Instruction) -> Step | None:
 # ---- tensor cores --------------------------------------------------------------------------------
 
 
-def _registers(operand: Operand) -> Sequence[Operand]:
-    return operand.items if isinstance(operand, Vector) else (operand,)
-
-
 def fragment_reader(operand: Operand) -> Callable[[Machine, Ints], Bits]:
     """Return what fetches a fragment for some warps: (warps, 32, registers)."""
-    reads: list[Read] = [reader(x, "b32") for x in _registers(operand)]
+    reads: list[Read] = [reader(x, "b32") for x in access.items_of(operand)]
 
     def read(machine: Machine, warps: Ints) -> Bits:
         parts = [_by_warp(machine, r(machine)) for r in reads]
@@ -217,7 +213,7 @@ def fragment_reader(operand: Operand) -> Callable[[Machine, Ints], Bits]:
 
 def fragment_writer(operand: Operand) -> Callable[[Machine, Bits, Lanes], None]:
     """Return what stores a fragment (warps, 32, registers) of the warps that are here."""
-    writes: list[Write] = [writer(x) for x in _registers(operand)]
+    writes: list[Write] = [writer(x) for x in access.items_of(operand)]
 
     def write(machine: Machine, fragment: Bits, lanes: Lanes) -> None:
         for i, one in enumerate(writes):

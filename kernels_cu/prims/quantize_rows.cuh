@@ -29,6 +29,25 @@ struct Cut {
 using CutQ = Cut<BLOCK_Q, GROUP_Q, false>;
 using CutK = Cut<BLOCK_KV, GROUP_KV, true>;
 
+// What a launch does for an operand, and how that is cut.
+template <Step STEP_, typename Cut_>
+struct Task {
+  static constexpr Step STEP = STEP_;
+  using Cut = Cut_;
+};
+
+// Calls run(task, parameters, which block of its operand) for the operand that this block works on:
+// the first blocks are V's, then come K's and Q's.
+template <typename Run>
+__device__ __forceinline__ void on_its_operand(
+    const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v, Run run) {
+  uint32_t block = blockIdx.x;
+  if (block < v.blocks) return run(Task<STEP_V, CutQ>(), v, block);
+  block -= v.blocks;
+  if (block < k.blocks) return run(Task<STEP_K, CutK>(), k, block);
+  run(Task<STEP_Q, CutQ>(), q, block - k.blocks);
+}
+
 // Where a block works: rows row0, row0 + 1, ... of one (batch, head).
 struct Place {
   int64_t batch, head, batch_head;
