@@ -221,9 +221,8 @@ def attention(
         raise ValueError(f"scaling {n.scaling!r} does not go with {have}")
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     tiles = tiles or lookup(variant).tiles_for(
-        q.shape[-1], form=form, lengths=(q.shape[2], k.shape[2]), causal=causal,
-        block_mask=blocks,
-    )  # fmt: skip
+        q.shape[-1], form=form, lengths=sizes[3:5], causal=causal, block_mask=blocks
+    )
     sigma = check_scale(scale, q.shape[-1])
     scaling = scaling_errors(n, sigma, quantized, softcap)
     mean = None if quantized is None else quantized.k_mean

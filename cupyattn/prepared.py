@@ -92,13 +92,11 @@ def stages(request: Request) -> Stages:
         return Stages((Stage(_attention_plan(request, call, q, k, v, o)),))
     if z is not None:
         of_v = z.v if z.v_codes is None else z.v_codes
-        first, between, names = _unpacking_stages(z)
-        codes = [Operand.of(x) for x in (z.q_codes, z.k_codes)]
-        if between:
-            codes = [
-                replace(Operand.contiguous(w.shape, 1), shape=(*w.shape[:3], z.head_dim))
-                for w in between
-            ]
+        first = _unpacking_stages(z)
+        names = {one.names["nibbles"]: one.names["codes"] for one in first.stages}
+        rows = (Operand.contiguous(made.shape, 1) for made in first.between)
+        codes = [replace(x, shape=(*x.shape[:3], z.head_dim)) for x in rows]
+        codes = codes or [Operand.of(x) for x in (z.q_codes, z.k_codes)]
         operands = [*codes, Operand.of(of_v)]
         scales = [Operand.of(z.q_scale), Operand.of(z.k_scale)]
         values = None
@@ -115,26 +113,18 @@ def stages(request: Request) -> Stages:
             smoothed=z.k_mean is not None, values=values, zeros=zeros, **_of_scores(request),
             tiles=options.tiles, arch=architecture(request),
         )  # fmt: skip
-        return Stages((*first, Stage(plan, names)), between)
+        return Stages((*first.stages, Stage(plan, names)), first.between)
     return _quantising_stages(request, call, q, k, v, o)
 
 
-def _unpacking_stages(
-    z: QuantizedQKV,
-) -> tuple[tuple[Stage, ...], tuple[Workspace, ...], dict[str, str]]:
-    """Plan what makes INT8 of codes that lie two to a byte: stages, their results, their names.
-
-    Nothing where codes have a byte each.
-    """
-    if not z.has_nibbles:
-        return (), (), {}
-    names = {name: f"{name}_unpacked" for name in ("q_codes", "k_codes")}
+def _unpacking_stages(z: QuantizedQKV) -> Stages:
+    """Plan what makes INT8 of codes that lie two to a byte; nothing where they have one each."""
     stages, between = [], []
-    for name, result in names.items():
-        x = Operand.of(getattr(z, name))
+    for name in ("q_codes", "k_codes") if z.has_nibbles else ():
+        x, result = Operand.of(getattr(z, name)), f"{name}_unpacked"
         stages.append(Stage(plan_unpack(x, z.head_dim), {"nibbles": name, "codes": result}))
         between.append(Workspace(result, (*x.shape[:3], padded_columns(z.head_dim)), "int8"))
-    return tuple(stages), tuple(between), names
+    return Stages(tuple(stages), tuple(between))
 
 
 def _attention_plan(

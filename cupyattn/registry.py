@@ -164,6 +164,9 @@ class Variant:
         if not form.startswith("sm90"):
             table = {limit: (tiles,) for limit, tiles in self.block_mask_tiles.items()}
         choice = next((tiles for limit, tiles in table.items() if head_dim <= limit), ())
+        if form == "sm90_fp8":  # whose registers hold so many keys and no more
+            most = self.default_tiles(head_dim, form).block_kv
+            choice = tuple(tiles for tiles in choice if tiles.block_kv <= most)
         divide = (
             x for x in choice if not block_mask[0] % x.block_q and not block_mask[1] % x.block_kv
         )
@@ -303,7 +306,9 @@ _HOPPER_PV8_TILES = {
 }
 
 #: The same with P and V in e4m3: as many keys as leave registers for two levels of sums.
-_HOPPER_FP8_TILES = {"fa_int8": {64: Tiles(128, 192, 12, 3), 128: Tiles(128, 128, 12, 3)}}
+_HOPPER_FP8_TILES = {
+    "fa_int8": {64: Tiles(128, 192, 12, 3), 96: Tiles(128, 128, 12, 3), 128: Tiles(128, 96, 12, 3)}
+}
 
 #: The same for the form that quantises by itself: few registers, since it waits for each tile.
 _FUSED_TILES = {"fa_int8": {256: Tiles(64, 64, 4, 1)}}

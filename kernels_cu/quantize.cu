@@ -255,13 +255,17 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
           tile[tile_index((col1 + col) / VEC, (col1 + col) % VEC, word)];
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 768 / NUM_THREADS) void quantize(
-    const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
-    const __grid_constant__ QuantizeParams v) {
-  on_its_operand(q, k, v, [](auto task, const QuantizeParams& p, uint32_t block) {
-    using Own = decltype(task);
+struct Encode {
+  template <typename Own>
+  __device__ __forceinline__ void operator()(Own, const QuantizeParams& p, uint32_t block) const {
     if constexpr (Own::STEP == Step::ROWS) quantize_rows<typename Own::Cut>(p, block);
     if constexpr (Own::STEP == Step::CODES) encode_rows<typename Own::Cut>(p, block);
     if constexpr (Own::STEP == Step::VALUES) quantize_values(p, block);
-  });
+  }
+};
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 768 / NUM_THREADS) void quantize(
+    const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
+    const __grid_constant__ QuantizeParams v) {
+  on_its_operand(q, k, v, Encode());
 }

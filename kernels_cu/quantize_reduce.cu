@@ -113,13 +113,17 @@ __device__ __forceinline__ void find_reach(const QuantizeParams& p, uint32_t blo
         &p.absmax[at.first_scale<Cut::GROUP>(p) * SIDES + thread_id()], of_block[thread_id()]);
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_reduce(
-    const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
-    const __grid_constant__ QuantizeParams v) {
-  on_its_operand(q, k, v, [](auto task, const QuantizeParams& p, uint32_t block) {
-    using Own = decltype(task);
+struct Reduce {
+  template <typename Own>
+  __device__ __forceinline__ void operator()(Own, const QuantizeParams& p, uint32_t block) const {
     if constexpr (Own::STEP == Step::SUMS) sum_slice<false>(p, block);
     if constexpr (Own::STEP == Step::EXTREMA) sum_slice<true>(p, block);
     if constexpr (Own::STEP == Step::REACH) find_reach<typename Own::Cut>(p, block);
-  });
+  }
+};
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_reduce(
+    const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
+    const __grid_constant__ QuantizeParams v) {
+  on_its_operand(q, k, v, Reduce());
 }

@@ -20,6 +20,7 @@ from cupyattn import launch, nvrtc
 from cupyattn.checks import GROUP_ALL
 from cupyattn.features import Features
 from cupyattn.registry import VARIANTS, Variant
+from cupyattn.value_codes import HOPPER_SCALE_KEYS
 from tests.runs import SPILLED, SPILLED_PACKED
 
 #: Head sizes at which spills are looked for, beside 128, which is the likeliest to have some.
@@ -186,6 +187,17 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
         spilled = max(taken.spill_stores, taken.spill_loads)
         allowed = SPILLED_PACKED.get((rung_of(name, form), head_dim), 0)
         assert spilled <= allowed, f"{entry} takes {taken}: {spec}"
+
+
+@pytest.mark.parametrize("head_dim", [*VARIANTS["fa_int8"].hopper_fp8_tiles])
+def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(head_dim: int) -> None:
+    """Each of them takes two registers, and none is left over."""
+    variant, form = VARIANTS["fa_int8"], "sm90_fp8"
+    features = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
+    features = replace(features, group_kv=HOPPER_SCALE_KEYS)
+    spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
+    (taken,) = kc.build(spec, "sm_90a").kernels.values()
+    assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
 
 
 @pytest.mark.parametrize(

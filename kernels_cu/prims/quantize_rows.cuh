@@ -38,6 +38,7 @@ struct Task {
 
 // Calls run(task, parameters, which block of its operand) for the operand that this block works on:
 // the first blocks are V's, then come K's and Q's.
+// NOTE: run is an object of a class, because NVRTC 13.0 takes a generic lambda for a host function.
 template <typename Run>
 __device__ __forceinline__ void on_its_operand(
     const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v, Run run) {
