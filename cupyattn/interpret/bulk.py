@@ -127,12 +127,23 @@ class Engine:
     def _fail(self, message: str, lane: int) -> None:
         self._machine.report("out of bounds", message, np.array([lane]), np.ones(1, np.bool_))
 
+    def _check_column(self, tensor: Tensor, column: int, lane: int) -> None:
+        """Report a box whose first column is no multiple of 16 bytes: seen on an H200, too."""
+        if column * tensor.itemsize % 16:
+            message = (
+                f"a box that begins at column {column}, no multiple of 16 bytes, is an illegal "
+                "instruction"
+            )
+            everyone = np.ones(1, np.bool_)
+            self._machine.report("misaligned", message, np.array([lane]), everyone)
+
     def bring(
         self, tensor: Tensor, corner: Sequence[int], target: int, barrier: int, lane: int
     ) -> None:
         """Begin a copy of a box to shared memory; its bytes count off an mbarrier."""
         machine = self._machine
         lanes = np.array([lane])
+        self._check_column(tensor, corner[-1], lane)
         (reported,) = machine.mbarriers.at(np.array([barrier]), lanes)
         if not reported.visible:
             message = (
@@ -174,6 +185,7 @@ class Engine:
         """Begin a copy of a box out of shared memory, in the lane's open group."""
         machine = self._machine
         lanes = np.array([lane])
+        self._check_column(tensor, corner[-1], lane)
         if min(corner) < 0:  # seen on an H200; copies the other way may begin there
             self._fail("a box stored from before the array is an illegal instruction", lane)
         shared, size = machine.shared, tensor.itemsize

@@ -3,18 +3,21 @@
 // Idea         Issue slots. INT8 halves what Q K^T costs the tensor cores, and then the softmax
 //              decides: per score it converts, multiplies and adds, takes exp2, sums and packs, and
 //              nothing else. Both scales are one factor of the exponent's fma, worked out once for
-//              the keys that share one, best all of a step; and M is lazy, so that most steps look
-//              for no maximum and rescale nothing.
+//              the keys that share one, best all of a step; M is lazy, so that most steps look for
+//              no maximum and rescale nothing; and where V leaves room for a column of ones, the
+//              product with V sums the weights, too.
 // Differs from the Hopper form of fa_tc: S1 and S2 bring codes, S3 multiplies integers, S4 applies
 //              the scales, of which each lane reads one while it waits for its turn; O goes to its
-//              rows at once, for there is no room for it in the place of codes.
+//              rows at once, for there is no room for it in the place of codes. Whether weights are
+//              small enough is asked of the largest pair of them, not of their sum.
 //              (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  At least 16 adjacent keys share a scale: finer ones are left to the portable form.
 //              Packed sequences and block masks as in the Hopper form of fa_tc.
 // Tried        Integers to floats before the exponentials, not among them: 0.97 at head_dim 128.
 //              Integers to floats by adding 1.5 * 2^23, on the multiplier's pipe: 0.98, and 0.91 at
 //              head_dim 64. Exponentials by turns in place of products: 0.93. 128 to 160 keys and
-//              two warpgroups: 0.8. No turns: 0.97. (experiments/results/NOTES.md)
+//              two warpgroups: 0.8. No turns: 0.97. Descriptors whose upper halves ptxas cannot see
+//              through: 0.99. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor core over keys, R7 times
 //              1/l and store (cupyattn/numerics.py)

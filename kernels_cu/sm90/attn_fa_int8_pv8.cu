@@ -320,7 +320,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       // S2 load K, V
       const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
       for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
-        // NOTE: rows that keep no block get their one step from behind the last key: zeros.
+        // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box
+        // of codes of V begins at whole 16 bytes, or is an illegal instruction.
         const int kv0 =
             BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
         mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
