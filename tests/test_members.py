@@ -19,10 +19,11 @@ WITHOUT_STORAGE = [
     "unpack.cu",
 ]
 WITH_STORAGE = [source for source in GOOD if source not in WITHOUT_STORAGE]
-#: Barriers of the Hopper forms.
-RINGS = {
-    f"{operand}_{state}": "uint64" for operand in ("Q", "K", "V") for state in ("full", "empty")
-}
+#: Barriers of the Hopper forms: where K and V of a step arrive together, and where each by itself.
+TOGETHER, RINGS = (
+    {f"{operand}{state}": "uint64" for operand in operands for state in ("full", "empty")}
+    for operands in (("Q_", ""), ("Q_", "K_", "V_"))
+)
 #: Element types for the features of test_contracts: float16.
 EXPECTED = {
     "attn_fa.cu": {"Q": "float32", "K": "float32", "V": "float32", "S": "float32",
@@ -37,9 +38,9 @@ EXPECTED = {
     "attn_unfused.cu": {"scores.Q": "float32", "scores.K": "float32", "weighted_sum.P": "float32",
                         "weighted_sum.V": "float32"},
     "sm90/attn_fa_tc.cu": {"Q": "float16", "K": "float16", "V": "float16", "tile": "uint8",
-                           **RINGS, "kv0": "int32"},
-    "sm90/attn_fa_int8.cu": {"Q": "int8", "K": "int8", "V": "float16", "tile": "uint8", **RINGS,
-                             "kv0": "int32"},
+                           **TOGETHER, "kv0": "int32"},
+    "sm90/attn_fa_int8.cu": {"Q": "int8", "K": "int8", "V": "float16", "tile": "uint8",
+                             **TOGETHER, "kv0": "int32"},
     "sm90/attn_fa_int8_pv8.cu": {"Q": "int8", "K": "int8", "V": "int8", "tile": "uint8", **RINGS,
                                  "kv0": "int32"},
     "sm90/attn_fa_int8_fp8.cu": {"Q": "int8", "K": "int8", "V": "int8", "tile": "uint8", **RINGS,
@@ -97,7 +98,7 @@ def test_other_element_types_and_stages() -> None:
     assert members["K"].dtype == "bfloat16"
     assert members["K"].shape == (GOOD["attn_fa_tc.cu"].num_stages, 64 * 64)
     hopper = {m.name: m for m in shared_members(spec_of("sm90/attn_fa_tc.cu", {}), "sm_90a")}
-    assert hopper["K"].shape == (2, 1, 128 * 64) and hopper["K_full"].shape == (2,)
+    assert hopper["K"].shape == (2, 1, 128 * 64) and hopper["full"].shape == (2,)
 
 
 @pytest.mark.parametrize("source", WITHOUT_STORAGE)
