@@ -27,7 +27,6 @@ def arguments(place: tuple[int, int], group: int) -> Callable[[], Arguments]:
             "Q_scale": rng().uniform(0.5, 2, ROWS).astype(np.float32), "K_scale": scales,
             "S": np.zeros((ROWS, KEYS), np.float32),
             "largest": np.zeros((max(1, KEYS // group), 2, 32), np.int32),
-            "masked": np.full(32, -1, np.int32),
         }  # fmt: skip
 
     return made
@@ -44,14 +43,7 @@ def expected(group: int, causal: bool, window: bool) -> Callable[..., dict[str, 
         scores = np.where(may, X.astype(np.float32) * factor, np.float32(-np.inf))
         # By scale, row of a lane, lane: a lane has two of every eight keys.
         parts = X.reshape(2, 8, max(1, KEYS // group), -1, 4, 2).max(axis=(3, 5))
-        pairs = [may[[g, g + 8]].all() for g in range(8)]
-        # NOTE: a causal mask is asked for the rows of a warp at once, a window for those of a lane.
-        past = place[1] + KEYS > (min(LEN_KV, place[0] + 1 + SHIFT) if causal else LEN_KV)
-        masked = [past or not pair for pair in pairs]
-        return {
-            "S": scores, "largest": parts.transpose(2, 0, 1, 3).reshape(-1, 2, 32),
-            "masked": np.repeat(np.array(masked, np.int32), 4),
-        }  # fmt: skip
+        return {"S": scores, "largest": parts.transpose(2, 0, 1, 3).reshape(-1, 2, 32)}
 
     return written
 

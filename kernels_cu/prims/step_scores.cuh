@@ -41,11 +41,6 @@ __device__ __forceinline__ void make_factors(
           Q_factor[h] * (SCALES == 1 ? K_scale : __shfl_sync(FULL_WARP, K_scale, j));  // R3
 }
 
-// Are some scores of the step masked, for row `q` or any up to q + 8?
-__device__ __forceinline__ bool has_masked(const AttnParams& p, int q, int kv0, int unmasked) {
-  return kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
-}
-
 // Whether score i of a lane whose first row is q is masked, and what it is: -inf where it is.
 __device__ __forceinline__ bool admitted_score(const AttnParams& p, int i, int q, int kv0) {
   return admitted(p, q + i / 2 % 2 * 8, kv0 + i / 4 * 8 + lane_id() % 4 * 2 + i % 2);

@@ -184,7 +184,7 @@ __device__ __forceinline__ bool softmax(
     float (&alpha)[2], int q, int kv0, int unmasked, bool rises) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
-  const bool masked = has_masked(p, q, kv0, unmasked);
+  const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
   const bool weighed = !rises && !masked && weigh<false>(p, M, dot, factor, P_frag, sum, q, kv0);

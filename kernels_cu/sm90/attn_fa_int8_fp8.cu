@@ -149,7 +149,6 @@ __device__ __forceinline__ bool choose_M(
     const float (&Q_factor)[2], float K_scale, int q, int kv0, int unmasked) {
   make_factors(factor, Q_factor, K_scale);
   tile_M[0] = tile_M[1] = NEG_INF;
-  // NOTE: has_masked(), written out: a call moves what is rare in between what is not.
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   if (masked) {
 #pragma unroll

@@ -204,7 +204,6 @@ __device__ __forceinline__ bool choose_M(
     int unmasked, bool may_fall, bool may_overflow) {
   make_factors(factor, Q_factor, K_scale);
   float m[2] = {NEG_INF, NEG_INF};
-  // NOTE: has_masked(), written out: a call moves what is rare in between what is not.
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   if (masked)
 #pragma unroll

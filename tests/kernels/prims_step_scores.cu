@@ -10,8 +10,7 @@ extern "C" __global__ void step_scores(
     const float* Q_scale,  // [ROWS]
     const float* K_scale,  // [ceil(len_kv / GROUP_KV)]
     float* S,              // [ROWS, BLOCK_KV]
-    int32_t* largest,      // [SCALES, 2, 32], of what a lane has
-    int32_t* masked) {     // [32]
+    int32_t* largest) {    // [SCALES, 2, 32], of what a lane has
   const int row = lane_id() / 4, col = lane_id() % 4 * 2, q = place[0] + row, kv0 = place[1];
   int32_t dot[BLOCK_KV / 2];
 #pragma unroll
@@ -30,5 +29,4 @@ extern "C" __global__ void step_scores(
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
     for (int h = 0; h < 2; ++h) largest[(j * 2 + h) * WARP_SIZE + lane_id()] = most[j][h];
-  masked[lane_id()] = has_masked(p, q, kv0, kv_unmasked_end(p, place[0]));
 }
