@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from cupyattn.block_mask import BlockMask
+from cupyattn.errors import UnsupportedError
 from cupyattn.forms import direct_operands, operands_key, same_place
 from cupyattn.launch import Plan
 from cupyattn.prepared import Prepared, operands_of, recall, remember, run_mirror, stages
@@ -13,7 +16,30 @@ from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.request import Options, Request, as_given, resolve
 from cupyattn.tiles import Tiles
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+_DROPOUT = "leave it out, no weight is dropped here; torch's scaled_dot_product_attention has it"
+_PAGES = "gather the keys and values of a sequence, and pack sequences for attention_varlen"
+#: Arguments that other libraries have, and what to do in their place.
+NOT_OFFERED = {
+    "dropout": _DROPOUT, "dropout_p": _DROPOUT, "block_table": _PAGES, "page_table": _PAGES,
+}  # fmt: skip
+
+
+def _says_what_is_not_offered(function: Callable[P, R]) -> Callable[P, R]:
+    """Let arguments that only other libraries have raise UnsupportedError with the way out."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in NOT_OFFERED.keys() & kwargs.keys():
+            raise UnsupportedError(f"{name} is not supported: {NOT_OFFERED[name]}")
+        return function(*args, **kwargs)
+
+    return called
+
+
+@_says_what_is_not_offered
 def attention(
     q: Any,
     k: Any = None,
@@ -158,6 +184,7 @@ def attention(
     return _run(resolve(q, k, v, options), key, given or {})
 
 
+@_says_what_is_not_offered
 def attention_varlen(
     q: Any,
     k: Any = None,
@@ -320,6 +347,7 @@ def _run(request: Request, key: Any, given: dict[str, Any]) -> Any:
     return (result, request.restore_lse(lse)) if request.call.return_lse else result
 
 
+@_says_what_is_not_offered
 def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
     """Prepare a call of `attention` once, to run it many times.
 
@@ -352,6 +380,7 @@ def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
     return Prepared(resolve(q, k, v, _options("plan", options)))
 
 
+@_says_what_is_not_offered
 def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
     """Say what `attention` would do with the same arguments, without doing it.
 

@@ -169,13 +169,26 @@ def test_auto_keeps_to_the_accuracy_class(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("call", [attention, explain, plan, attention_varlen])
-@pytest.mark.parametrize("name", ["dropout", "dropout_p", "block_table", "casual"])
-def test_arguments_that_do_not_exist_are_named(call: Any, name: str) -> None:
-    """Dropout and pages of keys are not offered."""
+def test_arguments_that_do_not_exist_are_named(call: Any) -> None:
     q, k, v = normal()
-    message = rf"^{call.__name__}\(\) got an unexpected keyword argument '{name}'$"
+    message = rf"^{call.__name__}\(\) got an unexpected keyword argument 'casual'$"
     with pytest.raises(TypeError, match=message):
-        call(q, k, v, **{name: 0.1})
+        call(q, k, v, casual=True)
+
+
+@pytest.mark.parametrize("call", [attention, explain, plan, attention_varlen])
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("dropout", "leave it out"), ("dropout_p", "scaled_dot_product_attention"),
+        ("block_table", "attention_varlen"), ("page_table", "gather"),
+    ],
+)  # fmt: skip
+def test_what_other_libraries_have_says_what_to_do_instead(
+    call: Any, name: str, instead: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^{name} is not supported: .*{instead}"):
+        call(*normal(), **{name: 0.1})
 
 
 @pytest.mark.parametrize("variant", ["fa", "fa_tc", "fa_int8"])
