@@ -336,7 +336,8 @@ class Prepared:
             needed |= {work.name: work.nbytes for work in self._workspace}
         free = free_bytes() if self.backend == "cuda" else None
         codes = any(plan.variant == "quantize" for plan in self.plans)
-        fused = codes and self.plans[-1].form in ("portable", "sm90")
+        whole = self._options.quant is None or self._options.quant.qk_bits == 8
+        fused = codes and whole and self.plans[-1].form in ("portable", "sm90")
         return memory_error(self.variant, needed, free, fused=fused and bool(self._workspace))
 
     def _allocate(self) -> Scratch:

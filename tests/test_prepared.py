@@ -95,6 +95,8 @@ def test_quantised_calls_are_prepared() -> None:
             {"quant": QuantConfig(smooth_k=False, fused=True)},
             "needs 10,240 .*: split the batch or",
         ),
+        # Codes of 4 bits have no form that quantises by itself.
+        ("fa_int8", {"quant": QuantConfig(qk_bits=4)}, "needs .* bytes .*: split the batch or"),
     ],
 )
 def test_what_does_not_fit_says_how_much_it_needs(
