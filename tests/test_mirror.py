@@ -54,7 +54,7 @@ def quantize(q: Any, k: Any, v: Any, group_q: int, group_kv: int, smooth: bool) 
     mean = k.mean(axis=2) if smooth else None
     q_codes, q_scale = codes(q, group_q)
     k_codes, k_scale = codes(k if mean is None else k - mean[:, :, None], group_kv)
-    return SimpleNamespace(
+    made = SimpleNamespace(
         q_codes=q_codes,
         k_codes=k_codes,
         q_scale=q_scale,
@@ -74,6 +74,8 @@ def quantize(q: Any, k: Any, v: Any, group_q: int, group_kv: int, smooth: bool) 
         cu_seqlens_q=None,
         group_v=0,
     )
+    made.unpacked = lambda: made
+    return made
 
 
 def dequantize(x: SimpleNamespace, *, mean: bool) -> tuple[Any, Any, Any]:
