@@ -62,6 +62,7 @@ def test_bits_are_those_of_the_passes_before(granularities, dtype, head_dim, sym
     assert within == before
 
 
+@pytest.mark.slow
 def test_features_change_the_same_scores() -> None:
     q, k, v = (embedded(x) for x in normal((1, 2, 40, 16), (1, 1, 70, 16)))
     rng = np.random.default_rng(0)

@@ -170,6 +170,7 @@ def test_the_bound_notices_the_mask_of_another_sequence() -> None:
             assert replace(one, options=mistaken).judge().ratio > 1, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_means_and_scales_are_those_of_a_sequence(granularity: str) -> None:
     """Groups of rows that fit in a block, and groups that span several."""

@@ -267,6 +267,7 @@ def pairs(pv: str, lengths: tuple[int, int]) -> Iterator[tuple[QuantizedQKV, Qua
         yield plain, QuantizedQKV.from_codes(q_moved, k_moved, v_moved, *scales, **given, **zeros)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mirror", "interpret"])
 @pytest.mark.parametrize("pv", ["16bit", "int8"])
 def test_codes_moved_by_their_zero_points_change_no_bit(pv, backend) -> None:
@@ -337,6 +338,7 @@ def test_drawn_problems_on_the_mirror(data) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pv", "dtype"), [("16bit", "bfloat16"), ("int8", "float32"), ("fp8", "float16")]
 )
@@ -357,6 +359,7 @@ def test_features_in_the_interpreter(pv, dtype) -> None:
         testing.assert_within_bound(o, q, k, v, variant="fa_int8", lse=lse, quantized=z, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["token", "thread", "head", "tensor"])
 def test_packed_sequences_have_zero_points_of_their_own(granularity) -> None:
     inputs, ends = packed(((5, 9), (0, 7), (35, 40)), 4, 2)
