@@ -20,12 +20,18 @@ if TYPE_CHECKING:
         checkpoints,
         diffusion,
         distributions,
+        gradients,
         quant,
         reference,
         testing,
         unfused,
     )
     from cupyattn.api import attention, attention_varlen, explain, plan
+    from cupyattn.backward import (
+        attention_backward,
+        attention_varlen_backward,
+        explain_backward,
+    )
     from cupyattn.block_mask import BlockMask
     from cupyattn.diffusion import (
         Calibration,
@@ -76,7 +82,9 @@ __all__ = [
     "__version__",
     "act_quant",
     "attention",
+    "attention_backward",
     "attention_varlen",
+    "attention_varlen_backward",
     "bounds",
     "calibrate_quantization_scales",
     "checkpoints",
@@ -85,6 +93,8 @@ __all__ = [
     "diffusion",
     "distributions",
     "explain",
+    "explain_backward",
+    "gradients",
     "int8_gemm",
     "ladder",
     "plan",
@@ -104,6 +114,9 @@ _HOME = {
     "attention_varlen": "api",
     "explain": "api",
     "plan": "api",
+    "attention_backward": "backward",
+    "explain_backward": "backward",
+    "attention_varlen_backward": "backward",
     "BlockMask": "block_mask",
     "Calibration": "diffusion",
     "Int8Attention": "diffusion",
@@ -133,6 +146,7 @@ _HOME = {
     "checkpoints": "",
     "diffusion": "",
     "distributions": "",
+    "gradients": "",
     "quant": "",
     "reference": "",
     "testing": "",

@@ -11,6 +11,7 @@ from cupyattn.block_mask import BlockMask
 from cupyattn.errors import UnsupportedError
 from cupyattn.forms import direct_operands, operands_key, same_place
 from cupyattn.launch import Plan
+from cupyattn.preparation import EPS
 from cupyattn.prepared import Prepared, operands_of, recall, remember, run_mirror, stages
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.request import Options, Request, as_given, resolve
@@ -32,9 +33,13 @@ def _says_what_is_not_offered(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in NOT_OFFERED.keys() & kwargs.keys():
-            raise UnsupportedError(f"{name} is not supported: {NOT_OFFERED[name]}")
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:  # looked into here alone: calls that are right pay nothing for it
+            for name in NOT_OFFERED.keys() & kwargs.keys():
+                message = f"{name} is not supported: {NOT_OFFERED[name]}"
+                raise UnsupportedError(message) from None
+            raise
 
     return called
 
@@ -57,6 +62,8 @@ def attention(
     rope: Any = None,
     rope_interleaved: bool = False,
     rope_offset_q: int = 0,
+    qk_norm: Any = None,
+    qk_norm_eps: float = EPS,
     block_mask: BlockMask | None = None,
     layout: str = "BHSD",
     return_lse: bool = False,
@@ -109,6 +116,13 @@ def attention(
         Angle d turns channels 2 d and 2 d + 1; otherwise d and d + head_dim / 2.
     rope_offset_q : int
         Position of query row 0: ``len_kv - len_q`` where the queries are the last of the keys.
+    qk_norm : (array, array), optional
+        Weights of Q and of K, ``(head_dim,)`` or ``(heads, head_dim)``, in float32, float16 or
+        bfloat16: rows of Q and K are divided by their root mean square and multiplied by these,
+        before they are turned (`cupyattn.preparation.Preparation`). ``fa_int8`` does both as it
+        quantises, without rounding to 16 bits between.
+    qk_norm_eps : float
+        Added to the mean square.
     block_mask : BlockMask, optional
         Which blocks of 64 or 128 keys a block of query rows attends to, combined with all of the
         above by AND. What it drops is neither loaded nor computed: cost follows the blocks kept.
@@ -164,12 +178,14 @@ def attention(
     """
     if isinstance(q, QuantizedQKV) and q.cu_seqlens_q is not None:
         raise ValueError("this QuantizedQKV holds packed sequences: call attention_varlen")
-    given = direct_operands(q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope)
+    given = direct_operands(
+        q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope, qk_norm=qk_norm
+    )
     key = None
     if given is not None and out is None and layout == "BHSD" and not check_finite:
         key = operands_key(
             (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
-             rope_offset_q, return_lse, quant, tiles, arch, backend),
+             rope_offset_q, qk_norm_eps, return_lse, quant, tiles, arch, backend),
             given, q, block_mask=block_mask,
         )  # fmt: skip
         ready = recall(key)
@@ -179,7 +195,7 @@ def attention(
     options = Options(
         variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
         rope_interleaved, rope_offset_q, block_mask, layout, return_lse, out, quant, tiles, arch,
-        backend, check_finite,
+        backend, check_finite, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps,
     )  # fmt: skip
     return _run(resolve(q, k, v, options), key, given or {})
 
@@ -206,6 +222,8 @@ def attention_varlen(
     rope: Any = None,
     rope_interleaved: bool = False,
     rope_offset_q: int = 0,
+    qk_norm: Any = None,
+    qk_norm_eps: float = EPS,
     block_mask: Any = None,
     return_lse: bool = False,
     out: Any = None,
@@ -242,6 +260,8 @@ def attention_varlen(
     rope, rope_interleaved, rope_offset_q
         As for `attention`, with positions that begin anew in each sequence: `rope_offset_q` is that
         of its first query. The tables reach as far as the longest sequence.
+    qk_norm, qk_norm_eps
+        As for `attention`.
     mask, bias, block_mask
         As for `attention` on a padded batch, ``len_q = max_len_q`` and ``len_kv = max_len_k``: of
         entry i sequence i takes the top left corner, as far as its lengths reach. Without limits
@@ -305,14 +325,14 @@ def attention_varlen(
     if not coded and cu_seqlens_q is cu_seqlens_k is None:
         raise TypeError("attention_varlen needs cu_seqlens_q and cu_seqlens_k beside arrays")
     given = direct_operands(
-        q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope, **packed
+        q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope, qk_norm=qk_norm, **packed
     )
     key = None
     known = coded or None not in limits
     if given is not None and out is None and not check_finite and known:
         key = operands_key(
             (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
-             rope_offset_q, return_lse, quant, tiles, arch, backend, limits),
+             rope_offset_q, qk_norm_eps, return_lse, quant, tiles, arch, backend, limits),
             given, q, block_mask=block_mask,
         )  # fmt: skip
         ready = recall(key)
@@ -325,7 +345,7 @@ def attention_varlen(
         variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
         rope_interleaved, rope_offset_q, block_mask, return_lse=return_lse, out=out, quant=quant,
         tiles=tiles, arch=arch, backend=backend, check_finite=check_finite, max_len_q=max_len_q,
-        max_len_k=max_len_k, **packed,
+        max_len_k=max_len_k, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, **packed,
     )  # fmt: skip
     return _run(resolve(q, k, v, options), key, given or {})
 
@@ -414,12 +434,12 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
         "interpret": "runs these launches in the interpreter, on NumPy",
     }
     lines = [f"{request.variant.name}: {request.why}", where[request.backend]]
-    lines += _score_lines(request)
+    lines += score_lines(request)
     found = stages(request)
     return "\n".join([*lines, *found.memory, *map(str, found.plans)])
 
 
-def _score_lines(request: Request) -> list[str]:
+def score_lines(request: Request) -> list[str]:
     """Say what happens to the scores and to what makes them, in a line each where anything does."""
     call, said = request.call, []
     if call.causal or call.window:
@@ -441,8 +461,16 @@ def _score_lines(request: Request) -> list[str]:
             f"{block_mask.density:.1%} of them kept"
         ]
     lines = ["scores: " + "; ".join(said)] if said else []
+    quant = request.options.quant
+    if request.variant.family == "int8" and not (quant and quant.fused):
+        where = "as they are quantised"
+    elif request.variant.turns_on_load and not call.qk_norm:
+        where = "as they are loaded"
+    else:
+        where = "in a pass before"
+    if call.qk_norm:
+        lines += [f"qk_norm: rows of q and k are divided by their root mean square {where}"]
     if call.rope:
-        where = "as they are loaded" if request.variant.turns_on_load else "in a pass before"
         lines += [
             f"rope: {call.rope.replace('_', '-')} channels of q and k are turned {where}; query "
             f"row i has the position i+{call.rope_offset_q}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,6 +148,11 @@ class BlockMask:
     def blocks(self) -> tuple[int, int]:
         """Rows and keys of a block."""
         return self.block_q, self.block_kv
+
+    @functools.cached_property
+    def transposed(self) -> BlockMask:
+        """The same with rows and keys exchanged."""
+        return BlockMask(self.mask.swapaxes(2, 3), self.block_kv, self.block_q)
 
     @property
     def density(self) -> float:

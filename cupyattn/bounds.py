@@ -31,6 +31,7 @@ from cupyattn.numerics import (
     check_features,
 )
 from cupyattn.numerics import numerics as compose_numerics
+from cupyattn.operand_bounds import LARGEST, preparation, rotation
 from cupyattn.perturbation import gamma, half_ulp, softmax_perturbation, sum_of_operand
 from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
 from cupyattn.registry import lookup
@@ -71,6 +72,7 @@ __all__ = [
     "attention",
     "gamma",
     "half_ulp",
+    "preparation",
     "quantisation",
     "rotation",
     "softmax_perturbation",
@@ -85,8 +87,6 @@ FLUSHED_WEIGHT = 2.0**9 * EX2_FLUSH
 #: Relative error of log2f: 1 ulp from the correctly rounded result (CUDA C++ Programming Guide,
 #: mathematical functions), hence 3/2 ulp.
 LOG2F_ERROR = 1.5 * 2.0**-23
-#: Largest finite number of each storage type.
-LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120, "float32": 2.0**128 - 2.0**104}
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ def _kernel_bound(
         theta_o = value_bounds.accumulation(count, block.S.shape[-1], n, tiles)
     else:
         theta_o = products(n.values, count, xp.minimum(count, -(-block.S.shape[-1] // 16)))
-    further = (0 if n.online else 1) + (0 if cut is None else cut.slices - 1)  # sums of slices
+    further = (not n.online) + max(0, (n.pieces if cut is None else cut.slices) - 1)  # sums
     theta_o = (1 + theta_o) * (1 + gamma(score.rises + further, U)) - 1
     theta_l = gamma(xp.maximum(count - 1, 0.0) + score.rises + n.by_tile, U)
     theta_l = xp.minimum(theta_l + (1 + theta_l) * count * FLUSHED_WEIGHT / l_least, 1.0)
@@ -455,46 +455,6 @@ def _lse_bound(
     return (delta + ((1 + U) ** roundings - 1) * (size + delta)) * REFERENCE
 
 
-def rotation(x: Array, rope: Rope, position: int) -> Array:
-    r"""Bound |operand as the kernels turn it - operand turned exactly|, element by element (R0).
-
-    Parameters
-    ----------
-    x : (batch, heads, length, head_dim) array
-        Q or K in float16, bfloat16 or float32, before it is turned.
-    rope : Rope
-        The tables, which count as exact.
-    position : int
-        Of row 0.
-
-    Returns
-    -------
-    array, float64, shaped as x
-        +inf where the turned operand may leave the range of its type.
-
-    Notes
-    -----
-    x c - y s meets two roundings of each product, :math:`((1 + u)^2 - 1)(|x c| + |y s|)`, what
-    underflows and the rounding to the storage type. Times σ and the other operand it perturbs the
-    scores as the codes of INT8 do (docs/MATH_REFERENCE.md, R0 and Q3).
-    """
-    xp = array_namespace(x)
-    size, turned = xp.empty(x.shape, np.float64), xp.empty(x.shape, np.float64)
-    cos, sin = (as_float64(table) for table in rope.angles(x.shape[2], position))
-    first, second = rope.split(as_float64(x))
-    for sizes, values, one, other in zip(
-        rope.split(size),
-        rope.split(turned),
-        (first * cos, second * cos),
-        (-second * sin, first * sin),
-        strict=True,
-    ):
-        sizes[...], values[...] = xp.abs(one) + xp.abs(other), xp.abs(one + other)
-    error = ((1 + U) ** 2 - 1) * size + 2.0**-148
-    error = (error + half_ulp(turned + error, x.dtype.name)) * REFERENCE
-    return xp.where(size + error <= LARGEST[x.dtype.name], error, xp.inf)
-
-
 def quantisation(
     q: Array,
     k: Array,
@@ -510,6 +470,7 @@ def quantisation(
     bias: Array | None = None,
     block_mask: BlockMask | None = None,
     rows: Array | None = None,
+    prepared: tuple[Array, Array] | None = None,
 ) -> Bound:
     r"""Bound |exact attention of INT8 operands - exact attention of the caller's arrays| (J3).
 
@@ -522,6 +483,9 @@ def quantisation(
         What was made of them; its scales, zero points and mean are used, its codes are not.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `cupyattn.reference.attention_exact`.
+    prepared : (array, array), optional
+        Where q and k are those that `cupyattn.preparation.Preparation.exact` returns, how far what
+        was quantised may be from them: `preparation`.
 
     Returns
     -------
@@ -536,6 +500,7 @@ def quantisation(
 
     .. math:: |δS_{ij}| \le σ \sum_d Δq_{id} |k_{jd}| + (|q_{id}| + Δq_{id}) Δk_{jd}
 
+    where operands that were prepared add their error to Δ (Q7),
     and V's own rounding to 16 bits adds Σ p'_j |δv_j|. A softcap is 1-Lipschitz and a bias the same
     on both sides: neither adds anything.
     """
@@ -558,6 +523,9 @@ def quantisation(
         None if a is None else split_heads(a[:, :, chosen], k.shape[1])[..., None] for a in of_q
     )
     k_scale, k_zero = (None if a is None else a[:, :, None, :, None] for a in of_k)
+    errors = None
+    if prepared is not None:
+        errors = split_heads(prepared[0][:, :, chosen], k.shape[1]), prepared[1][:, :, None]
     terms, lse = _empty(q, k, v, rows, ("R1",))
     check_smoothing(softcap, quantized.k_mean)
     for block in score_blocks(
@@ -573,9 +541,10 @@ def quantisation(
             mean, subtraction = _of_block(quantized.k_mean, block), U  # R0
         centred = block.k - mean
         q_abs, k_abs = xp.abs(block.q), xp.abs(centred)
-        dq = _code_rounding(block.q, q_scale, q_zero, block.index, largest)
-        dk = _code_rounding(centred * (1 + subtraction), k_scale, k_zero, (batch, head), largest)
-        dk = dk + subtraction * k_abs
+        dq, dk = (0.0, 0.0) if errors is None else (errors[0][block.index], errors[1][batch, head])
+        dq = _code_rounding(block.q, dq, q_scale, q_zero, block.index, largest)
+        dk = dk + subtraction * (k_abs + dk)
+        dk = _code_rounding(centred, dk, k_scale, k_zero, (batch, head), largest)
         d = sigma * (dq @ k_abs.swapaxes(-1, -2) + (q_abs + dq) @ dk.swapaxes(-1, -2))  # R1
         float64 = (q_abs + dq) @ (xp.abs(block.k) + k_abs + dk).swapaxes(-1, -2)
         d = (d + 2 * gamma(head_dim + 8, U64) * sigma * float64) * REFERENCE + 2.0**-45
@@ -601,11 +570,19 @@ def quantisation(
     return _assemble(terms, lse)
 
 
-def _code_rounding(x: Array, scale: Array, zero: Array, index: Any, largest: int) -> Array:
-    """R1: what codes do to each number of a block of Q or K."""
+def _code_rounding(
+    x: Array, error: Any, scale: Array, zero: Array, index: Any, largest: int
+) -> Array:
+    """R1: what codes do to each number of a block of Q or K that had an error before."""
+    xp = array_namespace(x)
     if zero is None:
-        return value_bounds.rounding_to_codes(array_namespace(x).abs(x), scale[index], largest)
-    return value_bounds.rounding_with_zero_points(x, scale[index], zero[index])
+        size = xp.abs(x) + error
+        return error + value_bounds.rounding_to_codes(size, scale[index], largest)
+    ends = (
+        value_bounds.rounding_with_zero_points(x + e, scale[index], zero[index])
+        for e in (error, -error)
+    )
+    return error + xp.maximum(*ends)
 
 
 def _value_rounding(values: Array, dtype: str, quantized: Any, block: ScoreBlock) -> Array:

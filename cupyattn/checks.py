@@ -80,6 +80,8 @@ class AttentionCall:
         Which columns of Q and K a rotary embedding turns as a pair (`Features.rope`); "": none.
     rope_offset_q : int
         Query row i has the position ``i + rope_offset_q``, key j the position j.
+    qk_norm : bool
+        Whether rows of Q and K are divided by their root mean square first.
     packed : Packed, optional
         Batch entries are sequences of different lengths, packed without padding; Q and O are then
         arrays of shape (1, heads, total_q, head_dim), K and V of (1, heads_kv, total_k, head_dim).
@@ -104,6 +106,7 @@ class AttentionCall:
     block_mask: tuple[int, int] = (0, 0)
     rope: str = ""
     rope_offset_q: int = 0
+    qk_norm: bool = False
     packed: Packed | None = None
 
     @property
@@ -279,6 +282,40 @@ def check_shapes(
     if max(*q, *k) > MAX_LENGTH:
         raise UnsupportedError(f"every axis must be at most 2**30 long, {got}")
     return q[0], q[1], k[1], q[2], k[2], q[3]
+
+
+def check_backward_shapes(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
+) -> tuple[int, int, int, int, int, int]:
+    """Return what `check_shapes` does of q, k and v, the others having the shapes that q asks for.
+
+    `out` and `lse` may be None.
+    """
+    sizes = check_shapes(*(tuple(x.shape) for x in (q, k, v)))
+    shape = tuple(q.shape)
+    wanted = {"d_out": (d_out, shape), "out": (out, shape), "lse": (lse, shape[:3])}
+    for name, (array, want) in wanted.items():
+        if array is not None and tuple(array.shape) != want:
+            raise ValueError(
+                f"{name} must have shape {want}, to go with q.shape={shape}, got "
+                f"{name}.shape={tuple(array.shape)}"
+            )
+    return sizes
+
+
+def check_backward(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
+) -> tuple[tuple[int, int, int, int, int, int], str]:
+    """Return the sizes and the dtype of arrays (batch, heads, len, head_dim) of a backward pass."""
+    sizes, dtype = check_backward_shapes(d_out, q, k, v, out, lse), check_dtype(q, k, v)
+    for name, array, want in (
+        ("d_out", d_out, dtype),
+        ("out", out, dtype),
+        ("lse", lse, "float32"),
+    ):
+        if str(array.dtype) != want:
+            raise TypeError(f"{name} must be {want}, got {name}.dtype={array.dtype}")
+    return sizes, dtype
 
 
 def check_attention(

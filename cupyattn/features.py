@@ -53,6 +53,8 @@ class Features:
         Type of the codes of P; "": P is no code.
     zero_points : bool
         Codes have zero points, one with each scale.
+    qk_norm : bool
+        Rows of Q and K are divided by their root mean square.
     """
 
     dtype: str
@@ -72,6 +74,7 @@ class Features:
     group_v: int = 0
     p_type: str = ""
     zero_points: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -87,7 +90,10 @@ class Features:
 
     def defines(self) -> dict[str, int]:
         """Return the ``CFG_*`` macros that carry these features to ``prims/config.cuh``."""
+        # Only the kernels that normalise know of it: for all others nothing is said.
+        added = {"CFG_QK_NORM": 1} if self.qk_norm else {}
         return {
+            **added,
             "CFG_DTYPE": DTYPES.index(self.dtype),
             "CFG_HEAD_DIM": self.head_dim,
             "CFG_CAUSAL": int(self.causal),

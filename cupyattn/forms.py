@@ -11,6 +11,8 @@ from cupyattn import registry
 from cupyattn.arrays import device_of, is_cupy
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import data_address
+from cupyattn.launch import Operand
+from cupyattn.preparation import BUFFERS
 from cupyattn.quant import QuantizedQKV
 
 #: Buffers of a quantised call, as fields of `QuantizedQKV`.
@@ -76,7 +78,7 @@ def form_key(options: Sequence[Any], q: Any, k: Any, v: Any, **added: Any) -> An
         The call's other options, the variant's name first.
     q, k, v : array, or q a QuantizedQKV
     **added : array, BlockMask or (array, array), optional
-        mask, bias, block_mask, rope, cu_seqlens_q, cu_seqlens_k.
+        mask, bias, block_mask, rope, qk_norm, cu_seqlens_q, cu_seqlens_k.
     """
     operands = direct_operands(q, k, v, **added)
     return None if operands is None else operands_key(options, operands, q, **added)
@@ -103,7 +105,14 @@ def operands_key(
 
 
 def direct_operands(
-    q: Any, k: Any, v: Any, *, block_mask: Any = None, rope: Any = None, **added: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    block_mask: Any = None,
+    rope: Any = None,
+    qk_norm: Any = None,
+    **added: Any,
 ) -> dict[str, Any] | None:
     """Return the operands by name where all of them are CuPy arrays, else None."""
     if isinstance(q, QuantizedQKV) and k is None and v is None:
@@ -113,10 +122,11 @@ def direct_operands(
     for name, a in added.items():
         if a is not None:
             operands[name] = a
-    if rope is not None:
-        if not (isinstance(rope, tuple) and len(rope) == 2):
-            return None
-        operands["rope_cos"], operands["rope_sin"] = rope
+    for pair, names in ((rope, BUFFERS[:2]), (qk_norm, BUFFERS[2:])):
+        if pair is not None:
+            if not (isinstance(pair, tuple) and len(pair) == 2):
+                return None
+            operands |= zip(names, pair, strict=True)
     if not all(map(is_cupy, operands.values())):
         return None
     if isinstance(block_mask, BlockMask):
@@ -127,3 +137,13 @@ def direct_operands(
 def same_place(left: Any, right: Any) -> bool:
     """Whether two arrays start at one address."""
     return data_address(left) == data_address(right)
+
+
+def laid_out(shape: tuple[int, ...], itemsize: int, layout: str) -> Operand:
+    """Describe an array of a shape (batch, heads, len, head_dim), contiguous in a layout."""
+    if layout == "BHSD":
+        return Operand.contiguous(shape, itemsize)
+    batch, heads, length, head_dim = shape
+    rows = Operand.contiguous((batch, length, heads, head_dim), itemsize)
+    by_batch, by_row, by_head, by_column = rows.strides
+    return Operand(shape, (by_batch, by_head, by_row, by_column), itemsize, 0)

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import splits
+from cupyattn import hopper, pieces, splits
 from cupyattn.checks import INT32_MAX, AttentionCall, data_address
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
 from cupyattn.params import (
     ATTN_PARAMS,
+    PIECE_PARAMS,
     QUANT_PARAMS,
     SCHEDULE_PARAMS,
     SPLIT_PARAMS,
@@ -209,7 +210,7 @@ def module_spec(
     return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
 
 
-def _widest(*operands: Operand) -> int:
+def widest(*operands: Operand) -> int:
     return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
 
 
@@ -223,7 +224,7 @@ def check_grid(what: str, *counts: int, limit: int = INT32_MAX) -> int:
     return blocks
 
 
-def _features(call: AttentionCall, vec: int, **quantised: Any) -> Features:
+def features_of(call: AttentionCall, vec: int, **quantised: Any) -> Features:
     return Features(
         call.dtype, call.head_dim, call.causal, call.return_lse, vec, window=call.window,
         softcap=bool(call.softcap), mask=call.mask, bias=call.bias, block_mask=call.block_mask,
@@ -231,7 +232,7 @@ def _features(call: AttentionCall, vec: int, **quantised: Any) -> Features:
     )  # fmt: skip
 
 
-def _params(
+def attn_params(
     call: AttentionCall,
     q: Operand,
     k: Operand,
@@ -323,14 +324,14 @@ def plan_attention(
         For a dtype or size that the variant does not take.
     """
     variant.check_dtype(call.dtype)
-    if call.rope and not variant.turns_on_load:
+    if call.qk_norm or (call.rope and not variant.turns_on_load):
         raise UnsupportedError(
             f"{variant.name} takes operands that are turned already: run plan_rotation on q and k"
         )
     changed, note = call.scores_changed or call.packed is not None, ""
     form = "fused" if fused else variant.form_for(call.len_q, call.len_kv, tiles, changed=changed)
     if form == "portable" and arch == "sm_90a" and "sm90" in variant.forms:
-        note = _hopper_obstacle(variant, call, q, k, v, o)
+        note = hopper.obstacle(variant, call, q, k, v, o)
         form = "portable" if note else "sm90"
     tiles = variant.tiles_for(
         call.head_dim, tiles, form=form, lengths=call.mean_lengths, causal=call.causal,
@@ -338,9 +339,9 @@ def plan_attention(
     )  # fmt: skip
     if fused is not None:
         fused.check(tiles)
-    features = _features(call, _widest(q, k, v, o), **(fused.features if fused else {}))
+    features = features_of(call, widest(q, k, v, o), **(fused.features if fused else {}))
     spec = module_spec(variant, features, tiles, form)
-    params = _params(call, q, k, v, o, mask, bias, kept_blocks)
+    params = attn_params(call, q, k, v, o, mask, bias, kept_blocks)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
     if form == "split":
@@ -350,61 +351,56 @@ def plan_attention(
     grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params),)
     workspace: tuple[Workspace, ...] = ()
+    merge: tuple[Launch, ...] = ()
     if form == "sm90":
         boxes = (
             ("q", call.dtype, q, tiles.block_q), ("k", call.dtype, k, tiles.block_kv),
             ("v", call.dtype, v, tiles.block_kv), ("o", call.dtype, o, HOPPER_STORE_ROWS),
         )  # fmt: skip
-        grid, added, workspace = _persistent(call, grid, boxes)
+        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles)
+        merge = _merge_pieces(spec, tiles, cut, (*structs, (QUANT_PARAMS, {})))
         structs += added
     entry = f"{variant.entry_point}_fused" if fused else variant.entry_point
     launch = Launch(spec, entry, grid, tiles.num_threads, True, structs)
-    return Plan(variant.name, form, tiles, features, (launch,), workspace, note)
+    return Plan(variant.name, form, tiles, features, (launch, *merge), workspace, note)
 
 
 def _persistent(
-    call: AttentionCall, tiles: int, boxes: Sequence[tuple[str, str, Operand, int]]
-) -> tuple[int, tuple[Any, ...], tuple[Workspace, ...]]:
-    """Return blocks, further parameters and workspace of a Hopper form that works off `tiles`.
+    call: AttentionCall,
+    count: int,
+    boxes: Sequence[tuple[str, str, Operand, int]],
+    tiles: Tiles,
+    form: str = "sm90",
+) -> tuple[int, tuple[Any, ...], tuple[Workspace, ...], pieces.Pieces]:
+    """Return blocks, further parameters, workspace, and pieces of a form that takes `count` tiles.
 
     Boxes are buffer, dtype, operand and rows of what the copy engine moves.
     """
     # NOTE: every block goes on to a tile past the last, whose number is an int as well.
-    check_grid("the Hopper form", tiles, limit=INT32_MAX - HOPPER_BLOCKS)
+    check_grid("the Hopper form", count, limit=INT32_MAX - HOPPER_BLOCKS)
     uneven = call.causal or call.window or call.packed is not None or call.block_mask != (0, 0)
-    schedule = (SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None})
-    workspace = (Workspace("next_tile", (1,), "int32", zeros=True),) if uneven else ()
-    maps = tuple(tensor_map_of(*box) for box in boxes)
-    return min(tiles, HOPPER_BLOCKS), (*maps, schedule), workspace
+    cuts = form == "sm90" and not uneven
+    steps = -(-call.len_kv // tiles.block_kv)
+    cut = pieces.share_out(count, steps, HOPPER_BLOCKS if cuts else 1)  # one block cuts nothing
+    structs: tuple[Any, ...] = tuple(tensor_map_of(*box) for box in boxes)
+    structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None}),)
+    structs += ((PIECE_PARAMS, cut.params),) if form == "sm90" else ()
+    counter = (Workspace("next_tile", (1,), "int32", zeros=True),)
+    parts = tuple(Workspace(*one) for one in cut.buffers(tiles, call.head_dim))
+    blocks = HOPPER_BLOCKS if cut.cut else min(count, HOPPER_BLOCKS)
+    return blocks, structs, counter if uneven else parts, cut
 
 
-def _hopper_obstacle(
-    variant: Variant, call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand
-) -> str:
-    """Return why the Hopper form does not take a call, as a note for its plan; "" where it does."""
-    if 0 in (call.len_kv, k.shape[2]):
-        return "portable form: there are no keys for the copy engine"
-    given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
-    blocks = call.block_mask
-    given += ["block_mask"] if blocks != (0, 0) and not variant.hopper_block_mask_tiles else []
-    if given:
-        return f"portable form: the Hopper form takes no {' and no '.join(given)}"
-    if blocks != (0, 0) and call.packed is not None:
-        return "portable form: the Hopper form takes no block mask of packed sequences"
-    if blocks != (0, 0) and variant.block_mask_tiles_for(call.head_dim, blocks, "sm90") is None:
-        return (
-            "portable form: the Hopper form takes block masks of 128 query rows, got blocks of "
-            f"{blocks[0]} x {blocks[1]}"
-        )
-    for name, x in zip("qkvo", (q, k, v, o), strict=True):
-        strides = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
-        if x.misalignment or any(s <= 0 or s * x.itemsize % 16 for s in strides):
-            return (
-                f"portable form: the copy engine needs addresses and positive strides that are "
-                f"multiples of 16 bytes, got {name} at 16 n + {x.misalignment} with strides of "
-                f"{tuple(s * x.itemsize for s in x.strides[:-1])} bytes"
-            )
-    return ""
+def _merge_pieces(
+    spec: ModuleSpec, tiles: Tiles, cut: pieces.Pieces, structs: tuple[Any, ...]
+) -> tuple[Launch, ...]:
+    """Plan what brings the pieces of tiles together, a warp to a query row; () without any."""
+    if not cut.cut:
+        return ()
+    grid = -(-cut.cut * tiles.block_q // tiles.num_warps)
+    merge = ModuleSpec("sm90/merge_pieces.cu", spec.defines)
+    structs += ((PIECE_PARAMS, cut.params),)
+    return (Launch(merge, "merge_pieces", grid, tiles.num_threads, False, structs),)
 
 
 def tensor_map_of(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
@@ -526,13 +522,13 @@ def plan_unfused_step(
     """
     tiles = variant.tiles_for(call.head_dim, tiles, block_mask=call.block_mask)
     rows = [x for name, x in operands.items() if name in "qkvo"]
-    vec = _widest(*rows) if rows else 1
-    features = _features(call, vec)
+    vec = widest(*rows) if rows else 1
+    features = features_of(call, vec)
     spec = module_spec(variant, features, tiles)
     absent = Operand((1, 1, 1, 1), (0, 0, 0, 0), 1, 0)
     q, k, v, o = (operands.get(name, absent) for name in "qkvo")
     of_scores = (operands.get(name) for name in ("mask", "bias", "kept_blocks"))
-    params = _params(call, q, k, v, o, *of_scores)
+    params = attn_params(call, q, k, v, o, *of_scores)
     params["S"] = "S"
     params.update({name.upper(): None for name in "qkvo" if name not in operands})
     launches = _unfused_launch(step, variant, call, spec, tiles, params)
@@ -591,10 +587,10 @@ def plan_int8(
             f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"
         )
     if arch == "sm_90a" and "sm90" in variant.forms:
-        hopper = "sm90" if values is None else values.hopper_form
+        own = "sm90" if values is None else values.hopper_form
         note = hopper_obstacle(variant, call.head_dim, group_kv, zeros, values)
-        note = note or _hopper_obstacle(variant, call, q_codes, k_codes, v, o)
-        form = form if note else hopper
+        note = note or hopper.obstacle(variant, call, q_codes, k_codes, v, o)
+        form = form if note else own
     tiles = variant.tiles_for(
         call.head_dim, tiles, form=form, lengths=(call.len_q, call.len_kv), causal=call.causal,
         block_mask=call.block_mask,
@@ -606,11 +602,11 @@ def plan_int8(
     if values is not None:
         values.check(v, tiles)
         quantised |= {"group_v": values.group, "p_type": values.p_type}
-    features = _features(call, vec, **quantised)
+    features = features_of(call, vec, **quantised)
     spec = module_spec(variant, features, tiles, form)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
-    params = _params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)
+    params = attn_params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)
     params |= {"Q": "q_codes", "K": "k_codes"}
     quant = quant_params(q_scale, k_scale, smoothed, zeros)
     structs: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, quant))
@@ -620,6 +616,7 @@ def plan_int8(
         structs += ((VALUE_PARAMS, values.params),)
     grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     workspace: tuple[Workspace, ...] = ()
+    merge: tuple[Launch, ...] = ()
     if form.startswith("sm90"):
         value = "bfloat16" if call.dtype == "bfloat16" else "float16"
         of_v = ("v", value, v, tiles.block_kv)
@@ -628,10 +625,11 @@ def plan_int8(
             ("q_codes", "int8", q_codes, tiles.block_q),
             ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
         )  # fmt: skip
-        grid, added, workspace = _persistent(call, grid, boxes)
+        grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, form)
+        merge = _merge_pieces(spec, tiles, cut, structs)
         structs += added
     launch = Launch(spec, entry, grid, tiles.num_threads, True, structs)
-    return Plan(variant.name, form, tiles, features, (launch,), workspace, note)
+    return Plan(variant.name, form, tiles, features, (launch, *merge), workspace, note)
 
 
 def _int8_allows(vec: int, q_codes: Operand, k_codes: Operand, *rows: Operand) -> bool:

@@ -53,42 +53,52 @@ MEASURED: Rows = (
     }),
 )  # fmt: skip
 
-#: fa_tc, and fa_int8 as the classes of `auto.QUANT` quantise: NVIDIA H200, revision eb17011be7.
+#: fa_tc, and fa_int8 as the classes of `auto.QUANT` quantise: NVIDIA H200, revision ab8c9f5345.
 RECORD_8_BIT = "experiments/results/peers_int8.json"
 MEASURED_8_BIT: Rows = (
     (90, "float16", 128, 1024, False, {
-        "fa_tc": 207.6,
-        "balanced": 281.1,
-        "aggressive": 405.3,
+        "fa_tc": 211.7,
+        "balanced": 283.9,
+        "aggressive": 467.5,
     }),
     (90, "float16", 128, 4096, False, {
-        "fa_tc": 720.0,
-        "balanced": 725.1,
-        "aggressive": 911.2,
+        "fa_tc": 728.9,
+        "balanced": 709.2,
+        "aggressive": 965.2,
     }),
     (90, "float16", 128, 8192, False, {
-        "fa_tc": 1413.1,
-        "balanced": 1332.0,
-        "aggressive": 1566.4,
+        "fa_tc": 1386.9,
+        "balanced": 1253.2,
+        "aggressive": 1648.2,
     }),
     (90, "float16", 128, 16384, False, {
-        "fa_tc": 2799.8,
-        "balanced": 2556.2,
-        "aggressive": 2960.2,
-    }),
-    (90, "float16", 64, 8192, False, {
-        "fa_tc": 1730.6,
-        "balanced": 1958.8,
-        "aggressive": 2233.4,
-    }),
-    (90, "float16", 256, 8192, False, {
-        "fa_tc": 1357.0,
-        "balanced": 1130.6,
-        "aggressive": 1314.8,
+        "fa_tc": 2727.1,
+        "balanced": 2361.2,
+        "aggressive": 3018.9,
     }),
     (90, "float16", 128, 8192, True, {
-        "fa_tc": 730.0,
-        "balanced": 782.3,
-        "aggressive": 875.5,
+        "fa_tc": 735.7,
+        "balanced": 768.6,
+        "aggressive": 951.0,
+    }),
+    (90, "float16", 64, 16384, False, {
+        "fa_tc": 3399.5,
+        "balanced": 3928.7,
+        "aggressive": 4274.6,
+    }),
+    (90, "float16", 256, 8192, False, {
+        "fa_tc": 1363.4,
+        "balanced": 1128.4,
+        "aggressive": 1382.3,
+    }),
+    (90, "float16", 128, 4608, False, {
+        "fa_tc": 344.1,
+        "balanced": 334.7,
+        "aggressive": 453.4,
+    }),
+    (90, "float16", 128, 118800, False, {
+        "fa_tc": 241211.2,
+        "balanced": 206176.4,
+        "aggressive": 214770.3,
     }),
 )  # fmt: skip

@@ -77,6 +77,14 @@ class Scores:
             S = S + self.scoring.bias_at(EVERYWHERE, rows, keys).astype(np.float32)  # R3
         return cast(Float32, self.scoring.select(S, EVERYWHERE, rows, keys))
 
+    def slope(self, kv0: int, kv1: int) -> Float32:
+        """How fast the scores of these keys rise with scale q.k: 1 but for a softcap."""
+        if not self.scoring.softcap or self.row_factor is None:
+            return np.ones(1, np.float32)
+        x = self.Q @ self.K[..., kv0:kv1, :].swapaxes(-1, -2) * self.row_factor
+        t = tanh(x * np.float32(1 / self.scoring.softcap))
+        return fma32(-t, t, np.float32(1))  # R11
+
     def visitors(self, kv0: int, tiles: Tiles) -> slice:
         """Query rows of the tiles that visit the step at kv0; the others skip it."""
         len_q, len_kv = self.rows[-1], self.K.shape[-2]
@@ -108,7 +116,7 @@ class Scores:
         return np.where(kept, products, np.float32(0))
 
 
-def _prepare_scores(
+def prepare_scores(
     q: Array, k: Array, scale: float, scoring: Scoring, n: Numerics, quantized: Quantized | None
 ) -> Scores:
     """Put the factors of a score where this kernel applies them (R3)."""
@@ -187,7 +195,7 @@ def scores_mirror(
         bias=bias, block_mask=block_mask,
     )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):
-        scores = _prepare_scores(q, k, check_scale(scale, head_dim), scoring, n, None)
+        scores = prepare_scores(q, k, check_scale(scale, head_dim), scoring, n, None)
         return cast(Float32, merge_heads(scores.block(0, len_kv)))
 
 
@@ -240,14 +248,15 @@ def weighted_sum_mirror(P: Float32, v: Array) -> Array:
         return merge_heads(round_to(O, out_type)).astype(STORAGE[out_type])  # R7
 
 
-def _require_numpy(*arrays: Array) -> None:
+def require_numpy(*arrays: Array) -> None:
+    """Raise TypeError for arrays of another kind."""
     if array_namespace(*arrays) is not np:
         raise TypeError("the mirror computes on NumPy arrays: bring CuPy arrays over with .get()")
 
 
 def _storage_name(q: Array, k: Array, v: Array) -> str:
     """Return the one storage type of three NumPy arrays."""
-    _require_numpy(q, k, v)
+    require_numpy(q, k, v)
     return check_dtype(q, k, v)
 
 
@@ -343,7 +352,7 @@ def attention_mirror(
         quantized = q.unpacked()
         q, k = quantized.q_codes, quantized.k_codes
         v = quantized.value_codes() if quantized.v is None else quantized.v
-        _require_numpy(q, k, v)
+        require_numpy(q, k, v)
         dtype = quantized.out_dtype
     else:
         if k is None or v is None:
@@ -377,7 +386,7 @@ def attention_mirror(
 
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         # S0 locate, S1 load Q
-        scores = _prepare_scores(q, k, sigma, scoring, n, quantized)
+        scores = prepare_scores(q, k, sigma, scoring, n, quantized)
         steps: list[Step] = []
         if n.shifts and quantized is not None:
             O, state = by_shifts(scores, quantized, n.shifts, tiles, steps)

@@ -23,6 +23,8 @@ EX2_FLUSH = 2.0**-126
 TANHF_ERROR = 2.0**-21
 #: HEADROOM of ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu`` is 2 to its power.
 HOPPER_HEADROOM = 8
+#: Pieces along the keys that a tile of the Hopper forms is cut into, the last one excepted.
+MOST_PIECES = 16
 #: Codes of P by type: that of the largest exponential of a tile.
 P_CODE_ONE = {"u8": 255.0, "s8": 127.0, "e4m3": 448.0}
 
@@ -97,6 +99,9 @@ class Numerics:
         step. 0: M is the largest score so far.
     splits : bool
         R6. Slices of the keys have an online recurrence each, and a weighted sum of them follows.
+    pieces : int
+        R6. Into how many pieces along the keys a row may be cut, each with a recurrence of its own,
+        a weighted sum of which follows; 0 or 1: none.
     sums_operand : bool
         R6, R7. True: O is divided by the sum of P as the operand of P.V, a column of that product;
         lse has the sum of P before it was rounded.
@@ -121,6 +126,7 @@ class Numerics:
     bias: bool = False
     headroom: int = 0
     splits: bool = False
+    pieces: int = 0
     sums_operand: bool = False
     shifts: Shifts | None = None
     scales_last: bool = False
@@ -223,6 +229,7 @@ def numerics(
         return Numerics(
             dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
             **features, headroom=HOPPER_HEADROOM if form == "sm90" else 0,
+            pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     if family == "int8" and form in ("pv8", "sm90_pv8", "sm90_fp8"):
         by_form = "e4m3" if form == "sm90_fp8" else "u8"
@@ -238,7 +245,7 @@ def numerics(
         return Numerics(
             "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
             **features, headroom=HOPPER_HEADROOM if form == "sm90" else 0,
-            sums_operand=form == "sm90",
+            sums_operand=form == "sm90", pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     raise ValueError(
         f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"

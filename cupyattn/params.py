@@ -45,6 +45,12 @@ SPLIT_PARAMS = np.dtype(
     align=True,
 )  # fmt: skip
 
+#: ``struct PieceParams`` of kernels_cu/prims/params.cuh.
+PIECE_PARAMS = np.dtype(
+    [("O", "u8"), ("rows", "u8"), ("whole", "i4"), ("cut", "i4"), ("steps", "i4"), ("share", "i4")],
+    align=True,
+)
+
 #: ``struct ScheduleParams`` of kernels_cu/prims/params.cuh.
 SCHEDULE_PARAMS = np.dtype([("next_tile", "u8")], align=True)
 

@@ -80,6 +80,37 @@ def half_ulp(x: Array, fmt: str) -> Array:
     return xp.maximum(UNIT_ROUNDOFF[fmt] * power, HALF_SUBNORMAL[fmt])
 
 
+def ratio_to_bound(value: Array, expected: Array, bound: Array) -> Array:
+    """Return errors as fractions of their bounds.
+
+    Parameters
+    ----------
+    value, expected, bound : array
+        Of one shape, float64.
+
+    Returns
+    -------
+    array
+        0 where both agree, NaN included, and where the bound is infinite (nothing is promised);
+        +inf where a bound of 0 is missed, where `value` is NaN or infinite though a bound exists,
+        and where it is finite though `expected` is not.
+
+    Examples
+    --------
+    >>> ratio_to_bound(np.array([1.5, np.nan]), np.array([1.0, 1.0]), np.array([1.0, 1.0])).tolist()
+    [0.5, inf]
+    """
+    xp = array_namespace(value, expected, bound)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        error = xp.abs(value - expected)
+        ratio = xp.where(bound > 0, error / xp.where(bound > 0, bound, 1.0), xp.inf)
+    promised = xp.isfinite(expected) & xp.isfinite(bound)
+    ratio = xp.where(promised, xp.where(xp.isfinite(value), ratio, xp.inf), 0.0)
+    garbage = ~xp.isfinite(expected) & xp.isfinite(value)
+    ratio = xp.where(garbage | ((bound == 0) & ~promised), xp.inf, ratio)
+    return xp.where((value == expected) | (xp.isnan(value) & xp.isnan(expected)), 0.0, ratio)
+
+
 def softmax_perturbation(
     P: Array, d: Array, v: Array, o: Array
 ) -> tuple[Array, Array, Array, Array]:

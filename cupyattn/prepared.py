@@ -15,17 +15,19 @@ from cupyattn import backends, checks, executor, launch
 from cupyattn.arrays import is_cupy
 from cupyattn.checks import AttentionCall, data_address
 from cupyattn.errors import DeviceMemoryError
-from cupyattn.forms import QUANTIZED, Form, direct_operands
+from cupyattn.forms import QUANTIZED, Form, direct_operands, laid_out
 from cupyattn.launch import Operand, Plan, Workspace
+from cupyattn.preparation import BUFFERS, OPTIONS
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.nibbles import plan_unpack
 from cupyattn.quant.operands import check_value_tiles, scale_tiles, static_scales
 from cupyattn.quant.plan import parts, plan_quantize
 from cupyattn.quant.quantizers import padded_columns
 from cupyattn.request import Request, resolve
-from cupyattn.rotation import plan_rotation
+from cupyattn.rotation import plan_preparation, prepares_of
 from cupyattn.rounding import STORAGE, array_namespace
 from cupyattn.scratch import Layout, Scratch, free_bytes, memory_error
+from cupyattn.tiles import Tiles
 from cupyattn.value_codes import FusedCodes, ValueCodes, ZeroPoints
 
 #: Operands that say what happens to the scores, as fields of `Request`.
@@ -33,7 +35,7 @@ OF_SCORES = ("mask", "bias", "kept_blocks")
 #: Operands that say where packed sequences lie.
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
 #: Buffers of a call beside q, k and v, which a prepared call keeps.
-ADDED = (*OF_SCORES, "rope_cos", "rope_sin", *SEQUENCES)
+ADDED = (*OF_SCORES, *BUFFERS, *SEQUENCES)
 
 
 # ---- what a call consists of ---------------------------------------------------------------------
@@ -85,8 +87,9 @@ def stages(request: Request) -> Stages:
     """
     call, options, z = request.call, request.options, request.quantized
     o = _output(request)
-    if call.rope and not request.variant.turns_on_load:
-        return _turning_stages(request, o)
+    coded = request.variant.family == "int8" and not (options.quant and options.quant.fused)
+    if request.preparation and not coded and (call.qk_norm or not request.variant.turns_on_load):
+        return _preparing_stages(request, o)
     q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
     if request.variant.family != "int8":
         return Stages((Stage(_attention_plan(request, call, q, k, v, o)),))
@@ -137,20 +140,20 @@ def _attention_plan(
     )  # fmt: skip
 
 
-def _turning_stages(request: Request, o: Operand) -> Stages:
-    """Plan a rung that takes operands turned already: a pass for each of Q and K, then the rung."""
-    call, operands = request.call, {"q": Operand.of(request.q), "k": Operand.of(request.k)}
-    first_positions = {"q": call.rope_offset_q, "k": 0}
+def _preparing_stages(request: Request, o: Operand) -> Stages:
+    """Plan a rung that takes operands prepared already: a pass for each of Q and K, then that."""
+    call, hows = request.call, prepares_of(request.preparation)
+    operands = {"q": Operand.of(request.q), "k": Operand.of(request.k)}
     passes = tuple(
         Stage(
-            plan_rotation(x, call.dtype, call.rope, first_positions[name], _packed(call, name)),
+            plan_preparation(x, call.dtype, hows[name], _packed(call, name)),
             {"x": name, "turned": f"{name}_turned", "cu_seqlens": f"cu_seqlens_{name}"},
         )
         for name, x in operands.items()
     )
     between = tuple(Workspace(f"{n}_turned", x.shape, call.dtype) for n, x in operands.items())
     q, k = (Operand.contiguous(x.shape, x.itemsize) for x in operands.values())
-    v, call = Operand.of(request.v), replace(call, rope="", rope_offset_q=0)
+    v, call = Operand.of(request.v), replace(call, rope="", rope_offset_q=0, qk_norm=False)
     if request.variant.family == "int8":
         rest = _quantising_stages(request, call, q, k, v, o)
     else:
@@ -180,14 +183,8 @@ def _output(request: Request) -> Operand:
     """Describe where O goes: the caller's array, or one contiguous in his layout."""
     if request.receiver is not None:
         return Operand.of(request.receiver)
-    batch, heads, len_q, head_dim = request.call.output_shape
     itemsize = STORAGE[request.call.dtype].itemsize
-    if request.options.layout == "BHSD":
-        return Operand.contiguous((batch, heads, len_q, head_dim), itemsize)
-    rows = Operand.contiguous((batch, len_q, heads, head_dim), itemsize)
-    by_batch, by_row, by_head, by_column = rows.strides
-    strides = (by_batch, by_head, by_row, by_column)
-    return Operand((batch, heads, len_q, head_dim), strides, itemsize, 0)
+    return laid_out(request.call.output_shape, itemsize, request.options.layout)
 
 
 def _quantising_stages(
@@ -196,9 +193,7 @@ def _quantising_stages(
     """Plan ``fa_int8`` on arrays, which may be others than the caller's: quantise, then attend."""
     options = request.options
     quant = options.quant or QuantConfig()
-    tiles = options.tiles or scale_tiles(
-        request.variant, call.head_dim, quant, architecture(request)
-    )
+    tiles = _tiles_of_scales(request, quant)
     if quant.fused:
         fused = FusedCodes(quant.group_q(tiles), quant.group_kv(tiles), quant.zero_points)
         plan = launch.plan_attention(
@@ -207,7 +202,9 @@ def _quantising_stages(
         return Stages((Stage(plan),))
     check_value_tiles(quant, tiles, architecture(request))
     operands = {"q": q, "k": k, "v": v}
-    found = parts(quant, tiles, operands, {name: _packed(call, name) for name in operands})
+    packed = {name: _packed(call, name) for name in operands}
+    found = parts(quant, tiles, operands, packed, prepares_of(request.preparation))
+    call = replace(call, rope="", rope_offset_q=0, qk_norm=False)
     first = plan_quantize(call.dtype, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
     between = [
         # Given scales are filled in; so is the mean of no keys, which no launch makes.
@@ -239,6 +236,12 @@ def _quantising_stages(
         tiles=options.tiles, arch=architecture(request),
     )  # fmt: skip
     return Stages((Stage(first), Stage(plan, renamed)), tuple(between))
+
+
+def _tiles_of_scales(request: Request, quant: QuantConfig) -> Tiles:
+    """Return the tiles whose sizes granularity "block" takes: the caller's, or the variant's."""
+    arch, head_dim = architecture(request), request.call.head_dim
+    return request.options.tiles or scale_tiles(request.variant, head_dim, quant, arch)
 
 
 def architecture(request: Request) -> str | None:
@@ -278,7 +281,7 @@ class Prepared:
         nothing: dict[str, Any] = dict.fromkeys(("mask", "bias", *SEQUENCES))
         self._options = replace(request.options, out=None, **nothing)
         if not keep:
-            self._options = replace(self._options, block_mask=None, rope=None)
+            self._options = replace(self._options, block_mask=None, rope=None, qk_norm=None)
         self._added = {
             name: a for name, a in operands_of(request).items() if keep and name in ADDED
         }
@@ -495,8 +498,8 @@ def operands_of(request: Request) -> dict[str, Any]:
     else:
         found = {name: getattr(z, name) for name in QUANTIZED}
     found |= {name: getattr(request, name) for name in (*OF_SCORES, *SEQUENCES)}
-    if request.rope is not None:
-        found |= {"rope_cos": request.rope.cos, "rope_sin": request.rope.sin}
+    if request.preparation is not None:
+        found |= request.preparation.buffers
     return {name: a for name, a in found.items() if a is not None}
 
 
@@ -532,9 +535,7 @@ def _static_scales(request: Request) -> dict[str, Any]:
     quant = request.options.quant
     if request.quantized is not None or quant is None or not quant.static:
         return {}
-    tiles = request.options.tiles or scale_tiles(
-        request.variant, request.call.head_dim, quant, architecture(request)
-    )
+    tiles = _tiles_of_scales(request, quant)
     xp = array_namespace(request.q)
     sequences = request.call.batch if request.call.packed else None
     found = static_scales(xp, quant, request.q.shape, request.k.shape, tiles, sequences)
@@ -571,7 +572,7 @@ def _mirror_packed(request: Request) -> tuple[Any, Any]:
     for number, (q_ends, k_ends) in enumerate(pairs):
         rows, keys = slice(*q_ends), slice(*k_ends)
         q, k, v = request.q[:, :, rows], request.k[:, :, keys], request.v[:, :, keys]
-        own = _scoring_of(request, number, q.shape[2], k.shape[2])
+        own = scoring_of(request, number, q.shape[2], k.shape[2])
         if parts is not None:
             q, k, v = parts[number], None, None
         own["quant"] = None if quant is None else quant.of_entry(number)
@@ -580,7 +581,7 @@ def _mirror_packed(request: Request) -> tuple[Any, Any]:
     return o, lse
 
 
-def _scoring_of(request: Request, number: int, len_q: int, len_kv: int) -> dict[str, Any]:
+def scoring_of(request: Request, number: int, len_q: int, len_kv: int) -> dict[str, Any]:
     """Return mask, bias and block mask of one packed sequence: the top left corner of its entry."""
     corner = slice(number, number + 1), slice(None), slice(len_q), slice(len_kv)
     masks = {name: getattr(request, name) for name in ("mask", "bias")}
@@ -596,13 +597,14 @@ def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
 
     options, z = request.options, request.quantized
     operands: tuple[Any, ...] = (request.q, request.k, request.v)
-    if request.rope is not None:
-        operands = (*request.rope.turned(request.q, request.k), request.v)
     if request.variant.family == "int8":
         z = z or quantize(
-            *operands, quant=options.quant, tiles=options.tiles, backend=request.backend
-        )
+            *operands, quant=options.quant, tiles=options.tiles, backend=request.backend,
+            **{name: getattr(options, name) for name in OPTIONS},
+        )  # fmt: skip
         operands = (z, None, None)
+    elif request.preparation is not None:
+        operands = (*request.preparation.stored(request.q, request.k), request.v)
     o, lse = reference.attention_mirror(
         *operands, variant=request.variant.name, tiles=options.tiles,
         form=form or stages(request).plans[-1].form, scale=options.scale,

@@ -13,10 +13,11 @@ from cupyattn import arrays, auto, backends, checks, registry
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall
 from cupyattn.compile import capability_of
+from cupyattn.preparation import EPS, Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.operands import check_packed_quant
 from cupyattn.registry import Variant
-from cupyattn.rope import Rope, check_turned_before
+from cupyattn.rope import check_turned_before
 from cupyattn.rounding import array_namespace
 from cupyattn.scoring import check_smoothing
 from cupyattn.sequences import Sequences, one_entry, take_sequences
@@ -55,6 +56,8 @@ class Options:
     cu_seqlens_k: Any = None
     max_len_q: int | None = None
     max_len_k: int | None = None
+    qk_norm: Any = None
+    qk_norm_eps: float = EPS
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ class Request:
         to the longest lengths.
     kept_blocks : array or None
         What kernels read of the caller's block mask, beside q.
-    rope : Rope or None
-        The tables of a rotary embedding, as the kernels read them.
+    preparation : Preparation or None
+        What happens to the rows of Q and K first, with weights and tables as the kernels read them.
     quantized : QuantizedQKV or None
         What the caller brought already quantised.
     receiver : array or None
@@ -103,7 +106,7 @@ class Request:
     mask: Any
     bias: Any
     kept_blocks: Any
-    rope: Rope | None
+    preparation: Preparation | None
     quantized: QuantizedQKV | None
     receiver: Any
     restore: Callable[[Any], Any]
@@ -154,9 +157,11 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         sequences = take_sequences(q, sizes[3:5], vars(options), look=options.check_finite)
         options = replace(options, max_len_q=sequences.max_len_q, max_len_k=sequences.max_len_k)
     call, mask, bias = _check_options(sizes, checks.check_dtype(q, k, v), q, options, sequences)
-    rope = _take_rope(q, call, options)
-    if rope is not None:
-        call = replace(call, rope=rope.pairs, rope_offset_q=rope.offset_q)
+    preparation = _take_preparation(q, call, options)
+    if preparation is not None:
+        call = replace(call, qk_norm=preparation.norm is not None)
+        if (rope := preparation.rope) is not None:
+            call = replace(call, rope=rope.pairs, rope_offset_q=rope.offset_q)
     if options.variant == "auto":
         choice = _choose(options, call, _capability(q, options.arch))
         options = replace(options, quant=choice.quant)
@@ -164,9 +169,8 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     else:
         variant, why = registry.lookup(options.variant), "asked for by name"
     variant.check_dtype(call.dtype)
-    tables = () if rope is None else (rope.cos, rope.sin)
     arrays.check_one_device(
-        q=q, k=k, v=v, mask=mask, bias=bias, **dict(zip(("cos", "sin"), tables, strict=False)),
+        q=q, k=k, v=v, mask=mask, bias=bias, **(preparation.buffers if preparation else {}),
         **_offsets(sequences),
     )  # fmt: skip
     if options.quant is not None and variant.family != "int8":
@@ -180,7 +184,7 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
         why += "; keys are not smoothed, since a softcap would feel their mean"
     return Request(
         options, variant, why, call, backends.choose(options.backend, q), q, k, v, mask, bias,
-        _kept_blocks(options, q), rope, None,
+        _kept_blocks(options, q), preparation, None,
         _receiver(options, call, (q, k, v, mask, bias)),
         lambda o: restore(as_given(o, options.layout, packed=packed)), restore,
         **_offsets(sequences),
@@ -198,7 +202,7 @@ def _resolve_quantized(quantized: QuantizedQKV, k: Any, v: Any, options: Options
         raise ValueError(
             "a QuantizedQKV carries q, k, v and their config: give no k, v or quant beside it"
         )
-    if options.rope is not None:
+    if options.rope is not None or options.qk_norm is not None:
         check_turned_before(quantized)
     if options.layout != "BHSD" and quantized.cu_seqlens_q is None:
         raise ValueError(f"a QuantizedQKV has layout 'BHSD', got layout={options.layout!r}")
@@ -294,16 +298,16 @@ def _kept_blocks(options: Options, q: Any) -> Any:
     return None if options.block_mask is None else options.block_mask.kept_blocks(q)
 
 
-def _take_rope(q: Any, call: AttentionCall, options: Options) -> Rope | None:
-    """Return the caller's tables, checked against his arrays."""
-    rope = options.rope
-    if isinstance(rope, (tuple, list)):
-        rope = tuple(arrays.take(name, a)[0] for name, a in zip(("cos", "sin"), rope, strict=False))
-        array_namespace(q, *rope)
-    return Rope.of(
-        rope, options.rope_interleaved, options.rope_offset_q, call.len_q, call.len_kv,
-        call.head_dim,
-    )  # fmt: skip
+def _take_preparation(q: Any, call: AttentionCall, options: Options) -> Preparation | None:
+    """Return the caller's tables and weights, checked against his arrays."""
+    given = dict(vars(options))
+    for option, names in (("rope", ("cos", "sin")), ("qk_norm", ("q_weight", "k_weight"))):
+        if isinstance(given[option], (tuple, list)):
+            taken = zip(names, given[option], strict=False)
+            given[option] = tuple(arrays.take(name, a)[0] for name, a in taken)
+            array_namespace(q, *given[option])
+    sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
+    return Preparation.of(given, sizes)
 
 
 def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:

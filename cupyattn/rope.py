@@ -100,7 +100,7 @@ class Rope:
                 f"the tables of rope have {shapes[0][0]} positions, but rope_offset_q + len_q = "
                 f"{offset} + {len_q} and len_kv = {len_kv} are needed: give longer tables"
             )
-        return cls(_table(cos), _table(sin), bool(interleaved), offset)
+        return cls(aligned_table(cos), aligned_table(sin), bool(interleaved), offset)
 
     @property
     def pairs(self) -> str:
@@ -175,15 +175,15 @@ class Rope:
 
 
 def check_turned_before(quantized: Any) -> None:
-    """Raise where a rotary embedding is asked of operands that are quantised already."""
+    """Raise where rows of operands that are quantised already were to be prepared."""
     if quantized is not None:
         raise ValueError(
-            "rope comes before quantising: turn q and k first (cupyattn.rope.Rope.turned), then "
-            "quantize them"
+            "rope and qk_norm come before quantising: give them to quantize, or turn q and k "
+            "first (cupyattn.rope.Rope.turned)"
         )
 
 
-def _table(table: Array) -> Array:
+def aligned_table(table: Array) -> Array:
     """Return a table as the kernels read it: float32, contiguous, aligned; a copy if need be."""
     xp = array_namespace(table)
     laid = xp.ascontiguousarray(table.astype(np.float32, copy=False))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,6 +48,36 @@ def memory_error(
         f"{variant} needs {sum(needed.values()):,} bytes beside its operands, "
         f"{needed[largest]:,} of them for {largest!r}, and {found}: {way_out}"
     )
+
+
+@contextlib.contextmanager
+def saying_what_is_needed(
+    what: str, needed: Mapping[str, int], *, on_device: bool
+) -> Iterator[None]:
+    """Turn a MemoryError into one that says how much is needed, and what takes most of it.
+
+    Parameters
+    ----------
+    what : str
+        That needs it, beside its operands.
+    needed : mapping of str to int
+        Bytes by name.
+    on_device : bool
+        Whether the memory is that of the current device.
+
+    Raises
+    ------
+    DeviceMemoryError
+        In its place; one that a call within has raised says more, and passes.
+    """
+    try:
+        yield
+    except DeviceMemoryError:
+        raise
+    except MemoryError as error:
+        raise memory_error(
+            what, needed, free_bytes() if on_device else None, fused=False
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from cupyattn import bounds
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_scale
 from cupyattn.numerics import Numerics
+from cupyattn.perturbation import ratio_to_bound
+from cupyattn.preparation import EPS, Preparation
 from cupyattn.reference import attention_exact
 from cupyattn.registry import lookup
-from cupyattn.rope import Rope
 from cupyattn.rounding import STORAGE, Array, array_namespace, as_float64
 from cupyattn.tiles import Tiles
 
@@ -113,37 +114,6 @@ class Report:
         return "\n".join(lines)
 
 
-def ratio_to_bound(value: Array, expected: Array, bound: Array) -> Array:
-    """Return errors as fractions of their bounds.
-
-    Parameters
-    ----------
-    value, expected, bound : array
-        Of one shape, float64.
-
-    Returns
-    -------
-    array
-        0 where both agree, NaN included, and where the bound is infinite (nothing is promised);
-        +inf where a bound of 0 is missed, where `value` is NaN or infinite though a bound exists,
-        and where it is finite though `expected` is not.
-
-    Examples
-    --------
-    >>> ratio_to_bound(np.array([1.5, np.nan]), np.array([1.0, 1.0]), np.array([1.0, 1.0])).tolist()
-    [0.5, inf]
-    """
-    xp = array_namespace(value, expected, bound)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        error = xp.abs(value - expected)
-        ratio = xp.where(bound > 0, error / xp.where(bound > 0, bound, 1.0), xp.inf)
-    promised = xp.isfinite(expected) & xp.isfinite(bound)
-    ratio = xp.where(promised, xp.where(xp.isfinite(value), ratio, xp.inf), 0.0)
-    garbage = ~xp.isfinite(expected) & xp.isfinite(value)
-    ratio = xp.where(garbage | ((bound == 0) & ~promised), xp.inf, ratio)
-    return xp.where((value == expected) | (xp.isnan(value) & xp.isnan(expected)), 0.0, ratio)
-
-
 def sample_rows(
     len_q: int, block_q: int, seed: int = 0, count: int = SAMPLED_ROWS
 ) -> npt.NDArray[np.int64]:
@@ -205,6 +175,8 @@ def judge(
     rope: Any = None,
     rope_interleaved: bool = False,
     rope_offset_q: int = 0,
+    qk_norm: Any = None,
+    qk_norm_eps: float = EPS,
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
@@ -227,9 +199,10 @@ def judge(
         As for `cupyattn.bounds.attention`.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for the call that made `o`.
-    rope, rope_interleaved, rope_offset_q
-        As for the call that made `o`: q and k are turned as the kernels turn them, and everything
-        else is about those. `quantized` has turned operands already.
+    rope, rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps
+        As for the call that made `o`: q and k are prepared as the kernels prepare them, and
+        everything else is about those. `quantized` has prepared operands already; J3 is then
+        against attention of q and k prepared in float64.
     rows : 1-D integer array, optional
         Query rows to look at; by default all of a small cell, else those of `sample_rows`.
     seed : int
@@ -262,10 +235,20 @@ def judge(
     xp = array_namespace(o, *operands)
     batch, heads, len_q, head_dim = operands[0].shape
     len_kv = operands[1].shape[2]
-    turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
-    if turn is not None and q is not None:
-        q, k = turn.turned(q, k)
-        operands = operands if quantized is not None else (q, k, v)
+    prepare = Preparation.of(
+        {
+            "rope": rope, "rope_interleaved": rope_interleaved, "rope_offset_q": rope_offset_q,
+            "qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps,
+        },
+        (heads, operands[1].shape[1], len_q, len_kv, head_dim),
+    )  # fmt: skip
+    prepared = None
+    if prepare is not None and q is not None and quantized is None:
+        q, k = prepare.stored(q, k)
+        operands = q, k, v
+    elif prepare is not None and q is not None:
+        prepared = bounds.preparation(prepare, q, k, stored=quantized.config.fused)
+        q, k = prepare.exact(q, k)
     if o.shape != (batch, heads, len_q, head_dim):
         raise ValueError(f"o must have q's shape {operands[0].shape}, got {o.shape}")
     if lse is not None and lse.shape != (batch, heads, len_q):
@@ -296,7 +279,7 @@ def judge(
     quantisation = None
     if quantized is not None and q is not None:
         given = exact(q, k, v, return_lse=True, **options)
-        cost = bounds.quantisation(q, k, v, quantized, **options)
+        cost = bounds.quantisation(q, k, v, quantized, prepared=prepared, **options)
         quantisation = _judge_quantisation((expected, expected_lse), given, cost)
 
     value = as_float64(o[:, :, rows])

@@ -1,41 +1,50 @@
 """What do guidance fusion, static scales, token pruning and block masks win over the plain call?
 
 Varies       the way (both guidance branches in one launch; calibrated scales; a fifth of the keys
-             dropped, selection included; blocks of a random mask kept), the mode, the length
+             dropped, selection included; blocks of a random mask kept; q and k normalised and
+             turned as they are quantised; INT8 at 118,800 and 131,072 tokens), the mode, the length
 Holds fixed  head_dim 128, float16, N(0, 1), self-attention; batch x heads as the length allows
-Measures     time against the plain ways of the same mode in the same rounds: two calls, dynamic
-             scales of the same granularity, all keys, all blocks; for masks as a share of 1 /
-             density; for pruning also the relative error against all keys
-Run          python -m experiments.diffusion_gains [--quick] [--json FILE]
+Measures     time against the plain ways in the same rounds: two calls, dynamic scales of the same
+             granularity, all keys, dense attention in 16 bits and in INT8, a pass before, 16 bits;
+             for masks as a share of 1 / density against the faster dense one; for pruning also the
+             relative error against all keys; for long sequences the bytes of scratch memory
+Run          python -m experiments.diffusion_gains [--quick] [--seconds N] [--json FILE]
 
 Each way is first held to what it promises: the bits of two calls, those of attention over the keys
-that were kept, or the bound J2.
+that were kept, or the bounds J2 and J3. No comparison begins after --seconds; the record says which
+are missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import device, distributions, testing, timing
+from cupyattn import backends, device, distributions, testing, timing
 from cupyattn import measure as measuring
 from cupyattn.api import kernel_form
 from cupyattn.checks import check_attention
 from cupyattn.cli import output
+from cupyattn.launch import Operand
+from cupyattn.preparation import EPS, Preparation
+from cupyattn.preparation import OPTIONS as PREPARATION
+from cupyattn.rotation import plan_preparation, prepares_of
 from cupyattn.rounding import array_namespace, as_float64
 from experiments import common
 
-HEAD_DIM, RATIO, DENSITIES, BLOCK = 128, 0.2, (0.5, 0.25, 0.1), 64
-#: Batch, heads, length.
-SHAPES = ((1, 32, 256), (1, 32, 1024), (16, 32, 4096), (1, 32, 16_384), (1, 8, 32_768))
+HEAD_DIM, RATIO, DENSITIES, BLOCK = 128, 0.2, (0.5, 0.25, 0.1), 128
 MODES = ("balanced", "precision")
 
+Shape = tuple[int, int, int]
 Way = Callable[..., Any]
+#: The ways that one is compared with, by name; that one; what is known of it, "ok" among it.
+Comparison = tuple[dict[str, Way], Way, dict[str, Any]]
 
 
 def layer(heads: int, **options: Any) -> ca.Int8Attention:
@@ -44,47 +53,63 @@ def layer(heads: int, **options: Any) -> ca.Int8Attention:
 
 
 def holds_bound(o: Any, qkv: Sequence[Any], mode: str, **options: Any) -> float:
-    """Return the largest error of an output as a share of its bound."""
+    """Return the largest error of an output as a share of its bounds, J2 and J3."""
     xp, quant = array_namespace(o), options.pop("quant", None)
-    given = {**options, "variant": "fa_tc" if mode == "precision" else "fa_int8"}
-    kernel = {"quant": quant} if mode != "precision" else {}
-    form = kernel_form(*qkv, **given, **kernel)
-    z = ca.quantize(*qkv, quant=quant, tiles=form["tiles"]) if mode != "precision" else None
     rows = xp.asarray(measuring.judged_rows(check_attention(*qkv)))
-    return float(testing.judge(o, *qkv, quantized=z, rows=rows, **given, **form).ratio)
+    if mode == "precision":
+        given = {**options, "variant": "fa_tc"}
+        form = kernel_form(*qkv, **given)
+        return float(testing.judge(o, *qkv, rows=rows, **given, **form).ratio)
+    given = {**options, "variant": "fa_int8"}
+    form = kernel_form(*qkv, quant=quant, **given)
+    prepared = {name: options[name] for name in PREPARATION if name in options}
+    z = ca.quantize(*qkv, quant=quant, tiles=form["tiles"], **prepared)
+    report = testing.judge(o, *qkv, quantized=z, rows=rows, **given, **form)
+    return max(float(report.ratio), float(report.quantisation or 0.0))
 
 
-def guidance(qkv: Sequence[Any], mode: str) -> tuple[Way, Way, dict[str, Any]]:
-    """Two calls, and both branches in one launch."""
+def guidance(qkv: Sequence[Any], mode: str) -> Comparison:
+    """Two calls, and both branches in one launch; v serves as the queries of the other branch."""
     attend = layer(qkv[0].shape[1])
 
     def two(q: Any, k: Any, v: Any) -> Any:
-        return attend(q, k, v, 0, mode=mode), attend(q[:, ::-1], k, v, 0, mode=mode)
+        return attend(q, k, v, 0, mode=mode), attend(v, k, v, 0, mode=mode)
 
     def one(q: Any, k: Any, v: Any) -> Any:
-        return attend.fused_cfg(q, q[:, ::-1], k, v, 0, mode=mode)
+        return attend.fused_cfg(q, v, k, v, 0, mode=mode)
 
     same = all(bool((a == b).all()) for a, b in zip(two(*qkv), one(*qkv), strict=True))
-    return two, one, {"ok": same}
+    return {"two calls": two}, one, {"ok": same}
 
 
-def static(qkv: Sequence[Any], mode: str) -> tuple[Way, Way, dict[str, Any]]:
+def static(qkv: Sequence[Any], mode: str) -> Comparison:
     """Scales of each call's own per head, and calibrated ones: Q and K are read once less."""
     q, k, _ = qkv
     found = ca.calibrate_quantization_scales([(q, k)], 100.0)
     dynamic = layer(q.shape[1], quant=ca.QuantConfig("head", "head", smooth_k=False))
     fixed = layer(q.shape[1], timestep_scales=found)
-    j2 = holds_bound(
+    ratio = holds_bound(
         fixed(*qkv, 0, mode=mode), qkv, mode, quant=fixed.quant_config(q, k, 0, mode=mode)
     )
-    return (
-        lambda q, k, v: dynamic(q, k, v, 0, mode=mode),
-        lambda q, k, v: fixed(q, k, v, 0, mode=mode),
-        {"ok": j2 <= 1, "j2": j2},
-    )
+    plain = {"dynamic": lambda q, k, v: dynamic(q, k, v, 0, mode=mode)}
+    known = {"ok": ratio <= 1, "of bound": ratio}
+    return plain, lambda q, k, v: fixed(q, k, v, 0, mode=mode), known
 
 
-def pruning(qkv: Sequence[Any], mode: str) -> tuple[Way, Way, dict[str, Any]]:
+def quantising(qkv: Sequence[Any], mode: str) -> Comparison:
+    """The same without attention: the passes over Q and K alone."""
+    q, k, _ = qkv
+    fixed = layer(q.shape[1], timestep_scales=ca.calibrate_quantization_scales([(q, k)], 100.0))
+    quant, dynamic = fixed.quant_config(q, k, 0), ca.QuantConfig("head", "head", smooth_k=False)
+    z = ca.quantize(*qkv, quant=quant)
+    bound = z.q_scale.repeat(q.shape[2], axis=2) * np.float32(0.5 + 2**-15)
+    off = abs(z.dequantize()[0] - q.astype(np.float32)).max(axis=-1)
+    plain = {"dynamic": lambda q, k, v: ca.quantize(q, k, v, quant=dynamic)}
+    known = {"ok": bool((off <= bound).all())}
+    return plain, lambda q, k, v: ca.quantize(q, k, v, quant=quant), known
+
+
+def pruning(qkv: Sequence[Any], mode: str) -> Comparison:
     """All keys, and those that are kept, found by the call itself."""
     q, k, v = qkv
     plain = layer(q.shape[1])
@@ -92,101 +117,185 @@ def pruning(qkv: Sequence[Any], mode: str) -> tuple[Way, Way, dict[str, Any]]:
     o, kept = pruned(q, k, v, 0, mode=mode, return_mask=True)
     few = (x[kept].reshape(*k.shape[:2], -1, HEAD_DIM) for x in (k, v))
     same = bool((plain(q, *few, 0, mode=mode) == o).all())
-    every = as_float64(plain(q, k, v, 0, mode=mode))
-    lost = measuring.relative_error(as_float64(o), every)
-    return (
-        lambda q, k, v: plain(q, k, v, 0, mode=mode),
-        lambda q, k, v: pruned(q, k, v, 0, mode=mode),
-        {"ok": same, "error against all keys": lost},
-    )
+    lost = measuring.relative_error(o[:1], as_float64(plain(q, k, v, 0, mode=mode)[:1]))
+    known = {"ok": same, "error against all keys": lost}
+    every = {"all keys": lambda q, k, v: plain(q, k, v, 0, mode=mode)}
+    return every, lambda q, k, v: pruned(q, k, v, 0, mode=mode), known
 
 
-def sparse(density: float) -> Callable[..., tuple[Way, Way, dict[str, Any]]]:
-    """Return the comparison of a mask of this density with all blocks, kept by a mask as well."""
+def sparse(density: float) -> Callable[..., Comparison]:
+    """Return the comparison of a mask of this density with dense attention of either mode."""
 
-    def compare(qkv: Sequence[Any], mode: str) -> tuple[Way, Way, dict[str, Any]]:
-        blocks = -(-qkv[0].shape[2] // BLOCK)
+    def compare(qkv: Sequence[Any], mode: str) -> Comparison:
+        heads, blocks = qkv[0].shape[1], -(-qkv[0].shape[2] // BLOCK)
         kept = np.random.default_rng(0).random((blocks, blocks)) < density
-        masks = [ca.BlockMask(m[None, None], BLOCK, BLOCK) for m in (np.ones_like(kept), kept)]
-        every, few = (
-            layer(qkv[0].shape[1], attention_type="block_sparse", block_mask=m) for m in masks
-        )
-        j2 = holds_bound(few(*qkv, 0, mode=mode), qkv, mode, block_mask=masks[1])
-        return (
-            lambda q, k, v: every(q, k, v, 0, mode=mode),
-            lambda q, k, v: few(q, k, v, 0, mode=mode),
-            {"ok": j2 <= 1, "j2": j2, "density": masks[1].density},
-        )
+        mask = ca.BlockMask(kept[None, None], BLOCK, BLOCK)
+        every = layer(heads)
+        few = layer(heads, attention_type="block_sparse", block_mask=mask)
+        ratio = holds_bound(few(*qkv, 0, mode=mode), qkv, mode, block_mask=mask)
+        dense = {f"dense, {m}": as_call(every, m) for m in MODES}
+        known = {"ok": ratio <= 1, "of bound": ratio, "density": mask.density}
+        return dense, as_call(few, mode), known
 
     return compare
 
 
-WAYS: dict[str, Callable[..., tuple[Way, Way, dict[str, Any]]]] = {
-    "guidance in one launch": guidance,
-    "calibrated scales": static,
-    f"{RATIO:.0%} of keys pruned": pruning,
-    **{f"{density:.0%} of blocks kept": sparse(density) for density in DENSITIES},
-}
+def as_call(attend: ca.Int8Attention, mode: str) -> Way:
+    """Return attention of one mode as a function of q, k and v."""
+    return lambda q, k, v: attend(q, k, v, 0, mode=mode)
 
 
-def rows(
-    shape: tuple[int, int, int], rounds: int, seed: int, *, on_device: bool
-) -> Iterator[dict[str, Any]]:
-    """Judge every way on one problem, and on a device time it beside the plain one."""
-    batch, heads, length = shape
-    qkv: tuple[Any, ...] = distributions.make(
-        "normal", batch, heads, length, length, HEAD_DIM, "float16", seed
+def prepared(qkv: Sequence[Any], mode: str) -> Comparison:
+    """A pass that normalises and turns, then the call; and all of it as q and k are quantised."""
+    q, k, _ = qkv
+    xp, heads, length = array_namespace(q), q.shape[1], q.shape[2]
+    angles = xp.arange(length)[:, None] * 10000.0 ** (-xp.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    options: dict[str, Any] = {
+        "rope": tuple(f(angles).astype(np.float32) for f in (xp.cos, xp.sin)),
+        "qk_norm": (xp.ones(HEAD_DIM, np.float32), xp.ones((heads, HEAD_DIM), np.float32)),
+    }
+    asked = {"rope_interleaved": False, "rope_offset_q": 0, "qk_norm_eps": EPS, **options}
+    how = Preparation.of(asked, (heads, heads, length, length, HEAD_DIM))
+    hows = prepares_of(how)
+
+    def before(q: Any, k: Any, v: Any) -> Any:
+        if xp is np or how is None:
+            return ca.attention(*how.stored(q, k), v, variant="fa_int8")  # type: ignore[union-attr]
+        turned = {name: xp.empty_like(x) for name, x in (("q", q), ("k", k))}
+        for name, x in (("q", q), ("k", k)):
+            plan = plan_preparation(Operand.of(x), "float16", hows[name])
+            backends.run("cuda", plan, {"x": x, "turned": turned[name], **how.buffers})
+        return ca.attention(turned["q"], turned["k"], v, variant="fa_int8")
+
+    def fused(q: Any, k: Any, v: Any) -> Any:
+        return ca.attention(q, k, v, variant="fa_int8", **options)
+
+    ratio = holds_bound(fused(*qkv), qkv, mode, **options)
+    near = measuring.relative_error(before(*qkv)[:1], as_float64(fused(*qkv)[:1]))
+    known = {"ok": ratio <= 1 and near < 0.05, "of bound": ratio, "error of the other": near}
+    return {"a pass before": before}, fused, known
+
+
+def long(qkv: Sequence[Any], mode: str) -> Comparison:
+    """INT8 beside 16 bits where a score for every pair would take tens of gigabytes."""
+    q, k, v = qkv
+    attend = layer(q.shape[1])
+    ratio = holds_bound(
+        attend(q, k, v, 0, mode=mode), qkv, mode, quant=attend.quant_config(q, k, 0, mode=mode)
     )
+    plan = ca.plan(q, k, v, variant="fa_int8", quant=attend.quant_config(q, k, 0, mode=mode))
+    known = {
+        "ok": ratio <= 1, "of bound": ratio, "scratch_bytes": plan.workspace_bytes,
+        "bytes of all scores": 2 * q.shape[1] * q.shape[2] * k.shape[2],
+    }  # fmt: skip
+    return {"16 bits": as_call(attend, "precision")}, as_call(attend, mode), known
+
+
+WAYS: dict[str, Callable[..., Comparison]] = {
+    "calibrated scales": static,
+    "calibrated scales, quantising alone": quantising,
+    "guidance in one launch": guidance,
+    f"{RATIO:.0%} of keys pruned": pruning,
+    "norm and rope as q and k are quantised": prepared,
+    **{f"{density:.0%} of blocks kept": sparse(density) for density in DENSITIES},
+    "INT8 of a long sequence": long,
+}
+#: INT8 alone: there is nothing to compare in 16 bits.
+ONE_MODE = (static, quantising, prepared, long)
+#: What is measured, the most telling first: batch, heads, length, and the ways.
+CELLS: tuple[tuple[Shape, tuple[str, ...]], ...] = (
+    ((16, 32, 4096), tuple(WAYS)[:5]),
+    ((1, 8, 32_768), tuple(WAYS)[5:8]),
+    ((1, 4, 118_800), tuple(WAYS)[8:]),
+    *(((1, 32, length), tuple(WAYS)[:3]) for length in (256, 1024, 16_384)),
+    ((1, 4, 131_072), tuple(WAYS)[8:]),
+)
+
+
+def cells(args: argparse.Namespace) -> Iterator[tuple[Shape, str, str]]:
+    """Yield shape, way and mode of every comparison."""
+    for shape, names in (((1, 2, 300), tuple(WAYS)),) if args.quick else CELLS:
+        for name in names:
+            for mode in MODES[: 1 if WAYS[name] in ONE_MODE else 2]:
+                yield shape, name, mode
+
+
+def inputs(shape: Shape, seed: int, *, on_device: bool) -> tuple[Any, ...]:
+    """Draw q, k and v."""
+    batch, heads, length = shape
+    qkv = distributions.make("normal", batch, heads, length, length, HEAD_DIM, "float16", seed)
     if on_device:
         import cupy
 
-        qkv = tuple(cupy.asarray(x) for x in qkv)
-    for mode in MODES:
-        for name, compare in WAYS.items():
-            if compare is static and mode == "precision":
-                continue
-            plain, way, row = compare(qkv, mode)
-            row |= {"batch": batch, "heads": heads, "length": length, "mode": mode, "way": name}
-            if on_device and row["ok"]:
-                sets = timing.rotated(qkv)
-                calls = {
-                    "plain": common.rotating(plain, sets), "way": common.rotating(way, sets),
-                }  # fmt: skip
-                samples = timing.time_interleaved(calls, rounds=rounds)
-                ratio = timing.paired_ratio(samples["plain"], samples["way"])
-                row["speed_ratio"] = ratio.to_list()
-                row |= {"samples": samples, "clocks": device.clocks()}
-            yield row
+        return tuple(cupy.asarray(x) for x in qkv)
+    return qkv
+
+
+def measured(
+    qkv: tuple[Any, ...], shape: Shape, name: str, mode: str, rounds: int, *, on_device: bool
+) -> dict[str, Any]:
+    """Judge a way on one problem, and on a device time it beside the plain ones."""
+    plain, way, row = WAYS[name](qkv, mode)
+    row |= dict(zip(("batch", "heads", "length"), shape, strict=True))
+    row |= {"mode": mode, "way": name}
+    if on_device and row["ok"]:
+        sets = timing.rotated(qkv)
+        calls = {n: common.rotating(one, sets) for n, one in {**plain, "way": way}.items()}
+        samples = timing.time_interleaved(calls, rounds=rounds)
+        best = min(plain, key=lambda n: float(np.median(samples[n])))
+        row["seconds"] = {n: float(np.median(x)) for n, x in samples.items()}
+        row |= {"against": best, "samples": samples, "clocks": device.clocks()}
+        row["speed_ratio"] = timing.paired_ratio(samples[best], samples["way"]).to_list()
+    return row
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every problem, print the table, write the record."""
-    shapes = ((1, 2, 100),) if args.quick else SHAPES
-    found = [
-        row
-        for shape in shapes
-        for row in rows(shape, args.rounds, args.seed, on_device=not args.quick)
-    ]
+    common.check_rounds(args)
+    found: list[dict[str, Any]] = []
+    missing: list[list[Any]] = []
+    drawn: dict[Shape, tuple[Any, ...]] = {}
+    start = time.monotonic()
+    for shape, name, mode in cells(args):
+        if not args.quick and time.monotonic() - start > args.seconds:
+            missing.append([*shape, name, mode])
+            continue
+        if shape not in drawn:
+            drawn = {shape: inputs(shape, args.seed, on_device=not args.quick)}
+        one = measured(drawn[shape], shape, name, mode, args.rounds, on_device=not args.quick)
+        found.append(one)
+        if not args.quick:
+            said = map(str, (*shape, mode, name, *_gain(one)))
+            print(" ".join(said), file=sys.stderr, flush=True)
     titles = ["batch", "heads", "length", "mode", "way"]
     output.print_table(
-        [*titles, "holds", "faster by", "of 1 / density"],
+        [*titles, "holds", "time", "against", "faster by", "of 1 / density"],
         [[*(str(r[t]) for t in titles), "yes" if r["ok"] else "NO", *_gain(r)] for r in found],
     )
-    common.keep(args, "diffusion_gains", "mirror" if args.quick else "cuda", {"rows": found})
-    return 0 if all(row["ok"] for row in found) else 1
+    content = {"rows": found, "missing": missing}
+    common.keep(args, "diffusion_gains", "mirror" if args.quick else "cuda", content)
+    if missing:
+        print(f"not measured within {args.seconds} s: {len(missing)} comparisons", file=sys.stderr)
+    return 0 if found and all(row["ok"] for row in found) else 1
 
 
 def _gain(row: dict[str, Any]) -> list[str]:
     if "speed_ratio" not in row:
-        return ["-", "-"]
+        return ["-"] * 4
     middle, low, high = row["speed_ratio"]
     share = f"{middle * row['density']:.0%}" if "density" in row else "-"
-    return [f"{middle:.2f} [{low:.2f}, {high:.2f}]", share]
+    took = measuring.format_seconds(row["seconds"]["way"])
+    return [took, row["against"], f"{middle:.2f} [{low:.2f}, {high:.2f}]", share]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    return common.main(run, common.parser(__doc__).parse_args(argv))
+    parser = common.parser(__doc__)
+    parser.set_defaults(rounds=common.LEAST_ROUNDS)
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="no comparison begins after so many"
+    )
+    return common.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import numpy as np
 import cupyattn as ca
 from cupyattn import device, measure, testing, timing
 from cupyattn.cli import output
+from cupyattn.preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig
-from cupyattn.rope import Rope
 from experiments import common
 from experiments.common import ROOT, Problem
 
@@ -94,12 +94,9 @@ def judged(rung: str, problem: Problem, inputs: tuple[Any, ...], options: Option
     options = {name: x for name, x in options.items() if name != "return_lse"}
     quantized = None
     if ca.VARIANTS[rung].family == "int8":
-        turn = Rope.of(
-            options.get("rope"), options.get("rope_interleaved", False), 0, problem.length,
-            problem.length, problem.head_dim,
-        )  # fmt: skip
-        turned = (q, k) if turn is None else turn.turned(q, k)
-        quantized = ca.quantize(*turned, v, quant=QuantConfig(smooth_k="softcap" not in options))
+        prepared = {name: options[name] for name in PREPARATION if name in options}
+        quant = QuantConfig(smooth_k="softcap" not in options)
+        quantized = ca.quantize(q, k, v, quant=quant, **prepared)
     if "cu_seqlens_q" in options:
         o, lse = ca.attention_varlen(
             *operands_of(PACKED, inputs), variant=rung, return_lse=True, **options

@@ -17,13 +17,20 @@ LINES = {
     FLASH_3: ("#009E73", "^", 1.3),
     FLASH_2: ("#8A8A8A", "v", 1.0),
 }
+#: The same of the backward pass.
+BACKWARD_LINES = {
+    "atomic": LINES["fa_tc"],
+    "deterministic": ("#CC79A7", "D", 1.3),
+    CUDNN: LINES[CUDNN],
+    FLASH_2: LINES[FLASH_2],
+}
 #: Of text and axes.
 TEXT = "#7A7A7A"
 
 
-def path_of(folder: Path, head_dim: int) -> Path:
+def path_of(folder: Path, head_dim: int, name: str = "peers") -> Path:
     """Return the file of one head_dim's plot."""
-    return folder / f"peers_hd{head_dim}.svg"
+    return folder / f"{name}_hd{head_dim}.svg"
 
 
 def check(folder: Path) -> None:
@@ -41,15 +48,24 @@ def source(record: Mapping[str, Any]) -> str:
     return f"{', '.join(parts)}, revision {environment.get('revision', 'unknown')[:10]}"
 
 
-def draw_by_length(record: Mapping[str, Any], folder: Path) -> list[Path]:
+def draw_by_length(
+    record: Mapping[str, Any],
+    folder: Path,
+    name: str = "peers",
+    lines: Mapping[str, tuple[str, str, float]] = LINES,
+) -> list[Path]:
     """Draw TFLOP/s by length, plain and causal side by side, one file for each head_dim.
 
     Parameters
     ----------
     record : mapping
-        Of `experiments.peers`, with times.
+        Of `experiments.peers` or `experiments.backward`, with times.
     folder : Path
         Where peers_hd64.svg and so on go.
+    name : str
+        What the files' names begin with.
+    lines : mapping
+        Colour, marker and width by the name of a row; the first lies above the others.
 
     Returns
     -------
@@ -71,13 +87,17 @@ def draw_by_length(record: Mapping[str, Any], folder: Path) -> list[Path]:
     written = []
     for head_dim in sorted({found["problem"]["head_dim"] for found in record["problems"]}):
         some = [p for p in record["problems"] if p["problem"]["head_dim"] == head_dim]
-        file = path_of(folder, head_dim)
-        plot.save(_figure(some, source(record)), str(file), source=source(record))
+        file = path_of(folder, head_dim, name)
+        plot.save(_figure(some, source(record), lines), str(file), source=source(record))
         written.append(file)
     return written
 
 
-def _figure(problems: Sequence[Mapping[str, Any]], caption: str) -> Any:
+def _figure(
+    problems: Sequence[Mapping[str, Any]],
+    caption: str,
+    styles: Mapping[str, tuple[str, str, float]] = LINES,
+) -> Any:
     """Return the figure of one head_dim: a panel without and one with the causal mask."""
     from matplotlib.figure import Figure
 
@@ -86,7 +106,7 @@ def _figure(problems: Sequence[Mapping[str, Any]], caption: str) -> Any:
     one = problems[0]["problem"]
     for axis, causal in zip(axes, (False, True), strict=True):
         panel = [p for p in problems if p["problem"]["causal"] == causal]
-        _panel(axis, panel)
+        _panel(axis, panel, styles)
         title = f"head_dim {one['head_dim']}, {'causal' if causal else 'not causal'}"
         axis.set_title(title, fontsize=10, color=TEXT)
     axes[0].set_ylabel("TFLOP/s", fontsize=9, color=TEXT)
@@ -101,10 +121,14 @@ def _figure(problems: Sequence[Mapping[str, Any]], caption: str) -> Any:
     return figure
 
 
-def _panel(axis: Any, problems: Sequence[Mapping[str, Any]]) -> None:
+def _panel(
+    axis: Any,
+    problems: Sequence[Mapping[str, Any]],
+    styles: Mapping[str, tuple[str, str, float]],
+) -> None:
     """Draw a line for each row's name through its rates by length."""
     lengths = sorted({p["problem"]["length"] for p in problems})
-    for name, (colour, marker, width) in LINES.items():
+    for name, (colour, marker, width) in styles.items():
         points = [
             (p["problem"]["length"], row["tflops"])
             for p in problems
@@ -114,7 +138,7 @@ def _panel(axis: Any, problems: Sequence[Mapping[str, Any]]) -> None:
         if points:
             axis.plot(
                 *zip(*sorted(points), strict=True), color=colour, marker=marker, markersize=4.5,
-                linewidth=width, label=name, zorder=3 if name == "fa_tc" else 2,
+                linewidth=width, label=name, zorder=3 if name == next(iter(styles)) else 2,
             )  # fmt: skip
     axis.set_xscale("log", base=2)
     axis.minorticks_off()

@@ -42,7 +42,7 @@ __device__ __forceinline__ void quantize_rows(const QuantizeParams& p, uint32_t 
   rows.find_mean(mean, p, at);
   __syncthreads();  // the mean and the zeros are there before a row adds its maximum
   rows.begin(mean);
-  rows.raise(absmax);
+  rows.raise(absmax, p, at);
   __syncthreads();  // every row of a group has added its maximum before the scale is made of it
 #pragma unroll 1
   for (int g = thread_id(); g < Cut::GROUPS; g += NUM_THREADS) {
@@ -97,10 +97,13 @@ __device__ __forceinline__ void encode_rows(const QuantizeParams& p, uint32_t bl
   rows.begin(mean);
   if (p.static_scale != nullptr)
 #pragma unroll
-    for (int pass = 0; pass < Cut::PASSES; ++pass)
-      if (row_of(pass) < at.rows && !rows.reach(pass).is_finite())
+    for (int pass = 0; pass < Cut::PASSES; ++pass) {
+      // NOTE: lanes prepare a row together, whether it exists or not.
+      if ((PREPARED || row_of(pass) < at.rows) && !rows.reach(pass, p, at).is_finite() &&
+          (!PREPARED || row_of(pass) < at.rows))
         st_relaxed_gpu(
             &p.scale[at.first_scale<Cut::GROUP>(p) + row_of(pass) / Cut::GROUP], NOT_A_NUMBER);
+    }
   rows.store(p, at, [&](int row) {
     return [own = coding[uint32_t(row) / Cut::GROUP]](float x) { return own.saturated(x); };  // R1
   });
@@ -264,7 +267,10 @@ struct Encode {
   }
 };
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 768 / NUM_THREADS) void quantize(
+// Threads of a multiprocessor: rows that are prepared are floats for a while, and take registers.
+constexpr int THREADS_AT_ONCE = PREPARED ? 512 : 768;
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, THREADS_AT_ONCE / NUM_THREADS) void quantize(
     const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
     const __grid_constant__ QuantizeParams v) {
   on_its_operand(q, k, v, Encode());

@@ -17,28 +17,49 @@
 
 constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);  // that a sum waits for at once
 
+// Rows that meet in shared memory: those of a pass, or one for each warp where a pass has twice as
+// many, because lanes that prepare them have twice the columns.
+constexpr int FOLDED_ROWS = PREPARED ? NUM_WARPS : ROWS_PER_PASS;
+__device__ __forceinline__ int folded_row() { return PREPARED ? warp_id() : row_in_pass(); }
+__device__ __forceinline__ int folded_col(int access) {
+  return PREPARED && lane_id() >= LANES ? HEAD_DIM : col_of(access);
+}
+
+// Folds the rows of a warp: its first LANES lanes get what all have of their columns.
+template <typename T, typename Combine>
+__device__ __forceinline__ void fold_warp(T (&of_lane)[LANE_ACCESSES][VEC], Combine combine) {
+#pragma unroll
+  for (int offset = LANES; offset < WARP_SIZE; offset *= 2)
+#pragma unroll
+    for (auto& access : of_lane)
+#pragma unroll
+      for (T& x : access) x = combine(x, __shfl_xor_sync(FULL_WARP, x, offset));
+}
+
 // Folds what the lanes have of each column, in rising order of their rows: result(column, all). The
-// whole block takes part.
+// whole block takes part; `space` holds numbers of 4 bytes.
 template <typename T, typename Combine, typename Result>
 __device__ __forceinline__ void fold_columns(
-    const T (&of_lane)[LANE_ACCESSES][VEC], Combine combine, Result result) {
-  __shared__ T all[ROWS_PER_PASS][HEAD_DIM];  // [ROWS_PER_PASS, HEAD_DIM]
-  __syncthreads();                            // nobody folds the numbers before these
+    uint32_t* space, T (&of_lane)[LANE_ACCESSES][VEC], Combine combine, Result result) {
+  auto all = reinterpret_cast<T(*)[HEAD_DIM]>(space);  // [FOLDED_ROWS, HEAD_DIM]
+  if constexpr (PREPARED) fold_warp(of_lane, combine);
+  __syncthreads();  // nobody folds the numbers before these
 #pragma unroll
   for (int a = 0; a < LANE_ACCESSES; ++a)
-    if (col_of(a) < HEAD_DIM)
+    if (folded_col(a) < HEAD_DIM)
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) all[row_in_pass()][col_of(a) + j] = of_lane[a][j];
+      for (int j = 0; j < VEC; ++j) all[folded_row()][folded_col(a) + j] = of_lane[a][j];
   __syncthreads();  // every lane's numbers are there before they are folded
   for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
     T folded = all[0][col];
-    for (int row = 1; row < ROWS_PER_PASS; ++row) folded = combine(folded, all[row][col]);
+    for (int row = 1; row < FOLDED_ROWS; ++row) folded = combine(folded, all[row][col]);
     result(col, folded);
   }
 }
 
-template <bool EXTREMA>
+template <bool EXTREMA, bool ROWS_PREPARED>
 __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
+  __shared__ uint32_t space[FOLDED_ROWS * HEAD_DIM];  // for one fold after the other
   const Place at(p, block, p.split_rows);
   const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
   // Of this lane's channels, over its rows in rising order.
@@ -48,42 +69,52 @@ __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t bloc
   for (int a = 0; a < LANE_ACCESSES; ++a)
 #pragma unroll
     for (int j = 0; j < VEC; ++j) least[a][j] = ~0u;
+  const Rowwise<ROWS_PREPARED> rowwise(p, at);
+  // The lanes of a warp prepare their rows together, up to the last turn of any.
+  const int end = ROWS_PREPARED ? round_up(max(0, at.rows), ROWS_PER_PASS) : at.rows;
 #pragma unroll 1
-  for (int row0 = row_in_pass(); row0 < at.rows; row0 += ROWS_IN_FLIGHT * ROWS_PER_PASS) {
+  for (int row0 = row_in_pass(); row0 < end; row0 += ROWS_IN_FLIGHT * ROWS_PER_PASS) {
     Words<elem_t, VEC> x[ROWS_IN_FLIGHT][LANE_ACCESSES];
 #pragma unroll
     for (int i = 0; i < ROWS_IN_FLIGHT; ++i)
 #pragma unroll
-      for (int a = 0; a < LANE_ACCESSES; ++a)
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        if constexpr (ROWS_PREPARED) x[i][a] = {};
         if (col_of(a) < HEAD_DIM)  // past the last row stands the last row again
           x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
               X + min(row0 + i * ROWS_PER_PASS, at.rows - 1) * p.X_stride.len + col_of(a));
+      }
 #pragma unroll
-    for (int i = 0; i < ROWS_IN_FLIGHT; ++i)
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+      if constexpr (ROWS_PREPARED)
+#pragma unroll
+        for (int a = 0; a < LANE_ACCESSES; ++a) x[i][a].use_from_here();
+      const auto row = rowwise.row(x[i], min(row0 + i * ROWS_PER_PASS, at.rows - 1));
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         if (col_of(a) >= HEAD_DIM) continue;
-        x[i][a].use_from_here();
+        if constexpr (!ROWS_PREPARED) x[i][a].use_from_here();
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-          if (row0 + i * ROWS_PER_PASS < at.rows) sum[a][j] += x[i][a].element(j);
+          if (row0 + i * ROWS_PER_PASS < at.rows) sum[a][j] += row.element(a, j);
           if constexpr (EXTREMA) {
-            least[a][j] = min(least[a][j], ordered_bits(x[i][a].element(j)));
-            most[a][j] = max(most[a][j], ordered_bits(x[i][a].element(j)));
+            least[a][j] = min(least[a][j], ordered_bits(row.element(a, j)));
+            most[a][j] = max(most[a][j], ordered_bits(row.element(a, j)));
           }
         }
       }
+    }
   }
   float* sums = at.partial_sum(p, at.slice);  // [HEAD_DIM]
   fold_columns(
-      sum, [](float a, float b) { return a + b; }, [&](int col, float x) { sums[col] = x; });
+      space, sum, [](float a, float b) { return a + b; }, [&](int col, float x) { sums[col] = x; });
   if constexpr (EXTREMA) {
     uint32_t* extrema = at.extrema(p, at.slice);  // [2, HEAD_DIM]
     fold_columns(
-        least, [](uint32_t a, uint32_t b) { return min(a, b); },
+        space, least, [](uint32_t a, uint32_t b) { return min(a, b); },
         [&](int col, uint32_t x) { extrema[col] = x; });
     fold_columns(
-        most, [](uint32_t a, uint32_t b) { return max(a, b); },
+        space, most, [](uint32_t a, uint32_t b) { return max(a, b); },
         [&](int col, uint32_t x) { extrema[HEAD_DIM + col] = x; });
   }
 }
@@ -104,7 +135,7 @@ __device__ __forceinline__ void find_reach(const QuantizeParams& p, uint32_t blo
   rows.begin(mean);
   Reach reach = {};
 #pragma unroll
-  for (int pass = 0; pass < Cut::PASSES; ++pass) reach.admit(rows.reach(pass));
+  for (int pass = 0; pass < Cut::PASSES; ++pass) reach.admit(rows.reach(pass, p, at));
   reach = shfl_max<WARP_SIZE>(reach);
   if (lane_id() == 0) reach.raise(of_block);
   __syncthreads();  // every warp has added its maximum before the block passes it on
@@ -116,8 +147,8 @@ __device__ __forceinline__ void find_reach(const QuantizeParams& p, uint32_t blo
 struct Reduce {
   template <typename Own>
   __device__ __forceinline__ void operator()(Own, const QuantizeParams& p, uint32_t block) const {
-    if constexpr (Own::STEP == Step::SUMS) sum_slice<false>(p, block);
-    if constexpr (Own::STEP == Step::EXTREMA) sum_slice<true>(p, block);
+    if constexpr (Own::STEP == Step::SUMS) sum_slice<false, Own::PREPARED>(p, block);
+    if constexpr (Own::STEP == Step::EXTREMA) sum_slice<true, Own::PREPARED>(p, block);
     if constexpr (Own::STEP == Step::REACH) find_reach<typename Own::Cut>(p, block);
   }
 };

@@ -22,12 +22,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void unpack(
   const uint8_t* X = p.X  // [rows, ceil(HEAD_DIM / 2)]
                      + batch_head / p.heads * p.X_stride_batch +
                      batch_head % p.heads * p.X_stride_head + row0 * p.X_stride_len;
-  int8_t* Y = p.Y + (batch_head * p.length + row0) * PADDED_COLUMNS;  // [rows, PADDED_COLUMNS]
+  int8_t* Y = p.Y + (batch_head * p.length + row0) * CODES_PITCH;  // [rows, CODES_PITCH]
   const int rows = min(BLOCK_Q, p.length - row0);
   for (int i = thread_id(); i < rows * ACCESSES; i += NUM_THREADS) {
     const int row = i / ACCESSES, byte = i % ACCESSES * BYTES;
     const uint8_t* from = X + row * p.X_stride_len + byte;  // [BYTES]
-    int8_t* to = Y + row * PADDED_COLUMNS + 2 * byte;       // [2 * BYTES]
+    int8_t* to = Y + row * CODES_PITCH + 2 * byte;          // [2 * BYTES]
     if constexpr (BYTES == 4) {
       const Nibbles codes(*reinterpret_cast<const uint32_t*>(from));
       *reinterpret_cast<Vec<uint32_t, 2>*>(to) = {{codes.low, codes.high}};

@@ -24,7 +24,10 @@ from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
 from tests.prims_gemm_cases import GEMM_PRIMS
+from tests.prims_gradient_cases import GRADIENT_PRIMS
 from tests.prims_p_cases import P_PRIMS
+from tests.prims_pieces_cases import PIECES_PRIMS
+from tests.prims_prepare_cases import prepare_prims
 from tests.prims_rope_cases import rope_prims
 from tests.prims_score_cases import SCORE_PRIMS
 from tests.prims_step_cases import STEP_PRIMS
@@ -570,8 +573,9 @@ PRIMS = [
         "online_softmax", "online_softmax", "online_softmax", 32,
         online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,
     ),
-    *SCORE_PRIMS, *STEP_PRIMS, *rope_prims(), *P_PRIMS, *ZERO_PRIMS,
-    *GEMM_PRIMS,
+    *SCORE_PRIMS, *PIECES_PRIMS, *STEP_PRIMS, *rope_prims(), *prepare_prims(), *P_PRIMS,
+    *ZERO_PRIMS,
+    *GEMM_PRIMS, *GRADIENT_PRIMS,
     *tile_prims(),
     Prim(
         "copies", "tile_io", "copies", 128,

@@ -23,6 +23,8 @@ def places_arguments(shift: int, window_shift: int) -> Callable[[], Arguments]:
             "begin": np.full(12, -1, np.int32),
             "end": np.full(12, -1, np.int32),
             "unmasked": np.full((12, 9), -1, np.int32),
+            "q_first": np.full(12, -1, np.int32),
+            "q_last": np.full(12, -1, np.int32),
         }
 
     return arguments
@@ -45,9 +47,26 @@ def places_expected(causal: bool, window: bool) -> Callable[..., dict[str, np.nd
             "unmasked": np.stack(
                 [allowed[i : i + 4, :len_kv].all(axis=0) for i in range(12)]
             ).astype(np.int32),
+            **attending(row[:12, 0], p, causal, window),
         }
 
     return expected
+
+
+def attending(key: np.ndarray, p: np.ndarray, causal: bool, window: bool) -> dict[str, np.ndarray]:
+    """Which of 12 rows lie between the first and the last that may attend to 4 keys by place."""
+    row = np.arange(12)
+    far = key[:, None] + np.arange(4)
+    reached = np.ones((12, 12), bool)  # of a key and a row
+    if causal:
+        reached &= row >= far.min(axis=1)[:, None] - p["causal_shift"][0]
+    if window:
+        reached &= row <= far.max(axis=1)[:, None] - p["window_shift"][0]
+    first = (np.maximum(0, key - p["causal_shift"][0]) if causal else 0 * key).astype(np.int32)
+    last = np.where(window, np.clip(key + 4 - p["window_shift"][0], 0, 12), 12).astype(np.int32)
+    inside = (row >= first[:, None]) & (row < last[:, None])
+    assert (inside == reached).all()
+    return {"q_first": first, "q_last": last}
 
 
 def scores_arguments(features: Features) -> Callable[[], Arguments]:
@@ -68,6 +87,7 @@ def scores_arguments(features: Features) -> Callable[[], Arguments]:
             "x": (random.normal(size=17) * 4).astype(np.float32),
             "S": np.full((16, 17), np.nan, np.float32),
             "whole": np.full(16, -1, np.int32),
+            "slope": np.full(16, np.nan, np.float32),
         }
 
     return arguments
@@ -87,7 +107,12 @@ def scores_expected(features: Features) -> Callable[..., dict[str, np.ndarray]]:
         else:  # there is no limit on rows: those past the end are never stored
             S[12:, :9] = S[11, :9] if features.bias else S[0, :9]
         plain = not (features.softcap or features.mask or features.bias)
-        return {"S": S, "whole": np.full_like(whole, plain)}
+        slope = 1 - np.tanh(x[:16].astype(np.float64) * 0.4) ** 2 if features.softcap else 1.0
+        return {
+            "S": S,
+            "whole": np.full_like(whole, plain),
+            "slope": np.broadcast_to(slope, 16).astype(np.float32),
+        }
 
     return expected
 

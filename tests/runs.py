@@ -25,10 +25,10 @@ from cupyattn import (
 from cupyattn.block_mask import BlockMask
 from cupyattn.forms import QUANTIZED
 from cupyattn.launch import Operand
+from cupyattn.preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.registry import VARIANTS, Variant, lookup
 from cupyattn.request import Options, resolve
-from cupyattn.rope import Rope
 from cupyattn.rounding import STORAGE
 from cupyattn.value_codes import ValueCodes
 
@@ -50,10 +50,14 @@ def variant_of(rung: str) -> Variant:
 
 #: What default tiles may spill all the same, in bytes by rung, dtype and head_dim: an address or
 #: two, read once a step. The most under NVRTC 13.0 and 13.5.
-SPILLED = {("fa_int8", "float32", 128): 16, ("fa_int8@pv8", "float32", 256): 8} | {
+SPILLED = {
     ("fa_int8@pv8", dtype, head_dim): spilled
     for dtype in ("float16", "bfloat16", "float32")
     for head_dim, spilled in ((64, 4), (128, 16))
+} | {
+    ("fa_int8", "float32", 128): 16,
+    ("fa_int8@pv8", "float32", 64): 8,
+    ("fa_int8@pv8", "float32", 256): 8,
 }
 #: The same where sequences are packed.
 SPILLED_PACKED = {("fa_int8@pv8", 64): 4, ("fa_int8@pv8", 128): 28}
@@ -102,8 +106,6 @@ GUARD = 512
 
 #: Options that are arrays.
 ADDED = ("mask", "bias")
-#: Options of a rotary embedding, which `QuantizedQKV` has behind it.
-ROPE = ("rope", "rope_interleaved", "rope_offset_q")
 
 Arrays = tuple[Any, Any, Any]
 
@@ -276,8 +278,9 @@ class Run:
             q.shape[3], form=self.form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks,
             causal=options.get("causal", False),
         )  # fmt: skip
-        if options.get("rope"):
-            options["rope"] = tuple(map(move, options["rope"]))
+        for name in ("rope", "qk_norm"):
+            if options.get(name):
+                options[name] = tuple(map(move, options[name]))
         return testing.judge(
             move(self.o), q, k, v, variant=variant.name, lse=move(self.lse), quantized=z,
             form=self.form, tiles=options.pop("tiles", tiles), **options,
@@ -307,14 +310,8 @@ def quantized(
         return None
     quant = quant or asked_for(rung).get("quant", QuantConfig())
     quant = replace(quant, smooth_k=quant.smooth_k and not options.get("softcap"))
-    q, k, v = inputs
-    sizes = q.shape[2], k.shape[2], q.shape[3]
-    defaults = Options()
-    given = (options.get(name, getattr(defaults, name)) for name in ROPE)
-    turn = Rope.of(*given, *sizes)
-    if turn is not None:
-        q, k = turn.turned(q, k)
-    return quantize(q, k, v, quant=quant, backend=backend, arch=arch)
+    given = {name: options[name] for name in PREPARATION if name in options}
+    return quantize(*inputs, quant=quant, backend=backend, arch=arch, **given)
 
 
 def run(
@@ -333,7 +330,7 @@ def run(
     if z is None or form == "fused":
         operands, rest = inputs, given
     else:
-        operands, rest = (z,), {n: x for n, x in options.items() if n not in ROPE}
+        operands, rest = (z,), {n: x for n, x in options.items() if n not in PREPARATION}
     o, lse = attend(rung, *operands, return_lse=True, arch=arch, backend=backend, **rest)
     return Run(rung, form, inputs, options, z, o, lse)
 

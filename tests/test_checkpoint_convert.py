@@ -546,10 +546,18 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     assert "to_query.weight" in printed and "Would write 3 files" in printed
     assert "convolution" in printed and not os.path.exists(out)
-    assert cli.main(["convert", str(path), "--output", out, "--analysis", found]) == 0
+    said = tmp_path / "said.json"
+    given = ["--output", out, "--analysis", found, "--json", str(said)]
+    assert cli.main(["convert", str(path), *given]) == 0
+    record = json.loads(said.read_text())
+    assert record["files"] == {p.name: p.stat().st_size for p in Path(out).iterdir()}
+    assert record["bytes"] == sum(record["files"].values()) and record["written"] is True
+    assert record["analysis"]["tensors"] and record["target"] == out
     assert "Wrote and checked 3 files" in capsys.readouterr().out
     assert tensors(Path(out))["patch.weight"].dtype == np.float16
-    assert cli.main(["dequantize", out, "--output", back, "--dtype", "bfloat16"]) == 0
+    given = ["--output", back, "--dtype", "bfloat16", "--json", str(said)]
+    assert cli.main(["dequantize", out, *given]) == 0
+    assert json.loads(said.read_text())["target"] == back
     assert set(tensors(Path(back))) == set(model())
     assert cli.main(["convert", str(path), "--output", out]) == 2
     error = capsys.readouterr().err

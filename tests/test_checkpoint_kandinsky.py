@@ -156,7 +156,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "x.json").write_text(json.dumps(DIFFUSERS))
     given = ["kandinsky", "--model-path", str(path), "--config-path", str(tmp_path / "x.json")]
     given += ["--output-path", str(tmp_path / "out"), "--min-elements", "100"]
-    assert cli.main([*given, "--dry-run"]) == 0
+    said = tmp_path / "said.json"
+    assert cli.main([*given, "--dry-run", "--json", str(said)]) == 0
+    assert json.loads(said.read_text())["written"] is False
     printed = capsys.readouterr().out
     assert (
         printed.startswith("Kandinsky 5: 2 text and 3 visual blocks") and "Would write" in printed

@@ -382,6 +382,10 @@ def test_cache_warms_and_clears(own_cache: Path, capsys: pytest.CaptureFixture[s
     assert status(*warm) == 0
     assert "0 compiled, 2 were there" in capsys.readouterr().out
     verify.cached_exact(*(np.ones((1, 1, 2, 4), np.float16),) * 3)
+    said = own_cache / "said.json"
+    assert status("cache", "--json", str(said)) == 0
+    found = json.loads(said.read_text())
+    assert (found["kernels"], found["references"]) == (2, 1) and found["kernel_bytes"] > 1000
     assert status("cache", "--clear") == 0
     printed = capsys.readouterr().out
     assert "forgot 2 kernels and 1 references" in printed and "\n0 kernels" in printed

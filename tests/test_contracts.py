@@ -27,6 +27,10 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "quantize_reduce.cu": Tiles(64, 64, 4),
     "rope.cu": Tiles(64, 1, 4),
     "unpack.cu": Tiles(64, 1, 4),
+    "normalise.cu": Tiles(64, 1, 4),
+    "backward_delta.cu": Tiles(64, 1, 4),
+    "backward_keys.cu": Tiles(64, 128, 8, 2),
+    "backward_queries.cu": Tiles(128, 32, 4, 2),
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
     "sm90/attn_fa_int8.cu": Tiles(192, 112, 16, 3),
     "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 3),
@@ -81,8 +85,23 @@ BROKEN = [
         {"STEP_K": STEPS.index("codes"), "BLOCK_KV": 48, "GROUP_KV": 64},
         "a block must hold whole groups of GROUP_Q or GROUP_KV rows",
     ),
+    ("quantize.cu", {"QK_NORM": 1, "HEAD_DIM": 24}, "rows that are prepared need VEC to divide"),
     ("rope.cu", {"ROPE": 0}, "rope turns pairs of columns: HEAD_DIM must be even"),
     ("rope.cu", {"HEAD_DIM": 63, "VEC": 1}, "rope turns pairs of columns: HEAD_DIM must be even"),
+    ("normalise.cu", {"HEAD_DIM": 63, "VEC": 1}, "normalise takes rows of pairs"),
+    ("backward_delta.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be a multiple of the rows of a pass"),
+    ("backward_delta.cu", {"BLOCK_Q": 48}, "BLOCK_Q must divide ROW_PAD: a block pads whole"),
+    ("backward_keys.cu", {"DTYPE": 2, "VEC": 4}, "gradients are of float16 or bfloat16"),
+    ("backward_keys.cu", {"BLOCK_KV": 64}, "each warp has 16 keys, or multiples"),
+    ("backward_keys.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be a multiple of 16, the depth of an mma"),
+    ("backward_keys.cu", {"BLOCK_Q": 48}, "BLOCK_Q must divide ROW_PAD, to which rows are padded"),
+    ("backward_keys.cu", {"BLOCK_Q": 48}, "the warps must share tiles of 16 rows of dQ evenly"),
+    ("backward_keys.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
+    ("backward_queries.cu", {"DTYPE": 2, "VEC": 4}, "gradients are of float16 or bfloat16"),
+    ("backward_queries.cu", {"BLOCK_Q": 32}, "BLOCK_Q / NUM_WARPS must be a multiple of 16"),
+    ("backward_queries.cu", {"BLOCK_Q": 192}, "BLOCK_Q must divide ROW_PAD, to which rows"),
+    ("backward_queries.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16, the depth"),
+    ("backward_queries.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "BLOCK_Q must be 128 past HEAD_DIM 128"),
     ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 64, "NUM_WARPS": 8}, "BLOCK_Q must be 128 or 192"),
@@ -117,6 +136,10 @@ TEMPLATES = [
         "st_global stores 2, 4, 8 or 16 bytes",
     ),
     ("void copy(int* a) { cp_async<2>(a, a, true); }", "cp.async copies 4, 8 or 16 bytes"),
+    (
+        "void copy(float* a) { load_rows_async<6>(a, a, 0); }",
+        "rows come 16 bytes to a thread",
+    ),
 ]
 
 
@@ -125,12 +148,17 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     p_type = {"_pv8.cu": "u8", "_fp8.cu": "e4m3"}.get(source[-7:])
     values = {} if p_type is None else {"group_v": 64, "p_type": p_type}
     features: Features | GemmFeatures
-    features = Features("float16", 64, vec=8, group_q=16, group_kv=16, rope=rope, **values)
+    features = Features(
+        "float16", 64, vec=8, group_q=16, group_kv=16, rope=rope,
+        qk_norm=source == "normalise.cu", **values,
+    )  # fmt: skip
     if isinstance(GOOD[source], GemmTiles):
         features = GemmFeatures("float16", 16, 8)
     defines = {**GOOD[source].defines(), **features.defines()}
     if source.startswith("quantize"):  # nothing is done for an operand but what `changes` say
         defines |= {"CFG_STEP_Q": 0, "CFG_STEP_K": 0, "CFG_STEP_V": 0, "CFG_BLOCK_COLS": 64}
+    if source == "backward_keys.cu":
+        defines |= {"CFG_SUMS_DQ": 1}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}
     return ModuleSpec(source, tuple(sorted(defines.items())))
 
@@ -155,9 +183,10 @@ def test_a_broken_contract_comes_back_as_its_sentence(
 @pytest.mark.parametrize(("line", "sentence"), TEMPLATES)
 def test_a_template_says_what_it_needs(line: str, sentence: str, tmp_path: Path) -> None:
     source = tmp_path / "use.cu"
-    source.write_text(f'#include "prims/rope.cuh"\n__device__ {line}\n')
+    includes = '#include "prims/rope.cuh"\n#include "prims/gradient.cuh"\n'
+    source.write_text(f"{includes}__device__ {line}\n")
     with pytest.raises(KernelCompileError, match=re.escape(sentence)):
-        kc.build(ModuleSpec(source), "sm_80")
+        kc.build(ModuleSpec(source, spec_of("backward_keys.cu", {}).defines), "sm_80")
 
 
 def test_every_contract_is_tripped() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import cupyattn as ca
 from cupyattn.api import plans
 from cupyattn.diffusion import MODES, guided
-from cupyattn.diffusion.attention import SOFTMAX_EPS_MAX
 from cupyattn.diffusion.guidance import split_branches, stack_queries
 from cupyattn.distributions import make
 from cupyattn.quant import QuantConfig
@@ -31,7 +30,7 @@ from tests.diffusion_cases import (
     layer,
     operands,
 )  # fmt: skip
-from tests.runs import bits, rope_tables
+from tests.runs import bits, normal, rope_tables
 
 # ---- steps and modes -----------------------------------------------------------------------------
 
@@ -349,7 +348,7 @@ def test_block_sizes_reach_the_tiles() -> None:
         ({"timestep_scales": np.ones(3)}, ValueError, "num_timesteps=50 entries"),
         ({"timestep_scales": np.zeros(50)}, ValueError, "positive and finite"),
         ({"quant": "int8"}, TypeError, "quant must be a cupyattn.QuantConfig"),
-        ({"softmax_eps": 0.1}, ca.UnsupportedError, "softmax_eps beyond"),
+        ({"softmax_eps": 1e-6}, ca.UnsupportedError, "softmax_eps=1e-06 is not supported: a sum"),
         ({"softmax_eps": -1.0}, ValueError, "softmax_eps must be 0 or more"),
         ({"block_q": 0}, ValueError, "block_q must be 1 or more"),
         ({"attention_type": "sparse"}, ValueError, "attention_type must be one of"),
@@ -368,7 +367,7 @@ def test_block_sizes_reach_the_tiles() -> None:
 def test_arguments_are_checked(given, error, said) -> None:
     with pytest.raises(error, match=said):
         ca.Int8Attention(**{"num_heads": 2, "head_dim": 16, "num_timesteps": 50, **given})
-    assert layer(softmax_eps=SOFTMAX_EPS_MAX).num_heads == HEADS
+    assert layer(softmax_eps=0).num_heads == HEADS
 
 
 def test_a_call_is_checked() -> None:
@@ -427,3 +426,68 @@ def test_the_kernels_take_calibrated_scales_and_pruned_keys(tmp_path: Path) -> N
     quant = attend.quant_config(q, k, 25)
     z = ca.quantize(q, *few, quant=quant)
     assert ca.testing.judge(o, q, *few, variant="fa_int8", quantized=z).passed
+
+
+# ---- norms and positions -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_the_layer_normalise_in_every_mode(mode: str) -> None:
+    """The bits of the call that a mode is, guidance branches with weights by head included."""
+    q, k, v = normal((1, HEADS, 40, HEAD_DIM), (1, 2, 50, HEAD_DIM))
+    rng = np.random.default_rng(3)
+    weights = tuple(rng.uniform(0.5, 2, (n, HEAD_DIM)).astype(np.float32) for n in (HEADS, 2))
+    own = {"qk_norm": weights, "qk_norm_eps": 1e-3}
+    attend = ca.Int8Attention(HEADS, HEAD_DIM, 50, **own)
+    tables = rope_tables(50, HEAD_DIM)
+    o = attend(q, k, v, 0, mode=mode, rope=tables)
+    assert not attend.fallbacks
+    if mode == "precision":
+        expected = ca.attention(q, k, v, rope=tables, **own)
+    else:
+        quant = attend.quant_config(q, k, 0, mode=mode)
+        expected = ca.attention(q, k, v, variant="fa_int8", quant=quant, rope=tables, **own)
+    assert bits(o) == bits(expected)
+    both = attend.fused_cfg(q, q[:, ::-1], k, v, 0, mode=mode, rope=tables)
+    other = attend(np.ascontiguousarray(q[:, ::-1]), k, v, 0, mode=mode, rope=tables)
+    assert bits(both[0]) == bits(o) and bits(both[1]) == bits(other)
+    assert bits(o) != bits(attend(q, k, v, 0, mode=mode))
+    with pytest.raises(ca.UnsupportedError, match="no mask, no rope and no qk_norm: normalise"):
+        attend(q, k, v, 0, enable_pruning=True)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "call", "message"),
+    [
+        (
+            "guidance.stack_queries", lambda a, q, k, v: a.fused_cfg(q, q, k, v, 3),
+            r"fused_cfg needs 10,240 bytes beside its operands, 10,240 of them for 'q of both bra",
+        ),
+        (
+            "pruning.compact", lambda a, q, k, v: a(q, k, v, 3, enable_pruning=True),
+            r"token pruning needs 19,200 bytes .* 12,800 of them for 'weights of the keys', and mo",
+        ),
+    ],
+)  # fmt: skip
+def test_copies_that_do_not_fit_say_how_much_they_need(place, call, message, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    q, k, v = normal((1, 2, 40, 32), (1, 1, 50, 32))
+    monkeypatch.setattr(f"cupyattn.diffusion.{place}", full)
+    with pytest.raises(ca.DeviceMemoryError, match=message):
+        call(ca.Int8Attention(2, 32, 50), q, k, v)
+
+
+def test_a_call_within_says_more(monkeypatch) -> None:
+    """What the call of attention itself lacks is not put down to the keys that were moved."""
+
+    def full(*_: object, **__: object) -> None:
+        raise ca.DeviceMemoryError("more")
+
+    monkeypatch.setattr("cupyattn.diffusion.attention.attention", full)
+    with pytest.raises(ca.DeviceMemoryError, match="^more$"):
+        ca.Int8Attention(2, 32, 50)(*normal((1, 2, 40, 32), (1, 1, 50, 32)), 3, enable_pruning=True)

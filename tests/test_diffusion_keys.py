@@ -130,7 +130,7 @@ def test_pruning_goes_with_plain_dense_attention() -> None:
     q, k, v = example()
     with pytest.raises(ca.UnsupportedError, match="attention_type='dense' alone, got 'local'"):
         layer(attention_type="local", window_size=8, enable_pruning=True)
-    with pytest.raises(ca.UnsupportedError, match="no mask and no rope"):
+    with pytest.raises(ca.UnsupportedError, match="no mask, no rope and no qk_norm"):
         layer()(q, k, v, 0, enable_pruning=True, mask=np.ones(130, bool))
     nothing = k[:, :, :0]
     o, kept = layer(enable_pruning=True)(q, nothing, nothing, 49, return_mask=True)

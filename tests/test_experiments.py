@@ -16,9 +16,9 @@ import cupyattn as ca
 from cupyattn import compile as compiler
 from cupyattn import device, measure, timing
 from experiments import (
+    backward,
     common,
     decode,
-    diffusion_gains,
     diffusion_shapes,
     first_call,
     gemm,
@@ -92,18 +92,6 @@ def test_scales_by_timestep_run_in_small(tmp_path: Path) -> None:
     assert drawing.read_text().startswith("<?xml")
 
 
-def test_gains_for_diffusion_run_in_small(tmp_path: Path) -> None:
-    file = tmp_path / "diffusion_gains.json"
-    assert diffusion_gains.main(["--quick", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 2 * len(diffusion_gains.WAYS) - 1 and all(row["ok"] for row in rows)
-    assert {row["mode"] for row in rows} == set(diffusion_gains.MODES)
-    lost = [row["error against all keys"] for row in rows if "pruned" in row["way"]]
-    assert len(lost) == 2 and all(0 < x < 1 for x in lost)
-    timed = {"speed_ratio": [4.0, 3.9, 4.1], "density": 0.2}
-    assert diffusion_gains._gain(timed) == ["4.00 [3.90, 4.10]", "80%"]
-
-
 def test_what_pruning_loses_runs_in_small(tmp_path: Path) -> None:
     """On real data an estimate from rows chooses better than chance, and more rows better yet."""
     file = tmp_path / "token_pruning.json"
@@ -135,6 +123,49 @@ def test_decoding_runs_in_small(tmp_path: Path) -> None:
         assert row["form"] == "split" and row["j2"] <= 1 and row["ok"] and "seconds" not in row
         kv = row["batch"] * row["heads_kv"] * row["len_kv"] * row["head_dim"]
         assert row["kv_bytes"] == 2 * 2 * kv
+
+
+def test_the_gradients_run_in_small(tmp_path: Path) -> None:
+    file = tmp_path / "backward.json"
+    assert backward.main(["--quick", "--head-dims", "64", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert record["backend"] == "mirror" and len(record["problems"]) == 2
+    for found in record["problems"]:
+        assert [row["variant"] for row in found["rows"]] == [
+            backward.ATOMIC, backward.DETERMINISTIC
+        ]  # fmt: skip
+        assert all(row["ok"] and 0 < row["j2"] <= 1 for row in found["rows"])
+        assert found["deterministic beside atomic"] is None
+    lengths = [found["problem"]["length"] for found in record["problems"]]
+    assert found["operations"] == 5 * 64 * 2 * lengths[1] * (lengths[1] + 1)
+
+
+def test_another_library_is_held_to_the_gradients_of_exact_attention() -> None:
+    given = backward.received(SMALL, on_device=False)
+    exact = ca.gradients.backward_exact(*given[:4])
+    assert backward.judge(SMALL, others.CUDNN, exact, given)["ok"]
+    assert not backward.judge(SMALL, others.CUDNN, [1.02 * x for x in exact], given)["ok"]
+
+
+def test_gradients_are_compared_in_pairs_of_the_same_rounds_and_drawn(tmp_path: Path) -> None:
+    times = [1.0, 2.0, 4.0]
+    rows = [timed(others.CUDNN, *times), timed(backward.ATOMIC, *(x / 1.25 for x in times))]
+    rows.append(timed(backward.DETERMINISTIC, *(x / 1.25 / 0.8 for x in times)))
+    found = backward.compared(rows)
+    assert found["atomic beside cuDNN"] == pytest.approx([1.25] * 3)
+    assert found["deterministic beside atomic"] == pytest.approx([0.8] * 3)
+    pytest.importorskip("matplotlib")
+    for row in rows:
+        row["tflops"] = 1 / row["seconds"]
+    problems = [
+        {"problem": vars(Problem(1, 1, n, 64, c)), "rows": rows, **found}
+        for n in (512, 1024)
+        for c in (False, True)
+    ]
+    environment = {"device": {"name": "none", "driver": "0"}}
+    record = {"backend": "cuda", "environment": environment, "problems": problems}
+    (file,) = plots.draw_by_length(record, tmp_path, "backward", plots.BACKWARD_LINES)
+    assert file.name == "backward_hd64.svg" and "deterministic" in file.read_text()
 
 
 def test_the_peers_run_in_small(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def check_that_a_sequence_may_have_no_keys(rung: str) -> None:
     assert not o[:3].any() and (lse[:, :3] == -np.inf).all() and o[3:].all()
 
 
-@pytest.mark.parametrize("rung", RUNGS[1:])
+@pytest.mark.parametrize("rung", [*RUNGS[1:], FP8])
 def test_a_sequence_of_codes_may_have_no_keys(rung: str) -> None:
     check_that_a_sequence_may_have_no_keys(rung)
 
@@ -230,9 +230,13 @@ def check_that_a_sequence_past_its_limit_is_cut(rung: str) -> None:
 @pytest.mark.parametrize(
     ("rung", "options"),
     [
-        ("fa_tc@sm90", {}), ("fa_tc@sm90", {"causal": True, "window": (30, 0)}),
-        ("fa_tc@sm90", {"tiles": Tiles(192, 64, 16, 2)}), ("fa_int8@sm90", {}), (PV8, {}),
-        (FP8, {}),
+        ("fa_tc@sm90", {}), ("fa_int8@sm90", {}), (PV8, {}), (FP8, {}),
+        *(
+            pytest.param("fa_tc@sm90", options, marks=pytest.mark.slow)
+            for options in (
+                {"causal": True, "window": (30, 0)}, {"tiles": Tiles(192, 64, 16, 2)}
+            )
+        ),
         pytest.param(
             "fa_int8@sm90", {"causal": True, "tiles": Tiles(192, 64, 16, 2)},
             marks=pytest.mark.slow,

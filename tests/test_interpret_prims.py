@@ -14,6 +14,7 @@ from tests.ptx_cases import PTX
 
 #: The oldest architecture of each, and for some another, where the compiler writes other PTX.
 CELLS = [(prim, prim.architectures[0]) for prim in (*PRIMS, *PTX)]
+FIRST = len(CELLS)  # of the others, which are slow
 CELLS += [(p, "sm_90") for p in PRIMS if not p.hopper and p.header in ("mma", "warp", "quant")]
 
 
@@ -21,8 +22,8 @@ CELLS += [(p, "sm_90") for p in PRIMS if not p.hopper and p.header in ("mma", "w
     ("prim", "arch"),
     [
         pytest.param(*cell, id="-".join((cell[0].name, cell[1])),
-                     marks=[pytest.mark.slow] if cell[0].late else [])
-        for cell in CELLS
+                     marks=[pytest.mark.slow] if cell[0].late or number >= FIRST else [])
+        for number, cell in enumerate(CELLS)
     ],
 )  # fmt: skip
 def test_primitive(prim: Prim, arch: str) -> None:

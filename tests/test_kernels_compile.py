@@ -105,7 +105,7 @@ def build(
 @pytest.mark.parametrize(
     ("name", "form", "arch", "head_dim", "dtype", "causal", "lse"),
     [
-        pytest.param(*cell, marks=pytest.mark.slow if number % 3 else oldest(cell[2]))
+        pytest.param(*cell, marks=pytest.mark.slow if number % 6 else oldest(cell[2]))
         for number, cell in enumerate(rotated())
     ],
 )
@@ -140,7 +140,11 @@ def by_default() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "dtype", "arch", "head_dim", "causal"), list(by_default())
+    ("name", "form", "dtype", "arch", "head_dim", "causal"),
+    [
+        pytest.param(*cell.values, marks=[*cell.marks, *([pytest.mark.slow] if number % 3 else [])])
+        for number, cell in enumerate(by_default())
+    ],
 )
 def test_default_tiles_spill_nothing(
     name: str, form: str, dtype: str, arch: str, head_dim: int, causal: bool
@@ -189,6 +193,7 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
         assert spilled <= allowed, f"{entry} takes {taken}: {spec}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [*VARIANTS["fa_int8"].hopper_fp8_tiles])
 def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(head_dim: int) -> None:
     """Each of them takes two registers, and none is left over."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cupyattn import compile as kc
 from cupyattn import launch, registry
+from cupyattn.backward_plan import BACKWARD_PARAMS
 from cupyattn.checks import (
     AttentionCall,
     byte_range,
@@ -25,7 +26,7 @@ from cupyattn.checks import (
 )  # fmt: skip
 from cupyattn.errors import UnsupportedError
 from cupyattn.launch import Operand, Plan
-from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, pack
+from cupyattn.params import ATTN_PARAMS, PIECE_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, pack
 from cupyattn.quant import QuantizedQKV
 from cupyattn.request import Options, resolve
 from cupyattn.tiles import Tiles
@@ -108,8 +109,10 @@ def test_strides_are_64_bit_numbers() -> None:
     [
         ("AttnParams", ATTN_PARAMS),
         ("QuantParams", QUANT_PARAMS),
+        ("PieceParams", PIECE_PARAMS),
         ("SplitParams", SPLIT_PARAMS),
         ("ValueParams", VALUE_PARAMS),
+        ("BackwardParams", BACKWARD_PARAMS),
     ],
 )
 def test_the_table_is_the_struct_field_by_field(

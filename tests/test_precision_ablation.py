@@ -8,10 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import cupyattn as ca
 from experiments import precision_ablation
 
 
+@pytest.mark.slow
 def test_choices_of_precision_run_in_small(tmp_path: Path, capsys: Any) -> None:
     """Every field of QuantConfig is varied; finer scales lose less, and 8-bit P and V more."""
     varied = {

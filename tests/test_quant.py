@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import DeviceMemoryError, UnsupportedError
 from cupyattn.quant import GROUP_ALL, QuantConfig, quantize
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.quant.operands import quantize_mirror, scale_shape
@@ -338,3 +338,14 @@ def test_config_equality() -> None:
     assert a == QuantConfig(scales=scales) and a != b and a != QuantConfig()
     assert hash(QuantConfig()) == hash(QuantConfig()) and QuantConfig() != "thread"
     assert len({QuantConfig(g, h) for g, h in itertools.product(GRANULARITIES, repeat=2)}) == 25
+
+
+def test_codes_that_do_not_fit_say_how_much_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    q = k = v = np.zeros((1, 2, 64, 16), np.float16)
+    monkeypatch.setattr("cupyattn.quant.operands.run", full)
+    message = "quantize needs .* 2,048 of them for 'q_codes', and more than can be had: split the"
+    with pytest.raises(DeviceMemoryError, match=message):
+        quantize(q, k, v, backend="interpret")

@@ -58,7 +58,7 @@ def of_v(dtype: str, head_dim: int, group: int, p_type: str = "u8", **options: b
 
 def test_params_are_the_fields_of_the_header_in_order() -> None:
     text = re.sub(r"//.*", "", HEADER.read_text())
-    body = re.search(r"struct QuantizeParams \{(.*?)\};", text, re.DOTALL)[1]
+    body = re.search(r"struct QuantizeParams : [^{]*\{(.*?)\};", text, re.DOTALL)[1]
     declared = [" ".join(line.split()).rpartition(" ") for line in body.split(";") if line.strip()]
     types = {"int64_t": "i8", "int32_t": "i4", "Strides": "(3,)i8"}
     expected = [(name, np.dtype("u8" if "*" in t else types[t])) for t, _, name in declared]
@@ -331,3 +331,10 @@ def test_enough_blocks_share_a_multiprocessor(head_dim: int, dtype: str, symmetr
     for used in resources(plan, "sm_90"):
         assert used.registers <= 80 and used.static_smem <= 48 * 1024
         assert (used.spill_stores, used.spill_loads) == (0, 0)
+
+
+def test_extrema_of_the_widest_rows_fit_into_shared_memory() -> None:
+    """Scales of heads for Q and a mean of K: both kinds of folds in one module, 16 warps."""
+    plan, _ = of_call(QuantConfig("head", "block"), *[(1, 2, 500, 256)] * 2, "float32")
+    assert plan.launches[0].block == 512
+    assert resources(plan, "sm_80")[0].static_smem <= 48 * 1024

@@ -26,7 +26,7 @@ def code(title: str) -> list[str]:
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    ten_lines, features, varlen, codes, linear, prepared = code("Ten lines")
+    ten_lines, features, varlen, codes, linear, prepared, gradients = code("Ten lines")
     assert len(ten_lines.splitlines()) <= 10
     names: dict[str, object] = {}
     exec(ten_lines, names)
@@ -51,6 +51,11 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert np.abs(names["c"] - product).max() < 0.1  # type: ignore[operator]
     exec(prepared, names)
     np.testing.assert_array_equal(names["o"], first)  # type: ignore[arg-type]
+    exec(gradients, names)
+    received = [names[name] for name in ("d_out", "q", "k", "v", "o", "lse")]
+    found = [names[name] for name in ("dq", "dk", "dv")]
+    judged = {"deterministic": True, "causal": True}
+    assert ca.gradients.judge_backward(found, *received, **judged).passed
 
 
 def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES, Features
 from cupyattn.launch import Operand
+from cupyattn.quant import QuantConfig
 from cupyattn.reference import attention_exact, attention_mirror
 from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve
@@ -190,7 +191,10 @@ def test_the_pass_spills_nothing_and_stores_whole_accesses() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("rung", "dtype"), runs.cells_in_turn(2, CELLS))
 def test_the_kernels_attend_with_turned_operands(rung: str, dtype: str, interleaved: bool) -> None:
-    """To the bit what they do with operands that were turned beforehand, and within the bound."""
+    """To the bit what they do with operands that were turned beforehand, and within the bound.
+
+    fa_int8 rounds nothing to 16 bits between: with those that `quantize` turned.
+    """
     q, k, v = arrays(dtype)
     options: dict[str, Any] = {
         "rope": TABLES, "rope_interleaved": interleaved, "rope_offset_q": 27, "causal": True,
@@ -200,8 +204,11 @@ def test_the_kernels_attend_with_turned_operands(rung: str, dtype: str, interlea
     turned = Rope.of(TABLES, interleaved, 27, *SIZES).turned(q, k)
     for backend in BACKENDS:
         o, lse = attention(q, k, v, variant=rung, backend=backend, return_lse=True, **options)
+        operands: tuple[Any, ...] = (*turned, v)
+        if variant_of(rung).family == "int8":
+            operands = (runs.quantized(rung, (q, k, v), backend, options),)
         expected = attention(
-            *turned, v, variant=rung, backend=backend, return_lse=True, causal=True
+            *operands, variant=variant_of(rung).name, backend=backend, return_lse=True, causal=True
         )
         assert bits(o) == bits(expected[0]) and bits(lse) == bits(expected[1])
         report = runs.run(rung, (q, k, v), backend=backend, **options).check()
@@ -356,11 +363,16 @@ def test_explain_says_who_turns() -> None:
     text = explain(q, k, v, variant="fa", rope=TABLES)
     assert "half-split channels of q and k are turned as they are loaded; query row i has" in text
     assert "rope='half_split'" in text and "of rope.cu" not in text
-    for rung in ("fa_tc", "fa_int8"):
-        text = explain(q, k, v, variant=rung, rope=TABLES, rope_interleaved=True, rope_offset_q=9)
+    options: dict[str, Any] = {"rope": TABLES, "rope_interleaved": True, "rope_offset_q": 9}
+    for variant, quant in (("fa_tc", None), ("fa_int8", QuantConfig(smooth_k=False, fused=True))):
+        text = explain(q, k, v, variant=variant, quant=quant, **options)
         assert "interleaved channels of q and k are turned in a pass before; query row i" in text
         assert "the position i+9" in text and text.count("of rope.cu") == 2
-        assert plan(q, k, v, variant=rung, rope=TABLES).workspace_bytes >= q.nbytes + k.nbytes
+        prepared = plan(q, k, v, variant=variant, quant=quant, rope=TABLES)
+        assert prepared.workspace_bytes >= q.nbytes + k.nbytes
+    text = explain(q, k, v, variant="fa_int8", **options)
+    assert "channels of q and k are turned as they are quantised; query row i" in text
+    assert "of rope.cu" not in text and text.count("of quantize") == 2
     assert "rope:" not in explain(q, k, v) and "of rope.cu" not in explain(q, k, v)
 
 
@@ -417,9 +429,11 @@ def test_an_odd_head_dim_has_no_pairs() -> None:
 def test_quantised_operands_are_turned_beforehand() -> None:
     z = quantize(*arrays())
     for call in (attention, attention_mirror):
-        with pytest.raises(ValueError, match="rope comes before quantising: turn q and k first"):
+        with pytest.raises(
+            ValueError, match="rope and qk_norm come before quantising: give them to quantize"
+        ):
             call(z, variant="fa_int8", rope=TABLES)
-    with pytest.raises(ValueError, match="rope comes before quantising"):
+    with pytest.raises(ValueError, match="rope and qk_norm come before quantising"):
         bounds.attention(None, None, None, variant="fa_int8", quantized=z, rope=TABLES)
 
 

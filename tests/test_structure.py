@@ -34,10 +34,11 @@ FUSED = [
 ]
 #: Who may import whom: a module imports only what stands above it, or beside it without a cycle.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "tiles", "features", "numerics", "measured", "files", "switches"),
+    ("errors", "tiles", "features", "numerics", "measured", "files", "switches", "backward_tiles"),
     (
         "registry",
         "splits",
+        "pieces",
         "rounding",
         "codes",
         "includes",
@@ -47,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "arrays",
         "checks",
         "rope",
+        "preparation",
         "scoring",
         "block_mask",
         "distributions",
@@ -59,24 +61,36 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "perturbation",
         "score_bounds",
         "value_bounds",
+        "operand_bounds",
         "bounds",
         "compile",
     ),
-    ("interpret", "params", "launch", "value_codes", "rotation", "executor"),
-    ("backends", "sequences"),
+    (
+        "interpret",
+        "params",
+        "launch",
+        "hopper",
+        "value_codes",
+        "rotation",
+        "executor",
+        "gradients",
+        "scratch",
+    ),
+    ("backends", "sequences", "backward_plan"),
     ("quant",),
-    ("request", "auto", "forms", "unfused", "scratch"),
+    ("request", "auto", "forms", "unfused"),
     ("prepared",),
-    ("api", "testing"),
+    ("api", "testing", "backward"),
     ("device", "timing", "measure"),
     ("diffusion", "checkpoints", "interop", "distributed"),
     ("cli", "__main__"),
 )
 #: Take the array namespace from their arguments, or know no arrays at all: never import CuPy.
 NO_CUPY = {
-    "errors", "tiles", "features", "numerics", "measured", "registry", "auto", "splits",
-    "rounding", "codes", "checks", "rope", "scoring", "block_mask", "mirror", "reference",
-    "perturbation", "score_bounds", "value_bounds", "bounds", "includes", "nvrtc", "distributions",
+    "errors", "tiles", "features", "numerics", "measured", "registry", "auto", "splits", "pieces",
+    "rounding", "codes", "checks", "rope", "preparation", "scoring", "block_mask", "mirror",
+    "reference", "perturbation", "score_bounds", "value_bounds", "operand_bounds", "bounds",
+    "includes", "nvrtc", "distributions", "gradients", "backward_tiles",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.
 EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")

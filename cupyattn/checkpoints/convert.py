@@ -72,6 +72,14 @@ class Conversion:
         verb = "Wrote and checked" if self.written else "Would write"
         return f"{verb} {len(self.files)} files, {format_bytes(self.nbytes)}: {self.target}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, JSON-ready."""
+        return {
+            "target": str(self.target), "files": self.files, "bytes": self.nbytes,
+            "written": self.written,
+            "analysis": None if self.analysis is None else self.analysis.to_dict(),
+        }  # fmt: skip
+
 
 def convert(
     model: str | os.PathLike[str] | Source,

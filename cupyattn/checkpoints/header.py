@@ -39,6 +39,8 @@ DTYPES = {
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 #: The longest header that the format allows.
 MAX_HEADER_BYTES = 100_000_000
+#: The most axes that NumPy has: the product of a longer shape is a number to choke on.
+MAX_AXES = 64
 #: Where the strings lie that belong to the file as a whole.
 METADATA = "__metadata__"
 #: Bytes of the header's length, and the multiple that a header is padded to.
@@ -264,6 +266,8 @@ def _tensor(path: str | os.PathLike[str], name: str, entry: Any) -> TensorInfo:
         raise ValueError(
             f"{path}: {name!r} has a malformed shape or place: {shape!r:.80}, {offsets!r:.80}"
         )
+    if len(shape) > MAX_AXES:
+        raise ValueError(f"{path}: {name!r} has {len(shape)} axes, more than {MAX_AXES}")
     info = TensorInfo(dtype, tuple(shape), offsets[0])
     if info.end != offsets[1]:
         raise ValueError(

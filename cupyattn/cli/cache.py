@@ -35,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="for --warm, e.g. sm_90 (default: the device's, without one all that NVRTC knows)",
     )
     parser.add_argument("--threads", type=int, default=4, help="compilations at a time")
+    parser.add_argument("--json", metavar="FILE", help="write what there is to a file too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
     print(f"{info.folder}")
     print(f"{info.entries} kernels, {format_bytes(info.bytes)}")
     print(f"{references} references, {format_bytes(size)}")
+    if args.json:
+        found = {"folder": str(info.folder), "kernels": info.entries, "kernel_bytes": info.bytes}
+        found |= {"compiled": info.compiled, "references": references, "reference_bytes": size}
+        output.write_json(args.json, found)
     return 0
 
 

@@ -39,6 +39,7 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
         help="largest sum of tensors in a file (5000000000)",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")
+    parser.add_argument("--json", metavar="FILE", help="write which files there are, and why")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,15 +53,17 @@ def run(args: argparse.Namespace) -> int:
             source, args.output, config, analysis=known, export=args.export,
             max_shard_bytes=args.max_shard_bytes, dry_run=args.dry_run, advance=advance,
         )  # fmt: skip
-    report(done)
+    report(done, args.json)
     return 0
 
 
-def report(done: Conversion) -> None:
-    """Print what was written, or in full what would be."""
+def report(done: Conversion, json_file: str | None) -> None:
+    """Print what was written, or in full what would be; all of it to a file where one is named."""
     if done.analysis is not None:
         if not done.written:
             output.print_table(done.analysis.header, done.analysis.cells())
             print()
         print(done.analysis.summary())
     print(done.summary())
+    if json_file:
+        output.write_json(json_file, done.to_dict())

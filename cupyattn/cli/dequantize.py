@@ -8,7 +8,7 @@ import argparse
 from cupyattn.checkpoints import dequantize, open_checkpoint
 from cupyattn.checkpoints.header import FLOATS
 from cupyattn.cli import output
-from cupyattn.cli.convert import add_writing
+from cupyattn.cli.convert import add_writing, report
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,5 +30,5 @@ def run(args: argparse.Namespace) -> int:
             source, args.output, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes,
             dry_run=args.dry_run, advance=advance,
         )  # fmt: skip
-    print(done.summary())
+    report(done, args.json)
     return 0

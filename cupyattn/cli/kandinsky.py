@@ -5,11 +5,18 @@ the transformer is read, so that VAE and text encoders stay as they are."""
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
 
-from cupyattn.checkpoints import open_kandinsky, optimize_kandinsky
+from cupyattn import device
+from cupyattn.checkpoints import KandinskyModel, open_kandinsky, optimize_kandinsky
+from cupyattn.checkpoints.benchmark import HEADER, TOKENS, benchmark_block, total
+from cupyattn.checkpoints.source import Source
 from cupyattn.cli import output
 from cupyattn.cli.analyze import add_limits, limits
 from cupyattn.cli.convert import add_export, add_writing, report
+from cupyattn.errors import UnsupportedError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +26,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config-path", metavar="FILE", help="its YAML, or JSON of diffusers")
     parser.add_argument("--output-path", metavar="DIR", required=True, help="a new folder")
+    parser.add_argument(
+        "--benchmark", action="store_true",
+        help="then time the products of one visual block in 16 bits and as INT8, on a device",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, metavar="N", help=f"of the video ({TOKENS})"
+    )
     add_export(parser)
     add_writing(parser)
     add_limits(parser)
@@ -26,6 +40,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    if args.benchmark and (missing := device.device_missing()):
+        raise UnsupportedError(f"--benchmark needs a CUDA device ({missing}): leave it out")
+    if args.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
     source, found = open_kandinsky(args.model_path, args.config_path)
     print(found)
     steps = (1 if args.dry_run else 3) * len(source.tensors)
@@ -34,5 +52,19 @@ def run(args: argparse.Namespace) -> int:
             args.model_path, args.output_path, args.config_path, limits(args), export=args.export,
             max_shard_bytes=args.max_shard_bytes, dry_run=args.dry_run, advance=advance,
         )  # fmt: skip
-    report(done)
-    return 0
+    report(done, args.json)
+    return _benchmark(source, found, args) if args.benchmark else 0
+
+
+def _benchmark(source: Source, found: KandinskyModel, args: argparse.Namespace) -> int:
+    """Print what a block takes; add it to the record. A part that misses its bound fails."""
+    import cupy
+
+    parts = benchmark_block(source, found, cupy, tokens=args.tokens)
+    print()
+    output.print_table(HEADER, [part.cells for part in parts])
+    print(total(parts))
+    if args.json:
+        record = json.loads(Path(args.json).read_text(encoding="utf-8"))
+        output.write_json(args.json, {**record, "benchmark": [asdict(part) for part in parts]})
+    return 0 if all(part.ok for part in parts) else 1

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cupyattn import checks, registry
 from cupyattn.api import attention
-from cupyattn.arrays import take
+from cupyattn.arrays import is_cupy, take
 from cupyattn.backends import on_device_of
 from cupyattn.diffusion import guidance, pruning
 from cupyattn.diffusion.arguments import check_count, check_number, check_timestep
@@ -23,14 +23,13 @@ from cupyattn.diffusion.scales import StepScales
 from cupyattn.diffusion.schedules import Step, check_sigmas, compute_sigma_schedule, log_snr
 from cupyattn.diffusion.settings import Settings
 from cupyattn.errors import UnsupportedError
+from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
 from cupyattn.rounding import Array, array_namespace
+from cupyattn.scratch import saying_what_is_needed
 from cupyattn.tiles import Tiles
 
 _log = logging.getLogger("cupyattn")
-
-#: Largest `softmax_eps`: a sum of at least 1 grows by an eighth of what 16 bits resolve.
-SOFTMAX_EPS_MAX = 2.0**-14
 
 
 class Int8Attention:
@@ -54,8 +53,8 @@ class Int8Attention:
     block_q, block_k : int, optional
         Query rows and keys of the kernels' tiles; what was measured best when omitted.
     softmax_eps : float
-        0 to 2^-14, for compatibility. It would be added to sums of exponentials of at least 1,
-        which 16-bit outputs do not show, and is not added: rows without keys are zeros anyway.
+        0, which is what code written for other libraries wants of it: rows without keys are zeros
+        without it. What it would be added to differs from kernel to kernel.
     precision_policy : "adaptive", a mode, a table or an object
         Which mode runs at which step: `cupyattn.diffusion.policy.as_policy`. "adaptive" is
         `SigmaPolicy`: "aggressive" (INT8 Q.K^T, 8-bit P.V) above 5 times the noise-to-signal ratio
@@ -96,6 +95,12 @@ class Int8Attention:
         `cupyattn.diffusion.VideoMask` does.
     scale : float, optional
         Softmax scale; ``head_dim ** -0.5`` when omitted.
+    qk_norm : (array, array), optional
+        As for `cupyattn.attention`: the weights of this layer that normalise q and k, which a call
+        may also turn (`rope`). The INT8 modes do both as they quantise. What looks at q and k
+        before sees them as they came: a callable `block_mask`. Not with pruning.
+    qk_norm_eps : float
+        Added to the mean square.
     backend, arch : str, optional
         As for `cupyattn.attention`.
 
@@ -105,7 +110,7 @@ class Int8Attention:
         For values that mean nothing or do not fit together; also for a calibration of another
         model.
     UnsupportedError
-        For a `softmax_eps` past its limit, or pruning with sparse attention.
+        For a `softmax_eps` that is not 0, or pruning with sparse attention.
 
     Notes
     -----
@@ -146,6 +151,8 @@ class Int8Attention:
         pruning_rows: int = pruning.SAMPLE_ROWS,
         block_mask: Any = None,
         scale: float | None = None,
+        qk_norm: Any = None,
+        qk_norm_eps: float = EPS,
         backend: str | None = None,
         arch: str | None = None,
     ) -> None:
@@ -173,6 +180,7 @@ class Int8Attention:
         )  # fmt: skip
         self._out_proj = _check_projection(out_proj, self.num_heads * self.head_dim)
         self._scale = checks.check_scale(scale, self.head_dim)
+        self._norm = {"qk_norm": _take_weights(qk_norm), "qk_norm_eps": qk_norm_eps}
         self._where = {"backend": backend, "arch": arch}
         self._fallbacks: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -394,7 +402,9 @@ class Int8Attention:
         given: dict[str, Any],
     ) -> tuple[Array, Array, Array | None]:
         """Run two branches against the same keys and values; return both, and the kept keys."""
-        q = guidance.stack_queries(q_cond, q_uncond)
+        copy = {"q of both branches": guidance.BRANCHES * q_cond.nbytes}
+        with saying_what_is_needed("fused_cfg", copy, on_device=is_cupy(q_cond)):
+            q = guidance.stack_queries(q_cond, q_uncond)
         mask = given["mask"]
         if mask is not None and mask.ndim >= 3:
             given = {**given, "mask": guidance.repeat_heads(take("mask", mask)[0], mask.ndim - 3)}
@@ -416,16 +426,21 @@ class Int8Attention:
         None: no key was dropped.
         """
         self._check(q, k, v, branches)
-        kept = None
+        kept, given = None, {**given, **self._norm}
         options = settings.of_scores(q, k, branches)
         if settings.enable_pruning:
-            if not given["mask"] is given["rope"] is None:
+            if not given["mask"] is given["rope"] is given["qk_norm"] is None:
                 raise UnsupportedError(
-                    "token pruning moves the keys that it keeps, so it takes no mask and no rope: "
-                    "turn q and k beforehand, or leave pruning out"
+                    "token pruning looks at keys and moves those that it keeps, so it takes no "
+                    "mask, no rope and no qk_norm: normalise and turn q and k beforehand, or leave "
+                    "pruning out"
                 )
             k, v, kept = self._pruned(q, k, v, step, settings)
             kept = kept.repeat(self.num_heads // k.shape[1], axis=1)
+        if branches == guidance.BRANCHES and given["qk_norm"] is not None:
+            of_q, of_k = given["qk_norm"]
+            of_q = guidance.repeat_heads(of_q, 0) if of_q.ndim == 2 else of_q
+            given = {**given, "qk_norm": (of_q, of_k)}
         options |= {**given, **self._where, "scale": self._scale}
         o = self._run(settings.mode or self._mode(step), step, q, k, v, branches, options)
         return o, kept
@@ -453,6 +468,17 @@ class Int8Attention:
         self, q: Array, k: Array, v: Array, step: Step, settings: Settings
     ) -> tuple[Array, Array, Array]:
         """Return the keys and values that are kept, and which these are."""
+        rows = min(settings.pruning_rows, q.shape[2]) * q.shape[1] // k.shape[1]
+        needed = {
+            "weights of the keys": 4 * math.prod(k.shape[:3]) * rows,
+            "k and v that are kept": k.nbytes + v.nbytes,
+        }
+        with saying_what_is_needed("token pruning", needed, on_device=is_cupy(k)):
+            return self._most_important(q, k, v, step, settings)
+
+    def _most_important(
+        self, q: Array, k: Array, v: Array, step: Step, settings: Settings
+    ) -> tuple[Array, Array, Array]:
         importance = pruning.key_importance(q, k, scale=self._scale, rows=settings.pruning_rows)
         if settings.pruning_threshold is None:
             count = pruning.kept_count(k.shape[2], settings.pruning_ratio)
@@ -523,11 +549,20 @@ def _schedule(sigmas: Any, num_timesteps: int) -> npt.NDArray[np.float64]:
     return values
 
 
+def _take_weights(qk_norm: Any) -> Any:
+    """Return weights as arrays that this library knows; calls check them beside q and k."""
+    if not (isinstance(qk_norm, (tuple, list)) and len(qk_norm) == 2):
+        return qk_norm
+    names = "q_weight", "k_weight"
+    return tuple(take(name, weight)[0] for name, weight in zip(names, qk_norm, strict=True))
+
+
 def _check_softmax_eps(softmax_eps: Any) -> None:
-    if check_number("softmax_eps", softmax_eps, "0 or more", lambda x: x >= 0) > SOFTMAX_EPS_MAX:
+    if check_number("softmax_eps", softmax_eps, "0 or more", lambda x: x >= 0):
         raise UnsupportedError(
-            f"softmax_eps beyond 2**-14, which outputs would show, is not supported, got "
-            f"{softmax_eps!r}: use 0, rows without keys are zeros anyway"
+            f"softmax_eps={softmax_eps!r} is not supported: a sum of exponentials is relative to a "
+            "maximum that each kernel keeps in its own way, so that it would mean something else "
+            "in each; use 0, rows without keys are zeros anyway"
         )
 
 

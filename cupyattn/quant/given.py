@@ -11,14 +11,20 @@ from cupyattn.quant.quantizers import group_count
 from cupyattn.rounding import Array
 
 
+def _as_array(xp: Any, name: str, scale: Any, axes: int) -> Any:
+    """Return a given scale as it is, a single float as an array with so many axes."""
+    if hasattr(scale, "shape"):
+        return scale
+    if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
+        raise ValueError(f"{name}_scale must be an array or a positive float, got {scale!r}")
+    return xp.full((1,) * axes, scale, np.float32)
+
+
 def given_scale(
     xp: Any, name: str, scale: Any, group: int | None, thread: int
 ) -> tuple[Array, int, str]:
     """Return a given scale as an array, its rows per scale, and what that granularity is called."""
-    if not hasattr(scale, "shape"):
-        if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
-            raise ValueError(f"{name}_scale must be an array or a positive float, got {scale!r}")
-        scale = xp.full((1, 1, 1), scale, np.float32)
+    scale = _as_array(xp, name, scale, 3)
     if scale.ndim != 3:
         raise ValueError(
             f"{name}_scale must have shape (batch or 1, heads or 1, groups), "
@@ -61,10 +67,7 @@ def given_value_scale(
     """Return the given scales of V in full, and the keys per scale."""
     if scale is None:
         raise ValueError("v_scale is needed where v is 8-bit codes")
-    if not hasattr(scale, "shape"):
-        if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
-            raise ValueError(f"v_scale must be an array or a positive float, got {scale!r}")
-        scale = xp.full((1, 1, 1, 1), scale, np.float32)
+    scale = _as_array(xp, "v", scale, 4)
     batch, heads, length, head_dim = shape
     if group is None:
         group = GROUP_ALL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from cupyattn.arrays import contiguous_last_axis
 from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.errors import UnsupportedError
 from cupyattn.launch import Operand
+from cupyattn.preparation import EPS, Preparation
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.packed import join, packed_groups
 from cupyattn.quant.plan import parts, plan_quantize
@@ -27,7 +29,9 @@ from cupyattn.quant.quantizers import (
     quantize_values,
     quantize_values_affine,
 )
+from cupyattn.rotation import prepares_of
 from cupyattn.rounding import Array, array_namespace
+from cupyattn.scratch import saying_what_is_needed
 from cupyattn.sequences import Sequences, one_entry, take_sequences
 from cupyattn.tiles import Tiles
 
@@ -45,6 +49,11 @@ def quantize(
     cu_seqlens_k: Any = None,
     max_len_q: int | None = None,
     max_len_k: int | None = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
+    qk_norm: Any = None,
+    qk_norm_eps: float = EPS,
 ) -> QuantizedQKV:
     """Quantise Q and K to INT8, and V where `quant` says so.
 
@@ -59,7 +68,7 @@ def quantize(
         How; ``QuantConfig()`` when omitted.
     tiles : Tiles, optional
         Tiles of the attention kernel, whose sizes granularity "block" takes; fa_int8's own for
-        this head_dim when omitted, in the form that runs.
+        this head_dim when omitted, in the form that runs (of V in 8 bits: in the portable form).
     arch : str, optional
         ``"sm_90a"``: that is the Hopper form; anything else: it is not. The device's own when
         omitted.
@@ -70,6 +79,10 @@ def quantize(
         As for `cupyattn.attention_varlen`, which takes the result: operands are packed sequences.
         Means, scales and groups of rows are those of a sequence; given scales go with granularity
         "tensor" and "head", and are those of a batch of so many entries.
+    rope, rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps
+        As for `cupyattn.attention`: rows of Q and K are normalised and turned in the launches that
+        quantise them, in float32, and then have codes, means and scales. With ``quant.fused`` they
+        are rounded to their type before, as `attention` does.
 
     Returns
     -------
@@ -84,6 +97,8 @@ def quantize(
         values do not take.
     UnsupportedError
         For a head_dim past 256, and what `QuantConfig` says.
+    DeviceMemoryError
+        If what is made does not fit; nothing was launched then.
 
     Notes
     -----
@@ -114,17 +129,25 @@ def quantize(
         sequences = take_sequences(q, sizes[3:5], {**packed, **limits})
     elif any(x is not None for x in limits.values()):
         raise TypeError("max_len_q and max_len_k go with cu_seqlens_q and cu_seqlens_k")
-    head_dim = checks.check_shapes(q.shape, k.shape, v.shape)[-1]
+    _, heads, heads_kv, len_q, len_kv, head_dim = checks.check_shapes(q.shape, k.shape, v.shape)
+    longest = (len_q, len_kv) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
+    preparation = Preparation.of(
+        {
+            "rope": rope, "rope_interleaved": rope_interleaved, "rope_offset_q": rope_offset_q,
+            "qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps,
+        },
+        (heads, heads_kv, *longest, head_dim),
+    )  # fmt: skip
     arch = arch or own_arch(backend, q)
     if tiles is None:
         tiles = scale_tiles(registry.lookup("fa_int8"), head_dim, quant, arch)
     check_value_tiles(quant, tiles, arch)
     if backend != "mirror":
-        found = _quantize_kernels(q, k, v, quant, tiles, backend, sequences)
+        found = _quantize_kernels(q, k, v, quant, tiles, backend, sequences, preparation)
     elif sequences is None:
-        found = quantize_mirror(q, k, v, quant, tiles)
+        found = quantize_mirror(q, k, v, quant, tiles, preparation=preparation)
     else:
-        found = _quantize_sequences(q, k, v, quant, tiles, sequences)
+        found = _quantize_sequences(q, k, v, quant, tiles, sequences, preparation)
     return found.in_nibbles() if quant.qk_bits == 4 else found
 
 
@@ -137,6 +160,7 @@ def quantize_mirror(
     *,
     k_mean: Array | None = None,
     v_mean: Array | None = None,
+    preparation: Preparation | None = None,
 ) -> QuantizedQKV:
     """Quantise NumPy arrays as the kernel quantises CuPy arrays.
 
@@ -147,11 +171,17 @@ def quantize_mirror(
     k_mean, v_mean : array, (batch, heads_kv, head_dim), float32, optional
         The means to subtract where `quant` smooths; computed when omitted. The kernel sums in
         another order, so a comparison to the bit hands its means over.
+    preparation : Preparation, optional
+        What happens to the rows of q and k first.
 
     Returns
     -------
     QuantizedQKV
     """
+    out_dtype = q.dtype.name
+    if preparation is not None:
+        prepare = preparation.stored if quant.fused else preparation.in_float32
+        q, k = prepare(q, k)
     if quant.smooth_k and k_mean is None:
         k_mean = channel_mean(k)
     fields: dict[str, Any] = {"group_v": quant.group_v(tiles)}
@@ -182,13 +212,19 @@ def quantize_mirror(
         fields |= zip(("v_codes", "v_scale", "v_zero"), coded, strict=False)
     return QuantizedQKV(
         v=None if quant.form == "pv8" else value_operand(v), group_q=groups["q"],
-        group_kv=groups["k"], config=quant, out_dtype=q.dtype.name,
+        group_kv=groups["k"], config=quant, out_dtype=out_dtype,
         k_mean=k_mean if quant.smooth_k else None, **fields,
     )  # fmt: skip
 
 
 def _quantize_sequences(
-    q: Array, k: Array, v: Array, quant: QuantConfig, tiles: Tiles, sequences: Sequences
+    q: Array,
+    k: Array,
+    v: Array,
+    quant: QuantConfig,
+    tiles: Tiles,
+    sequences: Sequences,
+    preparation: Preparation | None,
 ) -> QuantizedQKV:
     """Quantise packed sequences one by one, and lay the results as the kernels lay theirs."""
     ends = (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
@@ -196,7 +232,7 @@ def _quantize_sequences(
     for number, (of_q, of_k) in enumerate(zip(*map(pairwise, ends), strict=True)):
         rows, keys = slice(*of_q), slice(*of_k)
         one = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        parts.append(quantize_mirror(*one, quant.of_entry(number), tiles))
+        parts.append(quantize_mirror(*one, quant.of_entry(number), tiles, preparation=preparation))
     nothing = q[:, :, :0], k[:, :, :0], v[:, :, :0]
     template = quantize_mirror(*nothing, quant.of_entry(0), tiles)
     joined: QuantizedQKV = replace(join(parts, template, sequences), config=quant)
@@ -326,14 +362,25 @@ def _quantize_kernels(
     tiles: Tiles,
     backend: str,
     sequences: Sequences | None,
+    preparation: Preparation | None,
 ) -> QuantizedQKV:
     """Quantise arrays where they lie, with the kernels of ``quantize*.cu``."""
+    dtype = q.dtype.name
+    if preparation is not None and quant.fused:
+        q, k = preparation.stored(q, k)
+        preparation = None
     arrays = {n: contiguous_last_axis(x) for n, x in zip("qkv", (q, k, v), strict=True)}
     packed = {n: None if sequences is None else sequences.packed(n) for n in arrays}
-    found = parts(quant, tiles, {n: Operand.of(x) for n, x in arrays.items()}, packed)
-    plan = plan_quantize(q.dtype.name, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
+    operands = {n: Operand.of(x) for n, x in arrays.items()}
+    found = parts(quant, tiles, operands, packed, prepares_of(preparation))
+    plan = plan_quantize(dtype, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
     xp = array_namespace(q)
-    with on_device_of(q):
+    needed = {work.name: work.nbytes for work in plan.workspace}
+    for name, part in found.items():
+        sizes = part.buffers(name).items()
+        needed |= {b: math.prod(shape) * np.dtype(kind).itemsize for b, (shape, kind) in sizes}
+    on_device = backend == "cuda"
+    with on_device_of(q), saying_what_is_needed("quantize", needed, on_device=on_device):
         made: dict[str, Array] = {}
         for name, part in found.items():
             # Of packed sequences what lies between theirs is 0; so is the mean of no keys.
@@ -350,6 +397,8 @@ def _quantize_kernels(
                 made[f"{name}_scale"] = scale.copy()
                 made[f"{name}_static_scale"] = as_input(scale)
         buffers = {**made, **{name: as_input(x) for name, x in arrays.items()}}
+        if preparation is not None:
+            buffers |= {name: as_input(x) for name, x in preparation.buffers.items()}
         if sequences is not None:
             offsets = ("cu_seqlens_q", "cu_seqlens_k")
             buffers |= {name: as_input(getattr(sequences, name)) for name in offsets}
@@ -360,6 +409,6 @@ def _quantize_kernels(
             kept["v"] = value_operand(v)
     return QuantizedQKV(
         group_q=quant.group_q(tiles), group_kv=quant.group_kv(tiles), config=quant,
-        out_dtype=q.dtype.name, group_v=quant.group_v(tiles), **{"v": None, **kept},
+        out_dtype=dtype, group_v=quant.group_v(tiles), **{"v": None, **kept},
         **({} if sequences is None else vars(sequences)),
     )  # fmt: skip

@@ -16,20 +16,21 @@ from cupyattn.launch import Launch, Operand, Plan, Workspace, check_grid
 from cupyattn.quant.config import GROUP_ALL, QuantConfig
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantizers import VALUES_PAD, group_count, padded_columns, padded_length
+from cupyattn.rotation import PREPARE_FIELDS, Prepares
 from cupyattn.tiles import Tiles
 
 #: ``struct QuantizeParams`` of kernels_cu/prims/quant.cuh, field by field.
-QUANTIZE_PARAMS = np.dtype(
-    [
+_FIELDS: tuple[Any, ...] = (
         ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),
         ("partial_sum", "u8"), ("extrema", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
         ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"), ("blocks", "i4"),
         ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
         ("cu_seqlens", "u8"), ("total", "i4"), ("padded", "i4"), ("zero", "u8"),
         ("code_sum", "u8"), ("sum_stride_batch", "i8"), ("sum_stride_head", "i8"),
-    ],
-    align=True,
 )  # fmt: skip
+QUANTIZE_PARAMS = np.dtype([*_FIELDS], align=True)
+#: The same where rows of Q and K are prepared on the way.
+PREPARED_PARAMS = np.dtype([*PREPARE_FIELDS, *_FIELDS], align=True)
 
 #: Those of its fields that are buffers of an operand, beside the operand itself.
 _BUFFERS = (
@@ -73,6 +74,8 @@ class Part:
         x is one batch entry of so many packed sequences, of at most so many rows, which begin and
         end where offsets say. Means, scales and groups of rows are those of a sequence;
         `cupyattn.quant.packed` says where.
+    prepares : Prepares, optional
+        Rows of Q or K are normalised and turned first.
     """
 
     x: Operand
@@ -82,6 +85,7 @@ class Part:
     static: bool = False
     zero_points: bool = False
     packed: tuple[int, int] | None = None
+    prepares: Prepares | None = None
 
     @property
     def entries(self) -> tuple[int, int]:
@@ -130,6 +134,7 @@ def parts(
     tiles: Tiles,
     operands: Mapping[str, Operand],
     packed: Mapping[str, tuple[int, int] | None],
+    prepares: Mapping[str, Prepares] | None = None,
 ) -> dict[str, Part]:
     """Return what becomes of "q", "k" and, where it gets codes, of "v".
 
@@ -141,16 +146,19 @@ def parts(
     operands : mapping of str to Operand
     packed : mapping of str to (int, int) or None
         As for `Part`, by operand.
+    prepares : mapping of str to Prepares, optional
+        The same.
     """
+    prepares = prepares or {}
     rows: dict[str, Any] = {"static": quant.static, "zero_points": quant.zero_points}
     found = {
         "q": Part(
             operands["q"], quant.group_q(tiles), quant.granularity_q == "tensor",
-            packed=packed["q"], **rows,
+            packed=packed["q"], prepares=prepares.get("q"), **rows,
         ),
         "k": Part(
             operands["k"], quant.group_kv(tiles), quant.granularity_k == "tensor", quant.smooth_k,
-            packed=packed["k"], **rows,
+            packed=packed["k"], prepares=prepares.get("k"), **rows,
         ),
     }  # fmt: skip
     if quant.form == "pv8":
@@ -161,7 +169,9 @@ def parts(
     return found
 
 
-def block_rows(group: int, head_dim: int, itemsize: int, vec: int, num_warps: int) -> int:
+def block_rows(
+    group: int, head_dim: int, itemsize: int, vec: int, num_warps: int, *, pairs: bool = False
+) -> int:
     """Return how many rows a thread block takes: whole groups, or else a part of one.
 
     Parameters
@@ -174,14 +184,18 @@ def block_rows(group: int, head_dim: int, itemsize: int, vec: int, num_warps: in
         Elements per global access.
     num_warps : int
         Warps of a block, which holds its rows in registers.
+    pairs : bool
+        A lane takes an access to either half of the pairs of columns, as rows that are prepared
+        want it.
 
     Examples
     --------
     >>> [block_rows(group, 128, 2, 8, 8) for group in (16, 128, 256, 2**30)]
     [128, 128, 128, 128]
     """
-    lanes, registers = _lanes(head_dim, itemsize, vec)
-    registers_per_row = -(-head_dim // (vec * lanes)) * registers
+    sides = 2 if pairs else 1
+    lanes, registers = _lanes(head_dim // sides, itemsize, vec)
+    registers_per_row = sides * -(-head_dim // (sides * vec * lanes)) * registers
     passes = min(_MAX_PASSES, 1 << (_REGISTERS // registers_per_row).bit_length() - 1)
     rows = passes * num_warps * 32 // lanes
     return rows - rows % group or math.gcd(rows, group)
@@ -248,19 +262,30 @@ def plan_quantize(
     """
     given = {name: part for name, part in zip("qkv", (q, k, v), strict=True) if part}
     (head_dim, itemsize), *_ = {(part.x.shape[3], part.x.itemsize) for part in given.values()}
-    vec = max(w for w in (1, 2, 4, 8) if all(part.x.allows(w) for part in given.values()))
+    pairs = any(part.prepares for part in given.values())
+    vec = max(
+        w
+        for w in (1, 2, 4, 8)
+        if all(part.x.allows(w) for part in given.values()) and not (pairs and head_dim // 2 % w)
+    )
     features = Features(dtype, head_dim, vec=vec, varlen=any(p.packed for p in given.values()))
     groups = [p.group for name, p in given.items() if name != "v" and p.group != GROUP_ALL]
     shape = head_dim, itemsize, vec
     num_warps = next(
-        (n for n in _NUM_WARPS if all(block_rows(g, *shape, n) % g == 0 for g in groups)),
+        (
+            n
+            for n in _NUM_WARPS
+            if all(block_rows(g, *shape, n, pairs=pairs) % g == 0 for g in groups)
+        ),
         _NUM_WARPS[0],
     )
     tiles = Tiles(1, 1, num_warps)
     columns = value_columns(*shape, num_warps)
-    held = block_rows(GROUP_ALL, *shape, num_warps)
+    held = block_rows(GROUP_ALL, *shape, num_warps, pairs=pairs)
     work = {
-        name: _Work(name, part, block_rows(part.group, *shape, num_warps), held, columns)
+        name: _Work(
+            name, part, block_rows(part.group, *shape, num_warps, pairs=pairs), held, columns
+        )
         for name, part in given.items()
         if math.prod(part.x.shape)
     }
@@ -269,6 +294,7 @@ def plan_quantize(
     for number in range(-count, 0):  # the last steps of all operands go together, and so on
         now = {n: one.steps[number] for n, one in work.items() if len(one.steps) >= -number}
         # What is done with slices depends neither on groups nor on codes.
+        how = next((p for n in now if (p := work[n].part.prepares)), None)
         coded = {n: work[n] for n, step in now.items() if step not in ("sums", "extrema")}
         of_groups = {n: one.part.group for n, one in coded.items()}
         block_q, block_kv = (coded[n].rows if n in coded else 1 for n in "qk")
@@ -277,6 +303,7 @@ def plan_quantize(
             features, group_q=of_groups.get("q", 0), group_kv=of_groups.get("k", 0),
             group_v=of_groups.get("v", 0), p_type=p_type if "v" in coded else "",
             zero_points=any(one.part.zero_points for one in coded.values()),
+            **(how.features if how else {"rope": "", "qk_norm": False}),
         )  # fmt: skip
         blocks = {n: work[n].blocks(step) for n, step in now.items()}
         what = " and ".join(str(work[n].part.x.shape) for n in now)
@@ -286,9 +313,9 @@ def plan_quantize(
         defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
         entry = "quantize" if number == -1 else "quantize_reduce"
         spec = ModuleSpec(f"{entry}.cu", tuple(sorted(defines.items())))
+        struct = PREPARED_PARAMS if how else QUANTIZE_PARAMS
         structs = tuple(
-            (QUANTIZE_PARAMS, {**work[n].params, "blocks": blocks[n]} if n in now else {})
-            for n in "qkv"
+            (struct, {**work[n].params, "blocks": blocks[n]} if n in now else {}) for n in "qkv"
         )
         launches.append(Launch(spec, entry, grid, tiles.num_threads, False, structs))
     workspace = tuple(w for one in work.values() for w in one.workspace)
@@ -370,6 +397,7 @@ class _Work:
         _, heads, total, _ = part.x.shape
         groups, sums, packed = part.groups(part.group), part.groups(1), part.packed is not None
         return {
+            **(part.prepares.params(part.x.shape[3]) if part.prepares else {}),
             "X": name, **{field: b if b in named else None for field, b in buffers.items()},
             "X_stride": part.x.row_strides,
             "scale_stride_batch": 0 if part.per_tensor or packed else heads * groups,

@@ -34,6 +34,9 @@
 #define CFG_VARLEN 0
 #define CFG_ZERO_POINTS 0
 #endif
+#ifndef CFG_SUMS_DQ  // gradients
+#define CFG_SUMS_DQ 0
+#endif
 #ifndef CFG_STEP_Q  // quantisation
 #define CFG_STEP_Q 0
 #define CFG_STEP_K 0
@@ -42,6 +45,9 @@
 #endif
 #ifndef CFG_QK_BITS  // quantisation to 8 bits
 #define CFG_QK_BITS 8
+#endif
+#ifndef CFG_QK_NORM  // rows of Q and K as they are
+#define CFG_QK_NORM 0
 #endif
 #ifndef CFG_BLOCK_M  // matrix products
 #define CFG_BLOCK_M 128
@@ -60,7 +66,8 @@ constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int WARP_Q = BLOCK_Q / NUM_WARPS;  // query rows per warp
 
 // features
-constexpr int HEAD_DIM = CFG_HEAD_DIM;  // true head size
+constexpr int HEAD_DIM = CFG_HEAD_DIM;               // true head size
+constexpr int CODES_PITCH = round_up(HEAD_DIM, 16);  // bytes from row to row of codes of Q or K
 constexpr bool CAUSAL = CFG_CAUSAL;
 constexpr bool LSE = CFG_LSE;           // store the log-sum-exp
 constexpr int VEC = CFG_VEC;            // elements per global access
@@ -76,6 +83,7 @@ constexpr int BLOCK_MASK_KV = CFG_BLOCK_MASK_KV;  // key rows per block of it; 0
 constexpr bool BLOCK_MASK = BLOCK_MASK_KV != 0;
 constexpr bool ROPE = CFG_ROPE != 0;              // Q and K are turned by their positions
 constexpr bool ROPE_INTERLEAVED = CFG_ROPE == 2;  // pairs of neighbours; otherwise of both halves
+constexpr bool QK_NORM = CFG_QK_NORM;             // rows of Q and K are divided by their RMS
 constexpr bool VARLEN = CFG_VARLEN;               // sequences packed without padding
 constexpr bool ZERO_POINTS = CFG_ZERO_POINTS;     // code z stands for 0, z of a group of its own
 // Softcap and bias work on scores in natural units, and so does then the softmax.
@@ -95,6 +103,9 @@ constexpr Step STEP_K = Step(CFG_STEP_K);
 constexpr Step STEP_V = Step(CFG_STEP_V);
 constexpr int BLOCK_COLS = CFG_BLOCK_COLS;  // columns of V that a block transposes
 constexpr int QK_BITS = CFG_QK_BITS;        // of a code of Q or K, which takes a byte all the same
+
+// gradients
+constexpr bool SUMS_DQ = CFG_SUMS_DQ;  // blocks of keys add up dQ in memory, in any order
 
 // matrix products
 constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block

@@ -7,13 +7,11 @@
 // cupyattn/quant/nibbles.py packs it from one table of (name, type); a test compares the two.
 struct UnpackParams {
   const uint8_t* X;  // [batch, heads, length, ceil(HEAD_DIM / 2)], strided
-  int8_t* Y;         // [batch, heads, length, PADDED_COLUMNS], contiguous
+  int8_t* Y;         // [batch, heads, length, CODES_PITCH], contiguous
   int64_t X_stride_batch, X_stride_head, X_stride_len;
   int32_t heads;
   int32_t length;
 };
-
-constexpr int PADDED_COLUMNS = round_up(HEAD_DIM, 16);  // of a row of codes of Q or K
 
 // The codes of four bytes, the first in the lowest byte: each half keeps its sign.
 struct Nibbles {

@@ -57,6 +57,16 @@ struct ScheduleParams {
   int32_t* next_tile;  // [1], zero beforehand
 };
 
+// One whose tiles are alike appends: which of them are cut into pieces, and what those came to.
+struct PieceParams {
+  float* O;       // [slots, BLOCK_Q, HEAD_DIM], not divided by l
+  float* rows;    // [slots, BLOCK_Q, 3], a PieceRow each
+  int32_t whole;  // the first so many tiles are not cut
+  int32_t cut;    // and so many are
+  int32_t steps;  // over the keys of a tile
+  int32_t share;  // steps that a block takes of those that are cut
+};
+
 // A form that splits the keys appends: slices of [first_key, end_key), and what each came to.
 struct SplitParams {
   float* O;           // [slices, batch, heads, len_q, HEAD_DIM], not divided by l
@@ -96,4 +106,23 @@ struct ValueParams {
   int64_t V_scale_stride_batch;
   int64_t V_scale_stride_head;
   const int32_t* V_zero;  // [..] as V_scale, the code of 0; not read unless ZERO_POINTS
+};
+
+// Kernels of the backward pass append; Q, K, V, O and lse of AttnParams are the forward's.
+struct BackwardParams {
+  const void* dO;  // [batch, heads,    len_q,  HEAD_DIM]
+  void* dQ;        // [batch, heads,    len_q,  HEAD_DIM]
+  void* dK;        // [batch, heads_kv, len_kv, HEAD_DIM]
+  void* dV;        // [batch, heads_kv, len_kv, HEAD_DIM]
+  Strides dO_stride;
+  Strides dQ_stride;
+  Strides dK_stride;
+  Strides dV_stride;
+  float* row_M;   // [batch, heads, rows], what is subtracted from the scores of a row
+  float* delta;   // [batch, heads, rows], the sum of dO times O
+  float* dQ_sum;  // [batch, heads, len_q, HEAD_DIM], zero beforehand; not read unless SUMS_DQ
+  int64_t rows;   // len_q rounded up to ROW_PAD; VARLEN: of all sequences, each rounded up
+  const int32_t* kept_rows;  // [batch, heads, kv_blocks, 1 + q_blocks]: as kept_blocks, rows of a
+                             // block of keys; not read unless BLOCK_MASK
+  Strides kept_rows_stride;  // len: from one block of keys to the next
 };

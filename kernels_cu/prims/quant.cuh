@@ -6,16 +6,16 @@
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
 #include "prims/params.cuh"
+#include "prims/prepare.cuh"
 
 constexpr float INT8_MAX = 127.0f;                  // largest code; -128 needs zero points
 constexpr float QK_MAX = (1 << (QK_BITS - 1)) - 1;  // the same of Q and K
 constexpr float HALF_CODES = 127.5f;                // half of the steps from code -128 to code 127
 constexpr float SCALE_MIN = 0x1p-126f;              // smallest normal float: its inverse is finite
 constexpr uint32_t INFINITY_BITS = 0x7f800000u;     // a magnitude from here on is infinite or NaN
-constexpr float NOT_A_NUMBER = __builtin_bit_cast(float, 0x7fc00000u);
 
 // cupyattn/quant/plan.py packs it from one table of (name, type); a test compares the two.
-struct QuantizeParams {
+struct QuantizeParams : PrepareParams<PREPARED> {
   const void* X;              // [batch, heads, length, HEAD_DIM], the operand
   int8_t* codes;              // [batch, heads, length, HEAD_DIM], contiguous; of V as below
   float* scale;               // [batch, heads, groups]

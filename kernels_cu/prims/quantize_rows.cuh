@@ -8,11 +8,13 @@
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
-constexpr int ACCESSES = HEAD_DIM / VEC;                                               // per row
-constexpr int LANES = power_of_two_from(ACCESSES < WARP_SIZE ? ACCESSES : WARP_SIZE);  // per row
-constexpr int LANE_ACCESSES = ceil_div(ACCESSES, LANES);  // per lane and row
+constexpr int ACCESSES = HEAD_DIM / VEC;  // per row
+constexpr int LANES =                     // per row
+    PREPARED ? PAIR_LANES : power_of_two_from(ACCESSES < WARP_SIZE ? ACCESSES : WARP_SIZE);
+constexpr int LANE_ACCESSES = PREPARED ? 2 * LANE_PAIRS : ceil_div(ACCESSES, LANES);  // of a row
 constexpr int ROWS_PER_PASS = NUM_THREADS / LANES;
-constexpr int CODES_PITCH = round_up(HEAD_DIM, 16);  // bytes from row to row, as TMA wants them
+static_assert(
+    !PREPARED || ROPE_PAIRS == VEC, "rows that are prepared need VEC to divide HEAD_DIM / 2");
 
 // How an operand is cut: ROWS rows to a block, GROUP to a scale, and whether a mean is subtracted.
 template <int ROWS_, int GROUP_, bool MEAN_>
@@ -29,9 +31,10 @@ struct Cut {
 using CutQ = Cut<BLOCK_Q, GROUP_Q, false>;
 using CutK = Cut<BLOCK_KV, GROUP_KV, true>;
 
-// What a launch does for an operand, and how that is cut.
-template <Step STEP_, typename Cut_>
+// What a launch does for an operand, how that is cut, and whether its rows are prepared.
+template <Step STEP_, typename Cut_, bool PREPARED_>
 struct Task {
+  static constexpr bool PREPARED = PREPARED_;
   static constexpr Step STEP = STEP_;
   using Cut = Cut_;
 };
@@ -43,10 +46,10 @@ template <typename Run>
 __device__ __forceinline__ void on_its_operand(
     const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v, Run run) {
   uint32_t block = blockIdx.x;
-  if (block < v.blocks) return run(Task<STEP_V, CutQ>(), v, block);
+  if (block < v.blocks) return run(Task<STEP_V, CutQ, false>(), v, block);
   block -= v.blocks;
-  if (block < k.blocks) return run(Task<STEP_K, CutK>(), k, block);
-  run(Task<STEP_Q, CutQ>(), q, block - k.blocks);
+  if (block < k.blocks) return run(Task<STEP_K, CutK, PREPARED>(), k, block);
+  run(Task<STEP_Q, CutQ, PREPARED>(), q, block - k.blocks);
 }
 
 // Where a block works: rows row0, row0 + 1, ... of one (batch, head).
@@ -103,7 +106,9 @@ struct Place {
 __device__ __forceinline__ int lane_in_row() { return threadIdx.x % LANES; }
 __device__ __forceinline__ int row_in_pass() { return threadIdx.x / LANES; }
 __device__ __forceinline__ int row_of(int pass) { return pass * ROWS_PER_PASS + row_in_pass(); }
-__device__ __forceinline__ int col_of(int access) { return (access * LANES + lane_in_row()) * VEC; }
+__device__ __forceinline__ int col_of(int access) {
+  return PREPARED ? PreparedRow::column(access) : (access * LANES + lane_in_row()) * VEC;
+}
 
 // ---- what was found of slices -------------------------------------------------------------------
 
@@ -162,13 +167,68 @@ __device__ __forceinline__ bool is_empty(
 
 // ---- rows ---------------------------------------------------------------------------------------
 
+// Makes of what a lane has loaded of a row the numbers that are quantised: row(words, which) has
+// element(access, j). Nothing is prepared: they are made of the words where they are needed.
+template <bool>
+struct Rowwise {
+  struct Row {
+    const Words<elem_t, VEC> (&x)[LANE_ACCESSES];
+    __device__ __forceinline__ float element(int a, int j) const { return x[a].element(j); }
+  };
+  __device__ __forceinline__ Rowwise(const QuantizeParams&, const Place&) {}
+  __device__ __forceinline__ Row row(const Words<elem_t, VEC> (&x)[LANE_ACCESSES], int) const {
+    return {x};
+  }
+};
+template <>
+struct Rowwise<true> {
+  Preparation how;
+  template <typename Params>  // that have a Preparation
+  __device__ __forceinline__ Rowwise(const Params& p, const Place& at) : how(p, at.head, at.row0) {}
+  template <typename Loaded>
+  __device__ __forceinline__ PreparedRow row(const Loaded (&x)[LANE_ACCESSES], int row) const {
+    PreparedRow found;
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) found.element(a, j) = x[a].element(j);
+    found.prepare(how, row);
+    return found;
+  }
+};
+
+// A head's mean in the columns of a lane: in registers, or in shared memory where rows that are
+// prepared need those.
+template <bool>
+struct LaneMean {
+  float x[LANE_ACCESSES][VEC];
+  template <bool MEAN>
+  __device__ __forceinline__ void find(const float (&of_head)[HEAD_DIM]) {
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j)
+        x[a][j] = MEAN && col_of(a) < HEAD_DIM ? of_head[col_of(a) + j] : 0.0f;
+  }
+  __device__ __forceinline__ float at(int a, int j) const { return x[a][j]; }
+};
+template <>
+struct LaneMean<true> {
+  const float* x;
+  template <bool MEAN>
+  __device__ __forceinline__ void find(const float (&of_head)[HEAD_DIM]) {
+    x = of_head;
+  }
+  __device__ __forceinline__ float at(int a, int j) const { return x[col_of(a) + j]; }
+};
+
 // What one lane holds of the block's rows and of the mean. Past the last row stands the last row
 // again: it adds nothing to the reach of its group, and is stored nowhere.
 template <typename Cut>
 struct Rows {
   static constexpr int PASSES = Cut::PASSES;
   Words<elem_t, VEC> x[PASSES][LANE_ACCESSES];
-  float mean[LANE_ACCESSES][VEC];
+  LaneMean<PREPARED> mean;
 
   __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
     const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
@@ -199,36 +259,41 @@ struct Rows {
     for (int pass = 0; pass < PASSES; ++pass)
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();
-#pragma unroll
-    for (int a = 0; a < LANE_ACCESSES; ++a)
-#pragma unroll
-      for (int j = 0; j < VEC; ++j)
-        mean[a][j] = Cut::MEAN && col_of(a) < HEAD_DIM ? of_head[col_of(a) + j] : 0.0f;
+
+    mean.template find<Cut::MEAN>(of_head);
   }
 
-  __device__ __forceinline__ float value(int pass, int a, int j) const {
-    const float value = x[pass][a].element(j);
-    return Cut::MEAN ? __fsub_rn(value, mean[a][j]) : value;  // R0
+  // Past the last row stands the last one, with its position.
+  __device__ __forceinline__ auto row(int pass, const QuantizeParams& p, const Place& at) const {
+    return Rowwise<PREPARED>(p, at).row(x[pass], min(row_of(pass), at.rows - 1));
+  }
+
+  template <typename Row>
+  __device__ __forceinline__ float value(const Row& row, int a, int j) const {
+    const float value = row.element(a, j);
+    return Cut::MEAN ? __fsub_rn(value, mean.at(a, j)) : value;  // R0
   }
 
   // How far this lane's part of a row reaches.
-  __device__ __forceinline__ Reach reach(int pass) const {
+  __device__ __forceinline__ Reach reach(int pass, const QuantizeParams& p, const Place& at) const {
+    const auto own = row(pass, p, at);
     Reach found = {};
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a)
       if (col_of(a) < HEAD_DIM)
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) found.admit(value(pass, a, j));
+        for (int j = 0; j < VEC; ++j) found.admit(value(own, a, j));
     return found;
   }
 
   // Raises the reach of every group, [GROUPS, SIDES] in shared memory, to that of its rows.
-  __device__ __forceinline__ void raise(uint32_t* of_groups) const {
+  __device__ __forceinline__ void raise(
+      uint32_t* of_groups, const QuantizeParams& p, const Place& at) const {
     constexpr int NUMBERS = power_of_two_from(PASSES), LEFT = ceil_div(NUMBERS, LANES);
     uint32_t sides[SIDES][NUMBERS] = {};
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      const Reach found = reach(pass);
+      const Reach found = reach(pass, p, at);
 #pragma unroll
       for (int i = 0; i < SIDES; ++i) sides[i][pass] = found.bits[i];
     }
@@ -252,6 +317,7 @@ struct Rows {
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();  // not the reach's floats
       const int row = row_of(pass);
+      const auto own = this->row(pass, p, at);
       const auto code_of_row = code(min(row, at.rows - 1));
       int sum = 0;
 #pragma unroll
@@ -259,7 +325,7 @@ struct Rows {
         if (col_of(a) >= HEAD_DIM) continue;
         int c[VEC];
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) sum += c[j] = code_of_row(value(pass, a, j));
+        for (int j = 0; j < VEC; ++j) sum += c[j] = code_of_row(value(own, a, j));
         if (row < at.rows) store_s8(codes + pass * ROWS_PER_PASS * CODES_PITCH + col_of(a), c);
       }
       if constexpr (ZERO_POINTS) {

@@ -18,6 +18,16 @@ __device__ __forceinline__ int kv_end(const AttnParams& p, int q0, int rows) {
   return p.len_kv;
 }
 
+// Query rows [q_begin, q_end) are all that may attend to any of the keys [kv0, kv0 + keys).
+__device__ __forceinline__ int q_begin(const AttnParams& p, int kv0) {
+  if constexpr (CAUSAL) return max(0, kv0 - p.causal_shift);
+  return 0;
+}
+__device__ __forceinline__ int q_end(const AttnParams& p, int kv0, int keys) {
+  if constexpr (WINDOW) return max(0, min(p.len_q, kv0 + keys - p.window_shift));
+  return p.len_q;
+}
+
 // Steps of BLOCK_KV keys that those rows take, the first of them at key `first`.
 __device__ __forceinline__ int kv_steps(const AttnParams& p, int first, int q0, int rows) {
   const int keys = kv_end(p, q0, rows) - first;
@@ -45,55 +55,68 @@ __device__ __forceinline__ bool admitted(const AttnParams& p, int row, int key) 
 
 // ---- by block: which steps over keys are taken -----------------------------------------------
 
-// The keys that query rows [q0, q0 + BLOCK_Q) of one head step over, BLOCK_KV at a time, among the
-// keys [first, last) that their place leaves. Steps are counted in keys: step number n, a multiple
-// of BLOCK_KV with begin < n + BLOCK_KV and n < end, starts at key(n). Of a block mask only the
-// kept blocks are counted, one behind the other; without one every step is where its number says.
-struct KeptKeys {
+// The rows [first, last) of an operand, STEP of them at a time, of which a block mask keeps whole
+// blocks of BLOCK. Steps are counted in rows: step number n, a multiple of STEP with
+// begin < n + STEP and n < end, starts at row key(n). Of a block mask only the kept blocks are
+// counted, one behind the other; without one every step is where its number says.
+template <int BLOCK, int STEP>
+struct KeptBlocks {
   int begin, end;
-  const int32_t* blocks;  // [kv_blocks], rising
+  const int32_t* blocks;  // [count], rising
 
-  __device__ __forceinline__
-  KeptKeys(const AttnParams& p, int64_t batch, int64_t head, int q0, int first, int last)
-      : begin(first), end(last) {
-    if constexpr (BLOCK_MASK) {
-      blocks = p.kept_blocks + batch * p.kept_stride.batch + head * p.kept_stride.head +
-               q0 / BLOCK_MASK_Q * p.kept_stride.len;
-      end = *blocks++ * BLOCK_MASK_KV;
-      begin = count_before(first - BLOCK_KV + 1);
-      end = count_before(last);
-    }
+  __device__ __forceinline__ KeptBlocks(int first, int last) : begin(first), end(last) {}
+
+  // The same of the blocks that are listed, their count before them: [1 + count].
+  __device__ __forceinline__ void keep(const int32_t* listed, int first, int last) {
+    blocks = listed;
+    end = *blocks++ * BLOCK;
+    begin = count_before(first - STEP + 1);
+    end = count_before(last);
   }
 
-  // The first key of a step. Steps past the end ask as well, and get any number.
+  // The first row of a step. Steps past the end ask as well, and get any number.
   __device__ __forceinline__ int key(int number) const {
     if constexpr (BLOCK_MASK) {
       if (number >= end) return number;
-      return blocks[number / BLOCK_MASK_KV] * BLOCK_MASK_KV + number % BLOCK_MASK_KV;
+      return blocks[number / BLOCK] * BLOCK + number % BLOCK;
     }
     return number;
   }
 
-  // The number of the first step that starts at key `limit` or later; end where none does.
+  // The number of the first step that starts at row `limit` or later; end where none does.
   __device__ __forceinline__ int count_before(int limit) const {
-    int low = 0, high = end / BLOCK_KV;
+    int low = 0, high = end / STEP;
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (key(middle * BLOCK_KV) < limit)
+      if (key(middle * STEP) < limit)
         low = middle + 1;
       else
         high = middle;
     }
-    return low * BLOCK_KV;
+    return low * STEP;
   }
 
-  // Is there a step that starts at key kv0?
-  __device__ __forceinline__ bool include(int kv0) const {
+  // Is there a step that starts at row `row`?
+  __device__ __forceinline__ bool include(int row) const {
     if constexpr (BLOCK_MASK) {
-      const int number = count_before(kv0);
-      return number < end && key(number) == kv0;
+      const int number = count_before(row);
+      return number < end && key(number) == row;
     }
     return true;
+  }
+};
+
+// The keys that query rows [q0, q0 + BLOCK_Q) of one head step over, among the keys [first, last)
+// that their place leaves.
+struct KeptKeys : KeptBlocks<BLOCK_MASK_KV, BLOCK_KV> {
+  __device__ __forceinline__
+  KeptKeys(const AttnParams& p, int64_t batch, int64_t head, int q0, int first, int last)
+      : KeptBlocks(first, last) {
+    if constexpr (BLOCK_MASK)
+      keep(
+          p.kept_blocks + batch * p.kept_stride.batch + head * p.kept_stride.head +
+              q0 / BLOCK_MASK_Q * p.kept_stride.len,
+          first, last);
   }
 };
 
@@ -144,6 +167,15 @@ struct Scores {
       x = b == NEG_INF ? NEG_INF : __fadd_rn(x, b);  // R3
     }
     return x;
+  }
+
+  // How fast that score rises with x.
+  __device__ __forceinline__ float slope(float x) const {
+    if constexpr (SOFTCAP) {
+      const float t = tanhf(x * p.softcap_inverse);
+      return fmaf(-t, t, 1.0f);
+    }
+    return 1.0f;
   }
 
   // May the row attend to the key?

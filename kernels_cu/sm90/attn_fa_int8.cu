@@ -26,6 +26,7 @@
 #include "prims/named_barrier.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
+#include "prims/pieces.cuh"
 #include "prims/score.cuh"
 #include "prims/step_scores.cuh"
 #include "prims/tile_io.cuh"
@@ -51,7 +52,8 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
-constexpr int HEADROOM = 8;  // M rises where a weight reaches 2 to the power of this
+constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
+constexpr int HEADROOM = 8;       // M rises where a weight reaches 2 to the power of this
 
 constexpr int Q_STAGES = 2;
 
@@ -60,6 +62,7 @@ constexpr int Q_STAGES = 2;
 struct alignas(16) WorkTile : Sequences<VARLEN> {
   int q0;  // -1: there is no more
   int head, batch, steps;
+  int first, slot;  // as a Piece has them
   __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
 };
 
@@ -111,15 +114,19 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence,
   const int here = min(together, batch_heads - first);         // heads in this group
   const int rest = index % (together * q_blocks);
   const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
-  return {sequences, q0, batch_head % p.heads, VARLEN ? sequence : batch_head / p.heads, 0};
+  return {sequences, q0, batch_head % p.heads, VARLEN ? sequence : batch_head / p.heads, 0, 0, -1};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
   return {
-      uniform<VARLEN>(tile), __shfl_sync(FULL_WARP, tile.q0, 0),
-      __shfl_sync(FULL_WARP, tile.head, 0), __shfl_sync(FULL_WARP, tile.batch, 0),
-      __shfl_sync(FULL_WARP, tile.steps, 0)};
+      uniform<VARLEN>(tile),
+      __shfl_sync(FULL_WARP, tile.q0, 0),
+      __shfl_sync(FULL_WARP, tile.head, 0),
+      __shfl_sync(FULL_WARP, tile.batch, 0),
+      __shfl_sync(FULL_WARP, tile.steps, 0),
+      __shfl_sync(FULL_WARP, tile.first, 0),
+      __shfl_sync(FULL_WARP, tile.slot, 0)};
 }
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
@@ -221,7 +228,8 @@ __device__ __forceinline__ void rescale(float (&O_acc)[PV_COLS / 2], const float
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
-    const __grid_constant__ TensorMap V_map, const __grid_constant__ ScheduleParams schedule) {
+    const __grid_constant__ TensorMap V_map, const __grid_constant__ ScheduleParams schedule,
+    const __grid_constant__ PieceParams pieces) {
   extern __shared__ unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(
       (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
@@ -255,19 +263,25 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     RingPosition<NUM_STAGES> at;  // of K and V
     int index = blockIdx.x;
     while (true) {
-      if (!tiles.reach(call, index)) {
+      const Piece piece(pieces, index, blockIdx.x, gridDim.x);
+      const int number_of_tile = PIECES ? piece.tile : index;
+      if (!tiles.reach(call, number_of_tile)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0};
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, -1};
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }
       const Sequences<VARLEN> sequences(call, tiles.sequence);
       const auto& p = of_sequences<int8_t, elem16_t>(call, sequences);
-      WorkTile tile = work_tile(p, sequences, tiles.sequence, index - tiles.first);
+      WorkTile tile = work_tile(p, sequences, tiles.sequence, number_of_tile - tiles.first);
       const KeptKeys keys(
           p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
       int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
       tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
+      if constexpr (PIECES) {
+        number = piece.first * BLOCK_KV;
+        tile.steps = piece.steps, tile.first = piece.first, tile.slot = piece.slot;
+      }
       const int head_kv = tile.head / (p.heads / p.heads_kv);
       // S1 load Q
       {
@@ -324,7 +338,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const auto& p = of_sequences<int8_t, elem16_t>(call, tile);
     // NOTE: M rises for all rows of a warp at once: those of the next sequence have no say.
     if (VARLEN) zero_rows<WARPGROUP>(smem.Q[Q_at.stage], max(row0, p.len_q - tile.q0), row0 + 64);
-    int kv0 = first_key(p, tile.q0);
+    int kv0 = first_key(p, tile.q0) + tile.first * BLOCK_KV;
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_BYTES]));
     RowState state[2];              // of row and row + 8
@@ -404,6 +418,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       state[h].l = shfl_sum<4>(state[h].l);  // R6
       RowState whole = state[h];             // with the l that O is divided by
       if constexpr (SUM_BOXES) whole.l = O_acc[O_COLS / 2 + 2 * h];
+      if (PIECES && tile.slot >= 0) {  // as it is: sm90/merge_pieces.cu divides and stores
+        const int64_t place = int64_t(tile.slot) * BLOCK_Q + row + h * 8;
+        float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
+#pragma unroll
+        for (int n = 0; n < O_COLS / 8; ++n)
+          store_pair(O_piece, n * 8 + t * 2, O_acc[4 * n + 2 * h], O_acc[4 * n + 2 * h + 1]);
+        if (t == 0)
+          reinterpret_cast<PieceRow*>(pieces.rows)[place] = {
+              state[h].M, LSE ? state[h].l : whole.l, whole.l};
+        continue;
+      }
       const float inverse_l = whole.inverse_l();
       if constexpr (LSE) {
         // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.

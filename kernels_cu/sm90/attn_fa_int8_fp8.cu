@@ -37,6 +37,7 @@ constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
 constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);     // per channel of V
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
+constexpr int BEHIND_ALL = 1 << 30;  // key that no V has: the copy engine brings zeros
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
@@ -282,10 +283,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       // S2 load K, V
       const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
       for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
-        // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box
-        // of codes of V begins at whole 16 bytes, or is an illegal instruction.
-        const int kv0 =
-            BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
+        // NOTE: rows that keep no key get their one step from behind the last one, of V from behind
+        // all of them: zeros. What nobody wrote may be NaN, and 0 times NaN is NaN.
+        const bool kept = number < keys.end;
+        const int kv0 = BLOCK_MASK && !kept ? p.len_kv : keys.key(number);
+        const int V_column = kept ? V_first + kv0 : BEHIND_ALL;
         mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
         if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
         mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
@@ -297,7 +299,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
         mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
         for (int b = 0; b < V_BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.V_full[at.stage], V_first + kv0 + b * BOX_BYTES, 0,
+              smem.V[at.stage][b], V_map, smem.V_full[at.stage], V_column + b * BOX_BYTES, 0,
               head_kv, tile.entry());
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from cupyattn import plan
+from cupyattn.preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.quant.operands import quantize_mirror
@@ -17,7 +17,7 @@ from cupyattn.registry import lookup
 from cupyattn.tiles import Tiles
 from tests import runs
 from tests.quant_inputs import DTYPES, operand
-from tests.runs import normal
+from tests.runs import bits, normal
 
 cupy = pytest.importorskip("cupy")
 
@@ -227,11 +227,11 @@ def test_dequantize_and_files_on_the_device(tmp_path) -> None:
     assert bool((again.k_codes == got.k_codes).all()) and again.config == got.config
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 72, 7])
-def test_four_bits(head_dim: int, dtype: str) -> None:
+def test_four_bits(head_dim: int, dtype: np.dtype) -> None:
     """Packed on the device, unpacked by a kernel, by words and by bytes, before every form."""
-    host = normal((2, 4, 130, head_dim), (2, 2, 200, head_dim), dtype)
+    host = normal((2, 4, 130, head_dim), (2, 2, 200, head_dim), dtype.name)
     inputs = tuple(map(on_device, host))
     quant = QuantConfig(qk_bits=4)
     got = quantize(*inputs, quant=quant, tiles=TILES)
@@ -240,7 +240,36 @@ def test_four_bits(head_dim: int, dtype: str) -> None:
     capability = int(cupy.cuda.Device().compute_capability)
     for pv in ("16bit", "int8", "fp8")[: 3 if capability >= 89 else 2]:
         of_v = {} if pv == "16bit" else {"pv": pv, "granularity_v": "channel"}
-        one = runs.run("fa_int8", inputs, quant=replace(quant, **of_v), causal=True)
+        one = runs.run("fa_int8", inputs, quant=QuantConfig(qk_bits=4, **of_v), causal=True)
         one.check()
         prepared = plan(one.quantized, causal=True)
         assert runs.bits(prepared(one.quantized)) == runs.bits(one.o)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 40, 6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_normalised_and_turned_as_they_are_quantised(
+    dtype: np.dtype, head_dim: int, interleaved: bool
+) -> None:
+    """J1 of the prepared rows, many blocks of them, and J2 and J3 of attention on them."""
+    inputs = normal((2, 4, 300, head_dim), (2, 2, 1100, head_dim), dtype.name)
+    rng = np.random.default_rng(7)
+    weights = tuple(rng.uniform(0.5, 2, (n, head_dim)).astype(np.float32) for n in (4, 2))
+    tables = runs.rope_tables(1100, head_dim)
+    options: dict[str, Any] = {"rope_interleaved": interleaved, "rope_offset_q": 800}
+    moved = tuple(map(on_device, inputs))
+    pairs = {"rope": tuple(map(on_device, tables)), "qk_norm": tuple(map(on_device, weights))}
+    for quant in (QuantConfig(), QuantConfig("head", "token", symmetric=False)):
+        got = quantize(*moved, quant=quant, tiles=TILES, **options, **pairs)
+        how = Preparation.of(
+            {**options, "rope": tables, "qk_norm": weights, "qk_norm_eps": 1e-6},
+            (4, 2, 300, 1100, head_dim),
+        )
+        want = quantize_mirror(*inputs, quant, TILES, k_mean=got.k_mean.get(), preparation=how)
+        for name in ("q_codes", "k_codes", "q_scale", "k_scale", "q_zero", "k_zero"):
+            a, b = getattr(got, name), getattr(want, name)
+            assert (a is None) == (b is None) and (a is None or bits(a) == bits(b)), name
+        runs.run("fa_int8", moved, quant=quant, **options, **pairs).check()
+    for rung in ("fa", "fa_tc"):
+        runs.run(rung, moved, **options, **pairs).check()

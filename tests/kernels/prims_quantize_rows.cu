@@ -24,11 +24,11 @@ extern "C" __global__ void quantize_rows(
   __syncthreads();
   rows.begin(of_head);
   for (int pass = 0; pass < Whole::PASSES; ++pass) {
-    const Reach found = shfl_max<LANES>(rows.reach(pass));
+    const Reach found = shfl_max<LANES>(rows.reach(pass, p, at));
     if (row_of(pass) < at.rows && lane_in_row() == 0)
       for (int i = 0; i < SIDES; ++i) reach[row_of(pass) * SIDES + i] = found.bits[i];
   }
-  rows.raise(of_groups);
+  rows.raise(of_groups, p, at);
   rows.store(p, at, [](int) { return [](float x) { return int(x); }; });
   __syncthreads();
   if (thread_id() < Whole::GROUPS * SIDES) group_reach[thread_id()] = of_groups[thread_id()];

@@ -1,0 +1,402 @@
+"""`attention_backward` and `attention_varlen_backward`: gradients with respect to the operands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from cupyattn import arrays, backends, checks
+from cupyattn.api import score_lines
+from cupyattn.backward_plan import plan_backward
+from cupyattn.block_mask import BlockMask
+from cupyattn.errors import UnsupportedError
+from cupyattn.forms import laid_out
+from cupyattn.gradients import Gradients, backward_mirror
+from cupyattn.launch import Operand, Plan
+from cupyattn.prepared import OF_SCORES, SEQUENCES, scoring_of
+from cupyattn.quant import QuantizedQKV
+from cupyattn.request import Options, Request, resolve, to_bhsd
+from cupyattn.rope import Rope
+from cupyattn.rotation import plan_rotation
+from cupyattn.rounding import array_namespace
+from cupyattn.scratch import free_bytes, memory_error
+
+
+def attention_backward(
+    d_out: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Any = None,
+    bias: Any = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
+    qk_norm: Any = None,
+    block_mask: BlockMask | None = None,
+    layout: str = "BHSD",
+    deterministic: bool = False,
+    arch: str | None = None,
+    backend: str | None = None,
+) -> Gradients:
+    """Gradients of `attention` with respect to q, k and v.
+
+    Parameters
+    ----------
+    d_out : array, (batch, heads, len_q, head_dim)
+        The gradient with respect to O.
+    q, k, v : array
+        The operands of the forward pass, float16 or bfloat16; kinds of arrays and strides as for
+        `attention`.
+    out, lse : array
+        What the forward pass returned with ``return_lse=True``: O, of q's shape and dtype, and the
+        log-sum-exp, float32, (batch, heads, len_q). P is recomputed from `lse`; nothing of the size
+        len_q x len_kv is stored.
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask, layout
+        As in the forward pass. `bias` gets no gradient. Cost follows the blocks that are kept.
+    rope, rope_interleaved, rope_offset_q
+        As in the forward pass. Q and K are turned anew, and their gradients turned back by the same
+        angles, each rounded to its type before and after.
+    qk_norm
+        UnsupportedError where it is given.
+    deterministic : bool
+        True: the same bits on every run; a kernel of its own makes dQ, for 7 matrix products in
+        place of 5. False: blocks of keys add up dQ in float32 in memory, in whatever order they
+        come. dK and dV have the same bits on every run in either case.
+    arch : str, optional
+        Architecture to compile for; the device's own when omitted.
+    backend : {"cuda", "mirror", "interpret"}, optional
+        As for `attention`.
+
+    Returns
+    -------
+    Gradients
+        A tuple (dq, dk, dv), shaped as q, k and v, of their dtype, kind and device, on the current
+        stream. Query heads that share a key head add up in its dk and dv.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For arguments that do not fit together; the message gives the values.
+    UnsupportedError
+        For float32, and for what is not offered; the message says what is.
+    KernelFault
+        With ``backend="interpret"``: a kernel's first hazard.
+
+    Notes
+    -----
+    After a forward pass in INT8 the same call gives 16-bit gradients of the 16-bit operands with
+    that pass's out and lse: quantising counts as the identity (straight-through), as fine-tuning
+    wants it.
+
+    Whatever `out` and `lse` are, the result is held to `cupyattn.gradients.backward_bound`, which
+    docs/MATH_REFERENCE.md derives.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn as ca
+    >>> q = k = v = d_out = np.ones((1, 1, 4, 8), np.float16)
+    >>> o, lse = ca.attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = ca.attention_backward(d_out, q, k, v, o, lse, causal=True)
+    >>> dv[0, 0, :, 0].round(2).tolist()
+    [2.080078125, 1.080078125, 0.580078125, 0.25]
+    """
+    _check_offered(q, qk_norm)
+    options = Options(
+        variant="fa_tc", scale=scale, causal=causal, causal_align=causal_align, window=window,
+        softcap=softcap, mask=mask, bias=bias, rope=rope, rope_interleaved=rope_interleaved,
+        rope_offset_q=rope_offset_q, block_mask=block_mask, layout=layout, return_lse=True,
+        arch=arch, backend=backend,
+    )  # fmt: skip
+    return _run(resolve(q, k, v, options), (d_out, out, lse), deterministic)
+
+
+def attention_varlen_backward(
+    d_out: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_len_q: int | None = None,
+    max_len_k: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Any = None,
+    bias: Any = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
+    qk_norm: Any = None,
+    block_mask: BlockMask | None = None,
+    deterministic: bool = False,
+    arch: str | None = None,
+    backend: str | None = None,
+) -> Gradients:
+    """Gradients of `attention_varlen` with respect to q, k and v.
+
+    Parameters
+    ----------
+    d_out, q, k, v, out : array, (total_q or total_k, heads, head_dim)
+        As for `attention_backward`, packed as the forward pass had them.
+    lse : array, float32, (heads, total_q)
+    cu_seqlens_q, cu_seqlens_k, max_len_q, max_len_k
+        As for `attention_varlen`: with both limits nothing waits for offsets that lie on a device.
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask
+        As in the forward pass.
+    rope, rope_interleaved, rope_offset_q, qk_norm, deterministic, arch, backend
+        As for `attention_backward`. Every sequence has the bits that a call of its own would have.
+
+    Returns
+    -------
+    Gradients
+        (dq, dk, dv), packed as q, k and v are.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError, KernelFault
+        As `attention_backward`.
+
+    Notes
+    -----
+    A sequence longer than its limit is cut to it: gradients past the limit are not written.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn as ca
+    >>> q = k = v = np.ones((5, 1, 8), np.float16)
+    >>> ends = np.array([0, 2, 2, 5])
+    >>> o, lse = ca.attention_varlen(q, k, v, ends, ends, return_lse=True)
+    >>> dq, dk, dv = ca.attention_varlen_backward(o, q, k, v, o, lse, ends, ends)
+    >>> dv.shape, dv[:, 0, 0].tolist()
+    ((5, 1, 8), [1.0, 1.0, 1.0, 1.0, 1.0])
+    """
+    _check_offered(q, qk_norm)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise TypeError("attention_varlen_backward needs cu_seqlens_q and cu_seqlens_k")
+    options = Options(
+        variant="fa_tc", scale=scale, causal=causal, causal_align=causal_align, window=window,
+        softcap=softcap, mask=mask, bias=bias, rope=rope, rope_interleaved=rope_interleaved,
+        rope_offset_q=rope_offset_q, block_mask=block_mask, return_lse=True, arch=arch,
+        backend=backend, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_len_q=max_len_q,
+        max_len_k=max_len_k,
+    )  # fmt: skip
+    return _run(resolve(q, k, v, options), (d_out, out, lse), deterministic)
+
+
+def _check_offered(q: Any, qk_norm: Any) -> None:
+    """Raise UnsupportedError for what the backward pass does not take."""
+    if qk_norm is not None:
+        raise UnsupportedError(
+            "the backward pass takes no qk_norm: give q and k as they are after it, and take their "
+            "gradients on through the normalisation"
+        )
+    if isinstance(q, QuantizedQKV):
+        raise UnsupportedError(
+            "the backward pass takes the 16-bit q, k and v, not a QuantizedQKV: give the arrays "
+            "that were quantised, with out and lse of the INT8 forward pass"
+        )
+    if str(getattr(q, "dtype", "")).endswith("float32"):
+        raise UnsupportedError(
+            "the backward pass takes float16 and bfloat16, got q.dtype=float32: convert the arrays"
+        )
+
+
+def _run(request: Request, given: tuple[Any, Any, Any], deterministic: bool) -> Gradients:
+    """Run the backward pass of a request on d_out, out and lse."""
+    operands = _take(*given, request)
+    layout = request.options.layout
+    with backends.on_device_of(request.q):
+        try:
+            results = {name: _result(operands[name[1:]], layout) for name in Gradients._fields}
+            if request.backend == "mirror":
+                _mirror(request, operands, results, deterministic)
+            else:
+                _launch(request, operands, results, deterministic)
+        except MemoryError as error:
+            needed = {name: int(operands[name[1:]].nbytes) for name in Gradients._fields}
+            if not deterministic:
+                needed["dQ_sum"] = 4 * int(request.q.size)
+            free = free_bytes() if request.backend == "cuda" else None
+            raise memory_error("attention_backward", needed, free, fused=False) from error
+    return Gradients(*(request.restore(results[name]) for name in Gradients._fields))
+
+
+def _take(d_out: Any, out: Any, lse: Any, request: Request) -> dict[str, Any]:
+    """Return the operands by name, d_out, out and lse checked against q; layout BHSD."""
+    layout, q, packed = request.options.layout, request.q, request.call.packed is not None
+    named = {"d_out": d_out, "out": out, "lse": lse}
+    taken = {name: arrays.take(name, array)[0] for name, array in named.items()}
+    array_namespace(q, *taken.values())
+    if packed:
+        taken = {name: array[None] for name, array in taken.items()}
+    for name in ("d_out", "out"):
+        taken[name] = arrays.contiguous_last_axis(to_bhsd(taken[name], layout))
+    checks.check_backward(**taken, q=q, k=request.k, v=request.v)
+    arrays.check_one_device(q=q, **taken)
+    taken["lse"] = array_namespace(q).ascontiguousarray(taken["lse"])
+    return {"q": q, "k": request.k, "v": request.v, **taken}
+
+
+def _result(operand: Any, layout: str) -> Any:
+    """Return where the gradient of an operand goes: layout BHSD, contiguous in the caller's."""
+    shape = to_bhsd(operand, layout).shape
+    return to_bhsd(array_namespace(operand).empty(shape, operand.dtype), layout)
+
+
+def _launch(
+    request: Request, operands: dict[str, Any], results: dict[str, Any], deterministic: bool
+) -> None:
+    """Run the kernels."""
+    rope = _rope_of(request)
+    if rope is not None:
+        operands = {**operands, **_turned(request, operands, rope)}
+    by_name = {**operands, "o": operands["out"]}
+    del by_name["out"]
+    added = _of_scores(request)
+    described = {name: Operand.of(a) for name, a in {**by_name, **results, **added}.items()}
+    plan = _plan(request, described, deterministic)
+    sequences = {name: getattr(request, name) for name in SEQUENCES}
+    read = {**by_name, **added, **sequences}
+    inputs = {name: backends.as_input(a) for name, a in read.items() if a is not None}
+    backends.run(request.backend, plan, {**inputs, **results}, request.options.arch)
+    if rope is not None:
+        back = _turned(request, {"q": results["dq"], "k": results["dk"]}, _inverse(rope))
+        results["dq"][...], results["dk"][...] = back["q"], back["k"]
+
+
+def _of_scores(request: Request) -> dict[str, Any]:
+    """Return mask, bias and what is read of a block mask, as far as there are such."""
+    found = {name: getattr(request, name) for name in OF_SCORES}
+    block_mask = request.options.block_mask
+    if block_mask is not None:
+        found["kept_rows"] = block_mask.transposed.kept_blocks(request.q)
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def _plan(request: Request, described: dict[str, Operand], deterministic: bool) -> Plan:
+    """Plan the kernels for operands, results and what changes scores."""
+    described = {name: x for name, x in described.items() if name != "lse"}
+    call = replace(request.call, rope="", rope_offset_q=0)
+    return plan_backward(call, **described, deterministic=bool(deterministic))
+
+
+def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> str:
+    """Say what `attention_backward` would do with the same arguments, without doing it.
+
+    Parameters
+    ----------
+    d_out, q, k, v, out, lse, **options
+        As for `attention_backward`, or with `cu_seqlens_q` and `cu_seqlens_k` for
+        `attention_varlen_backward`.
+
+    Returns
+    -------
+    str
+        The form and why, what happens to the scores, and the plan: tiles, launches, workspace.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn as ca
+    >>> x = np.ones((1, 1, 4, 8), np.float16)
+    >>> o, lse = ca.attention(x, x, x, return_lse=True)
+    >>> print(ca.explain_backward(x, x, x, x, o, lse).splitlines()[0])
+    atomic: blocks of keys add up dQ in memory; deterministic=True has the same bits on every run
+    """
+    deterministic = bool(options.pop("deterministic", False))
+    _check_offered(q, options.pop("qk_norm", None))
+    request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
+    operands = _take(d_out, out, lse, request)
+    operands["o"] = operands.pop("out")
+    arrays_given = {**operands, **_of_scores(request)}
+    described = {name: Operand.of(array) for name, array in arrays_given.items()}
+    for name in Gradients._fields:
+        x = operands[name[1:]]
+        described[name] = laid_out(x.shape, x.dtype.itemsize, request.options.layout)
+    plan = _plan(request, described, deterministic)
+    why = {
+        "atomic": "blocks of keys add up dQ in memory; deterministic=True has the same bits on "
+        "every run",
+        "deterministic": "asked for; a kernel of its own makes dQ",
+    }
+    return "\n".join([f"{plan.form}: {why[plan.form]}", *score_lines(request), str(plan)])
+
+
+def _rope_of(request: Request) -> Rope | None:
+    return None if request.preparation is None else request.preparation.rope
+
+
+def _inverse(rope: Rope) -> Rope:
+    """Return what turns back: gradients of turned rows become those of the rows themselves."""
+    return replace(rope, sin=-rope.sin)
+
+
+def _turned(request: Request, operands: dict[str, Any], rope: Rope) -> dict[str, Any]:
+    """Return q and k, or their gradients, turned by a kernel."""
+    call, found = request.call, {}
+    for name, position, longest in (("q", rope.offset_q, call.len_q), ("k", 0, call.len_kv)):
+        x = operands[name]
+        packed = None if call.packed is None else (call.batch, longest)
+        plan = plan_rotation(Operand.of(x), call.dtype, rope.pairs, position, packed)
+        found[name] = array_namespace(x).empty(x.shape, x.dtype)
+        ends = getattr(request, f"cu_seqlens_{name}")
+        read = {"x": x, "rope_cos": rope.cos, "rope_sin": rope.sin, "cu_seqlens": ends}
+        inputs = {n: backends.as_input(a) for n, a in read.items() if a is not None}
+        buffers = {**inputs, "turned": found[name]}
+        backends.run(request.backend, plan, buffers, request.options.arch)
+    return found
+
+
+def _mirror(
+    request: Request, operands: dict[str, Any], results: dict[str, Any], deterministic: bool
+) -> None:
+    """Run the mirror, on every sequence by itself where they are packed."""
+    options, rope = request.options, _rope_of(request)
+    shared = {
+        name: getattr(options, name)
+        for name in ("scale", "causal", "causal_align", "window", "softcap")
+    }
+
+    def run(given: dict[str, Any], **own: Any) -> Gradients:
+        if rope is not None:
+            given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
+        found = backward_mirror(**given, **shared, **own, deterministic=deterministic)
+        if rope is None:
+            return found
+        dq, dk = _inverse(rope).turned(found.dq, found.dk)
+        return found._replace(dq=dq, dk=dk)
+
+    if request.call.packed is None:
+        own = {"mask": request.mask, "bias": request.bias, "block_mask": options.block_mask}
+        for name, gradient in run(operands, **own)._asdict().items():
+            results[name][...] = gradient
+        return
+    for result in results.values():
+        result[...] = 0
+    pairs = zip(pairwise(request.cu_seqlens_q), pairwise(request.cu_seqlens_k), strict=True)
+    for number, (q_ends, k_ends) in enumerate(pairs):
+        places = {"k": slice(*k_ends), "v": slice(*k_ends)}
+        one = {name: a[:, :, places.get(name, slice(*q_ends))] for name, a in operands.items()}
+        own = scoring_of(request, number, one["q"].shape[2], one["k"].shape[2])
+        for name, gradient in run(one, **own)._asdict().items():
+            results[name][:, :, places.get(name[1:], slice(*q_ends))] = gradient

@@ -1,0 +1,260 @@
+"""One visual block of Kandinsky 5 in its 16 bits and as INT8: time, memory and error of what is
+multiplied in it, layer by layer. What `cupyattn kandinsky --benchmark` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import cupyattn as ca
+from cupyattn import measure, testing, timing
+from cupyattn.api import kernel_form
+from cupyattn.arrays import on_host
+from cupyattn.checkpoints.kandinsky import KandinskyModel
+from cupyattn.checkpoints.source import Source
+from cupyattn.checks import check_attention
+from cupyattn.errors import UnsupportedError
+from cupyattn.measure import format_bytes, format_seconds
+from cupyattn.quant import Int8Linear
+from cupyattn.rounding import STORAGE, Array, array_namespace, as_float64
+
+#: What a block is asked to do: video tokens, and those of the text that they attend to.
+TOKENS, TEXT_TOKENS = 16_384, 256
+#: Rows of a layer that are compared with float64, and what 16 bits may then differ by: bfloat16
+#: rounds by 2^-9 of a number, and sums are float32.
+JUDGED_ROWS, ERROR_16 = 64, 2.0**-8
+
+_BLOCK = "visual_transformer_blocks.0"
+#: Layers of one shape on as many rows: label, weights, whether they take text, activation.
+_LAYERS: tuple[tuple[str, tuple[str, ...], bool, str], ...] = (
+    (
+        "projections of tokens",
+        (
+            *(f"self_attention.{x}" for x in ("to_query", "to_key", "to_value", "out_layer")),
+            "cross_attention.to_query", "cross_attention.out_layer",
+        ),
+        False, "",
+    ),
+    ("projections of text", ("cross_attention.to_key", "cross_attention.to_value"), True, ""),
+    ("feed-forward, in and GELU", ("feed_forward.in_layer",), False, "gelu"),
+    ("feed-forward, out", ("feed_forward.out_layer",), False, ""),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of a block takes, in 16 bits and as INT8.
+
+    Parameters
+    ----------
+    name : str
+    count : int
+        How often a block has it; all other figures are of one.
+    bytes_16, bytes_int8 : int
+        Of weights; of attention the scratch memory.
+    error_16, error_int8 : float
+        Relative L2 error of the output against float64.
+    ok : bool
+        Whether INT8 holds its bound and 16 bits their rounding. No time is told otherwise.
+    seconds_16, seconds_int8 : float or None
+        Medians; None without a device.
+    """
+
+    name: str
+    count: int
+    bytes_16: int
+    bytes_int8: int
+    error_16: float
+    error_int8: float
+    ok: bool
+    seconds_16: float | None = None
+    seconds_int8: float | None = None
+
+    @property
+    def cells(self) -> list[str]:
+        """A row of the table under `HEADER`."""
+        times = ["-"] * 3
+        if self.seconds_16 and self.seconds_int8:
+            times = [format_seconds(self.seconds_16), format_seconds(self.seconds_int8)]
+            times.append(f"{self.seconds_16 / self.seconds_int8:.2f}")
+        return [
+            f"{self.count} x {self.name}", *times, format_bytes(self.bytes_16),
+            format_bytes(self.bytes_int8), f"{self.error_16:.1e}", f"{self.error_int8:.1e}",
+            "yes" if self.ok else "NO",
+        ]  # fmt: skip
+
+
+HEADER = (
+    "part", "16 bits", "INT8", "faster by", "memory, 16 bits", "INT8", "error, 16 bits", "INT8",
+    "holds",
+)  # fmt: skip
+
+Call = Callable[[], Array]
+
+
+def benchmark_block(
+    source: Source,
+    model: KandinskyModel,
+    xp: Any,
+    *,
+    tokens: int = TOKENS,
+    text_tokens: int = TEXT_TOKENS,
+    rounds: int = 15,
+    seed: int = 0,
+) -> list[Part]:
+    """Run the layers and the attention of the first visual block in 16 bits and as INT8.
+
+    Parameters
+    ----------
+    source : Source
+        Weights in float16, bfloat16 or float32; all are taken as bfloat16.
+    model : KandinskyModel
+    xp : module
+        ``cupy``: parts are timed, in turns. ``numpy``: on the mirror, without times.
+    tokens, text_tokens : int
+    rounds : int
+        Samples of each time.
+    seed : int
+        Of the inputs, N(0, 1): what a norm without weights leaves.
+
+    Returns
+    -------
+    list of Part
+
+    Raises
+    ------
+    ValueError
+        If the block has no weights for the norms of its keys.
+    UnsupportedError
+        On a device without cuBLAS.
+
+    Notes
+    -----
+    Modulation, norms of tokens, sums and, in 16 bits, GELU are element by element and not in it.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> Array:
+        return xp.asarray(rng.standard_normal(shape, np.float32).astype(STORAGE["bfloat16"]))
+
+    def weight(name: str) -> Array:
+        full = f"{_BLOCK}.{name}.weight"
+        if full not in source.tensors:
+            raise ValueError(f"{source.path} has no {full}, which the benchmark needs")
+        return xp.asarray(source.read(full).astype(np.float32).astype(STORAGE["bfloat16"]))
+
+    found = []
+    for name, weights, of_text, activation in _LAYERS:
+        w = weight(weights[0])
+        x = draw(text_tokens if of_text else tokens, w.shape[1])
+        found.append(_layer(name, len(weights), x, w, activation, rounds))
+    for name, length in (("self-attention", tokens), ("cross-attention", text_tokens)):
+        kind = name.replace("-", "_")
+        norms = weight(f"{kind}.query_norm"), weight(f"{kind}.key_norm")
+        q = draw(1, model.heads, tokens, model.head_dim)
+        k, v = (draw(1, model.heads, length, model.head_dim) for _ in "kv")
+        options: dict[str, Any] = {"qk_norm": norms}
+        if kind == "self_attention":
+            half = model.head_dim // 2
+            angles = xp.arange(tokens)[:, None] * 10000.0 ** (-xp.arange(half) / half)
+            options["rope"] = tuple(f(angles).astype(np.float32) for f in (xp.cos, xp.sin))
+        found.append(_attention(name, (q, k, v), options, rounds))
+    return found
+
+
+def _layer(name: str, count: int, x: Array, w: Array, activation: str, rounds: int) -> Part:
+    """Compare one linear layer; the activation belongs to INT8 alone, whose kernel has it."""
+    layer, plain = (Int8Linear.from_weight(w, activation=a) for a in (activation or None, None))
+    rows = x[:: max(1, x.shape[0] // JUDGED_ROWS)]
+    host_rows, host_w = on_host(rows), on_host(w)
+    exact = as_float64(host_rows) @ as_float64(host_w).T
+    off_16 = measure.relative_error(as_float64(on_host(product16(rows, w))), exact)
+    coded = as_float64(on_host(plain(rows)))
+    bound = Int8Linear.from_weight(host_w).error(host_rows, host_w)
+    off_8 = measure.relative_error(coded, exact)
+    ok = bool((abs(coded - exact) <= bound).all()) and off_16 <= ERROR_16
+    seconds = _timed(lambda: product16(x, w), lambda: layer(x), rounds, x) if ok else (None, None)
+    size = layer.codes.nbytes + layer.scales.nbytes
+    return Part(name, count, w.nbytes, size, off_16, off_8, ok, *seconds)
+
+
+def _attention(
+    name: str, qkv: tuple[Array, Array, Array], options: dict[str, Any], rounds: int
+) -> Part:
+    """Compare attention of normalised heads: the fastest rung of 16 bits, and INT8 Q.K^T."""
+    xp = array_namespace(*qkv)
+    rows = xp.asarray(measure.judged_rows(check_attention(*qkv)))
+    errors, memory, held = [], [], []
+    for variant in ("fa_tc", "fa_int8"):
+        form = kernel_form(*qkv, variant=variant, **options)
+        given: dict[str, Any] = {**form, **options, "variant": variant, "rows": rows}
+        if variant == "fa_int8":
+            given["quantized"] = ca.quantize(*qkv, tiles=form["tiles"], **options)
+        o = ca.attention(*qkv, variant=variant, **options)
+        report = testing.judge(o, *qkv, **given)
+        held.append(report.passed and (report.quantisation or 0) <= 1)
+        errors.append(float(report.relative_l2))
+        memory.append(int(ca.plan(*qkv, variant=variant, **options).workspace_bytes))
+    exact = ca.attention(*qkv, variant="fa_tc", **options)
+    coded = ca.attention(*qkv, variant="fa_int8", **options)
+    errors[1] = measure.relative_error(as_float64(coded), as_float64(exact))
+    seconds: tuple[float | None, float | None] = (None, None)
+    if all(held):
+        seconds = _timed(
+            lambda: ca.attention(*qkv, variant="fa_tc", **options),
+            lambda: ca.attention(*qkv, variant="fa_int8", **options), rounds, qkv[0],
+        )  # fmt: skip
+    return Part(name, 1, memory[0], memory[1], errors[0], errors[1], all(held), *seconds)
+
+
+def product16(x: Array, w: Array) -> Array:
+    """Return x wᵀ in bfloat16, summed in float32: (rows, in), (out, in) to (rows, out)."""
+    if isinstance(x, np.ndarray):
+        return (x.astype(np.float32) @ w.astype(np.float32).T).astype(x.dtype)
+    import cupy
+
+    try:
+        from cupy_backends.cuda.libs import cublas  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise UnsupportedError(
+            "products of bfloat16 to compare with need cuBLAS: pip install 'cupy-cuda13x[ctk]'"
+        ) from error
+    # NOTE: CuPy's own matmul takes no bfloat16. cuBLAS counts by columns, so that rows of w and x
+    # are columns there: yᵀ = w xᵀ.
+    x, w = cupy.ascontiguousarray(x), cupy.ascontiguousarray(w)
+    (rows, inner), columns = x.shape, w.shape[0]
+    y = cupy.empty((rows, columns), x.dtype)
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    bfloat16, float32_sums, default_algorithm = 14, 68, -1  # CUDA_R_16BF, CUBLAS_COMPUTE_32F
+    cublas.gemmEx(
+        cupy.cuda.device.get_cublas_handle(), cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, columns,
+        rows, inner, one.ctypes.data, w.data.ptr, bfloat16, inner, x.data.ptr, bfloat16, inner,
+        zero.ctypes.data, y.data.ptr, bfloat16, columns, float32_sums, default_algorithm,
+    )  # fmt: skip
+    return y
+
+
+def _timed(one: Call, other: Call, rounds: int, x: Array) -> tuple[float | None, float | None]:
+    """Return the medians of two calls on a device, which take turns."""
+    if isinstance(x, np.ndarray):
+        return None, None
+    calls = {"one": lambda _: one(), "other": lambda _: other()}
+    samples = timing.time_interleaved(calls, rounds=rounds)
+    return float(np.median(samples["one"])), float(np.median(samples["other"]))
+
+
+def total(parts: list[Part]) -> str:
+    """Return one sentence about the whole block."""
+    weights = [p for p in parts if "attention" not in p.name]
+    bytes_16 = sum(p.count * p.bytes_16 for p in weights)
+    bytes_8 = sum(p.count * p.bytes_int8 for p in weights)
+    said = f"weights of the block: {format_bytes(bytes_16)} in 16 bits, {format_bytes(bytes_8)}"
+    if any(p.seconds_16 is None for p in parts):
+        return said
+    time_16 = sum(p.count * (p.seconds_16 or 0) for p in parts)
+    time_8 = sum(p.count * (p.seconds_int8 or 0) for p in parts)
+    return f"{said}; its products {format_seconds(time_16)}, as INT8 {format_seconds(time_8)}"

@@ -1,0 +1,23 @@
+"""The gradients of attention: definition, mirror of the kernels, and bound of their errors.
+
+`backward_exact` is the definition in float64, `backward_mirror` follows the kernels' blocks and
+rounding points, `backward_bound` bounds how far a kernel may be from the definition, element by
+element, and `judge_backward` holds them to it. `cupyattn.attention_backward` runs the kernels.
+"""
+
+from __future__ import annotations
+
+from cupyattn.gradients.bounds import GradientBounds, backward_bound
+from cupyattn.gradients.exact import Gradients, backward_exact
+from cupyattn.gradients.judge import GradientReport, judge_backward
+from cupyattn.gradients.mirror import backward_mirror
+
+__all__ = [
+    "GradientBounds",
+    "GradientReport",
+    "Gradients",
+    "backward_bound",
+    "backward_exact",
+    "backward_mirror",
+    "judge_backward",
+]

@@ -1,0 +1,322 @@
+"""How far the backward kernels may be from the gradients: element-wise a-priori bounds, in float64.
+
+Every formula is proved in docs/MATH_REFERENCE.md, "The backward pass", under the tag that stands
+beside it here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupyattn.backward_tiles import backward_tiles
+from cupyattn.block_mask import BlockMask
+from cupyattn.checks import check_backward, check_scale
+from cupyattn.gradients.exact import GradientBlock, gradient_blocks, over_rows
+from cupyattn.numerics import EX2_FLUSH, Numerics, numerics
+from cupyattn.perturbation import gamma, half_ulp
+from cupyattn.rounding import (
+    FINITE_MAX,
+    NEG_INF,
+    Array,
+    array_namespace,
+    as_float64,
+    merge_heads,
+    split_heads,
+)
+from cupyattn.score_bounds import (
+    EX2_LOG_ERROR,
+    LOG2E,
+    MAX_FLOAT,
+    REFERENCE,
+    U64,
+    Scaling,
+    U,
+    products,
+    scaling_errors,
+)
+
+#: The terms, in the order in which the kernels round.
+TERMS = ("R8", "R9", "R10", "R11", "R12")
+#: Perturbations of a score past this are worth no exponential.
+MAX_EXPONENT = 300.0
+#: Roundings of Delta beside one for each channel: lanes of a warp add up.
+LANE_SUMS = 5
+
+
+@dataclass(frozen=True)
+class GradientBounds:
+    """What each gradient may differ by, element by element.
+
+    Parameters
+    ----------
+    dq, dk, dv : dict of str to array
+        Of each gradient one array for each rounding point; they sum to its bound.
+
+    Notes
+    -----
+    +inf means that nothing is promised: operands of a key head that are not all finite, or a number
+    that leaves the range of its type.
+    """
+
+    dq: dict[str, Array]
+    dk: dict[str, Array]
+    dv: dict[str, Array]
+
+    def total(self, name: str) -> Array:
+        """Return the bound of ``"dq"``, ``"dk"`` or ``"dv"``."""
+        return sum(getattr(self, name).values())
+
+    def dominant(self, name: str, index: tuple[int, ...]) -> str:
+        """Return the tag with the largest share of one element of `total`."""
+        terms: dict[str, Array] = getattr(self, name)
+        return max(terms, key=lambda tag: float(terms[tag][index]))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What the bounds of all blocks share."""
+
+    n: Numerics
+    sigma: float
+    scaling: Scaling
+    softcap: float
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """Bounds of the errors of P and dS of a block as operands, by tag, and of their magnitudes."""
+
+    P: Array  # R9
+    largest_P: Array
+    dS: dict[str, Array]  # R8 to R11
+    largest_dS: Array
+    out_of_range: Array  # boolean: nothing is promised, and the others are 0
+
+
+def backward_bound(
+    d_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    deterministic: bool = False,
+    out_error: Array | None = None,
+    lse_error: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: BlockMask | None = None,
+) -> GradientBounds:
+    r"""Bound \|kernel - `backward_exact`\| of the operands that the kernels received (J2).
+
+    Parameters
+    ----------
+    d_out, q, k, v, out, lse
+        As for `cupyattn.attention_backward`: O and the log-sum-exp as the forward left them.
+    deterministic : bool
+        The form: without it blocks of keys add up dQ in memory.
+    out_error, lse_error : array, optional
+        Bounds of the errors of `out` and `lse` themselves, such as `cupyattn.bounds.attention`
+        gives. With them the bound is about the gradients of exact attention, which
+        `backward_exact` returns without out and lse. R8 and R9 then hold what they cost.
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask
+        As for `cupyattn.reference.attention_exact`.
+
+    Returns
+    -------
+    GradientBounds
+        Terms R8 to R12 of each gradient, float64.
+
+    Examples
+    --------
+    >>> x = np.ones((1, 1, 8, 16), np.float16)
+    >>> lse = np.full((1, 1, 8), 4 + np.log(8), np.float32)
+    >>> bound = backward_bound(x, x, x, x, x, lse)
+    >>> bound.total("dv").shape, bool((bound.total("dv") < 2e-3).all())
+    ((1, 1, 8, 16), True)
+    """
+    xp = array_namespace(d_out, q, k, v, out, lse)
+    sizes, dtype = check_backward(d_out, q, k, v, out, lse)
+    _, _, heads_kv, len_q, len_kv, head_dim = sizes
+    sigma = check_scale(scale, head_dim)
+    n = numerics("tensor_core", "portable", dtype, softcap=bool(softcap), bias=bias is not None)
+    problem = _Problem(n, sigma, scaling_errors(n, sigma, None, softcap), softcap, dtype)
+    keys_tiles, _ = backward_tiles(head_dim, (0, 0) if block_mask is None else block_mask.blocks)
+    key_blocks = 1 if deterministic else -(-len_kv // keys_tiles.block_kv)
+    group = q.shape[1] // heads_kv if heads_kv else 0
+    row_tiles = group * -(-len_q // 16)
+
+    def zeros(x: Array) -> Array:
+        return xp.zeros(split_heads(x, heads_kv).shape)
+
+    dq = {tag: zeros(q) for tag in TERMS}
+    dk, dv = ({tag: xp.zeros(k.shape) for tag in TERMS} for _ in range(2))
+    size_k, size_v = xp.zeros(k.shape), xp.zeros(k.shape)  # of the terms of dK and dV
+    rows_of_key = xp.zeros(k.shape[:3])
+    usable = _finite(d_out, q, k, v, out, lse)
+    out_of_range = xp.zeros(k.shape[:3], bool)  # keys
+    extra_out = None if out_error is None else split_heads(out_error, heads_kv)
+    extra_lse = None if lse_error is None else split_heads(lse_error, heads_kv)
+    for block in gradient_blocks(
+        d_out, q, k, v, out, lse, scale=scale, causal=causal, causal_align=causal_align,
+        window=window, softcap=softcap, mask=mask, bias=bias, block_mask=block_mask,
+    ):  # fmt: skip
+        index, at = block.scores.index, block.scores.index[:2]
+        e = _errors(
+            block, problem,
+            0.0 if extra_out is None else as_float64(extra_out[index]),
+            0.0 if extra_lse is None else as_float64(extra_lse[index]),
+        )  # fmt: skip
+        admitted = block.scores.admitted
+        magnitude_k, magnitude_q = xp.abs(block.scores.k), xp.abs(block.scores.q)
+        count = admitted.sum(axis=-1).astype(np.float64)
+        for tag, error in e.dS.items():
+            dq[tag][index] = sigma * (error @ magnitude_k)
+            dk[tag][at] += sigma * over_rows(error, magnitude_q)
+        dv["R9"][at] += over_rows(e.P, xp.abs(block.d_out))
+        size_v[at] += over_rows(e.largest_P, xp.abs(block.d_out))
+        size_k[at] += sigma * over_rows(e.largest_dS, magnitude_q)
+        rows_of_key[at] += admitted.sum(axis=(2, 3))
+        # R12: the sum over keys, in one chain or in one for each block of keys.
+        theta = products("tensor_core", count, xp.minimum(count, -(-len_kv // 16)))
+        theta = (1 + theta) * (1 + gamma(xp.minimum(count, key_blocks), U)) - 1
+        size = sigma * (e.largest_dS @ magnitude_k)
+        bad = e.out_of_range
+        dq["R12"][index] = _stored(
+            theta[..., None] * size, size, sigma, dtype, bad.any(axis=-1)[..., None]
+        )
+        out_of_range[at] |= bad.any(axis=(2, 3))
+    theta = products("tensor_core", rows_of_key, xp.minimum(rows_of_key, row_tiles))[..., None]
+    dk["R12"] = _stored(theta * size_k, size_k, sigma, dtype, out_of_range[..., None])
+    dv["R12"] = _stored(theta * size_v, size_v, None, dtype, out_of_range[..., None])
+    for terms, shown in ((dq, usable[:, :, None, None, None]), (dk, usable[..., None, None]),
+                         (dv, usable[..., None, None])):  # fmt: skip
+        for tag, term in terms.items():
+            terms[tag] = xp.where(shown, term * REFERENCE, xp.inf if tag == "R8" else 0.0)
+    return GradientBounds({tag: merge_heads(term) for tag, term in dq.items()}, dk, dv)
+
+
+def _finite(d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array) -> Array:
+    """Return whether all operands of a key head are finite, (batch, heads_kv); -inf is an lse."""
+    xp = array_namespace(q)
+    good = xp.isfinite(as_float64(lse)) | (as_float64(lse) == NEG_INF)
+    found = split_heads(good, k.shape[1]).all(axis=(2, 3))
+    for x in (d_out, q, out):
+        found &= xp.isfinite(split_heads(as_float64(x), k.shape[1])).all(axis=(2, 3, 4))
+    for x in (k, v):
+        found &= xp.isfinite(as_float64(x)).all(axis=(2, 3))
+    return found
+
+
+def _stored(error: Array, size: Array, sigma: float | None, dtype: str, bad: Array) -> Array:
+    """R12: add what scaling and storing a sum costs to the error of the sum itself.
+
+    `size` bounds the magnitudes of the terms, errors included.
+    """
+    xp = array_namespace(size)
+    total = size + error
+    if sigma is not None:
+        factor = abs(float(np.float32(sigma)) / sigma - 1.0) + 2.0**-50
+        error = error + ((1 + U) * (1 + factor) - 1) * total + 2.0**-148 * max(1.0, sigma)
+        total = size + error
+    error = error + half_ulp(total, dtype) + 2.0**-148
+    return xp.where(bad | (total > FINITE_MAX[dtype]), xp.inf, error)
+
+
+def _errors(
+    block: GradientBlock, problem: _Problem, out_error: Array | float, lse_error: Array | float
+) -> _Errors:
+    """R8 to R11 of one block: bounds of the errors of P and dS as the tensor cores take them."""
+    xp = array_namespace(block.P)
+    scores, dtype, head_dim = block.scores, problem.dtype, block.scores.q.shape[-1]
+    weighs = block.P > 0
+    # NOTE: what underflows float64 is flushed by the kernel, too: EX2_FLUSH covers it.
+    slope = block.slope
+    d, cap_error = _score_errors(block, problem, lse_error)
+    usable = d <= MAX_EXPONENT
+    d = xp.where(weighs, xp.minimum(d, MAX_EXPONENT), 0.0)
+    admitted = scores.admitted
+    flush = xp.where(admitted, EX2_FLUSH, 0.0)
+
+    # R9: P, before and after it is rounded to 16 bits.
+    error_P = block.P * xp.expm1(d) + flush
+    largest = block.P + error_P
+    rounded = xp.where(admitted, xp.minimum(half_ulp(largest, dtype), largest), 0.0)
+
+    # R10: dP, on the tensor core over the channels; R8: Delta.
+    magnitude = xp.abs(block.d_out) @ xp.abs(scores.v).swapaxes(-1, -2)
+    channels = products("tensor_core", head_dim) + gamma(head_dim + 4, U64)
+    error_dP = channels * magnitude + 2 * head_dim * 2.0**-149
+    of_row = (xp.abs(block.d_out) * xp.abs(block.out)).sum(axis=-1)
+    given = (xp.abs(block.d_out) * out_error).sum(axis=-1)
+    chain = gamma(head_dim + LANE_SUMS, U) + gamma(head_dim + 4, U64)
+    error_delta = chain * (of_row + given) + given + 2 * head_dim * 2.0**-149
+    error_delta = error_delta[..., None]
+
+    # R11: dS = fl(fl(P fl(dP - Delta)) slope), rounded to 16 bits.
+    distance = xp.abs(block.dP - block.delta[..., None])
+    t = distance + error_dP + error_delta
+    roundings = (1 + U) ** (3 if problem.softcap else 2) - 1
+    steeper = slope + cap_error
+    of_slope = cap_error * largest * t
+    r11 = roundings * (largest * t * steeper) + of_slope + 2.0**-147 * (1 + t)
+    r11 = xp.where(admitted, r11, 0.0)
+    terms = {
+        "R8": largest * error_delta * slope,
+        "R9": error_P * distance * slope,
+        "R10": largest * error_dP * slope,
+    }
+    largest_dS = block.P * distance * slope + sum(terms.values()) + r11
+    half = xp.minimum(half_ulp(largest_dS, dtype), largest_dS)
+    terms["R11"] = r11 + xp.where(admitted, half, 0.0)
+    largest_dS = largest_dS + xp.where(admitted, half, 0.0)
+    largest = largest + rounded
+    most = FINITE_MAX[dtype]
+    bad = ~(usable & (t <= MAX_FLOAT) & (largest <= most) & (largest_dS <= most)) & admitted
+    found = (error_P + rounded, largest, *terms.values(), largest_dS)
+    P, largest, r8, r9, r10, r11, largest_dS = (xp.where(bad, 0.0, x) for x in found)
+    return _Errors(P, largest, {"R8": r8, "R9": r9, "R10": r10, "R11": r11}, largest_dS, bad)
+
+
+def _score_errors(
+    block: GradientBlock, problem: _Problem, lse_error: Array | float
+) -> tuple[Array, Array | float]:
+    """R9: bound the error of score - lse, and of a softcap's slope."""
+    xp = array_namespace(block.P)
+    scores, scaling, sigma = block.scores, problem.scaling, problem.sigma
+    head_dim, natural = scores.q.shape[-1], problem.n.subtracts_first
+    admitted = scores.admitted & (block.lse != NEG_INF)[..., None]
+    magnitude = xp.abs(scores.q) @ xp.abs(scores.k).swapaxes(-1, -2)
+    dot = (products("tensor_core", head_dim) + gamma(head_dim + 4, U64)) * magnitude
+    dot = dot + 2 * head_dim * 2.0**-149
+    S = xp.where(admitted, scores.S, 0.0)
+    unbiased = xp.where(admitted, xp.abs(scores.unbiased), 0.0)
+    lse = xp.where(admitted, block.lse[..., None], 0.0)
+    capped = (1 + scaling.own) * sigma * dot + scaling.own * unbiased + scaling.tiny
+    error = (1 + scaling.added) * capped + scaling.added * xp.abs(S)
+    distance = xp.abs(S - lse)
+    if natural:
+        square = (1 + U) ** 2 * (1 + scaling.common) - 1
+        error = error + square * (distance + error)
+    else:
+        of_lse = (1 + U) * (1 + abs(float(np.float32(LOG2E)) / LOG2E - 1.0) + 2.0**-50) - 1
+        error = error + scaling.common * (xp.abs(S) + error) + of_lse * xp.abs(lse)
+        error = error + U * (distance + error)
+    d = (error + EX2_LOG_ERROR + 2.0**-125) * REFERENCE
+    if not isinstance(lse_error, float):
+        d = d + lse_error[..., None]
+    d = xp.where(magnitude * max(1.0, sigma) <= MAX_FLOAT, d, xp.inf)
+    if not problem.softcap:
+        return d, 0.0
+    t = unbiased / problem.softcap
+    off = capped / problem.softcap
+    return d, (2 * t + off) * off + U * (1 + (2 * t + off) * off)

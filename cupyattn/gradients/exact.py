@@ -1,0 +1,185 @@
+"""The gradients of attention by their definition, in float64."""
+
+# ruff: noqa: E741  (O is the paper's letter)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.block_mask import BlockMask
+from cupyattn.checks import check_backward_shapes, check_scale
+from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
+from cupyattn.rounding import NEG_INF, Array, array_namespace, as_float64, merge_heads, split_heads
+
+
+class Gradients(NamedTuple):
+    """Gradients of a number that depends on O alone, with respect to Q, K and V."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+@dataclass(frozen=True)
+class GradientBlock:
+    """Some of the scores of one problem, and what follows from them on the way back.
+
+    Arrays are as in `cupyattn.reference.ScoreBlock`, whose `index` they have.
+
+    Parameters
+    ----------
+    scores : ScoreBlock
+    d_out, out : (batch, heads_kv, group, rows, head_dim) array, float64
+        O is the forward's where it was given.
+    lse : (batch, heads_kv, group, rows) array, float64
+        The same.
+    P, dP : (batch, heads_kv, group, rows, len_kv) array, float64
+    delta : (batch, heads_kv, group, rows) array, float64
+    slope : (batch, heads_kv, group, rows, len_kv) array or float
+        The derivative of a score by scale q.k.
+    """
+
+    scores: ScoreBlock
+    d_out: Array
+    out: Array
+    lse: Array
+    P: Array
+    dP: Array
+    delta: Array
+    slope: Array | float
+
+    @property
+    def dS(self) -> Array:
+        """The gradient with respect to scale q.k."""
+        return self.P * (self.dP - self.delta[..., None]) * self.slope
+
+
+def gradient_blocks(
+    d_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    lse: Array | None,
+    *,
+    softcap: float = 0.0,
+    **options: Any,
+) -> Iterator[GradientBlock]:
+    """Yield all scores and what follows from them, in float64, a bounded number at a time.
+
+    Parameters
+    ----------
+    d_out, q, k, v, out, lse, softcap, **options
+        As for `backward_exact`.
+    """
+    xp = array_namespace(q, k, v, d_out)
+    heads_kv = k.shape[1]
+    d_out = split_heads(d_out, heads_kv)
+    given_out = None if out is None else split_heads(out, heads_kv)
+    given_lse = None if lse is None else split_heads(lse, heads_kv)
+    for block in score_blocks(q, k, v, softcap=softcap, **options):
+        dO = as_float64(d_out[block.index])
+        P, row_lse = softmax_exact(block.S)
+        if given_lse is not None:
+            row_lse = as_float64(given_lse[block.index])
+            attends = block.admitted & (row_lse != NEG_INF)[..., None]
+            exponent = xp.where(attends, block.S, 0.0) - xp.where(attends, row_lse[..., None], 0.0)
+            with np.errstate(over="ignore"):
+                P = xp.where(attends, xp.exp(exponent), 0.0)
+        O = P @ block.v if given_out is None else as_float64(given_out[block.index])
+        slope: Array | float = 1.0
+        if softcap:
+            slope = xp.where(block.admitted, 1.0 - (block.unbiased / softcap) ** 2, 1.0)
+        yield GradientBlock(
+            block, dO, O, row_lse, P, dO @ block.v.swapaxes(-1, -2), (dO * O).sum(axis=-1), slope
+        )
+
+
+def backward_exact(
+    d_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None = None,
+    lse: Array | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: BlockMask | None = None,
+) -> Gradients:
+    r"""Gradients of attention, in float64.
+
+    Parameters
+    ----------
+    d_out : (batch, heads, len_q, head_dim) array
+        The gradient with respect to O.
+    q, k, v, scale, causal, causal_align, window, softcap, mask, bias, block_mask
+        As for `cupyattn.reference.attention_exact`.
+    out : (batch, heads, len_q, head_dim) array, optional
+        O as a forward pass left it; exact where omitted.
+    lse : (batch, heads, len_q) array, optional
+        The log-sum-exp, likewise. With both the result is what the backward kernels compute from
+        the operands that they receive, but for their own rounding.
+
+    Returns
+    -------
+    Gradients
+        dq, shaped as q, dk and dv, shaped as k, in float64; 0 for rows and keys that attend to
+        nothing or are attended by none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cupyattn.reference.attention_exact`, and for d_out, out or lse of other shapes.
+
+    Notes
+    -----
+    .. math:: P_{ij} = e^{S_{ij} - lse_i},\quad \Delta_i = \sum_d dO_{id} O_{id},\quad
+              dS_{ij} = P_{ij} (dO_i \cdot V_j - \Delta_i),
+
+    .. math:: dV_j = \sum_i P_{ij} dO_i,\quad dQ_i = \sigma \sum_j dS_{ij} K_j,\quad
+              dK_j = \sigma \sum_i dS_{ij} Q_i,
+
+    sums over i running over all query heads that share the key head. With a softcap c, dS is
+    multiplied by the slope :math:`1 - \tanh^2(\sigma q \cdot k / c)` of the score. Operands must be
+    finite, masked ones too.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> d_out, q, k, v = rng.standard_normal((4, 1, 1, 3, 2))
+    >>> dq, dk, dv = backward_exact(d_out, q, k, v)
+    >>> bool(np.allclose(dv.sum(axis=2), d_out.sum(axis=2)))  # every row of P sums to one
+    True
+    """
+    xp = array_namespace(d_out, q, k, v)
+    check_backward_shapes(d_out, q, k, v, out, lse)
+    sigma, heads_kv = check_scale(scale, q.shape[-1]), k.shape[1]
+    dq = xp.zeros(split_heads(q, heads_kv).shape)
+    dk, dv = xp.zeros(k.shape), xp.zeros(v.shape)
+    for block in gradient_blocks(
+        d_out, q, k, v, out, lse, scale=scale, causal=causal, causal_align=causal_align,
+        window=window, softcap=softcap, mask=mask, bias=bias, block_mask=block_mask,
+    ):  # fmt: skip
+        index, dS = block.scores.index, block.dS
+        dq[index] = sigma * (dS @ block.scores.k)
+        dk[index[:2]] += sigma * over_rows(dS, block.scores.q)
+        dv[index[:2]] += over_rows(block.P, block.d_out)
+    return Gradients(merge_heads(dq), dk, dv)
+
+
+def over_rows(x: Array, y: Array) -> Array:
+    """Return the products x^T y of some rows, summed over the group: (..., len_kv, head_dim).
+
+    x: (batch, heads_kv, group, rows, len_kv), y: (batch, heads_kv, group, rows, head_dim).
+    """
+    return (x.swapaxes(-1, -2) @ y).sum(axis=2)

@@ -1,0 +1,126 @@
+"""J2 of the backward kernels: gradients as fractions of their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.gradients.bounds import backward_bound
+from cupyattn.gradients.exact import Gradients, backward_exact
+from cupyattn.perturbation import ratio_to_bound
+from cupyattn.rounding import Array, as_float64
+
+
+@dataclass(frozen=True)
+class GradientShare:
+    """The largest error of one gradient as a fraction of its bound.
+
+    Parameters
+    ----------
+    name : {"dq", "dk", "dv"}
+    ratio : float
+        It must not exceed 1.
+    index : tuple of int
+        Where: (batch, head, row, channel).
+    value, expected, bound : float
+        There.
+    tag : str
+        There: the rounding point with the largest share of the bound.
+    """
+
+    name: str
+    ratio: float
+    index: tuple[int, ...]
+    value: float
+    expected: float
+    bound: float
+    tag: str
+
+    def __str__(self) -> str:
+        where = "within" if self.ratio <= 1 else "OUTSIDE"
+        return (
+            f"{self.name} is {where} its bound, error / bound = {self.ratio:.3g} at {self.index}: "
+            f"value {self.value:.9g}, expected {self.expected:.9g}, bound {self.bound:.3g} "
+            f"(mostly {self.tag})"
+        )
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What `judge_backward` found of each gradient."""
+
+    shares: tuple[GradientShare, ...]
+
+    @property
+    def ratio(self) -> float:
+        """The largest of all."""
+        return max(share.ratio for share in self.shares)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no ratio exceeds 1."""
+        return self.ratio <= 1.0
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.shares))
+
+
+def judge_backward(
+    gradients: Sequence[Array],
+    d_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    deterministic: bool = False,
+    **options: Any,
+) -> GradientReport:
+    """Compare gradients with those of the operands that the kernels received (J2).
+
+    Parameters
+    ----------
+    gradients : (dq, dk, dv)
+        What `cupyattn.attention_backward` returned.
+    d_out, q, k, v, out, lse
+        What it was given, layout BHSD.
+    deterministic, **options
+        As for that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask.
+
+    Returns
+    -------
+    GradientReport
+
+    Raises
+    ------
+    ValueError
+        For gradients of other shapes than q, k and v have.
+
+    Examples
+    --------
+    >>> from cupyattn.gradients import backward_mirror
+    >>> x = np.ones((1, 1, 4, 8), np.float16)
+    >>> lse = np.full((1, 1, 4), 8**0.5 + np.log(4), np.float32)
+    >>> judge_backward(backward_mirror(x, x, x, x, x, lse), x, x, x, x, x, lse).passed
+    True
+    """
+    received = d_out, q, k, v, out, lse
+    exact = backward_exact(*received, **options)
+    bound = backward_bound(*received, deterministic=deterministic, **options)
+    shares = []
+    for name, found, expected in zip(Gradients._fields, gradients, exact, strict=True):
+        if found.shape != expected.shape:
+            raise ValueError(f"{name} must have shape {expected.shape}, got {found.shape}")
+        value, total = as_float64(found), bound.total(name)
+        ratio = ratio_to_bound(value, expected, total)
+        at: tuple[int, ...] = ()
+        if ratio.size:
+            at = tuple(int(i) for i in np.unravel_index(int(ratio.argmax()), ratio.shape))
+        worst, *there = (float(x[at]) if at else 0.0 for x in (ratio, value, expected, total))
+        tag = bound.dominant(name, at) if at else ""
+        shares.append(GradientShare(name, worst, at, there[0], there[1], there[2], tag))
+    return GradientReport(tuple(shares))

@@ -1,0 +1,132 @@
+"""How the backward kernels compute gradients: the same blocks, rounded at the same points.
+
+As in `cupyattn.mirror`, the order inside one product or one sum is NumPy's.
+"""
+
+# ruff: noqa: E741  (O is the paper's letter)
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn.backward_tiles import backward_tiles
+from cupyattn.block_mask import BlockMask
+from cupyattn.checks import check_backward, check_scale
+from cupyattn.gradients.exact import Gradients
+from cupyattn.mirror import prepare_scores, require_numpy
+from cupyattn.mirror_state import Float32
+from cupyattn.numerics import numerics
+from cupyattn.rounding import (
+    NEG_INF,
+    STORAGE,
+    Array,
+    ex2,
+    fma32,
+    merge_heads,
+    round_to,
+    split_heads,
+)
+from cupyattn.scoring import Scoring
+
+
+def backward_mirror(
+    d_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    deterministic: bool = False,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: BlockMask | None = None,
+) -> Gradients:
+    """Gradients of attention as the kernels compute them, on NumPy.
+
+    Parameters
+    ----------
+    d_out, q, k, v, out : array
+        float16 or bfloat16, all of one type; shapes as for `cupyattn.gradients.backward_exact`.
+    lse : (batch, heads, len_q) array, float32
+    deterministic : bool
+        Form to mirror: it decides how many keys dQ takes at a time.
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask
+        As for `cupyattn.reference.attention_exact`.
+
+    Returns
+    -------
+    Gradients
+        Of q's type.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays that are not NumPy's, or do not fit together.
+
+    Examples
+    --------
+    >>> x = np.ones((1, 1, 3, 8), np.float16)
+    >>> lse = np.full((1, 1, 3), 8**0.5 + np.log(3), np.float32)
+    >>> dq, dk, dv = backward_mirror(x, x, x, x, x, lse)
+    >>> dq[0, 0, 0, :2].tolist(), dv[0, 0, :, 0].tolist()
+    ([0.0, 0.0], [1.0, 1.0, 1.0])
+    """
+    require_numpy(d_out, q, k, v, out, lse)
+    (*_, len_q, len_kv, head_dim), dtype = check_backward(d_out, q, k, v, out, lse)
+    sigma = check_scale(scale, head_dim)
+    n = numerics("tensor_core", "portable", dtype, softcap=bool(softcap), bias=bias is not None)
+    scoring = Scoring.of(
+        q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
+        bias=bias, block_mask=block_mask,
+    )  # fmt: skip
+    keys_tiles, queries_tiles = backward_tiles(
+        head_dim, (0, 0) if block_mask is None else block_mask.blocks
+    )
+    heads_kv = k.shape[1]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        scores = prepare_scores(q, k, sigma, scoring, n, None)
+        Q, dO, O = (split_heads(round_to(x, dtype), heads_kv) for x in (q, d_out, out))
+        V = round_to(v, dtype)[:, :, None]
+        delta = (dO * O).sum(axis=-1, dtype=np.float32)  # R8
+        to_log2 = np.float32(1) if n.subtracts_first else np.float32(np.log2(np.e))
+        M = split_heads(lse, heads_kv) * to_log2  # R9
+        M = np.where(split_heads(lse, heads_kv) == NEG_INF, np.float32(np.inf), M)[..., None]
+
+        def of_keys(kv0: int, kv1: int) -> tuple[Float32, Float32]:
+            """Return P and dS of some keys, as operands."""
+            S = scores.block(kv0, kv1)
+            if n.subtracts_first:
+                P = ex2((S - M) * scores.exponent_factor)  # R9
+            else:
+                P = ex2(fma32(S, scores.exponent_factor, -M))  # R9
+            dP = dO @ V[..., kv0:kv1, :].swapaxes(-1, -2)  # R10
+            dS = P * (dP - delta[..., None]) * scores.slope(kv0, kv1)  # R11
+            return round_to(P, dtype), round_to(dS, dtype)  # R9, R11
+
+        dQ = np.zeros(Q.shape, np.float32)
+        dK, dV = np.zeros(k.shape, np.float32), np.zeros(v.shape, np.float32)
+        for kv0 in range(0, len_kv, keys_tiles.block_kv):
+            keys = slice(kv0, min(kv0 + keys_tiles.block_kv, len_kv))
+            P, dS = of_keys(keys.start, keys.stop)
+            if not deterministic:
+                dQ += dS @ scores.K[..., keys, :]  # R12
+            for head in range(Q.shape[2]):
+                for q0 in range(0, len_q, keys_tiles.block_q):
+                    at = (slice(None), slice(None), head, slice(q0, q0 + keys_tiles.block_q))
+                    dV[:, :, keys] += P[at].swapaxes(-1, -2) @ dO[at]  # R12
+                    dK[:, :, keys] += dS[at].swapaxes(-1, -2) @ Q[at]  # R12
+        if deterministic:
+            for kv0 in range(0, len_kv, queries_tiles.block_kv):
+                keys = slice(kv0, min(kv0 + queries_tiles.block_kv, len_kv))
+                dQ += of_keys(keys.start, keys.stop)[1] @ scores.K[..., keys, :]  # R12
+        scaled = (merge_heads(dQ) * np.float32(sigma), dK * np.float32(sigma), dV)  # R12
+        found: Any = (x.astype(STORAGE[dtype]) for x in scaled)  # R12
+    return Gradients(*found)

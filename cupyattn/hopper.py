@@ -1,0 +1,40 @@
+"""What keeps a call from the Hopper forms, which the copy engine feeds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cupyattn.checks import AttentionCall
+from cupyattn.registry import Variant
+
+if TYPE_CHECKING:
+    from cupyattn.launch import Operand
+
+
+def obstacle(
+    variant: Variant, call: AttentionCall, q: Operand, k: Operand, v: Operand, o: Operand
+) -> str:
+    """Return why the Hopper form does not take a call, as a note for its plan; "" where it does."""
+    if 0 in (call.len_kv, k.shape[2]):
+        return "portable form: there are no keys for the copy engine"
+    given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
+    blocks = call.block_mask
+    given += ["block_mask"] if blocks != (0, 0) and not variant.hopper_block_mask_tiles else []
+    if given:
+        return f"portable form: the Hopper form takes no {' and no '.join(given)}"
+    if blocks != (0, 0) and call.packed is not None:
+        return "portable form: the Hopper form takes no block mask of packed sequences"
+    if blocks != (0, 0) and variant.block_mask_tiles_for(call.head_dim, blocks, "sm90") is None:
+        return (
+            "portable form: the Hopper form takes block masks of 128 query rows, got blocks of "
+            f"{blocks[0]} x {blocks[1]}"
+        )
+    for name, x in zip("qkvo", (q, k, v, o), strict=True):
+        strides = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
+        if x.misalignment or any(s <= 0 or s * x.itemsize % 16 for s in strides):
+            return (
+                f"portable form: the copy engine needs addresses and positive strides that are "
+                f"multiples of 16 bytes, got {name} at 16 n + {x.misalignment} with strides of "
+                f"{tuple(s * x.itemsize for s in x.strides[:-1])} bytes"
+            )
+    return ""

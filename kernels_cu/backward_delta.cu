@@ -1,0 +1,58 @@
+// backward_delta -- first pass of the gradients: two numbers of every query row.
+//
+// Idea         The gradient of a softmax needs the mean of dP under P, which is the sum of dO times
+//              O: Delta, one number of a row, and no key. Beside it goes M, what is subtracted from
+//              the row's scores so that their exponentials are P, no sum following.
+// Kept simple  A pass over memory: LANES lanes read a row of dO and of O and add up their products.
+// Rounding     R8 Delta, R9 the log-sum-exp to log2 units
+// Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
+#include "prims/gradient.cuh"
+#include "prims/warp.cuh"
+
+constexpr int ACCESSES = HEAD_DIM / VEC;  // of a row
+// Lanes that share a row: no more than have something to read, and no fewer than leave a row to
+// every thread.
+constexpr int WANTED = ACCESSES > NUM_THREADS / BLOCK_Q ? ACCESSES : NUM_THREADS / BLOCK_Q;
+constexpr int LANES = power_of_two_from(WANTED < WARP_SIZE ? WANTED : WARP_SIZE);
+constexpr int PASS_ROWS = NUM_THREADS / LANES;  // rows at a time
+
+static_assert(BLOCK_Q % PASS_ROWS == 0, "BLOCK_Q must be a multiple of the rows of a pass");
+static_assert(ROW_PAD % BLOCK_Q == 0, "BLOCK_Q must divide ROW_PAD: a block pads whole");
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
+    const __grid_constant__ AttnParams call, const __grid_constant__ BackwardParams grad) {
+  const int q_blocks = round_up(call.len_q, ROW_PAD) / BLOCK_Q;
+  const int q0 = blockIdx.x % q_blocks * BLOCK_Q;
+  const int64_t batch_head = blockIdx.x / q_blocks;
+  const int64_t batch = batch_head / call.heads, head = batch_head % call.heads;
+  const auto& p = of_batch(call, batch);
+  if (VARLEN && q0 >= round_up(p.len_q, ROW_PAD)) return;
+  const int first_row = Sequences<VARLEN>(call, batch).first_row();
+  const elem_t* O = static_cast<const elem_t*>(p.O)  // [len_q, HEAD_DIM]
+                    + batch * p.O_stride.batch + head * p.O_stride.head;
+  const elem_t* dO = static_cast<const elem_t*>(grad.dO)  // [len_q, HEAD_DIM]
+                     + batch * grad.dO_stride.batch + head * grad.dO_stride.head +
+                     first_row * grad.dO_stride.len;
+  const float* lse = lse_of(p, batch_head, head);                   // [len_q]
+  const int64_t padded = padded_row(call, grad, batch, head) + q0;  // of row q0
+  const int lane = thread_id() % LANES;
+#pragma unroll 1
+  for (int i = thread_id() / LANES; i < BLOCK_Q; i += PASS_ROWS) {
+    const int64_t row = q0 + i;
+    float sum = 0.0f;
+    if (row < p.len_q)
+      for (int access = lane; access < ACCESSES; access += LANES) {
+        using Access = Vec<elem_t, VEC>;
+        const int64_t col = access * VEC;
+        const Access x = *reinterpret_cast<const Access*>(dO + row * grad.dO_stride.len + col);
+        const Access y = *reinterpret_cast<const Access*>(O + row * p.O_stride.len + col);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) sum = fmaf(to_float(x.v[j]), to_float(y.v[j]), sum);  // R8
+      }
+    sum = shfl_sum<LANES>(sum);  // R8
+    if (lane == 0) {
+      grad.delta[padded + i] = sum;
+      grad.row_M[padded + i] = row_maximum_from(row < p.len_q ? lse[row] : NEG_INF);
+    }
+  }
+}

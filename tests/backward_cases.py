@@ -1,0 +1,132 @@
+"""What tests of the gradients share, on a device and in the interpreter: problems and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cupyattn import attention_backward, attention_varlen, attention_varlen_backward
+from cupyattn.block_mask import BlockMask
+from cupyattn.gradients import GradientReport, Gradients, judge_backward
+from cupyattn.reference import attention_mirror
+from cupyattn.rounding import STORAGE
+from tests.runs import ADDED, normal, of_sequence, on_host, packed
+
+#: What `cupyattn.attention_backward` takes: d_out, q, k, v, out, lse.
+Received = tuple[Any, Any, Any, Any, Any, Any]
+#: By the option of `attention_backward`.
+FORMS = {"atomic": False, "deterministic": True}
+
+
+def received(q: Any, k: Any, v: Any, seed: int = 1, **options: Any) -> Received:
+    """Return operands of a backward pass on the host: d_out ~ N(0, 1), and a forward's results."""
+    rng = np.random.default_rng(seed)
+    d_out = rng.standard_normal(q.shape).astype(q.dtype)
+    out, lse = attention_mirror(q, k, v, variant="fa_tc", return_lse=True, **options)
+    return d_out, q, k, v, out, lse
+
+
+@dataclass(frozen=True)
+class BackwardRun:
+    """One call, with all that is needed to judge it."""
+
+    received: Received
+    options: dict[str, Any]
+    deterministic: bool
+    gradients: Gradients
+
+    def judge(self) -> GradientReport:
+        options = {n: on_host(a) if n in ADDED else a for n, a in self.options.items()}
+        return judge_backward(
+            [on_host(x) for x in self.gradients], *map(on_host, self.received),
+            deterministic=self.deterministic, **options,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise unless every gradient is within its bound."""
+        report = self.judge()
+        assert report.passed, str(report)
+
+
+def run_backward(
+    inputs: Received,
+    *,
+    deterministic: bool = False,
+    arch: str | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> BackwardRun:
+    """Call `attention_backward` in layout BHSD."""
+    gradients = attention_backward(
+        *inputs, deterministic=deterministic, arch=arch, backend=backend, **options
+    )
+    return BackwardRun(inputs, options, deterministic, gradients)
+
+
+def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str, Any]]]:
+    """Yield problems that bring mistakes to light: tails, several tiles of keys and of rows,
+    grouped heads, causal masks, windows, block masks, softcap, mask and bias."""
+    q, k, v = normal((1, 4, 75, head_dim), (1, 2, 140, head_dim))
+    k = (k * 2 + 1).astype(k.dtype)
+    shape = (1, 4, 75, 140)
+    rng = np.random.default_rng(0)
+    bias = 2 * rng.standard_normal(shape)
+    bias[rng.random(shape) < 0.2] = -np.inf
+    kept = np.array([[1, 0, 1], [1, 1, 0], [0, 1, 1], [0, 0, 1]], bool)  # of a head
+    kept = np.stack([kept, kept[::-1]], axis=1)[None]  # and of a block of rows
+    some: tuple[dict[str, Any], ...] = (
+        {"causal": True},
+        {"window": (9, 30)},
+        {"causal": True, "causal_align": "top-left", "window": (20, -1)},
+        {"block_mask": BlockMask(kept, 64, 64), "causal": True},
+        {"softcap": 1.5, "mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32)},
+    )
+    for options in some:
+        yield received(q, k, v, **options), options
+
+
+def run_packed_backward(
+    lengths: Sequence[tuple[int, int]],
+    *,
+    head_dim: int = 32,
+    deterministic: bool = False,
+    backend: str | None = None,
+    move: Callable[..., Any] = lambda *x: x,
+    **options: Any,
+) -> Iterator[BackwardRun]:
+    """Call `attention_varlen_backward`; yield what came of every sequence that has rows and keys.
+
+    `move` brings arrays to where they are to be. Rows of other sequences count for nothing: those
+    of an empty one in q leave keys without gradients.
+    """
+    host, ends = packed(lengths, 4, 2, head_dim)
+    inputs = move(*host)
+    forward = {"variant": "fa_tc", "return_lse": True, "backend": backend, **options}
+    out, lse = attention_varlen(*inputs, *move(*ends), **forward)
+    d_out = (inputs[0] * 0.5 + out).astype(out.dtype)
+    longest = {
+        f"max_len_{n}": max(x) for n, x in zip("qk", zip(*lengths, strict=True), strict=True)
+    }
+    found = attention_varlen_backward(
+        d_out, *inputs, out, lse, *move(*ends), deterministic=deterministic, backend=backend,
+        **longest, **options,
+    )  # fmt: skip
+    host_found = [on_host(x).swapaxes(0, 1)[None] for x in found]
+    received = [on_host(x).swapaxes(0, 1)[None] for x in (d_out, *inputs, out)]
+    for number, (q_ends, k_ends) in enumerate(zip(*map(pairwise, ends), strict=True)):
+        rows, keys = slice(*q_ends), slice(*k_ends)
+        d, q, k, v, o = (x[:, :, keys if n in (2, 3) else rows] for n, x in enumerate(received))
+        gradients = (x[:, :, rows if n == 0 else keys] for n, x in enumerate(host_found))
+        own = of_sequence({n: on_host(a) if n in ADDED else a for n, a in options.items()},
+                          number, (q, k, v))  # fmt: skip
+        one = d, q, k, v, o, on_host(lse)[None, :, rows]
+        yield BackwardRun(one, own, deterministic, Gradients(*gradients))
+
+
+def scaled(x: np.ndarray, factor: float) -> np.ndarray:
+    """Return numbers of the same type, so many times as large."""
+    return (x.astype(np.float32) * factor).astype(STORAGE[x.dtype.name])

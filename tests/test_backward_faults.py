@@ -1,0 +1,80 @@
+"""Deliberate mistakes in the backward kernels, tests/faults/backward: small, and noticed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cupyattn import compile as compiler
+from cupyattn.interpret import KernelFault
+from cupyattn.interpret.findings import KINDS
+from tests.backward_cases import (
+    FORMS,
+    BackwardRun,
+    revealing_backward,
+    run_backward,
+    run_packed_backward,
+)
+from tests.fault_patches import FOLDER, Fault, parse
+from tests.test_interpret_faults import check_finding
+
+FAULTS = [parse(path) for path in sorted((FOLDER / "backward").glob("*.patch"))]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_small_and_says_what_it_is(fault: Fault, tmp_path: Path) -> None:
+    assert re.fullmatch(r"[A-Z][^.]+\.", fault.sentence), "one sentence"
+    assert fault.caught_by in ("J2", "interpreter") and set(fault.variants) <= set(FORMS)
+    assert (fault.kind in KINDS and fault.line != "") == (fault.caught_by == "interpreter")
+    for hunk in fault.hunks:
+        removed = set(hunk.old.splitlines()) - set(hunk.new.splitlines())
+        added = set(hunk.new.splitlines()) - set(hunk.old.splitlines())
+        assert max(len(removed), len(added)) <= 3
+    fault.plant(tmp_path)
+
+
+def test_there_are_faults_for_both_forms_and_every_kernel() -> None:
+    assert {form for fault in FAULTS for form in fault.variants} == set(FORMS)
+    files = {hunk.file for fault in FAULTS for hunk in fault.hunks}
+    assert {path.name for path in compiler.KERNELS.glob("backward_*.cu")} <= files
+
+
+def interpreted(fault: Fault, deterministic: bool) -> Iterator[BackwardRun]:
+    if fault.shown_by == "varlen":
+        yield from run_packed_backward(
+            ((5, 9), (70, 140), (40, 20)), deterministic=deterministic, backend="interpret"
+        )
+        return
+    for inputs, options in sorted(revealing_backward(), key=lambda x: fault.shown_by not in x[1]):
+        yield run_backward(inputs, deterministic=deterministic, backend="interpret", **options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "form"),
+    [
+        pytest.param(
+            fault, fault.variants[-(number % 2)], id=fault.name,
+            marks=[pytest.mark.slow] if number % 8 else [],
+        )
+        for number, fault in enumerate(FAULTS)
+    ],
+)  # fmt: skip
+def test_a_mistake_is_noticed(
+    fault: Fault, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fault.plant(tmp_path)
+    monkeypatch.setattr(compiler, "KERNELS", folder)
+    runs = interpreted(fault, FORMS[form])
+    if fault.caught_by == "interpreter":
+        with pytest.raises(KernelFault) as caught:
+            list(runs)
+        check_finding(caught.value.finding, fault, folder)
+        return
+    try:
+        noticed = any(not one.judge().passed for one in runs)
+    except KernelFault:  # what spoils a result may be a hazard, too
+        noticed = True
+    assert noticed, f"{fault.sentence} Nothing noticed."

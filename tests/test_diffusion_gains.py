@@ -1,0 +1,55 @@
+"""experiments/diffusion_gains.py: runs in small, and stops in time on a device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cupyattn import device
+from experiments import diffusion_gains
+
+
+def test_gains_for_diffusion_run_in_small(tmp_path: Path) -> None:
+    file = tmp_path / "diffusion_gains.json"
+    assert diffusion_gains.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    once = len(diffusion_gains.ONE_MODE)
+    assert len(rows) == 2 * len(diffusion_gains.WAYS) - once and all(row["ok"] for row in rows)
+    assert {row["mode"] for row in rows} == set(diffusion_gains.MODES)
+    lost = [row["error against all keys"] for row in rows if "pruned" in row["way"]]
+    assert len(lost) == 2 and all(0 < x < 1 for x in lost)
+    (scratch,) = (row["scratch_bytes"] for row in rows if "long" in row["way"])
+    assert 0 < scratch < 10 * 300 * 128 * 2
+    timed = {
+        "speed_ratio": [4.0, 3.9, 4.1], "density": 0.2, "seconds": {"way": 2e-3}, "against": "x",
+    }  # fmt: skip
+    assert diffusion_gains._gain(timed) == ["2 ms", "x", "4.00 [3.90, 4.10]", "80%"]
+
+
+def test_gains_for_diffusion_stop_in_time_and_say_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a device: times and inputs are planted, the loop is the one that runs."""
+    monkeypatch.setattr(device, "device_missing", lambda: "")
+    monkeypatch.setattr(device, "environment", dict)
+    monkeypatch.setattr(diffusion_gains, "inputs", lambda *_, **__: ())
+    seen = []
+
+    def measured(qkv: Any, shape: Any, name: str, mode: str, *_: Any, **__: Any) -> Any:
+        seen.append((*shape, name, mode))
+        ratio = {"seconds": {"way": 1.0}, "against": "x", "speed_ratio": [1.0, 1.0, 1.0]}
+        titles = dict(zip(("batch", "heads", "length", "way", "mode"), seen[-1], strict=True))
+        return {**titles, **ratio, "ok": True}
+
+    clock = iter(range(1000))
+    monkeypatch.setattr(diffusion_gains, "measured", measured)
+    monkeypatch.setattr(diffusion_gains.time, "monotonic", lambda: next(clock))
+    file = tmp_path / "gains.json"
+    assert diffusion_gains.main(["--seconds", "5", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert len(record["rows"]) == len(seen) == 5
+    every = {(*shape, name) for shape, names in diffusion_gains.CELLS for name in names}
+    assert {tuple(x[:4]) for x in (*record["missing"], *map(list, seen))} == every
