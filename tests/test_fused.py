@@ -17,6 +17,7 @@ from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.registry import lookup
 from cupyattn.request import Options, resolve
+from cupyattn.rope import Rope
 from cupyattn.tiles import Tiles
 from tests.runs import bits, embedded, normal, packed, rope_tables, run
 from tests.test_kernels_compile import LATE
@@ -74,13 +75,22 @@ def test_features_change_the_same_scores() -> None:
             {"window": (9, 30), "softcap": 1.5},
             {"mask": mask, "bias": rng.standard_normal((1, 1, 40, 70)).astype(np.float32)},
             {"block_mask": blocks},
-            {"rope": rope_tables(80, 16), "rope_offset_q": 3, "causal": True},
         )
     ):
         tiles = TILES if "block_mask" in options else Tiles(32, 32, 2, 1)
         quant = replace(FUSED, symmetric=bool(number % 2))
         within, before = both((q, k, v), quant, tiles, **options)
         assert within == before, options
+
+
+def test_rows_that_a_pass_turns_are_rounded_to_their_type_in_between() -> None:
+    q, k, v = normal((1, 2, 40, 16), (1, 1, 70, 16))
+    tables, tiles = rope_tables(80, 16), Tiles(32, 32, 2, 1)
+    within, from_float32 = both((q, k, v), FUSED, tiles, rope=tables, rope_offset_q=3, causal=True)
+    turned = Rope.of(tables, False, 3, 40, 70, 16).turned(q, k)
+    same, before = both((*turned, v), FUSED, tiles, causal=True)
+    assert within == same == before
+    assert from_float32 != before  # the passes before have codes of the rows in float32
 
 
 def test_packed_sequences() -> None:
