@@ -14,7 +14,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.forms import laid_out
 from cupyattn.gradients import Gradients, backward_mirror
 from cupyattn.launch import Operand, Plan
-from cupyattn.prepared import OF_SCORES, SEQUENCES, scoring_of
+from cupyattn.prepared import OF_SCORES, SEQUENCES, architecture, scoring_of
 from cupyattn.quant import QuantizedQKV
 from cupyattn.request import Options, Request, resolve, to_bhsd
 from cupyattn.rope import Rope
@@ -293,7 +293,9 @@ def _plan(request: Request, described: dict[str, Operand], deterministic: bool) 
     """Plan the kernels for operands, results and what changes scores."""
     described = {name: x for name, x in described.items() if name != "lse"}
     call = replace(request.call, rope="", rope_offset_q=0)
-    return plan_backward(call, **described, deterministic=bool(deterministic))
+    return plan_backward(
+        call, **described, deterministic=bool(deterministic), arch=architecture(request)
+    )
 
 
 def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> str:
@@ -338,6 +340,7 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
         "atomic": "blocks of keys add up dQ in memory; deterministic=True has the same bits on "
         "every run",
         "deterministic": "asked for; a kernel of its own makes dQ",
+        "sm90": "atomic, by Hopper's matrix instructions",
     }
     return "\n".join([f"{plan.form}: {why[plan.form]}", *score_lines(request), str(plan)])
 

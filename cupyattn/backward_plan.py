@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cupyattn.backward_tiles import backward_tiles
+from cupyattn import hopper
+from cupyattn.backward_tiles import backward_tiles, hopper_backward_tiles
 from cupyattn.checks import AttentionCall
 from cupyattn.compile import ModuleSpec
 from cupyattn.features import Features
@@ -20,6 +21,7 @@ from cupyattn.launch import (
     attn_params,
     check_grid,
     features_of,
+    tensor_map_of,
     widest,
 )
 from cupyattn.params import ATTN_PARAMS
@@ -40,6 +42,10 @@ BACKWARD_PARAMS = np.dtype(
 ROW_PAD = 128
 #: Of the passes over query rows, ``backward_delta.cu`` and ``backward_sums.cu``.
 _PASS_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
+#: Blocks of the first of them for ROW_PAD rows.
+_PAD_BLOCKS = ROW_PAD // _PASS_TILES.block_q
+#: Columns that lie together in the sums of dQ of the Hopper form.
+SUM_COLUMNS = 64
 
 
 @functools.lru_cache(maxsize=1024)
@@ -59,6 +65,7 @@ def plan_backward(
     bias: Operand | None = None,
     kept_blocks: Operand | None = None,
     kept_rows: Operand | None = None,
+    arch: str | None = None,
 ) -> Plan:
     """Plan the gradients of a call.
 
@@ -77,20 +84,26 @@ def plan_backward(
     kept_rows : Operand, optional
         The buffer ``"kept_rows"``, as ``block_mask.transposed.kept_blocks`` makes it, where the
         call has a block mask.
+    arch : str, optional
+        Architecture that it will run on: on ``"sm_90a"`` the form is ``"sm90"``, an atomic one by
+        wgmma, where that takes the call; `Plan.note` says why where it does not.
 
     Returns
     -------
     Plan
-        Its tiles are those of ``backward_keys.cu``. Without launches where all results are empty.
+        Its tiles are those of the kernel ``backward_keys``. Without launches where all results are empty.
 
     Raises
     ------
     UnsupportedError
         If a grid would be too large.
     """
-    keys_tiles, queries_tiles = backward_tiles(call.head_dim, call.block_mask)
     features = features_of(call, widest(q, k, v, o, d_out, dq, dk, dv))
-    form = "deterministic" if deterministic else "atomic"
+    form, note = "deterministic" if deterministic else "atomic", ""
+    if arch == "sm_90a":
+        named = {"q": q, "k": k, "v": v, "d_out": d_out, "dq": dq, "dk": dk, "dv": dv}
+        note = hopper.backward_obstacle(call, named, deterministic=deterministic)
+        form = form if note else "sm90"
     row_blocks = -(-call.len_q // ROW_PAD)
     lists, rows, total = call.batch * call.heads, row_blocks * ROW_PAD, call.len_q
     if call.packed is not None:  # one entry, in which every sequence begins at a multiple
@@ -104,36 +117,64 @@ def plan_backward(
         "kept_rows": "kept_rows" if kept_rows else None,
         "kept_rows_stride": kept_rows.row_strides if kept_rows else (0, 0, 0),
     }  # fmt: skip
-    params = attn_params(call, q, k, v, o, mask, bias, kept_blocks)
-    structs = ((ATTN_PARAMS, params), (BACKWARD_PARAMS, gradients))
-
-    def launch(name: str, tiles: Tiles, *counts: int) -> tuple[Launch, ...]:
-        """Return one launch, none where it has nothing to do."""
-        grid = check_grid(f"backward_{name}", *counts)
-        spec = _module_spec(name, features, tiles, sums_dq=not deterministic)
-        shared = name in ("keys", "queries")
-        one = Launch(spec, f"backward_{name}", grid, tiles.num_threads, shared, structs)
-        return (one,) if grid else ()
-
-    heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
-    passes = -(-call.len_q // _PASS_TILES.block_q)
-    delta = launch("delta", _PASS_TILES, row_blocks, ROW_PAD // _PASS_TILES.block_q, heads)
-    keys = launch("keys", keys_tiles, -(-call.len_kv // keys_tiles.block_kv), heads_kv)
-    if deterministic:
-        last = launch("queries", queries_tiles, -(-call.len_q // queries_tiles.block_q), heads)
-    else:
-        last = launch("sums", _PASS_TILES, passes, heads)
+    structs = (
+        (ATTN_PARAMS, attn_params(call, q, k, v, o, mask, bias, kept_blocks)),
+        (BACKWARD_PARAMS, gradients),
+    )
+    kernels = _Kernels(features, structs)
     workspace = [Workspace(name, (lists, rows), "float32") for name in ("row_M", "delta")]
-    if not deterministic:
-        shape = (lists, total, call.head_dim)
-        workspace.append(Workspace("dQ_sum", shape, "float32", zeros=True))
-    launches = (*delta, *keys, *last)
-    return Plan("backward", form, keys_tiles, features, launches, tuple(workspace))
+    heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
+    launches = kernels.launch("delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads)
+    if form == "sm90":
+        tiles, sums_tiles = hopper_backward_tiles(call.head_dim)
+        boxes = (
+            ("q", q, tiles.block_q), ("k", k, tiles.block_kv), ("v", v, tiles.block_kv),
+            ("d_out", d_out, tiles.block_q),
+        )  # fmt: skip
+        maps = tuple(tensor_map_of(name, call.dtype, x, n) for name, x, n in boxes)
+        keys = replace(kernels, structs=(structs[0], *maps, structs[1]), folder="sm90/")
+        sums = replace(kernels, folder="sm90/")
+        sum_shape = (lists, rows, sums_tiles.num_warps // 4 * SUM_COLUMNS)
+    else:
+        (tiles, queries_tiles), sums_tiles = (
+            backward_tiles(call.head_dim, call.block_mask),
+            _PASS_TILES,
+        )
+        keys = sums = kernels
+        sum_shape = (lists, total, call.head_dim)
+    key_blocks = -(-call.len_kv // tiles.block_kv)
+    launches += keys.launch("keys", tiles, key_blocks, heads_kv, sums_dq=not deterministic)
+    if deterministic:
+        row_tiles = -(-call.len_q // queries_tiles.block_q)
+        launches += kernels.launch("queries", queries_tiles, row_tiles, heads)
+    else:
+        row_tiles = -(-call.len_q // sums_tiles.block_q)
+        launches += sums.launch("sums", sums_tiles, row_tiles, heads)
+        workspace.append(Workspace("dQ_sum", sum_shape, "float32", zeros=True))
+    return Plan("backward", form, tiles, features, launches, tuple(workspace), note)
 
 
-def _module_spec(name: str, features: Features, tiles: Tiles, *, sums_dq: bool) -> ModuleSpec:
-    """Return what to compile for one kernel; only that of the keys asks who makes dQ."""
-    defines: Mapping[str, Any] = {**tiles.defines(), **features.defines()}
-    if name == "keys":
-        defines = {**defines, "CFG_SUMS_DQ": int(sums_dq)}
-    return ModuleSpec(f"backward_{name}.cu", tuple(sorted(defines.items())))
+@dataclass(frozen=True)
+class _Kernels:
+    """What the launches of a plan share."""
+
+    features: Features
+    structs: tuple[Any, ...]
+    folder: str = ""
+
+    def launch(
+        self, name: str, tiles: Tiles, *counts: int, sums_dq: bool | None = None
+    ) -> tuple[Launch, ...]:
+        """Return one launch, none where it has nothing to do.
+
+        `sums_dq` is for the kernel of the keys: whether it adds up dQ.
+        """
+        grid = check_grid(f"backward_{name}", *counts)
+        defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
+        if sums_dq is not None:
+            defines["CFG_SUMS_DQ"] = int(sums_dq)
+        file = f"{self.folder}backward_{name}.cu"
+        spec = ModuleSpec(file, tuple(sorted(defines.items())))
+        shared = name in ("keys", "queries")
+        one = Launch(spec, f"backward_{name}", grid, tiles.num_threads, shared, self.structs)
+        return (one,) if grid else ()

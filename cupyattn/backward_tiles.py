@@ -12,8 +12,14 @@ _TILES = {
     256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
 }
 
+#: Of the Hopper form, by largest head_dim: of ``sm90/backward_keys.cu`` and
+#: ``sm90/backward_sums.cu``. Past the last one the portable form runs.
+HOPPER_TILES = {
+    64: (Tiles(128, 128, 12, 2), Tiles(64, 1, 4)),
+    128: (Tiles(64, 128, 12, 2), Tiles(64, 1, 8)),
+}
 
-#: The same for block masks, whose blocks of 64 in either direction they divide.
+#: Of the portable kernels for block masks, whose blocks of 64 in either direction they divide.
 _BLOCK_MASK_TILES = {
     64: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
     128: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
@@ -37,3 +43,14 @@ def backward_tiles(head_dim: int, block_mask: tuple[int, int] = (0, 0)) -> tuple
     """
     table = _TILES if block_mask == (0, 0) else _BLOCK_MASK_TILES
     return next(tiles for limit, tiles in table.items() if head_dim <= limit)
+
+
+def hopper_backward_tiles(head_dim: int) -> tuple[Tiles, Tiles]:
+    """Return the tiles of the Hopper form: of the kernel that keeps keys, and of that of the sums.
+
+    Examples
+    --------
+    >>> hopper_backward_tiles(72)[0].block_q, max(HOPPER_TILES)
+    (64, 128)
+    """
+    return next(tiles for limit, tiles in HOPPER_TILES.items() if head_dim <= limit)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from cupyattn.backward_tiles import HOPPER_TILES, hopper_backward_tiles
 from cupyattn.checks import AttentionCall
 from cupyattn.registry import Variant
 
@@ -29,7 +31,12 @@ def obstacle(
             "portable form: the Hopper form takes block masks of 128 query rows, got blocks of "
             f"{blocks[0]} x {blocks[1]}"
         )
-    for name, x in zip("qkvo", (q, k, v, o), strict=True):
+    return out_of_reach({"q": q, "k": k, "v": v, "o": o})
+
+
+def out_of_reach(operands: Mapping[str, Operand]) -> str:
+    """Return which operand the copy engine cannot take, as a note; "" where it takes them all."""
+    for name, x in operands.items():
         strides = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
         if x.misalignment or any(s <= 0 or s * x.itemsize % 16 for s in strides):
             return (
@@ -38,3 +45,35 @@ def obstacle(
                 f"{tuple(s * x.itemsize for s in x.strides[:-1])} bytes"
             )
     return ""
+
+
+def backward_obstacle(
+    call: AttentionCall, operands: Mapping[str, Operand], *, deterministic: bool
+) -> str:
+    """Return why the Hopper form of the backward pass does not take a call; "" where it does.
+
+    Parameters
+    ----------
+    call : AttentionCall
+    operands : mapping of str to Operand
+        Those that the copy engine reads, and the gradients, which are written 16 bytes at a time.
+    deterministic : bool
+        Asked for.
+    """
+    if 0 in (call.len_kv, call.len_q):
+        return "portable form: there is nothing for the copy engine"
+    given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
+    given += ["packed sequences"] if call.packed is not None else []
+    given += ["deterministic=True"] if deterministic else []
+    if given:
+        return f"portable form: the Hopper form takes no {' and no '.join(given)}"
+    if call.head_dim > max(HOPPER_TILES):
+        return f"portable form: the Hopper form takes head_dim up to 128, got {call.head_dim}"
+    tiles, _ = hopper_backward_tiles(call.head_dim)
+    rows, keys = call.block_mask
+    if rows % tiles.block_q or keys % tiles.block_kv:
+        return (
+            f"portable form: the Hopper form takes block masks whose blocks are multiples of "
+            f"{tiles.block_q} x {tiles.block_kv}, got {rows} x {keys}"
+        )
+    return out_of_reach(operands)

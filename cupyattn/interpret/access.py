@@ -63,6 +63,19 @@ def _shape(inst: Instruction) -> tuple[str, int, str] | None:
     return space, count, others[0]
 
 
+def _atomic_shape(inst: Instruction) -> tuple[str, str, int, str] | None:
+    """Return space, operation, length of the vector, and type of an element."""
+    space, others = plain(inst.modifiers)
+    if not others or others[0] not in _ATOMIC:
+        return None
+    operation, count = others.pop(0), 1
+    if others and others[0] in ("v2", "v4"):
+        count = int(others.pop(0)[1])
+    if len(others) != 1 or others[0] not in DTYPES:
+        return None
+    return space, operation, count, others[0]
+
+
 def _is_strong(inst: Instruction) -> bool:
     """Return whether an access says how it is ordered: such accesses do not race each other."""
     return not _STRONG.isdisjoint(inst.modifiers)
@@ -75,7 +88,8 @@ def _load_store_width(inst: Instruction) -> tuple[str, int] | None:
 
 ACCESSES["ld"] = ACCESSES["st"] = _load_store_width
 ACCESSES["atom"] = ACCESSES["red"] = lambda inst: (
-    plain(inst.modifiers)[0], DTYPES[inst.modifiers[-1]].itemsize
+    None if (shape := _atomic_shape(inst)) is None
+    else (shape[0], shape[2] * DTYPES[shape[3]].itemsize)
 )  # fmt: skip
 ACCESSES["cp"] = lambda inst: ("shared", _copy_bytes(inst)) if len(inst.operands) > 1 else None
 
@@ -177,31 +191,37 @@ _ATOMIC: dict[str, Callable[..., Any]] = {
 
 @instruction("atom", "red")
 def atomic(inst: Instruction) -> Execute | None:
-    """Read, combine and write back, one lane after the other in the order of their numbers."""
-    space, others = plain(inst.modifiers)
-    if len(others) != 2 or others[0] not in _ATOMIC or others[1] not in DTYPES:
+    """Read, combine and write back, one lane after the other in the order of their numbers.
+
+    Of a vector every element is an operation of its own.
+    """
+    shape = _atomic_shape(inst)
+    if shape is None:
         return None
-    combine = _ATOMIC[others[0]]
-    dtype = DTYPES[others[1]]
+    space, operation, count, type_name = shape
+    combine, dtype = _ATOMIC[operation], DTYPES[type_name]
     operands = list(inst.operands)
-    write = writer(operands.pop(0)) if inst.opcode == "atom" else None
+    writes = [writer(x) for x in items_of(operands.pop(0))] if inst.opcode == "atom" else []
     addresses = address_reader(operands.pop(0), space)
-    reads = [reader(x, others[1]) for x in operands]
+    reads = [[reader(x, type_name) for x in items_of(operand)] for operand in operands]
+    if any(len(read) != count for read in reads):
+        return None
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         index = lanes.index
         address = addresses(machine)[index]
-        values = [machine.each(read(machine))[index] for read in reads]
-        old = np.empty(len(index), dtype)
-        for memory, within, some in machine.space(space, address, "atomic", dtype.itemsize):
+        values = [[machine.each(r(machine))[index] for r in read] for read in reads]
+        old = np.empty((count, len(index)), dtype)
+        for memory, within, some in machine.space(space, address, "atomic", dtype.itemsize * count):
             rows = np.arange(len(index)) if some is None else some
-            data, offset = memory.exchange(within, dtype.itemsize, index[rows])
+            data, offset = memory.exchange(within, dtype.itemsize * count, index[rows])
             elements = data.view(dtype)
             for row, place in zip(rows.tolist(), (offset // dtype.itemsize).tolist(), strict=True):
-                old[row] = elements[place]
-                elements[place] = combine(old[row], *(v[row] for v in values))
-        if write is not None:
-            write(machine, machine.widened(old, lanes), lanes)
+                for i in range(count):
+                    old[i, row] = elements[place + i]
+                    elements[place + i] = combine(old[i, row], *(v[i][row] for v in values))
+        for one, write in zip(old, writes, strict=False):
+            write(machine, machine.widened(one, lanes), lanes)
 
     return execute
 

@@ -134,16 +134,49 @@ class Engine:
                 f"a box that begins at column {column}, no multiple of 16 bytes, is an illegal "
                 "instruction"
             )
-            everyone = np.ones(1, np.bool_)
-            self._machine.report("misaligned", message, np.array([lane]), everyone)
+            self._misaligned(message, lane)
+
+    def _misaligned(self, message: str, lane: int) -> None:
+        self._machine.report("misaligned", message, np.array([lane]), np.ones(1, np.bool_))
 
     def bring(
         self, tensor: Tensor, corner: Sequence[int], target: int, barrier: int, lane: int
     ) -> None:
         """Begin a copy of a box to shared memory; its bytes count off an mbarrier."""
-        machine = self._machine
-        lanes = np.array([lane])
         self._check_column(tensor, corner[-1], lane)
+        if target % 128:
+            message = f"a box goes to shared address {target}, which is no multiple of 128"
+            self._misaligned(message, lane)
+        address, inside, place = tensor.elements(corner)
+        swizzled = swizzled_address(target + place, tensor.SWIZZLE) - target
+        self._deliver(address, inside, swizzled, tensor.itemsize, target, barrier, lane)
+
+    def bring_bytes(self, source: int, target: int, nbytes: int, barrier: int, lane: int) -> None:
+        """Begin a copy of bytes that lie side by side; they count off an mbarrier."""
+        if source % 16 or target % 16 or nbytes % 16:
+            message = (
+                f"a bulk copy of {nbytes} bytes from {source:#x} to shared address {target}: all "
+                "three have to be multiples of 16"
+            )
+            self._misaligned(message, lane)
+        place = np.arange(0, nbytes, 8)
+        everything = np.ones(len(place), np.bool_)
+        self._deliver(source + place, everything, place, 8, target, barrier, lane)
+
+    def _deliver(
+        self,
+        address: Ints,
+        inside: npt.NDArray[np.bool_],
+        place: Ints,
+        size: int,
+        target: int,
+        barrier: int,
+        lane: int,
+    ) -> None:
+        """Begin to bring elements of `size` bytes, zeros where not `inside`, to places behind a
+        shared address."""
+        machine = self._machine
+        lanes, nbytes = np.array([lane]), len(address) * size
         (reported,) = machine.mbarriers.at(np.array([barrier]), lanes)
         if not reported.visible:
             message = (
@@ -151,32 +184,28 @@ class Engine:
                 "fence.proxy.async) has shown it"
             )
             machine.report("race", message, lanes, np.ones(1, np.bool_))
-        address, inside, place = tensor.elements(corner)
-        size, shared = tensor.itemsize, machine.shared
+        shared = machine.shared
         data = np.zeros(len(address), f"u{size}")
         who = np.full(len(address), lane)
         if inside.any():
             memory = machine.spaces["global"]
             data[inside] = memory.load(address[inside], size, 1, who[inside])[0]
         machine.traffic["global", "load"] += size * int(inside.sum())
-        machine.traffic["shared", "copy"] += tensor.box_bytes
+        machine.traffic["shared", "copy"] += nbytes
         first = shared.offset(np.array([target]), 16, lanes)
-        shared.offset(np.array([target + tensor.box_bytes - 16]), 16, lanes)
-        if target % 128:
-            message = f"a box goes to shared address {target}, which is no multiple of 128"
-            machine.report("misaligned", message, lanes, np.ones(1, np.bool_))
-        granules, owners = shared.granules(first, tensor.box_bytes, lanes)
+        shared.offset(np.array([target + nbytes - 16]), 16, lanes)
+        granules, owners = shared.granules(first, nbytes, lanes)
         shadow = shared.shadow
         shadow.before_write(granules, owners, machine.clocks, machine.report)
         shadow.before_proxy(granules, owners, machine.clocks, machine.report)
         shadow.take_off(granules)
-        swizzled = swizzled_address(target + place, tensor.SWIZZLE) - target + int(first[0])
+        offset = (place + int(first[0])) // size
 
         def arrive() -> None:
             shadow.land(granules)
             shadow.wrote_by_engine(granules, machine.clocks)
-            shared.data.view(data.dtype)[swizzled // size] = data
-            machine.mbarriers.deliver(reported, tensor.box_bytes)
+            shared.data.view(data.dtype)[offset] = data
+            machine.mbarriers.deliver(reported, nbytes)
 
         reported.deliveries.append(arrive)
         machine.mbarriers.wake(reported)
@@ -244,6 +273,13 @@ def copy(inst: Instruction) -> Execute | None:
     return _bulk(inst) if inst.modifiers[1:2] == ("bulk",) else copy_async(inst)
 
 
+#: Where copies to shared memory go to and come from, and what they tell.
+_BYTES_IN = tuple(
+    (space, "global", "mbarrier::complete_tx::bytes")
+    for space in ("shared::cluster", "shared::cta")
+)
+
+
 def _bulk(inst: Instruction) -> Execute | None:
     kind = inst.modifiers[2:]  # behind async.bulk
     if kind == ("commit_group",):
@@ -256,11 +292,9 @@ def _bulk(inst: Instruction) -> Execute | None:
         pending = inst.operands[0].bits
         return lambda machine, lanes: machine.engine.wait(lanes, pending)
     if kind[:1] != ("tensor",):
-        return None
+        return _bring_bytes(inst) if kind in _BYTES_IN else None
     names = [m for m in kind[2:] if m not in ("tile", "L2::cache_hint")]
-    if names == ["shared::cluster", "global", "mbarrier::complete_tx::bytes"] or names == [
-        "shared::cta", "global", "mbarrier::complete_tx::bytes",
-    ]:  # fmt: skip
+    if tuple(names) in _BYTES_IN:
         return _bring(inst)
     if names == ["global", "shared::cta", "bulk_group"]:
         return _take(inst)
@@ -280,6 +314,20 @@ def _bring(inst: Instruction) -> Execute:
             corner = [int(x[lane]) for x in reversed(corners)]
             found = engine.tensor(int(maps[lane]), lane)
             engine.bring(found, corner, int(targets[lane]), int(barriers[lane]), lane)
+
+    return execute
+
+
+def _bring_bytes(inst: Instruction) -> Execute:
+    target = address_reader(inst.operands[0], "shared")
+    source = address_reader(inst.operands[1], "global")
+    count = reader(inst.operands[2], "u32")
+    barrier = address_reader(inst.operands[3], "shared")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        numbers = [machine.each(read(machine)) for read in (source, target, count, barrier)]
+        for lane in lanes.index.tolist():
+            machine.engine.bring_bytes(*(int(x[lane]) for x in numbers), lane)
 
     return execute
 

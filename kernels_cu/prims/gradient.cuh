@@ -82,3 +82,46 @@ struct RowSteps {
     }
   }
 };
+
+// ---- dQ as blocks of keys add it up in the Hopper form -------------------------------------------
+
+// Sums of 64 padded rows and 64 columns lie together, in the order in which the threads of a
+// warpgroup hold their accumulators: [8][128 threads][4], so that a warp adds 512 bytes at a time.
+constexpr int QUERY_SUMS = 32;  // of a thread
+constexpr int QUERY_SUMS_BOXES = ceil_div(HEAD_DIM, 64);
+constexpr int QUERY_SUMS_TILE = 64 * 64;
+
+// Those of the rows from q0 on, box `box` of their columns; past these the next 64 rows'.
+__device__ __forceinline__ float* query_sums(
+    const AttnParams& call, const BackwardParams& grad, int64_t batch, int64_t head, int q0,
+    int box) {
+  const int64_t rows = padded_row(call, grad, batch, head) + q0;
+  return grad.dQ_sum + (rows / 64 * QUERY_SUMS_BOXES + box) * QUERY_SUMS_TILE;
+}
+
+// Adds 16 bytes of floats to memory, each by itself, in any order with those of others.
+__device__ __forceinline__ void red_add_v4(float* global, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b),
+               "f"(c), "f"(d)
+               : "memory");
+}
+
+// Adds a warpgroup's accumulators to sums of 64 rows and 64 columns.
+__device__ __forceinline__ void add_query_sums(float* sums, const float (&acc)[QUERY_SUMS]) {
+#pragma unroll
+  for (int n = 0; n < QUERY_SUMS / 4; ++n)
+    red_add_v4(
+        sums + (n * 128 + threadIdx.x % 128) * 4, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2],
+        acc[4 * n + 3]);
+}
+
+// The same sums, as that warpgroup would hold them.
+__device__ __forceinline__ void load_query_sums(float (&acc)[QUERY_SUMS], const float* sums) {
+#pragma unroll
+  for (int n = 0; n < QUERY_SUMS / 4; ++n) {
+    using Access = Vec<float, 4>;
+    const Access x = reinterpret_cast<const Access*>(sums)[n * 128 + threadIdx.x % 128];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[4 * n + i] = x.v[i];
+  }
+}

@@ -19,6 +19,16 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(
       "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
+// Copies `bytes` that lie side by side to shared memory, and counts them off the barrier. Addresses
+// and bytes are multiples of 16.
+__device__ __forceinline__ void cp_async_bulk(
+    void* shared, const void* global, int bytes, Mbarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
 // Copies a box in shared memory to (column, row, head, batch), in the background; what would lie
 // outside the array is left out.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(

@@ -83,6 +83,7 @@ __device__ __forceinline__ Descriptor uniform(Descriptor rows) {
 
 // D = A B (+ D when accumulate) over 16-bit elements, float32 accumulation;
 //   ss: A and B in shared memory, both K-major
+//   ss_across: A and B in shared memory, the rows of both along the other axis, M and N
 //   rs: A in registers, B in shared memory, its rows along n; always accumulates
 template <typename T, int N>
 struct Wgmma;
@@ -147,20 +148,23 @@ struct WgmmaE4m3;
 
 // One instruction shape: N columns, COUNT = N / 2 accumulators, and the numbers of the six operands
 // that follow them in the text.
-#define WGMMA_OF(T, TYPE, N, COUNT, X0, X1, X2, X3, X4, X5) \
-template <> \
-struct Wgmma<T, N> { \
-  static __device__ __forceinline__ void ss( \
+#define WGMMA_SS(NAME, TRANSPOSED, TYPE, N, COUNT, X0, X1, X2, X3, X4) \
+  static __device__ __forceinline__ void NAME( \
       float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
     asm volatile( \
         "{\n.reg .pred p;\n.reg .b64 a, b;\n" \
         "mov.b64 a, {%" #X0 ", %" #X1 "};\nmov.b64 b, {%" #X2 ", %" #X3 "};\n" \
         "setp.ne.b32 p, %" #X4 ", 0;\n" \
         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
-        "{" NAMES_##COUNT "}, a, b, p, 1, 1, 0, 0;\n}\n" \
+        "{" NAMES_##COUNT "}, a, b, p, 1, 1, " TRANSPOSED ";\n}\n" \
         : ACCUMULATORS_##COUNT("+f") \
         : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
-  } \
+  }
+#define WGMMA_OF(T, TYPE, N, COUNT, X0, X1, X2, X3, X4, X5) \
+template <> \
+struct Wgmma<T, N> { \
+  WGMMA_SS(ss, "0, 0", TYPE, N, COUNT, X0, X1, X2, X3, X4) \
+  WGMMA_SS(ss_across, "1, 1", TYPE, N, COUNT, X0, X1, X2, X3, X4) \
   static __device__ __forceinline__ void rs( \
       float (&c)[COUNT], const uint32_t (&a)[4], Descriptor b) { \
     asm volatile( \
@@ -252,6 +256,7 @@ WGMMA_8(256, 128, 128, 129, 130, 131, 132, 133)
 #undef WGMMA_S8
 #undef WGMMA
 #undef WGMMA_OF
+#undef WGMMA_SS
 #undef EIGHT
 #undef FOUR
 // clang-format on
