@@ -340,9 +340,10 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
         "atomic": "blocks of keys add up dQ in memory; deterministic=True has the same bits on "
         "every run",
         "deterministic": "asked for; a kernel of its own makes dQ",
-        "sm90": "atomic, by Hopper's matrix instructions",
     }
-    return "\n".join([f"{plan.form}: {why[plan.form]}", *score_lines(request), str(plan)])
+    return "\n".join(
+        [f"{plan.form}: {why[plan.form.removeprefix('sm90_')]}", *score_lines(request), str(plan)]
+    )
 
 
 def _rope_of(request: Request) -> Rope | None:

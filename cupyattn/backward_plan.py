@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,8 +86,8 @@ def plan_backward(
         The buffer ``"kept_rows"``, as ``block_mask.transposed.kept_blocks`` makes it, where the
         call has a block mask.
     arch : str, optional
-        Architecture that it will run on: on ``"sm_90a"`` the form is ``"sm90"``, an atomic one by
-        wgmma, where that takes the call; `Plan.note` says why where it does not.
+        Architecture that it will run on: on ``"sm_90a"`` the form is ``"sm90_atomic"`` or
+        ``"sm90_deterministic"`` where that takes the call; `Plan.note` says why where it does not.
 
     Returns
     -------
@@ -102,8 +103,8 @@ def plan_backward(
     form, note = "deterministic" if deterministic else "atomic", ""
     if arch == "sm_90a":
         named = {"q": q, "k": k, "v": v, "d_out": d_out, "dq": dq, "dk": dk, "dv": dv}
-        note = hopper.backward_obstacle(call, named, deterministic=deterministic)
-        form = form if note else "sm90"
+        note = hopper.backward_obstacle(call, named)
+        form = form if note else f"sm90_{form}"
     row_blocks = -(-call.len_q // ROW_PAD)
     lists, rows, total = call.batch * call.heads, row_blocks * ROW_PAD, call.len_q
     if call.packed is not None:  # one entry, in which every sequence begins at a multiple
@@ -125,33 +126,31 @@ def plan_backward(
     workspace = [Workspace(name, (lists, rows), "float32") for name in ("row_M", "delta")]
     heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
     launches = kernels.launch("delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads)
-    if form == "sm90":
-        tiles, sums_tiles = hopper_backward_tiles(call.head_dim)
-        boxes = (
-            ("q", q, tiles.block_q), ("k", k, tiles.block_kv), ("v", v, tiles.block_kv),
-            ("d_out", d_out, tiles.block_q),
+    sums_tiles, sum_shape = _PASS_TILES, (lists, total, call.head_dim)
+    keys_tiles, queries_tiles = backward_tiles(call.head_dim, call.block_mask)
+    keys = queries = sums = kernels
+    if form.startswith("sm90"):
+        keys_tiles, queries_tiles = hopper_backward_tiles(call.head_dim)
+        keys, queries = (
+            kernels.fed({
+                "q": (q, tiles.block_q), "k": (k, tiles.block_kv), "v": (v, tiles.block_kv),
+                "d_out": (d_out, tiles.block_q),
+            })
+            for tiles in (keys_tiles, queries_tiles)
         )  # fmt: skip
-        maps = tuple(tensor_map_of(name, call.dtype, x, n) for name, x, n in boxes)
-        keys = replace(kernels, structs=(structs[0], *maps, structs[1]), folder="sm90/")
         sums = replace(kernels, folder="sm90/")
-        sum_shape = (lists, rows, sums_tiles.num_warps // 4 * SUM_COLUMNS)
-    else:
-        (tiles, queries_tiles), sums_tiles = (
-            backward_tiles(call.head_dim, call.block_mask),
-            _PASS_TILES,
-        )
-        keys = sums = kernels
-        sum_shape = (lists, total, call.head_dim)
-    key_blocks = -(-call.len_kv // tiles.block_kv)
-    launches += keys.launch("keys", tiles, key_blocks, heads_kv, sums_dq=not deterministic)
+        boxes = -(-call.head_dim // SUM_COLUMNS)
+        sums_tiles, sum_shape = Tiles(64, 1, 4 * boxes), (lists, rows, boxes * SUM_COLUMNS)
+    key_blocks = -(-call.len_kv // keys_tiles.block_kv)
+    launches += keys.launch("keys", keys_tiles, key_blocks, heads_kv, sums_dq=not deterministic)
     if deterministic:
         row_tiles = -(-call.len_q // queries_tiles.block_q)
-        launches += kernels.launch("queries", queries_tiles, row_tiles, heads)
+        launches += queries.launch("queries", queries_tiles, row_tiles, heads)
     else:
         row_tiles = -(-call.len_q // sums_tiles.block_q)
         launches += sums.launch("sums", sums_tiles, row_tiles, heads)
         workspace.append(Workspace("dQ_sum", sum_shape, "float32", zeros=True))
-    return Plan("backward", form, tiles, features, launches, tuple(workspace), note)
+    return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), note)
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,13 @@ class _Kernels:
     features: Features
     structs: tuple[Any, ...]
     folder: str = ""
+
+    def fed(self, boxes: Mapping[str, tuple[Operand, int]]) -> _Kernels:
+        """Return the Hopper kernels, for which the copy engine brings so many rows of operands."""
+        call, grad = self.structs
+        dtype = self.features.dtype
+        maps = (tensor_map_of(name, dtype, x, rows) for name, (x, rows) in boxes.items())
+        return replace(self, structs=(call, *maps, grad), folder="sm90/")
 
     def launch(
         self, name: str, tiles: Tiles, *counts: int, sums_dq: bool | None = None

@@ -12,11 +12,10 @@ _TILES = {
     256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
 }
 
-#: Of the Hopper form, by largest head_dim: of ``sm90/backward_keys.cu`` and
-#: ``sm90/backward_sums.cu``. Past the last one the portable form runs.
+#: The same of the Hopper form; past the last head_dim the portable form runs.
 HOPPER_TILES = {
-    64: (Tiles(128, 128, 12, 2), Tiles(64, 1, 4)),
-    128: (Tiles(64, 128, 12, 2), Tiles(64, 1, 8)),
+    64: (Tiles(128, 128, 12, 2), Tiles(128, 128, 12, 3)),
+    128: (Tiles(64, 128, 12, 2), Tiles(128, 128, 12, 2)),
 }
 
 #: Of the portable kernels for block masks, whose blocks of 64 in either direction they divide.
@@ -46,7 +45,7 @@ def backward_tiles(head_dim: int, block_mask: tuple[int, int] = (0, 0)) -> tuple
 
 
 def hopper_backward_tiles(head_dim: int) -> tuple[Tiles, Tiles]:
-    """Return the tiles of the Hopper form: of the kernel that keeps keys, and of that of the sums.
+    """Return the same of the Hopper form, which takes head_dim to 128.
 
     Examples
     --------

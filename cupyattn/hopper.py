@@ -47,9 +47,7 @@ def out_of_reach(operands: Mapping[str, Operand]) -> str:
     return ""
 
 
-def backward_obstacle(
-    call: AttentionCall, operands: Mapping[str, Operand], *, deterministic: bool
-) -> str:
+def backward_obstacle(call: AttentionCall, operands: Mapping[str, Operand]) -> str:
     """Return why the Hopper form of the backward pass does not take a call; "" where it does.
 
     Parameters
@@ -57,23 +55,19 @@ def backward_obstacle(
     call : AttentionCall
     operands : mapping of str to Operand
         Those that the copy engine reads, and the gradients, which are written 16 bytes at a time.
-    deterministic : bool
-        Asked for.
     """
     if 0 in (call.len_kv, call.len_q):
         return "portable form: there is nothing for the copy engine"
     given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
-    given += ["packed sequences"] if call.packed is not None else []
-    given += ["deterministic=True"] if deterministic else []
     if given:
         return f"portable form: the Hopper form takes no {' and no '.join(given)}"
     if call.head_dim > max(HOPPER_TILES):
         return f"portable form: the Hopper form takes head_dim up to 128, got {call.head_dim}"
-    tiles, _ = hopper_backward_tiles(call.head_dim)
     rows, keys = call.block_mask
-    if rows % tiles.block_q or keys % tiles.block_kv:
+    tiles = hopper_backward_tiles(call.head_dim)
+    if any(rows % one.block_q or keys % one.block_kv for one in tiles):
         return (
-            f"portable form: the Hopper form takes block masks whose blocks are multiples of "
-            f"{tiles.block_q} x {tiles.block_kv}, got {rows} x {keys}"
+            "portable form: the Hopper form takes block masks whose blocks are multiples of 128 x "
+            f"128, got {rows} x {keys}"
         )
     return out_of_reach(operands)

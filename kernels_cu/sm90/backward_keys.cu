@@ -9,27 +9,25 @@
 //              tensor cores at once, and P and dS are worked out behind them as they end; dQ is added
 //              to memory 16 bytes at a time, in the order in which accumulators hold it
 //              (sm90/backward_sums.cu makes rows of it), while dV and dK are being multiplied.
-// Kept simple  A block takes one block of keys; the first copies of it wait for nobody's end.
+//              SUMS_DQ: without it sm90/backward_queries.cu makes dQ.
+// Kept simple  A block takes one block of keys; the first copies of it wait for nobody's end. Of
+//              packed sequences the copy engine brings rows of the next one, too: they become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, sums of blocks, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
 #include "prims/config.cuh"
-#include "prims/gradient.cuh"
+#include "prims/gradient_sm90.cuh"
+#include "prims/named_barrier.cuh"
 #include "prims/params.cuh"
 #include "prims/score.cuh"
-#include "prims/tile_io.cuh"
 #include "prims/tma.cuh"
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 #include "prims/wgmma.cuh"
 
-constexpr int WARPGROUP = 128;                       // threads
-constexpr int CONSUMERS = 2;                         // warpgroups that compute, 64 keys each
-constexpr int BOX_COLS = 64;                         // columns per box: 128 bytes, one swizzle
-constexpr int BOX_BYTES = 128;                       // per row of a box
-constexpr int BOXES = ceil_div(HEAD_DIM, BOX_COLS);  // per row of an operand
-constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;          // per row of dS^T
-constexpr int COLS = HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // of dK and dV, as computed
+constexpr int CONSUMERS = 2;  // warpgroups that compute, 64 keys each
+constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
+constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
@@ -38,7 +36,8 @@ struct SharedStorage {
   alignas(1024) elem_t V[BOXES][BLOCK_KV * BOX_COLS];
   alignas(1024) elem_t Q[NUM_STAGES][BOXES][BLOCK_Q * BOX_COLS];
   alignas(1024) elem_t dO[NUM_STAGES][BOXES][BLOCK_Q * BOX_COLS];
-  alignas(1024) elem_t dS[2][Q_BOXES][BLOCK_KV * BOX_COLS];  // transposed: [BLOCK_KV, BLOCK_Q]
+  alignas(
+      1024) elem_t dS[2][Q_BOXES][SUMS_DQ ? BLOCK_KV * BOX_COLS : 8];  // dS^T [BLOCK_KV, BLOCK_Q]
   alignas(16) float row_M[NUM_STAGES][BLOCK_Q];
   alignas(16) float delta[NUM_STAGES][BLOCK_Q];
   Mbarrier KV_full;
@@ -57,35 +56,6 @@ static_assert(
 static_assert(HEAD_DIM <= 128, "HEAD_DIM must be at most 128: dK and dV fill the registers");
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "NUM_WARPS must be 8 that compute and 4 that copy");
-
-// D [64, BLOCK_Q] = A B^T of rows A [64, HEAD_DIM] of keys and B [BLOCK_Q, HEAD_DIM] of query rows,
-// in the background.
-__device__ __forceinline__ void start_rows_times_rows(
-    float (&D_acc)[BLOCK_Q / 2], Descriptor A_rows, Descriptor B_rows) {
-  wgmma_use(D_acc);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < ceil_div(HEAD_DIM, 16); ++k) {  // 32 bytes of a row, then the next box
-    const int box = k / 4, byte = k % 4 * 32;
-    Wgmma<elem_t, BLOCK_Q>::ss(
-        D_acc, A_rows + (box * BLOCK_KV * BOX_BYTES + byte),
-        B_rows + (box * BLOCK_Q * BOX_BYTES + byte), k > 0);
-  }
-  wgmma_commit_group();
-}
-
-// D [64, COLS] += A B of A [64, BLOCK_Q] in registers and rows B [BLOCK_Q, COLS], in the
-// background.
-__device__ __forceinline__ void start_columns(
-    float (&D_acc)[COLS / 2], uint32_t (&A_frag)[BLOCK_Q / 16][4], Descriptor B_rows) {
-  wgmma_use(D_acc);
-  wgmma_use(A_frag);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < BLOCK_Q / 16; ++k)
-    Wgmma<elem_t, COLS>::rs(D_acc, A_frag[k], B_rows + k * 16 * BOX_BYTES);  // R12
-  wgmma_commit_group();
-}
 
 // dQ [64, 64] = dS K over all keys, in the background.
 __device__ __forceinline__ void start_across(
@@ -134,14 +104,6 @@ __device__ __forceinline__ void slopes(
   }
 }
 
-// In 16 bits, two neighbouring query rows in a register: the left operand of dV and dK.
-__device__ __forceinline__ void pack(
-    uint32_t (&frag)[BLOCK_Q / 16][4], const float (&acc)[BLOCK_Q / 2]) {
-#pragma unroll
-  for (int i = 0; i < BLOCK_Q / 4; ++i)
-    frag[i / 4][i % 4] = pack_rn<elem_t>(acc[2 * i], acc[2 * i + 1]);
-}
-
 // The rows of this warp of dS^T to shared memory, swizzled as a box is; `corner` is this lane's.
 __device__ __forceinline__ void store_dS(
     uint32_t corner, const uint32_t (&dS_frag)[BLOCK_Q / 16][4]) {
@@ -149,27 +111,6 @@ __device__ __forceinline__ void store_dS(
   for (int k = 0; k < BLOCK_Q / 16; ++k)
     stmatrix_x4((corner + k / 4 * BLOCK_KV * BOX_BYTES) ^ k % 4 * 32, dS_frag[k]);
   fence_proxy_async();
-}
-
-// 16 columns of 16 bits at a time, of the rows `row` and row + 8: dK and dV as they are.
-__device__ __forceinline__ void store_gradient(
-    elem_t* rows, int64_t stride, int row, int rows_valid, const float (&acc)[COLS / 2],
-    float scale) {
-  const int t = lane_id() % 4;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int n = 0; n < COLS / 8; n += 4) {
-      uint32_t x[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* pair = acc + 4 * (n + j) + 2 * h;                // [2]
-        x[j] = pack_rn<elem_t>(pair[0] * scale, pair[1] * scale);  // R12
-      }
-      shfl_transpose(x);
-      if (row + h * 8 < rows_valid)
-        store_columns(rows + (row + h * 8) * stride, (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
-    }
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
@@ -189,7 +130,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   const int kv0 = blockIdx.x % kv_blocks * BLOCK_KV;  // the first keys have most causal rows
   const int64_t batch_head = blockIdx.x / kv_blocks;
   const int64_t batch = batch_head / call.heads_kv, head_kv = batch_head % call.heads_kv;
+  const int entry = VARLEN ? 0 : batch;  // to the copy engine packed sequences are one
   const auto& p = of_batch(call, batch);
+  if (VARLEN && kv0 >= p.len_kv) return;
   const Sequences<VARLEN> sequences(call, batch);
   const int group = p.heads / p.heads_kv;
   const int first_head = head_kv * group, last_head = first_head + group;  // of the query heads
@@ -210,16 +153,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
+    RowSteps steps(p, grad, batch, first_head, last_head, kv0);
+    if (steps.head >= last_head) return;
     // S1 load K, V
     mbarrier_arrive_expect_tx(smem.KV_full, 2 * sizeof(smem.K));
     for (int b = 0; b < BOXES; ++b) {
       const int row = sequences.first_key() + kv0;
-      cp_async_bulk_tensor_4d(smem.K[b], K_map, smem.KV_full, b * BOX_COLS, row, head_kv, batch);
-      cp_async_bulk_tensor_4d(smem.V[b], V_map, smem.KV_full, b * BOX_COLS, row, head_kv, batch);
+      cp_async_bulk_tensor_4d(smem.K[b], K_map, smem.KV_full, b * BOX_COLS, row, head_kv, entry);
+      cp_async_bulk_tensor_4d(smem.V[b], V_map, smem.KV_full, b * BOX_COLS, row, head_kv, entry);
     }
     // S2 load Q, dO
     RingPosition<NUM_STAGES> at;
-    RowSteps steps(p, grad, batch, first_head, last_head, kv0);
     for (; steps.head < last_head; steps.advance(p, grad, batch, last_head, kv0), at.advance()) {
       const int row = sequences.first_row() + steps.q0();
       const int64_t padded = padded_row(call, grad, batch, steps.head) + steps.q0();
@@ -228,9 +172,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       mbarrier_arrive_expect_tx(full, 2 * STAGE_BYTES + 2 * sizeof(smem.row_M[0]));
       for (int b = 0; b < BOXES; ++b) {
         cp_async_bulk_tensor_4d(
-            smem.Q[at.stage][b], Q_map, full, b * BOX_COLS, row, steps.head, batch);
+            smem.Q[at.stage][b], Q_map, full, b * BOX_COLS, row, steps.head, entry);
         cp_async_bulk_tensor_4d(
-            smem.dO[at.stage][b], dO_map, full, b * BOX_COLS, row, steps.head, batch);
+            smem.dO[at.stage][b], dO_map, full, b * BOX_COLS, row, steps.head, entry);
       }
       cp_async_bulk(smem.row_M[at.stage], grad.row_M + padded, sizeof(smem.row_M[0]), full);
       cp_async_bulk(smem.delta[at.stage], grad.delta + padded, sizeof(smem.delta[0]), full);
@@ -240,11 +184,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
 
   // ---- the consumers: S3 to S6
   setmaxnreg_inc<CONSUMER_REGISTERS>();
-  const int half = warpgroup - 1;                            // of the keys, and of dQ
-  const int key0 = half * 64 + warp_id() % 4 * 16;           // first key of this warp in the block
-  const int key = kv0 + key0 + lane_id() / 4;                // this lane's keys: key, key + 8
-  const int Q_half = BLOCK_Q == 128 ? half : 0;              // dQ: halves have 64 rows each,
-  const int K_half = BLOCK_Q == 128 ? 0 : half;              // or 64 columns
+  const int half = warpgroup - 1;                   // of the keys, and of dQ
+  const int key0 = half * 64 + warp_id() % 4 * 16;  // first key of this warp in the block
+  const int key = kv0 + key0 + lane_id() / 4;       // this lane's keys: key, key + 8
+  const int Q_half = BLOCK_Q == 128 ? half : 0;     // dQ: halves have 64 rows each,
+  const int K_half = BLOCK_Q == 128 ? 0 : half;     // or 64 columns
   const Descriptor K_rows = uniform(descriptor_k_major(&smem.K[0][half * 64 * BOX_COLS]));
   const Descriptor V_rows = uniform(descriptor_k_major(&smem.V[0][half * 64 * BOX_COLS]));
   const Descriptor Q_first = uniform(descriptor_k_major(smem.Q[0][0]));
@@ -267,8 +211,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   // S3 scores, and dP
   const auto start_scores = [&] {
     mbarrier_wait_parity(smem.full[at.stage], at.parity);  // Q and dO have arrived
-    start_rows_times_rows(S_acc, K_rows, Q_first.stage(at.stage, STAGE_BYTES));     // R9
-    start_rows_times_rows(dP_acc, V_rows, dO_first.stage(at.stage, STAGE_BYTES));  // R10
+    // NOTE: a weight of 0 does not silence a NaN in the rows of the next sequence.
+    if (const int rows = p.len_q - steps.q0(); VARLEN && rows < BLOCK_Q) {
+      zero_rows<CONSUMER_THREADS>(smem.Q[at.stage], rows, BLOCK_Q);
+      zero_rows<CONSUMER_THREADS>(smem.dO[at.stage], rows, BLOCK_Q);
+      named_barrier_sync(1, CONSUMER_THREADS);  // both warpgroups multiply these rows
+    }
+    start_rows<BLOCK_KV, BLOCK_Q>(S_acc, K_rows, Q_first.stage(at.stage, STAGE_BYTES));    // R9
+    start_rows<BLOCK_KV, BLOCK_Q>(dP_acc, V_rows, dO_first.stage(at.stage, STAGE_BYTES));  // R10
   };
   // S4 P and dS, as their products end
   const auto weigh = [&] {
@@ -283,11 +233,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     slopes(S_acc, dP_acc, smem.delta[at.stage]);
     pack(P_frag, S_acc);    // R9
     pack(dS_frag, dP_acc);  // R11
-    mbarrier_wait_parity(smem.dS_empty[dS_at.stage], dS_at.parity ^ 1);  // the last there was read
-    store_dS(dS_corner + dS_at.stage * sizeof(smem.dS[0]), dS_frag);
-    __syncwarp();  // the warp's rows are complete
-    if (lane_id() == 0) mbarrier_arrive(smem.dS_full[dS_at.stage]);
-    dS_at.advance();
+    if constexpr (SUMS_DQ) {
+      mbarrier_wait_parity(smem.dS_empty[dS_at.stage], dS_at.parity ^ 1);  // the last was read
+      store_dS(dS_corner + dS_at.stage * sizeof(smem.dS[0]), dS_frag);
+      __syncwarp();  // the warp's rows are complete
+      if (lane_id() == 0) mbarrier_arrive(smem.dS_full[dS_at.stage]);
+      dS_at.advance();
+    }
   };
   // S5 dQ, of the step before
   const auto start_dQ = [&] {
@@ -317,24 +269,33 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
 
   if (steps.head < last_head) {
     mbarrier_wait_parity(smem.KV_full, 0);  // K and V have arrived
+    if (const int keys = p.len_kv - kv0; VARLEN && keys < BLOCK_KV) {
+      zero_rows<CONSUMER_THREADS>(smem.K, keys, BLOCK_KV);
+      zero_rows<CONSUMER_THREADS>(smem.V, keys, BLOCK_KV);
+      named_barrier_sync(1, CONSUMER_THREADS);  // both warpgroups multiply these keys
+    }
     start_scores();
     weigh();
     start_sums();
-    dQ_sum = query_sums(call, grad, batch, steps.head, steps.q0(), half);
+    if (SUMS_DQ) dQ_sum = query_sums(call, grad, batch, steps.head, steps.q0(), half);
     end_step();
     while (steps.head < last_head) {
       start_scores();
       weigh();
-      start_dQ();
+      if (SUMS_DQ) start_dQ();
       start_sums();
-      wgmma_wait_group<2>();
-      end_dQ();
-      dQ_sum = query_sums(call, grad, batch, steps.head, steps.q0(), half);
+      if constexpr (SUMS_DQ) {
+        wgmma_wait_group<2>();
+        end_dQ();
+        dQ_sum = query_sums(call, grad, batch, steps.head, steps.q0(), half);
+      }
       end_step();
     }
-    start_dQ();
-    wgmma_wait_group<0>();
-    end_dQ();
+    if constexpr (SUMS_DQ) {
+      start_dQ();
+      wgmma_wait_group<0>();
+      end_dQ();
+    }
   }
 
   // S6 store
@@ -344,6 +305,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   elem_t* dV = static_cast<elem_t*>(grad.dV)  // [len_kv, HEAD_DIM]
                + batch * grad.dV_stride.batch + head_kv * grad.dV_stride.head +
                sequences.first_key() * grad.dV_stride.len;
-  store_gradient(dV, grad.dV_stride.len, key, p.len_kv, dV_acc, 1.0f);
-  store_gradient(dK, grad.dK_stride.len, key, p.len_kv, dK_acc, p.scale);
+  store_gradient(dV, grad.dV_stride.len, key, p.len_kv, 0, dV_acc, 1.0f);     // R12
+  store_gradient(dK, grad.dK_stride.len, key, p.len_kv, 0, dK_acc, p.scale);  // R12
 }

@@ -7,8 +7,7 @@
 // Kept simple  A pass over memory, one warpgroup for 64 columns.
 // Rounding     R12 times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
-#include "prims/gradient.cuh"
-#include "prims/tile_io.cuh"
+#include "prims/gradient_sm90.cuh"
 #include "prims/warp.cuh"
 
 static_assert(BLOCK_Q == 64, "BLOCK_Q must be 64, the rows of a tile of sums");
@@ -24,26 +23,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_sums(
   const auto& p = of_batch(call, batch);
   if (VARLEN && q0 >= p.len_q) return;
   const int box = warp_id() / 4, row = q0 + warp_id() % 4 * 16 + lane_id() / 4;
-  const int t = lane_id() % 4;
   elem_t* dQ = static_cast<elem_t*>(grad.dQ)  // [len_q, HEAD_DIM]
                + batch * grad.dQ_stride.batch + head * grad.dQ_stride.head +
                Sequences<VARLEN>(call, batch).first_row() * grad.dQ_stride.len;
   float sums[QUERY_SUMS];  // [8][4]
   load_query_sums(sums, query_sums(call, grad, batch, head, q0, box));
-#pragma unroll
-  for (int h = 0; h < 2; ++h)  // row, then row + 8
-#pragma unroll
-    for (int n = 0; n < 8; n += 4) {
-      uint32_t x[4];  // two neighbouring columns each
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* pair = sums + 4 * (n + j) + 2 * h;                // [2]
-        x[j] = pack_rn<elem_t>(pair[0] * p.scale, pair[1] * p.scale);  // R12
-      }
-      shfl_transpose(x);
-      if (row + h * 8 < p.len_q)
-        store_columns(
-            dQ + (row + h * 8) * grad.dQ_stride.len, box * 64 + (n + t) * 8,
-            {{x[0], x[1], x[2], x[3]}});
-    }
+  store_gradient(dQ, grad.dQ_stride.len, row, p.len_q, box * 64, sums, p.scale);  // R12
 }
