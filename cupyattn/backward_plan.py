@@ -130,7 +130,9 @@ def plan_backward(
     keys_tiles, queries_tiles = backward_tiles(call.head_dim, call.block_mask)
     keys = queries = sums = kernels
     if form.startswith("sm90"):
-        keys_tiles, queries_tiles = hopper_backward_tiles(call.head_dim)
+        keys_tiles, queries_tiles = hopper_backward_tiles(
+            call.head_dim, deterministic=deterministic
+        )
         keys, queries = (
             kernels.fed({
                 "q": (q, tiles.block_q), "k": (k, tiles.block_kv), "v": (v, tiles.block_kv),

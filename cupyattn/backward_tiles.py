@@ -12,11 +12,13 @@ _TILES = {
     256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
 }
 
-#: The same of the Hopper form; past the last head_dim the portable form runs.
+#: The same of the Hopper form; past the last head_dim the portable form runs. Where dQ is not summed
+#: up at head_dim 64, the kernel that keeps keys would run out of registers with 128 query rows.
 HOPPER_TILES = {
     64: (Tiles(128, 128, 12, 2), Tiles(128, 128, 12, 3)),
     128: (Tiles(64, 128, 12, 2), Tiles(128, 128, 12, 2)),
 }
+_HOPPER_KEYS = Tiles(64, 128, 12, 3)
 
 #: Of the portable kernels for block masks, whose blocks of 64 in either direction they divide.
 _BLOCK_MASK_TILES = {
@@ -44,12 +46,13 @@ def backward_tiles(head_dim: int, block_mask: tuple[int, int] = (0, 0)) -> tuple
     return next(tiles for limit, tiles in table.items() if head_dim <= limit)
 
 
-def hopper_backward_tiles(head_dim: int) -> tuple[Tiles, Tiles]:
+def hopper_backward_tiles(head_dim: int, *, deterministic: bool) -> tuple[Tiles, Tiles]:
     """Return the same of the Hopper form, which takes head_dim to 128.
 
     Examples
     --------
-    >>> hopper_backward_tiles(72)[0].block_q, max(HOPPER_TILES)
+    >>> hopper_backward_tiles(72, deterministic=False)[0].block_q, max(HOPPER_TILES)
     (64, 128)
     """
-    return next(tiles for limit, tiles in HOPPER_TILES.items() if head_dim <= limit)
+    found = next(tiles for limit, tiles in HOPPER_TILES.items() if head_dim <= limit)
+    return (_HOPPER_KEYS, found[1]) if deterministic else found

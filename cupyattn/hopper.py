@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from cupyattn.backward_tiles import HOPPER_TILES, hopper_backward_tiles
+from cupyattn.backward_tiles import HOPPER_TILES
 from cupyattn.checks import AttentionCall
 from cupyattn.registry import Variant
 
@@ -64,8 +64,7 @@ def backward_obstacle(call: AttentionCall, operands: Mapping[str, Operand]) -> s
     if call.head_dim > max(HOPPER_TILES):
         return f"portable form: the Hopper form takes head_dim up to 128, got {call.head_dim}"
     rows, keys = call.block_mask
-    tiles = hopper_backward_tiles(call.head_dim)
-    if any(rows % one.block_q or keys % one.block_kv for one in tiles):
+    if rows % 128 or keys % 128:
         return (
             "portable form: the Hopper form takes block masks whose blocks are multiples of 128 x "
             f"128, got {rows} x {keys}"

@@ -51,8 +51,8 @@ static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
 static_assert(
     BLOCK_KV == CONSUMERS * 64, "BLOCK_KV must be 128: two warpgroups keep gradients of 64 keys");
 static_assert(
-    BLOCK_Q == (HEAD_DIM <= 64 ? 128 : 64),
-    "BLOCK_Q must be 128 up to HEAD_DIM 64, then 64: S, dP and dQ fill the registers");
+    BLOCK_Q == (SUMS_DQ && HEAD_DIM <= 64 ? 128 : 64),
+    "BLOCK_Q must be 64, and up to HEAD_DIM 64 128 with SUMS_DQ: a warpgroup has 64 x 64 of dQ");
 static_assert(HEAD_DIM <= 128, "HEAD_DIM must be at most 128: dK and dV fill the registers");
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "NUM_WARPS must be 8 that compute and 4 that copy");
@@ -89,18 +89,24 @@ __device__ __forceinline__ void weights(
   }
 }
 
-// dS of P and dP, as it stands in dP_acc.
+// P and dS in 16 bits, two neighbouring query rows in a register: the left operands of dV and dK.
 __device__ __forceinline__ void slopes(
-    const float (&P_acc)[BLOCK_Q / 2], float (&dP_acc)[BLOCK_Q / 2],
-    const float (&delta_of)[BLOCK_Q]) {
+    const float (&P_acc)[BLOCK_Q / 2], const float (&dP_acc)[BLOCK_Q / 2],
+    const float (&delta_of)[BLOCK_Q], uint32_t (&P_frag)[BLOCK_Q / 16][4],
+    uint32_t (&dS_frag)[BLOCK_Q / 16][4]) {
   const int t = lane_id() % 4;
 #pragma unroll
   for (int n = 0; n < BLOCK_Q / 8; ++n) {
     using Pair = Vec<float, 2>;
     const Pair delta = *reinterpret_cast<const Pair*>(&delta_of[n * 8 + t * 2]);
 #pragma unroll
-    for (int i = 4 * n; i < 4 * n + 4; ++i)
-      dP_acc[i] = P_acc[i] * (dP_acc[i] - delta.v[i % 2]);  // R11
+    for (int h = 0; h < 2; ++h) {              // key, then key + 8
+      const float* P = P_acc + 4 * n + 2 * h;    // [2]
+      const float* dP = dP_acc + 4 * n + 2 * h;  // [2]
+      P_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(P[0], P[1]);  // R9
+      dS_frag[n / 2][n % 2 * 2 + h] =
+          pack_rn<elem_t>(P[0] * (dP[0] - delta.v[0]), P[1] * (dP[1] - delta.v[1]));  // R11
+    }
   }
 }
 
@@ -201,28 +207,40 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
                              lane_id() % 16 * BOX_BYTES + (lane_id() / 16 ^ lane_id() % 8) * 16;
 
   float dK_acc[COLS / 2] = {}, dV_acc[COLS / 2] = {};  // [COLS / 8][4]
-  float S_acc[BLOCK_Q / 2], dP_acc[BLOCK_Q / 2];       // [BLOCK_Q / 8][4], then P and dS
   float dQ_acc[QUERY_SUMS];                            // of the step before
-  uint32_t P_frag[BLOCK_Q / 16][4], dS_frag[BLOCK_Q / 16][4];
+  float* dQ_sum;                                       // where it goes
   RingPosition<NUM_STAGES> at;
   RingPosition<2> dS_at, dQ_at;  // dS of this step, and of that whose dQ is next
   RowSteps steps(p, grad, batch, first_head, last_head, kv0);
 
-  // S3 scores, and dP
-  const auto start_scores = [&] {
+  // S5 dQ, of the step before
+  const auto start_dQ = [&] {
+    mbarrier_wait_parity(smem.dS_full[dQ_at.stage], dQ_at.parity);  // dS of all keys is there
+    start_across(dQ_acc, dS_first.stage(dQ_at.stage, sizeof(smem.dS[0])), K_columns);
+  };
+  const auto end_dQ = [&] {
+    wgmma_use(dQ_acc);
+    if (lane_id() == 0) mbarrier_arrive(smem.dS_empty[dQ_at.stage]);
+    dQ_at.advance();
+    add_query_sums(dQ_sum, dQ_acc);
+  };
+  const auto step = [&](bool first) {
+    const int q0 = steps.q0();
     mbarrier_wait_parity(smem.full[at.stage], at.parity);  // Q and dO have arrived
     // NOTE: a weight of 0 does not silence a NaN in the rows of the next sequence.
-    if (const int rows = p.len_q - steps.q0(); VARLEN && rows < BLOCK_Q) {
+    if (const int rows = p.len_q - q0; VARLEN && rows < BLOCK_Q) {
       zero_rows<CONSUMER_THREADS>(smem.Q[at.stage], rows, BLOCK_Q);
       zero_rows<CONSUMER_THREADS>(smem.dO[at.stage], rows, BLOCK_Q);
       named_barrier_sync(1, CONSUMER_THREADS);  // both warpgroups multiply these rows
     }
+
+    // S3 scores, and dP
+    float S_acc[BLOCK_Q / 2], dP_acc[BLOCK_Q / 2];  // [BLOCK_Q / 8][4]
     start_rows<BLOCK_KV, BLOCK_Q>(S_acc, K_rows, Q_first.stage(at.stage, STAGE_BYTES));    // R9
     start_rows<BLOCK_KV, BLOCK_Q>(dP_acc, V_rows, dO_first.stage(at.stage, STAGE_BYTES));  // R10
-  };
-  // S4 P and dS, as their products end
-  const auto weigh = [&] {
-    const int q0 = steps.q0();
+
+    // S4 P and dS, as their products end
+    uint32_t P_frag[BLOCK_Q / 16][4], dS_frag[BLOCK_Q / 16][4];
     const Scores scores(p, batch, steps.head);
     const bool products = scores.are_products(q0, BLOCK_Q, kv0 + key0, 16);
     wgmma_wait_group<1>();
@@ -230,9 +248,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     weights(scores, S_acc, smem.row_M[at.stage], q0, key, products);
     wgmma_wait_group<0>();
     wgmma_use(dP_acc);
-    slopes(S_acc, dP_acc, smem.delta[at.stage]);
-    pack(P_frag, S_acc);    // R9
-    pack(dS_frag, dP_acc);  // R11
+    slopes(S_acc, dP_acc, smem.delta[at.stage], P_frag, dS_frag);
     if constexpr (SUMS_DQ) {
       mbarrier_wait_parity(smem.dS_empty[dS_at.stage], dS_at.parity ^ 1);  // the last was read
       store_dS(dS_corner + dS_at.stage * sizeof(smem.dS[0]), dS_frag);
@@ -240,25 +256,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       if (lane_id() == 0) mbarrier_arrive(smem.dS_full[dS_at.stage]);
       dS_at.advance();
     }
-  };
-  // S5 dQ, of the step before
-  const auto start_dQ = [&] {
-    mbarrier_wait_parity(smem.dS_full[dQ_at.stage], dQ_at.parity);  // dS of all keys is there
-    start_across(dQ_acc, dS_first.stage(dQ_at.stage, sizeof(smem.dS[0])), K_columns);
-  };
-  float* dQ_sum;  // of that step
-  const auto end_dQ = [&] {
-    wgmma_use(dQ_acc);
-    if (lane_id() == 0) mbarrier_arrive(smem.dS_empty[dQ_at.stage]);
-    dQ_at.advance();
-    add_query_sums(dQ_sum, dQ_acc);
-  };
-  // S5 dV, dK
-  const auto start_sums = [&] {
-    start_columns(dV_acc, P_frag, dO_columns.stage(at.stage, STAGE_BYTES));
-    start_columns(dK_acc, dS_frag, Q_columns.stage(at.stage, STAGE_BYTES));
-  };
-  const auto end_step = [&] {
+
+    // S5 dV, dK; meanwhile dQ of the step before goes to memory
+    if (SUMS_DQ && !first) start_dQ();
+    start_columns(dV_acc, P_frag, dO_columns.stage(at.stage, STAGE_BYTES));  // R12
+    start_columns(dK_acc, dS_frag, Q_columns.stage(at.stage, STAGE_BYTES));  // R12
+    if (SUMS_DQ && !first) {
+      wgmma_wait_group<2>();
+      end_dQ();
+    }
+    if (SUMS_DQ) dQ_sum = query_sums(call, grad, batch, steps.head, q0, half);
     wgmma_wait_group<0>();
     wgmma_use(dV_acc);
     wgmma_use(dK_acc);
@@ -274,24 +281,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       zero_rows<CONSUMER_THREADS>(smem.V, keys, BLOCK_KV);
       named_barrier_sync(1, CONSUMER_THREADS);  // both warpgroups multiply these keys
     }
-    start_scores();
-    weigh();
-    start_sums();
-    if (SUMS_DQ) dQ_sum = query_sums(call, grad, batch, steps.head, steps.q0(), half);
-    end_step();
-    while (steps.head < last_head) {
-      start_scores();
-      weigh();
-      if (SUMS_DQ) start_dQ();
-      start_sums();
-      if constexpr (SUMS_DQ) {
-        wgmma_wait_group<2>();
-        end_dQ();
-        dQ_sum = query_sums(call, grad, batch, steps.head, steps.q0(), half);
-      }
-      end_step();
-    }
-    if constexpr (SUMS_DQ) {
+    step(true);
+    while (steps.head < last_head) step(false);
+    if constexpr (SUMS_DQ) {  // the last dQ, by itself
       start_dQ();
       wgmma_wait_group<0>();
       end_dQ();
