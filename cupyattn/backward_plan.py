@@ -92,7 +92,8 @@ def plan_backward(
     Returns
     -------
     Plan
-        Its tiles are those of the kernel ``backward_keys``. Without launches where all results are empty.
+        Its tiles are those of the kernel ``backward_keys``. Without launches where all results are
+        empty.
 
     Raises
     ------

@@ -12,12 +12,12 @@ _TILES = {
     256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
 }
 
-#: The same of the Hopper form; past the last head_dim the portable form runs. Where dQ is not summed
-#: up at head_dim 64, the kernel that keeps keys would run out of registers with 128 query rows.
+#: The same of the Hopper form; past the last head_dim the portable form runs.
 HOPPER_TILES = {
     64: (Tiles(128, 128, 12, 2), Tiles(128, 128, 12, 3)),
     128: (Tiles(64, 128, 12, 2), Tiles(128, 128, 12, 2)),
 }
+#: Where it sums up no dQ, the kernel that keeps keys ran out of registers with 128 query rows.
 _HOPPER_KEYS = Tiles(64, 128, 12, 3)
 
 #: Of the portable kernels for block masks, whose blocks of 64 in either direction they divide.

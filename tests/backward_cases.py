@@ -20,6 +20,14 @@ from tests.runs import ADDED, normal, of_sequence, on_host, packed
 Received = tuple[Any, Any, Any, Any, Any, Any]
 #: By the option of `attention_backward`.
 FORMS = {"atomic": False, "deterministic": True}
+#: The same of Hopper, where these are compiled for it.
+HOPPER_FORMS = {f"sm90_{name}": deterministic for name, deterministic in FORMS.items()}
+
+
+def interpreted_as(form: str) -> dict[str, Any]:
+    """Return the options by which the interpreter runs a form."""
+    arch = "sm_90a" if form in HOPPER_FORMS else None
+    return {"deterministic": (FORMS | HOPPER_FORMS)[form], "backend": "interpret", "arch": arch}
 
 
 def received(q: Any, k: Any, v: Any, seed: int = 1, **options: Any) -> Received:
@@ -89,11 +97,28 @@ def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str,
         yield received(q, k, v, **options), options
 
 
+def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
+    """Yield the same for the Hopper form: more steps than its rings have stages, over rows and over
+    keys, both tilings, block masks of its size."""
+    kept = np.array([[1, 0], [0, 1]], bool)[None, None]
+    some: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+        (72, 330, 150, {"causal": True, "causal_align": "top-left"}),
+        (64, 300, 140, {"window": (150, 40)}),
+        (128, 130, 400, {"causal": True}),
+        (40, 200, 256, {"block_mask": BlockMask(kept, 128, 128)}),
+    )
+    for head_dim, len_q, len_kv, options in some:
+        q, k, v = normal((1, 2, len_q, head_dim), (1, 1, len_kv, head_dim))
+        k = (k * 2 + 1).astype(k.dtype)
+        yield received(q, k, v, **options), options
+
+
 def run_packed_backward(
     lengths: Sequence[tuple[int, int]],
     *,
     head_dim: int = 32,
     deterministic: bool = False,
+    arch: str | None = None,
     backend: str | None = None,
     move: Callable[..., Any] = lambda *x: x,
     **options: Any,
@@ -112,8 +137,8 @@ def run_packed_backward(
         f"max_len_{n}": max(x) for n, x in zip("qk", zip(*lengths, strict=True), strict=True)
     }
     found = attention_varlen_backward(
-        d_out, *inputs, out, lse, *move(*ends), deterministic=deterministic, backend=backend,
-        **longest, **options,
+        d_out, *inputs, out, lse, *move(*ends), deterministic=deterministic, arch=arch,
+        backend=backend, **longest, **options,
     )  # fmt: skip
     host_found = [on_host(x).swapaxes(0, 1)[None] for x in found]
     received = [on_host(x).swapaxes(0, 1)[None] for x in (d_out, *inputs, out)]

@@ -24,7 +24,7 @@ from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
 from tests.prims_gemm_cases import GEMM_PRIMS
-from tests.prims_gradient_cases import GRADIENT_PRIMS
+from tests.prims_gradient_cases import GRADIENT_PRIMS, GRADIENT_SM90_PRIMS
 from tests.prims_p_cases import P_PRIMS
 from tests.prims_pieces_cases import PIECES_PRIMS
 from tests.prims_prepare_cases import prepare_prims
@@ -509,6 +509,16 @@ def hopper_prims() -> Iterator[Prim]:
         "tma_store", "tma", "stores", 32, stores_arguments, stores_expected, hopper=True
     )  # fmt: skip
     yield Prim(
+        "tma_bytes", "tma", "bytes", 32,
+        lambda: {
+            "from": rng().normal(size=64).astype(np.float32), "to": np.full(64, -7, np.float32)
+        },
+        lambda **given: {
+            "to": np.r_[np.full(4, -1), given["from"][8:48], np.full(20, -1)].astype(np.float32)
+        },
+        hopper=True,
+    )  # fmt: skip
+    yield Prim(
         "stmatrix", "wgmma", "stmatrix", 32,
         lambda: {
             "fragment": ldmatrix_expected(TILE)["plain"], "tile": np.zeros((16, 16), np.uint16),
@@ -575,7 +585,7 @@ PRIMS = [
     ),
     *SCORE_PRIMS, *PIECES_PRIMS, *STEP_PRIMS, *rope_prims(), *prepare_prims(), *P_PRIMS,
     *ZERO_PRIMS,
-    *GEMM_PRIMS, *GRADIENT_PRIMS,
+    *GEMM_PRIMS, *GRADIENT_PRIMS, *GRADIENT_SM90_PRIMS,
     *tile_prims(),
     Prim(
         "copies", "tile_io", "copies", 128,

@@ -13,6 +13,7 @@ from cupyattn.block_mask import BlockMask
 from cupyattn.features import Features
 from cupyattn.numerics import EX2_APPROX_ERROR
 from cupyattn.params import ATTN_PARAMS, pack
+from cupyattn.rounding import STORAGE
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, rng
 
@@ -103,6 +104,67 @@ def steps_expected(features: Features) -> Callable[..., dict[str, np.ndarray]]:
     return expected
 
 
+HOPPER = Features("float16", 72, vec=8)
+
+
+def products_arguments(dtype: str) -> Callable[[], Arguments]:
+    """Small whole numbers: A B^T is exact in 16 bits, and so is what comes of it."""
+
+    def arguments() -> Arguments:
+        A, B, C = (
+            rng().integers(-1, 2, (rows, 72)).astype(STORAGE[dtype]).view(np.uint16)
+            for rows in (128, 64, 64)
+        )
+        A[:, 9:] = C[:, 40:] = 0  # sums of 64 products of up to 9 stay below 2^8 x 4
+        C[:, 70] = C[:, 3]
+        return {"A": A, "B": B, "C": C, "D": np.full((128, 72), 0x7E7E, np.uint16)}
+
+    return arguments
+
+
+def products_expected(dtype: str) -> Callable[..., dict[str, np.ndarray]]:
+    def expected(
+        A: np.ndarray, B: np.ndarray, C: np.ndarray, D: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        a, b, c = (x.view(STORAGE[dtype]).astype(np.float32) for x in (A, B, C))
+        D = D.copy()
+        D[:100] = (0.5 * ((a @ b.T) @ c)[:100]).astype(STORAGE[dtype]).view(np.uint16)
+        return {"D": D}
+
+    return expected
+
+
+def sums_arguments() -> Arguments:
+    return {
+        "call": pack(ATTN_PARAMS, {"batch": 1, "heads": 3}, {}),
+        "given": pack(BACKWARD_PARAMS, {"rows": ROW_PAD}, {}),
+        "acc": rng().normal(size=(2, 32, 128)).astype(np.float32),
+        "memory": np.zeros((3, ROW_PAD, 128), np.float32),
+        "loaded": np.full((2, 32, 128), -7, np.float32),
+    }
+
+
+def sums_expected(acc: np.ndarray, memory: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    memory = memory.copy()
+    tiles = memory.reshape(3, ROW_PAD // 64, 2, 8, 128, 4)  # boxes, then as the threads hold them
+    tiles[1, 1] = 2 * acc.reshape(2, 8, 4, 128).swapaxes(-1, -2)
+    return {"memory": memory, "loaded": 2 * acc}
+
+
+GRADIENT_SM90_PRIMS = [
+    *(
+        Prim(
+            f"gradient_sm90-products-{dtype}", "gradient_sm90", "products", 256,
+            products_arguments(dtype), products_expected(dtype), hopper=True,
+            defines=defines(TILES, replace(HOPPER, dtype=dtype)),
+        )
+        for dtype in ("float16", "bfloat16")
+    ),
+    Prim(
+        "gradient_sm90-sums", "gradient_sm90", "sums", 256, sums_arguments, sums_expected,
+        hopper=True, defines=defines(TILES, HOPPER),
+    ),
+]  # fmt: skip
 GRADIENT_PRIMS = [
     *(
         Prim(

@@ -36,7 +36,12 @@ def wgmma_arguments(dtype: str, columns: int) -> dict[str, Callable[[], Argument
         A, B = operands((64, WGMMA_KEYS), (WGMMA_KEYS, columns))
         return {"A": A, "B": B, "D": np.zeros((64, columns), np.float32)}
 
-    return {"ss": ss, "rs": rs}
+    def ss_across() -> Arguments:
+        A, B = operands((WGMMA_KEYS, 64), (WGMMA_KEYS, columns))
+        outputs = {name: np.zeros((64, columns), np.float32) for name in ("D", "sum")}
+        return {"A": A, "B": B, **outputs}
+
+    return {"ss": ss, "rs": rs, "ss_across": ss_across}
 
 
 def wgmma_expected(dtype: str) -> dict[str, Callable[..., dict[str, np.ndarray]]]:
@@ -50,7 +55,11 @@ def wgmma_expected(dtype: str) -> dict[str, Callable[..., dict[str, np.ndarray]]
     def rs(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
         return {"D": 1 + wide(A) @ wide(B)}
 
-    return {"ss": ss, "rs": rs}
+    def ss_across(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        product = wide(A).T @ wide(B)
+        return {"D": product, "sum": 1 + product}
+
+    return {"ss": ss, "rs": rs, "ss_across": ss_across}
 
 
 def wgmma_e4m3_arguments() -> Arguments:

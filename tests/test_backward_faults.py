@@ -13,8 +13,11 @@ from cupyattn.interpret import KernelFault
 from cupyattn.interpret.findings import KINDS
 from tests.backward_cases import (
     FORMS,
+    HOPPER_FORMS,
     BackwardRun,
+    interpreted_as,
     revealing_backward,
+    revealing_hopper_backward,
     run_backward,
     run_packed_backward,
 )
@@ -27,7 +30,8 @@ FAULTS = [parse(path) for path in sorted((FOLDER / "backward").glob("*.patch"))]
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_small_and_says_what_it_is(fault: Fault, tmp_path: Path) -> None:
     assert re.fullmatch(r"[A-Z][^.]+\.", fault.sentence), "one sentence"
-    assert fault.caught_by in ("J2", "interpreter") and set(fault.variants) <= set(FORMS)
+    assert fault.caught_by in ("J2", "interpreter") and fault.variants
+    assert set(fault.variants) <= set(FORMS) or set(fault.variants) <= set(HOPPER_FORMS)
     assert (fault.kind in KINDS and fault.line != "") == (fault.caught_by == "interpreter")
     for hunk in fault.hunks:
         removed = set(hunk.old.splitlines()) - set(hunk.new.splitlines())
@@ -36,20 +40,23 @@ def test_a_fault_is_small_and_says_what_it_is(fault: Fault, tmp_path: Path) -> N
     fault.plant(tmp_path)
 
 
-def test_there_are_faults_for_both_forms_and_every_kernel() -> None:
-    assert {form for fault in FAULTS for form in fault.variants} == set(FORMS)
+def test_there_are_faults_for_all_forms_and_every_kernel() -> None:
+    assert {form for fault in FAULTS for form in fault.variants} == {*FORMS, *HOPPER_FORMS}
     files = {hunk.file for fault in FAULTS for hunk in fault.hunks}
-    assert {path.name for path in compiler.KERNELS.glob("backward_*.cu")} <= files
+    kernels = {
+        str(x.relative_to(compiler.KERNELS)) for x in compiler.KERNELS.rglob("backward_*.cu")
+    }
+    assert kernels <= files
 
 
-def interpreted(fault: Fault, deterministic: bool) -> Iterator[BackwardRun]:
+def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:
+    how = interpreted_as(form)
     if fault.shown_by == "varlen":
-        yield from run_packed_backward(
-            ((5, 9), (70, 140), (40, 20)), deterministic=deterministic, backend="interpret"
-        )
+        yield from run_packed_backward(((5, 9), (70, 140), (40, 20)), **how)
         return
-    for inputs, options in sorted(revealing_backward(), key=lambda x: fault.shown_by not in x[1]):
-        yield run_backward(inputs, deterministic=deterministic, backend="interpret", **options)
+    problems = revealing_hopper_backward() if form in HOPPER_FORMS else revealing_backward()
+    for inputs, options in sorted(problems, key=lambda x: fault.shown_by not in x[1]):
+        yield run_backward(inputs, **how, **options)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,7 @@ def test_a_mistake_is_noticed(
 ) -> None:
     folder = fault.plant(tmp_path)
     monkeypatch.setattr(compiler, "KERNELS", folder)
-    runs = interpreted(fault, FORMS[form])
+    runs = interpreted(fault, form)
     if fault.caught_by == "interpreter":
         with pytest.raises(KernelFault) as caught:
             list(runs)

@@ -30,7 +30,7 @@ from tests.backward_cases import (
 )
 from tests.runs import Guarded, bits, embedded, normal
 
-SOURCES = sorted(kc.KERNELS.glob("backward_*.cu"))
+SOURCES = sorted(kc.KERNELS.rglob("backward_*.cu"))
 SMALLEST_LIMIT = 99 * 1024
 
 
@@ -94,7 +94,7 @@ def test_kernels_compile_for_other_architectures(arch: str) -> None:
     assert launch.entry in kc.build(launch.module, arch).kernels
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_header_is_a_lab_notebook_whose_tags_are_those_of_the_body(path: Path) -> None:
     lines = path.read_text().splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("//"))

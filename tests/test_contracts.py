@@ -32,6 +32,9 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "backward_keys.cu": Tiles(64, 128, 8, 2),
     "backward_queries.cu": Tiles(128, 32, 4, 2),
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
+    "sm90/backward_keys.cu": Tiles(128, 128, 12, 2),
+    "sm90/backward_queries.cu": Tiles(128, 128, 12, 2),
+    "sm90/backward_sums.cu": Tiles(64, 1, 4),
     "sm90/attn_fa_int8.cu": Tiles(192, 112, 16, 3),
     "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 3),
     "sm90/attn_fa_int8_fp8.cu": Tiles(128, 192, 12, 3),
@@ -102,6 +105,16 @@ BROKEN = [
     ("backward_queries.cu", {"BLOCK_Q": 192}, "BLOCK_Q must divide ROW_PAD, to which rows"),
     ("backward_queries.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16, the depth"),
     ("backward_queries.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
+    ("sm90/backward_keys.cu", {"DTYPE": 2, "VEC": 4}, "gradients are of float16 or bfloat16"),
+    ("sm90/backward_keys.cu", {"BLOCK_KV": 64}, "BLOCK_KV must be 128: two warpgroups keep"),
+    ("sm90/backward_keys.cu", {"BLOCK_Q": 64}, "BLOCK_Q must be 64, and up to HEAD_DIM 64 128"),
+    ("sm90/backward_keys.cu", {"HEAD_DIM": 136, "BLOCK_Q": 64}, "HEAD_DIM must be at most 128: dK"),
+    ("sm90/backward_keys.cu", {"NUM_WARPS": 8}, "NUM_WARPS must be 8 that compute and 4 that copy"),
+    ("sm90/backward_queries.cu", {"BLOCK_Q": 64}, "BLOCK_Q must be 128: two warpgroups keep dQ"),
+    ("sm90/backward_queries.cu", {"BLOCK_KV": 136}, "BLOCK_KV must be a multiple of 16 from 64 to"),
+    ("sm90/backward_queries.cu", {"HEAD_DIM": 136}, "HEAD_DIM must be at most 128: dQ, S and dP"),
+    ("sm90/backward_sums.cu", {"BLOCK_Q": 128}, "BLOCK_Q must be 64, the rows of a tile of sums"),
+    ("sm90/backward_sums.cu", {"HEAD_DIM": 72}, "NUM_WARPS must be 4 for every 64 columns"),
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "BLOCK_Q must be 128 past HEAD_DIM 128"),
     ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 64, "NUM_WARPS": 8}, "BLOCK_Q must be 128 or 192"),
@@ -157,7 +170,7 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     defines = {**GOOD[source].defines(), **features.defines()}
     if source.startswith("quantize"):  # nothing is done for an operand but what `changes` say
         defines |= {"CFG_STEP_Q": 0, "CFG_STEP_K": 0, "CFG_STEP_V": 0, "CFG_BLOCK_COLS": 64}
-    if source == "backward_keys.cu":
+    if source.endswith("backward_keys.cu"):
         defines |= {"CFG_SUMS_DQ": 1}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}
     return ModuleSpec(source, tuple(sorted(defines.items())))

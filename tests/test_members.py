@@ -19,6 +19,7 @@ WITHOUT_STORAGE = [
     "unpack.cu",
     "normalise.cu",
     "backward_delta.cu",
+    "sm90/backward_sums.cu",
 ]
 WITH_STORAGE = [source for source in GOOD if source not in WITHOUT_STORAGE]
 #: A third of them at once: the others are slow.
@@ -52,6 +53,15 @@ EXPECTED = {
                                  "kv0": "int32"},
     "sm90/attn_fa_int8_fp8.cu": {"Q": "int8", "K": "int8", "V": "int8", "tile": "uint8", **RINGS,
                                  "kv0": "int32"},
+    "sm90/backward_keys.cu": {
+        "K": "float16", "V": "float16", "Q": "float16", "dO": "float16", "dS": "float16",
+        "row_M": "float32", "delta": "float32", "KV_full": "uint64", "full": "uint64",
+        "empty": "uint64", "dS_full": "uint64", "dS_empty": "uint64",
+    },
+    "sm90/backward_queries.cu": {
+        "Q": "float16", "dO": "float16", "K": "float16", "V": "float16", "Q_full": "uint64",
+        "full": "uint64", "empty": "uint64",
+    },
     "split/attn_fa_tc.cu": {"K": "float16", "V": "float16"},
     "backward_keys.cu": {"K": "float16", "V": "float16", "Q": "float16", "dO": "float16",
                          "dS": "float16", "row_M": "float32", "delta": "float32"},

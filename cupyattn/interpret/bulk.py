@@ -327,7 +327,8 @@ def _bring_bytes(inst: Instruction) -> Execute:
     def execute(machine: Machine, lanes: Lanes) -> None:
         numbers = [machine.each(read(machine)) for read in (source, target, count, barrier)]
         for lane in lanes.index.tolist():
-            machine.engine.bring_bytes(*(int(x[lane]) for x in numbers), lane)
+            start, to, nbytes, told = (int(x[lane]) for x in numbers)
+            machine.engine.bring_bytes(start, to, nbytes, told, lane)
 
     return execute
 

@@ -13,7 +13,7 @@ constexpr int BOX_BYTES = 128;                       // per row of a box
 constexpr int BOXES = ceil_div(HEAD_DIM, BOX_COLS);  // per row of an operand
 constexpr int COLS = HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // of a gradient, as computed
 
-// ---- products --------------------------------------------------------------------------------------
+// ---- products ---------------------------------------------------------------------------------
 
 // D [64, N] = A B^T of 64 rows of a tile A [A_ROWS, HEAD_DIM] and all of B [N, HEAD_DIM], in the
 // background.
@@ -55,7 +55,7 @@ __device__ __forceinline__ void pack(
     frag[i / 4][i % 4] = pack_rn<elem_t>(acc[2 * i], acc[2 * i + 1]);
 }
 
-// ---- gradients -------------------------------------------------------------------------------------
+// ---- gradients --------------------------------------------------------------------------------
 
 // Columns from `col` on of the rows `row` and row + 8, times `scale`, 16 bytes at a time.
 template <int COUNT, typename T>
@@ -79,7 +79,7 @@ __device__ __forceinline__ void store_gradient(
     }
 }
 
-// ---- dQ as blocks of keys add it up in memory ------------------------------------------------------
+// ---- dQ as blocks of keys add it up in memory -------------------------------------------------
 
 // Sums of 64 padded rows and 64 columns lie together, in the order in which the threads of a
 // warpgroup hold their accumulators: [8][128 threads][4], so that a warp adds 512 bytes at a time.

@@ -1,17 +1,16 @@
-// backward_keys -- Hopper form: all five products by wgmma, operands by the bulk tensor copy engine.
+// backward_keys -- Hopper form: five products by wgmma, operands by the bulk tensor copy engine.
 //
-// Idea         Two warpgroups share a block of keys, 64 each, and one warp brings the query rows. The
-//              products whose sums stay, dV += P^T dO and dK += dS^T Q, take their left operand from
-//              registers. dQ of a step needs dS of both warpgroups: it goes through shared memory and
-//              is multiplied a step later, beside the next scores, so that nobody waits for the other
-//              while the tensor cores have nothing to do.
-// Differs from the portable form: S and dP of a step, and dQ of the one before, are given to the
-//              tensor cores at once, and P and dS are worked out behind them as they end; dQ is added
-//              to memory 16 bytes at a time, in the order in which accumulators hold it
-//              (sm90/backward_sums.cu makes rows of it), while dV and dK are being multiplied.
-//              SUMS_DQ: without it sm90/backward_queries.cu makes dQ.
-// Kept simple  A block takes one block of keys; the first copies of it wait for nobody's end. Of
-//              packed sequences the copy engine brings rows of the next one, too: they become zeros.
+// Idea         Two warpgroups share a block of keys, 64 each, and one warp brings the query rows.
+//              The products whose sums stay, dV += P^T dO and dK += dS^T Q, take their left operand
+//              from registers. dQ of a step needs dS of both warpgroups: it goes through shared
+//              memory and is multiplied a step later, so that neither waits for the other.
+// Differs from the portable form: S and dP of a step are given to the tensor cores at once, and P
+//              and dS are worked out as they end; then dQ of the step before, dV and dK, and while
+//              these are multiplied dQ is added to memory, 16 bytes at a time and in the order in
+//              which accumulators hold it (sm90/backward_sums.cu makes rows of it). SUMS_DQ:
+//              without it sm90/backward_queries.cu makes dQ.
+// Kept simple  A block takes one block of keys; its first copies wait for nobody's end. Of packed
+//              sequences the copy engine brings rows of the next one, too: they become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, sums of blocks, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
@@ -100,9 +99,9 @@ __device__ __forceinline__ void slopes(
     using Pair = Vec<float, 2>;
     const Pair delta = *reinterpret_cast<const Pair*>(&delta_of[n * 8 + t * 2]);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {              // key, then key + 8
-      const float* P = P_acc + 4 * n + 2 * h;    // [2]
-      const float* dP = dP_acc + 4 * n + 2 * h;  // [2]
+    for (int h = 0; h < 2; ++h) {                                  // key, then key + 8
+      const float* P = P_acc + 4 * n + 2 * h;                      // [2]
+      const float* dP = dP_acc + 4 * n + 2 * h;                    // [2]
       P_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(P[0], P[1]);  // R9
       dS_frag[n / 2][n % 2 * 2 + h] =
           pack_rn<elem_t>(P[0] * (dP[0] - delta.v[0]), P[1] * (dP[1] - delta.v[1]));  // R11
@@ -208,7 +207,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
 
   float dK_acc[COLS / 2] = {}, dV_acc[COLS / 2] = {};  // [COLS / 8][4]
   float dQ_acc[QUERY_SUMS];                            // of the step before
-  float* dQ_sum;                                       // where it goes
+  float* dQ_sum;  // [QUERY_SUMS / 4, WARPGROUP, 4], where it goes
   RingPosition<NUM_STAGES> at;
   RingPosition<2> dS_at, dQ_at;  // dS of this step, and of that whose dQ is next
   RowSteps steps(p, grad, batch, first_head, last_head, kv0);

@@ -1,8 +1,8 @@
 // backward_sums -- Hopper form: last pass of the gradients, rows of dQ from sums in memory.
 //
-// Idea         The pass behind sm90/backward_keys.cu. What blocks of keys added up lies in the order
-//              of their accumulators: a warpgroup reads 64 rows and 64 columns as it would have held
-//              them, and stores rows of them.
+// Idea         The pass behind sm90/backward_keys.cu. What blocks of keys added up lies in the
+//              order of their accumulators: a warpgroup reads 64 rows and 64 columns as it would
+//              have held them, and stores rows of them.
 // Differs from the portable form: there sums lie as dQ itself does.
 // Kept simple  A pass over memory, one warpgroup for 64 columns.
 // Rounding     R12 times scale, store

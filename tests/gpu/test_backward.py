@@ -17,14 +17,16 @@ from cupyattn.launch import Operand
 from cupyattn.rounding import as_float64
 from tests.backward_cases import (
     FORMS,
+    HOPPER_FORMS,
     BackwardRun,
     Received,
     received,
     revealing_backward,
+    revealing_hopper_backward,
     run_backward,
     run_packed_backward,
 )
-from tests.gpu.support import embedded, guarded, moved, on_device
+from tests.gpu.support import arch_of, embedded, guarded, moved, on_device
 from tests.runs import bits, normal, on_host, rope_tables
 from tests.test_all_lengths import MOST, SHAPES
 from tests.test_backward_faults import FAULTS
@@ -42,34 +44,44 @@ def forward(q: Any, k: Any, v: Any, variant: str = "fa_tc", **options: Any) -> R
     return d_out, q, k, v, out, lse
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.fixture(params=[*FORMS, *HOPPER_FORMS])
+def how(request: Any) -> dict[str, Any]:
+    """The options that ask for a form: on Hopper the portable ones are compiled for ``"sm_90"``."""
+    return options_of(request.param)
+
+
+def options_of(form: str) -> dict[str, Any]:
+    """Return the options that ask for a form; skip where the device has none."""
+    deterministic = (FORMS | HOPPER_FORMS)[form]
+    return {"deterministic": deterministic, "arch": arch_of(f"backward@{form}")}
+
+
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_length(form: str, causal: bool) -> None:
+def test_every_length(how: dict[str, Any], causal: bool) -> None:
     q, k, v = on_device(*normal((1, 2, MOST, 64), (1, 1, MOST, 64), seed=1))
     for len_q, len_kv in SHAPES:
         operands = (q[:, :, :len_q], k[:, :, :len_kv], v[:, :, :len_kv])
         inputs = forward(*operands, causal=causal)
-        report = run_backward(inputs, deterministic=FORMS[form], causal=causal).judge()
+        report = run_backward(inputs, **how, causal=causal).judge()
         assert report.passed, f"{(len_q, len_kv)}: {report}"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_size(head_dim: int, dtype: str) -> None:
-    for form in FORMS.values():
+    for form in FORMS.values():  # the device's own: of Hopper where that takes the size
         for causal in (False, True):
             operands = on_device(*normal((2, 4, 200, head_dim), (2, 2, 333, head_dim), dtype))
             inputs = forward(*operands, causal=causal)
             run_backward(inputs, deterministic=form, causal=causal).check()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_features_are_within_their_bound_amid_nan(form: str) -> None:
+def test_features_are_within_their_bound_amid_nan(how: dict[str, Any]) -> None:
     for head_dim in (32, 64, 128):
-        for inputs, options in revealing_backward(head_dim):
+        for inputs, options in (*revealing_backward(head_dim), *revealing_hopper_backward()):
             amid_nan: Any = (*map(embedded, inputs[:5]), *on_device(inputs[5]))
             options = moved(options)
-            run_backward(amid_nan, deterministic=FORMS[form], **options).check()
+            run_backward(amid_nan, **how, **options).check()
 
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.caught_by == "J2"], ids=lambda f: f.name)
@@ -77,43 +89,45 @@ def test_a_mistake_is_noticed(fault: Any, tmp_path: Any, monkeypatch: Any) -> No
     monkeypatch.setattr(kc, "KERNELS", fault.plant(tmp_path))
     for form in fault.variants:
         if fault.shown_by == "varlen":
-            runs = run_packed_backward(PACKED, deterministic=FORMS[form], move=on_device)
+            runs = run_packed_backward(PACKED, **options_of(form), move=on_device)
         else:
             runs = (
                 run_backward(
                     (*map(embedded, inputs[:5]), *on_device(inputs[5])),
-                    deterministic=FORMS[form], **moved(options),
+                    **options_of(form), **moved(options),
                 )
-                for inputs, options in revealing_backward()
+                for inputs, options in (
+                    revealing_hopper_backward() if form in HOPPER_FORMS else revealing_backward()
+                )
             )  # fmt: skip
         assert any(not one.judge().passed for one in runs), f"{form}: {fault.sentence}"
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_rotary_embeddings_are_as_on_the_host(form: str) -> None:
+def test_rotary_embeddings_are_as_on_the_host(how: dict[str, Any]) -> None:
     """Both round alike but for the order of sums."""
     host = received(*normal((1, 4, 150, 64), (1, 2, 200, 64)))
     rope = rope_tables(200, 64)
-    asked = {"rope_offset_q": 50, "deterministic": FORMS[form], "causal": True}
+    asked = {"rope_offset_q": 50, "deterministic": how["deterministic"], "causal": True}
     wanted = attention_backward(*host, rope=rope, **asked)
+    asked["arch"] = how["arch"]
     found = attention_backward(*on_device(*host), rope=on_device(*rope), **asked)
     for x, y in zip(found, wanted, strict=True):
         off = np.linalg.norm(as_float64(on_host(x)) - as_float64(y))
         assert off < 2e-3 * np.linalg.norm(as_float64(y))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_packed_sequences(form: str) -> None:
+def test_packed_sequences(how: dict[str, Any]) -> None:
     for head_dim in (64, 128):
         for one in run_packed_backward(
-            PACKED, head_dim=head_dim, deterministic=FORMS[form], move=on_device, causal=True
+            PACKED, head_dim=head_dim, **how, move=on_device, causal=True
         ):
             one.check()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("form", FORMS)
-def test_results_are_written_in_full_and_nothing_beside_them(form: str, dtype: str) -> None:
+def test_results_are_written_in_full_and_nothing_beside_them(
+    how: dict[str, Any], dtype: str
+) -> None:
     for head_dim in (64, 36, 9):
         host = received(*normal((2, 4, 130, head_dim), (2, 2, 77, head_dim), dtype), causal=True)
         inputs = on_device(*host)
@@ -123,11 +137,12 @@ def test_results_are_written_in_full_and_nothing_beside_them(form: str, dtype: s
         arrays |= {n: x.array for n, x in zip(Gradients._fields, results, strict=True)}
         operands = {n: Operand.of(x) for n, x in arrays.items() if n != "lse"}
         call = check_attention(*inputs[1:4], return_lse=True, causal=True)
-        run_plan(plan_backward(call, **operands, deterministic=FORMS[form]), arrays)
+        plan = plan_backward(call, **operands, **how)
+        run_plan(plan, arrays, how["arch"])
         for one in results:
             one.check()
         found = Gradients(*(x.array for x in results))
-        BackwardRun(inputs, {"causal": True}, FORMS[form], found).check()
+        BackwardRun(inputs, {"causal": True}, how["deterministic"], found).check()
         assert [bits(x) for x in inputs] == before, "an input was modified"
 
 
@@ -152,9 +167,8 @@ def test_dk_and_dv_of_the_atomic_form_have_the_same_bits_a_hundred_times() -> No
         assert bits(dk) == bits(first.dk) and bits(dv) == bits(first.dv)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_two_streams_do_not_disturb_each_other(form: str) -> None:
-    options = {"causal": True, "deterministic": FORMS[form]}
+def test_two_streams_do_not_disturb_each_other(how: dict[str, Any]) -> None:
+    options = {"causal": True, **how}
     problems = [
         forward(*on_device(*normal((2, 4, 300, 64), (2, 2, 300, 64), seed=i)), causal=True)
         for i in range(4)
@@ -171,7 +185,7 @@ def test_two_streams_do_not_disturb_each_other(form: str) -> None:
     for number, found in enumerate(results):
         wanted = expected[number % len(problems)]
         assert bits(found.dk) == bits(wanted.dk) and bits(found.dv) == bits(wanted.dv)
-        if FORMS[form]:
+        if how["deterministic"]:
             assert bits(found.dq) == bits(wanted.dq)
         else:  # whoever adds first decides the last bits
             BackwardRun(problems[number % 4], {"causal": True}, False, found).check()
@@ -195,8 +209,7 @@ def test_the_layouts_have_the_same_bits() -> None:
     assert all(x.flags.c_contiguous for x in found)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_video_of_118800_tokens(form: str) -> None:
+def test_a_video_of_118800_tokens(how: dict[str, Any]) -> None:
     """Memory grows with the length alone; keys of one block are looked at, dO elsewhere being 0."""
     length, rows = 118_800, 256
     rng = cupy.random.default_rng(0)
@@ -208,11 +221,13 @@ def test_a_video_of_118800_tokens(form: str) -> None:
     inputs[0][:, :, rows:] = 0  # what those rows add to dK and dV is exactly 0
     pool = cupy.get_default_memory_pool()
     before = pool.used_bytes()
-    found = attention_backward(*inputs, deterministic=FORMS[form])
+    found = attention_backward(*inputs, **how)
     assert pool.used_bytes() - before < 4 * q.nbytes
     few = [x[:, :, :rows] for x in (inputs[0], inputs[1], inputs[4], inputs[5])]
     judged = Gradients(found.dq[:, :, :rows], found.dk, found.dv)
-    report = judge_backward(judged, few[0], few[1], k, v, few[2], few[3], deterministic=FORMS[form])
+    report = judge_backward(
+        judged, few[0], few[1], k, v, few[2], few[3], deterministic=how["deterministic"]
+    )
     assert report.passed, str(report)
     assert not bool(found.dq[:, :, rows:].any())
 

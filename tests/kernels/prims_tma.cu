@@ -51,3 +51,24 @@ extern "C" __global__ void stores(const __grid_constant__ TensorMap Y_map,
   __syncthreads();  // all of them have been read
   for (int i = lane; i < BOXES * BOX_BYTES; i += WARP_SIZE) shared[i] = 0xff;
 }
+
+// Bytes that lie side by side: elements 8 to 47 of 64, to the place of element 4.
+extern "C" __global__ void bytes(const float* from,  // [64]
+                                 float* to) {        // [64]
+  __shared__ alignas(16) float shared[64];
+  __shared__ Mbarrier full;
+  const int lane = lane_id();
+  for (int i = lane; i < 64; i += WARP_SIZE) shared[i] = -1.0f;
+  fence_proxy_async();
+  if (lane == 0) {
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();  // background and barrier are there before the copy starts
+  if (lane == 0) {
+    mbarrier_arrive_expect_tx(full, 160);
+    cp_async_bulk(shared + 4, from + 8, 160, full);
+  }
+  mbarrier_wait_parity(full, 0);  // the bytes have arrived
+  for (int i = lane; i < 64; i += WARP_SIZE) to[i] = shared[i];
+}

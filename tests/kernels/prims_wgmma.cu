@@ -103,6 +103,37 @@ extern "C" __global__ __launch_bounds__(128, 1) void rs(const elem_t* A,  // [64
   store(D, c);
 }
 
+// Both operands in shared memory with their rows along M and N: D = A^T B, and then 1 + A^T B.
+extern "C" __global__ __launch_bounds__(128, 1) void ss_across(const elem_t* A,  // [KEYS, 64]
+                                                              const elem_t* B,  // [KEYS, N]
+                                                              float* D,         // [64, N]
+                                                              float* sum) {     // [64, N]
+  SharedStorage& smem = shared_storage();
+  elem_t(&A_box)[1][KEYS * COLS] = *reinterpret_cast<elem_t(*)[1][KEYS * COLS]>(smem.A[0]);
+  place<KEYS>(A_box, A, 64);
+  place<KEYS>(smem.V, B, N);
+  fence_proxy_async();
+  __syncthreads();  // both operands are complete
+  const Descriptor A_rows = descriptor_n_major(A_box[0], 128);
+  const Descriptor B_rows = descriptor_n_major(smem.V[0], KEYS * 128);
+#pragma unroll 1
+  for (int kept = 0; kept < 2; ++kept) {  // whether what the accumulators held counts
+    float c[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) c[i] = 1.0f;
+    wgmma_use(c);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; ++k)
+      Wgmma<elem_t, N>::ss_across(
+          c, A_rows + k * 16 * 128, B_rows + k * 16 * 128, kept || k > 0);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    wgmma_use(c);
+    store(kept ? sum : D, c);
+  }
+}
+
 // The same over e4m3, B with its rows along k: D = A B^T, and then 1 + A B^T.
 constexpr int CODES = 96, BOX_BYTES = 128;
 

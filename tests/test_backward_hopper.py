@@ -1,0 +1,240 @@
+"""The Hopper form of the backward pass: what takes it, and its kernels in the interpreter."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import attention_varlen, attention_varlen_backward, explain_backward, interpret
+from cupyattn import compile as kc
+from cupyattn.backward_plan import plan_backward
+from cupyattn.checks import Packed
+from cupyattn.launch import Operand
+from tests.backward_cases import (
+    FORMS,
+    HOPPER_FORMS,
+    interpreted_as,
+    received,
+    revealing_hopper_backward,
+    run_backward,
+    run_packed_backward,
+)
+from tests.fault_patches import put_a_line_in_place
+from tests.runs import bits, embedded, normal, packed
+from tests.test_backward_kernels import call_of, plan_of
+
+#: What kernels of 512 registers for four threads may not do: wait for each product by itself.
+SERIALISED = "wgmma.mma_async instructions are serialized"
+
+
+def hopper_plan(call: Any, *, deterministic: bool = False, **changed: Operand) -> Any:
+    """The plan of a call on an sm_90a device, its arrays contiguous but for those given."""
+    q = Operand.contiguous((call.batch, call.heads, call.len_q, call.head_dim), 2)
+    k = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 2)
+    named = {"q": q, "k": k, "v": k, "o": q, "d_out": q, "dq": q, "dk": k, "dv": k}
+    kept = None if call.block_mask == (0, 0) else Operand.contiguous((1, 1, 5, 6), 4)
+    return plan_backward(
+        call, **{**named, **changed}, deterministic=deterministic, kept_blocks=kept,
+        kept_rows=kept, arch="sm_90a",
+    )  # fmt: skip
+
+
+# ---- what is compiled and planned ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "features"),
+    [
+        (128, "bfloat16", {"causal": True}),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (
+                (64, "float16", {}),
+                (40, "float16", {"causal": True, "packed": Packed(900, 900, True)}),
+                (96, "float16", {"window": True, "causal": True}),
+                (128, "float16", {"packed": Packed(900, 900, True)}),
+                (64, "bfloat16", {"block_mask": (128, 128), "causal": True}),
+            )
+        ),
+    ],
+)
+def test_kernels_spill_nothing_and_multiply_in_the_background(
+    head_dim: int, dtype: str, features: dict[str, Any]
+) -> None:
+    call = call_of(200, 300, head_dim, **features, dtype=dtype)
+    plans = [hopper_plan(call, deterministic=form) for form in FORMS.values()]
+    modules = {x.module: x.entry for plan in plans for x in plan.launches}
+    hopper = {m: entry for m, entry in modules.items() if m.path.parent.name == "sm90"}
+    assert sorted(hopper.values()) == ["backward_keys"] * 2 + ["backward_queries", "backward_sums"]
+    for module, entry in hopper.items():
+        binary = kc.build(module, "sm_90a")
+        taken = binary.kernels[entry]
+        assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{module}: {taken}"
+        assert SERIALISED not in binary.log, module
+        kc.check_shared_memory(binary.smem_bytes, 227 * 1024, entry)
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "reason"),
+    [
+        ({"head_dim": 136}, {}, "takes head_dim up to 128, got 136"),
+        ({"softcap": 2.0}, {}, "takes no softcap"),
+        ({"block_mask": (64, 128)}, {}, "multiples of 128 x 128, got 64 x 128"),
+        ({"head_dim": 36}, {}, "multiples of 16 bytes, got q at 16 n + 0"),
+        ({}, {"dq": Operand((1, 4, 200, 64), (51200, 12800, 64, 1), 2, 2)}, "got dq at 16 n + 2"),
+    ],
+)
+def test_what_it_does_not_take_goes_to_the_portable_form(
+    options: dict[str, Any], changed: dict[str, Operand], reason: str
+) -> None:
+    head_dim = options.pop("head_dim", 64)
+    plan = hopper_plan(call_of(200, 300, head_dim, **options), **changed)
+    assert plan.form == "atomic" and plan.note.startswith("portable form: "), plan.note
+    assert reason in plan.note
+    assert {x.module.path.parent.name for x in plan.launches} == {"kernels_cu"}
+
+
+def test_other_architectures_take_the_portable_form_without_a_word() -> None:
+    plan = plan_of(call_of(200, 300), deterministic=False)
+    assert (plan.form, plan.note) == ("atomic", "")
+
+
+def test_explain_names_the_form() -> None:
+    inputs = received(*normal((1, 1, 40, 64), (1, 1, 70, 64)))
+    for deterministic, form in (
+        (False, "sm90_atomic: blocks of"),
+        (True, "sm90_deterministic: as"),
+    ):
+        text = explain_backward(
+            *inputs, deterministic=deterministic, arch="sm_90a", backend="interpret"
+        )
+        assert text.startswith(form) and "sm90/backward_keys.cu" in text
+
+
+def test_sums_are_no_more_memory_than_a_tile_and_a_box_round_up_to() -> None:
+    plan = hopper_plan(call_of(118_800, 118_800, 72))
+    taken = {one.name: one.nbytes for one in plan.workspace}
+    assert taken["dQ_sum"] == 4 * 4 * 118_912 * 128  # heads, bytes, rows, columns
+
+
+# ---- in the interpreter --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "form"),
+    [
+        pytest.param(number, form, marks=[] if number == 0 else [pytest.mark.slow])
+        for number in range(4)
+        for form in HOPPER_FORMS
+    ],
+)
+def test_gradients_are_within_their_bound(number: int, form: str) -> None:
+    """Amid NaN: what lies outside of the arrays has no influence."""
+    inputs, options = list(revealing_hopper_backward())[number]
+    amid_nan: Any = (*map(embedded, inputs[:5]), inputs[5])
+    run_backward(amid_nan, **interpreted_as(form), **options).check()
+
+
+@pytest.mark.parametrize(
+    ("len_q", "len_kv"), [(1, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in
+                                    ((128, 128), (129, 127), (64, 257), (300, 1)))]
+)  # fmt: skip
+def test_lengths_around_the_edges_of_tiles(len_q: int, len_kv: int) -> None:
+    for head_dim in (64, 80):
+        inputs = received(*normal((1, 1, len_q, head_dim), (1, 1, len_kv, head_dim), "bfloat16"))
+        for form in HOPPER_FORMS:
+            run_backward(inputs, **interpreted_as(form)).check()
+
+
+def test_dk_and_dv_of_both_forms_have_the_same_bits() -> None:
+    """Up to head_dim 64 their tiles differ, and the order of the sums does not."""
+    inputs = received(*normal((1, 2, 140, 64), (1, 1, 100, 64)))
+    atomic, deterministic = (
+        run_backward(inputs, **interpreted_as(form)).gradients for form in HOPPER_FORMS
+    )
+    assert bits(atomic.dk) == bits(deterministic.dk) and bits(atomic.dv) == bits(deterministic.dv)
+
+
+def test_keys_that_no_row_attends_to_have_no_gradient() -> None:
+    """A block of keys without a step waits for no copy, and none is begun for it."""
+    inputs = received(*normal((1, 1, 5, 64), (1, 1, 300, 64)), window=(2, 0))
+    for form in HOPPER_FORMS:
+        one = run_backward(inputs, **interpreted_as(form), window=(2, 0))
+        one.check()
+        assert not np.asarray(one.gradients.dk, np.float32)[:, :, :256].any()
+
+
+@pytest.mark.parametrize("form", ["sm90_atomic", pytest.param("sm90_deterministic",
+                                                              marks=pytest.mark.slow)])  # fmt: skip
+def test_shared_memory_has_no_bank_conflicts(form: str) -> None:
+    profile = interpret.Profile()
+    with interpret.observe(profile):
+        inputs = received(*normal((1, 1, 130, 72), (1, 1, 70, 72)))
+        run_backward(inputs, **interpreted_as(form))
+    assert profile.excess == 0 and "backward_keys" in profile.kernels
+
+
+#: Of q and k: one without rows, one without keys, one longer than a block of either.
+PACKED = ((5, 9), (0, 20), (150, 140), (7, 0), (40, 70))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", HOPPER_FORMS)
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_packed_sequences_are_within_their_bound(form: str, head_dim: int) -> None:
+    runs = list(
+        run_packed_backward(
+            PACKED, head_dim=head_dim, **interpreted_as(form), causal=True, window=(60, -1)
+        )
+    )
+    assert len(runs) == len(PACKED)
+    for one in runs:
+        one.check()
+
+
+def with_a_sequence_of(fill: float, form: str) -> list[bytes]:
+    """Gradients of the first of two packed sequences, the other one filled."""
+    (q, k, v), ends = packed(((40, 70), (30, 90)), 2, 1, 64)
+    out, lse = attention_varlen(q, k, v, *ends, variant="fa_tc", return_lse=True, backend="mirror")
+    d_out = (q * 0.5 + out).astype(q.dtype)
+    for x, where in ((q, ends[0]), (k, ends[1]), (v, ends[1]), (d_out, ends[0])):
+        x[where[1] :] = fill
+    found = attention_varlen_backward(d_out, q, k, v, out, lse, *ends, **interpreted_as(form))
+    lengths = (ends[0], ends[1], ends[1])
+    return [
+        bits(np.ascontiguousarray(x[slice(*next(pairwise(where)))]))
+        for x, where in zip(found, lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("form", HOPPER_FORMS)
+def test_a_nan_of_the_next_sequence_has_no_influence(form: str) -> None:
+    """The copy engine brings its rows, too."""
+    assert with_a_sequence_of(np.nan, form) == with_a_sequence_of(0.0, form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "line", "form"),
+    [
+        (file, f"      zero_rows<CONSUMER_THREADS>({line}\n", form)
+        for file, form, lines in (
+            ("sm90/backward_keys.cu", "sm90_atomic",
+             ("smem.K, keys, BLOCK_KV);", "smem.V, keys, BLOCK_KV);",
+              "smem.Q[at.stage], rows, BLOCK_Q);", "smem.dO[at.stage], rows, BLOCK_Q);")),
+            ("sm90/backward_queries.cu", "sm90_deterministic",
+             ("smem.K[at.stage], rows, BLOCK_KV);", "smem.V[at.stage], rows, BLOCK_KV);")),
+        )
+        for line in lines
+    ],
+)  # fmt: skip
+def test_without_zeros_a_nan_of_the_next_sequence_would(
+    file: str, line: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean = with_a_sequence_of(0.0, form)
+    put_a_line_in_place(file, line, "", tmp_path, monkeypatch)
+    assert with_a_sequence_of(np.nan, form) != clean
