@@ -336,14 +336,14 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
         x = operands[name[1:]]
         described[name] = laid_out(x.shape, x.dtype.itemsize, request.options.layout)
     plan = _plan(request, described, deterministic)
-    why = {
-        "atomic": "blocks of keys add up dQ in memory; deterministic=True has the same bits on "
-        "every run",
-        "deterministic": "asked for; a kernel of its own makes dQ",
-    }
-    return "\n".join(
-        [f"{plan.form}: {why[plan.form.removeprefix('sm90_')]}", *score_lines(request), str(plan)]
-    )
+    if plan.form.endswith("atomic"):
+        why = (
+            "blocks of keys add up dQ in memory; deterministic=True has the same bits on every run"
+        )
+    else:
+        reason = "asked for" if deterministic else "past head_dim 128 Hopper has no other form"
+        why = f"{reason}; a kernel of its own makes dQ"
+    return "\n".join([f"{plan.form}: {why}", *score_lines(request), str(plan)])
 
 
 def _rope_of(request: Request) -> Rope | None:

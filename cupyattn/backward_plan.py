@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import hopper
-from cupyattn.backward_tiles import backward_tiles, hopper_backward_tiles
+from cupyattn.backward_tiles import SUMMED, backward_tiles, hopper_backward_tiles
 from cupyattn.checks import AttentionCall
 from cupyattn.compile import ModuleSpec
 from cupyattn.features import Features
@@ -87,7 +87,8 @@ def plan_backward(
         call has a block mask.
     arch : str, optional
         Architecture that it will run on: on ``"sm_90a"`` the form is ``"sm90_atomic"`` or
-        ``"sm90_deterministic"`` where that takes the call; `Plan.note` says why where it does not.
+        ``"sm90_deterministic"`` where that takes the call (past head_dim 128 always the latter);
+        `Plan.note` says why where it does not.
 
     Returns
     -------
@@ -105,7 +106,8 @@ def plan_backward(
     if arch == "sm_90a":
         named = {"q": q, "k": k, "v": v, "d_out": d_out, "dq": dq, "dk": dk, "dv": dv}
         note = hopper.backward_obstacle(call, named)
-        form = form if note else f"sm90_{form}"
+        deterministic |= not note and call.head_dim > SUMMED
+        form = form if note else "sm90_deterministic" if deterministic else "sm90_atomic"
     row_blocks = -(-call.len_q // ROW_PAD)
     lists, rows, total = call.batch * call.heads, row_blocks * ROW_PAD, call.len_q
     if call.packed is not None:  # one entry, in which every sequence begins at a multiple
@@ -182,7 +184,8 @@ class _Kernels:
         defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
         if sums_dq is not None:
             defines["CFG_SUMS_DQ"] = int(sums_dq)
-        file = f"{self.folder}backward_{name}.cu"
+        wide = "_wide" if self.folder and name != "sums" and self.features.head_dim > SUMMED else ""
+        file = f"{self.folder}backward_{name}{wide}.cu"
         spec = ModuleSpec(file, tuple(sorted(defines.items())))
         shared = name in ("keys", "queries")
         one = Launch(spec, f"backward_{name}", grid, tiles.num_threads, shared, self.structs)

@@ -12,11 +12,14 @@ _TILES = {
     256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
 }
 
-#: The same of the Hopper form; past the last head_dim the portable form runs.
+#: The same of the Hopper form. Past head_dim 128 its kernels are others, which sum up no dQ.
 HOPPER_TILES = {
     64: (Tiles(128, 128, 12, 2), Tiles(128, 128, 12, 3)),
     128: (Tiles(64, 128, 12, 2), Tiles(128, 128, 12, 2)),
+    256: (Tiles(64, 64, 12, 2), Tiles(64, 64, 12, 2)),
 }
+#: The largest head_dim of which the Hopper form can sum up dQ in memory.
+SUMMED = 128
 #: Where it sums up no dQ, the kernel that keeps keys ran out of registers with 128 query rows.
 _HOPPER_KEYS = Tiles(64, 128, 12, 3)
 
@@ -47,12 +50,12 @@ def backward_tiles(head_dim: int, block_mask: tuple[int, int] = (0, 0)) -> tuple
 
 
 def hopper_backward_tiles(head_dim: int, *, deterministic: bool) -> tuple[Tiles, Tiles]:
-    """Return the same of the Hopper form, which takes head_dim to 128.
+    """Return the same of the Hopper form.
 
     Examples
     --------
-    >>> hopper_backward_tiles(72, deterministic=False)[0].block_q, max(HOPPER_TILES)
-    (64, 128)
+    >>> hopper_backward_tiles(72, deterministic=False)[0].block_q
+    64
     """
     found = next(tiles for limit, tiles in HOPPER_TILES.items() if head_dim <= limit)
-    return (_HOPPER_KEYS, found[1]) if deterministic else found
+    return (_HOPPER_KEYS, found[1]) if deterministic and head_dim <= SUMMED else found

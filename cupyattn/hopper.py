@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from cupyattn.backward_tiles import HOPPER_TILES
+from cupyattn.backward_tiles import SUMMED
 from cupyattn.checks import AttentionCall
 from cupyattn.registry import Variant
 
@@ -61,12 +61,11 @@ def backward_obstacle(call: AttentionCall, operands: Mapping[str, Operand]) -> s
     given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
     if given:
         return f"portable form: the Hopper form takes no {' and no '.join(given)}"
-    if call.head_dim > max(HOPPER_TILES):
-        return f"portable form: the Hopper form takes head_dim up to 128, got {call.head_dim}"
     rows, keys = call.block_mask
-    if rows % 128 or keys % 128:
+    size = 128 if call.head_dim <= SUMMED else 64
+    if rows % size or keys % size:
         return (
-            "portable form: the Hopper form takes block masks whose blocks are multiples of 128 x "
-            f"128, got {rows} x {keys}"
+            f"portable form: the Hopper form takes block masks whose blocks are multiples of "
+            f"{size} x {size}, got {rows} x {keys}"
         )
     return out_of_reach(operands)

@@ -107,10 +107,34 @@ def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
         (128, 130, 400, {"causal": True}),
         (40, 200, 256, {"block_mask": BlockMask(kept, 128, 128)}),
     )
+    yield from _with_their_options(some)
+
+
+def revealing_wide_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
+    """Yield the same for the kernels of Hopper past head_dim 128."""
+    kept = np.array([[1, 0, 1, 1, 0], [0, 1, 1, 0, 1], [1, 1, 0, 1, 1]], bool)[None, None]
+    some: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+        (160, 150, 270, {"causal": True}),
+        (256, 150, 270, {"window": (150, 40)}),
+        (200, 150, 270, {"block_mask": BlockMask(kept, 64, 64)}),
+    )
+    yield from _with_their_options(some)
+
+
+def _with_their_options(
+    some: Sequence[tuple[int, int, int, dict[str, Any]]],
+) -> Iterator[tuple[Received, dict[str, Any]]]:
     for head_dim, len_q, len_kv, options in some:
         q, k, v = normal((1, 2, len_q, head_dim), (1, 1, len_kv, head_dim))
         k = (k * 2 + 1).astype(k.dtype)
         yield received(q, k, v, **options), options
+
+
+def revealing_of(file: str, form: str) -> Iterator[tuple[Received, dict[str, Any]]]:
+    """Yield the problems that bring a mistake in a source to light."""
+    if "_wide" in file:
+        return revealing_wide_backward()
+    return revealing_hopper_backward() if form in HOPPER_FORMS else revealing_backward()
 
 
 def run_packed_backward(

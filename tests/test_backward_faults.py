@@ -16,8 +16,7 @@ from tests.backward_cases import (
     HOPPER_FORMS,
     BackwardRun,
     interpreted_as,
-    revealing_backward,
-    revealing_hopper_backward,
+    revealing_of,
     run_backward,
     run_packed_backward,
 )
@@ -54,7 +53,7 @@ def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:
     if fault.shown_by == "varlen":
         yield from run_packed_backward(((5, 9), (70, 140), (40, 20)), **how)
         return
-    problems = revealing_hopper_backward() if form in HOPPER_FORMS else revealing_backward()
+    problems = revealing_of(fault.hunks[0].file, form)
     for inputs, options in sorted(problems, key=lambda x: fault.shown_by not in x[1]):
         yield run_backward(inputs, **how, **options)
 

@@ -12,6 +12,7 @@ import pytest
 from cupyattn import attention_varlen, attention_varlen_backward, explain_backward, interpret
 from cupyattn import compile as kc
 from cupyattn.backward_plan import plan_backward
+from cupyattn.backward_tiles import SUMMED
 from cupyattn.checks import Packed
 from cupyattn.launch import Operand
 from tests.backward_cases import (
@@ -20,6 +21,7 @@ from tests.backward_cases import (
     interpreted_as,
     received,
     revealing_hopper_backward,
+    revealing_wide_backward,
     run_backward,
     run_packed_backward,
 )
@@ -50,6 +52,7 @@ def hopper_plan(call: Any, *, deterministic: bool = False, **changed: Operand) -
     ("head_dim", "dtype", "features"),
     [
         (128, "bfloat16", {"causal": True}),
+        (256, "float16", {}),
         *(
             pytest.param(*cell, marks=pytest.mark.slow)
             for cell in (
@@ -58,6 +61,8 @@ def hopper_plan(call: Any, *, deterministic: bool = False, **changed: Operand) -
                 (96, "float16", {"window": True, "causal": True}),
                 (128, "float16", {"packed": Packed(900, 900, True)}),
                 (64, "bfloat16", {"block_mask": (128, 128), "causal": True}),
+                (160, "bfloat16", {"causal": True, "packed": Packed(900, 900, True)}),
+                (256, "float16", {"block_mask": (64, 64), "window": True}),
             )
         ),
     ],
@@ -69,7 +74,9 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
     plans = [hopper_plan(call, deterministic=form) for form in FORMS.values()]
     modules = {x.module: x.entry for plan in plans for x in plan.launches}
     hopper = {m: entry for m, entry in modules.items() if m.path.parent.name == "sm90"}
-    assert sorted(hopper.values()) == ["backward_keys"] * 2 + ["backward_queries", "backward_sums"]
+    both = ["backward_keys", "backward_queries"]
+    narrow = ["backward_keys", *both, "backward_sums"]
+    assert sorted(hopper.values()) == (narrow if head_dim <= SUMMED else both)
     for module, entry in hopper.items():
         binary = kc.build(module, "sm_90a")
         taken = binary.kernels[entry]
@@ -81,7 +88,7 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
 @pytest.mark.parametrize(
     ("options", "changed", "reason"),
     [
-        ({"head_dim": 136}, {}, "takes head_dim up to 128, got 136"),
+        ({"head_dim": 136, "block_mask": (64, 96)}, {}, "multiples of 64 x 64, got 64 x 96"),
         ({"softcap": 2.0}, {}, "takes no softcap"),
         ({"block_mask": (64, 128)}, {}, "multiples of 128 x 128, got 64 x 128"),
         ({"head_dim": 36}, {}, "multiples of 16 bytes, got q at 16 n + 0"),
@@ -127,14 +134,20 @@ def test_sums_are_no_more_memory_than_a_tile_and_a_box_round_up_to() -> None:
 @pytest.mark.parametrize(
     ("number", "form"),
     [
-        pytest.param(number, form, marks=[] if number == 0 else [pytest.mark.slow])
-        for number in range(4)
-        for form in HOPPER_FORMS
+        *(
+            pytest.param(number, form, marks=[] if number == 0 else [pytest.mark.slow])
+            for number in range(4)
+            for form in HOPPER_FORMS
+        ),
+        *(
+            pytest.param(number, "sm90_deterministic", marks=pytest.mark.slow)
+            for number in range(4, 7)
+        ),
     ],
 )
 def test_gradients_are_within_their_bound(number: int, form: str) -> None:
     """Amid NaN: what lies outside of the arrays has no influence."""
-    inputs, options = list(revealing_hopper_backward())[number]
+    inputs, options = [*revealing_hopper_backward(), *revealing_wide_backward()][number]
     amid_nan: Any = (*map(embedded, inputs[:5]), inputs[5])
     run_backward(amid_nan, **interpreted_as(form), **options).check()
 
@@ -144,7 +157,7 @@ def test_gradients_are_within_their_bound(number: int, form: str) -> None:
                                     ((128, 128), (129, 127), (64, 257), (300, 1)))]
 )  # fmt: skip
 def test_lengths_around_the_edges_of_tiles(len_q: int, len_kv: int) -> None:
-    for head_dim in (64, 80):
+    for head_dim in (64, 80, 136):
         inputs = received(*normal((1, 1, len_q, head_dim), (1, 1, len_kv, head_dim), "bfloat16"))
         for form in HOPPER_FORMS:
             run_backward(inputs, **interpreted_as(form)).check()
@@ -168,12 +181,18 @@ def test_keys_that_no_row_attends_to_have_no_gradient() -> None:
         assert not np.asarray(one.gradients.dk, np.float32)[:, :, :256].any()
 
 
-@pytest.mark.parametrize("form", ["sm90_atomic", pytest.param("sm90_deterministic",
-                                                              marks=pytest.mark.slow)])  # fmt: skip
-def test_shared_memory_has_no_bank_conflicts(form: str) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "form"),
+    [
+        (72, "sm90_atomic"),
+        pytest.param(72, "sm90_deterministic", marks=pytest.mark.slow),
+        pytest.param(256, "sm90_deterministic", marks=pytest.mark.slow),
+    ],
+)
+def test_shared_memory_has_no_bank_conflicts(head_dim: int, form: str) -> None:
     profile = interpret.Profile()
     with interpret.observe(profile):
-        inputs = received(*normal((1, 1, 130, 72), (1, 1, 70, 72)))
+        inputs = received(*normal((1, 1, 130, head_dim), (1, 1, 70, head_dim)))
         run_backward(inputs, **interpreted_as(form))
     assert profile.excess == 0 and "backward_keys" in profile.kernels
 
@@ -184,7 +203,7 @@ PACKED = ((5, 9), (0, 20), (150, 140), (7, 0), (40, 70))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", HOPPER_FORMS)
-@pytest.mark.parametrize("head_dim", [64, 72])
+@pytest.mark.parametrize("head_dim", [64, 72, 192])
 def test_packed_sequences_are_within_their_bound(form: str, head_dim: int) -> None:
     runs = list(
         run_packed_backward(
@@ -196,9 +215,9 @@ def test_packed_sequences_are_within_their_bound(form: str, head_dim: int) -> No
         one.check()
 
 
-def with_a_sequence_of(fill: float, form: str) -> list[bytes]:
+def with_a_sequence_of(fill: float, form: str, head_dim: int = 64) -> list[bytes]:
     """Gradients of the first of two packed sequences, the other one filled."""
-    (q, k, v), ends = packed(((40, 70), (30, 90)), 2, 1, 64)
+    (q, k, v), ends = packed(((40, 70), (30, 90)), 2, 1, head_dim)
     out, lse = attention_varlen(q, k, v, *ends, variant="fa_tc", return_lse=True, backend="mirror")
     d_out = (q * 0.5 + out).astype(q.dtype)
     for x, where in ((q, ends[0]), (k, ends[1]), (v, ends[1]), (d_out, ends[0])):
@@ -211,30 +230,36 @@ def with_a_sequence_of(fill: float, form: str) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("form", HOPPER_FORMS)
-def test_a_nan_of_the_next_sequence_has_no_influence(form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "head_dim"),
+    [
+        ("sm90_atomic", 64), ("sm90_deterministic", 64),
+        pytest.param("sm90_deterministic", 136, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_nan_of_the_next_sequence_has_no_influence(form: str, head_dim: int) -> None:
     """The copy engine brings its rows, too."""
-    assert with_a_sequence_of(np.nan, form) == with_a_sequence_of(0.0, form)
+    clean = with_a_sequence_of(0.0, form, head_dim)
+    assert with_a_sequence_of(np.nan, form, head_dim) == clean
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "line", "form"),
+    ("file", "line"),
     [
-        (file, f"      zero_rows<CONSUMER_THREADS>({line}\n", form)
-        for file, form, lines in (
-            ("sm90/backward_keys.cu", "sm90_atomic",
-             ("smem.K, keys, BLOCK_KV);", "smem.V, keys, BLOCK_KV);",
-              "smem.Q[at.stage], rows, BLOCK_Q);", "smem.dO[at.stage], rows, BLOCK_Q);")),
-            ("sm90/backward_queries.cu", "sm90_deterministic",
-             ("smem.K[at.stage], rows, BLOCK_KV);", "smem.V[at.stage], rows, BLOCK_KV);")),
-        )
-        for line in lines
+        ("sm90/backward_keys.cu", "<CONSUMER_THREADS>(smem.V, keys, BLOCK_KV);"),
+        ("sm90/backward_keys.cu", "<CONSUMER_THREADS>(smem.dO[at.stage], rows, BLOCK_Q);"),
+        ("sm90/backward_keys_wide.cu", "<CONSUMER_THREADS>(smem.K, keys, BLOCK_KV);"),
+        ("sm90/backward_keys_wide.cu", "<CONSUMER_THREADS>(smem.Q[next_at.stage], rows, BLOCK_Q);"),
+        ("sm90/backward_queries.cu", "<CONSUMER_THREADS>(smem.K[at.stage], rows, BLOCK_KV);"),
+        ("sm90/backward_queries_wide.cu", "<WARPGROUP>(smem.V[own], rows, BLOCK_KV);"),
     ],
-)  # fmt: skip
+)
 def test_without_zeros_a_nan_of_the_next_sequence_would(
-    file: str, line: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = with_a_sequence_of(0.0, form)
-    put_a_line_in_place(file, line, "", tmp_path, monkeypatch)
-    assert with_a_sequence_of(np.nan, form) != clean
+    form = "sm90_atomic" if file == "sm90/backward_keys.cu" else "sm90_deterministic"
+    head_dim = 136 if "_wide" in file else 64
+    clean = with_a_sequence_of(0.0, form, head_dim)
+    put_a_line_in_place(file, f"      zero_rows{line}\n", "", tmp_path, monkeypatch)
+    assert with_a_sequence_of(np.nan, form, head_dim) != clean

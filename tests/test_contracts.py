@@ -35,6 +35,8 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "sm90/backward_keys.cu": Tiles(128, 128, 12, 2),
     "sm90/backward_queries.cu": Tiles(128, 128, 12, 2),
     "sm90/backward_sums.cu": Tiles(64, 1, 4),
+    "sm90/backward_keys_wide.cu": Tiles(64, 64, 12, 2),
+    "sm90/backward_queries_wide.cu": Tiles(64, 64, 12, 2),
     "sm90/attn_fa_int8.cu": Tiles(192, 112, 16, 3),
     "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 3),
     "sm90/attn_fa_int8_fp8.cu": Tiles(128, 192, 12, 3),
@@ -113,6 +115,10 @@ BROKEN = [
     ("sm90/backward_queries.cu", {"BLOCK_Q": 64}, "BLOCK_Q must be 128: two warpgroups keep dQ"),
     ("sm90/backward_queries.cu", {"BLOCK_KV": 136}, "BLOCK_KV must be a multiple of 16 from 64 to"),
     ("sm90/backward_queries.cu", {"HEAD_DIM": 136}, "HEAD_DIM must be at most 128: dQ, S and dP"),
+    ("sm90/backward_keys_wide.cu", {"BLOCK_Q": 128}, "BLOCK_KV and BLOCK_Q must be 64: a row of P"),
+    ("sm90/backward_keys_wide.cu", {"HEAD_DIM": 128}, "HEAD_DIM must be more than 128: sm90/backw"),
+    ("sm90/backward_queries_wide.cu", {"BLOCK_KV": 32}, "BLOCK_Q and BLOCK_KV must be 64: dQ, S"),
+    ("sm90/backward_queries_wide.cu", {"HEAD_DIM": 72}, "HEAD_DIM must be more than 128: sm90/b"),
     ("sm90/backward_sums.cu", {"BLOCK_Q": 128}, "BLOCK_Q must be 64, the rows of a tile of sums"),
     ("sm90/backward_sums.cu", {"HEAD_DIM": 72}, "NUM_WARPS must be 4 for every 64 columns"),
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
@@ -170,6 +176,8 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     defines = {**GOOD[source].defines(), **features.defines()}
     if source.startswith("quantize"):  # nothing is done for an operand but what `changes` say
         defines |= {"CFG_STEP_Q": 0, "CFG_STEP_K": 0, "CFG_STEP_V": 0, "CFG_BLOCK_COLS": 64}
+    if "_wide" in source:
+        defines |= {"CFG_HEAD_DIM": 256}
     if source.endswith("backward_keys.cu"):
         defines |= {"CFG_SUMS_DQ": 1}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}

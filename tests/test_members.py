@@ -62,6 +62,15 @@ EXPECTED = {
         "Q": "float16", "dO": "float16", "K": "float16", "V": "float16", "Q_full": "uint64",
         "full": "uint64", "empty": "uint64",
     },
+    "sm90/backward_keys_wide.cu": {
+        "K": "float16", "V": "float16", "Q": "float16", "dO": "float16", "P": "float16",
+        "dS": "float16", "row_M": "float32", "delta": "float32", "KV_full": "uint64",
+        "full": "uint64", "empty": "uint64", "P_full": "uint64", "P_empty": "uint64",
+    },
+    "sm90/backward_queries_wide.cu": {
+        "Q": "float16", "dO": "float16", "K": "float16", "V": "float16", "Q_full": "uint64",
+        "full": "uint64", "empty": "uint64",
+    },
     "split/attn_fa_tc.cu": {"K": "float16", "V": "float16"},
     "backward_keys.cu": {"K": "float16", "V": "float16", "Q": "float16", "dO": "float16",
                          "dS": "float16", "row_M": "float32", "delta": "float32"},

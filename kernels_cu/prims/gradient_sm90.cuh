@@ -7,17 +7,20 @@
 #include "prims/warp.cuh"
 #include "prims/wgmma.cuh"
 
-constexpr int WARPGROUP = 128;                       // threads
-constexpr int BOX_COLS = 64;                         // columns per box: 128 bytes, one swizzle
-constexpr int BOX_BYTES = 128;                       // per row of a box
-constexpr int BOXES = ceil_div(HEAD_DIM, BOX_COLS);  // per row of an operand
-constexpr int COLS = HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // of a gradient, as computed
+constexpr int WARPGROUP = 128;  // threads
+constexpr int BOX_COLS = 64;    // columns per box: 128 bytes, one swizzle
+constexpr int BOX_BYTES = 128;  // per row of a box
+// Past 128 columns there are 256: two warpgroups share them.
+constexpr int BOXES = HEAD_DIM <= 128 ? ceil_div(HEAD_DIM, BOX_COLS) : 4;  // per row of an operand
+constexpr int COLS = HEAD_DIM <= 64    ? 64
+                     : HEAD_DIM <= 128 ? round_up(HEAD_DIM, 32)
+                                       : 256;  // of a gradient, as computed
 
 // ---- products ---------------------------------------------------------------------------------
 
-// D [64, N] = A B^T of 64 rows of a tile A [A_ROWS, HEAD_DIM] and all of B [N, HEAD_DIM], in the
+// D [64, N] = A B^T of 64 rows of a tile A [A_ROWS, HEAD_DIM] and N of B [B_ROWS, HEAD_DIM], in the
 // background.
-template <int A_ROWS, int N>
+template <int A_ROWS, int B_ROWS, int N = B_ROWS>
 __device__ __forceinline__ void start_rows(
     float (&D_acc)[N / 2], Descriptor A_rows, Descriptor B_rows) {
   wgmma_use(D_acc);
@@ -26,8 +29,8 @@ __device__ __forceinline__ void start_rows(
   for (int k = 0; k < ceil_div(HEAD_DIM, 16); ++k) {  // 32 bytes of a row, then the next box
     const int box = k / 4, byte = k % 4 * 32;
     Wgmma<elem_t, N>::ss(
-        D_acc, A_rows + (box * A_ROWS * BOX_BYTES + byte), B_rows + (box * N * BOX_BYTES + byte),
-        k > 0);
+        D_acc, A_rows + (box * A_ROWS * BOX_BYTES + byte),
+        B_rows + (box * B_ROWS * BOX_BYTES + byte), k > 0);
   }
   wgmma_commit_group();
 }
@@ -44,15 +47,6 @@ __device__ __forceinline__ void start_columns(
   for (int k = 0; k < K_STEPS; ++k)
     Wgmma<elem_t, COLS>::rs(D_acc, A_frag[k], B_columns + k * 16 * BOX_BYTES);
   wgmma_commit_group();
-}
-
-// Accumulators in 16 bits, two neighbouring columns in a register: the left operand of a product.
-template <int K_STEPS>
-__device__ __forceinline__ void pack(
-    uint32_t (&frag)[K_STEPS][4], const float (&acc)[8 * K_STEPS]) {
-#pragma unroll
-  for (int i = 0; i < 4 * K_STEPS; ++i)
-    frag[i / 4][i % 4] = pack_rn<elem_t>(acc[2 * i], acc[2 * i + 1]);
 }
 
 // ---- gradients --------------------------------------------------------------------------------

@@ -83,7 +83,8 @@ __device__ __forceinline__ Descriptor uniform(Descriptor rows) {
 
 // D = A B (+ D when accumulate) over 16-bit elements, float32 accumulation;
 //   ss: A and B in shared memory, both K-major
-//   ss_across: A and B in shared memory, the rows of both along the other axis, M and N
+//   ss_columns: the same, but the rows of B along n
+//   ss_across: the same, and the rows of A along m
 //   rs: A in registers, B in shared memory, its rows along n; always accumulates
 template <typename T, int N>
 struct Wgmma;
@@ -164,6 +165,7 @@ struct WgmmaE4m3;
 template <> \
 struct Wgmma<T, N> { \
   WGMMA_SS(ss, "0, 0", TYPE, N, COUNT, X0, X1, X2, X3, X4) \
+  WGMMA_SS(ss_columns, "0, 1", TYPE, N, COUNT, X0, X1, X2, X3, X4) \
   WGMMA_SS(ss_across, "1, 1", TYPE, N, COUNT, X0, X1, X2, X3, X4) \
   static __device__ __forceinline__ void rs( \
       float (&c)[COUNT], const uint32_t (&a)[4], Descriptor b) { \
@@ -178,6 +180,7 @@ struct Wgmma<T, N> { \
 #define WGMMA(...) \
   WGMMA_OF(__half, "f16", __VA_ARGS__) \
   WGMMA_OF(__nv_bfloat16, "bf16", __VA_ARGS__)
+WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
 WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
 WGMMA(72, 36, 36, 37, 38, 39, 40, 41)
 WGMMA(80, 40, 40, 41, 42, 43, 44, 45)

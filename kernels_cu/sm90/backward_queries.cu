@@ -124,7 +124,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries(
     delta[h] = grad.delta[padded + h * 8];
   }
   float dQ_acc[COLS / 2] = {};                      // [COLS / 8][4]
-  float S_acc[BLOCK_KV / 2], dP_acc[BLOCK_KV / 2];  // [BLOCK_KV / 8][4], then P and dS
+  float S_acc[BLOCK_KV / 2], dP_acc[BLOCK_KV / 2];  // [BLOCK_KV / 8][4], then P and dP
   uint32_t dS_frag[BLOCK_KV / 16][4];
   RingPosition<NUM_STAGES> at;
   if (number < keys.end) mbarrier_wait_parity(smem.Q_full, 0);  // Q and dO have arrived
@@ -155,9 +155,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries(
     wgmma_wait_group<0>();
     wgmma_use(dP_acc);
 #pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i)
-      dP_acc[i] = S_acc[i] * (dP_acc[i] - delta[i / 2 % 2]);  // R11
-    pack(dS_frag, dP_acc);                                    // R11
+    for (int i = 0; i < BLOCK_KV / 4; ++i) {                 // two neighbouring keys of a row
+      const float *P = S_acc + 2 * i, *dP = dP_acc + 2 * i;  // [2]
+      const float mean = delta[i % 2];
+      dS_frag[i / 4][i % 4] = pack_rn<elem_t>(P[0] * (dP[0] - mean), P[1] * (dP[1] - mean));  // R11
+    }
 
     // S5 dQ
     start_columns(dQ_acc, dS_frag, K_columns.stage(at.stage, STAGE_BYTES));  // R12

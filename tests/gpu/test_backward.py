@@ -23,6 +23,8 @@ from tests.backward_cases import (
     received,
     revealing_backward,
     revealing_hopper_backward,
+    revealing_of,
+    revealing_wide_backward,
     run_backward,
     run_packed_backward,
 )
@@ -78,7 +80,8 @@ def test_every_head_size(head_dim: int, dtype: str) -> None:
 
 def test_features_are_within_their_bound_amid_nan(how: dict[str, Any]) -> None:
     for head_dim in (32, 64, 128):
-        for inputs, options in (*revealing_backward(head_dim), *revealing_hopper_backward()):
+        of_hopper = (*revealing_hopper_backward(), *revealing_wide_backward())
+        for inputs, options in (*revealing_backward(head_dim), *of_hopper):
             amid_nan: Any = (*map(embedded, inputs[:5]), *on_device(inputs[5]))
             options = moved(options)
             run_backward(amid_nan, **how, **options).check()
@@ -96,9 +99,7 @@ def test_a_mistake_is_noticed(fault: Any, tmp_path: Any, monkeypatch: Any) -> No
                     (*map(embedded, inputs[:5]), *on_device(inputs[5])),
                     **options_of(form), **moved(options),
                 )
-                for inputs, options in (
-                    revealing_hopper_backward() if form in HOPPER_FORMS else revealing_backward()
-                )
+                for inputs, options in revealing_of(fault.hunks[0].file, form)
             )  # fmt: skip
         assert any(not one.judge().passed for one in runs), f"{form}: {fault.sentence}"
 
