@@ -103,7 +103,47 @@ extern "C" __global__ __launch_bounds__(128, 1) void rs(const elem_t* A,  // [64
   store(D, c);
 }
 
-// Both operands in shared memory with their rows along M and N: D = A^T B, and then 1 + A^T B.
+// Both operands in shared memory, the rows of B along N, those of A along k or, ACROSS, along M:
+// D = A B, and then 1 + A B.
+template <bool ACROSS>
+__device__ void ss_with_columns(
+    SharedStorage& smem, Descriptor A_rows, int A_step, float* D, float* sum) {
+  const Descriptor B_rows = descriptor_n_major(smem.V[0], KEYS * 128);
+#pragma unroll 1
+  for (int kept = 0; kept < 2; ++kept) {  // whether what the accumulators held counts
+    float c[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) c[i] = 1.0f;
+    wgmma_use(c);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; ++k) {
+      const Descriptor A = A_rows + k * A_step, B = B_rows + k * 16 * 128;
+      if (ACROSS)
+        Wgmma<elem_t, N>::ss_across(c, A, B, kept || k > 0);
+      else
+        Wgmma<elem_t, N>::ss_columns(c, A, B, kept || k > 0);
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    wgmma_use(c);
+    store(kept ? sum : D, c);
+  }
+}
+
+extern "C" __global__ __launch_bounds__(128, 1) void ss_columns(const elem_t* A,  // [64, KEYS]
+                                                               const elem_t* B,  // [KEYS, N]
+                                                               float* D,         // [64, N]
+                                                               float* sum) {     // [64, N]
+  SharedStorage& smem = shared_storage();
+  elem_t(&A_box)[1][64 * COLS] = *reinterpret_cast<elem_t(*)[1][64 * COLS]>(smem.A[0]);
+  place<64>(A_box, A, KEYS);
+  place<KEYS>(smem.V, B, N);
+  fence_proxy_async();
+  __syncthreads();  // both operands are complete
+  ss_with_columns<false>(smem, descriptor_k_major(A_box[0]), 32, D, sum);
+}
+
 extern "C" __global__ __launch_bounds__(128, 1) void ss_across(const elem_t* A,  // [KEYS, 64]
                                                               const elem_t* B,  // [KEYS, N]
                                                               float* D,         // [64, N]
@@ -114,24 +154,7 @@ extern "C" __global__ __launch_bounds__(128, 1) void ss_across(const elem_t* A, 
   place<KEYS>(smem.V, B, N);
   fence_proxy_async();
   __syncthreads();  // both operands are complete
-  const Descriptor A_rows = descriptor_n_major(A_box[0], 128);
-  const Descriptor B_rows = descriptor_n_major(smem.V[0], KEYS * 128);
-#pragma unroll 1
-  for (int kept = 0; kept < 2; ++kept) {  // whether what the accumulators held counts
-    float c[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) c[i] = 1.0f;
-    wgmma_use(c);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k)
-      Wgmma<elem_t, N>::ss_across(
-          c, A_rows + k * 16 * 128, B_rows + k * 16 * 128, kept || k > 0);
-    wgmma_commit_group();
-    wgmma_wait_group<0>();
-    wgmma_use(c);
-    store(kept ? sum : D, c);
-  }
+  ss_with_columns<true>(smem, descriptor_n_major(A_box[0], 128), 16 * 128, D, sum);
 }
 
 // The same over e4m3, B with its rows along k: D = A B^T, and then 1 + A B^T.
