@@ -180,13 +180,13 @@ class _Kernels:
 
         `sums_dq` is for the kernel of the keys: whether it adds up dQ.
         """
-        grid = check_grid(f"backward_{name}", *counts)
+        shared = name in ("keys", "queries")
+        wide = shared and bool(self.folder) and self.features.head_dim > SUMMED
+        entry = f"backward_{name}_wide" if wide else f"backward_{name}"
+        grid = check_grid(entry, *counts)
         defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
         if sums_dq is not None:
             defines["CFG_SUMS_DQ"] = int(sums_dq)
-        wide = "_wide" if self.folder and name != "sums" and self.features.head_dim > SUMMED else ""
-        file = f"{self.folder}backward_{name}{wide}.cu"
-        spec = ModuleSpec(file, tuple(sorted(defines.items())))
-        shared = name in ("keys", "queries")
-        one = Launch(spec, f"backward_{name}", grid, tiles.num_threads, shared, self.structs)
+        spec = ModuleSpec(f"{self.folder}{entry}.cu", tuple(sorted(defines.items())))
+        one = Launch(spec, entry, grid, tiles.num_threads, shared, self.structs)
         return (one,) if grid else ()

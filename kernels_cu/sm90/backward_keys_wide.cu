@@ -94,7 +94,7 @@ __device__ __forceinline__ void weights_and_slopes(
   }
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
@@ -185,7 +185,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   float S_acc[HALF_ROWS / 2], dP_acc[HALF_ROWS / 2];             // [HALF_ROWS / 8][4]
   RingPosition<NUM_STAGES> at, next_at;                          // of the step that is summed up
   RingPosition<1> P_at;
-  RowSteps steps(p, grad, batch, first_head, last_head, kv0), next = steps;
+  RowSteps next(p, grad, batch, first_head, last_head, kv0);
+  int head, q0;  // of the step that is summed up; q0 with row0
 
   // S3 scores, and dP, of the next step
   const auto start_scores = [&] {
@@ -202,10 +203,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
         dP_acc, V_rows, dO_first.stage(next_at.stage, STAGE_BYTES));  // R10
     next_at.advance();
   };
+  const auto end_scores = [&] {
+    wgmma_wait_group<0>();
+    wgmma_use(S_acc);
+    wgmma_use(dP_acc);
+    head = next.head, q0 = next.q0() + row0;
+    next.advance(p, grad, batch, last_head, kv0);
+  };
   // S4 P and dS, for both warpgroups
   const auto exchange = [&] {
-    const int q0 = steps.q0() + row0;
-    const Scores scores(p, batch, steps.head);
+    const Scores scores(p, batch, head);
     const bool products = scores.are_products(q0, HALF_ROWS, kv0 + key0, 16);
     uint32_t P_frag[HALF_ROWS / 16][4], dS_frag[HALF_ROWS / 16][4];
     weights_and_slopes(
@@ -236,31 +243,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     }
     P_at.advance();
     at.advance();
-    steps = next;
-    next.advance(p, grad, batch, last_head, kv0);
   };
 
-  if (steps.head < last_head) {
+  if (next.head < last_head) {
     mbarrier_wait_parity(smem.KV_full, 0);  // K and V have arrived
-    if (const int keys = p.len_kv - kv0; VARLEN && keys < BLOCK_KV) {
-      zero_rows<CONSUMER_THREADS>(smem.K, keys, BLOCK_KV);
-      zero_rows<CONSUMER_THREADS>(smem.V, keys, BLOCK_KV);
-      named_barrier_sync(1, CONSUMER_THREADS);  // both warpgroups multiply these keys
-    }
     start_scores();
-    next.advance(p, grad, batch, last_head, kv0);
-    wgmma_wait_group<0>();
-    wgmma_use(S_acc);
-    wgmma_use(dP_acc);
+    end_scores();
     while (next.head < last_head) {
       exchange();
       start_sums();
       start_scores();
       wgmma_wait_group<2>();
       end_sums();
-      wgmma_wait_group<0>();
-      wgmma_use(S_acc);
-      wgmma_use(dP_acc);
+      end_scores();
     }
     exchange();
     start_sums();

@@ -43,11 +43,8 @@ static_assert(
     HEAD_DIM > 128, "HEAD_DIM must be more than 128: sm90/backward_queries.cu is for less");
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "NUM_WARPS must be 8 that compute and 4 that copy");
-static_assert(
-    sizeof(SharedStorage::K) >= CONSUMERS * HALF_SUMS * WARPGROUP * sizeof(float),
-    "the sums of both warpgroups must fit into the place of K");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wide(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
