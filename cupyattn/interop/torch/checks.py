@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,15 @@ from cupyattn.errors import UnsupportedError
 _ROWS = ("q", "k", "v")
 
 
-def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(name: str, tensors: Mapping[str, Tensor | None]) -> None:
     """Raise unless a call on these tensors can run.
 
     Parameters
     ----------
     name : str
         Of the function, for messages.
-    tensors : mapping of str to Tensor
-        All that the call reads, q first.
+    tensors : mapping of str to Tensor or None
+        All that the call reads, q first; None: it is not there.
 
     Raises
     ------
@@ -33,7 +34,8 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
     NotImplementedError
         For devices without a kernel, and tensors that are not strided.
     """
-    for argument, x in tensors.items():
+    given = {argument: x for argument, x in tensors.items() if x is not None}
+    for argument, x in given.items():
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"{name}(): argument '{argument}' must be Tensor, not {type(x).__name__}"
@@ -42,11 +44,11 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
             raise NotImplementedError(
                 f"{name}: expected {argument} to be a strided tensor, got layout {x.layout}"
             )
-    devices = {argument: x.device for argument, x in tensors.items()}
+    devices = {argument: x.device for argument, x in given.items()}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{argument} is on {device}" for argument, device in devices.items())
         raise RuntimeError(f"Expected all tensors to be on the same device, but {where}")
-    rows = {argument: tensors[argument] for argument in _ROWS if argument in tensors}
+    rows = {argument: given[argument] for argument in _ROWS}
     if len({x.dtype for x in rows.values()}) > 1:
         found = " and ".join(f"{argument}.dtype: {x.dtype}" for argument, x in rows.items())
         raise RuntimeError(f"Expected q, k and v to have the same dtype, but got {found}")
@@ -58,21 +60,16 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_device(name: str, tensor: Tensor) -> None:
-    """Raise NotImplementedError for tensors that lie where no kernel runs."""
-    if tensor.device.type not in ("cpu", "cuda"):
+def check_device(name: str, q: Any) -> None:
+    """Raise NotImplementedError for a tensor that lies where no kernel runs, TypeError for none."""
+    if not isinstance(q, Tensor):
+        raise TypeError(f"{name}(): argument 'q' must be Tensor, not {type(q).__name__}")
+    if not (q.is_cuda or q.is_cpu):
         raise NotImplementedError(
-            f"Could not run '{name}' with arguments from the '{tensor.device.type}' backend: it "
-            "takes CUDA tensors, and CPU tensors with backend='mirror' or 'interpret'"
-            + ("; a meta tensor holds no numbers" if tensor.is_meta else "")
+            f"Could not run 'cupyattn::{name}' with arguments from the '{q.device.type}' backend: it takes "
+            "CUDA tensors, and CPU tensors with backend='mirror' or 'interpret'"
+            + ("; a meta tensor holds no numbers" if q.is_meta else "")
         )
-
-
-def needs_gradient(tensors: Mapping[str, Tensor | None]) -> bool:
-    """Whether autograd is to go through a call."""
-    return torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in tensors.values()
-    )
 
 
 def check_differentiable(name: str, tensors: Mapping[str, Tensor | None]) -> None:
@@ -93,20 +90,6 @@ def check_differentiable(name: str, tensors: Mapping[str, Tensor | None]) -> Non
             )
     if q is not None and q.dtype == torch.float32:
         raise UnsupportedError(
-            f"the derivative for '{name}' is not implemented for torch.float32: give torch.float16 "
+            f"the derivative for 'cupyattn::{name}' is not implemented for torch.float32: give torch.float16 "
             "or torch.bfloat16, by torch.autocast for example, or compute under torch.no_grad()"
         )
-
-
-#: Tensors with memory of their own; those of other classes know what they do with an operator.
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def is_traced(tensors: Mapping[str, Tensor | None]) -> bool:
-    """Whether operators are watched or replaced: by a compiler, a mode, a transform, a subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or not all(x is None or type(x) in _PLAIN for x in tensors.values())
-    )

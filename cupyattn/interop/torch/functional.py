@@ -1,8 +1,4 @@
-"""Attention on tensors: the functions that `cupyattn` has, and one with torch's own signature.
-
-A call goes straight to the kernels. Where torch has to see it, since a gradient is wanted or a
-graph is made of it, it goes through an operator of `cupyattn.interop.torch.ops`.
-"""
+"""Attention on tensors: the functions that `cupyattn` has, and one with torch's own signature."""
 
 from __future__ import annotations
 
@@ -13,9 +9,8 @@ from torch import Tensor
 
 from cupyattn.block_mask import BlockMask
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.calls import Settings, forward
-from cupyattn.interop.torch.checks import check_differentiable, is_traced, needs_gradient
-from cupyattn.interop.torch.ops import flat
+from cupyattn.interop.torch.calls import Settings
+from cupyattn.interop.torch.dispatch import call
 from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
 from cupyattn.tiles import Tiles
@@ -109,13 +104,13 @@ def attention(
         rope_offset_q, qk_norm_eps, layout, return_lse, deterministic, check_finite, None, None,
         quant, tiles, block_mask, arch, backend,
     )  # fmt: skip
-    cos, sin = (None, None) if rope is None else rope
-    of_q, of_k = (None, None) if qk_norm is None else qk_norm
+    cos, sin = _pair("rope", rope)
+    of_q, of_k = _pair("qk_norm", qk_norm)
     tensors = {
         "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "rope_cos": cos, "rope_sin": sin,
         "q_norm_weight": of_q, "k_norm_weight": of_k,
     }  # fmt: skip
-    return _run(settings, tensors, out)
+    return call(settings, tensors, out)
 
 
 def attention_varlen(
@@ -189,14 +184,14 @@ def attention_varlen(
         rope_offset_q, qk_norm_eps, "BHSD", return_lse, deterministic, check_finite, max_len_q,
         max_len_k, quant, tiles, block_mask, arch, backend,
     )  # fmt: skip
-    cos, sin = (None, None) if rope is None else rope
-    of_q, of_k = (None, None) if qk_norm is None else qk_norm
+    cos, sin = _pair("rope", rope)
+    of_q, of_k = _pair("qk_norm", qk_norm)
     tensors = {
         "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "rope_cos": cos, "rope_sin": sin,
         "q_norm_weight": of_q, "k_norm_weight": of_k, "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
-    return _run(settings, tensors, out)
+    return call(settings, tensors, out)
 
 
 def int8_attention(
@@ -305,6 +300,15 @@ def scaled_dot_product_attention(
     return o.reshape(query.shape)
 
 
+def _pair(name: str, given: Any) -> Any:
+    """Return the two tensors of an option, or None twice."""
+    if given is None:
+        return None, None
+    if not (isinstance(given, (tuple, list)) and len(given) == 2):
+        raise TypeError(f"{name} must be a pair of tensors or None, got {type(given).__name__}")
+    return given
+
+
 def _four_axes(x: Tensor, query: Tensor, *, heads: bool) -> Tensor:
     """Return an operand of any number of axes as (batch, heads, len, head_dim).
 
@@ -331,41 +335,3 @@ def _mask_of_four_axes(mask: Tensor, query: Tensor) -> Tensor:
     if query.dim() <= 4 or mask.dim() <= 3:
         return mask
     return mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
-
-
-# ---- how a call runs -----------------------------------------------------------------------------
-
-
-def _run(settings: Settings, tensors: dict[str, Tensor | None], out: Tensor | None) -> Any:
-    """Call the operator where torch has to see it, otherwise what it calls."""
-    q = tensors["q"]
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        _cast(tensors, torch.get_autocast_dtype(q.device.type))
-    lse: Tensor | None
-    if needs_gradient(tensors):
-        if out is not None:
-            raise RuntimeError(
-                "attention(): functions with out=... arguments don't support automatic "
-                "differentiation, but one of the arguments requires grad."
-            )
-        check_differentiable("cupyattn::attention", tensors)
-        arguments = flat(tensors, settings._replace(return_lse=True))
-        o, lse = torch.ops.cupyattn.attention.default(*arguments)
-    elif is_traced(tensors):
-        if out is not None:
-            raise UnsupportedError(
-                "out= is not supported where torch traces a call: leave it out, results come from "
-                "torch's allocator"
-            )
-        o, lse = torch.ops.cupyattn.attention.default(*flat(tensors, settings))
-    else:
-        o, lse = forward(settings, tensors, out)
-    return (o, lse) if settings.return_lse else o
-
-
-def _cast(tensors: dict[str, Tensor | None], dtype: torch.dtype) -> None:
-    """Give q, k and v the type of a region of ``torch.autocast``, as torch does with its own."""
-    for name in ("q", "k", "v"):
-        x = tensors[name]
-        if x is not None and x.dtype in (torch.float16, torch.bfloat16, torch.float32):
-            tensors[name] = x.to(dtype)

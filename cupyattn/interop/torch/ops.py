@@ -61,7 +61,7 @@ def flat(tensors: Mapping[str, Tensor | None], settings: Settings) -> tuple[Any,
         **settings._asdict(),
         "quant": _text_of(settings.quant),
         "tiles": [] if tiles is None else [getattr(tiles, name) for name in _TILE_FIELDS],
-        "block_mask": None if block_mask is None else _number_of(block_mask),
+        "block_mask": number_of(block_mask) if isinstance(block_mask, BlockMask) else block_mask,
     }
     return (*[tensors.get(name) for name in TENSORS], *plain.values())
 
@@ -105,10 +105,21 @@ def _quant_of(text: str) -> QuantConfig | None:
     return QuantConfig(**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
 
 
-def _number_of(block_mask: BlockMask) -> int:
-    number = id(block_mask)
-    _block_masks[number] = block_mask
-    return number
+def number_of(block_mask: BlockMask) -> int:
+    """Return what stands for a block mask in a schema, as long as the mask lives.
+
+    Raises
+    ------
+    UnsupportedError
+        Where torch compiles the call.
+    """
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "a block_mask cannot go into a graph as an argument of a function: make a "
+            "cupyattn.interop.torch.Attention(block_mask=...) outside, and call that"
+        )
+    _block_masks[id(block_mask)] = block_mask
+    return id(block_mask)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -163,6 +174,10 @@ def _derivative(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return (*found, *[None] * (len(TENSORS) - 3 + len(ctx.rest)))
 
 
+def _no_derivative(ctx: Any, *_: Any) -> Any:
+    raise UnsupportedError("the derivative for 'cupyattn::attention_backward' is not implemented")
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", _attention, _key)
     _library.impl("attention_backward", _backward, _key)
@@ -171,3 +186,4 @@ torch.library.register_fake("cupyattn::attention_backward", _backward_fake, lib=
 torch.library.register_autograd(
     "cupyattn::attention", _derivative, setup_context=_save, lib=_library
 )
+torch.library.register_autograd("cupyattn::attention_backward", _no_derivative, lib=_library)
