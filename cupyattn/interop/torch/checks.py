@@ -66,8 +66,8 @@ def check_device(name: str, q: Any) -> None:
         raise TypeError(f"{name}(): argument 'q' must be Tensor, not {type(q).__name__}")
     if not (q.is_cuda or q.is_cpu):
         raise NotImplementedError(
-            f"Could not run 'cupyattn::{name}' with arguments from the '{q.device.type}' backend: it takes "
-            "CUDA tensors, and CPU tensors with backend='mirror' or 'interpret'"
+            f"Could not run 'cupyattn::{name}' with arguments from the '{q.device.type}' backend: "
+            "it takes CUDA tensors, and CPU tensors with backend='mirror' or 'interpret'"
             + ("; a meta tensor holds no numbers" if q.is_meta else "")
         )
 
@@ -90,6 +90,7 @@ def check_differentiable(name: str, tensors: Mapping[str, Tensor | None]) -> Non
             )
     if q is not None and q.dtype == torch.float32:
         raise UnsupportedError(
-            f"the derivative for 'cupyattn::{name}' is not implemented for torch.float32: give torch.float16 "
-            "or torch.bfloat16, by torch.autocast for example, or compute under torch.no_grad()"
+            f"the derivative for 'cupyattn::{name}' is not implemented for torch.float32: "
+            "give torch.float16 or torch.bfloat16, by torch.autocast for example, or compute under "
+            "torch.no_grad()"
         )

@@ -44,6 +44,7 @@ _library.define(
 _QUANT_FIELDS = tuple(field.name for field in fields(QuantConfig))
 _TILE_FIELDS = tuple(field.name for field in fields(Tiles))
 _BLOCK_MASK = Settings._fields.index("block_mask")
+_RETURN_LSE = Settings._fields.index("return_lse")
 #: Block masks by the number that stands for them in a schema.
 _block_masks: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictionary()
 
@@ -61,7 +62,7 @@ def flat(tensors: Mapping[str, Tensor | None], settings: Settings) -> tuple[Any,
         **settings._asdict(),
         "quant": _text_of(settings.quant),
         "tiles": [] if tiles is None else [getattr(tiles, name) for name in _TILE_FIELDS],
-        "block_mask": number_of(block_mask) if isinstance(block_mask, BlockMask) else block_mask,
+        "block_mask": block_mask if isinstance(block_mask, int) else number_of(block_mask),
     }
     return (*[tensors.get(name) for name in TENSORS], *plain.values())
 
@@ -105,14 +106,22 @@ def _quant_of(text: str) -> QuantConfig | None:
     return QuantConfig(**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
 
 
-def number_of(block_mask: BlockMask) -> int:
+def number_of(block_mask: BlockMask | None) -> int | None:
     """Return what stands for a block mask in a schema, as long as the mask lives.
 
     Raises
     ------
+    TypeError
+        For what is no block mask.
     UnsupportedError
         Where torch compiles the call.
     """
+    if block_mask is None:
+        return None
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"block_mask must be a cupyattn.BlockMask or None, got {type(block_mask).__name__}"
+        )
     if torch.compiler.is_compiling():
         raise UnsupportedError(
             "a block_mask cannot go into a graph as an argument of a function: make a "
@@ -162,9 +171,11 @@ def _backward_fake(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tu
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     o, lse = output
+    ctx.rest = inputs[len(TENSORS) :]
+    if not ctx.rest[_RETURN_LSE]:
+        raise UnsupportedError("the derivative takes lse: give return_lse=True")
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(o, lse, *inputs[: len(TENSORS)])
-    ctx.rest = inputs[len(TENSORS) :]
     ctx.block_mask = _block_mask_of(ctx.rest)  # kept alive until then
 
 
