@@ -42,16 +42,10 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
     RuntimeError, NotImplementedError, UnsupportedError, ValueError, TypeError
         As `cupyattn.interop.torch.attention`.
     """
-    q = tensors["q"]
-    check_device("attention", q)
-    kind = "cuda" if q.is_cuda else "cpu"
-    if torch.is_autocast_enabled(kind):
-        tensors = _cast(tensors, torch.get_autocast_dtype(kind))
+    tensors = in_region(tensors)
+    differentiable, watched = how_seen(tensors)
     lse: Tensor | None
-    differentiable = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in tensors.values()
-    )
-    if not differentiable and not _is_traced(tensors):
+    if not (differentiable or watched):
         o, lse = forward(settings, tensors, out)
         return (o, lse) if settings.return_lse else o
     check_tensors("attention", tensors)
@@ -68,16 +62,32 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
     return (o, lse) if settings.return_lse else o
 
 
-def _is_traced(tensors: Mapping[str, Tensor | None]) -> bool:
-    return (
+def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors of which q, k and v have the type of a region of ``torch.autocast``.
+
+    Raises
+    ------
+    TypeError, NotImplementedError
+        For a q that is no tensor, or lies where nothing runs.
+    """
+    q = tensors["q"]
+    check_device("attention", q)
+    kind = "cuda" if q.is_cuda else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    own = {n: x for n in "qkv" if isinstance(x := tensors[n], Tensor) and x.dtype in _CAST}
+    return {**tensors, **{name: x.to(dtype) for name, x in own.items()}}
+
+
+def how_seen(tensors: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether autograd goes through a call on these, and whether operators are watched."""
+    given = [x for x in tensors.values() if isinstance(x, Tensor)]
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    watched = (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or not all(x is None or type(x) in _PLAIN for x in tensors.values())
+        or not all(type(x) in _PLAIN for x in given)
     )
-
-
-def _cast(tensors: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Give q, k and v the type of a region of ``torch.autocast``, as torch does with its own."""
-    own = {n: x for n in "qkv" if isinstance(x := tensors[n], Tensor) and x.dtype in _CAST}
-    return {**tensors, **{name: x.to(dtype) for name, x in own.items()}}
+    return differentiable, watched

@@ -104,8 +104,8 @@ def attention(
         rope_offset_q, qk_norm_eps, layout, return_lse, deterministic, check_finite, None, None,
         quant, tiles, block_mask, arch, backend,
     )  # fmt: skip
-    cos, sin = _pair("rope", rope)
-    of_q, of_k = _pair("qk_norm", qk_norm)
+    cos, sin = pair("rope", rope)
+    of_q, of_k = pair("qk_norm", qk_norm)
     tensors = {
         "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "rope_cos": cos, "rope_sin": sin,
         "q_norm_weight": of_q, "k_norm_weight": of_k,
@@ -184,8 +184,8 @@ def attention_varlen(
         rope_offset_q, qk_norm_eps, "BHSD", return_lse, deterministic, check_finite, max_len_q,
         max_len_k, quant, tiles, block_mask, arch, backend,
     )  # fmt: skip
-    cos, sin = _pair("rope", rope)
-    of_q, of_k = _pair("qk_norm", qk_norm)
+    cos, sin = pair("rope", rope)
+    of_q, of_k = pair("qk_norm", qk_norm)
     tensors = {
         "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "rope_cos": cos, "rope_sin": sin,
         "q_norm_weight": of_q, "k_norm_weight": of_k, "cu_seqlens_q": cu_seqlens_q,
@@ -300,13 +300,13 @@ def scaled_dot_product_attention(
     return o.reshape(query.shape)
 
 
-def _pair(name: str, given: Any) -> Any:
+def pair(name: str, given: Any) -> tuple[Any, Any]:
     """Return the two tensors of an option, or None twice."""
     if given is None:
         return None, None
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
         raise TypeError(f"{name} must be a pair of tensors or None, got {type(given).__name__}")
-    return given
+    return given[0], given[1]
 
 
 def _four_axes(x: Tensor, query: Tensor, *, heads: bool) -> Tensor:

@@ -32,9 +32,10 @@ _SETTINGS = (
     "bool return_lse, bool deterministic, bool check_finite, SymInt? max_len_q, "
     "SymInt? max_len_k, str quant, int[] tiles, int? block_mask, str? arch, str? backend"
 )
-_library = torch.library.Library("cupyattn", "DEF")
-_library.define(f"attention({_OPERANDS}, {_SETTINGS}) -> (Tensor o, Tensor lse)")
-_library.define(
+#: Operators of every module here.
+library = torch.library.Library("cupyattn", "DEF")
+library.define(f"attention({_OPERANDS}, {_SETTINGS}) -> (Tensor o, Tensor lse)")
+library.define(
     f"attention_backward(Tensor d_out, Tensor o, Tensor lse, {_OPERANDS}, {_SETTINGS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv)"
 )
@@ -185,16 +186,21 @@ def _derivative(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return (*found, *[None] * (len(TENSORS) - 3 + len(ctx.rest)))
 
 
-def _no_derivative(ctx: Any, *_: Any) -> Any:
-    raise UnsupportedError("the derivative for 'cupyattn::attention_backward' is not implemented")
+def refuse_derivative(operator: str) -> None:
+    """Let an operator's derivative raise UnsupportedError, in place of passing nothing on."""
+
+    def refuse(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(f"the derivative for '{operator}' is not implemented")
+
+    torch.library.register_autograd(operator, refuse, lib=library)
 
 
 for _key in ("CPU", "CUDA"):
-    _library.impl("attention", _attention, _key)
-    _library.impl("attention_backward", _backward, _key)
-torch.library.register_fake("cupyattn::attention", _attention_fake, lib=_library)
-torch.library.register_fake("cupyattn::attention_backward", _backward_fake, lib=_library)
+    library.impl("attention", _attention, _key)
+    library.impl("attention_backward", _backward, _key)
+torch.library.register_fake("cupyattn::attention", _attention_fake, lib=library)
+torch.library.register_fake("cupyattn::attention_backward", _backward_fake, lib=library)
 torch.library.register_autograd(
-    "cupyattn::attention", _derivative, setup_context=_save, lib=_library
+    "cupyattn::attention", _derivative, setup_context=_save, lib=library
 )
-torch.library.register_autograd("cupyattn::attention_backward", _no_derivative, lib=_library)
+refuse_derivative("cupyattn::attention_backward")
