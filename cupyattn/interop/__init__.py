@@ -1,1 +1,5 @@
-"""Other frameworks' arrays and models; nothing is imported until it is asked for."""
+"""Other libraries' arrays, modules and models on these kernels.
+
+Nothing is imported here: `cupyattn.interop.torch` needs torch, and so on, each when it is asked
+for.
+"""
