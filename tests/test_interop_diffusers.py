@@ -96,7 +96,10 @@ def check_family(family: str, tmp_path: Path) -> Any:
     assert all(sum(x.modes.values()) + sum(x.native.values()) for x in report.layers)
     assert not report.fallbacks and native.isfinite().all()
     if ran:
-        change, contribution = distance(latents, native), distance(without(pipe, family, ran), native)
+        change, contribution = (
+            distance(latents, native),
+            distance(without(pipe, family, ran), native),
+        )
         assert 0 < change <= SHARE * contribution
     return report
 
@@ -162,11 +165,11 @@ def test_modules_and_policies_are_chosen_by_name_and_step(flux: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["aggressive", "balanced", "precision"])
 def test_bfloat16_is_close_to_native(flux: Any, mode: str) -> None:
-    """Here a latent's own rounding, 2^-9, is more than what INT8 changes."""
+    """Latents round at each of three steps, by 2^-8 at most; INT8 changes less than that."""
     native = cases.generate(flux, "flux", steps=3)
     report, latents = run(flux, policy=mode)
     assert report.modes == {mode: 12}
-    assert distance(latents, native) <= 2.0**-9 * float(native.double().norm())
+    assert distance(latents, native) <= 3 * 2.0**-8 * float(native.double().norm())
 
 
 def test_what_int8_does_not_take_is_native_to_the_bit_and_counted(flux: Any) -> None:

@@ -336,8 +336,7 @@ def test_extras_are_imported_only_when_asked_for(path: Path) -> None:
     forbidden = set(EXTRAS if core else ("cupy", "torch", "jax"))
     if module_name(path) == "interop":  # each of its parts is for the library of its name
         forbidden = set(EXTRAS) - set(path.relative_to(PACKAGE).with_suffix("").parts[1:2])
-        if "diffusers" not in forbidden:  # which is made of torch
-            forbidden.discard("torch")
+        forbidden -= set() if "diffusers" in forbidden else {"torch"}  # which it is made of
     assert not top & forbidden, path
     if module_name(path) in NO_CUPY:
         assert "cupy" not in {name.partition(".")[0] for name in imports(path, anywhere=True)}

@@ -117,11 +117,11 @@ class AttentionCalls(torch.overrides.TorchFunctionMode):
     ) -> Any:
         """Run a function of torch, or the layer in its place."""
         kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            if running_layer() is self.layer:
-                o = _attend(self.layer, *args, **kwargs)
-                if o is not None:
-                    return o
+        attention = func is torch.nn.functional.scaled_dot_product_attention
+        if attention and running_layer() is self.layer:
+            o = _attend(self.layer, *args, **kwargs)
+            if o is not None:
+                return o
         return func(*args, **kwargs)
 
 

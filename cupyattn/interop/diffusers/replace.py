@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
-from diffusers import DiffusionPipeline
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_processor import Attention, MochiAttention
 
@@ -181,7 +181,7 @@ def replace_attention_with_int8(
 
 def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
-    if isinstance(pipe_or_model, DiffusionPipeline):
+    if _is_pipeline(pipe_or_model):
         models = {
             f"{name}.": part
             for name, part in pipe_or_model.components.items()
@@ -199,6 +199,12 @@ def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
             f"{type(pipe_or_model).__name__}"
         )
     return None if scheduler is None else SimpleNamespace(scheduler=scheduler), models
+
+
+def _is_pipeline(given: Any) -> bool:
+    # NOTE: its module takes seconds to import, and was imported where there is a pipeline.
+    home = sys.modules.get("diffusers.pipelines.pipeline_utils")
+    return home is not None and isinstance(given, home.DiffusionPipeline)
 
 
 def _takes_timestep(model: Any) -> bool:
