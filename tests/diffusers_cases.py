@@ -23,14 +23,10 @@ class Case:
         Returns the pipeline.
     call : callable
         Returns the arguments of one call but steps, latents and output.
-    cross : str
-        What tells modules that look at the prompt alone, and those of the text itself; they have
-        few keys.
     """
 
     make: Callable[[], Any]
     call: Callable[[], dict[str, Any]]
-    cross: str = "attn2"
 
 
 def parts(**named: Any) -> dict[str, Any]:
@@ -217,13 +213,13 @@ def kandinsky5_call() -> dict[str, Any]:
 CASES = {
     "sd15": Case(stable_diffusion, stable_diffusion_call),
     "sdxl": Case(sdxl, sdxl_call),
-    "sd3": Case(sd3, sd3_call, "context"),
-    "flux": Case(flux, flux_call, "context"),
+    "sd3": Case(sd3, sd3_call),
+    "flux": Case(flux, flux_call),
     "pixart": Case(pixart, pixart_call),
     "wan": Case(wan, wan_call),
-    "hunyuan_video": Case(hunyuan_video, hunyuan_video_call, "context_embedder"),
-    "cogvideox": Case(cogvideox, cogvideox_call, "context"),
-    "kandinsky5": Case(kandinsky5, kandinsky5_call, "cross_attention|text_transformer"),
+    "hunyuan_video": Case(hunyuan_video, hunyuan_video_call),
+    "cogvideox": Case(cogvideox, cogvideox_call),
+    "kandinsky5": Case(kandinsky5, kandinsky5_call),
 }
 
 
@@ -241,10 +237,10 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def generate(pipe: Any, family: str, steps: int = 4) -> torch.Tensor:
     """Return the latents that a pipeline makes, the same every time."""
-    given = {
-        name: x.to(pipe.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for name, x in CASES[family].call().items()
-    }
+    given = CASES[family].call()
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor):
+            given[name] = x.to(pipe.device, pipe.dtype if x.is_floating_point() else x.dtype)
     generator = torch.Generator().manual_seed(SEED)
     found = pipe(
         **given, num_inference_steps=steps, generator=generator, output_type="latent",

@@ -19,7 +19,7 @@ from cupyattn.interop.diffusers.interception import Layer, outside, running_laye
 #: The backend's name there.
 NAME = "cupyattn_int8"
 #: Versions of diffusers, major and minor, whose table was looked at.
-TESTED = ("0.42",)
+TESTED = ("0.36", "0.37", "0.38", "0.39", "0.40", "0.41", "0.42")
 
 _lock = threading.Lock()
 
@@ -36,7 +36,7 @@ def backend() -> Any:
     if version not in TESTED:
         raise UnsupportedError(
             f"diffusers {diffusers.__version__} may have another table of attention backends: "
-            f"install one of {', '.join(f'{tested}.*' for tested in TESTED)}"
+            f"install one of {TESTED[0]}.* to {TESTED[-1]}.*"
         )
     names = attention_dispatch.AttentionBackendName
     with _lock:

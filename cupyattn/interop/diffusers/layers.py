@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +55,15 @@ class Step:
 
     def before(self, model: Any, args: Any, kwargs: Any) -> None:
         """Look, before the model runs."""
-        if self._source is not None:
-            signature = inspect.signature(type(model).forward)
-            given = signature.bind_partial(model, *args, **kwargs).arguments
-            self.noise = self._source.at(given["timestep"]) if "timestep" in given else None
+        if self._source is None or torch.compiler.is_compiling():
+            return
+        given = _signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
+        self.noise = self._source.at(given["timestep"]) if "timestep" in given else None
+
+
+@functools.lru_cache(maxsize=16)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 class Layer:
@@ -85,6 +91,7 @@ class Layer:
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
+        self._compiled = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return the layer of a copied module, which counts for itself."""
@@ -95,6 +102,9 @@ class Layer:
 
     def before(self, module: Any, args: Any) -> None:
         """Begin to take attention of the module's call."""
+        if torch.compiler.is_compiling():
+            self._compiled = True
+            return
         self._mode = interception.open_call(self)
         processor = module.processor
         if getattr(processor, "_attention_backend", backends.NAME) != backends.NAME:
@@ -104,6 +114,8 @@ class Layer:
 
     def after(self, module: Any, args: Any, output: Any) -> None:
         """End it, also where the call failed."""
+        if torch.compiler.is_compiling():
+            return
         interception.close_call(self._mode)
         self.release()
         if self._count() == self._seen:
@@ -217,4 +229,6 @@ class Layer:
 
     def report(self) -> LayerReport:
         """Return what was counted."""
-        return LayerReport(self.name, dict(self._modes), dict(self._native), dict(self._fallbacks))
+        return LayerReport(
+            self.name, dict(self._modes), dict(self._native), dict(self._fallbacks), self._compiled
+        )

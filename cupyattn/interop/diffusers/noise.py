@@ -130,6 +130,11 @@ def _on_host(values: Any) -> Float64:
 
 def _read(scheduler: Any) -> Schedule:
     """Return the steps that a scheduler was set to."""
+    if scheduler.timesteps is None:
+        raise ValueError(
+            f"this {type(scheduler).__name__} has no timesteps yet: call set_timesteps before the "
+            "model"
+        )
     kind, timesteps = kind_of(scheduler), _on_host(scheduler.timesteps)
     if kind == "ddpm":
         products = _on_host(scheduler.alphas_cumprod)
@@ -142,6 +147,8 @@ def _read(scheduler: Any) -> Schedule:
         )
     if scheduler.config.get("invert_sigmas"):
         sigmas = 1 - sigmas
+    if kind == "flow":  # of float32, rounded
+        sigmas = np.clip(sigmas, 0, 1)
     return Schedule(noise_to_signal(sigmas[: timesteps.size], kind), timesteps)
 
 

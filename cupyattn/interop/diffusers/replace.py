@@ -112,8 +112,8 @@ def replace_attention_with_int8(
     TypeError
         For what is neither a pipeline nor a module.
     ValueError
-        If no module is chosen, one is already replaced, or a policy needs a noise level and there
-        is no scheduler.
+        If no module is chosen, one is already replaced, a model is compiled, or a policy needs a
+        noise level and there is no scheduler.
     UnsupportedError
         For a version of diffusers whose table of attention backends was not looked at, and a
         scheduler whose noise is not known.
@@ -124,7 +124,8 @@ def replace_attention_with_int8(
     Calls with an attention mask, causal ones, with dropout, gradients, too few queries or keys, or
     heads of other sizes than 1 to 256 run the model's own attention, bit for bit, and are counted
     with the reason. Guidance needs nothing: of a batch of both branches, or of two passes, each
-    call runs at its step's noise level.
+    call runs at its step's noise level. A model is called from one thread at a time. What
+    `torch.compile` compiles afterwards runs the model's own attention, which the report says.
 
     Examples
     --------
@@ -182,6 +183,8 @@ def replace_attention_with_int8(
 def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
     """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
     if _is_pipeline(pipe_or_model):
+        for name, part in pipe_or_model.components.items():
+            _check_not_compiled(name, part)
         models = {
             f"{name}.": part
             for name, part in pipe_or_model.components.items()
@@ -192,6 +195,7 @@ def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
         if scheduler is None:
             return pipe_or_model, models
     elif isinstance(pipe_or_model, torch.nn.Module):
+        _check_not_compiled("the model", pipe_or_model)
         models = {"": pipe_or_model}
     else:
         raise TypeError(
@@ -205,6 +209,15 @@ def _is_pipeline(given: Any) -> bool:
     # NOTE: its module takes seconds to import, and was imported where there is a pipeline.
     home = sys.modules.get("diffusers.pipelines.pipeline_utils")
     return home is not None and isinstance(given, home.DiffusionPipeline)
+
+
+def _check_not_compiled(name: str, model: Any) -> None:
+    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    if compiled or hasattr(model, "_orig_mod"):
+        raise ValueError(
+            f"{name} is compiled by torch.compile, and compiled code runs the model's own "
+            "attention: give the model as it was before"
+        )
 
 
 def _takes_timestep(model: Any) -> bool:

@@ -21,12 +21,16 @@ class LayerReport:
         Calls that the model's own attention ran, by reason.
     fallbacks : mapping of str to int
         Of those in `modes`, calls in an INT8 mode that ran in the input's own type, by reason.
+    compiled : bool
+        Whether the module was compiled by `torch.compile`: calls in compiled code run the model's
+        own attention, and nothing counts them.
     """
 
     name: str
     modes: Mapping[str, int]
     native: Mapping[str, int]
     fallbacks: Mapping[str, int]
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class Report:
             said = [_listed(layer.modes)] if layer.modes else []
             said += [f"native: {_listed(layer.native)}"] if layer.native else []
             said += [f"in its own type: {_listed(layer.fallbacks)}"] if layer.fallbacks else []
+            said += ["native and not counted in compiled code"] if layer.compiled else []
             lines.append(f"{layer.name}: {'; '.join(said) or 'not called'}")
         return "\n".join(lines)
 
