@@ -29,7 +29,7 @@ SHORT = {"min_length": 32}
 #: bits for numbers whose largest is 4 standard deviations are off by 4 / 127 / sqrt(12) = 0.9 % of
 #: their norm; those of Q, of K and of V or P are independent: 1.6 % together.
 SHARE = 0.02
-MODULES = ("replace", "layers", "noise", "report", "backends", "interception")
+MODULES = ("diffusers.replace", "diffusers.report", "selection")
 
 
 @pytest.fixture(autouse=True)
@@ -438,6 +438,9 @@ def test_another_backend_of_the_module_is_what_native_means(flux: Any) -> None:
     [
         (lambda p: interop.replace_attention_with_int8(3), TypeError, "DiffusionPipeline or a"),
         (lambda p: run(p, include="nothing"), ValueError, "no attention module is chosen"),
+        (lambda p: run(p, include="("), ValueError, "include must be a regular expression"),
+        (lambda p: run(p, exclude=[3]), ValueError, "exclude must be a regular expression"),
+        (lambda p: run(p, policy={"(": "balanced"}), ValueError, "the names of policy must be"),
         (lambda p: run(p, policy="fast"), ValueError, "precision_policy must be"),
         (lambda p: run(p, policy={"x": 3}), TypeError, "precision_policy must be"),
         (lambda p: run(p, policy=["balanced"] * 5), ValueError, "num_timesteps=3 entries, got 5"),
@@ -469,5 +472,5 @@ def test_twice_is_refused_and_restoring_twice_is_not(flux: Any) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_docstrings(module: str) -> None:
-    found = importlib.import_module(f"cupyattn.interop.diffusers.{module}")
+    found = importlib.import_module(f"cupyattn.interop.{module}")
     assert doctest.testmod(found).failed == 0

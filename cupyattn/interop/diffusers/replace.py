@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from diffusers.models.attention import AttentionModuleMixin
@@ -21,10 +21,8 @@ from cupyattn.interop.diffusers import backends, interception
 from cupyattn.interop.diffusers.layers import Layer, Settings, Step
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
+from cupyattn.interop.selection import Patterns, Selection, compiled
 from cupyattn.quant import QuantConfig
-
-#: A regular expression, or several, of which one is to be found in a module's name.
-Names: TypeAlias = "str | Sequence[str] | None"
 
 #: Shorter calls stay native: quantising and a launch cost more than they can win.
 MIN_LENGTH = 128
@@ -70,8 +68,8 @@ class Int8Replacement:
 def replace_attention_with_int8(
     pipe_or_model: Any,
     *,
-    include: Names = None,
-    exclude: Names = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
     policy: Any = "adaptive",
     scheduler: Any = None,
     min_length: int = MIN_LENGTH,
@@ -112,8 +110,8 @@ def replace_attention_with_int8(
     TypeError
         For what is neither a pipeline nor a module.
     ValueError
-        If no module is chosen, one is already replaced, a model is compiled, or a policy needs a
-        noise level and there is no scheduler.
+        For what is no regular expression, if no module is chosen, one is already replaced, a model
+        is compiled, or a policy needs a noise level and there is no scheduler.
     UnsupportedError
         For a version of diffusers whose table of attention backends was not looked at, and a
         scheduler whose noise is not known.
@@ -143,13 +141,13 @@ def replace_attention_with_int8(
     transformer_blocks.0.attn: 1 balanced
     """
     settings = Settings(check_count("min_length", min_length), quant, backend, arch)
+    selection, policies = Selection.of(include, exclude), _policies(policy)
     owner, models = _models(pipe_or_model, scheduler)
-    policies = _policies(policy)
     chosen = [
         (model, name, module)
         for prefix, model in models.items()
         for name, module in _attention_modules(prefix, model)
-        if _is_chosen(name, include, exclude)
+        if name in selection
     ]
     _check_chosen(chosen, models, include, exclude)
     needs_noise = [name for _, name, _ in chosen if _policy_of(name, policies) not in MODES]
@@ -230,15 +228,6 @@ def _attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
             yield prefix + name, module
 
 
-def _is_chosen(name: str, include: Names, exclude: Names) -> bool:
-    return (include is None or _found(include, name)) and not _found(exclude or (), name)
-
-
-def _found(patterns: str | Sequence[str], name: str) -> bool:
-    patterns = (patterns,) if isinstance(patterns, str) else patterns
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
 def _check_chosen(
     chosen: Sequence[tuple[Any, str, Any]], models: Mapping[str, Any], include: Any, exclude: Any
 ) -> None:
@@ -253,14 +242,15 @@ def _check_chosen(
             raise ValueError(f"{name} is replaced already: restore() that first")
 
 
-def _policies(policy: Any) -> list[tuple[str, Any]]:
+def _policies(policy: Any) -> list[tuple[re.Pattern[str], Any]]:
     """Return policies by regular expression, the first that is found holds."""
-    given = [*policy.items()] if isinstance(policy, Mapping) else [("", policy)]
-    for _, one in given:
+    given = policy if isinstance(policy, Mapping) else {"": policy}
+    for one in given.values():
         if isinstance(one, str) or not isinstance(one, Sequence):
             as_policy(one, 1)  # tables are held to the steps of each schedule
-    return [*given, ("", "adaptive")]
+    patterns = compiled("the names of policy", [*given, ""])
+    return [*zip(patterns, [*given.values(), "adaptive"], strict=True)]
 
 
-def _policy_of(name: str, policies: Sequence[tuple[str, Any]]) -> Any:
-    return next(policy for pattern, policy in policies if re.search(pattern, name))
+def _policy_of(name: str, policies: Sequence[tuple[re.Pattern[str], Any]]) -> Any:
+    return next(policy for pattern, policy in policies if pattern.search(name))
