@@ -21,6 +21,7 @@ from experiments import (
     decode,
     diffusion_shapes,
     first_call,
+    framework_costs,
     gemm,
     host_time,
     ladder,
@@ -112,6 +113,17 @@ def test_host_times_run_in_small(tmp_path: Path) -> None:
     assert all(row["equal"] and not row["samples"] for row in rows)
     calls: list[int] = []
     assert host_time.sample(lambda: calls.append(1), 7, lambda: None) >= 0 and len(calls) == 7
+
+
+@pytest.mark.slow
+def test_costs_of_frameworks_run_in_small(tmp_path: Path) -> None:
+    for library in ("jax", "diffusers"):
+        pytest.importorskip(library)
+    file = tmp_path / "framework_costs.json"
+    assert framework_costs.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["framework"] for row in rows] == ["jax", "jax", "diffusers", "diffusers"]
+    assert all(row["samples"][0] > 0 for row in rows)
 
 
 def test_decoding_runs_in_small(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import doctest
 import importlib
+import inspect
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -468,6 +470,16 @@ def test_twice_is_refused_and_restoring_twice_is_not(flux: Any) -> None:
     handle.restore()
     handle.restore()
     interop.replace_attention_with_int8(flux).restore()
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[1] / "docs" / "INTEROP_JAX.md"
+    section = page.read_text(encoding="utf-8").split("## diffusers\n")[1]
+    exec(section.split("```python\n")[1].split("```")[0], {})
+    assert "2 attention modules: 8 calls by cupyattn" in capsys.readouterr().out
+    arguments = set(inspect.signature(interop.replace_attention_with_int8).parameters)
+    assert arguments - {"pipe_or_model"} <= set(re.findall(r"`(\w+)`", section))
+    assert all(f"0.{version}" in backends.TESTED for version in range(36, 43))
 
 
 @pytest.mark.parametrize("module", MODULES)

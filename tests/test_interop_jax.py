@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,3 +281,12 @@ def test_a_failure_of_the_call_itself_has_its_message() -> None:
 
 def test_docstrings() -> None:
     assert doctest.testmod(interop).failed == 0
+
+
+def test_the_examples_of_the_page_run() -> None:
+    page = Path(__file__).parents[1] / "docs" / "INTEROP_JAX.md"
+    section = page.read_text(encoding="utf-8").split("## JAX\n")[1].split("\n## ")[0]
+    names: dict[str, Any] = {}
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    assert names["dk"].shape == names["k"].shape and names["each"].shape == (2, 1, 4, 128, 64)
+    assert names["o"].dtype == names["int8"].dtype == jnp.bfloat16

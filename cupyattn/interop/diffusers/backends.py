@@ -14,7 +14,7 @@ from diffusers.models import attention_dispatch
 from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.diffusers.interception import Layer, outside, running_layer
+from cupyattn.interop.diffusers.interception import Layer, running_layer
 
 #: The backend's name there.
 NAME = "cupyattn_int8"
@@ -79,11 +79,10 @@ def _attend(
         o = layer.attend(q, k, v, scale, options)
     if o is not None:
         return o.permute(0, 2, 1, 3)
-    with outside(layer):
-        own: Tensor = attention_dispatch.dispatch_attention_fn(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            backend=_own(layer), parallel_config=_parallel_config,
-        )  # fmt: skip
+    own: Tensor = attention_dispatch.dispatch_attention_fn(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+        backend=_own(layer), parallel_config=_parallel_config,
+    )  # fmt: skip
     return own
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional
 import torch.overrides
 from torch import Tensor
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 class Layer(Protocol):
@@ -41,19 +42,15 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-def open_call(layer: Layer) -> AttentionCalls:
-    """Begin to send torch's attention function to a layer, whose module is being called."""
+def open_call(layer: Layer) -> None:
+    """Remember that a layer's module is being called."""
     forget_interrupted(layer)
     _calls.open.append(layer)
-    mode = AttentionCalls(layer)
-    mode.__enter__()
-    return mode
 
 
-def close_call(mode: AttentionCalls) -> None:
-    """End it."""
-    mode.__exit__(None, None, None)
-    _calls.open = [layer for layer in _calls.open if layer is not mode.layer]
+def close_call(layer: Layer) -> None:
+    """Forget it again."""
+    _calls.open = [other for other in _calls.open if other is not layer]
 
 
 def forget_interrupted(layer: Layer | None = None) -> None:
@@ -69,17 +66,6 @@ def forget_interrupted(layer: Layer | None = None) -> None:
         if any(mode.layer is x for x in _calls.open):
             break
         mode.__exit__(None, None, None)
-
-
-@contextlib.contextmanager
-def outside(layer: Layer) -> Iterator[None]:
-    """Leave the calls of torch's function within to torch."""
-    before = _calls.open
-    _calls.open = [other for other in before if other is not layer]
-    try:
-        yield
-    finally:
-        _calls.open = before
 
 
 def running_layer() -> Layer | None:
@@ -117,8 +103,7 @@ class AttentionCalls(torch.overrides.TorchFunctionMode):
     ) -> Any:
         """Run a function of torch, or the layer in its place."""
         kwargs = kwargs or {}
-        attention = func is torch.nn.functional.scaled_dot_product_attention
-        if attention and running_layer() is self.layer:
+        if func is _ATTENTION and running_layer() is self.layer:
             o = _attend(self.layer, *args, **kwargs)
             if o is not None:
                 return o

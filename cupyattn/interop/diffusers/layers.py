@@ -84,6 +84,7 @@ class Layer:
     def __init__(self, name: str, module: Any, policy: Any, settings: Settings, step: Step) -> None:
         self.name, self.module = name, module
         self.own_backend: Any = None
+        self._mode: interception.AttentionCalls | None = None
         self._policy, self._settings, self._step = policy, settings, step
         self._fixed = policy if isinstance(policy, str) and policy in MODES else None
         self._schedule: Schedule | None = None
@@ -105,19 +106,24 @@ class Layer:
         if torch.compiler.is_compiling():
             self._compiled = True
             return
-        self._mode = interception.open_call(self)
-        processor = module.processor
-        if getattr(processor, "_attention_backend", backends.NAME) != backends.NAME:
+        interception.open_call(self)
+        self._seen, self._mode, processor = self._count(), None, module.processor
+        if not hasattr(processor, "_attention_backend"):
+            self._mode = interception.AttentionCalls(self)
+            self._mode.__enter__()
+        elif processor._attention_backend != backends.NAME:
             self.own_backend = processor._attention_backend
             processor._attention_backend = backends.backend()
-        self._seen = self._count()
 
     def after(self, module: Any, args: Any, output: Any) -> None:
         """End it, also where the call failed."""
         if torch.compiler.is_compiling():
             return
-        interception.close_call(self._mode)
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
         self.release()
+        interception.close_call(self)
         if self._count() == self._seen:
             kind = type(module.processor).__name__
             self.stays_native(f"{kind} calls no attention function of torch or diffusers")
