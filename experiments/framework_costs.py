@@ -42,7 +42,8 @@ def register_nothing() -> None:
         results[0][...] = 0
 
     gpu = jax.default_backend() == "gpu"
-    function = jax.ffi.pycapsule(xla_ffi.handler(nothing, on_device=gpu))
+    version = xla_ffi.spoken_version(jax.ffi.include_dir())
+    function = jax.ffi.pycapsule(xla_ffi.handler(nothing, version, on_device=gpu))
     jax.ffi.register_ffi_target("cupyattn_nothing", function, "CUDA" if gpu else "cpu")
 
 

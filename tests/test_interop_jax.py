@@ -104,12 +104,21 @@ def test_xla_hands_over_its_own_buffers_and_they_cannot_be_written() -> None:
         seen.extend((x.ctypes.data, x.flags.writeable) for x in operands)
         results[0][...] = 1
 
-    function = interop.xla_ffi.handler(look, on_device=False)
+    version = interop.xla_ffi.spoken_version(jax.ffi.include_dir())
+    function = interop.xla_ffi.handler(look, version, on_device=False)
     jax.ffi.register_ffi_target("cupyattn_test_look", jax.ffi.pycapsule(function), platform="cpu")
     x = jax.block_until_ready(jnp.zeros((64, 64), jnp.bfloat16))
     y = jax.ffi.ffi_call("cupyattn_test_look", jax.ShapeDtypeStruct((2,), jnp.float32))(x)
     assert y.tolist() == [1, 1]
     assert seen == [(x.unsafe_buffer_pointer(), False)]
+
+
+def test_another_interface_of_xla_is_refused(tmp_path: Path) -> None:
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define XLA_FFI_API_MAJOR 1\n\n#define XLA_FFI_API_MINOR 4\n")
+    with pytest.raises(ca.UnsupportedError, match=r"speaks version 1\.4 of .* 0\.\* is supported"):
+        interop.xla_ffi.spoken_version(tmp_path)
 
 
 def mapped(function: Callable[..., Any], arrays: list[Any], axes: tuple[Any, ...]) -> list[Any]:

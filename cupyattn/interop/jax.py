@@ -356,9 +356,10 @@ def _joined(name: str, x: Any, whole: tuple[int, ...], batch: int) -> Any:
 
 
 def _register() -> None:
+    version = xla_ffi.spoken_version(jax.ffi.include_dir())
     for name, target in ((_FORWARD, _run_forward), (_BACKWARD, _run_backward)):
         for platform, on_device in (("cpu", False), ("CUDA", True)):
-            function = xla_ffi.handler(target, on_device=on_device)
+            function = xla_ffi.handler(target, version, on_device=on_device)
             jax.ffi.register_ffi_target(
                 name, jax.ffi.pycapsule(function), platform=platform, api_version=1
             )

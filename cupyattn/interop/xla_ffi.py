@@ -11,13 +11,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
+
+from cupyattn.errors import UnsupportedError
 
 Shape: TypeAlias = tuple[int, ...]
 #: What a target runs: (operands, results, attributes). It writes the results and no operand.
@@ -131,7 +136,31 @@ _StreamGet = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamArguments))
 _kept: list[Any] = []
 
 
-def handler(target: Target, *, on_device: bool) -> Any:
+def spoken_version(include: str | PathLike[str]) -> tuple[int, int]:
+    """Return the version of the interface that a jaxlib speaks.
+
+    Parameters
+    ----------
+    include : path
+        What ``jax.ffi.include_dir()`` returns.
+
+    Raises
+    ------
+    UnsupportedError
+        For another major version: its structs are others.
+    """
+    header = Path(include, "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^#define XLA_FFI_API_(MAJOR|MINOR) (\d+)$", header, re.MULTILINE))
+    version = int(found.get("MAJOR", -1)), int(found.get("MINOR", -1))
+    if version[0] != MAJOR_VERSION:
+        raise UnsupportedError(
+            f"this jaxlib speaks version {version[0]}.{version[1]} of XLA's foreign functions, "
+            f"{MAJOR_VERSION}.* is supported: install jax 0.6 to 0.10"
+        )
+    return version
+
+
+def handler(target: Target, version: tuple[int, int], *, on_device: bool) -> Any:
     """Return a C function that runs a target on the buffers of a call.
 
     Parameters
@@ -139,6 +168,9 @@ def handler(target: Target, *, on_device: bool) -> Any:
     target : callable
         Gets NumPy arrays, of which the operands cannot be written; or CuPy arrays, with XLA's
         stream as the current one.
+    version : (int, int)
+        What `spoken_version` returned: XLA wants handlers of its own, and what a minor version adds
+        lies behind what is read here.
     on_device : bool
         Whether the buffers are those of a CUDA device.
 
@@ -157,7 +189,7 @@ def handler(target: Target, *, on_device: bool) -> Any:
     def call(frame_at: Any) -> int | None:
         frame = frame_at.contents
         if frame.extension and frame.extension.contents.type == _METADATA:
-            _tell_version(frame)
+            _tell(frame.extension.contents.metadata.contents, version)
             return None
         try:
             around = _xla_stream(frame) if on_device else contextlib.nullcontext()
@@ -174,15 +206,12 @@ def handler(target: Target, *, on_device: bool) -> Any:
     return function
 
 
-def _tell_version(frame: Any) -> None:
+def _tell(metadata: Any, version: tuple[int, int]) -> None:
     """Answer what XLA asks of a handler when it is registered: the version, and no traits.
 
     Without traits XLA does not capture the call in a command buffer.
     """
-    spoken, metadata = frame.api.contents.version, frame.extension.contents.metadata.contents
-    metadata.version.major = MAJOR_VERSION
-    # NOTE: what a minor version adds lies behind the fields that are read here.
-    metadata.version.minor = spoken.minor
+    metadata.version.major, metadata.version.minor = version
     metadata.traits = 0
 
 
