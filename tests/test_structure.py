@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import re
@@ -161,7 +162,8 @@ def test_the_tests_for_a_device_import() -> None:
     modules = sorted(Path(__file__).with_name("gpu").glob("test_*.py"))
     assert len(modules) > 15
     for path in modules:
-        importlib.import_module(f"tests.gpu.{path.stem}")
+        with contextlib.suppress(pytest.skip.Exception):  # torch or its device is not there
+            importlib.import_module(f"tests.gpu.{path.stem}")
 
 
 @pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))

@@ -25,7 +25,7 @@ from cupyattn.quant import Int8Config
 from cupyattn.quant.blocks import BLOCK_SIZE
 
 Patterns = str | Sequence[str] | None
-#: What becomes of the layers that are replaced.
+#: What becomes of the weights that are replaced.
 ORIGINALS = ("cpu", "device", "drop")
 
 
@@ -43,7 +43,7 @@ class Replacement:
 
     replaced: dict[str, str]
     kept: dict[str, str]
-    _places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(repr=False)
+    _places: list[tuple[nn.Module, str, nn.Linear, Int8Linear]] = field(repr=False)
     _originals: str = field(repr=False)
 
     def restore(self) -> None:
@@ -62,7 +62,9 @@ class Replacement:
             if parent._modules.get(name) is not layer:
                 raise RuntimeError(f"{name!r} of {type(parent).__name__} is another layer by now")
         for parent, name, linear, layer in self._places:
-            parent._modules[name] = linear.to(layer.weight.device)
+            linear.weight.data = linear.weight.data.to(layer.weight.device)
+            linear.bias = layer.bias  # one parameter, which may have been trained or moved
+            parent._modules[name] = linear
         self._places.clear()
 
     def report(self) -> str:
@@ -105,8 +107,8 @@ def replace_linear_with_int8(
     config : Int8Config, optional
         Without a checkpoint: which weights become INT8.
     originals : {"cpu", "device", "drop"}
-        What becomes of layers that are replaced: they are moved to the host, which frees memory of
-        the device, stay where they are, or are dropped, and cannot be restored.
+        What becomes of the weights that are replaced: they are moved to the host, which frees
+        memory of the device, stay where they are, or are dropped, and cannot be restored.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
 
@@ -167,8 +169,8 @@ def replace_linear_with_int8(
         raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
     places = _put(model, {id(candidates[name]): layer for name, layer in made.items()})
     if originals == "cpu":
-        for *_, linear, _ in places:
-            linear.to("cpu")
+        for *_, linear, _ in places:  # NOTE: not the bias, which the new layer has too
+            linear.weight.data = linear.weight.data.to("cpu")
     if originals == "drop":
         places.clear()
     return Replacement(reasons, kept, places, originals)
@@ -353,7 +355,7 @@ def _layer_of(
 
 def _put(
     model: nn.Module, made: dict[int, Int8Linear]
-) -> list[tuple[nn.Module, str, nn.Module, nn.Module]]:
+) -> list[tuple[nn.Module, str, nn.Linear, Int8Linear]]:
     """Put layers in the places of those of these identities; return places, old and new layers."""
     places = []
     for parent in model.modules():
