@@ -300,6 +300,9 @@ class Prepared:
         self._workspace = self._stages.workspace
         self._layout = Layout.of(self._workspace)
         self._given = _static_scales(request)
+        filled = self._given or any(work.name == "v_operand" for work in self._workspace)
+        #: What `launch` needs; None where scratch memory takes more than zeros beforehand.
+        self.scratch_bytes = None if filled else self._layout.nbytes
         self._launches: list[tuple[executor.ReadyLaunch, executor.Pick]] = []
         self._scratch: Scratch | None = None
         self._device = -1
@@ -446,12 +449,6 @@ class Prepared:
         """Run on operands in layout BHSD, unchecked; return O in that layout, and lse or None."""
         return self._run(operands, {n: data_address(a) for n, a in operands.items()}, out)
 
-    @property
-    def scratch_bytes(self) -> int | None:
-        """What `launch` needs; None where scratch memory takes more than zeros beforehand."""
-        filled = self._given or any(work.name == "v_operand" for work in self._workspace)
-        return None if filled else self._layout.nbytes
-
     def launch(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
         """Launch on memory of the caller's, unchecked, on the current device.
 
@@ -459,10 +456,8 @@ class Prepared:
         ----------
         addresses : mapping of str to int
             Of the operands, of O as "o", and of "lse" where the call was planned with it.
-        scratch : int
-            Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`.
-        stream : int
-            Handle.
+        scratch, stream : int
+            Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
         layout = self._layout
         if layout.zeros:
@@ -640,22 +635,3 @@ def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
         block_mask=options.block_mask, return_lse=True,
     )  # fmt: skip
     return o, lse
-
-
-# ---- calls of late -------------------------------------------------------------------------------
-
-#: Calls that are kept ready for `cupyattn.attention` to find.
-MAX_RECENT = 512
-_recent: dict[Any, Prepared] = {}
-
-
-def recall(key: Any) -> Prepared | None:
-    """Return the call that was remembered under a key."""
-    return _recent.get(key)
-
-
-def remember(key: Any, prepared: Prepared) -> None:
-    """Keep a call ready for `recall`; the oldest make room."""
-    while len(_recent) >= MAX_RECENT:
-        _recent.pop(next(iter(_recent)), None)
-    _recent[key] = prepared

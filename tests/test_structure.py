@@ -162,7 +162,7 @@ def test_the_tests_for_a_device_import() -> None:
     modules = sorted(Path(__file__).with_name("gpu").glob("test_*.py"))
     assert len(modules) > 15
     for path in modules:
-        with contextlib.suppress(pytest.skip.Exception):  # for a library that is not installed
+        with contextlib.suppress(pytest.skip.Exception):  # a library or its device is not there
             importlib.import_module(f"tests.gpu.{path.stem}")
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from cupyattn import backward, registry
 from cupyattn import compile as compiler
 from cupyattn.checks import data_address
+from cupyattn.forms import recall, remember
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.preparation import EPS
-from cupyattn.prepared import Prepared, operands_of, recall, remember, run_mirror
+from cupyattn.prepared import Prepared, operands_of, run_mirror
 from cupyattn.quant import QuantConfig
 from cupyattn.request import Options, resolve
 from cupyattn.tiles import Tiles
@@ -60,15 +61,15 @@ _FORWARD = (
 
 
 def forward(
-    settings: Settings, tensors: Mapping[str, Tensor | None], out: Tensor | None = None
+    settings: Settings, tensors: Mapping[str, Tensor], out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Run `cupyattn.attention`, or `attention_varlen` where there are offsets.
 
     Parameters
     ----------
     settings : Settings
-    tensors : mapping of str to Tensor or None
-        Of `TENSORS`.
+    tensors : mapping of str to Tensor
+        Those of `TENSORS` that there are.
     out : Tensor, optional
         Receives O.
 
@@ -85,17 +86,14 @@ def forward(
     RuntimeError, NotImplementedError
         As `cupyattn.interop.torch.checks.check_tensors`.
     """
-    given = {name: x for name, x in tensors.items() if x is not None}
-    key = _key(settings, given, out) if given["q"].is_cuda else None
-    if key is not None:
-        ready = recall(key)
-        if ready is not None:
-            return _again(ready, settings, given, out)
-    check_tensors("attention", given if out is None else {**given, "out": out})
-    q = given["q"]
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    q = tensors["q"]
+    key, ready = _find(settings, tensors, out) if q.is_cuda else (None, None)
+    if ready is not None:
+        return _again(ready, settings, tensors, out)
+    check_tensors("attention", tensors if out is None else {**tensors, "out": out})
+    o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     with on_device_of(q):
-        options = _options({n: as_array(x) for n, x in given.items()}, settings)
+        options = _options({n: as_array(x) for n, x in tensors.items()}, settings)
         own = {n: options.pop(n) for n in "qkv"}
         asked = {n: getattr(settings, n) for n in _FORWARD}
         request = resolve(**own, options=Options(**options, **asked, out=as_array(o)))
@@ -106,19 +104,24 @@ def forward(
             operands = operands_of(request)
             _, lse = ready.run(operands, request.receiver)
             own = {n: data_address(a) for n, a in operands.items()}
-            copied = any(own[n] != x.data_ptr() for n, x in given.items())
+            copied = any(own[n] != x.data_ptr() for n, x in tensors.items())
             if key is not None and ready.scratch_bytes is not None and not copied:
                 remember(key, ready)
         return o, None if not settings.return_lse else as_tensor(request.restore_lse(lse))
 
 
-def _key(settings: Settings, given: Mapping[str, Tensor], out: Tensor | None) -> Any:
-    """Return what a call on a device depends on beside values; None where it looks at these."""
-    packed = "cu_seqlens_q" in given
+def _find(
+    settings: Settings, tensors: Mapping[str, Tensor], out: Tensor | None
+) -> tuple[Any, Prepared | None]:
+    """Return what a call on a device depends on beside values, and one of late of which it is so.
+
+    The key is None where a call looks at values, or cannot be known by one.
+    """
+    packed = "cu_seqlens_q" in tensors
     if settings.check_finite or (packed and None in (settings.max_len_q, settings.max_len_k)):
-        return None
+        return None, None
     key: list[Any] = ["torch", registry.VARIANTS.get(settings.variant), compiler.generation()]
-    mask, places = settings.block_mask, given if out is None else {**given, "out": out}
+    mask, places = settings.block_mask, tensors if out is None else {**tensors, "out": out}
     try:
         if mask is not None:  # known by its form: what is remembered keeps no array alive
             settings = settings._replace(block_mask=None)
@@ -126,32 +129,30 @@ def _key(settings: Settings, given: Mapping[str, Tensor], out: Tensor | None) ->
         for name, x in places.items():
             key += (name, x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.get_device())
         found = (settings, *key)
-        hash(found)
+        return found, recall(found)
     except (TypeError, AttributeError):  # a list for a window, what is no tensor
-        return None
-    return found
+        return None, None
 
 
 def _again(
-    ready: Prepared, settings: Settings, given: Mapping[str, Tensor], out: Tensor | None
+    ready: Prepared, settings: Settings, tensors: Mapping[str, Tensor], out: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Launch a call that has run on tensors of the same forms."""
-    q = given["q"]
+    q = tensors["q"]
     device = q.device
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            return _again(ready, settings, given, out)
-    addresses = {name: x.data_ptr() for name, x in given.items()}
+            return _again(ready, settings, tensors, out)
+    addresses = {name: x.data_ptr() for name, x in tensors.items()}
     if settings.block_mask is not None:
         kept = settings.block_mask.kept_blocks(_array_on(device.index))
         addresses["kept_blocks"] = data_address(kept)
     if out is None:
-        o = torch.empty(q.shape, dtype=q.dtype, device=device)
-        addresses["o"] = o.data_ptr()
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
         o = out
-        addresses["o"] = o.data_ptr()
-        ready.check_apart(addresses, addresses["o"])
+        ready.check_apart(addresses, o.data_ptr())
+    addresses["o"] = o.data_ptr()
     lse = None
     if settings.return_lse:
         lse = torch.empty(ready.call.lse_shape, dtype=torch.float32, device=device)
@@ -175,7 +176,7 @@ def _array_on(device: int) -> Any:
 
 def backward_pass(
     settings: Settings,
-    tensors: Mapping[str, Tensor | None],
+    tensors: Mapping[str, Tensor],
     d_out: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -193,12 +194,11 @@ def backward_pass(
     -------
     dq, dk, dv : Tensor
     """
-    given = {name: x for name, x in tensors.items() if x is not None}
-    packed = "cu_seqlens_q" in given
+    packed = "cu_seqlens_q" in tensors
     if d_out.shape[-1] > 1 and d_out.stride(-1) != 1:  # such as sum() hands back
         d_out = d_out.contiguous()
-    with on_device_of(given["q"]):
-        options = _options({n: as_array(x) for n, x in given.items()}, settings)
+    with on_device_of(tensors["q"]):
+        options = _options({n: as_array(x) for n, x in tensors.items()}, settings)
         function: Any = (
             backward.attention_varlen_backward if packed else backward.attention_backward
         )

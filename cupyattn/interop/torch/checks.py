@@ -14,15 +14,15 @@ from cupyattn.errors import UnsupportedError
 _ROWS = ("q", "k", "v")
 
 
-def check_tensors(name: str, tensors: Mapping[str, Tensor | None]) -> None:
+def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise unless a call on these tensors can run.
 
     Parameters
     ----------
     name : str
         Of the function, for messages.
-    tensors : mapping of str to Tensor or None
-        All that the call reads, q first; None: it is not there.
+    tensors : mapping of str to Tensor
+        All that the call reads.
 
     Raises
     ------
@@ -32,10 +32,9 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor | None]) -> None:
         For tensors on different devices, q, k and v of different types, or a last axis that is not
         contiguous.
     NotImplementedError
-        For devices without a kernel, and tensors that are not strided.
+        For tensors that are not strided.
     """
-    given = {argument: x for argument, x in tensors.items() if x is not None}
-    for argument, x in given.items():
+    for argument, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"{name}(): argument '{argument}' must be Tensor, not {type(x).__name__}"
@@ -44,11 +43,11 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor | None]) -> None:
             raise NotImplementedError(
                 f"{name}: expected {argument} to be a strided tensor, got layout {x.layout}"
             )
-    devices = {argument: x.device for argument, x in given.items()}
+    devices = {argument: x.device for argument, x in tensors.items()}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{argument} is on {device}" for argument, device in devices.items())
         raise RuntimeError(f"Expected all tensors to be on the same device, but {where}")
-    rows = {argument: given[argument] for argument in _ROWS}
+    rows = {argument: tensors[argument] for argument in _ROWS}
     if len({x.dtype for x in rows.values()}) > 1:
         found = " and ".join(f"{argument}.dtype: {x.dtype}" for argument, x in rows.items())
         raise RuntimeError(f"Expected q, k and v to have the same dtype, but got {found}")
@@ -72,11 +71,10 @@ def check_device(name: str, q: Any) -> None:
         )
 
 
-def check_differentiable(name: str, tensors: Mapping[str, Tensor | None]) -> None:
+def check_differentiable(name: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise UnsupportedError where a tensor requires a gradient that there is no kernel for."""
-    q = tensors["q"]
     for argument, x in tensors.items():
-        if x is None or argument in _ROWS:
+        if argument in _ROWS:
             continue
         if x.requires_grad:
             raise UnsupportedError(
@@ -88,7 +86,7 @@ def check_differentiable(name: str, tensors: Mapping[str, Tensor | None]) -> Non
                 f"{name}: the derivative through qk_norm is not implemented: give q and k as they "
                 "are after it"
             )
-    if q is not None and q.dtype == torch.float32:
+    if tensors["q"].dtype == torch.float32:
         raise UnsupportedError(
             f"the derivative for 'cupyattn::{name}' is not implemented for torch.float32: "
             "give torch.float16 or torch.bfloat16, by torch.autocast for example, or compute under "

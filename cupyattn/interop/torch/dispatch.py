@@ -28,8 +28,8 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
     Parameters
     ----------
     settings : Settings
-    tensors : dict of str to Tensor or None
-        Of `cupyattn.interop.torch.calls.TENSORS`, q first.
+    tensors : dict of str to Tensor
+        Those of `cupyattn.interop.torch.calls.TENSORS` that there are.
     out : Tensor, optional
 
     Returns
@@ -82,12 +82,17 @@ def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def how_seen(tensors: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return whether autograd goes through a call on these, and whether operators are watched."""
-    given = [x for x in tensors.values() if isinstance(x, Tensor)]
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    watched = (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or not all(type(x) in _PLAIN for x in given)
+    differentiable, watched = (
+        False,
+        (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._are_functorch_transforms_active()
+        ),
     )
-    return differentiable, watched
+    for x in tensors.values():
+        if not isinstance(x, Tensor):  # None, or what is refused later
+            continue
+        differentiable = differentiable or x.requires_grad
+        watched = watched or type(x) not in _PLAIN
+    return differentiable and torch.is_grad_enabled(), watched

@@ -104,13 +104,7 @@ def attention(
         rope_offset_q, qk_norm_eps, layout, return_lse, deterministic, check_finite, None, None,
         quant, tiles, block_mask, arch, backend,
     )  # fmt: skip
-    cos, sin = pair("rope", rope)
-    of_q, of_k = pair("qk_norm", qk_norm)
-    tensors = {
-        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "rope_cos": cos, "rope_sin": sin,
-        "q_norm_weight": of_q, "k_norm_weight": of_k,
-    }  # fmt: skip
-    return call(settings, tensors, out)
+    return call(settings, named(q, k, v, mask, bias, rope, qk_norm), out)
 
 
 def attention_varlen(
@@ -184,13 +178,10 @@ def attention_varlen(
         rope_offset_q, qk_norm_eps, "BHSD", return_lse, deterministic, check_finite, max_len_q,
         max_len_k, quant, tiles, block_mask, arch, backend,
     )  # fmt: skip
-    cos, sin = pair("rope", rope)
-    of_q, of_k = pair("qk_norm", qk_norm)
-    tensors = {
-        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "rope_cos": cos, "rope_sin": sin,
-        "q_norm_weight": of_q, "k_norm_weight": of_k, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise TypeError("attention_varlen needs cu_seqlens_q and cu_seqlens_k")
+    tensors = named(q, k, v, mask, bias, rope, qk_norm)
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     return call(settings, tensors, out)
 
 
@@ -298,6 +289,20 @@ def scaled_dot_product_attention(
         q, k, v, causal=is_causal, causal_align="top-left", scale=scale, **options
     )
     return o.reshape(query.shape)
+
+
+def named(q: Any, k: Any, v: Any, mask: Any, bias: Any, rope: Any, qk_norm: Any) -> dict[str, Any]:
+    """Return the tensors of a call, those that there are, as `calls.TENSORS` names them."""
+    tensors = {"q": q, "k": k, "v": v}
+    if mask is not None:
+        tensors["mask"] = mask
+    if bias is not None:
+        tensors["bias"] = bias
+    if rope is not None:
+        tensors["rope_cos"], tensors["rope_sin"] = pair("rope", rope)
+    if qk_norm is not None:
+        tensors["q_norm_weight"], tensors["k_norm_weight"] = pair("qk_norm", qk_norm)
+    return tensors
 
 
 def pair(name: str, given: Any) -> tuple[Any, Any]:

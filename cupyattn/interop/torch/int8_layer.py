@@ -17,7 +17,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.calls import Settings, backward_pass
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
-from cupyattn.interop.torch.ops import library, refuse_derivative
+from cupyattn.interop.torch.ops import given, library, refuse_derivative
 
 #: Tensors of a call.
 TENSORS = ("q", "k", "v", "mask", "rope_cos", "rope_sin")
@@ -35,7 +35,7 @@ library.define(
 class Layer(Int8Attention):
     """`cupyattn.Int8Attention` with what a derivative needs."""
 
-    def check_operator(self, tensors: Mapping[str, Tensor | None], *, differentiable: bool) -> None:
+    def check_operator(self, tensors: Mapping[str, Tensor], *, differentiable: bool) -> None:
         """Raise UnsupportedError where a call cannot be an operator."""
         if self._settings.enable_pruning:
             raise UnsupportedError(
@@ -50,18 +50,18 @@ class Layer(Int8Attention):
                 )
             check_differentiable("int8_attention", tensors)
 
-    def with_lse(self, arrays: Mapping[str, Any], given: Mapping[str, Any], **step: Any) -> Any:
-        """Run a call on q, k and v at a step, ``return_lse`` among what is given."""
+    def with_lse(self, arrays: Mapping[str, Any], scores: Mapping[str, Any], **step: Any) -> Any:
+        """Run a call on q, k and v at a step, with what changes scores, and ``return_lse``."""
         q, k, v = (arrays[name] for name in "qkv")
-        found, _ = self._attend(q, k, v, self.step(**step), self._settings, dict(given))
+        found, _ = self._attend(q, k, v, self.step(**step), self._settings, dict(scores))
         return found
 
-    def backward_settings(self, tensors: Mapping[str, Tensor | None], **given: Any) -> Settings:
+    def backward_settings(self, tensors: Mapping[str, Tensor], **own: Any) -> Settings:
         """Return the settings of a backward pass: what of the scores is computed."""
         q = tensors["q"]
         with on_device_of(q):
             scores = self._settings.of_scores(as_array(q), as_array(tensors["k"]), 1)
-        options: dict[str, Any] = {**given, **scores, **self._where}
+        options: dict[str, Any] = {**own, **scores, **self._where}
         return Settings(scale=self._scale, **options)
 
 
@@ -77,7 +77,7 @@ def number_of(layer: Layer) -> int:
 def attend(
     function: Callable[..., Any],
     operands: Sequence[str],
-    tensors: Mapping[str, Tensor | None],
+    tensors: Mapping[str, Tensor],
     rope_interleaved: bool,
     **options: Any,
 ) -> Any:
@@ -89,8 +89,8 @@ def attend(
         A layer, or its `fused_cfg`.
     operands : sequence of str
         The tensors that it takes by position.
-    tensors : mapping of str to Tensor or None
-        Of `TENSORS`, and those.
+    tensors : mapping of str to Tensor
+        Those of `TENSORS` that there are, and these.
     rope_interleaved : bool
     **options
         All others, as `cupyattn.Int8Attention` takes them.
@@ -102,29 +102,29 @@ def attend(
     check_tensors("Int8Attention", tensors)
     with on_device_of(tensors["q"]):
         arrays = _arrays(tensors)
-        given = _given(arrays, rope_interleaved)
-        found = function(*(arrays[name] for name in operands), **given, **options)
+        scores = _scores(arrays, rope_interleaved)
+        found = function(*(arrays[name] for name in operands), **scores, **options)
         return tuple(map(as_tensor, found)) if isinstance(found, tuple) else as_tensor(found)
 
 
-def _arrays(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    return {name: as_array(x) for name, x in tensors.items() if x is not None}
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: as_array(x) for name, x in tensors.items()}
 
 
-def _given(arrays: Mapping[str, Any], rope_interleaved: bool) -> dict[str, Any]:
+def _scores(arrays: Mapping[str, Any], rope_interleaved: bool) -> dict[str, Any]:
     """Return what changes scores, as `cupyattn.Int8Attention` takes it."""
     rope = (arrays["rope_cos"], arrays["rope_sin"]) if "rope_cos" in arrays else None
     return {"mask": arrays.get("mask"), "rope": rope, "rope_interleaved": rope_interleaved}
 
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors = dict(zip(TENSORS, arguments, strict=False))
+    tensors = given(arguments, TENSORS)
     timestep, sigma, rope_interleaved, return_lse, number = arguments[len(TENSORS) :]
     check_tensors("Int8Attention", tensors)
     with on_device_of(tensors["q"]):
         arrays = _arrays(tensors)
-        given = {**_given(arrays, rope_interleaved), "return_lse": return_lse}
-        found = _layers[number].with_lse(arrays, given, timestep=timestep, sigma=sigma)
+        scores = {**_scores(arrays, rope_interleaved), "return_lse": return_lse}
+        found = _layers[number].with_lse(arrays, scores, timestep=timestep, sigma=sigma)
         if return_lse:
             o, lse = map(as_tensor, found)
             return o, lse
@@ -133,7 +133,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors = dict(zip(TENSORS, arguments, strict=False))
+    tensors = given(arguments, TENSORS)
     check_tensors("Int8Attention", tensors)
     q = arguments[0]
     shape = q.shape[:3] if arguments[-2] else (0,)
@@ -141,7 +141,7 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    tensors = dict(zip(TENSORS, arguments, strict=False))
+    tensors = given(arguments, TENSORS)
     rope_interleaved, number = arguments[len(TENSORS) :]
     settings = _layers[number].backward_settings(tensors, rope_interleaved=rope_interleaved)
     return backward_pass(settings, tensors, d_out, o, lse)

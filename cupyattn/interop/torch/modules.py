@@ -14,7 +14,7 @@ from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.calls import Settings
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.interop.torch.dispatch import call, how_seen, in_region
-from cupyattn.interop.torch.functional import pair
+from cupyattn.interop.torch.functional import named, pair
 from cupyattn.interop.torch.ops import number_of
 from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
@@ -106,13 +106,7 @@ class Attention(torch.nn.Module):
         settings = self.settings
         if settings.block_mask is not None and torch.compiler.is_compiling():
             settings = settings._replace(block_mask=self._block_mask_number)
-        cos, sin = pair("rope", rope)
-        of_q, of_k = pair("qk_norm", qk_norm)
-        tensors = {
-            "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "rope_cos": cos, "rope_sin": sin,
-            "q_norm_weight": of_q, "k_norm_weight": of_k,
-        }  # fmt: skip
-        return call(settings, tensors)
+        return call(settings, named(q, k, v, mask, bias, rope, qk_norm))
 
     def extra_repr(self) -> str:
         """Name the settings that are not the default ones."""
@@ -246,10 +240,7 @@ class Int8Attention(torch.nn.Module):
             As `attention` and `cupyattn.Int8Attention`.
         """
         timestep = _number(timestep)
-        cos, sin = pair("rope", rope)
-        tensors = in_region(
-            {"q": q, "k": k, "v": v, "mask": mask, "rope_cos": cos, "rope_sin": sin}
-        )
+        tensors = in_region(named(q, k, v, mask, None, rope, None))
         differentiable, watched = how_seen(tensors)
         if not (differentiable or watched):
             found = int8_layer.attend(
@@ -258,16 +249,17 @@ class Int8Attention(torch.nn.Module):
             )  # fmt: skip
             return (self._project(found[0]), found[1]) if return_mask else self._project(found)
         if return_mask or overrides:
-            named = ", ".join([*["return_mask"] * return_mask, *overrides])
+            asked = ", ".join([*["return_mask"] * return_mask, *overrides])
             raise UnsupportedError(
-                f"{named}: not supported where torch traces or differentiates a call; make a "
+                f"{asked}: not supported where torch traces or differentiates a call; make a "
                 "module of those settings, or compute under torch.no_grad() and outside of "
                 "torch.compile"
             )
         check_tensors("Int8Attention", tensors)
         self._layer.check_operator(tensors, differentiable=differentiable)
+        operands = [tensors.get(name) for name in int8_layer.TENSORS]
         o, _ = torch.ops.cupyattn.int8_attention.default(
-            *tensors.values(), timestep, sigma, rope_interleaved, differentiable, self._number
+            *operands, timestep, sigma, rope_interleaved, differentiable, self._number
         )
         return self._project(o)
 
@@ -308,10 +300,7 @@ class Int8Attention(torch.nn.Module):
         RuntimeError, NotImplementedError, ValueError, TypeError
             As a call.
         """
-        cos, sin = pair("rope", rope)
-        tensors = in_region(
-            {"q": q_cond, "k": k, "v": v, "mask": mask, "rope_cos": cos, "rope_sin": sin}
-        )
+        tensors = in_region(named(q_cond, k, v, mask, None, rope, None))
         tensors["q_uncond"] = q_uncond.to(tensors["q"].dtype)
         if any(how_seen(tensors)):
             raise UnsupportedError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -50,7 +50,7 @@ _RETURN_LSE = Settings._fields.index("return_lse")
 _block_masks: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictionary()
 
 
-def flat(tensors: Mapping[str, Tensor | None], settings: Settings) -> tuple[Any, ...]:
+def flat(tensors: Mapping[str, Tensor], settings: Settings) -> tuple[Any, ...]:
     """Return the arguments of ``torch.ops.cupyattn.attention``.
 
     Raises
@@ -135,21 +135,26 @@ def number_of(block_mask: BlockMask | None) -> int | None:
 # ---- attention -----------------------------------------------------------------------------------
 
 
+def given(arguments: tuple[Any, ...], names: Sequence[str] = TENSORS) -> dict[str, Tensor]:
+    """Return the tensors among an operator's arguments, those that there are, by name."""
+    return {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
+
+
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors = dict(zip(TENSORS, arguments, strict=False))
+    tensors = given(arguments)
     o, lse = forward(_settings(arguments[len(TENSORS) :]), tensors)
     return o, _no_lse(o) if lse is None else lse
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors = dict(zip(TENSORS, arguments, strict=False))
+    tensors = given(arguments)
     settings = Settings(*arguments[len(TENSORS) :])
-    check_tensors("attention", {n: x for n, x in tensors.items() if x is not None})
+    check_tensors("attention", tensors)
     q = tensors["q"]
     o = q.new_empty(q.shape)
     if not settings.return_lse:
         return o, _no_lse(o)
-    if tensors["cu_seqlens_q"] is not None:
+    if "cu_seqlens_q" in tensors:
         shape = [q.shape[1], q.shape[0]]
     else:
         length = 2 if settings.layout == "BHSD" else 1
@@ -162,8 +167,7 @@ def _no_lse(o: Tensor) -> Tensor:
 
 
 def _backward(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    tensors = dict(zip(TENSORS, arguments, strict=False))
-    return backward_pass(_settings(arguments[len(TENSORS) :]), tensors, d_out, o, lse)
+    return backward_pass(_settings(arguments[len(TENSORS) :]), given(arguments), d_out, o, lse)
 
 
 def _backward_fake(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
