@@ -204,9 +204,12 @@ def attention(**changed: Any) -> Any:
 def test_reasons(module: dict[str, Any], call: dict[str, Any], reason: str) -> None:
     from diffusers.models.attention_processor import AttnProcessor
 
-    plain, dtype = module.pop("plain", False), call.get("dtype", torch.float32)
-    model = torch.nn.ModuleDict({"attn": attention(**module)}).to(dtype)
-    if plain:
+    dtype, sizes = (
+        call.get("dtype", torch.float32),
+        {k: v for k, v in module.items() if k != "plain"},
+    )
+    model = torch.nn.ModuleDict({"attn": attention(**sizes)}).to(dtype)
+    if "plain" in module:
         model["attn"].set_processor(AttnProcessor())
     x = torch.randn(1, call.get("length", 64), 32, dtype=dtype)
     given = {name: call[name] for name in ("attention_mask",) if name in call}
@@ -218,20 +221,23 @@ def test_reasons(module: dict[str, Any], call: dict[str, Any], reason: str) -> N
     assert layer.native == {reason: 1} and not layer.modes
 
 
-def test_strides_scales_and_grouped_heads_of_the_call_are_kept() -> None:
-    """What torch's function is called with, by hand, inside a module."""
+def calling(function: Any) -> Any:
+    """A model of one module, whose processor is a function of what it gets, four heads."""
 
     class Processor:
         def __call__(
             self, attn: Any, x: Any, encoder_hidden_states: Any, attention_mask: Any
         ) -> Any:
-            q = x.unflatten(-1, (4, 8)).transpose(1, 2)
-            k = x.unflatten(-1, (4, 8)).transpose(1, 2)[:, ::2]
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, k * 2, None, 0.0, scale=0.5, enable_gqa=True
-            )
+            return function(x.unflatten(-1, (4, 8)).transpose(1, 2))
 
-    model = torch.nn.ModuleDict({"attn": attention(processor=Processor())})
+    return torch.nn.ModuleDict({"attn": attention(processor=Processor())})
+
+
+def test_strides_scales_and_grouped_heads_of_the_call_are_kept() -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    model = calling(
+        lambda q: attend(q, q[:, ::2], q[:, ::2] * 2, None, 0.0, scale=0.5, enable_gqa=True)
+    )
     x = torch.randn(1, 64, 32).half()
     with interop.replace_attention_with_int8(model, policy="balanced", **SHORT) as handle:
         o = model["attn"](x)
@@ -239,6 +245,15 @@ def test_strides_scales_and_grouped_heads_of_the_call_are_kept() -> None:
     expected = ca.attention(q, q[:, ::2], q[:, ::2] * 2, variant="fa_int8", scale=0.5)
     assert np.array_equal(o.numpy(), expected)
     assert handle.report().modes == {"balanced": 1}
+
+
+def test_what_broadcasts_stays_native() -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    model, x = calling(lambda q: attend(q, q[:1], q[:1])), torch.randn(2, 64, 32)
+    expected = model["attn"](x)
+    with interop.replace_attention_with_int8(model, policy="balanced", **SHORT) as handle:
+        assert torch.equal(model["attn"](x), expected)
+    assert handle.report().native == {"operands that broadcast": 1}
 
 
 # ---- the noise level -----------------------------------------------------------------------------
@@ -316,6 +331,45 @@ def test_a_step_reads_nothing_from_a_tensor() -> None:
                 levels = [noise.at(t) for t in given]
             assert not seen and len({id(schedule) for schedule, _ in levels}) == 1
             assert len(levels[0][0].ratios) == steps
+
+
+def test_a_run_may_begin_later() -> None:
+    """As from an image, where the scheduler is told its first step."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(4)
+    scheduler.set_begin_index(2)
+    noise = Noise(SimpleNamespace(scheduler=scheduler))
+    schedule, ratio = noise.at(scheduler.timesteps[2].clone() / 1000)
+    assert ratio == schedule.ratios[2] < schedule.ratios[1]
+
+
+def test_a_timestep_that_only_a_device_knows_is_not_waited_for() -> None:
+    scheduler = diffusers.DDIMScheduler()
+    scheduler.set_timesteps(4)
+    elsewhere = torch.empty(1, device="meta")
+    assert Noise(SimpleNamespace(scheduler=scheduler)).at(elsewhere) is None
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = attention()
+
+        def forward(self, x: Any, timestep: Any) -> Any:
+            return self.attn(x)
+
+    model, x = Model(), torch.randn(1, 64, 32)
+    with (
+        interop.replace_attention_with_int8(model, scheduler=scheduler, **SHORT) as handle,
+        torch.inference_mode(),
+    ):
+        model(x, elsewhere)
+        model(x, scheduler.timesteps[0])
+        model(x, timestep=int(scheduler.timesteps[2]))
+    (layer,) = handle.report().layers
+    assert layer.native == {
+        "the timestep lies on the device alone, the noise level is not known": 1
+    }
+    assert layer.modes == {"aggressive": 1, "balanced": 1}
 
 
 def test_a_scheduler_without_steps_says_what_to_do() -> None:

@@ -181,8 +181,12 @@ class Layer:
             return "dropout"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return "gradients"
+        if not all(type(x) is Tensor for x in (q, k, v)):
+            return f"operands of type {type(q).__name__}"
         if not q.ndim == k.ndim == v.ndim == 4:
             return f"{q.ndim} axes"
+        if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+            return "operands that broadcast"
         if q.device.type not in ("cpu", "cuda"):
             return f"device {q.device.type}"
         if q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
