@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import doctest
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -299,3 +303,43 @@ def test_the_examples_of_the_page_run() -> None:
     exec(section.split("```python\n")[1].split("```")[0], names)
     assert names["dk"].shape == names["k"].shape and names["each"].shape == (2, 1, 4, 128, 64)
     assert names["o"].dtype == names["int8"].dtype == jnp.bfloat16
+
+
+def test_on_a_device_the_buffers_are_cupy_arrays_on_the_stream_of_xla(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A frame made by hand, buffers of the host, and stand-ins for what needs a driver."""
+    cupy = pytest.importorskip("cupy")
+    ffi, entered, seen = interop.xla_ffi, [], []
+    owned = cupy.cuda.UnownedMemory
+    monkeypatch.setattr(cupy.cuda, "UnownedMemory", lambda at, n, owner: owned(at, n, owner, 0))
+
+    @contextlib.contextmanager
+    def enter(name: str, *given: int) -> Any:
+        entered.append((name, *given))
+        yield
+        entered.append(f"left {name}")
+
+    for name in ("Device", "ExternalStream"):
+        monkeypatch.setattr(cupy.cuda, name, functools.partial(enter, name))
+
+    def target(operands: Any, results: Any, attributes: Any) -> None:
+        seen.extend((x.data.ptr, x.shape, str(x.dtype)) for x in (*operands, *results))
+        assert len(entered) == 2
+
+    @ffi._StreamGet
+    def stream_get(arguments: Any) -> None:
+        assert arguments.contents.context == 77
+        arguments.contents.stream = 1234
+
+    memory = np.zeros(24, ml_dtypes.bfloat16)
+    dims = (ctypes.c_int64 * 2)(4, 6)
+    buffer = ffi._Buffer(ctypes.sizeof(ffi._Buffer), None, 16, memory.ctypes.data, 2, dims)
+    places = (ctypes.POINTER(ffi._Buffer) * 1)(ctypes.pointer(buffer))
+    one = ffi._Buffers(ctypes.sizeof(ffi._Buffers), None, 1, (ctypes.c_int * 1)(1), places)
+    api = ffi._Api(stream_get=ctypes.cast(stream_get, ctypes.c_void_p))
+    frame = ffi._Frame(api=ctypes.pointer(api), context=77, stage=3, operands=one, results=one)
+    function = ffi.handler(target, (0, 3), on_device=True)
+    assert function(ctypes.pointer(frame)) is None
+    assert seen == [(memory.ctypes.data, (4, 6), "bfloat16")] * 2
+    assert entered[:2] == [("Device", 0), ("ExternalStream", 1234, 0)] and len(entered) == 4

@@ -87,6 +87,7 @@ def test_a_step_is_captured_in_a_graph() -> None:
     rest = (x.new_ones(1, 7, 32), x.new_ones(1, 32), t)
     with torch.no_grad(), interop.replace_attention_with_int8(pipe, policy="balanced", **SHORT):
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             expected = pipe.transformer(x, *rest, return_dict=False)[0].clone()
         torch.cuda.synchronize()
