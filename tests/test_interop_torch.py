@@ -265,6 +265,19 @@ def test_a_gradient_that_is_a_broadcast_view_and_one_operand_for_all_three() -> 
     assert ((x.grad.double() - total).abs() <= 2 * 2.0**-11 * 1.001 * size + 2.0**-24).all()
 
 
+@pytest.mark.parametrize(
+    "sizes", [(0, 5, 5), (1, 0, 5), (1, 5, 0), (1, 1, 1)], ids=["batch", "q", "kv", "none"]
+)
+def test_tensors_of_nothing(sizes: tuple[int, int, int]) -> None:
+    batch, len_q, len_kv = sizes
+    q, k = (torch.ones(batch, 2, n, 16, dtype=torch.float16, requires_grad=True) for n in sizes[1:])
+    o, lse = interop.attention(q, k, k, return_lse=True)
+    assert o.shape == q.shape and lse.shape == (batch, 2, len_q)
+    assert (o == (1 if len_kv else 0)).all() and (lse.isfinite() == bool(len_kv)).all()
+    o.sum().backward()
+    assert q.grad.shape == q.shape and k.grad.shape == k.shape
+
+
 def test_checkpointing_and_no_grad() -> None:
     checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint
     inputs = problem("bfloat16")

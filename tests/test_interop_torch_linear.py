@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,42 @@ def converted(tmp_path: Path) -> Iterator[tuple[Any, Path]]:
     module = model()
     ca.checkpoints.convert(save(module, tmp_path / "model"), tmp_path / "int8")
     yield module, tmp_path / "int8"
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "INTEROP.md").read_text(encoding="utf-8").split("## torch\n")[1]
+
+
+def test_the_examples_of_the_page_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", own)  # put back after
+    torch._dynamo.reset()
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
+    assert names["o"].shape == names["o8"].shape == names["y"].shape == names["q"].grad.shape
+    assert names["packed"].shape == (256, 8, 64) and names["z"].shape == (4, 8)
+    assert "0: INT8, linear" in capsys.readouterr().out
+    assert type(names["model"][0]) is nn.Linear
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    section = (ROOT / "README.md").read_text().split("## torch\n")[1].split("\n## ")[0]
+    assert len(section.splitlines()) <= 15
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names: dict[str, Any] = {n: torch.randn(1, 2, 5, 16).half() for n in "qkv"}
+    exec(block, names | {"model": model()})
+
+
+def test_the_page_names_what_there_is() -> None:
+    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE))))
+    assert table == set(interop.__all__)
 
 
 # ---- the layer -----------------------------------------------------------------------------------

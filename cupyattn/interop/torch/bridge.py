@@ -14,7 +14,7 @@ from cupyattn.rounding import STORAGE
 
 
 def as_array(tensor: Tensor) -> Any:
-    """Return a tensor's memory as a NumPy or CuPy array, by DLPack, without a copy.
+    """Return a tensor's memory as a NumPy or CuPy array, the latter by DLPack, without a copy.
 
     Parameters
     ----------
@@ -32,9 +32,9 @@ def as_array(tensor: Tensor) -> Any:
         import cupy
 
         return cupy.from_dlpack(tensor)
-    if tensor.dtype == torch.bfloat16:  # which NumPy's DLPack does not know
-        return np.from_dlpack(tensor.view(torch.int16)).view(STORAGE["bfloat16"])
-    return np.from_dlpack(tensor)
+    if tensor.dtype == torch.bfloat16:  # which NumPy does not know
+        return tensor.view(torch.int16).numpy().view(STORAGE["bfloat16"])
+    return tensor.numpy()
 
 
 def as_tensor(array: Any) -> Tensor:
