@@ -527,13 +527,29 @@ def test_twice_is_refused_and_restoring_twice_is_not(flux: Any) -> None:
 
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parents[1] / "docs" / "INTEROP_JAX.md"
+    page = Path(__file__).parents[1] / "docs" / "INTEROP.md"
     section = page.read_text(encoding="utf-8").split("## diffusers\n")[1]
     exec(section.split("```python\n")[1].split("```")[0], {})
     assert "2 attention modules: 8 calls by cupyattn" in capsys.readouterr().out
     arguments = set(inspect.signature(interop.replace_attention_with_int8).parameters)
     assert arguments - {"pipe_or_model"} <= set(re.findall(r"`(\w+)`", section))
     assert all(f"0.{version}" in backends.TESTED for version in range(36, 43))
+
+
+def test_the_example_of_the_readme_runs(flux: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    jax = pytest.importorskip("jax")
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## JAX and diffusers\n")[1].split("\n## ")[0]
+    names: dict[str, Any] = dict.fromkeys("qkv", jax.numpy.ones((1, 2, 5, 16), "float16"))
+    made = {n: x.to(flux.dtype) for n, x in cases.CASES["flux"].call().items() if hasattr(x, "to")}
+    made |= {"num_inference_steps": 1, "output_type": "latent", "true_cfg_scale": 2.0}
+    made |= {"height": 256, "width": 256}
+    names |= {"jax": jax, "pipe": flux, "arguments": made}
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    assert (
+        names["o"].shape == (1, 2, 5, 16)
+        and "2 attention modules: 4 calls" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -297,7 +297,7 @@ def test_docstrings() -> None:
 
 
 def test_the_examples_of_the_page_run() -> None:
-    page = Path(__file__).parents[1] / "docs" / "INTEROP_JAX.md"
+    page = Path(__file__).parents[1] / "docs" / "INTEROP.md"
     section = page.read_text(encoding="utf-8").split("## JAX\n")[1].split("\n## ")[0]
     names: dict[str, Any] = {}
     exec(section.split("```python\n")[1].split("```")[0], names)

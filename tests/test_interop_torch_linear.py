@@ -88,7 +88,8 @@ def converted(tmp_path: Path) -> Iterator[tuple[Any, Path]]:
 # ---- the page ----------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "INTEROP.md").read_text(encoding="utf-8").split("## torch\n")[1]
+PAGE = (ROOT / "docs" / "INTEROP.md").read_text(encoding="utf-8")
+PAGE = PAGE.split("## torch\n")[1].split("\n## ")[0]
 
 
 def test_the_examples_of_the_page_run(
