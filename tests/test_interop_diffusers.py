@@ -269,6 +269,7 @@ SCHEDULERS = {
     "UniPCMultistepScheduler": {
         "prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0,
     },
+    "EDMEulerScheduler": {},
     "LCMScheduler": DDPM,
     "DDIMScheduler": DDPM,
     "DDPMScheduler": DDPM,
@@ -276,7 +277,15 @@ SCHEDULERS = {
     "CogVideoXDDIMScheduler": DDPM | {"snr_shift_scale": 3.0, "rescale_betas_zero_snr": True},
     "CogVideoXDPMScheduler": DDPM,
 }  # fmt: skip
-EXPECTED = {"FlowMatch": "flow", "UniPC": "flow", "Euler": "edm", "Heun": "edm", "DPMSol": "edm"}
+EXPECTED = {
+    "FlowMatch": "flow",
+    "UniPC": "flow",
+    "LTX": "flow",
+    "EDM": "edm",
+    "Euler": "edm",
+    "Heun": "edm",
+    "DPMSol": "edm",
+}
 
 
 def mixture(scheduler: Any, t: Any) -> float:
@@ -310,6 +319,14 @@ def test_the_noise_level_is_that_of_the_scheduler(name: str) -> None:
             scheduler.step(sample, t, sample, return_dict=False)
         except TypeError:  # CogVideoX's DPM takes another argument first
             scheduler.step(sample, None, t, None, sample, return_dict=False)
+
+
+def test_what_sigmas_mean_is_known_or_refused() -> None:
+    assert kind_of(diffusers.FlowMatchLCMScheduler()) == "flow"
+    assert kind_of(SimpleNamespace(config={}, sigmas=[1.0], alphas_cumprod=[0.5])) == "edm"
+    for unknown in (diffusers.SCMScheduler(), SimpleNamespace(config={}, sigmas=[1.0])):
+        with pytest.raises(ca.UnsupportedError, match="is not known: known are schedulers of flow"):
+            kind_of(unknown)
 
 
 def test_a_step_reads_nothing_from_a_tensor() -> None:

@@ -13,6 +13,10 @@ from cupyattn.diffusion import noise_to_signal
 from cupyattn.diffusion.schedules import Float64
 from cupyattn.errors import UnsupportedError
 
+#: Schedulers whose sigmas say nothing of themselves, by how their names begin: a share of noise, or
+#: noise over signal.
+_FLOW = ("FlowMatch", "FlowMap", "LTXEulerAncestralRF")
+_EDM = ("EDM", "CosineDPM")
 #: Where noise and signal are equal: what a schedule of a single step of noise alone is held to.
 _EVEN = 1.0
 
@@ -25,12 +29,12 @@ class Schedule:
     ----------
     ratios : array, float64, (steps,)
         Noise-to-signal ratio of every entry of the scheduler's timesteps, in their order.
-    timesteps : array, float64, (steps,)
-        Those timesteps, in the scheduler's units.
+    timesteps : array, float64, (steps,), or None
+        Those timesteps, in the scheduler's units, where the host has them.
     """
 
     ratios: Float64
-    timesteps: Float64
+    timesteps: Float64 | None
 
     @property
     def falling(self) -> Float64:
@@ -53,21 +57,22 @@ def kind_of(scheduler: Any) -> str:
     Raises
     ------
     UnsupportedError
-        For one that has neither sigmas nor cumulative products of alphas.
+        For one that is not known.
     """
-    config = scheduler.config
-    if getattr(scheduler, "sigmas", None) is not None:
-        flow = (
-            type(scheduler).__name__.startswith("FlowMatch")
-            or config.get("use_flow_sigmas")
-            or config.get("prediction_type") == "flow_prediction"
-        )
-        return "flow" if flow else "edm"
-    if getattr(scheduler, "alphas_cumprod", None) is not None:
+    config, name = scheduler.config, type(scheduler).__name__
+    sigmas = getattr(scheduler, "sigmas", None) is not None
+    products = getattr(scheduler, "alphas_cumprod", None) is not None
+    if sigmas:
+        told = config.get("use_flow_sigmas") or config.get("prediction_type") == "flow_prediction"
+        if told or name.startswith(_FLOW):
+            return "flow"
+        if products or name.startswith(_EDM):
+            return "edm"
+    elif products:
         return "ddpm"
     raise UnsupportedError(
-        f"the noise level of a {type(scheduler).__name__} is not known: it has neither sigmas nor "
-        "alphas_cumprod; give one mode as policy, which needs no noise level"
+        f"the noise level of a {name} is not known: known are schedulers of flow matching, of EDM "
+        "and with alphas_cumprod; give one mode as policy, which needs no noise level"
     )
 
 
@@ -81,8 +86,9 @@ class Noise:
 
     Notes
     -----
-    The scheduler's list of steps is read once for each run. Where it lies on a device (the sigmas
-    of flow matching, the timesteps of DDPM's kin) that one read waits for it; a step never does.
+    A step never waits for a device. What a run needs of the scheduler's lists is read once, which
+    waits where they lie on a device: the sigmas of flow matching in Euler's form, the timesteps of
+    DDPM's kin. Those of all others are on the host.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -135,34 +141,41 @@ def _read(scheduler: Any) -> Schedule:
             f"this {type(scheduler).__name__} has no timesteps yet: call set_timesteps before the "
             "model"
         )
-    kind, timesteps = kind_of(scheduler), _on_host(scheduler.timesteps)
+    kind, timesteps = kind_of(scheduler), scheduler.timesteps
     if kind == "ddpm":
-        products = _on_host(scheduler.alphas_cumprod)
-        return Schedule(noise_to_signal(products[timesteps.astype(np.int64)], kind), timesteps)
-    sigmas = _on_host(scheduler.sigmas)
-    if not timesteps.size <= sigmas.size <= timesteps.size + 1:
+        products, steps = _on_host(scheduler.alphas_cumprod), _on_host(timesteps)
+        return Schedule(noise_to_signal(products[steps.astype(np.int64)], kind), steps)
+    sigmas, count = _on_host(scheduler.sigmas), len(timesteps)
+    if not count <= sigmas.size <= count + 1:
         raise UnsupportedError(
-            f"a {type(scheduler).__name__} with {sigmas.size} sigmas for {timesteps.size} "
-            "timesteps is not known; give one mode as policy, which needs no noise level"
+            f"a {type(scheduler).__name__} with {sigmas.size} sigmas for {count} timesteps is not "
+            "known; give one mode as policy, which needs no noise level"
         )
     if scheduler.config.get("invert_sigmas"):
         sigmas = 1 - sigmas
     if kind == "flow":  # of float32, rounded
         sigmas = np.clip(sigmas, 0, 1)
-    return Schedule(noise_to_signal(sigmas[: timesteps.size], kind), timesteps)
+    known = None if _is_on_device(timesteps) else _on_host(timesteps)
+    return Schedule(noise_to_signal(sigmas[:count], kind), known)
+
+
+def _is_on_device(values: Any) -> bool:
+    return isinstance(values, Tensor) and values.device.type != "cpu"
 
 
 def _index(scheduler: Any, schedule: Schedule, timestep: Any) -> int | None:
     """Return which entry of the scheduler's timesteps a model was given."""
     own, last = scheduler.timesteps, schedule.ratios.size - 1
     if isinstance(timestep, Tensor) and _is_view_of_one(timestep, own):
-        return int(timestep.storage_offset() - own.storage_offset())
+        index = int(timestep.storage_offset() - own.storage_offset())
+        if 0 <= index <= last:
+            return index
     if hasattr(scheduler, "step_index"):
-        index = scheduler.step_index
-        if index is None:  # set by the first step, unless a pipeline starts later
-            index = getattr(scheduler, "begin_index", None)
-        return min(int(index or 0), last)
-    if isinstance(timestep, Tensor) and timestep.device.type != "cpu":
+        counted = scheduler.step_index
+        if counted is None:  # set by the first step, unless a pipeline starts later
+            counted = getattr(scheduler, "begin_index", None)
+        return min(int(counted or 0), last)
+    if schedule.timesteps is None or _is_on_device(timestep):
         return None
     value = float(_on_host(timestep).reshape(-1)[0])
     return int(np.abs(schedule.timesteps - value).argmin())
