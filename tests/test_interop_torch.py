@@ -278,6 +278,27 @@ def test_tensors_of_nothing(sizes: tuple[int, int, int]) -> None:
     assert q.grad.shape == q.shape and k.grad.shape == k.shape
 
 
+def test_torchs_switch_for_deterministic_algorithms_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs, asked = problem("float16"), []
+    backward = calls.backward.attention_backward
+
+    def heard(*args: Any, deterministic: bool, **options: Any) -> Any:
+        asked.append(deterministic)
+        return backward(*args, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(calls.backward, "attention_backward", heard)
+    for enabled in (False, True):
+        torch.use_deterministic_algorithms(enabled)
+        try:
+            interop.attention(*leaves(*inputs)).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    interop.attention(*leaves(*inputs), deterministic=True).sum().backward()
+    assert asked == [False, True, True]
+
+
 def test_checkpointing_and_no_grad() -> None:
     checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint
     inputs = problem("bfloat16")

@@ -390,3 +390,21 @@ def test_a_class_of_diffusers_is_made_and_runs_in_int8(tmp_path: Path) -> None:
     with torch.no_grad():
         expected, y = source(**inputs)[0], found(**inputs)[0]
     assert 0 < (y - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.slow
+def test_a_class_of_transformers_with_tied_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=50, d_model=128, d_kv=64, d_ff=256, num_layers=2, num_heads=2
+    )
+    source = transformers.T5EncoderModel(config).eval().bfloat16()
+    source.save_pretrained(tmp_path / "model")
+    ca.checkpoints.convert(tmp_path / "model", tmp_path / "int8")
+    found = interop.load_int8(transformers.T5EncoderModel, tmp_path / "int8", backend="mirror")
+    assert sum(isinstance(m, interop.Int8Linear) for m in found.modules()) >= 12
+    assert found.shared.weight is found.encoder.embed_tokens.weight
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        expected, y = (m(tokens).last_hidden_state for m in (source, found))
+    assert 0 < (y - expected).norm() < 0.1 * expected.norm()

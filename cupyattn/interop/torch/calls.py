@@ -209,7 +209,7 @@ def backward_pass(
                 del options[name]
         found = function(
             as_array(d_out), out=as_array(out), lse=as_array(lse), **options,
-            deterministic=settings.deterministic,
+            deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         dq, dk, dv = map(as_tensor, found)
     return dq, dk, dv

@@ -57,7 +57,8 @@ def attention(
     mask, bias, rope, qk_norm : Tensor, or a pair of them, optional
         As for `cupyattn.attention`, on the device of q. They get no gradient.
     deterministic : bool
-        Gradients have the same bits on every run.
+        Gradients have the same bits on every run, as after
+        ``torch.use_deterministic_algorithms(True)``.
     backend : {"cuda", "mirror", "interpret"}, optional
         As for `cupyattn.attention`: CUDA tensors run on "cuda", CPU tensors on the mirror or the
         interpreter of the kernels.

@@ -418,7 +418,10 @@ def _load_rest(model: nn.Module, source: Source, scales_of: dict[str, str]) -> N
         for buffer in ("weight", "weight_scale")
     }
     rest = [name for name in source.tensors if name not in loaded]
-    missing = sorted(set(own) - filled - set(rest))
+    # A parameter of several names is in the files under one of them.
+    tied = {id(own[name]): name for name in rest if name in own}
+    places = {name: tied[id(x)] for name, x in own.items() if id(x) in tied}
+    missing = sorted(set(own) - filled - set(places))
     unexpected = sorted(set(rest) - set(own))
     if missing or unexpected:
         said = [f"the model's {missing[0]!r} is not there"] if missing else []
@@ -427,7 +430,7 @@ def _load_rest(model: nn.Module, source: Source, scales_of: dict[str, str]) -> N
             f"{source.path} is of another model: {' and '.join(said)} ({len(missing)} missing, "
             f"{len(unexpected)} unexpected)"
         )
-    state = {}
+    state: dict[str, Tensor] = {}
     for name in rest:
         tensor = as_tensor(source.read(name))
         if tensor.shape != own[name].shape:
@@ -436,4 +439,7 @@ def _load_rest(model: nn.Module, source: Source, scales_of: dict[str, str]) -> N
                 f"{tuple(own[name].shape)}"
             )
         state[name] = tensor.to(_home(own[name].device))
+    state = {name: state[file_name] for name, file_name in places.items()}
     model.load_state_dict(state, strict=False, assign=True)
+    if hasattr(model, "tie_weights"):  # transformers: one parameter again
+        model.tie_weights()
