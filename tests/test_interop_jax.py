@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.rounding import STORAGE
 from tests.runs import bits
 
 jax = pytest.importorskip("jax")
@@ -25,12 +26,15 @@ from cupyattn.interop import jax as interop  # noqa: E402 - imports jax
 BATCH, HEADS, HEADS_KV, LEN_Q, LEN_KV, HEAD_DIM = 2, 4, 2, 37, 70, 32
 
 
+def normal(shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return jnp.asarray(x.astype(STORAGE[dtype]))
+
+
 def operands(dtype: str = "float16", seed: int = 0, front: tuple[int, ...] = ()) -> list[Any]:
-    keys = jax.random.split(jax.random.key(seed), 3)
     shapes = [(HEADS, LEN_Q), (HEADS_KV, LEN_KV), (HEADS_KV, LEN_KV)]
     return [
-        jax.random.normal(key, (*front, BATCH, *shape, HEAD_DIM)).astype(dtype)
-        for key, shape in zip(keys, shapes, strict=True)
+        normal((*front, BATCH, *shape, HEAD_DIM), dtype, seed + i) for i, shape in enumerate(shapes)
     ]
 
 
@@ -45,7 +49,7 @@ def added() -> dict[str, Any]:
     return {
         "mask": jnp.asarray(rng.random((LEN_Q, LEN_KV)) < 0.7),
         "bias": jnp.asarray(rng.standard_normal((HEADS, 1, LEN_KV)), jnp.float32),
-        "rope": (jnp.cos(angles).astype("float32"), jnp.sin(angles).astype("float32")),
+        "rope": tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)),
     }
 
 
@@ -159,8 +163,9 @@ def test_vmap_is_the_call_on_each_entry(axes: tuple[Any, ...], options: dict[str
               for x, a in zip((q, k, v), axes, strict=False)]  # fmt: skip
     cos, sin = added()["rope"]
     mask = added()["mask"]
-    arrays.append(mask if axes[3] is None else jnp.stack([mask, ~mask, mask[::-1]]))
-    arrays.append(cos if axes[4] is None else jnp.stack([cos, cos * 0.5, -cos]))
+    cos, mask = np.asarray(cos), np.asarray(mask)
+    arrays.append(jnp.asarray(mask if axes[3] is None else [mask, ~mask, mask[::-1]]))
+    arrays.append(jnp.asarray(cos if axes[4] is None else [cos, cos * np.float32(0.5), -cos]))
 
     def call(q: Any, k: Any, v: Any, mask: Any, cos: Any) -> Any:
         given = {"rope": (cos, sin)} if axes[4] == 0 else {}
@@ -173,7 +178,7 @@ def test_vmap_is_the_call_on_each_entry(axes: tuple[Any, ...], options: dict[str
 
 def test_grad_has_the_bits_of_the_backward_pass() -> None:
     q, k, v = operands("bfloat16")
-    weights = jax.random.normal(jax.random.key(9), q.shape)
+    weights = normal(q.shape, "float32", 9)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         return (
@@ -195,7 +200,7 @@ def test_grad_agrees_with_jax_itself() -> None:
     Eight roundings to float16, each of 2^-11 at most, are 2^-8 of the norm.
     """
     q, k, v = (x[:, :2] for x in operands())
-    d_out = jax.random.normal(jax.random.key(9), q.shape).astype(q.dtype)
+    d_out = normal(q.shape, "float16", 9)
 
     def ours(q: Any, k: Any, v: Any) -> Any:
         return (interop.attention(q, k, v) * d_out).astype("float32").sum()
