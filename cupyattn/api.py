@@ -9,10 +9,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from cupyattn.block_mask import BlockMask
 from cupyattn.errors import UnsupportedError
-from cupyattn.forms import direct_operands, operands_key, same_place
+from cupyattn.forms import direct_operands, operands_key, recall, remember, same_place
 from cupyattn.launch import Plan
 from cupyattn.preparation import EPS
-from cupyattn.prepared import Prepared, operands_of, recall, remember, run_mirror, stages
+from cupyattn.prepared import Prepared, operands_of, run_mirror, stages
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.request import Options, Request, as_given, resolve
 from cupyattn.tiles import Tiles

@@ -75,6 +75,10 @@ class BlockMask:
             mask.flags.writeable = False
         object.__setattr__(self, "mask", mask)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the blocks alone: what kernels read of them is made anew."""
+        return BlockMask, (self.mask, self.block_q, self.block_kv)
+
     @classmethod
     def from_dense(cls, mask: Array, block_q: int = 64, block_kv: int = 64) -> BlockMask:
         """Keep the blocks in which any element of a mask of scores is True.

@@ -203,16 +203,28 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
     launch_all([(one, one.pick({})) for one in ready(plan, arch)], addresses)
 
 
-def launch_all(launches: Sequence[tuple[ReadyLaunch, Pick]], addresses: Mapping[str, int]) -> None:
-    """Launch one kernel after the other on the current stream, each with the addresses it picks."""
+def launch_all(
+    launches: Sequence[tuple[ReadyLaunch, Pick]],
+    addresses: Mapping[str, int],
+    stream: int | None = None,
+) -> None:
+    """Launch one kernel after the other, each with the addresses that it picks.
+
+    Parameters
+    ----------
+    launches : sequence of (ReadyLaunch, Pick)
+    addresses : mapping of str to int
+        Of all buffers.
+    stream : int, optional
+        Handle of a stream of the current device; CuPy's current one when omitted.
+    """
     import cupy
 
-    stream = cupy.cuda.get_current_stream()
-    handle = stream.ptr
+    handle = cupy.cuda.get_current_stream().ptr if stream is None else stream
     for one, pick in launches:
         one(pick(addresses), handle)
         if one.waits:
-            stream.synchronize()
+            cupy.cuda.runtime.streamSynchronize(handle)
 
 
 def _allocate(cupy: Any, work: Any) -> Any:

@@ -147,3 +147,22 @@ def laid_out(shape: tuple[int, ...], itemsize: int, layout: str) -> Operand:
     rows = Operand.contiguous((batch, length, heads, head_dim), itemsize)
     by_batch, by_row, by_head, by_column = rows.strides
     return Operand(shape, (by_batch, by_head, by_row, by_column), itemsize, 0)
+
+
+# ---- calls of late -------------------------------------------------------------------------------
+
+#: Calls that are kept ready to be found by what they depend on.
+MAX_RECENT = 512
+_recent: dict[Any, Any] = {}
+
+
+def recall(key: Any) -> Any:
+    """Return the `cupyattn.prepared.Prepared` that was remembered under a key, or None."""
+    return _recent.get(key)
+
+
+def remember(key: Any, prepared: Any) -> None:
+    """Keep a prepared call ready for `recall`; the oldest make room."""
+    while len(_recent) >= MAX_RECENT:
+        _recent.pop(next(iter(_recent)), None)
+    _recent[key] = prepared

@@ -300,6 +300,9 @@ class Prepared:
         self._workspace = self._stages.workspace
         self._layout = Layout.of(self._workspace)
         self._given = _static_scales(request)
+        filled = self._given or any(work.name == "v_operand" for work in self._workspace)
+        #: What `launch` needs; None where scratch memory takes more than zeros beforehand.
+        self.scratch_bytes = None if filled else self._layout.nbytes
         self._launches: list[tuple[executor.ReadyLaunch, executor.Pick]] = []
         self._scratch: Scratch | None = None
         self._device = -1
@@ -433,15 +436,34 @@ class Prepared:
             return addresses
         if "out" not in self._forms:
             raise ValueError("out was not given when the call was planned: plan anew with one")
-        start = addresses["out"]
-        for name, (first, last) in self._apart.items():
-            if first < start - addresses[name] < last:
-                raise ValueError(f"out must not share memory with {name}")
+        self.check_apart(addresses, addresses["out"])
         return addresses
+
+    def check_apart(self, addresses: Mapping[str, int], out: int) -> None:
+        """Raise ValueError where an `out` at an address shares memory with what is read."""
+        for name, (first, last) in self._apart.items():
+            if first < out - addresses[name] < last:
+                raise ValueError(f"out must not share memory with {name}")
 
     def run(self, operands: Mapping[str, Any], out: Any) -> tuple[Any, Any]:
         """Run on operands in layout BHSD, unchecked; return O in that layout, and lse or None."""
         return self._run(operands, {n: data_address(a) for n, a in operands.items()}, out)
+
+    def launch(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
+        """Launch on memory of the caller's, unchecked, on the current device.
+
+        Parameters
+        ----------
+        addresses : mapping of str to int
+            Of the operands, of O as "o", and of "lse" where the call was planned with it.
+        scratch, stream : int
+            Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
+        """
+        layout = self._layout
+        if layout.zeros:
+            self._xp.cuda.runtime.memsetAsync(scratch, 0, layout.zeros, stream)
+        inner = {name: scratch + offset for name, offset in layout.offsets.items()}
+        executor.launch_all(self._launches, {**addresses, **inner}, stream)
 
     def _run(
         self, operands: Mapping[str, Any], addresses: Mapping[str, int], out: Any
@@ -613,22 +635,3 @@ def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
         block_mask=options.block_mask, return_lse=True,
     )  # fmt: skip
     return o, lse
-
-
-# ---- calls of late -------------------------------------------------------------------------------
-
-#: Calls that are kept ready for `cupyattn.attention` to find.
-MAX_RECENT = 512
-_recent: dict[Any, Prepared] = {}
-
-
-def recall(key: Any) -> Prepared | None:
-    """Return the call that was remembered under a key."""
-    return _recent.get(key)
-
-
-def remember(key: Any, prepared: Prepared) -> None:
-    """Keep a call ready for `recall`; the oldest make room."""
-    while len(_recent) >= MAX_RECENT:
-        _recent.pop(next(iter(_recent)), None)
-    _recent[key] = prepared

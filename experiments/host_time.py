@@ -1,6 +1,7 @@
 """How long does the host take for one call?
 
-Varies       rung; attention(), a prepared call, a prepared call with out=
+Varies       rung; attention(), a prepared call, a prepared call with out=; where torch is installed
+             its function, its operator, a CUDA graph
 Holds fixed  batch 1, 2 heads, length 64, head_dim 64, float16: kernels shorter than their launches
 Measures     equality with the first call; seconds of the host per call, the device running behind
 Run          python -m experiments.host_time [--quick] [--json FILE]
@@ -9,6 +10,7 @@ Run          python -m experiments.host_time [--quick] [--json FILE]
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +40,41 @@ def ways(rung: str, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+def torch_ways(rung: str, *arrays: Any) -> dict[str, Callable[[], Any]]:
+    """Return the ways to make one call on tensors; none where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return {}
+    torch, interop, bridge, calls, operators = map(
+        importlib.import_module,
+        ["torch", *(f"cupyattn.interop.torch{n}" for n in ("", ".bridge", ".calls", ".ops"))],
+    )
+    tensors = dict(zip("qkv", map(bridge.as_tensor, arrays), strict=True))
+    arguments = operators.flat(tensors, calls.Settings(variant=rung))
+    found = {
+        "torch, attention()": lambda: interop.attention(**tensors, variant=rung),
+        "torch, operator": lambda: torch.ops.cupyattn.attention.default(*arguments)[0],
+    }
+    if tensors["q"].is_cuda:
+        for call in found.values():
+            call()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            o = interop.attention(**tensors, variant=rung)
+
+        def replay() -> Any:
+            graph.replay()
+            return o
+
+        found["torch, CUDA graph"] = replay
+    return found
+
+
+def numbers(o: Any) -> np.ndarray:
+    """Return a result of either kind on the host."""
+    return o.cpu().numpy() if hasattr(o, "cpu") else on_host(o)
+
+
 def sample(call: Callable[[], Any], calls: int, wait: Callable[[], Any]) -> float:
     """Return the seconds of one call, of many made without waiting for the device."""
     wait()
@@ -61,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
     calls, rounds = CALLS, 0 if args.quick else args.rounds
     rows = []
     for rung in ca.VARIANTS:
-        found = ways(rung, *arrays)
+        found = {**ways(rung, *arrays), **torch_ways(rung, *arrays)}
         first = on_host(ca.attention(*arrays, variant=rung))
-        equal = all(np.array_equal(on_host(call()), first) for call in found.values())
+        equal = all(np.array_equal(numbers(call()), first) for call in found.values())
         samples: dict[str, list[float]] = {name: [] for name in found}
         for _ in range(rounds):
             for name, call in found.items():

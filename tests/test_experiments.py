@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from experiments import (
     decode,
     diffusion_shapes,
     first_call,
+    framework_costs,
     gemm,
     host_time,
     ladder,
@@ -108,10 +110,23 @@ def test_host_times_run_in_small(tmp_path: Path) -> None:
     file = tmp_path / "host_time.json"
     assert host_time.main(["--quick", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 3 * len(ca.VARIANTS)
+    of_torch = [row for row in rows if row["way"].startswith("torch")]
+    assert len(of_torch) == (0 if find_spec("torch") is None else 2 * len(ca.VARIANTS))
+    assert len(rows) - len(of_torch) == 3 * len(ca.VARIANTS)
     assert all(row["equal"] and not row["samples"] for row in rows)
     calls: list[int] = []
     assert host_time.sample(lambda: calls.append(1), 7, lambda: None) >= 0 and len(calls) == 7
+
+
+@pytest.mark.slow
+def test_costs_of_frameworks_run_in_small(tmp_path: Path) -> None:
+    for library in ("jax", "diffusers"):
+        pytest.importorskip(library)
+    file = tmp_path / "framework_costs.json"
+    assert framework_costs.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["framework"] for row in rows] == ["jax", "jax", "diffusers", "diffusers"]
+    assert all(row["samples"][0] > 0 for row in rows)
 
 
 def test_decoding_runs_in_small(tmp_path: Path) -> None:

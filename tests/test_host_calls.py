@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import pytest
 
 from cupyattn import QuantConfig, attention, attention_varlen, backends, plan, tensor_map
 from cupyattn import compile as kc
+from cupyattn.block_mask import BlockMask
 from cupyattn.launch import Plan, TensorMap, pack
 from cupyattn.prepared import Prepared, stages
 from cupyattn.registry import VARIANTS
@@ -255,3 +257,126 @@ def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> 
     inside = {work.name for start, work in places if start < zeros.nbytes}
     assert inside == {work.name for work in workspace if work.zeros} != set()
     assert attention(*inputs, **options).shape == SHAPES[0]
+
+
+# ---- torch's tensors -----------------------------------------------------------------------------
+
+
+class OnDevice:
+    """What a call asks of a tensor on a device, over an array of memory that nobody touches."""
+
+    is_cuda = True
+    device = SimpleNamespace(index=0)
+
+    def __init__(self, own: Any) -> None:
+        self.array, self.shape, self.dtype = own, own.shape, own.dtype
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(s // self.array.itemsize for s in self.array.strides)
+
+    def data_ptr(self) -> int:
+        return int(self.array.data.ptr)
+
+    def get_device(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
+    """`cupyattn.interop.torch.calls` on tensors like these; `zeroed`: what is set to zero."""
+    torch = pytest.importorskip("torch")
+    module = importlib.import_module("cupyattn.interop.torch.calls")
+    zeroed: list[tuple[int, int, int]] = []
+
+    def empty(shape: Any, *, dtype: Any, device: Any) -> OnDevice:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        return OnDevice(array(shape, str(dtype).removeprefix("torch.")))
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=driver.stream)
+    )
+    monkeypatch.setattr(
+        cupy.cuda.runtime, "memsetAsync",
+        lambda address, value, count, stream: zeroed.append((address, count, stream)),
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty(x.shape, dtype=x.dtype, device=0))
+    for name, stand_in in (
+        ("as_array", lambda x: x.array), ("as_tensor", OnDevice),
+        ("_array_on", lambda _: array((0,))),
+        ("on_device_of", lambda _: contextlib.nullcontext()), ("check_tensors", lambda *_: None),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, stand_in)
+    return SimpleNamespace(
+        module=module,
+        find=lambda *a: module._find(*a)[0],
+        forward=module.forward,
+        Settings=module.Settings,
+        zeroed=zeroed,
+    )
+
+
+@pytest.mark.parametrize(("rung", "arch"), CASES)
+@pytest.mark.parametrize("added", ["", "return_lse", "mask", "block_mask", "out"])
+def test_a_call_on_tensors_is_launched_again_from_their_addresses(
+    driver: Driver, calls: Any, monkeypatch: pytest.MonkeyPatch, rung: str, arch: str, added: str
+) -> None:
+    """After the first time nothing is checked or planned: only addresses and the stream count."""
+    options: dict[str, Any] = {"variant": rung, "arch": arch, "causal": True}
+    kept: dict[str, Any] = {}
+    if added == "return_lse":
+        options["return_lse"] = True
+    if added == "block_mask":
+        kept["kept_blocks"] = array((1, 1, 1, 3), "int32")
+        monkeypatch.setattr(BlockMask, "kept_blocks", lambda *_: kept["kept_blocks"])
+        options["block_mask"] = BlockMask.from_window(33, 70, (64, 0))
+    masks = {"mask": array((33, 70), "bool")} if added == "mask" else {}
+    inputs = [array(s) for s in SHAPES]
+    made = planned(inputs, array(SHAPES[0]), **options, **masks)
+    driver.expect(made)
+    for driver.stream in (7, 8):
+        given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
+        given |= {name: OnDevice(array((33, 70), "bool")) for name in masks}
+        out = OnDevice(array(SHAPES[0])) if added == "out" else None
+        o, lse = calls.forward(calls.Settings(**options), given, out)
+        assert (o is out) == (added == "out") and (lse is None) == (added != "return_lse")
+        read = given if rung != "fa_int8" else {n: given[n] for n in ("v", *masks)}
+        known = {name: x.array for name, x in read.items()} | kept
+        check(driver, made, known | {"o": o.array} | ({} if lse is None else {"lse": lse.array}))
+        monkeypatch.setattr(calls.module, "resolve", lambda *_, **__: pytest.fail("planned again"))
+    zeros = any(work.zeros for one in made for work in one.workspace)
+    assert len(calls.zeroed) == zeros and all(stream == 8 for *_, stream in calls.zeroed)
+    if added == "out":
+        with pytest.raises(ValueError, match="out must not share memory with q"):
+            calls.forward(calls.Settings(**options), given, given["q"])
+
+
+def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> None:
+    """Values make none; forms, settings and whether offsets have to be looked at do."""
+    given = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
+    settings = calls.Settings(variant="fa", causal=True)
+    key = calls.find(settings, given, None)
+    other = {n: OnDevice(array(s)) for n, s in zip("qkv", SHAPES, strict=True)}
+    assert calls.find(settings, other, None) == key
+    place = array((2**20,), "uint8").data.ptr
+    changed = [
+        (settings._replace(causal=False), given, None),
+        (settings, {**given, "q": OnDevice(array(SHAPES[0], "bfloat16"))}, None),
+        (settings, {**given, "q": OnDevice(array((1, 4, 34, 64)))}, None),
+        (settings, {**given, "q": OnDevice(array(SHAPES[0], address=place + 8))}, None),
+        (settings, {**given, "k": OnDevice(array((1, 70, 2, 64)).swapaxes(1, 2))}, None),
+        (settings, {**given, "mask": OnDevice(array((33, 70), "bool"))}, None),
+        (settings, given, given["q"]),
+        (settings._replace(block_mask=BlockMask.from_window(33, 70, (64, 0))), given, None),
+    ]
+    found = [calls.find(*one) for one in changed]
+    assert None not in found and len({key, *found}) == 1 + len(found)
+    ends = {f"cu_seqlens_{n}": OnDevice(array((3,), "int32")) for n in "qk"}
+    limited = settings._replace(max_len_q=33, max_len_k=70)
+    assert calls.find(limited, {**given, **ends}, None) is not None
+    for looked_at in (settings, limited._replace(max_len_k=None)):
+        assert calls.find(looked_at, {**given, **ends}, None) is None
+    assert calls.find(settings._replace(check_finite=True), given, None) is None
+    assert calls.find(settings._replace(window=[1, 2]), given, None) is None
+    assert calls.find(settings, {**given, "k": "a string"}, None) is None

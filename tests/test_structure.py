@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import re
@@ -161,7 +162,8 @@ def test_the_tests_for_a_device_import() -> None:
     modules = sorted(Path(__file__).with_name("gpu").glob("test_*.py"))
     assert len(modules) > 15
     for path in modules:
-        importlib.import_module(f"tests.gpu.{path.stem}")
+        with contextlib.suppress(pytest.skip.Exception):  # a library or its device is not there
+            importlib.import_module(f"tests.gpu.{path.stem}")
 
 
 @pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
@@ -331,7 +333,11 @@ def test_imports_have_no_cycle() -> None:
 def test_extras_are_imported_only_when_asked_for(path: Path) -> None:
     core = LAYER_OF[module_name(path)] <= LAYER_OF["api"] and module_name(path) != "testing"
     top = {name.partition(".")[0] for name in imports(path, anywhere=False)}
-    assert not top & set(EXTRAS if core else ("cupy", "torch", "jax")), path
+    forbidden = set(EXTRAS if core else ("cupy", "torch", "jax"))
+    if module_name(path) == "interop":  # each of its parts is for the library of its name
+        forbidden = set(EXTRAS) - set(path.relative_to(PACKAGE).with_suffix("").parts[1:2])
+        forbidden -= set() if "diffusers" in forbidden else {"torch"}  # which it is made of
+    assert not top & forbidden, path
     if module_name(path) in NO_CUPY:
         assert "cupy" not in {name.partition(".")[0] for name in imports(path, anywhere=True)}
 

@@ -204,18 +204,25 @@ def dequantize(
     if dtype is not None and dtype not in wanted:
         raise ValueError(f"dtype must be {' or '.join(map(repr, wanted))}, got {dtype!r}")
     record = writer.read_config(source)
-    headers = source.headers.values() if isinstance(source, SafetensorsCheckpoint) else ()
-    records = [h.metadata[RECORD] for h in headers if RECORD in h.metadata]
-    work = _FromInt8(
-        source,
-        layout.read_layout(record, records, str(source.path)),
-        None if dtype is None else wanted[dtype],
-    )
+    work = _FromInt8(source, layout_of(source), None if dtype is None else wanted[dtype])
     items = [work.item(name) for name in source.tensors if name not in work.weight_of]
     had_config = bool(record)
     record.pop(QUANTIZATION, None)
     plan = writer.plan(source, items, work, record if had_config else None, max_shard_bytes)
     return _write(plan, work, target, None, dry_run, advance)
+
+
+def layout_of(source: Source) -> layout.Layout:
+    """Return what a model of codes says of itself.
+
+    Raises
+    ------
+    ValueError
+        As `layout.read_layout`.
+    """
+    headers = source.headers.values() if isinstance(source, SafetensorsCheckpoint) else ()
+    records = [h.metadata[RECORD] for h in headers if RECORD in h.metadata]
+    return layout.read_layout(writer.read_config(source), records, str(source.path))
 
 
 def _target(output: str | os.PathLike[str]) -> Path:
@@ -334,30 +341,8 @@ class _FromInt8:
         self.source = source
         self.known = known
         self.dtype = dtype
-        #: Names of scales, and the weights that they belong to.
-        self.weight_of = {}
-        for name, info in source.tensors.items():
-            for export in SCALE_NAMES:
-                scales = layout.scale_name(name, export)
-                if name.endswith(layout.WEIGHT) and scales in source.tensors:
-                    self._check_pair(name, info, scales)
-                    self.weight_of[scales] = name
-        self.scales_of = {weight: scales for scales, weight in self.weight_of.items()}
-        if not self.weight_of:
-            raise ValueError(
-                f"{source.path} has no weights with scales, X.weight and "
-                f"{' or '.join(f'X.{name}' for name in SCALE_NAMES.values())}"
-            )
-
-    def _check_pair(self, name: str, info: TensorInfo, scales: str) -> None:
-        found, size = self.source.tensors[scales], self.known.block_size
-        expected = scale_shape(info.shape, size) if len(info.shape) == 2 else None
-        if (info.dtype, found.dtype, found.shape) != ("I8", "F32", expected):
-            raise ValueError(
-                f"{self.source.path}: {name!r} must be INT8 codes in blocks of {size} with F32 "
-                f"scales {expected}, got {info.dtype} {info.shape} and {scales!r}, {found.dtype} "
-                f"{found.shape}"
-            )
+        self.scales_of = layout.pair_scales(source, known.block_size)
+        self.weight_of = {scales: weight for weight, scales in self.scales_of.items()}
 
     def item(self, name: str) -> Item:
         info = self.source.tensors[name]

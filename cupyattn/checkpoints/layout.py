@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.checkpoints.source import Source
+from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
 
 #: What is added to the name of a layer for its scales, by export.
 SCALE_NAMES = {"compressed-tensors": "weight_scale", "deepseek": "weight_scale_inv"}
@@ -31,6 +32,43 @@ def scale_name(weight: str, export: str) -> str:
     'blocks.0.fc.weight_scale'
     """
     return f"{weight.removesuffix(WEIGHT)}.{SCALE_NAMES[export]}"
+
+
+def pair_scales(source: Source, block_size: int) -> dict[str, str]:
+    """Return the name of the scales of every weight that is codes.
+
+    Parameters
+    ----------
+    source : Source
+        A model in one of the two layouts.
+    block_size : int
+
+    Raises
+    ------
+    ValueError
+        Where there is none, or codes and scales do not fit together.
+    """
+    found = {}
+    for name, info in source.tensors.items():
+        for export in SCALE_NAMES:
+            scales = scale_name(name, export)
+            if not name.endswith(WEIGHT) or scales not in source.tensors:
+                continue
+            of_scales = source.tensors[scales]
+            expected = scale_shape(info.shape, block_size) if len(info.shape) == 2 else None
+            if (info.dtype, of_scales.dtype, of_scales.shape) != ("I8", "F32", expected):
+                raise ValueError(
+                    f"{source.path}: {name!r} must be INT8 codes in blocks of {block_size} with "
+                    f"F32 scales {expected}, got {info.dtype} {info.shape} and {scales!r}, "
+                    f"{of_scales.dtype} {of_scales.shape}"
+                )
+            found[name] = scales
+    if not found:
+        raise ValueError(
+            f"{source.path} has no weights with scales, X.weight and "
+            f"{' or '.join(f'X.{name}' for name in SCALE_NAMES.values())}"
+        )
+    return found
 
 
 def quantization_config(

@@ -9,8 +9,7 @@ import pytest
 
 from cupyattn import attention, plan, quantize
 from cupyattn import compile as kc
-from cupyattn.forms import form_key
-from cupyattn.prepared import recall
+from cupyattn.forms import form_key, recall
 from tests.gpu.support import arch_of, on_device
 from tests.runs import RUNGS, bits, normal, variant_of
 

@@ -20,8 +20,8 @@ from cupyattn import (
     plan,
     quantize,
 )  # fmt: skip
-from cupyattn.forms import form_key
-from cupyattn.prepared import SEQUENCES, recall
+from cupyattn.forms import form_key, recall
+from cupyattn.prepared import SEQUENCES
 from cupyattn.request import Options, resolve
 from tests.gpu.support import arch_of, attend, moved, on_device, run_packed
 from tests.runs import (

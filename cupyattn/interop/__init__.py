@@ -1,0 +1,5 @@
+"""Other libraries' arrays, modules and models on these kernels.
+
+Nothing is imported here: `cupyattn.interop.torch` needs torch, and so on, each when it is asked
+for.
+"""

@@ -1,0 +1,6 @@
+"""INT8 attention in the models of diffusers: by step and layer, and back again."""
+
+from cupyattn.interop.diffusers.replace import Int8Replacement, replace_attention_with_int8
+from cupyattn.interop.diffusers.report import LayerReport, Report
+
+__all__ = ["Int8Replacement", "LayerReport", "Report", "replace_attention_with_int8"]

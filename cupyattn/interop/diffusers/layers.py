@@ -1,0 +1,244 @@
+"""One attention module of a model: what of it INT8 takes, and what it counted."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupyattn.diffusion import MODES, Int8Attention
+from cupyattn.errors import UnsupportedError
+from cupyattn.interop.diffusers import backends, interception
+from cupyattn.interop.diffusers.noise import Noise, Schedule
+from cupyattn.interop.diffusers.report import LayerReport
+from cupyattn.interop.torch import bridge
+from cupyattn.quant import QuantConfig
+
+_log = logging.getLogger("cupyattn")
+
+#: Steps of the schedule that a layer of a single mode is told: it looks at none.
+_ANY_STEPS = 2
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all layers of a replacement share."""
+
+    min_length: int
+    quant: QuantConfig | None
+    backend: str | None
+    arch: str | None
+
+
+class Step:
+    """What a model knows of the step that it is called for.
+
+    Parameters
+    ----------
+    source : Noise, optional
+        Where it knows it from.
+    """
+
+    def __init__(self, source: Noise | None = None) -> None:
+        self._source = source
+        #: Schedule and noise-to-signal ratio of the call that runs.
+        self.noise: tuple[Schedule, float] | None = None
+
+    def before(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Look, before the model runs."""
+        if self._source is None or torch.compiler.is_compiling():
+            return
+        given = _signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
+        self.noise = self._source.at(given["timestep"]) if "timestep" in given else None
+
+
+@functools.lru_cache(maxsize=16)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+class Layer:
+    """An attention module whose calls go to INT8 where it takes them.
+
+    Parameters
+    ----------
+    name : str
+    module : torch.nn.Module
+        Of diffusers, with a processor.
+    policy : object
+        As `cupyattn.Int8Attention` takes it.
+    settings : Settings
+    step : Step
+        Of the model; it changes from call to call.
+    """
+
+    def __init__(self, name: str, module: Any, policy: Any, settings: Settings, step: Step) -> None:
+        self.name, self.module = name, module
+        self.own_backend: Any = None
+        self._mode: interception.AttentionCalls | None = None
+        self._policy, self._settings, self._step = policy, settings, step
+        self._fixed = policy if isinstance(policy, str) and policy in MODES else None
+        self._schedule: Schedule | None = None
+        self._attention: dict[tuple[int, int, float | None], Int8Attention] = {}
+        self._modes: Counter[str] = Counter()
+        self._native: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+        self._compiled = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        """Return the layer of a copied module, which counts for itself."""
+        module, step = copy.deepcopy(self.module, memo), copy.deepcopy(self._step, memo)
+        return Layer(self.name, module, self._policy, self._settings, step)
+
+    # ---- hooks: around every call of the module --------------------------------------------------
+
+    def before(self, module: Any, args: Any) -> None:
+        """Begin to take attention of the module's call."""
+        if torch.compiler.is_compiling():
+            self._compiled = True
+            return
+        interception.open_call(self)
+        self._seen, self._mode, processor = self._count(), None, module.processor
+        if not hasattr(processor, "_attention_backend"):
+            self._mode = interception.AttentionCalls(self)
+            self._mode.__enter__()
+        elif processor._attention_backend != backends.NAME:
+            self.own_backend = processor._attention_backend
+            processor._attention_backend = backends.backend()
+
+    def after(self, module: Any, args: Any, output: Any) -> None:
+        """End it, also where the call failed."""
+        if torch.compiler.is_compiling():
+            return
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+        self.release()
+        interception.close_call(self)
+        if self._count() == self._seen:
+            kind = type(module.processor).__name__
+            self.stays_native(f"{kind} calls no attention function of torch or diffusers")
+
+    def release(self) -> None:
+        """Give the processor its own backend back."""
+        processor = self.module.processor
+        if getattr(processor, "_attention_backend", None) == backends.NAME:
+            processor._attention_backend = self.own_backend
+
+    def _count(self) -> int:
+        return self._modes.total() + self._native.total()
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, options: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Run attention on tensors (batch, heads, len, head_dim).
+
+        Parameters
+        ----------
+        q, k, v : Tensor
+        scale : float, optional
+        options : mapping
+            ``attn_mask``, ``dropout_p`` and ``is_causal`` of torch's function.
+
+        Returns
+        -------
+        Tensor, or None where the model's own attention is to run; it is counted with the reason.
+        """
+        reason = self._obstacle(q, k, v, options)
+        if reason is None:
+            try:
+                return self._run(q, k, v, scale)
+            except UnsupportedError as error:
+                reason = str(error)
+        self.stays_native(reason)
+        return None
+
+    def stays_native(self, reason: str) -> None:
+        """Count a call that the model's own attention runs."""
+        self._native[reason] += 1
+        level = logging.INFO if self._native[reason] == 1 else logging.DEBUG
+        _log.log(level, "%s stays native: %s", self.name, reason)
+
+    def _obstacle(self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
+        """Return why INT8 does not take a call, None where it does."""
+        shortest = self._settings.min_length
+        if options["attn_mask"] is not None:
+            return "attention mask"
+        if options["is_causal"]:
+            return "causal"
+        if options["dropout_p"]:
+            return "dropout"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return "gradients"
+        if not all(type(x) is Tensor for x in (q, k, v)):
+            return f"operands of type {type(q).__name__}"
+        if not q.ndim == k.ndim == v.ndim == 4:
+            return f"{q.ndim} axes"
+        if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+            return "operands that broadcast"
+        if q.device.type not in ("cpu", "cuda"):
+            return f"device {q.device.type}"
+        if q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
+            return f"dtype {str(q.dtype).removeprefix('torch.')}"
+        if not 1 <= q.shape[3] <= 256 or v.shape[3] != q.shape[3]:
+            sizes = sorted({int(x.shape[3]) for x in (q, v)})
+            return f"head size {' and '.join(map(str, sizes))}"
+        if min(q.shape[2], k.shape[2]) < shortest:
+            return f"fewer than {shortest} queries or keys"
+        if self._fixed is None and self._step.noise is None:
+            return "the timestep lies on the device alone, the noise level is not known"
+        return None
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        noise = self._step.noise
+        attention = self._attention_for(noise, q.shape[1], q.shape[3], scale)
+        if self._fixed is not None:
+            where: dict[str, Any] = {"timestep": 0, "mode": self._fixed}
+        else:
+            ratio = noise[1] if noise else None
+            where = {"sigma": ratio, "mode": attention.mode(sigma=ratio)}
+        before = Counter(attention.fallbacks)
+        with bridge.on_device_of(q):
+            o = attention(*map(bridge.as_array, (q, k, v)), **where)
+            found = bridge.as_tensor(o)
+        self._modes[where["mode"]] += 1
+        self._fallbacks.update(Counter(attention.fallbacks) - before)
+        return found
+
+    def _attention_for(
+        self,
+        noise: tuple[Schedule, float] | None,
+        heads: int,
+        head_dim: int,
+        scale: float | None,
+    ) -> Int8Attention:
+        """Return attention of a form of call, made anew for every schedule."""
+        schedule = noise[0] if noise and self._fixed is None else None
+        if schedule is not self._schedule:
+            self._schedule, self._attention = schedule, {}
+        form = heads, head_dim, scale
+        if form not in self._attention:
+            falling = None if schedule is None else schedule.falling
+            self._attention[form] = Int8Attention(
+                heads, head_dim, _ANY_STEPS if falling is None else falling.size, sigmas=falling,
+                precision_policy=self._policy, quant=self._settings.quant, scale=scale,
+                backend=self._settings.backend, arch=self._settings.arch,
+            )  # fmt: skip
+        return self._attention[form]
+
+    def report(self) -> LayerReport:
+        """Return what was counted."""
+        return LayerReport(
+            self.name, dict(self._modes), dict(self._native), dict(self._fallbacks), self._compiled
+        )

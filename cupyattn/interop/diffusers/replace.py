@@ -1,0 +1,256 @@
+"""`replace_attention_with_int8`: INT8 attention in a pipeline or a model of diffusers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_processor import Attention, MochiAttention
+
+from cupyattn.diffusion import MODES
+from cupyattn.diffusion.arguments import check_count
+from cupyattn.diffusion.policy import as_policy
+from cupyattn.interop.diffusers import backends, interception
+from cupyattn.interop.diffusers.layers import Layer, Settings, Step
+from cupyattn.interop.diffusers.noise import Noise, kind_of
+from cupyattn.interop.diffusers.report import Report
+from cupyattn.interop.selection import Patterns, Selection, compiled
+from cupyattn.quant import QuantConfig
+
+#: Shorter calls stay native: quantising and a launch cost more than they can win.
+MIN_LENGTH = 128
+_ATTENTION = (Attention, MochiAttention, AttentionModuleMixin)
+_replaced: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Int8Replacement:
+    """Attention modules that run in INT8, until they are restored; a context manager, too.
+
+    `replace_attention_with_int8` makes it.
+    """
+
+    def __init__(self, layers: Sequence[Layer], hooks: Sequence[Any]) -> None:
+        self._layers, self._hooks = tuple(layers), list(hooks)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules that were chosen."""
+        return tuple(layer.name for layer in self._layers)
+
+    def report(self) -> Report:
+        """Return what ran where since attention was replaced."""
+        return Report(tuple(layer.report() for layer in self._layers))
+
+    def restore(self) -> None:
+        """Give the modules their own attention back; what was counted stays. Twice is once."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        interception.forget_interrupted()
+        for layer in self._layers:
+            if layer.module in _replaced:
+                _replaced.discard(layer.module)
+                layer.release()
+
+    def __enter__(self) -> Int8Replacement:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.restore()
+
+
+def replace_attention_with_int8(
+    pipe_or_model: Any,
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    policy: Any = "adaptive",
+    scheduler: Any = None,
+    min_length: int = MIN_LENGTH,
+    quant: QuantConfig | None = None,
+    backend: str | None = None,
+    arch: str | None = None,
+) -> Int8Replacement:
+    """Let the attention modules of a pipeline or a model run `cupyattn.Int8Attention`.
+
+    Parameters
+    ----------
+    pipe_or_model : DiffusionPipeline or torch.nn.Module
+        Of a pipeline, all models that take a timestep.
+    include, exclude : str or sequence of str, optional
+        Regular expressions; a module is taken where one of `include` is found in its name (all are,
+        when omitted) and none of `exclude`. Names begin with the pipeline's component,
+        ``"transformer.transformer_blocks.0.attn"``, or are the model's own.
+    policy : "adaptive", a mode, a table, an object, or a mapping
+        As `cupyattn.Int8Attention` takes it, for every layer; or a mapping of regular expressions
+        to such policies, the first that is found in a layer's name, "adaptive" for all others.
+    scheduler : object, optional
+        Whose steps a model without a pipeline is called for. A pipeline's own is looked up at every
+        step, so that another may be set.
+    min_length : int
+        Calls of fewer queries or keys stay native.
+    quant : QuantConfig, optional
+        How the INT8 modes quantise.
+    backend, arch : str, optional
+        As for `cupyattn.attention`.
+
+    Returns
+    -------
+    Int8Replacement
+        With `restore()` and `report()`.
+
+    Raises
+    ------
+    TypeError
+        For what is neither a pipeline nor a module.
+    ValueError
+        For what is no regular expression, if no module is chosen, one is already replaced, a model
+        is compiled, or a policy needs a noise level and there is no scheduler.
+    UnsupportedError
+        For a version of diffusers whose table of attention backends was not looked at, and a
+        scheduler whose noise is not known.
+
+    Notes
+    -----
+    Only hooks are added: weights, processors and what `save_pretrained` writes stay as they are.
+    Calls with an attention mask, causal ones, with dropout, gradients, too few queries or keys, or
+    heads of other sizes than 1 to 256 run the model's own attention, bit for bit, and are counted
+    with the reason. Guidance needs nothing: of a batch of both branches, or of two passes, each
+    call runs at its step's noise level. A model is called from one thread at a time. What
+    `torch.compile` compiles afterwards runs the model's own attention, which the report says.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+    >>> model = SD3Transformer2DModel(
+    ...     sample_size=16, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8,
+    ...     num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16,
+    ...     pooled_projection_dim=16, out_channels=4, pos_embed_max_size=16)
+    >>> with replace_attention_with_int8(model, policy="balanced") as handle, torch.no_grad():
+    ...     _ = model(torch.zeros(1, 4, 16, 16), torch.zeros(1, 4, 16), torch.zeros(1, 16),
+    ...               torch.tensor([500.0]))
+    >>> print(handle.report())
+    1 attention module: 1 calls by cupyattn (1 balanced), 0 native
+    transformer_blocks.0.attn: 1 balanced
+    """
+    settings = Settings(check_count("min_length", min_length), quant, backend, arch)
+    selection, policies = Selection.of(include, exclude), _policies(policy)
+    owner, models = _models(pipe_or_model, scheduler)
+    chosen = [
+        (model, name, module)
+        for prefix, model in models.items()
+        for name, module in _attention_modules(prefix, model)
+        if name in selection
+    ]
+    _check_chosen(chosen, models, include, exclude)
+    needs_noise = [name for _, name, _ in chosen if _policy_of(name, policies) not in MODES]
+    noise = None
+    if needs_noise:
+        if owner is None:
+            raise ValueError(
+                f"policy={policy!r:.60} needs to know the noise level of a step: give the "
+                f"pipeline, scheduler=..., or one of the modes {', '.join(MODES)} as policy"
+            )
+        kind_of(owner.scheduler)
+        noise = Noise(owner)
+    if any(hasattr(module.processor, "_attention_backend") for *_, module in chosen):
+        backends.backend()
+    steps = {id(model): Step(noise) for model in models.values()}
+    layers = [
+        Layer(name, module, _policy_of(name, policies), settings, steps[id(model)])
+        for model, name, module in chosen
+    ]
+    hooks = [
+        model.register_forward_pre_hook(steps[id(model)].before, with_kwargs=True)
+        for model in models.values()
+    ]
+    for layer in layers:
+        hooks.append(layer.module.register_forward_pre_hook(layer.before))
+        hooks.append(layer.module.register_forward_hook(layer.after, always_call=True))
+        _replaced.add(layer.module)
+    return Int8Replacement(layers, hooks)
+
+
+def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
+    """Return what has a scheduler (None: nothing), and the models by their names' prefixes."""
+    if _is_pipeline(pipe_or_model):
+        for name, part in pipe_or_model.components.items():
+            _check_not_compiled(name, part)
+        models = {
+            f"{name}.": part
+            for name, part in pipe_or_model.components.items()
+            if isinstance(part, torch.nn.Module) and _takes_timestep(part)
+        }
+        if not models:
+            raise ValueError(f"no model of {type(pipe_or_model).__name__} takes a timestep")
+        if scheduler is None:
+            return pipe_or_model, models
+    elif isinstance(pipe_or_model, torch.nn.Module):
+        _check_not_compiled("the model", pipe_or_model)
+        models = {"": pipe_or_model}
+    else:
+        raise TypeError(
+            "pipe_or_model must be a DiffusionPipeline or a torch.nn.Module, got "
+            f"{type(pipe_or_model).__name__}"
+        )
+    return None if scheduler is None else SimpleNamespace(scheduler=scheduler), models
+
+
+def _is_pipeline(given: Any) -> bool:
+    # NOTE: its module takes seconds to import, and was imported where there is a pipeline.
+    home = sys.modules.get("diffusers.pipelines.pipeline_utils")
+    return home is not None and isinstance(given, home.DiffusionPipeline)
+
+
+def _check_not_compiled(name: str, model: Any) -> None:
+    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    if compiled or hasattr(model, "_orig_mod"):
+        raise ValueError(
+            f"{name} is compiled by torch.compile, and compiled code runs the model's own "
+            "attention: give the model as it was before"
+        )
+
+
+def _takes_timestep(model: Any) -> bool:
+    return "timestep" in inspect.signature(model.forward).parameters
+
+
+def _attention_modules(prefix: str, model: Any) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if isinstance(module, _ATTENTION) and hasattr(module, "processor"):
+            yield prefix + name, module
+
+
+def _check_chosen(
+    chosen: Sequence[tuple[Any, str, Any]], models: Mapping[str, Any], include: Any, exclude: Any
+) -> None:
+    if not chosen:
+        names = [name for p, model in models.items() for name, _ in _attention_modules(p, model)]
+        raise ValueError(
+            f"no attention module is chosen by include={include!r} exclude={exclude!r}, there are "
+            f"{', '.join(names[:3]) or 'none'}{', ...' if len(names) > 3 else ''}"
+        )
+    for _, name, module in chosen:
+        if module in _replaced:
+            raise ValueError(f"{name} is replaced already: restore() that first")
+
+
+def _policies(policy: Any) -> list[tuple[re.Pattern[str], Any]]:
+    """Return policies by regular expression, the first that is found holds."""
+    given = policy if isinstance(policy, Mapping) else {"": policy}
+    for one in given.values():
+        if isinstance(one, str) or not isinstance(one, Sequence):
+            as_policy(one, 1)  # tables are held to the steps of each schedule
+    patterns = compiled("the names of policy", [*given, ""])
+    return [*zip(patterns, [*given.values(), "adaptive"], strict=True)]
+
+
+def _policy_of(name: str, policies: Sequence[tuple[re.Pattern[str], Any]]) -> Any:
+    return next(policy for pattern, policy in policies if pattern.search(name))

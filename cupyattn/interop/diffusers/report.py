@@ -1,0 +1,93 @@
+"""What ran where: calls by mode, calls left to the model's own attention by reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Calls of one attention module.
+
+    Parameters
+    ----------
+    name : str
+        Dotted, from the pipeline or the model on.
+    modes : mapping of str to int
+        Calls that cupyattn ran, by precision mode.
+    native : mapping of str to int
+        Calls that the model's own attention ran, by reason.
+    fallbacks : mapping of str to int
+        Of those in `modes`, calls in an INT8 mode that ran in the input's own type, by reason.
+    compiled : bool
+        Whether the module was compiled by `torch.compile`: calls in compiled code run the model's
+        own attention, and nothing counts them.
+    """
+
+    name: str
+    modes: Mapping[str, int]
+    native: Mapping[str, int]
+    fallbacks: Mapping[str, int]
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """Calls since attention was replaced.
+
+    Parameters
+    ----------
+    layers : tuple of LayerReport
+        In the order of the model; modules that were not called have no counts.
+
+    Examples
+    --------
+    >>> layer = LayerReport("unet.attn1", {"balanced": 3}, {"attention mask": 1}, {})
+    >>> print(Report((layer,)))
+    1 attention module: 3 calls by cupyattn (3 balanced), 1 native
+    unet.attn1: 3 balanced; native: 1 attention mask
+    """
+
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def modes(self) -> dict[str, int]:
+        """Calls that cupyattn ran, by precision mode."""
+        return self._summed("modes")
+
+    @property
+    def native(self) -> dict[str, int]:
+        """Calls that the model's own attention ran, by reason."""
+        return self._summed("native")
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Calls in an INT8 mode that ran in the input's own type, by reason."""
+        return self._summed("fallbacks")
+
+    def _summed(self, field: str) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for layer in self.layers:
+            total.update(getattr(layer, field))
+        return dict(total)
+
+    def __str__(self) -> str:
+        count, modes = len(self.layers), self.modes
+        by_mode = f" ({_listed(modes)})" if modes else ""
+        lines = [
+            f"{count} attention module{'s' if count != 1 else ''}: {sum(modes.values())} calls by "
+            f"cupyattn{by_mode}, {sum(self.native.values())} native"
+        ]
+        for layer in self.layers:
+            said = [_listed(layer.modes)] if layer.modes else []
+            said += [f"native: {_listed(layer.native)}"] if layer.native else []
+            said += [f"in its own type: {_listed(layer.fallbacks)}"] if layer.fallbacks else []
+            said += ["native and not counted in compiled code"] if layer.compiled else []
+            lines.append(f"{layer.name}: {'; '.join(said) or 'not called'}")
+        return "\n".join(lines)
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -1,0 +1,368 @@
+"""`attention` on JAX arrays: a custom call of XLA, under `jax.jit`, `jax.grad` and `jax.vmap`.
+
+The call is a typed FFI target (`cupyattn.interop.xla_ffi`): the kernels read XLA's own buffers, on
+the stream that XLA computes on. XLA hands over compact row-major buffers and copies others first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from cupyattn import api, backward
+from cupyattn.arrays import on_host
+from cupyattn.errors import UnsupportedError
+from cupyattn.interop import xla_ffi
+from cupyattn.request import Options, resolve
+from cupyattn.rounding import array_namespace
+
+#: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
+_PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
+_TABLES = tuple(name for names in _PAIRS.values() for name in names)
+#: Arguments of `cupyattn.attention` that JAX has no use for, and what to do in their place.
+_NOT_IN_JAX = {
+    "out": "JAX arrays are immutable: take the result",
+    "check_finite": "a traced call cannot look at values: set jax_debug_nans",
+}
+#: Arguments of `cupyattn.attention`; the others are those of packed sequences.
+_KNOWN = {f.name for f in fields(Options) if not f.name.startswith(("cu_seqlens", "max_len"))}
+#: Arguments that the gradient does not take: which rung ran does not change what it is.
+_OF_FORWARD = ("variant", "accuracy", "quant", "tiles", "qk_norm_eps")
+_FORWARD, _BACKWARD = "cupyattn_attention", "cupyattn_attention_backward"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The constants of a call; equal where `key` is, which is a digest of all of them."""
+
+    key: str
+    layout: str
+    return_lse: bool
+    deterministic: bool
+
+
+#: Options by key: a process that reuses what XLA compiled in another has traced the call itself.
+_options: dict[str, dict[str, Any]] = {}
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    rope: Any = None,
+    qk_norm: Any = None,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    **options: Any,
+) -> Any:
+    """Attention on JAX arrays.
+
+    Parameters
+    ----------
+    q, k, v : jax.Array
+        As for `cupyattn.attention`: (batch, heads, len, head_dim), or (batch, len, heads, head_dim)
+        with ``layout="BSHD"``, the order of `jax.nn.dot_product_attention`; float16, bfloat16 or
+        float32. They may be traced.
+    mask, bias : jax.Array, optional
+        As for `cupyattn.attention`. A bias gets no gradient.
+    rope, qk_norm : (jax.Array, jax.Array), optional
+        As for `cupyattn.attention`.
+    layout, return_lse
+        As for `cupyattn.attention`. The log-sum-exp gets no gradient.
+    deterministic : bool
+        Of the gradient, as for `cupyattn.attention_backward`.
+    **options
+        The other arguments of `cupyattn.attention`, constants of the trace: variant, accuracy,
+        scale, causal, causal_align, window, softcap, rope_interleaved, rope_offset_q, qk_norm_eps,
+        block_mask, quant, tiles, arch, backend.
+
+    Returns
+    -------
+    o : jax.Array
+        Shape and dtype of q.
+    lse : jax.Array, float32, (batch, heads, len_q)
+        With `return_lse`.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `cupyattn.attention`, while the call is traced. `UnsupportedError` also for a gradient
+        that there is none of: of float32, after `qk_norm`, of a bias, a table or weights, through
+        the log-sum-exp.
+    jax.errors.JaxRuntimeError
+        For what shows only when it runs, with the exception's type and message.
+
+    Notes
+    -----
+    The gradient is `cupyattn.attention_backward`, straight through where the forward pass is INT8.
+    There is no second derivative, and no forward mode.
+
+    Under `jax.vmap` the mapped axis joins the batch: one call, as many entries. Scales of a whole
+    tensor, given scales, block masks of several entries, and mapped tables or weights belong to
+    each entry, which then runs by itself.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> x = jnp.ones((1, 1, 4, 8), jnp.float16)
+    >>> jax.jit(lambda x: attention(x, x, x, causal=True))(x)[0, 0, :, 0]
+    Array([1., 1., 1., 1.], dtype=float16)
+    """
+    _check_names(options)
+    given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
+    for argument, pair in (("rope", rope), ("qk_norm", qk_norm)):
+        if pair is not None:
+            if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+                raise TypeError(f"{argument} must be a pair of arrays, got {pair!r:.60}")
+            given |= dict(zip(_PAIRS[argument], pair, strict=True))
+    operands = {name: _as_array(name, x) for name, x in given.items() if x is not None}
+    options |= {"layout": layout, "return_lse": bool(return_lse)}
+    _check_call(operands, options)
+    for name in ("mask", "bias"):
+        if name in operands:
+            x = operands[name]
+            operands[name] = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    results = _attend(_remember(options, deterministic), operands)
+    return results if return_lse else results[0]
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raise for arguments that `cupyattn.attention` does not have, or JAX not."""
+    for name in options:
+        if name in api.NOT_OFFERED:
+            raise UnsupportedError(f"{name} is not supported: {api.NOT_OFFERED[name]}")
+        if name in _NOT_IN_JAX:
+            raise TypeError(f"{name} is not for JAX arrays: {_NOT_IN_JAX[name]}")
+        if name not in _KNOWN:
+            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+
+
+def _as_array(name: str, x: Any) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except TypeError as error:
+        raise TypeError(f"{name} must be a JAX array, got {type(x).__name__}") from error
+
+
+def _stand_in(x: Any) -> np.ndarray:
+    """Return an array of a traced one's shape and type that takes the memory of one row."""
+    return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
+
+
+def _paired(operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Return operands beside q, k and v as the arguments that bring them."""
+    found = {name: operands[name] for name in ("mask", "bias") if name in operands}
+    for argument, names in _PAIRS.items():
+        if names[0] in operands:
+            found[argument] = tuple(operands[name] for name in names)
+    return found
+
+
+def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Check a call by shapes and types alone."""
+    known = {name: _stand_in(x) for name, x in operands.items()}
+    constants = {name: x for name, x in options.items() if name != "backend"}
+    resolve(known["q"], known["k"], known["v"], Options(**constants, **_paired(known)))
+
+
+def _remember(options: dict[str, Any], deterministic: bool) -> _Call:
+    digested = dict(sorted(options.items()))
+    block_mask = options.get("block_mask")
+    if block_mask is not None:
+        digested["block_mask"] = on_host(block_mask.mask), block_mask.blocks
+    key = hashlib.sha256(pickle.dumps(digested)).hexdigest()
+    _options[key] = options
+    return _Call(key, options["layout"], options["return_lse"], bool(deterministic))
+
+
+# ---- what JAX transforms -------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: _Call, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Return (o,) or (o, lse)."""
+    return _bind_forward(call, operands, with_lse=call.return_lse)
+
+
+def _attend_fwd(call: _Call, primals: dict[str, Any]) -> tuple[tuple[jax.Array, ...], Any]:
+    operands = {name: primal.value for name, primal in primals.items()}
+    for name, primal in primals.items():
+        if primal.perturbed and name not in ("q", "k", "v"):
+            raise UnsupportedError(
+                f"attention has no gradient with respect to {name}: differentiate q, k and v "
+                f"alone, or pass jax.lax.stop_gradient of it"
+            )
+    o, lse = _bind_forward(call, operands, with_lse=True)
+    _check_gradient(call, operands, o, lse)
+    return (o, lse) if call.return_lse else (o,), (operands, o, lse)
+
+
+def _attend_bwd(call: _Call, residuals: Any, cotangents: tuple[Any, ...]) -> tuple[dict[str, Any]]:
+    operands, o, lse = residuals
+    if call.return_lse and not isinstance(cotangents[1], SymbolicZero):
+        raise UnsupportedError(
+            "attention has no gradient through the log-sum-exp: pass jax.lax.stop_gradient of lse "
+            "on, or leave return_lse out"
+        )
+    d_out = cotangents[0]
+    if isinstance(d_out, SymbolicZero):
+        return (dict.fromkeys(operands),)
+    read = {**operands, "d_out": d_out, "out": o, "lse": lse}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands[name] for name in "qkv")]
+    names = tuple(read)
+    bind = jax.ffi.ffi_call(_BACKWARD, shapes, vmap_method="expand_dims")
+    gradients = bind(
+        *read.values(), call=call.key, operands=" ".join(names),
+        deterministic=str(call.deterministic),
+    )  # fmt: skip
+    return (dict.fromkeys(operands) | dict(zip("qkv", gradients, strict=True)),)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+
+
+def _bind_forward(
+    call: _Call, operands: dict[str, jax.Array], *, with_lse: bool
+) -> tuple[jax.Array, ...]:
+    q = operands["q"]
+    batch, length, heads = q.shape[0], q.shape[2], q.shape[1]
+    if call.layout == "BSHD":
+        length, heads = heads, length
+    shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    if with_lse:
+        shapes.append(jax.ShapeDtypeStruct((batch, heads, length), jnp.float32))
+    bind = jax.ffi.ffi_call(_FORWARD, shapes, vmap_method="expand_dims")
+    return tuple(bind(*operands.values(), call=call.key, operands=" ".join(operands)))
+
+
+def _check_gradient(call: _Call, operands: Mapping[str, Any], o: Any, lse: Any) -> None:
+    """Check by shapes and types alone that there is a gradient."""
+    known = {name: _stand_in(x) for name, x in {**operands, "o": o, "lse": lse}.items()}
+    constants = {
+        name: x for name, x in _options_of_backward(_options[call.key]).items() if name != "backend"
+    }
+    q, k, v, o = (known[name] for name in ("q", "k", "v", "o"))
+    backward.explain_backward(o, q, k, v, o, known["lse"], **constants, **_paired(known))
+
+
+def _options_of_backward(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: x for n, x in options.items() if n not in _OF_FORWARD and n != "return_lse"}
+
+
+# ---- what XLA calls ------------------------------------------------------------------------------
+
+
+def _run_forward(
+    given: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]
+) -> None:
+    """Run attention on the buffers of a call."""
+    options = {**_recall(attributes["call"]), "return_lse": len(results) > 1}
+    for operands, (o, *lse) in _entries(given, results, attributes, options):
+        q, k, v = (operands[name] for name in "qkv")
+        found = api.attention(q, k, v, **_paired(operands), **options)
+        if lse:
+            found, lse[0][...] = found
+        o[...] = found
+
+
+def _run_backward(
+    given: Sequence[Any], results: Sequence[Any], attributes: Mapping[str, str]
+) -> None:
+    """Run the backward pass on the buffers of a call."""
+    options = _options_of_backward(_recall(attributes["call"]))
+    options["deterministic"] = attributes["deterministic"] == "True"
+    for operands, gradients in _entries(given, results, attributes, options):
+        d_out, q, k, v, out, lse = (operands[n] for n in ("d_out", "q", "k", "v", "out", "lse"))
+        found = backward.attention_backward(
+            d_out, q, k, v, out, lse, **_paired(operands), **options
+        )
+        for gradient, one in zip(gradients, found, strict=True):
+            gradient[...] = one
+
+
+def _recall(key: str) -> dict[str, Any]:
+    if key not in _options:
+        raise ValueError(
+            "this call was traced in another process: trace it here, cupyattn's calls cannot be "
+            "exported"
+        )
+    return _options[key]
+
+
+def _entries(
+    given: Sequence[Any],
+    results: Sequence[Any],
+    attributes: Mapping[str, str],
+    options: Mapping[str, Any],
+) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    """Yield operands by name and results, without the axes that `jax.vmap` put in front.
+
+    Those become part of the batch where one call on all of them does what calls on each would do.
+    """
+    operands = dict(zip(attributes["operands"].split(), given, strict=True))
+    front = operands["q"].ndim - 4
+    if not front:
+        yield operands, list(results)
+        return
+    mapped = {name: x.shape[:front] for name, x in operands.items()}
+    whole, batch = results[0].shape[:front], operands["q"].shape[front]
+    tables = any(math.prod(mapped[name]) > 1 for name in _TABLES if name in mapped)
+    if not tables and _joins_the_batch(options):
+        joined = {name: _joined(name, x, whole, batch) for name, x in operands.items()}
+        yield joined, [x.reshape(math.prod(whole) * batch, *x.shape[front + 1 :]) for x in results]
+        return
+    for entry in np.ndindex(whole):
+        one = {
+            name: x[tuple(i if n > 1 else 0 for i, n in zip(entry, mapped[name], strict=True))]
+            for name, x in operands.items()
+        }
+        yield one, [x[entry] for x in results]
+
+
+def _joins_the_batch(options: Mapping[str, Any]) -> bool:
+    """Whether entries of a batch have nothing in common and no place of their own in `options`."""
+    quant, block_mask = options.get("quant"), options.get("block_mask")
+    if block_mask is not None and block_mask.mask.shape[0] > 1:
+        return False
+    if quant is None:
+        return True
+    granularities = quant.granularity_q, quant.granularity_k, quant.granularity_v
+    return quant.scales == "dynamic" and "tensor" not in granularities
+
+
+def _joined(name: str, x: Any, whole: tuple[int, ...], batch: int) -> Any:
+    """Return an operand with the mapped axes as part of its batch; a copy where strides say so."""
+    rest = x.shape[len(whole) :]
+    of_all = name in ("mask", "bias") and math.prod(x.shape[: len(whole)]) == rest[0] == 1
+    if of_all or name in _TABLES:
+        return x.reshape(rest)
+    rest = rest[1:]
+    every = array_namespace(x).broadcast_to(x, (*whole, batch, *rest))
+    return every.reshape(math.prod(whole) * batch, *rest)
+
+
+def _register() -> None:
+    version = xla_ffi.spoken_version(jax.ffi.include_dir())
+    for name, target in ((_FORWARD, _run_forward), (_BACKWARD, _run_backward)):
+        for platform, on_device in (("cpu", False), ("CUDA", True)):
+            function = xla_ffi.handler(target, version, on_device=on_device)
+            jax.ffi.register_ffi_target(
+                name, jax.ffi.pycapsule(function), platform=platform, api_version=1
+            )
+
+
+_register()

@@ -1,0 +1,59 @@
+"""Which modules of a model a caller means, by regular expressions that are found in their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+#: A regular expression, or several, of which one is to be found in a name; None: not given.
+Patterns: TypeAlias = "str | Sequence[str] | None"
+
+
+def compiled(name: str, patterns: Patterns) -> tuple[re.Pattern[str], ...]:
+    """Return regular expressions that a caller gives.
+
+    Parameters
+    ----------
+    name : str
+        What the caller calls them, for the message.
+    patterns : str or sequence of str, optional
+
+    Raises
+    ------
+    ValueError
+        For what is no regular expression.
+    """
+    given = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
+    try:
+        return tuple(re.compile(pattern) for pattern in given)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"{name} must be a regular expression or several, got {patterns!r:.60}: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Names that one of `include` is found in (any name, without one) and none of `exclude`.
+
+    Examples
+    --------
+    >>> chosen = Selection.of("attn", ["attn2", "[.]0[.]"])
+    >>> [name for name in ("a.0.attn", "a.1.attn1", "a.1.attn2", "a.1.ff") if name in chosen]
+    ['a.1.attn1']
+    """
+
+    include: tuple[re.Pattern[str], ...] | None
+    exclude: tuple[re.Pattern[str], ...]
+
+    @classmethod
+    def of(cls, include: Patterns, exclude: Patterns) -> Selection:
+        """Return the selection of a caller's arguments of these names."""
+        wanted = None if include is None else compiled("include", include)
+        return cls(wanted, compiled("exclude", exclude))
+
+    def __contains__(self, name: str) -> bool:
+        wanted = self.include is None or any(p.search(name) for p in self.include)
+        return wanted and not any(p.search(name) for p in self.exclude)

@@ -1,0 +1,23 @@
+"""Attention for torch: functions and modules with autograd, on torch's memory and streams."""
+
+from cupyattn.interop.torch.functional import (
+    attention,
+    attention_varlen,
+    int8_attention,
+    scaled_dot_product_attention,
+)
+from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.interop.torch.models import load_int8, replace_linear_with_int8
+from cupyattn.interop.torch.modules import Attention, Int8Attention
+
+__all__ = [
+    "Attention",
+    "Int8Attention",
+    "Int8Linear",
+    "attention",
+    "attention_varlen",
+    "int8_attention",
+    "load_int8",
+    "replace_linear_with_int8",
+    "scaled_dot_product_attention",
+]

@@ -1,0 +1,76 @@
+"""Tensors as arrays of the same memory, and calls on torch's device, stream and allocator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cupyattn.rounding import STORAGE
+
+
+def as_array(tensor: Tensor) -> Any:
+    """Return a tensor's memory as a NumPy or CuPy array, the latter by DLPack, without a copy.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        On a CPU or a CUDA device; of the latter within `on_device_of`, so that no stream waits for
+        another.
+
+    Returns
+    -------
+    numpy.ndarray or cupy.ndarray
+        bfloat16 as `ml_dtypes` has it.
+    """
+    tensor = tensor.detach()
+    if tensor.is_cuda:
+        import cupy
+
+        return cupy.from_dlpack(tensor)
+    if tensor.dtype == torch.bfloat16:  # which NumPy does not know
+        return tensor.view(torch.int16).numpy().view(STORAGE["bfloat16"])
+    return tensor.numpy()
+
+
+def as_tensor(array: Any) -> Tensor:
+    """Return a NumPy or CuPy array's memory as a tensor, without a copy."""
+    if isinstance(array, np.ndarray) and array.dtype == STORAGE["bfloat16"]:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+@contextlib.contextmanager
+def on_device_of(tensor: Tensor) -> Iterator[None]:
+    """Let CuPy use the tensor's device, torch's current stream there, and torch's allocator.
+
+    What is allocated within comes from the pool that a CUDA graph under capture has, and is reused
+    in the order of torch's stream.
+    """
+    if not tensor.is_cuda:
+        yield
+        return
+    import cupy
+
+    index = tensor.device.index
+    handle = torch.cuda.current_stream(index).cuda_stream
+    with (
+        cupy.cuda.Device(index),
+        cupy.cuda.ExternalStream(handle, index),
+        cupy.cuda.using_allocator(_allocate),
+    ):
+        yield
+
+
+def _allocate(nbytes: int) -> Any:
+    """Return memory of the current device from torch's allocator, as CuPy has it."""
+    import cupy
+
+    index = cupy.cuda.runtime.getDevice()
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
+    owned = cupy.cuda.UnownedMemory(memory.data_ptr(), nbytes, memory, index)
+    return cupy.cuda.MemoryPointer(owned, 0)

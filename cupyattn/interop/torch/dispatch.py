@@ -1,0 +1,98 @@
+"""Which way a call takes: straight to the kernels, or as an operator that torch sees.
+
+It has to see one where a gradient is wanted, and where operators are watched or replaced: by a
+compiler, a mode, a transform, or a tensor of another class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupyattn.interop.torch.calls import Settings, forward
+from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
+from cupyattn.interop.torch.ops import flat
+
+#: Tensors with memory of their own; those of other classes know what they do with an operator.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: What ``torch.autocast`` gives its own type.
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None) -> Any:
+    """Run attention the way that it has to go.
+
+    Parameters
+    ----------
+    settings : Settings
+    tensors : dict of str to Tensor
+        Those of `cupyattn.interop.torch.calls.TENSORS` that there are.
+    out : Tensor, optional
+
+    Returns
+    -------
+    o, or (o, lse)
+        As the settings ask.
+
+    Raises
+    ------
+    RuntimeError, NotImplementedError, UnsupportedError, ValueError, TypeError
+        As `cupyattn.interop.torch.attention`.
+    """
+    tensors = in_region(tensors)
+    differentiable, watched = how_seen(tensors)
+    lse: Tensor | None
+    if not (differentiable or watched):
+        o, lse = forward(settings, tensors, out)
+        return (o, lse) if settings.return_lse else o
+    check_tensors("attention", tensors)
+    if differentiable:
+        check_differentiable("attention", tensors)
+    if out is not None:
+        raise RuntimeError(
+            "attention(): functions with out=... arguments don't support automatic "
+            "differentiation or tracing: leave it out, results come from torch's allocator"
+        )
+    with_lse = differentiable or settings.return_lse
+    arguments = flat(tensors, settings._replace(return_lse=with_lse))
+    o, lse = torch.ops.cupyattn.attention.default(*arguments)
+    return (o, lse) if settings.return_lse else o
+
+
+def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors of which q, k and v have the type of a region of ``torch.autocast``.
+
+    Raises
+    ------
+    TypeError, NotImplementedError
+        For a q that is no tensor, or lies where nothing runs.
+    """
+    q = tensors["q"]
+    check_device("attention", q)
+    kind = "cuda" if q.is_cuda else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    own = {n: x for n in "qkv" if isinstance(x := tensors[n], Tensor) and x.dtype in _CAST}
+    return {**tensors, **{name: x.to(dtype) for name, x in own.items()}}
+
+
+def how_seen(tensors: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether autograd goes through a call on these, and whether operators are watched."""
+    differentiable, watched = (
+        False,
+        (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._are_functorch_transforms_active()
+        ),
+    )
+    for x in tensors.values():
+        if not isinstance(x, Tensor):  # None, or what is refused later
+            continue
+        differentiable = differentiable or x.requires_grad
+        watched = watched or type(x) not in _PLAIN
+    return differentiable and torch.is_grad_enabled(), watched

@@ -1,0 +1,343 @@
+"""Attention on tensors: the functions that `cupyattn` has, and one with torch's own signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupyattn.block_mask import BlockMask
+from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch.calls import Settings
+from cupyattn.interop.torch.dispatch import call
+from cupyattn.preparation import EPS
+from cupyattn.quant import QuantConfig
+from cupyattn.tiles import Tiles
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    variant: str = "auto",
+    accuracy: str = "full",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
+    qk_norm: tuple[Tensor, Tensor] | None = None,
+    qk_norm_eps: float = EPS,
+    block_mask: BlockMask | None = None,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    quant: QuantConfig | None = None,
+    tiles: Tiles | None = None,
+    deterministic: bool = False,
+    arch: str | None = None,
+    backend: str | None = None,
+    check_finite: bool = False,
+) -> Any:
+    """Scaled dot-product attention of tensors, ``softmax(scale * Q K^T) V``, with gradients.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, heads, len_q, head_dim)
+        float16, bfloat16 or float32, on a CUDA device or a CPU; any strides whose last is 1. Under
+        ``torch.autocast`` q, k and v get its type first.
+    k, v : Tensor, (batch, heads_kv, len_kv, head_dim)
+    mask, bias, rope, qk_norm : Tensor, or a pair of them, optional
+        As for `cupyattn.attention`, on the device of q. They get no gradient.
+    deterministic : bool
+        Gradients have the same bits on every run, as after
+        ``torch.use_deterministic_algorithms(True)``.
+    backend : {"cuda", "mirror", "interpret"}, optional
+        As for `cupyattn.attention`: CUDA tensors run on "cuda", CPU tensors on the mirror or the
+        interpreter of the kernels.
+    variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved, \
+    rope_offset_q, qk_norm_eps, block_mask, layout, return_lse, out, quant, tiles, arch, \
+    check_finite
+        As for `cupyattn.attention`.
+
+    Returns
+    -------
+    o : Tensor
+        Shape, dtype and device of q, contiguous, on torch's current stream and from its allocator.
+    lse : Tensor, float32, (batch, heads, len_q)
+        With `return_lse`; it passes no gradient on.
+
+    Raises
+    ------
+    RuntimeError
+        For tensors on different devices, of different types, or with a last axis that is not
+        contiguous; and for `out` where a gradient is wanted.
+    NotImplementedError
+        For other devices, meta among them.
+    UnsupportedError
+        For what is not offered; also where float32, or anything but q, k and v, requires a
+        gradient.
+    ValueError, TypeError
+        As `cupyattn.attention`.
+
+    Notes
+    -----
+    Gradients are those of `cupyattn.attention_backward`, after an INT8 forward pass
+    straight-through. A CUDA graph may capture a call once the same call has run outside of it.
+
+    Examples
+    --------
+    >>> q = k = v = torch.ones(1, 1, 4, 8, dtype=torch.float16, requires_grad=True)
+    >>> o = attention(q, k, v, causal=True, backend="mirror")
+    >>> o.sum().backward()
+    >>> o[0, 0, :, 0].tolist(), q.grad.shape
+    ([1.0, 1.0, 1.0, 1.0], torch.Size([1, 1, 4, 8]))
+    """
+    settings = Settings(
+        variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
+        rope_offset_q, qk_norm_eps, layout, return_lse, deterministic, check_finite, None, None,
+        quant, tiles, block_mask, arch, backend,
+    )  # fmt: skip
+    return call(settings, named(q, k, v, mask, bias, rope, qk_norm), out)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_len_q: int | None = None,
+    max_len_k: int | None = None,
+    variant: str = "auto",
+    accuracy: str = "full",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
+    qk_norm: tuple[Tensor, Tensor] | None = None,
+    qk_norm_eps: float = EPS,
+    block_mask: BlockMask | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    quant: QuantConfig | None = None,
+    tiles: Tiles | None = None,
+    deterministic: bool = False,
+    arch: str | None = None,
+    backend: str | None = None,
+    check_finite: bool = False,
+) -> Any:
+    """Attention within each of several sequences, packed one behind the other without padding.
+
+    Parameters
+    ----------
+    q : Tensor, (total_q, heads, head_dim)
+    k, v : Tensor, (total_k, heads_kv, head_dim)
+    cu_seqlens_q, cu_seqlens_k : Tensor, (batch + 1,), int32 or int64
+        As for `cupyattn.attention_varlen`, on the device of q. int32 needs no copy.
+    max_len_q, max_len_k : int, optional
+        As for `cupyattn.attention_varlen`: with both nothing waits for the offsets, which a CUDA
+        graph asks for.
+    variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope, \
+    rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps, block_mask, return_lse, out, quant, \
+    tiles, deterministic, arch, backend, check_finite
+        As for `attention`.
+
+    Returns
+    -------
+    o : Tensor, (total_q, heads, head_dim)
+    lse : Tensor, float32, (heads, total_q)
+        With `return_lse`.
+
+    Raises
+    ------
+    RuntimeError, NotImplementedError, UnsupportedError, ValueError, TypeError
+        As `attention`.
+
+    Examples
+    --------
+    >>> x, ends = torch.ones(5, 1, 8, dtype=torch.float16), torch.tensor([0, 2, 2, 5])
+    >>> attention_varlen(x, x, x, ends, ends, backend="mirror").shape
+    torch.Size([5, 1, 8])
+    """
+    settings = Settings(
+        variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
+        rope_offset_q, qk_norm_eps, "BHSD", return_lse, deterministic, check_finite, max_len_q,
+        max_len_k, quant, tiles, block_mask, arch, backend,
+    )  # fmt: skip
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise TypeError("attention_varlen needs cu_seqlens_q and cu_seqlens_k")
+    tensors = named(q, k, v, mask, bias, rope, qk_norm)
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return call(settings, tensors, out)
+
+
+def int8_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, quant: QuantConfig | None = None, **options: Any
+) -> Any:
+    """Attention whose Q.K^T is of INT8 codes, `attention` with ``variant="fa_int8"``.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+    quant : QuantConfig, optional
+        How they are quantised, P.V in 8 bits too if it says so.
+    **options
+        As for `attention`, but for `variant` and `accuracy`.
+
+    Returns
+    -------
+    o, or (o, lse)
+        As `attention`. Gradients are those of the 16-bit operands, straight-through.
+
+    Raises
+    ------
+    RuntimeError, NotImplementedError, UnsupportedError, ValueError, TypeError
+        As `attention`.
+
+    Examples
+    --------
+    >>> x = torch.ones(1, 1, 4, 8, dtype=torch.bfloat16)
+    >>> int8_attention(x, x, x, backend="mirror").dtype
+    torch.bfloat16
+    """
+    return attention(q, k, v, variant="fa_int8", quant=quant, **options)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` on these kernels.
+
+    Parameters
+    ----------
+    query : Tensor, (..., heads, len_q, head_dim)
+        Two axes or more; leading axes of key and value broadcast to those of query.
+    key, value : Tensor, (..., heads_kv, len_kv, head_dim)
+    attn_mask : Tensor, optional
+        bool (True: attend), or added to the scores; broadcasts to (..., heads, len_q, len_kv). Not
+        beside `is_causal`.
+    dropout_p : float
+        0.
+    is_causal : bool
+        Query i attends key j where ``j <= i``: aligned top-left, as torch does.
+    scale : float, optional
+        ``head_dim ** -0.5`` when omitted.
+    enable_gqa : bool
+        Let key and value have fewer heads than query.
+    **options
+        Further ones of `attention`: variant, accuracy, quant, backend and others.
+
+    Returns
+    -------
+    Tensor, (..., heads, len_q, head_dim)
+        Rows that may attend to nothing are 0.
+
+    Raises
+    ------
+    RuntimeError
+        As torch: for `attn_mask` beside `is_causal`, and fewer heads without `enable_gqa`.
+    UnsupportedError
+        For dropout, and a head_dim of value's own.
+    RuntimeError, NotImplementedError, ValueError, TypeError
+        As `attention`.
+
+    Examples
+    --------
+    >>> x = torch.ones(2, 4, 3, 8, dtype=torch.float16)
+    >>> scaled_dot_product_attention(x, x, x, is_causal=True, backend="mirror").shape
+    torch.Size([2, 4, 3, 8])
+    """
+    if dropout_p:
+        raise UnsupportedError(
+            f"dropout_p={dropout_p!r} is not supported: give 0.0, as a model in eval() does, or "
+            "call torch's own scaled_dot_product_attention"
+        )
+    if attn_mask is not None and is_causal:
+        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise RuntimeError(
+            "Expected query, key and value to be at least 2 dimensional, but got "
+            f"{query.dim()}, {key.dim()} and {value.dim()}"
+        )
+    q, k, v = (_four_axes(x, query, heads=enable_gqa) for x in (query, key, value))
+    if attn_mask is not None:
+        name = "mask" if attn_mask.dtype == torch.bool else "bias"
+        options[name] = _mask_of_four_axes(attn_mask, query)
+    o: Tensor = attention(
+        q, k, v, causal=is_causal, causal_align="top-left", scale=scale, **options
+    )
+    return o.reshape(query.shape)
+
+
+def named(q: Any, k: Any, v: Any, mask: Any, bias: Any, rope: Any, qk_norm: Any) -> dict[str, Any]:
+    """Return the tensors of a call, those that there are, as `calls.TENSORS` names them."""
+    tensors = {"q": q, "k": k, "v": v}
+    if mask is not None:
+        tensors["mask"] = mask
+    if bias is not None:
+        tensors["bias"] = bias
+    if rope is not None:
+        tensors["rope_cos"], tensors["rope_sin"] = pair("rope", rope)
+    if qk_norm is not None:
+        tensors["q_norm_weight"], tensors["k_norm_weight"] = pair("qk_norm", qk_norm)
+    return tensors
+
+
+def pair(name: str, given: Any) -> tuple[Any, Any]:
+    """Return the two tensors of an option, or None twice."""
+    if given is None:
+        return None, None
+    if not (isinstance(given, (tuple, list)) and len(given) == 2):
+        raise TypeError(f"{name} must be a pair of tensors or None, got {type(given).__name__}")
+    return given[0], given[1]
+
+
+def _four_axes(x: Tensor, query: Tensor, *, heads: bool) -> Tensor:
+    """Return an operand of any number of axes as (batch, heads, len, head_dim).
+
+    Leading axes are broadcast to query's, all but the heads where these may be fewer.
+    """
+    own = x.shape[-3:-2] if heads else query.shape[-3:-2]
+    leading = (*query.shape[:-3], *own)
+    if tuple(x.shape[:-2]) != leading:
+        try:
+            x = x.expand(*leading, *x.shape[-2:])
+        except RuntimeError:
+            raise RuntimeError(
+                f"Expected key and value to broadcast to the leading dimensions of query, but got "
+                f"query.shape: {tuple(query.shape)} and {tuple(x.shape)}; fewer heads need "
+                "enable_gqa=True"
+            ) from None
+    if x.dim() < 4:
+        return x[(None,) * (4 - x.dim())]
+    return x.flatten(0, -4) if x.dim() > 4 else x
+
+
+def _mask_of_four_axes(mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask that broadcasts to the scores of `_four_axes`."""
+    if query.dim() <= 4 or mask.dim() <= 3:
+        return mask
+    return mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)

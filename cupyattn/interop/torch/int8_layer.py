@@ -1,0 +1,178 @@
+"""``torch.ops.cupyattn.int8_attention``: a layer of `cupyattn.Int8Attention` as an operator.
+
+The operator knows the layer by a number, so that one graph serves every timestep.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupyattn.diffusion import Int8Attention
+from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
+from cupyattn.interop.torch.calls import Settings, backward_pass
+from cupyattn.interop.torch.checks import check_differentiable, check_tensors
+from cupyattn.interop.torch.ops import given, library, refuse_derivative
+
+#: Tensors of a call.
+TENSORS = ("q", "k", "v", "mask", "rope_cos", "rope_sin")
+_OPERANDS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in TENSORS)
+library.define(
+    f"int8_attention({_OPERANDS}, SymInt? timestep, float? sigma, bool rope_interleaved, "
+    "bool return_lse, int layer) -> (Tensor o, Tensor lse)"
+)
+library.define(
+    f"int8_attention_backward(Tensor d_out, Tensor o, Tensor lse, {_OPERANDS}, "
+    "bool rope_interleaved, int layer) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+class Layer(Int8Attention):
+    """`cupyattn.Int8Attention` with what a derivative needs."""
+
+    def check_operator(self, tensors: Mapping[str, Tensor], *, differentiable: bool) -> None:
+        """Raise UnsupportedError where a call cannot be an operator."""
+        if self._settings.enable_pruning:
+            raise UnsupportedError(
+                "token pruning has no derivative and cannot be traced: compute under "
+                "torch.no_grad() and outside of torch.compile, or set enable_pruning=False"
+            )
+        if differentiable:
+            if self._norm["qk_norm"] is not None:
+                raise UnsupportedError(
+                    "the derivative through qk_norm is not implemented: give q and k as they are "
+                    "after it"
+                )
+            check_differentiable("int8_attention", tensors)
+
+    def with_lse(self, arrays: Mapping[str, Any], scores: Mapping[str, Any], **step: Any) -> Any:
+        """Run a call on q, k and v at a step, with what changes scores, and ``return_lse``."""
+        q, k, v = (arrays[name] for name in "qkv")
+        found, _ = self._attend(q, k, v, self.step(**step), self._settings, dict(scores))
+        return found
+
+    def backward_settings(self, tensors: Mapping[str, Tensor], **own: Any) -> Settings:
+        """Return the settings of a backward pass: what of the scores is computed."""
+        q = tensors["q"]
+        with on_device_of(q):
+            scores = self._settings.of_scores(as_array(q), as_array(tensors["k"]), 1)
+        options: dict[str, Any] = {**own, **scores, **self._where}
+        return Settings(scale=self._scale, **options)
+
+
+_layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
+
+
+def number_of(layer: Layer) -> int:
+    """Return what stands for a layer in a schema, as long as it lives."""
+    _layers[id(layer)] = layer
+    return id(layer)
+
+
+def attend(
+    function: Callable[..., Any],
+    operands: Sequence[str],
+    tensors: Mapping[str, Tensor],
+    rope_interleaved: bool,
+    **options: Any,
+) -> Any:
+    """Run a call with everything that it may ask for, outside of graphs and gradients.
+
+    Parameters
+    ----------
+    function : callable
+        A layer, or its `fused_cfg`.
+    operands : sequence of str
+        The tensors that it takes by position.
+    tensors : mapping of str to Tensor
+        Those of `TENSORS` that there are, and these.
+    rope_interleaved : bool
+    **options
+        All others, as `cupyattn.Int8Attention` takes them.
+
+    Returns
+    -------
+    Tensor, or tuple of Tensor
+    """
+    check_tensors("Int8Attention", tensors)
+    with on_device_of(tensors["q"]):
+        arrays = _arrays(tensors)
+        scores = _scores(arrays, rope_interleaved)
+        found = function(*(arrays[name] for name in operands), **scores, **options)
+        return tuple(map(as_tensor, found)) if isinstance(found, tuple) else as_tensor(found)
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: as_array(x) for name, x in tensors.items()}
+
+
+def _scores(arrays: Mapping[str, Any], rope_interleaved: bool) -> dict[str, Any]:
+    """Return what changes scores, as `cupyattn.Int8Attention` takes it."""
+    rope = (arrays["rope_cos"], arrays["rope_sin"]) if "rope_cos" in arrays else None
+    return {"mask": arrays.get("mask"), "rope": rope, "rope_interleaved": rope_interleaved}
+
+
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    tensors = given(arguments, TENSORS)
+    timestep, sigma, rope_interleaved, return_lse, number = arguments[len(TENSORS) :]
+    check_tensors("Int8Attention", tensors)
+    with on_device_of(tensors["q"]):
+        arrays = _arrays(tensors)
+        scores = {**_scores(arrays, rope_interleaved), "return_lse": return_lse}
+        found = _layers[number].with_lse(arrays, scores, timestep=timestep, sigma=sigma)
+        if return_lse:
+            o, lse = map(as_tensor, found)
+            return o, lse
+        o = as_tensor(found)
+        return o, o.new_empty((0,), dtype=torch.float32)
+
+
+def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    tensors = given(arguments, TENSORS)
+    check_tensors("Int8Attention", tensors)
+    q = arguments[0]
+    shape = q.shape[:3] if arguments[-2] else (0,)
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+
+
+def _backward(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    tensors = given(arguments, TENSORS)
+    rope_interleaved, number = arguments[len(TENSORS) :]
+    settings = _layers[number].backward_settings(tensors, rope_interleaved=rope_interleaved)
+    return backward_pass(settings, tensors, d_out, o, lse)
+
+
+def _backward_fake(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in arguments[:3])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    o, lse = output
+    *_, rope_interleaved, return_lse, number = inputs
+    if not return_lse:
+        raise UnsupportedError("the derivative takes lse: give return_lse=True")
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(o, lse, *inputs[: len(TENSORS)])
+    ctx.rest = rope_interleaved, number
+    ctx.layer, ctx.others = _layers[number], len(inputs) - 3  # the layer is kept alive until then
+
+
+def _derivative(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    o, lse, *tensors = ctx.saved_tensors
+    found = torch.ops.cupyattn.int8_attention_backward(d_out, o, lse, *tensors, *ctx.rest)
+    return (*found, *[None] * ctx.others)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("int8_attention", _attention, _key)
+    library.impl("int8_attention_backward", _backward, _key)
+_NAME = "cupyattn::int8_attention"
+torch.library.register_fake(_NAME, _attention_fake, lib=library)
+torch.library.register_fake(f"{_NAME}_backward", _backward_fake, lib=library)
+torch.library.register_autograd(_NAME, _derivative, setup_context=_save, lib=library)
+refuse_derivative(f"{_NAME}_backward")

@@ -1,0 +1,234 @@
+"""`Int8Linear`: a linear layer of INT8 codes as a module, and as an operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
+from cupyattn.interop.torch.dispatch import how_seen
+from cupyattn.interop.torch.ops import library
+from cupyattn.quant import act_quant, int8_gemm, weight_quant
+from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.gemm_reference import check_activation
+
+library.define(
+    "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, "
+    "str? arch, str? backend) -> Tensor"
+)
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    arch: str | None,
+    backend: str | None,
+) -> Tensor:
+    """Quantise x and multiply: what the operator does on a CPU or a CUDA device."""
+    with on_device_of(x):
+        codes, scales = act_quant(as_array(x), backend=backend)
+        y = int8_gemm(
+            codes, scales, as_array(weight), as_array(weight_scale), _name(x.dtype),
+            bias=None if bias is None else as_array(bias), activation=activation or None,
+            arch=arch, backend=backend,
+        )  # fmt: skip
+        return as_tensor(y)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, weight_scale, bias, activation, *_ = inputs
+    if activation:
+        raise UnsupportedError(
+            f"the derivative for 'cupyattn::int8_linear' is not implemented with activation="
+            f"{activation!r}: leave it out, and apply torch's own to the result"
+        )
+    ctx.save_for_backward(weight, weight_scale)
+    ctx.dtype, ctx.bias = x.dtype, None if bias is None else bias.dtype
+
+
+def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    """Pass a gradient through the weight that the codes stand for; quantising x is the identity."""
+    d_x = d_bias = None
+    if ctx.needs_input_grad[0]:
+        weight, weight_scale = ctx.saved_tensors
+        d_x = (d_y @ dequantised(weight, weight_scale, d_y.dtype)).to(ctx.dtype)
+    if ctx.needs_input_grad[3]:
+        d_bias = d_y.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias)
+    return d_x, None, None, d_bias, None, None, None
+
+
+def dequantised(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return codes times scales, as `cupyattn.weight_dequant` has them, bit for bit."""
+    rows, columns = weight.shape
+    scale = weight_scale.repeat_interleave(BLOCK_SIZE, 0)[:rows]
+    scale = scale.repeat_interleave(BLOCK_SIZE, 1)[:, :columns]
+    return (weight.to(torch.float32) * scale).to(dtype)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("int8_linear", run, _key)
+torch.library.register_fake("cupyattn::int8_linear", _fake, lib=library)
+torch.library.register_autograd(
+    "cupyattn::int8_linear", _derivative, setup_context=_save, lib=library
+)
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer, ``activation(x W^T + bias)``, with W in INT8 and x quantised in each call.
+
+    Parameters
+    ----------
+    weight : Tensor, (out, in), int8
+        Codes, in blocks of 128 x 128.
+    weight_scale : Tensor, (ceil(out / 128), ceil(in / 128)), float32
+    bias : Tensor or Parameter, (out,), optional
+        A parameter stays one, and may be trained.
+    activation : {"gelu", "gelu_tanh", "silu"}, optional
+    arch, backend : str, optional
+        As for `cupyattn.int8_gemm`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For tensors that do not fit together.
+
+    Notes
+    -----
+    `weight` and `weight_scale` are buffers of these names, as compressed-tensors has them; the
+    scales stay float32 when the module is converted. A gradient goes to x and to the bias, through
+    the weight that the codes stand for.
+
+    Examples
+    --------
+    >>> linear = torch.nn.Linear(256, 40, dtype=torch.bfloat16)
+    >>> layer = Int8Linear.from_linear(linear, backend="mirror")
+    >>> x = torch.randn(3, 256, dtype=torch.bfloat16)
+    >>> layer(x).shape, bool((layer(x) - linear(x)).norm() < 0.03 * linear(x).norm())
+    (torch.Size([3, 40]), True)
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: str | None = None,
+        arch: str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_activation(activation or "")
+        if weight.dim() != 2 or weight.dtype != torch.int8:
+            raise TypeError(
+                f"weight must be torch.int8 of shape (out, in), got {weight.dtype} "
+                f"{tuple(weight.shape)}"
+            )
+        blocks = tuple(-(-n // BLOCK_SIZE) for n in weight.shape)
+        if weight_scale.dtype != torch.float32 or tuple(weight_scale.shape) != blocks:
+            raise ValueError(
+                f"weight_scale must be torch.float32 of shape {blocks}, got {weight_scale.dtype} "
+                f"{tuple(weight_scale.shape)}"
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}"
+            )
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", weight_scale)
+        if bias is not None and not isinstance(bias, torch.nn.Parameter):
+            bias = torch.nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", bias)
+        self.out_features, self.in_features = weight.shape
+        self.activation, self.arch, self.backend = activation, arch, backend
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> Int8Linear:
+        """Quantise the weight of a layer, where it lies; the bias is the same parameter.
+
+        Parameters
+        ----------
+        linear : Linear
+            Weight in float16, bfloat16 or float32. Not modified.
+        **options
+            activation, arch and backend.
+
+        Returns
+        -------
+        Int8Linear
+        """
+        with on_device_of(linear.weight):
+            codes, scales = map(as_tensor, weight_quant(as_array(linear.weight)))
+        return cls(codes, scales, linear.bias, **options)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Int8Linear:
+        """Move tensors, and convert all but the scales, as ``to`` does."""
+        scale: Tensor = self.weight_scale
+        super()._apply(*args, **kwargs)
+        if self.weight_scale.dtype != scale.dtype:
+            self.weight_scale = scale.to(self.weight_scale.device)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Parameters
+        ----------
+        x : Tensor, (..., in), float16, bfloat16 or float32
+            Under ``torch.autocast`` it gets its type first.
+
+        Returns
+        -------
+        Tensor, (..., out)
+            Type of x, on its device.
+
+        Raises
+        ------
+        RuntimeError
+            For an x of another shape, or on another device.
+        TypeError
+            For another type.
+        """
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise RuntimeError(
+                f"expected an input of shape (..., {self.in_features}), got {tuple(x.shape)}"
+            )
+        if x.device != self.weight.device:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but x is on "
+                f"{x.device}, weight is on {self.weight.device}"
+            )
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        given = x, self.weight, self.weight_scale, self.bias
+        options = self.activation or "", self.arch, self.backend
+        if any(how_seen(dict(zip(("x", "weight", "scale", "bias"), given, strict=True)))):
+            y: Tensor = torch.ops.cupyattn.int8_linear.default(*given, *options)
+            return y
+        return run(*given, *options)
+
+    def extra_repr(self) -> str:
+        """Name sizes and settings."""
+        named = {"activation": self.activation, "arch": self.arch, "backend": self.backend}
+        said = [f"{name}={x!r}" for name, x in named.items() if x is not None]
+        return ", ".join(
+            [f"in_features={self.in_features}, out_features={self.out_features}",
+             f"bias={self.bias is not None}", *said]
+        )  # fmt: skip

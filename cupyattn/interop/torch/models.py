@@ -1,0 +1,445 @@
+"""INT8 weights in a model: its linear layers replaced, or a converted checkpoint loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cupyattn.checkpoints import TensorInfo, analyze, open_checkpoint
+from cupyattn.checkpoints.convert import layout_of
+from cupyattn.checkpoints.header import FLOATS
+from cupyattn.checkpoints.layout import QUANTIZATION, WEIGHT, pair_scales
+from cupyattn.checkpoints.source import Source
+from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch.bridge import as_array, as_tensor
+from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.quant import Int8Config
+from cupyattn.quant.blocks import BLOCK_SIZE
+
+Patterns = str | Sequence[str] | None
+#: What becomes of the weights that are replaced.
+ORIGINALS = ("cpu", "device", "drop")
+
+
+@dataclass
+class Replacement:
+    """What `replace_linear_with_int8` did, and the way back.
+
+    Parameters
+    ----------
+    replaced : dict of str to str
+        Layers that are INT8 now, and why.
+    kept : dict of str to str
+        Linear layers that are not, and why.
+    """
+
+    replaced: dict[str, str]
+    kept: dict[str, str]
+    _places: list[tuple[nn.Module, str, nn.Linear, Int8Linear]] = field(repr=False)
+    _originals: str = field(repr=False)
+
+    def restore(self) -> None:
+        """Put back the layers that were replaced, on the devices where their codes are now.
+
+        Raises
+        ------
+        RuntimeError
+            If they were dropped, or something else has taken their places since.
+        """
+        if self._originals == "drop":
+            raise RuntimeError(
+                "the layers were dropped: replace with originals='cpu' to restore them"
+            )
+        for parent, name, _, layer in self._places:
+            if parent._modules.get(name) is not layer:
+                raise RuntimeError(f"{name!r} of {type(parent).__name__} is another layer by now")
+        for parent, name, linear, layer in self._places:
+            linear.weight.data = linear.weight.data.to(layer.weight.device)
+            linear.bias = layer.bias  # one parameter, which may have been trained or moved
+            parent._modules[name] = linear
+        self._places.clear()
+
+    def report(self) -> str:
+        """Return a line for each linear layer: what it became, and why."""
+        lines = [f"{name}: INT8, {why}" for name, why in self.replaced.items()]
+        lines += [f"{name}: kept, {why}" for name, why in self.kept.items()]
+        return "\n".join(lines)
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
+def replace_linear_with_int8(
+    model: nn.Module,
+    checkpoint: str | PathLike[str] | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    *,
+    config: Int8Config | None = None,
+    originals: str = "cpu",
+    arch: str | None = None,
+    backend: str | None = None,
+) -> Replacement:
+    """Put an `Int8Linear` in the place of linear layers of a model.
+
+    Parameters
+    ----------
+    model : Module
+        Modified in place.
+    checkpoint : path, optional
+        What `cupyattn.checkpoints.convert` wrote: its codes are taken, and of layers that it has
+        none of nothing becomes INT8. Otherwise each weight is analysed and quantised, as
+        `convert` would.
+    include, exclude : str or sequence of str, optional
+        Regular expressions, searched in the names of layers: only those that match one of
+        `include`, and none of `exclude`.
+    config : Int8Config, optional
+        Without a checkpoint: which weights become INT8.
+    originals : {"cpu", "device", "drop"}
+        What becomes of the weights that are replaced: they are moved to the host, which frees
+        memory of the device, stay where they are, or are dropped, and cannot be restored.
+    arch, backend : str, optional
+        As for `cupyattn.int8_gemm`.
+
+    Returns
+    -------
+    Replacement
+        With `.restore()` and `.report()`; as a context manager it restores at the end.
+
+    Raises
+    ------
+    TypeError
+        If `model` is no module: give a pipeline's transformer.
+    ValueError
+        If no layer becomes INT8, for a pattern that is no regular expression, and for a checkpoint
+        of other shapes.
+
+    Notes
+    -----
+    Norms, embeddings, modulation, time and final layers keep their type, by their names
+    (`cupyattn.checkpoints.role_of`). Only `torch.nn.Linear` itself is replaced, and nothing that
+    has hooks. A layer in several places stays one.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+    >>> with replace_linear_with_int8(model, exclude="^2$", backend="mirror") as handle:
+    ...     print(type(model[0]).__name__, handle.kept)
+    Int8Linear {'2': 'excluded'}
+    >>> type(model[0]).__name__
+    'Linear'
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}: of a pipeline give the "
+            "transformer"
+        )
+    if originals not in ORIGINALS:
+        raise ValueError(f"originals must be {' or '.join(ORIGINALS)}, got {originals!r}")
+    wanted, unwanted = _compiled("include", include), _compiled("exclude", exclude)
+    candidates, kept = {}, {}
+    for name, linear in _linear_layers(model):
+        if (wanted and not any(p.search(name) for p in wanted)) or any(
+            p.search(name) for p in unwanted
+        ):
+            kept[name] = "excluded"
+        elif reason := _unfit(linear):
+            kept[name] = reason
+        else:
+            candidates[name] = linear
+    options = {"arch": arch, "backend": backend}
+    if checkpoint is None:
+        made, reasons, others = _quantised(candidates, config, options)
+    else:
+        made, reasons, others = _from_checkpoint(candidates, Path(checkpoint), options)
+    kept |= others
+    if not made:
+        why = "; ".join(f"{name}: {reason}" for name, reason in [*kept.items()][:3])
+        raise ValueError(f"no linear layer of the model becomes INT8 ({why or 'it has none'})")
+    places = _put(model, {id(candidates[name]): layer for name, layer in made.items()})
+    if originals == "cpu":
+        for *_, linear, _ in places:  # NOTE: not the bias, which the new layer has too
+            linear.weight.data = linear.weight.data.to("cpu")
+    if originals == "drop":
+        places.clear()
+    return Replacement(reasons, kept, places, originals)
+
+
+def load_int8(
+    model: Any,
+    checkpoint: str | PathLike[str],
+    *,
+    arch: str | None = None,
+    backend: str | None = None,
+) -> nn.Module:
+    """Load a converted checkpoint into a model, whose INT8 layers then run on its codes.
+
+    Parameters
+    ----------
+    model : Module or class
+        A module of the checkpoint's sizes, modified in place; or a class of diffusers or
+        transformers, which is made by the ``config.json`` of the folder, without memory for weights
+        of its own.
+    checkpoint : path
+        What `cupyattn.checkpoints.convert` wrote, or another library in one of its two layouts.
+    arch, backend : str, optional
+        As for `cupyattn.int8_gemm`.
+
+    Returns
+    -------
+    Module
+        The model: codes, scales and all other tensors in the types of the files, where its
+        parameters were (on the CPU where those were meta tensors). One that was made here is in
+        ``eval()`` mode.
+
+    Raises
+    ------
+    OSError, ValueError
+        For a checkpoint that cannot be read, and one of other layers or shapes than the model.
+    TypeError
+        For a model that is neither.
+    UnsupportedError
+        For blocks of another size than 128 x 128.
+    """
+    source = open_checkpoint(checkpoint)
+    scales_of = _scales_of(source)
+    made_here = isinstance(model, type)
+    if made_here:
+        with _parameters_without_memory():
+            model = _instance(model, Path(checkpoint))
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "model must be a torch.nn.Module, or a class of diffusers or transformers, got "
+            f"{type(model).__name__}"
+        )
+    layers = dict(_linear_layers(model))
+    replaced: dict[int, Int8Linear] = {}
+    for weight in scales_of:
+        name = weight.removesuffix(WEIGHT)
+        if name not in layers:
+            raise ValueError(
+                f"{source.path}: {weight!r} is codes, but {name!r} is no torch.nn.Linear of the "
+                "model"
+            )
+        linear = layers[name]
+        options = {"arch": arch, "backend": backend}
+        replaced[id(linear)] = _layer_of(source, name, scales_of, linear, options)
+    _put(model, replaced)
+    _load_rest(model, source, scales_of)
+    return model.eval() if made_here else model
+
+
+# ---- which layers --------------------------------------------------------------------------------
+
+
+def _compiled(name: str, patterns: Patterns) -> list[re.Pattern[str]]:
+    given = [patterns] if isinstance(patterns, str) else list(patterns or ())
+    try:
+        return [re.compile(p) for p in given]
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{name} must be regular expressions, got {patterns!r}: {error}") from None
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield every layer that is a linear one, once, by its first name."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name:
+            yield name, module
+
+
+def _unfit(linear: nn.Linear) -> str:
+    """Say why a layer cannot be replaced, whatever its weight is; empty where it can."""
+    if type(linear) is not nn.Linear:
+        return f"a {type(linear).__name__}"
+    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+        return "has hooks"
+    if nn.utils.parametrize.is_parametrized(linear):
+        return "is parametrised"
+    return "holds no numbers, on the meta device" if linear.weight.is_meta else ""
+
+
+class _Weights:
+    """Weights of a model in memory, as `analyze` reads them: one at a time, on the host."""
+
+    path = Path("the model")
+    files: tuple[Path, ...] = ()
+
+    def __init__(self, layers: dict[str, nn.Linear]) -> None:
+        names = {text: dtype for dtype, text in FLOATS.items()}
+        self._weights = {f"{name}{WEIGHT}": linear.weight for name, linear in layers.items()}
+        self.tensors = {
+            name: TensorInfo(names.get(str(w.dtype).removeprefix("torch."), "F64"), tuple(w.shape))
+            for name, w in self._weights.items()
+        }
+
+    def file_of(self, name: str) -> Path:
+        return self.path
+
+    def read(self, name: str) -> Any:
+        return as_array(self._weights[name].detach().to("cpu").contiguous())
+
+
+Made = tuple[dict[str, Int8Linear], dict[str, str], dict[str, str]]
+
+
+def _quantised(
+    candidates: dict[str, nn.Linear], config: Int8Config | None, options: dict[str, Any]
+) -> Made:
+    """Return layers for those weights that may be codes, why they may, and why others may not."""
+    if config is not None and config.block_size != BLOCK_SIZE:
+        raise UnsupportedError(
+            f"products take blocks of {BLOCK_SIZE}, got config.block_size={config.block_size}"
+        )
+    made, reasons, kept = {}, {}, {}
+    for report in analyze(_Weights(candidates), config).tensors:
+        name = report.name.removesuffix(WEIGHT)
+        if report.verdict == "int8":
+            made[name] = Int8Linear.from_linear(candidates[name], **options)
+            reasons[name] = report.reason
+        else:
+            kept[name] = report.reason
+    return made, reasons, kept
+
+
+def _from_checkpoint(candidates: dict[str, nn.Linear], path: Path, options: dict[str, Any]) -> Made:
+    """Return layers of the codes that a checkpoint has."""
+    source = open_checkpoint(path)
+    scales_of = _scales_of(source)
+    made, reasons, kept = {}, {}, {}
+    for name, linear in candidates.items():
+        if f"{name}{WEIGHT}" in scales_of:
+            made[name] = _layer_of(source, name, scales_of, linear, options)
+            reasons[name] = f"codes of {source.path.name}"
+        else:
+            kept[name] = f"{source.path.name} has no codes of it"
+    return made, reasons, kept
+
+
+def _scales_of(source: Source) -> dict[str, str]:
+    size = layout_of(source).block_size
+    if size != BLOCK_SIZE:
+        raise UnsupportedError(
+            f"{source.path}: products take blocks of {BLOCK_SIZE}, these are of {size}; convert "
+            f"the model with block_size={BLOCK_SIZE}, or dequantize it"
+        )
+    return pair_scales(source, size)
+
+
+def _layer_of(
+    source: Source, name: str, scales_of: dict[str, str], linear: nn.Linear, options: dict[str, Any]
+) -> Int8Linear:
+    """Return a layer of a checkpoint's codes with the bias of the one that it replaces."""
+    weight = f"{name}{WEIGHT}"
+    shape, expected = source.tensors[weight].shape, (linear.out_features, linear.in_features)
+    if shape != expected:
+        raise ValueError(
+            f"{source.path}: {weight!r} has shape {shape}, the model's layer has {expected}"
+        )
+    found = (as_tensor(source.read(n)) for n in (weight, scales_of[weight]))
+    codes, scales = (x.to(_home(linear.weight.device)) for x in found)
+    layer = Int8Linear(codes, scales, **options)
+    layer.bias = linear.bias
+    return layer
+
+
+def _put(
+    model: nn.Module, made: dict[int, Int8Linear]
+) -> list[tuple[nn.Module, str, nn.Linear, Int8Linear]]:
+    """Put layers in the places of those of these identities; return places, old and new layers."""
+    places = []
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None and id(child) in made:
+                places.append((parent, name, child, made[id(child)]))
+    for parent, name, child, layer in places:
+        parent._modules[name] = layer.train(child.training)
+    return places
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def _home(device: torch.device) -> torch.device:
+    """Return where what is loaded belongs."""
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _instance(cls: type, folder: Path) -> Any:
+    """Make a model by its configuration, as its library does."""
+    if hasattr(cls, "load_config") and hasattr(cls, "from_config"):  # diffusers
+        config = dict(cls.load_config(folder))
+        config.pop(QUANTIZATION, None)
+        return cls.from_config(config)
+    if hasattr(cls, "config_class"):  # transformers
+        return cls(cls.config_class.from_pretrained(folder))
+    raise TypeError(
+        f"{cls.__name__} cannot be made by a config.json: give a class of diffusers or "
+        "transformers, or a module"
+    )
+
+
+@contextlib.contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Let parameters of modules that are made within be meta tensors; buffers are made."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: Any) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _load_rest(model: nn.Module, source: Source, scales_of: dict[str, str]) -> None:
+    """Load all that is no codes; every tensor must have its place, every place its tensor."""
+    loaded = {*scales_of, *scales_of.values()}
+    own: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+    codes = {id(layer) for layer in model.modules() if isinstance(layer, Int8Linear)}
+    filled = {
+        f"{name}.{buffer}"
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if id(layer) in codes
+        for buffer in ("weight", "weight_scale")
+    }
+    rest = [name for name in source.tensors if name not in loaded]
+    # A parameter of several names is in the files under one of them.
+    tied = {id(own[name]): name for name in rest if name in own}
+    places = {name: tied[id(x)] for name, x in own.items() if id(x) in tied}
+    missing = sorted(set(own) - filled - set(places))
+    unexpected = sorted(set(rest) - set(own))
+    if missing or unexpected:
+        said = [f"the model's {missing[0]!r} is not there"] if missing else []
+        said += [f"the model has no {unexpected[0]!r}"] if unexpected else []
+        raise ValueError(
+            f"{source.path} is of another model: {' and '.join(said)} ({len(missing)} missing, "
+            f"{len(unexpected)} unexpected)"
+        )
+    state: dict[str, Tensor] = {}
+    for name in rest:
+        tensor = as_tensor(source.read(name))
+        if tensor.shape != own[name].shape:
+            raise ValueError(
+                f"{source.path}: {name!r} has shape {tuple(tensor.shape)}, the model's has "
+                f"{tuple(own[name].shape)}"
+            )
+        state[name] = tensor.to(_home(own[name].device))
+    state = {name: state[file_name] for name, file_name in places.items()}
+    model.load_state_dict(state, strict=False, assign=True)
+    if hasattr(model, "tie_weights"):  # transformers: one parameter again
+        model.tie_weights()

@@ -1,0 +1,339 @@
+"""Attention as modules: settings kept, tensors given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupyattn.block_mask import BlockMask
+from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch import int8_layer
+from cupyattn.interop.torch.bridge import as_array
+from cupyattn.interop.torch.calls import Settings
+from cupyattn.interop.torch.checks import check_tensors
+from cupyattn.interop.torch.dispatch import call, how_seen, in_region
+from cupyattn.interop.torch.functional import named, pair
+from cupyattn.interop.torch.ops import number_of
+from cupyattn.preparation import EPS
+from cupyattn.quant import QuantConfig
+from cupyattn.tiles import Tiles
+
+
+class Attention(torch.nn.Module):
+    """`cupyattn.interop.torch.attention` with its settings kept; it has no parameters.
+
+    Parameters
+    ----------
+    variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved, \
+    rope_offset_q, qk_norm_eps, block_mask, layout, return_lse, quant, tiles, deterministic, arch, \
+    backend
+        As for `attention`. Unlike the function, a module takes a block mask into a compiled graph.
+
+    Examples
+    --------
+    >>> layer = Attention(causal=True, layout="BSHD", backend="mirror")
+    >>> x = torch.ones(1, 5, 2, 16, dtype=torch.float16)
+    >>> layer(x, x, x).shape, layer
+    (torch.Size([1, 5, 2, 16]), Attention(causal=True, layout='BSHD', backend='mirror'))
+    """
+
+    def __init__(
+        self,
+        *,
+        variant: str = "auto",
+        accuracy: str = "full",
+        scale: float | None = None,
+        causal: bool = False,
+        causal_align: str = "bottom-right",
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        rope_interleaved: bool = False,
+        rope_offset_q: int = 0,
+        qk_norm_eps: float = EPS,
+        block_mask: BlockMask | None = None,
+        layout: str = "BHSD",
+        return_lse: bool = False,
+        quant: QuantConfig | None = None,
+        tiles: Tiles | None = None,
+        deterministic: bool = False,
+        arch: str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = Settings(
+            variant=variant, accuracy=accuracy, scale=scale, causal=causal,
+            causal_align=causal_align, window=window, softcap=softcap,
+            rope_interleaved=rope_interleaved, rope_offset_q=rope_offset_q,
+            qk_norm_eps=qk_norm_eps, layout=layout, return_lse=return_lse,
+            deterministic=deterministic, quant=quant, tiles=tiles, block_mask=block_mask,
+            arch=arch, backend=backend,
+        )  # fmt: skip
+        self._name_block_mask()
+
+    def _name_block_mask(self) -> None:
+        self._block_mask_number = number_of(self.settings.block_mask)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies have a block mask of their own."""
+        super().__setstate__(state)
+        self._name_block_mask()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        qk_norm: tuple[Tensor, Tensor] | None = None,
+    ) -> Any:
+        """Run attention.
+
+        Parameters
+        ----------
+        q, k, v, mask, bias, rope, qk_norm
+            As for `attention`.
+
+        Returns
+        -------
+        o, or (o, lse)
+            As `attention`.
+        """
+        settings = self.settings
+        if settings.block_mask is not None and torch.compiler.is_compiling():
+            settings = settings._replace(block_mask=self._block_mask_number)
+        return call(settings, named(q, k, v, mask, bias, rope, qk_norm))
+
+    def extra_repr(self) -> str:
+        """Name the settings that are not the default ones."""
+        pairs = zip(Settings._fields, self.settings, Settings(), strict=True)
+        return ", ".join(f"{name}={x!r:.60}" for name, x, own in pairs if x is not own and x != own)
+
+
+class Int8Attention(torch.nn.Module):
+    """`cupyattn.Int8Attention` on tensors: INT8 where noise covers it, 16 bits where not.
+
+    Parameters
+    ----------
+    num_heads, head_dim, num_timesteps
+        As for `cupyattn.Int8Attention`.
+    out_proj : Module, callable or Tensor (num_heads * head_dim, channels), optional
+        Applied to o as (batch, len_q, num_heads * head_dim). A module's parameters are this
+        module's, and a tensor is a buffer.
+    qk_norm : (Tensor, Tensor), optional
+        As for `cupyattn.Int8Attention`; buffers, which move with the module.
+    **options
+        All others of `cupyattn.Int8Attention`, by name.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `cupyattn.Int8Attention`.
+
+    Notes
+    -----
+    Gradients are those of the 16-bit operands, straight-through. Where one is wanted, or a call is
+    compiled, there is no pruning and nothing is overridden for one call.
+
+    Examples
+    --------
+    >>> layer = Int8Attention(2, 16, num_timesteps=50, backend="mirror")
+    >>> x = torch.ones(1, 2, 40, 16, dtype=torch.float16)
+    >>> layer(x, x, x, timestep=3).shape, layer.mode(3), layer.mode(49)
+    (torch.Size([1, 2, 40, 16]), 'aggressive', 'precision')
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_timesteps: int = 1000,
+        *,
+        out_proj: Any = None,
+        qk_norm: tuple[Tensor, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._options = {
+            "num_heads": num_heads, "head_dim": head_dim, "num_timesteps": num_timesteps, **options,
+        }  # fmt: skip
+        of_q, of_k = pair("qk_norm", qk_norm)
+        self.register_buffer("q_norm_weight", of_q, persistent=False)
+        self.register_buffer("k_norm_weight", of_k, persistent=False)
+        if isinstance(out_proj, Tensor) and not isinstance(out_proj, torch.nn.Parameter):
+            self.register_buffer("out_proj", out_proj)
+        else:
+            self.out_proj = out_proj
+        self._make_layer()
+
+    def _make_layer(self) -> None:
+        """Make what computes, by the options and the tensors that there are now."""
+        norm = None
+        if self.q_norm_weight is not None:
+            norm = as_array(self.q_norm_weight), as_array(self.k_norm_weight)
+        self._layer = int8_layer.Layer(**self._options, qk_norm=norm)
+        self._number = int8_layer.number_of(self._layer)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Int8Attention:
+        """Move or convert tensors, as ``to`` does."""
+        super()._apply(*args, **kwargs)
+        if self.q_norm_weight is not None:
+            self._make_layer()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made of the rest."""
+        return {n: x for n, x in self.__dict__.items() if n not in ("_layer", "_number")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make it again."""
+        super().__setstate__(state)
+        self._make_layer()
+
+    def mode(self, timestep: int | None = None, *, sigma: float | None = None) -> str:
+        """Return the mode that the policy takes at a step."""
+        return self._layer.mode(timestep, sigma=sigma)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """How many calls fell back to 16 bits, by reason."""
+        return self._layer.fallbacks
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        timestep: int | None = None,
+        *,
+        sigma: float | None = None,
+        return_mask: bool = False,
+        mask: Tensor | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        rope_interleaved: bool = False,
+        **overrides: Any,
+    ) -> Any:
+        """Run attention at one step.
+
+        Parameters
+        ----------
+        q : Tensor, (batch, num_heads, len_q, head_dim)
+        k, v : Tensor, (batch, heads_kv, len_kv, head_dim)
+        timestep, sigma, return_mask, mask, rope, rope_interleaved, **overrides
+            As for a call of `cupyattn.Int8Attention`. A timestep on a device would have to be
+            waited for: give the number.
+
+        Returns
+        -------
+        o : Tensor
+            Shape of q, or what `out_proj` makes of it.
+        kept : Tensor, bool, (batch, num_heads, len_kv)
+            With `return_mask`.
+
+        Raises
+        ------
+        RuntimeError, NotImplementedError, UnsupportedError, ValueError, TypeError
+            As `attention` and `cupyattn.Int8Attention`.
+        """
+        timestep = _number(timestep)
+        tensors = in_region(named(q, k, v, mask, None, rope, None))
+        differentiable, watched = how_seen(tensors)
+        if not (differentiable or watched):
+            found = int8_layer.attend(
+                self._layer, "qkv", tensors, rope_interleaved, timestep=timestep, sigma=sigma,
+                return_mask=return_mask, **overrides,
+            )  # fmt: skip
+            return (self._project(found[0]), found[1]) if return_mask else self._project(found)
+        if return_mask or overrides:
+            asked = ", ".join([*["return_mask"] * return_mask, *overrides])
+            raise UnsupportedError(
+                f"{asked}: not supported where torch traces or differentiates a call; make a "
+                "module of those settings, or compute under torch.no_grad() and outside of "
+                "torch.compile"
+            )
+        check_tensors("Int8Attention", tensors)
+        self._layer.check_operator(tensors, differentiable=differentiable)
+        operands = [tensors.get(name) for name in int8_layer.TENSORS]
+        o, _ = torch.ops.cupyattn.int8_attention.default(
+            *operands, timestep, sigma, rope_interleaved, differentiable, self._number
+        )
+        return self._project(o)
+
+    def fused_cfg(
+        self,
+        q_cond: Tensor,
+        q_uncond: Tensor,
+        k: Tensor,
+        v: Tensor,
+        timestep: int | None = None,
+        guidance_scale: float = 7.5,
+        *,
+        sigma: float | None = None,
+        return_mask: bool = False,
+        mask: Tensor | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        rope_interleaved: bool = False,
+        **overrides: Any,
+    ) -> Any:
+        """Run both branches of guided sampling in one launch.
+
+        Parameters
+        ----------
+        q_cond, q_uncond, k, v, timestep, guidance_scale, sigma, return_mask, mask, rope, \
+        rope_interleaved, **overrides
+            As for `cupyattn.Int8Attention.fused_cfg`.
+
+        Returns
+        -------
+        o_cond, o_uncond : Tensor
+        kept : Tensor
+            With `return_mask`.
+
+        Raises
+        ------
+        UnsupportedError
+            Where torch traces or differentiates the call.
+        RuntimeError, NotImplementedError, ValueError, TypeError
+            As a call.
+        """
+        tensors = in_region(named(q_cond, k, v, mask, None, rope, None))
+        tensors["q_uncond"] = q_uncond.to(tensors["q"].dtype)
+        if any(how_seen(tensors)):
+            raise UnsupportedError(
+                "fused_cfg is not supported where torch traces or differentiates it: call the "
+                "module on both branches, concatenated along the batch"
+            )
+        cond, uncond, *kept = int8_layer.attend(
+            self._layer.fused_cfg, ("q", "q_uncond", "k", "v"), tensors, rope_interleaved,
+            timestep=_number(timestep), guidance_scale=guidance_scale, sigma=sigma,
+            return_mask=return_mask, **overrides,
+        )  # fmt: skip
+        return (self._project(cond), self._project(uncond), *kept)
+
+    def _project(self, o: Tensor) -> Tensor:
+        if self.out_proj is None:
+            return o
+        rows = o.transpose(1, 2).flatten(2)
+        if isinstance(self.out_proj, Tensor):
+            return rows @ self.out_proj.to(rows.dtype)
+        return self.out_proj(rows)
+
+    def extra_repr(self) -> str:
+        """Name the options."""
+        return ", ".join(f"{name}={x!r:.60}" for name, x in self._options.items())
+
+
+def _number(timestep: Any) -> Any:
+    """Return a timestep as a number; of a tensor on a host the one that it holds."""
+    if not isinstance(timestep, Tensor):
+        return timestep
+    if not timestep.is_cpu:
+        raise TypeError(
+            f"timestep must be an int, or a tensor on the CPU, got one on {timestep.device}: to "
+            "read it would wait for the device"
+        )
+    return timestep.item()

@@ -1,0 +1,100 @@
+"""`cupyattn.interop.diffusers` on the device: the families, no waiting, graphs, 16-bit types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+if not torch.cuda.is_available():
+    pytest.skip("torch has no CUDA here", allow_module_level=True)
+
+from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
+from tests import diffusers_cases as cases  # noqa: E402
+from tests.test_interop_diffusers import SHARE, SHORT, distance, without  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Any:
+    """So that what differs is attention."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("family", cases.CASES)
+def test_a_family_is_close_to_native_and_comes_back(family: str) -> None:
+    pipe = cases.make(family).to("cuda")
+    native = cases.generate(pipe, family)
+    with interop.replace_attention_with_int8(pipe, **SHORT) as handle:
+        latents = cases.generate(pipe, family)
+    assert torch.equal(cases.generate(pipe, family), native)
+    report = handle.report()
+    assert latents.is_cuda and not report.fallbacks
+    ran = [layer.name for layer in report.layers if layer.modes]
+    assert bool(ran) == (family != "hunyuan_video")
+    if ran:
+        contribution = distance(without(pipe, family, ran), native)
+        assert 0 < distance(latents, native) <= SHARE * contribution
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["aggressive", "balanced", "precision"])
+def test_sixteen_bits(mode: str, dtype: Any) -> None:
+    """Latents round at each of three steps, by `eps` at most."""
+    pipe = cases.make("flux", dtype).to("cuda")
+    native = cases.generate(pipe, "flux", steps=3)
+    with interop.replace_attention_with_int8(pipe, policy=mode, **SHORT) as handle:
+        latents = cases.generate(pipe, "flux", steps=3)
+    assert handle.report().modes == {mode: 12}
+    changed = 3 * torch.finfo(dtype).eps * float(native.double().norm())
+    contribution = distance(without(pipe, "flux", handle.modules), native)
+    assert distance(latents, native) <= changed + SHARE * contribution
+
+
+@pytest.mark.parametrize("name", ["FlowMatchEulerDiscreteScheduler", "DDIMScheduler"])
+def test_a_step_does_not_wait_for_the_device(name: str) -> None:
+    pipe = cases.make("flux", torch.bfloat16).to("cuda")
+    pipe.scheduler = getattr(diffusers, name)()
+    pipe.scheduler.set_timesteps(4, device="cuda")
+    x = {
+        "hidden_states": torch.randn(1, 256, 4), "encoder_hidden_states": torch.randn(1, 7, 32),
+        "pooled_projections": torch.randn(1, 32), "img_ids": torch.zeros(256, 3),
+        "txt_ids": torch.zeros(7, 3),
+    }  # fmt: skip
+    given = {key: value.to("cuda", torch.bfloat16) for key, value in x.items()}
+    with torch.no_grad(), interop.replace_attention_with_int8(pipe, **SHORT) as handle:
+        for t in pipe.scheduler.timesteps:
+            pipe.transformer(timestep=t.expand(1), **given)  # compiles, and reads the run's list
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            for t in pipe.scheduler.timesteps:
+                pipe.transformer(timestep=t.expand(1), **given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sum(handle.report().modes.values()) == 16 and not handle.report().native
+
+
+def test_a_step_is_captured_in_a_graph() -> None:
+    """A captured step keeps the arithmetic that it was captured with."""
+    pipe = cases.make("sd3", torch.float16).to("cuda")
+    pipe.scheduler.set_timesteps(4, device="cuda")
+    t = pipe.scheduler.timesteps[1].expand(1)
+    x = torch.randn(1, 4, 16, 16, device="cuda", dtype=torch.float16)
+    rest = (x.new_ones(1, 7, 32), x.new_ones(1, 32), t)
+    with torch.no_grad(), interop.replace_attention_with_int8(pipe, policy="balanced", **SHORT):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            expected = pipe.transformer(x, *rest, return_dict=False)[0].clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = pipe.transformer(x, *rest, return_dict=False)[0]
+        for _ in range(3):
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, expected)

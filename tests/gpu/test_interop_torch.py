@@ -1,0 +1,340 @@
+"""Attention on torch's tensors on a device: its memory, its stream, its graphs.
+
+tests/test_interop_torch.py has what needs none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn import BlockMask, QuantConfig, forms
+from tests.gpu.support import arch_of, moved
+from tests.runs import RUNGS, asked_for, bits, normal
+from tests.torch_cases import options_of, problem, through_the_forward_pass
+
+cupy = pytest.importorskip("cupy")
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("this torch has no CUDA device", allow_module_level=True)
+interop = importlib.import_module("cupyattn.interop.torch")
+bridge = importlib.import_module("cupyattn.interop.torch.bridge")
+calls = importlib.import_module("cupyattn.interop.torch.calls")
+ops = importlib.import_module("cupyattn.interop.torch.ops")
+
+SHAPES = ((2, 4, 100, 64), (2, 2, 130, 64))
+OPTIONS = options_of(33, 70, 16, 4)
+
+
+def on_device(*arrays: np.ndarray, grad: bool = False) -> list[Any]:
+    """Return tensors on torch's current device."""
+    return [bridge.as_tensor(x.copy()).cuda().requires_grad_(grad) for x in arrays]
+
+
+def tensors(options: dict[str, Any]) -> dict[str, Any]:
+    found = dict(options)
+    for name, x in options.items():
+        if isinstance(x, np.ndarray):
+            (found[name],) = on_device(x)
+        elif name in ("rope", "qk_norm"):
+            found[name] = tuple(on_device(*x))
+    return found
+
+
+def same_bits(x: Any, y: Any) -> bool:
+    """Whether a tensor has the numbers of a CuPy array."""
+    host = bridge.as_array(x.detach().cpu())
+    return bool(host.shape == y.shape and host.dtype == y.dtype) and bits(host) == bits(y)
+
+
+def of_rung(rung: str, **others: Any) -> dict[str, Any]:
+    return {**asked_for(rung), "arch": arch_of(rung), **others}
+
+
+# ---- the same bits as CuPy's arrays --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tensors_get_what_arrays_get_the_first_time_and_again(rung: str, dtype: str) -> None:
+    for seed in range(3):  # the first call is planned, the others are found again
+        inputs = normal(*SHAPES, dtype, seed)
+        q, k, v = on_device(*inputs)
+        options = of_rung(rung, causal=True, return_lse=True)
+        expected = ca.attention(*map(cupy.asarray, inputs), **options)
+        found = interop.attention(q, k, v, **options)
+        assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
+        turned = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        o, _ = interop.attention(*turned, layout="BSHD", **options)
+        assert o.is_contiguous() and same_bits(o.transpose(1, 2), expected[0])
+        out = torch.full_like(q, float("nan"))
+        assert interop.attention(q, k, v, out=out, **of_rung(rung, causal=True)) is out
+        assert same_bits(out, expected[0])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("variant", ["fa", "fa_tc", "fa_int8"])
+def test_every_option(name: str, variant: str) -> None:
+    for _ in range(2):
+        inputs, options = problem("float16"), OPTIONS[name]
+        if name == "qk_norm":
+            options = {**options, "qk_norm": tuple(map(cupy.asarray, options["qk_norm"]))}
+            expected = ca.attention(*map(cupy.asarray, inputs), variant=variant, **options)
+        else:
+            expected = ca.attention(
+                *map(cupy.asarray, inputs), variant=variant, **moved(dict(options))
+            )
+        found = interop.attention(*on_device(*inputs), variant=variant, **tensors(OPTIONS[name]))
+        assert same_bits(found, expected)
+
+
+def test_block_masks_packed_sequences_and_float32() -> None:
+    inputs = normal((1, 2, 300, 64), (1, 2, 500, 64))
+    for seed in range(3):  # masks of one form, one after the other
+        blocks = np.random.default_rng(seed).random((1, 2, 5, 8)) < 0.6
+        near = BlockMask(blocks, 64, 64)
+        expected = ca.attention(*map(cupy.asarray, inputs), block_mask=near)
+        assert same_bits(interop.attention(*on_device(*inputs), block_mask=near), expected)
+    x, ends = normal((1, 50, 2, 64), (1, 50, 2, 64))[0][0], np.array([0, 20, 20, 50], np.int32)
+    for limits in ({}, {"max_len_q": 30, "max_len_k": 30}):
+        for offsets in (ends, np.array([0, 1, 30, 50], np.int32), ends.astype(np.int64)):
+            given = cupy.asarray(offsets)
+            expected = ca.attention_varlen(*[cupy.asarray(x)] * 3, given, given, **limits)
+            (own,), (e,) = on_device(x), on_device(offsets)
+            assert same_bits(interop.attention_varlen(own, own, own, e, e, **limits), expected)
+    wide = normal((1, 2, 100, 64), (1, 2, 100, 64), "float32")
+    for variant in ("fa", "fa_int8"):
+        expected = ca.attention(*map(cupy.asarray, wide), variant=variant)
+        for _ in range(2):
+            assert same_bits(interop.attention(*on_device(*wide), variant=variant), expected)
+
+
+# ---- memory, streams, devices --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rung", ["fa_tc", "fa_int8"])
+def test_memory_is_torchs(rung: str) -> None:
+    """Neither results nor scratch memory come from CuPy's pool, and scratch memory goes back."""
+    q, k, v = on_device(*normal(*SHAPES))
+    interop.attention(q, k, v, variant=rung)  # loads modules
+    torch.cuda.synchronize()
+    pool = cupy.get_default_memory_pool()
+    in_pool, held = pool.total_bytes(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for options in ({}, {"return_lse": True}, {"causal": True}):  # planned, and found again
+        for _ in range(2):
+            interop.attention(q, k, v, variant=rung, **options)
+    o = interop.attention(q, k, v, variant=rung)
+    assert pool.total_bytes() == in_pool
+    assert torch.cuda.memory_allocated() - held == o.untyped_storage().nbytes()
+    if rung == "fa_int8":
+        codes = q.numel() + k.numel()  # a byte each
+        assert torch.cuda.max_memory_allocated() - held >= o.untyped_storage().nbytes() + codes
+    a = bridge.as_array(o)
+    assert a.data.ptr == o.data_ptr() and bridge.as_tensor(a).data_ptr() == o.data_ptr()
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_work_goes_to_torchs_stream(rung: str) -> None:
+    """The inputs are made late, on that stream: run anywhere else, attention would see NaN."""
+    sources = on_device(*normal(*SHAPES))
+    expected = interop.attention(*sources, **of_rung(rung))
+    inputs = [torch.full_like(x, float("nan")) for x in sources]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    forms._recent.clear()
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # planned anew, then found again
+            for x in inputs:
+                x.fill_(float("nan"))
+            torch.cuda._sleep(200_000_000)
+            for x, source in zip(inputs, sources, strict=True):
+                x.copy_(source)
+            o = interop.attention(*inputs, **of_rung(rung))
+            assert not stream.query(), "the call has waited for the stream"
+            stream.synchronize()
+            assert torch.equal(o, expected)
+
+
+def test_a_device_that_is_not_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    inputs = normal(*SHAPES)
+    expected = ca.attention(*map(cupy.asarray, inputs), causal=True)
+    q, k, v = (x.to("cuda:1") for x in on_device(*inputs))
+    for _ in range(2):
+        o = interop.attention(q, k, v, causal=True)
+        assert o.device == q.device and torch.cuda.current_device() == 0
+        assert same_bits(o, expected)
+    with pytest.raises(RuntimeError, match="same device, but q is on cuda:1, k is on cuda:0"):
+        interop.attention(q, k.to("cuda:0"), v)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_graph_captures_a_call(rung: str) -> None:
+    """The plain function and the operator; a replay reads what the tensors hold then."""
+    inputs = on_device(*normal(*SHAPES))
+    settings = calls.Settings(**of_rung(rung, causal=True))
+    ways: list[Callable[[], Any]] = [
+        lambda: interop.attention(*inputs, **of_rung(rung, causal=True)),
+        lambda: torch.ops.cupyattn.attention(
+            *ops.flat(dict(zip("qkv", inputs, strict=True)), settings)
+        )[0],
+    ]
+    for way in ways:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            way()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = way()
+        for seed in (1, 2):
+            arrays = normal(*SHAPES, seed=seed)
+            for x, y in zip(inputs, on_device(*arrays), strict=True):
+                x.copy_(y)
+            others = [torch.full((2**n,), 255, dtype=torch.uint8).cuda() for n in range(9, 22)]
+            graph.replay()
+            torch.cuda.synchronize()
+            expected = ca.attention(*map(cupy.asarray, arrays), **of_rung(rung, causal=True))
+            assert same_bits(o, expected) and all(bool((x == 255).all()) for x in others)
+
+
+# ---- gradients and graphs of torch ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
+def test_gradients(dtype: str, variant: str) -> None:
+    inputs, arch = problem(dtype), arch_of("fa_tc")  # the bound is that of the portable form
+    d_out = np.random.default_rng(1).standard_normal(inputs[0].shape).astype(inputs[0].dtype)
+    q, k, v = on_device(*inputs, grad=True)
+    o, lse = interop.attention(
+        q, k, v, variant=variant, causal=True, return_lse=True, deterministic=True, arch=arch
+    )
+    o.backward(*on_device(d_out))
+    received = [cupy.asarray(x) for x in (d_out, *inputs)]
+    received += [cupy.from_dlpack(x.detach()) for x in (o, lse)]
+    expected = ca.attention_backward(*received, causal=True, deterministic=True, arch=arch)
+    assert all(same_bits(x.grad, y) for x, y in zip((q, k, v), expected, strict=True))
+    if variant == "fa_tc":
+        own = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        mask = torch.ones(33, 70, dtype=torch.bool).tril(37).cuda()
+        torch.nn.functional.scaled_dot_product_attention(
+            *own, attn_mask=mask, enable_gqa=True
+        ).backward(*(x.double() for x in on_device(d_out)))
+        host = [bridge.as_array(x.detach().cpu()) for x in (o, lse)]
+        bound = through_the_forward_pass(d_out, *inputs, *host, deterministic=True, causal=True)
+        for x, y, total in zip((q, k, v), own, bound.values(), strict=True):
+            error = (x.grad.double() - y.grad).abs().cpu().numpy()
+            assert (error <= total).all()
+
+
+def test_operators_are_what_they_say() -> None:
+    q, k, v = on_device(*problem("float16"), grad=True)
+    settings = calls.Settings(return_lse=True, deterministic=True, causal=True)
+    arguments = ops.flat({"q": q, "k": k, "v": v}, settings)
+    torch.library.opcheck(torch.ops.cupyattn.attention.default, arguments)
+    layer = interop.Int8Attention(4, 16, num_timesteps=50)
+    step = None, None, None, 3, None, False, True, layer._number
+    torch.library.opcheck(
+        torch.ops.cupyattn.int8_attention.default, (q, k, v, *step),
+        test_utils=("test_schema", "test_faketensor"),  # dQ adds up in any order
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_function(mode: str) -> None:
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        return interop.attention(q * 2, k, v, causal=True, deterministic=True) + 1
+
+    torch._dynamo.reset()
+    function = torch.compile(layer, fullgraph=True, mode=mode)
+    inputs = problem("bfloat16")
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        q, k, v = on_device(*inputs, grad=True)
+        o = function(q, k, v)
+        o.sum().backward()
+        own = on_device(*inputs, grad=True)
+        expected = layer(*own)
+        expected.sum().backward()
+        assert torch.equal(o, expected)
+        assert all(torch.equal(x.grad, y.grad) for x, y in zip((q, k, v), own, strict=True))
+
+
+def test_the_drop_in_is_aligned_top_left() -> None:
+    q, k, v = on_device(*problem("float16"))
+    o = interop.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True, arch=arch_of("fa_tc")
+    )
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
+    )
+    bound = ca.bounds.attention(
+        *problem("float16"), variant="fa_tc", causal=True, causal_align="top-left"
+    )
+    assert ((o.double() - exact).abs().cpu().numpy() <= bound.total).all()
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+def test_int8_attention_and_guidance() -> None:
+    q, k, v = arrays = normal((1, 4, 100, 64), (1, 2, 200, 64))
+    core = ca.Int8Attention(4, 64, num_timesteps=50)
+    module = interop.Int8Attention(4, 64, num_timesteps=50)
+    for step in (0, 25, 49):
+        expected = core(*map(cupy.asarray, arrays), step)
+        for _ in range(2):
+            assert same_bits(module(*on_device(*arrays), step), expected)
+    cond, uncond = module.fused_cfg(*on_device(q, -q, k, v), 3)
+    expected = core.fused_cfg(*map(cupy.asarray, (q, -q, k, v)), 3)
+    assert all(same_bits(x, y) for x, y in zip((cond, uncond), expected, strict=True))
+    with pytest.raises(TypeError, match="got one on cuda:0"):
+        module(*on_device(*arrays), torch.tensor(3).cuda())
+    weights = np.random.default_rng(0).uniform(0.5, 2, (2, 64)).astype(np.float32)
+    core = ca.Int8Attention(4, 64, num_timesteps=50, qk_norm=tuple(map(cupy.asarray, weights)))
+    module = interop.Int8Attention(
+        4, 64, num_timesteps=50, qk_norm=tuple(map(torch.from_numpy, weights))
+    ).cuda()
+    expected = core(*map(cupy.asarray, arrays), 3)
+    assert same_bits(module(*on_device(*arrays), 3), expected)
+
+
+@pytest.mark.parametrize("rows", [5, 200])
+def test_int8_linear(rows: int) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(512, 384, dtype=torch.bfloat16).cuda()
+    layer = interop.Int8Linear.from_linear(linear)
+    weight, bias = (cupy.from_dlpack(x.detach()) for x in (linear.weight, linear.bias))
+    core = ca.Int8Linear.from_weight(weight, bias)
+    for _ in range(2):
+        x = torch.randn(rows, 512, dtype=torch.bfloat16).cuda()
+        with torch.no_grad():
+            assert same_bits(layer(x), core(cupy.from_dlpack(x)))
+    x.requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad.isfinite().all() and linear.bias.grad is not None
+    last = torch.nn.Linear(384, 512, dtype=torch.bfloat16).cuda()
+    model = torch.nn.Sequential(linear, torch.nn.ReLU(), last)
+    with interop.replace_linear_with_int8(model) as handle:
+        assert set(handle.replaced) == {"0", "2"}
+        assert not linear.weight.is_cuda and linear.bias.is_cuda
+        y = model(x)
+    assert linear.weight.is_cuda and (y - model(x)).norm() < 0.05 * model(x).norm()
+
+
+def test_int8_forward_with_given_scales() -> None:
+    """Scales that are filled in beforehand are not found again, and are right every time."""
+    inputs = normal(*SHAPES)
+    quant = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.03, 0.05))
+    expected = ca.attention(*map(cupy.asarray, inputs), variant="fa_int8", quant=quant)
+    for _ in range(2):
+        assert same_bits(interop.int8_attention(*on_device(*inputs), quant=quant), expected)
