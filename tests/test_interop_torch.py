@@ -27,7 +27,7 @@ torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
 bridge = importlib.import_module("cupyattn.interop.torch.bridge")
 calls = importlib.import_module("cupyattn.interop.torch.calls")
-ops = importlib.import_module("cupyattn.interop.torch.ops")
+schema = importlib.import_module("cupyattn.interop.torch.schema")
 
 DTYPES = ("float16", "bfloat16", "float32")
 OPTIONS = options_of(33, 70, 16, 4)
@@ -331,7 +331,7 @@ def sample(name: str, *, grad: bool = True) -> tuple[Any, ...]:
              for n in ("mask", "bias") if options.pop(n, False)}  # fmt: skip
     own = [torch.randn(2, 5, 5, 8, dtype=torch.float16, requires_grad=grad) for _ in "qkv"]
     settings = calls.Settings(**{"return_lse": grad, **options, "backend": "mirror"})
-    return ops.flat({**dict(zip("qkv", own, strict=True)), **names}, settings)
+    return schema.flat({**dict(zip("qkv", own, strict=True)), **names}, settings)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -356,9 +356,12 @@ def test_settings_survive_a_schema() -> None:
         window=(3, 4), quant=quant, tiles=Tiles(64, 32, 4), block_mask=near, max_len_q=5,
         backend="mirror",
     )  # fmt: skip
-    arguments = ops.flat({}, settings)[len(calls.TENSORS) :]
-    assert ops._settings(arguments) == settings
-    assert ops._settings(ops.flat({}, calls.Settings())[len(calls.TENSORS) :]) == calls.Settings()
+    arguments = schema.flat({}, settings)[len(calls.TENSORS) :]
+    assert schema.settings_of(arguments) == settings
+    assert (
+        schema.settings_of(schema.flat({}, calls.Settings())[len(calls.TENSORS) :])
+        == calls.Settings()
+    )
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cupyattn.interop.torch import ops, schema
 from cupyattn.interop.torch.calls import Settings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
-from cupyattn.interop.torch.ops import flat
 
 #: Tensors with memory of their own; those of other classes know what they do with an operator.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -57,8 +57,8 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
             "differentiation or tracing: leave it out, results come from torch's allocator"
         )
     with_lse = differentiable or settings.return_lse
-    arguments = flat(tensors, settings._replace(return_lse=with_lse))
-    o, lse = torch.ops.cupyattn.attention.default(*arguments)
+    arguments = schema.flat(tensors, settings._replace(return_lse=with_lse))
+    o, lse = ops.attention(*arguments)
     return (o, lse) if settings.return_lse else o
 
 

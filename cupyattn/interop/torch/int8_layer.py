@@ -17,7 +17,8 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.calls import Settings, backward_pass
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
-from cupyattn.interop.torch.ops import given, library, refuse_derivative
+from cupyattn.interop.torch.ops import library, refuse_derivative
+from cupyattn.interop.torch.schema import given
 
 #: Tensors of a call.
 TENSORS = ("q", "k", "v", "mask", "rope_cos", "rope_sin")

@@ -15,7 +15,7 @@ from cupyattn.interop.torch.calls import Settings
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.interop.torch.dispatch import call, how_seen, in_region
 from cupyattn.interop.torch.functional import named, pair
-from cupyattn.interop.torch.ops import number_of
+from cupyattn.interop.torch.schema import number_of
 from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
 from cupyattn.tiles import Tiles
@@ -73,7 +73,8 @@ class Attention(torch.nn.Module):
         self._name_block_mask()
 
     def _name_block_mask(self) -> None:
-        self._block_mask_number = number_of(self.settings.block_mask)
+        block_mask = self.settings.block_mask
+        self._block_mask_number = None if block_mask is None else number_of(block_mask)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copies have a block mask of their own."""
