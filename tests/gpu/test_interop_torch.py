@@ -183,7 +183,7 @@ def test_a_graph_captures_a_call(rung: str) -> None:
     ways: list[Callable[[], Any]] = [
         lambda: interop.attention(*inputs, **of_rung(rung, causal=True)),
         lambda: torch.ops.cupyattn.attention(
-            *schema.flat(dict(zip("qkv", inputs, strict=True)), settings)
+            *schema.ATTENTION.flat(dict(zip("qkv", inputs, strict=True)), settings)
         )[0],
     ]
     for way in ways:
@@ -239,7 +239,7 @@ def test_gradients(dtype: str, variant: str) -> None:
 def test_operators_are_what_they_say() -> None:
     q, k, v = on_device(*problem("float16"), grad=True)
     settings = calls.Settings(return_lse=True, deterministic=True, causal=True)
-    arguments = schema.flat({"q": q, "k": k, "v": v}, settings)
+    arguments = schema.ATTENTION.flat({"q": q, "k": k, "v": v}, settings)
     torch.library.opcheck(torch.ops.cupyattn.attention.default, arguments)
     layer = interop.Int8Attention(4, 16, num_timesteps=50)
     step = None, None, None, 3, None, False, True, layer._number

@@ -32,12 +32,12 @@ class Settings(NamedTuple):
     """What a call is beside its tensors: arguments of `cupyattn.attention`, which has them all."""
 
     scale: float | None = None
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
     rope_offset_q: int = 0
     return_lse: bool = False
     max_len_q: int | None = None
     max_len_k: int | None = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
     variant: str = "auto"
     accuracy: str = "full"
     causal: bool = False

@@ -101,7 +101,7 @@ def attention(
     ([1.0, 1.0, 1.0, 1.0], torch.Size([1, 1, 4, 8]))
     """
     settings = Settings(
-        scale, window, softcap, rope_offset_q, return_lse, None, None, variant, accuracy, causal,
+        scale, rope_offset_q, return_lse, None, None, window, softcap, variant, accuracy, causal,
         causal_align, rope_interleaved, qk_norm_eps, layout, deterministic, check_finite, quant,
         tiles, block_mask, arch, backend,
     )  # fmt: skip
@@ -175,7 +175,7 @@ def attention_varlen(
     torch.Size([5, 1, 8])
     """
     settings = Settings(
-        scale, window, softcap, rope_offset_q, return_lse, max_len_q, max_len_k, variant, accuracy,
+        scale, rope_offset_q, return_lse, max_len_q, max_len_k, window, softcap, variant, accuracy,
         causal, causal_align, rope_interleaved, qk_norm_eps, "BHSD", deterministic, check_finite,
         quant, tiles, block_mask, arch, backend,
     )  # fmt: skip

@@ -259,7 +259,7 @@ class Int8Attention(torch.nn.Module):
         check_tensors("Int8Attention", tensors)
         self._layer.check_operator(tensors, differentiable=differentiable)
         operands = [tensors.get(name) for name in int8_layer.TENSORS]
-        o, _ = torch.ops.cupyattn.int8_attention.default(
+        o, _ = int8_layer.int8_attention(
             *operands, timestep, sigma, rope_interleaved, differentiable, self._number
         )
         return self._project(o)

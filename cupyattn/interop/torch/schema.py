@@ -1,7 +1,8 @@
 """Settings of a call as arguments that an operator's schema may hold, and back.
 
 Numbers that a graph may keep as symbols are arguments of their own. All others are one text, which
-says what differs from a plain call: ``"variant='fa_int8', causal=True, quant={'pv': 'int8'}"``.
+says what differs from a plain call: ``"variant='fa_int8', causal=True, quant={'pv': 'int8'}"``. An
+operator takes few arguments, since torch converts each of them, several times a call.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import ast
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,16 +24,12 @@ from cupyattn.interop.torch.calls import TENSORS, Settings
 from cupyattn.quant import QuantConfig
 from cupyattn.tiles import Tiles
 
-OPERANDS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in TENSORS)
-#: The first fields of `Settings`, and a text for the rest.
-SETTINGS = (
-    "float? scale, SymInt[] window, float softcap, SymInt rope_offset_q, bool return_lse, "
-    "SymInt? max_len_q, SymInt? max_len_k, str settings"
-)
-#: How many these are.
-_NUMBERS = SETTINGS.count(",")
-_TEXT_FIELDS = Settings._fields[_NUMBERS:]
-_PLAIN, _PLAIN_QUANT = Settings(), QuantConfig()
+#: Types of the first fields of `Settings`; the last two are for packed sequences.
+_NUMBERS = ("float? scale", "SymInt rope_offset_q", "bool return_lse", "SymInt? max_len_q",
+            "SymInt? max_len_k")  # fmt: skip
+_TEXT_FIELDS = Settings._fields[len(_NUMBERS) :]
+_BLOCK_MASK = _TEXT_FIELDS.index("block_mask")
+_PLAIN, _PLAIN_QUANT = Settings()[len(_NUMBERS) :], QuantConfig()
 _QUANT_FIELDS, _TILE_FIELDS = (
     tuple(field.name for field in fields(record)) for record in (QuantConfig, Tiles)
 )
@@ -39,47 +37,61 @@ _QUANT_FIELDS, _TILE_FIELDS = (
 _block_masks: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictionary()
 
 
-def flat(tensors: Mapping[str, Tensor], settings: Settings) -> tuple[Any, ...]:
-    """Return the arguments of ``torch.ops.cupyattn.attention``.
+@dataclass(frozen=True)
+class Schema:
+    """The arguments of one operator.
 
-    Raises
-    ------
-    TypeError
-        For a block mask that is none.
-    UnsupportedError
-        For static scales that are arrays, and a block mask where torch compiles the call.
+    Parameters
+    ----------
+    tensors : tuple of str
+        Of `TENSORS`; all but q, k and v may be None.
+    numbers : int
+        How many fields of `Settings` come one by one, before the text of the rest.
     """
-    operands = [tensors.get(name) for name in TENSORS]
-    return (*operands, *settings[:_NUMBERS], _text_of(settings))
+
+    tensors: tuple[str, ...]
+    numbers: int
+
+    def __str__(self) -> str:
+        operands = [
+            f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in self.tensors
+        ]
+        return ", ".join([*operands, *_NUMBERS[: self.numbers], "str settings"])
+
+    def flat(self, tensors: Mapping[str, Tensor], settings: Settings) -> tuple[Any, ...]:
+        """Return the arguments of a call.
+
+        Raises
+        ------
+        TypeError
+            For a block mask that is none.
+        UnsupportedError
+            For static scales that are arrays, and a block mask where torch compiles the call.
+        """
+        operands = [tensors.get(name) for name in self.tensors]
+        return (*operands, *settings[: self.numbers], _text_of(settings))
+
+    def given(self, arguments: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the tensors among the arguments, those that there are, by name."""
+        return {n: x for n, x in zip(self.tensors, arguments, strict=False) if x is not None}
+
+    def settings(self, arguments: Sequence[Any]) -> Settings:
+        """Return the settings among the arguments."""
+        *numbers, text = arguments[len(self.tensors) :]
+        rest = list(_parsed(text))
+        if rest[_BLOCK_MASK] is not None:
+            rest[_BLOCK_MASK] = _block_masks[rest[_BLOCK_MASK]]
+        return Settings(*numbers, *[None] * (len(_NUMBERS) - self.numbers), *rest)
 
 
-def given(arguments: Sequence[Any], names: Sequence[str] = TENSORS) -> dict[str, Tensor]:
-    """Return the tensors among an operator's arguments, those that there are, by name."""
-    return {name: x for name, x in zip(names, arguments, strict=False) if x is not None}
-
-
-def settings_of(arguments: Sequence[Any]) -> Settings:
-    """Return the settings that `flat` was given, of the arguments behind the tensors."""
-    scale, window, *numbers, text = arguments
-    rest = list(_parsed(text))
-    if rest[_BLOCK_MASK] is not None:
-        rest[_BLOCK_MASK] = _block_masks[rest[_BLOCK_MASK]]
-    return Settings(scale, tuple(window), *numbers, *rest)
-
-
-def block_mask_of(arguments: Sequence[Any]) -> BlockMask | None:
-    """Return the block mask that the arguments behind the tensors name."""
-    number = _parsed(arguments[-1])[_BLOCK_MASK]
-    return None if number is None else _block_masks[number]
-
-
-_BLOCK_MASK = _TEXT_FIELDS.index("block_mask")
+ATTENTION = Schema(TENSORS[:-2], 3)
+ATTENTION_VARLEN = Schema(TENSORS, 5)
 
 
 def _text_of(settings: Settings) -> str:
     said = []
     x: Any
-    for name, x, plain in zip(_TEXT_FIELDS, settings[_NUMBERS:], _PLAIN[_NUMBERS:], strict=True):
+    for name, x, plain in zip(_TEXT_FIELDS, settings[len(_NUMBERS) :], _PLAIN, strict=True):
         if x is plain or (name not in ("quant", "tiles", "block_mask") and x == plain):
             continue
         if name == "quant":
@@ -88,8 +100,15 @@ def _text_of(settings: Settings) -> str:
             x = tuple([getattr(x, field) for field in _TILE_FIELDS])
         if name == "block_mask" and not isinstance(x, int):
             x = number_of(x)
-        said.append(f"{name}={x!r}")
+        if name == "window":
+            x = tuple([_plain_number(n) for n in x])
+        said.append(f"{name}={_plain_number(x)!r}")
     return ", ".join(said)
+
+
+def _plain_number(x: Any) -> Any:
+    """Return Python's own number for one of NumPy's."""
+    return x.item() if isinstance(x, np.generic) else x
 
 
 def _quant_fields(quant: QuantConfig) -> dict[str, Any]:
@@ -113,7 +132,7 @@ def _parsed(text: str) -> tuple[Any, ...]:
         found["quant"] = QuantConfig(**found["quant"])
     if "tiles" in found:
         found["tiles"] = Tiles(*found["tiles"])
-    return Settings(**found)[_NUMBERS:]
+    return Settings(**found)[len(_NUMBERS) :]
 
 
 def number_of(block_mask: BlockMask) -> int:
