@@ -6,6 +6,7 @@ tests/test_interop_torch.py has what needs none.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +160,23 @@ def test_work_goes_to_torchs_stream(rung: str) -> None:
             assert not stream.query(), "the call has waited for the stream"
             stream.synchronize()
             assert torch.equal(o, expected)
+
+
+def test_a_thread_that_never_used_the_device() -> None:
+    """A call that another thread has made is found again where nothing has run yet."""
+    inputs = on_device(*normal(*SHAPES))
+    expected = [interop.attention(*inputs, variant=variant) for variant in ("fa_tc", "fa_int8")]
+    torch.cuda.synchronize()
+    found: list[Any] = []
+
+    def work() -> None:
+        found.extend(interop.attention(*inputs, variant=v) for v in ("fa_tc", "fa_int8"))
+        torch.cuda.current_stream().synchronize()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(found) == 2 and all(map(torch.equal, found, expected))
 
 
 def test_a_device_that_is_not_the_current_one() -> None:

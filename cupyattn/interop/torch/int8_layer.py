@@ -73,6 +73,16 @@ def number_of(layer: Layer) -> int:
     return id(layer)
 
 
+def _layer_of(number: int) -> Layer:
+    found = _layers.get(number)
+    if found is None:
+        raise RuntimeError(
+            "the Int8Attention of this graph is no more, or belongs to another process: keep the "
+            "module, and trace the call again"
+        )
+    return found
+
+
 def attend(
     function: Callable[..., Any],
     operands: Sequence[str],
@@ -127,7 +137,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     with on_device_of(tensors["q"]):
         arrays = _arrays(tensors)
         scores = {**_scores(arrays, rope_interleaved), "return_lse": return_lse}
-        found = _layers[number].with_lse(arrays, scores, timestep=timestep, sigma=sigma)
+        found = _layer_of(number).with_lse(arrays, scores, timestep=timestep, sigma=sigma)
         if return_lse:
             o, lse = map(as_tensor, found)
             return o, lse
@@ -146,7 +156,7 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _backward(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     tensors = _given(arguments)
     rope_interleaved, number = arguments[len(TENSORS) :]
-    settings = _layers[number].backward_settings(tensors, rope_interleaved=rope_interleaved)
+    settings = _layer_of(number).backward_settings(tensors, rope_interleaved=rope_interleaved)
     return backward_pass(settings, tensors, d_out, o, lse)
 
 
@@ -155,7 +165,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     need_lse(ctx, output, return_lse=return_lse)
     ctx.save_for_backward(*output, *inputs[: len(TENSORS)])
     ctx.rest = rope_interleaved, number
-    ctx.layer, ctx.others = _layers[number], len(inputs) - 3  # the layer is kept alive until then
+    ctx.layer, ctx.others = _layer_of(number), len(inputs) - 3  # the layer is kept alive until then
 
 
 def _derivative(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:

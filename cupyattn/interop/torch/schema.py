@@ -80,7 +80,7 @@ class Schema:
         *numbers, text = arguments[len(self.tensors) :]
         rest = list(_parsed(text))
         if rest[_BLOCK_MASK] is not None:
-            rest[_BLOCK_MASK] = _block_masks[rest[_BLOCK_MASK]]
+            rest[_BLOCK_MASK] = _block_mask_of(rest[_BLOCK_MASK])
         return Settings(*numbers, *[None] * (len(_NUMBERS) - self.numbers), *rest)
 
 
@@ -133,6 +133,16 @@ def _parsed(text: str) -> tuple[Any, ...]:
     if "tiles" in found:
         found["tiles"] = Tiles(*found["tiles"])
     return Settings(**found)[len(_NUMBERS) :]
+
+
+def _block_mask_of(number: int) -> BlockMask:
+    found = _block_masks.get(number)
+    if found is None:
+        raise RuntimeError(
+            "the block mask of this graph is no more, or belongs to another process: keep the "
+            "module that has it, and trace the call again"
+        )
+    return found
 
 
 def number_of(block_mask: BlockMask) -> int:
