@@ -86,13 +86,11 @@ def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def how_seen(tensors: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return whether autograd goes through a call on these, and whether operators are watched."""
-    differentiable, watched = (
-        False,
-        (
-            torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._are_functorch_transforms_active()
-        ),
+    differentiable = False
+    watched = (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
     )
     for x in tensors.values():
         if not isinstance(x, Tensor):  # None, or what is refused later
