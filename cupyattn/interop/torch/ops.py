@@ -77,7 +77,8 @@ def define(name: str, arguments: str, results: str, kernel: Any, fake: Any) -> A
     kernel, fake : callable
         What it does on a CPU or a CUDA device, and on tensors of which only shapes are known.
     """
-    library.define(f"{name}({arguments}) -> {results}")
+    tags = (torch.Tag.pt2_compliant_tag,)
+    library.define(f"{name}({arguments}) -> {results}", tags=tags)
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)
     torch.library.register_fake(f"cupyattn::{name}", fake, lib=library)
