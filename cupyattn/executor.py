@@ -103,6 +103,10 @@ class ReadyLaunch:
 
     def _buffer(self) -> tuple[memoryview[int], int, list[int]]:
         """Return this thread's parameters as words, their address, and what their maps describe."""
+        import cupy
+
+        # NOTE: the driver launches in the context of the thread, which a new one does not have.
+        cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
         raw = np.zeros(self._nbytes + _ALIGNMENT, np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
         words = raw[start : start + self._nbytes].view(np.uint64)

@@ -44,12 +44,12 @@ def torch_ways(rung: str, *arrays: Any) -> dict[str, Callable[[], Any]]:
     """Return the ways to make one call on tensors; none where torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return {}
-    torch, interop, bridge, calls, operators = map(
+    torch, interop, bridge, calls, schema = map(
         importlib.import_module,
-        ["torch", *(f"cupyattn.interop.torch{n}" for n in ("", ".bridge", ".calls", ".ops"))],
+        ["torch", *(f"cupyattn.interop.torch{n}" for n in ("", ".bridge", ".calls", ".schema"))],
     )
     tensors = dict(zip("qkv", map(bridge.as_tensor, arrays), strict=True))
-    arguments = operators.flat(tensors, calls.Settings(variant=rung))
+    arguments = schema.ATTENTION.flat(tensors, calls.Settings(variant=rung))
     found = {
         "torch, attention()": lambda: interop.attention(**tensors, variant=rung),
         "torch, operator": lambda: torch.ops.cupyattn.attention.default(*arguments)[0],

@@ -80,6 +80,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(kc, "load", lambda spec, arch=None: module)
     monkeypatch.setattr(cupy.cuda.driver, "launchKernel", fake.launch)
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(cupy.cuda.runtime, "setDevice", lambda _: None)
     monkeypatch.setattr(
         cupy.cuda, "get_current_stream", lambda *_: SimpleNamespace(ptr=fake.stream)
     )

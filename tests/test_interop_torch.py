@@ -27,7 +27,7 @@ torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
 bridge = importlib.import_module("cupyattn.interop.torch.bridge")
 calls = importlib.import_module("cupyattn.interop.torch.calls")
-ops = importlib.import_module("cupyattn.interop.torch.ops")
+schema = importlib.import_module("cupyattn.interop.torch.schema")
 
 DTYPES = ("float16", "bfloat16", "float32")
 OPTIONS = options_of(33, 70, 16, 4)
@@ -331,7 +331,7 @@ def sample(name: str, *, grad: bool = True) -> tuple[Any, ...]:
              for n in ("mask", "bias") if options.pop(n, False)}  # fmt: skip
     own = [torch.randn(2, 5, 5, 8, dtype=torch.float16, requires_grad=grad) for _ in "qkv"]
     settings = calls.Settings(**{"return_lse": grad, **options, "backend": "mirror"})
-    return ops.flat({**dict(zip("qkv", own, strict=True)), **names}, settings)
+    return schema.ATTENTION.flat({**dict(zip("qkv", own, strict=True)), **names}, settings)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -340,6 +340,15 @@ def test_operators_are_what_they_say(name: str) -> None:
     torch.library.opcheck(operator, sample(name))
     without = ("test_schema", "test_faketensor")
     torch.library.opcheck(operator, sample(name, grad=False), test_utils=without)
+
+
+def test_the_operator_of_packed_sequences_is_what_it_says() -> None:
+    own = [torch.randn(9, 2, 16, dtype=torch.float16, requires_grad=True) for _ in "qkv"]
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    named = {**dict(zip("qkv", own, strict=True)), "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    settings = calls.Settings(return_lse=True, max_len_q=5, max_len_k=5)
+    arguments = schema.ATTENTION_VARLEN.flat(named, settings)
+    torch.library.opcheck(torch.ops.cupyattn.attention_varlen.default, arguments)
 
 
 def test_the_operator_of_the_backward_pass_is_what_it_says() -> None:
@@ -354,11 +363,14 @@ def test_settings_survive_a_schema() -> None:
     quant = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.1, 2.0), pv="fp8")
     settings = calls.Settings(
         window=(3, 4), quant=quant, tiles=Tiles(64, 32, 4), block_mask=near, max_len_q=5,
-        backend="mirror",
+        softcap=np.float32(0.1), causal=np.bool_(True), backend="mirror",
     )  # fmt: skip
-    arguments = ops.flat({}, settings)[len(calls.TENSORS) :]
-    assert ops._settings(arguments) == settings
-    assert ops._settings(ops.flat({}, calls.Settings())[len(calls.TENSORS) :]) == calls.Settings()
+    arguments = schema.ATTENTION_VARLEN.flat({}, settings)
+    assert schema.ATTENTION_VARLEN.settings(arguments) == settings
+    plain = schema.ATTENTION.flat({}, calls.Settings())
+    assert schema.ATTENTION.settings(plain) == calls.Settings() and plain[-1] == ""
+    text = schema.ATTENTION.flat({}, calls.Settings(causal=True, quant=QuantConfig(pv="int8")))[-1]
+    assert text.startswith("causal=True, quant={'granularity_v': 'block', 'smooth_v': True, 'pv'")
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

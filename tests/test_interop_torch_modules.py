@@ -179,6 +179,14 @@ def test_the_operator_is_what_it_says() -> None:
     torch.library.opcheck(backward, (o, o, lse, *own, *rest))
 
 
+def test_a_graph_outlives_no_module() -> None:
+    q, k, v = tensors(inputs())
+    with pytest.raises(RuntimeError, match="the Int8Attention of this graph is no more"):
+        torch.ops.cupyattn.int8_attention(q, k, v, None, None, None, 3, None, False, False, -1)
+    with pytest.raises(RuntimeError, match="the block mask of this graph is no more"):
+        torch.ops.cupyattn.attention(q, k, v, *[None] * 6, None, 0, False, "block_mask=-1")
+
+
 def test_pruning_guidance_and_projections() -> None:
     arrays = inputs()
     core = ca.Int8Attention(4, 16, num_timesteps=50, enable_pruning=True, pruning_ratio=0.5)

@@ -6,6 +6,7 @@ tests/test_interop_torch.py has what needs none.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ if not torch.cuda.is_available():
 interop = importlib.import_module("cupyattn.interop.torch")
 bridge = importlib.import_module("cupyattn.interop.torch.bridge")
 calls = importlib.import_module("cupyattn.interop.torch.calls")
-ops = importlib.import_module("cupyattn.interop.torch.ops")
+schema = importlib.import_module("cupyattn.interop.torch.schema")
 
 SHAPES = ((2, 4, 100, 64), (2, 2, 130, 64))
 OPTIONS = options_of(33, 70, 16, 4)
@@ -161,6 +162,23 @@ def test_work_goes_to_torchs_stream(rung: str) -> None:
             assert torch.equal(o, expected)
 
 
+def test_a_thread_that_never_used_the_device() -> None:
+    """A call that another thread has made is found again where nothing has run yet."""
+    inputs = on_device(*normal(*SHAPES))
+    expected = [interop.attention(*inputs, variant=variant) for variant in ("fa_tc", "fa_int8")]
+    torch.cuda.synchronize()
+    found: list[Any] = []
+
+    def work() -> None:
+        found.extend(interop.attention(*inputs, variant=v) for v in ("fa_tc", "fa_int8"))
+        torch.cuda.current_stream().synchronize()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(found) == 2 and all(map(torch.equal, found, expected))
+
+
 def test_a_device_that_is_not_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
@@ -183,7 +201,7 @@ def test_a_graph_captures_a_call(rung: str) -> None:
     ways: list[Callable[[], Any]] = [
         lambda: interop.attention(*inputs, **of_rung(rung, causal=True)),
         lambda: torch.ops.cupyattn.attention(
-            *ops.flat(dict(zip("qkv", inputs, strict=True)), settings)
+            *schema.ATTENTION.flat(dict(zip("qkv", inputs, strict=True)), settings)
         )[0],
     ]
     for way in ways:
@@ -239,7 +257,7 @@ def test_gradients(dtype: str, variant: str) -> None:
 def test_operators_are_what_they_say() -> None:
     q, k, v = on_device(*problem("float16"), grad=True)
     settings = calls.Settings(return_lse=True, deterministic=True, causal=True)
-    arguments = ops.flat({"q": q, "k": k, "v": v}, settings)
+    arguments = schema.ATTENTION.flat({"q": q, "k": k, "v": v}, settings)
     torch.library.opcheck(torch.ops.cupyattn.attention.default, arguments)
     layer = interop.Int8Attention(4, 16, num_timesteps=50)
     step = None, None, None, 3, None, False, True, layer._number

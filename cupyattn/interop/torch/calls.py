@@ -31,22 +31,22 @@ TENSORS = (
 class Settings(NamedTuple):
     """What a call is beside its tensors: arguments of `cupyattn.attention`, which has them all."""
 
-    variant: str = "auto"
-    accuracy: str = "full"
     scale: float | None = None
-    causal: bool = False
-    causal_align: str = "bottom-right"
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    rope_interleaved: bool = False
     rope_offset_q: int = 0
-    qk_norm_eps: float = EPS
-    layout: str = "BHSD"
     return_lse: bool = False
-    deterministic: bool = False
-    check_finite: bool = False
     max_len_q: int | None = None
     max_len_k: int | None = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    variant: str = "auto"
+    accuracy: str = "full"
+    causal: bool = False
+    causal_align: str = "bottom-right"
+    rope_interleaved: bool = False
+    qk_norm_eps: float = EPS
+    layout: str = "BHSD"
+    deterministic: bool = False
+    check_finite: bool = False
     quant: QuantConfig | None = None
     tiles: Tiles | None = None
     block_mask: Any = None

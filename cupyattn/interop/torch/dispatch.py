@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cupyattn.interop.torch import ops
 from cupyattn.interop.torch.calls import Settings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
-from cupyattn.interop.torch.ops import flat
+from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_VARLEN
 
 #: Tensors with memory of their own; those of other classes know what they do with an operator.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -57,9 +58,12 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
             "differentiation or tracing: leave it out, results come from torch's allocator"
         )
     with_lse = differentiable or settings.return_lse
-    arguments = flat(tensors, settings._replace(return_lse=with_lse))
-    o, lse = torch.ops.cupyattn.attention.default(*arguments)
-    return (o, lse) if settings.return_lse else o
+    settings, wanted = settings._replace(return_lse=with_lse), settings.return_lse
+    if "cu_seqlens_q" in tensors:
+        o, lse = ops.attention_varlen(*ATTENTION_VARLEN.flat(tensors, settings))
+    else:
+        o, lse = ops.attention(*ATTENTION.flat(tensors, settings))
+    return (o, lse) if wanted else o
 
 
 def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -82,13 +86,11 @@ def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def how_seen(tensors: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return whether autograd goes through a call on these, and whether operators are watched."""
-    differentiable, watched = (
-        False,
-        (
-            torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._are_functorch_transforms_active()
-        ),
+    differentiable = False
+    watched = (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
     )
     for x in tensors.values():
         if not isinstance(x, Tensor):  # None, or what is refused later

@@ -101,9 +101,9 @@ def attention(
     ([1.0, 1.0, 1.0, 1.0], torch.Size([1, 1, 4, 8]))
     """
     settings = Settings(
-        variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
-        rope_offset_q, qk_norm_eps, layout, return_lse, deterministic, check_finite, None, None,
-        quant, tiles, block_mask, arch, backend,
+        scale, rope_offset_q, return_lse, None, None, window, softcap, variant, accuracy, causal,
+        causal_align, rope_interleaved, qk_norm_eps, layout, deterministic, check_finite, quant,
+        tiles, block_mask, arch, backend,
     )  # fmt: skip
     return call(settings, named(q, k, v, mask, bias, rope, qk_norm), out)
 
@@ -175,9 +175,9 @@ def attention_varlen(
     torch.Size([5, 1, 8])
     """
     settings = Settings(
-        variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
-        rope_offset_q, qk_norm_eps, "BHSD", return_lse, deterministic, check_finite, max_len_q,
-        max_len_k, quant, tiles, block_mask, arch, backend,
+        scale, rope_offset_q, return_lse, max_len_q, max_len_k, window, softcap, variant, accuracy,
+        causal, causal_align, rope_interleaved, qk_norm_eps, "BHSD", deterministic, check_finite,
+        quant, tiles, block_mask, arch, backend,
     )  # fmt: skip
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise TypeError("attention_varlen needs cu_seqlens_q and cu_seqlens_k")

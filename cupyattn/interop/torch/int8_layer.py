@@ -17,19 +17,18 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.calls import Settings, backward_pass
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
-from cupyattn.interop.torch.ops import given, library, refuse_derivative
+from cupyattn.interop.torch.ops import (
+    backward_fake,
+    define,
+    differentiate,
+    need_lse,
+    no_lse,
+    refuse_derivative,
+)
 
 #: Tensors of a call.
 TENSORS = ("q", "k", "v", "mask", "rope_cos", "rope_sin")
 _OPERANDS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in TENSORS)
-library.define(
-    f"int8_attention({_OPERANDS}, SymInt? timestep, float? sigma, bool rope_interleaved, "
-    "bool return_lse, int layer) -> (Tensor o, Tensor lse)"
-)
-library.define(
-    f"int8_attention_backward(Tensor d_out, Tensor o, Tensor lse, {_OPERANDS}, "
-    "bool rope_interleaved, int layer) -> (Tensor dq, Tensor dk, Tensor dv)"
-)
 
 
 class Layer(Int8Attention):
@@ -72,6 +71,16 @@ def number_of(layer: Layer) -> int:
     """Return what stands for a layer in a schema, as long as it lives."""
     _layers[id(layer)] = layer
     return id(layer)
+
+
+def _layer_of(number: int) -> Layer:
+    found = _layers.get(number)
+    if found is None:
+        raise RuntimeError(
+            "the Int8Attention of this graph is no more, or belongs to another process: keep the "
+            "module, and trace the call again"
+        )
+    return found
 
 
 def attend(
@@ -117,23 +126,27 @@ def _scores(arrays: Mapping[str, Any], rope_interleaved: bool) -> dict[str, Any]
     return {"mask": arrays.get("mask"), "rope": rope, "rope_interleaved": rope_interleaved}
 
 
+def _given(arguments: tuple[Any, ...]) -> dict[str, Tensor]:
+    return {name: x for name, x in zip(TENSORS, arguments, strict=False) if x is not None}
+
+
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors = given(arguments, TENSORS)
+    tensors = _given(arguments)
     timestep, sigma, rope_interleaved, return_lse, number = arguments[len(TENSORS) :]
     check_tensors("Int8Attention", tensors)
     with on_device_of(tensors["q"]):
         arrays = _arrays(tensors)
         scores = {**_scores(arrays, rope_interleaved), "return_lse": return_lse}
-        found = _layers[number].with_lse(arrays, scores, timestep=timestep, sigma=sigma)
+        found = _layer_of(number).with_lse(arrays, scores, timestep=timestep, sigma=sigma)
         if return_lse:
             o, lse = map(as_tensor, found)
             return o, lse
         o = as_tensor(found)
-        return o, o.new_empty((0,), dtype=torch.float32)
+        return o, no_lse(o)
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors = given(arguments, TENSORS)
+    tensors = _given(arguments)
     check_tensors("Int8Attention", tensors)
     q = arguments[0]
     shape = q.shape[:3] if arguments[-2] else (0,)
@@ -141,38 +154,36 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    tensors = given(arguments, TENSORS)
+    tensors = _given(arguments)
     rope_interleaved, number = arguments[len(TENSORS) :]
-    settings = _layers[number].backward_settings(tensors, rope_interleaved=rope_interleaved)
+    settings = _layer_of(number).backward_settings(tensors, rope_interleaved=rope_interleaved)
     return backward_pass(settings, tensors, d_out, o, lse)
 
 
-def _backward_fake(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in arguments[:3])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    o, lse = output
     *_, rope_interleaved, return_lse, number = inputs
-    if not return_lse:
-        raise UnsupportedError("the derivative takes lse: give return_lse=True")
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(o, lse, *inputs[: len(TENSORS)])
+    need_lse(ctx, output, return_lse=return_lse)
+    ctx.save_for_backward(*output, *inputs[: len(TENSORS)])
     ctx.rest = rope_interleaved, number
-    ctx.layer, ctx.others = _layers[number], len(inputs) - 3  # the layer is kept alive until then
+    ctx.layer, ctx.others = _layer_of(number), len(inputs) - 3  # the layer is kept alive until then
 
 
 def _derivative(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     o, lse, *tensors = ctx.saved_tensors
-    found = torch.ops.cupyattn.int8_attention_backward(d_out, o, lse, *tensors, *ctx.rest)
+    found = _backward_operator(d_out, o, lse, *tensors, *ctx.rest)
     return (*found, *[None] * ctx.others)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("int8_attention", _attention, _key)
-    library.impl("int8_attention_backward", _backward, _key)
-_NAME = "cupyattn::int8_attention"
-torch.library.register_fake(_NAME, _attention_fake, lib=library)
-torch.library.register_fake(f"{_NAME}_backward", _backward_fake, lib=library)
-torch.library.register_autograd(_NAME, _derivative, setup_context=_save, lib=library)
-refuse_derivative(f"{_NAME}_backward")
+int8_attention = define(
+    "int8_attention",
+    f"{_OPERANDS}, SymInt? timestep, float? sigma, bool rope_interleaved, bool return_lse, "
+    "int layer",
+    "(Tensor o, Tensor lse)", _attention, _attention_fake,
+)  # fmt: skip
+_backward_operator = define(
+    "int8_attention_backward",
+    f"Tensor d_out, Tensor o, Tensor lse, {_OPERANDS}, bool rope_interleaved, int layer",
+    "(Tensor dq, Tensor dk, Tensor dv)", _backward, backward_fake,
+)  # fmt: skip
+differentiate(int8_attention, _derivative, _save)
+refuse_derivative(_backward_operator)

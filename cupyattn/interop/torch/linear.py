@@ -10,15 +10,10 @@ from torch import Tensor
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.dispatch import how_seen
-from cupyattn.interop.torch.ops import library
+from cupyattn.interop.torch.ops import define, differentiate
 from cupyattn.quant import act_quant, int8_gemm, weight_quant
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.quant.gemm_reference import check_activation
-
-library.define(
-    "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, "
-    "str? arch, str? backend) -> Tensor"
-)
 
 
 def run(
@@ -79,12 +74,13 @@ def dequantised(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Ten
     return (weight.to(torch.float32) * scale).to(dtype)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("int8_linear", run, _key)
-torch.library.register_fake("cupyattn::int8_linear", _fake, lib=library)
-torch.library.register_autograd(
-    "cupyattn::int8_linear", _derivative, setup_context=_save, lib=library
-)
+int8_linear = define(
+    "int8_linear",
+    "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, str? arch, "
+    "str? backend",
+    "Tensor", run, _fake,
+)  # fmt: skip
+differentiate(int8_linear, _derivative, _save)
 
 
 class Int8Linear(torch.nn.Module):
@@ -220,7 +216,7 @@ class Int8Linear(torch.nn.Module):
         given = x, self.weight, self.weight_scale, self.bias
         options = self.activation or "", self.arch, self.backend
         if any(how_seen(dict(zip(("x", "weight", "scale", "bias"), given, strict=True)))):
-            y: Tensor = torch.ops.cupyattn.int8_linear.default(*given, *options)
+            y: Tensor = int8_linear(*given, *options)
             return y
         return run(*given, *options)
 

@@ -129,7 +129,8 @@ def replace_linear_with_int8(
     -----
     Norms, embeddings, modulation, time and final layers keep their type, by their names
     (`cupyattn.checkpoints.role_of`). Only `torch.nn.Linear` itself is replaced, and nothing that
-    has hooks. A layer in several places stays one.
+    has hooks. A layer in several places stays one. Code of the model that reads ``layer.weight`` by
+    itself finds codes there: exclude such layers.
 
     Examples
     --------

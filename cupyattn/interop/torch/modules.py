@@ -15,7 +15,7 @@ from cupyattn.interop.torch.calls import Settings
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.interop.torch.dispatch import call, how_seen, in_region
 from cupyattn.interop.torch.functional import named, pair
-from cupyattn.interop.torch.ops import number_of
+from cupyattn.interop.torch.schema import number_of
 from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
 from cupyattn.tiles import Tiles
@@ -73,7 +73,8 @@ class Attention(torch.nn.Module):
         self._name_block_mask()
 
     def _name_block_mask(self) -> None:
-        self._block_mask_number = number_of(self.settings.block_mask)
+        block_mask = self.settings.block_mask
+        self._block_mask_number = None if block_mask is None else number_of(block_mask)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copies have a block mask of their own."""
@@ -258,7 +259,7 @@ class Int8Attention(torch.nn.Module):
         check_tensors("Int8Attention", tensors)
         self._layer.check_operator(tensors, differentiable=differentiable)
         operands = [tensors.get(name) for name in int8_layer.TENSORS]
-        o, _ = torch.ops.cupyattn.int8_attention.default(
+        o, _ = int8_layer.int8_attention(
             *operands, timestep, sigma, rope_interleaved, differentiable, self._number
         )
         return self._project(o)
