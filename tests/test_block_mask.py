@@ -369,7 +369,7 @@ def test_the_definition() -> None:
     rows = np.array([99, 0, 64])
     some = attention_exact(q, k, v, block_mask=mask, causal=True, rows=rows)
     for left, right in zip((*found, some), (*wanted, wanted[0][:, :, rows]), strict=True):
-        # In float64, but the order of a sum is that of the machine's BLAS and of the rows asked for.
+        # In float64, but the order of a sum is that of the machine's BLAS and of its shapes.
         np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-13)
 
 
