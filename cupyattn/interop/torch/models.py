@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -19,12 +18,12 @@ from cupyattn.checkpoints.header import FLOATS
 from cupyattn.checkpoints.layout import QUANTIZATION, WEIGHT, pair_scales
 from cupyattn.checkpoints.source import Source
 from cupyattn.errors import UnsupportedError
+from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.quant import Int8Config
 from cupyattn.quant.blocks import BLOCK_SIZE
 
-Patterns = str | Sequence[str] | None
 #: What becomes of the weights that are replaced.
 ORIGINALS = ("cpu", "device", "drop")
 
@@ -148,12 +147,10 @@ def replace_linear_with_int8(
         )
     if originals not in ORIGINALS:
         raise ValueError(f"originals must be {' or '.join(ORIGINALS)}, got {originals!r}")
-    wanted, unwanted = _compiled("include", include), _compiled("exclude", exclude)
+    selection = Selection.of(include, exclude)
     candidates, kept = {}, {}
     for name, linear in _linear_layers(model):
-        if (wanted and not any(p.search(name) for p in wanted)) or any(
-            p.search(name) for p in unwanted
-        ):
+        if name not in selection:
             kept[name] = "excluded"
         elif reason := _unfit(linear):
             kept[name] = reason
@@ -242,14 +239,6 @@ def load_int8(
 
 
 # ---- which layers --------------------------------------------------------------------------------
-
-
-def _compiled(name: str, patterns: Patterns) -> list[re.Pattern[str]]:
-    given = [patterns] if isinstance(patterns, str) else list(patterns or ())
-    try:
-        return [re.compile(p) for p in given]
-    except (re.error, TypeError) as error:
-        raise ValueError(f"{name} must be regular expressions, got {patterns!r}: {error}") from None
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
