@@ -29,13 +29,13 @@ KERNELS := $(wildcard kernels_cu/*.cu kernels_cu/*/*.cu kernels_cu/*/*.cuh)
 # The checkout is what runs, whatever is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: ladder test test-slow test-wheel lint setup clean
+.PHONY: ladder test test-slow test-interop test-wheel lint setup clean
 
 ladder: $(READY)
 	$(RUN) -m cupyattn ladder
 
 # One thread of NumPy's for each worker: those of several would take turns on the same cores.
-test test-slow: export OPENBLAS_NUM_THREADS ?= 1
+test test-slow test-interop: export OPENBLAS_NUM_THREADS ?= 1
 
 test: lint
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
@@ -44,6 +44,18 @@ test: lint
 test-slow: $(READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
 		-m slow --ignore=tests/test_packaging.py
+
+# What torch, JAX and diffusers do with cupyattn: without them these tests are skipped.
+FRAMEWORKS ?= torch jax diffusers transformers
+ifdef NO_VENV
+FRAMEWORKS_READY :=
+else
+FRAMEWORKS_READY := $(VENV)/.ready-frameworks
+endif
+
+test-interop: $(FRAMEWORKS_READY)
+	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
+		tests/test_interop_*.py
 
 # Builds sdist and wheel, installs the wheel with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)
@@ -66,6 +78,11 @@ $(VENV)/.ready-$(EXTRA): setup.cfg pyproject.toml
 	@$(PYTHON) -m venv --clear $(VENV) || { echo "python -m venv failed: on Debian and Ubuntu," \
 		"apt install python3-venv" >&2; exit 1; }
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA),cli,test]'
+	@touch $@
+
+$(VENV)/.ready-frameworks: $(READY)
+	@echo "Adding $(FRAMEWORKS) to $(VENV), once: torch alone may be gigabytes where there is a GPU"
+	$(RUN) -m pip install --quiet --disable-pip-version-check $(FRAMEWORKS)
 	@touch $@
 
 clean:
