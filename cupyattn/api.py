@@ -461,13 +461,7 @@ def score_lines(request: Request) -> list[str]:
             f"{block_mask.density:.1%} of them kept"
         ]
     lines = ["scores: " + "; ".join(said)] if said else []
-    quant = request.options.quant
-    if request.variant.family == "int8" and not (quant and quant.fused):
-        where = "as they are quantised"
-    elif request.variant.turns_on_load and not call.qk_norm:
-        where = "as they are loaded"
-    else:
-        where = "in a pass before"
+    where = request.prepared_when
     if call.qk_norm:
         lines += [f"qk_norm: rows of q and k are divided by their root mean square {where}"]
     if call.rope:

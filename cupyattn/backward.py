@@ -20,7 +20,7 @@ from cupyattn.request import Options, Request, resolve, to_bhsd
 from cupyattn.rope import Rope
 from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import array_namespace
-from cupyattn.scratch import free_bytes, memory_error
+from cupyattn.scratch import saying_what_is_needed
 
 
 def attention_backward(
@@ -221,19 +221,18 @@ def _run(request: Request, given: tuple[Any, Any, Any], deterministic: bool) -> 
     """Run the backward pass of a request on d_out, out and lse."""
     operands = _take(*given, request)
     layout = request.options.layout
-    with backends.on_device_of(request.q):
-        try:
-            results = {name: _result(operands[name[1:]], layout) for name in Gradients._fields}
-            if request.backend == "mirror":
-                _mirror(request, operands, results, deterministic)
-            else:
-                _launch(request, operands, results, deterministic)
-        except MemoryError as error:
-            needed = {name: int(operands[name[1:]].nbytes) for name in Gradients._fields}
-            if not deterministic:
-                needed["dQ_sum"] = 4 * int(request.q.size)
-            free = free_bytes() if request.backend == "cuda" else None
-            raise memory_error("attention_backward", needed, free, fused=False) from error
+    needed = {name: int(operands[name[1:]].nbytes) for name in Gradients._fields}
+    if not deterministic:
+        needed["dQ_sum"] = 4 * int(request.q.size)
+    with (
+        backends.on_device_of(request.q),
+        saying_what_is_needed("attention_backward", needed, on_device=request.backend == "cuda"),
+    ):
+        results = {name: _result(operands[name[1:]], layout) for name in Gradients._fields}
+        if request.backend == "mirror":
+            _mirror(request, operands, results, deterministic)
+        else:
+            _launch(request, operands, results, deterministic)
     return Gradients(*(request.restore(results[name]) for name in Gradients._fields))
 
 

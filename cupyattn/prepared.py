@@ -23,7 +23,7 @@ from cupyattn.quant.nibbles import plan_unpack
 from cupyattn.quant.operands import check_value_tiles, scale_tiles, static_scales
 from cupyattn.quant.plan import parts, plan_quantize
 from cupyattn.quant.quantizers import padded_columns
-from cupyattn.request import Request, resolve
+from cupyattn.request import BEFORE, Request, resolve
 from cupyattn.rotation import plan_preparation, prepares_of
 from cupyattn.rounding import STORAGE, array_namespace
 from cupyattn.scratch import Layout, Scratch, free_bytes, memory_error
@@ -87,8 +87,7 @@ def stages(request: Request) -> Stages:
     """
     call, options, z = request.call, request.options, request.quantized
     o = _output(request)
-    coded = request.variant.family == "int8" and not (options.quant and options.quant.fused)
-    if request.preparation and not coded and (call.qk_norm or not request.variant.turns_on_load):
+    if request.preparation and request.prepared_when == BEFORE:
         return _preparing_stages(request, o)
     q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
     if request.variant.family != "int8":

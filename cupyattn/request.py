@@ -60,6 +60,10 @@ class Options:
     qk_norm_eps: float = EPS
 
 
+#: A value of `Request.prepared_when`.
+BEFORE = "in a pass before"
+
+
 @dataclass(frozen=True)
 class Request:
     """One call, resolved.
@@ -113,6 +117,17 @@ class Request:
     restore_lse: Callable[[Any], Any]
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+
+    @property
+    def prepared_when(self) -> str:
+        """When rows of Q and K are normalised and turned, if they are: `BEFORE` in a pass of its
+        own."""
+        quant = self.options.quant
+        if self.variant.family == "int8" and not (quant and quant.fused):
+            return "as they are quantised"
+        if self.variant.turns_on_load and not self.call.qk_norm:
+            return "as they are loaded"
+        return BEFORE
 
 
 def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:

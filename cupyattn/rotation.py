@@ -42,6 +42,8 @@ NORM_PARAMS = np.dtype(
 
 #: Rows of a block: a few accesses for each of its threads at any head_dim.
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
+#: What kernels do, for messages.
+_DOES = {"rope": "turning", "normalise": "normalising"}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,21 +78,38 @@ def plan_rotation(
     UnsupportedError
         If the grid would be too large.
     """
+    own = {"cos": "rope_cos", "sin": "rope_sin", "position": position}
+    return _plan_pass("rope", ROPE_PARAMS, x, dtype, {"rope": pairs}, own, packed)
+
+
+def _plan_pass(
+    name: str,
+    struct: np.dtype[Any],
+    x: Operand,
+    dtype: str,
+    asked: dict[str, Any],
+    own: dict[str, Any],
+    packed: tuple[int, int] | None,
+) -> Plan:
+    """Plan the kernel of that name, whose struct has fields of its own beside those of the rows.
+
+    `asked` is what `Features` has of it.
+    """
     _, heads, total, head_dim = x.shape
     batch, length = (x.shape[0], total) if packed is None else packed
     vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
-    features = Features(dtype, head_dim, vec=vec, rope=pairs, varlen=packed is not None)
+    features = Features(dtype, head_dim, vec=vec, varlen=packed is not None, **asked)
     if math.prod(x.shape) == 0:
-        return Plan("rope", "portable", _TILES, features, ())
-    grid = check_grid(f"turning {x.shape}", batch, heads, -(-length // _TILES.block_q))
-    spec = ModuleSpec("rope.cu", tuple(sorted({**_TILES.defines(), **features.defines()}.items())))
+        return Plan(name, "portable", _TILES, features, ())
+    grid = check_grid(f"{_DOES[name]} {x.shape}", batch, heads, -(-length // _TILES.block_q))
+    defines = {**_TILES.defines(), **features.defines()}
+    spec = ModuleSpec(f"{name}.cu", tuple(sorted(defines.items())))
     params = {
-        "X": "x", "Y": "turned", "cos": "rope_cos", "sin": "rope_sin", "X_stride": x.row_strides,
-        "heads": heads, "length": length, "position": position,
-        "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
+        **own, "X": "x", "Y": "turned", "X_stride": x.row_strides, "heads": heads,
+        "length": length, "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
     }  # fmt: skip
-    launch = Launch(spec, "rope", grid, _TILES.num_threads, False, ((ROPE_PARAMS, params),))
-    return Plan("rope", "portable", _TILES, features, (launch,))
+    launch = Launch(spec, name, grid, _TILES.num_threads, False, ((struct, params),))
+    return Plan(name, "portable", _TILES, features, (launch,))
 
 
 @dataclass(frozen=True)
@@ -177,18 +196,5 @@ def plan_normalising(
     UnsupportedError
         If the grid would be too large.
     """
-    _, heads, total, head_dim = x.shape
-    batch, length = (x.shape[0], total) if packed is None else packed
-    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
-    features = Features(dtype, head_dim, vec=vec, varlen=packed is not None, **how.features)
-    if math.prod(x.shape) == 0:
-        return Plan("normalise", "portable", _TILES, features, ())
-    grid = check_grid(f"normalising {x.shape}", batch, heads, -(-length // _TILES.block_q))
-    defines = {**_TILES.defines(), **features.defines()}
-    spec = ModuleSpec("normalise.cu", tuple(sorted(defines.items())))
-    params = {
-        **how.params(head_dim), "X": "x", "Y": "turned", "X_stride": x.row_strides, "heads": heads,
-        "length": length, "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
-    }  # fmt: skip
-    launch = Launch(spec, "normalise", grid, _TILES.num_threads, False, ((NORM_PARAMS, params),))
-    return Plan("normalise", "portable", _TILES, features, (launch,))
+    own = how.params(x.shape[3])
+    return _plan_pass("normalise", NORM_PARAMS, x, dtype, how.features, own, packed)

@@ -288,7 +288,7 @@ def test_what_replacing_refuses(tmp_path: Path) -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "must be a torch.nn.Module, got SimpleNamespace|got dict", {"model": {}}),
         (ValueError, "originals must be cpu or device or drop", {"originals": "disk"}),
-        (ValueError, r"include must be a regular expression or several, got '\('", {"include": "("}),
+        (ValueError, r"include must be a regular expression or", {"include": "("}),
         (ValueError, "no linear layer of the model becomes INT8", {"include": "^nowhere"}),
         (UnsupportedError, "blocks of 128, got config.block_size=64",
          {"config": Int8Config(block_size=64)}),

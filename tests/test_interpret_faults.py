@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -36,6 +36,13 @@ SEEN = [
 
 #: Rungs that run without a mistake at once; the others take minutes, and are slow.
 AT_ONCE = ("fa_tc", "fa_tc@split")
+
+
+class Judged(Protocol):
+    """A call that can be held to its bound."""
+
+    def judge(self) -> Any:
+        """Return what has `passed`."""
 
 
 def far_apart(x: np.ndarray) -> np.ndarray:
@@ -108,6 +115,11 @@ def test_a_mistake_is_noticed(
     put_in_place(folder, variant, monkeypatch)
     calls = interpreted_packed(variant) if fault.of_packed else interpreted(variant, fault.shown_by)
     calls = interpreted_zero_points(variant) if fault.of_zero_points else calls
+    check_noticed(calls, fault, folder)
+
+
+def check_noticed(calls: Iterable[Judged], fault: Fault, folder: Path) -> None:
+    """Some call is judged wrong, or the interpreter has the finding that the patch says."""
     if fault.caught_by == "interpreter":
         with pytest.raises(KernelFault) as caught:
             list(calls)
