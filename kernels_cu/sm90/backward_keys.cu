@@ -26,7 +26,8 @@
 
 constexpr int CONSUMERS = 2;  // warpgroups that compute, 64 keys each
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
-constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
+constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;                // per row of dS^T
+constexpr int DS_BOX = SUMS_DQ ? BLOCK_KV * BOX_COLS : 8;  // elements of one
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
@@ -35,8 +36,7 @@ struct SharedStorage {
   alignas(1024) elem_t V[BOXES][BLOCK_KV * BOX_COLS];
   alignas(1024) elem_t Q[NUM_STAGES][BOXES][BLOCK_Q * BOX_COLS];
   alignas(1024) elem_t dO[NUM_STAGES][BOXES][BLOCK_Q * BOX_COLS];
-  alignas(
-      1024) elem_t dS[2][Q_BOXES][SUMS_DQ ? BLOCK_KV * BOX_COLS : 8];  // dS^T [BLOCK_KV, BLOCK_Q]
+  alignas(1024) elem_t dS[2][Q_BOXES][DS_BOX];  // transposed: [BLOCK_KV, BLOCK_Q]
   alignas(16) float row_M[NUM_STAGES][BLOCK_Q];
   alignas(16) float delta[NUM_STAGES][BLOCK_Q];
   Mbarrier KV_full;
@@ -192,8 +192,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   const int half = warpgroup - 1;                   // of the keys, and of dQ
   const int key0 = half * 64 + warp_id() % 4 * 16;  // first key of this warp in the block
   const int key = kv0 + key0 + lane_id() / 4;       // this lane's keys: key, key + 8
-  const int Q_half = BLOCK_Q == 128 ? half : 0;     // dQ: halves have 64 rows each,
-  const int K_half = BLOCK_Q == 128 ? 0 : half;     // or 64 columns
+  // Halves of dQ have 64 rows each, of dS, or 64 columns, of K.
+  const int Q_half = BLOCK_Q == 128 ? half : 0, K_half = BLOCK_Q == 128 ? 0 : half;
   const Descriptor K_rows = uniform(descriptor_k_major(&smem.K[0][half * 64 * BOX_COLS]));
   const Descriptor V_rows = uniform(descriptor_k_major(&smem.V[0][half * 64 * BOX_COLS]));
   const Descriptor Q_first = uniform(descriptor_k_major(smem.Q[0][0]));
