@@ -45,7 +45,9 @@ test-slow: $(READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
 		-m slow --ignore=tests/test_packaging.py
 
-# What torch, JAX and diffusers do with cupyattn: without them these tests are skipped.
+# What torch, JAX and diffusers do with cupyattn: without them these tests are skipped. SLOW= runs
+# those of every model family, too.
+SLOW ?= -m "not slow"
 FRAMEWORKS ?= torch jax diffusers transformers
 ifdef NO_VENV
 FRAMEWORKS_READY :=
@@ -55,7 +57,7 @@ endif
 
 test-interop: $(FRAMEWORKS_READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
-		tests/test_interop_*.py
+		$(SLOW) tests/test_interop_*.py
 
 # Builds sdist and wheel, installs the wheel with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)
