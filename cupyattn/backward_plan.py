@@ -34,7 +34,7 @@ BACKWARD_PARAMS = np.dtype(
         ("dO", "u8"), ("dQ", "u8"), ("dK", "u8"), ("dV", "u8"),
         ("dO_stride", "i8", 3), ("dQ_stride", "i8", 3), ("dK_stride", "i8", 3),
         ("dV_stride", "i8", 3), ("row_M", "u8"), ("delta", "u8"), ("dQ_sum", "u8"), ("rows", "i8"),
-        ("kept_rows", "u8"), ("kept_rows_stride", "i8", 3),
+        ("kept_rows", "u8"), ("kept_rows_stride", "i8", 3), ("turns", "u8"), ("next_block", "u8"),
     ],
     align=True,
 )  # fmt: skip
@@ -45,8 +45,10 @@ ROW_PAD = 128
 _PASS_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 #: Blocks of the first of them for ROW_PAD rows.
 _PAD_BLOCKS = ROW_PAD // _PASS_TILES.block_q
-#: Columns that lie together in the sums of dQ of the Hopper form.
-SUM_COLUMNS = 64
+#: Rows and columns that lie together in the sums of dQ of the Hopper form.
+SUM_ROWS = SUM_COLUMNS = 64
+#: ``CFG_DQ``: what ``backward_keys.cu`` does for dQ.
+NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -79,7 +81,8 @@ def plan_backward(
         packed call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
     deterministic : bool
         The form: ``"deterministic"`` has a kernel for dQ, with the same bits on every run; in
-        ``"atomic"`` blocks of keys add up dQ in float32 in memory.
+        ``"atomic"`` blocks of keys add up dQ in float32 in memory. ``"sm90_deterministic"`` does
+        that too, in one order on every run, up to head_dim 128.
     mask, bias, kept_blocks : Operand, optional
         As for `cupyattn.launch.plan_attention`.
     kept_rows : Operand, optional
@@ -103,11 +106,15 @@ def plan_backward(
     """
     features = features_of(call, widest(q, k, v, o, d_out, dq, dk, dv))
     form, note = "deterministic" if deterministic else "atomic", ""
+    dq_of_keys = NO_DQ if deterministic else SUMS_DQ
     if arch == "sm_90a":
         named = {"q": q, "k": k, "v": v, "d_out": d_out, "dq": dq, "dk": dk, "dv": dv}
         note = hopper.backward_obstacle(call, named)
-        deterministic |= not note and call.head_dim > SUMMED
-        form = form if note else "sm90_deterministic" if deterministic else "sm90_atomic"
+        if not note and call.head_dim > SUMMED:
+            form, dq_of_keys = "sm90_deterministic", NO_DQ
+        elif not note:
+            form = f"sm90_{form}"
+            dq_of_keys = SUMS_DQ_IN_ORDER if deterministic else SUMS_DQ
     row_blocks = -(-call.len_q // ROW_PAD)
     lists, rows, total = call.batch * call.heads, row_blocks * ROW_PAD, call.len_q
     if call.packed is not None:  # one entry, in which every sequence begins at a multiple
@@ -117,9 +124,11 @@ def plan_backward(
         "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv",
         "dO_stride": d_out.row_strides, "dQ_stride": dq.row_strides, "dK_stride": dk.row_strides,
         "dV_stride": dv.row_strides, "row_M": "row_M", "delta": "delta",
-        "dQ_sum": None if deterministic else "dQ_sum", "rows": rows,
+        "dQ_sum": "dQ_sum" if dq_of_keys else None, "rows": rows,
         "kept_rows": "kept_rows" if kept_rows else None,
         "kept_rows_stride": kept_rows.row_strides if kept_rows else (0, 0, 0),
+        "turns": "turns" if dq_of_keys == SUMS_DQ_IN_ORDER else None,
+        "next_block": "next_block" if dq_of_keys == SUMS_DQ_IN_ORDER else None,
     }  # fmt: skip
     structs = (
         (ATTN_PARAMS, attn_params(call, q, k, v, o, mask, bias, kept_blocks)),
@@ -133,28 +142,26 @@ def plan_backward(
     keys_tiles, queries_tiles = backward_tiles(call.head_dim, call.block_mask)
     keys = queries = sums = kernels
     if form.startswith("sm90"):
-        keys_tiles, queries_tiles = hopper_backward_tiles(
-            call.head_dim, deterministic=deterministic
-        )
-        keys, queries = (
-            kernels.fed({
-                "q": (q, tiles.block_q), "k": (k, tiles.block_kv), "v": (v, tiles.block_kv),
-                "d_out": (d_out, tiles.block_q),
-            })
-            for tiles in (keys_tiles, queries_tiles)
-        )  # fmt: skip
+        keys_tiles = queries_tiles = hopper_backward_tiles(call.head_dim)
+        keys = queries = kernels.fed({
+            "q": (q, keys_tiles.block_q), "k": (k, keys_tiles.block_kv),
+            "v": (v, keys_tiles.block_kv), "d_out": (d_out, keys_tiles.block_q),
+        })  # fmt: skip
         sums = replace(kernels, folder="sm90/")
         boxes = -(-call.head_dim // SUM_COLUMNS)
         sums_tiles, sum_shape = Tiles(64, 1, 4 * boxes), (lists, rows, boxes * SUM_COLUMNS)
     key_blocks = -(-call.len_kv // keys_tiles.block_kv)
-    launches += keys.launch("keys", keys_tiles, key_blocks, heads_kv, sums_dq=not deterministic)
-    if deterministic:
+    launches += keys.launch("keys", keys_tiles, key_blocks, heads_kv, dq=dq_of_keys)
+    if dq_of_keys == NO_DQ:
         row_tiles = -(-call.len_q // queries_tiles.block_q)
         launches += queries.launch("queries", queries_tiles, row_tiles, heads)
     else:
         row_tiles = -(-call.len_q // sums_tiles.block_q)
         launches += sums.launch("sums", sums_tiles, row_tiles, heads)
         workspace.append(Workspace("dQ_sum", sum_shape, "float32", zeros=True))
+    if dq_of_keys == SUMS_DQ_IN_ORDER:
+        for name, shape in (("turns", (lists, rows // SUM_ROWS)), ("next_block", (1,))):
+            workspace.append(Workspace(name, shape, "int32", zeros=True))
     return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), note)
 
 
@@ -174,19 +181,19 @@ class _Kernels:
         return replace(self, structs=(call, *maps, grad), folder="sm90/")
 
     def launch(
-        self, name: str, tiles: Tiles, *counts: int, sums_dq: bool | None = None
+        self, name: str, tiles: Tiles, *counts: int, dq: int | None = None
     ) -> tuple[Launch, ...]:
         """Return one launch, none where it has nothing to do.
 
-        `sums_dq` is for the kernel of the keys: whether it adds up dQ.
+        `dq` is for the kernel of the keys: `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`.
         """
         shared = name in ("keys", "queries")
         wide = shared and bool(self.folder) and self.features.head_dim > SUMMED
         entry = f"backward_{name}_wide" if wide else f"backward_{name}"
         grid = check_grid(entry, *counts)
         defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
-        if sums_dq is not None:
-            defines["CFG_SUMS_DQ"] = int(sums_dq)
+        if dq is not None:
+            defines["CFG_DQ"] = dq
         spec = ModuleSpec(f"{self.folder}{entry}.cu", tuple(sorted(defines.items())))
         one = Launch(spec, entry, grid, tiles.num_threads, shared, self.structs)
         return (one,) if grid else ()

@@ -12,16 +12,14 @@ _TILES = {
     256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
 }
 
-#: The same of the Hopper form. Past head_dim 128 its kernels are others, which sum up no dQ.
+#: Those of the Hopper kernels; past head_dim 128, where there are two, of both.
 HOPPER_TILES = {
-    64: (Tiles(128, 128, 12, 2), Tiles(128, 128, 12, 3)),
-    128: (Tiles(64, 128, 12, 2), Tiles(128, 128, 12, 2)),
-    256: (Tiles(64, 64, 12, 2), Tiles(64, 64, 12, 2)),
+    64: Tiles(128, 128, 12, 2),
+    128: Tiles(64, 128, 12, 2),
+    256: Tiles(64, 64, 12, 2),
 }
 #: The largest head_dim of which the Hopper form can sum up dQ in memory.
 SUMMED = 128
-#: Where it sums up no dQ, the kernel that keeps keys ran out of registers with 128 query rows.
-_HOPPER_KEYS = Tiles(64, 128, 12, 3)
 
 #: Of the portable kernels for block masks, whose blocks of 64 in either direction they divide.
 _BLOCK_MASK_TILES = {
@@ -49,13 +47,12 @@ def backward_tiles(head_dim: int, block_mask: tuple[int, int] = (0, 0)) -> tuple
     return next(tiles for limit, tiles in table.items() if head_dim <= limit)
 
 
-def hopper_backward_tiles(head_dim: int, *, deterministic: bool) -> tuple[Tiles, Tiles]:
-    """Return the same of the Hopper form.
+def hopper_backward_tiles(head_dim: int) -> Tiles:
+    """Return the tiles of the Hopper form.
 
     Examples
     --------
-    >>> hopper_backward_tiles(72, deterministic=False)[0].block_q
+    >>> hopper_backward_tiles(72).block_q
     64
     """
-    found = next(tiles for limit, tiles in HOPPER_TILES.items() if head_dim <= limit)
-    return (_HOPPER_KEYS, found[1]) if deterministic and head_dim <= SUMMED else found
+    return next(tiles for limit, tiles in HOPPER_TILES.items() if head_dim <= limit)

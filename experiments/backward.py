@@ -104,8 +104,7 @@ def judge(
     xp = array_namespace(given[1])
     mine, head = one_head(found, xp), one_head(given, xp)
     if name in (ATOMIC, DETERMINISTIC):
-        options = {"causal": problem.causal, "deterministic": name == DETERMINISTIC}
-        worst = judge_backward(mine, *head, **options).ratio
+        worst = judge_backward(mine, *head, causal=problem.causal).ratio
     else:
         exact = backward_exact(*head[:4], causal=problem.causal)
         errors = (relative_error(as_float64(x), y) for x, y in zip(mine, exact, strict=True))

@@ -44,15 +44,13 @@ class BackwardRun:
 
     received: Received
     options: dict[str, Any]
-    deterministic: bool
     gradients: Gradients
 
     def judge(self) -> GradientReport:
         options = {n: on_host(a) if n in ADDED else a for n, a in self.options.items()}
         return judge_backward(
-            [on_host(x) for x in self.gradients], *map(on_host, self.received),
-            deterministic=self.deterministic, **options,
-        )  # fmt: skip
+            [on_host(x) for x in self.gradients], *map(on_host, self.received), **options
+        )
 
     def check(self) -> None:
         """Raise unless every gradient is within its bound."""
@@ -72,7 +70,7 @@ def run_backward(
     gradients = attention_backward(
         *inputs, deterministic=deterministic, arch=arch, backend=backend, **options
     )
-    return BackwardRun(inputs, options, deterministic, gradients)
+    return BackwardRun(inputs, options, gradients)
 
 
 def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str, Any]]]:
@@ -173,7 +171,7 @@ def run_packed_backward(
         own = of_sequence({n: on_host(a) if n in ADDED else a for n, a in options.items()},
                           number, (q, k, v))  # fmt: skip
         one = d, q, k, v, o, on_host(lse)[None, :, rows]
-        yield BackwardRun(one, own, deterministic, Gradients(*gradients))
+        yield BackwardRun(one, own, Gradients(*gradients))
 
 
 def scaled(x: np.ndarray, factor: float) -> np.ndarray:

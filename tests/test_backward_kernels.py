@@ -213,7 +213,7 @@ def test_results_are_written_in_full_and_nothing_beside_them(form: str) -> None:
     for one in guarded:
         one.check()
     assert not as_float64(results.dq)[:, :, :16].any()
-    BackwardRun(inputs, {"causal": True}, FORMS[form], results).check()
+    BackwardRun(inputs, {"causal": True}, results).check()
 
 
 def test_dk_and_dv_of_both_forms_have_the_same_bits_and_the_inputs_are_left_alone() -> None:

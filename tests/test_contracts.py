@@ -179,7 +179,7 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     if "_wide" in source:
         defines |= {"CFG_HEAD_DIM": 256}
     if source.endswith("backward_keys.cu"):
-        defines |= {"CFG_SUMS_DQ": 1}
+        defines |= {"CFG_DQ": 1}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}
     return ModuleSpec(source, tuple(sorted(defines.items())))
 

@@ -202,9 +202,9 @@ def test_gradients_are_within_bounds_of_torch_in_float64(
     o.backward(tensor(d_out))
     received = d_out, *inputs, array(o), array(lse)
     gradients = [array(x.grad) for x in (q, k, v)]
-    report = judge_backward(gradients, *received, deterministic=deterministic, **options)
+    report = judge_backward(gradients, *received, **options)
     assert report.passed, str(report)
-    bound = through_the_forward_pass(*received, deterministic=deterministic, **options)
+    bound = through_the_forward_pass(*received, **options)
     exact = exact_gradients(d_out, inputs, **options)
     for found, expected, total in zip(gradients, exact, bound.values(), strict=True):
         error = abs(found.astype(np.float64) - expected)

@@ -43,7 +43,7 @@ def problem(
 
 
 def through_the_forward_pass(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, deterministic: bool, **options: Any
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any
 ) -> dict[str, Any]:
     """Bound the gradients that autograd returns against those in exact arithmetic.
 
@@ -55,7 +55,7 @@ def through_the_forward_pass(
     and dS = P (dP - Delta) by at most ``p (|dP - Delta| + d) + P d``. dV, dQ and dK are sums of P
     and dS with operands, and take these errors by their magnitudes.
     """
-    kernel = backward_bound(d_out, q, k, v, out, lse, deterministic=deterministic, **options)
+    kernel = backward_bound(d_out, q, k, v, out, lse, **options)
     forward = bounds.attention(q, k, v, variant="fa_tc", **options)
     heads_kv, head_dim = k.shape[1], q.shape[-1]
     sigma = options.get("scale") or head_dim**-0.5

@@ -104,7 +104,6 @@ def backward_bound(
     out: Array,
     lse: Array,
     *,
-    deterministic: bool = False,
     out_error: Array | None = None,
     lse_error: Array | None = None,
     scale: float | None = None,
@@ -122,8 +121,6 @@ def backward_bound(
     ----------
     d_out, q, k, v, out, lse
         As for `cupyattn.attention_backward`: O and the log-sum-exp as the forward left them.
-    deterministic : bool
-        The form: without it blocks of keys add up dQ in memory.
     out_error, lse_error : array, optional
         Bounds of the errors of `out` and `lse` themselves, such as `cupyattn.bounds.attention`
         gives. With them the bound is about the gradients of exact attention, which
@@ -151,7 +148,7 @@ def backward_bound(
     n = numerics("tensor_core", "portable", dtype, softcap=bool(softcap), bias=bias is not None)
     problem = _Problem(n, sigma, scaling_errors(n, sigma, None, softcap), softcap, dtype)
     keys_tiles, _ = backward_tiles(head_dim, (0, 0) if block_mask is None else block_mask.blocks)
-    key_blocks = 1 if deterministic else -(-len_kv // keys_tiles.block_kv)
+    key_blocks = -(-len_kv // keys_tiles.block_kv)
     group = q.shape[1] // heads_kv if heads_kv else 0
     row_tiles = group * -(-len_q // 16)
 
@@ -186,7 +183,7 @@ def backward_bound(
         size_v[at] += over_rows(e.largest_P, xp.abs(block.d_out))
         size_k[at] += sigma * over_rows(e.largest_dS, magnitude_q)
         rows_of_key[at] += admitted.sum(axis=(2, 3))
-        # R12: the sum over keys, in one chain or in one for each block of keys.
+        # R12: the sum over keys, a chain for each block of keys at the most.
         theta = products("tensor_core", count, xp.minimum(count, -(-len_kv // 16)))
         theta = (1 + theta) * (1 + gamma(xp.minimum(count, key_blocks), U)) - 1
         size = sigma * (e.largest_dS @ magnitude_k)

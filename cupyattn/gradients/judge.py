@@ -76,8 +76,6 @@ def judge_backward(
     v: Array,
     out: Array,
     lse: Array,
-    *,
-    deterministic: bool = False,
     **options: Any,
 ) -> GradientReport:
     """Compare gradients with those of the operands that the kernels received (J2).
@@ -88,7 +86,7 @@ def judge_backward(
         What `cupyattn.attention_backward` returned.
     d_out, q, k, v, out, lse
         What it was given, layout BHSD.
-    deterministic, **options
+    **options
         As for that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask.
 
     Returns
@@ -110,7 +108,7 @@ def judge_backward(
     """
     received = d_out, q, k, v, out, lse
     exact = backward_exact(*received, **options)
-    bound = backward_bound(*received, deterministic=deterministic, **options)
+    bound = backward_bound(*received, **options)
     shares = []
     for name, found, expected in zip(Gradients._fields, gradients, exact, strict=True):
         if found.shape != expected.shape:

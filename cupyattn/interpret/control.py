@@ -54,10 +54,16 @@ def trap(inst: Instruction) -> Execute:
     return execute
 
 
-@instruction("nanosleep", "prefetch", "prefetchu", "pmevent")
+@instruction("prefetch", "prefetchu", "pmevent")
 def nothing(inst: Instruction) -> Execute:
     """Cost time."""
     return lambda machine, lanes: None
+
+
+@instruction("nanosleep")
+def nanosleep(inst: Instruction) -> Step:
+    """Let all others do what they can first: what the lanes wait for may be of theirs."""
+    return Step(inst, lambda machine, lanes: machine.rest(lanes), leaves=True)
 
 
 @instruction("membar", "fence")

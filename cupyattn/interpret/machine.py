@@ -38,6 +38,8 @@ FULL_WARP = 0xFFFFFFFF
 _WINDOWS = {base >> 56: name for name, base in WINDOWS.items()}
 #: Segments that one batch of blocks may run: a kernel that goes on longer will not end.
 MAX_SEGMENTS = 5_000_000
+#: Times that lanes may wait for what nobody is left to do.
+MAX_RESTS = 1000
 
 
 class Lanes:
@@ -157,6 +159,9 @@ class Machine:
         self.place = 0  # index of the instruction under way
         self._parked: dict[int, Bools] = {}  # lanes that wait for others of their warp, by place
         self._groups: dict[int, Lanes] = {}
+        self._resting: dict[int, Bools] = {}  # lanes that let others go first, by place
+        self._rested: dict[int, bytes] = {}  # the same when they last went on
+        self._in_vain = 0  # times that the same have gone on and come back since
         self._symbols = {
             **symbols, **program.shared, **program.local,
             **{p.name: p.offset for p in program.kernel.parameters},
@@ -179,7 +184,7 @@ class Machine:
         """
         with np.errstate(all="ignore"):
             for _ in range(MAX_SEGMENTS):
-                if not self._groups:
+                if not self._groups and not self._wake_resting():
                     break
                 place = min(self._groups)
                 lanes = self._groups.pop(place)
@@ -229,6 +234,24 @@ class Machine:
         if present is not None:
             lanes = Lanes(present.mask | lanes.mask, self.alive)
         self._groups[place] = lanes
+
+    def rest(self, lanes: Lanes) -> None:
+        """Let lanes go on behind this instruction once nobody else can do anything."""
+        place = self.place + 1
+        resting = self._resting.get(place)
+        self._resting[place] = lanes.mask if resting is None else resting | lanes.mask
+
+    def _wake_resting(self) -> bool:
+        """Let resting lanes go on; return whether there are any, and not in vain."""
+        state = {place: mask.tobytes() for place, mask in self._resting.items()}
+        self._in_vain = self._in_vain + 1 if state == self._rested else 0
+        self._rested = state
+        if self._in_vain == MAX_RESTS:
+            return False
+        for place, mask in self._resting.items():
+            self.go(place, mask)
+        self._resting = {}
+        return bool(state)
 
     def exit(self, lanes: Lanes) -> None:
         """Let lanes end; what waits for the others of their warps may go on now."""
@@ -472,6 +495,9 @@ class Machine:
             f"{mask.sum()} at {self.program.steps[place].instruction.name}"
             for place, mask in waiting.items()
         ]
+        for place, mask in self._resting.items():
+            waiting[place - 1] = mask
+            parts.append(f"{mask.sum()} at {self.program.steps[place - 1].instruction.name}")
         for number, barrier in self._barriers.items():
             at = barrier.resume >= 0
             if at.any():

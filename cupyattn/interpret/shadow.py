@@ -87,6 +87,8 @@ class Shadow:
         # Reads that `read` and `reads` do not have yet: time, first granules, lanes, granules each.
         self._recent: list[tuple[int, Ints, Ints, int]] = []
         self._recent_granules = 0
+        # Reads that only a plain write can come too early for; the same.
+        self._strong: list[tuple[int, Ints, Ints, int]] = []
         self._unwritten = 0 if initialised else granules
         self._flights = 0
         self._loans = 0
@@ -121,14 +123,28 @@ class Shadow:
                 if atomic:
                     written = np.where(self.atomic[granules], np.int32(0), written)
                 self._check_writer(granules, owners, written, clocks, report, "read")
-        if self.readers:
+        if atomic:
+            self._strong.append((clocks.now, first, lanes + clocks.first, count))
+        elif self.readers:
             self._recent.append((clocks.now, first, lanes, count))
             self._recent_granules += len(first) * count
             if self._recent_granules > MAX_RECENT:
                 self._enter_reads(clocks)
         else:
-            self.read[granules] = self._last_read = clocks.now
-            self._log.append((clocks.now, granules, owners + clocks.first))
+            self._note_read(clocks.now, granules, owners + clocks.first)
+
+    def _note_read(self, time: int, granules: Ints, lanes: Ints) -> None:
+        self.read[granules] = self._last_read = time
+        self._log.append((time, granules, lanes))
+
+    def _enter_strong_reads(self, clocks: Clocks) -> None:
+        """Enter these among the others: the write that comes is no atomic operation."""
+        strong, self._strong = self._strong, []
+        for time, first, lanes, count in strong:
+            if self.readers:
+                self._recent.append((time, first, lanes - clocks.first, count))
+            else:
+                self._note_read(time, *spread(first, lanes, count))
 
     def _enter_reads(self, clocks: Clocks) -> None:
         """Enter the reads noted in `read` and `reads`, but those that every thread has met since.
@@ -151,6 +167,8 @@ class Shadow:
             message = f"{self.name} is written while an asynchronous operation still reads it"
             report("in flight", message, lanes, lent, self._address(granules))
         oldest = clocks.oldest if self.readers else 0
+        if self._strong and not atomic:
+            self._enter_strong_reads(clocks)
         if self._last_write > oldest or self._engine_writes:
             written = self.written[granules]
             if atomic:  # atomic operations do not race with each other

@@ -34,8 +34,8 @@
 #define CFG_VARLEN 0
 #define CFG_ZERO_POINTS 0
 #endif
-#ifndef CFG_SUMS_DQ  // gradients
-#define CFG_SUMS_DQ 0
+#ifndef CFG_DQ  // gradients
+#define CFG_DQ 0
 #endif
 #ifndef CFG_STEP_Q  // quantisation
 #define CFG_STEP_Q 0
@@ -105,7 +105,8 @@ constexpr int BLOCK_COLS = CFG_BLOCK_COLS;  // columns of V that a block transpo
 constexpr int QK_BITS = CFG_QK_BITS;        // of a code of Q or K, which takes a byte all the same
 
 // gradients
-constexpr bool SUMS_DQ = CFG_SUMS_DQ;  // blocks of keys add up dQ in memory, in any order
+constexpr bool SUMS_DQ = CFG_DQ != 0;  // blocks of keys add up dQ in memory
+constexpr bool ORDERED = CFG_DQ == 2;  // in one order on every run
 
 // matrix products
 constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block

@@ -7,14 +7,18 @@
 // Differs from the portable form: S and dP of a step are given to the tensor cores at once, and P
 //              and dS are worked out as they end; then dQ of the step before, dV and dK, and while
 //              these are multiplied dQ is added to memory, 16 bytes at a time and in the order in
-//              which accumulators hold it (sm90/backward_sums.cu makes rows of it). SUMS_DQ:
-//              without it sm90/backward_queries.cu makes dQ.
+//              which accumulators hold it (sm90/backward_sums.cu makes rows of it).
+// ORDERED      Blocks of keys add to a tile of dQ one after the other, the last keys first, so that
+//              its bits are the same on every run. A warp of its own waits for this block's turn and
+//              passes it on; who is before whom is decided as blocks begin, so that a block never
+//              waits for one that has not begun.
 // Kept simple  A block takes one block of keys; its first copies wait for nobody's end. Of packed
 //              sequences the copy engine brings rows of the next one, too: they become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, sums of blocks, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
 #include "prims/config.cuh"
+#include "prims/counter.cuh"
 #include "prims/gradient_sm90.cuh"
 #include "prims/named_barrier.cuh"
 #include "prims/params.cuh"
@@ -26,8 +30,8 @@
 
 constexpr int CONSUMERS = 2;  // warpgroups that compute, 64 keys each
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
-constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;                // per row of dS^T
-constexpr int DS_BOX = SUMS_DQ ? BLOCK_KV * BOX_COLS : 8;  // elements of one
+constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
+constexpr int HEADS_AT_ONCE = 8;             // ORDERED: few blocks of one head wait for each other
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
@@ -36,12 +40,14 @@ struct SharedStorage {
   alignas(1024) elem_t V[BOXES][BLOCK_KV * BOX_COLS];
   alignas(1024) elem_t Q[NUM_STAGES][BOXES][BLOCK_Q * BOX_COLS];
   alignas(1024) elem_t dO[NUM_STAGES][BOXES][BLOCK_Q * BOX_COLS];
-  alignas(1024) elem_t dS[2][Q_BOXES][DS_BOX];  // transposed: [BLOCK_KV, BLOCK_Q]
+  alignas(1024) elem_t dS[2][Q_BOXES][BLOCK_KV * BOX_COLS];  // transposed: [BLOCK_KV, BLOCK_Q]
   alignas(16) float row_M[NUM_STAGES][BLOCK_Q];
   alignas(16) float delta[NUM_STAGES][BLOCK_Q];
   Mbarrier KV_full;
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // Q, dO, M and Delta of a step
   Mbarrier dS_full[2], dS_empty[2];              // dS of a step, of all keys
+  Mbarrier turn[2], added[2];                    // ORDERED: dQ of a step may be added; it has been
+  int index;                                     // ORDERED: of this block among those that begin
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
@@ -50,8 +56,8 @@ static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
 static_assert(
     BLOCK_KV == CONSUMERS * 64, "BLOCK_KV must be 128: two warpgroups keep gradients of 64 keys");
 static_assert(
-    BLOCK_Q == (SUMS_DQ && HEAD_DIM <= 64 ? 128 : 64),
-    "BLOCK_Q must be 64, and up to HEAD_DIM 64 128 with SUMS_DQ: a warpgroup has 64 x 64 of dQ");
+    BLOCK_Q == (HEAD_DIM <= 64 ? 128 : 64),
+    "BLOCK_Q must be 64, and up to HEAD_DIM 64 128: a warpgroup has 64 x 64 of dQ");
 static_assert(HEAD_DIM <= 128, "HEAD_DIM must be at most 128: dK and dV fill the registers");
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "NUM_WARPS must be 8 that compute and 4 that copy");
@@ -118,6 +124,31 @@ __device__ __forceinline__ void store_dS(
   fence_proxy_async();
 }
 
+struct BlockOfKeys {
+  int head;  // key heads of all entries, one entry's after the other
+  int kv0;
+};
+// The `index`th of them to begin. The first keys have most causal rows, and come first; in turns
+// the last, which then wait for nobody under a causal mask.
+__device__ __forceinline__ BlockOfKeys block_of_keys(int index, int kv_blocks) {
+  if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV};
+  const int first = index / (HEADS_AT_ONCE * kv_blocks) * HEADS_AT_ONCE;
+  const int heads = min(HEADS_AT_ONCE, int(gridDim.x) / kv_blocks - first);
+  const int within = index - first * kv_blocks;
+  return {first + within % heads, (kv_blocks - 1 - within / heads) * BLOCK_KV};
+}
+
+// How many blocks of keys behind that from kv0 on step over the rows from q0 on, too.
+__device__ __forceinline__ int blocks_behind(
+    const AttnParams& p, int64_t batch, int head, int q0, int kv0) {
+  const int end = kv_end(p, q0, BLOCK_Q);
+  if constexpr (BLOCK_MASK) {
+    const KeptKeys keys(p, batch, head, q0, kv0 + 2 * BLOCK_KV - 1, end);
+    return (keys.end - keys.begin) / BLOCK_KV;
+  }
+  return ceil_div(end, BLOCK_KV) - 1 - kv0 / BLOCK_KV;
+}
+
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
@@ -130,18 +161,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   // live in uniform registers, where wgmma wants its descriptors.
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
 
-  // S0 locate
-  const int kv_blocks = ceil_div(call.len_kv, BLOCK_KV);
-  const int kv0 = blockIdx.x % kv_blocks * BLOCK_KV;  // the first keys have most causal rows
-  const int64_t batch_head = blockIdx.x / kv_blocks;
-  const int64_t batch = batch_head / call.heads_kv, head_kv = batch_head % call.heads_kv;
-  const int entry = VARLEN ? 0 : batch;  // to the copy engine packed sequences are one
-  const auto& p = of_batch(call, batch);
-  if (VARLEN && kv0 >= p.len_kv) return;
-  const Sequences<VARLEN> sequences(call, batch);
-  const int group = p.heads / p.heads_kv;
-  const int first_head = head_kv * group, last_head = first_head + group;  // of the query heads
-
   if (threadIdx.x == 0) {
     mbarrier_init(smem.KV_full, 1);
     for (int s = 0; s < NUM_STAGES; ++s) {
@@ -151,15 +170,45 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     for (int s = 0; s < 2; ++s) {
       mbarrier_init(smem.dS_full[s], CONSUMERS * 4);
       mbarrier_init(smem.dS_empty[s], CONSUMERS * 4);
+      mbarrier_init(smem.turn[s], 1);
+      mbarrier_init(smem.added[s], CONSUMERS * 4);
     }
     fence_mbarrier_init();
+    if (ORDERED) smem.index = atomicAdd(grad.next_block, 1);
   }
-  __syncthreads();       // the barriers are initialised before anyone waits or arrives
-  if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
+  __syncthreads();  // the barriers are initialised before anyone waits or arrives, and index is there
+
+  // S0 locate
+  const int kv_blocks = ceil_div(call.len_kv, BLOCK_KV);
+  const BlockOfKeys own = block_of_keys(ORDERED ? smem.index : blockIdx.x, kv_blocks);
+  const int kv0 = own.kv0;
+  const int64_t batch = own.head / call.heads_kv, head_kv = own.head % call.heads_kv;
+  const int entry = VARLEN ? 0 : batch;  // to the copy engine packed sequences are one
+  const auto& p = of_batch(call, batch);
+  if (VARLEN && kv0 >= p.len_kv) return;
+  const Sequences<VARLEN> sequences(call, batch);
+  const int group = p.heads / p.heads_kv;
+  const int first_head = head_kv * group, last_head = first_head + group;  // of the query heads
+
+  if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
+    const bool copies = warp_id() == 0, keeps_order = ORDERED && warp_id() == 1;
+    if (!(copies || keeps_order) || !elect_sync()) return;
     RowSteps steps(p, grad, batch, first_head, last_head, kv0);
     if (steps.head >= last_head) return;
+    if (keeps_order) {  // ---- one thread, behind S5: blocks of later keys have added, then this
+      RingPosition<2> at;
+      for (; steps.head < last_head; steps.advance(p, grad, batch, last_head, kv0), at.advance()) {
+        const int q0 = steps.q0();
+        int32_t* turns = grad.turns + (padded_row(call, grad, batch, steps.head) + q0) / 64;
+        await_count(turns, blocks_behind(p, batch, steps.head, q0, kv0));
+        mbarrier_arrive(smem.turn[at.stage]);
+        mbarrier_wait_parity(smem.added[at.stage], at.parity);  // the consumers have added
+        red_release_add(turns, 1);
+      }
+      return;
+    }
+    // ---- the producer, one thread: S1 and S2
     // S1 load K, V
     mbarrier_arrive_expect_tx(smem.KV_full, 2 * sizeof(smem.K));
     for (int b = 0; b < BOXES; ++b) {
@@ -220,8 +269,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   const auto end_dQ = [&] {
     wgmma_use(dQ_acc);
     if (lane_id() == 0) mbarrier_arrive(smem.dS_empty[dQ_at.stage]);
-    dQ_at.advance();
+    // The blocks before this one have added to these sums.
+    if (ORDERED) mbarrier_wait_parity(smem.turn[dQ_at.stage], dQ_at.parity);
     add_query_sums(dQ_sum, dQ_acc);
+    if (ORDERED) {
+      __syncwarp();  // all lanes have added
+      if (lane_id() == 0) mbarrier_arrive(smem.added[dQ_at.stage]);
+    }
+    dQ_at.advance();
   };
   const auto step = [&](bool first) {
     const int q0 = steps.q0();
@@ -248,23 +303,21 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     wgmma_wait_group<0>();
     wgmma_use(dP_acc);
     slopes(S_acc, dP_acc, smem.delta[at.stage], P_frag, dS_frag);
-    if constexpr (SUMS_DQ) {
-      mbarrier_wait_parity(smem.dS_empty[dS_at.stage], dS_at.parity ^ 1);  // the last was read
-      store_dS(dS_corner + dS_at.stage * sizeof(smem.dS[0]), dS_frag);
-      __syncwarp();  // the warp's rows are complete
-      if (lane_id() == 0) mbarrier_arrive(smem.dS_full[dS_at.stage]);
-      dS_at.advance();
-    }
+    mbarrier_wait_parity(smem.dS_empty[dS_at.stage], dS_at.parity ^ 1);  // the last was read
+    store_dS(dS_corner + dS_at.stage * sizeof(smem.dS[0]), dS_frag);
+    __syncwarp();  // the warp's rows are complete
+    if (lane_id() == 0) mbarrier_arrive(smem.dS_full[dS_at.stage]);
+    dS_at.advance();
 
     // S5 dV, dK; meanwhile dQ of the step before goes to memory
-    if (SUMS_DQ && !first) start_dQ();
+    if (!first) start_dQ();
     start_columns(dV_acc, P_frag, dO_columns.stage(at.stage, STAGE_BYTES));  // R12
     start_columns(dK_acc, dS_frag, Q_columns.stage(at.stage, STAGE_BYTES));  // R12
-    if (SUMS_DQ && !first) {
+    if (!first) {
       wgmma_wait_group<2>();
       end_dQ();
     }
-    if (SUMS_DQ) dQ_sum = query_sums(call, grad, batch, steps.head, q0, half);
+    dQ_sum = query_sums(call, grad, batch, steps.head, q0, half);
     wgmma_wait_group<0>();
     wgmma_use(dV_acc);
     wgmma_use(dK_acc);
@@ -282,11 +335,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     }
     step(true);
     while (steps.head < last_head) step(false);
-    if constexpr (SUMS_DQ) {  // the last dQ, by itself
-      start_dQ();
-      wgmma_wait_group<0>();
-      end_dQ();
-    }
+    start_dQ();  // the last dQ, by itself
+    wgmma_wait_group<0>();
+    end_dQ();
   }
 
   // S6 store
