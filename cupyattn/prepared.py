@@ -496,8 +496,7 @@ class Prepared:
 
     def _fill(self, scratch: Scratch, operands: Mapping[str, Any]) -> None:
         """Put into scratch memory what must be there before the first stage."""
-        for array in scratch.zeros:
-            array.fill(0)
+        scratch.clear()
         for name, scale in self._given.items():
             scratch.arrays[name][...] = scale
         if "v_operand" in scratch.arrays:

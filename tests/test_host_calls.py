@@ -19,13 +19,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import QuantConfig, attention, attention_varlen, backends, plan, tensor_map
+from cupyattn import (
+    QuantConfig,
+    attention,
+    attention_backward,
+    attention_varlen,
+    backends,
+    plan,
+    tensor_map,
+)
 from cupyattn import compile as kc
+from cupyattn.backward_plan import plan_backward
 from cupyattn.block_mask import BlockMask
-from cupyattn.launch import Plan, TensorMap, pack
-from cupyattn.prepared import Prepared, stages
+from cupyattn.checks import check_attention
+from cupyattn.launch import Operand, Plan, TensorMap, pack
+from cupyattn.prepared import stages
 from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve
+from cupyattn.scratch import Scratch
 
 cupy = pytest.importorskip("cupy")
 
@@ -86,7 +97,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     )
     monkeypatch.setattr(backends, "on_device_of", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cupy, "asarray", lambda x, *_: x)
-    monkeypatch.setattr(Prepared, "_fill", lambda *_: None)
+    monkeypatch.setattr(Scratch, "clear", lambda _: None)
     monkeypatch.setattr(tensor_map, "encode", encoded)
     before = cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(lambda size: array((size,), "uint8").data)
@@ -171,6 +182,26 @@ def test_lse_mask_and_packed_sequences_arrive_too(driver: Driver) -> None:
         for _ in range(2):
             o, lse = attention_varlen(*packed, **ends, **limits, **added, **options)
             check(driver, made, {**known, **added, "o": o, "lse": lse})
+
+
+@pytest.mark.parametrize("form", ["atomic", "deterministic"])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
+def test_gradients_get_what_the_plan_says(driver: Driver, form: str, arch: str) -> None:
+    """The first call, and those that are remembered: each with other arrays."""
+    deterministic = form == "deterministic"
+    shapes = {"d_out": SHAPES[0], "q": SHAPES[0], "k": SHAPES[1], "v": SHAPES[2], "o": SHAPES[0]}
+    for _ in range(3):
+        inputs = {name: array(shape) for name, shape in shapes.items()}
+        described = {name: Operand.of(a) for name, a in inputs.items()}
+        described |= {f"d{name}": described[name] for name in "qkv"}
+        call = check_attention(*(inputs[n] for n in "qkv"), return_lse=True, causal=True)
+        made = [plan_backward(call, **described, deterministic=deterministic, arch=arch)]
+        driver.expect(made)
+        inputs["lse"] = array(SHAPES[0][:3], "float32")
+        found = attention_backward(
+            *inputs.values(), causal=True, deterministic=deterministic, arch=arch
+        )
+        check(driver, made, {**inputs, **found._asdict()})
 
 
 def test_the_stream_is_the_current_one_of_each_call(driver: Driver) -> None:

@@ -125,7 +125,7 @@ struct BackwardParams {
   const int32_t* kept_rows;  // [batch, heads, kv_blocks, 1 + q_blocks]: as kept_blocks, rows of a
                              // block of keys; not read unless BLOCK_MASK
   Strides kept_rows_stride;  // len: from one block of keys to the next
-  int32_t* turns;       // [batch, heads, rows / 64], zero beforehand: blocks of keys that have added
-                        // to dQ_sum; not read unless ORDERED
+  int32_t* turns;  // [batch, heads, rows / 64], zero beforehand: blocks of keys that have added
+                   // to dQ_sum; not read unless ORDERED
   int32_t* next_block;  // [1], zero beforehand: blocks that have begun; not read unless ORDERED
 };
