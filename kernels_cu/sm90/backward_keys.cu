@@ -9,8 +9,8 @@
 //              these are multiplied dQ is added to memory, 16 bytes at a time and in the order in
 //              which accumulators hold it (sm90/backward_sums.cu makes rows of it).
 // ORDERED      Blocks of keys add to a tile of dQ one after the other, the last keys first, so that
-//              its bits are the same on every run. A warp of its own waits for this block's turn and
-//              passes it on; who is before whom is decided as blocks begin, so that a block never
+//              its bits are the same on every run. A warp of its own waits for the turn of this block,
+//              another one passes it on. Who is before whom is decided as blocks begin: a block never
 //              waits for one that has not begun.
 // Kept simple  A block takes one block of keys; its first copies wait for nobody's end. Of packed
 //              sequences the copy engine brings rows of the next one, too: they become zeros.
@@ -31,7 +31,7 @@
 constexpr int CONSUMERS = 2;  // warpgroups that compute, 64 keys each
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
-constexpr int HEADS_AT_ONCE = 8;             // ORDERED: few blocks of one head wait for each other
+constexpr int64_t SIDE_BY_SIDE_BYTES = 32 << 20;
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
@@ -130,12 +130,21 @@ struct BlockOfKeys {
 };
 // The `index`th of them to begin. The first keys have most causal rows, and come first; in turns
 // the last, which then wait for nobody under a causal mask.
-__device__ __forceinline__ BlockOfKeys block_of_keys(int index, int kv_blocks) {
+// Then heads go side by side, so that few blocks of one wait for each other, but no more of them
+// than the L2 cache has room for: Q, dO and the sums of dQ are 8 bytes an element.
+__device__ __forceinline__ BlockOfKeys block_of_keys(int index, int kv_blocks, int len_q) {
   if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV};
-  const int first = index / (HEADS_AT_ONCE * kv_blocks) * HEADS_AT_ONCE;
-  const int heads = min(HEADS_AT_ONCE, int(gridDim.x) / kv_blocks - first);
+  const int at_once = max(1, int(SIDE_BY_SIDE_BYTES / (max(len_q, 1) * int64_t(COLS) * 8)));
+  const int first = index / (at_once * kv_blocks) * at_once;
+  const int heads = min(at_once, int(gridDim.x) / kv_blocks - first);
   const int within = index - first * kv_blocks;
   return {first + within % heads, (kv_blocks - 1 - within / heads) * BLOCK_KV};
+}
+
+// The counter of blocks that have added to dQ of the rows from q0 on.
+__device__ __forceinline__ int32_t* turns_of(
+    const AttnParams& call, const BackwardParams& grad, int64_t batch, int64_t head, int q0) {
+  return grad.turns + (padded_row(call, grad, batch, head) + q0) / 64;
 }
 
 // How many blocks of keys behind that from kv0 on step over the rows from q0 on, too.
@@ -180,7 +189,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
 
   // S0 locate
   const int kv_blocks = ceil_div(call.len_kv, BLOCK_KV);
-  const BlockOfKeys own = block_of_keys(ORDERED ? smem.index : blockIdx.x, kv_blocks);
+  const BlockOfKeys own = block_of_keys(ORDERED ? smem.index : blockIdx.x, kv_blocks, call.len_q);
   const int kv0 = own.kv0;
   const int64_t batch = own.head / call.heads_kv, head_kv = own.head % call.heads_kv;
   const int entry = VARLEN ? 0 : batch;  // to the copy engine packed sequences are one
@@ -192,19 +201,29 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
 
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    const bool copies = warp_id() == 0, keeps_order = ORDERED && warp_id() == 1;
-    if (!(copies || keeps_order) || !elect_sync()) return;
+    const int warp = warp_id();
+    if (warp > (ORDERED ? 2 : 0) || !elect_sync()) return;
     RowSteps steps(p, grad, batch, first_head, last_head, kv0);
     if (steps.head >= last_head) return;
-    if (keeps_order) {  // ---- one thread, behind S5: blocks of later keys have added, then this
-      RingPosition<2> at;
-      for (; steps.head < last_head; steps.advance(p, grad, batch, last_head, kv0), at.advance()) {
+    // ---- behind S5, one thread: after blocks of later keys this one may add, ...
+    if (warp == 1) {
+      for (RingPosition<2> at; steps.head < last_head; at.advance()) {
         const int q0 = steps.q0();
-        int32_t* turns = grad.turns + (padded_row(call, grad, batch, steps.head) + q0) / 64;
-        await_count(turns, blocks_behind(p, batch, steps.head, q0, kv0));
+        await_count(
+            turns_of(call, grad, batch, steps.head, q0),
+            blocks_behind(p, batch, steps.head, q0, kv0));
+        mbarrier_wait_parity(smem.added[at.stage], at.parity ^ 1);  // the last turn was taken
         mbarrier_arrive(smem.turn[at.stage]);
-        mbarrier_wait_parity(smem.added[at.stage], at.parity);  // the consumers have added
-        red_release_add(turns, 1);
+        steps.advance(p, grad, batch, last_head, kv0);
+      }
+      return;
+    }
+    // ---- ... and one thread: after this block the next may
+    if (warp == 2) {
+      for (RingPosition<2> at; steps.head < last_head; at.advance()) {
+        mbarrier_wait_parity(smem.added[at.stage], at.parity);  // all warps have added
+        red_release_add(turns_of(call, grad, batch, steps.head, steps.q0()), 1);
+        steps.advance(p, grad, batch, last_head, kv0);
       }
       return;
     }
