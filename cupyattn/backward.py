@@ -73,9 +73,10 @@ def attention_backward(
     qk_norm
         UnsupportedError where it is given.
     deterministic : bool
-        True: the same bits on every run; a kernel of its own makes dQ, for 7 matrix products in
-        place of 5. False: blocks of keys add up dQ in float32 in memory, in whatever order they
-        come. dK and dV have the same bits on every run in either case.
+        True: the same bits on every run. False: blocks of keys add up dQ in float32 in memory, in
+        whatever order they come. dK and dV have the same bits on every run in either case. Equal
+        bits cost turns at these sums in the Hopper form up to head_dim 128, and elsewhere a kernel
+        of its own for dQ, 7 matrix products in place of 5.
     arch : str, optional
         Architecture to compile for; the device's own when omitted.
     backend : {"cuda", "mirror", "interpret"}, optional
@@ -399,7 +400,9 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
         )
     else:
         reason = "asked for" if deterministic else "past head_dim 128 Hopper has no other form"
-        why = f"{reason}; a kernel of its own makes dQ"
+        in_turns = any(work.name == "turns" for work in plan.workspace)
+        how = "blocks of keys take turns at dQ" if in_turns else "a kernel of its own makes dQ"
+        why = f"{reason}; {how}"
     return "\n".join([f"{plan.form}: {why}", *score_lines(request), str(plan)])
 
 

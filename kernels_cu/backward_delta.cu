@@ -14,7 +14,8 @@ constexpr int ACCESSES = HEAD_DIM / VEC;  // of a row
 // every thread.
 constexpr int WANTED = ACCESSES > NUM_THREADS / BLOCK_Q ? ACCESSES : NUM_THREADS / BLOCK_Q;
 constexpr int LANES = power_of_two_from(WANTED < WARP_SIZE ? WANTED : WARP_SIZE);
-constexpr int PASS_ROWS = NUM_THREADS / LANES;  // rows at a time
+constexpr int PASS_ROWS = NUM_THREADS / LANES;                             // rows at a time
+constexpr int PASSES = BLOCK_Q / PASS_ROWS < 4 ? BLOCK_Q / PASS_ROWS : 4;  // on their way together
 
 static_assert(BLOCK_Q % PASS_ROWS == 0, "BLOCK_Q must be a multiple of the rows of a pass");
 static_assert(ROW_PAD % BLOCK_Q == 0, "BLOCK_Q must divide ROW_PAD: a block pads whole");
@@ -37,22 +38,32 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
   const int64_t padded = padded_row(call, grad, batch, head) + q0;  // of row q0
   const int lane = thread_id() % LANES;
 #pragma unroll 1
-  for (int i = thread_id() / LANES; i < BLOCK_Q; i += PASS_ROWS) {
-    const int64_t row = q0 + i;
-    float sum = 0.0f;
-    if (row < p.len_q)
-      for (int access = lane; access < ACCESSES; access += LANES) {
-        using Access = Vec<elem_t, VEC>;
-        const int64_t col = access * VEC;
-        const Access x = *reinterpret_cast<const Access*>(dO + row * grad.dO_stride.len + col);
-        const Access y = *reinterpret_cast<const Access*>(O + row * p.O_stride.len + col);
+  for (int first = thread_id() / LANES; first < BLOCK_Q; first += PASSES * PASS_ROWS) {
+    const int64_t row0 = q0 + first;
+    float sums[PASSES] = {};
+    for (int access = lane; access < ACCESSES; access += LANES) {
+      using Access = Vec<elem_t, VEC>;
+      Access x[PASSES] = {}, y[PASSES] = {};
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) sum = fmaf(to_float(x.v[j]), to_float(y.v[j]), sum);  // R8
+      for (int pass = 0; pass < PASSES; ++pass) {
+        const int64_t row = row0 + pass * PASS_ROWS, col = access * VEC;
+        if (row >= p.len_q) continue;
+        x[pass] = *reinterpret_cast<const Access*>(dO + row * grad.dO_stride.len + col);
+        y[pass] = *reinterpret_cast<const Access*>(O + row * p.O_stride.len + col);
       }
-    sum = shfl_sum<LANES>(sum);  // R8
-    if (lane == 0) {
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass)
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+          sums[pass] = fmaf(to_float(x[pass].v[j]), to_float(y[pass].v[j]), sums[pass]);  // R8
+    }
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int i = first + pass * PASS_ROWS;
+      const float sum = shfl_sum<LANES>(sums[pass]);  // R8
+      if (lane != 0) continue;
       grad.delta[padded + i] = sum;
-      grad.row_M[padded + i] = row_maximum_from(row < p.len_q ? lse[row] : NEG_INF);
+      grad.row_M[padded + i] = row_maximum_from(q0 + i < p.len_q ? lse[q0 + i] : NEG_INF);
     }
   }
 }

@@ -56,6 +56,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=missing))
 
 
+@pytest.fixture
+def planted_kernels() -> Iterator[None]:
+    """For a test that plants kernels of its own: nothing loaded before is used, nor this after."""
+    kc.cache_clear(disk=False)
+    yield
+    kc.cache_clear(disk=False)
+
+
 def pytest_collection_finish() -> None:
     """Let the garbage collector look less often, and not at what was collected, which stays."""
     gc.collect()

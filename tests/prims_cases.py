@@ -492,7 +492,18 @@ def stores_expected(
     return {"Y": Y}
 
 
+def counter_arguments() -> Arguments:
+    return {name: np.zeros(count, np.int32) for name, count in
+            (("counter", 1), ("written", 1), ("order", 8))}  # fmt: skip
+
+
+def counter_expected(**_: Any) -> dict[str, np.ndarray]:
+    eight = np.array([8], np.int32)
+    return {"counter": eight, "written": eight, "order": np.arange(8, dtype=np.int32)}
+
+
 def hopper_prims() -> Iterator[Prim]:
+    yield Prim("counter", "counter", "turns", 256, counter_arguments, counter_expected)
     yield Prim(
         "mbarrier", "mbarrier", "ring", 64, ring_arguments, lambda x, y: {"y": x[:, ::-1]},
         hopper=True,

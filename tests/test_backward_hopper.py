@@ -74,7 +74,7 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
     plans = [hopper_plan(call, deterministic=form) for form in FORMS.values()]
     modules = {x.module: x.entry for plan in plans for x in plan.launches}
     hopper = {m: entry for m, entry in modules.items() if m.path.parent.name == "sm90"}
-    narrow = ["backward_keys", "backward_keys", "backward_queries", "backward_sums"]
+    narrow = ["backward_keys", "backward_keys", "backward_sums"]
     wide = ["backward_keys_wide", "backward_queries_wide"]
     assert sorted(hopper.values()) == (narrow if head_dim <= SUMMED else wide)
     for module, entry in hopper.items():
@@ -114,7 +114,7 @@ def test_explain_names_the_form() -> None:
     inputs = received(*normal((1, 1, 40, 64), (1, 1, 70, 64)))
     for deterministic, form in (
         (False, "sm90_atomic: blocks of"),
-        (True, "sm90_deterministic: as"),
+        (True, "sm90_deterministic: asked for; blocks of keys take turns"),
     ):
         text = explain_backward(
             *inputs, deterministic=deterministic, arch="sm_90a", backend="interpret"
@@ -164,7 +164,7 @@ def test_lengths_around_the_edges_of_tiles(len_q: int, len_kv: int) -> None:
 
 
 def test_dk_and_dv_of_both_forms_have_the_same_bits() -> None:
-    """Up to head_dim 64 their tiles differ, and the order of the sums does not."""
+    """Turns are taken at dQ alone."""
     inputs = received(*normal((1, 2, 140, 64), (1, 1, 100, 64)))
     atomic, deterministic = (
         run_backward(inputs, **interpreted_as(form)).gradients for form in HOPPER_FORMS
@@ -253,7 +253,6 @@ def test_a_nan_of_the_next_sequence_has_no_influence(form: str, head_dim: int) -
         ("sm90/backward_keys.cu", "<CONSUMER_THREADS>(smem.V, keys, BLOCK_KV);"),
         ("sm90/backward_keys.cu", "<CONSUMER_THREADS>(smem.dO[at.stage], rows, BLOCK_Q);"),
         ("sm90/backward_keys_wide.cu", "<CONSUMER_THREADS>(smem.Q[next_at.stage], rows, BLOCK_Q);"),
-        ("sm90/backward_queries.cu", "<CONSUMER_THREADS>(smem.K[at.stage], rows, BLOCK_KV);"),
         ("sm90/backward_queries_wide.cu", "<WARPGROUP>(smem.V[own], rows, BLOCK_KV);"),
     ],
 )

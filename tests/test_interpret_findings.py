@@ -467,6 +467,33 @@ CASES = [
         says="32 at barrier 3; 32 have exited",
     ),
     Case(
+        "a count that never comes", "deadlock", """
+#ifdef MENDED
+  if (i == 0) atomicAdd(&y[63], 1);
+#endif
+  if (i == 32)
+    while (*const_cast<volatile int*>(&y[63]) != 1) __nanosleep(64);  // here
+  __syncthreads();
+  if (i == 63) atomicAdd(&y[63], -1);
+  __syncthreads();
+  atomicAdd(&y[i], x[i] - y[i]);
+""",
+        who=(0, 1, 0), says="lanes wait for others that never come",
+    ),
+    Case(
+        "a plain write after a read that says how it is ordered", "race", """
+  if (i == 40) atomicAdd(&y[0], *const_cast<volatile int*>(&x[40]));
+  if (i == 40) y[1] = *const_cast<volatile int*>(&y[0]);
+#ifdef MENDED
+  __syncthreads();
+#endif
+  if (i == 0) y[0] = x[0];  // here
+  __syncthreads();
+  y[i] = x[i];
+""",
+        address=0, says="after the",
+    ),
+    Case(
         "a loop without end", "no end", """
 #ifdef MENDED
   y[i] = 1;

@@ -39,7 +39,7 @@ _WINDOWS = {base >> 56: name for name, base in WINDOWS.items()}
 #: Segments that one batch of blocks may run: a kernel that goes on longer will not end.
 MAX_SEGMENTS = 5_000_000
 #: Times that lanes may wait for what nobody is left to do.
-MAX_RESTS = 1000
+MAX_RESTS = 100
 
 
 class Lanes:

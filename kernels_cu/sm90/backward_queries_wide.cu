@@ -1,10 +1,12 @@
 // backward_queries_wide -- the gradient of Q past 128 columns, Hopper form.
 //
-// Idea         sm90/backward_queries.cu with the keys shared out in place of the rows. dQ of 64
-//              rows and 256 columns fills half of a thread's registers, and Q and dO of more rows
-//              would leave no room for keys. So both warpgroups have all rows, and each takes
-//              every other tile of keys; at the end they add up what they have.
-// Differs from sm90/backward_queries.cu: 64 rows, not 128; one sum more.
+// Idea         sm90/attn_fa_tc.cu with dS K in the place of P V: a block of query rows stays, and
+//              dQ is summed in registers from the first key to the last. dQ of 64 rows and 256
+//              columns fills half of a thread's registers, and Q and dO of more rows would leave no
+//              room for keys. So both warpgroups have all rows, and each takes every other tile of
+//              keys; at the end they add up what they have.
+// Differs from the portable form: products by wgmma, operands by the copy engine; keys are shared
+//              out, not rows.
 // Kept simple  A stage belongs to one warpgroup: while it is filled anew, the other one multiplies.
 // Rounding     R9 P from the log-sum-exp, R10 dP, R11 dS, dS to 16 bits, R12 the tensor core over
 //              keys, times scale, store
@@ -40,7 +42,7 @@ static_assert(
     BLOCK_Q == 64 && BLOCK_KV == 64,
     "BLOCK_Q and BLOCK_KV must be 64: dQ, S and dP fill registers");
 static_assert(
-    HEAD_DIM > 128, "HEAD_DIM must be more than 128: sm90/backward_queries.cu is for less");
+    HEAD_DIM > 128, "HEAD_DIM must be more than 128: sm90/backward_keys.cu makes dQ of less");
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "NUM_WARPS must be 8 that compute and 4 that copy");
 

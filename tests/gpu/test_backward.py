@@ -87,6 +87,7 @@ def test_features_are_within_their_bound_amid_nan(how: dict[str, Any]) -> None:
             run_backward(amid_nan, **how, **options).check()
 
 
+@pytest.mark.usefixtures("planted_kernels")
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.caught_by == "J2"], ids=lambda f: f.name)
 def test_a_mistake_is_noticed(fault: Any, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(kc, "KERNELS", fault.plant(tmp_path))

@@ -72,6 +72,7 @@ def test_without_a_mistake_every_judgement_holds(variant: str) -> None:
             one.check()
 
 
+@pytest.mark.usefixtures("planted_kernels")
 @pytest.mark.parametrize(
     ("fault", "variant"), SEEN, ids=[f"{fault.name}-{variant}" for fault, variant in SEEN]
 )
