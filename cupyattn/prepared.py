@@ -458,11 +458,7 @@ class Prepared:
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
-        layout = self._layout
-        if layout.zeros:
-            self._xp.cuda.runtime.memsetAsync(scratch, 0, layout.zeros, stream)
-        inner = {name: scratch + offset for name, offset in layout.offsets.items()}
-        executor.launch_all(self._launches, {**addresses, **inner}, stream)
+        executor.ReadyCall(self._launches, self._layout).launch(addresses, scratch, stream)
 
     def _run(
         self, operands: Mapping[str, Any], addresses: Mapping[str, int], out: Any
