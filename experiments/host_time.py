@@ -49,10 +49,10 @@ def torch_ways(rung: str, *arrays: Any) -> dict[str, Callable[[], Any]]:
         ["torch", *(f"cupyattn.interop.torch{n}" for n in ("", ".bridge", ".calls", ".schema"))],
     )
     tensors = dict(zip("qkv", map(bridge.as_tensor, arrays), strict=True))
-    arguments = schema.ATTENTION.flat(tensors, calls.Settings(variant=rung))
+    arguments = schema.ATTENTION_QKV.flat(tensors, calls.Settings(variant=rung))
     found = {
         "torch, attention()": lambda: interop.attention(**tensors, variant=rung),
-        "torch, operator": lambda: torch.ops.cupyattn.attention.default(*arguments)[0],
+        "torch, operator": lambda: torch.ops.cupyattn.attention_qkv.default(*arguments)[0],
     }
     if tensors["q"].is_cuda:
         for call in found.values():

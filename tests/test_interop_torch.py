@@ -438,7 +438,7 @@ def test_an_exported_program_has_the_operator() -> None:
     x = torch.randn(1, 2, 5, 16, dtype=torch.float16)
     program = torch.export.export(Layer(), (x,))
     targets = [str(node.target) for node in program.graph.nodes]
-    assert "cupyattn.attention.default" in targets
+    assert "cupyattn.attention_qkv.default" in targets
     assert torch.equal(program.module()(x), interop.attention(x, x, x, causal=True))
 
 
@@ -596,7 +596,7 @@ def test_what_has_no_derivative_says_so() -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         lse.sum().backward()
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    with pytest.raises(UnsupportedError, match="attention_backward' is not implemented"):
+    with pytest.raises(UnsupportedError, match="attention_qkv_backward' is not implemented"):
         dq.sum().backward()
 
 

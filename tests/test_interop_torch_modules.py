@@ -17,7 +17,9 @@ from tests.runs import normal
 
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
-bridge = importlib.import_module("cupyattn.interop.torch.bridge")
+bridge, calls, schema = (
+    importlib.import_module(f"cupyattn.interop.torch.{n}") for n in ("bridge", "calls", "schema")
+)
 
 STEPS = (0, 25, 49)  # aggressive, balanced, precision
 
@@ -277,3 +279,26 @@ def test_the_examples_of_docstrings_are_true(name: str) -> None:
     module = importlib.import_module(f"cupyattn.interop.torch.{name}")
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert result.attempted and not result.failed
+
+
+def test_the_operator_of_q_k_and_v_alone_is_what_it_says() -> None:
+    """It has fewer arguments, and is what a call without others becomes."""
+    own = [torch.randn(2, 5, 5, 8, dtype=torch.float16, requires_grad=True) for _ in "qkv"]
+    settings = calls.Settings(return_lse=True, backend="mirror")
+    arguments = schema.ATTENTION_QKV.flat(dict(zip("qkv", own, strict=True)), settings)
+    torch.library.opcheck(torch.ops.cupyattn.attention_qkv.default, arguments)
+    seen: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(1, 1, 4, 8, dtype=torch.float16)
+    with Watch():
+        interop.attention(x, x, x, causal=True)
+        interop.attention(x, x, x, bias=torch.zeros(4, 4))
+    assert [n for n in seen if "cupyattn" in n] == [
+        "cupyattn::attention_qkv",
+        "cupyattn::attention",
+    ]

@@ -257,8 +257,9 @@ def test_gradients(dtype: str, variant: str) -> None:
 def test_operators_are_what_they_say() -> None:
     q, k, v = on_device(*problem("float16"), grad=True)
     settings = calls.Settings(return_lse=True, deterministic=True, causal=True)
-    arguments = schema.ATTENTION.flat({"q": q, "k": k, "v": v}, settings)
-    torch.library.opcheck(torch.ops.cupyattn.attention.default, arguments)
+    given = {"q": q, "k": k, "v": v}
+    for name, of in (("attention", schema.ATTENTION), ("attention_qkv", schema.ATTENTION_QKV)):
+        torch.library.opcheck(getattr(torch.ops.cupyattn, name).default, of.flat(given, settings))
     layer = interop.Int8Attention(4, 16, num_timesteps=50)
     step = None, None, None, 3, None, False, True, layer._number
     torch.library.opcheck(

@@ -15,7 +15,7 @@ from torch import Tensor
 from cupyattn.interop.torch import ops
 from cupyattn.interop.torch.calls import Settings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
-from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_VARLEN
+from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_QKV, ATTENTION_VARLEN
 
 #: Tensors with memory of their own; those of other classes know what they do with an operator.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -61,6 +61,8 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
     settings, wanted = settings._replace(return_lse=with_lse), settings.return_lse
     if "cu_seqlens_q" in tensors:
         o, lse = ops.attention_varlen(*ATTENTION_VARLEN.flat(tensors, settings))
+    elif len(tensors) == 3:
+        o, lse = ops.attention_qkv(*ATTENTION_QKV.flat(tensors, settings))
     else:
         o, lse = ops.attention(*ATTENTION.flat(tensors, settings))
     return (o, lse) if wanted else o

@@ -14,7 +14,7 @@ from torch import Tensor
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.calls import backward_pass, forward
 from cupyattn.interop.torch.checks import check_tensors
-from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_VARLEN, Schema
+from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_QKV, ATTENTION_VARLEN, Schema
 
 #: Operators of every module here.
 library = torch.library.Library("cupyattn", "DEF")
@@ -117,4 +117,5 @@ def backward_fake(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tup
 
 
 attention = _define("attention", ATTENTION)
+attention_qkv = _define("attention_qkv", ATTENTION_QKV)
 attention_varlen = _define("attention_varlen", ATTENTION_VARLEN)

@@ -85,6 +85,8 @@ class Schema:
 
 
 ATTENTION = Schema(TENSORS[:-2], 3)
+#: Of a call on q, k and v alone, which most are.
+ATTENTION_QKV = Schema(TENSORS[:3], 3)
 ATTENTION_VARLEN = Schema(TENSORS, 5)
 
 
