@@ -31,8 +31,9 @@ def grid(images: UInt8, columns: int, gap: int = 2) -> UInt8:
 
     Examples
     --------
-    >>> grid(np.zeros((3, 4, 4, 3), np.uint8), 2, gap=1)[:, :, 0].sum(axis=0).tolist()
-    [255, 255, 255, 255, 255, 1275, 1275, 1275, 1275]
+    >>> sheet = grid(np.zeros((3, 2, 2, 3), np.uint8), 2, gap=1)
+    >>> (sheet[:, :, 0] // 255).tolist()
+    [[0, 0, 1, 0, 0], [0, 0, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
     """
     count, high, wide, _ = images.shape
     rows = -(-count // columns)

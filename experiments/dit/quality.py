@@ -70,6 +70,16 @@ def distance(x: Array, from_: Array) -> Array:
     return xp.linalg.norm((x - from_).ravel()) / xp.linalg.norm(from_.ravel())
 
 
+def noting(path: list[Array]) -> Callable[[int, Array], None]:
+    """Return what keeps the images after each step."""
+    return lambda step, x: path.append(x)
+
+
+def comparing(path: list[Array], errors: list[Array]) -> Callable[[int, Array], None]:
+    """Return what notes how far the images are from those that were kept of each step."""
+    return lambda step, x: errors.append(distance(x, path[step]))
+
+
 def sample_modes(
     model: Model,
     weights: Parameters,
@@ -95,17 +105,10 @@ def sample_modes(
     order = (modes.FULL, *(name for name in at if name != modes.FULL))
     for first in range(0, len(seeds), BATCH):
         some = seeds[first : first + BATCH]
-        path: list[Array] = []
+        path: list[Array] = []  # of the latents in 16 bits
         for name in order:
             result, errors = found[name], []
-
-            def kept(step: int, x: Array) -> None:
-                path.append(x)
-
-            def compared(step: int, x: Array, errors: list[Any] = errors) -> None:
-                errors.append(distance(x, path[step]))
-
-            seen = kept if name == modes.FULL else compared
+            seen = noting(path) if name == modes.FULL else comparing(path, errors)
             start = time.perf_counter()
             images = on_host(sample(model, weights, some, at[name], steps=steps, seen=seen))
             result.seconds.append((time.perf_counter() - start) / len(some))

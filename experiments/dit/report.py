@@ -37,14 +37,14 @@ def number(x: Any) -> float:
 
 
 def with_interval(triple: Sequence[Any], digits: int) -> str:
-    """Return a figure and its interval.
+    """Return a figure and its interval; none is "-0.0".
 
     Examples
     --------
     >>> with_interval([1.234, 1.2, 1.3], 1)
     '1.2 [1.2, 1.3]'
     """
-    middle, low, high = (f"{number(x):.{digits}f}" for x in triple)
+    middle, low, high = (f"{round(number(x), digits) + 0.0:.{digits}f}" for x in triple)
     return f"{middle} [{low}, {high}]"
 
 
@@ -154,13 +154,13 @@ def page(trained: Record, record: Record, tuned: Record | None) -> str:
         "",
         f"![A row for each mode, from the same noise]({GRID.name})",
         "",
-        f"Rows: {', '.join(modes.NAMES)}. Columns: {', '.join(NAMES)}.",
+        f"Rows: {'; '.join(modes.NAMES)}. Columns: {', '.join(NAMES)}.",
         "",
         *common.markdown(*_table(rows)),
         "",
         "PSNR in dB and SSIM compare each image with that of 32-bit or 16-bit attention from the "
         "same noise; brackets are 95 % bootstrap intervals over seeds. *Frechet* is the Frechet "
-        f"distance to {'real crops'} in {record['features']} features of a small network trained "
+        f"distance to real crops in {record['features']} features of a small network trained "
         f"here (it tells {record['accuracy of the features']:.1%} of crops right). It is not the "
         "FID. There is no LPIPS: its weights would have to be downloaded. *memory* is the peak of "
         "sampling beside the weights; *an image* the time of one, of a batch of many, all else in "
@@ -171,7 +171,7 @@ def page(trained: Record, record: Record, tuned: Record | None) -> str:
         "## What the founding notes claim",
         "",
         "Of Stable Diffusion 1.5 they give, as PSNR in dB: "
-        + ", ".join(f"{mode} {x}" for mode, x in CLAIMED_PSNR.items())
+        + "; ".join(f"{mode} {x}" for mode, x in CLAIMED_PSNR.items())
         + ". Their fall from 36.2 to 33.1 dB, 3.1 dB, doubles the squared error; they call it "
         "0.63 dB and less than 1 %.",
         "",
