@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import doctest
 import importlib
 import json
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import common
+from experiments import common, precision_ablation, timestep_ablation
 from experiments.dit import (
     capture,
     checkpoint,
@@ -416,6 +417,34 @@ def test_what_is_captured_is_what_attention_gets(
     monkeypatch.setattr(common, "CAPTURED", tmp_path / "none.npz")
     with pytest.raises(OSError, match="experiments.dit.capture makes it"):
         common.captured(0, 1)
+
+
+def test_what_was_captured_is_the_input_of_ablations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays of the shapes that are committed; q grows as noise goes, which bins follow."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        f"layer{layer}_step{step}_{name}": (
+            (1 + 7 * step / 50) * rng.standard_normal((1, 2, 1024, 64))
+        ).astype(np.float16)
+        for layer in (1, 4)
+        for step in common.captured_steps(50)
+        for name in "qkv"
+    }
+    monkeypatch.setattr(common, "CAPTURED", tmp_path / "qkv_dit.npz")
+    np.savez(common.CAPTURED, **arrays)
+    name = precision_ablation.TRANSFORMER
+    args = argparse.Namespace(quick=False, seed=0, distributions=[name])
+    (problem,) = precision_ablation.problems(args)
+    assert all(x.shape == problem.call.output_shape for x in problem.draw(on_device=False))
+    steps = timestep_ablation.judged_steps(name, 7)
+    found = list(timestep_ablation.rows(name, steps, (2, 128), 0))
+    assert {row["timestep"] for row in found} == {1, 25, 48}
+    range_ = {(row["scales"], row["timestep"]): row.get("range") for row in found}
+    assert range_["uniform static", 1] < 0.3 < 0.9 < range_["static by bin", 1]
+    header, cells = timestep_ablation.table(found, steps, "range", "{:.0%}")
+    assert header[2:] == ["t = 1", "t = 25", "t = 48"] and len(cells) == len(timestep_ablation.ARMS)
 
 
 def test_pictures_are_what_was_written(tmp_path: Path) -> None:
