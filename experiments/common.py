@@ -589,7 +589,7 @@ def guarded(work: Callable[[argparse.Namespace], int], args: argparse.Namespace)
     """Return what `work` returns; a user's mistake is one line and exit status 2."""
     try:
         return work(args)
-    except (ValueError, TypeError, OSError, UnsupportedError, ca.DeviceMemoryError) as error:
+    except (ValueError, TypeError, OSError, FloatingPointError, *REFUSALS) as error:
         print(f"{' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

@@ -374,6 +374,16 @@ def test_quality_and_fine_tuning_run_in_small_and_are_told(
         report.write(tmp_path / "nowhere", tmp_path)
 
 
+def test_the_page_is_what_the_records_say() -> None:
+    if not report.PAGE.is_file():
+        pytest.skip("nothing was trained on a device yet")
+    trained, record = report.stored("train"), report.stored("quality")
+    tuned = common.RESULTS / "dit_fine_tune.json"
+    found = report.page(trained, record, report.stored("fine_tune") if tuned.is_file() else None)
+    told = "run python -m experiments.dit.quality --stored"
+    assert report.PAGE.read_text(encoding="utf-8") == found, told
+
+
 def test_claims_are_judged_by_their_intervals() -> None:
     """With records that say what is expected, each verdict once."""
     rng = np.random.default_rng(0)

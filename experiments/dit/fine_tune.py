@@ -61,7 +61,7 @@ def tuned(
     state = State.start(weights)
     train(trainer, state, lambda: False, lambda state: None, advance)
     held_out = (draw(settings, HELD_OUT_FROM + i) for i in range(batches))
-    return state.losses, [trainer.loss(state.weights, batch)[0] for batch in held_out]
+    return state.losses, [float(trainer.loss(state.weights, batch)[0]) for batch in held_out]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -110,8 +110,8 @@ class Trainer:
             view[...] = view.ndim > 1
         self._matrices = xp.asarray(matrices.flat)
 
-    def loss(self, weights: Array, batch: Batch) -> tuple[float, Array, Any]:
-        """Return the loss of a batch, its gradient with respect to the velocity, and the tape."""
+    def loss(self, weights: Array, batch: Batch) -> tuple[Array, Array, Any]:
+        """Return the loss of a batch, its gradient by the velocity, and the tape."""
         xp = self.xp
         parameters = self._gradients.like(weights)
         rounded = parameters.like(weights.astype("float16"))
@@ -140,7 +140,7 @@ class Trainer:
                 state.step, state.weights, gradient, moments, state.average, self._matrices
             )
         state.step += 1
-        state.losses.append(loss)
+        state.losses.append(float(loss))
 
 
 def train(
