@@ -219,6 +219,6 @@ def test_the_photographs_are_those_of_the_packages() -> None:
         np.testing.assert_array_equal(pixels, found[name])
 
 
-@pytest.mark.parametrize("name", ["data", "model", "optim", "parameters"])
+@pytest.mark.parametrize("name", ["data", "layers", "model", "parameters"])
 def test_examples_in_docstrings_are_true(name: str) -> None:
     assert not doctest.testmod(importlib.import_module(f"experiments.dit.{name}")).failed

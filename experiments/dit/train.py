@@ -55,7 +55,7 @@ class Settings:
     shape: Shape = Shape()
     seed: int = 0
     batch: int = 64
-    steps: int = 5000
+    steps: int = 4000
     rate: float = 1e-3
 
     def to_dict(self) -> dict[str, Any]:
