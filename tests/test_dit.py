@@ -295,8 +295,9 @@ def test_the_distance_of_distributions_is_that_of_normal_ones() -> None:
     x = rng.standard_normal((5000, 3))
     x = (x - x.mean(axis=0)) @ np.linalg.inv(np.linalg.cholesky(np.cov(x, rowvar=False))).T
     a, b = np.array([1.0, 2.0, 3.0]), np.array([2.0, 2.0, 1.0])
-    assert metrics.frechet(x * a, x * b + 1) == pytest.approx(((a - b) ** 2).sum() + 3)
-    assert metrics.frechet(x, x) == pytest.approx(0, abs=1e-9)
+    of_x, of_a, of_b = (metrics.Moments.of(y) for y in (x, x * a, x * b + 1))
+    assert metrics.frechet(of_a, of_b) == pytest.approx(((a - b) ** 2).sum() + 3)
+    assert metrics.frechet(of_x, of_x) == pytest.approx(0, abs=1e-9)
 
 
 def test_intervals_cover() -> None:
@@ -338,12 +339,13 @@ def test_the_network_of_features_learns_to_tell_photographs_apart() -> None:
 
 
 def test_quality_and_fine_tuning_run_in_small_and_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records, page, grid and curves of a tiny one; the page's numbers are the records'."""
     pytest.importorskip("matplotlib")
     files = {n: tmp_path / f"dit_{n}.json" for n in ("train", "quality", "fine_tune")}
     grid = tmp_path / report.GRID.name
+    monkeypatch.setattr(quality, "DISTANCE_RESAMPLES", 20)
     given = ["--quick", "--images", "12", "--steps", "4", "--grid", str(grid)]
     assert quality.main([*given, "--json", str(files["quality"])]) == 0
     tune = ["--quick", "--steps", "2", "--batch", "2", "--json", str(files["fine_tune"])]

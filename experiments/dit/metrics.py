@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -68,13 +68,28 @@ def ssim(a: npt.ArrayLike, b: npt.ArrayLike) -> Float64:
     )
 
 
-def frechet(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
-    """Return the Frechet distance of two sets of features, each taken for a normal distribution.
+@dataclass(frozen=True)
+class Moments:
+    """Mean and covariance of features.
 
     Parameters
     ----------
-    a, b : array, (count, features)
-        More rows than columns, for a covariance of full rank.
+    mean : array, (features,)
+    covariance : array, (features, features)
+    """
+
+    mean: Float64
+    covariance: Float64
+
+    @classmethod
+    def of(cls, features: npt.ArrayLike) -> Moments:
+        """Return those of (count, features): more rows than columns, for a full rank."""
+        x = np.asarray(features, np.float64)
+        return cls(x.mean(axis=0), np.cov(x, rowvar=False))
+
+
+def frechet(a: Moments, b: Moments) -> float:
+    """Return the Frechet distance of two normal distributions, squared as is the custom.
 
     Notes
     -----
@@ -84,49 +99,24 @@ def frechet(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
     Examples
     --------
     >>> x = np.random.default_rng(0).standard_normal((100, 3))
-    >>> round(frechet(x, x + [2, 0, 0]), 9)
+    >>> round(frechet(Moments.of(x), Moments.of(x + [2, 0, 0])), 9)
     4.0
     """
-    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    of_x, of_y = (np.cov(z, rowvar=False) for z in (x, y))
-    values, vectors = np.linalg.eigh(of_x)
+    values, vectors = np.linalg.eigh(a.covariance)
     root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
-    shared = np.linalg.eigvalsh(root @ of_y @ root)
-    spread = np.trace(of_x) + np.trace(of_y) - 2 * np.sqrt(np.maximum(shared, 0)).sum()
-    return float(((x.mean(axis=0) - y.mean(axis=0)) ** 2).sum() + spread)
+    shared = np.linalg.eigvalsh(root @ b.covariance @ root)
+    spread = np.trace(a.covariance) + np.trace(b.covariance)
+    spread -= 2 * np.sqrt(np.maximum(shared, 0)).sum()
+    return float(((a.mean - b.mean) ** 2).sum() + spread)
 
 
-def interval(
-    statistic: Callable[[npt.NDArray[np.intp]], float],
-    count: int,
-    *,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
-) -> list[float]:
-    """Return a statistic of samples, and its 95 % bootstrap interval over them.
-
-    Parameters
-    ----------
-    statistic : callable
-        ``statistic(indices) -> float``: of the samples with these numbers. Of pairs it takes the
-        same numbers of both.
-    count : int
-        Samples.
-    seed, resamples : int
-
-    Returns
-    -------
-    list of float
-        The statistic of all samples, the lower end, the upper end.
-    """
-    draws = np.random.default_rng(seed).integers(0, count, (resamples, count))
-    found = [statistic(draw) for draw in draws]
-    low, high = np.percentile(found, [2.5, 97.5])
-    return [statistic(np.arange(count)), float(low), float(high)]
+def draws(count: int, resamples: int = RESAMPLES, seed: int = 0) -> npt.NDArray[np.intp]:
+    """Return which samples each resample of a bootstrap takes, (resamples, count)."""
+    return np.random.default_rng(seed).integers(0, count, (resamples, count))
 
 
 def mean_interval(samples: npt.ArrayLike, *, seed: int = 0) -> list[float]:
-    """Return the mean of samples and its 95 % bootstrap interval.
+    """Return the mean of samples and its 95 % bootstrap interval, of percentiles.
 
     Examples
     --------
@@ -134,4 +124,25 @@ def mean_interval(samples: npt.ArrayLike, *, seed: int = 0) -> list[float]:
     [2.0, 2.0, 2.0]
     """
     values = np.asarray(samples, np.float64)
-    return interval(lambda some: float(values[some].mean()), values.size, seed=seed)
+    found = values[draws(values.size, seed=seed)].mean(axis=1)
+    return [float(values.mean()), *map(float, np.percentile(found, [2.5, 97.5]))]
+
+
+def deviation_interval(value: float, resampled: npt.ArrayLike) -> list[float]:
+    """Return a statistic and its 95 % interval by the standard deviation of its resamples.
+
+    Parameters
+    ----------
+    value : float
+        Of all samples.
+    resampled : array
+        Of each resample. A distance of few samples is too large, and one of a resample more so:
+        percentiles would not hold the value itself.
+
+    Examples
+    --------
+    >>> [round(x, 2) for x in deviation_interval(1.0, [2.0, 4.0])]
+    [1.0, -0.96, 2.96]
+    """
+    width = 1.96 * float(np.std(resampled))
+    return [value, value - width, value + width]

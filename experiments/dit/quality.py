@@ -148,15 +148,17 @@ def judged(
         Features of real crops.
     """
     images = {name: np.concatenate(one.images) for name, one in found.items()}
-    of = {name: features.features_of(network, 2 * x - 1) for name, x in images.items()}
-    count, full = len(images[modes.FULL]), of[modes.FULL]
+    count, of_real = len(images[modes.FULL]), metrics.Moments.of(real)
+    resamples = [np.arange(count), *metrics.draws(count, DISTANCE_RESAMPLES)]
 
-    def to_real(some: np.ndarray, mine: np.ndarray) -> float:
-        return metrics.frechet(mine[some], real)
+    def distances(x: np.ndarray) -> np.ndarray:
+        """Of all images, and of every resample: the same ones in every mode."""
+        mine = features.features_of(network, 2 * x - 1)
+        return np.array([metrics.frechet(metrics.Moments.of(mine[i]), of_real) for i in resamples])
 
+    to_real = {name: distances(x) for name, x in images.items()}
     rows = []
     for name, x in images.items():
-        mine = of[name]
         row: dict[str, Any] = {"mode": name, "images": count}
         for other in (modes.REFERENCE, modes.FULL):
             if name == other:
@@ -165,13 +167,11 @@ def judged(
             for metric, values in zip(("psnr", "ssim"), per_image, strict=True):
                 row[f"{metric} to {other}"] = metrics.mean_interval(values)
                 row[f"{metric}s to {other}"] = [round(float(value), 4) for value in values]
-        row["frechet"] = metrics.interval(
-            lambda some, mine=mine: to_real(some, mine), count, resamples=DISTANCE_RESAMPLES
-        )
-        row["frechet over 16-bit"] = metrics.interval(
-            lambda some, mine=mine: to_real(some, mine) - to_real(some, full), count,
-            resamples=DISTANCE_RESAMPLES,
-        )  # fmt: skip
+        over = to_real[name] - to_real[modes.FULL]
+        for key, (value, *resampled) in (
+            ("frechet", to_real[name]), ("frechet over 16-bit", over)
+        ):  # fmt: skip
+            row[key] = metrics.deviation_interval(float(value), resampled)
         errors = found[name].errors
         row["latent error"] = np.mean(errors, axis=0).tolist() if errors[0] else []
         rows.append(row)
