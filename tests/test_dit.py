@@ -37,8 +37,8 @@ from experiments.dit.attention import Kernels
 from experiments.dit.checkpoint import State
 from experiments.dit.model import Model, Shape, initial
 from experiments.dit.optim import AdamW, LossScale
-from experiments.dit.sample import levels, sample, sample_all
 from experiments.dit.sample import main as sample_main
+from experiments.dit.sampler import levels, sample, sample_all
 from experiments.dit.train import QUICK, Settings, Trainer
 from tests.test_dit_layers import differences
 
@@ -201,8 +201,13 @@ def test_the_command_trains_resumes_and_samples(
     assert "another --folder" in capsys.readouterr().err
     assert train.main([*given, "--steps", "0"]) == 2
     drawing = tmp_path / "samples.png"
-    assert sample_main(["--quick", "--images", "9", "--steps", "2", "--plot", str(drawing)]) == 0
-    assert drawing.read_bytes().startswith(b"\x89PNG")
+    small = ["--quick", "--images", "9", "--steps", "4", "--plot", str(drawing)]
+    found = []
+    for mode in (modes.FULL, modes.BY_STEP):
+        assert sample_main([*small, "--mode", mode]) == 0
+        found.append(drawing.read_bytes())
+        assert found[-1].startswith(b"\x89PNG")
+    assert sample_main([*small, "--images", "0"]) == 2
     with pytest.raises(OSError, match="experiments.dit.train makes them"):
         checkpoint.load_weights(tmp_path / "none.npz", np)
 
@@ -229,7 +234,7 @@ def test_sampling_is_deterministic_and_an_image_is_that_of_its_seed(
     whole = sample_all(model, weights, range(5), lambda step: attention, steps=3)
     again = sample_all(model, weights, range(5), lambda step: attention, steps=3)
     assert whole.tobytes() == again.tobytes() and whole.dtype == np.float32
-    monkeypatch.setattr("experiments.dit.sample.BATCH", 2)
+    monkeypatch.setattr("experiments.dit.sampler.BATCH", 2)
     parts = sample_all(model, weights, range(5), lambda step: attention, steps=3)
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-3 * abs(whole).max())
     assert levels(3).tolist() == pytest.approx([1, 2 / 3, 1 / 3, 0])
@@ -255,8 +260,9 @@ def test_every_mode_runs_its_arithmetic(network: tuple[Model, Any]) -> None:
     steps = 50
     calibrations = modes.calibrate(model, weights, 8, range(2))
     assert len(calibrations) == QUICK.depth and calibrations[0].bins.count == 4
-    at, layers = modes.attentions(model, 8, calibrations)
+    at = modes.attentions(model, 8, calibrations)
     assert tuple(at) == modes.NAMES
+    layers = {name: at[name](0).layers for name in modes.INT8}
     of_step = {
         name: {one.mode(step) for one in layers[name] for step in range(8)} for name in layers
     }
@@ -471,7 +477,7 @@ def test_pictures_are_what_was_written(tmp_path: Path) -> None:
     np.testing.assert_array_equal(decoded, image)
 
 
-NAMED = ("capture", "metrics", "optim", "pictures", "report", "sample", "train")
+NAMED = ("capture", "metrics", "modes", "optim", "pictures", "report", "sampler", "train")
 
 
 @pytest.mark.parametrize("name", NAMED)

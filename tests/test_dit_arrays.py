@@ -15,7 +15,7 @@ from experiments.dit import checkpoint, features, metrics, quality, train
 from experiments.dit.attention import Kernels
 from experiments.dit.checkpoint import State
 from experiments.dit.model import Model, initial
-from experiments.dit.sample import sample_all
+from experiments.dit.sampler import sample_all
 from experiments.dit.train import QUICK, Settings, Trainer
 
 

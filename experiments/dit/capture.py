@@ -23,7 +23,7 @@ from experiments.dit import checkpoint, modes
 from experiments.dit.attention import Kernels, Recorder
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters
-from experiments.dit.sample import STEPS, sample
+from experiments.dit.sampler import STEPS, sample
 from experiments.dit.train import QUICK, WEIGHTS, array_module
 
 #: Heads that are kept, the first ones: all would be twice the size.

@@ -9,7 +9,7 @@ import cupyattn as ca
 from experiments.dit.attention import Attention, ByTimestep, Kernels, Recorder
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters
-from experiments.dit.sample import sample
+from experiments.dit.sampler import sample
 
 #: What others are compared with, and what that is held to.
 FULL, REFERENCE = "16-bit", "32-bit"
@@ -38,6 +38,22 @@ CALIBRATION_SEEDS = range(1_000_000, 1_000_004)
 At = Callable[[int], Attention]
 
 
+def bins_of(steps: int) -> int:
+    """Return how many bins of log-SNR there are: `BINS`, or as many as steps leave none empty.
+
+    Examples
+    --------
+    >>> [bins_of(steps) for steps in (2, 4, 20, 50)]
+    [1, 2, 8, 8]
+    """
+    sigmas = ca.compute_sigma_schedule(steps, "flow")
+    for bins in range(min(BINS, steps // 2), 1, -1):
+        edges = ca.diffusion.SnrBins.even(sigmas, bins)
+        if len({int(edges.index(sigma)) for sigma in sigmas}) == bins:
+            return bins
+    return 1
+
+
 def calibrate(
     model: Model, weights: Parameters, steps: int, seeds: Sequence[int] = CALIBRATION_SEEDS
 ) -> list[ca.Calibration]:
@@ -60,7 +76,7 @@ def calibrate(
     return [
         ca.calibrate_quantization_scales(
             [(q, k, step) for step, layer, q, k, _ in found if layer == block], PERCENTILE,
-            sigmas=sigmas, num_bins=min(BINS, steps // 2), source=f"experiments/dit, block {block}",
+            sigmas=sigmas, num_bins=bins_of(steps), source=f"experiments/dit, block {block}",
         )
         for block in blocks
     ]  # fmt: skip
@@ -81,10 +97,29 @@ def layers_of(
     )  # fmt: skip
 
 
-def attentions(
-    model: Model, steps: int, calibrations: Sequence[ca.Calibration]
-) -> tuple[dict[str, At], dict[str, tuple[ca.Int8Attention, ...]]]:
-    """Return the attention of every mode by step, and the layers of the INT8 ones.
+def attention_of(
+    name: str, model: Model, steps: int, calibrations: Sequence[ca.Calibration] = ()
+) -> At:
+    """Return the attention of a mode by step.
+
+    Parameters
+    ----------
+    name : str
+        Of `NAMES`.
+    model : Model
+    steps : int
+    calibrations : sequence of Calibration
+        One for each block, where the mode has static scales.
+    """
+    if name in INT8:
+        layers = layers_of(name, model, steps, calibrations)
+        return lambda step: ByTimestep(layers, step)
+    fixed = Kernels() if name == FULL else Kernels("fa_warps", "float32")
+    return lambda step: fixed
+
+
+def attentions(model: Model, steps: int, calibrations: Sequence[ca.Calibration]) -> dict[str, At]:
+    """Return the attention of every mode by step.
 
     Parameters
     ----------
@@ -93,9 +128,10 @@ def attentions(
     calibrations : sequence of Calibration
         One for each block.
     """
-    full, reference = Kernels(), Kernels("fa_warps", "float32")
-    found: dict[str, At] = {REFERENCE: lambda step: reference, FULL: lambda step: full}
-    layers = {name: layers_of(name, model, steps, calibrations) for name in INT8}
-    for name, some in layers.items():
-        found[name] = lambda step, some=some: ByTimestep(some, step)  # type: ignore[misc]
-    return found, layers
+    return {name: attention_of(name, model, steps, calibrations) for name in NAMES}
+
+
+def fallbacks(at: At) -> int:
+    """Return how many calls of a mode fell back to 16 bits."""
+    layers = getattr(at(0), "layers", ())
+    return sum(sum(one.fallbacks.values()) for one in layers)

@@ -33,7 +33,7 @@ from experiments import common
 from experiments.dit import checkpoint, data, features, metrics, modes, pictures, report
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters
-from experiments.dit.sample import BATCH, STEPS, sample
+from experiments.dit.sampler import BATCH, STEPS, sample
 from experiments.dit.train import QUICK, WEIGHTS, array_module
 
 #: Real crops that samples are held to, and resamples of a distance, which takes longer than a mean.
@@ -188,7 +188,7 @@ def measured(
     with output.progress("calibrating") as advance:
         calibrations = modes.calibrate(model, weights, args.steps)
         advance("done")
-    at, layers = modes.attentions(model, args.steps, calibrations)
+    at = modes.attentions(model, args.steps, calibrations)
     peaks = {n: peak_bytes(model, weights, min(BATCH, args.images), a, args.steps)
              for n, a in at.items()}  # fmt: skip
     batches = -(-args.images // BATCH)
@@ -201,7 +201,7 @@ def measured(
             None if model.xp is np else timing.median(found[name].seconds).to_list()
         )
         row["peak_bytes"] = peaks[name]
-        row["fallbacks"] = sum(sum(one.fallbacks.values()) for one in layers.get(name, ()))
+        row["fallbacks"] = modes.fallbacks(at[name])
     shown = [np.concatenate(found[name].images)[:SHOWN] for name in modes.NAMES]
     return rows, data.as_pixels(2 * np.concatenate(shown) - 1)
 
