@@ -22,6 +22,7 @@ def main() -> None:
     out = cupy.empty_like(q)
     prepared = ca.plan(q, k, v, causal=True, out=out)  # checked, compiled and loaded
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()  # that one would not wait for q, k and v
     with stream:
         prepared(q, k, v, out=out)
         stream.begin_capture()
