@@ -57,7 +57,7 @@ endif
 
 test-interop: $(FRAMEWORKS_READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
-		$(SLOW) tests/test_interop_*.py
+		$(SLOW) tests/test_interop_*.py tests/test_examples.py
 
 # Builds sdist and wheel, installs the wheel with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)

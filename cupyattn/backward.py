@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
-from cupyattn import arrays, backends, checks
+from cupyattn import arrays, backends, checks, executor
 from cupyattn.api import score_lines
 from cupyattn.arrays import is_cupy
 from cupyattn.backward_plan import plan_backward
@@ -356,6 +356,42 @@ def _plan(request: Request, described: dict[str, Operand], deterministic: bool) 
     )
 
 
+def ready_backward(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any
+) -> executor.ReadyCall | None:
+    """Make `attention_backward` ready to be launched on memory of the caller's.
+
+    Parameters
+    ----------
+    d_out, q, k, v, out, lse, **options
+        As for `explain_backward`, CuPy arrays.
+
+    Returns
+    -------
+    ReadyCall or None
+        It reads "q", "k", "v", "o", "lse", "d_out", mask, bias, offsets and the blocks of a block
+        mask ("kept_blocks", of its transposed "kept_rows"), and writes "dq", "dk" and "dv", shaped
+        as q, k and v are, contiguous and 16-byte aligned. None where more than launches is needed:
+        rows that are turned, operands that are copied.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention_backward`.
+    """
+    deterministic, arch = bool(options.pop("deterministic", False)), options.get("arch")
+    _check_offered(q, options.pop("qk_norm", None))
+    request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
+    operands = _take(d_out, out, lse, request)
+    given = {"q": q, "k": k, "v": v, "d_out": d_out, "out": out, "lse": lse}
+    added = {n: options[n] for n in ("mask", "bias", *SEQUENCES) if options.get(n) is not None}
+    used = {**operands, **{name: getattr(request, name) for name in added}}
+    copied = any(not same_place(used[n], x) for n, x in {**given, **added}.items())
+    if _rope_of(request) is not None or copied:
+        return None
+    return executor.ReadyCall.of(_plan_of(request, operands, deterministic), arch)
+
+
 def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> str:
     """Say what `attention_backward` would do with the same arguments, without doing it.
 
@@ -386,14 +422,7 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
     deterministic = bool(options.pop("deterministic", False))
     _check_offered(q, options.pop("qk_norm", None))
     request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
-    operands = _take(d_out, out, lse, request)
-    operands["o"] = operands.pop("out")
-    arrays_given = {**operands, **_of_scores(request)}
-    described = {name: Operand.of(array) for name, array in arrays_given.items()}
-    for name in Gradients._fields:
-        x = operands[name[1:]]
-        described[name] = laid_out(x.shape, x.dtype.itemsize, request.options.layout)
-    plan = _plan(request, described, deterministic)
+    plan = _plan_of(request, _take(d_out, out, lse, request), deterministic)
     if plan.form.endswith("atomic"):
         why = (
             "blocks of keys add up dQ in memory; deterministic=True has the same bits on every run"
@@ -404,6 +433,16 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
         how = "blocks of keys take turns at dQ" if in_turns else "a kernel of its own makes dQ"
         why = f"{reason}; {how}"
     return "\n".join([f"{plan.form}: {why}", *score_lines(request), str(plan)])
+
+
+def _plan_of(request: Request, operands: dict[str, Any], deterministic: bool) -> Plan:
+    """Plan the kernels for results that are contiguous in the caller's layout."""
+    given = {**operands, "o": operands["out"], **_of_scores(request)}
+    described = {name: Operand.of(x) for name, x in given.items() if name != "out"}
+    for name in Gradients._fields:
+        x = operands[name[1:]]
+        described[name] = laid_out(x.shape, x.dtype.itemsize, request.options.layout)
+    return _plan(request, described, deterministic)
 
 
 def _rope_of(request: Request) -> Rope | None:

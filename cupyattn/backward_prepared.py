@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from cupyattn import backends, executor
+from cupyattn import backends
+from cupyattn.executor import ReadyCall
 from cupyattn.gradients import Gradients
 from cupyattn.launch import Plan
 from cupyattn.rounding import array_namespace
-from cupyattn.scratch import Layout, saying_what_is_needed
+from cupyattn.scratch import saying_what_is_needed
 
 
 class PreparedBackward:
@@ -29,8 +30,7 @@ class PreparedBackward:
     """
 
     def __init__(self, plan: Plan, operands: Mapping[str, Any], arch: str | None) -> None:
-        self._launches = [(one, one.pick({})) for one in executor.ready(plan, arch)]
-        self._layout = Layout.of(plan.workspace)
+        self._ready = ReadyCall.of(plan, arch)
         of = {name: operands[name[1:]] for name in Gradients._fields}
         self._forms = {name: (x.shape, x.dtype) for name, x in of.items()}
         self._needed = needed_bytes(operands, plan)
@@ -45,11 +45,12 @@ class PreparedBackward:
 
     def launch(self, buffers: Mapping[str, Any]) -> None:
         """Run on operands and results on the current device and stream."""
+        cupy = array_namespace(buffers["q"])
         with self._saying_what_is_needed():
-            scratch = self._layout.allocate(array_namespace(buffers["q"]), ())
-        scratch.clear()
+            scratch = cupy.empty(self._ready.scratch_bytes, "uint8")
         addresses = {name: array.data.ptr for name, array in buffers.items()}
-        executor.launch_all(self._launches, {**addresses, **scratch.addresses})
+        stream = cupy.cuda.get_current_stream().ptr
+        self._ready.launch(addresses, scratch.data.ptr, stream)
 
     def _saying_what_is_needed(self) -> AbstractContextManager[None]:
         return saying_what_is_needed("attention_backward", self._needed, on_device=True)

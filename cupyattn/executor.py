@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from cupyattn import tensor_map
 from cupyattn.checks import data_address
 from cupyattn.errors import KernelLaunchError
 from cupyattn.launch import Launch, TensorMap, Workspace
+from cupyattn.scratch import Layout
 from cupyattn.switches import is_on
 
 #: Alignment of every parameter in the buffer that the driver reads: a tensor map's.
@@ -229,6 +231,50 @@ def launch_all(
         one(pick(addresses), handle)
         if one.waits:
             cupy.cuda.runtime.streamSynchronize(handle)
+
+
+@dataclass(frozen=True)
+class ReadyCall:
+    """The launches of a call on one device, and where in scratch memory they find their buffers.
+
+    Parameters
+    ----------
+    launches : sequence of (ReadyLaunch, Pick)
+    layout : Layout
+        Of the scratch memory.
+    """
+
+    launches: Sequence[tuple[ReadyLaunch, Pick]]
+    layout: Layout
+
+    @classmethod
+    def of(cls, plan: Runnable, arch: str | None = None) -> ReadyCall:
+        """Make a plan ready on the current device, compiled for its own architecture or `arch`."""
+        launches = [(one, one.pick({})) for one in ready(plan, arch)]
+        return cls(launches, Layout.of(plan.workspace))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch memory that a launch takes."""
+        return self.layout.nbytes
+
+    def launch(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
+        """Launch on memory of the caller's, unchecked, on the current device.
+
+        Parameters
+        ----------
+        addresses : mapping of str to int
+            Of operands and results.
+        scratch, stream : int
+            Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
+        """
+        import cupy
+
+        layout = self.layout
+        if layout.zeros:
+            cupy.cuda.runtime.memsetAsync(scratch, 0, layout.zeros, stream)
+        inner = {name: scratch + offset for name, offset in layout.offsets.items()}
+        launch_all(self.launches, {**addresses, **inner}, stream)
 
 
 def _allocate(cupy: Any, work: Any) -> Any:

@@ -458,11 +458,7 @@ class Prepared:
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
-        layout = self._layout
-        if layout.zeros:
-            self._xp.cuda.runtime.memsetAsync(scratch, 0, layout.zeros, stream)
-        inner = {name: scratch + offset for name, offset in layout.offsets.items()}
-        executor.launch_all(self._launches, {**addresses, **inner}, stream)
+        executor.ReadyCall(self._launches, self._layout).launch(addresses, scratch, stream)
 
     def _run(
         self, operands: Mapping[str, Any], addresses: Mapping[str, int], out: Any
@@ -496,7 +492,8 @@ class Prepared:
 
     def _fill(self, scratch: Scratch, operands: Mapping[str, Any]) -> None:
         """Put into scratch memory what must be there before the first stage."""
-        scratch.clear()
+        for array in scratch.zeros:
+            array.fill(0)
         for name, scale in self._given.items():
             scratch.arrays[name][...] = scale
         if "v_operand" in scratch.arrays:

@@ -101,11 +101,6 @@ class Scratch:
     zeros: Sequence[Any] = ()
     whole: Any = None
 
-    def clear(self) -> None:
-        """Fill `zeros`."""
-        for array in self.zeros:
-            array.fill(0)
-
 
 @dataclass(frozen=True)
 class Layout:

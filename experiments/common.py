@@ -35,6 +35,8 @@ from cupyattn.rounding import array_namespace
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
+#: What `experiments.dit.capture` records of the diffusion transformer.
+CAPTURED = ROOT / "experiments" / "data" / "qkv_dit.npz"
 #: Fewer rounds than this are good for a look, not for a figure that is kept.
 LEAST_ROUNDS = 15
 #: What keeps a cell from running; its row says so.
@@ -116,6 +118,31 @@ def recorded(layer: int) -> tuple[Any, ...]:
     """Return Q, K and V of a layer of the text encoder in experiments/data, float16."""
     with np.load(ROOT / "experiments" / "data" / SAMPLE) as file:
         return tuple(file[f"layer{layer}_{name}"] for name in "qkv")
+
+
+def captured_steps(steps: int) -> tuple[int, int, int]:
+    """Return the steps of a sampler that are recorded: an early one, the middle and a late one.
+
+    Examples
+    --------
+    >>> captured_steps(50)
+    (1, 25, 48)
+    """
+    return 1, steps // 2, steps - 2
+
+
+def captured(layer: int, step: int) -> tuple[Any, ...]:
+    """Return Q, K and V of a block and a step of the diffusion transformer, float16.
+
+    Raises
+    ------
+    OSError
+        Where nothing was recorded; the message says what does.
+    """
+    if not CAPTURED.is_file():
+        raise OSError(f"there is no {CAPTURED}: python -m experiments.dit.capture makes it")
+    with np.load(CAPTURED) as file:
+        return tuple(file[f"layer{layer}_step{step}_{name}"] for name in "qkv")
 
 
 def as_they_are(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
@@ -562,7 +589,7 @@ def guarded(work: Callable[[argparse.Namespace], int], args: argparse.Namespace)
     """Return what `work` returns; a user's mistake is one line and exit status 2."""
     try:
         return work(args)
-    except (ValueError, TypeError, OSError, UnsupportedError, ca.DeviceMemoryError) as error:
+    except (ValueError, TypeError, OSError, FloatingPointError, *REFUSALS) as error:
         print(f"{' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

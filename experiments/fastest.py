@@ -32,11 +32,11 @@ Written by ``python -m experiments.fastest``.
 #: Compute capability times ten, dtype, head_dim, length, causal, and microseconds by name.
 Rows = tuple[tuple[int, str, int, int, bool, dict[str, float]], ...]
 '''
-TABLE = '''
+TABLE = """
 #: {what}: {device}, revision {revision}.
 {name} = "experiments/results/{record}.json"
 {rows}: Rows = (
-'''
+"""
 #: Names of peers_int8.json by the names of the table.
 CLASSES = {
     peers_int8.FULL: "fa_tc", peers_int8.BALANCED: "balanced", peers_int8.AGGRESSIVE: "aggressive",

@@ -1,7 +1,7 @@
 """How long does the host take for one call?
 
 Varies       rung; attention(), a prepared call, a prepared call with out=; where torch is installed
-             its function, its operator, a CUDA graph
+             its function, that with a gradient, its operator, a CUDA graph
 Holds fixed  batch 1, 2 heads, length 64, head_dim 64, float16: kernels shorter than their launches
 Measures     equality with the first call; seconds of the host per call, the device running behind
 Run          python -m experiments.host_time [--quick] [--json FILE]
@@ -49,10 +49,12 @@ def torch_ways(rung: str, *arrays: Any) -> dict[str, Callable[[], Any]]:
         ["torch", *(f"cupyattn.interop.torch{n}" for n in ("", ".bridge", ".calls", ".schema"))],
     )
     tensors = dict(zip("qkv", map(bridge.as_tensor, arrays), strict=True))
-    arguments = schema.ATTENTION.flat(tensors, calls.Settings(variant=rung))
+    arguments = schema.ATTENTION_QKV.flat(tensors, calls.Settings(variant=rung))
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     found = {
         "torch, attention()": lambda: interop.attention(**tensors, variant=rung),
-        "torch, operator": lambda: torch.ops.cupyattn.attention.default(*arguments)[0],
+        "torch, with a gradient": lambda: interop.attention(**leaves, variant=rung).detach(),
+        "torch, operator": lambda: torch.ops.cupyattn.attention_qkv.default(*arguments)[0],
     }
     if tensors["q"].is_cuda:
         for call in found.values():

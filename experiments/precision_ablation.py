@@ -6,7 +6,8 @@ Varies       one choice at a time, from fa_int8's default: which rows of Q, whic
              maximum may lag before sums are rescaled (the portable form: not at all); beside them
              what goes together, and fa_tc
 Holds fixed  one batch entry, 16 heads, length 4096, head_dim 128, float16; the distributions of
-             peers_int8.py, and layer 5 of experiments/data
+             peers_int8.py, layer 5 of experiments/data and, where experiments.dit.capture has
+             recorded it, a block of a diffusion transformer at the middle step
 Measures     J2, J3, relative error; time with quantising, and in the same rounds the ratio to the
              default; which choices no other one beats in both
 Run          python -m experiments.precision_ablation [--quick] [--json FILE] [--plot FILE]
@@ -39,6 +40,8 @@ DEFAULT, FULL, RECORDED = "default", "fa_tc, 16 bits", "text encoder"
 #: The kind of these two, which are no choices.
 ENDS = "default, fa_tc"
 LAYER = 5
+#: What was recorded of the transformer.
+TRANSFORMER, TRANSFORMER_LAYER, TRANSFORMER_STEPS = "diffusion transformer", 4, 50
 #: The architecture whose form rescales at every rise of the maximum, and whose lets it lag.
 RESCALED = {"rescaled at every rise": "sm_90", "rescaled past a margin": "sm_90a"}
 #: Fields of QuantConfig that differ from the default, by what is chosen and by what it is called.
@@ -101,12 +104,22 @@ class Recorded(Problem):
         return tuple(x[:, : self.heads, : self.length] for x in common.recorded(LAYER))
 
 
+class Captured(Problem):
+    """Q, K and V of a block of the diffusion transformer, as many of its rows as are asked for."""
+
+    def host(self) -> tuple[Any, ...]:
+        """Return q, k and v as NumPy arrays."""
+        _, middle, _ = common.captured_steps(TRANSFORMER_STEPS)
+        found = common.captured(TRANSFORMER_LAYER, middle)
+        return tuple(x[:, : self.heads, : self.length] for x in found)
+
+
 def problems(args: argparse.Namespace) -> list[Problem]:
     """Return the inputs."""
 
     def problem(name: str) -> Problem:
-        kind, *size = (Recorded, 12, 512, 32) if name == RECORDED else (Problem, 16, 4096, 128)
-        heads, length, head_dim = size
+        recorded = {RECORDED: (Recorded, 12, 512, 32), TRANSFORMER: (Captured, 2, 1024, 64)}
+        kind, heads, length, head_dim = recorded.get(name, (Problem, 16, 4096, 128))
         if args.quick:
             heads, length, head_dim = 2, common.quick_length(args, length), min(head_dim, 64)
         return kind(1, heads, length, head_dim, distribution=name, seed=args.seed)
@@ -294,6 +307,7 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     known = (*peers_int8.DISTRIBUTIONS, RECORDED)
+    known += (TRANSFORMER,) if common.CAPTURED.is_file() else ()
     parser = common.parser(__doc__)
     parser.add_argument(
         "--distributions", nargs="+", default=list(known), choices=known, metavar="NAME",

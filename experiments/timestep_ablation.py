@@ -4,7 +4,9 @@ Varies       the step of an EDM schedule; where scales come from: one for all st
              log-SNR, the middle's times sigma over the middle's, every call's own; and the last of
              these with the adaptive precision policy, late steps in 16 bits
 Holds fixed  Q, K, V of experiments/data (layer 2, 12 heads, head_dim 32), to Q and K of which noise
-             is added; balanced mode (INT8 Q.K^T, 16-bit P.V) but for the policy; K not smoothed
+             is added; where experiments.dit.capture has recorded them, those of a diffusion
+             transformer at three steps; balanced mode (INT8 Q.K^T, 16-bit P.V) but for the policy;
+             K not smoothed
 Measures     relative L2 error of the output; share of the code range that the largest code of Q
              reaches, mean over heads; share of the values of Q that saturate
 Run          python -m experiments.timestep_ablation [--quick] [--json FILE] [--plot FILE]
@@ -36,6 +38,8 @@ EVERY = 7
 #: Heads and length.
 Size = tuple[int, int]
 MODELS = ("raw", "scaled")
+#: What was recorded of a transformer, at its own schedule; scales are of the steps that are judged.
+TRANSFORMER, TRANSFORMER_LAYER, TRANSFORMER_BINS = "diffusion transformer", 1, 3
 #: Colour of each source of scales (Okabe and Ito).
 ARMS = {
     "uniform static": "#D55E00",
@@ -58,8 +62,22 @@ def signal(heads: int, length: int) -> tuple[Any, ...]:
     return tuple(x[:, :heads, :length].astype(np.float64) for x in common.recorded(LAYER))
 
 
-def activations(model: str, sigma: float, size: Size, seed: int) -> tuple[Any, Any, Any]:
-    """Return Q, K and V at a noise level, float16."""
+def schedule(model: str) -> Any:
+    """Return the noise-to-signal ratios of a model's steps."""
+    return ca.compute_sigma_schedule(STEPS, "flow" if model == TRANSFORMER else "edm")
+
+
+def judged_steps(model: str, every: int) -> list[int]:
+    """Return the steps that are measured: every so many, or those that were recorded."""
+    return [*common.captured_steps(STEPS)] if model == TRANSFORMER else [*range(0, STEPS, every)]
+
+
+def activations(model: str, t: int, size: Size, seed: int) -> tuple[Any, Any, Any]:
+    """Return Q, K and V at a step, float16."""
+    if model == TRANSFORMER:
+        q, k, v = (x[:, : size[0], : size[1]] for x in common.captured(TRANSFORMER_LAYER, t))
+        return q, k, v
+    sigma = float(schedule(model)[t])
     q, k, v = signal(*size)
     rng = np.random.default_rng(seed)
     factor = 1.0 if model == "raw" else (1 + sigma**2) ** -0.5
@@ -69,10 +87,12 @@ def activations(model: str, sigma: float, size: Size, seed: int) -> tuple[Any, A
 
 def arms(model: str, size: Size, seed: int) -> dict[str, ca.Int8Attention]:
     """Return one attention for each source of scales, calibrated where it needs to be."""
-    sigmas = ca.compute_sigma_schedule(STEPS)
-    seen = [t for t in range(STEPS) if t % EVERY]
-    batches = [(*activations(model, sigmas[t], size, seed + 1 + t)[:2], t) for t in seen]
-    by_bin = ca.calibrate_quantization_scales(batches, 100.0, sigmas=sigmas, num_bins=BINS)
+    recorded, sigmas = model == TRANSFORMER, schedule(model)
+    seen = judged_steps(model, 1) if recorded else [t for t in range(STEPS) if t % EVERY]
+    batches = [(*activations(model, t, size, seed + 1 + t)[:2], t) for t in seen]
+    by_bin = ca.calibrate_quantization_scales(
+        batches, 100.0, sigmas=sigmas, num_bins=TRANSFORMER_BINS if recorded else BINS
+    )
     middle = STEPS // 2
     near = [b[:2] for b in batches if abs(b[2] - middle) <= 1]
     at_middle = ca.calibrate_quantization_scales(near, 100.0)
@@ -89,7 +109,11 @@ def arms(model: str, size: Size, seed: int) -> dict[str, ca.Int8Attention]:
     heads, head_dim = batches[0][0].shape[1], batches[0][0].shape[3]
     return {
         name: ca.Int8Attention(
-            heads, head_dim, STEPS, **{"precision_policy": "balanced", **options}
+            heads,
+            head_dim,
+            STEPS,
+            sigmas=sigmas,
+            **{"precision_policy": "balanced", **options},
         )
         for name, options in given.items()
     }
@@ -99,8 +123,8 @@ def rows(model: str, steps: Sequence[int], size: Size, seed: int) -> Iterator[di
     """Yield what each source of scales makes of each step."""
     attend_by = arms(model, size, seed)
     for t in steps:
-        sigma = float(ca.compute_sigma_schedule(STEPS)[t])
-        q, k, v = activations(model, sigma, size, seed)
+        sigma = float(schedule(model)[t])
+        q, k, v = activations(model, t, size, seed)
         exact = ca.reference.attention_exact(*map(as_float64, (q, k, v)))
         for name, attend in attend_by.items():
             row: dict[str, Any] = {"activations": model, "scales": name, "timestep": t}
@@ -121,15 +145,17 @@ def draw(found: Sequence[dict[str, Any]], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 3.9), layout="constrained", facecolor="none")
-    axes = figure.subplots(1, len(MODELS), sharey=True)
-    for axis, model in zip(axes, MODELS, strict=True):
+    models = [*dict.fromkeys(row["activations"] for row in found)]
+    axes = figure.subplots(1, len(models), sharey=True)
+    for axis, model in zip(axes, models, strict=True):
         for name, colour in ARMS.items():
             mine = [r for r in found if (r["activations"], r["scales"]) == (model, name)]
             steps, errors = ([r[key] for r in mine] for key in ("timestep", "error"))
             axis.plot(steps, errors, "o-", color=colour, label=name, markersize=3)
         axis.set_yscale("log")
         axis.set_facecolor("none")
-        axis.set_title(f"{model} activations", fontsize=10, color=plots.TEXT)
+        title = model if model == TRANSFORMER else f"{model} activations"
+        axis.set_title(title, fontsize=10, color=plots.TEXT)
         axis.tick_params(colors=plots.TEXT, which="both", labelsize=8)
     axes[0].set_ylabel("relative L2 error", fontsize=9, color=plots.TEXT)
     figure.supxlabel("timestep (0: most noise)", fontsize=9, color=plots.TEXT)
@@ -141,23 +167,34 @@ def draw(found: Sequence[dict[str, Any]], path: str) -> None:
     plot.save(figure, path)
 
 
+def table(
+    found: Sequence[dict[str, Any]], steps: Sequence[int], key: str, form: str
+) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of one figure: a row for each source of scales."""
+    cells = []
+    for model in dict.fromkeys(row["activations"] for row in found):
+        for name in ARMS:
+            mine = [r for r in found if (r["activations"], r["scales"]) == (model, name)]
+            cells.append([model, name, *(form.format(r[key]) if key in r else "" for r in mine)])
+    return ["activations", "scales", *(f"t = {t}" for t in steps)], cells
+
+
 def run(args: argparse.Namespace) -> int:
     """Compute, print the table, write the record and the plot."""
     if args.plot:
         plot.check(args.plot)
     size = 2 if args.quick else 12, common.quick_length(args, 512)
-    steps = list(range(0, STEPS, EVERY * (3 if args.quick else 1)))
-    found = [row for model in MODELS for row in rows(model, steps, size, args.seed)]
-    header = ["activations", "scales", *(f"t = {t}" for t in steps)]
-    for title, key, form in COLUMNS:
-        print(f"\n{title}")
-        table = []
-        for model in MODELS:
-            for name in ARMS:
-                mine = [r for r in found if (r["activations"], r["scales"]) == (model, name)]
-                cells = (form.format(r[key]) if key in r else "" for r in mine)
-                table.append([model, name, *cells])
-        output.print_table(header, table)
+    every, found = EVERY * (3 if args.quick else 1), []
+    groups: tuple[tuple[tuple[str, ...], Size], ...] = ((MODELS, size),)
+    if common.CAPTURED.is_file():
+        groups += (((TRANSFORMER,), (2, common.quick_length(args, 1024))),)
+    for models, size in groups:
+        steps = judged_steps(models[0], every)
+        mine = [row for model in models for row in rows(model, steps, size, args.seed)]
+        found += mine
+        for title, key, form in COLUMNS:
+            print(f"\n{title}")
+            output.print_table(*table(mine, steps, key, form))
     common.keep(args, "timestep_ablation", "mirror", {"rows": found})
     if args.plot:
         draw(found, args.plot)

@@ -25,6 +25,8 @@ from cupyattn import (
     attention_backward,
     attention_varlen,
     backends,
+    backward,
+    executor,
     plan,
     tensor_map,
 )
@@ -33,10 +35,9 @@ from cupyattn.backward_plan import plan_backward
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_attention
 from cupyattn.launch import Operand, Plan, TensorMap, pack
-from cupyattn.prepared import stages
+from cupyattn.prepared import Prepared, stages
 from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve
-from cupyattn.scratch import Scratch
 
 cupy = pytest.importorskip("cupy")
 
@@ -97,7 +98,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     )
     monkeypatch.setattr(backends, "on_device_of", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cupy, "asarray", lambda x, *_: x)
-    monkeypatch.setattr(Scratch, "clear", lambda _: None)
+    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda *_: None)
+    monkeypatch.setattr(Prepared, "_fill", lambda *_: None)
     monkeypatch.setattr(tensor_map, "encode", encoded)
     before = cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(lambda size: array((size,), "uint8").data)
@@ -303,8 +305,9 @@ class OnDevice:
     def __init__(self, own: Any) -> None:
         self.array, self.shape, self.dtype = own, own.shape, own.dtype
 
-    def stride(self) -> tuple[int, ...]:
-        return tuple(s // self.array.itemsize for s in self.array.strides)
+    def stride(self, axis: int | None = None) -> Any:
+        strides = tuple(s // self.array.itemsize for s in self.array.strides)
+        return strides if axis is None else strides[axis]
 
     def data_ptr(self) -> int:
         return int(self.array.data.ptr)
@@ -344,6 +347,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
         module=module,
         find=lambda *a: module._find(*a)[0],
         forward=module.forward,
+        gradients=module.backward_pass,
         Settings=module.Settings,
         zeroed=zeroed,
     )
@@ -382,6 +386,74 @@ def test_a_call_on_tensors_is_launched_again_from_their_addresses(
     if added == "out":
         with pytest.raises(ValueError, match="out must not share memory with q"):
             calls.forward(calls.Settings(**options), given, given["q"])
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
+@pytest.mark.parametrize("added", ["", "deterministic", "mask", "block_mask", "packed"])
+def test_gradients_of_tensors_are_launched_again_from_their_addresses(
+    driver: Driver, calls: Any, monkeypatch: pytest.MonkeyPatch, arch: str, added: str
+) -> None:
+    """As above: what plans the second call fails the test."""
+    options: dict[str, Any] = {"arch": arch, "causal": True}
+    others: dict[str, tuple[tuple[int, ...], str]] = {}
+    of_q, of_k, of_lse = SHAPES[0], SHAPES[1], SHAPES[0][:-1]
+    kept = {name: array((1, 1, 1, 3), "int32") for name in ("kept_blocks", "kept_rows")}
+    if added == "deterministic":
+        options["deterministic"] = True
+    if added == "mask":
+        others["mask"] = ((33, 70), "bool")
+    if added == "block_mask":
+        near = options["block_mask"] = BlockMask.from_window(33, 70, (64, 0))
+        monkeypatch.setattr(
+            BlockMask, "kept_blocks",
+            lambda self, *_: kept["kept_blocks" if self is near else "kept_rows"],
+        )  # fmt: skip
+    if added == "packed":
+        of_q, of_k, of_lse = (33, 4, 64), (70, 2, 64), (4, 33)
+        options |= {"max_len_q": 20, "max_len_k": 50}
+        others |= {f"cu_seqlens_{n}": ((3,), "int32") for n in "qk"}
+    shapes = {"d_out": of_q, "q": of_q, "k": of_k, "v": of_k, "out": of_q}
+
+    def fresh() -> dict[str, Any]:
+        rows = {name: array(shape) for name, shape in shapes.items()}
+        rest = {name: array(*one) for name, one in others.items()}
+        return {**rows, "lse": array(of_lse, "float32"), **rest}
+
+    def plan_of(plan: Any, arch: Any = None) -> Any:
+        made.append(plan)
+        return ready(plan, arch)
+
+    made: list[Any] = []
+    ready = executor.ReadyCall.of
+    monkeypatch.setattr(executor.ReadyCall, "of", plan_of)
+    assert backward.ready_backward(**fresh(), **options) is not None
+    driver.expect(made)
+    settings = calls.Settings(**options)
+    for driver.stream in (7, 8):
+        given = {name: OnDevice(x) for name, x in fresh().items()}
+        tensors = {n: x for n, x in given.items() if n not in ("d_out", "out", "lse")}
+        found = calls.gradients(settings, tensors, *(given[n] for n in ("d_out", "out", "lse")))
+        known = {name: x.array for name, x in given.items()} | (
+            kept if added == "block_mask" else {}
+        )
+        known["o"] = known.pop("out")
+        known |= {f"d{n}": x.array for n, x in zip("qkv", found, strict=True)}
+        check(driver, made[:1], known)
+        monkeypatch.setattr(backward, "resolve", lambda *_, **__: pytest.fail("planned again"))
+    zeros = any(work.zeros for work in made[0].workspace)
+    assert zeros == (added != "deterministic" or arch == "sm_90a")
+    assert [stream for *_, stream in calls.zeroed] == [7, 8] * zeros
+
+
+def test_gradients_of_rows_that_are_turned_are_more_than_launches(driver: Driver) -> None:
+    rows = {name: array(SHAPES[0]) for name in ("d_out", "q", "k", "v", "out")}
+    table = array((33, 32), "float32")
+    lse = array(SHAPES[0][:-1], "float32")
+    assert backward.ready_backward(**rows, lse=lse, rope=(table, table)) is None
+    turned = {**rows, "d_out": array((1, 4, 64, 33)).swapaxes(2, 3)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cupy, "ascontiguousarray", lambda x: array(x.shape))
+        assert backward.ready_backward(**turned, lse=lse) is None, "a copy"
 
 
 def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import cupyattn as ca
 from cupyattn.launch import TensorMap
 from cupyattn.quant import activations, gemm, repeated
 from cupyattn.quant.activations import act_quant_but
-from tests.test_host_calls import Driver, array, driver  # noqa: F401
+from tests.test_host_calls import Driver, OnDevice, array, driver  # noqa: F401
 
 cupy = pytest.importorskip("cupy")
 
@@ -129,3 +130,27 @@ def test_activations_that_come_again(host: Host) -> None:
         codes, scales, kept = act_quant_but(x, columns, place, "float16")
         assert kept.shape == (2, 5, 8) and kept.dtype == np.float16
     assert len(host.driver.launches) == 6 and len(repeated._recent) == 2
+
+
+def test_a_linear_layer_on_tensors_is_planned_once(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors become arrays of the same memory, whose calls are found again."""
+    pytest.importorskip("torch")
+    linear = importlib.import_module("cupyattn.interop.torch.linear")
+    for name, stand_in in (
+        ("as_array", lambda x: x.array), ("as_tensor", OnDevice),
+        ("on_device_of", lambda _: contextlib.nullcontext()),
+    ):  # fmt: skip
+        monkeypatch.setattr(linear, name, stand_in)
+    given = operands(5)
+    weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
+    for turn in range(3):
+        x = OnDevice(array((2, 5, K)))
+        y = linear.run(x, weight, scales, None, "", "sm_90", None)
+        assert y.shape == (2, 5, N)
+        _, quantised = host.passed(2 * turn)
+        _, multiplied = host.passed(2 * turn + 1)
+        assert quantised["x"] == x.data_ptr() and multiplied["c"] == y.data_ptr()
+        assert multiplied["a"] == quantised["codes"] and multiplied["b"] == weight.data_ptr()
+    assert len(host.plans) == len(repeated._recent) == 2

@@ -393,6 +393,41 @@ def test_a_class_of_diffusers_is_made_and_runs_in_int8(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_of_kandinskys_names_takes_what_was_converted_from_its_publishers_files(
+    tmp_path: Path,
+) -> None:
+    """Their folder, with a YAML configuration; a module of their names, made beforehand."""
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"model_dim": 128, "ff_dim": 256, "time_dim": 128, "num_text_blocks": 1}
+    sizes |= {"num_visual_blocks": 2, "in_visual_dim": 4, "out_visual_dim": 4}
+    made = {**sizes, "in_text_dim": 32, "in_text_dim2": 32, "axes_dims": (16, 24, 24)}
+    source, found = (
+        diffusers.Kandinsky5Transformer3DModel(patch_size=(1, 2, 2), **made).eval().bfloat16()
+        for _ in range(2)
+    )
+    for x in source.parameters():
+        torch.nn.init.normal_(x, std=0.05)
+    weights = {name: bridge.as_array(x) for name, x in source.state_dict().items()}
+    write(tmp_path / "model" / "lite.safetensors", weights)
+    (tmp_path / "config.yaml").write_text(
+        f"model:\n  checkpoint_path: ./model/lite.safetensors\n  dit_params: {json.dumps(sizes)}\n"
+    )
+    ca.checkpoints.optimize_kandinsky(tmp_path, tmp_path / "int8")
+    interop.load_int8(found, tmp_path / "int8", backend="mirror")
+    int8 = {n for n, m in found.named_modules() if isinstance(m, interop.Int8Linear)}
+    assert {f"visual_transformer_blocks.{i}.feed_forward.in_layer" for i in range(2)} <= int8
+    inputs = {
+        "hidden_states": torch.randn(1, 2, 8, 8, 4), "encoder_hidden_states": torch.randn(1, 6, 32),
+        "timestep": torch.tensor([500.0]), "pooled_projections": torch.randn(1, 32),
+        "visual_rope_pos": [torch.arange(n) for n in (2, 4, 4)],
+        "text_rope_pos": torch.arange(6), "return_dict": False,
+    }  # fmt: skip
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, y = source(**inputs)[0], found(**inputs)[0]
+    assert 0 < (y - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.slow
 def test_a_class_of_transformers_with_tied_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(

@@ -17,7 +17,9 @@ from tests.runs import normal
 
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
-bridge = importlib.import_module("cupyattn.interop.torch.bridge")
+bridge, calls, schema = (
+    importlib.import_module(f"cupyattn.interop.torch.{n}") for n in ("bridge", "calls", "schema")
+)
 
 STEPS = (0, 25, 49)  # aggressive, balanced, precision
 
@@ -277,3 +279,64 @@ def test_the_examples_of_docstrings_are_true(name: str) -> None:
     module = importlib.import_module(f"cupyattn.interop.torch.{name}")
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert result.attempted and not result.failed
+
+
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
+    """Notes which operators of ours it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith("cupyattn::"):
+            self.seen.append(func.name().removeprefix("cupyattn::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_operator_of_q_k_and_v_alone_is_what_it_says() -> None:
+    """It has fewer arguments, and is what a call without others becomes."""
+    own = [torch.randn(2, 5, 5, 8, dtype=torch.float16, requires_grad=True) for _ in "qkv"]
+    settings = calls.Settings(return_lse=True, backend="mirror")
+    arguments = schema.ATTENTION_QKV.flat(dict(zip("qkv", own, strict=True)), settings)
+    torch.library.opcheck(torch.ops.cupyattn.attention_qkv.default, arguments)
+    x = torch.ones(1, 1, 4, 8, dtype=torch.float16)
+    with Watch() as watch:
+        interop.attention(x, x, x, causal=True)
+        interop.attention(x, x, x, bias=torch.zeros(4, 4))
+    assert watch.seen == ["attention_qkv", "attention"]
+
+
+def test_what_watches_either_pass_sees_operators_and_gradients_are_the_same_bits() -> None:
+    """Where nothing does, autograd alone is told of a call."""
+    arrays = inputs()
+    found, seen = [], []
+    for in_forward, in_backward in ((False, False), (True, False), (False, True), (True, True)):
+        own = tensors(arrays, grad=True)
+        with Watch() as watch:
+            o = interop.attention(*own, causal=True) if in_forward else None
+        if o is None:
+            o = interop.attention(*own, causal=True)
+        if in_backward:
+            with watch:
+                o.sum().backward()
+        else:
+            o.sum().backward()
+        found.append([o.detach(), *(x.grad for x in own)])
+        seen.append(watch.seen)
+    forward, backward = ["attention_qkv"], ["attention_qkv_backward"]
+    assert seen == [[], forward, backward, forward + backward]
+    assert all(all(map(torch.equal, one, found[0])) for one in found)
+
+
+def test_scales_that_are_arrays_pass_gradients_but_go_into_no_graph() -> None:
+    arrays = inputs()
+    found = []
+    for scales in ((0.02, 0.03), (np.full((1, 1, 1), 0.02, "f4"), np.full((1, 1, 1), 0.03, "f4"))):
+        own = tensors(arrays, grad=True)
+        quant = QuantConfig("tensor", "tensor", smooth_k=False, scales=scales)
+        interop.int8_attention(*own, quant=quant).sum().backward()
+        found.append([x.grad for x in own])
+    assert all(map(torch.equal, *found))
+    with Watch(), pytest.raises(UnsupportedError, match=r"quant\.scales that are arrays"):
+        interop.int8_attention(*own, quant=quant)

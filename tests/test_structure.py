@@ -78,6 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "scratch",
     ),
     ("backends", "sequences", "backward_plan"),
+    ("backward_prepared",),
     ("quant",),
     ("request", "auto", "forms", "unfused"),
     ("prepared",),

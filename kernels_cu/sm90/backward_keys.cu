@@ -9,9 +9,9 @@
 //              these are multiplied dQ is added to memory, 16 bytes at a time and in the order in
 //              which accumulators hold it (sm90/backward_sums.cu makes rows of it).
 // ORDERED      Blocks of keys add to a tile of dQ one after the other, the last keys first, so that
-//              its bits are the same on every run. A warp of its own waits for the turn of this block,
-//              another one passes it on. Who is before whom is decided as blocks begin: a block never
-//              waits for one that has not begun.
+//              its bits are the same on every run. One warp waits for this block's turn, another
+//              passes it on. Who is before whom is decided as blocks begin: a block never waits
+//              for one that has not begun.
 // Kept simple  A block takes one block of keys; its first copies wait for nobody's end. Of packed
 //              sequences the copy engine brings rows of the next one, too: they become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
@@ -185,7 +185,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     fence_mbarrier_init();
     if (ORDERED) smem.index = atomicAdd(grad.next_block, 1);
   }
-  __syncthreads();  // the barriers are initialised before anyone waits or arrives, and index is there
+  __syncthreads();  // the barriers are initialised before anyone waits or arrives; index is there
 
   // S0 locate
   const int kv_blocks = ceil_div(call.len_kv, BLOCK_KV);

@@ -254,11 +254,51 @@ def test_gradients(dtype: str, variant: str) -> None:
             assert (error <= total).all()
 
 
+@pytest.mark.parametrize("added", ["", "block_mask", "packed"])
+def test_gradients_that_come_again_are_launched_on_the_new_tensors(added: str) -> None:
+    """The first pass is planned, the second found again, the third on another stream."""
+    forms._recent.clear()
+    for seed, stream in ((0, None), (1, None), (2, torch.cuda.Stream())):
+        shape = (300, 2, 64) if added == "packed" else (1, 2, 300, 64)
+        rng = np.random.default_rng(seed)
+        arrays = rng.standard_normal((4, *shape)).astype(np.float16)
+        (q, k, v), d_out = on_device(*arrays[:3], grad=True), on_device(arrays[3])[0]
+        options: dict[str, Any] = {"deterministic": True}
+        if added == "block_mask":
+            options["block_mask"] = ca.BlockMask.from_window(300, 300, (64, 64))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            if added == "packed":
+                ends = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+                limits = {"max_len_q": 200, "max_len_k": 200}
+                o = interop.attention_varlen(q, k, v, ends, ends, **limits, **options)
+            else:
+                o = interop.attention(q, k, v, **options)
+            found = torch.autograd.grad(o, (q, k, v), d_out)
+        torch.cuda.synchronize()
+        own = [cupy.asarray(x) for x in arrays]
+        del options["deterministic"]
+        if added == "packed":
+            ends_ = cupy.asarray([0, 100, 300], dtype="int32")
+            o_, lse = ca.attention_varlen(*own[:3], ends_, ends_, return_lse=True)
+            expected = ca.attention_varlen_backward(
+                own[3], *own[:3], o_, lse, ends_, ends_, deterministic=True
+            )
+        else:
+            o_, lse = ca.attention(*own[:3], return_lse=True, **options)
+            expected = ca.attention_backward(
+                own[3], *own[:3], o_, lse, deterministic=True, **options
+            )
+        assert all(map(same_bits, found, expected))
+    assert sum("gradients" in str(key[1]) for key in forms._recent) == 1
+
+
 def test_operators_are_what_they_say() -> None:
     q, k, v = on_device(*problem("float16"), grad=True)
     settings = calls.Settings(return_lse=True, deterministic=True, causal=True)
-    arguments = schema.ATTENTION.flat({"q": q, "k": k, "v": v}, settings)
-    torch.library.opcheck(torch.ops.cupyattn.attention.default, arguments)
+    given = {"q": q, "k": k, "v": v}
+    for name, of in (("attention", schema.ATTENTION), ("attention_qkv", schema.ATTENTION_QKV)):
+        torch.library.opcheck(getattr(torch.ops.cupyattn, name).default, of.flat(given, settings))
     layer = interop.Int8Attention(4, 16, num_timesteps=50)
     step = None, None, None, 3, None, False, True, layer._number
     torch.library.opcheck(

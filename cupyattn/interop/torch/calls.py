@@ -12,6 +12,7 @@ from torch import Tensor
 from cupyattn import backward, registry
 from cupyattn import compile as compiler
 from cupyattn.checks import data_address
+from cupyattn.executor import ReadyCall
 from cupyattn.forms import recall, remember
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.checks import check_tensors
@@ -111,8 +112,8 @@ def forward(
 
 
 def _find(
-    settings: Settings, tensors: Mapping[str, Tensor], out: Tensor | None
-) -> tuple[Any, Prepared | None]:
+    settings: Settings, tensors: Mapping[str, Tensor], out: Tensor | None, what: str = "attention"
+) -> tuple[Any, Any]:
     """Return what a call on a device depends on beside values, and one of late of which it is so.
 
     The key is None where a call looks at values, or cannot be known by one.
@@ -120,7 +121,11 @@ def _find(
     packed = "cu_seqlens_q" in tensors
     if settings.check_finite or (packed and None in (settings.max_len_q, settings.max_len_k)):
         return None, None
-    key: list[Any] = ["torch", registry.VARIANTS.get(settings.variant), compiler.generation()]
+    key: list[Any] = [
+        f"torch, {what}",
+        registry.VARIANTS.get(settings.variant),
+        compiler.generation(),
+    ]
     mask, places = settings.block_mask, tensors if out is None else {**tensors, "out": out}
     try:
         if mask is not None:  # known by its form: what is remembered keeps no array alive
@@ -157,11 +162,7 @@ def _again(
     if settings.return_lse:
         lse = torch.empty(ready.call.lse_shape, dtype=torch.float32, device=device)
         addresses["lse"] = lse.data_ptr()
-    start, nbytes = 0, ready.scratch_bytes
-    if nbytes:
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        start = scratch.data_ptr()
-    ready.launch(addresses, start, torch.cuda.current_stream(device).cuda_stream)
+    _launch(ready, addresses, device)
     return o, lse
 
 
@@ -197,8 +198,16 @@ def backward_pass(
     packed = "cu_seqlens_q" in tensors
     if d_out.shape[-1] > 1 and d_out.stride(-1) != 1:  # such as sum() hands back
         d_out = d_out.contiguous()
+    deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
+    settings = settings._replace(deterministic=deterministic, check_finite=False)
+    received = {**tensors, "d_out": d_out, "o": out, "lse": lse}
+    again = d_out.is_cuda and "rope_cos" not in tensors  # turned rows take more than launches
+    key, ready = _find(settings, received, None, "gradients") if again else (None, None)
+    if ready is not None:
+        return _gradients_again(ready, settings, received)
     with on_device_of(tensors["q"]):
         options = _options({n: as_array(x) for n, x in tensors.items()}, settings)
+        options |= {"d_out": as_array(d_out), "out": as_array(out), "lse": as_array(lse)}
         function: Any = (
             backward.attention_varlen_backward if packed else backward.attention_backward
         )
@@ -207,12 +216,44 @@ def backward_pass(
         else:
             for name in ("max_len_q", "max_len_k"):
                 del options[name]
-        found = function(
-            as_array(d_out), out=as_array(out), lse=as_array(lse), **options,
-            deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        dq, dk, dv = map(as_tensor, found)
+        dq, dk, dv = map(as_tensor, function(**options, deterministic=deterministic))
+        if key is not None:
+            ready = backward.ready_backward(**options, deterministic=deterministic)
+            if ready is not None:
+                remember(key, ready)
     return dq, dk, dv
+
+
+def _gradients_again(
+    ready: ReadyCall, settings: Settings, received: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch a backward pass that has run on tensors of the same forms."""
+    device = received["q"].device
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return _gradients_again(ready, settings, received)
+    addresses = {name: x.data_ptr() for name, x in received.items()}
+    if settings.block_mask is not None:
+        like = _array_on(device.index)
+        for name, mask in (
+            ("kept_blocks", settings.block_mask),
+            ("kept_rows", settings.block_mask.transposed),
+        ):
+            addresses[name] = data_address(mask.kept_blocks(like))
+    results = [torch.empty_like(received[n], memory_format=torch.contiguous_format) for n in "qkv"]
+    addresses |= {f"d{n}": x.data_ptr() for n, x in zip("qkv", results, strict=True)}
+    _launch(ready, addresses, device)
+    dq, dk, dv = results
+    return dq, dk, dv
+
+
+def _launch(ready: Prepared | ReadyCall, addresses: Mapping[str, int], device: Any) -> None:
+    """Launch on torch's current stream, with scratch memory from torch's allocator."""
+    start, nbytes = 0, ready.scratch_bytes
+    if nbytes:
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        start = scratch.data_ptr()
+    ready.launch(addresses, start, torch.cuda.current_stream(device).cuda_stream)
 
 
 def _options(arrays: dict[str, Any], settings: Settings) -> dict[str, Any]:

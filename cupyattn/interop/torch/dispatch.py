@@ -1,7 +1,7 @@
-"""Which way a call takes: straight to the kernels, or as an operator that torch sees.
+"""Which way a call takes: straight to the kernels, through autograd, or as an operator.
 
-It has to see one where a gradient is wanted, and where operators are watched or replaced: by a
-compiler, a mode, a transform, or a tensor of another class.
+Torch has to see an operator where those are watched or replaced: by a compiler, a mode, a
+transform, or a tensor of another class.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupyattn.interop.torch import ops
+from cupyattn.interop.torch import eager, ops
 from cupyattn.interop.torch.calls import Settings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
-from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_VARLEN
 
-#: Tensors with memory of their own; those of other classes know what they do with an operator.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: What ``torch.autocast`` gives its own type.
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -59,10 +56,7 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
         )
     with_lse = differentiable or settings.return_lse
     settings, wanted = settings._replace(return_lse=with_lse), settings.return_lse
-    if "cu_seqlens_q" in tensors:
-        o, lse = ops.attention_varlen(*ATTENTION_VARLEN.flat(tensors, settings))
-    else:
-        o, lse = ops.attention(*ATTENTION.flat(tensors, settings))
+    o, lse = (ops if watched else eager).attend(settings, tensors)
     return (o, lse) if wanted else o
 
 
@@ -86,15 +80,10 @@ def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def how_seen(tensors: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return whether autograd goes through a call on these, and whether operators are watched."""
-    differentiable = False
-    watched = (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-    )
+    differentiable, watched = False, ops.watched()
     for x in tensors.values():
         if not isinstance(x, Tensor):  # None, or what is refused later
             continue
         differentiable = differentiable or x.requires_grad
-        watched = watched or type(x) not in _PLAIN
+        watched = watched or type(x) not in ops.PLAIN
     return differentiable and torch.is_grad_enabled(), watched

@@ -6,16 +6,19 @@ derivative: `torch.compile` keeps them in its graph, and autograd goes through t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.calls import backward_pass, forward
+from cupyattn.interop.torch.calls import Settings, backward_pass, forward
 from cupyattn.interop.torch.checks import check_tensors
-from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_VARLEN, Schema
+from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_QKV, ATTENTION_VARLEN, Schema
 
+#: Tensors with memory of their own; those of other classes know what they do with an operator.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Operators of every module here.
 library = torch.library.Library("cupyattn", "DEF")
 
@@ -116,5 +119,41 @@ def backward_fake(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tup
     return tuple(x.new_empty(x.shape) for x in arguments[:3])
 
 
-attention = _define("attention", ATTENTION)
-attention_varlen = _define("attention_varlen", ATTENTION_VARLEN)
+_SCHEMAS = {
+    "attention": ATTENTION, "attention_qkv": ATTENTION_QKV, "attention_varlen": ATTENTION_VARLEN
+}  # fmt: skip
+for _name, _schema in _SCHEMAS.items():
+    _define(_name, _schema)
+
+
+def attend(settings: Settings, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Call the operator that takes these tensors; return o and lse."""
+    name = _operator_of(tensors)
+    o, lse = getattr(torch.ops.cupyattn, name)(*_SCHEMAS[name].flat(tensors, settings))
+    return o, lse
+
+
+def backward_of(
+    settings: Settings, tensors: Mapping[str, Tensor], d_out: Tensor, o: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Call the operator of the backward pass; return the gradients of q, k and v."""
+    name = _operator_of(tensors)
+    operator = getattr(torch.ops.cupyattn, f"{name}_backward")
+    dq, dk, dv = operator(d_out, o, lse, *_SCHEMAS[name].flat(tensors, settings))
+    return dq, dk, dv
+
+
+def _operator_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of the operator that takes these tensors, with the fewest arguments."""
+    if "cu_seqlens_q" in tensors:
+        return "attention_varlen"
+    return "attention_qkv" if len(tensors) == 3 else "attention"
+
+
+def watched() -> bool:
+    """Return whether a compiler, a mode or a transform has to see operators."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )

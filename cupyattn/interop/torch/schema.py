@@ -85,6 +85,8 @@ class Schema:
 
 
 ATTENTION = Schema(TENSORS[:-2], 3)
+#: Of a call on q, k and v alone, which most are.
+ATTENTION_QKV = Schema(TENSORS[:3], 3)
 ATTENTION_VARLEN = Schema(TENSORS, 5)
 
 
@@ -114,8 +116,8 @@ def _plain_number(x: Any) -> Any:
 def _quant_fields(quant: QuantConfig) -> dict[str, Any]:
     if quant.static and any(hasattr(scale, "shape") for scale in quant.scales):
         raise UnsupportedError(
-            "quant.scales that are arrays are not supported where torch compiles or "
-            "differentiates: give floats, or scales='dynamic'"
+            "quant.scales that are arrays are not supported where torch compiles or watches a "
+            "call: give floats, or scales='dynamic'"
         )
     values = {name: getattr(quant, name) for name in _QUANT_FIELDS}
     return {name: x for name, x in values.items() if x != getattr(_PLAIN_QUANT, name)}

@@ -1,0 +1,55 @@
+"""Attention as autograd alone sees it: derivatives without the way through torch's dispatcher.
+
+An operator with a derivative costs the host about a tenth of a millisecond a call. Where nothing
+but autograd has to know of a call, a function of autograd's own is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupyattn.interop.torch import ops
+from cupyattn.interop.torch.calls import Settings, backward_pass, forward
+
+
+class _Attention(torch.autograd.Function):
+    """`calls.forward` and `calls.backward_pass`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, settings: Settings, names: tuple[str, ...], *tensors: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        o, lse = forward(settings, dict(zip(names, tensors, strict=True)))
+        ctx.save_for_backward(o, lse, *tensors)
+        ctx.mark_non_differentiable(lse)
+        ctx.settings, ctx.names = settings, names
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        o, lse, *given = ctx.saved_tensors
+        tensors = dict(zip(ctx.names, given, strict=True))
+        # What watches now sees an operator; where a second derivative is wanted, that refuses it.
+        if torch.is_grad_enabled() or ops.watched() or type(d_out) not in ops.PLAIN:
+            found = ops.backward_of(ctx.settings, tensors, d_out, o, lse)
+        else:
+            found = backward_pass(ctx.settings, tensors, d_out, o, lse)
+        return (None, None, *found, *[None] * (len(given) - 3))
+
+
+def attend(settings: Settings, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Run attention on tensors of which some require gradients.
+
+    Parameters
+    ----------
+    settings : Settings
+        With ``return_lse``.
+    tensors : mapping of str to Tensor
+        Those of `cupyattn.interop.torch.calls.TENSORS` that there are; q, k and v come first.
+    """
+    o, lse = _Attention.apply(settings, tuple(tensors), *tensors.values())
+    return o, lse

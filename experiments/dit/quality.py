@@ -1,0 +1,274 @@
+"""What does INT8 attention cost in the images of a diffusion transformer, and what does it win?
+
+Varies       arithmetic of attention: 32 and 16 bits, INT8 with one static scale, static by
+             timestep, dynamic, with late steps in 16 bits, by the adaptive policy, aggressive, INT4
+Holds fixed  weights, linear layers in 16 bits, seeds, labels, 50 steps of Euler
+Measures     PSNR and SSIM against 32-bit and 16-bit attention, image by image; relative error of
+             the latents after each step against 16-bit; Frechet distance to real crops, in features
+             of a small network trained here; seconds and peak memory of sampling
+Run          python -m experiments.dit.quality [--images N] [--quick] [--json FILE]
+
+Intervals are 95 % bootstrap intervals over seeds. The Frechet distance is not the FID, and there is
+no LPIPS: both take weights of networks that would have to be downloaded. ``--stored`` measures
+nothing: it writes docs/QUALITY.md anew from the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn import timing
+from cupyattn.arrays import on_host
+from cupyattn.cli import output
+from cupyattn.measure import format_seconds
+from cupyattn.rounding import array_namespace
+from experiments import common
+from experiments.dit import checkpoint, data, features, metrics, modes, pictures, report
+from experiments.dit.model import Model
+from experiments.dit.parameters import Parameters
+from experiments.dit.sampler import BATCH, STEPS, sample
+from experiments.dit.train import QUICK, WEIGHTS, array_module
+
+#: Real crops that samples are held to, and resamples of a distance, which takes longer than a mean.
+REAL, DISTANCE_RESAMPLES = 4096, 200
+#: Images of each mode that the grid shows: one for each photograph.
+SHOWN = len(data.NAMES)
+#: Of the network of features where it is tiny.
+QUICK_STAGES = features.Stages(size=8, stages=((4, 8), (2, 6)))
+Array = Any
+
+
+class Sampled:
+    """What sampling in one mode gave.
+
+    Parameters
+    ----------
+    images : list of array
+        Batches, 0 to 1, on the host.
+    errors : list of list of float
+        For each batch, relative error of the latents after each step, against 16-bit.
+    seconds : list of float
+        Of an image, for each batch.
+    """
+
+    def __init__(self) -> None:
+        self.images: list[np.ndarray] = []
+        self.errors: list[list[float]] = []
+        self.seconds: list[float] = []
+
+
+def distance(x: Array, from_: Array) -> Array:
+    """Return the relative L2 distance of x, a number that nobody has waited for."""
+    xp = array_namespace(x)
+    return xp.linalg.norm((x - from_).ravel()) / xp.linalg.norm(from_.ravel())
+
+
+def noting(path: list[Array]) -> Callable[[int, Array], None]:
+    """Return what keeps the images after each step."""
+    return lambda step, x: path.append(x)
+
+
+def comparing(path: list[Array], errors: list[Array]) -> Callable[[int, Array], None]:
+    """Return what notes how far the images are from those that were kept of each step."""
+    return lambda step, x: errors.append(distance(x, path[step]))
+
+
+def sample_modes(
+    model: Model,
+    weights: Parameters,
+    seeds: Sequence[int],
+    at: Mapping[str, modes.At],
+    steps: int,
+    advance: Callable[[str], None],
+) -> dict[str, Sampled]:
+    """Sample the same seeds in every mode, batch by batch, modes in turns.
+
+    Parameters
+    ----------
+    model : Model
+    weights : Parameters
+    seeds : sequence of int
+    at : mapping of str to callable
+        Attention of each mode by step, `modes.FULL` among them.
+    steps : int
+    advance : callable
+        Told of each mode of a batch.
+    """
+    found = {name: Sampled() for name in at}
+    order = (modes.FULL, *(name for name in at if name != modes.FULL))
+    for first in range(0, len(seeds), BATCH):
+        some = seeds[first : first + BATCH]
+        path: list[Array] = []  # of the latents in 16 bits
+        for name in order:
+            result, errors = found[name], []
+            seen = noting(path) if name == modes.FULL else comparing(path, errors)
+            start = time.perf_counter()
+            images = on_host(sample(model, weights, some, at[name], steps=steps, seen=seen))
+            result.seconds.append((time.perf_counter() - start) / len(some))
+            result.images.append(np.clip((images + 1) / 2, 0, 1))
+            result.errors.append([float(error) for error in errors])
+            advance(name)
+    return found
+
+
+def peak_bytes(
+    model: Model, weights: Parameters, count: int, at: modes.At, steps: int
+) -> int | None:
+    """Return how much memory sampling takes beside the weights; None without a device.
+
+    The first step, the middle one and the last run, after which all that a mode needs is compiled.
+    """
+    xp = model.xp
+    if xp is np:
+        return None
+    pool = xp.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.used_bytes()
+    sample(model, weights, range(count), lambda step: at(step * (steps - 1) // 2), steps=3)
+    return int(pool.total_bytes() - before)
+
+
+def judged(
+    found: Mapping[str, Sampled], network: features.FeatureNet, real: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return a row for each mode: what its images are held to, with intervals.
+
+    Parameters
+    ----------
+    found : mapping of str to Sampled
+    network : FeatureNet
+    real : array, (count, features)
+        Features of real crops.
+    """
+    images = {name: np.concatenate(one.images) for name, one in found.items()}
+    count, of_real = len(images[modes.FULL]), metrics.Moments.of(real)
+    resamples = [np.arange(count), *metrics.draws(count, DISTANCE_RESAMPLES)]
+
+    def distances(x: np.ndarray) -> np.ndarray:
+        """Of all images, and of every resample: the same ones in every mode."""
+        mine = features.features_of(network, 2 * x - 1)
+        return np.array([metrics.frechet(metrics.Moments.of(mine[i]), of_real) for i in resamples])
+
+    to_real = {name: distances(x) for name, x in images.items()}
+    rows = []
+    for name, x in images.items():
+        row: dict[str, Any] = {"mode": name, "images": count}
+        for other in (modes.REFERENCE, modes.FULL):
+            if name == other:
+                continue
+            per_image = metrics.psnr(x, images[other]), metrics.ssim(x, images[other])
+            for metric, values in zip(("psnr", "ssim"), per_image, strict=True):
+                row[f"{metric} to {other}"] = metrics.mean_interval(values)
+                row[f"{metric}s to {other}"] = [round(float(value), 4) for value in values]
+        over = to_real[name] - to_real[modes.FULL]
+        for key, (value, *resampled) in (
+            ("frechet", to_real[name]), ("frechet over 16-bit", over)
+        ):  # fmt: skip
+            row[key] = metrics.deviation_interval(float(value), resampled)
+        errors = found[name].errors
+        row["latent error"] = np.mean(errors, axis=0).tolist() if errors[0] else []
+        rows.append(row)
+    return rows
+
+
+def measured(
+    model: Model, weights: Parameters, network: features.FeatureNet, args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """Sample and judge every mode; return the rows, and the pixels of the grid."""
+    size = model.shape.size
+    crops = 256 if args.quick else REAL
+    real, _ = data.crops(np.random.default_rng([0x4EA1, args.seed]), crops, size)
+    with output.progress("calibrating") as advance:
+        calibrations = modes.calibrate(model, weights, args.steps)
+        advance("done")
+    at = modes.attentions(model, args.steps, calibrations)
+    peaks = {n: peak_bytes(model, weights, min(BATCH, args.images), a, args.steps)
+             for n, a in at.items()}  # fmt: skip
+    batches = -(-args.images // BATCH)
+    with output.progress("sampling", batches * len(at)) as advance:
+        found = sample_modes(model, weights, range(args.images), at, args.steps, advance)
+    rows = judged(found, network, features.features_of(network, real))
+    for row in rows:
+        name = row["mode"]
+        row["seconds of an image"] = (
+            None if model.xp is np else timing.median(found[name].seconds).to_list()
+        )
+        row["peak_bytes"] = peaks[name]
+        row["fallbacks"] = modes.fallbacks(at[name])
+    shown = [np.concatenate(found[name].images)[:SHOWN] for name in modes.NAMES]
+    return rows, data.as_pixels(2 * np.concatenate(shown) - 1)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and cells of what is printed."""
+    header = ["", "PSNR to 32-bit", "to 16-bit", "SSIM to 16-bit", "Frechet", "an image"]
+    cells = []
+    for row in rows:
+        figures = [
+            "-" if key not in row else report.with_interval(row[key], digits)
+            for key, digits in (
+                (f"psnr to {modes.REFERENCE}", 2), (f"psnr to {modes.FULL}", 2),
+                (f"ssim to {modes.FULL}", 4), ("frechet", 3),
+            )
+        ]  # fmt: skip
+        took = row["seconds of an image"]
+        cells.append([row["mode"], *figures, "-" if took is None else format_seconds(took[0])])
+    return header, cells
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, record, and write the page."""
+    if args.stored:
+        return report.write()
+    if args.images <= QUICK_STAGES.features or args.steps < 4:
+        raise ValueError(
+            f"--images must be more than {QUICK_STAGES.features} and --steps at least 4, got "
+            f"{args.images} and {args.steps}"
+        )
+    xp = array_module(quick=args.quick)
+    if args.quick:
+        shape, weights = QUICK, checkpoint.untrained(QUICK, args.seed, xp)
+        sizes, steps = QUICK_STAGES, 20
+    else:
+        shape, weights = checkpoint.load_weights(args.weights, xp)
+        sizes, steps = features.Stages(), 1000
+        if args.images <= sizes.features:
+            raise ValueError(f"--images must be more than {sizes.features}, got {args.images}")
+    with output.progress("training the network of features", steps) as advance:
+        network, accuracy = features.train(
+            sizes, xp, steps=steps, batch=16 if args.quick else 256, advance=advance
+        )
+    rows, shown = measured(Model(shape, xp), weights, network, args)
+    output.print_table(*table(rows))
+    content = {
+        "steps": args.steps, "images": args.images, "features": sizes.features,
+        "accuracy of the features": accuracy, "rows": rows,
+    }  # fmt: skip
+    common.keep(args, "dit_quality", "mirror" if args.quick else "cuda", content)
+    grid = args.grid or (None if args.quick else report.GRID)
+    if grid is not None:
+        pictures.write_png(grid, pictures.grid(shown, SHOWN))
+    return 0 if args.quick else report.write()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--images", type=int, default=256, help="of each mode")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--weights", metavar="FILE", type=Path, default=WEIGHTS)
+    parser.add_argument("--grid", metavar="FILE", type=Path, help="picture, docs/quality_grid.png")
+    parser.add_argument("--stored", action="store_true", help="write the page from the records")
+    args = parser.parse_args(argv)
+    return (common.guarded if args.stored else common.main)(run, args)  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
