@@ -9,17 +9,20 @@ from pathlib import Path
 import pytest
 
 from cupyattn import compile as compiler
+from cupyattn.interpret import schedule
 from cupyattn.interpret.findings import KINDS
 from tests.backward_cases import (
     FORMS,
     HOPPER_FORMS,
     BackwardRun,
     interpreted_as,
+    received,
     revealing_of,
     run_backward,
     run_packed_backward,
 )
 from tests.fault_patches import FOLDER, Fault, parse
+from tests.runs import normal
 from tests.test_interpret_faults import check_noticed
 
 FAULTS = [parse(path) for path in sorted((FOLDER / "backward").glob("*.patch"))]
@@ -51,6 +54,10 @@ def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:
     how = interpreted_as(form)
     if fault.shown_by == "varlen":
         yield from run_packed_backward(((5, 9), (70, 140), (40, 20)), **how)
+        return
+    if fault.shown_by.startswith("schedule "):  # over many steps, with a warp that falls behind
+        with schedule(int(fault.shown_by.removeprefix("schedule "))):
+            yield run_backward(received(*normal((1, 1, 700, 64), (1, 1, 300, 64))), **how)
         return
     problems = revealing_of(fault.hunks[0].file, form)
     for inputs, options in sorted(problems, key=lambda x: fault.shown_by not in x[1]):

@@ -3,6 +3,7 @@
 from cupyattn.interpret.debug import attention
 from cupyattn.interpret.executor import run
 from cupyattn.interpret.findings import Finding, KernelFault
+from cupyattn.interpret.machine import schedule
 from cupyattn.interpret.observe import Observer, observe
 from cupyattn.interpret.profile import Profile
 from cupyattn.interpret.stops import Break, Stop
@@ -19,4 +20,5 @@ __all__ = [
     "attention",
     "observe",
     "run",
+    "schedule",
 ]

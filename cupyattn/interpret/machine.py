@@ -7,8 +7,12 @@ again. Instructions of a whole warp wait until the lanes that they name are ther
 
 from __future__ import annotations
 
+import contextlib
+import operator
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -40,6 +44,34 @@ _WINDOWS = {base >> 56: name for name, base in WINDOWS.items()}
 MAX_SEGMENTS = 5_000_000
 #: Times that lanes may wait for what nobody is left to do.
 MAX_RESTS = 100
+#: Under a schedule the mean number of segments until others go first.
+NEW_RANKS = 500
+_dice: ContextVar[random.Random | None] = ContextVar("dice", default=None)
+
+
+@contextlib.contextmanager
+def schedule(seed: int) -> Iterator[None]:
+    """Let some warps of a block go first, drawn at random now and then, while the others starve.
+
+    Otherwise none falls behind. What a kernel does may not depend on that: a wait that is missing
+    where others happen to be fast shows under some schedules alone.
+
+    Parameters
+    ----------
+    seed : int
+        The same orders for the same seed.
+
+    Examples
+    --------
+    >>> from cupyattn import interpret
+    >>> with interpret.schedule(seed=1):
+    ...     pass  # cupyattn.attention(..., backend="interpret")
+    """
+    token = _dice.set(random.Random(seed))
+    try:
+        yield
+    finally:
+        _dice.reset(token)
 
 
 class Lanes:
@@ -161,6 +193,7 @@ class Machine:
         self._groups: dict[int, Lanes] = {}
         self._resting: dict[int, Bools] = {}  # lanes that let others go first, by place
         self._rested: dict[int, bytes] = {}  # the same when they last went on
+        self._ranks: list[int] = []  # under a schedule, of each warp of a block: who goes first
         self._in_vain = 0  # times that the same have gone on and come back since
         self._symbols = {
             **symbols, **program.shared, **program.local,
@@ -186,8 +219,7 @@ class Machine:
             for _ in range(MAX_SEGMENTS):
                 if not self._groups and not self._wake_resting():
                     break
-                place = min(self._groups)
-                lanes = self._groups.pop(place)
+                place, lanes = self._next()
                 segment = self.program.segments.get(place)
                 if segment is None:  # the end of the body
                     self.exit(lanes)
@@ -198,6 +230,25 @@ class Machine:
                 self.report("no end", message, self.lane, self.alive)
         if self.alive.any():
             self._report_deadlock()
+
+    def _next(self) -> tuple[int, Lanes]:
+        """Return where who goes on: as early as anybody is, or by the dice of a schedule."""
+        dice = _dice.get()
+        if dice is None:
+            place = min(self._groups)
+            return place, self._groups.pop(place)
+        if not self._ranks or dice.random() < 1 / NEW_RANKS:
+            self._ranks = dice.sample(range(self.threads // WARP), self.threads // WARP)
+        ranks = np.array(self._ranks * self.blocks)
+        place, best = max(
+            ((place, ranks[lanes.bits != 0].max()) for place, lanes in self._groups.items()),
+            key=operator.itemgetter(1),
+        )
+        lanes = self._groups.pop(place)
+        some = np.repeat(ranks == best, WARP) & lanes.mask
+        if (others := lanes.mask & ~some).any():
+            self.go(place, others)
+        return place, Lanes(some, self.alive)
 
     def _run_segment(self, segment: Segment, lanes: Lanes) -> None:
         first = segment.steps[0][1]

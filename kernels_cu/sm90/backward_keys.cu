@@ -46,8 +46,9 @@ struct SharedStorage {
   Mbarrier KV_full;
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // Q, dO, M and Delta of a step
   Mbarrier dS_full[2], dS_empty[2];              // dS of a step, of all keys
-  Mbarrier turn[2], added[2];                    // ORDERED: dQ of a step may be added; it has been
-  int index;                                     // ORDERED: of this block among those that begin
+  // ORDERED: dQ of a step may be added; it has been; the next block may add.
+  Mbarrier turn[2], added[2], passed[2];
+  int index;  // ORDERED: of this block among those that begin
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
@@ -181,6 +182,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       mbarrier_init(smem.dS_empty[s], CONSUMERS * 4);
       mbarrier_init(smem.turn[s], 1);
       mbarrier_init(smem.added[s], CONSUMERS * 4);
+      mbarrier_init(smem.passed[s], 1);
     }
     fence_mbarrier_init();
     if (ORDERED) smem.index = atomicAdd(grad.next_block, 1);
@@ -212,7 +214,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
         await_count(
             turns_of(call, grad, batch, steps.head, q0),
             blocks_behind(p, batch, steps.head, q0, kv0));
-        mbarrier_wait_parity(smem.added[at.stage], at.parity ^ 1);  // the last turn was taken
+        mbarrier_wait_parity(smem.passed[at.stage], at.parity ^ 1);  // the last turn is over
         mbarrier_arrive(smem.turn[at.stage]);
         steps.advance(p, grad, batch, last_head, kv0);
       }
@@ -223,6 +225,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       for (RingPosition<2> at; steps.head < last_head; at.advance()) {
         mbarrier_wait_parity(smem.added[at.stage], at.parity);  // all warps have added
         red_release_add(turns_of(call, grad, batch, steps.head, steps.q0()), 1);
+        mbarrier_arrive(smem.passed[at.stage]);
         steps.advance(p, grad, batch, last_head, kv0);
       }
       return;
