@@ -71,7 +71,8 @@ def test_bits_do_not_depend_on_who_comes_first(name: str, seed: int) -> None:
     assert np.array_equal(found, expected)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_turns_at_dq_do_not_depend_on_it_either(seed: int) -> None:
     inputs = received(*normal((1, 1, 500, 64), (1, 1, 300, 64)))
     how = interpreted_as("sm90_deterministic")
