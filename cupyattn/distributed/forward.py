@@ -13,12 +13,15 @@ from cupyattn.distributed.call import ShardedCall
 from cupyattn.distributed.codes import TravellingCodes
 from cupyattn.distributed.group import Message, Work
 from cupyattn.distributed.mesh import Heads, shares_of_heads
+from cupyattn.distributed.partition import Range
 from cupyattn.distributed.ring import Form, Part, attend, circulate
 from cupyattn.distributed.ulysses import Neighbours
 from cupyattn.rounding import NEG_INF, STORAGE, array_namespace
 
-#: Arrays and which of rows and keys, query heads and key heads they have.
+#: Arrays, and which of rows and keys, query heads and key heads they have.
 Kinds = Sequence[tuple[Any, str]]
+#: The same, and where the heads of each neighbour lie in them.
+Receivers = Sequence[tuple[Any, str, Sequence[Range]]]
 
 
 def compute(call: ShardedCall) -> tuple[Any, Any]:
@@ -32,7 +35,7 @@ def compute(call: ShardedCall) -> tuple[Any, Any]:
         call,
         [(call.q, "q"), (call.k, "kv"), (call.v, "kv")],
         lambda heads, arrays: [(x, "q") for x in _of_heads(call, *arrays)],
-        lambda heads: [(o, "q"), (lse, "q")],
+        lambda step: [(x, "q", [heads.q for heads in step]) for x in (o, lse)],
     )
     return o, lse
 
@@ -41,7 +44,7 @@ def by_step(
     call: ShardedCall,
     given: Kinds,
     work_on: Callable[[Heads, list[Any]], Kinds],
-    receivers: Callable[[list[Heads]], Kinds],
+    receivers: Callable[[list[Heads]], Receivers],
 ) -> None:
     """Bring each neighbour some heads of all rows at a time, and what it makes of them back home.
 
@@ -54,8 +57,8 @@ def by_step(
         Takes this rank's heads and the arrays with all rows of these; returns as many results as
         there are receivers.
     receivers : callable
-        Takes the heads of all neighbours; returns what receives the results, all heads of this
-        rank's rows or keys.
+        Takes the heads of all neighbours; returns what receives the results for this rank's rows
+        or keys, and where in it the heads of each neighbour belong.
 
     Notes
     -----
@@ -85,7 +88,7 @@ def by_step(
             break
         arriving[0].wait()
         results = work_on(step[own], arriving[1])
-        homeward.append((_bring_home(call, of_kind, step, results, receivers(step)), results))
+        homeward.append((_bring_home(call, of_kind, results, receivers(step)), results))
     for work, _ in homeward:
         work.wait()
 
@@ -93,15 +96,14 @@ def by_step(
 def _bring_home(
     call: ShardedCall,
     of_kind: dict[str, Neighbours],
-    step: list[Heads],
     results: Kinds,
-    receivers: Kinds,
+    receivers: Receivers,
 ) -> Work:
     sends: list[Message] = []
     receives: list[Message] = []
-    for (part, kind), (whole, _) in zip(results, receivers, strict=True):
+    for (part, kind), (whole, _, heads) in zip(results, receivers, strict=True):
         contiguous = array_namespace(part).ascontiguousarray(part)
-        of_kind[kind].gather(contiguous, whole, _of(step, kind), sends, receives)
+        of_kind[kind].gather(contiguous, whole, heads, sends, receives)
     return call.group.exchange(sends, receives)
 
 
