@@ -1,4 +1,4 @@
-"""`parallel_attention_backward` and `parallel_attention_varlen_backward`: gradients on several ranks."""
+"""Gradients on several ranks: `parallel_attention_backward`, and the same of packed sequences."""
 
 from __future__ import annotations
 
@@ -160,9 +160,7 @@ def parallel_attention_varlen_backward(
     return _run(asked, group, (d_out, q, k, v, out, lse), deterministic)
 
 
-def _run(
-    asked: Asked, group: Group, given: tuple[Any, ...], deterministic: bool
-) -> Gradients:
+def _run(asked: Asked, group: Group, given: tuple[Any, ...], deterministic: bool) -> Gradients:
     """Agree with the other ranks and compute."""
     d_out, q, k, v, out, lse = given
     taken: list[Any] = []
@@ -211,9 +209,7 @@ def _compute(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> 
         shape = (call.k.shape[0], stacked[-1][1], *call.k.shape[2:])
         of_keys = [xp.empty(shape, call.k.dtype) for _ in "kv"]
         coming.append((step, stacked, of_keys))
-        return [
-            (dq, "q", [heads.q for heads in step]), *((x, "kv", stacked) for x in of_keys)
-        ]
+        return [(dq, "q", [heads.q for heads in step]), *((x, "kv", stacked) for x in of_keys)]
 
     def work_on(heads: Heads, some: list[Any]) -> Kinds:
         found = _of_heads(call, tuple(some), deterministic)

@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a sequence that lie together on a rank: `at` in its array, `place` in the sequence."""
+    """Rows of a sequence that lie together: `at` in a rank's array, `place` in the sequence."""
 
     at: int
     place: int
@@ -115,7 +115,9 @@ def _of_sequence(rows: list[_Piece], keys: list[_Piece], limits: Limits) -> list
     some_rows, some_keys = _some(rows, of_rows), _some(keys, of_keys)
     all_pairs = len(found) == len(of_rows) * len(of_keys)
     whole = all(
-        block.window == (-1, -1) and block.q == _around([rows[i]]) and block.kv == _around([keys[j]])
+        block.window == (-1, -1)
+        and block.q == _around([rows[i]])
+        and block.kv == _around([keys[j]])
         for (i, j), block in found.items()
     )
     if all_pairs and whole and _together(some_rows) and _together(some_keys):

@@ -18,6 +18,7 @@ from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.partition import Partition
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
+from cupyattn.errors import UnsupportedError
 from cupyattn.request import Options, Request, resolve
 from cupyattn.rounding import array_namespace
 from cupyattn.sequences import one_entry
@@ -139,7 +140,7 @@ def resolve_sharded(
     found: list[tuple[Request, dict[str, Any]]] = []
 
     def facts() -> dict[str, Any]:
-        request = _own_request(asked, q, k, v)
+        request = _own_request(asked, group, q, k, v)
         packed = _offsets(asked)
         found.append((request, packed))
         call = request.call
@@ -150,7 +151,7 @@ def resolve_sharded(
             "layout": asked.layout, "scale": call.scale, "softcap": call.softcap,
             **{name: str(value) for name, value in asked.places.items()},
             **{n: str(asked.options.get(n)) for n in ("quant", "tiles", "arch", "accuracy")},
-            **{n: _digest(packed[n]) for n in ("cu_seqlens_q", "cu_seqlens_k") if packed},
+            **{n: _digest(packed[n].tolist()) for n in ("cu_seqlens_q", "cu_seqlens_k") if packed},
             **extra(request),
         }  # fmt: skip
         own = {"len_q": int(request.q.shape[2]), "len_kv": int(request.k.shape[2])}
@@ -160,25 +161,31 @@ def resolve_sharded(
     ((request, packed),) = found
     rows_q, rows_kv = _partitions(asked.partition, said, packed)
     spans = _spans(asked.places, rows_q, rows_kv, packed)
-    call = replace(request.call, len_q=rows_q.length, len_kv=rows_kv.length)
+    first, last = checks.check_limits(**asked.places, len_q=rows_q.length, len_kv=rows_kv.length)
+    call = replace(
+        request.call, len_q=rows_q.length, len_kv=rows_kv.length, causal=last is not None,
+        causal_shift=last or 0, window=first is not None, window_shift=first or 0,
+    )  # fmt: skip
+    int8 = request.variant.family == "int8"
+    obstacle = _obstacle(request, packed, spans, rows_q == rows_kv) if int8 else ""
     mesh = choose_mesh(
         asked.method, asked.ulysses, call, request.variant.name, group.hosts,
-        causal_balanced=asked.partition != "contiguous",
+        balanced=asked.partition != "contiguous", without_ring=bool(obstacle),
     )  # fmt: skip
+    if mesh.ring > 1 and obstacle:
+        raise UnsupportedError(
+            f"a ring of fa_int8, round which codes go, takes no {obstacle}: use method='ulysses'"
+        )
     contiguous = array_namespace(request.q).ascontiguousarray
-    options = {
-        name: asked.options[name]
-        for name in ("scale", "softcap", "tiles", "arch", "backend") if name in asked.options
-    }  # fmt: skip
-    options |= {"variant": request.variant.name, "quant": request.options.quant}
+    given = {n: x for n, x in asked.options.items() if n not in ("accuracy", "variant", "quant")}
+    options = {**given, "variant": request.variant.name, "quant": request.options.quant}
     return ShardedCall(
-        group, mesh, rows_q, rows_kv, spans, request,
-        *(contiguous(x) for x in (request.q, request.k, request.v)),
-        Calls(options, asked.places, packed),
+        group, mesh, rows_q, rows_kv, spans, request, contiguous(request.q),
+        contiguous(request.k), contiguous(request.v), Calls(options, asked.places, packed),
     )  # fmt: skip
 
 
-def _own_request(asked: Asked, q: Any, k: Any, v: Any) -> Request:
+def _own_request(asked: Asked, group: Group, q: Any, k: Any, v: Any) -> Request:
     """Resolve this rank's arrays as if they were all."""
     if asked.method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {asked.method!r}")
@@ -195,6 +202,9 @@ def _own_request(asked: Asked, q: Any, k: Any, v: Any) -> Request:
         (q, restore), (k, _), (v, _) = taken
         q, k, v = (one_entry(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
     request = resolve(q, k, v, Options(**asked.options, **asked.places, layout=layout))
+    kind = array_namespace(request.q).__name__
+    if kind != group.namespace:
+        raise TypeError(f"this group exchanges {group.namespace} arrays, got {kind} arrays")
     if asked.offsets is not None:
         request = replace(request, restore=restore)
     return request
@@ -204,7 +214,7 @@ def _offsets(asked: Asked) -> dict[str, Any]:
     """Return the offsets of packed sequences on the host, with the longest lengths."""
     if asked.offsets is None:
         return {}
-    found = {}
+    found: dict[str, Any] = {}
     for name, given in zip("qk", asked.offsets, strict=True):
         taken = arrays.on_host(arrays.take(f"cu_seqlens_{name}", given)[0])
         if taken.ndim != 1 or taken.size < 1 or taken.dtype.kind != "i":
@@ -255,9 +265,7 @@ def _spans(
         ends = [packed[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
     found = []
     for q, kv in zip(pairwise(ends[0]), pairwise(ends[1]), strict=True):
-        limits = checks.check_limits(
-            places["causal"], places["causal_align"], places["window"], q[1] - q[0], kv[1] - kv[0]
-        )
+        limits = checks.check_limits(**places, len_q=q[1] - q[0], len_kv=kv[1] - kv[0])
         found.append(Span(q, kv, limits))
     return tuple(found)
 
@@ -272,8 +280,28 @@ def _named(partition: Any) -> Any:
             "partition must be 'contiguous', 'zigzag', a Partition, or one of q and one of k, "
             f"got {partition!r:.80}"
         )
-    return [_digest(np.array([r for of in one.ranges for r in of])) for one in pair]
+    return [_digest(one.ranges) for one in pair]
 
 
-def _digest(array: np.ndarray) -> str:
-    return hashlib.sha256(array.astype(np.int64).tobytes()).hexdigest()[:16]
+def _digest(numbers: Any) -> str:
+    """Return few letters that stand for many numbers."""
+    return hashlib.sha256(str(numbers).encode()).hexdigest()[:16]
+
+
+def _obstacle(
+    request: Request, packed: dict[str, Any], spans: tuple[Span, ...], alike: bool
+) -> str:
+    """Say what a ring of codes does not take of a call: what would cut them; empty where nothing.
+
+    `alike` says whether ranks have the same rows as keys.
+    """
+    quant = request.options.quant
+    if packed:
+        return "packed sequences"
+    if quant is not None and quant.fused:
+        return "QuantConfig(fused=True)"
+    (span,) = spans
+    first, last = span.limits
+    if first is not None or last not in (None, 0):
+        return "window, and no causal mask of rows and keys of two lengths"
+    return "" if last is None or alike else "causal mask of rows and keys that are shared otherwise"

@@ -111,10 +111,11 @@ def _packed(run: list[Block]) -> dict[str, Any]:
     ends = [(run[0].q[0], run[0].kv[0])]
     for block in run:
         ends += [(block.q[0], ends[-1][1]), (block.q[0], block.kv[0]), (block.q[1], block.kv[1])]
-    offsets = np.array(list(dict.fromkeys(ends)), np.int32) - np.int32(ends[0])
+    offsets = np.array(list(dict.fromkeys(ends))) - np.array(ends[0])
     longest = np.diff(offsets, axis=0).max(axis=0)
     return {
-        "cu_seqlens_q": offsets[:, 0].copy(), "cu_seqlens_k": offsets[:, 1].copy(),
+        "cu_seqlens_q": offsets[:, 0].astype(np.int32),
+        "cu_seqlens_k": offsets[:, 1].astype(np.int32),
         "max_len_q": int(longest[0]), "max_len_k": int(longest[1]),
     }  # fmt: skip
 
@@ -125,15 +126,15 @@ def _forward(
     if not packed:
         o, lse = attention(q, k, v, **options)
         return o, lse
-    o, lse = attention_varlen(*(_rows_first(x) for x in (q, k, v)), **packed, **options)
+    o, lse = attention_varlen(_rows_first(q), _rows_first(k), _rows_first(v), **packed, **options)
     return _heads_first(o), lse[None]
 
 
 def _backward(given: tuple[Any, ...], options: dict[str, Any], packed: dict[str, Any]) -> Any:
     if not packed:
         return attention_backward(*given, **options)
-    arrays = [_rows_first(x) for x in given[:5]]
-    found = attention_varlen_backward(*arrays, given[5][0], **packed, **options)
+    d_out, q, k, v, out = (_rows_first(x) for x in given[:5])
+    found = attention_varlen_backward(d_out, q, k, v, out, given[5][0], **packed, **options)
     return tuple(_heads_first(x) for x in found)
 
 

@@ -16,7 +16,6 @@ from cupyattn.distributed.call import ShardedCall
 from cupyattn.distributed.partition import Range, places
 from cupyattn.distributed.ring import Form, Part
 from cupyattn.distributed.ulysses import merged_ranges
-from cupyattn.errors import UnsupportedError
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.quantizers import group_count, in_padded_rows, padded_length
 from cupyattn.rounding import array_namespace
@@ -36,23 +35,13 @@ class TravellingCodes:
     call : ShardedCall
     q, k, v : array
         Some heads of the rows of this rank and its neighbours.
-
-    Raises
-    ------
-    UnsupportedError
-        For what no ring of codes does.
     """
 
     def __init__(self, call: ShardedCall, q: Any, k: Any, v: Any) -> None:
         quant = call.calls.options["quant"] or QuantConfig()
-        if call.calls.packed or quant.fused:
-            what = "packed sequences" if call.calls.packed else "QuantConfig(fused=True)"
-            raise UnsupportedError(
-                f"a ring of fa_int8 takes no {what}, since codes go round it: use method='ulysses'"
-            )
         self._call, self._q, self._k, self._v = call, q, k, v
         options = call.calls.options
-        self._how = {name: options.get(name) for name in ("tiles", "arch", "backend")}
+        self._how: dict[str, Any] = {n: options.get(n) for n in ("tiles", "arch", "backend")}
         self._quant = quant
         self._rows = merged_ranges(call.rows_q, call.mesh.neighbours(call.group.rank))
         self._of_rows: dict[Range, QuantizedQKV] = {}
@@ -85,21 +74,16 @@ class TravellingCodes:
             )
             for rows, place in zip(self._rows, places(self._rows, self._rows), strict=True):
                 for block in blocks([rows], [keys], self._call.spans):
-                    if block.kv != (0, keys[1] - keys[0]):
-                        raise UnsupportedError(
-                            "a ring of fa_int8 does not cut codes, as a window or rows and keys "
-                            "that are shared otherwise ask for here: use method='ulysses'"
-                        )
                     some = place[0] + block.q[0], place[0] + block.q[1]
-                    z = self._with_keys(self._query_codes(some), fields)
+                    z = with_keys(self._query_codes(some), fields)
                     o, lse = attention(
                         z, window=block.window, causal_align="top-left", return_lse=True, **options
                     )
                     yield some, o, lse
 
     def _quantized(self, rows: Range, keys: Range) -> QuantizedQKV:
-        some = self._q[:, :, slice(*rows)], *(x[:, :, slice(*keys)] for x in (self._k, self._v))
-        return quantize(*some, quant=self._quant, **self._how)
+        k, v = (x[:, :, slice(*keys)] for x in (self._k, self._v))
+        return quantize(self._q[:, :, slice(*rows)], k, v, quant=self._quant, **self._how)
 
     def _query_codes(self, rows: Range) -> QuantizedQKV:
         if rows not in self._of_rows:
@@ -109,11 +93,6 @@ class TravellingCodes:
     def _fields(self, z: QuantizedQKV) -> list[Any]:
         contiguous = array_namespace(z.k_codes).ascontiguousarray
         return [contiguous(getattr(z, name)) for name in self._names]
-
-    def _with_keys(self, z: QuantizedQKV, fields: dict[str, Any]) -> QuantizedQKV:
-        codes = fields["k_codes"]
-        padded = in_padded_rows(codes) if codes.dtype.name == "int8" else codes
-        return replace(z, **{**fields, "k_codes": padded})
 
     def _forms_of_length(self, length: int) -> Iterator[Form]:
         z = self._template
@@ -129,3 +108,15 @@ class TravellingCodes:
             if axis is not None:
                 shape[axis] = extents.get(name, length)
             yield tuple(shape), x.dtype
+
+
+def with_keys(z: QuantizedQKV, fields: dict[str, Any]) -> QuantizedQKV:
+    """Return the queries of a record with other keys and values, given by their fields."""
+    codes = fields["k_codes"]
+    padded = in_padded_rows(codes) if codes.dtype.name == "int8" else codes
+    return replace(z, **{**fields, "k_codes": padded})
+
+
+def with_keys_of(queries: QuantizedQKV, keys: QuantizedQKV) -> QuantizedQKV:
+    """Return the queries of one record with the keys and values of another."""
+    return with_keys(queries, {name: getattr(keys, name) for name in _AXES})

@@ -24,18 +24,22 @@ Kinds = Sequence[tuple[Any, str]]
 Receivers = Sequence[tuple[Any, str, Sequence[Range]]]
 
 
-def compute(call: ShardedCall) -> tuple[Any, Any]:
-    """Return O and lse of this rank's rows; what it sent may still be on its way."""
+def compute(call: ShardedCall, return_lse: bool) -> tuple[Any, Any]:
+    """Return O and lse of this rank's rows; without `return_lse` that need not be right.
+
+    What it sent may still be on its way.
+    """
     if call.mesh.ulysses == 1:
         return _of_heads(call, call.q, call.k, call.v)
     xp = array_namespace(call.q)
     o = xp.empty(call.q.shape, STORAGE[call.request.call.dtype])
     lse = xp.full(call.q.shape[:3], NEG_INF, np.float32)
+    wanted = (o, lse) if return_lse else (o,)
     by_step(
         call,
         [(call.q, "q"), (call.k, "kv"), (call.v, "kv")],
-        lambda heads, arrays: [(x, "q") for x in _of_heads(call, *arrays)],
-        lambda step: [(x, "q", [heads.q for heads in step]) for x in (o, lse)],
+        lambda _, arrays: [(x, "q") for x in _of_heads(call, *arrays)[: len(wanted)]],
+        lambda step: [(x, "q", [heads.q for heads in step]) for x in wanted],
     )
     return o, lse
 
@@ -75,9 +79,7 @@ def by_step(
     def scatter(step: list[Heads]) -> tuple[Work, list[Any]]:
         sends: list[Message] = []
         receives: list[Message] = []
-        arrays = [
-            of_kind[kind].scatter(x, _of(step, kind), sends, receives) for x, kind in given
-        ]
+        arrays = [of_kind[kind].scatter(x, _of(step, kind), sends, receives) for x, kind in given]
         return call.group.exchange(sends, receives), arrays
 
     homeward: list[tuple[Work, Kinds]] = []
@@ -126,7 +128,8 @@ def _of_heads(call: ShardedCall, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         return attend(q, coming, codes.parts, backend)
 
     def parts(owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
-        return call.calls.parts(q, *arrays, call.blocks_of(owner))
+        of_k, of_v = arrays
+        return call.calls.parts(q, of_k, of_v, call.blocks_of(owner))
 
     coming = circulate(call.group, call.circle, (k, v), forms_of_keys(call, k))
     return attend(q, coming, parts, backend)

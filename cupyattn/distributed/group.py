@@ -1,8 +1,8 @@
 """Ranks that compute together: what each must be able to send, to receive and to find out.
 
 `Group` is what the algorithms see. `HostGroup` carries NumPy arrays through the ranks' store, with
-the same order, the same checks and the same failures as `cupyattn.distributed.nccl.NcclGroup`, which
-carries CuPy arrays.
+the same order, the same checks and the same failures as `cupyattn.distributed.nccl.NcclGroup`,
+which carries CuPy arrays.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from cupyattn.distributed.store import Store
 from cupyattn.errors import RankError
 
+#: A kind of group.
+Own = TypeVar("Own", bound="Group")
 #: An array to be sent to a rank, or to be filled with what one sends.
 Message = tuple[int, Any]
 #: Seconds that a rank waits for another before it gives all of them up.
@@ -50,12 +52,16 @@ class Group(abc.ABC):
         What this rank has sent to others so far.
     hosts : tuple of str
         Name of the host of every rank.
+    namespace : {"numpy", "cupy"}
+        Whose arrays it exchanges.
 
     Raises
     ------
     RankError
         If a rank does not come within the timeout.
     """
+
+    namespace: ClassVar[str]
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
         if not 0 <= rank < size:
@@ -86,9 +92,7 @@ class Group(abc.ABC):
         """
         key, self._calls = f"{what}, call {self._calls}", self._calls + 1
         said = json.dumps(value).encode()
-        return [
-            json.loads(x) for x in self.store.gather(key, self.rank, said, self.timeout)
-        ]
+        return [json.loads(x) for x in self.store.gather(key, self.rank, said, self.timeout)]
 
     def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Let all ranks say with what they come; raise on all of them where that does not fit.
@@ -195,6 +199,16 @@ class Group(abc.ABC):
         self.barrier()
         self.store.leave()
 
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Close the group, or where an error leaves the block end all ranks with it."""
+        if error is None:
+            self.close()
+        elif not isinstance(error, RankError):
+            self.abort(f"raised {type(error).__name__}: {error}")
+
 
 class HostGroup(Group):
     """Ranks whose arrays are NumPy's; they travel through the store.
@@ -206,6 +220,8 @@ class HostGroup(Group):
     store, rank, size, timeout
         As for `Group`.
     """
+
+    namespace = "numpy"
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
         for peer, array in sends:

@@ -107,8 +107,6 @@ def shares_of_heads(
         cuts = [whole[0] + groups * i // pieces * group for i in range(pieces + 1)]
         steps += list(zip(cuts, cuts[1:], strict=False)) if groups else []
         steps += [(max(whole[1], whole[0]), end)]
-        found.append(
-            [Heads(q, (q[0] // group, -(-q[1] // group))) for q in steps if q[0] < q[1]]
-        )
+        found.append([Heads(q, (q[0] // group, -(-q[1] // group))) for q in steps if q[0] < q[1]])
     most = max(map(len, found))
     return tuple(tuple(of_rank + [NO_HEADS] * (most - len(of_rank))) for of_rank in found)

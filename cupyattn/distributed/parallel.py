@@ -1,4 +1,4 @@
-"""`parallel_attention` and `parallel_attention_varlen`: attention of one sequence on several ranks."""
+"""`parallel_attention` and `parallel_attention_varlen`: attention of a sequence on many ranks."""
 
 from __future__ import annotations
 
@@ -107,9 +107,7 @@ def parallel_attention(
         "quant": quant, "tiles": tiles, "arch": arch, "backend": backend,
     }  # fmt: skip
     places = {"causal": causal, "causal_align": causal_align, "window": window}
-    asked = Asked(
-        "parallel_attention", method, ulysses, partition, options, places, layout=layout
-    )
+    asked = Asked("parallel_attention", method, ulysses, partition, options, places, layout=layout)
     return _run(asked, group, (q, k, v), return_lse)
 
 
@@ -183,7 +181,7 @@ def _run(asked: Asked, group: Group, operands: tuple[Any, Any, Any], return_lse:
     """Agree with the other ranks, compute, and return what the caller asked for."""
     call = resolve_sharded(asked, group, *operands, lambda request: {"return_lse": return_lse})
     with group.failing_together(asked.what), backends.on_device_of(call.q):
-        o, lse = compute(call)
+        o, lse = compute(call, return_lse)
         group.finish()
     result = call.restore(o)
     if not return_lse:

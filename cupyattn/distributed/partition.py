@@ -38,7 +38,7 @@ class Partition:
     ranges: tuple[tuple[Range, ...], ...]
 
     def __post_init__(self) -> None:
-        found = sorted((r for of_rank in self.ranges for r in of_rank))
+        found = sorted(r for of_rank in self.ranges for r in of_rank)
         ends = [0, *(end for _, end in found)]
         whole = all(begin == end for (begin, _), end in zip(found, ends, strict=False))
         rising = all(begin < end for begin, end in found) and all(

@@ -1,7 +1,7 @@
-"""Keys and values go round a ring of ranks; each attends to what it has while the next is on its way.
+"""Keys and values go round a ring of ranks; each attends to what it has while the next ones come.
 
-Partial results are brought together by their lse in float32, in the order in which the keys come. In
-the backward pass the gradients of the keys follow them, one step behind, and come home last.
+Partial results are brought together by their lse in float32, in the order in which the keys come.
+In the backward pass the gradients of the keys follow them, one step behind, and come home last.
 """
 
 from __future__ import annotations
