@@ -18,6 +18,7 @@ from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.parallel import parallel_attention, parallel_attention_varlen
 from cupyattn.distributed.partition import Partition
+from cupyattn.distributed.shares import gather, share
 from cupyattn.distributed.start import connect, from_environment, from_mpi, run
 from cupyattn.errors import RankError
 
@@ -33,6 +34,7 @@ __all__ = [
     "connect",
     "from_environment",
     "from_mpi",
+    "gather",
     "judge",
     "judge_backward",
     "parallel_attention",
@@ -40,4 +42,5 @@ __all__ = [
     "parallel_attention_varlen",
     "parallel_attention_varlen_backward",
     "run",
+    "share",
 ]

@@ -90,6 +90,7 @@ def by_step(
             break
         arriving[0].wait()
         results = work_on(step[own], arriving[1])
+        arriving = None  # frees what this step needed before the one after the next takes as much
         homeward.append((_bring_home(call, of_kind, results, receivers(step)), results))
     for work, _ in homeward:
         work.wait()

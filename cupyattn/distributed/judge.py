@@ -105,7 +105,11 @@ def judge(
         for piece in pieces:
             some = q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys]
             how = {**rest, **piece.options}
-            one = _of_codes(some, quant, how) if int8 else _of_arrays(some, variant, form, how)
+            if int8:  # a scale of granularity "tensor" is that of the heads of one call
+                each = [_of_codes(_some_heads(some, h), quant, how) for h in _heads(shared, q, k)]
+                one = _beside(each) if each else _nothing(some[0].shape)
+            else:
+                one = _of_arrays(some, variant, form, how)
             found.append(_spread(one, piece.rows, rows, q.shape))
         if not found:
             found = [_nothing((*q.shape[:2], rows.size, q.shape[3]))]
@@ -254,6 +258,17 @@ def _of_codes(some: Any, quant: QuantConfig | None, options: dict[str, Any]) -> 
         lse = lse + mean_score(operands[0], z, np.arange(q.shape[2]), options.get("scale"))
     bound = bounds.attention(None, None, None, variant="fa_int8", quantized=z, **options)
     return Expected(o, lse, bound.total, bound.lse)
+
+
+def _some_heads(some: Any, heads: Heads) -> Any:
+    q, k, v = some
+    return q[:, slice(*heads.q)], k[:, slice(*heads.kv)], v[:, slice(*heads.kv)]
+
+
+def _beside(each: list[Expected]) -> Expected:
+    """Return what is known of all heads, from what is of some each."""
+    names = ("o", "lse", "bound", "lse_bound")
+    return Expected(*(np.concatenate([getattr(one, n) for one in each], axis=1) for n in names))
 
 
 def _nothing(shape: tuple[int, ...]) -> Expected:

@@ -17,6 +17,8 @@ from cupyattn.distributed.tcp import Address, TcpServer, TcpStore
 from cupyattn.errors import RankError
 
 T = TypeVar("T")
+#: Seconds between two looks at which ranks of this process have ended.
+_LOOK = 0.5
 #: What launchers say of a process: rank, number of ranks, rank on its host.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -80,8 +82,13 @@ def run(
     threads = [threading.Thread(target=on_rank, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    while any(thread.is_alive() for thread in threads):
+        for thread in threads:
+            thread.join(timeout=_LOOK)
+        if errors:  # the others are told wherever they wait for a rank; for more nobody waits
+            for thread in threads:
+                thread.join(timeout=timeout)
+            break
     # An error of a rank's own says more than that another rank has failed.
     for error in sorted(errors, key=lambda error: isinstance(error, RankError)):
         raise error
