@@ -58,7 +58,7 @@ def on_ranks(
     deterministic: bool = True,
     **options: Any,
 ) -> Joined:
-    """Run the forward pass, with `d_out` the backward pass too, with rows shared as `shared` says."""
+    """Run the forward pass, and with `d_out` the backward pass, with rows shared so."""
     rows = shared.rows_q, shared.rows_kv, shared.rows_kv
     ends = shared.cu_seqlens_q, shared.cu_seqlens_k
     how = {**asked_for(shared.mesh), "partition": rows[:2]}

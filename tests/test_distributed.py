@@ -151,6 +151,20 @@ def test_exchanged_heads_have_the_bits_of_one_device(variant: str) -> None:
     np.testing.assert_array_equal(bits(found.lse), bits(lse))
 
 
+@pytest.mark.parametrize("heads_kv", [8, 4])
+def test_steps_of_heads_overlap_rings(heads_kv: int) -> None:
+    """Four steps: what the next one needs and what the last one made are on their way at once."""
+    q, k = normal((1, 8, 40, 16), (1, heads_kv, 40, 16))[:2]
+    rows = Partition.zigzag(40, 4)
+    shared = Shared(Mesh(4, 2), rows, rows)
+    found = on_ranks((q, k, k), shared, q, variant="fa_tc", causal=True)
+    judged = {"variant": "fa_tc", "lse": found.lse, "causal": True}
+    assert distributed.judge(found.o, q, k, k, shared, **judged) <= 1
+    given = q, q, k, k, found.o, found.lse
+    how = {"deterministic": True, "causal": True}
+    assert distributed.judge_backward(found.gradients, *given, shared, **how) <= 1
+
+
 @pytest.mark.parametrize("mesh", [Mesh(4, 1), Mesh(4, 2), Mesh(4, 4)], ids=str)
 def test_the_same_call_has_the_same_bits(mesh: Mesh) -> None:
     q, k = normal((1, 4, 61, 16), (1, 2, 61, 16))[:2]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -223,11 +224,22 @@ class HostGroup(Group):
 
     namespace = "numpy"
 
+    def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
+        super().__init__(store, rank, size, timeout)
+        self._messages: Counter[str] = Counter()
+
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
         for peer, array in sends:
             header = json.dumps([list(array.shape), array.dtype.name]).encode()
-            self.store.put(f"{self.rank} to {peer}", header + b"\n" + array.tobytes())
-        return _Arriving(self, list(receives))
+            self.store.put(self._next(self.rank, peer), header + b"\n" + array.tobytes())
+        # NOTE: numbered as they are asked for; they may be waited for in another order.
+        return _Arriving(self, [(self._next(p, self.rank), p, array) for p, array in receives])
+
+    def _next(self, source: int, target: int) -> str:
+        """Return the key of the next message from one rank to another."""
+        pair = f"{source} to {target}"
+        self._messages[pair] += 1
+        return f"{pair}, message {self._messages[pair]}"
 
     def finish(self) -> None:
         """Raise where a rank has failed: what was waited for has been exchanged."""
@@ -237,15 +249,14 @@ class HostGroup(Group):
 class _Arriving:
     """Arrays to be filled with what is taken out of the store."""
 
-    def __init__(self, group: Group, receives: list[Message]) -> None:
+    def __init__(self, group: Group, receives: list[tuple[str, int, Any]]) -> None:
         self._group, self._receives = group, receives
 
     def wait(self) -> None:
         """Fill the arrays."""
         group, receives = self._group, self._receives
         self._receives = []
-        for peer, array in receives:
-            key = f"{peer} to {group.rank}"
+        for key, peer, array in receives:
             header, _, raw = group.store.take(key, peer, group.timeout).partition(b"\n")
             wanted = [list(array.shape), array.dtype.name]
             if json.loads(header) != wanted:

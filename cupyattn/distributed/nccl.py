@@ -1,16 +1,16 @@
 """Ranks with a CUDA device each, whose arrays travel by NCCL on a stream of their own.
 
-NCCL does not say that a peer has gone: what waits for it waits for ever. So a thread watches every
-wait. It asks NCCL for errors, the store for ranks that have failed, and the clock; where one
-of them says so it aborts the communicator, which ends every wait, and the rank raises `RankError`.
+NCCL does not say that a peer has gone: what waits for it waits for ever. So a thread watches from
+the first exchange of a call to its end. It asks NCCL for errors, the store for ranks that have
+failed, and the clock; where one of them says so it aborts the communicator, which ends every wait,
+and the rank raises `RankError`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cupyattn.distributed.group import TIMEOUT, Group, Message, Work
@@ -93,7 +93,9 @@ class NcclGroup(Group):
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
         cupy, nccl = self._cupy, _nccl()
-        with cupy.cuda.Device(self.device), self._watched():
+        self._raise()
+        self._deadline = time.monotonic() + self.timeout  # until finish, whatever waits meanwhile
+        with cupy.cuda.Device(self.device):
             ready = cupy.cuda.Event(disable_timing=True)
             ready.record()  # what is sent has been computed, what receives has been read
             self._stream.wait_event(ready)
@@ -114,12 +116,14 @@ class NcclGroup(Group):
 
     def finish(self) -> None:
         """Wait on the host until everything has been exchanged; raise where that failed."""
-        with self._cupy.cuda.Device(self.device), self._watched():
+        self._deadline = time.monotonic() + self.timeout
+        with self._cupy.cuda.Device(self.device):
             done = self._cupy.cuda.Event(disable_timing=True)
             done.record(self._stream)
             while not done.done:
                 self._raise()
                 time.sleep(POLL)
+        self._deadline = None
         self._raise()
 
     def abort(self, cause: str) -> None:
@@ -136,16 +140,6 @@ class NcclGroup(Group):
         self.store.leave()
 
     # ---- the watch -------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Let what is done within end at the deadline."""
-        self._raise()
-        self._deadline = time.monotonic() + self.timeout
-        try:
-            yield
-        finally:
-            self._deadline = None
 
     def _watch(self) -> None:
         while not self._ended.wait(WATCH):
