@@ -8,11 +8,11 @@ which carries CuPy arrays.
 from __future__ import annotations
 
 import abc
+import contextlib
 import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -141,7 +141,7 @@ class Group(abc.ABC):
         """Wait until every rank has come here."""
         self.gather("barrier", None)
 
-    @contextmanager
+    @contextlib.contextmanager
     def failing_together(self, what: str) -> Iterator[None]:
         """Let an error within end every rank: what this rank raises, the others are told."""
         try:
@@ -190,6 +190,10 @@ class Group(abc.ABC):
     @abc.abstractmethod
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
         """Begin to send and to receive arrays that were checked."""
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which new arrays lie where this rank's arrays do."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def finish(self) -> None:

@@ -8,6 +8,7 @@ and the rank raises `RankError`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -113,6 +114,11 @@ class NcclGroup(Group):
             # and so for messages whose other side has not been launched yet: first all launch.
             self.barrier()
         return _OnStream(cupy, self.device, done)
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this rank's device is the current one."""
+        device: contextlib.AbstractContextManager[Any] = self._cupy.cuda.Device(self.device)
+        return device
 
     def finish(self) -> None:
         """Wait on the host until everything has been exchanged; raise where that failed."""

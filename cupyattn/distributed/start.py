@@ -40,7 +40,8 @@ def run(
     function : callable
         Takes a `Group`, whose ``rank`` and ``size`` it may look at.
     ranks : int or sequence of int
-        How many ranks, whose arrays are NumPy's; or the numbers of CUDA devices, one for each rank.
+        How many ranks, whose arrays are NumPy's; or the numbers of CUDA devices, one for each rank,
+        which is the current one of its thread.
     timeout : float
         Seconds that a rank waits for another before all of them raise.
 
@@ -72,7 +73,7 @@ def run(
     def on_rank(rank: int) -> None:
         try:
             device = None if devices is None else devices[rank]
-            with _group(board, rank, size, device, timeout) as group:
+            with _group(board, rank, size, device, timeout) as group, group.on_device():
                 results[rank] = function(group)
         except BaseException as error:  # noqa: BLE001 - raised by the caller, below
             errors.append(error)
@@ -113,7 +114,8 @@ def connect(
         ``"host:port"`` of rank 0, as all ranks reach it. It listens there alone, and trusts whoever
         can reach it: an address within the cluster.
     device : int, optional
-        This rank's CUDA device, whose arrays travel by NCCL; without one arrays are NumPy's.
+        This rank's CUDA device, which becomes the current one and whose arrays travel by NCCL;
+        without one arrays are NumPy's.
     timeout : float
         Seconds that a rank waits for another before all of them raise.
 
@@ -243,7 +245,9 @@ def _of_processes(
     """Return the group of this process, which holds the server where it is rank 0."""
     store = TcpStore(rank, address, timeout, server)
     try:
-        return _group(store, rank, size, device, timeout)
+        group = _group(store, rank, size, device, timeout)
+        group.on_device().__enter__()  # for as long as the process lives
+        return group
     except RankError:
         raise
     except BaseException as error:
