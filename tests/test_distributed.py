@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn import distributed
-from cupyattn.distributed import Mesh, Partition, Shared
+from cupyattn.distributed import HostGroup, Mesh, Partition, Shared
 from cupyattn.errors import UnsupportedError
 from cupyattn.testing import attention_inputs
 from tests.distributed_cases import MESHES, asked_for, on_ranks, packed, partitions
@@ -175,6 +176,23 @@ def test_the_same_call_has_the_same_bits(mesh: Mesh) -> None:
     for a, b in zip((first.o, first.lse, *first.gradients),
                     (second.o, second.lse, *second.gradients), strict=True):  # fmt: skip
         np.testing.assert_array_equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_all_ranks_exchange_equally_often(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without heads or rows, too: with NCCL in one process they wait for each other there."""
+    counts = Counter[int]()
+    exchange = HostGroup.exchange
+
+    def counted(group: Any, *messages: Any) -> Any:
+        counts[group.rank] += 1
+        return exchange(group, *messages)
+
+    monkeypatch.setattr(HostGroup, "exchange", counted)
+    q, k = normal((1, 3, 5, 8), (1, 1, 6, 8))[:2]
+    rows, keys = Partition.contiguous(5, mesh.size), Partition.contiguous(6, mesh.size)
+    on_ranks((q, k, k), Shared(mesh, rows, keys), q, variant="fa_tc")
+    assert len(set(counts.values())) <= 1 and len(counts) in (0, mesh.size)
 
 
 def test_operands_stay_as_they_are_and_any_layout_goes() -> None:

@@ -227,8 +227,6 @@ def _compute(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> 
 def _of_heads(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> tuple[Any, ...]:
     """Return the gradients of some heads of the rows of this rank and its neighbours."""
     _, q, k, v, _, _ = given
-    if not q.shape[1]:
-        return tuple(array_namespace(x).empty(x.shape, x.dtype) for x in (q, k, v))
     if call.mesh.ring == 1:
         return tuple(call.calls.whole_backward(given, deterministic))
     forms = forms_of_keys(call, k)
