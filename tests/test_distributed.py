@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -280,6 +281,50 @@ def test_ranks_that_differ_are_named_on_all_ranks(own: Any, options: Any, messag
     assert len({str(error) for error in found}) == 1
     with pytest.raises(distributed.RankError, match=message):
         raise found[0]  # type: ignore[misc]
+
+
+def test_a_call_that_all_ranks_know_is_another_call_only_in_its_numbers() -> None:
+    """Its arrays are others, and not kept alive."""
+    q = normal((1, 2, 24, 16), (1, 2, 24, 16))[0]
+    rows = Partition.contiguous(24, 2)
+
+    def on_rank(group: Any) -> Any:
+        found = []
+        for number in range(4):
+            x = np.ascontiguousarray(rows.take(q + np.float16(number), group.rank))
+            alive = weakref.ref(x)
+            o = distributed.parallel_attention(x, x, x, group, "ulysses", variant="fa_tc")
+            del x
+            assert alive() is None and len(group.known) == 1
+            found.append(o)
+        return found
+
+    for number, parts in enumerate(zip(*distributed.run(on_rank, 2), strict=True)):
+        x = q + np.float16(number)
+        np.testing.assert_array_equal(rows.join(parts), ca.attention(x, x, x, variant="fa_tc"))
+
+
+@pytest.mark.parametrize("other", [{"causal": True}, {"variant": "fa"}, {"return_lse": True}])
+def test_a_rank_that_differs_from_what_all_know_is_named(other: dict[str, Any]) -> None:
+    def call(group: Any) -> None:
+        for number in range(3):
+            options = other if number == 2 and group.rank == 1 else {}
+            distributed.parallel_attention(X, X, X, group, "ring", **options)
+
+    for found in errors_of(3, call):
+        assert isinstance(found, distributed.RankError) and found.rank == 1
+        assert f"with {next(iter(other))}=" in str(found)
+
+
+def test_ranks_that_call_different_functions_are_named() -> None:
+    def call(group: Any) -> None:
+        if group.rank == 1:
+            group.barrier()
+        else:
+            distributed.parallel_attention(X, X, X, group)
+
+    for found in errors_of(2, call):
+        assert str(found) == "rank 1 called barrier, rank 0 called parallel_attention"
 
 
 def test_an_error_of_one_rank_reaches_all_and_they_go_on() -> None:

@@ -163,7 +163,7 @@ def test_a_store_behind_a_socket_does_what_a_board_does() -> None:
         found: list[Any] = [None, None]
 
         def gather(rank: int) -> None:
-            found[rank] = stores[rank].gather("words", rank, b"x" * rank * 10**6, 5)
+            found[rank] = stores[rank].gather("words", rank, b"x" * rank * 10**6, 5, "words")
 
         threads = [threading.Thread(target=gather, args=(rank,)) for rank in range(2)]
         for thread in threads:
@@ -257,7 +257,7 @@ def test_a_process_that_raises_or_is_late_is_named_by_the_others() -> None:
     assert found[2] == (1, "")
     assert {found[rank][1] for rank in (0, 1)} == {"rank 2 raised KeyError: 'lost'"}
     found = processes("2 is late", timeout=1.5)
-    late = "rank 2 did not come to 'parallel_attention, call 2' within 1.5 s"
+    late = "rank 2 did not come to 'parallel_attention, call 3' within 1.5 s"
     assert {out for _, out in found} == {late}
 
 
@@ -293,13 +293,15 @@ class Comm:
     def allgather(self, value: Any) -> list[Any]:
         import json
 
-        said = self.board.gather(repr(value), self.rank, json.dumps(value).encode(), 5)
+        said = self.board.gather(repr(value), self.rank, json.dumps(value).encode(), 5, "")
         return [json.loads(x) for x in said]
 
     def bcast(self, value: Any, root: int) -> Any:
         import json
 
-        return json.loads(self.board.gather("b", self.rank, json.dumps(value).encode(), 5)[root])
+        return json.loads(
+            self.board.gather("b", self.rank, json.dumps(value).encode(), 5, "")[root]
+        )
 
 
 def test_mpi_tells_the_ranks_where_the_store_is() -> None:

@@ -171,10 +171,10 @@ def _run(asked: Asked, group: Group, given: tuple[Any, ...], deterministic: bool
         return {"deterministic": bool(deterministic)}
 
     call = resolve_sharded(asked, group, q, k, v, extra)
-    contiguous = array_namespace(call.q).ascontiguousarray
-    of_out, out, lse = map(contiguous, taken)
-    operands = of_out, call.q, call.k, call.v, out, lse
-    with group.failing_together(asked.what), backends.on_device_of(call.q):
+    request, (of_out, out, lse) = call.request, taken
+    given = of_out, request.q, request.k, request.v, out, lse
+    with group.failing_together(asked.what), backends.on_device_of(request.q):
+        operands = tuple(map(array_namespace(request.q).ascontiguousarray, given))
         found = _compute(call, operands, bool(deterministic))
         group.finish()
     return Gradients(*map(call.restore, found))
@@ -197,17 +197,18 @@ def _compute(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> 
     """Return the gradients of this rank's rows and keys."""
     if call.mesh.ulysses == 1:
         return _of_heads(call, given, deterministic)
-    xp = array_namespace(call.q)
-    dq = xp.empty(call.q.shape, call.q.dtype)
-    sums = [xp.zeros(x.shape, np.float32) for x in (call.k, call.v)]
+    _, q, k, v, _, _ = given
+    xp = array_namespace(q)
+    dq = xp.empty(q.shape, q.dtype)
+    sums = [xp.zeros(x.shape, np.float32) for x in (k, v)]
     coming: list[tuple[list[Heads], list[tuple[int, int]], list[Any]]] = []
 
     def receivers(step: list[Heads]) -> list[tuple[Any, str, list[tuple[int, int]]]]:
         # NOTE: key heads whose query heads several ranks have come from each of these.
         ends = accumulate((kv[1] - kv[0] for kv in (heads.kv for heads in step)), initial=0)
         stacked = list(pairwise(ends))
-        shape = (call.k.shape[0], stacked[-1][1], *call.k.shape[2:])
-        of_keys = [xp.empty(shape, call.k.dtype) for _ in "kv"]
+        shape = (k.shape[0], stacked[-1][1], *k.shape[2:])
+        of_keys = [xp.empty(shape, k.dtype) for _ in "kv"]
         coming.append((step, stacked, of_keys))
         return [(dq, "q", [heads.q for heads in step]), *((x, "kv", stacked) for x in of_keys)]
 
@@ -221,7 +222,7 @@ def _compute(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> 
         for heads, place in zip(step, stacked, strict=True):
             for total, gradient in zip(sums, of_keys, strict=True):
                 total[:, slice(*heads.kv)] += gradient[:, slice(*place)].astype(np.float32)
-    return dq, *(_stored(total, call) for total in sums)
+    return dq, *(_stored(total, q.dtype) for total in sums)
 
 
 def _of_heads(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> tuple[Any, ...]:
@@ -233,13 +234,13 @@ def _of_heads(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) ->
 
     def parts(owner: int, keys: Sequence[Any]) -> Iterator[tuple[Block, Any]]:
         some = (*given[:2], *keys, *given[4:])
-        return call.calls.parts_backward(some, call.blocks_of(owner), deterministic)
+        return call.calls.parts_backward(some, call.blocks[owner], deterministic)
 
     found = differentiate(call.group, call.circle, q, (k, v), forms, parts)
-    return tuple(_stored(x, call) for x in found)
+    return tuple(_stored(x, q.dtype) for x in found)
 
 
-def _stored(x: Any, call: ShardedCall) -> Any:
+def _stored(x: Any, dtype: Any) -> Any:
     """Round a gradient to its type."""
     with np.errstate(over="ignore"):
-        return x.astype(call.q.dtype)
+        return x.astype(dtype)

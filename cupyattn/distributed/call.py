@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Mesh
-from cupyattn.distributed.partition import Partition
+from cupyattn.distributed.partition import Partition, Range
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
 from cupyattn.errors import UnsupportedError
 from cupyattn.request import Options, Request, resolve
@@ -58,9 +59,9 @@ class Asked:
     layout: str = "BHSD"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardedCall:
-    """One call, as a rank sees it after all ranks have agreed.
+    """One call, as a rank sees it after all ranks have agreed; its arrays are given beside it.
 
     Parameters
     ----------
@@ -71,10 +72,11 @@ class ShardedCall:
     spans : tuple of Span
         The sequences.
     request : Request
-        This rank's own arrays, resolved as if they were all: rung, backend, kind of array.
-    q, k, v : array, (batch, heads or heads_kv, own rows or keys, head_dim)
-        Contiguous.
+        This rank's own arrays, resolved as if they were all: rung, backend, kind of array. Those
+        of a later call of the same form may be others.
     calls : Calls
+    digest : str
+        Of what all ranks have said.
     """
 
     group: Group
@@ -83,12 +85,10 @@ class ShardedCall:
     rows_kv: Partition
     spans: tuple[Span, ...]
     request: Request
-    q: Any
-    k: Any
-    v: Any
     calls: Calls
+    digest: str
 
-    @property
+    @cached_property
     def neighbours(self) -> tuple[Neighbours, Neighbours]:
         """The ranks that this one exchanges heads with: their rows, and their keys."""
         ranks = self.mesh.neighbours(self.group.rank)
@@ -96,19 +96,25 @@ class ShardedCall:
         found = (Neighbours.of(self.group, ranks, partition) for partition in rows)
         return next(found), next(found)
 
-    @property
+    @cached_property
     def circle(self) -> tuple[int, ...]:
         """The ranks that pass keys on."""
         return self.mesh.circle(self.group.rank)
 
-    def keys_of(self, owner: int) -> tuple[tuple[int, int], ...]:
-        """Return the keys that come from the rank at an index of the circle."""
-        return merged_ranges(self.rows_kv, self.mesh.neighbours(self.circle[owner]))
+    @cached_property
+    def rows(self) -> tuple[Range, ...]:
+        """The rows of this rank and its neighbours."""
+        return merged_ranges(self.rows_q, self.mesh.neighbours(self.group.rank))
 
-    def blocks_of(self, owner: int) -> list[Block]:
-        """Return the blocks of this rank's rows and the keys of another in the circle."""
-        rows = merged_ranges(self.rows_q, self.mesh.neighbours(self.group.rank))
-        return blocks(rows, self.keys_of(owner), self.spans)
+    @cached_property
+    def keys(self) -> list[tuple[Range, ...]]:
+        """The keys that come from each rank of the circle, by its index there."""
+        return [merged_ranges(self.rows_kv, self.mesh.neighbours(rank)) for rank in self.circle]
+
+    @cached_property
+    def blocks(self) -> list[list[Block]]:
+        """The blocks of `rows` and of the keys of each rank of the circle."""
+        return [blocks(self.rows, keys, self.spans) for keys in self.keys]
 
     def restore(self, o: Any) -> Any:
         """Return a result as the caller's q is: kind of array, layout, packed or not."""
@@ -157,7 +163,8 @@ def resolve_sharded(
         own = {"len_q": int(request.q.shape[2]), "len_kv": int(request.k.shape[2])}
         return {"same": same, "own": own}
 
-    said = [of_rank["own"] for of_rank in group.agree(asked.what, facts)]
+    agreed = group.agree(asked.what, facts)
+    said = [of_rank["own"] for of_rank in agreed]
     ((request, packed),) = found
     rows_q, rows_kv = _partitions(asked.partition, said, packed)
     spans = _spans(asked.places, rows_q, rows_kv, packed)
@@ -176,12 +183,11 @@ def resolve_sharded(
         raise UnsupportedError(
             f"a ring of fa_int8, round which codes go, takes no {obstacle}: use method='ulysses'"
         )
-    contiguous = array_namespace(request.q).ascontiguousarray
     given = {n: x for n, x in asked.options.items() if n not in ("accuracy", "variant", "quant")}
     options = {**given, "variant": request.variant.name, "quant": request.options.quant}
     return ShardedCall(
-        group, mesh, rows_q, rows_kv, spans, request, contiguous(request.q),
-        contiguous(request.k), contiguous(request.v), Calls(options, asked.places, packed),
+        group, mesh, rows_q, rows_kv, spans, request, Calls(options, asked.places, packed),
+        _digest(agreed),
     )  # fmt: skip
 
 
@@ -206,7 +212,7 @@ def _own_request(asked: Asked, group: Group, q: Any, k: Any, v: Any) -> Request:
     if kind != group.namespace:
         raise TypeError(f"this group exchanges {group.namespace} arrays, got {kind} arrays")
     if asked.offsets is not None:
-        request = replace(request, restore=restore)
+        request = replace(request, restore=restore, restore_lse=restore)
     return request
 
 

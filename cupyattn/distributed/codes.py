@@ -15,7 +15,6 @@ from cupyattn.distributed.blocks import blocks
 from cupyattn.distributed.call import ShardedCall
 from cupyattn.distributed.partition import Range, places
 from cupyattn.distributed.ring import Form, Part
-from cupyattn.distributed.ulysses import merged_ranges
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.quantizers import group_count, in_padded_rows, padded_length
 from cupyattn.rounding import array_namespace
@@ -43,11 +42,10 @@ class TravellingCodes:
         options = call.calls.options
         self._how: dict[str, Any] = {n: options.get(n) for n in ("tiles", "arch", "backend")}
         self._quant = quant
-        self._rows = merged_ranges(call.rows_q, call.mesh.neighbours(call.group.rank))
         self._of_rows: dict[Range, QuantizedQKV] = {}
         self._template = self._quantized((0, 0), (0, 0))
         self._names = [name for name in _AXES if getattr(self._template, name) is not None]
-        keys = call.keys_of(call.circle.index(call.group.rank))
+        keys = call.keys[call.circle.index(call.group.rank)]
         #: What this rank brings: the arrays of one range of keys after the other.
         self.own = [
             x for place in places(keys, keys) for x in self._fields(self._quantized((0, 0), place))
@@ -57,7 +55,7 @@ class TravellingCodes:
         """Return shape and dtype of the arrays of the rank at an index of the circle."""
         return [
             form
-            for begin, end in self._call.keys_of(owner)
+            for begin, end in self._call.keys[owner]
             for form in self._forms_of_length(end - begin)
         ]
 
@@ -67,12 +65,12 @@ class TravellingCodes:
             name: value for name, value in self._call.calls.options.items()
             if name not in ("quant", "variant")
         }  # fmt: skip
-        count = len(self._names)
-        for index, keys in enumerate(self._call.keys_of(owner)):
+        count, rows_here = len(self._names), self._call.rows
+        for index, keys in enumerate(self._call.keys[owner]):
             fields = dict(
                 zip(self._names, arrays[count * index : count * (index + 1)], strict=True)
             )
-            for rows, place in zip(self._rows, places(self._rows, self._rows), strict=True):
+            for rows, place in zip(rows_here, places(rows_here, rows_here), strict=True):
                 for block in blocks([rows], [keys], self._call.spans):
                     some = place[0] + block.q[0], place[0] + block.q[1]
                     z = with_keys(self._query_codes(some), fields)

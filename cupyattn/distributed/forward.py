@@ -24,20 +24,20 @@ Kinds = Sequence[tuple[Any, str]]
 Receivers = Sequence[tuple[Any, str, Sequence[Range]]]
 
 
-def compute(call: ShardedCall, return_lse: bool) -> tuple[Any, Any]:
-    """Return O and lse of this rank's rows; without `return_lse` that need not be right.
+def compute(call: ShardedCall, q: Any, k: Any, v: Any, return_lse: bool) -> tuple[Any, Any]:
+    """Return O and lse of this rank's rows, of contiguous arrays; what it sent may still travel.
 
-    What it sent may still be on its way.
+    Without `return_lse` lse need not be right.
     """
     if call.mesh.ulysses == 1:
-        return _of_heads(call, call.q, call.k, call.v)
-    xp = array_namespace(call.q)
-    o = xp.empty(call.q.shape, STORAGE[call.request.call.dtype])
-    lse = xp.full(call.q.shape[:3], NEG_INF, np.float32)
+        return _of_heads(call, q, k, v)
+    xp = array_namespace(q)
+    o = xp.empty(q.shape, STORAGE[call.request.call.dtype])
+    lse = xp.full(q.shape[:3], NEG_INF, np.float32)
     wanted = (o, lse) if return_lse else (o,)
     by_step(
         call,
-        [(call.q, "q"), (call.k, "kv"), (call.v, "kv")],
+        [(q, "q"), (k, "kv"), (v, "kv")],
         lambda _, arrays: [(x, "q") for x in _of_heads(call, *arrays)[: len(wanted)]],
         lambda step: [(x, "q", [heads.q for heads in step]) for x in wanted],
     )
@@ -127,7 +127,7 @@ def _of_heads(call: ShardedCall, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
     def parts(owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
         of_k, of_v = arrays
-        return call.calls.parts(q, of_k, of_v, call.blocks_of(owner))
+        return call.calls.parts(q, of_k, of_v, call.blocks[owner])
 
     coming = circulate(call.group, call.circle, (k, v), forms_of_keys(call, k))
     return attend(q, coming, parts, backend)
@@ -137,7 +137,7 @@ def forms_of_keys(call: ShardedCall, k: Any) -> Callable[[int], list[Form]]:
     """Return what says shape and dtype of K and V of the rank at an index of the circle."""
 
     def forms(owner: int) -> list[Form]:
-        length = sum(end - begin for begin, end in call.keys_of(owner))
+        length = sum(end - begin for begin, end in call.keys[owner])
         return [((*k.shape[:2], length, k.shape[3]), k.dtype)] * 2
 
     return forms

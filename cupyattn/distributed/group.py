@@ -71,6 +71,8 @@ class Group(abc.ABC):
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.bytes_sent = 0
+        #: Calls on which all ranks have agreed, by their form: see `cupyattn.distributed.recall`.
+        self.known: dict[Any, Any] = {}
         self._calls = 0
         self.hosts: tuple[str, ...] = tuple(self.gather("hosts", socket.gethostname()))
 
@@ -91,9 +93,15 @@ class Group(abc.ABC):
         RankError
             If a rank has failed, or does not answer within the timeout.
         """
-        key, self._calls = f"{what}, call {self._calls}", self._calls + 1
-        said = json.dumps(value).encode()
-        return [json.loads(x) for x in self.store.gather(key, self.rank, said, self.timeout)]
+        key, self._calls = str(self._calls), self._calls + 1
+        own = json.dumps([what, value]).encode()
+        about = f"{what}, call {key}"
+        found = self.store.gather(key, self.rank, own, self.timeout, about)
+        said = [json.loads(x) for x in found]
+        for rank, (asked, _) in enumerate(said):
+            if asked != said[0][0]:
+                raise RankError(rank, f"called {asked}, rank 0 called {said[0][0]}")
+        return [x for _, x in said]
 
     def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Let all ranks say with what they come; raise on all of them where that does not fit.

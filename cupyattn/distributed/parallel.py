@@ -8,7 +8,10 @@ from cupyattn import backends
 from cupyattn.distributed.call import Asked, resolve_sharded
 from cupyattn.distributed.forward import compute
 from cupyattn.distributed.group import Group
+from cupyattn.distributed.recall import recall, remember
 from cupyattn.quant import QuantConfig
+from cupyattn.request import to_bhsd
+from cupyattn.rounding import array_namespace
 from cupyattn.tiles import Tiles
 
 
@@ -179,9 +182,17 @@ def parallel_attention_varlen(
 
 def _run(asked: Asked, group: Group, operands: tuple[Any, Any, Any], return_lse: bool) -> Any:
     """Agree with the other ranks, compute, and return what the caller asked for."""
-    call = resolve_sharded(asked, group, *operands, lambda request: {"return_lse": return_lse})
-    with group.failing_together(asked.what), backends.on_device_of(call.q):
-        o, lse = compute(call, return_lse)
+    call = recall(asked, group, operands, return_lse)
+    if call is None:
+        call = resolve_sharded(asked, group, *operands, lambda _: {"return_lse": return_lse})
+        remember(asked, group, operands, return_lse, call)
+        operands = call.request.q, call.request.k, call.request.v
+    else:
+        layout = call.request.options.layout
+        operands = tuple(to_bhsd(x, layout) for x in operands)
+    with group.failing_together(asked.what), backends.on_device_of(operands[0]):
+        q, k, v = map(array_namespace(*operands).ascontiguousarray, operands)
+        o, lse = compute(call, q, k, v, return_lse)
         group.finish()
     result = call.restore(o)
     if not return_lse:

@@ -21,8 +21,11 @@ T = TypeVar("T")
 class Store(Protocol):
     """What ranks share. Every method raises `RankError` once a rank has failed."""
 
-    def gather(self, key: str, rank: int, value: bytes, timeout: float) -> list[bytes]:
-        """Leave a value under a key that all ranks name; return those of all, by rank."""
+    def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
+        """Leave a value under a key that all ranks name; return those of all, by rank.
+
+        `about` says what it is about where a rank does not come.
+        """
 
     def put(self, key: str, value: bytes) -> None:
         """Leave a value for whoever takes it."""
@@ -51,7 +54,7 @@ class Board:
     Examples
     --------
     >>> board = Board(1)
-    >>> board.gather("lengths", 0, b"7", timeout=1.0)
+    >>> board.gather("0", 0, b"7", timeout=1.0, about="lengths")
     [b'7']
     """
 
@@ -63,7 +66,7 @@ class Board:
         self._left: dict[str, deque[bytes]] = {}
         self._failure: RankError | None = None
 
-    def gather(self, key: str, rank: int, value: bytes, timeout: float) -> list[bytes]:
+    def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
         """Leave a value under a key that all ranks name; return those of all, by rank."""
         with self._changed:
             self._check()
@@ -73,7 +76,7 @@ class Board:
 
             def missing() -> RankError:
                 absent = min(set(range(self.size)) - set(values))
-                return RankError(absent, f"did not come to {key!r} within {timeout:g} s")
+                return RankError(absent, f"did not come to {about!r} within {timeout:g} s")
 
             self._wait(lambda: len(values) == self.size, timeout, missing)
             self._fetched[key] = self._fetched.get(key, 0) + 1

@@ -106,7 +106,7 @@ class TcpServer:
         board, rank = self.board, int(words["rank"])
         match words["ask"]:
             case "gather":
-                return board.gather(words["key"], rank, value, words["timeout"])
+                return board.gather(words["key"], rank, value, words["timeout"], words["about"])
             case "put":
                 board.put(words["key"], value)
             case "take":
@@ -147,9 +147,10 @@ class TcpStore:
         self._ask(self._lives, "check")  # now the server knows whose it is
         self._ask(self._asks, "check")
 
-    def gather(self, key: str, rank: int, value: bytes, timeout: float) -> list[bytes]:
+    def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
         """As `cupyattn.distributed.store.Store` has it."""
-        return self._ask(self._asks, "gather", value, wait=timeout, key=key, timeout=timeout)
+        how = {"key": key, "timeout": timeout, "about": about}
+        return self._ask(self._asks, "gather", value, timeout, **how)
 
     def put(self, key: str, value: bytes) -> None:
         """As `cupyattn.distributed.store.Store` has it."""
