@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import socket
 import subprocess
@@ -291,17 +292,12 @@ class Comm:
         return self.board.size
 
     def allgather(self, value: Any) -> list[Any]:
-        import json
-
-        said = self.board.gather(repr(value), self.rank, json.dumps(value).encode(), 5, "")
+        said = self.board.gather("all", self.rank, json.dumps(value).encode(), 5, "")
         return [json.loads(x) for x in said]
 
     def bcast(self, value: Any, root: int) -> Any:
-        import json
-
-        return json.loads(
-            self.board.gather("b", self.rank, json.dumps(value).encode(), 5, "")[root]
-        )
+        said = self.board.gather("one", self.rank, json.dumps(value).encode(), 5, "")
+        return json.loads(said[root])
 
 
 def test_mpi_tells_the_ranks_where_the_store_is() -> None:
