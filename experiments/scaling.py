@@ -5,7 +5,8 @@ Varies       devices; Ulysses, ring, both mixed, codes round a ring, batch entri
 Holds fixed  32 heads (weak: 16) of head_dim 128, float16; zigzag rows where causal
 Measures     error against its bound, on rows of their own; seconds of the slowest rank; bytes that
              a rank sends; bytes of its memory pool; all but the first beside the model's
-Run          python -m experiments.scaling [--quick] [--devices 1 2 4] [--json FILE] [--plot FILE]
+Run          python -m experiments.scaling [--quick] [--devices 1 2 4] [--lengths N N]
+             [--transport nccl|copies] [--json FILE] [--plot FILE]
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cupyattn.checks import AttentionCall
 from cupyattn.cli import output, plot
 from cupyattn.distributed import Group, Mesh, Partition, Shared
 from cupyattn.distributed.model import H200, Costs, fastest, predict
+from cupyattn.distributed.start import TRANSPORTS
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import format_bytes, format_ratio, format_seconds, format_share
 from experiments import common
@@ -140,7 +142,7 @@ def call_of(way: Way, problem: Problem, group: Group) -> Callable[..., Any]:
     )
 
 
-def judge(way: Way, causal: bool, ranks: int | Sequence[int], seed: int) -> float:
+def judge(way: Way, causal: bool, ranks: int | Sequence[int], transport: str, seed: int) -> float:
     """Return J2 of a way: on few rows in heads that do not divide, all of them looked at."""
     size = ranks if isinstance(ranks, int) else len(ranks)
     heads, heads_kv = JUDGED_HEADS
@@ -157,7 +159,7 @@ def judge(way: Way, causal: bool, ranks: int | Sequence[int], seed: int) -> floa
             return ca.arrays.on_host(distributed.gather(o, group, way.axis))
         return ca.arrays.on_host(call(*(rows.take(x, group.rank) for x in given)))
 
-    found = distributed.run(on_rank, ranks)
+    found = distributed.run(on_rank, ranks, transport=transport)
     options: dict[str, Any] = {"variant": way.variant, "causal": causal}
     if not isinstance(ranks, int):
         options["form"] = "sm90" if is_hopper() else None
@@ -168,7 +170,7 @@ def judge(way: Way, causal: bool, ranks: int | Sequence[int], seed: int) -> floa
 
 
 def measure(
-    way: Way, problem: Problem, ranks: int | Sequence[int], rounds: int, seed: int
+    way: Way, problem: Problem, ranks: int | Sequence[int], transport: str, rounds: int, seed: int
 ) -> dict[str, Any]:
     """Return samples of seconds, bytes sent and bytes of memory, all of the rank with most."""
     size = ranks if isinstance(ranks, int) else len(ranks)
@@ -204,7 +206,7 @@ def measure(
             samples += [slowest] if number >= WARM else []
         return samples, max(group.gather("sent", sent)), max(group.gather("held", held))
 
-    samples, sent, held = distributed.run(on_rank, ranks)[0]
+    samples, sent, held = distributed.run(on_rank, ranks, transport=transport)[0]
     return {"samples": samples, "bytes_sent": sent, "pool_bytes": held}
 
 
@@ -283,11 +285,12 @@ def run(args: argparse.Namespace) -> int:
         ranks = n if args.quick else list(range(n))
         key = way, problem.causal, n
         if key not in judged:
-            judged[key] = judge(way, problem.causal, ranks, args.seed)
+            judged[key] = judge(way, problem.causal, ranks, args.transport, args.seed)
         row = {**asdict(way), "problem": problem.name, **asdict(problem), "ranks": n}
         row |= {"j2": judged[key], "ok": judged[key] <= 1}
         if row["ok"]:
-            row |= measure(way, problem, ranks, 0 if args.quick else args.rounds, args.seed)
+            rounds = 0 if args.quick else args.rounds
+            row |= measure(way, problem, ranks, args.transport, rounds, args.seed)
         costs = predicted(way, problem, n)
         row |= {"predicted": costs.seconds, "predicted_memory": costs.memory_bytes}
         row["predicted_bytes_sent"] = costs.heads_bytes + costs.ring_bytes
@@ -305,7 +308,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     record = common.keep(
         args, "scaling", "mirror" if args.quick else "cuda",
-        {"machine": asdict(H200), "rows": rows, "ahead": ahead},
+        {"machine": asdict(H200), "transport": args.transport, "rows": rows, "ahead": ahead},
     )  # fmt: skip
     if args.plot:
         plot.save(figure(record), args.plot, source=record["command"])
@@ -397,6 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4], metavar="N")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS[:2]), metavar="N")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0])
     parser.add_argument("--plot", metavar="FILE", help="draw the shares (.png, .svg or .pdf)")
     return common.guarded(run, parser.parse_args(argv))
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from cupyattn import distributed
-from cupyattn.distributed import HostGroup, RankError, nccl
+from cupyattn.distributed import CopyGroup, HostGroup, RankError, copies, nccl
 from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.start import rendezvous
 from cupyattn.distributed.store import Board
@@ -437,14 +437,30 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
             super().__init__()
             found.streams[self.ptr] = self
 
-    class Pointed:
-        """An array's ``data.ptr``."""
-
     cuda = type("cuda", (), {"Device": Device, "Stream": OfNccl, "Event": Event,
                              "get_current_stream": staticmethod(Now)})  # fmt: skip
-    monkeypatch.setattr(nccl, "_cupy", lambda: type("cupy", (), {"cuda": cuda}))
+    for module in (nccl, copies):
+        monkeypatch.setattr(module, "_cupy", lambda: type("cupy", (), {"cuda": cuda}))
     monkeypatch.setattr(nccl, "_nccl", lambda: found)
     return found
+
+
+@dataclass
+class Pointer:
+    """Where an array lies."""
+
+    ptr: int
+    nccl: FakeNccl
+
+    def copy_from_device_async(self, source: Pointer, nbytes: int, stream: Stream) -> None:
+        to, of = self.nccl.arrays[self.ptr], self.nccl.arrays[source.ptr]
+        assert to.nbytes == of.nbytes == nbytes
+
+        def copy() -> None:
+            time.sleep(0.01)
+            to[...] = of
+
+        stream.tasks.put(copy)
 
 
 class Array(np.ndarray):
@@ -456,17 +472,19 @@ class Array(np.ndarray):
     def data(self) -> Any:  # type: ignore[override]
         pointer = self.ctypes.data
         self.nccl.arrays[pointer] = self.view(np.ndarray)
-        return type("data", (), {"ptr": pointer})
+        return Pointer(pointer, self.nccl)
 
 
-def on_fake(fake: FakeNccl, size: int, function: Any, timeout: float) -> list[Any]:
+def on_fake(
+    fake: FakeNccl, size: int, function: Any, timeout: float, kind: Any = NcclGroup
+) -> list[Any]:
     """What each rank returns or raises."""
     Array.nccl, board = fake, Board(size)
     found: list[Any] = [None] * size
 
     def on_rank(rank: int) -> None:
         try:
-            found[rank] = function(NcclGroup(board, rank, size, rank, timeout))
+            found[rank] = function(kind(board, rank, size, rank, timeout))
         except (RuntimeError, ValueError) as error:
             found[rank] = error
 
@@ -494,6 +512,41 @@ def pass_on(group: NcclGroup) -> list[float]:
 def test_arrays_travel_by_nccl_in_order(fake: FakeNccl) -> None:
     found = on_fake(fake, 3, lambda group: (pass_on(group), group.close())[0], timeout=10)
     assert found == [[1.0] * 4, [2.0] * 4, [0.0] * 4]
+
+
+def test_arrays_travel_by_copies_in_order(fake: FakeNccl) -> None:
+    """What was sent is overwritten as soon as the work was waited for."""
+
+    def call(group: CopyGroup) -> Any:
+        found = pass_on(group)
+        x, y = np.full(4, float(group.rank)).view(Array), np.empty(4).view(Array)
+        other = (group.rank + 1) % 3, (group.rank - 1) % 3
+        group.exchange([(other[0], x)], [(other[1], y)]).wait()
+        x[...] = -1
+        group.finish()
+        group.close()
+        return found, y.tolist()
+
+    found = on_fake(fake, 3, call, timeout=10, kind=CopyGroup)
+    assert [passed for passed, _ in found] == [[1.0] * 4, [2.0] * 4, [0.0] * 4]
+    assert [one for _, one in found] == [[2.0] * 4, [0.0] * 4, [1.0] * 4]
+
+
+def test_copies_of_another_size_or_of_nobody_end_all_ranks(fake: FakeNccl) -> None:
+    def another_size(group: CopyGroup) -> None:
+        x, y = np.ones(4 + group.rank).view(Array), np.ones(4).view(Array)
+        group.exchange([(1 - group.rank, x)], [(1 - group.rank, y)])
+        group.barrier()
+
+    for error in on_fake(fake, 2, another_size, timeout=5, kind=CopyGroup):
+        assert str(error) == "rank 1 sent [40] bytes, rank 0 wants [32]"
+
+    def nobody(group: CopyGroup) -> None:
+        if group.rank == 0:
+            group.exchange([], [(1, np.ones(4).view(Array))])
+
+    found = on_fake(fake, 2, nobody, timeout=0.2, kind=CopyGroup)
+    assert "rank 1 sent nothing for 'arrays from 1 to 0, message 1'" in str(found[0])
 
 
 def test_an_error_of_nccl_is_watched(fake: FakeNccl) -> None:

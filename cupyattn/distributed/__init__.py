@@ -12,6 +12,7 @@ from cupyattn.distributed.backward import (
     parallel_attention_backward,
     parallel_attention_varlen_backward,
 )
+from cupyattn.distributed.copies import CopyGroup
 from cupyattn.distributed.group import Group, HostGroup, Work
 from cupyattn.distributed.judge import Shared, judge, judge_backward
 from cupyattn.distributed.mesh import Mesh
@@ -23,6 +24,7 @@ from cupyattn.distributed.start import connect, from_environment, from_mpi, run
 from cupyattn.errors import RankError
 
 __all__ = [
+    "CopyGroup",
     "Group",
     "HostGroup",
     "Mesh",

@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cupyattn.device import device_missing
+from cupyattn.distributed.copies import CopyGroup
 from cupyattn.distributed.group import TIMEOUT, Group, HostGroup
 from cupyattn.distributed.nccl import NcclGroup
-from cupyattn.distributed.store import Board, Store
+from cupyattn.distributed.store import Board
 from cupyattn.distributed.tcp import Address, TcpServer, TcpStore
 from cupyattn.errors import RankError
 
 T = TypeVar("T")
+TRANSPORTS = ("nccl", "copies")
 #: Seconds between two looks at which ranks of this process have ended.
 _LOOK = 0.5
 #: What launchers say of a process: rank, number of ranks, rank on its host.
@@ -31,7 +33,11 @@ PORT, PORTS = 29400, 20000
 
 
 def run(
-    function: Callable[[Group], T], ranks: int | Sequence[int], *, timeout: float = TIMEOUT
+    function: Callable[[Group], T],
+    ranks: int | Sequence[int],
+    *,
+    transport: str = "nccl",
+    timeout: float = TIMEOUT,
 ) -> list[T]:
     """Call a function on every rank of a group in this process, each in a thread of its own.
 
@@ -42,6 +48,9 @@ def run(
     ranks : int or sequence of int
         How many ranks, whose arrays are NumPy's; or the numbers of CUDA devices, one for each rank,
         which is the current one of its thread.
+    transport : {"nccl", "copies"}
+        How arrays travel from device to device: by NCCL's kernels, or by the devices' copy engines,
+        which take nothing from the computation beside them.
     timeout : float
         Seconds that a rank waits for another before all of them raise.
 
@@ -66,14 +75,21 @@ def run(
     size = ranks if isinstance(ranks, int) else len(ranks)
     if size < 1:
         raise ValueError(f"a group has at least one rank, got {ranks!r}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
     board = Board(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def on_rank(rank: int) -> None:
         try:
-            device = None if devices is None else devices[rank]
-            with _group(board, rank, size, device, timeout) as group, group.on_device():
+            made: Group
+            if devices is None:
+                made = HostGroup(board, rank, size, timeout)
+            else:
+                of_devices = CopyGroup if transport == "copies" else NcclGroup
+                made = of_devices(board, rank, size, devices[rank], timeout)
+            with made as group, group.on_device():
                 results[rank] = function(group)
         except BaseException as error:  # noqa: BLE001 - raised by the caller, below
             errors.append(error)
@@ -228,12 +244,6 @@ def rendezvous(environ: Mapping[str, str]) -> Address:
     return host or "localhost", int(environ.get("MASTER_PORT", port))
 
 
-def _group(store: Store, rank: int, size: int, device: int | None, timeout: float) -> Group:
-    if device is None:
-        return HostGroup(store, rank, size, timeout)
-    return NcclGroup(store, rank, size, device, timeout)
-
-
 def _of_processes(
     server: TcpServer | None,
     address: Address,
@@ -245,7 +255,11 @@ def _of_processes(
     """Return the group of this process, which holds the server where it is rank 0."""
     store = TcpStore(rank, address, timeout, server)
     try:
-        group = _group(store, rank, size, device, timeout)
+        group: Group
+        if device is None:
+            group = HostGroup(store, rank, size, timeout)
+        else:
+            group = NcclGroup(store, rank, size, device, timeout)
         group.on_device().__enter__()  # for as long as the process lives
         return group
     except RankError:

@@ -11,11 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from cupyattn.errors import RankError
-
-T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -44,7 +42,7 @@ class Store(Protocol):
 
 
 class Board:
-    """The store of ranks that are threads of one process.
+    """The store of ranks that are threads of one process; they may leave each other any object.
 
     Parameters
     ----------
@@ -63,7 +61,7 @@ class Board:
         self._changed = threading.Condition()
         self._gathered: dict[str, dict[int, bytes]] = {}
         self._fetched: dict[str, int] = {}
-        self._left: dict[str, deque[bytes]] = {}
+        self._left: dict[str, deque[Any]] = {}
         self._failure: RankError | None = None
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
@@ -84,14 +82,14 @@ class Board:
                 del self._fetched[key], self._gathered[key]
             return [values[rank] for rank in range(self.size)]
 
-    def put(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: Any) -> None:
         """Leave a value for whoever takes it."""
         with self._changed:
             self._check()
             self._left.setdefault(key, deque()).append(value)
             self._changed.notify_all()
 
-    def take(self, key: str, source: int, timeout: float) -> bytes:
+    def take(self, key: str, source: int, timeout: float) -> Any:
         """Return the value that rank `source` leaves under a key, first come, first served."""
         with self._changed:
             self._check()

@@ -18,7 +18,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import distributed
 from cupyattn.checks import AttentionCall
-from cupyattn.distributed import Mesh, NcclGroup, Partition, Shared
+from cupyattn.distributed import Mesh, Partition, Shared
 from cupyattn.distributed.merging import Partial
 from cupyattn.distributed.model import predict
 from tests.distributed_cases import asked_for, entry, packed
@@ -43,7 +43,12 @@ def form() -> str | None:
 
 
 def on_devices(
-    operands: Any, shared: Shared, d_out: Any = None, deterministic: bool = True, **options: Any
+    operands: Any,
+    shared: Shared,
+    d_out: Any = None,
+    deterministic: bool = True,
+    transport: str = "nccl",
+    **options: Any,
 ) -> Any:
     """O, lse, bytes sent and gradients of all ranks, joined, on the host."""
     rows = shared.rows_q, shared.rows_kv, shared.rows_kv
@@ -72,7 +77,8 @@ def on_devices(
         lse = lse.get()[None] if ends else lse.get()
         return back(o.get()), lse, sent, [back(x.get()) for x in found]
 
-    all_ranks = distributed.run(on_rank, devices(shared.mesh.size), timeout=60)
+    ranks = devices(shared.mesh.size)
+    all_ranks = distributed.run(on_rank, ranks, transport=transport, timeout=60)
     o = rows[0].join([of_rank[0] for of_rank in all_ranks])
     lse = rows[0].join([of_rank[1] for of_rank in all_ranks], axis=-1)
     found = [
@@ -143,6 +149,19 @@ def test_fewer_heads_than_devices_uneven_rows_and_windows(mesh: Mesh) -> None:
     o, lse, _, _ = on_devices((q, k, k), shared, variant="fa_tc", **options)
     judged = {"variant": "fa_tc", "lse": lse, "form": form(), **options}
     assert distributed.judge(o, q, k, k, shared, **judged) <= 1
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_both_transports_have_the_same_bits(mesh: Mesh) -> None:
+    q, k = normal((1, 4, 600, 64), (1, 4, 600, 64))[:2]
+    rows = Partition.zigzag(600, mesh.size)
+    shared, how = Shared(mesh, rows, rows), {"variant": "fa_tc", "causal": True}
+    nccl, copies = (
+        on_devices((q, k, k), shared, q, transport=name, **how) for name in ("nccl", "copies")
+    )
+    assert nccl[2] == copies[2]
+    for a, b in zip([*nccl[:2], *nccl[3]], [*copies[:2], *copies[3]], strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -278,8 +297,9 @@ def test_a_process_that_ends_or_sleeps_ends_the_other(fault: str) -> None:
     assert time.monotonic() - start < 80
 
 
-def test_messages_keep_their_order_and_their_bytes() -> None:
-    def on_rank(group: NcclGroup) -> Any:
+@pytest.mark.parametrize("transport", ["nccl", "copies"])
+def test_messages_keep_their_order_and_their_bytes(transport: str) -> None:
+    def on_rank(group: Any) -> Any:
         other = 1 - group.rank
         sent = [cupy.full(n, 10 * group.rank + i, "int16") for i, n in enumerate((1, 2**16 + 1, 3))]
         found = [cupy.empty_like(x) for x in sent]
@@ -288,4 +308,5 @@ def test_messages_keep_their_order_and_their_bytes() -> None:
         assert group.bytes_sent == 2 * (2**16 + 5)
         return [int(x[-1]) for x in found]
 
-    assert distributed.run(on_rank, devices(2), timeout=30) == [[10, 11, 12], [0, 1, 2]]
+    found = distributed.run(on_rank, devices(2), transport=transport, timeout=30)
+    assert found == [[10, 11, 12], [0, 1, 2]]
