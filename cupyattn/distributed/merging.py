@@ -42,19 +42,16 @@ class Partial:
 
     Attributes
     ----------
-    o : array, (batch, heads, len_q, head_dim), float32
-        So far; 0 of a row that attended to nothing.
-    lse : array, (batch, heads, len_q), float32
+    o : array, (batch, heads, len_q, head_dim), float32, or None
+        So far; 0 of a row that attended to nothing. None before any keys have come.
+    lse : array, (batch, heads, len_q), float32, or None
         So far; -inf of such a row.
     """
 
     def __init__(self, o: Any, backend: str) -> None:
-        xp = array_namespace(o)
-        self.backend, self._dtype = backend, o.dtype.name
-        self._parts = 0
-        with backends.on_device_of(o):
-            self.o = xp.zeros(o.shape, np.float32)
-            self.lse = xp.full(o.shape[:3], NEG_INF, np.float32)
+        self.backend, self._like = backend, o
+        self.o: Any = None
+        self.lse: Any = None
 
     def add(self, rows: Range, o: Any, lse: Any) -> None:
         """Bring in attention of some rows to further keys.
@@ -67,24 +64,38 @@ class Partial:
         lse : array, (batch, heads, rows), float32
             Natural logarithm; rows contiguous.
         """
+        first = self.o is None
+        if first and rows == (0, self._like.shape[2]):
+            self.o, self.lse = o.astype(np.float32), lse.copy()
+            return
+        if first:
+            self._begin()
         some = slice(*rows)
         to_o, to_lse = self.o[:, :, some], self.lse[:, :, some]
-        self._parts += 1
-        if self._parts == 1:  # to nothing at all
+        if first:
             to_o[...], to_lse[...] = o, lse
         elif self.backend == "mirror":
             merge_mirror(to_o, to_lse, o, lse)
         else:
             operands = tuple(Operand.of(x) for x in (to_o, to_lse, o, lse))
-            plan = plan_merge(*operands, self._dtype)
+            plan = plan_merge(*operands, self._like.dtype.name)
             buffers = {"O": to_o, "lse": to_lse}
             read = {"part_O": backends.as_input(o), "part_lse": backends.as_input(lse)}
             backends.run(self.backend, plan, {**buffers, **read})
 
     def result(self) -> Any:
         """Return O, rounded to its type."""
+        if self.o is None:
+            self._begin()
         with np.errstate(over="ignore"):
-            return self.o.astype(STORAGE[self._dtype], copy=False)
+            return self.o.astype(STORAGE[self._like.dtype.name], copy=False)
+
+    def _begin(self) -> None:
+        """Make room for rows that have attended to nothing yet."""
+        xp = array_namespace(self._like)
+        with backends.on_device_of(self._like):
+            self.o = xp.zeros(self._like.shape, np.float32)
+            self.lse = xp.full(self._like.shape[:3], NEG_INF, np.float32)
 
 
 def merge_mirror(o: Any, lse: Any, part_o: Any, part_lse: Any) -> None:
