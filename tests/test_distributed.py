@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import Counter
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import cupyattn as ca
 from cupyattn import distributed
 from cupyattn.distributed import HostGroup, Mesh, Partition, Shared
+from cupyattn.distributed.store import Board
 from cupyattn.errors import UnsupportedError
 from cupyattn.testing import attention_inputs
 from tests.distributed_cases import MESHES, asked_for, on_ranks, packed, partitions
@@ -213,12 +215,18 @@ def test_operands_stay_as_they_are_and_any_layout_goes() -> None:
     np.testing.assert_array_equal(x, before)
 
 
-def test_the_kernels_do_the_same_in_the_interpreter() -> None:
-    q, k = normal((1, 2, 40, 16), (1, 1, 40, 16))[:2]
-    rows = Partition.zigzag(40, 2)
-    shared = Shared(TWO, rows, rows)
-    found = on_ranks((q, k, k), shared, variant="fa_tc", causal=True, backend="interpret")
-    judged = {"variant": "fa_tc", "lse": found.lse, "causal": True}
+@pytest.mark.parametrize(
+    ("arch", "form"), [(None, None), pytest.param("sm_90a", "sm90", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("variant", ["fa_tc", pytest.param("fa_int8", marks=pytest.mark.slow)])
+def test_the_kernels_do_the_same_in_the_interpreter(variant: str, arch: Any, form: Any) -> None:
+    q, k = normal((1, 2, 72, 16), (1, 1, 72, 16))[:2]
+    rows = Partition.zigzag(72, 2)
+    shared, options = Shared(TWO, rows, rows), {"variant": variant, "causal": True}
+    if variant == "fa_int8":  # scales per row: those of tiles follow the form
+        options["quant"] = ca.QuantConfig(granularity_q="thread", granularity_k="thread")
+    found = on_ranks((q, k, k), shared, arch=arch, backend="interpret", **options)
+    judged = {"lse": found.lse, "form": form, **options}
     assert distributed.judge(found.o, q, k, k, shared, **judged) <= 1
 
 
@@ -364,6 +372,55 @@ def test_an_error_within_a_call_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) 
     for error in (found[0], found[2]):
         assert isinstance(error, distributed.RankError) and error.rank == 1
         assert "raised MemoryError in parallel_attention: nothing left" in str(error)
+
+
+@given(st.data())
+@fewer
+def test_a_rank_that_dies_anywhere_is_named_by_all(data: Any) -> None:
+    """Before its n-th exchange, whichever mesh and pass: no rank hangs, none returns a result."""
+    mesh = data.draw(st.sampled_from([mesh for mesh in MESHES if mesh.size > 1]))
+    dead = data.draw(st.integers(0, mesh.size - 1))
+    left = data.draw(st.integers(0, 6))
+    q, k = normal((1, 4, 24, 8), (1, 4, 24, 8))[:2]
+    rows = Partition.zigzag(24, mesh.size)
+    how = {"partition": "zigzag", "causal": True, **asked_for(mesh)}
+    died = threading.Event()
+
+    class Dying(HostGroup):
+        def _exchange(self, sends: Any, receives: Any) -> Any:
+            nonlocal left
+            if self.rank == dead:
+                left -= 1
+                if left < 0:
+                    died.set()
+                    raise SystemExit("killed")
+            return super()._exchange(sends, receives)
+
+    board, found = Board(mesh.size), {}
+
+    def on_rank(rank: int) -> None:
+        try:
+            with Dying(board, rank, mesh.size, 20) as group:
+                own = [rows.take(x, rank) for x in (q, k, k)]
+                o, lse = distributed.parallel_attention(*own, group, return_lse=True, **how)
+                distributed.parallel_attention_backward(o, *own, o, lse, group, **how)
+                found[rank] = "a result"
+        except (distributed.RankError, SystemExit) as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(mesh.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    assert not any(thread.is_alive() for thread in threads)
+    if not died.is_set():
+        assert set(found.values()) == {"a result"}
+        return
+    assert isinstance(found.pop(dead), SystemExit)
+    for error in found.values():
+        assert isinstance(error, distributed.RankError) and error.rank == dead, error
+        assert "raised SystemExit" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -219,8 +219,15 @@ class Group(abc.ABC):
         """Close the group, or where an error leaves the block end all ranks with it."""
         if error is None:
             self.close()
-        elif not isinstance(error, RankError):
-            self.abort(f"raised {type(error).__name__}: {error}")
+            return
+        if not isinstance(error, RankError):
+            error = RankError(self.rank, f"raised {type(error).__name__}: {error}")
+            self.store.fail(error.rank, error.cause)
+        self.abandon(error)
+
+    def abandon(self, error: RankError) -> None:
+        """Give up what this rank still exchanges, and what it knows: the group has failed."""
+        self.known.clear()
 
 
 class HostGroup(Group):

@@ -22,8 +22,8 @@ from cupyattn.errors import RankError, UnsupportedError
 _BYTES = 1
 #: What NCCL raises by way of CuPy: NcclError, and KeyError of a status that CuPy has no name of.
 NCCL_ERRORS = (RuntimeError, KeyError)
-#: Seconds between two looks of the watch.
-WATCH = 0.05
+#: Seconds between two looks of the watch, of up to so many ranks: all of them ask one store.
+WATCH, WATCHED = 0.05, 16
 #: Seconds between two looks at whether a device has finished.
 POLL = 20e-6
 
@@ -135,7 +135,7 @@ class NcclGroup(Group):
     def abort(self, cause: str) -> None:
         """End all ranks with a `RankError` that names this one and the cause."""
         super().abort(cause)
-        self._end(RankError(self.rank, cause))
+        self.abandon(RankError(self.rank, cause))
 
     def close(self) -> None:
         """Leave the group in peace, once every rank has come here."""
@@ -148,7 +148,7 @@ class NcclGroup(Group):
     # ---- the watch -------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._ended.wait(WATCH):
+        while not self._ended.wait(WATCH * max(1.0, self.size / WATCHED)):
             deadline = self._deadline
             if deadline is None:
                 continue
@@ -160,12 +160,13 @@ class NcclGroup(Group):
                     self.store.check()
                 self._comm.check_async_error()
             except RankError as error:
-                self._end(error)
+                self.abandon(error)
             except NCCL_ERRORS as error:
                 self.abort(f"met an error of NCCL: {error}")
 
-    def _end(self, error: RankError) -> None:
+    def abandon(self, error: RankError) -> None:
         """Abort the communicator, which ends every wait of this rank."""
+        super().abandon(error)
         self._trouble = self._trouble or error
         self._ended.set()
         if self._comm is not None:
