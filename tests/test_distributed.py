@@ -23,8 +23,8 @@ from cupyattn.testing import attention_inputs
 from tests.distributed_cases import MESHES, asked_for, on_ranks, packed, partitions
 from tests.runs import bits, normal
 
-#: Each of these runs dozens of threads: a third of what the profile asks for.
-fewer = settings(max_examples=max(1, settings().max_examples // 3))
+#: Each of these runs dozens of threads: a quarter of what the profile asks for.
+fewer = settings(max_examples=max(1, settings().max_examples // 4))
 TWO = Mesh(2, 1)
 
 
