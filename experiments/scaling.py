@@ -40,6 +40,8 @@ HEADS, HEAD_DIM, WEAK_HEADS, WEAK_LENGTH = 32, 128, 16, 4096
 JUDGED_ROWS, JUDGED_HEADS = 96, (6, 2)
 #: Devices that the model is asked for.
 PREDICTED = (8, 64, 512)
+#: How codes are made: those of smoothed keys follow the order in which a device adds up a mean.
+UNSMOOTHED = ca.QuantConfig(smooth_k=False)
 #: Calls before the first that is timed.
 WARM = 2
 
@@ -129,7 +131,9 @@ class Problem:
 
 def call_of(way: Way, problem: Problem, group: Group) -> Callable[..., Any]:
     """Return what one rank calls with its own q, k and v."""
-    options = {"variant": way.variant, "causal": problem.causal}
+    options: dict[str, Any] = {"variant": way.variant, "causal": problem.causal}
+    if way.variant == "fa_int8":
+        options["quant"] = UNSMOOTHED
     if way.axis or group.size == 1:
         return lambda q, k, v: ca.attention(q, k, v, **options)
     mesh = way.mesh(group.size)
@@ -161,6 +165,8 @@ def judge(way: Way, causal: bool, ranks: int | Sequence[int], transport: str, se
 
     found = distributed.run(on_rank, ranks, transport=transport)
     options: dict[str, Any] = {"variant": way.variant, "causal": causal}
+    if way.variant == "fa_int8":
+        options["quant"] = UNSMOOTHED
     if not isinstance(ranks, int):
         options["form"] = "sm90" if is_hopper() else None
     mesh, o = way.mesh(size), found[0] if way.axis else rows.join(found)

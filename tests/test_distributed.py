@@ -109,7 +109,10 @@ QUANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", [Mesh(3, 1), Mesh(4, 2), Mesh(2, 2)])
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(3, 1), *(pytest.param(m, marks=pytest.mark.slow) for m in (Mesh(4, 2), Mesh(2, 2)))],
+)
 @pytest.mark.parametrize("quant", QUANTS, ids=lambda q: "default" if q is None else f"{q.pv}")
 def test_codes_go_round_a_ring(mesh: Mesh, quant: Any) -> None:
     """J2 of what the codes say; in bfloat16, whose names NumPy does not know."""
@@ -231,7 +234,9 @@ def test_the_kernels_do_the_same_in_the_interpreter(variant: str, arch: Any, for
 
 
 @pytest.mark.parametrize(
-    ("quant", "share"), [(None, 0.78), (ca.QuantConfig(pv="int8"), 0.55)], ids=["16bit", "int8"]
+    ("quant", "share"),
+    [(None, 0.75), (ca.QuantConfig(pv="int8"), 0.52), (ca.QuantConfig(pv="int8", qk_bits=4), 0.40)],
+    ids=["16bit", "int8", "int4"],
 )
 def test_codes_are_fewer_bytes_than_keys(quant: Any, share: float) -> None:
     """Of head_dim 128: K in one byte, V in two or one, and the scales."""
@@ -241,7 +246,7 @@ def test_codes_are_fewer_bytes_than_keys(quant: Any, share: float) -> None:
     codes = on_ranks((q, k, k), shared, variant="fa_int8", quant=quant)
     keys = on_ranks((q, k, k), shared, variant="fa_tc")
     assert keys.bytes_sent[0] == 2 * 512 * 128 * 2
-    assert 0.5 * keys.bytes_sent[0] < codes.bytes_sent[0] < share * keys.bytes_sent[0]
+    assert codes.bytes_sent[0] / keys.bytes_sent[0] == pytest.approx(share, abs=0.006)
 
 
 # ---- what is wrong is said on every rank ---------------------------------------------------------

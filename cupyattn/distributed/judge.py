@@ -84,7 +84,9 @@ def judge(
     lse : array, (batch, heads, len_q), optional
         To be judged, too.
     quant : QuantConfig, optional
-        Of ``fa_int8``, whose codes each rank of a ring made of its own rows.
+        Of ``fa_int8``, whose codes each rank made of its own rows and keys. A device adds up the
+        mean of smoothed keys in another order than NumPy, and codes may differ: J2 of codes made
+        on a device needs ``smooth_k=False``.
     form : str, optional
         As for `cupyattn.bounds.attention`.
     **options
@@ -106,7 +108,9 @@ def judge(
             some = q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys]
             how = {**rest, **piece.options}
             if int8:  # a scale of granularity "tensor" is that of the heads of one call
-                each = [_of_codes(_some_heads(some, h), quant, how) for h in _heads(shared, q, k)]
+                each = [
+                    _of_codes(_some_heads(some, h), quant, form, how) for h in _heads(shared, q, k)
+                ]
                 one = _beside(each) if each else _nothing(some[0].shape)
             else:
                 one = _of_arrays(some, variant, form, how)
@@ -247,7 +251,9 @@ def _of_arrays(some: Any, variant: str, form: str | None, options: dict[str, Any
     return Expected(o, lse, bound.total, bound.lse)
 
 
-def _of_codes(some: Any, quant: QuantConfig | None, options: dict[str, Any]) -> Expected:
+def _of_codes(
+    some: Any, quant: QuantConfig | None, form: str | None, options: dict[str, Any]
+) -> Expected:
     """Attention of the codes that ranks made of rows and of keys."""
     q, k, v = some
     no_rows, no_keys = q[:, :, :0], (k[:, :, :0], v[:, :, :0])
@@ -256,7 +262,7 @@ def _of_codes(some: Any, quant: QuantConfig | None, options: dict[str, Any]) -> 
     o, lse = attention_exact(*operands, return_lse=True, **options)
     if z.k_mean is not None:
         lse = lse + mean_score(operands[0], z, np.arange(q.shape[2]), options.get("scale"))
-    bound = bounds.attention(None, None, None, variant="fa_int8", quantized=z, **options)
+    bound = bounds.attention(None, None, None, variant="fa_int8", quantized=z, form=form, **options)
     return Expected(o, lse, bound.total, bound.lse)
 
 

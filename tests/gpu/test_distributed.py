@@ -133,8 +133,11 @@ def test_every_mesh_is_within_the_bound(mesh: Mesh, variant: str, causal: bool) 
     v = normal(k.shape, k.shape, seed=5)[0]
     rows = (Partition.zigzag if causal else Partition.contiguous)(700, mesh.size)
     shared = Shared(mesh, rows, rows)
-    o, lse, _, _ = on_devices((q, k, v), shared, variant=variant, causal=causal)
-    judged: dict[str, Any] = {"variant": variant, "lse": lse, "causal": causal}
+    options: dict[str, Any] = {"variant": variant, "causal": causal}
+    if variant == "fa_int8":  # a mean that is summed in another order would make other codes
+        options["quant"] = ca.QuantConfig(smooth_k=False)
+    o, lse, _, _ = on_devices((q, k, v), shared, **options)
+    judged = {"lse": lse, **options}
     judged["form"] = form() if variant != "fa" else None
     assert distributed.judge(o, q, k, v, shared, **judged) <= 1
 
