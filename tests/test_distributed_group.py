@@ -20,12 +20,22 @@ import numpy as np
 import pytest
 
 from cupyattn import distributed
-from cupyattn.distributed import CopyGroup, HostGroup, RankError, copies, nccl
+from cupyattn.distributed import (
+    CopyGroup,
+    HostGroup,
+    Mesh,
+    Partition,
+    RankError,
+    copies,
+    nccl,
+)
 from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.start import rendezvous
 from cupyattn.distributed.store import Board
 from cupyattn.distributed.tcp import TcpServer, TcpStore
 from cupyattn.errors import UnsupportedError
+from tests.distributed_cases import asked_for
+from tests.runs import normal
 
 ROOT = Path(__file__).parents[1]
 
@@ -457,7 +467,7 @@ class Pointer:
         assert to.nbytes == of.nbytes == nbytes
 
         def copy() -> None:
-            time.sleep(0.01)
+            time.sleep(0.002)
             to[...] = of
 
         stream.tasks.put(copy)
@@ -547,6 +557,43 @@ def test_copies_of_another_size_or_of_nobody_end_all_ranks(fake: FakeNccl) -> No
 
     found = on_fake(fake, 2, nobody, timeout=0.2, kind=CopyGroup)
     assert "rank 1 sent nothing for 'arrays from 1 to 0, message 1'" in str(found[0])
+
+
+@pytest.mark.parametrize("kind", [NcclGroup, CopyGroup])
+@pytest.mark.parametrize("mesh", [Mesh(4, 4), Mesh(4, 2), Mesh(3, 1)], ids=str)
+def test_nothing_is_read_before_it_came_or_changed_before_it_went(
+    fake: FakeNccl, kind: Any, mesh: Mesh
+) -> None:
+    """Whole passes on streams that lag behind the host: the same bits as with messages at once."""
+
+    class Lagging(kind):  # type: ignore[misc]
+        namespace = "numpy"
+
+        def _exchange(self, sends: Any, receives: Any) -> Any:
+            views = [[(p, x.view(Array)) for p, x in some] for some in (sends, receives)]
+            for _, x in receives:
+                x.view(np.uint8)[...] = 0xFF  # NaN until it comes
+            self._stream.tasks.put(lambda: time.sleep(0.005))
+            return super()._exchange(*views)
+
+    q, k = normal((1, 8, 24, 8), (1, 8, 24, 8))[:2]
+    rows = Partition.zigzag(24, mesh.size)
+    how = {"partition": "zigzag", "causal": True, "variant": "fa_tc", **asked_for(mesh)}
+
+    def both(group: Any) -> Any:
+        own = [rows.take(x, group.rank) for x in (q, k, k)]
+        o, lse = distributed.parallel_attention(*own, group, return_lse=True, **how)
+        backward = {n: x for n, x in how.items() if n != "variant"}
+        found = distributed.parallel_attention_backward(o, *own, o, lse, group, **backward)
+        return o, lse, *found
+
+    at_once = distributed.run(both, mesh.size)
+    for lagging, expected in zip(
+        on_fake(fake, mesh.size, both, 20, kind=Lagging), at_once, strict=True
+    ):
+        assert not isinstance(lagging, BaseException), lagging
+        for a, b in zip(lagging, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_an_error_of_nccl_is_watched(fake: FakeNccl) -> None:
