@@ -115,7 +115,7 @@ def attention_backward(
     >>> dv[0, 0, :, 0].round(2).tolist()
     [2.080078125, 1.080078125, 0.580078125, 0.25]
     """
-    _check_offered(q, qk_norm)
+    check_offered(q, qk_norm)
     call = _Call.known(
         (causal, causal_align, window, scale, softcap, deterministic, arch, backend),
         {"q": q, "k": k, "v": v, "d_out": d_out, "o": out, "lse": lse, "mask": mask, "bias": bias},
@@ -198,7 +198,7 @@ def attention_varlen_backward(
     >>> dv.shape, dv[:, 0, 0].tolist()
     ((5, 1, 8), [1.0, 1.0, 1.0, 1.0, 1.0])
     """
-    _check_offered(q, qk_norm)
+    check_offered(q, qk_norm)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise TypeError("attention_varlen_backward needs cu_seqlens_q and cu_seqlens_k")
     options = Options(
@@ -240,7 +240,7 @@ def _kept(block_mask: BlockMask, q: Any) -> dict[str, Any]:
     }
 
 
-def _check_offered(q: Any, qk_norm: Any) -> None:
+def check_offered(q: Any, qk_norm: Any) -> None:
     """Raise UnsupportedError for what the backward pass does not take."""
     if qk_norm is not None:
         raise UnsupportedError(
@@ -380,7 +380,7 @@ def ready_backward(
         As `attention_backward`.
     """
     deterministic, arch = bool(options.pop("deterministic", False)), options.get("arch")
-    _check_offered(q, options.pop("qk_norm", None))
+    check_offered(q, options.pop("qk_norm", None))
     request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
     operands = _take(d_out, out, lse, request)
     given = {"q": q, "k": k, "v": v, "d_out": d_out, "out": out, "lse": lse}
@@ -420,7 +420,7 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
     atomic: blocks of keys add up dQ in memory; deterministic=True has the same bits on every run
     """
     deterministic = bool(options.pop("deterministic", False))
-    _check_offered(q, options.pop("qk_norm", None))
+    check_offered(q, options.pop("qk_norm", None))
     request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
     plan = _plan_of(request, _take(d_out, out, lse, request), deterministic)
     if plan.form.endswith("atomic"):

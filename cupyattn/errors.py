@@ -17,3 +17,22 @@ class DeviceMemoryError(MemoryError):
 
 class KernelLaunchError(RuntimeError):
     """A kernel cannot be launched on this device; the message names the numbers and the way out."""
+
+
+class RankError(RuntimeError):
+    """A rank of a group ended, or asks for something else than the others; all ranks raise it.
+
+    Parameters
+    ----------
+    rank : int
+        Which one.
+    cause : str
+        What it did, in words that follow ``"rank 3"``.
+    """
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(f"rank {rank} {cause}")
+        self.rank, self.cause = rank, cause
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[int, str]]:
+        return type(self), (self.rank, self.cause)

@@ -275,7 +275,7 @@ def judge(
         quantized=quantized, **options,
     )  # fmt: skip
     if quantized is not None and quantized.k_mean is not None:
-        expected_lse = expected_lse + _mean_score(operands[0], quantized, rows, scale)
+        expected_lse = expected_lse + mean_score(operands[0], quantized, rows, scale)
     quantisation = None
     if quantized is not None and q is not None:
         given = exact(q, k, v, return_lse=True, **options)
@@ -344,7 +344,7 @@ def assert_within_bound(
     return report
 
 
-def _mean_score(q: Array, quantized: Any, rows: Array, scale: float | None) -> Array:
+def mean_score(q: Array, quantized: Any, rows: Array, scale: float | None) -> Array:
     """Return sigma q.mean: what the mean of the keys adds to every score of a row."""
     sigma = check_scale(scale, q.shape[-1])
     mean = as_float64(quantized.k_mean).repeat(q.shape[1] // quantized.k_mean.shape[1], axis=1)

@@ -53,6 +53,7 @@ EXPECTED = {
                                  "kv0": "int32"},
     "sm90/attn_fa_int8_fp8.cu": {"Q": "int8", "K": "int8", "V": "int8", "tile": "uint8", **RINGS,
                                  "kv0": "int32"},
+    "merge_partials.cu": {"weights": "float32"},
     "sm90/backward_keys.cu": {
         "K": "float16", "V": "float16", "Q": "float16", "dO": "float16", "dS": "float16",
         "row_M": "float32", "delta": "float32", "KV_full": "uint64", "full": "uint64",

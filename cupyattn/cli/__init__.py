@@ -23,6 +23,7 @@ COMMANDS = {
     "ladder": "every rung on one input: error against its bound, time, memory",
     "verify": "hold the rungs to float64 on every distribution; exit status 1 where one fails",
     "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
+    "plan": "launches, scratch memory and memory of a call beforehand, on one device or several",
     "interpret": "run one rung without a device: findings, instructions, bytes, bank conflicts",
     "analyze": "what INT8 would do to a model's weights, and save",
     "convert": "write a checkpoint whose large linear layers have INT8 weights",

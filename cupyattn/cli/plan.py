@@ -1,0 +1,204 @@
+"""Launches, scratch memory and memory of a call beforehand; with --devices on several devices.
+
+No array is made and no device is needed. Times and rates are those of `cupyattn.distributed.model`:
+assumed links, the measured rate of the rung."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn import device
+from cupyattn.checks import AttentionCall, check_limits
+from cupyattn.cli import output
+from cupyattn.compile import HOPPER_CAPABILITY, device_architecture
+from cupyattn.distributed.mesh import Mesh
+from cupyattn.distributed.model import H200, Costs, Machine, meshes, predict
+from cupyattn.features import DTYPES
+from cupyattn.measure import format_bytes, format_seconds, format_share
+from cupyattn.prepared import stages
+from cupyattn.request import Options, Request, resolve
+from cupyattn.rounding import STORAGE
+
+#: What is planned for where there is no device.
+_ARCH = "sm_90a"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    for name, default, what in (
+        ("batch", 1, "batch entries"),
+        ("heads", 16, "query heads"),
+        ("len", 4096, "length of queries and keys"),
+        ("head-dim", 128, "head size, 1 to 256"),
+    ):
+        help_text = f"{what} (default {default})"
+        parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=help_text)
+    parser.add_argument("--heads-kv", type=int, metavar="N", help="key heads (default --heads)")
+    parser.add_argument("--len-kv", type=int, metavar="N", help="keys, where they differ")
+    parser.add_argument("--dtype", choices=DTYPES, default="float16")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--variant", default="auto", help="the rung (default: auto)")
+    parser.add_argument("--arch", help=f"plan for it (default: the device's, without one {_ARCH})")
+    many = parser.add_argument_group("several devices")
+    many.add_argument("--devices", type=int, metavar="N", default=1, help="how many (default 1)")
+    many.add_argument(
+        "--per-host", type=int, metavar="N", default=H200.per_host,
+        help=f"devices of a host (default {H200.per_host})",
+    )  # fmt: skip
+    many.add_argument(
+        "--partition", choices=("contiguous", "zigzag"),
+        help="which rank has which rows (default: zigzag where causal)",
+    )  # fmt: skip
+    many.add_argument(
+        "--ulysses", type=int, metavar="N",
+        help="ranks that exchange heads; the others form a ring (default: the fastest)",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write the plan to a file too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    for name in ("batch", "heads", "len", "head_dim", "devices", "per_host"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    arch = args.arch or (_ARCH if device.device_missing() else own_arch())
+    whole = _call(args)
+    lengths = whole.len_q, whole.len_kv
+    options = {"variant": args.variant, "causal": args.causal, "arch": arch}
+    operands = shapes_alone(whole, whole.heads, whole.heads_kv, lengths)
+    request = resolve(*operands, Options(**options))
+    found = stages(request)
+    print("\n".join([f"{request.variant.name}: {request.why}", *map(str, found.plans)]))
+    record: dict[str, Any] = {"arch": arch, "variant": request.variant.name}
+    variant = request.variant.name
+    alone = predict(whole, Mesh(1, 1), variant=_rated(variant))
+    memory = {**alone.memory, "scratch of the kernels": _scratch(request)}
+    if args.devices == 1:
+        _print_memory("memory", memory)
+        record["memory"] = memory
+    else:
+        record |= _on_several(args, whole, variant, alone, options)
+    if args.json:
+        output.write_json(args.json, record)
+    return 0
+
+
+def _on_several(
+    args: argparse.Namespace,
+    whole: AttentionCall,
+    variant: str,
+    alone: Costs,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Print what the call costs on every mesh, and the memory of the one that is taken."""
+    machine = replace(H200, per_host=min(args.per_host, args.devices))
+    partition = args.partition or ("zigzag" if args.causal else "contiguous")
+    choose = meshes(args.devices)
+    if args.ulysses is not None:
+        choose = [Mesh(args.devices, args.ulysses)]
+    how: dict[str, Any] = {"variant": _rated(variant), "balanced": partition == "zigzag"}
+    every = [predict(whole, mesh, machine, **how) for mesh in choose]
+    taken = min(every, key=lambda costs: costs.seconds)
+    print(f"\n{args.devices} devices, {machine.per_host} a host, rows {partition}; predicted:")
+    header = ["ulysses x ring", "compute", "sent", "exposed", "merging", "total", "scaling", ""]
+    rows = [[*_cells(costs, alone, args.devices), "taken" if costs is taken else ""]
+            for costs in every]  # fmt: skip
+    output.print_table(header, rows)
+    memory = {**taken.memory, "scratch of the kernels": _local_scratch(whole, taken.mesh, options)}
+    _print_memory("\nmemory of each device", memory, machine)
+    return {
+        "devices": args.devices, "partition": partition, "machine": machine.name,
+        "ulysses": taken.mesh.ulysses, "ring": taken.mesh.ring, "memory": memory,
+        "meshes": [
+            {
+                "ulysses": costs.mesh.ulysses, "ring": costs.mesh.ring, "seconds": costs.seconds,
+                "compute": costs.compute, "exposed": costs.exposed, "merging": costs.merging,
+                "heads_bytes": costs.heads_bytes, "ring_bytes": costs.ring_bytes,
+            }
+            for costs in every
+        ],
+    }  # fmt: skip
+
+
+def _cells(costs: Costs, alone: Costs, devices: int) -> list[str]:
+    mesh = costs.mesh
+    return [
+        f"{mesh.ulysses} x {mesh.ring}",
+        format_seconds(costs.compute),
+        format_bytes(costs.heads_bytes + costs.ring_bytes),
+        format_seconds(costs.exposed),
+        format_seconds(costs.merging),
+        format_seconds(costs.seconds),
+        format_share(alone.seconds / (devices * costs.seconds)),
+    ]
+
+
+def _print_memory(title: str, memory: dict[str, int], machine: Machine | None = None) -> None:
+    total = sum(memory.values())
+    of = "" if machine is None else f" of {format_bytes(machine.memory)}"
+    print(f"{title}: {total:,} bytes, {format_bytes(total)}{of}")
+    for name, count in memory.items():
+        print(f"  {name}: {count:,} bytes")
+
+
+def _call(args: argparse.Namespace) -> AttentionCall:
+    """Return the sizes of the whole call."""
+    heads_kv = args.heads if args.heads_kv is None else args.heads_kv
+    len_kv = args.len if args.len_kv is None else args.len_kv
+    if heads_kv < 1 or args.heads % heads_kv:
+        raise ValueError(f"--heads-kv must divide --heads, got {heads_kv} and {args.heads}")
+    first, last = check_limits(args.causal, "bottom-right", (-1, -1), args.len, len_kv)
+    return AttentionCall(
+        args.batch, args.heads, heads_kv, args.len, len_kv, args.head_dim, args.dtype,
+        args.head_dim**-0.5, causal=last is not None, causal_shift=last or 0,
+    )  # fmt: skip
+
+
+def shapes_alone(
+    call: AttentionCall, heads: int, heads_kv: int, lengths: tuple[int, int]
+) -> tuple[Any, Any, Any]:
+    """Return q, k and v that have the shapes and strides of contiguous arrays, and no memory.
+
+    Nothing but their shapes, strides and address may be looked at.
+    """
+    dtype = STORAGE[call.dtype]
+
+    def of(count: int, length: int) -> Any:
+        shape = call.batch, count, length, call.head_dim
+        row = call.head_dim * dtype.itemsize
+        strides = count * length * row, length * row, row, dtype.itemsize
+        return np.lib.stride_tricks.as_strided(np.empty(16, dtype), shape, strides)
+
+    return of(heads, lengths[0]), of(heads_kv, lengths[1]), of(heads_kv, lengths[1])
+
+
+def _scratch(request: Request) -> int:
+    return sum(work.nbytes for work in stages(request).workspace)
+
+
+def _local_scratch(whole: AttentionCall, mesh: Mesh, options: dict[str, Any]) -> int:
+    """Return the scratch memory of the largest call of a rank."""
+    rows = -(-whole.len_q // mesh.ring), -(-whole.len_kv // mesh.ring)
+    group = whole.heads // whole.heads_kv
+    heads_kv = max(1, whole.heads_kv // mesh.ulysses)
+    heads = max(1, whole.heads // mesh.ulysses)
+    heads = heads_kv * max(1, min(group, heads // heads_kv))
+    request = resolve(*shapes_alone(whole, heads, heads_kv, rows), Options(**options))
+    return _scratch(request)
+
+
+def _rated(variant: str) -> str:
+    """Return the rung by whose rate a variant is predicted."""
+    return "fa_int8" if variant == "fa_int8" else "fa_tc"
+
+
+def own_arch() -> str:
+    """Return the architecture that kernels of the current device are planned for."""
+    import cupy
+
+    capability = int(cupy.cuda.Device().compute_capability)
+    return _ARCH if capability == HOPPER_CAPABILITY else device_architecture(capability)

@@ -1,0 +1,246 @@
+"""Gradients on several ranks: `parallel_attention_backward`, and the same of packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from cupyattn import arrays, backends, checks
+from cupyattn.backward import check_offered
+from cupyattn.distributed.blocks import Block
+from cupyattn.distributed.call import Asked, ShardedCall, resolve_sharded
+from cupyattn.distributed.forward import Kinds, by_step, forms_of_keys
+from cupyattn.distributed.group import Group
+from cupyattn.distributed.mesh import Heads
+from cupyattn.distributed.ring import differentiate
+from cupyattn.gradients import Gradients
+from cupyattn.request import Request, to_bhsd
+from cupyattn.rounding import array_namespace
+from cupyattn.sequences import one_entry
+
+
+def parallel_attention_backward(
+    d_out: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    group: Group,
+    method: str = "auto",
+    *,
+    ulysses: int | None = None,
+    partition: Any = "contiguous",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    layout: str = "BHSD",
+    deterministic: bool = False,
+    arch: str | None = None,
+    backend: str | None = None,
+) -> Gradients:
+    """Gradients of `parallel_attention` with respect to q, k and v.
+
+    Every rank of the group calls it at the same time, with its own rows.
+
+    Parameters
+    ----------
+    d_out : array, (batch, heads, own rows, head_dim)
+        The gradient with respect to O.
+    q, k, v : array
+        The operands of the forward pass, float16 or bfloat16.
+    out, lse : array
+        What `parallel_attention` returned with ``return_lse=True``, whatever the rung and method.
+    group, method, ulysses, partition
+        As for `parallel_attention`; the partition is that of the forward pass, the method need not
+        be.
+    scale, causal, causal_align, window, softcap, layout
+        As in the forward pass.
+    deterministic, arch, backend
+        As for `cupyattn.attention_backward`. With True the same group gives the same bits on every
+        run.
+
+    Returns
+    -------
+    Gradients
+        (dq, dk, dv) of this rank's rows and keys, of their dtype, kind and device.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `cupyattn.attention_backward`; the other ranks then raise `RankError`.
+    RankError
+        As `parallel_attention`.
+
+    Notes
+    -----
+    In a ring the gradients of keys and values follow these in float32, and come home with them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import distributed
+    >>> x = np.ones((1, 2, 8, 16), np.float16)
+    >>> rows = distributed.Partition.zigzag(8, 2)
+    >>> options = {"method": "ring", "partition": "zigzag", "causal": True}
+    >>> def on_rank(group):
+    ...     q = rows.take(x, group.rank)
+    ...     o, lse = distributed.parallel_attention(q, q, q, group, return_lse=True, **options)
+    ...     return distributed.parallel_attention_backward(q, q, q, q, o, lse, group, **options).dv
+    >>> rows.join(distributed.run(on_rank, 2))[0, 0, :, 0].round(1).tolist()
+    [2.69921875, 1.7001953125, 1.2001953125, 0.89990234375, 0.60009765625, ...]
+    """
+    options = {"scale": scale, "softcap": softcap, "arch": arch, "backend": backend}
+    places = {"causal": causal, "causal_align": causal_align, "window": window}
+    asked = Asked(
+        "parallel_attention_backward", method, ulysses, partition, {"variant": "fa_tc", **options},
+        places, layout=layout,
+    )  # fmt: skip
+    return _run(asked, group, (d_out, q, k, v, out, lse), deterministic)
+
+
+def parallel_attention_varlen_backward(
+    d_out: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    group: Group,
+    method: str = "auto",
+    *,
+    ulysses: int | None = None,
+    partition: Any = "contiguous",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    arch: str | None = None,
+    backend: str | None = None,
+) -> Gradients:
+    """Gradients of `parallel_attention_varlen` with respect to q, k and v.
+
+    Parameters
+    ----------
+    d_out, q, k, v, out : array, (own rows or keys, heads or heads_kv, head_dim)
+        As for `parallel_attention_backward`, packed as the forward pass had them.
+    lse : array, float32, (heads, own rows)
+    cu_seqlens_q, cu_seqlens_k
+        As for `parallel_attention_varlen`.
+    group, method, ulysses, partition, scale, causal, causal_align, window, softcap
+        As for `parallel_attention_varlen`.
+    deterministic, arch, backend
+        As for `cupyattn.attention_backward`.
+
+    Returns
+    -------
+    Gradients
+        (dq, dk, dv) of this rank's rows and keys.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError, RankError
+        As `parallel_attention_backward`.
+    """
+    options = {"scale": scale, "softcap": softcap, "arch": arch, "backend": backend}
+    places = {"causal": causal, "causal_align": causal_align, "window": window}
+    asked = Asked(
+        "parallel_attention_varlen_backward", method, ulysses, partition,
+        {"variant": "fa_tc", **options}, places, offsets=(cu_seqlens_q, cu_seqlens_k),
+    )  # fmt: skip
+    return _run(asked, group, (d_out, q, k, v, out, lse), deterministic)
+
+
+def _run(asked: Asked, group: Group, given: tuple[Any, ...], deterministic: bool) -> Gradients:
+    """Agree with the other ranks and compute."""
+    d_out, q, k, v, out, lse = given
+    taken: list[Any] = []
+
+    def extra(request: Request) -> dict[str, Any]:
+        check_offered(q, None)
+        taken.extend(_take(asked, request, {"d_out": d_out, "out": out, "lse": lse}))
+        return {"deterministic": bool(deterministic)}
+
+    call = resolve_sharded(asked, group, q, k, v, extra)
+    request, (of_out, out, lse) = call.request, taken
+    given = of_out, request.q, request.k, request.v, out, lse
+    with group.failing_together(asked.what), backends.on_device_of(request.q):
+        operands = tuple(map(array_namespace(request.q).ascontiguousarray, given))
+        found = _compute(call, operands, bool(deterministic))
+        group.finish()
+    return Gradients(*map(call.restore, found))
+
+
+def _take(asked: Asked, request: Request, named: dict[str, Any]) -> list[Any]:
+    """Return d_out, out and lse in layout BHSD, checked against q."""
+    found = {name: arrays.take(name, array)[0] for name, array in named.items()}
+    array_namespace(request.q, *found.values())
+    if asked.offsets is not None:
+        found = {n: a[None] if n == "lse" else one_entry(n, a) for n, a in found.items()}
+    layout = request.options.layout
+    found = {n: a if n == "lse" else to_bhsd(a, layout) for n, a in found.items()}
+    checks.check_backward(**found, q=request.q, k=request.k, v=request.v)
+    arrays.check_one_device(q=request.q, **found)
+    return list(found.values())
+
+
+def _compute(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> tuple[Any, ...]:
+    """Return the gradients of this rank's rows and keys."""
+    if call.mesh.ulysses == 1:
+        return _of_heads(call, given, deterministic)
+    _, q, k, v, _, _ = given
+    xp = array_namespace(q)
+    dq = xp.empty(q.shape, q.dtype)
+    sums = [xp.zeros(x.shape, np.float32) for x in (k, v)]
+    coming: list[tuple[list[Heads], list[tuple[int, int]], list[Any]]] = []
+
+    def receivers(step: list[Heads]) -> list[tuple[Any, str, list[tuple[int, int]]]]:
+        # NOTE: key heads whose query heads several ranks have come from each of these.
+        ends = accumulate((kv[1] - kv[0] for kv in (heads.kv for heads in step)), initial=0)
+        stacked = list(pairwise(ends))
+        shape = (k.shape[0], stacked[-1][1], *k.shape[2:])
+        of_keys = [xp.empty(shape, k.dtype) for _ in "kv"]
+        coming.append((step, stacked, of_keys))
+        return [(dq, "q", [heads.q for heads in step]), *((x, "kv", stacked) for x in of_keys)]
+
+    def work_on(heads: Heads, some: list[Any]) -> Kinds:
+        found = _of_heads(call, tuple(some), deterministic)
+        return list(zip(found, ("q", "kv", "kv"), strict=True))
+
+    kinds = ("q", "q", "kv", "kv", "q", "q")
+    by_step(call, list(zip(given, kinds, strict=True)), work_on, receivers)
+    for step, stacked, of_keys in coming:
+        for heads, place in zip(step, stacked, strict=True):
+            for total, gradient in zip(sums, of_keys, strict=True):
+                total[:, slice(*heads.kv)] += gradient[:, slice(*place)].astype(np.float32)
+    return dq, *(_stored(total, q.dtype) for total in sums)
+
+
+def _of_heads(call: ShardedCall, given: tuple[Any, ...], deterministic: bool) -> tuple[Any, ...]:
+    """Return the gradients of some heads of the rows of this rank and its neighbours."""
+    _, q, k, v, _, _ = given
+    if call.mesh.ring == 1:
+        return tuple(call.calls.whole_backward(given, deterministic))
+    forms = forms_of_keys(call, k)
+
+    def parts(owner: int, keys: Sequence[Any]) -> Iterator[tuple[Block, Any]]:
+        some = (*given[:2], *keys, *given[4:])
+        return call.calls.parts_backward(some, call.blocks[owner], deterministic)
+
+    found = differentiate(call.group, call.circle, q, (k, v), forms, parts)
+    return tuple(_stored(x, q.dtype) for x in found)
+
+
+def _stored(x: Any, dtype: Any) -> Any:
+    """Round a gradient to its type."""
+    with np.errstate(over="ignore"):
+        return x.astype(dtype)

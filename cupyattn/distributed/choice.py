@@ -1,0 +1,65 @@
+"""Which mesh a call runs on: the one asked for, or the one that the model finds fastest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cupyattn.checks import AttentionCall
+from cupyattn.distributed.mesh import Mesh
+from cupyattn.distributed.model import H200, fastest
+
+#: The rung by whose rate a variant without one is judged: all meshes compute the same.
+_STAND_IN = "fa_tc"
+
+
+def choose_mesh(
+    method: str,
+    ulysses: int | None,
+    call: AttentionCall,
+    variant: str,
+    hosts: Sequence[str],
+    *,
+    balanced: bool,
+    without_ring: bool = False,
+) -> Mesh:
+    """Return the mesh of a call.
+
+    Parameters
+    ----------
+    method : {"auto", "ulysses", "ring", "mixed"}
+    ulysses : int or None
+        With ``"mixed"``.
+    call : AttentionCall
+        Of the whole sequence.
+    variant : str
+        The rung.
+    hosts : sequence of str
+        Name of the host of every rank.
+    balanced : bool
+        Rows are shared so that all ranks of a ring have the same work under a causal mask.
+    without_ring : bool
+        A ring does not take the call.
+
+    Raises
+    ------
+    ValueError
+        If `ulysses` does not divide the ranks.
+
+    Examples
+    --------
+    >>> call = AttentionCall(1, 8, 8, 65536, 65536, 128, "float16", 0.1)
+    >>> choose_mesh("auto", None, call, "fa_tc", ["one host"] * 4, balanced=False)
+    Mesh(size=4, ulysses=4)
+    """
+    size = len(hosts)
+    if method == "mixed":
+        return Mesh(size, 0 if ulysses is None else ulysses)
+    if method == "ring":
+        return Mesh(size, 1)
+    if method == "ulysses" or without_ring:
+        return Mesh(size, size)
+    machine = replace(H200, per_host=min(Counter(hosts).values()))
+    rung = "fa_int8" if variant == "fa_int8" else _STAND_IN
+    return fastest(call, size, machine, variant=rung, balanced=balanced).mesh

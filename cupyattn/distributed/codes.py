@@ -1,0 +1,120 @@
+"""What goes round a ring of ``fa_int8``: codes, scales and means in place of keys and values.
+
+Every range of keys that lies together is quantised by the rank that has it, once, with scales and a
+mean of its own, and every rank attends to the same codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cupyattn.api import attention
+from cupyattn.distributed.blocks import blocks
+from cupyattn.distributed.call import ShardedCall
+from cupyattn.distributed.partition import Range, places
+from cupyattn.distributed.ring import Form, Part
+from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
+from cupyattn.quant.quantizers import group_count, in_padded_rows, padded_length
+from cupyattn.rounding import array_namespace
+
+#: Fields of `QuantizedQKV` that belong to the keys, and the axis that follows their number.
+_AXES = {
+    "k_codes": 2, "k_scale": 2, "k_zero": 2, "k_code_sum": 2, "k_mean": None, "v": 2,
+    "v_codes": 3, "v_scale": 2, "v_zero": 2, "v_mean": None,
+}  # fmt: skip
+
+
+class TravellingCodes:
+    """The operands of one rank, quantised for a ring.
+
+    Parameters
+    ----------
+    call : ShardedCall
+    q, k, v : array
+        Some heads of the rows of this rank and its neighbours.
+    """
+
+    def __init__(self, call: ShardedCall, q: Any, k: Any, v: Any) -> None:
+        quant = call.calls.options["quant"] or QuantConfig()
+        self._call, self._q, self._k, self._v = call, q, k, v
+        options = call.calls.options
+        self._how: dict[str, Any] = {n: options.get(n) for n in ("tiles", "arch", "backend")}
+        self._quant = quant
+        self._of_rows: dict[Range, QuantizedQKV] = {}
+        self._template = self._quantized((0, 0), (0, 0))
+        self._names = [name for name in _AXES if getattr(self._template, name) is not None]
+        keys = call.keys[call.circle.index(call.group.rank)]
+        #: What this rank brings: the arrays of one range of keys after the other.
+        self.own = [
+            x for place in places(keys, keys) for x in self._fields(self._quantized((0, 0), place))
+        ]
+
+    def forms(self, owner: int) -> list[Form]:
+        """Return shape and dtype of the arrays of the rank at an index of the circle."""
+        return [
+            form
+            for begin, end in self._call.keys[owner]
+            for form in self._forms_of_length(end - begin)
+        ]
+
+    def parts(self, owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
+        """Yield rows, O and lse of attention to the keys of one rank."""
+        options = {
+            name: value for name, value in self._call.calls.options.items()
+            if name not in ("quant", "variant")
+        }  # fmt: skip
+        count, rows_here = len(self._names), self._call.rows
+        for index, keys in enumerate(self._call.keys[owner]):
+            fields = dict(
+                zip(self._names, arrays[count * index : count * (index + 1)], strict=True)
+            )
+            for rows, place in zip(rows_here, places(rows_here, rows_here), strict=True):
+                for block in blocks([rows], [keys], self._call.spans):
+                    some = place[0] + block.q[0], place[0] + block.q[1]
+                    z = with_keys(self._query_codes(some), fields)
+                    o, lse = attention(
+                        z, window=block.window, causal_align="top-left", return_lse=True, **options
+                    )
+                    yield some, o, lse
+
+    def _quantized(self, rows: Range, keys: Range) -> QuantizedQKV:
+        k, v = (x[:, :, slice(*keys)] for x in (self._k, self._v))
+        return quantize(self._q[:, :, slice(*rows)], k, v, quant=self._quant, **self._how)
+
+    def _query_codes(self, rows: Range) -> QuantizedQKV:
+        if rows not in self._of_rows:
+            self._of_rows[rows] = self._quantized(rows, (0, 0))
+        return self._of_rows[rows]
+
+    def _fields(self, z: QuantizedQKV) -> list[Any]:
+        contiguous = array_namespace(z.k_codes).ascontiguousarray
+        return [contiguous(getattr(z, name)) for name in self._names]
+
+    def _forms_of_length(self, length: int) -> Iterator[Form]:
+        z = self._template
+        of_k = group_count(length, z.group_kv)
+        of_v = group_count(length, z.group_v) if z.group_v else 0
+        extents = {
+            "k_scale": of_k, "k_zero": of_k, "v_scale": of_v, "v_zero": of_v,
+            "v_codes": padded_length(length),
+        }  # fmt: skip
+        for name in self._names:
+            x, axis = getattr(z, name), _AXES[name]
+            shape = list(x.shape)
+            if axis is not None:
+                shape[axis] = extents.get(name, length)
+            yield tuple(shape), x.dtype
+
+
+def with_keys(z: QuantizedQKV, fields: dict[str, Any]) -> QuantizedQKV:
+    """Return the queries of a record with other keys and values, given by their fields."""
+    codes = fields["k_codes"]
+    padded = in_padded_rows(codes) if codes.dtype.name == "int8" else codes
+    return replace(z, **{**fields, "k_codes": padded})
+
+
+def with_keys_of(queries: QuantizedQKV, keys: QuantizedQKV) -> QuantizedQKV:
+    """Return the queries of one record with the keys and values of another."""
+    return with_keys(queries, {name: getattr(keys, name) for name in _AXES})

@@ -1,0 +1,143 @@
+"""The forward pass of a rank: heads are exchanged step by step beside the computation, and within a
+step keys and values go round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from cupyattn.distributed.call import ShardedCall
+from cupyattn.distributed.codes import TravellingCodes
+from cupyattn.distributed.group import Message, Work
+from cupyattn.distributed.mesh import Heads, shares_of_heads
+from cupyattn.distributed.partition import Range
+from cupyattn.distributed.ring import Form, Part, attend, circulate
+from cupyattn.distributed.ulysses import Neighbours
+from cupyattn.rounding import NEG_INF, STORAGE, array_namespace
+
+#: Arrays, and which of rows and keys, query heads and key heads they have.
+Kinds = Sequence[tuple[Any, str]]
+#: The same, and where the heads of each neighbour lie in them.
+Receivers = Sequence[tuple[Any, str, Sequence[Range]]]
+
+
+def compute(call: ShardedCall, q: Any, k: Any, v: Any, return_lse: bool) -> tuple[Any, Any]:
+    """Return O and lse of this rank's rows, of contiguous arrays; what it sent may still travel.
+
+    Without `return_lse` lse need not be right.
+    """
+    if call.mesh.ulysses == 1:
+        return _of_heads(call, q, k, v)
+    xp = array_namespace(q)
+    o = xp.empty(q.shape, STORAGE[call.request.call.dtype])
+    lse = xp.full(q.shape[:3], NEG_INF, np.float32)
+    wanted = (o, lse) if return_lse else (o,)
+    by_step(
+        call,
+        [(q, "q"), (k, "kv"), (v, "kv")],
+        lambda _, arrays: [(x, "q") for x in _of_heads(call, *arrays)[: len(wanted)]],
+        lambda step: [(x, "q", [heads.q for heads in step]) for x in wanted],
+    )
+    return o, lse
+
+
+def by_step(
+    call: ShardedCall,
+    given: Kinds,
+    work_on: Callable[[Heads, list[Any]], Kinds],
+    receivers: Callable[[list[Heads]], Receivers],
+) -> None:
+    """Bring each neighbour some heads of all rows at a time, and what it makes of them back home.
+
+    Parameters
+    ----------
+    call : ShardedCall
+    given : sequence of (array, {"q", "kv"})
+        All heads of this rank's rows, or keys.
+    work_on : callable
+        Takes this rank's heads and the arrays with all rows of these; returns as many results as
+        there are receivers.
+    receivers : callable
+        Takes the heads of all neighbours; returns what receives the results for this rank's rows
+        or keys, and where in it the heads of each neighbour belong.
+
+    Notes
+    -----
+    What the next step needs is on its way while this one is computed, and so are the results of the
+    one before.
+    """
+    rows, keys = call.neighbours
+    of_kind = {"q": rows, "kv": keys}
+    sizes = call.request.call.heads, call.request.call.heads_kv
+    shares = shares_of_heads(*sizes, call.mesh.ulysses)
+    steps = [list(step) for step in zip(*shares, strict=True)]
+    own = call.mesh.neighbours(call.group.rank).index(call.group.rank)
+
+    def scatter(step: list[Heads]) -> tuple[Work, list[Any]]:
+        sends: list[Message] = []
+        receives: list[Message] = []
+        arrays = [of_kind[kind].scatter(x, _of(step, kind), sends, receives) for x, kind in given]
+        return call.group.exchange(sends, receives), arrays
+
+    homeward: list[tuple[Work, Kinds]] = []
+    coming = scatter(steps[0]) if steps else None
+    for index, step in enumerate(steps):
+        arriving, coming = coming, scatter(steps[index + 1]) if index + 1 < len(steps) else None
+        if arriving is None:
+            break
+        arriving[0].wait()
+        results = work_on(step[own], arriving[1])
+        arriving = None  # frees what this step needed before the one after the next takes as much
+        homeward.append((_bring_home(call, of_kind, results, receivers(step)), results))
+    for work, _ in homeward:
+        work.wait()
+
+
+def _bring_home(
+    call: ShardedCall,
+    of_kind: dict[str, Neighbours],
+    results: Kinds,
+    receivers: Receivers,
+) -> Work:
+    sends: list[Message] = []
+    receives: list[Message] = []
+    for (part, kind), (whole, _, heads) in zip(results, receivers, strict=True):
+        contiguous = array_namespace(part).ascontiguousarray(part)
+        of_kind[kind].gather(contiguous, whole, heads, sends, receives)
+    return call.group.exchange(sends, receives)
+
+
+def _of(step: list[Heads], kind: str) -> list[tuple[int, int]]:
+    return [getattr(heads, kind) for heads in step]
+
+
+def _of_heads(call: ShardedCall, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """Return O and lse of some heads of the rows of this rank and its neighbours."""
+    # NOTE: without heads, too: all ranks exchange equally often.
+    if call.mesh.ring == 1:
+        return call.calls.whole(q, k, v)
+    backend = call.request.backend
+    if call.request.variant.family == "int8":
+        codes = TravellingCodes(call, q, k, v)
+        coming = circulate(call.group, call.circle, codes.own, codes.forms)
+        return attend(q, coming, codes.parts, backend)
+
+    def parts(owner: int, arrays: Sequence[Any]) -> Iterator[Part]:
+        of_k, of_v = arrays
+        return call.calls.parts(q, of_k, of_v, call.blocks[owner])
+
+    coming = circulate(call.group, call.circle, (k, v), forms_of_keys(call, k))
+    return attend(q, coming, parts, backend)
+
+
+def forms_of_keys(call: ShardedCall, k: Any) -> Callable[[int], list[Form]]:
+    """Return what says shape and dtype of K and V of the rank at an index of the circle."""
+
+    def forms(owner: int) -> list[Form]:
+        length = sum(end - begin for begin, end in call.keys[owner])
+        return [((*k.shape[:2], length, k.shape[3]), k.dtype)] * 2
+
+    return forms

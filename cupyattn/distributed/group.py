@@ -1,0 +1,288 @@
+"""Ranks that compute together: what each must be able to send, to receive and to find out.
+
+`Group` is what the algorithms see. `HostGroup` carries NumPy arrays through the ranks' store, with
+the same order, the same checks and the same failures as `cupyattn.distributed.nccl.NcclGroup`,
+which carries CuPy arrays.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+
+from cupyattn.distributed.store import Store
+from cupyattn.errors import RankError
+
+#: A kind of group.
+Own = TypeVar("Own", bound="Group")
+#: An array to be sent to a rank, or to be filled with what one sends.
+Message = tuple[int, Any]
+#: Seconds that a rank waits for another before it gives all of them up.
+TIMEOUT = 120.0
+
+
+class Work(Protocol):
+    """Messages on their way."""
+
+    def wait(self) -> None:
+        """Let what the caller computes from now on see the arrays that were received."""
+
+
+class Group(abc.ABC):
+    """Ranks that compute together, as one of them sees it.
+
+    Parameters
+    ----------
+    store : Store
+        What the ranks share.
+    rank, size : int
+        Which of how many this is.
+    timeout : float
+        Seconds that a rank waits for another before it gives all of them up.
+
+    Attributes
+    ----------
+    bytes_sent : int
+        What this rank has sent to others so far.
+    hosts : tuple of str
+        Name of the host of every rank.
+    namespace : {"numpy", "cupy"}
+        Whose arrays it exchanges.
+
+    Raises
+    ------
+    RankError
+        If a rank does not come within the timeout.
+    """
+
+    namespace: ClassVar[str]
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be between 0 and size - 1, got rank={rank} size={size}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.bytes_sent = 0
+        #: Calls on which all ranks have agreed, by their form: see `cupyattn.distributed.recall`.
+        self.known: dict[Any, Any] = {}
+        self._calls = 0
+        self.hosts: tuple[str, ...] = tuple(self.gather("hosts", socket.gethostname()))
+
+    # ---- words -----------------------------------------------------------------------------------
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Return what every rank says, by rank.
+
+        Parameters
+        ----------
+        what : str
+            What is asked, for the message where a rank does not answer.
+        value : object
+            Anything that JSON knows; it comes back as JSON has it.
+
+        Raises
+        ------
+        RankError
+            If a rank has failed, or does not answer within the timeout.
+        """
+        key, self._calls = str(self._calls), self._calls + 1
+        own = json.dumps([what, value]).encode()
+        about = f"{what}, call {key}"
+        found = self.store.gather(key, self.rank, own, self.timeout, about)
+        said = [json.loads(x) for x in found]
+        for rank, (asked, _) in enumerate(said):
+            if asked != said[0][0]:
+                raise RankError(rank, f"called {asked}, rank 0 called {said[0][0]}")
+        return [x for _, x in said]
+
+    def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Let all ranks say with what they come; raise on all of them where that does not fit.
+
+        Parameters
+        ----------
+        what : str
+            The call, for messages.
+        facts : callable
+            Returns what JSON knows: under ``"same"`` what must be equal on all ranks. What it
+            raises is raised here, and a `RankError` that says so on all other ranks, which may
+            then go on to their next call together.
+
+        Returns
+        -------
+        list of dict
+            What the ranks said, by rank.
+
+        Raises
+        ------
+        RankError
+            If ranks differ in what must be the same; the message names rank, name and values.
+        """
+        try:
+            own = facts()
+        except Exception as error:
+            self.gather(what, {"error": f"raised {type(error).__name__}: {error}"})
+            raise
+        said: list[dict[str, Any]] = self.gather(what, own)
+        for rank, of_rank in enumerate(said):
+            if "error" in of_rank:
+                raise RankError(rank, f"{of_rank['error']} (in {what})")
+        for rank, of_rank in enumerate(said):
+            for name, value in said[0]["same"].items():
+                other = of_rank["same"].get(name)
+                if other != value:
+                    raise RankError(
+                        rank,
+                        f"called {what} with {name}={_short(other)}, rank 0 with "
+                        f"{name}={_short(value)}",
+                    )
+        return said
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        self.gather("barrier", None)
+
+    @contextlib.contextmanager
+    def failing_together(self, what: str) -> Iterator[None]:
+        """Let an error within end every rank: what this rank raises, the others are told."""
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            self.abort(f"raised {type(error).__name__} in {what}: {error}")
+            raise
+
+    def abort(self, cause: str) -> None:
+        """End all ranks with a `RankError` that names this one and the cause.
+
+        Parameters
+        ----------
+        cause : str
+            Words that follow ``"rank 3"``.
+        """
+        self.store.fail(self.rank, cause)
+
+    # ---- arrays ----------------------------------------------------------------------------------
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
+        """Begin to send and to receive arrays, all at once.
+
+        Parameters
+        ----------
+        sends, receives : sequence of (rank, array)
+            Contiguous arrays, which must stay as they are until the work was waited for. Between
+            two ranks messages keep their order; both sides must know of every one, of those
+            without elements too, which do not travel.
+
+        Returns
+        -------
+        Work
+        """
+        for peer, array in (*sends, *receives):
+            if peer == self.rank or not 0 <= peer < self.size:
+                raise ValueError(f"rank {self.rank} of {self.size} sends nothing to rank {peer}")
+            if not array.flags.c_contiguous:
+                raise ValueError(f"only contiguous arrays travel, got strides {array.strides}")
+        sends, receives = ([m for m in some if m[1].size] for some in (sends, receives))
+        self.bytes_sent += sum(int(array.nbytes) for _, array in sends)
+        return self._exchange(sends, receives)
+
+    @abc.abstractmethod
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
+        """Begin to send and to receive arrays that were checked."""
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which new arrays lie where this rank's arrays do."""
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Wait on the host until everything has been exchanged; raise where that failed."""
+
+    def close(self) -> None:
+        """Leave the group in peace, once every rank has come here."""
+        self.barrier()
+        self.store.leave()
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Close the group, or where an error leaves the block end all ranks with it."""
+        if error is None:
+            self.close()
+            return
+        if not isinstance(error, RankError):
+            error = RankError(self.rank, f"raised {type(error).__name__}: {error}")
+            self.store.fail(error.rank, error.cause)
+        self.abandon(error)
+
+    def abandon(self, error: RankError) -> None:
+        """Give up what this rank still exchanges, and what it knows: the group has failed."""
+        self.known.clear()
+
+
+class HostGroup(Group):
+    """Ranks whose arrays are NumPy's; they travel through the store.
+
+    For machines without a device: every algorithm of `cupyattn.distributed` runs on it.
+
+    Parameters
+    ----------
+    store, rank, size, timeout
+        As for `Group`.
+    """
+
+    namespace = "numpy"
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
+        super().__init__(store, rank, size, timeout)
+        self._messages: Counter[str] = Counter()
+
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
+        for peer, array in sends:
+            header = json.dumps([list(array.shape), array.dtype.name]).encode()
+            self.store.put(self._next(self.rank, peer), header + b"\n" + array.tobytes())
+        # NOTE: numbered as they are asked for; they may be waited for in another order.
+        return _Arriving(self, [(self._next(p, self.rank), p, array) for p, array in receives])
+
+    def _next(self, source: int, target: int) -> str:
+        """Return the key of the next message from one rank to another."""
+        pair = f"{source} to {target}"
+        self._messages[pair] += 1
+        return f"{pair}, message {self._messages[pair]}"
+
+    def finish(self) -> None:
+        """Raise where a rank has failed: what was waited for has been exchanged."""
+        self.store.check()
+
+
+class _Arriving:
+    """Arrays to be filled with what is taken out of the store."""
+
+    def __init__(self, group: Group, receives: list[tuple[str, int, Any]]) -> None:
+        self._group, self._receives = group, receives
+
+    def wait(self) -> None:
+        """Fill the arrays."""
+        group, receives = self._group, self._receives
+        self._receives = []
+        for key, peer, array in receives:
+            header, _, raw = group.store.take(key, peer, group.timeout).partition(b"\n")
+            wanted = [list(array.shape), array.dtype.name]
+            if json.loads(header) != wanted:
+                group.store.fail(peer, f"sent {header.decode()}, rank {group.rank} wants {wanted}")
+                group.store.check()
+            array[...] = np.frombuffer(raw, array.dtype).reshape(array.shape)
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value)[:80]

@@ -1,0 +1,285 @@
+"""What a call costs on many devices, on paper: operations, bytes and memory of the busiest rank.
+
+With the rates of a machine these are seconds. ``method="auto"`` and ``cupyattn plan --devices`` ask
+it; ``experiments/scaling.py`` holds it to what was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cupyattn.checks import AttentionCall
+from cupyattn.distributed.mesh import Mesh, shares_of_heads
+from cupyattn.measure import admitted_pairs
+from cupyattn.measured import MEASURED
+from cupyattn.rounding import STORAGE
+
+#: Batch entries times heads of the calls in `cupyattn.measured`.
+_MEASURED_HEADS = 64
+#: Compute capability whose times are taken.
+_CAPABILITY = 90
+#: Bytes of an element of K and of V that go round a ring of ``fa_int8``, without their scales.
+_CODE_BYTES = (1, 2)
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of devices and of what is between them.
+
+    Parameters
+    ----------
+    name : str
+    per_host : int
+        Devices of a host.
+    link, network : float
+        Bytes per second that a device sends to others of its host, and to other hosts, while it
+        receives as many.
+    memory_rate : float
+        Bytes per second of a device's memory.
+    latency : float
+        Seconds of an exchange beside its bytes.
+    memory : int
+        Bytes of a device's memory.
+    rates : dict of str to float
+        Operations per second of a rung, where they are not those of `cupyattn.measured`.
+    """
+
+    name: str
+    per_host: int = 8
+    link: float = 360e9
+    network: float = 45e9
+    memory_rate: float = 4.0e12
+    latency: float = 20e-6
+    memory: int = 141 * 10**9
+    rates: dict[str, float] = field(default_factory=dict)
+
+
+#: H200 SXM: 0.8 of NVLink's 450 GB/s a direction, 0.9 of a 400 Gb/s port for each device, 0.83 of
+#: the memory's 4.8 TB/s. Assumed, not measured.
+H200 = Machine("8 x H200 SXM a host")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a call costs the busiest rank.
+
+    Parameters
+    ----------
+    mesh : Mesh
+    operations : float
+        Of both products.
+    compute : float
+        Seconds of these.
+    heads_bytes, ring_bytes : int
+        Sent to neighbours, and round the ring.
+    exposed : float
+        Seconds of exchanging that no computation hides.
+    merging : float
+        Seconds of bringing partial results together.
+    memory : dict of str to int
+        Bytes by name, without the scratch memory of kernels.
+    """
+
+    mesh: Mesh
+    operations: float
+    compute: float
+    heads_bytes: int
+    ring_bytes: int
+    exposed: float
+    merging: float
+    memory: dict[str, int]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole call."""
+        return self.compute + self.exposed + self.merging
+
+    @property
+    def memory_bytes(self) -> int:
+        """All memory."""
+        return sum(self.memory.values())
+
+
+def rate(machine: Machine, variant: str, call: AttentionCall) -> float:
+    """Return operations per second of a rung on one device.
+
+    Examples
+    --------
+    >>> call = AttentionCall(1, 1, 1, 4096, 4096, 128, "float16", 0.1)
+    >>> round(rate(H200, "fa_tc", call) / 1e12)
+    737
+    """
+    if variant in machine.rates:
+        return machine.rates[variant]
+    rows = [
+        row for row in MEASURED
+        if row[0] == _CAPABILITY and row[4] == call.causal and variant in row[5]
+    ]  # fmt: skip
+    if not rows:
+        raise ValueError(
+            f"no rate of {variant!r} is known: give Machine(rates={{{variant!r}: ...}})"
+        )
+    wide = [row for row in rows if row[2] >= call.head_dim] or rows
+    _, _, head_dim, length, causal, micros = min(
+        wide, key=lambda row: (abs(row[2] - call.head_dim), row[1] != call.dtype, -row[3])
+    )
+    measured = AttentionCall(1, 1, 1, length, length, head_dim, "float16", 1.0, causal=causal)
+    operations = 4 * head_dim * _MEASURED_HEADS * admitted_pairs(measured)
+    # NOTE: a narrower head takes the tiles of the next wider one, and their time.
+    return operations / (1e-6 * micros[variant]) * call.head_dim / max(head_dim, call.head_dim)
+
+
+def predict(
+    call: AttentionCall,
+    mesh: Mesh,
+    machine: Machine = H200,
+    *,
+    variant: str = "fa_tc",
+    balanced: bool = False,
+) -> Costs:
+    """Return what a call costs on a mesh of devices.
+
+    Parameters
+    ----------
+    call : AttentionCall
+        Of the whole sequence.
+    mesh : Mesh
+    machine : Machine
+    variant : str
+        The rung.
+    balanced : bool
+        Rows are shared zigzag: under a causal mask all ranks of a ring have the same work.
+
+    Returns
+    -------
+    Costs
+
+    Notes
+    -----
+    Exchanging heads is hidden but for the first of c steps on the way there and the last on the
+    way back, and what computation is too short to hide. A step of the ring is hidden as far as the
+    computation of a step is long. Merging reads 16 bits and reads and writes 32 for each element.
+
+    Examples
+    --------
+    >>> call = AttentionCall(1, 32, 8, 131072, 131072, 128, "float16", 0.1)
+    >>> four = predict(call, Mesh(4, 4))
+    >>> round(predict(call, Mesh(1, 1)).seconds / (4 * four.seconds), 3)
+    0.992
+    """
+    sizes = _Sizes.of(call, mesh, variant)
+    share = sizes.heads / call.heads if call.heads else 0.0
+    skew = 1.0
+    if mesh.ring > 1 and call.causal and not balanced:
+        skew = (2 * mesh.ring - 1) / mesh.ring  # of the rank with the last rows
+    operations = 4.0 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
+    operations *= share * skew / mesh.ring
+    compute = operations / rate(machine, variant, call)
+    near, far = _rates(mesh, machine)
+    exposed = 0.0
+    if mesh.ulysses > 1:
+        whole = sizes.heads_bytes / near
+        steps = sizes.steps
+        hidden = (steps - 1) / steps
+        exposed += whole / steps + max(0.0, whole - compute) * hidden
+        exposed += 2 * machine.latency
+    merging = 0.0
+    if mesh.ring > 1:
+        of_step = sizes.ring_bytes / (mesh.ring - 1) / far
+        exposed += (mesh.ring - 1) * max(0.0, of_step - compute / mesh.ring)
+        exposed += machine.latency * (mesh.ring - 1)
+        touched = 0.75 if call.causal and balanced else 1.0
+        steps = mesh.ring - 1
+        each = (2 * _FLOAT + sizes.itemsize) * touched * steps + 2 * (_FLOAT + sizes.itemsize)
+        merging = sizes.elements_of_o * each / machine.memory_rate
+    return Costs(
+        mesh, operations, compute, sizes.heads_bytes, sizes.ring_bytes, exposed, merging,
+        sizes.memory,
+    )  # fmt: skip
+
+
+def meshes(size: int) -> list[Mesh]:
+    """Return all meshes of so many ranks, rings of single ranks first."""
+    return [Mesh(size, ulysses) for ulysses in range(1, size + 1) if size % ulysses == 0]
+
+
+def fastest(
+    call: AttentionCall,
+    size: int,
+    machine: Machine = H200,
+    *,
+    variant: str = "fa_tc",
+    balanced: bool = False,
+) -> Costs:
+    """Return the costs on the mesh that takes the least time.
+
+    Examples
+    --------
+    >>> from dataclasses import replace
+    >>> call = AttentionCall(1, 32, 8, 131072, 131072, 128, "float16", 0.1, causal=True)
+    >>> fastest(call, 8).mesh, fastest(replace(call, heads=2, heads_kv=2), 8, balanced=True).mesh
+    (Mesh(size=8, ulysses=8), Mesh(size=8, ulysses=2))
+    """
+    every = (predict(call, m, machine, variant=variant, balanced=balanced) for m in meshes(size))
+    return min(every, key=lambda costs: costs.seconds)
+
+
+def _rates(mesh: Mesh, machine: Machine) -> tuple[float, float]:
+    """Return bytes per second among neighbours, and round the ring."""
+    near = machine.link if mesh.ulysses <= machine.per_host else machine.network
+    far = machine.link if mesh.size <= machine.per_host else machine.network
+    return near, far
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the busiest rank."""
+
+    heads: int  # of the rank with most
+    steps: int
+    itemsize: int
+    heads_bytes: int
+    ring_bytes: int
+    elements_of_o: int  # that a ring makes
+    memory: dict[str, int]
+
+    @classmethod
+    def of(cls, call: AttentionCall, mesh: Mesh, variant: str) -> _Sizes:
+        item, batch, wide = STORAGE[call.dtype].itemsize, call.batch, call.head_dim
+        own_q, own_kv = (-(-length // mesh.size) for length in (call.len_q, call.len_kv))
+        all_q, all_kv = own_q * mesh.ulysses, own_kv * mesh.ulysses
+        shares = shares_of_heads(call.heads, call.heads_kv, mesh.ulysses)
+        if mesh.ulysses == 1:
+            shares = shares_of_heads(call.heads, call.heads_kv, 1, chunks=1)
+        q_of, kv_of = (
+            [[getattr(h, name)[1] - getattr(h, name)[0] for h in of_rank] for of_rank in shares]
+            for name in ("q", "kv")
+        )
+        heads = max((sum(x) for x in q_of), default=0)
+        key_heads = max((sum(x) for x in kv_of), default=0)
+        step_q = max((max(x, default=0) for x in q_of), default=0)
+        step_kv = max((max(x, default=0) for x in kv_of), default=0)
+        row = batch * wide * item
+        of_lse = batch * _FLOAT
+        memory = {
+            "q, k and v": row * (call.heads * own_q + 2 * call.heads_kv * own_kv),
+            "o and lse": (row + of_lse) * call.heads * own_q,
+        }
+        heads_bytes = ring_bytes = 0
+        if mesh.ulysses > 1:
+            away_q, away_kv = (sum(map(sum, x[1:])) for x in (q_of, kv_of))
+            back = (mesh.ulysses - 1) * heads
+            heads_bytes = row * (away_q * own_q + 2 * away_kv * own_kv) + row * back * own_q
+            memory["heads of two steps"] = 2 * row * (step_q * all_q + 2 * step_kv * all_kv)
+            memory["o and lse on their way home"] = (row + of_lse) * heads * all_q
+        if mesh.ring > 1:
+            of_key = 2 * item if variant != "fa_int8" else sum(_CODE_BYTES)
+            ring_bytes = (mesh.ring - 1) * batch * wide * of_key * key_heads * all_kv
+            memory["keys on their way"] = 2 * batch * wide * of_key * step_kv * all_kv
+            if variant == "fa_int8":
+                memory["codes"] = batch * wide * (of_key * step_kv * all_kv + step_q * all_q)
+            in_float = batch * _FLOAT * (wide + 1) * step_q * all_q
+            memory["partial results"] = in_float + (2 * row + of_lse) * step_q * all_q
+        elements = batch * wide * heads * all_q
+        return cls(heads, len(shares[0]), item, heads_bytes, ring_bytes, elements, memory)

@@ -1,0 +1,214 @@
+"""Ranks with a CUDA device each, whose arrays travel by NCCL on a stream of their own.
+
+NCCL does not say that a peer has gone: what waits for it waits for ever. So a thread watches from
+the first exchange of a call to its end. It asks NCCL for errors, the store for ranks that have
+failed, and the clock; where one of them says so it aborts the communicator, which ends every wait,
+and the rank raises `RankError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cupyattn.distributed.group import TIMEOUT, Group, Message, Work
+from cupyattn.distributed.store import Board, Store
+from cupyattn.errors import RankError, UnsupportedError
+
+#: ncclUint8: arrays travel as the bytes that they are.
+_BYTES = 1
+#: What NCCL raises by way of CuPy: NcclError, and KeyError of a status that CuPy has no name of.
+NCCL_ERRORS = (RuntimeError, KeyError)
+#: Seconds between two looks of the watch, of up to so many ranks: all of them ask one store.
+WATCH, WATCHED = 0.05, 16
+#: Seconds between two looks at whether a device has finished.
+POLL = 20e-6
+
+
+class NcclGroup(Group):
+    """Ranks that are CUDA devices, as the thread of one of them sees them.
+
+    Parameters
+    ----------
+    store, rank, size, timeout
+        As for `Group`.
+    device : int
+        This rank's.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no NCCL; the other ranks raise `RankError`.
+    """
+
+    namespace = "cupy"
+
+    def __init__(
+        self, store: Store, rank: int, size: int, device: int, timeout: float = TIMEOUT
+    ) -> None:
+        super().__init__(store, rank, size, timeout)
+        cupy = _cupy()
+        self._cupy, self.device = cupy, device
+        self._trouble: RankError | None = None
+        self._deadline: float | None = None
+        self._ended = threading.Event()
+        self._comm: Any = None
+
+        def facts() -> dict[str, Any]:
+            nccl = _nccl()
+            first = list(nccl.get_unique_id()) if rank == 0 else None
+            return {"same": {"nccl": nccl.get_version()}, "identifier": first}
+
+        said = self.agree("NcclGroup", facts)
+        with cupy.cuda.Device(device):
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._comm = self._begin(bytes(said[0]["identifier"]))
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _begin(self, identifier: bytes) -> Any:
+        """Return the communicator, made by a thread of its own: it waits for all ranks."""
+        nccl, found = _nccl(), list[Any]()
+
+        def begin() -> None:
+            try:
+                with self._cupy.cuda.Device(self.device):
+                    found.append(nccl.NcclCommunicator(self.size, identifier, self.rank))
+            except NCCL_ERRORS as error:
+                found.append(error)
+
+        threading.Thread(target=begin, daemon=True).start()
+        end = time.monotonic() + self.timeout
+        while not found:
+            self.store.check()
+            if time.monotonic() > end:
+                self.abort(f"could not begin to use NCCL within {self.timeout:g} s")
+                self.store.check()
+            time.sleep(WATCH / 10)
+        if isinstance(found[0], Exception):
+            self.abort(f"could not begin to use NCCL: {found[0]}")
+            raise found[0]
+        return found[0]
+
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
+        cupy, nccl = self._cupy, _nccl()
+        self._raise()
+        self._deadline = time.monotonic() + self.timeout  # until finish, whatever waits meanwhile
+        with cupy.cuda.Device(self.device):
+            ready = cupy.cuda.Event(disable_timing=True)
+            ready.record()  # what is sent has been computed, what receives has been read
+            self._stream.wait_event(ready)
+            if sends or receives:
+                self._tried(nccl.groupStart)
+                for way, messages in ((self._comm.send, sends), (self._comm.recv, receives)):
+                    for peer, array in messages:
+                        where = array.data.ptr, int(array.nbytes), _BYTES, peer, self._stream.ptr
+                        self._tried(way, *where)
+                self._tried(nccl.groupEnd)
+            done = cupy.cuda.Event(disable_timing=True)
+            done.record(self._stream)
+        if isinstance(self.store, Board):
+            # NOTE: in one process what a rank allocates may wait for the devices of all others,
+            # and so for messages whose other side has not been launched yet: first all launch.
+            self.barrier()
+        return _OnStream(cupy, self.device, done)
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this rank's device is the current one."""
+        device: contextlib.AbstractContextManager[Any] = self._cupy.cuda.Device(self.device)
+        return device
+
+    def finish(self) -> None:
+        """Wait on the host until everything has been exchanged; raise where that failed."""
+        self._deadline = time.monotonic() + self.timeout
+        with self._cupy.cuda.Device(self.device):
+            done = self._cupy.cuda.Event(disable_timing=True)
+            done.record(self._stream)
+            while not done.done:
+                self._raise()
+                time.sleep(POLL)
+        self._deadline = None
+        self._raise()
+
+    def abort(self, cause: str) -> None:
+        """End all ranks with a `RankError` that names this one and the cause."""
+        super().abort(cause)
+        self.abandon(RankError(self.rank, cause))
+
+    def close(self) -> None:
+        """Leave the group in peace, once every rank has come here."""
+        self.finish()
+        self.barrier()
+        self._ended.set()
+        self._comm.destroy()
+        self.store.leave()
+
+    # ---- the watch -------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WATCH * max(1.0, self.size / WATCHED)):
+            deadline = self._deadline
+            if deadline is None:
+                continue
+            try:
+                self.store.check()
+                if time.monotonic() > deadline:
+                    cause = f"waited longer than {self.timeout:g} s for arrays of others"
+                    self.store.fail(self.rank, cause)
+                    self.store.check()
+                self._comm.check_async_error()
+            except RankError as error:
+                self.abandon(error)
+            except NCCL_ERRORS as error:
+                self.abort(f"met an error of NCCL: {error}")
+
+    def abandon(self, error: RankError) -> None:
+        """Abort the communicator, which ends every wait of this rank."""
+        super().abandon(error)
+        self._trouble = self._trouble or error
+        self._ended.set()
+        if self._comm is not None:
+            self._comm.abort()
+
+    def _tried(self, call: Callable[..., Any], *arguments: Any) -> None:
+        """Call NCCL; where it fails end all ranks, with the failure that was first."""
+        try:
+            call(*arguments)
+        except NCCL_ERRORS as error:
+            self.abort(f"met an error of NCCL: {error}")
+            raise self._trouble or error from error
+
+    def _raise(self) -> None:
+        if self._trouble is not None:
+            raise RankError(self._trouble.rank, self._trouble.cause)
+
+
+class _OnStream:
+    """Messages that a stream has sent and received when an event is over."""
+
+    def __init__(self, cupy: Any, device: int, done: Any) -> None:
+        self._cupy, self._device, self._done = cupy, device, done
+
+    def wait(self) -> None:
+        """Let the current stream wait."""
+        with self._cupy.cuda.Device(self._device):
+            self._cupy.cuda.get_current_stream().wait_event(self._done)
+
+
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+def _nccl() -> Any:
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        raise UnsupportedError(
+            "NCCL is not there: pip install nvidia-nccl-cu13 (or nvidia-nccl-cu12), or start ranks "
+            "without devices, whose arrays are NumPy's"
+        )
+    return nccl

@@ -1,0 +1,200 @@
+"""`parallel_attention` and `parallel_attention_varlen`: attention of a sequence on many ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyattn import backends
+from cupyattn.distributed.call import Asked, resolve_sharded
+from cupyattn.distributed.forward import compute
+from cupyattn.distributed.group import Group
+from cupyattn.distributed.recall import recall, remember
+from cupyattn.quant import QuantConfig
+from cupyattn.request import to_bhsd
+from cupyattn.rounding import array_namespace
+from cupyattn.tiles import Tiles
+
+
+def parallel_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    group: Group,
+    method: str = "auto",
+    *,
+    ulysses: int | None = None,
+    partition: Any = "contiguous",
+    variant: str = "auto",
+    accuracy: str = "full",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    quant: QuantConfig | None = None,
+    tiles: Tiles | None = None,
+    arch: str | None = None,
+    backend: str | None = None,
+) -> Any:
+    """`cupyattn.attention` of a sequence whose rows and keys lie on several ranks.
+
+    Every rank of the group calls it at the same time, with its own rows of q, k and v, and gets the
+    same rows of the result.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, own rows, head_dim)
+        Kinds of arrays and dtypes as for `cupyattn.attention`; on the device of the group.
+    k, v : array, (batch, heads_kv, own keys, head_dim)
+        `heads_kv` divides `heads`.
+    group : Group
+        As `cupyattn.distributed.run`, `connect` or `from_mpi` gives it.
+    method : {"auto", "ulysses", "ring", "mixed"}
+        ``"ulysses"``: ranks exchange heads for rows, so that each computes some heads of the whole
+        sequence. ``"ring"``: keys and values go round, and each rank computes its own rows.
+        ``"mixed"``: groups of `ulysses` neighbours exchange heads, and the groups form a ring.
+        ``"auto"``: what takes the least time by `cupyattn.distributed.model`.
+    ulysses : int, optional
+        With ``"mixed"``: neighbours that exchange heads; divides the ranks.
+    partition : {"contiguous", "zigzag"} or Partition or (Partition, Partition)
+        Which rank has which rows: one behind the other by rank, as many as each brings; or as
+        `Partition.zigzag` shares them, which gives all ranks of a ring the same work under a causal
+        mask; or as one says, or one for q and one for k and v.
+    variant, accuracy, scale, softcap, layout, quant, tiles, arch, backend
+        As for `cupyattn.attention`. Of ``fa_int8`` in a ring codes and scales travel in place of
+        keys and values; each rank quantises its own.
+    causal, causal_align, window
+        As for `cupyattn.attention` of the whole sequence.
+    return_lse : bool
+        Return the log-sum-exp too.
+
+    Returns
+    -------
+    o : array, (batch, heads, own rows, head_dim)
+        Dtype and kind of q, on its device and the current stream.
+    lse : array, float32, (batch, heads, own rows)
+        With `return_lse`.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `cupyattn.attention`; the other ranks then raise `RankError`.
+    RankError
+        If a rank has ended, does not come within the group's timeout, or calls with other shapes or
+        options than the others; the message names rank and cause, and is the same on all ranks.
+
+    Notes
+    -----
+    Returns when everything has been exchanged, so that an error of another rank is raised here.
+
+    With ``"ulysses"`` every head is computed as `cupyattn.attention` computes it alone. A ring
+    rounds the result for some keys to the type of q, and brings these together in float32:
+    `cupyattn.distributed.judge` knows the bound. The same group gives the same bits on every run.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import distributed
+    >>> x = np.ones((1, 2, 8, 16), np.float16)
+    >>> rows = distributed.Partition.contiguous(8, 2)
+    >>> def on_rank(group):
+    ...     own = rows.take(x, group.rank)
+    ...     return distributed.parallel_attention(own, own, own, group, "ring")
+    >>> rows.join(distributed.run(on_rank, 2)).shape
+    (1, 2, 8, 16)
+    """
+    options = {
+        "variant": variant, "accuracy": accuracy, "scale": scale, "softcap": softcap,
+        "quant": quant, "tiles": tiles, "arch": arch, "backend": backend,
+    }  # fmt: skip
+    places = {"causal": causal, "causal_align": causal_align, "window": window}
+    asked = Asked("parallel_attention", method, ulysses, partition, options, places, layout=layout)
+    return _run(asked, group, (q, k, v), return_lse)
+
+
+def parallel_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    group: Group,
+    method: str = "auto",
+    *,
+    ulysses: int | None = None,
+    partition: Any = "contiguous",
+    variant: str = "auto",
+    accuracy: str = "full",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    quant: QuantConfig | None = None,
+    tiles: Tiles | None = None,
+    arch: str | None = None,
+    backend: str | None = None,
+) -> Any:
+    """`cupyattn.attention_varlen` of packed sequences whose rows lie on several ranks.
+
+    Parameters
+    ----------
+    q, k, v : array, (own rows or keys, heads or heads_kv, head_dim)
+        This rank's part of the packed rows; a sequence may begin on one rank and end on another.
+    cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32 or int64
+        Where the sequences begin and end among the rows of all ranks; the same on every rank. On a
+        device they are waited for.
+    group, method, ulysses
+        As for `parallel_attention`.
+    partition
+        As for `parallel_attention`, of the packed rows; ``"zigzag"`` is
+        `Partition.zigzag_varlen`.
+    variant, accuracy, scale, causal, causal_align, window, softcap, quant, tiles, arch, backend
+        As for `cupyattn.attention_varlen`. ``fa_int8`` runs with ``method="ulysses"``.
+    return_lse : bool
+        Return the log-sum-exp too.
+
+    Returns
+    -------
+    o : array, (own rows, heads, head_dim)
+    lse : array, float32, (heads, own rows)
+        With `return_lse`.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError, RankError
+        As `parallel_attention`.
+    """
+    options = {
+        "variant": variant, "accuracy": accuracy, "scale": scale, "softcap": softcap,
+        "quant": quant, "tiles": tiles, "arch": arch, "backend": backend,
+    }  # fmt: skip
+    places = {"causal": causal, "causal_align": causal_align, "window": window}
+    asked = Asked(
+        "parallel_attention_varlen", method, ulysses, partition, options, places,
+        offsets=(cu_seqlens_q, cu_seqlens_k),
+    )  # fmt: skip
+    return _run(asked, group, (q, k, v), return_lse)
+
+
+def _run(asked: Asked, group: Group, operands: tuple[Any, Any, Any], return_lse: bool) -> Any:
+    """Agree with the other ranks, compute, and return what the caller asked for."""
+    call = recall(asked, group, operands, return_lse)
+    if call is None:
+        call = resolve_sharded(asked, group, *operands, lambda _: {"return_lse": return_lse})
+        remember(asked, group, operands, return_lse, call)
+        operands = call.request.q, call.request.k, call.request.v
+    else:
+        layout = call.request.options.layout
+        operands = tuple(to_bhsd(x, layout) for x in operands)
+    with group.failing_together(asked.what), backends.on_device_of(operands[0]):
+        q, k, v = map(array_namespace(*operands).ascontiguousarray, operands)
+        o, lse = compute(call, q, k, v, return_lse)
+        group.finish()
+    result = call.restore(o)
+    if not return_lse:
+        return result
+    return result, call.request.restore_lse(lse[0] if call.calls.packed else lse)

@@ -1,0 +1,204 @@
+"""Which rows of a sequence lie on which rank: one behind the other, or zigzag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from cupyattn.rounding import array_namespace
+
+#: Rows from one number up to another.
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Rows of an axis, shared among ranks.
+
+    Parameters
+    ----------
+    ranges : tuple of tuple of (int, int)
+        For each rank the rows that it holds, in their order, as ranges from one row up to another.
+
+    Raises
+    ------
+    ValueError
+        If a row has no rank or several, or the ranges of a rank do not rise.
+
+    Examples
+    --------
+    >>> Partition.contiguous(10, 4).lengths
+    (3, 3, 2, 2)
+    >>> Partition.zigzag(16, 2).ranges
+    (((0, 4), (12, 16)), ((4, 12),))
+    """
+
+    ranges: tuple[tuple[Range, ...], ...]
+
+    def __post_init__(self) -> None:
+        found = sorted(r for of_rank in self.ranges for r in of_rank)
+        ends = [0, *(end for _, end in found)]
+        whole = all(begin == end for (begin, _), end in zip(found, ends, strict=False))
+        rising = all(begin < end for begin, end in found) and all(
+            left[1] <= right[0] for of_rank in self.ranges for left, right in pairwise(of_rank)
+        )
+        if not whole or not rising:
+            raise ValueError(
+                f"every row must lie on one rank, in ranges that rise, got {str(self.ranges):.200}"
+            )
+
+    @classmethod
+    def contiguous(cls, length: int | Sequence[int], size: int | None = None) -> Partition:
+        """Share rows one behind the other.
+
+        Parameters
+        ----------
+        length : int or sequence of int
+            Rows of all ranks, the first of which get one more where they do not divide; or the
+            rows of each.
+        size : int, optional
+            Ranks; needed where `length` is one number.
+        """
+        if isinstance(length, int):
+            if size is None:
+                raise TypeError("Partition.contiguous needs the number of ranks beside a length")
+            length = _shares(length, size)
+        ends = accumulate(length, initial=0)
+        return cls(tuple(_rising([r]) for r in pairwise(ends)))
+
+    @classmethod
+    def zigzag(cls, length: int, size: int) -> Partition:
+        """Share rows so that all ranks have the same work under a causal mask.
+
+        Of twice as many chunks as ranks rank i gets chunk i and the i-th from the end.
+
+        Parameters
+        ----------
+        length : int
+            Rows of all ranks.
+        size : int
+            Ranks.
+        """
+        return cls.zigzag_varlen((0, length), size)
+
+    @classmethod
+    def zigzag_varlen(cls, cu_seqlens: Iterable[int], size: int) -> Partition:
+        """Share the rows of packed sequences, each of them zigzag.
+
+        Parameters
+        ----------
+        cu_seqlens : iterable of int, batch + 1
+            Sequence i is rows ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]``.
+        size : int
+            Ranks.
+        """
+        shares: list[list[Range]] = [[] for _ in range(size)]
+        for begin, end in pairwise(int(x) for x in cu_seqlens):
+            ends = accumulate(_shares(end - begin, 2 * size), initial=begin)
+            for chunk, found in enumerate(pairwise(ends)):
+                shares[min(chunk, 2 * size - 1 - chunk)].append(found)
+        return cls(tuple(_rising(of_rank) for of_rank in shares))
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self.ranges)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each rank."""
+        return tuple(sum(end - begin for begin, end in of_rank) for of_rank in self.ranges)
+
+    @property
+    def length(self) -> int:
+        """Rows of all ranks."""
+        return sum(self.lengths)
+
+    def take(self, array: Any, rank: int, axis: int = -2) -> Any:
+        """Return the rows of one rank, contiguous.
+
+        Parameters
+        ----------
+        array : array
+            With all rows.
+        rank : int
+        axis : int
+            Of the rows.
+        """
+        xp = array_namespace(array)
+        parts = [_slice(array, r, axis) for r in self.ranges[rank]] or [_slice(array, (0, 0), axis)]
+        return xp.ascontiguousarray(xp.concatenate(parts, axis=axis))
+
+    def join(self, parts: Sequence[Any], axis: int = -2) -> Any:
+        """Return an array with all rows, from those of each rank: undo `take`.
+
+        Parameters
+        ----------
+        parts : sequence of array
+            By rank.
+        axis : int
+            Of the rows.
+        """
+        shape = list(parts[0].shape)
+        shape[axis] = self.length
+        whole = array_namespace(*parts).empty(shape, parts[0].dtype)
+        for of_rank, part in zip(self.ranges, parts, strict=True):
+            for found, place in zip(of_rank, places(of_rank, of_rank), strict=True):
+                _slice(whole, found, axis)[...] = _slice(part, place, axis)
+        return whole
+
+    def merged(self, groups: Iterable[Iterable[int]]) -> Partition:
+        """Return the partition of which each rank has the rows of several of this one, in order."""
+        return Partition(
+            tuple(_rising(r for rank in group for r in self.ranges[rank]) for group in groups)
+        )
+
+
+def places(inner: Iterable[Range], outer: Iterable[Range]) -> list[Range]:
+    """Return where ranges lie in an array that holds the rows of other ranges.
+
+    Parameters
+    ----------
+    inner : iterable of (int, int)
+        Each within one of `outer`.
+    outer : iterable of (int, int)
+        Rows that the array holds, rising.
+
+    Examples
+    --------
+    >>> places([(12, 14)], [(0, 4), (10, 16)])
+    [(6, 8)]
+    """
+    found, starts = [], []
+    base = 0
+    for begin, end in outer:
+        starts.append((begin, end, base - begin))
+        base += end - begin
+    for first, last in inner:
+        shift = next(shift for begin, end, shift in starts if begin <= first and last <= end)
+        found.append((first + shift, last + shift))
+    return found
+
+
+def _shares(length: int, size: int) -> list[int]:
+    """Return how many of so many rows each gets, the first one more where they do not divide."""
+    return [length // size + (i < length % size) for i in range(size)]
+
+
+def _rising(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return ranges in their order, those that touch as one, without empty ones."""
+    joined: list[Range] = []
+    for begin, end in sorted(r for r in ranges if r[0] < r[1]):
+        if joined and joined[-1][1] == begin:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def _slice(array: Any, rows: Range, axis: int) -> Any:
+    index: list[Any] = [slice(None)] * array.ndim
+    index[axis] = slice(*rows)
+    return array[tuple(index)]

@@ -1,0 +1,143 @@
+"""Keys and values go round a ring of ranks; each attends to what it has while the next ones come.
+
+Partial results are brought together by their lse in float32, in the order in which the keys come.
+In the backward pass the gradients of the keys follow them, one step behind, and come home last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from cupyattn.distributed.blocks import Block
+from cupyattn.distributed.group import Group
+from cupyattn.distributed.merging import Partial
+from cupyattn.distributed.partition import Range
+from cupyattn.rounding import array_namespace
+
+#: Shape and dtype of an array that is to come.
+Form = tuple[tuple[int, ...], Any]
+#: Rows of a partial result, O and lse.
+Part = tuple[Range, Any, Any]
+
+
+def circulate(
+    group: Group,
+    circle: Sequence[int],
+    own: Sequence[Any],
+    forms: Callable[[int], Sequence[Form]],
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Yield the arrays of every rank of a ring, this rank's first, while the next ones come.
+
+    Parameters
+    ----------
+    group : Group
+    circle : sequence of int
+        The ranks, in the order in which arrays are passed on.
+    own : sequence of array, contiguous
+        What this rank has; not modified.
+    forms : callable
+        Returns shape and dtype of the arrays of the rank at an index of the circle.
+
+    Yields
+    ------
+    owner : int
+        Index in the circle.
+    arrays : sequence of array
+        Its own.
+
+    Notes
+    -----
+    Two sets of arrays are held beside `own`: one is computed on, the other arrives.
+    """
+    size, index = len(circle), circle.index(group.rank)
+    after, before = circle[(index + 1) % size], circle[index - 1]
+    current = own
+    for step in range(size):
+        owner = (index - step) % size
+        if step + 1 == size:
+            yield owner, current
+            return
+        coming = empty_like_forms(own[0], forms((owner - 1) % size))
+        work = group.exchange([(after, a) for a in current], [(before, a) for a in coming])
+        yield owner, current
+        work.wait()
+        current = coming
+
+
+def attend(
+    q: Any,
+    coming: Iterator[tuple[int, Sequence[Any]]],
+    parts: Callable[[int, Sequence[Any]], Iterator[Part]],
+    backend: str,
+) -> tuple[Any, Any]:
+    """Return O and lse of local rows against the keys of all ranks of a ring.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, rows, head_dim)
+        Shape, type and place of O.
+    coming : iterator of (int, sequence of array)
+        What `circulate` yields.
+    parts : callable
+        Takes one of these; yields rows, O and lse of attention to these keys alone.
+    backend : {"cuda", "mirror", "interpret"}
+    """
+    partial = Partial(q, backend)
+    for owner, arrays in coming:
+        for rows, o, lse in parts(owner, arrays):
+            partial.add(rows, o, lse)
+    return partial.result(), partial.lse
+
+
+def differentiate(
+    group: Group,
+    circle: Sequence[int],
+    q: Any,
+    keys: Sequence[Any],
+    forms: Callable[[int], Sequence[Form]],
+    parts: Callable[[int, Sequence[Any]], Iterator[tuple[Block, Any]]],
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of local rows and of local keys and values, float32.
+
+    Parameters
+    ----------
+    group, circle, forms
+        As for `circulate`.
+    q : array, (batch, heads, rows, head_dim)
+    keys : sequence of array
+        K and V of this rank, (batch, heads_kv, keys, head_dim).
+    parts : callable
+        Takes what `circulate` yields; yields blocks and their gradients (dq, dk, dv).
+    """
+    xp = array_namespace(q)
+    size, index = len(circle), circle.index(group.rank)
+    after, before = circle[(index + 1) % size], circle[index - 1]
+    dq = xp.zeros(q.shape, np.float32)
+    sums: list[Any] = [xp.zeros(x.shape, np.float32) for x in keys]
+    work = None
+    for owner, arrays in circulate(group, circle, keys, forms):
+        found = list(parts(owner, arrays))
+        if work is not None:
+            work.wait()
+        for block, (of_q, of_k, of_v) in found:
+            dq[:, :, slice(*block.q)] += of_q.astype(np.float32)
+            for total, gradient in zip(sums, (of_k, of_v), strict=True):
+                total[:, :, slice(*block.kv)] += gradient.astype(np.float32)
+        if size > 1:
+            of_next = [(shape, np.float32) for shape, _ in forms((owner - 1) % size)]
+            coming = empty_like_forms(q, of_next)
+            sent = sums
+            work = group.exchange([(after, a) for a in sent], [(before, a) for a in coming])
+            sums = coming
+    if work is not None:
+        work.wait()
+    return dq, *sums
+
+
+def empty_like_forms(x: Any, forms: Sequence[Form]) -> list[Any]:
+    """Return arrays of these shapes and dtypes, of the kind of `x`, not filled."""
+    xp = array_namespace(x)
+    return [xp.empty(shape, dtype) for shape, dtype in forms]

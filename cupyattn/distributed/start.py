@@ -1,0 +1,294 @@
+"""How ranks find each other: as threads of one process, by a TCP store, or by MPI."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from cupyattn.device import device_missing
+from cupyattn.distributed.copies import CopyGroup
+from cupyattn.distributed.group import TIMEOUT, Group, HostGroup
+from cupyattn.distributed.nccl import NcclGroup
+from cupyattn.distributed.store import Board
+from cupyattn.distributed.tcp import Address, TcpServer, TcpStore
+from cupyattn.errors import RankError
+
+T = TypeVar("T")
+TRANSPORTS = ("nccl", "copies")
+#: Seconds between two looks at which ranks of this process have ended.
+_LOOK = 0.5
+#: What launchers say of a process: rank, number of ranks, rank on its host.
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+#: Where rank 0 listens when nobody says; under Slurm the number of the job is added, so that two
+#: jobs on a host do not meet.
+PORT, PORTS = 29400, 20000
+
+
+def run(
+    function: Callable[[Group], T],
+    ranks: int | Sequence[int],
+    *,
+    transport: str = "nccl",
+    timeout: float = TIMEOUT,
+) -> list[T]:
+    """Call a function on every rank of a group in this process, each in a thread of its own.
+
+    Parameters
+    ----------
+    function : callable
+        Takes a `Group`, whose ``rank`` and ``size`` it may look at.
+    ranks : int or sequence of int
+        How many ranks, whose arrays are NumPy's; or the numbers of CUDA devices, one for each rank,
+        which is the current one of its thread.
+    transport : {"nccl", "copies"}
+        How arrays travel from device to device: by NCCL's kernels, or by the devices' copy engines,
+        which take nothing from the computation beside them.
+    timeout : float
+        Seconds that a rank waits for another before all of them raise.
+
+    Returns
+    -------
+    list
+        What it returned, by rank.
+
+    Raises
+    ------
+    Exception
+        What the function raised first; ranks that wait for the one where it did end, too.
+    RankError
+        If a rank does not come to where the others wait for it.
+
+    Examples
+    --------
+    >>> run(lambda group: group.gather("squares", group.rank**2), 3)[0]
+    [0, 1, 4]
+    """
+    devices = None if isinstance(ranks, int) else list(ranks)
+    size = ranks if isinstance(ranks, int) else len(ranks)
+    if size < 1:
+        raise ValueError(f"a group has at least one rank, got {ranks!r}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
+    board = Board(size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def on_rank(rank: int) -> None:
+        try:
+            made: Group
+            if devices is None:
+                made = HostGroup(board, rank, size, timeout)
+            else:
+                of_devices = CopyGroup if transport == "copies" else NcclGroup
+                made = of_devices(board, rank, size, devices[rank], timeout)
+            with made as group, group.on_device():
+                results[rank] = function(group)
+        except BaseException as error:  # noqa: BLE001 - raised by the caller, below
+            errors.append(error)
+            if not isinstance(error, RankError):
+                board.fail(rank, f"raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=on_rank, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        for thread in threads:
+            thread.join(timeout=_LOOK)
+        if errors:  # the others are told wherever they wait for a rank; for more nobody waits
+            for thread in threads:
+                thread.join(timeout=timeout)
+            break
+    # An error of a rank's own says more than that another rank has failed.
+    for error in sorted(errors, key=lambda error: isinstance(error, RankError)):
+        raise error
+    return [results[rank] for rank in range(size)]
+
+
+def connect(
+    rank: int,
+    size: int,
+    address: str | Address,
+    *,
+    device: int | None = None,
+    timeout: float = TIMEOUT,
+) -> Group:
+    """Join a group of processes, on one host or several, by the store that rank 0 holds.
+
+    Parameters
+    ----------
+    rank, size : int
+        Which of how many this process is.
+    address : str or (str, int)
+        ``"host:port"`` of rank 0, as all ranks reach it. It listens there alone, and trusts whoever
+        can reach it: an address within the cluster.
+    device : int, optional
+        This rank's CUDA device, which becomes the current one and whose arrays travel by NCCL;
+        without one arrays are NumPy's.
+    timeout : float
+        Seconds that a rank waits for another before all of them raise.
+
+    Returns
+    -------
+    Group
+        Use it in a ``with`` block, or call its ``close`` at the end: a process that ends before
+        has failed.
+
+    Raises
+    ------
+    RankError
+        If a rank does not come within the timeout.
+    """
+    if isinstance(address, str):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"address must look like 'host:29400', got {address!r}")
+        address = host, int(port)
+    server = TcpServer(size, address) if rank == 0 else None
+    return _of_processes(server, address, rank, size, device, timeout)
+
+
+def from_environment(
+    *, device: int | str | None = "auto", timeout: float = TIMEOUT, environ: Any = os.environ
+) -> Group:
+    """Join the group of processes that a launcher started: Slurm's srun, torchrun, mpirun.
+
+    Parameters
+    ----------
+    device : int, None or "auto"
+        As for `connect`; ``"auto"``: the one of this process's number on its host, where there are
+        devices.
+    timeout : float
+        As for `connect`.
+    environ : mapping
+        Where launchers say what they know: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, or the
+        variables of Slurm or Open MPI; ``MASTER_ADDR`` and ``MASTER_PORT``, without which rank 0
+        is on the first host of Slurm's job, or of this one where all ranks are here.
+
+    Returns
+    -------
+    Group
+
+    Raises
+    ------
+    ValueError
+        If no launcher has said anything.
+    RankError
+        As `connect`.
+    """
+    rank, size, local = _from_launcher(environ)
+    if device == "auto":
+        device = None if device_missing() else _local_device(local)
+    elif isinstance(device, str):
+        raise ValueError(f"device must be a number, None or 'auto', got {device!r}")
+    return connect(rank, size, rendezvous(environ), device=device, timeout=timeout)
+
+
+def from_mpi(
+    comm: Any = None, *, device: int | str | None = "auto", timeout: float = TIMEOUT
+) -> Group:
+    """Join the group of the processes of an MPI communicator; needs mpi4py.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm, optional
+        ``COMM_WORLD`` when omitted. It tells the ranks where rank 0's store is, and no more: what a
+        rank that has ended would hang does not travel by MPI.
+    device, timeout
+        As for `from_environment`.
+
+    Returns
+    -------
+    Group
+
+    Raises
+    ------
+    RankError
+        As `connect`.
+    """
+    if comm is None:
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD
+    rank, size = int(comm.Get_rank()), int(comm.Get_size())
+    host = socket.gethostname()
+    server = TcpServer(size, (host, 0)) if rank == 0 else None
+    address = comm.bcast(None if server is None else server.address, root=0)
+    if device == "auto":
+        hosts = comm.allgather(host)
+        device = None if device_missing() else _local_device(hosts[:rank].count(host))
+    elif isinstance(device, str):
+        raise ValueError(f"device must be a number, None or 'auto', got {device!r}")
+    return _of_processes(server, tuple(address), rank, size, device, timeout)
+
+
+def rendezvous(environ: Mapping[str, str]) -> Address:
+    """Return where rank 0 listens, by what a launcher says.
+
+    Examples
+    --------
+    >>> rendezvous({"SLURM_JOB_NODELIST": "gpu[03-05,9],login", "SLURM_JOB_ID": "70123"})
+    ('gpu03', 39523)
+    """
+    host = environ.get("MASTER_ADDR")
+    if host is None and "SLURM_JOB_NODELIST" in environ:
+        host = _first_host(environ["SLURM_JOB_NODELIST"])
+    port = PORT + int(environ.get("SLURM_JOB_ID", 0)) % PORTS
+    return host or "localhost", int(environ.get("MASTER_PORT", port))
+
+
+def _of_processes(
+    server: TcpServer | None,
+    address: Address,
+    rank: int,
+    size: int,
+    device: int | None,
+    timeout: float,
+) -> Group:
+    """Return the group of this process, which holds the server where it is rank 0."""
+    store = TcpStore(rank, address, timeout, server)
+    try:
+        group: Group
+        if device is None:
+            group = HostGroup(store, rank, size, timeout)
+        else:
+            group = NcclGroup(store, rank, size, device, timeout)
+        group.on_device().__enter__()  # for as long as the process lives
+        return group
+    except RankError:
+        raise
+    except BaseException as error:
+        store.fail(rank, f"raised {type(error).__name__}: {error}")
+        raise
+
+
+def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return rank, number of ranks, and rank on the host."""
+    for rank, size, local in LAUNCHERS:
+        if rank in environ and size in environ:
+            return int(environ[rank]), int(environ[size]), int(environ.get(local, environ[rank]))
+    known = " or ".join(f"{rank} and {size}" for rank, size, _ in LAUNCHERS)
+    raise ValueError(
+        f"no launcher says which rank this is: {known} must be set, or use connect(rank, size, ...)"
+    )
+
+
+def _local_device(local: int) -> int:
+    import cupy
+
+    return local % int(cupy.cuda.runtime.getDeviceCount())
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first of Slurm's compressed list of hosts."""
+    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
+    if found is None:
+        raise ValueError(f"SLURM_JOB_NODELIST names no host: {nodes!r}")
+    return "".join(part or "" for part in found.groups())

@@ -1,0 +1,136 @@
+"""Where ranks leave words for each other: who is there, what each brings, and who has failed.
+
+A store carries little (shapes, addresses, the identifier of an NCCL communicator) and on machines
+without a device the arrays too. `Board` is the store of ranks that are threads of one process;
+`cupyattn.distributed.tcp` puts one behind a socket.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from cupyattn.errors import RankError
+
+
+class Store(Protocol):
+    """What ranks share. Every method raises `RankError` once a rank has failed."""
+
+    def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
+        """Leave a value under a key that all ranks name; return those of all, by rank.
+
+        `about` says what it is about where a rank does not come.
+        """
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value for whoever takes it."""
+
+    def take(self, key: str, source: int, timeout: float) -> bytes:
+        """Return the value that rank `source` leaves under a key, first come, first served."""
+
+    def fail(self, rank: int, cause: str) -> None:
+        """Say that a rank has failed; the first failure is the one that all ranks are told."""
+
+    def check(self) -> None:
+        """Raise `RankError` if a rank has failed."""
+
+    def leave(self) -> None:
+        """Say that this rank needs the store no longer."""
+
+
+class Board:
+    """The store of ranks that are threads of one process; they may leave each other any object.
+
+    Parameters
+    ----------
+    size : int
+        Ranks.
+
+    Examples
+    --------
+    >>> board = Board(1)
+    >>> board.gather("0", 0, b"7", timeout=1.0, about="lengths")
+    [b'7']
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._changed = threading.Condition()
+        self._gathered: dict[str, dict[int, bytes]] = {}
+        self._fetched: dict[str, int] = {}
+        self._left: dict[str, deque[Any]] = {}
+        self._failure: RankError | None = None
+
+    def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
+        """Leave a value under a key that all ranks name; return those of all, by rank."""
+        with self._changed:
+            self._check()
+            values = self._gathered.setdefault(key, {})
+            values[rank] = value
+            self._changed.notify_all()
+
+            def missing() -> RankError:
+                absent = min(set(range(self.size)) - set(values))
+                return RankError(absent, f"did not come to {about!r} within {timeout:g} s")
+
+            self._wait(lambda: len(values) == self.size, timeout, missing)
+            self._fetched[key] = self._fetched.get(key, 0) + 1
+            if self._fetched[key] == self.size:
+                del self._fetched[key], self._gathered[key]
+            return [values[rank] for rank in range(self.size)]
+
+    def put(self, key: str, value: Any) -> None:
+        """Leave a value for whoever takes it."""
+        with self._changed:
+            self._check()
+            self._left.setdefault(key, deque()).append(value)
+            self._changed.notify_all()
+
+    def take(self, key: str, source: int, timeout: float) -> Any:
+        """Return the value that rank `source` leaves under a key, first come, first served."""
+        with self._changed:
+            self._check()
+            late = f"sent nothing for {key!r} within {timeout:g} s"
+            self._wait(lambda: key in self._left, timeout, lambda: RankError(source, late))
+            values = self._left[key]
+            value = values.popleft()
+            if not values:
+                del self._left[key]
+            return value
+
+    def fail(self, rank: int, cause: str) -> None:
+        """Say that a rank has failed; the first failure is the one that all ranks are told."""
+        with self._changed:
+            self._fail(RankError(rank, cause))
+
+    def check(self) -> None:
+        """Raise `RankError` if a rank has failed."""
+        with self._changed:
+            self._check()
+
+    def leave(self) -> None:
+        """Do nothing: threads that have ended hold nothing."""
+
+    def _wait(
+        self, there: Callable[[], bool], timeout: float, late: Callable[[], RankError]
+    ) -> None:
+        """Wait until something is there; past the timeout, or where a rank has failed, raise."""
+        end = time.monotonic() + timeout
+        while not there():
+            self._check()
+            left = end - time.monotonic()
+            if left <= 0:
+                self._fail(late())
+                self._check()
+            self._changed.wait(left)
+
+    def _fail(self, failure: RankError) -> None:
+        self._failure = self._failure or failure
+        self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RankError(self._failure.rank, self._failure.cause)

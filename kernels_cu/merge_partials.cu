@@ -1,0 +1,85 @@
+// merge_partials -- brings together what attention to some keys came to, O and lse of each row, and
+// what it came to before: partial results of ranks that hold the keys in turn.
+//
+// Idea         Times e^(lse - the lse of both) they may be added. O so far and its lse stay in
+//              float32 in memory until the last keys have come.
+// Kept simple  The partial result plays Q's part in config.cuh: BLOCK_Q rows to a block. One thread
+//              finds the weights of a row, all threads share the columns.
+// Rounding     R13 the weights, their sum, two products and a sum for each element, lse
+// Mirror       cupyattn.distributed.merging.merge_mirror
+// Bound        cupyattn.distributed.bounds.merged
+#include "prims/config.cuh"
+#include "prims/exp2.cuh"
+#include "prims/params.cuh"
+#include "prims/tile_io.cuh"
+#include "prims/warp.cuh"
+
+// cupyattn/distributed/merging.py packs it from one table of (name, type).
+struct MergeParams {
+  float* O;               // [batch, heads, length, HEAD_DIM], so far
+  float* lse;             // [batch, heads, length], so far
+  const void* part_O;     // [batch, heads, length, HEAD_DIM], what comes in
+  const float* part_lse;  // [batch, heads, length]
+  Strides O_stride;
+  Strides part_O_stride;
+  int64_t lse_stride[2];       // of batch and heads; rows are contiguous
+  int64_t part_lse_stride[2];  // likewise
+  int32_t heads;
+  int32_t length;
+};
+
+constexpr int ACCESSES = HEAD_DIM / VEC;   // per row
+constexpr int FLOATS = VEC < 4 ? VEC : 4;  // of O per access
+
+struct SharedStorage {
+  float weights[BLOCK_Q][2];  // of what was and of what comes
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void merge_partials(
+    const __grid_constant__ MergeParams p) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const int chunks = ceil_div(p.length, BLOCK_Q);
+  const int row0 = blockIdx.x % chunks * BLOCK_Q;
+  const int64_t batch_head = blockIdx.x / chunks;
+  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  const int rows = min(BLOCK_Q, p.length - row0);
+  float* lse = p.lse + batch * p.lse_stride[0] + head * p.lse_stride[1] + row0;  // [rows]
+  const float* part_lse =                                                        // [rows]
+      p.part_lse + batch * p.part_lse_stride[0] + head * p.part_lse_stride[1] + row0;
+  for (int row = thread_id(); row < rows; row += NUM_THREADS) {
+    const float before = lse[row], incoming = part_lse[row];
+    const float largest = fmaxf(before, incoming);
+    const float top = largest == NEG_INF ? 0.0f : largest;      // -inf - (-inf) would be NaN
+    const float w0 = ex2_approx_ftz((before - top) * LOG2E);    // R13
+    const float w1 = ex2_approx_ftz((incoming - top) * LOG2E);  // R13
+    const float sum = w0 + w1;                                  // R13
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    smem.weights[row][0] = w0 * inverse;  // R13
+    smem.weights[row][1] = w1 * inverse;
+    lse[row] = fmaf(log2f(sum), LN2, top);  // R13; of no keys -inf
+  }
+  __syncthreads();  // the weights of all rows are visible
+
+  float* O = p.O + batch * p.O_stride.batch + head * p.O_stride.head +  // [rows, HEAD_DIM]
+             row0 * p.O_stride.len;
+  const elem_t* part_O = static_cast<const elem_t*>(p.part_O) +  // [rows, HEAD_DIM]
+                         batch * p.part_O_stride.batch + head * p.part_O_stride.head +
+                         row0 * p.part_O_stride.len;
+  for (int i = thread_id(); i < rows * ACCESSES; i += NUM_THREADS) {
+    const int row = i / ACCESSES, col = i % ACCESSES * VEC;
+    const float w0 = smem.weights[row][0], w1 = smem.weights[row][1];
+    float* target = O + row * p.O_stride.len + col;  // [VEC]
+    const auto incoming =
+        *reinterpret_cast<const Vec<elem_t, VEC>*>(part_O + row * p.part_O_stride.len + col);
+#pragma unroll
+    for (int j = 0; j < VEC; j += FLOATS) {
+      auto x = *reinterpret_cast<const Vec<float, FLOATS>*>(target + j);
+#pragma unroll
+      for (int c = 0; c < FLOATS; ++c)
+        x.v[c] = fmaf(w1, to_float(incoming.v[j + c]), w0 * x.v[c]);  // R13
+      *reinterpret_cast<Vec<float, FLOATS>*>(target + j) = x;
+    }
+  }
+}

@@ -1,0 +1,313 @@
+"""Several devices by NCCL: J2, bits, bytes, memory, and what a rank that ends does to the others.
+
+`tests/test_distributed.py` says the same of threads without devices.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn import distributed
+from cupyattn.checks import AttentionCall
+from cupyattn.distributed import Mesh, Partition, Shared
+from cupyattn.distributed.merging import Partial
+from cupyattn.distributed.model import predict
+from tests.distributed_cases import asked_for, entry, packed
+from tests.runs import bits, normal
+from tests.test_merge_partials import assert_within, exactly, parts_of
+
+cupy = pytest.importorskip("cupy")
+
+ROOT = Path(__file__).parents[2]
+#: Of two and of four devices.
+MESHES = [Mesh(2, 2), Mesh(2, 1), Mesh(4, 4), Mesh(4, 1), Mesh(4, 2)]
+
+
+def devices(size: int) -> list[int]:
+    if size > int(cupy.cuda.runtime.getDeviceCount()):
+        pytest.skip(f"needs {size} devices")
+    return list(range(size))
+
+
+def form() -> str | None:
+    return "sm90" if int(cupy.cuda.Device().compute_capability) == 90 else None
+
+
+def on_devices(
+    operands: Any,
+    shared: Shared,
+    d_out: Any = None,
+    deterministic: bool = True,
+    transport: str = "nccl",
+    **options: Any,
+) -> Any:
+    """O, lse, bytes sent and gradients of all ranks, joined, on the host."""
+    rows = shared.rows_q, shared.rows_kv, shared.rows_kv
+    ends = [x for x in (shared.cu_seqlens_q, shared.cu_seqlens_k) if x is not None]
+    how = {**asked_for(shared.mesh), "partition": rows[:2]}
+    backward = {n: x for n, x in options.items() if n not in ("variant", "quant")}
+    there, back = (packed, entry) if ends else (lambda x: x, lambda x: x)
+    forward = distributed.parallel_attention_varlen if ends else distributed.parallel_attention
+    gradients = (
+        distributed.parallel_attention_varlen_backward
+        if ends
+        else distributed.parallel_attention_backward
+    )
+
+    def on_rank(group: Any) -> Any:
+        pairs = zip(rows, operands, strict=True)
+        own = [cupy.asarray(there(r.take(x, group.rank))) for r, x in pairs]
+        o, lse = forward(*own, *ends, group, return_lse=True, **how, **options)
+        assert o.device.id == group.device
+        sent, found = group.bytes_sent, ()
+        if d_out is not None:
+            given = cupy.asarray(there(rows[0].take(d_out, group.rank)))
+            found = gradients(
+                given, *own, o, lse, *ends, group, deterministic=deterministic, **how, **backward
+            )
+        lse = lse.get()[None] if ends else lse.get()
+        return back(o.get()), lse, sent, [back(x.get()) for x in found]
+
+    ranks = devices(shared.mesh.size)
+    all_ranks = distributed.run(on_rank, ranks, transport=transport, timeout=60)
+    o = rows[0].join([of_rank[0] for of_rank in all_ranks])
+    lse = rows[0].join([of_rank[1] for of_rank in all_ranks], axis=-1)
+    found = [
+        r.join([of_rank[3][i] for of_rank in all_ranks])
+        for i, r in enumerate(rows)
+        if d_out is not None
+    ]
+    return o, lse, [of_rank[2] for of_rank in all_ranks], found
+
+
+# ---- one device ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float16", 128), ("bfloat16", 64), ("float32", 40), ("bfloat16", 17)]
+)
+def test_partial_results_are_merged_within_their_bound(dtype: str, head_dim: int) -> None:
+    parts = parts_of((2, 3, 200, head_dim), dtype, 4)
+    partial = Partial(cupy.asarray(parts[0][0]), "cuda")
+    for o, lse in parts:
+        partial.add((0, 200), cupy.asarray(o), cupy.asarray(lse))
+    last_o, last_lse = parts_of((2, 3, 200, head_dim), dtype, 1, seed=9)[0]
+    partial.add((7, 200), cupy.asarray(last_o)[:, :, 7:], cupy.asarray(last_lse)[:, :, 7:])
+    last_o[:, :, :7], last_lse[:, :, :7] = 0, -np.inf
+    expected = exactly([*parts, (last_o, last_lse)], dtype)
+    host: Any = Partial(parts[0][0], "mirror")
+    host.o, host.lse = partial.o.get(), partial.lse.get()
+    assert_within(host, expected)
+    np.testing.assert_array_equal(bits(partial.result().get()), bits(host.result()))
+
+
+def test_one_rank_is_one_device() -> None:
+    q, k = normal((1, 4, 300, 64), (1, 2, 300, 64))[:2]
+    rows = Partition.contiguous(300, 1)
+    o, lse, sent, _ = on_devices((q, k, k), Shared(Mesh(1, 1), rows, rows), causal=True)
+    x, y = cupy.asarray(q), cupy.asarray(k)
+    alone, alone_lse = ca.attention(x, y, y, causal=True, return_lse=True)
+    np.testing.assert_array_equal(bits(o), bits(alone.get()))
+    np.testing.assert_array_equal(bits(lse), bits(alone_lse.get()))
+    assert sent == [0]
+
+
+# ---- several -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("variant", ["fa_tc", "fa", "fa_int8"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_mesh_is_within_the_bound(mesh: Mesh, variant: str, causal: bool) -> None:
+    """Grouped heads that do not divide, rows that do not divide."""
+    q, k = normal((1, 6, 700, 64), (1, 2, 700, 64))[:2]
+    v = normal(k.shape, k.shape, seed=5)[0]
+    rows = (Partition.zigzag if causal else Partition.contiguous)(700, mesh.size)
+    shared = Shared(mesh, rows, rows)
+    options: dict[str, Any] = {"variant": variant, "causal": causal}
+    if variant == "fa_int8":  # a mean that is summed in another order would make other codes
+        options["quant"] = ca.QuantConfig(smooth_k=False)
+    o, lse, _, _ = on_devices((q, k, v), shared, **options)
+    judged = {"lse": lse, **options}
+    judged["form"] = form() if variant != "fa" else None
+    assert distributed.judge(o, q, k, v, shared, **judged) <= 1
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_fewer_heads_than_devices_uneven_rows_and_windows(mesh: Mesh) -> None:
+    q, k = normal((2, 1, 300, 128), (2, 1, 420, 128), "bfloat16")[:2]
+    cuts = [0, 17, 170, 170, 300] if mesh.size == 4 else [0, 61, 300]
+    rows = Partition.contiguous(np.diff(cuts).tolist())
+    shared = Shared(mesh, rows, Partition.contiguous(420, mesh.size))
+    options = {"causal": True, "window": (100, -1)}
+    o, lse, _, _ = on_devices((q, k, k), shared, variant="fa_tc", **options)
+    judged = {"variant": "fa_tc", "lse": lse, "form": form(), **options}
+    assert distributed.judge(o, q, k, k, shared, **judged) <= 1
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_both_transports_have_the_same_bits(mesh: Mesh) -> None:
+    q, k = normal((1, 4, 600, 64), (1, 4, 600, 64))[:2]
+    rows = Partition.zigzag(600, mesh.size)
+    shared, how = Shared(mesh, rows, rows), {"variant": "fa_tc", "causal": True}
+    nccl, copies = (
+        on_devices((q, k, k), shared, q, transport=name, **how) for name in ("nccl", "copies")
+    )
+    assert nccl[2] == copies[2]
+    for a, b in zip([*nccl[:2], *nccl[3]], [*copies[:2], *copies[3]], strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_gradients_are_within_their_bound_and_the_same_bits(mesh: Mesh) -> None:
+    q, k = normal((1, 4, 400, 64), (1, 2, 400, 64))[:2]
+    d_out = normal(q.shape, q.shape, seed=7)[0]
+    rows = Partition.zigzag(400, mesh.size)
+    shared = Shared(mesh, rows, rows)
+    first, second = (
+        on_devices((q, k, k), shared, d_out, variant="fa_tc", causal=True) for _ in range(2)
+    )
+    o, lse, _, found = first
+    assert distributed.judge_backward(found, d_out, q, k, k, o, lse, shared, causal=True) <= 1
+    for a, b in zip([o, lse, *found], [*second[:2], *second[3]], strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_packed_sequences(mesh: Mesh) -> None:
+    ends = np.array([0, 90, 90, 333, 700], np.int32)
+    q, k = normal((1, 4, 700, 64), (1, 2, 700, 64))[:2]
+    d_out = normal(q.shape, q.shape, seed=7)[0]
+    rows = Partition.zigzag_varlen(ends, mesh.size)
+    shared = Shared(mesh, rows, rows, ends, ends)
+    o, lse, _, found = on_devices((q, k, k), shared, d_out, variant="fa_tc", causal=True)
+    judged = {"variant": "fa_tc", "lse": lse, "causal": True, "form": form()}
+    assert distributed.judge(o, q, k, k, shared, **judged) <= 1
+    assert distributed.judge_backward(found, d_out, q, k, k, o, lse, shared, causal=True) <= 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_exchanged_heads_are_those_of_one_device(size: int) -> None:
+    """The cut of the last wave follows the number of heads, so bits are of the same call."""
+    q, k = normal((1, 8, 500, 128), (1, 4, 500, 128))[:2]
+    rows = Partition.contiguous(500, size)
+    o = on_devices((q, k, k), Shared(Mesh(size, size), rows, rows), variant="fa_tc")[0]
+    step = 8 // 4  # the query heads of one key head: what a step computes
+    for head in range(0, 8, step):
+        x = cupy.asarray(q[:, head : head + step])
+        y = cupy.asarray(k[:, head // step : head // step + 1])
+        alone = ca.attention(x, y, y, variant="fa_tc").get()
+        np.testing.assert_array_equal(bits(o[:, head : head + step]), bits(alone))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_memory_is_what_the_model_says(mesh: Mesh) -> None:
+    """All of a rank's pool: operands, results, what travels; scratch memory comes on top."""
+    length, heads = 16384, 8
+    call = AttentionCall(1, heads, heads, length, length, 128, "float16", 0.1)
+    costs = predict(call, mesh)
+
+    def on_rank(group: Any) -> int:
+        pool = cupy.get_default_memory_pool()
+        shape = 1, heads, length // mesh.size, 128
+        own = [cupy.ones(shape, "float16") for _ in range(3)]
+        how = asked_for(mesh)
+        distributed.parallel_attention(*own, group, variant="fa_tc", **how)  # compiles
+        pool.free_all_blocks()
+        distributed.parallel_attention(*own, group, variant="fa_tc", **how)
+        return int(pool.total_bytes())
+
+    found = distributed.run(on_rank, devices(mesh.size), timeout=60)
+    scratch = 16 * 2**20  # pieces of the last wave, and what the pool rounds up
+    assert max(found) <= costs.memory_bytes + scratch
+
+
+# ---- what fails ----------------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_ends_those_that_wait_by_nccl() -> None:
+    x = np.ones((1, 2, 64, 64), np.float16)
+
+    def on_rank(group: Any) -> None:
+        own = cupy.asarray(x)
+        distributed.parallel_attention(own, own, own, group, "ring")
+        if group.rank == 1:
+            raise KeyError("lost")
+        distributed.parallel_attention(own, own, own, group, "ring")
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="lost"):
+        distributed.run(on_rank, devices(2), timeout=30)
+    assert time.monotonic() - start < 25
+
+
+#: A message that never comes: its receiver hangs in NCCL until the watch aborts it.
+SCRIPT = """
+import os, sys
+import cupy
+from cupyattn import distributed
+
+rank, port, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+try:
+    with distributed.connect(rank, 2, f"localhost:{port}", device=rank, timeout=10) as group:
+        x = cupy.ones((1, 2, 64, 64), "float16")
+        distributed.parallel_attention(x, x, x, group, "ring")
+        if rank == 1 and fault == "dies":
+            os._exit(9)
+        if rank == 1:
+            import time
+            time.sleep(30)
+        y = cupy.empty(2**20, "uint8")
+        group.exchange([], [(1, y)])
+        group.finish()
+except distributed.RankError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("fault", ["dies", "sleeps"])
+def test_a_process_that_ends_or_sleeps_ends_the_other(fault: str) -> None:
+    devices(2)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    start = time.monotonic()
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), port, fault],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = running[0].communicate(timeout=90)[0]
+    finally:
+        for process in running:
+            process.kill()
+    expected = {"dies": "rank 1 ended: ", "sleeps": "rank 0 waited longer than 10 s"}
+    assert said.startswith(expected[fault]), said
+    assert time.monotonic() - start < 80
+
+
+@pytest.mark.parametrize("transport", ["nccl", "copies"])
+def test_messages_keep_their_order_and_their_bytes(transport: str) -> None:
+    def on_rank(group: Any) -> Any:
+        other = 1 - group.rank
+        sent = [cupy.full(n, 10 * group.rank + i, "int16") for i, n in enumerate((1, 2**16 + 1, 3))]
+        found = [cupy.empty_like(x) for x in sent]
+        group.exchange([(other, x) for x in sent], [(other, x) for x in found]).wait()
+        group.finish()
+        assert group.bytes_sent == 2 * (2**16 + 5)
+        return [int(x[-1]) for x in found]
+
+    found = distributed.run(on_rank, devices(2), transport=transport, timeout=30)
+    assert found == [[10, 11, 12], [0, 1, 2]]

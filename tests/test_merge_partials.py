@@ -1,0 +1,168 @@
+"""Partial results brought together: kernel, mirror and bound (R13)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupyattn import backends
+from cupyattn import compile as kc
+from cupyattn.distributed.bounds import Expected, merged
+from cupyattn.distributed.merging import MERGE_PARAMS, Partial, merge_mirror, plan_merge
+from cupyattn.interpret import KernelFault
+from cupyattn.launch import Operand
+from cupyattn.perturbation import ratio_to_bound
+from cupyattn.rounding import STORAGE
+
+
+def parts_of(
+    shape: tuple[int, ...], dtype: str, count: int, seed: int = 0, spread: float = 3.0
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """O and lse of partial results; now and then a row attends to nothing."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        o = rng.standard_normal(shape).astype(STORAGE[dtype])
+        lse = (spread * rng.standard_normal(shape[:3])).astype(np.float32)
+        nothing = rng.random(shape[:3]) < 0.2
+        o[nothing], lse[nothing] = 0, -np.inf
+        found.append((o, lse))
+    return found
+
+
+def exactly(parts: list[tuple[np.ndarray, np.ndarray]], dtype: str) -> Expected:
+    """What they come to, each taken for exact."""
+    zeros = [(np.zeros(o.shape), np.zeros(lse.shape)) for o, lse in parts]
+    return merged(
+        [
+            Expected(o.astype(np.float32).astype(np.float64), lse.astype(np.float64), *none)
+            for (o, lse), none in zip(parts, zeros, strict=True)
+        ],
+        dtype,
+    )
+
+
+def assert_within(partial: Partial, expected: Expected) -> None:
+    value = partial.result().astype(np.float64)
+    assert ratio_to_bound(value, expected.o, expected.bound).max(initial=0) <= 1
+    lse = partial.lse.astype(np.float64)
+    assert ratio_to_bound(lse, expected.lse, expected.lse_bound).max(initial=0) <= 1
+
+
+@given(
+    st.integers(0, 2**32), st.sampled_from(["float16", "bfloat16", "float32"]), st.integers(1, 9),
+    st.sampled_from([0.0, 1e-3, 3.0, 60.0, 1e4]),
+)  # fmt: skip
+def test_the_mirror_is_within_its_bound(seed: int, dtype: str, count: int, spread: float) -> None:
+    parts = parts_of((1, 2, 9, 5), dtype, count, seed, spread)
+    partial = Partial(parts[0][0], "mirror")
+    for o, lse in parts:
+        partial.add((0, 9), o, lse)
+    assert_within(partial, exactly(parts, dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float16", 128), ("bfloat16", 17), ("float32", 40), ("float16", 36)]
+)
+def test_the_kernel_is_within_the_bound(dtype: str, head_dim: int) -> None:
+    """Rows that are no multiple of a block, results with strides, some of the rows alone."""
+    parts = parts_of((2, 2, 70, head_dim), dtype, 3)
+    partial = Partial(parts[0][0], "interpret")
+    for o, lse in parts:
+        wide = np.zeros((*o.shape[:3], head_dim + 8), o.dtype)
+        wide[..., :head_dim] = o
+        partial.add((0, 70), wide[..., :head_dim], lse)
+    last = parts_of((2, 2, 70, head_dim), dtype, 1, seed=9)[0]
+    partial.add((5, 70), last[0][:, :, 5:], last[1][:, :, 5:])
+    last[0][:, :, :5], last[1][:, :, :5] = 0, -np.inf
+    assert_within(partial, exactly([*parts, last], dtype))
+
+
+def test_rows_that_attend_to_nothing_stay_so_and_a_nan_stays_one() -> None:
+    for backend in ("mirror", "interpret"):
+        o = np.zeros((1, 1, 3, 8), np.float16)
+        lse = np.full((1, 1, 3), -np.inf, np.float32)
+        o[0, 0, 1], lse[0, 0, 1] = np.nan, np.nan
+        o[0, 0, 2], lse[0, 0, 2] = 3, 0.5
+        partial = Partial(o, backend)
+        for _ in range(2):
+            partial.add((0, 3), o, lse)
+        assert not partial.result()[0, 0, 0].any() and partial.lse[0, 0, 0] == -np.inf
+        assert np.isnan(partial.result()[0, 0, 1]).all() and np.isnan(partial.lse[0, 0, 1])
+        assert (partial.result()[0, 0, 2] == 3).all()
+
+
+def test_an_empty_call_launches_nothing() -> None:
+    o, lse = np.zeros((1, 0, 5, 8), np.float16), np.zeros((1, 0, 5), np.float32)
+    plan = plan_merge(*(Operand.of(x) for x in (o.astype(np.float32), lse, o, lse)), "float16")
+    assert not plan.launches
+
+
+def test_params_are_the_fields_of_the_source_in_order(tmp_path: Path) -> None:
+    text = re.sub(r"//.*", "", (kc.KERNELS / "merge_partials.cu").read_text())
+    body = re.search(r"struct MergeParams \{(.*?)\};", text, re.DOTALL)[1]  # type: ignore[index]
+    declared = [" ".join(x.split()).rpartition(" ") for x in body.split(";") if x.strip()]
+    types = {"int32_t": "i4", "int64_t": "(2,)i8", "Strides": "(3,)i8"}
+    expected = [
+        (name.partition("[")[0], np.dtype("u8" if "*" in kind else types[kind]))
+        for kind, _, name in declared
+    ]
+    assert [(name, MERGE_PARAMS[name]) for name in MERGE_PARAMS.names or ()] == expected
+    checks = [f"static_assert(sizeof(MergeParams) == {MERGE_PARAMS.itemsize});"]
+    for name, (_, offset, *_) in (MERGE_PARAMS.fields or {}).items():
+        checks.append(f"static_assert(__INTADDR__(&((MergeParams*)0)->{name}) == {offset});")
+    source = tmp_path / "layout.cu"
+    source.write_text(
+        f'#include "prims/params.cuh"\nstruct MergeParams {{{body}}};\n' + "\n".join(checks)
+    )
+    kc.build(kc.ModuleSpec(source), "sm_80")
+
+
+#: What is changed in the kernel, and what it does to a test.
+FAULTS = {
+    "the weights of another row": ("smem.weights[row][0], w1", "smem.weights[row ^ 1][0], w1"),
+    "what was is not weighted": ("w0 * x.v[c]);", "x.v[c]);"),
+    "lse of what was stays": ("lse[row] = fmaf(log2f(sum), LN2, top);", ""),
+    "weights to base e": ("(incoming - top) * LOG2E", "(incoming - top)"),
+    "no barrier after the weights": ("__syncthreads();", ""),
+    "rows past the end": ("min(BLOCK_Q, p.length - row0)", "BLOCK_Q"),
+    "-inf less -inf": ("largest == NEG_INF ? 0.0f : largest", "largest"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mistakes_are_noticed(fault: str, tmp_path: Path) -> None:
+    shutil.copytree(kc.KERNELS / "prims", tmp_path / "prims")
+    text, (right, wrong) = (kc.KERNELS / "merge_partials.cu").read_text(), FAULTS[fault]
+    assert text.count(right) == 1
+    (tmp_path / "merge_partials.cu").write_text(text.replace(right, wrong))
+    parts = parts_of((1, 1, 70, 16), "float16", 2)
+    o, lse = parts[0][0].astype(np.float32), parts[0][1].copy()
+    plan = plan_merge(*(Operand.of(x) for x in (o, lse, *parts[1])), "float16")
+    (launch,) = plan.launches
+    module = kc.ModuleSpec(tmp_path / "merge_partials.cu", launch.module.defines)
+    plan = replace(plan, launches=(replace(launch, module=module),))
+    read = {"part_O": backends.as_input(parts[1][0]), "part_lse": backends.as_input(parts[1][1])}
+    partial: Any = Partial(parts[0][0], "interpret")
+    partial.o, partial.lse = o, lse
+    with pytest.raises((AssertionError, KernelFault)):
+        backends.run("interpret", plan, {"O": o, "lse": lse, **read})
+        assert_within(partial, exactly(parts, "float16"))
+
+
+def test_the_mirror_changes_in_place_and_knows_the_order() -> None:
+    (o, lse), (other, other_lse) = parts_of((1, 1, 6, 4), "float32", 2, seed=3)
+    first, first_lse = o.copy(), lse.copy()
+    merge_mirror(first, first_lse, other, other_lse)
+    second, second_lse = other.copy(), other_lse.copy()
+    merge_mirror(second, second_lse, o, lse)
+    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(first_lse, second_lse, rtol=1e-6)
