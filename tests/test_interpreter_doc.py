@@ -55,10 +55,10 @@ def test_the_bug_is_found_as_it_says(
 
 def test_the_other_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    first, *_, last = blocks(DOC, "python")
+    first, *_, watched, scheduled = blocks(DOC, "python")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(first + "from cupyattn import interpret\n" + last, {})
+        exec(first + "from cupyattn import interpret\n" + watched + scheduled, {})
     assert "attn_fa: 1 launches, 2 blocks" in printed.getvalue()
     assert "SharedAccess(line='attn_fa.cu:" in printed.getvalue()
     assert (tmp_path / "fa.txt").read_text().startswith("# attn_fa<<<2, 128>>> for sm_80: block 0")
