@@ -152,6 +152,7 @@ def test_gradients_are_within_their_bound(number: int, form: str) -> None:
     run_backward(amid_nan, **interpreted_as(form), **options).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("len_q", "len_kv"), [(1, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in
                                     ((129, 127), (64, 257)))]
@@ -163,6 +164,7 @@ def test_lengths_around_the_edges_of_tiles(len_q: int, len_kv: int) -> None:
             run_backward(inputs, **interpreted_as(form)).check()
 
 
+@pytest.mark.slow
 def test_dk_and_dv_of_both_forms_have_the_same_bits() -> None:
     """Turns are taken at dQ alone."""
     inputs = received(*normal((1, 2, 140, 64), (1, 1, 100, 64)))

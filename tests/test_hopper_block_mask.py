@@ -119,6 +119,7 @@ def test_m_falls_by_steps_that_are_taken(block_kv: int) -> None:
     assert bits(o) == bits(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "options"), [(64, {"window": (100, -1)}), (192, {})])
 def test_blocks_of_several_steps(head_dim: int, options: dict[str, Any]) -> None:
     """Steps also begin in the middle of a block."""
@@ -244,6 +245,7 @@ ALL_WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rung", "what", "wrong"), ALL_WRONG)
 def test_what_goes_wrong_is_seen(
     rung: str,

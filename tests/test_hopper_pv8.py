@@ -94,6 +94,7 @@ def test_whole_numbers_come_out_as_the_mirror_has_them(len_kv: int) -> None:
     assert np.abs(lse - expected_lse).max() <= 2.0**-20
 
 
+@pytest.mark.slow
 def test_guarded_sums_and_rows_without_keys() -> None:
     """As many keys as are watched for overflow; the first rows see none of them."""
     q, k, v = normal((1, 1, 20, 16), (1, 1, 4160, 16))

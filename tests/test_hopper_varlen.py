@@ -117,6 +117,7 @@ OF_STEPS, OF_HEADS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rung", "head_dim", "dtype", "options"),
     [
@@ -411,6 +412,7 @@ ALL_WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rung", "old", "new", "check", "how"), ALL_WRONG)
 def test_what_goes_wrong_is_seen(
     rung: str,

@@ -106,6 +106,7 @@ def test_kinds_of_values(rung: str) -> None:
     assert max(ratios.values()) >= 0.05, ratios
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
 def test_batches_and_grouped_heads(rung: str) -> None:
     """As each head on its own, to the bit."""
@@ -201,6 +202,7 @@ def views_of(x: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rung",
     [

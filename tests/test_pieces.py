@@ -123,6 +123,7 @@ def test_tiles_that_differ_in_work_are_whole(rung: str, options: dict[str, Any])
     assert len(planned(rung, small(), **options).launches) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("rung", FA_INT8)
 def test_whole_numbers_are_exact_in_pieces(rung: str) -> None:

@@ -66,6 +66,7 @@ def test_a_caller_may_bring_the_result() -> None:
         plan(q, k, v, backend="interpret")(q, k, v, out=out)
 
 
+@pytest.mark.slow
 def test_quantised_calls_are_prepared() -> None:
     q, k, v = normal("float32")
     scales = (np.full((2, 4, 1), 0.03, np.float32), 0.03)

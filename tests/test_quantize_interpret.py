@@ -61,6 +61,7 @@ def test_the_interpreter_gives_the_bits_of_the_mirror(quant: QuantConfig) -> Non
         assert_equal(got, quantize_mirror(q, k, v, quant, TILES, **means))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_reaches_its_scale_alone(value: float) -> None:
     """Through extrema as through maxima: a NaN of either sign lies beyond both ends."""
@@ -74,6 +75,7 @@ def test_what_is_not_finite_reaches_its_scale_alone(value: float) -> None:
         assert np.isnan(got.v_scale).sum() == 2
 
 
+@pytest.mark.slow
 def test_packed_sequences_without_rows_and_of_several_slices() -> None:
     ends = np.array([0, 0, 300, 305, 305], np.int32)
     rng = np.random.default_rng(0)

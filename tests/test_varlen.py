@@ -135,6 +135,7 @@ def test_the_mirror_takes_of_masks_and_positions_what_is_of_a_sequence(
     assert_as_alone(rung, inputs, ends, backend="mirror", **added(feature, 4, 24))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rung",
     [

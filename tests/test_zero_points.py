@@ -506,6 +506,7 @@ def test_given_scales_have_no_zero_points() -> None:
             call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", lookup("fa_int8").forms)
 @pytest.mark.parametrize("head_dim", [*LATE, 128])
 def test_default_tiles_spill_next_to_nothing(head_dim, form) -> None:
