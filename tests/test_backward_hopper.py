@@ -238,7 +238,7 @@ def with_a_sequence_of(fill: float, form: str, head_dim: int = 64) -> list[bytes
 @pytest.mark.parametrize(
     ("form", "head_dim"),
     [
-        ("sm90_atomic", 64), ("sm90_deterministic", 64),
+        ("sm90_deterministic", 64), pytest.param("sm90_atomic", 64, marks=pytest.mark.slow),
         pytest.param("sm90_deterministic", 136, marks=pytest.mark.slow),
     ],
 )  # fmt: skip

@@ -77,7 +77,9 @@ def test_the_bound_is_a_third_of_the_output_and_the_error_an_eightieth() -> None
 # ---- the kernel, interpreted ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize(
+    "case", [0, *(pytest.param(case, marks=pytest.mark.slow) for case in (1, 2, 3))]
+)
 def test_problems(case: int) -> None:
     inputs, options = list(cases.problems(cases.PV8))[case]
     cases.run(cases.PV8, inputs, backend="interpret", **options).check()

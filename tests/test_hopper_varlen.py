@@ -100,9 +100,16 @@ def check_that_every_sequence_is_as_if_alone(
     ("head_dim", "lengths", "options"),
     [
         (64, LENGTHS, {}),  # O through the copy engine, but for a sequence's last rows
-        (64, LENGTHS, {"causal": True, "causal_align": "top-left", "scale": 0.2}),
+        pytest.param(
+            64,
+            LENGTHS,
+            {"causal": True, "causal_align": "top-left", "scale": 0.2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(64, LENGTHS, {"window": (20, 9)}, marks=pytest.mark.slow),
-        (192, ((5, 66), (2, 0), (67, 9)), {"causal": True}),  # O from registers
+        pytest.param(  # O from registers
+            192, ((5, 66), (2, 0), (67, 9)), {"causal": True}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_sequence_is_as_if_alone(

@@ -94,6 +94,7 @@ def test_drawn_problems(rung: str, dtype: str, data: Any) -> None:
     run(rung, inputs, **options).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", runs.in_turn(0, RUNGS))
 def test_kinds_of_values(rung: str) -> None:
     """Within the bound on all of them, and not a hundred times below it on each."""

@@ -50,7 +50,11 @@ def drawn(dtype: np.dtype, head_dim: int, len_q: int, len_kv: int) -> list[npt.N
     ]
 
 
-@pytest.mark.parametrize("quant", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    "quant",
+    [pytest.param(c, marks=[pytest.mark.slow] if i % 3 else []) for i, c in enumerate(CONFIGS)],
+    ids=str,
+)
 def test_the_interpreter_gives_the_bits_of_the_mirror(quant: QuantConfig) -> None:
     """Head size 7 cuts 300 keys into two slices, and 20 has columns that no lane holds."""
     for dtype, head_dim in ((DTYPES[0], 7), (DTYPES[2], 20)):

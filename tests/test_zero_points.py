@@ -402,7 +402,7 @@ def test_the_bound_notices_a_zero_point_off_by_one() -> None:
 # ---- the call and the record ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+@pytest.mark.parametrize("backend", ["mirror", pytest.param("interpret", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pv", ["16bit", "int8", "fp8"])
 def test_one_call_is_quantise_and_attend(pv, backend) -> None:
     q, k, v = normal((1, 2, 20, 64), (1, 1, 70, 64), "float32")
