@@ -11,7 +11,10 @@ import pytest
 
 from cupyattn import QuantConfig, attention, interpret
 from cupyattn.interpret.executor import run_kernel
+from cupyattn.quant import gemm_plan
+from cupyattn.tiles import GemmTiles
 from tests.backward_cases import interpreted_as, received, run_backward
+from tests.gemm_cases import product
 from tests.raw_kernels import arrays, source, spec
 from tests.runs import normal
 
@@ -72,14 +75,31 @@ def test_bits_do_not_depend_on_who_comes_first(name: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_turns_at_dq_do_not_depend_on_it_either(seed: int) -> None:
-    inputs = received(*normal((1, 1, 500, 64), (1, 1, 300, 64)))
+@pytest.mark.parametrize(
+    ("seed", "head_dim", "lengths"),
+    [*((n, 64, (500, 300)) for n in range(3)), (0, 192, (200, 200))],
+)
+def test_nor_do_those_of_gradients(seed: int, head_dim: int, lengths: tuple[int, int]) -> None:
+    """Blocks of keys take turns at dQ, or two kernels past head_dim 128 make dQ, dK and dV."""
+    inputs = received(*normal(*((1, 1, n, head_dim) for n in lengths)))
     how = interpreted_as("sm90_deterministic")
     expected = run_backward(inputs, **how).gradients
     with interpret.schedule(seed):
         found = run_backward(inputs, **how).gradients
     assert all(np.array_equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_nor_do_products_of_codes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several tiles of one block, whose ring of stages goes on."""
+    monkeypatch.setattr(gemm_plan, "HOPPER_BLOCKS", 2)
+    gemm_plan.plan_gemm.cache_clear()
+    p, tiles = product(3, (200, 190, 400), bias=True), GemmTiles(64, 64, 8, 2)
+    with interpret.schedule(seed):
+        found = p.run(backend="interpret", tiles=tiles, arch="sm_90a")
+    assert found.tobytes() == p.mirror().tobytes()
+    gemm_plan.plan_gemm.cache_clear()
 
 
 def two_steps(folder: Path, **macros: int) -> list[int]:
