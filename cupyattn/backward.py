@@ -10,12 +10,18 @@ from typing import Any, cast
 
 from cupyattn import arrays, backends, checks, executor
 from cupyattn.api import score_lines
-from cupyattn.arrays import is_cupy
 from cupyattn.backward_plan import plan_backward
 from cupyattn.backward_prepared import PreparedBackward, needed_bytes
 from cupyattn.block_mask import BlockMask
 from cupyattn.errors import UnsupportedError
-from cupyattn.forms import laid_out, operands_key, recall, remember, same_place
+from cupyattn.forms import (
+    direct_operands,
+    laid_out,
+    operands_key,
+    recall,
+    remember,
+    same_place,
+)
 from cupyattn.gradients import Gradients, backward_mirror
 from cupyattn.launch import Operand, Plan
 from cupyattn.prepared import OF_SCORES, SEQUENCES, architecture, scoring_of
@@ -116,11 +122,12 @@ def attention_backward(
     [2.080078125, 1.080078125, 0.580078125, 0.25]
     """
     check_offered(q, qk_norm)
-    call = _Call.known(
-        (causal, causal_align, window, scale, softcap, deterministic, arch, backend),
-        {"q": q, "k": k, "v": v, "d_out": d_out, "o": out, "lse": lse, "mask": mask, "bias": bias},
-        block_mask,
-    ) if rope is None and layout == "BHSD" else None  # fmt: skip
+    call = None
+    if rope is None and layout == "BHSD":
+        call = _Call.known(
+            (causal, causal_align, window, scale, softcap, deterministic, arch, backend),
+            block_mask, q, k, v, d_out=d_out, o=out, lse=lse, mask=mask, bias=bias,
+        )  # fmt: skip
     if call is not None and (ready := recall(call.key)) is not None:
         return cast(Gradients, ready(call.operands))
     options = Options(
@@ -220,24 +227,17 @@ class _Call:
 
     @classmethod
     def known(
-        cls, options: Sequence[Any], arrays: Mapping[str, Any], block_mask: BlockMask | None
-    ) -> _Call | None:
+        cls, options: Sequence[Any], block_mask: BlockMask | None, q: Any, k: Any, v: Any,
+        **added: Any,
+    ) -> _Call | None:  # fmt: skip
         """Return None for other arrays, and for options that are arrays."""
-        given = {name: a for name, a in arrays.items() if a is not None}
-        if not all(map(is_cupy, given.values())):
+        given = direct_operands(q, k, v, block_mask=block_mask, **added)
+        if given is None:
             return None
         if block_mask is not None:
-            given |= _kept(block_mask, given["q"])
-        key = operands_key(("attention_backward", *options), given, None, block_mask=block_mask)
+            given["kept_rows"] = block_mask.transposed.kept_blocks(q)
+        key = operands_key(("attention_backward", *options), given, q, block_mask=block_mask)
         return None if key is None else cls(key, given)
-
-
-def _kept(block_mask: BlockMask, q: Any) -> dict[str, Any]:
-    """Return the blocks that stay as the kernels read them: of each block of rows, and of keys."""
-    return {
-        "kept_blocks": block_mask.kept_blocks(q),
-        "kept_rows": block_mask.transposed.kept_blocks(q),
-    }
 
 
 def check_offered(q: Any, qk_norm: Any) -> None:
@@ -324,14 +324,14 @@ def _launch(
     sequences = {name: getattr(request, name) for name in SEQUENCES}
     read = {**by_name, **added, **sequences}
     inputs = {name: backends.as_input(a) for name, a in read.items() if a is not None}
-    if request.backend == "cuda":
-        ready = PreparedBackward(plan, operands, request.options.arch)
-        ready.launch({**inputs, **results})
-        # NOTE: mask and bias are broadcast views; where they were copied they lie elsewhere.
-        if call is not None and all(same_place(inputs[n], a) for n, a in call.operands.items()):
-            remember(call.key, ready)
-    else:
-        with _saying_what_is_needed(request, operands, plan):
+    with _saying_what_is_needed(request, operands, plan):
+        if request.backend == "cuda":
+            ready = PreparedBackward(plan, operands, request.options.arch)
+            ready.launch({**inputs, **results})
+            # NOTE: mask and bias are broadcast views; where they were copied they lie elsewhere.
+            if call is not None and all(same_place(inputs[n], a) for n, a in call.operands.items()):
+                remember(call.key, ready)
+        else:
             backends.run(request.backend, plan, {**inputs, **results}, request.options.arch)
     if rope is not None:
         back = _turned(request, {"q": results["dq"], "k": results["dk"]}, _inverse(rope))
@@ -343,7 +343,7 @@ def _of_scores(request: Request) -> dict[str, Any]:
     found = {name: getattr(request, name) for name in OF_SCORES}
     block_mask = request.options.block_mask
     if block_mask is not None:
-        found |= _kept(block_mask, request.q)
+        found["kept_rows"] = block_mask.transposed.kept_blocks(request.q)
     return {name: array for name, array in found.items() if array is not None}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from cupyattn import backends
@@ -38,7 +37,8 @@ class PreparedBackward:
     def __call__(self, operands: Mapping[str, Any]) -> Gradients:
         """Return the gradients, contiguous, of operands by the names that the plan has for them."""
         xp = array_namespace(operands["q"])
-        with backends.on_device_of(operands["q"]), self._saying_what_is_needed():
+        told = saying_what_is_needed("attention_backward", self._needed, on_device=True)
+        with backends.on_device_of(operands["q"]), told:
             found = {name: xp.empty(*form) for name, form in self._forms.items()}
             self.launch({**operands, **found})
         return Gradients(**found)
@@ -46,14 +46,10 @@ class PreparedBackward:
     def launch(self, buffers: Mapping[str, Any]) -> None:
         """Run on operands and results on the current device and stream."""
         cupy = array_namespace(buffers["q"])
-        with self._saying_what_is_needed():
-            scratch = cupy.empty(self._ready.scratch_bytes, "uint8")
+        scratch = cupy.empty(self._ready.scratch_bytes, "uint8")
         addresses = {name: array.data.ptr for name, array in buffers.items()}
         stream = cupy.cuda.get_current_stream().ptr
         self._ready.launch(addresses, scratch.data.ptr, stream)
-
-    def _saying_what_is_needed(self) -> AbstractContextManager[None]:
-        return saying_what_is_needed("attention_backward", self._needed, on_device=True)
 
 
 def needed_bytes(operands: Mapping[str, Any], plan: Plan | None = None) -> dict[str, int]:

@@ -206,6 +206,13 @@ def test_gradients_get_what_the_plan_says(driver: Driver, form: str, arch: str) 
         check(driver, made, {**inputs, **found._asdict()})
 
 
+def test_what_is_no_block_mask_is_refused_in_the_backward_pass_too(driver: Driver) -> None:
+    q, k, v = (array(shape) for shape in SHAPES)
+    lse, wrong = array(SHAPES[0][:3], "float32"), np.ones((1, 1, 1, 1), bool)
+    with pytest.raises(TypeError, match="block_mask must be a cupyattn.BlockMask"):
+        attention_backward(q, q, k, v, q, lse, block_mask=wrong)
+
+
 def test_the_stream_is_the_current_one_of_each_call(driver: Driver) -> None:
     inputs = [array(s) for s in SHAPES]
     options: dict[str, Any] = {"variant": "unfused", "arch": "sm_90"}

@@ -31,7 +31,7 @@
 constexpr int CONSUMERS = 2;  // warpgroups that compute, 64 keys each
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
-constexpr int64_t SIDE_BY_SIDE_BYTES = 32 << 20;
+constexpr int64_t L2_SHARE = 32 << 20;       // bytes of rows and sums that stay in the L2 cache
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
@@ -135,7 +135,7 @@ struct BlockOfKeys {
 // than the L2 cache has room for: Q, dO and the sums of dQ are 8 bytes an element.
 __device__ __forceinline__ BlockOfKeys block_of_keys(int index, int kv_blocks, int len_q) {
   if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV};
-  const int at_once = max(1, int(SIDE_BY_SIDE_BYTES / (max(len_q, 1) * int64_t(COLS) * 8)));
+  const int at_once = max(1, int(L2_SHARE / (max(len_q, 1) * int64_t(COLS) * 8)));
   const int first = index / (at_once * kv_blocks) * at_once;
   const int heads = min(at_once, int(gridDim.x) / kv_blocks - first);
   const int within = index - first * kv_blocks;
