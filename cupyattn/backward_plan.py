@@ -115,6 +115,7 @@ def plan_backward(
         elif not note:
             form = f"sm90_{form}"
             dq_of_keys = SUMS_DQ_IN_ORDER if deterministic else SUMS_DQ
+    in_order = dq_of_keys == SUMS_DQ_IN_ORDER
     row_blocks = -(-call.len_q // ROW_PAD)
     lists, rows, total = call.batch * call.heads, row_blocks * ROW_PAD, call.len_q
     if call.packed is not None:  # one entry, in which every sequence begins at a multiple
@@ -127,8 +128,8 @@ def plan_backward(
         "dQ_sum": "dQ_sum" if dq_of_keys else None, "rows": rows,
         "kept_rows": "kept_rows" if kept_rows else None,
         "kept_rows_stride": kept_rows.row_strides if kept_rows else (0, 0, 0),
-        "turns": "turns" if dq_of_keys == SUMS_DQ_IN_ORDER else None,
-        "next_block": "next_block" if dq_of_keys == SUMS_DQ_IN_ORDER else None,
+        "turns": "turns" if in_order else None,
+        "next_block": "next_block" if in_order else None,
     }  # fmt: skip
     structs = (
         (ATTN_PARAMS, attn_params(call, q, k, v, o, mask, bias, kept_blocks)),
@@ -137,7 +138,9 @@ def plan_backward(
     kernels = _Kernels(features, structs)
     workspace = [Workspace(name, (lists, rows), "float32") for name in ("row_M", "delta")]
     heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
-    launches = kernels.launch("delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads)
+    launches = kernels.launch(
+        "delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads, dq=dq_of_keys if in_order else None
+    )
     sums_tiles, sum_shape = _PASS_TILES, (lists, total, call.head_dim)
     keys_tiles, queries_tiles = backward_tiles(call.head_dim, call.block_mask)
     keys = queries = sums = kernels
@@ -155,11 +158,12 @@ def plan_backward(
     if dq_of_keys == NO_DQ:
         row_tiles = -(-call.len_q // queries_tiles.block_q)
         launches += queries.launch("queries", queries_tiles, row_tiles, heads)
-    else:
+    elif dq_of_keys == SUMS_DQ:
         row_tiles = -(-call.len_q // sums_tiles.block_q)
         launches += sums.launch("sums", sums_tiles, row_tiles, heads)
         workspace.append(Workspace("dQ_sum", sum_shape, "float32", zeros=True))
-    if dq_of_keys == SUMS_DQ_IN_ORDER:
+    else:  # the first block of keys writes sums, the last one stores dQ
+        workspace.append(Workspace("dQ_sum", sum_shape, "float32"))
         for name, shape in (("turns", (lists, rows // SUM_ROWS)), ("next_block", (1,))):
             workspace.append(Workspace(name, shape, "int32", zeros=True))
     return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), note)
@@ -185,7 +189,7 @@ class _Kernels:
     ) -> tuple[Launch, ...]:
         """Return one launch, none where it has nothing to do.
 
-        `dq` is for the kernel of the keys: `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`.
+        `dq` is `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`, for the kernels that ask for it.
         """
         shared = name in ("keys", "queries")
         wide = shared and bool(self.folder) and self.features.head_dim > SUMMED

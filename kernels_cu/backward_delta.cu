@@ -3,6 +3,7 @@
 // Idea         The gradient of a softmax needs the mean of dP under P, which is the sum of dO times
 //              O: Delta, one number of a row, and no key. Beside it goes M, what is subtracted from
 //              the row's scores so that their exponentials are P, no sum following.
+// ORDERED      The last block of keys at a row stores its dQ: here a row that has none gets zeros.
 // Kept simple  A pass over memory: LANES lanes read a row of dO and of O and add up their products.
 // Rounding     R8 Delta, R9 the log-sum-exp to log2 units
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
@@ -20,6 +21,13 @@ constexpr int PASSES = BLOCK_Q / PASS_ROWS < 4 ? BLOCK_Q / PASS_ROWS : 4;  // on
 static_assert(BLOCK_Q % PASS_ROWS == 0, "BLOCK_Q must be a multiple of the rows of a pass");
 static_assert(ROW_PAD % BLOCK_Q == 0, "BLOCK_Q must divide ROW_PAD: a block pads whole");
 
+// Is no key of a block that is kept in a place that the row may attend to?
+__device__ __forceinline__ bool has_no_keys(
+    const AttnParams& p, int64_t batch, int64_t head, int row) {
+  const KeptKeys keys(p, batch, head, row, kv_begin(p, row), kv_end(p, row, 1));
+  return keys.end <= keys.begin;
+}
+
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
     const __grid_constant__ AttnParams call, const __grid_constant__ BackwardParams grad) {
   const int q_blocks = round_up(call.len_q, ROW_PAD) / BLOCK_Q;
@@ -34,6 +42,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
   const elem_t* dO = static_cast<const elem_t*>(grad.dO)  // [len_q, HEAD_DIM]
                      + batch * grad.dO_stride.batch + head * grad.dO_stride.head +
                      first_row * grad.dO_stride.len;
+  elem_t* dQ = static_cast<elem_t*>(grad.dQ)  // [len_q, HEAD_DIM]
+               + batch * grad.dQ_stride.batch + head * grad.dQ_stride.head +
+               first_row * grad.dQ_stride.len;
   const float* lse = lse_of(p, batch_head, head);                   // [len_q]
   const int64_t padded = padded_row(call, grad, batch, head) + q0;  // of row q0
   const int lane = thread_id() % LANES;
@@ -60,6 +71,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
       const int i = first + pass * PASS_ROWS;
+      if (ORDERED && q0 + i < p.len_q && has_no_keys(p, batch, head, q0 + i))
+        for (int access = lane; access < ACCESSES; access += LANES)
+          reinterpret_cast<Vec<elem_t, VEC>*>(dQ + (q0 + i) * grad.dQ_stride.len)[access] = {};
       const float sum = shfl_sum<LANES>(sums[pass]);  // R8
       if (lane != 0) continue;
       grad.delta[padded + i] = sum;

@@ -37,6 +37,7 @@ _HINTS = {
     "L2::evict_first", "L2::evict_normal", "L2::64B", "L2::128B", "L2::256B", "L2::cache_hint",
 }  # fmt: skip
 _STRONG = {"volatile", "relaxed", "acquire", "release"}
+_ACROSS_BLOCKS = {"gpu", "sys", "cluster"}
 _SPACES = ("global", "shared", "local", "param", "const")
 
 
@@ -79,6 +80,12 @@ def _atomic_shape(inst: Instruction) -> tuple[str, str, int, str] | None:
 def _is_strong(inst: Instruction) -> bool:
     """Return whether an access says how it is ordered: such accesses do not race each other."""
     return not _STRONG.isdisjoint(inst.modifiers)
+
+
+def _orders_blocks(inst: Instruction, how: str) -> bool:
+    """Return whether an access orders threads of several blocks, ``"acquire"`` or ``"release"``."""
+    named = set(inst.modifiers)
+    return bool(named & {how, "acq_rel"}) and bool(named & _ACROSS_BLOCKS)
 
 
 def _load_store_width(inst: Instruction) -> tuple[str, int] | None:
@@ -127,13 +134,15 @@ def load(inst: Instruction) -> Execute | None:
     writes = [writer(x) for x in items_of(inst.operands[0])]
     addresses = address_reader(inst.operands[1], space)
     unit = dtype.itemsize
-    strong = _is_strong(inst)
+    strong, acquires = _is_strong(inst), _orders_blocks(inst, "acquire")
     if len(writes) != count:
         return None
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         index = lanes.index
         address = addresses(machine)[index]
+        if acquires:
+            machine.clocks.between.acquire(machine.clocks, index, address)
         values = np.empty((count, len(index)), f"u{unit}")
         for memory, within, some in machine.space(space, address, "load", unit * count):
             if some is None:
@@ -156,7 +165,7 @@ def store(inst: Instruction) -> Execute | None:
     unit = DTYPES[type_name].itemsize
     reads = [reader(x, f"b{8 * unit}") for x in items_of(inst.operands[1])]
     addresses = address_reader(inst.operands[0], space)
-    strong = _is_strong(inst)
+    strong, releases = _is_strong(inst), _orders_blocks(inst, "release")
     if len(reads) != count:
         return None
 
@@ -169,6 +178,8 @@ def store(inst: Instruction) -> Execute | None:
                 memory.store(within, values, index, strong)
             else:
                 memory.store(within, values[:, some], index[some], strong)
+        if releases:
+            machine.clocks.between.release(machine.clocks, index, address)
 
     return execute
 
@@ -204,6 +215,7 @@ def atomic(inst: Instruction) -> Execute | None:
     writes = [writer(x) for x in items_of(operands.pop(0))] if inst.opcode == "atom" else []
     addresses = address_reader(operands.pop(0), space)
     reads = [[reader(x, type_name) for x in items_of(operand)] for operand in operands]
+    acquires, releases = (_orders_blocks(inst, how) for how in ("acquire", "release"))
     if any(len(read) != count for read in reads):
         return None
 
@@ -211,6 +223,10 @@ def atomic(inst: Instruction) -> Execute | None:
         index = lanes.index
         address = addresses(machine)[index]
         values = [[machine.each(r(machine))[index] for r in read] for read in reads]
+        if acquires:
+            machine.clocks.between.acquire(machine.clocks, index, address)
+        if releases:
+            machine.clocks.between.release(machine.clocks, index, address)
         old = np.empty((count, len(index)), dtype)
         for memory, within, some in machine.space(space, address, "atomic", dtype.itemsize * count):
             rows = np.arange(len(index)) if some is None else some

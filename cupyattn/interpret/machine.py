@@ -168,7 +168,8 @@ class Machine:
         self.lane = np.arange(self.size)
         self.thread = self.lane % self.threads
         self.alive = self.thread < block
-        self.clocks = Clocks(blocks, self.threads, first_block * self.threads, now)
+        first_lane = first_block * self.threads
+        self.clocks = Clocks(blocks, self.threads, first_lane, now, memory.between)
         self.memory = memory
         memory.attach(self.clocks, self.report)
         self._observers = observers

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.checks import data_address
+from cupyattn.interpret.between_blocks import BetweenBlocks
 from cupyattn.interpret.ordering import Bools, Clocks, Ints
 from cupyattn.interpret.shadow import Report, Shadow, spread
 
@@ -149,6 +150,7 @@ class GlobalMemory:
 
     def __init__(self, granule_bytes: int) -> None:
         self.arrays: list[Array] = []
+        self.between = BetweenBlocks()
         self._granule_bytes = granule_bytes
 
     def attach(self, clocks: Clocks, report: Report) -> None:
@@ -237,6 +239,7 @@ class GlobalMemory:
         granules = self._granules(offset, width, lanes)
         shadow.before_write(*granules, self._clocks, self._report, atomic=strong)
         shadow.wrote(*granules, self._clocks, self._report, atomic=strong)
+        self.between.overwrite(address)
         scatter(array.data, offset, values)
 
     def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:

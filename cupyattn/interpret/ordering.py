@@ -1,14 +1,14 @@
 """What is ordered before what: threads' views of each other's accesses.
 
 Time is the number of the instruction under way, the same for everyone. An access of thread u at
-time c is ordered before what thread t does now if both are of one block and something made t wait
-for u at or after c:
+time c is ordered before what thread t of its block does now if something made t wait for u at or
+after c:
 
     u is t,  or  c <= floor[t],  or  u is in t's warp and c <= warp_floor[t],  or  c <= seen[t, u]
 
 `floor` rises when the whole block meets, `warp_floor` when the whole warp does, and `seen`, a
 vector clock (Fidge 1988, Mattern 1989), carries everything else: barriers of some warps and
-instructions of some lanes. Blocks are never ordered within a launch.
+instructions of some lanes. Blocks are ordered by counters alone, see `BetweenBlocks`.
 
 The copy engine is an actor of its own, `ENGINE`: what it wrote comes only after those who waited
 for it, and after those who met them since. No floor counts for it.
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
+from cupyattn.interpret.between_blocks import BetweenBlocks
 
 Ints = npt.NDArray[np.intp]
 Times = npt.NDArray[np.int32]
@@ -44,13 +46,23 @@ class Clocks:
         and so are negative.
     now : int
         Time at which the batch begins.
+    between : BetweenBlocks, optional
+        Of the launch.
     """
 
-    def __init__(self, blocks: int, threads: int, first: int = 0, now: int = 0) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        threads: int,
+        first: int = 0,
+        now: int = 0,
+        between: BetweenBlocks | None = None,
+    ) -> None:
         lanes = blocks * threads
         self.threads = threads
         self.first = first
         self.now = now
+        self.between = between or BetweenBlocks()
         self.floor = np.full(lanes, now, np.int32)
         self.warp_floor = np.full(lanes, now, np.int32)
         self._seen = np.zeros((lanes, threads + 1), np.int32)  # last: the copy engine
@@ -66,8 +78,14 @@ class Clocks:
             before |= lanes == others
             before |= (lanes // WARP == others // WARP) & (times <= self.warp_floor[lanes])
             before |= times <= self._seen[lanes, others % self.threads]
-        before &= lanes // self.threads == others // self.threads
+        foreign = lanes // self.threads != others // self.threads
         engine = others < ENGINE // 2
+        if foreign.any():
+            before[foreign] = False
+            foreign &= ~engine
+            before[foreign] = self.between.ordered(
+                self, lanes[foreign], others[foreign], times[foreign]
+            )
         if engine.any():
             before[engine] = times[engine] <= self._seen[lanes[engine], self.threads]
         return before

@@ -105,13 +105,22 @@ __device__ __forceinline__ void add_query_sums(float* sums, const float (&acc)[Q
         acc[4 * n + 3]);
 }
 
-// The same sums, as that warpgroup would hold them.
-__device__ __forceinline__ void load_query_sums(float (&acc)[QUERY_SUMS], const float* sums) {
+// Writes them, where nobody has added yet.
+__device__ __forceinline__ void store_query_sums(float* sums, const float (&acc)[QUERY_SUMS]) {
+  using Access = Vec<float, 4>;
+#pragma unroll
+  for (int n = 0; n < QUERY_SUMS / 4; ++n)
+    reinterpret_cast<Access*>(sums)[n * 128 + threadIdx.x % 128] = {
+        {acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]}};
+}
+
+// Adds the sums in memory to a warpgroup's accumulators.
+__device__ __forceinline__ void gather_query_sums(float (&acc)[QUERY_SUMS], const float* sums) {
+  using Access = Vec<float, 4>;
 #pragma unroll
   for (int n = 0; n < QUERY_SUMS / 4; ++n) {
-    using Access = Vec<float, 4>;
     const Access x = reinterpret_cast<const Access*>(sums)[n * 128 + threadIdx.x % 128];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[4 * n + i] = x.v[i];
+    for (int i = 0; i < 4; ++i) acc[4 * n + i] += x.v[i];
   }
 }

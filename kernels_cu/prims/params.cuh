@@ -120,7 +120,8 @@ struct BackwardParams {
   Strides dV_stride;
   float* row_M;   // [batch, heads, rows], what is subtracted from the scores of a row
   float* delta;   // [batch, heads, rows], the sum of dO times O
-  float* dQ_sum;  // [batch, heads, len_q, HEAD_DIM], zero beforehand; not read unless SUMS_DQ
+  float* dQ_sum;  // [batch, heads, len_q, HEAD_DIM], zero beforehand unless ORDERED; not read
+                  // unless SUMS_DQ
   int64_t rows;   // len_q rounded up to ROW_PAD; VARLEN: of all sequences, each rounded up
   const int32_t* kept_rows;  // [batch, heads, kv_blocks, 1 + q_blocks]: as kept_blocks, rows of a
                              // block of keys; not read unless BLOCK_MASK

@@ -9,7 +9,9 @@
 //              these are multiplied dQ is added to memory, 16 bytes at a time and in the order in
 //              which accumulators hold it (sm90/backward_sums.cu makes rows of it).
 // ORDERED      Blocks of keys add to a tile of dQ one after the other, the last keys first, so that
-//              its bits are the same on every run. One warp waits for this block's turn, another
+//              its bits are the same on every run. The first of them writes what it has, so that
+//              nobody need write zeros before; the last reads the others' sum and stores rows, so
+//              that nobody need read it after. One warp waits for this block's turn, another
 //              passes it on. Who is before whom is decided as blocks begin: a block never waits
 //              for one that has not begun.
 // Kept simple  A block takes one block of keys; its first copies wait for nobody's end. Of packed
@@ -35,6 +37,13 @@ constexpr int64_t L2_SHARE = 32 << 20;       // bytes of rows and sums that stay
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
+struct TurnAt {      // the rows of dQ of a step
+  float* sums;       // [2, QUERY_SUMS_TILE], of one half and the other
+  elem_t* dQ;        // [rows, HEAD_DIM]
+  int rows;          // that there are
+  bool first, last;  // is this block, among those that add to them?
+};
+
 struct SharedStorage {
   alignas(1024) elem_t K[BOXES][BLOCK_KV * BOX_COLS];
   alignas(1024) elem_t V[BOXES][BLOCK_KV * BOX_COLS];
@@ -48,7 +57,8 @@ struct SharedStorage {
   Mbarrier dS_full[2], dS_empty[2];              // dS of a step, of all keys
   // ORDERED: dQ of a step may be added; it has been; the next block may add.
   Mbarrier turn[2], added[2], passed[2];
-  int index;  // ORDERED: of this block among those that begin
+  TurnAt turn_at[2];  // ORDERED: what the turn is at
+  int index;          // ORDERED: of this block among those that begin
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
@@ -159,6 +169,17 @@ __device__ __forceinline__ int blocks_behind(
   return ceil_div(end, BLOCK_KV) - 1 - kv0 / BLOCK_KV;
 }
 
+// Does no block of keys before that one step over them?
+__device__ __forceinline__ bool is_last_turn(
+    const AttnParams& p, int64_t batch, int head, int q0, int kv0) {
+  const int begin = kv_begin(p, q0);
+  if constexpr (BLOCK_MASK) {
+    const KeptKeys keys(p, batch, head, q0, begin, kv0);
+    return keys.end <= keys.begin;
+  }
+  return kv0 <= begin;
+}
+
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
@@ -210,11 +231,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     // ---- behind S5, one thread: after blocks of later keys this one may add, ...
     if (warp == 1) {
       for (RingPosition<2> at; steps.head < last_head; at.advance()) {
-        const int q0 = steps.q0();
-        await_count(
-            turns_of(call, grad, batch, steps.head, q0),
-            blocks_behind(p, batch, steps.head, q0, kv0));
+        const int q0 = steps.q0(), behind = blocks_behind(p, batch, steps.head, q0, kv0);
+        await_count(turns_of(call, grad, batch, steps.head, q0), behind);
         mbarrier_wait_parity(smem.passed[at.stage], at.parity ^ 1);  // the last turn is over
+        elem_t* dQ = static_cast<elem_t*>(grad.dQ)                   // [len_q, HEAD_DIM]
+                     + batch * grad.dQ_stride.batch + steps.head * grad.dQ_stride.head +
+                     sequences.first_row() * grad.dQ_stride.len;
+        smem.turn_at[at.stage] = {
+            query_sums(call, grad, batch, steps.head, q0, 0), dQ + q0 * grad.dQ_stride.len,
+            p.len_q - q0, behind == 0, is_last_turn(p, batch, steps.head, q0, kv0)};
         mbarrier_arrive(smem.turn[at.stage]);
         steps.advance(p, grad, batch, last_head, kv0);
       }
@@ -278,7 +303,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
 
   float dK_acc[COLS / 2] = {}, dV_acc[COLS / 2] = {};  // [COLS / 8][4]
   float dQ_acc[QUERY_SUMS];                            // of the step before
-  float* dQ_sum;  // [QUERY_SUMS / 4, WARPGROUP, 4], where it goes
+  float* dQ_sum;  // [QUERY_SUMS / 4, WARPGROUP, 4], where it goes; not ORDERED
   RingPosition<NUM_STAGES> at;
   RingPosition<2> dS_at, dQ_at;  // dS of this step, and of that whose dQ is next
   RowSteps steps(p, grad, batch, first_head, last_head, kv0);
@@ -288,15 +313,30 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     mbarrier_wait_parity(smem.dS_full[dQ_at.stage], dQ_at.parity);  // dS of all keys is there
     start_across(dQ_acc, dS_first.stage(dQ_at.stage, sizeof(smem.dS[0])), K_columns);
   };
+  const auto add_in_turn = [&](const TurnAt& turn) {
+    float* sums = turn.sums + half * QUERY_SUMS_TILE;  // [QUERY_SUMS / 4, WARPGROUP, 4]
+    if (!turn.last) {
+      if (turn.first)
+        store_query_sums(sums, dQ_acc);
+      else
+        add_query_sums(sums, dQ_acc);  // R12
+      return;
+    }
+    if (!turn.first) gather_query_sums(dQ_acc, sums);  // R12
+    const int row = Q_half * 64 + warp_id() % 4 * 16 + lane_id() / 4;
+    store_gradient(
+        turn.dQ, grad.dQ_stride.len, row, turn.rows, K_half * 64, dQ_acc, p.scale);  // R12
+  };
   const auto end_dQ = [&] {
     wgmma_use(dQ_acc);
     if (lane_id() == 0) mbarrier_arrive(smem.dS_empty[dQ_at.stage]);
-    // The blocks before this one have added to these sums.
-    if (ORDERED) mbarrier_wait_parity(smem.turn[dQ_at.stage], dQ_at.parity);
-    add_query_sums(dQ_sum, dQ_acc);
-    if (ORDERED) {
+    if constexpr (ORDERED) {
+      mbarrier_wait_parity(smem.turn[dQ_at.stage], dQ_at.parity);  // the blocks before have added
+      add_in_turn(smem.turn_at[dQ_at.stage]);
       __syncwarp();  // all lanes have added
       if (lane_id() == 0) mbarrier_arrive(smem.added[dQ_at.stage]);
+    } else {
+      add_query_sums(dQ_sum, dQ_acc);  // R12
     }
     dQ_at.advance();
   };
@@ -339,7 +379,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       wgmma_wait_group<2>();
       end_dQ();
     }
-    dQ_sum = query_sums(call, grad, batch, steps.head, q0, half);
+    if (!ORDERED) dQ_sum = query_sums(call, grad, batch, steps.head, q0, half);
     wgmma_wait_group<0>();
     wgmma_use(dV_acc);
     wgmma_use(dK_acc);

@@ -26,7 +26,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_sums(
   elem_t* dQ = static_cast<elem_t*>(grad.dQ)  // [len_q, HEAD_DIM]
                + batch * grad.dQ_stride.batch + head * grad.dQ_stride.head +
                Sequences<VARLEN>(call, batch).first_row() * grad.dQ_stride.len;
-  float sums[QUERY_SUMS];  // [8][4]
-  load_query_sums(sums, query_sums(call, grad, batch, head, q0, box));
+  float sums[QUERY_SUMS] = {};  // [8][4]
+  gather_query_sums(sums, query_sums(call, grad, batch, head, q0, box));
   store_gradient(dQ, grad.dQ_stride.len, row, p.len_q, box * 64, sums, p.scale);  // R12
 }

@@ -55,11 +55,12 @@ extern "C" __global__ __launch_bounds__(256, 1) void products(
   store_gradient(D, HEAD_DIM, row, 100, 0, D_acc, 0.5f);
 }
 
-// Both boxes of the 64 rows from 64 on of head 1, by a warpgroup each and twice; then read back.
+// Both boxes of the 64 rows from 64 on of head 1, by a warpgroup each: written, added once more, and
+// added to what is there already.
 extern "C" __global__ __launch_bounds__(256, 1) void sums(
     const __grid_constant__ AttnParams call, const __grid_constant__ BackwardParams given,
     const float* acc,  // [2, QUERY_SUMS, 128]
-    float* memory,     // [heads, rows, BOXES * 64], zero beforehand
+    float* memory,     // [heads, rows, BOXES * 64]
     float* loaded) {   // [2, QUERY_SUMS, 128]
   BackwardParams grad = given;
   grad.dQ_sum = memory;
@@ -68,10 +69,10 @@ extern "C" __global__ __launch_bounds__(256, 1) void sums(
 #pragma unroll
   for (int i = 0; i < QUERY_SUMS; ++i) own[i] = acc[(box * QUERY_SUMS + i) * WARPGROUP + thread];
   float* tile = query_sums(call, grad, 0, 1, 64, box);
-  add_query_sums(tile, own);
+  store_query_sums(tile, own);
   add_query_sums(tile, own);
   __syncthreads();  // all sums have been added to
-  load_query_sums(own, tile);
+  gather_query_sums(own, tile);
 #pragma unroll
   for (int i = 0; i < QUERY_SUMS; ++i)
     loaded[(box * QUERY_SUMS + i) * WARPGROUP + thread] = own[i];
