@@ -14,6 +14,7 @@ from cupyattn.interpret.ordering import WARP, Clocks
 
 BLOCKS, THREADS = 2, 64
 LANES = BLOCKS * THREADS
+COUNTERS = 2
 
 # ---- order ---------------------------------------------------------------------------------------
 
@@ -24,14 +25,20 @@ class PlainClocks:
     def __init__(self) -> None:
         self.now = 0
         self.seen = np.zeros((LANES, LANES), int)
+        self.left = np.zeros((COUNTERS, LANES), int)  # by a counter: what was left there
+
+    def release(self, lane: int, counter: int) -> None:
+        self.seen[lane, lane] = self.now
+        self.left[counter] = np.maximum(self.left[counter], self.seen[lane])
+
+    def acquire(self, lane: int, counter: int) -> None:
+        self.seen[lane] = np.maximum(self.seen[lane], self.left[counter])
 
     def meet(self, lanes: np.ndarray) -> None:
         self.seen[lanes, lanes] = self.now
         self.seen[lanes] = self.seen[lanes].max(axis=0)
 
     def ordered(self, lane: int, other: int, time: int) -> bool:
-        if lane // THREADS != other // THREADS:
-            return False
         return lane == other or time <= self.seen[lane, other]
 
 
@@ -41,7 +48,7 @@ def lanes_of(block: int, warps: list[int], mask: int) -> np.ndarray:
     return block * THREADS + lanes[:, here].ravel()
 
 
-STEP = st.one_of(
+MEETING = st.one_of(
     st.tuples(st.just("block"), st.integers(0, BLOCKS - 1)),
     st.tuples(st.just("warp"), st.integers(0, LANES // WARP - 1)),
     st.tuples(
@@ -54,9 +61,13 @@ STEP = st.one_of(
         ),
     ),
 )
+COUNTING = st.tuples(
+    st.sampled_from(["release", "acquire"]),
+    st.tuples(st.sampled_from([0, 40, THREADS, LANES - 1]), st.integers(0, COUNTERS - 1)),
+)
 
 
-@given(st.lists(STEP, max_size=12), st.integers(0, 2**32 - 1))
+@given(st.lists(MEETING | COUNTING, max_size=16), st.integers(0, 2**32 - 1))
 def test_clocks_agree_with_plain_vector_clocks(steps: list[tuple[str, Any]], seed: int) -> None:
     """After each meeting, for every pair of threads and every time so far."""
     draw = np.random.default_rng(seed)
@@ -67,6 +78,10 @@ def test_clocks_agree_with_plain_vector_clocks(steps: list[tuple[str, Any]], see
         if kind == "block":
             clocks.meet_blocks(np.array([who]))
             plain.meet(np.arange(who * THREADS, (who + 1) * THREADS))
+        elif kind in ("release", "acquire"):
+            lane, counter = who
+            getattr(clocks.between, kind)(clocks, np.array([lane]), np.array([counter]))
+            getattr(plain, kind)(lane, counter)
         elif kind == "warp":
             clocks.meet_warps(np.array([who]))
             plain.meet(np.arange(who * WARP, (who + 1) * WARP))
@@ -82,7 +97,7 @@ def test_clocks_agree_with_plain_vector_clocks(steps: list[tuple[str, Any]], see
         assert found.tolist() == [plain.ordered(*one) for one in asked]
 
 
-@given(st.lists(STEP, max_size=8))
+@given(st.lists(MEETING, max_size=8))
 def test_what_one_thread_hands_on_another_comes_after(steps: list[tuple[str, Any]]) -> None:
     """Lane 40 acquires what lane 3 had seen: from then on it comes after all of that."""
     clocks, plain = Clocks(BLOCKS, THREADS), PlainClocks()

@@ -85,14 +85,14 @@ class Mbarriers:
         """Return the barriers at the addresses of `lanes`, each access checked."""
         shared = self._machine.shared
         offset = shared.offset(address, 8, lanes)
-        if atomic:
-            shared.exchange(address, 8, lanes)
         missing = np.array([int(x) not in self._barriers for x in offset])
         if missing.any():
             message = "there is no initialised mbarrier"
             self._machine.report(
                 "never written", message, lanes, missing, offset % max(shared.stride, 1)
             )
+        if atomic:
+            shared.exchange(address, 8, lanes)
         return [self._barriers[int(x)] for x in offset]
 
     def create(self, address: Ints, counts: Ints, lanes: Ints) -> None:

@@ -252,6 +252,7 @@ class GlobalMemory:
         offset = self._offset(array, address, unit, lanes)
         shadow = self._writable(array, address, lanes)
         granules = self._granules(offset, unit, lanes)
+        shadow.check_written(*granules, self._report)
         shadow.before_write(*granules, self._clocks, self._report, atomic=True)
         shadow.wrote(*granules, self._clocks, self._report, atomic=True)
         return array.data, offset
@@ -382,6 +383,7 @@ class SharedMemory:
         """Check an atomic access; return the memory that it goes to, and the offsets in it."""
         offset = self.offset(address, unit, lanes)
         granules = self.granules(offset, unit, lanes)
+        self.shadow.check_written(*granules, self._report)
         self.shadow.before_write(*granules, self._clocks, self._report, atomic=True)
         self.shadow.wrote(*granules, self._clocks, self._report, atomic=True)
         return self.data, offset

@@ -115,10 +115,8 @@ class Shadow:
         if self._flights or self._unwritten or not met:
             granules, owners = spread(first, lanes, count)
             self._check_flights(granules, owners, report, "read")
+            self.check_written(granules, owners, report)
             written = self.written[granules]
-            if self._unwritten and written.min() < 0:
-                message = f"{self.name} is read before anything was written there"
-                report("never written", message, owners, written < 0, self._address(granules))
             if not met:
                 if atomic:
                     written = np.where(self.atomic[granules], np.int32(0), written)
@@ -132,6 +130,12 @@ class Shadow:
                 self._enter_reads(clocks)
         else:
             self._note_read(clocks.now, granules, owners + clocks.first)
+
+    def check_written(self, granules: Ints, lanes: Ints, report: Report) -> None:
+        """Report `granules` that have no value, and which `lanes` are about to use."""
+        if self._unwritten and (missing := self.written[granules] < 0).any():
+            message = f"{self.name} is read before anything was written there"
+            report("never written", message, lanes, missing, self._address(granules))
 
     def _note_read(self, time: int, granules: Ints, lanes: Ints) -> None:
         self.read[granules] = self._last_read = time
