@@ -54,7 +54,7 @@ def attention_backward(
     qk_norm: Any = None,
     block_mask: BlockMask | None = None,
     layout: str = "BHSD",
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     arch: str | None = None,
     backend: str | None = None,
 ) -> Gradients:
@@ -78,11 +78,12 @@ def attention_backward(
         angles, each rounded to its type before and after.
     qk_norm
         UnsupportedError where it is given.
-    deterministic : bool
+    deterministic : bool, optional
         True: the same bits on every run. False: blocks of keys add up dQ in float32 in memory, in
-        whatever order they come. dK and dV have the same bits on every run in either case. Equal
-        bits cost turns at these sums in the Hopper form up to head_dim 128, and elsewhere a kernel
-        of its own for dQ, 7 matrix products in place of 5.
+        whatever order they come. None: the form that is faster. dK and dV have the same bits on
+        every run in any case. Equal bits cost turns at these sums in the Hopper form up to head_dim
+        128, which is the faster form but for long sequences of head_dim up to 64, and elsewhere a
+        kernel of its own for dQ, 7 matrix products in place of 5.
     arch : str, optional
         Architecture to compile for; the device's own when omitted.
     backend : {"cuda", "mirror", "interpret"}, optional
@@ -163,7 +164,7 @@ def attention_varlen_backward(
     rope_offset_q: int = 0,
     qk_norm: Any = None,
     block_mask: BlockMask | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     arch: str | None = None,
     backend: str | None = None,
 ) -> Gradients:
@@ -261,7 +262,7 @@ def check_offered(q: Any, qk_norm: Any) -> None:
 def _run(
     request: Request,
     given: tuple[Any, Any, Any],
-    deterministic: bool,
+    deterministic: bool | None,
     call: _Call | None = None,
 ) -> Gradients:
     """Run the backward pass of a request on d_out, out and lse; remember how, for such a call."""
@@ -309,7 +310,7 @@ def _launch(
     request: Request,
     operands: dict[str, Any],
     results: dict[str, Any],
-    deterministic: bool,
+    deterministic: bool | None,
     call: _Call | None,
 ) -> None:
     """Run the kernels."""
@@ -347,13 +348,11 @@ def _of_scores(request: Request) -> dict[str, Any]:
     return {name: array for name, array in found.items() if array is not None}
 
 
-def _plan(request: Request, described: dict[str, Operand], deterministic: bool) -> Plan:
+def _plan(request: Request, described: dict[str, Operand], deterministic: bool | None) -> Plan:
     """Plan the kernels for operands, results and what changes scores."""
     described = {name: x for name, x in described.items() if name != "lse"}
     call = replace(request.call, rope="", rope_offset_q=0)
-    return plan_backward(
-        call, **described, deterministic=bool(deterministic), arch=architecture(request)
-    )
+    return plan_backward(call, **described, deterministic=deterministic, arch=architecture(request))
 
 
 def ready_backward(
@@ -379,7 +378,7 @@ def ready_backward(
     ValueError, TypeError, UnsupportedError
         As `attention_backward`.
     """
-    deterministic, arch = bool(options.pop("deterministic", False)), options.get("arch")
+    deterministic, arch = options.pop("deterministic", None), options.get("arch")
     check_offered(q, options.pop("qk_norm", None))
     request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
     operands = _take(d_out, out, lse, request)
@@ -419,7 +418,7 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
     >>> print(ca.explain_backward(x, x, x, x, o, lse).splitlines()[0])
     atomic: blocks of keys add up dQ in memory; deterministic=True has the same bits on every run
     """
-    deterministic = bool(options.pop("deterministic", False))
+    deterministic = options.pop("deterministic", None)
     check_offered(q, options.pop("qk_norm", None))
     request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
     plan = _plan_of(request, _take(d_out, out, lse, request), deterministic)
@@ -428,14 +427,18 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
             "blocks of keys add up dQ in memory; deterministic=True has the same bits on every run"
         )
     else:
-        reason = "asked for" if deterministic else "past head_dim 128 Hopper has no other form"
         in_turns = any(work.name == "turns" for work in plan.workspace)
         how = "blocks of keys take turns at dQ" if in_turns else "a kernel of its own makes dQ"
+        reason = "past head_dim 128 Hopper has no other form"
+        if deterministic:
+            reason = "asked for"
+        elif in_turns:
+            reason = "faster here"
         why = f"{reason}; {how}"
     return "\n".join([f"{plan.form}: {why}", *score_lines(request), str(plan)])
 
 
-def _plan_of(request: Request, operands: dict[str, Any], deterministic: bool) -> Plan:
+def _plan_of(request: Request, operands: dict[str, Any], deterministic: bool | None) -> Plan:
     """Plan the kernels for results that are contiguous in the caller's layout."""
     given = {**operands, "o": operands["out"], **_of_scores(request)}
     described = {name: Operand.of(x) for name, x in given.items() if name != "out"}
@@ -471,7 +474,7 @@ def _turned(request: Request, operands: dict[str, Any], rope: Rope) -> dict[str,
 
 
 def _mirror(
-    request: Request, operands: dict[str, Any], results: dict[str, Any], deterministic: bool
+    request: Request, operands: dict[str, Any], results: dict[str, Any], deterministic: bool | None
 ) -> None:
     """Run the mirror, on every sequence by itself where they are packed."""
     options, rope = request.options, _rope_of(request)
@@ -483,7 +486,7 @@ def _mirror(
     def run(given: dict[str, Any], **own: Any) -> Gradients:
         if rope is not None:
             given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
-        found = backward_mirror(**given, **shared, **own, deterministic=deterministic)
+        found = backward_mirror(**given, **shared, **own, deterministic=bool(deterministic))
         if rope is None:
             return found
         dq, dk = _inverse(rope).turned(found.dq, found.dk)

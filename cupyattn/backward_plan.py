@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from cupyattn import hopper
-from cupyattn.backward_tiles import SUMMED, backward_tiles, hopper_backward_tiles
+from cupyattn.backward_tiles import (
+    IN_ORDER_KEYS,
+    IN_ORDER_PAST,
+    SUMMED,
+    backward_tiles,
+    hopper_backward_tiles,
+)
 from cupyattn.checks import AttentionCall
 from cupyattn.compile import ModuleSpec
 from cupyattn.features import Features
@@ -63,7 +69,7 @@ def plan_backward(
     dk: Operand,
     dv: Operand,
     *,
-    deterministic: bool,
+    deterministic: bool | None,
     mask: Operand | None = None,
     bias: Operand | None = None,
     kept_blocks: Operand | None = None,
@@ -79,10 +85,10 @@ def plan_backward(
     q, k, v, o, d_out, dq, dk, dv : Operand
         The buffers of these names when the plan runs; it also reads ``"lse"``, contiguous, and of a
         packed call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
-    deterministic : bool
+    deterministic : bool or None
         The form: ``"deterministic"`` has a kernel for dQ, with the same bits on every run; in
         ``"atomic"`` blocks of keys add up dQ in float32 in memory. ``"sm90_deterministic"`` does
-        that too, in one order on every run, up to head_dim 128.
+        that too, in one order on every run, up to head_dim 128. None: the faster one.
     mask, bias, kept_blocks : Operand, optional
         As for `cupyattn.launch.plan_attention`.
     kept_rows : Operand, optional
@@ -112,9 +118,10 @@ def plan_backward(
         note = hopper.backward_obstacle(call, named)
         if not note and call.head_dim > SUMMED:
             form, dq_of_keys = "sm90_deterministic", NO_DQ
+        elif not note and (deterministic or deterministic is None and order_is_faster(call)):
+            form, dq_of_keys = "sm90_deterministic", SUMS_DQ_IN_ORDER
         elif not note:
-            form = f"sm90_{form}"
-            dq_of_keys = SUMS_DQ_IN_ORDER if deterministic else SUMS_DQ
+            form = "sm90_atomic"
     in_order = dq_of_keys == SUMS_DQ_IN_ORDER
     row_blocks = -(-call.len_q // ROW_PAD)
     lists, rows, total = call.batch * call.heads, row_blocks * ROW_PAD, call.len_q
@@ -167,6 +174,12 @@ def plan_backward(
         for name, shape in (("turns", (lists, rows // SUM_ROWS)), ("next_block", (1,))):
             workspace.append(Workspace(name, shape, "int32", zeros=True))
     return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), note)
+
+
+def order_is_faster(call: AttentionCall) -> bool:
+    """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
+    length = call.len_kv // 2 if call.causal else call.len_kv
+    return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS
 
 
 @dataclass(frozen=True)

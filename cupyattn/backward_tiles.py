@@ -20,6 +20,9 @@ HOPPER_TILES = {
 }
 #: The largest head_dim of which the Hopper form can sum up dQ in memory.
 SUMMED = 128
+#: Where turns at dQ are faster than atomic additions (experiments/results/backward.json): past this
+#: head_dim, and up to so many keys, twice as many under a causal mask.
+IN_ORDER_PAST, IN_ORDER_KEYS = 64, 1024
 
 #: Of the portable kernels for block masks, whose blocks of 64 in either direction they divide.
 _BLOCK_MASK_TILES = {

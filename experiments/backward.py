@@ -4,11 +4,12 @@ Varies       length in {512, 1024, 2048, 4096, 8192, 16384}; head_dim in {64, 12
              not
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, float16, N(0, 1), d_out too
 Measures     J2 of one head of one batch entry; time, TFLOP/s (10 head_dim operations a score, what
-             the atomic form does); in the same rounds the ratio to cuDNN, and that of the atomic to
-             the deterministic form
+             the atomic form does); in the same rounds the ratio to cuDNN of the form that is taken
+             where none is asked for, and that of the atomic to the deterministic form
 Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends, the
              backward pass alone
-Expect       the deterministic form at 0.85 and more of the atomic one; the same past head_dim 128
+Expect       the form that is taken ahead of cuDNN; the deterministic form at 0.85 and more of the
+             atomic one; the same past head_dim 128
 Run          python -m experiments.backward [--quick] [--json FILE] [--head-dims N ...]
              [--plot FOLDER] [--stored]
 """
@@ -35,6 +36,7 @@ from experiments.others import CUDNN, FLASH_2, format_comparison, ratio, refusin
 from experiments.peers import HEAD_DIMS, LENGTHS, problems
 
 ATOMIC, DETERMINISTIC = "atomic", "deterministic"
+COMPARISONS = ("beside cuDNN", "deterministic beside atomic")
 #: Relative error that another library's gradients may have, several times that of 16 bits.
 TOLERANCE = 0.01
 #: Takes d_out, q, k, v, out and lse and returns what runs the backward pass on them.
@@ -119,6 +121,8 @@ def measure(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
     ways = {ATOMIC: ours(problem, deterministic=False)}
     ways[DETERMINISTIC] = ours(problem, deterministic=True)
     ways |= theirs(problem) if on_device else {}
+    taken = ca.explain_backward(*given, causal=problem.causal).partition(":")[0]
+    taken = ATOMIC if taken.endswith(ATOMIC) else DETERMINISTIC
     operations = problem.operations * 5 // 2
     rows = []
     for name, prepare in ways.items():
@@ -142,36 +146,36 @@ def measure(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
             row["tflops"] = operations / row["seconds"] / 1e12
     return {
         "problem": vars(problem) | {"name": problem.name}, "operations": operations, "rows": rows,
-        **compared(rows), **({"clocks": device.clocks()} if on_device else {}),
+        "taken": taken, **compared(rows, taken),
+        **({"clocks": device.clocks()} if on_device else {}),
     }  # fmt: skip
 
 
-def compared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return how much faster the atomic form is than cuDNN, and how fast the other is beside it."""
+def compared(rows: Sequence[Mapping[str, Any]], taken: str) -> dict[str, Any]:
+    """Return how fast the form that is taken is beside cuDNN, and the deterministic beside both."""
     by_name = {row["variant"]: row for row in rows}
-    atomic = by_name.get(ATOMIC)
+    deterministic = by_name.get(DETERMINISTIC)
     return {
-        "atomic beside cuDNN": ratio(by_name.get(CUDNN), atomic),
-        "deterministic beside atomic": ratio(atomic, by_name.get(DETERMINISTIC)),
+        "beside cuDNN": ratio(by_name.get(CUDNN), by_name.get(taken)),
+        "deterministic beside cuDNN": ratio(by_name.get(CUDNN), deterministic),
+        "deterministic beside atomic": ratio(by_name.get(ATOMIC), deterministic),
     }
 
 
 def report(record: Mapping[str, Any], folder: Path | None) -> None:
     """Print the table of a record, and draw it if that was asked for."""
-    header = ["", "J2", "time", "TFLOP/s", "beside cuDNN", "deterministic beside atomic"]
+    header = ["", "J2", "time", "TFLOP/s", *COMPARISONS]
     rows = []
     for found in record["problems"]:
         rows.append([found["problem"]["name"], *[""] * 3])
-        rows[-1] += [
-            format_comparison(found[x])
-            for x in ("atomic beside cuDNN", "deterministic beside atomic")
-        ]
+        rows[-1] += [format_comparison(found[x]) for x in COMPARISONS]
         for row in found["rows"]:
             judged = f"{row['j2']:.3f}" if "j2" in row else "not supported"
             timed = ["-", "-"]
             if "seconds" in row:
                 timed = [format_seconds(row["seconds"]), f"{row['tflops']:.4g}"]
-            rows.append([f"  {row['variant']}", judged, *timed, "", ""])
+            taken = " (taken)" if row["variant"] == found["taken"] else ""
+            rows.append([f"  {row['variant']}{taken}", judged, *timed, "", ""])
     output.print_table(header, rows)
     if folder:
         for file in plots.draw_by_length(record, folder, "backward", plots.BACKWARD_LINES):

@@ -61,7 +61,7 @@ class BackwardRun:
 def run_backward(
     inputs: Received,
     *,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     arch: str | None = None,
     backend: str | None = None,
     **options: Any,
@@ -139,7 +139,7 @@ def run_packed_backward(
     lengths: Sequence[tuple[int, int]],
     *,
     head_dim: int = 32,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     arch: str | None = None,
     backend: str | None = None,
     move: Callable[..., Any] = lambda *x: x,

@@ -13,11 +13,14 @@ from cupyattn import attention_varlen, attention_varlen_backward, explain_backwa
 from cupyattn import compile as kc
 from cupyattn.backward_plan import plan_backward
 from cupyattn.backward_tiles import SUMMED
+from cupyattn.block_mask import BlockMask
 from cupyattn.checks import Packed
+from cupyattn.gradients import Gradients
 from cupyattn.launch import Operand
 from tests.backward_cases import (
     FORMS,
     HOPPER_FORMS,
+    BackwardRun,
     interpreted_as,
     received,
     revealing_hopper_backward,
@@ -27,13 +30,13 @@ from tests.backward_cases import (
 )
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import bits, embedded, normal, packed
-from tests.test_backward_kernels import call_of, plan_of
+from tests.test_backward_kernels import call_of, plan_of, run_into
 
 #: What kernels of 512 registers for four threads may not do: wait for each product by itself.
 SERIALISED = "wgmma.mma_async instructions are serialized"
 
 
-def hopper_plan(call: Any, *, deterministic: bool = False, **changed: Operand) -> Any:
+def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Operand) -> Any:
     """The plan of a call on an sm_90a device, its arrays contiguous but for those given."""
     q = Operand.contiguous((call.batch, call.heads, call.len_q, call.head_dim), 2)
     k = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 2)
@@ -74,7 +77,7 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
     plans = [hopper_plan(call, deterministic=form) for form in FORMS.values()]
     modules = {x.module: x.entry for plan in plans for x in plan.launches}
     hopper = {m: entry for m, entry in modules.items() if m.path.parent.name == "sm90"}
-    narrow = ["backward_keys", "backward_keys", "backward_sums"]
+    narrow = ["backward_keys", "backward_keys", "backward_sums"]  # no sums behind turns
     wide = ["backward_keys_wide", "backward_queries_wide"]
     assert sorted(hopper.values()) == (narrow if head_dim <= SUMMED else wide)
     for module, entry in hopper.items():
@@ -115,11 +118,27 @@ def test_explain_names_the_form() -> None:
     for deterministic, form in (
         (False, "sm90_atomic: blocks of"),
         (True, "sm90_deterministic: asked for; blocks of keys take turns"),
+        (None, "sm90_deterministic: faster here; blocks of keys take turns"),
     ):
         text = explain_backward(
             *inputs, deterministic=deterministic, arch="sm_90a", backend="interpret"
         )
         assert text.startswith(form) and "sm90/backward_keys.cu" in text
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "len_kv", "causal", "form"),
+    [
+        (64, 1024, False, "sm90_deterministic"), (64, 1025, False, "sm90_atomic"),
+        (40, 2048, True, "sm90_deterministic"), (40, 2050, True, "sm90_atomic"),
+        (72, 16_384, True, "sm90_deterministic"), (256, 50, False, "sm90_deterministic"),
+    ],
+)  # fmt: skip
+def test_where_no_form_is_asked_for_the_faster_one_is_taken(
+    head_dim: int, len_kv: int, causal: bool, form: str
+) -> None:
+    call = call_of(2048, len_kv, head_dim, causal=causal)
+    assert hopper_plan(call, deterministic=None).form == form
 
 
 def test_sums_are_no_more_memory_than_a_tile_and_a_box_round_up_to() -> None:
@@ -172,6 +191,27 @@ def test_dk_and_dv_of_both_forms_have_the_same_bits() -> None:
         run_backward(inputs, **interpreted_as(form)).gradients for form in HOPPER_FORMS
     )
     assert bits(atomic.dk) == bits(deterministic.dk) and bits(atomic.dv) == bits(deterministic.dv)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        pytest.param({"window": (0, 5), "causal_align": "top-left"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"block_mask": BlockMask(np.array([[1], [0], [1]], bool)[None, None], 128, 128)},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_rows_without_keys_have_no_gradient(options: dict[str, Any]) -> None:
+    """No block of keys comes by them, and yet their dQ is written: there was NaN."""
+    inputs = received(*normal((1, 2, 330, 64), (1, 1, 60, 64)), **options)
+    results = Gradients(*(np.full_like(x, np.nan) for x in inputs[1:4]))
+    run_into(inputs, results, deterministic=True, arch="sm_90a", **options)
+    BackwardRun(inputs, options, results).check()
+    without = np.isneginf(inputs[5])
+    assert without.sum() >= 2 * 128 and not np.asarray(results.dq, np.float32)[without].any()
 
 
 def test_keys_that_no_row_attends_to_have_no_gradient() -> None:

@@ -191,15 +191,25 @@ def test_shared_memory_has_no_bank_conflicts(form: str) -> None:
     assert profile.excess == 0 and "backward_keys" in profile.kernels
 
 
-def run_into(inputs: Received, results: Gradients, *, deterministic: bool, **options: Any) -> None:
+def run_into(
+    inputs: Received,
+    results: Gradients,
+    *,
+    deterministic: bool,
+    arch: str | None = None,
+    **options: Any,
+) -> None:
     """Plan and run by hand, into the arrays given."""
     names = ("d_out", "q", "k", "v", "o", "lse")
     buffers = {n: backends.as_input(x) for n, x in zip(names, inputs, strict=True)}
     call = check_attention(*inputs[1:4], return_lse=True, **options)
+    if (block_mask := options.get("block_mask")) is not None:
+        buffers["kept_blocks"] = block_mask.kept_blocks(inputs[1])
+        buffers["kept_rows"] = block_mask.transposed.kept_blocks(inputs[1])
     arrays = {**buffers, **results._asdict()}
     operands = {n: Operand.of(x) for n, x in arrays.items() if n != "lse"}
-    plan = plan_backward(call, **operands, deterministic=deterministic)
-    backends.run("interpret", plan, {**buffers, **results._asdict()})
+    plan = plan_backward(call, **operands, deterministic=deterministic, arch=arch)
+    backends.run("interpret", plan, arrays, arch)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -166,9 +166,12 @@ def test_gradients_are_compared_in_pairs_of_the_same_rounds_and_drawn(tmp_path: 
     times = [1.0, 2.0, 4.0]
     rows = [timed(others.CUDNN, *times), timed(backward.ATOMIC, *(x / 1.25 for x in times))]
     rows.append(timed(backward.DETERMINISTIC, *(x / 1.25 / 0.8 for x in times)))
-    found = backward.compared(rows)
-    assert found["atomic beside cuDNN"] == pytest.approx([1.25] * 3)
+    found = backward.compared(rows, backward.ATOMIC)
+    assert found["beside cuDNN"] == pytest.approx([1.25] * 3)
+    assert found["deterministic beside cuDNN"] == pytest.approx([1.0] * 3)
     assert found["deterministic beside atomic"] == pytest.approx([0.8] * 3)
+    other = backward.compared(rows, backward.DETERMINISTIC)
+    assert other["beside cuDNN"] == other["deterministic beside cuDNN"]
     pytest.importorskip("matplotlib")
     for row in rows:
         row["tflops"] = 1 / row["seconds"]

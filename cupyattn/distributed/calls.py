@@ -70,7 +70,7 @@ class Calls:
 
     def _of_backward(self, places: dict[str, Any], deterministic: bool) -> dict[str, Any]:
         shared = {n: value for n, value in self.options.items() if n not in _FORWARD_ONLY}
-        return {**shared, **places, "deterministic": deterministic}
+        return {**shared, **places, "deterministic": deterministic or None}
 
     def _runs(
         self, blocks: Iterable[Block]

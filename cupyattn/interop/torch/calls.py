@@ -216,9 +216,10 @@ def backward_pass(
         else:
             for name in ("max_len_q", "max_len_k"):
                 del options[name]
-        dq, dk, dv = map(as_tensor, function(**options, deterministic=deterministic))
+        options["deterministic"] = deterministic or None  # the faster form where nobody asks
+        dq, dk, dv = map(as_tensor, function(**options))
         if key is not None:
-            ready = backward.ready_backward(**options, deterministic=deterministic)
+            ready = backward.ready_backward(**options)
             if ready is not None:
                 remember(key, ready)
     return dq, dk, dv
