@@ -57,7 +57,7 @@ def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:
         return
     if fault.shown_by.startswith("schedule "):  # over many steps, with a warp that falls behind
         with schedule(int(fault.shown_by.removeprefix("schedule "))):
-            yield run_backward(received(*normal((1, 1, 700, 64), (1, 1, 300, 64))), **how)
+            yield run_backward(received(*normal((1, 1, 900, 64), (1, 1, 100, 64))), **how)
         return
     problems = revealing_of(fault.hunks[0].file, form)
     for inputs, options in sorted(problems, key=lambda x: fault.shown_by not in x[1]):

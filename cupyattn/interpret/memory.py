@@ -201,8 +201,8 @@ class GlobalMemory:
         return base + before
 
     def give_back(self) -> list[str]:
-        """Copy what may have been written back to the callers' arrays; return their names."""
-        changed = [array for array in self.arrays if array.shadow is not None]
+        """Copy what was written back to the callers' arrays; return their names."""
+        changed = [a for a in self.arrays if a.shadow is not None and a.shadow.was_written]
         for array in changed:
             array.source[...] = array.elements
         return [array.name for array in changed]

@@ -96,6 +96,11 @@ class Shadow:
         self._last_write = 0
         self._engine_writes = False
 
+    @property
+    def was_written(self) -> bool:
+        """Whether anybody wrote to it in this launch."""
+        return self._last_write > 0
+
     def before_read(
         self,
         first: Ints,
