@@ -1,18 +1,21 @@
 // attn_fa_tc -- the split form of fa_tc: a few query rows against many keys.
 //
-// Idea         With few query rows there is nothing to compute and everything to read. Each warp
-//              takes a slice of the keys for itself and keeps its own maximum, sum and output; a
-//              second kernel, merge_splits, brings the slices together.
-// Differs from ../attn_fa_tc.cu: the 16 rows of an mma are the rows of all query heads that share a
-//              key head, so K and V are read once for all of them; Q waits in registers; a warp
-//              loads for itself alone, so no barrier stops another.
-// Kept simple  Slices are cut by lengths alone: the same call gives the same bits on every run.
+// Idea         With few query rows there is little to compute and everything to read. As few warps
+//              as can hold the rows take a slice of the keys for themselves: one up to 32 rows. Each
+//              keeps maximum, sum and output of its rows; a second kernel, merge_splits, brings the
+//              slices together.
+// Differs from ../attn_fa_tc.cu: the rows of a tile are those of all query heads that share a key
+//              head, so K and V are read once for all of them; Q waits in registers; only warps that
+//              share a slice wait for one another, and one alone for its lanes.
+// Kept simple  Slices are cut by sizes alone: the same call gives the same bits on every run. Warps
+//              whose rows are all past the end go the same way as the others.
 // Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
 //              core over keys, then the sum over slices in merge_splits, which does R7: times 1/l,
 //              store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
+#include "prims/named_barrier.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
 #include "prims/score.cuh"
@@ -20,13 +23,20 @@
 #include "prims/warp.cuh"
 
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
-constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row
+constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row
+// Of Q and O, 64 columns of 16 rows take 48 registers of every lane. cupyattn/splits.py knows, too.
+constexpr int MOST_WARP_ROWS = HEAD_DIM_PAD <= 128 ? 32 : 16;
+constexpr int WARP_ROWS = BLOCK_Q < MOST_WARP_ROWS ? BLOCK_Q : MOST_WARP_ROWS;
+constexpr int ROW_TILES = WARP_ROWS / 16;       // of a warp, each the rows of an mma
+constexpr int ROW_WARPS = BLOCK_Q / WARP_ROWS;  // that share a slice
+constexpr int BLOCK_SLICES = NUM_WARPS / ROW_WARPS;
+constexpr int SLICE_THREADS = ROW_WARPS * WARP_SIZE;
 constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
 
-struct SharedStorage {  // of each warp: stages of its own
-  alignas(128) elem_t K[NUM_WARPS][NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
-  alignas(128) elem_t V[NUM_WARPS][NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
+struct SharedStorage {  // of each slice: stages of its own
+  alignas(128) elem_t K[BLOCK_SLICES][NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
+  alignas(128) elem_t V[BLOCK_SLICES][NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
@@ -34,10 +44,23 @@ static_assert(ELEM_IS_16_BIT, "fa_tc multiplies float16 or bfloat16");
 static_assert(
     !NATURAL_SCORES && !MASK && !BLOCK_MASK && !VARLEN,
     "the split form takes no softcap, mask, bias, block mask or packed sequences");
-static_assert(BLOCK_Q == 16, "BLOCK_Q must be 16, the rows of an mma");
+static_assert(WARP_ROWS % 16 == 0, "BLOCK_Q must be a multiple of 16, the rows of an mma");
+static_assert(
+    BLOCK_Q % WARP_ROWS == 0,
+    "BLOCK_Q past the rows of a warp (32, beyond HEAD_DIM 128 16) must be a multiple of them");
+static_assert(
+    NUM_WARPS % ROW_WARPS == 0, "NUM_WARPS must be a multiple of the warps that BLOCK_Q rows take");
+static_assert(
+    ROW_WARPS == 1 || BLOCK_SLICES <= 15, "slices of several warps take one of 15 barriers each");
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth of an mma");
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
+
+// thread_id(), for what is done in and after the loop: where Q and O take most registers, none are
+// left to keep what follows from it in.
+__device__ __forceinline__ int thread_in_loop() {
+  return WARP_ROWS * HEAD_DIM_PAD > 32 * 64 ? thread_id_anew() : thread_id();
+}
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     const __grid_constant__ AttnParams p, const __grid_constant__ SplitParams split) {
@@ -48,11 +71,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   const int group = p.heads / p.heads_kv;  // query heads that share a key head
   const int rows = group * p.len_q;        // their rows, one head behind the other
   const int row_tiles = ceil_div(rows, BLOCK_Q);
-  const int slice_blocks = ceil_div(split.slices, NUM_WARPS);
-  const int row0 = blockIdx.x % row_tiles * BLOCK_Q;
-  const int slice = blockIdx.x / row_tiles % slice_blocks * NUM_WARPS + warp_id();
+  const int slice_blocks = ceil_div(split.slices, BLOCK_SLICES);
+  const int own_slice = warp_id() / ROW_WARPS;  // of this block's
+  const int slice = blockIdx.x / row_tiles % slice_blocks * BLOCK_SLICES + own_slice;
+  const int row0 = blockIdx.x % row_tiles * BLOCK_Q + warp_id() % ROW_WARPS * WARP_ROWS;
   const int64_t batch_head_kv = blockIdx.x / row_tiles / slice_blocks;
-  if (slice >= split.slices) return;
+  if (slice >= split.slices) return;  // with all the warps that would share it
   const int64_t batch = batch_head_kv / p.heads_kv, head_kv = batch_head_kv % p.heads_kv;
   const elem_t* K = static_cast<const elem_t*>(p.K)  // [len_kv, HEAD_DIM]
                     + batch * p.K_stride.batch + head_kv * p.K_stride.head;
@@ -63,138 +87,162 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
   const uint32_t K_lane = shared_address(
       swizzled<CHUNKS>(
-          smem.K[warp_id()][0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
+          smem.K[own_slice][0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
   const uint32_t V_lane =
-      shared_address(swizzled<CHUNKS>(smem.V[warp_id()][0], lane_id() % 16, lane_id() / 16));
+      shared_address(swizzled<CHUNKS>(smem.V[own_slice][0], lane_id() % 16, lane_id() / 16));
 
   // S1 load Q: into fragments, straight from memory; rows past the end are the last one again
-  uint32_t Q_frag[HEAD_DIM_PAD / 16][4];
+  uint32_t Q_frag[ROW_TILES][HEAD_DIM_PAD / 16][4];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = min(row0 + g + h * 8, rows - 1);
-    const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [HEAD_DIM]
-                      + batch * p.Q_stride.batch +
-                      (head_kv * group + row / p.len_q) * p.Q_stride.head +
-                      row % p.len_q * p.Q_stride.len;
+  for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
-    for (int k = 0; k < HEAD_DIM_PAD / 16; ++k) {
-      Q_frag[k][h] = load_pair(Q, k * 16 + t * 2);
-      Q_frag[k][h + 2] = load_pair(Q, k * 16 + 8 + t * 2);
+    for (int h = 0; h < 2; ++h) {
+      const int row = min(row0 + r * 16 + g + h * 8, rows - 1);
+      const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [HEAD_DIM]
+                        + batch * p.Q_stride.batch +
+                        (head_kv * group + row / p.len_q) * p.Q_stride.head +
+                        row % p.len_q * p.Q_stride.len;
+#pragma unroll
+      for (int k = 0; k < HEAD_DIM_PAD / 16; ++k) {
+        Q_frag[r][k][h] = load_pair(Q, k * 16 + t * 2);
+        Q_frag[r][k][h + 2] = load_pair(Q, k * 16 + 8 + t * 2);
+      }
     }
-  }
   const int num_steps = ceil_div(end_key - first_key, BLOCK_KV);
   auto load_kv = [&](int step) {  // into its stage; one group per step, empty past the end
     const int kv0 = first_key + step * BLOCK_KV, stage = step % NUM_STAGES;
     if (step < num_steps) {
-      load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, WARP_SIZE>(
-          smem.K[warp_id()][stage], K + kv0 * p.K_stride.len, p.K_stride.len, end_key - kv0,
-          lane_id());
-      load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, WARP_SIZE>(
-          smem.V[warp_id()][stage], V + kv0 * p.V_stride.len, p.V_stride.len, end_key - kv0,
-          lane_id());
+      load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, SLICE_THREADS>(
+          smem.K[own_slice][stage], K + kv0 * p.K_stride.len, p.K_stride.len, end_key - kv0,
+          thread_in_loop() % SLICE_THREADS);
+      load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, SLICE_THREADS>(
+          smem.V[own_slice][stage], V + kv0 * p.V_stride.len, p.V_stride.len, end_key - kv0,
+          thread_in_loop() % SLICE_THREADS);
     }
     cp_async_commit_group();
   };
 #pragma unroll
   for (int i = 0; i < NUM_STAGES - 1; ++i) load_kv(i);
 
-  RowState state[2];  // rows g and g + 8
-  float O_acc[MMA_COLS][4] = {};
+  RowState state[ROW_TILES][2];  // rows g and g + 8 of each tile
+  float O_acc[ROW_TILES][MMA_COLS][4] = {};
   for (int step = 0; step < num_steps; ++step) {
     const int kv0 = first_key + step * BLOCK_KV;
     const uint32_t K_tile = K_lane + step % NUM_STAGES * sizeof(smem.K[0][0]);
     const uint32_t V_tile = V_lane + step % NUM_STAGES * sizeof(smem.V[0][0]);
     cp_async_wait_group<NUM_STAGES - 2>();
-    __syncwarp();  // this step's tiles are visible, the stage filled next is no longer read
+    // This step's tiles are visible, the stage filled next is no longer read.
+    if constexpr (ROW_WARPS == 1)
+      __syncwarp();
+    else
+      named_barrier_sync(1 + own_slice, SLICE_THREADS);
     // S2 load K, V
     load_kv(step + NUM_STAGES - 1);
 
     // S3 scores
-    float S_acc[MMA_KEYS][4] = {};
+    float S_acc[ROW_TILES][MMA_KEYS][4] = {};
 #pragma unroll
     for (int k = 0; k < HEAD_DIM_PAD / 16; ++k)
 #pragma unroll
       for (int n = 0; n < MMA_KEYS; n += 2) {
         uint32_t K_frag[4];  // two key tiles, two halves of k
         ldmatrix_x4(K_frag, swizzled_from<CHUNKS>(K_tile, n * 8, 2 * k));
-        mma_m16n8k16<elem_t>(S_acc[n], Q_frag[k], K_frag[0], K_frag[1]);      // R2
-        mma_m16n8k16<elem_t>(S_acc[n + 1], Q_frag[k], K_frag[2], K_frag[3]);  // R2
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+          mma_m16n8k16<elem_t>(S_acc[r][n], Q_frag[r][k], K_frag[0], K_frag[1]);      // R2
+          mma_m16n8k16<elem_t>(S_acc[r][n + 1], Q_frag[r][k], K_frag[2], K_frag[3]);  // R2
+        }
       }
 
     // S4 softmax
-    if (kv0 < kv_unmasked_begin(p, 0, p.len_q) ||
-        kv0 + BLOCK_KV > min(end_key, kv_unmasked_end(p, 0))) {
+    const bool cut = kv0 < kv_unmasked_begin(p, 0, p.len_q) ||
+                     kv0 + BLOCK_KV > min(end_key, kv_unmasked_end(p, 0));
 #pragma unroll
-      for (int n = 0; n < MMA_KEYS; ++n)
+    for (int r = 0; r < ROW_TILES; ++r) {
+      if (cut) {
+        const int lane = thread_in_loop() % WARP_SIZE;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = kv0 + n * 8 + t * 2 + i % 2;
-          const int row = min(row0 + g + i / 2 * 8, rows - 1) % p.len_q;
-          if (key >= end_key || !admitted(p, row, key)) S_acc[n][i] = NEG_INF;
-        }
-    }
-    float m[2];  // the largest score that this lane holds of row g, then of row g + 8
+        for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      m[h] = NEG_INF;
-#pragma unroll
-      for (int n = 0; n < MMA_KEYS; ++n)
-        m[h] = fmaxf(m[h], fmaxf(S_acc[n][2 * h], S_acc[n][2 * h + 1]));
-      m[h] = row_maximum(m[h], p.scale_log2);
-    }
-    if (__any_sync(FULL_WARP, m[0] > state[0].M || m[1] > state[1].M)) {
+          for (int i = 0; i < 4; ++i) {
+            const int key = kv0 + n * 8 + lane % 4 * 2 + i % 2;
+            const int row = (row0 + r * 16 + lane / 4 + i / 2 * 8) % p.len_q;
+            if (key >= end_key || !admitted(p, row, key)) S_acc[r][n][i] = NEG_INF;
+          }
+      }
+      float m[2];  // the largest score that this lane holds of row g, then of row g + 8
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float alpha = state[h].advance(shfl_max<4>(m[h]));
+        m[h] = NEG_INF;
 #pragma unroll
-        for (int c = 0; c < MMA_COLS; ++c) {
-          O_acc[c][2 * h] *= alpha;      // R6
-          O_acc[c][2 * h + 1] *= alpha;  // R6
+        for (int n = 0; n < MMA_KEYS; ++n)
+          m[h] = fmaxf(m[h], fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
+        m[h] = row_maximum(m[h], p.scale_log2);
+      }
+      if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float alpha = state[r][h].advance(shfl_max<4>(m[h]));
+#pragma unroll
+          for (int c = 0; c < MMA_COLS; ++c) {
+            O_acc[r][c][2 * h] *= alpha;      // R6
+            O_acc[r][c][2 * h + 1] *= alpha;  // R6
+          }
         }
       }
-    }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float M = state[h].M_finite();
+      for (int h = 0; h < 2; ++h) {
+        const float M = state[r][h].M_finite();
 #pragma unroll
-      for (int n = 0; n < MMA_KEYS; ++n)
+        for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
-        for (int i = 2 * h; i < 2 * h + 2; ++i) {
-          S_acc[n][i] = ex2_approx_ftz(exponent(S_acc[n][i], p.scale_log2, -M));  // R4
-          state[h].l += S_acc[n][i];  // R6: this lane's part of l
-        }
+          for (int i = 2 * h; i < 2 * h + 2; ++i) {
+            S_acc[r][n][i] = ex2_approx_ftz(exponent(S_acc[r][n][i], p.scale_log2, -M));  // R4
+            state[r][h].l += S_acc[r][n][i];  // R6: this lane's part of l
+          }
+      }
     }
 
     // S5 output
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; ++k) {
-      uint32_t P_frag[4];  // two key tiles of S are one k step of P
+      uint32_t P_frag[ROW_TILES][4];  // two key tiles of S are one k step of P
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        P_frag[i] = pack_rn<elem_t>(
-            S_acc[2 * k + i / 2][i % 2 * 2], S_acc[2 * k + i / 2][i % 2 * 2 + 1]);  // R5
+      for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          P_frag[r][i] = pack_rn<elem_t>(
+              S_acc[r][2 * k + i / 2][i % 2 * 2], S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
 #pragma unroll
       for (int c = 0; c < MMA_COLS; c += 2) {
         uint32_t V_frag[4];  // two column tiles, two halves of k
         ldmatrix_x4_trans(V_frag, swizzled_from<CHUNKS>(V_tile, k * 16, c));
-        mma_m16n8k16<elem_t>(O_acc[c], P_frag, V_frag[0], V_frag[1]);      // R6
-        mma_m16n8k16<elem_t>(O_acc[c + 1], P_frag, V_frag[2], V_frag[3]);  // R6
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+          mma_m16n8k16<elem_t>(O_acc[r][c], P_frag[r], V_frag[0], V_frag[1]);      // R6
+          mma_m16n8k16<elem_t>(O_acc[r][c + 1], P_frag[r], V_frag[2], V_frag[3]);  // R6
+        }
       }
     }
   }
 
   // S6 store: what this slice came to, for merge_splits
+  const int lane = thread_in_loop() % WARP_SIZE;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    state[h].l = shfl_sum<4>(state[h].l);  // R6
-    const int row = row0 + g + h * 8;
-    if (row >= rows) continue;
-    // Rows of batch, heads and len_q in one count, those of a slice behind those of the one before.
-    const int64_t all_rows = int64_t(p.batch) * p.heads * p.len_q;
-    const int64_t at = slice * all_rows + batch_head_kv * rows + row;
-    if (t == 0) split.M[at] = state[h].M, split.l[at] = state[h].l;
+  for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
-    for (int c = 0; c < MMA_COLS; ++c)
-      store_pair(split.O + at * HEAD_DIM, c * 8 + t * 2, O_acc[c][2 * h], O_acc[c][2 * h + 1]);
-  }
+    for (int h = 0; h < 2; ++h) {
+      state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
+      const int row = row0 + r * 16 + lane / 4 + h * 8;
+      if (row >= rows) continue;
+      // Rows of batch, heads, len_q in one count, those of a slice behind those of the one before.
+      const int64_t all_rows = int64_t(p.batch) * p.heads * p.len_q;
+      const int64_t at = slice * all_rows + batch_head_kv * rows + row;
+      if (lane % 4 == 0) split.M[at] = state[r][h].M, split.l[at] = state[r][h].l;
+#pragma unroll
+      for (int c = 0; c < MMA_COLS; ++c)
+        store_pair(
+            split.O + at * HEAD_DIM, c * 8 + lane % 4 * 2, O_acc[r][c][2 * h],
+            O_acc[r][c][2 * h + 1]);
+    }
 }
