@@ -76,6 +76,7 @@ struct SplitParams {
   int32_t end_key;
   int32_t slice_keys;
   int32_t slices;
+  int32_t rows;  // of the query heads that share a key head
 };
 
 // fa_int8 appends: Q and K of AttnParams are then INT8 codes.

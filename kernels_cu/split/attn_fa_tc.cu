@@ -1,14 +1,14 @@
 // attn_fa_tc -- the split form of fa_tc: a few query rows against many keys.
 //
 // Idea         With few query rows there is little to compute and everything to read. As few warps
-//              as can hold the rows take a slice of the keys for themselves: one up to 32 rows. Each
-//              keeps maximum, sum and output of its rows; a second kernel, merge_splits, brings the
-//              slices together.
+//              as hold the rows take a slice of the keys for themselves, one for up to 32 rows, and
+//              keep maximum, sum and output of it; a second kernel, merge_splits, brings the slices
+//              together.
 // Differs from ../attn_fa_tc.cu: the rows of a tile are those of all query heads that share a key
-//              head, so K and V are read once for all of them; Q waits in registers; only warps that
-//              share a slice wait for one another, and one alone for its lanes.
-// Kept simple  Slices are cut by sizes alone: the same call gives the same bits on every run. Warps
-//              whose rows are all past the end go the same way as the others.
+//              head, so K and V are read once for all of them; Q waits in registers; only warps
+//              that share a slice wait for one another, one by itself for its lanes.
+// Kept simple  Slices are cut by sizes alone: the same call gives the same bits on every run. Rows
+//              past the end are computed with the others, and not stored.
 // Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
 //              core over keys, then the sum over slices in merge_splits, which does R7: times 1/l,
 //              store (cupyattn/numerics.py)
@@ -56,10 +56,15 @@ static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth 
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-// thread_id(), for what is done in and after the loop: where Q and O take most registers, none are
+// thread_id(), for what is done in and after the loop: with 32 rows to a warp there are no registers
 // left to keep what follows from it in.
 __device__ __forceinline__ int thread_in_loop() {
-  return WARP_ROWS * HEAD_DIM_PAD > 32 * 64 ? thread_id_anew() : thread_id();
+  return WARP_ROWS > 16 ? thread_id_anew() : thread_id();
+}
+
+// The first row of its tile that a thread has of a fragment; the others lie multiples of 8 further.
+__device__ __forceinline__ int own_row(uint32_t thread) {
+  return thread % SLICE_THREADS / WARP_SIZE * WARP_ROWS + thread % WARP_SIZE / 4;
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
@@ -68,28 +73,31 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
   // S0 locate
-  const int group = p.heads / p.heads_kv;  // query heads that share a key head
-  const int rows = group * p.len_q;        // their rows, one head behind the other
-  const int row_tiles = ceil_div(rows, BLOCK_Q);
+  const int group = p.heads / p.heads_kv;               // query heads that share a key head
+  const int row_tiles = ceil_div(split.rows, BLOCK_Q);  // of their rows, one head behind the other
   const int slice_blocks = ceil_div(split.slices, BLOCK_SLICES);
   const int own_slice = warp_id() / ROW_WARPS;  // of this block's
   const int slice = blockIdx.x / row_tiles % slice_blocks * BLOCK_SLICES + own_slice;
-  const int row0 = blockIdx.x % row_tiles * BLOCK_Q + warp_id() % ROW_WARPS * WARP_ROWS;
-  const int64_t batch_head_kv = blockIdx.x / row_tiles / slice_blocks;
+  const int row0 = blockIdx.x % row_tiles * BLOCK_Q;
+  const int batch_head_kv = blockIdx.x / row_tiles / slice_blocks;
   if (slice >= split.slices) return;  // with all the warps that would share it
-  const int64_t batch = batch_head_kv / p.heads_kv, head_kv = batch_head_kv % p.heads_kv;
+  const int batch = batch_head_kv / p.heads_kv, head_kv = batch_head_kv % p.heads_kv;
   const elem_t* K = static_cast<const elem_t*>(p.K)  // [len_kv, HEAD_DIM]
                     + batch * p.K_stride.batch + head_kv * p.K_stride.head;
   const elem_t* V = static_cast<const elem_t*>(p.V)  // [len_kv, HEAD_DIM]
                     + batch * p.V_stride.batch + head_kv * p.V_stride.head;
   const int first_key = split.first_key + slice * split.slice_keys;
   const int end_key = min(split.end_key, first_key + split.slice_keys);
-  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
-  const uint32_t K_lane = shared_address(
-      swizzled<CHUNKS>(
-          smem.K[own_slice][0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
-  const uint32_t V_lane =
-      shared_address(swizzled<CHUNKS>(smem.V[own_slice][0], lane_id() % 16, lane_id() / 16));
+  const int t = lane_id() % 4;  // fragment coordinate, see prims/mma.cuh
+  // Where a lane's rows of an ldmatrix begin in a tile of K, and in one of V.
+  auto K_lane = [](elem_t* tile) {
+    const uint32_t lane = uint32_t(thread_in_loop()) % WARP_SIZE;
+    return shared_address(swizzled<CHUNKS>(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2));
+  };
+  auto V_lane = [](elem_t* tile) {
+    const uint32_t lane = uint32_t(thread_in_loop()) % WARP_SIZE;
+    return shared_address(swizzled<CHUNKS>(tile, lane % 16, lane / 16));
+  };
 
   // S1 load Q: into fragments, straight from memory; rows past the end are the last one again
   uint32_t Q_frag[ROW_TILES][HEAD_DIM_PAD / 16][4];
@@ -97,7 +105,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = min(row0 + r * 16 + g + h * 8, rows - 1);
+      const int row = min(row0 + own_row(thread_id()) + r * 16 + h * 8, split.rows - 1);
       const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [HEAD_DIM]
                         + batch * p.Q_stride.batch +
                         (head_kv * group + row / p.len_q) * p.Q_stride.head +
@@ -108,28 +116,26 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         Q_frag[r][k][h + 2] = load_pair(Q, k * 16 + 8 + t * 2);
       }
     }
-  const int num_steps = ceil_div(end_key - first_key, BLOCK_KV);
-  auto load_kv = [&](int step) {  // into its stage; one group per step, empty past the end
-    const int kv0 = first_key + step * BLOCK_KV, stage = step % NUM_STAGES;
-    if (step < num_steps) {
+  auto load_kv = [&](int step, int left) {  // into its stage; one group per step
+    const int kv0 = end_key - left, stage = step % NUM_STAGES;
+    if (left > 0) {  // the group is empty past the end
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, SLICE_THREADS>(
-          smem.K[own_slice][stage], K + kv0 * p.K_stride.len, p.K_stride.len, end_key - kv0,
-          thread_in_loop() % SLICE_THREADS);
+          smem.K[own_slice][stage], K + kv0 * p.K_stride.len, p.K_stride.len, left,
+          uint32_t(thread_in_loop()) % SLICE_THREADS);
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, SLICE_THREADS>(
-          smem.V[own_slice][stage], V + kv0 * p.V_stride.len, p.V_stride.len, end_key - kv0,
-          thread_in_loop() % SLICE_THREADS);
+          smem.V[own_slice][stage], V + kv0 * p.V_stride.len, p.V_stride.len, left,
+          uint32_t(thread_in_loop()) % SLICE_THREADS);
     }
     cp_async_commit_group();
   };
 #pragma unroll
-  for (int i = 0; i < NUM_STAGES - 1; ++i) load_kv(i);
+  for (int i = 0; i < NUM_STAGES - 1; ++i) load_kv(i, end_key - first_key - i * BLOCK_KV);
 
   RowState state[ROW_TILES][2];  // rows g and g + 8 of each tile
   float O_acc[ROW_TILES][MMA_COLS][4] = {};
-  for (int step = 0; step < num_steps; ++step) {
-    const int kv0 = first_key + step * BLOCK_KV;
-    const uint32_t K_tile = K_lane + step % NUM_STAGES * sizeof(smem.K[0][0]);
-    const uint32_t V_tile = V_lane + step % NUM_STAGES * sizeof(smem.V[0][0]);
+  int step = 0;
+  for (int left = end_key - first_key; left > 0; left -= BLOCK_KV, ++step) {
+    const int kv0 = end_key - left;
     cp_async_wait_group<NUM_STAGES - 2>();
     // This step's tiles are visible, the stage filled next is no longer read.
     if constexpr (ROW_WARPS == 1)
@@ -137,9 +143,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     else
       named_barrier_sync(1 + own_slice, SLICE_THREADS);
     // S2 load K, V
-    load_kv(step + NUM_STAGES - 1);
+    load_kv(step + NUM_STAGES - 1, left - (NUM_STAGES - 1) * BLOCK_KV);
 
     // S3 scores
+    const uint32_t K_tile = K_lane(smem.K[own_slice][step % NUM_STAGES]);
     float S_acc[ROW_TILES][MMA_KEYS][4] = {};
 #pragma unroll
     for (int k = 0; k < HEAD_DIM_PAD / 16; ++k)
@@ -160,13 +167,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r) {
       if (cut) {
-        const int lane = thread_in_loop() % WARP_SIZE;
+        const uint32_t thread = thread_in_loop();
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int key = kv0 + n * 8 + lane % 4 * 2 + i % 2;
-            const int row = (row0 + r * 16 + lane / 4 + i / 2 * 8) % p.len_q;
+            const int key = kv0 + n * 8 + thread % 4 * 2 + i % 2;
+            const int row = (row0 + own_row(thread) + r * 16 + i / 2 * 8) % p.len_q;
             if (key >= end_key || !admitted(p, row, key)) S_acc[r][n][i] = NEG_INF;
           }
       }
@@ -204,6 +211,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     }
 
     // S5 output
+    const uint32_t V_tile = V_lane(smem.V[own_slice][step % NUM_STAGES]);
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; ++k) {
       uint32_t P_frag[ROW_TILES][4];  // two key tiles of S are one k step of P
@@ -227,22 +235,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   }
 
   // S6 store: what this slice came to, for merge_splits
-  const int lane = thread_in_loop() % WARP_SIZE;
+  const uint32_t thread = thread_in_loop();
 #pragma unroll
   for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
-      const int row = row0 + r * 16 + lane / 4 + h * 8;
-      if (row >= rows) continue;
+      const int row = row0 + own_row(thread) + r * 16 + h * 8;
+      if (row >= split.rows) continue;
       // Rows of batch, heads, len_q in one count, those of a slice behind those of the one before.
       const int64_t all_rows = int64_t(p.batch) * p.heads * p.len_q;
-      const int64_t at = slice * all_rows + batch_head_kv * rows + row;
-      if (lane % 4 == 0) split.M[at] = state[r][h].M, split.l[at] = state[r][h].l;
+      const int64_t at = slice * all_rows + int64_t(batch_head_kv) * split.rows + row;
+      if (thread % 4 == 0) split.M[at] = state[r][h].M, split.l[at] = state[r][h].l;
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c)
         store_pair(
-            split.O + at * HEAD_DIM, c * 8 + lane % 4 * 2, O_acc[r][c][2 * h],
+            split.O + at * HEAD_DIM, c * 8 + thread % 4 * 2, O_acc[r][c][2 * h],
             O_acc[r][c][2 * h + 1]);
     }
 }
