@@ -221,8 +221,9 @@ def attention(
         raise ValueError(f"scaling {n.scaling!r} does not go with {have}")
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     tiles = tiles or lookup(variant).tiles_for(
-        q.shape[-1], form=form, lengths=sizes[3:5], causal=causal, block_mask=blocks
-    )
+        q.shape[-1], form=form, lengths=sizes[3:5], causal=causal, block_mask=blocks,
+        rows=splits.shared_rows(*sizes[1:4]),
+    )  # fmt: skip
     sigma = check_scale(scale, q.shape[-1])
     scaling = scaling_errors(n, sigma, quantized, softcap)
     mean = None if quantized is None else quantized.k_mean
@@ -232,7 +233,7 @@ def attention(
     cut = None
     if n.splits:
         limits = check_limits(causal, causal_align, window, *sizes[3:5])
-        cut = splits.split(sizes[:5], limits, tiles)
+        cut = splits.split(sizes, limits, tiles)
     terms, lse = _empty(q, k, v, rows, TERMS)
     for block in score_blocks(
         q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,

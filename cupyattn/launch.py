@@ -175,7 +175,7 @@ class Launch:
 class Plan:
     """A call turned into launches: what `cupyattn.explain` prints and an executor runs.
 
-    `note` says why a faster form was left out, where one was.
+    `note` says why a faster form was left out, where one was, and how a call was split.
     """
 
     variant: str
@@ -335,7 +335,7 @@ def plan_attention(
         form = "portable" if note else "sm90"
     tiles = variant.tiles_for(
         call.head_dim, tiles, form=form, lengths=call.mean_lengths, causal=call.causal,
-        block_mask=call.block_mask,
+        block_mask=call.block_mask, rows=splits.shared_rows(call.heads, call.heads_kv, call.len_q),
     )  # fmt: skip
     if fused is not None:
         fused.check(tiles)
@@ -421,30 +421,32 @@ def _plan_split(
     params: dict[str, Any],
 ) -> Plan:
     """Plan the slices of the keys and what brings them together."""
-    sizes = call.batch, call.heads, call.heads_kv, call.len_q, call.len_kv
+    sizes = call.batch, call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
     cut = splits.split(sizes, call.limits, tiles)
-    rows = splits.row_tiles(call.heads, call.heads_kv, call.len_q, tiles)
-    counts = rows, -(-cut.slices // tiles.num_warps), call.batch * call.heads_kv
+    rows = splits.shared_rows(*sizes[1:4])
+    reads, together = -(-rows // tiles.block_q), splits.block_slices(tiles, call.head_dim)
+    counts = reads, -(-cut.slices // together), call.batch * call.heads_kv
     grid, merged = check_grid(variant.name, *counts), check_grid("merge_splits", *call.lse_shape)
     slices = {
         "O": "slice_O", "M": "slice_M", "l": "slice_l", "first_key": cut.first,
-        "end_key": cut.end, "slice_keys": cut.slice_keys, "slices": cut.slices,
+        "end_key": cut.end, "slice_keys": cut.slice_keys, "slices": cut.slices, "rows": rows,
     }  # fmt: skip
     structs = ((ATTN_PARAMS, params), (SPLIT_PARAMS, slices))
     merge = ModuleSpec("split/merge_splits.cu", spec.defines)
     launches = (
         Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs),
-        Launch(
-            merge, "merge_splits", merged, tiles.num_threads, True, structs,
-        ),
-    )  # fmt: skip
+        Launch(merge, "merge_splits", merged, tiles.num_threads, True, structs),
+    )
     shape = (cut.slices, *call.lse_shape)
     workspace = (
         Workspace("slice_O", (*shape, call.head_dim), "float32"),
         Workspace("slice_M", shape, "float32"),
         Workspace("slice_l", shape, "float32"),
     )
-    return Plan(variant.name, "split", tiles, features, launches, workspace)
+    times = "once" if reads == 1 else f"{reads} times"
+    note = f"{rows} query rows share each key head, whose K and V are read {times}, "
+    note += f"in {cut.slices} slices of {cut.slice_keys} keys"
+    return Plan(variant.name, "split", tiles, features, launches, workspace, note)
 
 
 def _unfused_launch(

@@ -360,7 +360,8 @@ def attention_mirror(
         dtype = _storage_name(q, k, v)
     rung = lookup(variant)
     given = {"softcap": bool(softcap), "bias": bias is not None}
-    *_, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    sizes = check_shapes(q.shape, k.shape, v.shape)
+    *_, len_q, len_kv, head_dim = sizes
     changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
     quant = None
     if quantized is not None:
@@ -375,8 +376,9 @@ def attention_mirror(
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     lengths = (len_q, len_kv)
     tiles = rung.tiles_for(
-        head_dim, tiles, form=form, lengths=lengths, causal=causal, block_mask=blocks
-    )
+        head_dim, tiles, form=form, lengths=lengths, causal=causal, block_mask=blocks,
+        rows=splits.shared_rows(*sizes[1:4]),
+    )  # fmt: skip
     sigma = check_scale(scale, head_dim)
     scoring = Scoring.of(
         q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
@@ -424,7 +426,7 @@ def _slices(
 ) -> tuple[Float32, RowState]:
     """The split form: slices of the keys, and ``kernels_cu/split/merge_splits.cu``."""
     batch, heads_kv, group, len_q = scores.rows
-    sizes = batch, group * heads_kv, heads_kv, len_q, V.shape[-2]
+    sizes = batch, group * heads_kv, heads_kv, len_q, *V.shape[-2:]
     limits = scores.scoring.first, scores.scoring.last
     found = [
         _over_keys(scores, V, n, tiles, steps, *keys)

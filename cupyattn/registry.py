@@ -33,9 +33,10 @@ class Variant:
         The same for the Hopper form (``kernels_cu/sm90/``); empty where there is none.
     hopper_short_tiles : mapping of int to Tiles
         The same for lengths that leave much of those tiles empty; no entry where one serves all.
-    split_tiles : mapping of int to Tiles
-        The same for the split form (``kernels_cu/split/``), which takes few query rows and many
-        keys; empty where there is none.
+    split_tiles : mapping of int to tuple of Tiles
+        Those of the split form (``kernels_cu/split/``), which takes few query rows and many keys,
+        with more and more rows: of each entry the first that hold those of a call; empty where
+        there is none.
     hopper_block_mask_tiles : mapping of int to tuple of Tiles
         Those of the Hopper forms for calls with a block mask: of each entry the first that divide
         its blocks; empty where they take none.
@@ -62,7 +63,7 @@ class Variant:
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     hopper_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_short_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    split_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    split_tiles: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     block_mask_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_block_mask_tiles: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     source: Path | None = None
@@ -90,7 +91,8 @@ class Variant:
     @property
     def _tables(self) -> dict[str, Mapping[int, Tiles]]:
         return {
-            "portable": self.tiles, "sm90": self.hopper_tiles, "split": self.split_tiles,
+            "portable": self.tiles, "sm90": self.hopper_tiles,
+            "split": {limit: rising[0] for limit, rising in self.split_tiles.items()},
             "pv8": self.pv8_tiles, "sm90_pv8": self.hopper_pv8_tiles,
             "sm90_fp8": self.hopper_fp8_tiles, "fused": self.fused_tiles,
         }  # fmt: skip
@@ -181,6 +183,7 @@ class Variant:
         lengths: tuple[int, int] | None = None,
         causal: bool = False,
         block_mask: tuple[int, int] = (0, 0),
+        rows: int = 1,
     ) -> Tiles:
         """Return the tiles of a call: those given, or the variant's own.
 
@@ -196,6 +199,9 @@ class Variant:
             So do they on a causal mask.
         block_mask : (int, int)
             Rows and keys of a block of the call's block mask; (0, 0): there is none.
+        rows : int
+            Query rows that share a key head (`cupyattn.splits.shared_rows`), which those of the
+            split form depend on.
 
         Raises
         ------
@@ -208,6 +214,8 @@ class Variant:
         fixed = tiles is not None
         tiles = tiles or self.default_tiles(head_dim, form)
         limit = self._limit(head_dim, form)
+        if form == "split" and not fixed:
+            tiles = splits.fitting(self.split_tiles[limit], rows)
         short = self.hopper_short_tiles.get(limit) if form == "sm90" else None
         if short is not None and lengths is not None and not fixed:
             cost = SHORT_TILES_COST[limit]
@@ -289,10 +297,19 @@ def computed(lengths: tuple[int, int], causal: bool, tiles: Tiles) -> int:
     return sum(-(-n // tiles.block_kv) for n in keys) * tiles.block_kv * tiles.block_q
 
 
-#: The same for the split forms: every warp has its stages, and together they fill the 99 KB.
+#: The same for the split forms, for up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys on their way,
+#: as many keys to a step as leave registers for Q and O. Beyond 16 rows not timed yet.
 _SPLIT_TILES = {
-    "fa_tc": {64: Tiles(16, 32, 4, 3), 128: Tiles(16, 16, 4, 3), 256: Tiles(16, 16, 2, 3)}
-}
+    "fa_tc": {
+        64: (
+            Tiles(16, 32, 4, 3), Tiles(32, 32, 4, 3), Tiles(64, 32, 4, 4), Tiles(128, 64, 4, 4),
+        ),
+        128: (
+            Tiles(16, 16, 4, 3), Tiles(32, 16, 4, 3), Tiles(64, 16, 4, 4), Tiles(128, 16, 4, 8),
+        ),
+        256: (Tiles(16, 16, 2, 3), Tiles(32, 16, 2, 4), Tiles(64, 16, 4, 4)),
+    },
+}  # fmt: skip
 
 #: The same for P and V in 8 bits: keys in tiles of 32, 64 or 128. Why these: NOTES.md there, "The
 #: portable fa_int8". Up to three registers of a loop may not fit (tests/runs.py).

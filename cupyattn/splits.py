@@ -6,7 +6,7 @@ every device. Kernel (``kernels_cu/split/``), mirror and bound take them from he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cupyattn.tiles import Tiles
@@ -14,13 +14,18 @@ from cupyattn.tiles import Tiles
 #: Thread blocks that a call is split into where it has fewer by itself: two, which is what their
 #: shared memory has room for, on each of the 132 SMs of an H100 or H200 SXM.
 BLOCKS = 264
-#: Query rows up to which reading K and V is all that takes time: one mma holds them.
-MOST_ROWS = 16
+#: Queries up to which the rows of all query heads that share a key head are packed into tiles.
+MOST_QUERIES = 16
 #: Keys from which on it pays: fewer are read sooner than a second kernel starts.
 LEAST_KEYS = 512
-#: Least keys of a slice. What one of 64 leaves to be merged is, for 4 rows, an eighth of what it
-#: read.
-LEAST_SLICE_KEYS = 64
+#: Least keys of a slice, for each row of its tile: what it leaves to be merged, float32, is then a
+#: quarter of what it read. So it goes on up to ENOUGH_KEYS, half at 128 rows: fewer slices would
+#: leave the tensor cores of some SMs with nothing to do, and so many rows keep those of all busy.
+KEYS_PER_ROW = 4
+ENOUGH_KEYS = 256
+#: Rows whose Q and O the registers of a warp hold, up to head_dim 128 and beyond;
+#: kernels_cu/split/attn_fa_tc.cu has the same numbers.
+WARP_ROWS, WIDE_WARP_ROWS = 32, 16
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,39 @@ class Splits:
 
 def applies(len_q: int, len_kv: int) -> bool:
     """Whether a call of these lengths is worth splitting."""
-    return 0 < len_q <= MOST_ROWS and len_kv >= LEAST_KEYS
+    return 0 < len_q <= MOST_QUERIES and len_kv >= LEAST_KEYS
 
 
-def row_tiles(heads: int, heads_kv: int, len_q: int, tiles: Tiles) -> int:
-    """Tiles that the rows of all query heads of one key head take, packed."""
-    return -(-(heads // max(1, heads_kv)) * len_q // tiles.block_q)
+def shared_rows(heads: int, heads_kv: int, len_q: int) -> int:
+    """Rows of all query heads that share a key head, for which its K and V are read together."""
+    return heads // max(1, heads_kv) * len_q
+
+
+def fitting(rising: Sequence[Tiles], rows: int) -> Tiles:
+    """Return the tiles of a call: the first that hold so many rows, or the last.
+
+    Examples
+    --------
+    >>> fitting((Tiles(16, 16, 4, 3), Tiles(32, 16, 4, 3)), 17).block_q
+    32
+    """
+    return next((tiles for tiles in rising if tiles.block_q >= rows), rising[-1])
+
+
+def block_slices(tiles: Tiles, head_dim: int) -> int:
+    """Slices that a thread block takes: the warps that the rows of a tile need share one.
+
+    Examples
+    --------
+    >>> [block_slices(Tiles(block_q, 16, 4, 3), 128) for block_q in (16, 32, 64, 128)]
+    [4, 4, 2, 1]
+    """
+    most = WARP_ROWS if head_dim <= 128 else WIDE_WARP_ROWS
+    return tiles.num_warps // (tiles.block_q // min(tiles.block_q, most))
 
 
 def split(
-    sizes: tuple[int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, int],
     limits: tuple[int | None, int | None],
     tiles: Tiles,
 ) -> Splits:
@@ -68,25 +96,29 @@ def split(
 
     Parameters
     ----------
-    sizes : (int, int, int, int, int)
-        batch, heads, heads_kv, len_q, len_kv.
+    sizes : (int, int, int, int, int, int)
+        batch, heads, heads_kv, len_q, len_kv, head_dim.
     limits : (int or None, int or None)
         Row i attends key j only where ``i + first <= j <= i + last``, as
         `cupyattn.checks.check_limits` returns them.
     tiles : Tiles
-        Of the split form: each warp takes slices of its own.
+        Of the split form.
 
     Examples
     --------
-    >>> split((1, 32, 8, 1, 32768), (None, None), Tiles(16, 16, 4, 3))
+    >>> split((1, 32, 8, 1, 32768, 128), (None, None), Tiles(16, 16, 4, 3))
     Splits(first=0, end=32768, slice_keys=256, slices=128)
+    >>> split((1, 64, 8, 16, 32768, 128), (None, None), Tiles(128, 16, 4, 8))
+    Splits(first=0, end=32768, slice_keys=1008, slices=33)
     """
-    batch, heads, heads_kv, len_q, len_kv = sizes
+    batch, heads, heads_kv, len_q, len_kv, head_dim = sizes
     first, last = limits
     begin = 0 if first is None else max(0, first) // tiles.block_kv * tiles.block_kv
     end = len_kv if last is None else max(0, min(len_kv, len_q + last))
-    blocks = batch * heads_kv * row_tiles(heads, heads_kv, len_q, tiles)
-    wanted = tiles.num_warps * max(1, BLOCKS // max(1, blocks))
-    keys = max(LEAST_SLICE_KEYS, -(-(end - begin) // wanted))
+    row_tiles = -(-shared_rows(heads, heads_kv, len_q) // tiles.block_q)
+    blocks = max(1, batch * heads_kv * row_tiles)
+    wanted = block_slices(tiles, head_dim) * max(1, BLOCKS // blocks)
+    least = min(KEYS_PER_ROW * tiles.block_q, ENOUGH_KEYS)
+    keys = max(least, -(-(end - begin) // wanted))
     keys = -(-keys // tiles.block_kv) * tiles.block_kv
     return Splits(begin, end, keys, max(1, -(-(end - begin) // keys)))
