@@ -166,6 +166,7 @@ def revealing_splits() -> Iterator[tuple[Arrays, dict[str, Any]]]:
     yield (q, k * 2 + 1, v), {"causal": True}
     yield (q + 3, k - 7, v), {}
     yield (q, k, v), {"window": (70, 30), "causal_align": "top-left"}
+    yield normal((1, 3, 12, 64), (1, 1, 513, 64)), {"causal": True}  # which two warps share
 
 
 def on_host(array: Any) -> np.ndarray:

@@ -40,7 +40,9 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
     features = Features(
         "float16", 64, lse=True, vec=8, group_q=group, group_kv=group, **values, **cell
     )
-    tiles = rung.tiles_for(64, form=form or "portable", block_mask=features.block_mask)
+    tiles = rung.tiles_for(  # of the split form those of several warps to a slice
+        64, form=form or "portable", block_mask=features.block_mask, rows=64
+    )
     spec = launch.module_spec(rung, features, tiles, form or "portable")
     sources = [spec.source, "split/merge_splits.cu"] if form == "split" else [spec.source]
     ptx = [kc.translate(kc.ModuleSpec(folder / s, spec.defines), "sm_80").ptx for s in sources]
