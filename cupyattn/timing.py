@@ -118,6 +118,34 @@ def rotated(arrays: Sequence[Any], cache_bytes: int | None = None) -> list[tuple
     return [tuple(arrays), *(tuple(a.copy() for a in arrays) for _ in range(copies))]
 
 
+def captured(call: Callable[[int], object], count: int) -> Callable[[int], object]:
+    """Return a CUDA graph of several calls: what they take without the host.
+
+    Parameters
+    ----------
+    call : callable
+        As for `time_interleaved`. It must have run before, and it may not allocate memory.
+    count : int
+        Calls in the graph, of the numbers 0 to ``count - 1``.
+
+    Returns
+    -------
+    callable
+        Launches the graph on the current CuPy stream, whatever number it is given.
+    """
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            for i in range(count):
+                call(i)
+        finally:  # a stream that is left capturing would take no other work
+            graph = stream.end_capture()
+    return lambda _: graph.launch(cupy.cuda.get_current_stream())
+
+
 def time_interleaved(
     calls: Mapping[str, Callable[[int], object]],
     *,

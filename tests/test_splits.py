@@ -33,8 +33,8 @@ from tests import runs
 from tests.runs import Run, bits
 
 BACKENDS = ("mirror", "interpret")
-#: Bytes that may not fit in registers with 32 rows to a warp: one number, stored before the loop and
-#: loaded after it.
+#: Bytes that may not fit in registers with 32 rows to a warp: one number, stored before the loop
+#: and loaded after it.
 SPILLED_SPLIT = 4
 #: batch, heads, heads_kv, len_q, len_kv, head_dim, dtype, options
 CELLS: tuple[tuple[Any, ...], ...] = (
