@@ -62,6 +62,9 @@ SPILLED = {
 }
 #: The same where sequences are packed.
 SPILLED_PACKED = {("fa_int8@pv8", 64): 4, ("fa_int8@pv8", 128): 28}
+#: The same of the split form with more than 16 rows: one number, stored before the loop and loaded
+#: after it.
+SPILLED_SPLIT = 4
 
 #: Every rung with every storage type that it takes.
 CELLS = [(rung, dtype) for rung in RUNGS for dtype in variant_of(rung).dtypes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,22 +21,19 @@ from cupyattn import (
     splits,
 )  # fmt: skip
 from cupyattn import compile as kc
-from cupyattn.checks import check_limits
+from cupyattn.checks import check_attention, check_limits
 from cupyattn.distributions import make
 from cupyattn.features import Features
 from cupyattn.interpret import executor
-from cupyattn.launch import module_spec
+from cupyattn.launch import Operand, module_spec, plan_attention
 from cupyattn.reference import attention_exact
 from cupyattn.registry import VARIANTS
 from cupyattn.rounding import as_float64
 from cupyattn.testing import judge
 from tests import runs
-from tests.runs import Run, bits
+from tests.runs import SPILLED_SPLIT, Run, bits
 
 BACKENDS = ("mirror", "interpret")
-#: Bytes that may not fit in registers with 32 rows to a warp: one number, stored before the loop
-#: and loaded after it.
-SPILLED_SPLIT = 4
 #: batch, heads, heads_kv, len_q, len_kv, head_dim, dtype, options
 CELLS: tuple[tuple[Any, ...], ...] = (
     (1, 4, 1, 1, 530, 24, "float16", {}),
@@ -241,15 +239,36 @@ def test_one_result_whatever_the_order_of_blocks(monkeypatch: pytest.MonkeyPatch
 
 
 def test_keys_and_values_are_read_once_for_all_heads_that_share_them() -> None:
-    def copied(heads: int) -> int:
-        q, k, v = inputs_of(1, heads, 1, 2, 576, 32, "float16")
+    def copied(heads: int, len_q: int, slices: int, rows: int) -> int:
+        q, k, v = inputs_of(1, heads, 1, len_q, 576, 32, "float16")
         profile = interpret.attention(q, k, v, variant="fa_tc")[2]
         kernel = profile.kernels["attn_fa_tc"]
         assert set(profile.kernels) == {"attn_fa_tc", "merge_splits"}
-        slices, rows = 9, 16  # every slice reads Q, and of rows past the end the last one again
+        # Every slice reads Q, and of rows past the end the last one again.
         return kernel.traffic["global", "load"] - slices * rows * 32 * 2
 
-    assert copied(1) == copied(8) == 2 * 576 * 32 * 2
+    assert copied(1, 2, 9, 16) == copied(8, 2, 9, 16) == 2 * 576 * 32 * 2
+    assert copied(8, 15, 3, 128) == 2 * 576 * 32 * 2
+    assert copied(9, 15, 3, 256) == 2 * 2 * 576 * 32 * 2  # 135 rows are two tiles
+
+
+@pytest.mark.parametrize(("heads", "len_q"), [(2, 4), (3, 13)])
+def test_slices_without_keys_add_nothing(heads: int, len_q: int) -> None:
+    """No call of today has one; warps that share one have no barrier to wait at."""
+    q, k, v = inputs_of(1, heads, 1, len_q, 600, 64, "float16")
+    call = check_attention(q, k, v, return_lse=True, causal=True)
+    o, lse = np.empty_like(q), np.empty(q.shape[:3], np.float32)
+    planned = plan_attention(VARIANTS["fa_tc"], call, *map(Operand.of, (q, k, v, o)))
+    (first, (struct, slices)) = planned.launches[0].params
+    assert slices["slices"] > 2
+    longer = (first, (struct, {**slices, "slice_keys": 320}))
+    launches = tuple(replace(one, params=longer) for one in planned.launches)
+    for x in (q, k, v):
+        x.flags.writeable = False
+    buffers = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+    executor.run(replace(planned, launches=launches), buffers)
+    found = runs.Run("fa_tc", "split", (q, k, v), {"causal": True}, None, o, lse)
+    found.check()
 
 
 # ---- when it is taken ----------------------------------------------------------------------------
@@ -262,6 +281,8 @@ def test_few_rows_and_many_keys_take_it(arch: str | None) -> None:
     assert "fa_tc (split), Tiles(block_q=16" in text
     assert "attn_fa_tc<<<" in text and "merge_splits<<<32, 128>>>" in text
     assert f"workspace {64 * 32 * (128 + 2) * 4:,} bytes" in text
+    note = "16 query rows share each key head, whose K and V are read once, in {} slices of {} keys"
+    assert note.format(64, 64) in text
     assert "fa_tc (split)" in explain(q, k, v, arch=arch, causal=True, window=(999, 0))
 
 

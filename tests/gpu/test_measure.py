@@ -72,6 +72,25 @@ def test_inputs_rotate_past_the_cache() -> None:
     assert size >= 2 * cupy.cuda.Device().attributes["L2CacheSize"]
 
 
+def test_a_graph_of_calls_is_what_they_are() -> None:
+    q, k, v = on_device(*make("normal", 1, 8, 4, 2048, 64, heads_kv=1))
+    sets = [(q, k, v), (q * 2, k, v)]
+    results = [cupy.empty_like(q) for _ in sets]
+    prepared = ca.plan(q, k, v, variant="fa_tc", out=results[0])
+    expected = [prepared(*one, out=o).get() for one, o in zip(sets, results, strict=True)]
+    graph = timing.captured(lambda i: prepared(*sets[i], out=results[i]), len(sets))
+    for o in results:
+        o.fill(0)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        graph(0)
+        stream.synchronize()
+    assert all((o.get() == x).all() for o, x in zip(results, expected, strict=True))
+    with pytest.raises(ZeroDivisionError):
+        timing.captured(lambda i: 1 // i, 1)
+    assert (prepared(q, k, v, out=results[0]).get() == expected[0]).all()
+
+
 def test_the_environment_describes_the_device() -> None:
     facts = device.environment()
     assert facts["device"]["name"] and facts["device"]["capability"] >= 80

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 
 from cupyattn import Tiles, attention, plan
+from cupyattn import compile as kc
+from cupyattn.features import Features
+from cupyattn.launch import module_spec
+from cupyattn.registry import VARIANTS
 from tests import runs
 from tests.gpu.support import embedded, guarded, on_device
-from tests.runs import bits, normal, on_host
+from tests.runs import SPILLED_SPLIT, bits, normal, on_host
 
 cupy = pytest.importorskip("cupy")
 
@@ -25,6 +29,18 @@ CELLS: tuple[tuple[Any, ...], ...] = (
     (70, 8, 8, 1, 640, 256, {"causal": True}),
     (3, 40, 1, 3, 4096, 96, {"causal": True}),
 )
+#: Rows that take the wider tiles: 32, 44, 65 and 128 of them, with an odd number of slices where
+#: blocks have two; 256, which are two tiles; and those of 16 rows to a warp.
+WIDE_CELLS: tuple[tuple[Any, ...], ...] = (
+    (1, 64, 8, 4, 8192, 128, {"causal": True}),
+    (1, 8, 2, 11, 2600, 128, {"window": (999, 30)}),
+    (2, 5, 1, 13, 1501, 40, {"causal": True}),
+    (2, 16, 2, 16, 4099, 128, {"causal": True}),
+    (3, 8, 1, 16, 2048, 64, {"window": (700, 3), "causal_align": "top-left"}),
+    (1, 16, 1, 16, 5003, 64, {}),
+    (2, 24, 4, 9, 1000, 256, {"causal": True}),
+    (66, 8, 1, 8, 700, 136, {}),
+)
 
 
 def inputs_of(cell: tuple[Any, ...], dtype: str) -> tuple[Any, Any, Any]:
@@ -33,7 +49,7 @@ def inputs_of(cell: tuple[Any, ...], dtype: str) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", [*CELLS, *WIDE_CELLS], ids=str)
 def test_results_are_within_their_bound_and_the_same_each_time(
     cell: tuple[Any, ...], dtype: str
 ) -> None:
@@ -52,7 +68,7 @@ def test_results_are_within_their_bound_and_the_same_each_time(
 
 
 def test_results_are_written_in_full_and_nothing_beside_them() -> None:
-    for cell in CELLS[:4]:
+    for cell in (*CELLS[:4], *WIDE_CELLS[1:4]):
         batch, heads, _, len_q, _, head_dim, options = cell
         o = guarded((batch, heads, len_q, head_dim), "float16")
         lse = guarded((batch, heads, len_q), "float32")
@@ -64,11 +80,23 @@ def test_results_are_written_in_full_and_nothing_beside_them() -> None:
         found.check()
 
 
-def test_both_forms_agree() -> None:
-    inputs = on_device(*inputs_of(CELLS[0], "float16"))
+@pytest.mark.parametrize("cell", [CELLS[0], WIDE_CELLS[5]], ids=str)
+def test_both_forms_agree(cell: tuple[Any, ...]) -> None:
+    inputs = on_device(*inputs_of(cell, "float16"))
     split = on_host(attention(*inputs, variant="fa_tc")).astype("f4")
     portable = attention(*inputs, variant="fa_tc", tiles=Tiles(64, 32, 4, 2))
     assert abs(split - on_host(portable).astype("f4")).max() < 1e-3
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_keep_everything_in_registers_or_nearly(head_dim: int) -> None:
+    variant = VARIANTS["fa_tc"]
+    for tiles in variant.split_tiles[head_dim]:
+        for dtype, causal in (("float16", True), ("bfloat16", False)):
+            features = Features(dtype, head_dim, causal, lse=True, vec=8, window=causal)
+            module = kc.load(module_spec(variant, features, tiles, "split"))
+            allowed = 0 if tiles.block_q == 16 else -(-SPILLED_SPLIT // 8) * 8  # of a stack frame
+            assert module.kernel("attn_fa_tc").local_size_bytes <= allowed, f"{tiles} {dtype}"
 
 
 def test_a_graph_captures_both_launches() -> None:
