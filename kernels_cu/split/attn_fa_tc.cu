@@ -56,8 +56,8 @@ static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth 
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-// thread_id(), for what is done in and after the loop: with 32 rows to a warp there are no registers
-// left to keep what follows from it in.
+// thread_id(), for what is done in and after the loop: with 32 rows to a warp no registers are left
+// to keep what follows from it in.
 __device__ __forceinline__ int thread_in_loop() {
   return WARP_ROWS > 16 ? thread_id_anew() : thread_id();
 }
