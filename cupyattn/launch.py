@@ -11,7 +11,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -424,29 +424,20 @@ def _plan_split(
     sizes = call.batch, call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
     cut = splits.split(sizes, call.limits, tiles)
     rows = splits.shared_rows(*sizes[1:4])
-    reads, together = -(-rows // tiles.block_q), splits.block_slices(tiles, call.head_dim)
-    counts = reads, -(-cut.slices // together), call.batch * call.heads_kv
-    grid, merged = check_grid(variant.name, *counts), check_grid("merge_splits", *call.lse_shape)
-    slices = {
-        "O": "slice_O", "M": "slice_M", "l": "slice_l", "first_key": cut.first,
-        "end_key": cut.end, "slice_keys": cut.slice_keys, "slices": cut.slices, "rows": rows,
-    }  # fmt: skip
-    structs = ((ATTN_PARAMS, params), (SPLIT_PARAMS, slices))
-    merge = ModuleSpec("split/merge_splits.cu", spec.defines)
+    reads, at_once = -(-rows // tiles.block_q), splits.block_slices(tiles, call.head_dim)
+    counts = reads, -(-cut.slices // at_once), call.batch * call.heads_kv
+    grid, own = check_grid(variant.name, *counts), splits.MERGE_TILES
+    merged = check_grid("merge_splits", cut.merge_blocks(math.prod(call.lse_shape)))
+    structs = ((ATTN_PARAMS, params), (SPLIT_PARAMS, cut.params(rows)))
+    merge = replace(module_spec(variant, features, own), source="split/merge_splits.cu")
     launches = (
         Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs),
-        Launch(merge, "merge_splits", merged, tiles.num_threads, True, structs),
+        Launch(merge, "merge_splits", merged, own.num_threads, True, structs),
     )
-    shape = (cut.slices, *call.lse_shape)
-    workspace = (
-        Workspace("slice_O", (*shape, call.head_dim), "float32"),
-        Workspace("slice_M", shape, "float32"),
-        Workspace("slice_l", shape, "float32"),
+    workspace = tuple(Workspace(*one) for one in cut.buffers(call.lse_shape, call.head_dim))
+    return Plan(
+        variant.name, "split", tiles, features, launches, workspace, cut.describe(rows, reads)
     )
-    times = "once" if reads == 1 else f"{reads} times"
-    note = f"{rows} query rows share each key head, whose K and V are read {times}, "
-    note += f"in {cut.slices} slices of {cut.slice_keys} keys"
-    return Plan(variant.name, "split", tiles, features, launches, workspace, note)
 
 
 def _unfused_launch(

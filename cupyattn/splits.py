@@ -26,6 +26,10 @@ ENOUGH_KEYS = 256
 #: Rows whose Q and O the registers of a warp hold, up to head_dim 128 and beyond;
 #: kernels_cu/split/attn_fa_tc.cu has the same numbers.
 WARP_ROWS, WIDE_WARP_ROWS = 32, 16
+#: Those of merge_splits.cu, which has no tiles but warps.
+MERGE_TILES = Tiles(16, 16, 16, 2)
+#: Slices that a warp of it brings together, which take two rounds of waiting for memory.
+MERGED_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,46 @@ class Splits:
     end: int
     slice_keys: int
     slices: int
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that bring one row together, a power of two.
+
+        Examples
+        --------
+        >>> [Splits(0, 64 * n, 64, n).row_warps for n in (1, 8, 9, 33, 128, 999)]
+        [1, 1, 2, 8, 16, 16]
+        """
+        wanted = -(-self.slices // MERGED_AT_ONCE)
+        return min(MERGE_TILES.num_warps, 1 << (wanted - 1).bit_length())
+
+    def merge_blocks(self, rows: int) -> int:
+        """Thread blocks that bring together so many rows, those of all heads and batch entries."""
+        return -(-rows // (MERGE_TILES.num_warps // self.row_warps))
+
+    def params(self, rows: int) -> dict[str, str | int]:
+        """Return what `cupyattn.params.SPLIT_PARAMS` packs, rows being those of a key head."""
+        return {
+            "O": "slice_O", "M": "slice_M", "l": "slice_l", "first_key": self.first,
+            "end_key": self.end, "slice_keys": self.slice_keys, "slices": self.slices,
+            "rows": rows, "row_warps": self.row_warps,
+        }  # fmt: skip
+
+    def buffers(
+        self, lse_shape: tuple[int, ...], head_dim: int
+    ) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return what the slices leave to be merged: names, shapes and types."""
+        shape = (self.slices, *lse_shape)
+        shapes = {"slice_O": (*shape, head_dim), "slice_M": shape, "slice_l": shape}
+        return [(name, shape, "float32") for name, shape in shapes.items()]
+
+    def describe(self, rows: int, reads: int) -> str:
+        """Say how often K and V are read for so many rows, and in which slices."""
+        times = "once" if reads == 1 else f"{reads} times"
+        return (
+            f"{rows} query rows share each key head, whose K and V are read {times}, in "
+            f"{self.slices} slices of {self.slice_keys} keys"
+        )
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the first key of each slice and the one past its last."""

@@ -76,7 +76,8 @@ struct SplitParams {
   int32_t end_key;
   int32_t slice_keys;
   int32_t slices;
-  int32_t rows;  // of the query heads that share a key head
+  int32_t rows;       // of the query heads that share a key head
+  int32_t row_warps;  // that bring one row together
 };
 
 // fa_int8 appends: Q and K of AttnParams are then INT8 codes.
