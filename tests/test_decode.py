@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn import timing
 from experiments import decode
 
 
@@ -39,3 +44,33 @@ def test_decoding_compares_tiles_of_the_split_form(tmp_path: Path) -> None:
         else:
             assert {int(name.partition("x")[0]) for name in tried} >= {16, row["rows"] // 2}
     assert ca.VARIANTS["fa_tc"] is own
+
+
+def test_shares_are_of_the_faster_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's time is that of its calls together; a copy reads and writes what fa_tc reads."""
+    q, k, v = (np.zeros((1, 1, n, 8), np.float16) for n in (1, 600, 600))
+    cupy = types.ModuleType("cupy")
+    freed: list[bool] = []
+    pool = types.SimpleNamespace(free_all_blocks=lambda: freed.append(True))
+    cupy.get_default_memory_pool = lambda: pool  # type: ignore[attr-defined]
+    cupy.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+        Device=lambda: types.SimpleNamespace(synchronize=lambda: None),
+        Stream=lambda non_blocking: contextlib.nullcontext(),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(timing, "rotated", lambda arrays: [tuple(arrays)] * 3)
+    monkeypatch.setattr(timing, "captured", lambda call, count: count)
+    seconds = {decode.COPY: 4.0, decode.PLAIN_COPY: 3.0, decode.SPLIT: 2.0}
+
+    def times(calls: dict[str, object], rounds: int) -> dict[str, list[float]]:
+        found = {name: [seconds[name]] * rounds for name in calls}
+        graphs = {name: count for name, count in calls.items() if isinstance(count, int)}
+        assert graphs == {decode.COPY: 9, decode.SPLIT: 9}  # three times all inputs, 8 at least
+        return found | {name: [9 * x for x in found[name]] for name in graphs}
+
+    monkeypatch.setattr(timing, "time_interleaved", times)
+    monkeypatch.setattr(decode.device, "clocks", dict)
+    calls = {decode.COPY: decode.copies(k, v), decode.SPLIT: lambda q, k, v: None}
+    row = decode.timed(calls, (q, k, v), rounds=15)
+    assert row["copy"] == decode.PLAIN_COPY and row["seconds"] == seconds and freed
+    assert row["share of copy"] == {decode.SPLIT: [0.75] * 3}

@@ -232,6 +232,32 @@ def test_short_calls_are_repeated_within_a_sample(fake_cupy: Clock) -> None:
     assert count == 2 + 3 * 20
 
 
+def test_calls_are_captured_in_order_and_a_capture_always_ends(
+    fake_cupy: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[Any] = []
+
+    class Stream(contextlib.nullcontext[None]):
+        def __init__(self, non_blocking: bool) -> None:
+            super().__init__()
+            assert non_blocking
+
+        def begin_capture(self) -> None:
+            steps.append("begin")
+
+        def end_capture(self) -> Any:
+            steps.append("end")
+            return types.SimpleNamespace(launch=lambda stream: steps.append("launch"))
+
+    monkeypatch.setattr(sys.modules["cupy"].cuda, "Stream", Stream, raising=False)
+    graph = timing.captured(steps.append, 3)
+    graph(7)
+    assert steps == ["begin", 0, 1, 2, "end", "launch"]
+    with pytest.raises(ZeroDivisionError):
+        timing.captured(lambda i: 1 // i, 2)
+    assert steps[6:] == ["begin", "end"]
+
+
 # ---- the device ----------------------------------------------------------------------------------
 
 
