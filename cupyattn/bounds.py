@@ -222,7 +222,7 @@ def attention(
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     tiles = tiles or lookup(variant).tiles_for(
         q.shape[-1], form=form, lengths=sizes[3:5], causal=causal, block_mask=blocks,
-        rows=splits.shared_rows(*sizes[1:4]),
+        rows=splits.wanted_rows(*sizes[:4]),
     )  # fmt: skip
     sigma = check_scale(scale, q.shape[-1])
     scaling = scaling_errors(n, sigma, quantized, softcap)

@@ -335,7 +335,8 @@ def plan_attention(
         form = "portable" if note else "sm90"
     tiles = variant.tiles_for(
         call.head_dim, tiles, form=form, lengths=call.mean_lengths, causal=call.causal,
-        block_mask=call.block_mask, rows=splits.shared_rows(call.heads, call.heads_kv, call.len_q),
+        block_mask=call.block_mask,
+        rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
     )  # fmt: skip
     if fused is not None:
         fused.check(tiles)

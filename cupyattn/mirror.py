@@ -377,7 +377,7 @@ def attention_mirror(
     lengths = (len_q, len_kv)
     tiles = rung.tiles_for(
         head_dim, tiles, form=form, lengths=lengths, causal=causal, block_mask=blocks,
-        rows=splits.shared_rows(*sizes[1:4]),
+        rows=splits.wanted_rows(*sizes[:4]),
     )  # fmt: skip
     sigma = check_scale(scale, head_dim)
     scoring = Scoring.of(

@@ -200,8 +200,7 @@ class Variant:
         block_mask : (int, int)
             Rows and keys of a block of the call's block mask; (0, 0): there is none.
         rows : int
-            Query rows that share a key head (`cupyattn.splits.shared_rows`), which those of the
-            split form depend on.
+            Those that tiles of the split form should hold (`cupyattn.splits.wanted_rows`).
 
         Raises
         ------
@@ -298,7 +297,8 @@ def computed(lengths: tuple[int, int], causal: bool, tiles: Tiles) -> int:
 
 
 #: The same for the split forms, for up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys on their way,
-#: as many keys to a step as leave registers for Q and O. Beyond 16 rows not timed yet.
+#: as many keys to a step as leave registers for Q and O. Raced on an H200: NOTES.md there, "More rows
+#: to a read of K and V".
 _SPLIT_TILES = {
     "fa_tc": {
         64: (

@@ -108,6 +108,22 @@ def shared_rows(heads: int, heads_kv: int, len_q: int) -> int:
     return heads // max(1, heads_kv) * len_q
 
 
+def wanted_rows(batch: int, heads: int, heads_kv: int, len_q: int) -> int:
+    """Rows that the tiles of a call should hold: those that share a key head.
+
+    But not one tile of 32 where two of 16 are no more than `BLOCKS` in all: these find K and V in
+    the L2 cache the second time, and warps with fewer rows wait less for their own products
+    (experiments/results/NOTES.md, "More rows to a read of K and V").
+
+    Examples
+    --------
+    >>> wanted_rows(16, 64, 8, 4), wanted_rows(64, 64, 8, 4), wanted_rows(1, 64, 8, 16)
+    (16, 32, 128)
+    """
+    rows = shared_rows(heads, heads_kv, len_q)
+    return 16 if rows <= 32 and 2 * batch * heads_kv <= BLOCKS else rows
+
+
 def fitting(rising: Sequence[Tiles], rows: int) -> Tiles:
     """Return the tiles of a call: the first that hold so many rows, or the last.
 

@@ -24,7 +24,7 @@ from cupyattn.preparation import EPS, Preparation
 from cupyattn.reference import attention_exact
 from cupyattn.registry import lookup
 from cupyattn.rounding import STORAGE, Array, array_namespace, as_float64
-from cupyattn.splits import shared_rows
+from cupyattn.splits import wanted_rows
 from cupyattn.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def judge(
     form = form or lookup(variant).form_for(len_q, len_kv, tiles, changed=changed)
     tiles = tiles or lookup(variant).tiles_for(
         head_dim, form=form, lengths=(len_q, len_kv), causal=causal, block_mask=blocks,
-        rows=shared_rows(heads, operands[1].shape[1], len_q),
+        rows=wanted_rows(batch, heads, operands[1].shape[1], len_q),
     )  # fmt: skip
     if rows is None:
         small = batch * heads * len_q * len_kv <= SMALL_CELL

@@ -30,7 +30,7 @@ from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.registry import VARIANTS, Variant, lookup
 from cupyattn.request import Options, resolve
 from cupyattn.rounding import STORAGE
-from cupyattn.splits import shared_rows
+from cupyattn.splits import wanted_rows
 from cupyattn.value_codes import ValueCodes
 
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
@@ -282,7 +282,7 @@ class Run:
         tiles = variant.tiles_for(
             q.shape[3], form=self.form, lengths=(q.shape[2], k.shape[2]), block_mask=blocks,
             causal=options.get("causal", False),
-            rows=shared_rows(q.shape[1], k.shape[1], q.shape[2]),
+            rows=wanted_rows(*q.shape[:2], k.shape[1], q.shape[2]),
         )  # fmt: skip
         for name in ("rope", "qk_norm"):
             if options.get(name):
