@@ -14,6 +14,9 @@ from cupyattn.tiles import Tiles
 #: Thread blocks that a call is split into where it has fewer by itself: two, which is what their
 #: shared memory has room for, on each of the 132 SMs of an H100 or H200 SXM.
 BLOCKS = 264
+#: Blocks up to which tiles of 16 rows stay ahead of tiles of 32: they find K and V in the L2 cache
+#: the second time, and wait less for their own products (experiments/results/decode.json).
+NARROW_BLOCKS = BLOCKS
 #: Queries up to which the rows of all query heads that share a key head are packed into tiles.
 MOST_QUERIES = 16
 #: Keys from which on it pays: fewer are read sooner than a second kernel starts.
@@ -111,9 +114,7 @@ def shared_rows(heads: int, heads_kv: int, len_q: int) -> int:
 def wanted_rows(batch: int, heads: int, heads_kv: int, len_q: int) -> int:
     """Rows that the tiles of a call should hold: those that share a key head.
 
-    But not one tile of 32 where two of 16 are no more than `BLOCKS` in all: these find K and V in
-    the L2 cache the second time, and warps with fewer rows wait less for their own products
-    (experiments/results/NOTES.md, "More rows to a read of K and V").
+    But not one tile of 32 where two of 16 are no more than `NARROW_BLOCKS` in all.
 
     Examples
     --------
@@ -121,7 +122,7 @@ def wanted_rows(batch: int, heads: int, heads_kv: int, len_q: int) -> int:
     (16, 32, 128)
     """
     rows = shared_rows(heads, heads_kv, len_q)
-    return 16 if rows <= 32 and 2 * batch * heads_kv <= BLOCKS else rows
+    return 16 if rows <= 32 and 2 * batch * heads_kv <= NARROW_BLOCKS else rows
 
 
 def fitting(rising: Sequence[Tiles], rows: int) -> Tiles:

@@ -32,7 +32,7 @@ CELLS: tuple[tuple[Any, ...], ...] = (
 #: Rows that take the wider tiles: 32, 44, 65 and 128 of them, with an odd number of slices where
 #: blocks have two; 256, which are two tiles; and those of 16 rows to a warp.
 WIDE_CELLS: tuple[tuple[Any, ...], ...] = (
-    (1, 64, 8, 4, 8192, 128, {"causal": True}),
+    (17, 64, 8, 4, 2048, 128, {"causal": True}),
     (1, 8, 2, 11, 2600, 128, {"window": (999, 30)}),
     (2, 5, 1, 13, 1501, 40, {"causal": True}),
     (2, 16, 2, 16, 4099, 128, {"causal": True}),
