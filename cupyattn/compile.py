@@ -88,8 +88,9 @@ class ModuleSpec:
 
     @property
     def least_capability(self) -> int:
-        """Least compute capability times ten that has the instructions: e4m3 came with 8.9."""
-        return 89 if ("CFG_P_TYPE", P_TYPES.index("e4m3")) in self.defines else 80
+        """Least compute capability times ten: e4m3 came with 8.9, clusters of blocks with 9.0."""
+        e4m3 = ("CFG_P_TYPE", P_TYPES.index("e4m3")) in self.defines
+        return 90 if dict(self.defines).get("CFG_SPLITS", 1) > 1 else 89 if e4m3 else 80
 
     def __str__(self) -> str:
         return f"{self.source} [{' '.join(f'{name}={value}' for name, value in self.defines)}]"
@@ -226,10 +227,13 @@ def _compiled(spec: ModuleSpec, arch: str, target: str, source: str | None) -> B
             "install a newer nvidia-cuda-nvrtc"
         )
     _check_supported(capability_of(arch))
-    if capability_of(arch) < spec.least_capability:
+    if capability_of(arch) < (least := spec.least_capability):
+        what, instead = {
+            89: ("8-bit floats (pv='fp8')", "pv='int8' or pv='16bit'"),
+            90: ("tiles that several blocks share (splits)", "splits=1"),
+        }[least]
         raise UnsupportedError(
-            f"8-bit floats (pv='fp8') need compute capability 8.9 or later, got {arch}: use "
-            "pv='int8' or pv='16bit'"
+            f"{what} need compute capability {least / 10} or later, got {arch}: use {instead}"
         )
     folder = nvrtc.headers(compiler)
     source = read_source(spec) if source is None else source

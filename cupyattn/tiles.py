@@ -77,6 +77,9 @@ class GemmTiles(_Sizes):
         Warps per thread block.
     num_stages : int
         Slices of 128 codes in flight.
+    splits : int
+        Thread blocks that share a tile, each with a part of k: a cluster of 2, 4 or 8, from compute
+        capability 9.0 on. They add up in one order, so that the same sizes give the same bits.
 
     Raises
     ------
@@ -93,3 +96,4 @@ class GemmTiles(_Sizes):
     block_n: int
     num_warps: int
     num_stages: int
+    splits: int = 1

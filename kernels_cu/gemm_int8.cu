@@ -5,8 +5,11 @@
 //              C += float(dot) * (A_scale * B_scale). A row of A has a scale of its own, 128 rows
 //              of B share one. A slice is 128 bytes of a row, one line of shared memory. So are 64
 //              columns that were kept in 16 bits (outliers): further steps of the same loop, which
-//              add to the float32 sum without a scale.
-// Kept simple  One block per tile of C. Edges of m, n and k arrive as zeros, which add nothing.
+//              add to the float32 sum without a scale. Where there are few tiles, SPLITS blocks
+//              share one, a cluster: each has a part of the slices, and in the end reads the
+//              partial sums of a part of the tile from the shared memory of all.
+// Kept simple  One block per tile of C, or cluster. Edges of m, n and k arrive as zeros, which add
+//              nothing.
 // Rounding     G1 the product of both scales; G2 the fma of a slice, and the tensor core over
 //              outliers; G3 bias; G4 activation; G5 store (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for outliers and activation
@@ -25,12 +28,15 @@ constexpr int WARP_N = BLOCK_N / (WARPS_N > 0 ? WARPS_N : 1);  // columns of C p
 constexpr int MMA_ROWS = WARP_M / 16;                          // row tiles of 16 per warp
 constexpr int MMA_COLS = WARP_N / 8;                           // column tiles of 8 per warp
 constexpr int B_SCALES = ceil_div(BLOCK_N, SCALE_ROWS);
+constexpr int FRAGMENTS = MMA_ROWS * MMA_COLS;  // tiles of 16 x 8 per warp
 
 struct SharedStorage {
   alignas(128) int8_t A[NUM_STAGES][BLOCK_M * SLICE];
   alignas(128) int8_t B[NUM_STAGES][BLOCK_N * SLICE];
   float A_scale[NUM_STAGES][BLOCK_M];
   float B_scale[NUM_STAGES][B_SCALES];
+  // what this block's part of k comes to, for the others
+  alignas(16) float partial[SPLITS > 1 ? FRAGMENTS : 1][SPLITS > 1 ? NUM_THREADS : 1][4];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
@@ -96,12 +102,13 @@ __device__ __forceinline__ void multiply_slice(
   }
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gemm_int8(
-    const __grid_constant__ GemmParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
+    void gemm_int8(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const GemmTile tile = gemm_tile(p, blockIdx.x);
+  const GemmTile tile = gemm_tile(p, blockIdx.x / SPLITS);
+  const Part part = part_of_block(p);
   const int m0 = tile.m0, n0 = tile.n0;
   const int row0 = warp_id() % WARPS_M * WARP_M;  // first row and column of this warp in the block
   const int col0 = warp_id() / WARPS_M * WARP_N;
@@ -112,21 +119,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gemm_int8(
   const uint32_t B_lane = shared_address(
       swizzled<CHUNKS>(smem.B[0], col0 + lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
 
-  const int num_codes = code_slices(p), num_steps = num_codes + outlier_slices(p);
+  const int num_codes = part.codes, num_steps = num_codes + part.outliers;
   auto load = [&](int step) {  // into its stage; one group per step, empty past the end
     const int stage = step % NUM_STAGES;
     if (step < num_codes) {
-      const int byte = step * SLICE;
+      const int slice = part.first + step, byte = slice * SLICE;
       load_slice<BLOCK_M>(
           smem.A[stage], p.A + m0 * p.A_stride + byte, p.A_stride, p.m - m0, p.k - byte);
       load_slice<BLOCK_N>(
           smem.B[stage], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte);
       // What lies past the end multiplies zeros.
       gather_async<BLOCK_M>(smem.A_scale[stage], [&](int i) {
-        return p.A_scale + min(m0 + i, p.m - 1) * p.A_scale_stride + step;
+        return p.A_scale + min(m0 + i, p.m - 1) * p.A_scale_stride + slice;
       });
       gather_async<B_SCALES>(smem.B_scale[stage], [&](int i) {
-        return p.B_scale + min(n0 + i * SCALE_ROWS, p.n - 1) / SCALE_ROWS * p.B_scale_stride + step;
+        const int row = min(n0 + i * SCALE_ROWS, p.n - 1) / SCALE_ROWS;
+        return p.B_scale + row * p.B_scale_stride + slice;
       });
     } else if (OUTLIERS && step < num_steps) {
       const int byte = (step - num_codes) * SLICE, bytes = p.outliers * int(sizeof(outlier_t));
@@ -176,6 +184,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gemm_int8(
       }
   }
 
+  if constexpr (SPLITS > 1) {
+    merge_splits(
+        smem.partial, part.rank, thread_id(),
+        [&](int f, int i) { return C_acc[f / MMA_COLS][f % MMA_COLS][i]; },
+        [&](int f, const float (&sum)[4]) {
+          const int row = m0 + row0 + f / MMA_COLS * 16 + g, col = n0 + col0 + f % MMA_COLS * 8;
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            store_row<1>(p, row + h * 8, col, [&](int, int j) { return sum[2 * h + j]; });
+        });
+    return;
+  }
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll

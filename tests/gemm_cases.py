@@ -42,8 +42,8 @@ class Product:
         after = {**self.after, "activation": self.activation or None}
         return ca.int8_gemm(*self.operands, self.out_dtype, **after, **options)
 
-    def mirror(self) -> np.ndarray:
-        return gemm_mirror(*self.operands, self.out_dtype, **self.after)
+    def mirror(self, splits: int = 1) -> np.ndarray:
+        return gemm_mirror(*self.operands, self.out_dtype, **self.after, splits=splits)
 
     def share_of_bound(self, c: np.ndarray) -> float:
         """Return the largest error as a share of its bound; a NaN is infinitely wrong.

@@ -32,8 +32,8 @@ class Prim:
         is ``tests/kernels/prims_<header>.cu``, or ``tests/kernels/ptx_....cu``.
     entry : str
         Kernel.
-    block : int
-        Threads of the one block.
+    block, grid : int
+        Threads of a block, and blocks.
     arguments : callable
         Returns the arguments in the kernel's order: arrays, of which those that it writes are named
         by `expected` too, parameter structs, and tensor maps. An array that a tensor map names is
@@ -63,6 +63,7 @@ class Prim:
     expected: Callable[..., Mapping[str, np.ndarray]]
     relative: float = 0.0
     absolute: float = 0.0
+    grid: int = 1
     defines: tuple[tuple[str, int], ...] = ()
     hopper: bool = False
     since: int = 80

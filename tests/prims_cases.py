@@ -23,6 +23,7 @@ from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
+from tests.prims_cluster_cases import CLUSTER_PRIMS
 from tests.prims_gemm_cases import GEMM_PRIMS
 from tests.prims_gradient_cases import GRADIENT_PRIMS, GRADIENT_SM90_PRIMS
 from tests.prims_p_cases import P_PRIMS
@@ -596,7 +597,7 @@ PRIMS = [
     ),
     *SCORE_PRIMS, *PIECES_PRIMS, *STEP_PRIMS, *rope_prims(), *prepare_prims(), *P_PRIMS,
     *ZERO_PRIMS,
-    *GEMM_PRIMS, *GRADIENT_PRIMS, *GRADIENT_SM90_PRIMS,
+    *CLUSTER_PRIMS, *GEMM_PRIMS, *GRADIENT_PRIMS, *GRADIENT_SM90_PRIMS,
     *tile_prims(),
     Prim(
         "copies", "tile_io", "copies", 128,

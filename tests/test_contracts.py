@@ -142,6 +142,7 @@ BROKEN = [
     ("gemm_int8.cu", {"BLOCK_N": 192}, "BLOCK_N must divide 128, or be a multiple of it"),
     ("gemm_int8.cu", {"BLOCK_N": 256, "NUM_WARPS": 1}, "columns of a warp must share a scale"),
     ("gemm_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2: the next slice"),
+    ("sm90/gemm_int8.cu", {"SPLITS": 3}, "SPLITS must divide the tiles of 16 x 8 that a warp has"),
     ("sm90/gemm_int8.cu", {"BLOCK_M": 96}, "BLOCK_M must be 64, 128 or 192"),
     ("sm90/gemm_int8.cu", {"BLOCK_N": 384}, "BLOCK_N must be 64, 128 or, up to BLOCK_M 128, 256"),
     ("sm90/gemm_int8.cu", {"BLOCK_M": 192, "NUM_WARPS": 16}, "BLOCK_N must be 64, 128 or, up to"),

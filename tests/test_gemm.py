@@ -172,7 +172,7 @@ THEFTS = {
     "a wait too few": ("group<NUM_STAGES - 2>", "group<NUM_STAGES - 1>", "in flight"),
     "rows past the end": ("row < rows_valid && ", "", "out of bounds"),
     "codes past the end": (" && byte < bytes_valid", "", "between the rows of a"),
-    "scale of the first slice": ("* p.A_scale_stride + step;", "* p.A_scale_stride;", ""),
+    "scale of the first slice": ("* p.A_scale_stride + slice;", "* p.A_scale_stride;", ""),
     "rows exchanged": ("row0 + r * 16 + g + h * 8] * B_scale", "row0 + r * 16 + g] * B_scale", ""),
     "scale past the end": ("min(m0 + i, p.m - 1)", "(m0 + i)", "out of bounds"),
 }
@@ -241,7 +241,7 @@ def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
 
 @given(st.integers(1, 20_000), st.integers(1, 20_000))
 def test_tiles_fit_the_product(m: int, n: int) -> None:
-    tiles = choose_tiles(m, n, PORTABLE_TILES)
+    tiles = choose_tiles(m, n, 128, PORTABLE_TILES)
     (one,) = planned(m, n, 128).launches
     assert one.grid == -(-m // tiles.block_m) * -(-n // tiles.block_n)
     if m <= 16:

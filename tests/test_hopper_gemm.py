@@ -103,7 +103,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
         pytest.param(t, marks=[] if t in HOPPER_TILES[:1] else [pytest.mark.slow])
         for t in (*HOPPER_TILES, THREE)
     ],
-    ids=lambda t: f"{t.block_m}x{t.block_n}",
+    ids=lambda t: f"{t.block_m}x{t.block_n}-{t.splits}",
 )
 def test_default_tiles_spill_nothing(tiles: GemmTiles) -> None:
     for options in ({"bias": "bfloat16", "activation": "gelu"}, {"outliers": True}):

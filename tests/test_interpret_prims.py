@@ -36,5 +36,5 @@ def test_primitive(prim: Prim, arch: str) -> None:
     mapped = {a.buffer: arguments[a.buffer] for a in arguments.values() if isinstance(a, TensorMap)}
     passed = [arguments[name] for name in prim.parameters(arguments)]
     ptx = kc.build(prim.spec, arch).ptx  # which tests/test_prims.py compiles, too
-    run_kernel(ptx, prim.entry, passed, block=prim.block, mapped=mapped)
+    run_kernel(ptx, prim.entry, passed, block=prim.block, grid=prim.grid, mapped=mapped)
     prim.check({name: a for name, a in arguments.items() if isinstance(a, np.ndarray)})

@@ -73,8 +73,10 @@ EXPECTED = {
     "backward_keys.cu": {"K": "float16", "V": "float16", "Q": "float16", "dO": "float16",
                          "dS": "float16", "row_M": "float32", "delta": "float32"},
     "backward_queries.cu": {"Q": "float16", "dO": "float16", "K": "float16", "V": "float16"},
-    "gemm_int8.cu": {"A": "int8", "B": "int8", "A_scale": "float32", "B_scale": "float32"},
-    "sm90/gemm_int8.cu": {"A": "int8", "B": "int8", "full": "uint64", "empty": "uint64"},
+    "gemm_int8.cu": {"A": "int8", "B": "int8", "A_scale": "float32", "B_scale": "float32",
+                     "partial": "float32"},
+    "sm90/gemm_int8.cu": {"A": "int8", "B": "int8", "full": "uint64", "empty": "uint64",
+                          "partial": "float32"},
     "split/merge_splits.cu": {"O": "float32", "l": "float32"},
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ def test_every_header_has_its_kernel() -> None:
 def test_every_kernel_of_the_sources_is_run() -> None:
     entry_point = re.compile(
         # by name, or by a macro that declares one, at the start of a line
-        r'^extern "C" __global__ (?:__launch_bounds__\([^)]*\) )?void (\w+)\('
+        r'^extern "C" __global__ (?:CLUSTER_OF_SPLITS |__launch_bounds__\([^)]*\) )?void (\w+)\('
         r"|^(?:MMA|APPROXIMATION)\((\w+),",
         re.MULTILINE,
     )

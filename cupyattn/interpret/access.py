@@ -42,11 +42,16 @@ _SPACES = ("global", "shared", "local", "param", "const")
 
 
 def plain(modifiers: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Return the space that modifiers name (``"generic"`` for none), and what else they say."""
+    """Return the space that modifiers name (``"generic"`` for none), and what else they say.
+
+    Shared memory of a cluster is the space ``"cluster"``.
+    """
     space, others = "generic", []
     for modifier in modifiers:
         name = modifier.partition("::")[0]
-        if name in _SPACES and modifier in (name, f"{name}::cta", "param::entry"):
+        if modifier == "shared::cluster":
+            space = "cluster"
+        elif name in _SPACES and modifier in (name, f"{name}::cta", "param::entry"):
             space = "global" if name == "const" else name
         elif modifier not in _HINTS:
             others.append(modifier)
@@ -90,7 +95,9 @@ def _orders_blocks(inst: Instruction, how: str) -> bool:
 
 def _load_store_width(inst: Instruction) -> tuple[str, int] | None:
     shape = _shape(inst)
-    return None if shape is None else (shape[0], shape[1] * DTYPES[shape[2]].itemsize)
+    if shape is None:
+        return None
+    return "shared" if shape[0] == "cluster" else shape[0], shape[1] * DTYPES[shape[2]].itemsize
 
 
 ACCESSES["ld"] = ACCESSES["st"] = _load_store_width
@@ -166,7 +173,7 @@ def store(inst: Instruction) -> Execute | None:
     reads = [reader(x, f"b{8 * unit}") for x in items_of(inst.operands[1])]
     addresses = address_reader(inst.operands[0], space)
     strong, releases = _is_strong(inst), _orders_blocks(inst, "release")
-    if len(reads) != count:
+    if len(reads) != count or space == "cluster":
         return None
 
     def execute(machine: Machine, lanes: Lanes) -> None:
@@ -210,6 +217,8 @@ def atomic(inst: Instruction) -> Execute | None:
     if shape is None:
         return None
     space, operation, count, type_name = shape
+    if space == "cluster":
+        return None
     combine, dtype = _ATOMIC[operation], DTYPES[type_name]
     operands = list(inst.operands)
     writes = [writer(x) for x in items_of(operands.pop(0))] if inst.opcode == "atom" else []

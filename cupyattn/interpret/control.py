@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cupyattn.interpret.cluster import cluster_barrier
 from cupyattn.interpret.ptx import Immediate, Instruction, Negated
 from cupyattn.interpret.semantics import Execute, Step, instruction, reader, whole_warp
 
@@ -98,7 +99,9 @@ def set_registers(inst: Instruction) -> Step:
 
 @instruction("bar", "barrier")
 def barrier(inst: Instruction) -> Step | None:
-    """Wait for the threads of the block, or of the warp."""
+    """Wait for the threads of the block, of the warp, or of the cluster."""
+    if "cluster" in inst.modifiers:
+        return cluster_barrier(inst)
     modifiers = tuple(m for m in inst.modifiers if m not in ("cta", "aligned"))
     if modifiers == ("warp", "sync"):
         mask = reader(inst.operands[0], "u32")

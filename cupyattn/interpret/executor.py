@@ -278,7 +278,11 @@ def _launch(
     if grid < 1:
         raise KernelLaunchError(f"{entry} takes 1 block or more, got a grid of {grid}")
     symbols = {v.name: memory.add(v.name, _variable(v)) for v in ready.variables.values()}
-    blocks = max(1, min(grid, MEMORY_BUDGET // block_bytes(ready, block, shared)))
+    cluster = ready.kernel.cluster
+    if grid % cluster:
+        raise KernelLaunchError(f"{entry} takes clusters of {cluster} blocks, got a grid of {grid}")
+    clusters = MEMORY_BUDGET // block_bytes(ready, block, shared) // cluster
+    blocks = max(1, min(grid // cluster, clusters)) * cluster
     now = 0
     for first in range(0, grid, blocks):
         machine = Machine(

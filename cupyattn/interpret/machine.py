@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from cupyattn.interpret.access import Copies
 from cupyattn.interpret.bulk import Engine, Tensor
+from cupyattn.interpret.cluster import Clusters
 from cupyattn.interpret.findings import Finding, KernelFault
 from cupyattn.interpret.mbarrier import Mbarriers
 from cupyattn.interpret.memory import (
@@ -176,9 +177,11 @@ class Machine:
         granule = program.granules["shared"]
         shared = program.shared_bytes + dynamic_shared
         self.shared = SharedMemory(blocks, shared, granule, self.clocks, self.report)
+        self.clusters = Clusters(self)
         self.spaces: dict[str, Space] = {
             "global": memory,
             "shared": self.shared,
+            "cluster": self.clusters,
             "local": LocalMemory(self.size, program.local_bytes, self.report),
             "param": ParamMemory(params, self.report),
         }
@@ -312,6 +315,9 @@ class Machine:
         self._groups = {place: Lanes(x.mask, self.alive) for place, x in self._groups.items()}
         for place in list(self._parked):
             self.go(place, self._parked.pop(place))
+        if self.clusters.blocks > 1:
+            self.clusters.end(lanes.index)
+            self.clusters.advance()
 
     def _gather(self, together: Read, warps: int, lanes: Lanes) -> Lanes:
         """Return the lanes whose partners are all here; park the others."""
@@ -559,6 +565,9 @@ class Machine:
         for place, lanes in self.mbarriers.sleepers():
             waiting[place] = np.isin(self.lane, lanes)
             parts.append(f"{len(lanes)} at an mbarrier")
+        for place, mask in self.clusters.sleepers():
+            waiting[place] = mask
+            parts.append(f"{mask.sum()} at the barrier of their cluster")
         self.place = min(waiting)
         gone = int((~self.alive).sum() - (self.threads - self.block) * self.blocks)
         message = (

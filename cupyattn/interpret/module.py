@@ -209,6 +209,8 @@ class Kernel:
         Declared in the body.
     max_threads : int or None
         Of a block, by ``.maxntid`` or ``.reqntid``.
+    cluster : int
+        Blocks of a cluster, by ``.reqnctapercluster``; 1 without clusters.
     """
 
     name: str
@@ -218,6 +220,7 @@ class Kernel:
     labels: dict[str, int]
     variables: dict[str, Variable]
     max_threads: int | None
+    cluster: int = 1
 
 
 @dataclass(frozen=True, eq=False)

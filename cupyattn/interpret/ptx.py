@@ -110,7 +110,8 @@ _PARAMETER = re.compile(
 )
 _TUNING = re.compile(
     r"\.(?:maxntid|reqntid)\s+(?P<threads>\d+(?:\s*,\s*\d+)*)|\.explicitcluster"
-    r"|\.(?:minnctapersm|maxnctapersm|maxnreg|maxclusterrank|reqnctapercluster)\s+[\d\s,]+"
+    r"|\.reqnctapercluster\s+(?P<cluster>\d+(?:\s*,\s*\d+)*)"
+    r"|\.(?:minnctapersm|maxnctapersm|maxnreg|maxclusterrank)\s+[\d\s,]+"
     r'|\.pragma\s+"[^"]*"\s*;'
 )
 _VARIABLE = re.compile(
@@ -289,12 +290,13 @@ def _kernel(
     name = header[1]
     parameters = _parameters(text, header[2] or "")
     body = _Body(text, {*variables, *(parameter.name for parameter in parameters)}, files)
-    max_threads = _max_threads(text, *header.span(3))
+    max_threads, cluster = _tuning(text, *header.span(3))
     end = body.read(name, header.end())
     text.where = header.start()
     registers, instructions = tuple(body.registers), tuple(body.instructions)
     labels, own = body.labels, body.variables
-    return Kernel(name, parameters, registers, instructions, labels, own, max_threads), end
+    kernel = Kernel(name, parameters, registers, instructions, labels, own, max_threads, cluster)
+    return kernel, end
 
 
 def _parameters(text: _Text, declarations: str) -> tuple[Parameter, ...]:
@@ -313,18 +315,20 @@ def _parameters(text: _Text, declarations: str) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-def _max_threads(text: _Text, start: int, end: int) -> int | None:
-    """Read what stands between parameters and body."""
-    found = None
+def _tuning(text: _Text, start: int, end: int) -> tuple[int | None, int]:
+    """Read what stands between parameters and body: most threads, and blocks of a cluster."""
+    threads, cluster = None, 1
     offset = text.skip_blanks(start)
     while offset < end:
         match = _TUNING.match(text.text, offset)
         if match is None:
             text.fail("unknown directive before the body of a kernel")
         if match["threads"]:
-            found = math.prod(int(number) for number in match["threads"].split(","))
+            threads = math.prod(int(number) for number in match["threads"].split(","))
+        if match["cluster"]:
+            cluster = math.prod(int(number) for number in match["cluster"].split(","))
         offset = text.skip_blanks(match.end())
-    return found
+    return threads, cluster
 
 
 # ---- the body of a kernel ------------------------------------------------------------------------

@@ -6,6 +6,7 @@ neighbours which different threads own never look like one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 import numpy as np
@@ -95,6 +96,8 @@ class Shadow:
         self._last_read = 0  # of those in `read`
         self._last_write = 0
         self._engine_writes = False
+        #: Told of every write, granules and lanes, while others than `readers` have read.
+        self.before_any_write: Callable[[Ints, Ints], None] | None = None
 
     @property
     def was_written(self) -> bool:
@@ -142,6 +145,29 @@ class Shadow:
             message = f"{self.name} is read before anything was written there"
             report("never written", message, lanes, missing, self._address(granules))
 
+    def before_far_read(
+        self,
+        granules: Ints,
+        lanes: Ints,
+        ordered_until: Callable[[Ints, Ints], Times],
+        clocks: Clocks,
+        report: Report,
+    ) -> None:
+        """Report what is wrong with `lanes` of other blocks than the memory's reading `granules`.
+
+        `ordered_until` says up to when lanes come after what others did.
+        """
+        self._check_flights(granules, lanes, report, "read")
+        self.check_written(granules, lanes, report)
+        written = self.written[granules]
+        writer = (self.writer[granules] - clocks.first).astype(np.intp)
+        late = written > ordered_until(lanes, writer)
+        if late.any():
+            row = int(np.argmax(late))
+            other = _name(clocks, int(writer[row]), int(lanes[row]))
+            message = f"{self.name} is read, and nothing orders that after the write by {other}"
+            report("race", message, lanes, late, self._address(granules))
+
     def _note_read(self, time: int, granules: Ints, lanes: Ints) -> None:
         self.read[granules] = self._last_read = time
         self._log.append((time, granules, lanes))
@@ -172,6 +198,8 @@ class Shadow:
     ) -> None:
         """Report what is wrong with `lanes` writing `granules`."""
         self._check_flights(granules, lanes, report, "written")
+        if self.before_any_write is not None:
+            self.before_any_write(granules, lanes)
         if self._loans and (lent := self.lent[granules] > 0).any():
             message = f"{self.name} is written while an asynchronous operation still reads it"
             report("in flight", message, lanes, lent, self._address(granules))

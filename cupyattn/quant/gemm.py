@@ -12,7 +12,7 @@ from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.checks import MAX_LENGTH
 from cupyattn.launch import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
-from cupyattn.quant.gemm_plan import FEW_ROWS, plan_gemm
+from cupyattn.quant.gemm_plan import FEW_ROWS, check_splits, plan_gemm
 from cupyattn.quant.gemm_reference import check_activation, gemm_mirror
 from cupyattn.quant.repeated import call_key, recall, remember
 from cupyattn.rounding import STORAGE, array_namespace
@@ -54,7 +54,8 @@ def int8_gemm(
         (..., r) and (n, r), both float16 or both bfloat16: r further columns along k that were not
         quantised.
     tiles : GemmTiles, optional
-        Chosen by the shape when omitted; of the portable form, unless `arch` is ``"sm_90a"``.
+        Chosen by the shape when omitted; of the portable form, unless `arch` is ``"sm_90a"``. Where
+        several blocks share a tile (`GemmTiles.splits`), the bits follow from that number, too.
     arch : str, optional
         Architecture to compile for, which decides the form: ``"sm_90a"`` names the Hopper form.
     backend : {"cuda", "mirror", "interpret"}, optional
@@ -68,9 +69,11 @@ def int8_gemm(
     Raises
     ------
     TypeError, ValueError
-        For arrays that do not fit together, and unknown names.
+        For arrays that do not fit together, unknown names, and `tiles` that are shared by more
+        blocks than k has slices of 128.
     UnsupportedError
-        For `tiles` of the Hopper form and operands that it does not take.
+        For `tiles` of the Hopper form and operands that it does not take, and for tiles that are
+        shared on an architecture without clusters.
 
     Notes
     -----
@@ -79,7 +82,9 @@ def int8_gemm(
     ``cupyattn`` says why.
 
     The scales of a slice of 128 codes are applied to its exact sum, in float32:
-    ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order.
+    ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order; with few rows the blocks of a cluster
+    may share the slices of a tile, and add up their sums in order. So the bits of a result depend
+    on the sizes of the product, the form and `tiles`, and on nothing else.
     `cupyattn.quant.gemm_error` bounds the result element by element.
 
     Examples
@@ -103,6 +108,8 @@ def int8_gemm(
     arrays = dict(given)
     backend, activation = choose(backend, a), activation or ""
     _check(given, out_dtype, activation)
+    if tiles is not None:
+        check_splits(tiles, a.shape[-1])
     shape, n = tuple(a.shape[:-1]), b.shape[0]
     for name in {"a", "a_scales", "a_16"} & given.keys():
         given[name] = given[name].reshape(math.prod(shape), given[name].shape[-1])
@@ -110,7 +117,7 @@ def int8_gemm(
         pair = (given["a_16"], given["b_16"]) if outliers is not None else None
         c = gemm_mirror(
             given["a"], given["a_scales"], b, b_scales, out_dtype, bias=bias,
-            activation=activation, outliers=pair,
+            activation=activation, outliers=pair, splits=1 if tiles is None else tiles.splits,
         )  # fmt: skip
         return c.reshape(*shape, n)
     if arch is None and tiles is None and math.prod(shape) > FEW_ROWS:

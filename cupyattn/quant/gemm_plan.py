@@ -15,7 +15,8 @@ from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.launch import HOPPER_BLOCKS, Launch, Operand, TensorMap, Workspace, tensor_map_of
-from cupyattn.quant.gemm_reference import ACTIVATIONS
+from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.gemm_reference import ACTIVATIONS, MOST_SPLITS
 from cupyattn.tiles import GemmTiles
 
 _log = logging.getLogger("cupyattn")
@@ -44,13 +45,18 @@ HOPPER_TILES = (
     GemmTiles(block_m=128, block_n=128, num_warps=12, num_stages=6),
     GemmTiles(block_m=64, block_n=128, num_warps=8, num_stages=8),
     GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=12),
+    *(GemmTiles(64, 128, num_warps=8, num_stages=8, splits=s) for s in (2, 4, 8)),
+    *(GemmTiles(64, 64, num_warps=8, num_stages=12, splits=s) for s in (2, 4, 8)),
 )
 #: Up to so many rows of A the portable form, whose tiles have 16, is the faster on Hopper, too: 1.2
 #: to 1.5 times (experiments/results/gemm.json).
 FEW_ROWS = 32
-#: Thread blocks that a device runs at a time, about; and bytes of A and B that one of them gets
-#: from the L2 cache while its tensor cores multiply 4096 pairs of codes. Tiles are chosen by these.
-_BLOCKS, _L2_BYTES = HOPPER_BLOCKS, 40
+#: Thread blocks that a device runs at a time, about, and those of them in clusters, which lie in
+#: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
+#: cores multiply 4096 pairs of codes. Tiles are chosen by these.
+_BLOCKS, _CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS, HOPPER_BLOCKS // 8 * 8, 40
+#: What a cluster takes to begin, meet and add up, in times of 4096 pairs for a slice: about 1 us.
+_MEETING = 14
 
 
 @dataclass(frozen=True)
@@ -120,31 +126,44 @@ class GemmPlan(OneLaunch):
     note: str = ""
 
 
-def choose_tiles(m: int, n: int, choices: tuple[GemmTiles, ...]) -> GemmTiles:
-    """Return the tiles that take the shortest time for an (m, n) product.
+def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> GemmTiles:
+    """Return the tiles that take the shortest time for an (m, n) product over k.
 
     Parameters
     ----------
-    m, n : int
+    m, n, k : int
     choices : tuple of GemmTiles
+        At least one without splits.
 
     Notes
     -----
-    By count: tiles are worked off in waves, one to each SM, and a tile takes as long as its
-    products or as its operands take to arrive, whichever is longer.
+    By count: tiles are worked off in waves, one to each SM, and a slice of a tile takes as long as
+    its products or as its operands take to arrive, whichever is longer. A tile that is split has
+    more blocks with fewer slices each, which then meet. So the choice, and with it every bit of the
+    result, depends on the sizes of a product alone.
 
     Examples
     --------
-    >>> choose_tiles(4096, 4096, PORTABLE_TILES).block_m, choose_tiles(8, 4096, PORTABLE_TILES)
-    (128, GemmTiles(block_m=16, block_n=64, num_warps=4, num_stages=8))
+    >>> choose_tiles(4096, 4096, 4096, PORTABLE_TILES).block_m
+    128
+    >>> choose_tiles(64, 4096, 4096, HOPPER_TILES)
+    GemmTiles(block_m=64, block_n=128, num_warps=8, num_stages=8, splits=4)
     """
+    slices = _slices(k)
 
     def time(tiles: GemmTiles) -> float:
-        waves = -(-_count(m, n, tiles) // _BLOCKS)
+        at_a_time = _BLOCKS if tiles.splits == 1 else _CLUSTERED_BLOCKS
+        waves = -(-_count(m, n, tiles) * tiles.splits // at_a_time)
         products = tiles.block_m * tiles.block_n / 4096
-        return waves * max(products, (tiles.block_m + tiles.block_n) / _L2_BYTES)
+        slice_time = max(products, (tiles.block_m + tiles.block_n) / _L2_BYTES)
+        return waves * (-(-slices // tiles.splits) * slice_time + _MEETING * (tiles.splits > 1))
 
-    return min(choices, key=time)
+    return min((t for t in choices if t.splits <= max(slices, 1)), key=time)
+
+
+def _slices(k: int) -> int:
+    """Slices of codes that share a scale."""
+    return -(-k // BLOCK_SIZE)
 
 
 def _count(m: int, n: int, tiles: GemmTiles) -> int:
@@ -207,7 +226,7 @@ def plan_gemm(
     if note:
         _log.info("int8_gemm: %s", note)
     if tiles is None:
-        tiles = choose_tiles(m, n, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
+        tiles = choose_tiles(m, n, k, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
     features = GemmFeatures(
         out_dtype,
         min(_bytes_per_access(x) for x, _ in operands.values()),
@@ -229,7 +248,7 @@ def plan_gemm(
         "B_16_stride": _row_bytes(outliers[1]) if outliers else 0,
         "m": m, "n": n, "k": k, "outliers": outliers[0].shape[1] if outliers else 0,
     }  # fmt: skip
-    grid = _count(m, n, tiles)
+    grid = _count(m, n, tiles) * tiles.splits
     # NOTE: a block that stays goes on to a tile past the last, whose number is an int as well.
     if grid > INT32_MAX - HOPPER_BLOCKS:
         raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
@@ -246,9 +265,19 @@ def plan_gemm(
         ]
         # Without outliers their maps are not looked at, and say something that holds.
         structs += tuple(maps if outliers else maps * 2)
-        grid = min(grid, HOPPER_BLOCKS)
+        grid = min(grid, HOPPER_BLOCKS) if tiles.splits == 1 else grid
     launch = Launch(spec, "gemm_int8", grid, tiles.num_threads, True, structs)
     return GemmPlan(features=features, launches=(launch,), form=form, tiles=tiles, note=note)
+
+
+def check_splits(tiles: GemmTiles, k: int) -> None:
+    """Raise ValueError unless every block that shares a tile has a slice of codes."""
+    most = min(_slices(k), MOST_SPLITS)
+    if tiles.splits > max(most, 1):
+        raise ValueError(
+            f"tiles.splits must be 1 to {max(most, 1)}: at most {MOST_SPLITS}, and one for every "
+            f"{BLOCK_SIZE} codes of k={k}, got {tiles.splits}"
+        )
 
 
 def _hopper_obstacle(operands: dict[str, tuple[Operand, str]]) -> str:

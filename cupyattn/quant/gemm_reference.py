@@ -28,6 +28,8 @@ ACTIVATION_SLOPE = {"": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 ACTIVATION_ERROR, ACTIVATION_TINY = 8 * U, 2.0**-118
 #: Half the smallest subnormal of float32.
 TINY = 2.0**-150
+#: Thread blocks that may share a tile: the largest cluster that every device has.
+MOST_SPLITS = 8
 
 
 def check_activation(activation: str) -> None:
@@ -113,7 +115,7 @@ def gemm_exact(
 def gemm_mirror(
     a: Array, a_scales: Array, b: Array, b_scales: Array, out_dtype: str = "float16", *,
     bias: Array | None = None, activation: str = "",
-    outliers: tuple[Array, Array] | None = None,
+    outliers: tuple[Array, Array] | None = None, splits: int = 1,
 ) -> Array:  # fmt: skip
     """Return the product as the kernels round it.
 
@@ -122,6 +124,8 @@ def gemm_mirror(
     a, a_scales, b, b_scales, bias, activation, outliers
         As for `gemm_exact`.
     out_dtype : {"float16", "bfloat16", "float32"}
+    splits : int
+        Thread blocks that share a tile: `cupyattn.tiles.GemmTiles`.
 
     Returns
     -------
@@ -129,13 +133,18 @@ def gemm_mirror(
         The kernels' bits, but for an activation, which is exact here before it is rounded, and for
         outliers, whose sum is.
     """
-    c = np.zeros((a.shape[0], b.shape[0]), np.float32)
+    slices = a_scales.shape[1]
+    ends = {rank * slices // splits for rank in range(1, splits)}
+    c, part = None, np.zeros((a.shape[0], b.shape[0]), np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for dot, of_a, of_b in _slices(a, a_scales, b, b_scales):
-            c = fma32(dot, of_a * of_b, c)  # G1, G2
+        for number, (dot, of_a, of_b) in enumerate(_slices(a, a_scales, b, b_scales), 1):
+            part = fma32(dot, of_a * of_b, part)  # G1, G2
+            if number in ends:
+                c, part = part if c is None else c + part, np.zeros_like(part)  # G2
         if outliers is not None:
             added = as_float64(outliers[0]) @ as_float64(outliers[1]).T
-            c = (c + added).astype(np.float32)  # G2
+            part = (part + added).astype(np.float32)  # G2
+        c = part if c is None else c + part  # G2, from block to block
         if bias is not None:
             c = c + bias.astype(np.float32)  # G3
         c = activate(as_float64(c), activation).astype(np.float32)  # G4
@@ -162,8 +171,9 @@ def gemm_error(
     Notes
     -----
     With f the product of both scales and S = Σ |dot| f over K = ceil(k / 128) slices: G1 and G2
-    give ``γ_{K+1} S`` and what underflows; outliers ``γ_{r + ceil(r/16)}(2^-23)`` of everything so
-    far, for r columns; G3 one rounding; G4 passes on its largest slope times all of that and adds
+    give ``γ_{K+1} S`` and what underflows, however many blocks share a tile; outliers
+    ``γ_{r + ceil(r/16)}(2^-23)`` of everything so far, for r columns, and the sums from block to
+    block ``γ_7``; G3 one rounding; G4 passes on its largest slope times all of that and adds
     ``8 u |x| + 2^-118``; G5 half a unit of the last place. docs/MATH_REFERENCE.md, "Block-wise
     products".
     """
@@ -183,6 +193,7 @@ def gemm_error(
             size += np.abs(x) @ np.abs(w).T
             error = error + products("tensor_core", x.shape[1]) * (size + error)  # G2
             error = error + 4 * TINY * x.shape[1]
+            error = error + gamma(MOST_SPLITS - 1, U) * (size + error)  # G2, from block to block
         if bias is not None:
             c += as_float64(bias)
             error = error + U * (np.abs(c) + error)  # G3

@@ -56,6 +56,15 @@
 #define CFG_ACTIVATION 0
 #define CFG_OUTLIERS 0
 #endif
+#ifndef CFG_SPLITS  // clusters
+#define CFG_SPLITS 1
+#endif
+// An attribute, which nothing but the preprocessor can leave out where there are no clusters.
+#if CFG_SPLITS > 1
+#define CLUSTER_OF_SPLITS __cluster_dims__(CFG_SPLITS)
+#else
+#define CLUSTER_OF_SPLITS
+#endif
 
 // tiles
 constexpr int BLOCK_Q = CFG_BLOCK_Q;    // query rows per thread block
@@ -112,6 +121,7 @@ constexpr bool ORDERED = CFG_DQ == 2;  // in one order on every run
 constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block
 constexpr int BLOCK_N = CFG_BLOCK_N;            // columns of it
 constexpr int ACCESS_BYTES = CFG_ACCESS_BYTES;  // of A and B per global access
+constexpr int SPLITS = CFG_SPLITS;              // thread blocks, a cluster, that share a tile's k
 enum class Activation { NONE, GELU, GELU_TANH, SILU };
 constexpr Activation ACTIVATION = Activation(CFG_ACTIVATION);
 

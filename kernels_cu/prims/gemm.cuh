@@ -1,7 +1,8 @@
 // gemm.cuh -- what the INT8 matrix products share: parameters, the order of tiles, activations, and
-// how a row of C is stored.
+// how a row of C is stored; and how a cluster of blocks shares a tile.
 #pragma once
 
+#include "prims/cluster.cuh"
 #include "prims/config.cuh"
 #include "prims/exp2.cuh"
 #include "prims/mma.cuh"
@@ -42,6 +43,21 @@ struct GemmParams {
 __device__ __forceinline__ int code_slices(const GemmParams& p) { return ceil_div(p.k, SLICE); }
 __device__ __forceinline__ int outlier_slices(const GemmParams& p) {
   return OUTLIERS ? ceil_div(p.outliers, OUTLIERS_PER_SLICE) : 0;
+}
+
+// What a block multiplies of its tile: SPLITS blocks have about as many slices of codes each, in
+// their order along k, and the last has the outliers.
+struct Part {
+  int rank;      // of SPLITS
+  int first;     // slice of codes
+  int codes;     // slices of them
+  int outliers;  // slices of outliers
+};
+__device__ __forceinline__ Part part_of_block(const GemmParams& p) {
+  if constexpr (SPLITS == 1) return {0, 0, code_slices(p), outlier_slices(p)};
+  const int rank = blockIdx.x % SPLITS, slices = code_slices(p);
+  const int first = rank * slices / SPLITS, end = (rank + 1) * slices / SPLITS;
+  return {rank, first, end - first, rank == SPLITS - 1 ? outlier_slices(p) : 0};
 }
 
 // First row and column of a tile of C. Tiles run down some blocks of rows before they move on to
@@ -123,4 +139,33 @@ __device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0
       }
     }
   }
+}
+
+// G2, from block to block: adds up what the blocks of a tile came to, in their order. A thread has
+// FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them, and gets the sums of a share of
+// these, one after the other: store(f, sum). All THREADS threads of all blocks come here.
+template <int FRAGMENTS, int THREADS, typename Of, typename Store>
+__device__ __forceinline__ void merge_splits(
+    float (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
+  static_assert(
+      FRAGMENTS % SPLITS == 0,
+      "SPLITS must divide the tiles of 16 x 8 that a warp has: each block adds up as many");
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; ++f)
+    *reinterpret_cast<Vec<float, 4>*>(partial[f][thread]) = {
+        of(f, 0), of(f, 1), of(f, 2), of(f, 3)};
+  cluster_sync();  // the partial sums of all blocks are visible
+#pragma unroll
+  for (int i = 0; i < FRAGMENTS / SPLITS; ++i) {
+    const int f = rank * (FRAGMENTS / SPLITS) + i;
+    Vec<float, 4> sum = load_from_block(partial[f][thread], 0);
+#pragma unroll
+    for (int other = 1; other < SPLITS; ++other) {
+      const Vec<float, 4> x = load_from_block(partial[f][thread], other);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum.v[j] += x.v[j];  // G2
+    }
+    store(f, sum.v);
+  }
+  cluster_sync();  // nobody reads this block's partial sums any more
 }

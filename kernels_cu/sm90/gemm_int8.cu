@@ -8,7 +8,8 @@
 //              own; and two warpgroups take turns at the tensor cores, one adding up its chunk of
 //              128 columns while the other's is multiplied.
 // Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
-//              float32 and one chunk in int32; a block takes one tile after the other.
+//              float32 and one chunk in int32; a block takes one tile after the other. A cluster
+//              that shares a tile takes no other.
 //              (diff ../gemm_int8.cu gemm_int8.cu)
 // Kept simple  Scales are read from global memory, one slice ahead: a line of 128 bytes has those
 //              of 32 slices. C goes to its rows at once.
@@ -29,11 +30,15 @@ constexpr int CHUNK = BLOCK_N < SCALE_ROWS ? BLOCK_N : SCALE_ROWS;  // columns o
 constexpr int CHUNKS = BLOCK_N / CHUNK;                             // of a warpgroup
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+constexpr int COMPUTING = CONSUMERS * WARPGROUP;  // threads
+constexpr int FRAGMENTS = BLOCK_N / 8;            // tiles of 16 x 8 of a warp
 
 struct SharedStorage {
   alignas(1024) int8_t A[NUM_STAGES][BLOCK_M * SLICE];
   alignas(1024) int8_t B[NUM_STAGES][BLOCK_N * SLICE];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];
+  // what this block's part of k comes to, for the others
+  alignas(16) float partial[SPLITS > 1 ? FRAGMENTS : 1][SPLITS > 1 ? COMPUTING : 1][4];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 
@@ -68,7 +73,7 @@ __device__ __forceinline__ void start_outliers(
   wgmma_commit_group();
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gemm_int8(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void gemm_int8(
     const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap A_map,
     const __grid_constant__ TensorMap B_map, const __grid_constant__ TensorMap A_16_map,
     const __grid_constant__ TensorMap B_16_map) {
@@ -86,19 +91,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gemm_int8(
     fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are initialised before anyone waits or arrives
-  const int num_codes = code_slices(p), num_steps = num_codes + outlier_slices(p);
+  const Part part = part_of_block(p);
+  const int num_codes = part.codes, num_steps = num_codes + part.outliers;
+  const int first_tile = blockIdx.x / SPLITS, tiles_apart = gridDim.x / SPLITS;
   RingPosition<NUM_STAGES> at;
   if (warpgroup == 0) {  // ---- the producer, one thread
     if constexpr (CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
-    for (int index = blockIdx.x; index < num_tiles(p); index += gridDim.x) {
+    for (int index = first_tile; index < num_tiles(p); index += tiles_apart) {
       const GemmTile tile = gemm_tile(p, index);
       for (int step = 0; step < num_steps; ++step, at.advance()) {
         mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these slices were read
         Mbarrier& full = smem.full[at.stage];
         mbarrier_arrive_expect_tx(full, sizeof(smem.A[0]) + sizeof(smem.B[0]));
         const bool codes = !OUTLIERS || step < num_codes;
-        const int col = codes ? step * SLICE : (step - num_codes) * OUTLIERS_PER_SLICE;
+        const int col =
+            codes ? (part.first + step) * SLICE : (step - num_codes) * OUTLIERS_PER_SLICE;
         cp_async_bulk_tensor_4d(
             smem.A[at.stage], codes ? A_map : A_16_map, full, col, tile.m0, 0, 0);
         cp_async_bulk_tensor_4d(
@@ -117,14 +125,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gemm_int8(
   const Turn<CONSUMERS> turn = {warpgroup - 1};              // at the tensor cores
   if (CONSUMERS > 1 && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
 
-  for (int index = blockIdx.x; index < num_tiles(p); index += gridDim.x) {
+  for (int index = first_tile; index < num_tiles(p); index += tiles_apart) {
     const GemmTile tile = gemm_tile(p, index);
     // A lane of the first 16 reads the scales of a row of the warp, those after them of the chunks
     // of columns. What lies past the end multiplies zeros.
     const int m = min(tile.m0 + warp_row + lane_id() % 16, p.m - 1);
     const int n = min(tile.n0 + lane_id() % CHUNKS * CHUNK, p.n - 1);
-    const float* scale = lane_id() < 16 ? p.A_scale + m * p.A_scale_stride  // [ceil(k / SLICE)]
-                                        : p.B_scale + n / SCALE_ROWS * p.B_scale_stride;
+    const float* scale = part.first +  // [part.codes]
+                         (lane_id() < 16 ? p.A_scale + m * p.A_scale_stride
+                                         : p.B_scale + n / SCALE_ROWS * p.B_scale_stride);
 
     float C_acc[CHUNKS][CHUNK / 2] = {};  // [CHUNKS][CHUNK / 8][4]
     float next_scale = *scale;
@@ -168,6 +177,21 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gemm_int8(
         if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
       }
 
+    if constexpr (SPLITS > 1) {
+      constexpr int OF_CHUNK = CHUNK / 8;
+      merge_splits(
+          smem.partial, part.rank, int(threadIdx.x) - WARPGROUP,
+          [&](int f, int i) { return C_acc[f / OF_CHUNK][f % OF_CHUNK * 4 + i]; },
+          [&](int f, const float (&sum)[4]) {
+            const int row = tile.m0 + warp_row + g, col = tile.n0 + f * 8;
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+              store_row<1>(p, row + h * 8, col, [&](int, int j) { return sum[2 * h + j]; });
+          });
+      // NOTE: there is no next tile. The barrier of a cluster waits for the thread that copies,
+      // too, and that has to be through.
+      continue;
+    }
 #pragma unroll
     for (int j = 0; j < CHUNKS; ++j)
 #pragma unroll

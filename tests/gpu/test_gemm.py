@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyattn as ca
-from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES
+from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.gemm_plan import FEW_ROWS, HOPPER_TILES, PORTABLE_TILES, choose_tiles
 from cupyattn.quant.gemm_reference import ACTIVATIONS
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import GemmTiles
@@ -20,6 +21,12 @@ from tests.gpu.support import arch_of, cupy, on_device
 from tests.quant_inputs import operand
 
 FORMS = ("portable", "sm90")
+#: Of the portable form, on devices that have clusters.
+SHARED = (GemmTiles(32, 64, 4, 6, splits=2), GemmTiles(16, 128, 4, 6, splits=4))
+
+
+def capability() -> int:
+    return int(cupy.cuda.Device().compute_capability)
 
 
 def run(p: Product, form: str, tiles: GemmTiles | None = None) -> Any:
@@ -38,15 +45,51 @@ def run(p: Product, form: str, tiles: GemmTiles | None = None) -> Any:
 CELLS = [
     *(("portable", tiles) for tiles in PORTABLE_TILES),
     *(("sm90", tiles) for tiles in (*HOPPER_TILES, GemmTiles(192, 128, 16, 5))),
+    *(("portable", tiles) for tiles in SHARED),
 ]
 
 
 @pytest.mark.parametrize(("form", "tiles"), CELLS, ids=str)
 @pytest.mark.parametrize("shape", [(500, 700, 1040), (1, 300, 4096), (333, 64, 16)], ids=str)
 def test_the_kernel_is_the_mirror_to_the_bit(form: str, tiles: GemmTiles, shape) -> None:
+    if form == "portable" and tiles.splits > 1 and capability() < 90:
+        pytest.skip("needs clusters of blocks: compute capability 9.0 or later")
+    if tiles.splits > -(-shape[2] // BLOCK_SIZE):
+        with pytest.raises(ValueError, match="one for every 128 codes"):
+            run(product(0, shape), form, tiles)
+        return
     for seed, out_dtype in enumerate(STORAGE):
         p = product(seed, shape, out_dtype=out_dtype, bias=seed > 0)
-        assert run(p, form, tiles).tobytes() == p.mirror().tobytes()
+        assert run(p, form, tiles).tobytes() == p.mirror(tiles.splits).tobytes()
+
+
+@pytest.mark.parametrize("tiles", [t for t in HOPPER_TILES if t.splits > 1], ids=str)
+def test_a_cluster_gives_the_same_bits_a_hundred_times(tiles: GemmTiles) -> None:
+    """Whatever else runs: more clusters than fit, activations, outliers."""
+    p = product(2, (150, 3000, 2048), out_dtype="float16", bias=True, activation="silu",
+                outliers=72)  # fmt: skip
+    first = run(p, "sm90", tiles)
+    assert p.share_of_bound(first) <= 1
+    plain = product(2, (150, 3000, 2048), out_dtype="float16")
+    expected = plain.mirror(tiles.splits).tobytes()
+    for _ in range(100):
+        assert run(plain, "sm90", tiles).tobytes() == expected
+    assert run(p, "sm90", tiles).tobytes() == first.tobytes()
+
+
+def test_few_rows_by_themselves() -> None:
+    """What is chosen for layers of Kandinsky 5, and that somebody's own arrays stay."""
+    for m in (1, 16, 33, 64):
+        for n, k in ((1792, 1792), (1792, 7168), (4096, 4096)):
+            p = product(m, (m, n, k), out_dtype="float16", bias=True)
+            arch = "sm_90a" if capability() == 90 and m > FEW_ROWS else None
+            choices = HOPPER_TILES if arch else PORTABLE_TILES
+            splits = choose_tiles(m, n, k, choices).splits
+            moved = on_device(*p.operands, p.bias)
+            c = ca.int8_gemm(*moved[:4], "float16", bias=moved[4])
+            assert c.get().tobytes() == p.mirror(splits).tobytes()
+            for mine, theirs in zip(moved, (*p.operands, p.bias), strict=True):
+                assert mine.get().tobytes() == theirs.tobytes()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -41,5 +41,7 @@ def test_primitive(prim: Prim) -> None:
 
     module = kc.load(prim.spec, "sm_90a" if prim.hopper else None)
     parameters = tuple(passed(name) for name in prim.parameters(arguments))
-    module.kernel(prim.entry)((1,), (prim.block,), parameters, shared_mem=module.binary.smem_bytes)
+    module.kernel(prim.entry)(
+        (prim.grid,), (prim.block,), parameters, shared_mem=module.binary.smem_bytes
+    )
     prim.check({name: array.get() for name, array in arrays.items()})

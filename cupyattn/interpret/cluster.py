@@ -1,0 +1,272 @@
+"""Clusters of blocks (sm_90): their barrier, and loads from the shared memory of one another.
+
+An address in the shared memory of a cluster is one in that of a block, and above it the rank of the
+block, counted from 1; without a rank it is the lane's own block. Blocks are ordered by the barrier
+alone: an access before a lane's arrival comes before what follows another's wait for that phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+
+from cupyattn.interpret.access import address_reader
+from cupyattn.interpret.memory import Bytes, Units, gather
+from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Ints, Times
+from cupyattn.interpret.ptx import Instruction
+from cupyattn.interpret.semantics import Execute, Step, instruction, reader, whole_warp, writer
+from cupyattn.interpret.shadow import spread
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Lanes, Machine
+
+#: log2 of the distance between the ranks of an address; shared memory is smaller.
+RANK_BITS = 24
+
+
+@dataclass
+class FarRead:
+    """Reads of other blocks' shared memory at one time, by granule."""
+
+    time: int
+    granules: Ints
+    lanes: Ints
+
+
+class Clusters:
+    """The clusters of a batch: a `Space` of their shared memory, and their barriers.
+
+    Parameters
+    ----------
+    machine : Machine
+        Whose number of blocks is a multiple of the kernel's clusters.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.blocks = machine.program.kernel.cluster
+        self._lanes = self.blocks * machine.threads  # of a cluster
+        size = machine.size
+        self._phase = np.zeros(-(-size // self._lanes), np.int64)  # that a cluster has completed
+        self._arrivals = np.zeros(size, np.int64)  # phases that a lane has arrived in,
+        self._waits = np.zeros(size, np.int64)  # and those that it has waited for
+        self._time = np.zeros(size, np.int32)  # of its last arrival that released
+        # The same as of the last phase that its cluster completed, and of the one before.
+        self._released = np.zeros((2, size), np.int32)
+        self._views: dict[int, Times] = {}  # by block: what its arrivals of this phase had seen
+        self._seen: dict[int, Times] = {}  # the same of the last phase
+        self._waiting: dict[int, Bools] = {}  # by place
+        self._reads: list[FarRead] = []
+
+    # ---- the barrier
+
+    def arrive(self, lanes: Lanes, *, release: bool) -> None:
+        """Count lanes at the barrier of their cluster, which hands on what they did if they say so.
+
+        What they arrived in before they must have waited for.
+        """
+        machine, index = self._machine, lanes.index
+        if (early := self._arrivals[index] > self._waits[index]).any():
+            message = "a lane arrives again at the barrier of its cluster and has not waited there"
+            machine.report("divergence", message, index, early)
+        self._arrivals[index] += 1
+        if release:
+            self._time[index] = machine.clocks.now
+            for block in np.unique(index // machine.threads).tolist():
+                some = index[index // machine.threads == block]
+                view = machine.clocks.views(some).max(axis=0)
+                self._views[block] = np.maximum(self._views.get(block, 0), view)
+        self.advance()
+
+    def wait(self, lanes: Lanes) -> None:
+        """Let lanes go on behind the barrier where all have arrived; the others sleep."""
+        machine, index = self._machine, lanes.index
+        if (never := self._arrivals[index] == self._waits[index]).any():
+            message = "a lane waits at the barrier of its cluster and has not arrived there"
+            machine.report("divergence", message, index, never)
+        done = self._phase[index // self._lanes] > self._waits[index]
+        through, late = index[done], index[~done]
+        self._waits[through] += 1
+        for block in np.unique(through // machine.threads).tolist():
+            if block in self._seen:
+                some = through[through // machine.threads == block]
+                machine.clocks.acquire(some, self._seen[block])
+        if len(through):
+            machine.go(machine.place + 1, self._mask(through))
+        if len(late):
+            asleep = self._waiting.get(machine.place, False)
+            self._waiting[machine.place] = self._mask(late) | asleep
+
+    def advance(self) -> None:
+        """Complete the phase of clusters all of whose living lanes have arrived; wake who waits."""
+        machine = self._machine
+        alive = machine.alive.reshape(-1, self._lanes)
+        there = self._arrivals.reshape(-1, self._lanes) > self._phase[:, None]
+        complete = np.flatnonzero((there | ~alive).all(axis=1) & alive.any(axis=1))
+        if not len(complete):
+            return
+        for cluster in complete.tolist():
+            some = slice(cluster * self._lanes, (cluster + 1) * self._lanes)
+            self._released[1, some] = self._released[0, some]
+            self._released[0, some] = self._time[some]
+            for block in range(cluster * self.blocks, (cluster + 1) * self.blocks):
+                if block in self._views:
+                    self._seen[block] = self._views.pop(block)
+        self._phase[complete] += 1
+        self._reads = [kept for read in self._reads for kept in self._recent(read)]
+        freed = np.isin(machine.lane // self._lanes, complete)
+        for place in list(self._waiting):
+            mask = self._waiting.pop(place)
+            if (mask & freed).any():
+                machine.go(place, mask & freed)
+            if (mask & ~freed).any():
+                self._waiting[place] = mask & ~freed
+
+    def sleepers(self) -> list[tuple[int, Bools]]:
+        """Return the places where lanes wait, with the lanes."""
+        return list(self._waiting.items())
+
+    def _mask(self, index: Ints) -> Bools:
+        mask = np.zeros(self._machine.size, np.bool_)
+        mask[index] = True
+        return mask
+
+    def _recent(self, read: FarRead) -> Iterator[FarRead]:
+        """Yield those of the reads that somebody may not come after yet."""
+        kept = read.time > self._released[1, read.lanes]
+        if kept.any():
+            yield FarRead(read.time, read.granules[kept], read.lanes[kept])
+
+    def _ordered_until(self, lanes: Ints, others: Ints) -> Times:
+        """Return up to when `lanes` come after what `others`, of other blocks, did."""
+        same = (others > ENGINE // 2) & (others // self._lanes == lanes // self._lanes)
+        others = np.where(same, others, 0)
+        behind = self._phase[lanes // self._lanes] > self._waits[lanes]
+        until: Times = np.where(same, self._released[behind.astype(np.intp), others], 0)
+        return until
+
+    # ---- shared memory of the cluster
+
+    def load(
+        self, address: Ints, unit: int, count: int, lanes: Ints, strong: bool = False
+    ) -> Units:
+        """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
+        machine, shared = self._machine, self._machine.shared
+        block, rank = lanes // machine.threads, address >> RANK_BITS
+        owner = np.where(rank == 0, block, block // self.blocks * self.blocks + rank - 1)
+        within = address & ((1 << RANK_BITS) - 1)
+        if (owner == block).all():
+            return shared.load(within, unit, count, lanes, strong)
+        values = np.empty((count, len(lanes)), f"u{unit}")
+        own, far = np.flatnonzero(owner == block), np.flatnonzero(owner != block)
+        if len(own):
+            values[:, own] = shared.load(within[own], unit, count, lanes[own], strong)
+        some, width = lanes[far], unit * count
+        offset = shared.offset(within[far], width, some) + (owner - block)[far] * shared.stride
+        gone = np.logical_not(machine.alive.reshape(machine.blocks, -1).any(axis=1))[owner[far]]
+        if gone.any():
+            message = "shared memory of another block is read, and that block has ended"
+            machine.report("race", message, some, gone, within[far])
+        size = shared.granule_bytes
+        granules, who = spread(offset // size, some, max(width // size, 1))
+        shared.shadow.before_far_read(
+            granules, who, self._ordered_until, machine.clocks, machine.report
+        )
+        self._reads.append(FarRead(machine.clocks.now, granules, who))
+        shared.shadow.before_any_write = self._before_write
+        values[:, far] = gather(shared.data, offset, unit, count)
+        return values
+
+    def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
+        """Not known: no kernel stores there."""
+        raise NotImplementedError
+
+    def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
+        """Not known: no kernel has atomic operations there."""
+        raise NotImplementedError
+
+    def _before_write(self, granules: Ints, lanes: Ints) -> None:
+        """Report a write that another block's read may come after."""
+        order = np.argsort(granules, kind="stable")
+        for read in self._reads:
+            found = np.searchsorted(granules, read.granules, sorter=order)
+            place = order[found.clip(max=len(order) - 1)]
+            met = granules[place] == read.granules
+            rows, readers = place[met], read.lanes[met]
+            late = read.time > self._ordered_until(lanes[rows], readers)
+            if late.any():
+                what = "shared memory is written"
+                self._unordered(what, lanes[rows], readers, late)
+
+    def end(self, lanes: Ints) -> None:
+        """Report that the last `lanes` of a block end, and another may still read its memory."""
+        machine, shared = self._machine, self._machine.shared
+        if not self._reads:
+            return
+        blocks = lanes // machine.threads
+        ended = np.logical_not(machine.alive.reshape(machine.blocks, -1).any(axis=1))
+        latest = np.full(machine.blocks, -1)  # of each block the lane that has waited most
+        order = np.argsort(self._waits[lanes], kind="stable")
+        latest[blocks[order]] = lanes[order]
+        for read in self._reads:
+            owner = read.granules * shared.granule_bytes // shared.stride
+            there = ended[owner] & (latest[owner] >= 0)
+            last, readers = latest[owner][there], read.lanes[there]
+            late = read.time > self._ordered_until(last, readers)
+            if late.any():
+                self._unordered("a block ends", last, readers, late)
+
+    def _unordered(self, what: str, lanes: Ints, readers: Ints, late: Bools) -> NoReturn:
+        machine = self._machine
+        block, thread = divmod(int(readers[int(np.argmax(late))]), machine.threads)
+        message = (
+            f"{what}, and nothing orders that after the read of its shared memory by block "
+            f"{machine.first_block + block} warp {thread // WARP} lane {thread % WARP}"
+        )
+        machine.report("race", message, lanes, late)
+
+
+# ---- instructions --------------------------------------------------------------------------------
+
+
+def cluster_barrier(inst: Instruction) -> Step | None:
+    """Arrive at the barrier of the cluster, or wait there."""
+    kind = [m for m in inst.modifiers if m not in ("cluster", "aligned")]
+    together = whole_warp if "aligned" in inst.modifiers else None
+    if kind in (["arrive"], ["arrive", "release"], ["arrive", "relaxed"]):
+        release = "relaxed" not in kind
+
+        def arrive(machine: Machine, lanes: Lanes) -> None:
+            machine.clusters.arrive(lanes, release=release)
+
+        return Step(inst, arrive, together=together)
+    if kind in (["wait"], ["wait", "acquire"]):
+
+        def wait(machine: Machine, lanes: Lanes) -> None:
+            machine.clusters.wait(lanes)
+
+        return Step(inst, wait, together=together, leaves=True, again=True)
+    return None
+
+
+@instruction("mapa")
+def map_address(inst: Instruction) -> Execute | None:
+    """Turn an address in a block's shared memory into the same one in another block's."""
+    if inst.modifiers != ("shared::cluster", "u32"):
+        return None
+    write = writer(inst.operands[0])
+    address, rank = address_reader(inst.operands[1], "shared"), reader(inst.operands[2], "u32")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        ranks = machine.each(rank(machine)).astype(np.int64)
+        outside = ranks[lanes.index] >= machine.clusters.blocks
+        if outside.any():
+            message = f"a rank outside the cluster, which has {machine.clusters.blocks} blocks"
+            machine.report("out of bounds", message, lanes.index, outside)
+        within = address(machine) & ((1 << RANK_BITS) - 1)
+        write(machine, (within | (ranks + 1) << RANK_BITS).astype(np.uint32), lanes)
+
+    return execute

@@ -1,0 +1,29 @@
+// cluster.cuh -- blocks of a cluster: their barrier, and the shared memory of one another (sm_90).
+//
+// CLUSTER_OF_SPLITS (config.cuh) launches a kernel in clusters. A block's shared memory is there
+// from its first arrival at the barrier until it ends, which must not be before all have read it.
+#pragma once
+
+#include "prims/mma.cuh"
+
+// Waits until every thread of the cluster that has not exited is here. What any of them did before
+// is visible to all of them.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Four floats of shared memory, of which every block has its own, as block `rank` of the cluster
+// has them.
+__device__ __forceinline__ Vec<float, 4> load_from_block(const float (&own)[4], int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(&own)), "r"(rank));
+  Vec<float, 4> x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
+               : "r"(address)
+               : "memory");
+  return x;
+}
