@@ -192,13 +192,14 @@ class Plan:
         return {}
 
     def __str__(self) -> str:
-        workspace = sum(w.nbytes for w in self.workspace)
-        lines = [f"{self.variant} ({self.form}), {self.tiles}, {self.features}"]
-        lines += [
-            f"  {x.entry}<<<{x.grid}, {x.block}>>> of {x.module.source}" for x in self.launches
-        ]
-        lines += [f"  workspace {workspace:,} bytes"]
-        return "\n".join([*lines, f"  {self.note}"] if self.note else lines)
+        return described(self, f"{self.variant} ({self.form}), {self.tiles}, {self.features}")
+
+
+def described(plan: Any, title: str) -> str:
+    """Return a title and, in a line each, launches, workspace and note of a plan."""
+    said = [f"{x.entry}<<<{x.grid}, {x.block}>>> of {x.module.source}" for x in plan.launches]
+    said.append(f"workspace {sum(w.nbytes for w in plan.workspace):,} bytes")
+    return "\n  ".join([title, *said, *([plan.note] if plan.note else [])])
 
 
 def module_spec(

@@ -142,6 +142,9 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 def test_the_blocks_of_a_split_tile_follow_each_other() -> None:
     plan = planned(64, 4096, 4096, arch="sm_90a")
     assert plan.tiles.splits == 4 and plan.launches[0].grid == 4 * 32 and not plan.workspace
+    said = str(plan)
+    assert "int8_gemm (sm90), GemmTiles(block_m=64" in said and "splits=4)" in said
+    assert "gemm_int8<<<128, 256>>> of sm90/gemm_int8.cu\n  workspace 0 bytes" in said
     assert planned(64, 4096, 4096, arch="sm_90a", tiles=EIGHT).launches[0].grid == 8 * 32
     assert planned(900, 4096, 4096, arch="sm_90a", tiles=EIGHT).launches[0].grid == 8 * 32 * 15
 

@@ -79,7 +79,7 @@ def int8_gemm(
     -----
     The Hopper form runs on compute capability 9.0 with more than 32 rows, where addresses and rows
     are multiples of 16 bytes; where they are not, the portable form runs, and the logger
-    ``cupyattn`` says why.
+    ``cupyattn`` says why. At level DEBUG it says form, tiles and launches of every new call.
 
     The scales of a slice of 128 codes are applied to its exact sum, in float32:
     ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order; with few rows the blocks of a cluster

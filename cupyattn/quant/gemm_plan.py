@@ -14,7 +14,15 @@ from cupyattn.checks import INT32_MAX
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
-from cupyattn.launch import HOPPER_BLOCKS, Launch, Operand, TensorMap, Workspace, tensor_map_of
+from cupyattn.launch import (
+    HOPPER_BLOCKS,
+    Launch,
+    Operand,
+    TensorMap,
+    Workspace,
+    described,
+    tensor_map_of,
+)
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.quant.gemm_reference import ACTIVATIONS, MOST_SPLITS
 from cupyattn.tiles import GemmTiles
@@ -124,6 +132,9 @@ class GemmPlan(OneLaunch):
     form: str
     tiles: GemmTiles
     note: str = ""
+
+    def __str__(self) -> str:
+        return described(self, f"int8_gemm ({self.form}), {self.tiles}, {self.features}")
 
 
 def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> GemmTiles:
@@ -267,7 +278,9 @@ def plan_gemm(
         structs += tuple(maps if outliers else maps * 2)
         grid = min(grid, HOPPER_BLOCKS) if tiles.splits == 1 else grid
     launch = Launch(spec, "gemm_int8", grid, tiles.num_threads, True, structs)
-    return GemmPlan(features=features, launches=(launch,), form=form, tiles=tiles, note=note)
+    plan = GemmPlan(features=features, launches=(launch,), form=form, tiles=tiles, note=note)
+    _log.debug("%s", plan)
+    return plan
 
 
 def check_splits(tiles: GemmTiles, k: int) -> None:
