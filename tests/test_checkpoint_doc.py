@@ -70,7 +70,8 @@ def test_the_experiment_runs_in_small(
     rows += [checkpoints.step(name, tmp_path) for name in checkpoints.STEPS]
     source = ca.checkpoints.open_checkpoint(tmp_path / "model")
     nbytes = sum(t.nbytes for t in source.tensors.values())
-    header, cells = checkpoints.table({"rows": rows, "bytes": nbytes})
+    largest = max(t.nbytes for t in source.tensors.values())
+    header, cells = checkpoints.table({"rows": rows, "bytes": nbytes, "largest": largest})
     assert [row[0] for row in cells] == ["write", *checkpoints.STEPS]
     assert all(len(row) == len(header) for row in cells)
     assert rows[-2]["bytes_out"] < 0.75 * nbytes < rows[-1]["bytes_out"]
