@@ -45,10 +45,10 @@ test-slow: $(READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
 		-m slow --ignore=tests/test_packaging.py
 
-# What torch, JAX and diffusers do with cupyattn: without them these tests are skipped. SLOW= runs
-# those of every model family, too.
+# What torch, JAX and diffusers do with cupyattn, and other readers with its checkpoints: without
+# them these tests are skipped. SLOW= runs those of every model family, too.
 SLOW ?= -m "not slow"
-FRAMEWORKS ?= torch jax diffusers transformers
+FRAMEWORKS ?= torch jax diffusers transformers accelerate compressed-tensors
 ifdef NO_VENV
 FRAMEWORKS_READY :=
 else
@@ -57,7 +57,7 @@ endif
 
 test-interop: $(FRAMEWORKS_READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
-		$(SLOW) tests/test_interop_*.py tests/test_examples.py
+		$(SLOW) tests/test_interop_*.py tests/test_examples.py tests/test_checkpoint_readers.py
 
 # Builds sdist and wheel, installs the wheel with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)
