@@ -177,7 +177,7 @@ class Code:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("ending", [".bin", ".pt", ".ckpt"])
 def test_code_in_a_pickle_is_never_run(tmp_path: Path, protocol: int, ending: str) -> None:
@@ -185,7 +185,8 @@ def test_code_in_a_pickle_is_never_run(tmp_path: Path, protocol: int, ending: st
     trace = tmp_path / "executed"
     path = tmp_path / f"model{ending}"
     path.write_bytes(pickle.dumps({"x": Code(trace)}, protocol=protocol))
-    with pytest.raises(ValueError, match="holds more than tensors; nothing in it was executed"):
+    why = r"it asks for \w+\.mkdir" if protocol == 2 else "torch reads no tensors from it"
+    with pytest.raises(ValueError, match=f"more than tensors; nothing in it was executed: {why}$"):
         open_checkpoint(path)
     assert not trace.exists()
     pickle.loads(path.read_bytes())
@@ -244,8 +245,9 @@ def test_other_things_that_torch_pickled(tmp_path: Path, what: str) -> None:
     torch.save([tensor] if what == "a list" else {"model": {"x": tensor}}, path)
     if what in ("damaged", "empty"):
         path.write_bytes(path.read_bytes()[:200] if what == "damaged" else b"")
-    with pytest.raises(ValueError, match="model.pt"):
+    with pytest.raises(ValueError, match="model.pt") as found:
         open_checkpoint(path)
+    assert "weights_only" not in str(found.value)
 
 
 def test_without_torch_nothing_is_unpickled(

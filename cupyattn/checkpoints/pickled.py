@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import re
+import warnings
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -82,13 +84,17 @@ def _load(path: Path) -> dict[str, Any]:
             "model as safetensors"
         ) from error
     try:
-        found = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        with warnings.catch_warnings():  # what torch says of a file that it then refuses
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            found = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+            )
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        # NOTE: torch's own message goes on to say how its protection is switched off.
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise ValueError(
             f"{path} is damaged, or holds more than tensors; nothing in it was executed: "
-            f"{' '.join(str(error).split())[:200]}"
+            + (f"it asks for {asked[1]}" if asked else "torch reads no tensors from it")
         ) from error
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
