@@ -269,10 +269,12 @@ def write(plan: Plan, work: Work, target: Path, advance: Callable[[str], None]) 
         If what was read back is not what was to be written.
     """
     partial = _partial(target)
+    if not partial.exists():
+        _check_room(plan, partial)  # before anything is left behind
     with _locked(partial):
         model = partial / _MODEL
         _go_on(partial, plan)
-        _check_room(plan, model)
+        _check_room(plan, partial)
         for shard in plan.shards:
             if (model / shard.name).exists():
                 for item in shard.items:
@@ -331,15 +333,16 @@ def _go_on(partial: Path, plan: Plan) -> None:
     _write_text(state, json.dumps({"key": plan.key}))
 
 
-def _check_room(plan: Plan, model: Path) -> None:
-    there = {path.name: path.stat().st_size for path in model.iterdir()}
+def _check_room(plan: Plan, partial: Path) -> None:
+    model = partial / _MODEL
+    there = {path.name for path in model.iterdir()} if model.is_dir() else set()
     needed = sum(size for name, size in plan.files.items() if name not in there)
-    free = shutil.disk_usage(model).free
+    free = shutil.disk_usage(partial.parent).free
     if needed > free:
         raise OSError(
             errno.ENOSPC,
             f"{format_bytes(needed)} are needed and {format_bytes(free)} are free",
-            str(model),
+            str(partial),
         )
 
 
