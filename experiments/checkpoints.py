@@ -50,47 +50,52 @@ MOST_MEMORY = 3
 
 def shapes(parameters: int, sizes: tuple[int, int, int, int]) -> dict[str, tuple[int, ...]]:
     """Return tensors of at least so many parameters by name, in whole visual blocks."""
-    width, ff, time_dim, head_dim = sizes
+    width = sizes[0]
     found: dict[str, tuple[int, ...]] = {
         "visual_embeddings.in_layer.weight": (width, 64),
         "out_layer.out_layer.weight": (64, width),
     }
     count, i = 0, 0
     while count < parameters:
-        for name, shape in _block(f"visual_transformer_blocks.{i}", width, ff, time_dim, head_dim):
+        for name, shape in block("visual", i, sizes):
             found[name] = shape
             count += int(np.prod(shape))
         i += 1
     return found
 
 
-def _block(
-    name: str, width: int, ff: int, time_dim: int, head_dim: int
+def block(
+    kind: str, number: int, sizes: tuple[int, int, int, int]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.visual_modulation.out_layer.weight", (9 * width, time_dim)
+    """Yield names and shapes of a text or visual block."""
+    width, ff, time_dim, head_dim = sizes
+    name = f"{kind}_transformer_blocks.{number}"
+    attentions = ("self", "cross") if kind == "visual" else ("self",)
+    modulated = 3 * (1 + len(attentions)) * width
+    yield f"{name}.{kind}_modulation.out_layer.weight", (modulated, time_dim)
     yield f"{name}.feed_forward.in_layer.weight", (ff, width)
     yield f"{name}.feed_forward.out_layer.weight", (width, ff)
-    for kind in ("self", "cross"):
+    for attention in attentions:
         for layer in ("to_query", "to_key", "to_value", "out_layer"):
-            yield f"{name}.{kind}_attention.{layer}.weight", (width, width)
-            yield f"{name}.{kind}_attention.{layer}.bias", (width,)
+            yield f"{name}.{attention}_attention.{layer}.weight", (width, width)
+            yield f"{name}.{attention}_attention.{layer}.bias", (width,)
         for norm in ("query_norm", "key_norm"):
-            yield f"{name}.{kind}_attention.{norm}.weight", (head_dim,)
+            yield f"{name}.{attention}_attention.{norm}.weight", (head_dim,)
 
 
-def make(folder: Path, parameters: int, sizes: tuple[int, int, int, int], seed: int) -> None:
-    """Write the model, one file after the other, from one piece of noise that is shifted about."""
+def make(folder: Path, tensors: Mapping[str, tuple[int, ...]], seed: int) -> None:
+    """Write a model, one file after the other, from one piece of noise that is shifted about."""
     rng = np.random.default_rng(seed)
     noise = (0.02 * rng.standard_normal(2**22 + 1)).astype(np.float32).astype(ml_dtypes.bfloat16)
     files: list[dict[str, TensorInfo]] = [{}]
-    for name, shape in shapes(parameters, sizes).items():
+    for name, shape in tensors.items():
         info = TensorInfo("BF16", shape)
         if sum(t.nbytes for t in files[-1].values()) + info.nbytes > FILE_BYTES:
             files.append({})
         files[-1][name] = info
     folder.mkdir()
-    for i, tensors in enumerate(files, 1):
-        start, placed = encode_header(tensors, {"format": "pt"})
+    for i, infos in enumerate(files, 1):
+        start, placed = encode_header(infos, {"format": "pt"})
         with open(folder / f"model-{i:05d}-of-{len(files):05d}.safetensors", "wb") as file:
             file.write(start)
             for info in placed.values():
@@ -151,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="checkpoints-") as name:
         folder = Path(name)
         start = time.monotonic()
-        make(folder / "model", parameters, sizes, args.seed)
+        make(folder / "model", shapes(parameters, sizes), args.seed)
         rows = [{"step": "write", "seconds": time.monotonic() - start}]
         source = checkpoints.open_checkpoint(folder / "model")
         for what in STEPS:

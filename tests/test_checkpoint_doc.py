@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
-from experiments import checkpoints, common
+from experiments import checkpoints, common, kandinsky_block
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "CHECKPOINTS.md").read_text(encoding="utf-8")
@@ -59,12 +60,32 @@ def test_the_table_is_what_the_record_says() -> None:
     )
 
 
+def test_what_a_block_takes_is_what_its_record_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inside = PAGE.split(kandinsky_block.BEGIN)[1].split(kandinsky_block.END)[0]
+    assert inside == f"\n{kandinsky_block.section(kandinsky_block.stored())}\n", (
+        "run python -m experiments.kandinsky_block --stored"
+    )
+    file = tmp_path / "block.json"
+    assert kandinsky_block.main(["--quick", "--json", str(file)]) == 0
+    assert "6 x projections of tokens" in capsys.readouterr().out
+    record = json.loads(file.read_text())
+    record["environment"] |= {"device": {"name": "some device"}, "revision": "0123456789abcdef"}
+    said = kandinsky_block.section(record)
+    assert "Kandinsky 5 small, 150 tokens" in said
+    assert "on some device, revision 0123456789:" in said
+    assert "| 1 x feed-forward, out | - | - | - |" in said
+    assert said.endswith(" KiB.") and "Weights of the block" in said
+
+
 def test_the_experiment_runs_in_small(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its steps in this process; what they cost is not judged."""
     monkeypatch.setattr(checkpoints, "FILE_BYTES", 300_000)
-    checkpoints.make(tmp_path / "model", 400_000, checkpoints.SMALL_SIZES, seed=0)
+    shapes = checkpoints.shapes(400_000, checkpoints.SMALL_SIZES)
+    checkpoints.make(tmp_path / "model", shapes, seed=0)
     assert len(list((tmp_path / "model").iterdir())) > 2
     rows = [{"step": "write", "seconds": 1.0}]
     rows += [checkpoints.step(name, tmp_path) for name in checkpoints.STEPS]
