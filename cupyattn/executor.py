@@ -24,6 +24,8 @@ from cupyattn.switches import is_on
 
 #: Alignment of every parameter in the buffer that the driver reads: a tensor map's.
 _ALIGNMENT = 128
+#: Addresses of a tensor map that a launch remembers: those of every layer's weight, for example.
+_MAX_ENCODED = 4096
 
 
 class Runnable(Protocol):
@@ -73,12 +75,19 @@ class ReadyLaunch:
         self._places: list[int] = []
         self._structs: list[tuple[slice, np.ndarray]] = []
         self._maps: list[tuple[slice, TensorMap]] = []
+        self._encoded: list[dict[int, memoryview[int]]] = []  # of each map, by address
         pointers: list[tuple[int, str]] = []  # 64-bit word of an address, buffer
+        shared: dict[TensorMap, int] = {}  # places of maps: of two that are equal there is one
         for template in templates:
+            if isinstance(template, TensorMap) and template in shared:
+                self._places.append(shared[template])
+                continue
             self._places.append(place)
             first = place // 8
             if isinstance(template, TensorMap):
                 size = tensor_map.NBYTES
+                shared[template] = place
+                self._encoded.append({})
                 self._maps.append((slice(first, first + size // 8), template))
             else:
                 words, named = template
@@ -159,10 +168,17 @@ class ReadyLaunch:
     ) -> None:
         """Fill in the tensor maps of arrays that lie elsewhere than those of the last launch."""
         for number, ((where, x), address) in enumerate(zip(self._maps, addresses, strict=True)):
-            if described[number] != address:
-                encoded = tensor_map.encode(address, x.dtype, x.shape, x.strides, x.box)
-                words[where] = encoded.view(np.uint64).data
-                described[number] = address
+            if described[number] == address:
+                continue
+            known = self._encoded[number]
+            encoded = known.get(address)
+            if encoded is None:
+                if len(known) >= _MAX_ENCODED:
+                    known.clear()
+                new = tensor_map.encode(address, x.dtype, x.shape, x.strides, x.box)
+                encoded = known[address] = new.view(np.uint64).data
+            words[where] = encoded
+            described[number] = address
 
 
 def ready(plan: Runnable, arch: str | None = None) -> tuple[ReadyLaunch, ...]:

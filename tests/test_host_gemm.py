@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn import executor, tensor_map
 from cupyattn.launch import TensorMap
 from cupyattn.quant import activations, gemm, repeated
 from cupyattn.quant.activations import act_quant_but
@@ -90,6 +91,30 @@ def test_a_product_that_comes_again_gets_the_new_addresses(host: Host, arch: str
             assert found["a of a map"] == given["a"].data.ptr
             assert found["b of a map"] == given["b"].data.ptr
     assert len(host.plans) == 1 and len(repeated._recent) == 1
+
+
+def test_a_map_is_encoded_once_for_each_address(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of one form take turns: what describes their arrays is remembered."""
+    made, plain = [], tensor_map.encode
+    monkeypatch.setattr(
+        tensor_map, "encode", lambda address, *rest: made.append(address) or plain(address, *rest)
+    )
+    layers = [operands(5) for _ in range(3)]
+    for turn in range(9):
+        given = layers[turn % 3]
+        ca.int8_gemm(*given.values(), arch="sm_90a")
+        _, found = host.passed(turn)
+        assert found["a of a map"] == given["a"].data.ptr
+        assert found["b of a map"] == given["b"].data.ptr
+    assert sorted(made) == sorted(x[name].data.ptr for x in layers for name in "ab")
+    monkeypatch.setattr(executor, "_MAX_ENCODED", 3)  # the fourth begins anew
+    ca.int8_gemm(*operands(5).values(), arch="sm_90a")
+    ca.int8_gemm(*layers[0].values(), arch="sm_90a")
+    assert len(made) == 6 + 4
+    _, found = host.passed(10)
+    assert found["a of a map"] == layers[0]["a"].data.ptr
 
 
 def test_what_differs_is_another_call(host: Host) -> None:

@@ -57,7 +57,8 @@ HOPPER_TILES = (
     *(GemmTiles(64, 64, num_warps=8, num_stages=12, splits=s) for s in (2, 4, 8)),
 )
 #: Up to so many rows of A the portable form, whose tiles have 16, is the faster on Hopper, too: 1.2
-#: to 1.5 times (experiments/results/gemm.json).
+#: to 1.5 times (experiments/results/gemm.json). That was before clusters, and before the host kept
+#: tensor maps: it had encoded them in each call, which then took longer than the kernel.
 FEW_ROWS = 32
 #: Thread blocks that a device runs at a time, about, and those of them in clusters, which lie in
 #: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
