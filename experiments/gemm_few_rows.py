@@ -9,7 +9,7 @@ Beside       torch.matmul, FP16
 Expect       no loss to FP16; the default at most 3 % behind the best
 Run          python -m experiments.gemm_few_rows [--rows M,M] [--graphs] [--quick] [--json FILE]
 
-``choose_tiles`` and ``FEW_ROWS`` of cupyattn/quant/gemm_plan.py are what its result is for.
+``choose_tiles`` and ``hopper_first`` of cupyattn/quant/gemm_plan.py are what its result is for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import cupyattn as ca
 from cupyattn import device, measure, timing
 from cupyattn.cli import output
-from cupyattn.quant.gemm_plan import FEW_ROWS, HOPPER_TILES, PORTABLE_TILES
+from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, hopper_first
 from cupyattn.tiles import GemmTiles
 from experiments import common
 from experiments.gemm import FP16, Size, draw, judge, others
@@ -175,10 +175,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str
         best = min(own, key=lambda name: timing.median(samples[name]).median, default=None)
         lines.append([
             f"{row['m']} x {row['n']} x {row['k']}",
+            "sm90" if hopper_first(row["m"], row["n"], row["k"]) else "portable",
             format_comparison(ratio(samples, DEFAULT, FP16)),
             format_comparison(ratio(samples, DEFAULT, best) if best else None), best or "-",
         ])  # fmt: skip
-    return ["", f"default x {FP16}", "default x best", "best"], lines
+    return ["", "default", f"default x {FP16}", "default x best", "best"], lines
 
 
 def run(args: argparse.Namespace) -> int:
@@ -191,7 +192,6 @@ def run(args: argparse.Namespace) -> int:
             rows.append(race(Size("few rows", m, n, k), args))
             output.print_table(*table(rows[-1]))
     output.print_table(*summary(rows))
-    print(f"the portable form is taken up to {FEW_ROWS} rows")
     common.keep(args, "gemm_few_rows", "mirror" if args.quick else "cuda", {"rows": rows})
     return 0 if all(row["ok"] for row in rows) else 1
 

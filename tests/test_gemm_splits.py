@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles
+from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles, hopper_first
 from cupyattn.quant.gemm_reference import ACTIVATIONS, MOST_SPLITS
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import GemmTiles
@@ -161,9 +161,16 @@ def test_many_tiles_are_not_split(m: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(1792, 1792), (1792, 7168), (3072, 12_288), (4096, 4096)])
 def test_few_rows_fill_the_device(n: int, k: int) -> None:
-    for m in (33, 64):
-        (one,) = planned(m, n, k, arch="sm_90a").launches
-        assert 96 <= one.grid <= 128
+    for m in (1, 16, 33, 64):
+        hopper = hopper_first(m, n, k)
+        assert hopper or (m <= 32 and n >= 4096)
+        (one,) = planned(m, n, k, arch="sm_90a" if hopper else None).launches
+        assert 96 <= one.grid <= 128 if hopper else one.grid >= 64
+
+
+def test_what_is_small_runs_in_the_portable_form() -> None:
+    for n, k in ((128, 128), (512, 512), (1024, 1024), (64, 4096), (0, 128), (128, 0)):
+        assert not hopper_first(8, n, k)
 
 
 def test_what_cannot_be_split_is_said() -> None:

@@ -60,6 +60,9 @@ HOPPER_TILES = (
 #: to 1.5 times (experiments/results/gemm.json). That was before clusters, and before the host kept
 #: tensor maps: it had encoded them in each call, which then took longer than the kernel.
 FEW_ROWS = 32
+#: Fewer tiles than these, as many as were measured, leave SMs idle that clusters would use; it
+#: matters for weights that take a microsecond to arrive.
+_FEW_TILES, _LARGE_WEIGHT = 64, 2**21
 #: Thread blocks that a device runs at a time, about, and those of them in clusters, which lie in
 #: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
 #: cores multiply 4096 pairs of codes. Tiles are chosen by these.
@@ -171,6 +174,20 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
         return waves * (-(-slices // tiles.splits) * slice_time + _MEETING * (tiles.splits > 1))
 
     return min((t for t in choices if t.splits <= max(slices, 1)), key=time)
+
+
+def hopper_first(m: int, n: int, k: int) -> bool:
+    """Whether the Hopper form is the faster of the two, as far as sizes tell.
+
+    Examples
+    --------
+    >>> hopper_first(64, 4096, 4096), hopper_first(16, 4096, 4096), hopper_first(16, 1792, 7168)
+    (True, False, True)
+    """
+    if m > FEW_ROWS:
+        return True
+    few = _count(m, n, choose_tiles(m, n, k, PORTABLE_TILES)) < _FEW_TILES
+    return few and n * k >= _LARGE_WEIGHT and choose_tiles(m, n, k, HOPPER_TILES).splits > 1
 
 
 def _slices(k: int) -> int:
