@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import re
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from experiments import (
     first_call,
     framework_costs,
     gemm,
-    gemm_few_rows,
     host_time,
     ladder,
     numerics_claims,
@@ -408,24 +406,6 @@ def test_products_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ca, "int8_gemm", lambda *codes, **_: wrong(*codes))
     wrong = lambda a, a_scales, b, b_scales: np.zeros((len(a), len(b)), np.float16)  # noqa: E731
     assert gemm.main(["--quick"]) == 1
-
-
-def test_few_rows_race_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "few.json"
-    assert gemm_few_rows.main(["--quick", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
-    for row, m in zip(rows, gemm_few_rows.QUICK_ROWS, strict=True):
-        assert row["m"] == m and row["shares"].keys() == gemm_few_rows.candidates(m).keys()
-        assert max(row["shares"].values()) <= 1
-    assert re.search("20 x 160 x 1024 +portable ", capsys.readouterr().out)
-    # What its tables say of times.
-    row = rows[0] | {"samples": {"default": [2.0] * 15, "torch FP16": [3.0] * 15}}
-    best = "sm90 64x64 w8 s12, 4 blocks"
-    row["samples"][best] = [1.0] * 15
-    assert [line[0] for line in gemm_few_rows.table(row)[1]][-2:] == [best, "default"]
-    assert gemm_few_rows.summary([row])[1] == [
-        ["1 x 160 x 1024", "portable", "1.500 [1.500, 1.500]", "0.500 [0.500, 0.500]", best]
-    ]
 
 
 def test_quantising_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,29 @@
+"""The race of tiles for products of few rows: it runs in small, and its tables say what it saw."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import gemm_few_rows
+
+
+def test_few_rows_race_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "few.json"
+    assert gemm_few_rows.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    for row, m in zip(rows, gemm_few_rows.QUICK_ROWS, strict=True):
+        assert row["m"] == m and row["shares"].keys() == gemm_few_rows.candidates(m).keys()
+        assert max(row["shares"].values()) <= 1
+    assert re.search("20 x 160 x 1024 +portable ", capsys.readouterr().out)
+    # What its tables say of times.
+    row = rows[0] | {"samples": {"default": [2.0] * 15, "torch FP16": [3.0] * 15}}
+    best = "sm90 64x64 w8 s12, 4 blocks"
+    row["samples"][best] = [1.0] * 15
+    assert [line[0] for line in gemm_few_rows.table(row)[1]][-2:] == [best, "default"]
+    assert gemm_few_rows.summary([row])[1] == [
+        ["1 x 160 x 1024", "portable", "1.500 [1.500, 1.500]", "0.500 [0.500, 0.500]", best]
+    ]
