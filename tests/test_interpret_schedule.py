@@ -102,6 +102,15 @@ def test_nor_do_products_of_codes(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     gemm_plan.plan_gemm.cache_clear()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_nor_do_products_whose_tiles_are_shared(seed: int) -> None:
+    p, tiles = product(4, (70, 100, 784), bias=True), GemmTiles(64, 64, 8, 2, splits=4)
+    with interpret.schedule(seed):
+        found = p.run(backend="interpret", tiles=tiles, arch="sm_90a")
+    assert found.tobytes() == p.mirror(4).tobytes()
+
+
 def two_steps(folder: Path, **macros: int) -> list[int]:
     x, y = arrays()
     module = spec(folder, '#include "prims/mbarrier.cuh"\n' + source(TWO_STEPS), **macros)
