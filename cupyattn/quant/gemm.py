@@ -100,10 +100,10 @@ def int8_gemm(
     given = {"a": a, "a_scales": a_scales, "b": b, "b_scales": b_scales}
     given |= {} if bias is None else {"bias": bias}
     given |= {} if outliers is None else dict(zip(("a_16", "b_16"), outliers, strict=True))
-    key = call_key(("int8_gemm", out_dtype, activation, tiles, arch, backend), given)
+    key, addresses = call_key(("int8_gemm", out_dtype, activation, tiles, arch, backend), given)
     again = recall(key)
     if again is not None:
-        return again(given)[0]
+        return again(addresses)[0]
     xp = array_namespace(*given.values())
     check_one_device(**given)
     arrays = dict(given)

@@ -37,14 +37,16 @@ class Repeated:
     results: Sequence[tuple[str, tuple[int, ...], Any]]
     device: int
 
-    def __call__(self, arrays: Mapping[str, Array]) -> list[Array]:
-        """Run on other arrays of the same forms, on the current stream; return the results."""
+    def __call__(self, addresses: dict[str, int]) -> list[Array]:
+        """Run on other arrays of the same forms, on the current stream; return the results.
+
+        Their addresses, by buffer, are added to.
+        """
         import cupy
 
         if cupy.cuda.runtime.getDevice() != self.device:
             with cupy.cuda.Device(self.device):
-                return self(arrays)
-        addresses = {name: a.data.ptr for name, a in arrays.items()}
+                return self(addresses)
         made = []
         for name, shape, dtype in self.results:
             result = cupy.ndarray(shape, dtype)
@@ -54,8 +56,12 @@ class Repeated:
         return made
 
 
-def call_key(options: tuple[Any, ...], arrays: Mapping[str, Array]) -> Any:
-    """Return what a call depends on beside values; None unless all of its arrays are CuPy's.
+def call_key(
+    options: tuple[Any, ...], arrays: Mapping[str, Array]
+) -> tuple[Any, dict[str, int]]:
+    """Return what a call depends on beside values, and where its arrays lie.
+
+    The first is None unless all of them are CuPy's.
 
     Parameters
     ----------
@@ -66,12 +72,14 @@ def call_key(options: tuple[Any, ...], arrays: Mapping[str, Array]) -> Any:
     """
     cupy = sys.modules.get("cupy")
     key: list[Any] = [compiler.generation(), options, *arrays]
-    for array in arrays.values():
+    addresses = {}
+    for name, array in arrays.items():
         if cupy is None or not isinstance(array, cupy.ndarray):
-            return None
+            return None, {}
         data = array.data  # made anew each time it is asked for
-        key += (array.shape, array.strides, array.dtype, data.ptr % 16, data.device_id)
-    return tuple(key)
+        addresses[name] = address = data.ptr
+        key += (array.shape, array.strides, array.dtype, address % 16, data.device_id)
+    return tuple(key), addresses
 
 
 def recall(key: Any) -> Repeated | None:
