@@ -188,7 +188,7 @@ def _attention(
     """Compare attention of normalised heads: the fastest rung of 16 bits, and INT8 Q.K^T."""
     xp = array_namespace(*qkv)
     rows = xp.asarray(measure.judged_rows(check_attention(*qkv)))
-    errors, memory, held = [], [], []
+    errors, memory, held, plain = [], [], [], {}
     for variant in ("fa_tc", "fa_int8"):
         form = kernel_form(*qkv, variant=variant, **options)
         given: dict[str, Any] = {**form, **options, "variant": variant, "rows": rows}
@@ -197,11 +197,12 @@ def _attention(
         o = ca.attention(*qkv, variant=variant, **options)
         report = testing.judge(o, *qkv, **given)
         held.append(report.passed and (report.quantisation or 0) <= 1)
+        if variant == "fa_tc":
+            plain = given
+        else:  # that of its codes says nothing of what they cost: as if it were the other's output
+            report = testing.judge(o, *qkv, **plain)
         errors.append(float(report.relative_l2))
         memory.append(int(ca.plan(*qkv, variant=variant, **options).workspace_bytes))
-    exact = ca.attention(*qkv, variant="fa_tc", **options)
-    coded = ca.attention(*qkv, variant="fa_int8", **options)
-    errors[1] = measure.relative_error(as_float64(coded), as_float64(exact))
     seconds: tuple[float | None, float | None] = (None, None)
     if all(held):
         seconds = _timed(
