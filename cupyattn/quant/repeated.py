@@ -56,9 +56,7 @@ class Repeated:
         return made
 
 
-def call_key(
-    options: tuple[Any, ...], arrays: Mapping[str, Array]
-) -> tuple[Any, dict[str, int]]:
+def call_key(options: tuple[Any, ...], arrays: Mapping[str, Array]) -> tuple[Any, dict[str, int]]:
     """Return what a call depends on beside values, and where its arrays lie.
 
     The first is None unless all of them are CuPy's.
