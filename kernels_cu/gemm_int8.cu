@@ -185,7 +185,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
   }
 
   if constexpr (SPLITS > 1) {
-    merge_splits(
+    merge_parts(
         smem.partial, part.rank, thread_id(),
         [&](int f, int i) { return C_acc[f / MMA_COLS][f % MMA_COLS][i]; },
         [&](int f, const float (&sum)[4]) {

@@ -145,7 +145,7 @@ __device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0
 // FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them, and gets the sums of a share of
 // these, one after the other: store(f, sum). All THREADS threads of all blocks come here.
 template <int FRAGMENTS, int THREADS, typename Of, typename Store>
-__device__ __forceinline__ void merge_splits(
+__device__ __forceinline__ void merge_parts(
     float (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
   static_assert(
       FRAGMENTS % SPLITS == 0,

@@ -179,7 +179,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
 
     if constexpr (SPLITS > 1) {
       constexpr int OF_CHUNK = CHUNK / 8;
-      merge_splits(
+      merge_parts(
           smem.partial, part.rank, int(threadIdx.x) - WARPGROUP,
           [&](int f, int i) { return C_acc[f / OF_CHUNK][f % OF_CHUNK * 4 + i]; },
           [&](int f, const float (&sum)[4]) {
