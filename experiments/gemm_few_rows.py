@@ -9,7 +9,7 @@ Beside       torch.matmul, FP16
 Expect       no loss to FP16; the default at most 3 % behind the best
 Run          python -m experiments.gemm_few_rows [--rows M,M] [--graphs] [--quick] [--json FILE]
 
-``choose_tiles`` and ``hopper_first`` of cupyattn/quant/gemm_plan.py are what its result is for.
+``choose_tiles`` and ``on_hopper`` of cupyattn/quant/gemm_plan.py are what its result is for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import cupyattn as ca
 from cupyattn import device, measure, timing
 from cupyattn.cli import output
-from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, hopper_first
+from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, on_hopper
 from cupyattn.tiles import GemmTiles
 from experiments import common
 from experiments.gemm import FP16, Size, draw, judge, others
@@ -38,7 +38,6 @@ QUICK_ROWS, QUICK_LAYERS = (1, 20), ((160, 1024),)
 DEFAULT = "default"
 
 _MORE_PORTABLE = (
-    GemmTiles(16, 32, num_warps=2, num_stages=8),
     GemmTiles(32, 64, num_warps=4, num_stages=6),
     GemmTiles(64, 32, num_warps=2, num_stages=6),
     GemmTiles(16, 64, num_warps=2, num_stages=8, splits=2),
@@ -49,10 +48,10 @@ _MORE_PORTABLE = (
     GemmTiles(64, 64, num_warps=4, num_stages=5, splits=4),
     GemmTiles(64, 128, num_warps=4, num_stages=4, splits=4),
 )
-#: Two blocks of these fit on an SM.
+#: An SM has room for one block of these, and for two of those that are taken.
 _MORE_HOPPER = (
-    GemmTiles(64, 64, num_warps=8, num_stages=5, splits=2),
-    GemmTiles(64, 64, num_warps=8, num_stages=5, splits=4),
+    *(GemmTiles(64, 128, num_warps=8, num_stages=8, splits=s) for s in (2, 4, 8)),
+    *(GemmTiles(64, 64, num_warps=8, num_stages=12, splits=s) for s in (2, 4, 8)),
 )
 
 
@@ -175,7 +174,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str
         best = min(own, key=lambda name: timing.median(samples[name]).median, default=None)
         lines.append([
             f"{row['m']} x {row['n']} x {row['k']}",
-            "sm90" if hopper_first(row["m"], row["n"], row["k"]) else "portable",
+            "sm90" if on_hopper(row["m"], row["n"], row["k"])[0] else "portable",
             format_comparison(ratio(samples, DEFAULT, FP16)),
             format_comparison(ratio(samples, DEFAULT, best) if best else None), best or "-",
         ])  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles, hopper_first
+from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles, on_hopper
 from cupyattn.quant.gemm_reference import ACTIVATIONS, MOST_SPLITS
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import GemmTiles
@@ -141,9 +141,9 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 
 def test_the_blocks_of_a_split_tile_follow_each_other() -> None:
     plan = planned(64, 4096, 4096, arch="sm_90a")
-    assert plan.tiles.splits == 4 and plan.launches[0].grid == 4 * 32 and not plan.workspace
+    assert plan.tiles.splits == 2 and plan.launches[0].grid == 2 * 64 and not plan.workspace
     said = str(plan)
-    assert "int8_gemm (sm90), GemmTiles(block_m=64" in said and "splits=4)" in said
+    assert "int8_gemm (sm90), GemmTiles(block_m=64" in said and "splits=2)" in said
     assert "gemm_int8<<<128, 256>>> of sm90/gemm_int8.cu\n  workspace 0 bytes" in said
     assert planned(64, 4096, 4096, arch="sm_90a", tiles=EIGHT).launches[0].grid == 8 * 32
     assert planned(900, 4096, 4096, arch="sm_90a", tiles=EIGHT).launches[0].grid == 8 * 32 * 15
@@ -156,21 +156,29 @@ def test_many_tiles_are_not_split(m: int, n: int, k: int) -> None:
     blocks = -(-m // tiles.block_m) * -(-n // tiles.block_n) * tiles.splits
     assert tiles.splits == 1 or blocks <= 8 * 128
     assert choose_tiles(m, n, k, PORTABLE_TILES).splits == 1
-    assert min(m, n) < 4096 or tiles.splits == 1
+    assert m <= 64 or tiles.splits == 1
 
 
-@pytest.mark.parametrize(("n", "k"), [(1792, 1792), (1792, 7168), (3072, 12_288), (4096, 4096)])
-def test_few_rows_fill_the_device(n: int, k: int) -> None:
-    for m in (1, 16, 33, 64):
-        hopper = hopper_first(m, n, k)
-        assert hopper or (m <= 32 and n >= 4096)
-        (one,) = planned(m, n, k, arch="sm_90a" if hopper else None).launches
-        assert 96 <= one.grid <= 128 if hopper else one.grid >= 64
+@pytest.mark.parametrize(("n", "k"), [(1792, 7168), (3072, 12_288), (4096, 4096), (12_288, 3072)])
+def test_few_rows_fill_the_device_with_what_was_the_fastest(n: int, k: int) -> None:
+    """In experiments/results/gemm_few_rows.json, or as far as 3 % behind it."""
+    raced = {
+        (1, 4096): "16x32", (16, 4096): "16x32", (32, 4096): "32x64 2", (64, 4096): "64x64 2",
+        (1, 1792): "16x128 4", (16, 1792): "16x128 4", (32, 1792): "32x64 4", (64, 1792): "64x64 4",
+        (1, 12_288): "16x32", (16, 12_288): "16x32", (32, 12_288): "64x128", (64, 12_288): "64x128",
+    }  # fmt: skip
+    for m in (1, 16, 32, 64):
+        arch, tiles = on_hopper(m, n, k)
+        plan = planned(m, n, k, arch=arch, tiles=tiles)
+        assert plan.launches[0].grid >= 56
+        x = plan.tiles
+        name = f"{x.block_m}x{x.block_n}" + (f" {x.splits}" if x.splits > 1 else "")
+        assert raced.get((m, n), name) == name
 
 
 def test_what_is_small_runs_in_the_portable_form() -> None:
-    for n, k in ((128, 128), (512, 512), (1024, 1024), (64, 4096), (0, 128), (128, 0)):
-        assert not hopper_first(8, n, k)
+    for n, k in ((128, 128), (512, 512), (1024, 900), (64, 500), (0, 128), (128, 0)):
+        assert on_hopper(8, n, k) == (None, None)
 
 
 def test_what_cannot_be_split_is_said() -> None:

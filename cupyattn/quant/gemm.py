@@ -12,7 +12,7 @@ from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.checks import MAX_LENGTH
 from cupyattn.launch import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
-from cupyattn.quant.gemm_plan import check_splits, hopper_first, plan_gemm
+from cupyattn.quant.gemm_plan import check_splits, on_hopper, plan_gemm
 from cupyattn.quant.gemm_reference import check_activation, gemm_mirror
 from cupyattn.quant.repeated import call_key, recall, remember
 from cupyattn.rounding import STORAGE, array_namespace
@@ -77,10 +77,10 @@ def int8_gemm(
 
     Notes
     -----
-    The Hopper form runs on compute capability 9.0 with more than 32 rows, or where the portable one
-    had too few tiles (`cupyattn.quant.gemm_plan.hopper_first`), and addresses and rows are
-    multiples of 16 bytes; where they are not, the portable form runs, and the logger
-    ``cupyattn`` says why. At level DEBUG it says form, tiles and launches of every new call.
+    The Hopper form runs on compute capability 9.0 with more than 32 rows, or more than 16 of a wide
+    layer (`cupyattn.quant.gemm_plan.on_hopper`), where addresses and rows are multiples of 16
+    bytes; where they are not, the portable form runs, and the logger ``cupyattn`` says why. At
+    level DEBUG it says form, tiles and launches of every new call.
 
     The scales of a slice of 128 codes are applied to its exact sum, in float32:
     ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order; with few rows the blocks of a cluster
@@ -121,8 +121,8 @@ def int8_gemm(
             activation=activation, outliers=pair, splits=1 if tiles is None else tiles.splits,
         )  # fmt: skip
         return c.reshape(*shape, n)
-    if arch is None and tiles is None and hopper_first(math.prod(shape), *b.shape):
-        arch = own_arch(backend, a)
+    if arch is None and tiles is None and own_arch(backend, a):
+        arch, tiles = on_hopper(math.prod(shape), *b.shape)
     with on_device_of(a):
         buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
         c = buffers["c"] = xp.empty((math.prod(shape), n), STORAGE[out_dtype])

@@ -47,22 +47,25 @@ PORTABLE_TILES = (
     GemmTiles(block_m=64, block_n=128, num_warps=4, num_stages=4),
     GemmTiles(block_m=64, block_n=64, num_warps=4, num_stages=5),
     GemmTiles(block_m=16, block_n=64, num_warps=4, num_stages=8),
+    GemmTiles(block_m=16, block_n=32, num_warps=2, num_stages=8),
 )
 HOPPER_TILES = (
     GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=4),
     GemmTiles(block_m=128, block_n=128, num_warps=12, num_stages=6),
     GemmTiles(block_m=64, block_n=128, num_warps=8, num_stages=8),
     GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=12),
-    *(GemmTiles(64, 128, num_warps=8, num_stages=8, splits=s) for s in (2, 4, 8)),
-    *(GemmTiles(64, 64, num_warps=8, num_stages=12, splits=s) for s in (2, 4, 8)),
+    *(GemmTiles(64, 64, num_warps=8, num_stages=5, splits=s) for s in (2, 4)),
 )
-#: Up to so many rows of A the portable form, whose tiles have 16, is the faster on Hopper, too: 1.2
-#: to 1.5 times (experiments/results/gemm.json). That was before clusters, and before the host kept
-#: tensor maps: it had encoded them in each call, which then took longer than the kernel.
-FEW_ROWS = 32
-#: Fewer tiles than these, as many as were measured, leave SMs idle that clusters would use; it
-#: matters for weights that take a microsecond to arrive.
-_FEW_TILES, _LARGE_WEIGHT = 64, 2**21
+#: Portable tiles whose k the blocks of a cluster share, on devices that have clusters: by the most
+#: rows, then by how many blocks.
+_SHARED_TILES = {
+    16: {4: GemmTiles(16, 128, num_warps=4, num_stages=6, splits=4)},
+    32: {s: GemmTiles(32, 64, num_warps=4, num_stages=6, splits=s) for s in (2, 4)},
+}
+#: Rows of A up to which tiles are shared, and up to which the portable form, whose tiles have 16, is
+#: the faster on Hopper, too, where so many tiles of its do not fill the device by themselves. All of
+#: this was raced: experiments/results/gemm_few_rows.json.
+FEW_ROWS, PORTABLE_ROWS, _FULL = 64, 32, 64
 #: Thread blocks that a device runs at a time, about, and those of them in clusters, which lie in
 #: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
 #: cores multiply 4096 pairs of codes. Tiles are chosen by these.
@@ -153,16 +156,16 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
     Notes
     -----
     By count: tiles are worked off in waves, one to each SM, and a slice of a tile takes as long as
-    its products or as its operands take to arrive, whichever is longer. A tile that is split has
-    more blocks with fewer slices each, which then meet. So the choice, and with it every bit of the
-    result, depends on the sizes of a product alone.
+    its products or as its operands take to arrive, whichever is longer. With few rows a tile may be
+    split: more blocks with fewer slices each, which then meet. So the choice, and with it every bit
+    of the result, depends on the sizes of a product alone.
 
     Examples
     --------
     >>> choose_tiles(4096, 4096, 4096, PORTABLE_TILES).block_m
     128
     >>> choose_tiles(64, 4096, 4096, HOPPER_TILES)
-    GemmTiles(block_m=64, block_n=128, num_warps=8, num_stages=8, splits=4)
+    GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=5, splits=2)
     """
     slices = _slices(k)
 
@@ -173,21 +176,34 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
         slice_time = max(products, (tiles.block_m + tiles.block_n) / _L2_BYTES)
         return waves * (-(-slices // tiles.splits) * slice_time + _MEETING * (tiles.splits > 1))
 
-    return min((t for t in choices if t.splits <= max(slices, 1)), key=time)
+    most = max(slices, 1) if m <= FEW_ROWS else 1
+    return min((t for t in choices if t.splits <= most), key=time)
 
 
-def hopper_first(m: int, n: int, k: int) -> bool:
-    """Whether the Hopper form is the faster of the two, as far as sizes tell.
+def on_hopper(m: int, n: int, k: int) -> tuple[str | None, GemmTiles | None]:
+    """Return architecture and tiles for a Hopper device, as far as sizes tell.
+
+    Returns
+    -------
+    arch : str or None
+        ``"sm_90a"``: the Hopper form is the faster one.
+    tiles : GemmTiles or None
+        None: those that `choose_tiles` finds for the form.
 
     Examples
     --------
-    >>> hopper_first(64, 4096, 4096), hopper_first(16, 4096, 4096), hopper_first(16, 1792, 7168)
-    (True, False, True)
+    >>> on_hopper(64, 4096, 4096), on_hopper(16, 4096, 4096)
+    (('sm_90a', None), (None, None))
+    >>> on_hopper(16, 1792, 7168)[1].splits, on_hopper(32, 12_288, 3072)
+    (4, ('sm_90a', None))
     """
-    if m > FEW_ROWS:
-        return True
-    few = _count(m, n, choose_tiles(m, n, k, PORTABLE_TILES)) < _FEW_TILES
-    return few and n * k >= _LARGE_WEIGHT and choose_tiles(m, n, k, HOPPER_TILES).splits > 1
+    if m > PORTABLE_ROWS or (m > 16 and -(-n // 128) >= _FULL):
+        return "sm_90a", None
+    tiles, slices = -(-n // 64), _slices(k)
+    for splits in (4, 2):
+        if tiles * splits <= HOPPER_BLOCKS and slices >= 4 * splits:
+            return None, _SHARED_TILES[16 if m <= 16 else PORTABLE_ROWS].get(splits)
+    return None, None
 
 
 def _slices(k: int) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn.quant.blocks import BLOCK_SIZE
-from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles, hopper_first
+from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles, on_hopper
 from cupyattn.quant.gemm_reference import ACTIVATIONS
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import GemmTiles
@@ -82,9 +82,9 @@ def test_few_rows_by_themselves() -> None:
     for m in (1, 16, 33, 64):
         for n, k in ((1792, 1792), (1792, 7168), (4096, 4096)):
             p = product(m, (m, n, k), out_dtype="float16", bias=True)
-            arch = "sm_90a" if capability() == 90 and hopper_first(m, n, k) else None
+            arch, tiles = on_hopper(m, n, k) if capability() == 90 else (None, None)
             choices = HOPPER_TILES if arch else PORTABLE_TILES
-            splits = choose_tiles(m, n, k, choices).splits
+            splits = (tiles or choose_tiles(m, n, k, choices)).splits
             moved = on_device(*p.operands, p.bias)
             c = ca.int8_gemm(*moved[:4], "float16", bias=moved[4])
             assert c.get().tobytes() == p.mirror(splits).tobytes()
