@@ -345,7 +345,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
     )  # fmt: skip
     monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty(x.shape, dtype=x.dtype, device=0))
     for name, stand_in in (
-        ("as_array", lambda x: x.array), ("as_tensor", OnDevice),
+        ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
         ("_array_on", lambda _: array((0,))),
         ("on_device_of", lambda _: contextlib.nullcontext()), ("check_tensors", lambda *_: None),
     ):  # fmt: skip

@@ -8,8 +8,8 @@ after c:
 
 `floor` rises when the whole block meets, `warp_floor` when the whole warp does, and `seen`, a
 vector clock (Fidge 1988, Mattern 1989), carries everything else: barriers of some warps and
-instructions of some lanes. Blocks are ordered by counters, see `BetweenBlocks`, and at what belongs to a
-block by the barrier of its cluster (`cluster.py`).
+instructions of some lanes. Blocks are ordered by counters, see `BetweenBlocks`, and at what belongs
+to a block by the barrier of its cluster (`cluster.py`).
 
 The copy engine is an actor of its own, `ENGINE`: what it wrote comes only after those who waited
 for it, and after those who met them since. No floor counts for it.

@@ -44,6 +44,16 @@ def as_tensor(array: Any) -> Tensor:
     return torch.from_dlpack(array)
 
 
+def as_own_tensor(array: Any) -> Tensor:
+    """Return a result as a tensor that torch may free by itself, a copy on a device.
+
+    The CUDA graphs of ``torch.compile`` take back the memory of what an operator returns, and
+    refuse what another library would have to be told of.
+    """
+    tensor = as_tensor(array)
+    return tensor.clone() if tensor.is_cuda else tensor
+
+
 @contextlib.contextmanager
 def on_device_of(tensor: Tensor) -> Iterator[None]:
     """Let CuPy use the tensor's device, torch's current stream there, and torch's allocator.

@@ -14,7 +14,7 @@ from cupyattn import compile as compiler
 from cupyattn.checks import data_address
 from cupyattn.executor import ReadyCall
 from cupyattn.forms import recall, remember
-from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
+from cupyattn.interop.torch.bridge import as_array, as_own_tensor, on_device_of
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.preparation import EPS
 from cupyattn.prepared import Prepared, operands_of, run_mirror
@@ -108,7 +108,7 @@ def forward(
             copied = any(own[n] != x.data_ptr() for n, x in tensors.items())
             if key is not None and ready.scratch_bytes is not None and not copied:
                 remember(key, ready)
-        return o, None if not settings.return_lse else as_tensor(request.restore_lse(lse))
+        return o, None if not settings.return_lse else as_own_tensor(request.restore_lse(lse))
 
 
 def _find(
@@ -217,7 +217,7 @@ def backward_pass(
             for name in ("max_len_q", "max_len_k"):
                 del options[name]
         options["deterministic"] = deterministic or None  # the faster form where nobody asks
-        dq, dk, dv = map(as_tensor, function(**options))
+        dq, dk, dv = map(as_own_tensor, function(**options))
         if key is not None:
             ready = backward.ready_backward(**options)
             if ready is not None:
