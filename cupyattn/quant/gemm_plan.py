@@ -62,7 +62,7 @@ _SHARED_TILES = {
     16: {4: GemmTiles(16, 128, num_warps=4, num_stages=6, splits=4)},
     32: {s: GemmTiles(32, 64, num_warps=4, num_stages=6, splits=s) for s in (2, 4)},
 }
-#: Rows of A up to which tiles are shared; and up to which the portable form, whose tiles have 16, is
+#: Rows of A up to which tiles are shared; and up to which the portable form, with tiles of 16, is
 #: the faster on Hopper, too, unless there are more than 16 and so many tiles of 128 columns.
 #: Raced: experiments/results/gemm_few_rows.json.
 FEW_ROWS, PORTABLE_ROWS, _FULL = 64, 32, 64
