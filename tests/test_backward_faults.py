@@ -69,7 +69,7 @@ def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:
     [
         pytest.param(
             fault, fault.variants[-(number % 2)], id=fault.name,
-            marks=[pytest.mark.slow] if number % 16 else [],
+            marks=[pytest.mark.slow] if number % 24 else [],
         )
         for number, fault in enumerate(FAULTS)
     ],

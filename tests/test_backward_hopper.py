@@ -154,7 +154,11 @@ def test_sums_are_no_more_memory_than_a_tile_and_a_box_round_up_to() -> None:
     ("number", "form"),
     [
         *(
-            pytest.param(number, form, marks=[] if number == 0 else [pytest.mark.slow])
+            pytest.param(
+                number,
+                form,
+                marks=[] if (number, form) == (0, "sm90_deterministic") else [pytest.mark.slow],
+            )
             for number in range(4)
             for form in HOPPER_FORMS
         ),
@@ -214,6 +218,7 @@ def test_rows_without_keys_have_no_gradient(options: dict[str, Any]) -> None:
     assert without.sum() >= 2 * 128 and not np.asarray(results.dq, np.float32)[without].any()
 
 
+@pytest.mark.slow
 def test_keys_that_no_row_attends_to_have_no_gradient() -> None:
     """A block of keys without a step waits for no copy, and none is begun for it."""
     inputs = received(*normal((1, 1, 5, 64), (1, 1, 300, 64)), window=(2, 0))
@@ -278,7 +283,8 @@ def with_a_sequence_of(fill: float, form: str, head_dim: int = 64) -> list[bytes
 @pytest.mark.parametrize(
     ("form", "head_dim"),
     [
-        ("sm90_deterministic", 64), pytest.param("sm90_atomic", 64, marks=pytest.mark.slow),
+        pytest.param("sm90_deterministic", 64, marks=pytest.mark.slow),
+        pytest.param("sm90_atomic", 64, marks=pytest.mark.slow),
         pytest.param("sm90_deterministic", 136, marks=pytest.mark.slow),
     ],
 )  # fmt: skip

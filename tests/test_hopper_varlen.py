@@ -155,7 +155,9 @@ def check_that_a_sequence_may_have_no_keys(rung: str) -> None:
     assert not o[:3].any() and (lse[:, :3] == -np.inf).all() and o[3:].all()
 
 
-@pytest.mark.parametrize("rung", [*RUNGS[1:], FP8])
+@pytest.mark.parametrize(
+    "rung", [RUNGS[1], *(pytest.param(rung, marks=pytest.mark.slow) for rung in (*RUNGS[2:], FP8))]
+)
 def test_a_sequence_of_codes_may_have_no_keys(rung: str) -> None:
     check_that_a_sequence_may_have_no_keys(rung)
 
