@@ -82,6 +82,9 @@ class AttentionCall:
         Query row i has the position ``i + rope_offset_q``, key j the position j.
     qk_norm : bool
         Whether rows of Q and K are divided by their root mean square first.
+    stack : int
+        Rows of each of the query heads that share a key head, where these are stacked as the rows
+        of one; 0: they are not.
     packed : Packed, optional
         Batch entries are sequences of different lengths, packed without padding; Q and O are then
         arrays of shape (1, heads, total_q, head_dim), K and V of (1, heads_kv, total_k, head_dim).
@@ -107,6 +110,7 @@ class AttentionCall:
     rope: str = ""
     rope_offset_q: int = 0
     qk_norm: bool = False
+    stack: int = 0
     packed: Packed | None = None
 
     @property

@@ -55,6 +55,9 @@ class Features:
         Codes have zero points, one with each scale.
     qk_norm : bool
         Rows of Q and K are divided by their root mean square.
+    stacked : bool
+        The rows of query heads that share a key head are stacked as those of one (a run-time number
+        of each).
     """
 
     dtype: str
@@ -75,6 +78,7 @@ class Features:
     p_type: str = ""
     zero_points: bool = False
     qk_norm: bool = False
+    stacked: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -90,8 +94,9 @@ class Features:
 
     def defines(self) -> dict[str, int]:
         """Return the ``CFG_*`` macros that carry these features to ``prims/config.cuh``."""
-        # Only the kernels that normalise know of it: for all others nothing is said.
+        # Only some kernels know of these: for all others nothing is said.
         added = {"CFG_QK_NORM": 1} if self.qk_norm else {}
+        added |= {"CFG_STACKED": 1} if self.stacked else {}
         return {
             **added,
             "CFG_DTYPE": DTYPES.index(self.dtype),

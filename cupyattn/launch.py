@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import hopper, pieces, splits
+from cupyattn import hopper, pieces, splits, stacking
 from cupyattn.checks import INT32_MAX, AttentionCall, data_address
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
@@ -229,7 +229,7 @@ def features_of(call: AttentionCall, vec: int, **quantised: Any) -> Features:
     return Features(
         call.dtype, call.head_dim, call.causal, call.return_lse, vec, window=call.window,
         softcap=bool(call.softcap), mask=call.mask, bias=call.bias, block_mask=call.block_mask,
-        rope=call.rope, varlen=call.packed is not None, **quantised,
+        rope=call.rope, varlen=call.packed is not None, stacked=call.stack > 0, **quantised,
     )  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def attn_params(
         "cu_seqlens_q": "cu_seqlens_q" if packed else None,
         "cu_seqlens_k": "cu_seqlens_k" if packed else None,
         "total_q": packed.total_q if packed else 0,
-        "bottom_right": packed is not None and packed.bottom_right,
+        "bottom_right": packed is not None and packed.bottom_right, "stack": call.stack,
     }  # fmt: skip
 
 
@@ -331,6 +331,11 @@ def plan_attention(
         )
     changed, note = call.scores_changed or call.packed is not None, ""
     form = "fused" if fused else variant.form_for(call.len_q, call.len_kv, tiles, changed=changed)
+    if form == "split" and arch == "sm_90a" and tiles is None:
+        stacked = stacking.stacked(call, q, o)
+        if stacked is not None and not hopper.obstacle(variant, stacked[0], stacked[1], k, v, o):
+            form, note = "sm90", stacking.describe(call)
+            call, q, o = stacked
     if form == "portable" and arch == "sm_90a" and "sm90" in variant.forms:
         note = hopper.obstacle(variant, call, q, k, v, o)
         form = "portable" if note else "sm90"
@@ -380,7 +385,8 @@ def _persistent(
     """
     # NOTE: every block goes on to a tile past the last, whose number is an int as well.
     check_grid("the Hopper form", count, limit=INT32_MAX - HOPPER_BLOCKS)
-    uneven = call.causal or call.window or call.packed is not None or call.block_mask != (0, 0)
+    uneven = (call.causal and not call.stack) or call.window
+    uneven = uneven or call.packed is not None or call.block_mask != (0, 0)
     cuts = form == "sm90" and not uneven
     steps = -(-call.len_kv // tiles.block_kv)
     cut = pieces.share_out(count, steps, HOPPER_BLOCKS if cuts else 1)  # one block cuts nothing

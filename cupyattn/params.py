@@ -19,6 +19,7 @@ ATTN_PARAMS = np.dtype(
         ("kept_blocks", "u8"), ("kept_stride", "i8", 3),
         ("rope_cos", "u8"), ("rope_sin", "u8"), ("rope_offset_q", "i4"),
         ("cu_seqlens_q", "u8"), ("cu_seqlens_k", "u8"), ("total_q", "i4"), ("bottom_right", "i4"),
+        ("stack", "i4"),
     ],
     align=True,
 )  # fmt: skip

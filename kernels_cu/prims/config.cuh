@@ -34,6 +34,9 @@
 #define CFG_VARLEN 0
 #define CFG_ZERO_POINTS 0
 #endif
+#ifndef CFG_STACKED  // heads by themselves
+#define CFG_STACKED 0
+#endif
 #ifndef CFG_DQ  // gradients
 #define CFG_DQ 0
 #endif
@@ -94,6 +97,7 @@ constexpr bool ROPE = CFG_ROPE != 0;              // Q and K are turned by their
 constexpr bool ROPE_INTERLEAVED = CFG_ROPE == 2;  // pairs of neighbours; otherwise of both halves
 constexpr bool QK_NORM = CFG_QK_NORM;             // rows of Q and K are divided by their RMS
 constexpr bool VARLEN = CFG_VARLEN;               // sequences packed without padding
+constexpr bool STACKED = CFG_STACKED;             // heads that share a key head are one
 constexpr bool ZERO_POINTS = CFG_ZERO_POINTS;     // code z stands for 0, z of a group of its own
 // Softcap and bias work on scores in natural units, and so does then the softmax.
 constexpr bool NATURAL_SCORES = SOFTCAP || BIAS;

@@ -50,6 +50,7 @@ struct AttnParams {
   const int32_t* cu_seqlens_k;  // [batch + 1], element i up to i + 1; len_q, len_kv: the longest
   int32_t total_q;              // VARLEN: query rows of all sequences
   int32_t bottom_right;         // VARLEN: shifts are further by len_kv - len_q of the sequence
+  int32_t stack;                // STACKED: rows of each of the heads that are stacked as one
 };
 
 // A persistent kernel whose tiles differ in work appends: where its blocks take their next tile.

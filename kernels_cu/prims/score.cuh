@@ -6,6 +6,9 @@
 #include "prims/params.cuh"
 
 // ---- by place: causal mask and window --------------------------------------------------------
+//
+// STACKED: query rows are those of several heads, one head behind the other. Any of them may stand
+// for the first and the last row of its head.
 
 // Keys [kv_begin, kv_end) are all that any of the query rows [q0, q0 + rows) may attend to by their
 // place. Steps over keys start at kv_begin rounded down.
@@ -14,6 +17,7 @@ __device__ __forceinline__ int kv_begin(const AttnParams& p, int q0) {
   return 0;
 }
 __device__ __forceinline__ int kv_end(const AttnParams& p, int q0, int rows) {
+  if constexpr (STACKED) q0 = 0, rows = p.stack;
   if constexpr (CAUSAL) return max(0, min(p.len_kv, q0 + rows + p.causal_shift));
   return p.len_kv;
 }
@@ -41,12 +45,14 @@ __device__ __forceinline__ int kv_unmasked_begin(const AttnParams& p, int q0, in
   return 0;
 }
 __device__ __forceinline__ int kv_unmasked_end(const AttnParams& p, int q0) {
+  if constexpr (STACKED) q0 = 0;
   if constexpr (CAUSAL) return max(0, min(p.len_kv, q0 + 1 + p.causal_shift));
   return p.len_kv;
 }
 
 // May query row `row` attend to a key in the place `key`?
 __device__ __forceinline__ bool admitted(const AttnParams& p, int row, int key) {
+  if constexpr (STACKED && CAUSAL) row %= p.stack;
   if constexpr (WINDOW)
     if (key < row + p.window_shift) return false;
   if constexpr (CAUSAL) return key < p.len_kv && key <= row + p.causal_shift;

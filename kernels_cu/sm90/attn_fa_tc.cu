@@ -46,7 +46,7 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
 // Tiles differ in work: blocks take them as they come.
-constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
+constexpr bool UNEVEN = (CAUSAL && !STACKED) || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;       // or they are alike, and those of the last wave may be cut
 constexpr float LARGEST_SUM = 256.0f;  // 2^8, of a lane's weights in a step: past it M rises
 
@@ -89,6 +89,9 @@ static_assert(
 static_assert(
     CONSUMERS == 2 || HEAD_DIM <= 128,
     "BLOCK_Q must be 128 past HEAD_DIM 128: two warpgroups have registers for O");
+static_assert(
+    !STACKED || !(WINDOW || VARLEN || BLOCK_MASK),
+    "stacked heads take no window, packed sequences or block mask");
 static_assert(
     BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 16 == 0,
     "BLOCK_KV must be a multiple of 16 from 64 to 256, the columns of a wgmma");
