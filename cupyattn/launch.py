@@ -432,16 +432,14 @@ def _plan_split(
     sizes = call.batch, call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
     cut = splits.split(sizes, call.limits, tiles)
     rows = splits.shared_rows(*sizes[1:4])
-    reads, at_once = -(-rows // tiles.block_q), splits.block_slices(tiles, call.head_dim)
-    counts = reads, -(-cut.slices // at_once), call.batch * call.heads_kv
-    grid, own = check_grid(variant.name, *counts), splits.MERGE_TILES
-    merged = check_grid("merge_splits", cut.merge_blocks(math.prod(call.lse_shape)))
+    reads, own = -(-rows // tiles.block_q), splits.MERGE_TILES
+    grid = check_grid(variant.name, reads, cut.parts, call.batch * call.heads_kv)
     structs = ((ATTN_PARAMS, params), (SPLIT_PARAMS, cut.params(rows)))
-    merge = replace(module_spec(variant, features, own), source="split/merge_splits.cu")
-    launches = (
-        Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs),
-        Launch(merge, "merge_splits", merged, own.num_threads, True, structs),
-    )
+    launches = (Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs),)
+    if cut.parts > 1:
+        merged = check_grid("merge_splits", cut.merge_blocks(math.prod(call.lse_shape)))
+        merge = replace(module_spec(variant, features, own), source="split/merge_splits.cu")
+        launches += (Launch(merge, "merge_splits", merged, own.num_threads, True, structs),)
     workspace = tuple(Workspace(*one) for one in cut.buffers(call.lse_shape, call.head_dim))
     return Plan(
         variant.name, "split", tiles, features, launches, workspace, cut.describe(rows, reads)

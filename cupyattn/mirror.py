@@ -9,6 +9,7 @@ order: inside one product or one sum the order is NumPy's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -424,23 +425,32 @@ def _online(
 def _slices(
     scores: Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
-    """The split form: slices of the keys, and ``kernels_cu/split/merge_splits.cu``."""
+    """The split form: the slices of a block meet, then what blocks came to."""
     batch, heads_kv, group, len_q = scores.rows
     sizes = batch, group * heads_kv, heads_kv, len_q, *V.shape[-2:]
     limits = scores.scoring.first, scores.scoring.last
-    found = [
-        _over_keys(scores, V, n, tiles, steps, *keys)
-        for keys in splits.split(sizes, limits, tiles).ranges()
-    ]
-    state = RowState(scores.rows, scores.subtracts_first)
-    for _, part in found:
+    cut = splits.split(sizes, limits, tiles)
+    found = [_over_keys(scores, V, n, tiles, steps, *keys) for keys in cut.ranges()]
+    many = cut.block_slices
+    parts = [_together(found[i : i + many]) for i in range(0, cut.slices, many)]
+    O, state = _together(parts)
+    return O * state.inverse_l()[..., None], state  # R7
+
+
+def _together(parts: Sequence[tuple[Float32, RowState]]) -> tuple[Float32, RowState]:
+    """Bring together what parts of the keys came to; one by itself stays what it is."""
+    O, first = parts[0]
+    if len(parts) == 1:
+        return O, first
+    state = RowState(first.M.shape, first.subtracts_first)
+    for _, part in parts:
         state.M = np.fmax(state.M, part.M)
-    O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
-    for part_O, part in found:
+    O = np.zeros_like(O)
+    for part_O, part in parts:
         weight = ex2(part.M - state.M_finite())  # R4
         state.l = fma32(weight, part.l, state.l)  # R6
         O = fma32(weight[..., None], part_O, O)  # R6
-    return O * state.inverse_l()[..., None], state  # R7
+    return O, state
 
 
 def _over_keys(

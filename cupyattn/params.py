@@ -41,7 +41,7 @@ QUANT_PARAMS = np.dtype(
 SPLIT_PARAMS = np.dtype(
     [
         ("O", "u8"), ("M", "u8"), ("l", "u8"),
-        ("first_key", "i4"), ("end_key", "i4"), ("slice_keys", "i4"), ("slices", "i4"),
+        ("first_key", "i4"), ("end_key", "i4"), ("slice_keys", "i4"), ("parts", "i4"),
         ("rows", "i4"), ("row_warps", "i4"),
     ],
     align=True,

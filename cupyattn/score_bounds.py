@@ -300,7 +300,7 @@ def count_rises_of_slices(
 ) -> tuple[Array, Array, Array, Array]:
     """`count_rises`, the keys being split: each slice has a running maximum of its own.
 
-    What brings a slice to the largest maximum of all counts as one rise more.
+    What brings a slice to a larger maximum, of its block's or of all, counts as one rise more.
     """
     xp = array_namespace(S)
     rises_after, running, drift = xp.zeros_like(S), xp.full_like(S, NEG_INF), xp.zeros_like(S)
@@ -313,4 +313,4 @@ def count_rises_of_slices(
             S[keys], known[keys], admitted[keys], block_kv
         )
         most = xp.maximum(most, rises)
-    return rises_after + 1, most + 1, running, drift
+    return rises_after + cut.meetings, most + cut.meetings, running, drift

@@ -31,8 +31,8 @@ ENOUGH_KEYS = 256
 WARP_ROWS, WIDE_WARP_ROWS = 32, 16
 #: Those of merge_splits.cu, which has no tiles but warps.
 MERGE_TILES = Tiles(16, 16, 16, 2)
-#: Slices that a warp of it brings together, which take two rounds of waiting for memory.
-MERGED_AT_ONCE = 8
+#: Parts that a warp of it brings together, in one round of waiting for memory.
+MERGED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,42 @@ class Splits:
         Keys of a slice, the last one excepted; a multiple of the step.
     slices : int
         At least one, which may be empty.
+    block_slices : int
+        Slices that a thread block takes, and brings together.
     """
 
     first: int
     end: int
     slice_keys: int
     slices: int
+    block_slices: int
 
     @property
-    def row_warps(self) -> int:
-        """Warps that bring one row together, a power of two.
+    def parts(self) -> int:
+        """Thread blocks that share the keys of a head; one has the result."""
+        return -(-self.slices // self.block_slices)
+
+    @property
+    def meetings(self) -> int:
+        """How often what a slice came to is brought together with others: in blocks, then of blocks.
 
         Examples
         --------
-        >>> [Splits(0, 64 * n, 64, n).row_warps for n in (1, 8, 9, 33, 128, 999)]
-        [1, 1, 2, 8, 16, 16]
+        >>> [Splits(0, 64 * n, 64, n, 4).meetings for n in (1, 2, 4, 5)]
+        [0, 1, 1, 2]
         """
-        wanted = -(-self.slices // MERGED_AT_ONCE)
+        return (min(self.slices, self.block_slices) > 1) + (self.parts > 1)
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that bring the parts of a row together, a power of two.
+
+        Examples
+        --------
+        >>> [Splits(0, 64 * n, 64, n, 1).row_warps for n in (1, 8, 9, 33, 128, 999)]
+        [1, 2, 4, 16, 16, 16]
+        """
+        wanted = -(-self.parts // MERGED_AT_ONCE)
         return min(MERGE_TILES.num_warps, 1 << (wanted - 1).bit_length())
 
     def merge_blocks(self, rows: int) -> int:
@@ -72,18 +91,20 @@ class Splits:
 
     def params(self, rows: int) -> dict[str, str | int]:
         """Return what `cupyattn.params.SPLIT_PARAMS` packs, rows being those of a key head."""
-        return {
-            "O": "slice_O", "M": "slice_M", "l": "slice_l", "first_key": self.first,
-            "end_key": self.end, "slice_keys": self.slice_keys, "slices": self.slices,
-            "rows": rows, "row_warps": self.row_warps,
+        sizes = {
+            "first_key": self.first, "end_key": self.end, "slice_keys": self.slice_keys,
+            "parts": self.parts, "rows": rows, "row_warps": self.row_warps,
         }  # fmt: skip
+        return sizes | {"O": "part_O", "M": "part_M", "l": "part_l"} if self.parts > 1 else sizes
 
     def buffers(
         self, lse_shape: tuple[int, ...], head_dim: int
     ) -> list[tuple[str, tuple[int, ...], str]]:
-        """Return what the slices leave to be merged: names, shapes and types."""
-        shape = (self.slices, *lse_shape)
-        shapes = {"slice_O": (*shape, head_dim), "slice_M": shape, "slice_l": shape}
+        """Return what is left to be merged: names, shapes and types."""
+        if self.parts == 1:
+            return []
+        shape = (self.parts, *lse_shape)
+        shapes = {"part_O": (*shape, head_dim), "part_M": shape, "part_l": shape}
         return [(name, shape, "float32") for name, shape in shapes.items()]
 
     def describe(self, rows: int, reads: int) -> str:
@@ -91,7 +112,7 @@ class Splits:
         times = "once" if reads == 1 else f"{reads} times"
         return (
             f"{rows} query rows share each key head, whose K and V are read {times}, in "
-            f"{self.slices} slices of {self.slice_keys} keys"
+            f"{self.slices} slices of {self.slice_keys} keys, {self.block_slices} to a block"
         )
 
     def ranges(self) -> Iterator[tuple[int, int]]:
@@ -168,9 +189,9 @@ def split(
     Examples
     --------
     >>> split((1, 32, 8, 1, 32768, 128), (None, None), Tiles(16, 16, 4, 3))
-    Splits(first=0, end=32768, slice_keys=256, slices=128)
+    Splits(first=0, end=32768, slice_keys=256, slices=128, block_slices=4)
     >>> split((1, 64, 8, 16, 32768, 128), (None, None), Tiles(128, 16, 4, 8))
-    Splits(first=0, end=32768, slice_keys=1008, slices=33)
+    Splits(first=0, end=32768, slice_keys=1008, slices=33, block_slices=1)
     """
     batch, heads, heads_kv, len_q, len_kv, head_dim = sizes
     first, last = limits
@@ -178,8 +199,9 @@ def split(
     end = len_kv if last is None else max(0, min(len_kv, len_q + last))
     row_tiles = -(-shared_rows(heads, heads_kv, len_q) // tiles.block_q)
     blocks = max(1, batch * heads_kv * row_tiles)
-    wanted = block_slices(tiles, head_dim) * max(1, BLOCKS // blocks)
+    at_once = block_slices(tiles, head_dim)
+    wanted = at_once * max(1, BLOCKS // blocks)
     least = min(KEYS_PER_ROW * tiles.block_q, ENOUGH_KEYS)
     keys = max(least, -(-(end - begin) // wanted))
     keys = -(-keys // tiles.block_kv) * tiles.block_kv
-    return Splits(begin, end, keys, max(1, -(-(end - begin) // keys)))
+    return Splits(begin, end, keys, max(1, -(-(end - begin) // keys)), at_once)

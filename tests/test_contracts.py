@@ -120,6 +120,7 @@ BROKEN = [
     ("sm90/backward_sums.cu", {"HEAD_DIM": 72}, "NUM_WARPS must be 4 for every 64 columns"),
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "BLOCK_Q must be 128 past HEAD_DIM 128"),
+    ("sm90/attn_fa_tc.cu", {"STACKED": 1, "WINDOW": 1}, "stacked heads take no window, packed"),
     ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 64, "NUM_WARPS": 8}, "BLOCK_Q must be 128 or 192"),
     ("sm90/attn_fa_tc.cu", {"NUM_WARPS": 12}, "NUM_WARPS must be 4 for every 64 rows"),
     ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 72}, "BLOCK_KV must be a multiple of 16 from 64 to 256"),

@@ -69,7 +69,10 @@ EXPECTED = {
         "Q": "float16", "dO": "float16", "K": "float16", "V": "float16", "Q_full": "uint64",
         "full": "uint64", "empty": "uint64",
     },
-    "split/attn_fa_tc.cu": {"K": "float16", "V": "float16"},
+    "split/attn_fa_tc.cu": {
+        "stages.K": "float16", "stages.V": "float16", "parts.O": "float32", "parts.M": "float32",
+        "parts.l": "float32",
+    },
     "backward_keys.cu": {"K": "float16", "V": "float16", "Q": "float16", "dO": "float16",
                          "dS": "float16", "row_M": "float32", "delta": "float32"},
     "backward_queries.cu": {"Q": "float16", "dO": "float16", "K": "float16", "V": "float16"},

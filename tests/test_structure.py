@@ -70,6 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "interpret",
         "params",
         "launch",
+        "stacking",
         "hopper",
         "value_codes",
         "rotation",

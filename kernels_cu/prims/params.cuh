@@ -53,6 +53,13 @@ struct AttnParams {
   int32_t stack;                // STACKED: rows of each of the heads that are stacked as one
 };
 
+// Elements from O to a row of it, rows of batch, heads and len_q being in one count.
+__device__ __forceinline__ int64_t output_row(const AttnParams& p, int64_t row) {
+  const int64_t head = row / p.len_q;
+  return head / p.heads * p.O_stride.batch + head % p.heads * p.O_stride.head +
+         row % p.len_q * p.O_stride.len;
+}
+
 // A persistent kernel whose tiles differ in work appends: where its blocks take their next tile.
 struct ScheduleParams {
   int32_t* next_tile;  // [1], zero beforehand
@@ -68,15 +75,16 @@ struct PieceParams {
   int32_t share;  // steps that a block takes of those that are cut
 };
 
-// A form that splits the keys appends: slices of [first_key, end_key), and what each came to.
+// A form that splits the keys appends: slices of [first_key, end_key), and what those of a block
+// came to; one part is the result itself.
 struct SplitParams {
-  float* O;           // [slices, batch, heads, len_q, HEAD_DIM], not divided by l
-  float* M;           // [slices, batch, heads, len_q], log2 units
-  float* l;           // [slices, batch, heads, len_q]
+  float* O;           // [parts, batch, heads, len_q, HEAD_DIM], not divided by l
+  float* M;           // [parts, batch, heads, len_q], log2 units
+  float* l;           // [parts, batch, heads, len_q]
   int32_t first_key;  // slice s: slice_keys keys from first_key + s * slice_keys on
   int32_t end_key;
   int32_t slice_keys;
-  int32_t slices;
+  int32_t parts;
   int32_t rows;       // of the query heads that share a key head
   int32_t row_warps;  // that bring one row together
 };

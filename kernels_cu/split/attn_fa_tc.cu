@@ -2,16 +2,17 @@
 //
 // Idea         With few query rows there is little to compute and everything to read. As few warps
 //              as hold the rows take a slice of the keys for themselves, one for up to 32 rows, and
-//              keep maximum, sum and output of it; a second kernel, merge_splits, brings the slices
-//              together.
+//              keep maximum, sum and output of it. The slices of a block meet in its shared memory;
+//              where several blocks share the keys, a second kernel, merge_splits, brings together
+//              what each came to.
 // Differs from ../attn_fa_tc.cu: the rows of a tile are those of all query heads that share a key
 //              head, so K and V are read once for all of them; Q waits in registers; only warps
 //              that share a slice wait for one another, one by itself for its lanes.
 // Kept simple  Slices are cut by sizes alone: the same call gives the same bits on every run. Rows
 //              past the end are computed with the others, and not stored.
 // Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
-//              core over keys, then the sum over slices in merge_splits, which does R7: times 1/l,
-//              store (cupyattn/numerics.py)
+//              core over keys, then the sums over slices and over blocks, R7 times 1/l, store
+//              (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -34,9 +35,18 @@ constexpr int SLICE_THREADS = ROW_WARPS * WARP_SIZE;
 constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
 
-struct SharedStorage {  // of each slice: stages of its own
-  alignas(128) elem_t K[BLOCK_SLICES][NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
-  alignas(128) elem_t V[BLOCK_SLICES][NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
+constexpr int PART_LD = HEAD_DIM_PAD + 8;  // rows of a fragment are stored to different banks
+
+union SharedStorage {  // one, then the other
+  struct {             // of each slice: its own
+    alignas(128) elem_t K[BLOCK_SLICES][NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
+    alignas(128) elem_t V[BLOCK_SLICES][NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
+  } stages;
+  struct {  // what each slice came to
+    alignas(128) float O[BLOCK_SLICES][BLOCK_Q * PART_LD];
+    float M[BLOCK_SLICES][BLOCK_Q];
+    float l[BLOCK_SLICES][BLOCK_Q];
+  } parts;
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
@@ -75,19 +85,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   // S0 locate
   const int group = p.heads / p.heads_kv;               // query heads that share a key head
   const int row_tiles = ceil_div(split.rows, BLOCK_Q);  // of their rows, one head behind the other
-  const int slice_blocks = ceil_div(split.slices, BLOCK_SLICES);
-  const int own_slice = warp_id() / ROW_WARPS;  // of this block's
-  const int slice = blockIdx.x / row_tiles % slice_blocks * BLOCK_SLICES + own_slice;
+  const int part = blockIdx.x / row_tiles % split.parts;
+  const int own_slice = warp_id() / ROW_WARPS;  // of this block's, which may have no keys
   const int row0 = blockIdx.x % row_tiles * BLOCK_Q;
-  const int batch_head_kv = blockIdx.x / row_tiles / slice_blocks;
-  if (slice >= split.slices) return;  // with all the warps that would share it
+  const int batch_head_kv = blockIdx.x / row_tiles / split.parts;
   const int batch = batch_head_kv / p.heads_kv, head_kv = batch_head_kv % p.heads_kv;
   const elem_t* K = static_cast<const elem_t*>(p.K)  // [len_kv, HEAD_DIM]
                     + batch * p.K_stride.batch + head_kv * p.K_stride.head;
   const elem_t* V = static_cast<const elem_t*>(p.V)  // [len_kv, HEAD_DIM]
                     + batch * p.V_stride.batch + head_kv * p.V_stride.head;
-  const int first_key = split.first_key + slice * split.slice_keys;
-  const int end_key = min(split.end_key, first_key + split.slice_keys);
+  const int64_t slice_begin =
+      split.first_key + int64_t(part * BLOCK_SLICES + own_slice) * split.slice_keys;
+  const int first_key = min(int64_t(split.end_key), slice_begin);
+  const int end_key = min(int64_t(split.end_key), slice_begin + split.slice_keys);
   const int t = lane_id() % 4;  // fragment coordinate, see prims/mma.cuh
   // Where a lane's rows of an ldmatrix begin in a tile of K, and in one of V.
   auto K_lane = [](elem_t* tile) {
@@ -120,10 +130,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     const int kv0 = end_key - left, stage = step % NUM_STAGES;
     if (left > 0) {  // the group is empty past the end
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, SLICE_THREADS>(
-          smem.K[own_slice][stage], K + kv0 * p.K_stride.len, p.K_stride.len, left,
+          smem.stages.K[own_slice][stage], K + kv0 * p.K_stride.len, p.K_stride.len, left,
           uint32_t(thread_in_loop()) % SLICE_THREADS);
       load_tile_async<BLOCK_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, SLICE_THREADS>(
-          smem.V[own_slice][stage], V + kv0 * p.V_stride.len, p.V_stride.len, left,
+          smem.stages.V[own_slice][stage], V + kv0 * p.V_stride.len, p.V_stride.len, left,
           uint32_t(thread_in_loop()) % SLICE_THREADS);
     }
     cp_async_commit_group();
@@ -146,7 +156,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     load_kv(step + NUM_STAGES - 1, left - (NUM_STAGES - 1) * BLOCK_KV);
 
     // S3 scores
-    const uint32_t K_tile = K_lane(smem.K[own_slice][step % NUM_STAGES]);
+    const uint32_t K_tile = K_lane(smem.stages.K[own_slice][step % NUM_STAGES]);
     float S_acc[ROW_TILES][MMA_KEYS][4] = {};
 #pragma unroll
     for (int k = 0; k < HEAD_DIM_PAD / 16; ++k)
@@ -211,7 +221,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     }
 
     // S5 output
-    const uint32_t V_tile = V_lane(smem.V[own_slice][step % NUM_STAGES]);
+    const uint32_t V_tile = V_lane(smem.stages.V[own_slice][step % NUM_STAGES]);
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; ++k) {
       uint32_t P_frag[ROW_TILES][4];  // two key tiles of S are one k step of P
@@ -234,23 +244,58 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     }
   }
 
-  // S6 store: what this slice came to, for merge_splits
+  // S6 merge: the slices of this block
+  cp_async_wait_group<0>();
+  __syncthreads();  // stages are neither written nor read any more
   const uint32_t thread = thread_in_loop();
 #pragma unroll
   for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
-      const int row = row0 + own_row(thread) + r * 16 + h * 8;
-      if (row >= split.rows) continue;
-      // Rows of batch, heads, len_q in one count, those of a slice behind those of the one before.
-      const int64_t all_rows = int64_t(p.batch) * p.heads * p.len_q;
-      const int64_t at = slice * all_rows + int64_t(batch_head_kv) * split.rows + row;
-      if (thread % 4 == 0) split.M[at] = state[r][h].M, split.l[at] = state[r][h].l;
+      const int row = own_row(thread) + r * 16 + h * 8;
+      if (thread % 4 == 0) {
+        smem.parts.M[own_slice][row] = state[r][h].M;
+        smem.parts.l[own_slice][row] = state[r][h].l;
+      }
+      float* O_row = smem.parts.O[own_slice] + row * PART_LD;  // [HEAD_DIM_PAD]
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c)
-        store_pair(
-            split.O + at * HEAD_DIM, c * 8 + thread % 4 * 2, O_acc[r][c][2 * h],
-            O_acc[r][c][2 * h + 1]);
+        *reinterpret_cast<float2*>(O_row + c * 8 + thread % 4 * 2) =
+            make_float2(O_acc[r][c][2 * h], O_acc[r][c][2 * h + 1]);
     }
+  __syncthreads();  // what all slices came to is visible
+
+  // S7 store: the result, or a part of it for merge_splits
+  for (int r = warp_id(); r < min(BLOCK_Q, split.rows - row0); r += NUM_WARPS) {
+    RowState whole;
+#pragma unroll
+    for (int s = 0; s < BLOCK_SLICES; ++s) whole.M = fmaxf(whole.M, smem.parts.M[s][r]);
+    float weight[BLOCK_SLICES];
+#pragma unroll
+    for (int s = 0; s < BLOCK_SLICES; ++s) {
+      weight[s] = ex2_approx_ftz(smem.parts.M[s][r] - whole.M_finite());  // R4
+      whole.l = fmaf(weight[s], smem.parts.l[s][r], whole.l);             // R6
+    }
+    const float inverse_l = whole.inverse_l();
+    // Rows of batch, heads, len_q in one count, those of a part behind those of the one before.
+    const int64_t row = int64_t(batch_head_kv) * split.rows + row0 + r;
+    const int64_t at = part * (int64_t(p.batch) * p.heads * p.len_q) + row;
+    elem_t* O = static_cast<elem_t*>(p.O) + output_row(p, row);  // [HEAD_DIM]
+    for (int d = lane_id(); d < HEAD_DIM; d += WARP_SIZE) {
+      float o = 0.0f;
+#pragma unroll
+      for (int s = 0; s < BLOCK_SLICES; ++s)
+        o = fmaf(weight[s], smem.parts.O[s][r * PART_LD + d], o);  // R6
+      if (split.parts > 1)
+        split.O[at * HEAD_DIM + d] = o;
+      else
+        O[d] = from_float<elem_t>(o * inverse_l);  // R7
+    }
+    if (lane_id() > 0) continue;
+    if (split.parts > 1)
+      split.M[at] = whole.M, split.l[at] = whole.l;
+    else if (LSE)
+      p.lse[row] = whole.lse();
+  }
 }

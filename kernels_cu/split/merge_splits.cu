@@ -1,9 +1,9 @@
-// merge_splits -- brings together what slices of the keys came to (split/attn_fa_tc.cu).
+// merge_splits -- brings together what parts of the keys came to (split/attn_fa_tc.cu).
 //
-// A slice has its own maximum M, sum l and output O; times 2^(M - the largest M) they may be added.
-// As many warps share a query row as keep its slices few for each, and a block takes as many rows
-// as that leaves: many slices are read at once, and rows of few do not wait for a block each. Warps
-// share the slices, lanes the columns, and all sums have one order, so that the result is the same
+// A part has its own maximum M, sum l and output O; times 2^(M - the largest M) they may be added.
+// As many warps share a query row as keep its parts few for each, and a block takes as many rows as
+// that leaves: many parts are read at once, and rows of few do not wait for a block each. Warps
+// share the parts, lanes the columns, and all sums have one order, so that the result is the same
 // on every run.
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"
@@ -30,14 +30,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, SM_BLOCKS) void merge_split
 
   RowState state;
   float m = NEG_INF;
-  for (int s = lane_id(); s < split.slices; s += WARP_SIZE)
+  for (int s = lane_id(); s < split.parts; s += WARP_SIZE)
     m = fmaxf(m, split.M[s * all_rows + row]);
   state.M = shfl_max<WARP_SIZE>(m);
   const float M = state.M_finite();
 
   float l = 0.0f, O_acc[LANE_COLS] = {};  // columns lane_id() + 32 c
 #pragma unroll 4
-  for (int s = warp_id() % row_warps; s < split.slices; s += row_warps) {
+  for (int s = warp_id() % row_warps; s < split.parts; s += row_warps) {
     const int64_t at = s * all_rows + row;
     const float weight = ex2_approx_ftz(split.M[at] - M);  // R4
     l = fmaf(weight, split.l[at], l);                      // R6
@@ -58,10 +58,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, SM_BLOCKS) void merge_split
   const int first = warp_id() / row_warps * row_warps;                   // warp of this row
   for (int w = first; w < first + row_warps; ++w) state.l += smem.l[w];  // R6
   const float inverse_l = state.inverse_l();
-  const int64_t batch = row / p.len_q / p.heads, head = row / p.len_q % p.heads;
-  elem_t* O = static_cast<elem_t*>(p.O)  // [HEAD_DIM]
-              + batch * p.O_stride.batch + head * p.O_stride.head + row % p.len_q * p.O_stride.len;
-  const int thread = thread_id() - first * WARP_SIZE;  // of this row's
+  elem_t* O = static_cast<elem_t*>(p.O) + output_row(p, row);  // [HEAD_DIM]
+  const int thread = thread_id() - first * WARP_SIZE;          // of this row's
   for (int d = thread; d < HEAD_DIM; d += row_warps * WARP_SIZE) {
     float o = 0.0f;
     for (int w = first; w < first + row_warps; ++w) o += smem.O[w][d];  // R6

@@ -15,7 +15,7 @@ from cupyattn.features import Features
 from cupyattn.launch import module_spec
 from cupyattn.registry import VARIANTS
 from tests import runs
-from tests.gpu.support import embedded, guarded, on_device
+from tests.gpu.support import arch_of, embedded, guarded, on_device
 from tests.runs import SPILLED_SPLIT, bits, normal, on_host
 
 cupy = pytest.importorskip("cupy")
@@ -56,13 +56,14 @@ def test_results_are_within_their_bound_and_the_same_each_time(
     host = inputs_of(cell, dtype)
     inputs, options = on_device(*host), cell[-1]
     before = [bits(x) for x in inputs]
-    one = runs.run("fa_tc", inputs, **options)
+    arch = arch_of("fa_tc")  # many rows are stacked on the Hopper form otherwise
+    one = runs.run("fa_tc", inputs, arch=arch, **options)
     assert one.form == "split"
     one.check()
     for _ in range(3):
-        again = runs.run("fa_tc", inputs, **options)
+        again = runs.run("fa_tc", inputs, arch=arch, **options)
         assert bits(again.o) == bits(one.o) and bits(again.lse) == bits(one.lse)
-    amid_nan = runs.run("fa_tc", tuple(embedded(x) for x in host), **options)
+    amid_nan = runs.run("fa_tc", tuple(embedded(x) for x in host), arch=arch, **options)
     assert bits(amid_nan.o) == bits(one.o) and bits(amid_nan.lse) == bits(one.lse)
     assert [bits(x) for x in inputs] == before
 
@@ -73,7 +74,7 @@ def test_results_are_written_in_full_and_nothing_beside_them() -> None:
         o = guarded((batch, heads, len_q, head_dim), "float16")
         lse = guarded((batch, heads, len_q), "float32")
         inputs = on_device(*inputs_of(cell, "float16"))
-        found = runs.run_into("fa_tc", inputs, o.array, lse.array, **options)
+        found = runs.run_into("fa_tc", inputs, o.array, lse.array, arch=arch_of("fa_tc"), **options)
         assert found.form == "split"
         o.check()
         lse.check()
@@ -83,7 +84,7 @@ def test_results_are_written_in_full_and_nothing_beside_them() -> None:
 @pytest.mark.parametrize("cell", [CELLS[0], WIDE_CELLS[5]], ids=str)
 def test_both_forms_agree(cell: tuple[Any, ...]) -> None:
     inputs = on_device(*inputs_of(cell, "float16"))
-    split = on_host(attention(*inputs, variant="fa_tc")).astype("f4")
+    split = on_host(attention(*inputs, variant="fa_tc", arch=arch_of("fa_tc"))).astype("f4")
     portable = attention(*inputs, variant="fa_tc", tiles=Tiles(64, 32, 4, 2))
     assert abs(split - on_host(portable).astype("f4")).max() < 1e-3
 
@@ -113,3 +114,27 @@ def test_a_graph_captures_both_launches() -> None:
         graph.launch(stream)
         stream.synchronize()
     assert bits(o) == expected
+
+
+# ---- query heads stacked on the Hopper form ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cell", WIDE_CELLS[2:4] + WIDE_CELLS[5:7], ids=str)
+def test_stacked_heads_are_within_their_bound_and_the_same_each_time(
+    cell: tuple[Any, ...], dtype: str
+) -> None:
+    arch = arch_of("fa_tc@sm90")
+    host = inputs_of(cell, dtype)
+    inputs, options = on_device(*host), cell[-1]
+    one = runs.run("fa_tc", inputs, arch=arch, **options)
+    assert one.form == "sm90"
+    one.check()
+    for _ in range(3):
+        again = runs.run("fa_tc", inputs, arch=arch, **options)
+        assert bits(again.o) == bits(one.o) and bits(again.lse) == bits(one.lse)
+    o, shape = guarded(inputs[0].shape, dtype), inputs[0].shape[:3]
+    lse = guarded(shape, "float32")
+    runs.run_into("fa_tc", inputs, o.array, lse.array, arch=arch, **options).check()
+    o.check()
+    lse.check()
