@@ -435,15 +435,16 @@ def _plan_split(
     reads, own = -(-rows // tiles.block_q), splits.MERGE_TILES
     grid = check_grid(variant.name, reads, cut.parts, call.batch * call.heads_kv)
     structs = ((ATTN_PARAMS, params), (SPLIT_PARAMS, cut.params(rows)))
-    launches = (Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs),)
+    launches = [Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs)]
     if cut.parts > 1:
         merged = check_grid("merge_splits", cut.merge_blocks(math.prod(call.lse_shape)))
         merge = replace(module_spec(variant, features, own), source="split/merge_splits.cu")
-        launches += (Launch(merge, "merge_splits", merged, own.num_threads, True, structs),)
+        launches.append(Launch(merge, "merge_splits", merged, own.num_threads, True, structs))
     workspace = tuple(Workspace(*one) for one in cut.buffers(call.lse_shape, call.head_dim))
     return Plan(
-        variant.name, "split", tiles, features, launches, workspace, cut.describe(rows, reads)
-    )
+        variant.name, "split", tiles, features, tuple(launches), workspace,
+        cut.describe(rows, reads),
+    )  # fmt: skip
 
 
 def _unfused_launch(

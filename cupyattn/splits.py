@@ -64,7 +64,7 @@ class Splits:
 
     @property
     def meetings(self) -> int:
-        """How often what a slice came to is brought together with others: in blocks, then of blocks.
+        """How often what a slice came to meets that of others: in its block, then of blocks.
 
         Examples
         --------
@@ -91,7 +91,7 @@ class Splits:
 
     def params(self, rows: int) -> dict[str, str | int]:
         """Return what `cupyattn.params.SPLIT_PARAMS` packs, rows being those of a key head."""
-        sizes = {
+        sizes: dict[str, str | int] = {
             "first_key": self.first, "end_key": self.end, "slice_keys": self.slice_keys,
             "parts": self.parts, "rows": rows, "row_warps": self.row_warps,
         }  # fmt: skip
