@@ -1,5 +1,5 @@
-"""Query heads that share a key head, stacked as the rows of one: tiles of the Hopper form that a few
-queries of a head would leave empty."""
+"""Query heads that share a key head, stacked as the rows of one in the Hopper form, whose tiles are
+large."""
 
 from __future__ import annotations
 

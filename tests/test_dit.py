@@ -306,6 +306,16 @@ def test_the_distance_of_distributions_is_that_of_normal_ones() -> None:
     assert metrics.frechet(of_x, of_x) == pytest.approx(0, abs=1e-9)
 
 
+def test_distances_to_real_images_do_not_depend_on_the_units_of_features() -> None:
+    rng = np.random.default_rng(0)
+    real, x = rng.standard_normal((2, 400, 4)) + [[[0.0]], [[0.5]]]
+    real[:, 3] = x[:, 3] = 7.0  # says nothing
+    every, units = [np.arange(400), np.arange(200)], np.array([1.0, 10.0, 0.01, 3.0])
+    found = metrics.ToReal(real)(x, every)
+    assert found == pytest.approx(metrics.ToReal(real * units)(x * units, every))
+    assert found.shape == (2,) and 0.5 < found[0] < 1.2 and found[0] != found[1]
+
+
 def test_intervals_cover() -> None:
     """Of a hundred samples of known mean about 95 % of intervals hold it: 5 sigma below is 84 %."""
     rng = np.random.default_rng(0)
@@ -361,6 +371,7 @@ def test_quality_and_fine_tuning_run_in_small_and_are_told(
     record = json.loads(files["quality"].read_text())
     rows = {row["mode"]: row for row in record["rows"]}
     assert tuple(rows) == tuple(n for n in modes.NAMES) and record["images"] == 12
+    assert record["frechet of real crops"][0] > 0
     psnr = {n: row[f"psnr to {modes.FULL}"][0] for n, row in rows.items() if n != modes.FULL}
     assert psnr[modes.INT4] < psnr[modes.DYNAMIC] < psnr[modes.REFERENCE]
     for name, row in rows.items():

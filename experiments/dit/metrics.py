@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,6 +110,33 @@ def frechet(a: Moments, b: Moments) -> float:
     spread = np.trace(a.covariance) + np.trace(b.covariance)
     spread -= 2 * np.sqrt(np.maximum(shared, 0)).sum()
     return float(((a.mean - b.mean) ** 2).sum() + spread)
+
+
+class ToReal:
+    """Frechet distances to real images, each feature in units of its spread among these.
+
+    Parameters
+    ----------
+    real : array, (count, features)
+
+    Examples
+    --------
+    >>> real = np.random.default_rng(0).standard_normal((500, 3))
+    >>> found = ToReal(real)(real + [2, 0, 0], [np.arange(500)])
+    >>> round(float(found[0] * real[:, 0].var()), 6)
+    4.0
+    """
+
+    def __init__(self, real: npt.ArrayLike) -> None:
+        x = np.asarray(real, np.float64)
+        spread = x.std(axis=0)
+        self._unit = np.where(spread == 0, 1.0, spread)
+        self._real = Moments.of(x / self._unit)
+
+    def __call__(self, features: npt.ArrayLike, resamples: Iterable[Any]) -> Float64:
+        """Return a distance for each selection of the rows of (count, features)."""
+        x = np.asarray(features, np.float64) / self._unit
+        return np.array([frechet(Moments.of(x[rows]), self._real) for rows in resamples])
 
 
 def draws(count: int, resamples: int = RESAMPLES, seed: int = 0) -> npt.NDArray[np.intp]:

@@ -136,27 +136,19 @@ def peak_bytes(
 
 
 def judged(
-    found: Mapping[str, Sampled], network: features.FeatureNet, real: np.ndarray
+    found: Mapping[str, Sampled], distances: Callable[[np.ndarray], np.ndarray]
 ) -> list[dict[str, Any]]:
     """Return a row for each mode: what its images are held to, with intervals.
 
     Parameters
     ----------
     found : mapping of str to Sampled
-    network : FeatureNet
-    real : array, (count, features)
-        Features of real crops.
+    distances : callable
+        Returns the distance of images, -1 to 1, to real ones, and that of every resample.
     """
     images = {name: np.concatenate(one.images) for name, one in found.items()}
-    count, of_real = len(images[modes.FULL]), metrics.Moments.of(real)
-    resamples = [np.arange(count), *metrics.draws(count, DISTANCE_RESAMPLES)]
-
-    def distances(x: np.ndarray) -> np.ndarray:
-        """Of all images, and of every resample: the same ones in every mode."""
-        mine = features.features_of(network, 2 * x - 1)
-        return np.array([metrics.frechet(metrics.Moments.of(mine[i]), of_real) for i in resamples])
-
-    to_real = {name: distances(x) for name, x in images.items()}
+    count = len(images[modes.FULL])
+    to_real = {name: distances(2 * x - 1) for name, x in images.items()}
     rows = []
     for name, x in images.items():
         row: dict[str, Any] = {"mode": name, "images": count}
@@ -180,11 +172,28 @@ def judged(
 
 def measured(
     model: Model, weights: Parameters, network: features.FeatureNet, args: argparse.Namespace
-) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """Sample and judge every mode; return the rows, and the pixels of the grid."""
-    size = model.shape.size
-    crops = 256 if args.quick else REAL
-    real, _ = data.crops(np.random.default_rng([0x4EA1, args.seed]), crops, size)
+) -> tuple[list[dict[str, Any]], list[float], np.ndarray]:
+    """Sample and judge every mode.
+
+    Returns
+    -------
+    rows : list of dict
+    least : list of float
+        Distance of as many real crops to the others, and its interval.
+    shown : array, uint8
+        The pixels of the grid.
+    """
+    real, more = (
+        data.crops(np.random.default_rng([0x4EA1 + i, args.seed]), crops, model.shape.size)[0]
+        for i, crops in enumerate((256 if args.quick else REAL, args.images))
+    )
+    to_real = metrics.ToReal(features.features_of(network, real))
+    resamples = [np.arange(args.images), *metrics.draws(args.images, DISTANCE_RESAMPLES)]
+
+    def distances(images: np.ndarray) -> np.ndarray:
+        """Of all images, and of every resample: the same ones in every mode."""
+        return to_real(features.features_of(network, images), resamples)
+
     with output.progress("calibrating") as advance:
         calibrations = modes.calibrate(model, weights, args.steps)
         advance("done")
@@ -194,7 +203,7 @@ def measured(
     batches = -(-args.images // BATCH)
     with output.progress("sampling", batches * len(at)) as advance:
         found = sample_modes(model, weights, range(args.images), at, args.steps, advance)
-    rows = judged(found, network, features.features_of(network, real))
+    rows = judged(found, distances)
     for row in rows:
         name = row["mode"]
         row["seconds of an image"] = (
@@ -203,7 +212,9 @@ def measured(
         row["peak_bytes"] = peaks[name]
         row["fallbacks"] = modes.fallbacks(at[name])
     shown = [np.concatenate(found[name].images)[:SHOWN] for name in modes.NAMES]
-    return rows, data.as_pixels(2 * np.concatenate(shown) - 1)
+    least, *resampled = distances(more)
+    least_interval = metrics.deviation_interval(float(least), resampled)
+    return rows, least_interval, data.as_pixels(2 * np.concatenate(shown) - 1)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -245,11 +256,11 @@ def run(args: argparse.Namespace) -> int:
         network, accuracy = features.train(
             sizes, xp, steps=steps, batch=16 if args.quick else 256, advance=advance
         )
-    rows, shown = measured(Model(shape, xp), weights, network, args)
+    rows, least, shown = measured(Model(shape, xp), weights, network, args)
     output.print_table(*table(rows))
     content = {
         "steps": args.steps, "images": args.images, "features": sizes.features,
-        "accuracy of the features": accuracy, "rows": rows,
+        "accuracy of the features": accuracy, "frechet of real crops": least, "rows": rows,
     }  # fmt: skip
     common.keep(args, "dit_quality", "mirror" if args.quick else "cuda", content)
     grid = args.grid or (None if args.quick else report.GRID)

@@ -161,10 +161,11 @@ def page(trained: Record, record: Record, tuned: Record | None) -> str:
         "PSNR in dB and SSIM compare each image with that of 32-bit or 16-bit attention from the "
         "same noise; brackets are 95 % bootstrap intervals over seeds. *Frechet* is the Frechet "
         f"distance to real crops in {record['features']} features of a small network trained "
-        f"here (it tells {record['accuracy of the features']:.1%} of crops right). It is not the "
-        "FID. There is no LPIPS: its weights would have to be downloaded. *memory* is the peak of "
-        "sampling beside the weights; *an image* the time of one, of a batch of many, all else in "
-        "16 bits.",
+        f"here (it tells {record['accuracy of the features']:.1%} of crops right), each in units "
+        "of its spread; that of as many real crops to the others is "
+        f"{with_interval(record['frechet of real crops'], 2)}. It is not the FID. There is no "
+        "LPIPS: its weights would have to be downloaded. *memory* is the peak of sampling beside "
+        "the weights; *an image* the time of one, of a batch of many, all else in 16 bits.",
         "",
         f"![Errors of the latents by step, and losses]({CURVES.name})",
         "",

@@ -84,7 +84,7 @@ def test_rows_of_quality_have_times_and_memory() -> None:
     sizes = features.Stages(size=16, stages=((4, 8), (2, 6)))
     network, _ = features.train(sizes, cupy, steps=10, batch=16)
     args = argparse.Namespace(quick=True, seed=0, steps=8, images=8)
-    rows, shown = quality.measured(model, weights, network, args)
+    rows, least, shown = quality.measured(model, weights, network, args)
     assert [row["mode"] for row in rows] == list(modes.NAMES) and shown.dtype == np.uint8
     for row in rows:
         assert row["seconds of an image"][0] > 0 and row["peak_bytes"] > 0
