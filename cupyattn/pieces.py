@@ -14,6 +14,7 @@ from cupyattn.numerics import MOST_PIECES
 from cupyattn.tiles import Tiles
 
 #: Steps that cutting has to save: what is left to be merged, by a second kernel, costs about ten.
+#: There are as many pieces of a tile as lanes of a warp at most: MOST_PIECES and one.
 LEAST_SAVED = 16
 #: Numbers of steps stay well within an int.
 MOST_STEPS = 2**30

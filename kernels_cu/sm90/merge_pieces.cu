@@ -1,8 +1,9 @@
 // merge_pieces -- brings together what the pieces of tiles came to (prims/pieces.cuh).
 //
 // A piece has a maximum M, a sum l and an output O of its own; times 2^(M - the largest M) they may
-// be added. A warp takes one query row, lanes share its columns, and the pieces are added in the
-// order of their keys, so that the result is the same on every run.
+// be added. A warp takes one query row: first a lane looks at each piece, of which there are no more
+// than lanes (cupyattn/pieces.py), then lanes share the columns. The pieces are added in the order of
+// their keys, so that the result is the same on every run.
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
@@ -29,16 +30,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void merge_pieces(
   const float* O_piece = pieces.O + place * HEAD_DIM;                               // [HEAD_DIM]
   const int number = last_block - first_block + 1;                                  // of pieces
 
+  PieceRow part = {NEG_INF, 0.0f, 0.0f};  // of this lane
+  if (lane_id() < number) part = of_row[lane_id() * BLOCK_Q];
   RowState state;
-  for (int i = 0; i < number; ++i) state.M = fmaxf(state.M, of_row[i * BLOCK_Q].M);
-  const float M = state.M_finite();
-  float l_of_O = 0.0f, O_acc[LANE_COLS] = {};  // columns lane_id() + 32 c
-#pragma unroll 2
+  state.M = shfl_max<WARP_SIZE>(part.M);
+  const float own_weight = ex2_approx_ftz(part.M - state.M_finite());  // R4
+  float l_of_O = 0.0f, O_acc[LANE_COLS] = {};                          // columns lane_id() + 32 c
+#pragma unroll 8
   for (int i = 0; i < number; ++i) {
-    const PieceRow part = of_row[i * BLOCK_Q];
-    const float weight = ex2_approx_ftz(part.M - M);  // R4
-    state.l = fmaf(weight, part.l, state.l);          // R6
-    l_of_O = fmaf(weight, part.l_of_O, l_of_O);       // R6
+    const float weight = __shfl_sync(FULL_WARP, own_weight, i);
+    state.l = fmaf(weight, __shfl_sync(FULL_WARP, part.l, i), state.l);     // R6
+    l_of_O = fmaf(weight, __shfl_sync(FULL_WARP, part.l_of_O, i), l_of_O);  // R6
 #pragma unroll
     for (int c = 0; c < LANE_COLS; ++c) {
       const int d = min(lane_id() + c * WARP_SIZE, HEAD_DIM - 1);
