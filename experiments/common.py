@@ -493,7 +493,7 @@ def keep(
     """
     record = {
         "experiment": name,
-        "command": " ".join(["python -m", f"experiments.{name}", *_lasting(sys.argv[1:])]),
+        "command": " ".join(["python -m", _module(name), *_lasting(sys.argv[1:])]),
         "backend": backend,
         "seed": args.seed,
         "environment": device.environment(),
@@ -505,6 +505,17 @@ def keep(
         output.write_json(target, record)
         print(f"\nwrote {target}")
     return record
+
+
+def _module(name: str) -> str:
+    """Return the module of an experiment.
+
+    Examples
+    --------
+    >>> _module("gemm"), _module("dit_train")
+    ('experiments.gemm', 'experiments.dit.train')
+    """
+    return f"experiments.{name.replace('dit_', 'dit.', 1)}"
 
 
 def stored(name: str) -> dict[str, Any]:

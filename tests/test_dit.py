@@ -26,6 +26,7 @@ from experiments.dit import (
     checkpoint,
     features,
     fine_tune,
+    memory,
     metrics,
     modes,
     pictures,
@@ -366,6 +367,9 @@ def test_quality_and_fine_tuning_run_in_small_and_are_told(
     assert quality.main([*given, "--json", str(files["quality"])]) == 0
     tune = ["--quick", "--steps", "2", "--batch", "2", "--json", str(files["fine_tune"])]
     assert fine_tune.main(tune) == 0
+    assert (
+        memory.main(["--quick", "--images", "1", "--json", str(tmp_path / "dit_memory.json")]) == 0
+    )
     short = ["--quick", "--steps", "2", "--batch", "2", "--folder", str(tmp_path)]
     assert train.main([*short, "--json", str(files["train"])]) == 0
     record = json.loads(files["quality"].read_text())
@@ -387,7 +391,7 @@ def test_quality_and_fine_tuning_run_in_small_and_are_told(
         assert f"| {name} | {figure} |" in page
     assert "It is not the FID" in page and "LPIPS" in page and page.count("hold") > 4
     tuned = json.loads(files["fine_tune"].read_text())
-    assert len(report.claims(record, tuned)) == 1 + len(report.claims(record, None))
+    assert len(report.claims(record, tuned, None)) == 1 + len(report.claims(record, None, None))
     assert (tmp_path / report.CURVES.name).read_text().startswith("<?xml")
     with pytest.raises(OSError, match="experiments.dit.train makes it"):
         report.write(tmp_path / "nowhere", tmp_path)
@@ -397,8 +401,7 @@ def test_the_page_is_what_the_records_say() -> None:
     if not report.PAGE.is_file():
         pytest.skip("nothing was trained on a device yet")
     trained, record = report.stored("train"), report.stored("quality")
-    tuned = common.RESULTS / "dit_fine_tune.json"
-    found = report.page(trained, record, report.stored("fine_tune") if tuned.is_file() else None)
+    found = report.page(trained, record, report.optional("fine_tune"), report.optional("memory"))
     told = "run python -m experiments.dit.quality --stored"
     assert report.PAGE.read_text(encoding="utf-8") == found, told
 
@@ -419,11 +422,11 @@ def test_claims_are_judged_by_their_intervals() -> None:
             "mode": name, f"psnrs to {modes.REFERENCE}": list(base + off),
             f"psnr to {modes.REFERENCE}": [float(np.mean(base + off)), 0, 0],
             "frechet over 16-bit": [0.1, 0.05, 0.2], "seconds of an image": [1.0 + off, 0, 0],
-            "peak_bytes": 100,
         }
         for name, off in by.items()
     ]  # fmt: skip
-    found = {text: verdict for text, _, verdict in report.claims({"rows": rows}, None)}
+    memory = {"peak_bytes": {modes.FULL: 100, modes.BY_STEP: 80}}
+    found = {text: verdict for text, _, verdict in report.claims({"rows": rows}, None, memory)}
     expected = ["holds", "does not hold", "holds", "holds", "does not hold"]
     assert list(found.values())[:5] == expected
     assert found["INT8 is 1.7 times as fast"] == "holds"

@@ -5,7 +5,7 @@ Varies       arithmetic of attention: 32 and 16 bits, INT8 with one static scale
 Holds fixed  weights, linear layers in 16 bits, seeds, labels, 50 steps of Euler
 Measures     PSNR and SSIM against 32-bit and 16-bit attention, image by image; relative error of
              the latents after each step against 16-bit; Frechet distance to real crops, in features
-             of a small network trained here; seconds and peak memory of sampling
+             of a small network trained here; seconds of sampling
 Run          python -m experiments.dit.quality [--images N] [--quick] [--json FILE]
 
 Intervals are 95 % bootstrap intervals over seeds. The Frechet distance is not the FID, and there is
@@ -118,23 +118,6 @@ def sample_modes(
     return found
 
 
-def peak_bytes(
-    model: Model, weights: Parameters, count: int, at: modes.At, steps: int
-) -> int | None:
-    """Return how much memory sampling takes beside the weights; None without a device.
-
-    The first step, the middle one and the last run, after which all that a mode needs is compiled.
-    """
-    xp = model.xp
-    if xp is np:
-        return None
-    pool = xp.get_default_memory_pool()
-    pool.free_all_blocks()
-    before = pool.used_bytes()
-    sample(model, weights, range(count), lambda step: at(step * (steps - 1) // 2), steps=3)
-    return int(pool.total_bytes() - before)
-
-
 def judged(
     found: Mapping[str, Sampled], distances: Callable[[np.ndarray], np.ndarray]
 ) -> list[dict[str, Any]]:
@@ -198,8 +181,6 @@ def measured(
         calibrations = modes.calibrate(model, weights, args.steps)
         advance("done")
     at = modes.attentions(model, args.steps, calibrations)
-    peaks = {n: peak_bytes(model, weights, min(BATCH, args.images), a, args.steps)
-             for n, a in at.items()}  # fmt: skip
     batches = -(-args.images // BATCH)
     with output.progress("sampling", batches * len(at)) as advance:
         found = sample_modes(model, weights, range(args.images), at, args.steps, advance)
@@ -209,7 +190,6 @@ def measured(
         row["seconds of an image"] = (
             None if model.xp is np else timing.median(found[name].seconds).to_list()
         )
-        row["peak_bytes"] = peaks[name]
         row["fallbacks"] = modes.fallbacks(at[name])
     shown = [np.concatenate(found[name].images)[:SHOWN] for name in modes.NAMES]
     least, *resampled = distances(more)

@@ -70,7 +70,7 @@ def difference(rows: Mapping[str, Record], left: str, right: str) -> list[float]
     return metrics.mean_interval(a - b)
 
 
-def claims(record: Record, tuned: Record | None) -> list[Claim]:
+def claims(record: Record, tuned: Record | None, memory: Record | None) -> list[Claim]:
     """Hold the measurements to what the founding notes claim.
 
     Parameters
@@ -79,6 +79,8 @@ def claims(record: Record, tuned: Record | None) -> list[Claim]:
         Of `experiments.dit.quality`.
     tuned : mapping or None
         Of `experiments.dit.fine_tune`.
+    memory : mapping or None
+        Of `experiments.dit.memory`.
     """
     rows = {row["mode"]: row for row in record["rows"]}
     found: list[Claim] = []
@@ -111,9 +113,9 @@ def claims(record: Record, tuned: Record | None) -> list[Claim]:
         ratio = times[0][0] / times[1][0]
         found.append(("INT8 is 1.7 times as fast", f"{ratio:.2f} times, of whole images",
                       "holds" if ratio >= 1.7 else "does not hold"))  # fmt: skip
-    memory = [rows[mode].get("peak_bytes") for mode in (modes.FULL, modes.BY_STEP)]
-    if all(memory):
-        saved = 1 - memory[1] / memory[0]
+    peaks = [(memory or {}).get("peak_bytes", {}).get(m) for m in (modes.FULL, modes.BY_STEP)]
+    if None not in peaks:
+        saved = 1 - peaks[1] / peaks[0]
         found.append(("INT8 takes 35 % less memory", f"{saved:.1%} less at the peak of sampling",
                       "holds" if saved >= 0.35 else "does not hold"))  # fmt: skip
     if tuned is not None:
@@ -129,7 +131,7 @@ def claims(record: Record, tuned: Record | None) -> list[Claim]:
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def page(trained: Record, record: Record, tuned: Record | None) -> str:
+def page(trained: Record, record: Record, tuned: Record | None, memory: Record | None) -> str:
     """Return the text of the page."""
     settings, rows = trained["settings"], record["rows"]
     shape = settings["shape"]
@@ -139,8 +141,8 @@ def page(trained: Record, record: Record, tuned: Record | None) -> str:
         "",
         "Written by `python -m experiments.dit.quality --stored` from "
         "[dit_train.json](../experiments/results/dit_train.json), "
-        "[dit_quality.json](../experiments/results/dit_quality.json) and, where fine-tuning was "
-        "run, dit_fine_tune.json.",
+        "[dit_quality.json](../experiments/results/dit_quality.json) and, where they were made, "
+        "dit_fine_tune.json and dit_memory.json.",
         "",
         f"A transformer of {trained['parameters']:,} parameters ({shape['depth']} blocks of width "
         f"{shape['width']}, {shape['heads']} heads; {(shape['size'] // shape['patch']) ** 2} "
@@ -156,7 +158,7 @@ def page(trained: Record, record: Record, tuned: Record | None) -> str:
         "",
         f"Rows: {'; '.join(modes.NAMES)}. Columns: {', '.join(NAMES)}.",
         "",
-        *common.markdown(*_table(rows)),
+        *common.markdown(*_table(rows, memory)),
         "",
         "PSNR in dB and SSIM compare each image with that of 32-bit or 16-bit attention from the "
         "same noise; brackets are 95 % bootstrap intervals over seeds. *Frechet* is the Frechet "
@@ -164,8 +166,9 @@ def page(trained: Record, record: Record, tuned: Record | None) -> str:
         f"here (it tells {record['accuracy of the features']:.1%} of crops right), each in units "
         "of its spread; that of as many real crops to the others is "
         f"{with_interval(record['frechet of real crops'], 2)}. It is not the FID. There is no "
-        "LPIPS: its weights would have to be downloaded. *memory* is the peak of sampling beside "
-        "the weights; *an image* the time of one, of a batch of many, all else in 16 bits.",
+        "LPIPS: its weights would have to be downloaded. *memory* is the most in use at once in "
+        "sampling a batch, beside the weights; *an image* the time of one, of a batch of many, all "
+        "else in 16 bits.",
         "",
         f"![Errors of the latents by step, and losses]({CURVES.name})",
         "",
@@ -176,7 +179,7 @@ def page(trained: Record, record: Record, tuned: Record | None) -> str:
         + ". Their fall from 36.2 to 33.1 dB, 3.1 dB, doubles the squared error; they call it "
         "0.63 dB and less than 1 %.",
         "",
-        *common.markdown(["claim", "measured here", "verdict"], claims(record, tuned)),
+        *common.markdown(["claim", "measured here", "verdict"], claims(record, tuned, memory)),
         "",
         "This model normalises q and k (QK-norm), so that their size hardly depends on the noise: "
         "what scales by timestep win shows in the table above, and can be more where a model does "
@@ -192,7 +195,7 @@ def device_of(record: Record) -> str:
     return "the mirror, without a device" if device is None else str(device["name"])
 
 
-def _table(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+def _table(rows: Sequence[Record], memory: Record | None) -> tuple[list[str], list[list[str]]]:
     header = ["mode", "PSNR to 32-bit", "PSNR to 16-bit", "SSIM to 16-bit", "Frechet",
               "over 16-bit", "an image", "memory"]  # fmt: skip
     columns = (
@@ -202,10 +205,11 @@ def _table(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     cells = []
     for row in rows:
         figures = [with_interval(row[key], d) if key in row else "" for key, d in columns]
-        took, memory = row["seconds of an image"], row["peak_bytes"]
+        took = row["seconds of an image"]
+        peak = None if memory is None else memory["peak_bytes"][row["mode"]]
         took_said = "" if took is None else format_seconds(took[0])
-        memory_said = "" if memory is None else f"{memory / 2**20:,.0f} MiB"
-        cells.append([row["mode"], *figures, took_said, memory_said])
+        peak_said = "" if peak is None else f"{peak / 2**20:,.0f} MiB"
+        cells.append([row["mode"], *figures, took_said, peak_said])
     return header, cells
 
 
@@ -249,6 +253,11 @@ def stored(name: str, folder: Path = common.RESULTS) -> dict[str, Any]:
     return record
 
 
+def optional(name: str, folder: Path = common.RESULTS) -> dict[str, Any] | None:
+    """Return a record, None where it was not made."""
+    return stored(name, folder) if (folder / f"dit_{name}.json").is_file() else None
+
+
 def write(results: Path = common.RESULTS, docs: Path = DOCS) -> int:
     """Write the page and its curves from the records; return an exit status.
 
@@ -258,11 +267,10 @@ def write(results: Path = common.RESULTS, docs: Path = DOCS) -> int:
         Where a record of training or sampling is missing.
     """
     trained, record = stored("train", results), stored("quality", results)
-    path = results / "dit_fine_tune.json"
-    tuned = stored("fine_tune", results) if path.is_file() else None
+    tuned, memory = (optional(name, results) for name in ("fine_tune", "memory"))
     curves = docs / CURVES.name
     plot.check(str(curves))
     plot.save(figure(trained, record, tuned), str(curves), source=device_of(record))
-    (docs / PAGE.name).write_text(page(trained, record, tuned), encoding="utf-8")
+    (docs / PAGE.name).write_text(page(trained, record, tuned, memory), encoding="utf-8")
     print(f"wrote {docs / PAGE.name} and {curves.name}")
     return 0

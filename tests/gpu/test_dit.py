@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 
 from cupyattn.arrays import on_host
-from experiments.dit import checkpoint, features, modes, quality, train
+from experiments.dit import checkpoint, features, memory, modes, quality, train
 from experiments.dit.attention import Kernels
 from experiments.dit.checkpoint import State
 from experiments.dit.model import Model, Shape, initial
@@ -79,7 +79,7 @@ def test_sampling_is_deterministic_and_every_mode_stays_itself() -> None:
     assert 0 < off[modes.DYNAMIC] < off[modes.INT4]
 
 
-def test_rows_of_quality_have_times_and_memory() -> None:
+def test_rows_of_quality_have_times() -> None:
     model, weights = Model(SHAPE, cupy), checkpoint.untrained(SHAPE, 0, cupy)
     sizes = features.Stages(size=16, stages=((4, 8), (2, 6)))
     network, _ = features.train(sizes, cupy, steps=10, batch=16)
@@ -87,4 +87,16 @@ def test_rows_of_quality_have_times_and_memory() -> None:
     rows, least, shown = quality.measured(model, weights, network, args)
     assert [row["mode"] for row in rows] == list(modes.NAMES) and shown.dtype == np.uint8
     for row in rows:
-        assert row["seconds of an image"][0] > 0 and row["peak_bytes"] > 0
+        assert row["seconds of an image"][0] > 0
+    assert least[1] < least[2]
+
+
+def test_memory_is_what_is_in_use() -> None:
+    with memory.counted() as found:
+        x = cupy.empty(1 << 20, "uint8")
+        del x
+        y = cupy.empty(1 << 19, "uint8")
+    assert found == [y.nbytes, 1 << 20]
+    model, weights = Model(SHAPE, cupy), checkpoint.untrained(SHAPE, 0, cupy)
+    peaks = [memory.peak_bytes(model, weights, n, lambda step: Kernels(), 4) for n in (1, 2, 2)]
+    assert None not in peaks and peaks[0] < peaks[1] == peaks[2]
