@@ -21,6 +21,9 @@ SCRIPTS = {
     "calibrate_then_sample": (
         "numpy", ("--quick",), r"'balanced': \d.*\n(9\d|100)\.\d% of samples end at the same point"
     ),
+    "calibrate_recorded": (
+        "numpy", ("--quick",), r"(block [14], step .* static [1-9]\.\de-03, dynamic .*\n){6}"
+    ),
     "torch_module": ("torch", (), r"qkv: INT8, linear\nout: INT8, linear\nINT8 .* 0\.\d\d% away"),
     "jax_gradient": ("jax", (), r"loss 1\.0\d+\n.*\(2, 1, 2, 128, 64\)"),
     "diffusers_pipeline": ("diffusers", (), r"balanced(.|\n)*INT8 is 0\.\d+% away"),

@@ -15,7 +15,10 @@ def test_the_script_of_cupy_runs() -> None:
     assert printed.count("CPU:") == 2
 
 
-@pytest.mark.parametrize("name", ["calibrate_then_sample", "torch_module", "diffusers_pipeline"])
+@pytest.mark.parametrize(
+    "name",
+    ["calibrate_then_sample", "calibrate_recorded", "torch_module", "diffusers_pipeline"],
+)
 def test_an_example_runs_on_the_device(name: str) -> None:
     library, _, printed = SCRIPTS[name]
     pytest.importorskip(library)
