@@ -25,7 +25,7 @@ Records = dict[tuple[int, int], list[Any]]
 
 
 def load(xp: Any, path: Path, length: int) -> Records:
-    """Read ``layer1_step25_q`` and so on, (1, heads, tokens, head_dim), the first tokens of each."""
+    """Read ``layer1_step25_q`` and so on, (1, heads, tokens, head_dim): the first tokens."""
     with np.load(path) as file:
         places = {tuple(map(int, re.findall(r"\d+", name))) for name in file.files}
         return {
