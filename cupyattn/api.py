@@ -12,9 +12,10 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.forms import direct_operands, operands_key, recall, remember, same_place
 from cupyattn.launch import Plan
 from cupyattn.preparation import EPS
-from cupyattn.prepared import Prepared, operands_of, run_mirror, stages
+from cupyattn.prepared import Prepared, operands_of, run_mirror
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.request import Options, Request, as_given, resolve
+from cupyattn.stages import stages
 from cupyattn.tiles import Tiles
 
 P = ParamSpec("P")

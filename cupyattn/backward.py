@@ -24,13 +24,14 @@ from cupyattn.forms import (
 )
 from cupyattn.gradients import Gradients, backward_mirror
 from cupyattn.launch import Operand, Plan
-from cupyattn.prepared import OF_SCORES, SEQUENCES, architecture, scoring_of
+from cupyattn.prepared import SEQUENCES, scoring_of
 from cupyattn.quant import QuantizedQKV
 from cupyattn.request import Options, Request, resolve, to_bhsd
 from cupyattn.rope import Rope
 from cupyattn.rotation import plan_rotation
 from cupyattn.rounding import array_namespace
 from cupyattn.scratch import saying_what_is_needed
+from cupyattn.stages import OF_SCORES, architecture
 
 
 def attention_backward(

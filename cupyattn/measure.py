@@ -16,11 +16,11 @@ import numpy as np
 from cupyattn import arrays, checks, device, reference, registry, testing, timing
 from cupyattn.api import attention, kernel_form
 from cupyattn.checks import AttentionCall
-from cupyattn.prepared import stages
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.registry import Variant
 from cupyattn.request import Options, resolve
 from cupyattn.rounding import STORAGE, array_namespace, as_float64
+from cupyattn.stages import stages
 
 #: Where the rows next to tile edges lie in a sample: the block_q of every portable form divides it,
 #: and every second edge of the Hopper form's tiles of 192 rows is a multiple of it.

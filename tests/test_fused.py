@@ -12,12 +12,12 @@ import pytest
 from cupyattn import attention, attention_varlen, explain, plan, quantize
 from cupyattn import compile as kc
 from cupyattn.block_mask import BlockMask
-from cupyattn.prepared import stages
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.registry import lookup
 from cupyattn.request import Options, resolve
 from cupyattn.rope import Rope
+from cupyattn.stages import stages
 from cupyattn.tiles import Tiles
 from tests.runs import bits, embedded, normal, packed, rope_tables, run
 from tests.test_kernels_compile import LATE

@@ -35,9 +35,10 @@ from cupyattn.backward_plan import plan_backward
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_attention
 from cupyattn.launch import Operand, Plan, TensorMap, pack
-from cupyattn.prepared import Prepared, stages
+from cupyattn.prepared import Prepared
 from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve
+from cupyattn.stages import stages
 
 cupy = pytest.importorskip("cupy")
 

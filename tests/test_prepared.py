@@ -66,6 +66,25 @@ def test_a_caller_may_bring_the_result() -> None:
         plan(q, k, v, backend="interpret")(q, k, v, out=out)
 
 
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+def test_given_scales_are_those_of_the_day(backend: str) -> None:
+    """A configuration keeps copies; NaN that one call writes over its scales is gone in the next."""
+    q, k, v = normal("float16")
+    scales = np.full((1, 4, 1), 0.03, np.float32), np.full((1, 2, 1), 0.04, np.float32)
+    options: dict[str, Any] = {"variant": "fa_int8", "backend": backend}
+    quant = QuantConfig("head", "head", scales=scales)
+    prepared = plan(q, k, v, quant=quant, **options)
+    expected = prepared(q, k, v)
+    for scale in scales:
+        scale[...] = 1.0
+    np.testing.assert_array_equal(prepared(q, k, v), expected)
+    np.testing.assert_array_equal(attention(q, k, v, quant=quant, **options), expected)
+    bad = q.copy()
+    bad[0, 0, 0, 0] = np.nan
+    assert np.isnan(prepared(bad, k, v)[0, 0, 0]).all()
+    np.testing.assert_array_equal(prepared(q, k, v), expected)
+
+
 @pytest.mark.slow
 def test_quantised_calls_are_prepared() -> None:
     q, k, v = normal("float32")

@@ -334,8 +334,10 @@ def test_config_says_what_four_bits_do_not_go_with(given, needed) -> None:
 
 def test_config_equality() -> None:
     scales = np.ones((1, 1, 1), np.float32), np.ones((1, 1, 1), np.float32)
-    a, b = (QuantConfig(scales=pair) for pair in (scales, (scales[0].copy(), scales[1])))
-    assert a == QuantConfig(scales=scales) and a != b and a != QuantConfig()
+    a, b = QuantConfig(scales=scales), QuantConfig(scales=scales)
+    assert a == a and a != b and a != QuantConfig()
+    one, other = (QuantConfig("tensor", "tensor", scales=(0.5, 2.0)) for _ in range(2))
+    assert one == other != QuantConfig("tensor", "tensor")
     assert hash(QuantConfig()) == hash(QuantConfig()) and QuantConfig() != "thread"
     assert len({QuantConfig(g, h) for g, h in itertools.product(GRANULARITIES, repeat=2)}) == 25
 

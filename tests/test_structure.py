@@ -82,6 +82,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backward_prepared",),
     ("quant",),
     ("request", "auto", "forms", "unfused"),
+    ("stages",),
     ("prepared",),
     ("api", "testing", "backward"),
     ("device", "timing", "measure"),

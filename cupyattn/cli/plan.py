@@ -19,9 +19,9 @@ from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.model import H200, Costs, Machine, meshes, predict
 from cupyattn.features import DTYPES
 from cupyattn.measure import format_bytes, format_seconds, format_share
-from cupyattn.prepared import stages
 from cupyattn.request import Options, Request, resolve
 from cupyattn.rounding import STORAGE
+from cupyattn.stages import stages
 
 #: What is planned for where there is no device.
 _ARCH = "sm_90a"

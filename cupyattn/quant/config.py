@@ -50,8 +50,8 @@ class QuantConfig:
         8-bit floats (e4m3), which need compute capability 8.9.
     scales : "dynamic" or (q_scale, k_scale)
         Scales from each call's own maxima, or given ones: a positive float (granularity "tensor")
-        or a float32 array ``(batch or 1, heads or 1, groups)``. Values past 127 scales saturate.
-        V's scales are always dynamic.
+        or a float32 array ``(batch or 1, heads or 1, groups)``, of which it keeps a copy. Values
+        past 127 scales saturate. V's scales are always dynamic.
     p_type : {"16bit", "u8", "s8", "e4m3"}, optional
         P as an operand: 16 bits, or codes 0 to 255 or 0 to 127 for the exponentials of a tile,
         the largest of which gets the largest, or e4m3 up to 448. When omitted: what `pv` says,
@@ -128,6 +128,9 @@ class QuantConfig:
             _one_of("scales", self.scales, ("dynamic",))
         else:
             self._check_static_scales()
+            # Plans keep what was given; nobody changes it behind their backs.
+            own = tuple(x.copy() if hasattr(x, "copy") else x for x in self.scales)
+            object.__setattr__(self, "scales", own)
         _one_of("fused", self.fused, (True, False))
         if self.fused:
             self._check_fused()
