@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
+import numpy as np
+
 from cupyattn import arrays, backends, checks, executor
 from cupyattn.api import score_lines
 from cupyattn.backward_plan import plan_backward
@@ -123,7 +125,7 @@ def attention_backward(
     >>> dv[0, 0, :, 0].round(2).tolist()
     [2.080078125, 1.080078125, 0.580078125, 0.25]
     """
-    check_offered(q, qk_norm)
+    check_offered(q, qk_norm, deterministic)
     call = None
     if rope is None and layout == "BHSD":
         call = _Call.known(
@@ -207,7 +209,7 @@ def attention_varlen_backward(
     >>> dv.shape, dv[:, 0, 0].tolist()
     ((5, 1, 8), [1.0, 1.0, 1.0, 1.0, 1.0])
     """
-    check_offered(q, qk_norm)
+    check_offered(q, qk_norm, deterministic)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise TypeError("attention_varlen_backward needs cu_seqlens_q and cu_seqlens_k")
     options = Options(
@@ -242,8 +244,10 @@ class _Call:
         return None if key is None else cls(key, given)
 
 
-def check_offered(q: Any, qk_norm: Any) -> None:
-    """Raise UnsupportedError for what the backward pass does not take."""
+def check_offered(q: Any, qk_norm: Any, deterministic: Any = None) -> None:
+    """Raise UnsupportedError for what the backward pass does not take, TypeError for no answer."""
+    if deterministic is not None and not isinstance(deterministic, (bool, np.bool_)):
+        raise TypeError(f"deterministic must be True, False or None, got {deterministic!r:.60}")
     if qk_norm is not None:
         raise UnsupportedError(
             "the backward pass takes no qk_norm: give q and k as they are after it, and take their "
@@ -380,7 +384,7 @@ def ready_backward(
         As `attention_backward`.
     """
     deterministic, arch = options.pop("deterministic", None), options.get("arch")
-    check_offered(q, options.pop("qk_norm", None))
+    check_offered(q, options.pop("qk_norm", None), deterministic)
     request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
     operands = _take(d_out, out, lse, request)
     given = {"q": q, "k": k, "v": v, "d_out": d_out, "out": out, "lse": lse}
@@ -420,7 +424,7 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
     atomic: blocks of keys add up dQ in memory; deterministic=True has the same bits on every run
     """
     deterministic = options.pop("deterministic", None)
-    check_offered(q, options.pop("qk_norm", None))
+    check_offered(q, options.pop("qk_norm", None), deterministic)
     request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
     plan = _plan_of(request, _take(d_out, out, lse, request), deterministic)
     if plan.form.endswith("atomic"):

@@ -316,6 +316,8 @@ def test_empty_lengths(len_q: int, len_kv: int) -> None:
          r"d_out must have shape \(2, 4, 9, 16\).* got d_out.shape=\(2, 4, 8, 16\)"),
         ({"lse": np.zeros((2, 9, 4), np.float32)}, ValueError, r"lse must have shape \(2, 4, 9\)"),
         ({"lse": np.zeros((2, 4, 9))}, TypeError, "lse must be float32, got lse.dtype=float64"),
+        ({"deterministic": "yes"}, TypeError, "deterministic must be True, False or None, got 'yes'"),
+        ({"deterministic": np.ones(2)}, TypeError, "deterministic must be True, False or None, got"),
         ({"out": np.zeros((2, 4, 9, 16), ml_dtypes.bfloat16)}, TypeError,
          "out must be float16, got out.dtype=bfloat16"),
         ({"q": np.zeros((2, 4, 9, 16), np.float32)}, UnsupportedError,

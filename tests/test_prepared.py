@@ -68,7 +68,7 @@ def test_a_caller_may_bring_the_result() -> None:
 
 @pytest.mark.parametrize("backend", ["mirror", "interpret"])
 def test_given_scales_are_those_of_the_day(backend: str) -> None:
-    """A configuration keeps copies; NaN that one call writes over its scales is gone in the next."""
+    """A configuration keeps copies; NaN that a call writes over its scales is gone in the next."""
     q, k, v = normal("float16")
     scales = np.full((1, 4, 1), 0.03, np.float32), np.full((1, 2, 1), 0.04, np.float32)
     options: dict[str, Any] = {"variant": "fa_int8", "backend": backend}

@@ -162,11 +162,7 @@ class Shadow:
         written = self.written[granules]
         writer = (self.writer[granules] - clocks.first).astype(np.intp)
         late = written > ordered_until(lanes, writer)
-        if late.any():
-            row = int(np.argmax(late))
-            other = _name(clocks, int(writer[row]), int(lanes[row]))
-            message = f"{self.name} is read, and nothing orders that after the write by {other}"
-            report("race", message, lanes, late, self._address(granules))
+        self._report_writer(granules, lanes, writer, late, clocks, report, "read")
 
     def _note_read(self, time: int, granules: Ints, lanes: Ints) -> None:
         self.read[granules] = self._last_read = time
@@ -325,12 +321,25 @@ class Shadow:
         if written.max() <= 0:
             return
         writer = (self.writer[granules] - clocks.first).astype(np.intp)
-        before = clocks.ordered(lanes, writer, written) | (written <= 0)
-        if not before.all():
-            row = int(np.argmin(before))
+        late = ~(clocks.ordered(lanes, writer, written) | (written <= 0))
+        self._report_writer(granules, lanes, writer, late, clocks, report, verb)
+
+    def _report_writer(
+        self,
+        granules: Ints,
+        lanes: Ints,
+        writer: Ints,
+        late: npt.NDArray[np.bool_],
+        clocks: Clocks,
+        report: Report,
+        verb: str,
+    ) -> None:
+        """Report what was written too `late` to be before what `lanes` do now."""
+        if late.any():
+            row = int(np.argmax(late))
             other = _name(clocks, int(writer[row]), int(lanes[row]))
             message = f"{self.name} is {verb}, and nothing orders that after the write by {other}"
-            report("race", message, lanes, ~before, self._address(granules))
+            report("race", message, lanes, late, self._address(granules))
 
     def _check_readers(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
         """Look for a read of `granules` that is not ordered before what `lanes` do now."""
