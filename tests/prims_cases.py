@@ -316,7 +316,7 @@ def params_arguments() -> Arguments:
             else:
                 values[name] = wide if field.itemsize == 8 else 0.1 * i if field.kind == "f" else -i
         records.append(pack(struct, values, {}))
-    outputs = {"integers": np.zeros(61, np.int64), "floats": np.zeros(4, np.float32)}
+    outputs = {"integers": np.zeros(62, np.int64), "floats": np.zeros(4, np.float32)}
     return {"p": records[0], "quant": records[1], **outputs}
 
 

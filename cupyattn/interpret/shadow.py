@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Clocks, Ints, Times
 

@@ -3,7 +3,7 @@
 
 extern "C" __global__ void params(const __grid_constant__ AttnParams p,
                                   const __grid_constant__ QuantParams quant,
-                                  int64_t* integers,  // [61]
+                                  int64_t* integers,  // [62]
                                   float* floats) {    // [4]
   int i = 0;
   for (const void* pointer : {p.Q, p.K, p.V, (const void*)p.O, (const void*)p.lse,
@@ -24,7 +24,7 @@ extern "C" __global__ void params(const __grid_constant__ AttnParams p,
   for (const float* table : {p.rope_cos, p.rope_sin}) integers[i++] = int64_t(table);
   integers[i++] = p.rope_offset_q;
   for (const int32_t* pointer : {p.cu_seqlens_q, p.cu_seqlens_k}) integers[i++] = int64_t(pointer);
-  for (const int n : {p.total_q, p.bottom_right}) integers[i++] = n;
+  for (const int n : {p.total_q, p.bottom_right, p.stack}) integers[i++] = n;
   for (const float* pointer : {quant.Q_scale, quant.K_scale, quant.K_mean})
     integers[i++] = int64_t(pointer);
   for (const int64_t stride : {quant.Q_scale_stride_batch, quant.Q_scale_stride_head,
