@@ -107,8 +107,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const GemmTile tile = gemm_tile(p, blockIdx.x / SPLITS);
-  const Part part = part_of_block(p);
+  const Part part = part_of(p, blockIdx.x);
+  const GemmTile tile = gemm_tile(p, part.tile);
   const int m0 = tile.m0, n0 = tile.n0;
   const int row0 = warp_id() % WARPS_M * WARP_M;  // first row and column of this warp in the block
   const int col0 = warp_id() / WARPS_M * WARP_N;
