@@ -90,8 +90,7 @@ class ModuleSpec:
     def least_capability(self) -> int:
         """Least compute capability times ten: e4m3 came with 8.9, clusters of blocks with 9.0."""
         e4m3 = ("CFG_P_TYPE", P_TYPES.index("e4m3")) in self.defines
-        sizes = dict(self.defines)
-        shared = sizes.get("CFG_SPLITS", 1) * sizes.get("CFG_TAIL_SPLITS", 1) > 1
+        shared = any(name.endswith("SPLITS") and value > 1 for name, value in self.defines)
         return 90 if shared else 89 if e4m3 else 80
 
     def __str__(self) -> str:

@@ -164,8 +164,7 @@ __device__ __forceinline__ void merge_parts(
     float (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
   static_assert(
       FRAGMENTS % CLUSTER == 0,
-      "SPLITS and TAIL_SPLITS must divide the tiles of 16 x 8 that a warp has: blocks add up as "
-      "many");
+      "SPLITS and TAIL_SPLITS must divide the tiles of 16 x 8 of a warp: blocks add up as many");
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; ++f)
     *reinterpret_cast<Vec<float, 4>*>(partial[f][thread]) = {
