@@ -156,31 +156,46 @@ __device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0
   }
 }
 
+// How many neighbouring tiles of 16 x 8 of a warp merge_parts adds up at once, where a row of them
+// has `columns`: a power of two that divides a block's share of them, so that as many are on their
+// way.
+__device__ constexpr int merged_at_once(int columns, int fragments) {
+  const int share = fragments / CLUSTER;
+  return columns % 4 == 0 && share % 4 == 0 ? 4 : columns % 2 == 0 && share % 2 == 0 ? 2 : 1;
+}
+
 // G2, from block to block: adds up what the blocks of a tile came to, in their order. A thread has
 // FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them, and gets the sums of a share of
-// these, one after the other: store(f, sum). All THREADS threads of all blocks come here.
-template <int FRAGMENTS, int THREADS, typename Of, typename Store>
+// these, AT_ONCE after AT_ONCE: store(f, sums of f, f + 1, ...). All THREADS threads of all blocks
+// come here.
+template <int AT_ONCE, int FRAGMENTS, int THREADS, typename Of, typename Store>
 __device__ __forceinline__ void merge_parts(
     float (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
   static_assert(
       FRAGMENTS % CLUSTER == 0,
       "SPLITS and TAIL_SPLITS must divide the tiles of 16 x 8 of a warp: blocks add up as many");
+  constexpr int SHARE = FRAGMENTS / CLUSTER;
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; ++f)
     *reinterpret_cast<Vec<float, 4>*>(partial[f][thread]) = {
         of(f, 0), of(f, 1), of(f, 2), of(f, 3)};
   cluster_sync();  // the partial sums of all blocks are visible
 #pragma unroll
-  for (int i = 0; i < FRAGMENTS / CLUSTER; ++i) {
-    const int f = rank * (FRAGMENTS / CLUSTER) + i;
-    Vec<float, 4> sum = load_from_block(partial[f][thread], 0);
+  for (int f0 = 0; f0 < SHARE; f0 += AT_ONCE) {
+    const int f = rank * SHARE + f0;
+    Vec<float, 4> sums[AT_ONCE], x[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) sums[i] = load_from_block(partial[f + i][thread], 0);
 #pragma unroll
     for (int other = 1; other < CLUSTER; ++other) {
-      const Vec<float, 4> x = load_from_block(partial[f][thread], other);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum.v[j] += x.v[j];  // G2
+      for (int i = 0; i < AT_ONCE; ++i) x[i] = load_from_block(partial[f + i][thread], other);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sums[i].v[j] += x[i].v[j];  // G2
     }
-    store(f, sum.v);
+    store(f, sums);
   }
   cluster_sync();  // nobody reads this block's partial sums any more
 }

@@ -181,16 +181,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       }
 
     if (is_shared(p, index)) {
-      constexpr int OF_CHUNK = CHUNK / 8;
+      constexpr int OF_CHUNK = CHUNK / 8, AT_ONCE = merged_at_once(FRAGMENTS, FRAGMENTS);
       named_barrier_sync(1 + CONSUMERS, COMPUTING);  // all slices were read, the Partial may come
-      merge_parts(
+      merge_parts<AT_ONCE>(
           reinterpret_cast<Partial&>(smem.A), part.rank, int(threadIdx.x) - WARPGROUP,
           [&](int f, int i) { return C_acc[f / OF_CHUNK][f % OF_CHUNK * 4 + i]; },
-          [&](int f, const float (&sum)[4]) {
+          [&](int f, const Vec<float, 4>(&sums)[AT_ONCE]) {
             const int row = tile.m0 + warp_row + g, col = tile.n0 + f * 8;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-              store_row<1>(p, row + h * 8, col, [&](int, int j) { return sum[2 * h + j]; });
+              store_row<AT_ONCE>(
+                  p, row + h * 8, col, [&](int n, int j) { return sums[n].v[2 * h + j]; });
           });
       // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
       // of a cluster waits for the thread that copies, too, and that has to be through.
