@@ -247,8 +247,13 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
         )
 
     most = max(slices, 1) if m <= FEW_ROWS else 1
-    fits = (t for t in choices if t.splits <= most and t.tail_splits <= max(slices, 1))
-    return min(fits, key=time)
+
+    def fits(tiles: GemmTiles) -> bool:
+        if tiles.tail_splits > 1:
+            return tiles.tail_splits <= slices and tiles_alone(m, n, tiles) > 0
+        return tiles.splits <= most
+
+    return min(filter(fits, choices), key=time)
 
 
 def on_hopper(m: int, n: int, k: int) -> tuple[str | None, GemmTiles | None]:
