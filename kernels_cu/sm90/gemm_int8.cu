@@ -121,7 +121,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
   // ---- the consumers
   if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int warp_row = (warpgroup - 1) * 64 + warp_id() % 4 * 16;  // this warp's first in the tile
-  const int g = lane_id() / 4;                                     // fragment coordinate
+  const int g = lane_id() / 4, t = lane_id() % 4;                  // fragment coordinates
   const Descriptor A_ring = uniform(descriptor_k_major(&smem.A[0][(warpgroup - 1) * 64 * SLICE]));
   const Descriptor B_ring = uniform(descriptor_k_major(smem.B[0]));
   const Turn<CONSUMERS> turn = {warpgroup - 1};              // at the tensor cores
@@ -130,13 +130,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
   for (int index = blockIdx.x; index < num_parts(p); index += gridDim.x) {
     const Part part = part_of(p, index);
     const GemmTile tile = gemm_tile(p, part.tile);
-    // A lane of the first 16 reads the scales of a row of the warp, those after them of the chunks
-    // of columns. What lies past the end multiplies zeros.
-    const int m = min(tile.m0 + warp_row + lane_id() % 16, p.m - 1);
-    const int n = min(tile.n0 + lane_id() % CHUNKS * CHUNK, p.n - 1);
-    const float* scale = part.first +  // [part.codes]
-                         (lane_id() < 16 ? p.A_scale + m * p.A_scale_stride
-                                         : p.B_scale + n / SCALE_ROWS * p.B_scale_stride);
+    // Of a quad two lanes read the scales of its rows g and g + 8, and two those of the chunks of
+    // columns. What lies past the end multiplies zeros.
+    const int m = min(tile.m0 + warp_row + g + t % 2 * 8, p.m - 1);
+    const int n = min(tile.n0 + t % CHUNKS * CHUNK, p.n - 1);
+    const float* scale =
+        part.first +  // [part.codes]
+        (t < 2 ? p.A_scale + m * p.A_scale_stride : p.B_scale + n / SCALE_ROWS * p.B_scale_stride);
 
     float C_acc[CHUNKS][CHUNK / 2] = {};  // [CHUNKS][CHUNK / 8][4]
     float next_scale = *scale;
@@ -146,7 +146,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       if (step + 1 < part.codes) next_scale = *scale;
       float A_scale[2];  // of rows g and g + 8
 #pragma unroll
-      for (int h = 0; h < 2; ++h) A_scale[h] = __shfl_sync(FULL_WARP, step_scale, g + h * 8);
+      for (int h = 0; h < 2; ++h) A_scale[h] = __shfl_sync(FULL_WARP, step_scale, h, 4);
       const Descriptor A_rows = A_ring + at.stage * int(sizeof(smem.A[0]));
       const Descriptor B_rows = B_ring + at.stage * int(sizeof(smem.B[0]));
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // both slices have arrived
@@ -159,7 +159,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
         wgmma_wait_group<0>();
         wgmma_use(dot);
         if (j == CHUNKS - 1 && lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
-        const float B_scale = __shfl_sync(FULL_WARP, step_scale, 16 + j);
+        const float B_scale = __shfl_sync(FULL_WARP, step_scale, 2 + j, 4);
         const float factor[2] = {A_scale[0] * B_scale, A_scale[1] * B_scale};  // G1
 #pragma unroll
         for (int i = 0; i < CHUNK / 2; ++i)
