@@ -90,7 +90,8 @@ class ModuleSpec:
     def least_capability(self) -> int:
         """Least compute capability times ten: e4m3 came with 8.9, clusters of blocks with 9.0."""
         e4m3 = ("CFG_P_TYPE", P_TYPES.index("e4m3")) in self.defines
-        return 90 if dict(self.defines).get("CFG_SPLITS", 1) > 1 else 89 if e4m3 else 80
+        shared = any(name.endswith("SPLITS") and value > 1 for name, value in self.defines)
+        return 90 if shared else 89 if e4m3 else 80
 
     def __str__(self) -> str:
         return f"{self.source} [{' '.join(f'{name}={value}' for name, value in self.defines)}]"

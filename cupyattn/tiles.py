@@ -80,11 +80,14 @@ class GemmTiles(_Sizes):
     splits : int
         Thread blocks that share a tile, each with a part of k: a cluster of 2, 4 or 8, from compute
         capability 9.0 on. They add up in one order, so that the same sizes give the same bits.
+    tail_splits : int
+        Thread blocks that so share a tile of the last wave alone, where it is so empty that all of
+        its tiles find their blocks at once; Hopper form. All other tiles have a block of their own.
 
     Raises
     ------
     ValueError
-        As for `Tiles`.
+        As for `Tiles`, and where both `splits` and `tail_splits` are more than 1.
 
     Examples
     --------
@@ -97,3 +100,17 @@ class GemmTiles(_Sizes):
     num_warps: int
     num_stages: int
     splits: int = 1
+    tail_splits: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.splits > 1 and self.tail_splits > 1:
+            raise ValueError(
+                "tiles.splits and tiles.tail_splits cannot both be more than 1: all tiles are "
+                f"shared, or those of the last wave, got {self.splits} and {self.tail_splits}"
+            )
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster, which share a tile: 1 where none is shared."""
+        return self.splits * self.tail_splits

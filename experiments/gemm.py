@@ -6,6 +6,8 @@ Holds fixed  N(0, 1) activations and weights, codes in blocks of 128, float16 ou
 Measures     the largest error as a share of its bound, on 64 rows and the first and last 128
              columns; time, TOP/s; in the same rounds the ratios to torch._int_mm and to torch's
              FP16 product; of act_quant its share of the bandwidth of a copy
+             with --tails instead, where the blocks of a cluster share the tiles of the last wave:
+             the same product with a block to each of these, too, in the same rounds
 Beside       torch._int_mm, which applies no scales, and torch.matmul
 Expect       1.15 times torch._int_mm and 1.4 times FP16 from 4096 on, no loss to FP16 with few
              rows, act_quant at 80 % of a copy
@@ -17,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,13 +31,14 @@ from cupyattn.cli import output
 from cupyattn.compile import HOPPER_CAPABILITY
 from cupyattn.quant import gemm_error, gemm_exact
 from cupyattn.quant.blocks import BLOCK_SIZE
-from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES
+from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles
 from cupyattn.rounding import array_namespace, as_float64
 from cupyattn.tiles import GemmTiles
 from experiments import common
 from experiments.others import format_comparison
 
 OWN, PORTABLE, LAYER = "int8_gemm", "int8_gemm, portable", "act_quant and int8_gemm"
+ALONE = "int8_gemm, no tile shared"
 INT_MM, FP16 = "torch._int_mm", "torch FP16"
 #: Rows that are judged.
 JUDGED_ROWS = 64
@@ -67,6 +70,12 @@ SIZES = (
     *(Size("few rows", m, 12_288, 3072) for m in (1, 8, 16, 64)),
 )
 QUICK_SIZES = (Size("square", 256, 256, 256), Size("few rows", 1, 384, 256))
+#: Hopper tiles to time beside the chosen: those, and what three warpgroups compute, whose products
+#: and sums may overlap more evenly than those of two.
+RACED_TILES = (
+    *(tiles for tiles in HOPPER_TILES if tiles.splits == 1),
+    *(GemmTiles(192, 128, num_warps=16, num_stages=5, tail_splits=s) for s in (1, 2)),
+)
 #: Rows and channels of activations to quantise.
 ACTIVATIONS = ((4608, 3072), (4608, 12_288), (16_384, 1792), (16_384, 4096), (16_384, 16_384))
 QUICK_ACTIVATIONS = ((64, 384),)
@@ -110,9 +119,18 @@ def ways(tiles: GemmTiles | None, *, on_device: bool) -> dict[str, Callable[...,
         return ca.int8_gemm(*ca.act_quant(x), b, b_scales)
 
     if tiles is not None:
-        return {OWN: product("sm_90a" if tiles in HOPPER_TILES else None)}
+        return {OWN: product(None if tiles in PORTABLE_TILES else "sm_90a")}
     found = {OWN: product(None), LAYER: layer}
     return found | ({PORTABLE: product("sm_90")} if on_device and _is_hopper() else {})
+
+
+def ways_of_the_last_wave(size: Size) -> dict[str, Callable[..., Any]]:
+    """Return a product as it is taken and with no tile shared, as `ways` does; none if it is so."""
+    tiles = choose_tiles(size.m, size.n, size.k, HOPPER_TILES)
+    if tiles.tail_splits == 1:
+        return {}
+    alone = ways(replace(tiles, tail_splits=1), on_device=True)
+    return ways(tiles, on_device=True) | {ALONE: alone[OWN]}
 
 
 def _is_hopper() -> bool:
@@ -137,8 +155,13 @@ def others(size: Size) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def measure(size: Size, args: argparse.Namespace, tiles: GemmTiles | None = None) -> dict[str, Any]:
-    """Judge our products of a size, then time them and the others in turns."""
+def measure(
+    size: Size,
+    args: argparse.Namespace,
+    own: Mapping[str, Callable[..., Any]],
+    tiles: GemmTiles | None = None,
+) -> dict[str, Any]:
+    """Judge our products of a size, then time them and, unless `tiles` are given, the others."""
     on_device = not args.quick
     xp: Any = np
     if on_device:
@@ -148,7 +171,6 @@ def measure(size: Size, args: argparse.Namespace, tiles: GemmTiles | None = None
     row: dict[str, Any] = asdict(size) | {"shares": {}, "ok": True}
     if tiles is not None:
         row["tiles"] = asdict(tiles)
-    own = ways(tiles, on_device=on_device)
     for name, way in own.items():
         row["shares"][name] = judge(size, way(x, w, *operands), operands, args.seed)
     row["ok"] = all(share <= 1 for share in row["shares"].values())
@@ -171,7 +193,7 @@ def measure(size: Size, args: argparse.Namespace, tiles: GemmTiles | None = None
     row["tops"] = {name: operations / s / 1e12 for name, s in row["seconds"].items()}
     row["ratios"] = {
         f"{mine} over {other}": _ratio(samples, mine, other)
-        for other in (INT_MM, FP16) if other in samples
+        for other in (INT_MM, FP16, ALONE) if other in samples
         for mine in own if mine in samples
     }  # fmt: skip
     return row | {"samples": samples, "clocks": device.clocks()}
@@ -222,6 +244,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
         name = r["label"]
         if "tiles" in r:
             name += " {block_m}x{block_n} w{num_warps} s{num_stages}".format(**r["tiles"])
+            name += " last wave shared" if r["tiles"]["tail_splits"] > 1 else ""
         lines.append([
             name, f"{r['m']} x {r['n']} x {r['k']}", f"{max(r['shares'].values()):.3f}",
             *(f"{tops[way]:.4g}" if way in tops else "-" for way in (OWN, INT_MM, FP16)),
@@ -231,18 +254,74 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
     return header, lines
 
 
+def table_of_the_last_wave(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of products with and without tiles that are shared."""
+    header = ["last wave", "m x n x k", "TOP/s", "and no tile shared", "x that"]
+    header += [f"{way} x {other}" for other in (FP16, INT_MM) for way in ("shared", "not")]
+    lines = []
+    for r in rows:
+        ratios = r.get("ratios", {})
+        lines.append([
+            r["label"], f"{r['m']} x {r['n']} x {r['k']}",
+            *(f"{r['tops'][way]:.4g}" for way in (OWN, ALONE)),
+            format_comparison(ratios.get(f"{OWN} over {ALONE}")),
+            *(format_comparison(ratios.get(f"{way} over {other}"))
+              for other in (FP16, INT_MM) for way in (OWN, ALONE)),
+        ])  # fmt: skip
+    return header, lines
+
+
+def chosen_sizes(args: argparse.Namespace) -> tuple[Size, ...]:
+    """Return the products to measure: those whose label begins as the arguments say, or all."""
+    sizes = QUICK_SIZES if args.quick else SIZES
+    found = tuple(x for x in sizes if args.only is None or x.label.startswith(args.only))
+    if not found:
+        labels = ", ".join(repr(label) for label in dict.fromkeys(x.label for x in sizes))
+        raise ValueError(f"--only must be how one of these begins: {labels}, got {args.only!r}")
+    return found
+
+
+def run_last_wave(args: argparse.Namespace) -> int:
+    """Measure the products whose last wave is shared, print the table, write the record."""
+    rows = []
+    for size in chosen_sizes(args):
+        own = ways_of_the_last_wave(size)
+        if not own:
+            print(f"{size.label} {size.m} x {size.n} x {size.k}: no tile is shared")
+            continue
+        rows.append(measure(size, args, own))
+    timed = [row for row in rows if "ratios" in row and row["ok"]]
+    if timed:
+        output.print_table(*table_of_the_last_wave(timed))
+    _keep(args, "gemm_tails", {"rows": rows})
+    return 0 if all(r["ok"] for r in rows) else 1
+
+
+def _keep(args: argparse.Namespace, name: str, content: Mapping[str, Any]) -> None:
+    """Write the record; that of some products alone only where the arguments name a file."""
+    if args.only is None or args.json is not None:
+        common.keep(args, name, "mirror" if args.quick else "cuda", content)
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure every product and pass over activations, print the tables, write the record."""
     common.check_rounds(args)
-    sizes = QUICK_SIZES if args.quick else SIZES
+    if args.tails:
+        if args.quick or not _is_hopper():
+            raise ValueError("--tails needs a device of compute capability 9.0, and times on it")
+        return run_last_wave(args)
     choices: tuple[GemmTiles | None, ...] = (None,)
     if args.tiles and not args.quick:
-        choices = (None, *(HOPPER_TILES if _is_hopper() else PORTABLE_TILES))
+        choices = (None, *(RACED_TILES if _is_hopper() else PORTABLE_TILES))
     rows = []
-    for size in sizes:
+    for size in chosen_sizes(args):
         for tiles in choices:
-            rows.append(measure(size, args, tiles))
+            own = ways(tiles, on_device=not args.quick)
+            rows.append(measure(size, args, own, tiles))
             output.print_table(*table(rows[-1:]))
+    if args.only is not None:
+        _keep(args, "gemm", {"rows": rows})
+        return 0 if all(r["ok"] for r in rows) else 1
     shapes = QUICK_ACTIVATIONS if args.quick else ACTIVATIONS
     activations = [measure_activations(shape, args) for shape in shapes]
     output.print_table(*table(rows))
@@ -254,15 +333,17 @@ def run(args: argparse.Namespace) -> int:
             for r in activations
         ],
     )  # fmt: skip
-    backend = "mirror" if args.quick else "cuda"
-    common.keep(args, "gemm", backend, {"rows": rows, "activations": activations})
+    _keep(args, "gemm", {"rows": rows, "activations": activations})
     return 0 if all(r["ok"] for r in (*rows, *activations)) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = common.parser(__doc__)
-    parser.add_argument("--tiles", action="store_true", help="time every tile beside the chosen")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--tiles", action="store_true", help="time every tile beside the chosen")
+    what.add_argument("--tails", action="store_true", help="time a last wave not shared, too")
+    parser.add_argument("--only", metavar="LABEL", help="products whose label begins so, alone")
     return common.main(run, parser.parse_args(argv))
 
 

@@ -107,8 +107,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const GemmTile tile = gemm_tile(p, blockIdx.x / SPLITS);
-  const Part part = part_of_block(p);
+  const Part part = part_of(p, blockIdx.x);
+  const GemmTile tile = gemm_tile(p, part.tile);
   const int m0 = tile.m0, n0 = tile.n0;
   const int row0 = warp_id() % WARPS_M * WARP_M;  // first row and column of this warp in the block
   const int col0 = warp_id() / WARPS_M * WARP_N;
@@ -185,14 +185,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
   }
 
   if constexpr (SPLITS > 1) {
-    merge_parts(
+    constexpr int AT_ONCE = merged_at_once(MMA_COLS, FRAGMENTS);
+    merge_parts<AT_ONCE>(
         smem.partial, part.rank, thread_id(),
         [&](int f, int i) { return C_acc[f / MMA_COLS][f % MMA_COLS][i]; },
-        [&](int f, const float (&sum)[4]) {
+        [&](int f, const Vec<float, 4>(&sums)[AT_ONCE]) {
           const int row = m0 + row0 + f / MMA_COLS * 16 + g, col = n0 + col0 + f % MMA_COLS * 8;
 #pragma unroll
           for (int h = 0; h < 2; ++h)
-            store_row<1>(p, row + h * 8, col, [&](int, int j) { return sum[2 * h + j]; });
+            store_row<AT_ONCE>(
+                p, row + h * 8, col, [&](int n, int j) { return sums[n].v[2 * h + j]; });
         });
     return;
   }

@@ -9,8 +9,12 @@ import ml_dtypes
 import numpy as np
 
 import cupyattn as ca
+from cupyattn import interpret
+from cupyattn.launch import Operand
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
-from cupyattn.rounding import as_float64
+from cupyattn.quant.gemm_plan import plan_gemm, where_shared
+from cupyattn.rounding import STORAGE, as_float64
+from cupyattn.tiles import GemmTiles
 from tests.quant_inputs import operand
 
 #: Regimes of operands whose products stay in the range of float32.
@@ -44,6 +48,32 @@ class Product:
 
     def mirror(self, splits: int = 1) -> np.ndarray:
         return gemm_mirror(*self.operands, self.out_dtype, **self.after, splits=splits)
+
+    def mirror_of(self, tiles: GemmTiles, blocks: int | None = None) -> np.ndarray:
+        """Return the mirror of tiles that all blocks share, or the last on so many blocks."""
+        shared = where_shared(len(self.a), len(self.b), tiles, blocks)
+        return gemm_mirror(
+            *self.operands, self.out_dtype, **self.after, splits=tiles.cluster, shared=shared
+        )
+
+    def run_on(self, blocks: int, tiles: GemmTiles) -> np.ndarray:
+        """Interpret the Hopper form as if a device ran no more than `blocks` at a time."""
+        buffers = dict(zip(("a", "a_scales", "b", "b_scales"), self.operands, strict=True))
+        outliers = None
+        if self.outliers is not None:
+            buffers["a_16"], buffers["b_16"] = self.outliers
+            of_16 = [Operand.of(x) for x in self.outliers]
+            outliers = (*of_16, self.outliers[0].dtype.name)
+        c = np.empty((len(self.a), len(self.b)), STORAGE[self.out_dtype])
+        plan = plan_gemm(
+            *(Operand.of(x) for x in (*self.operands, c)), self.out_dtype,
+            bias="" if self.bias is None else self.bias.dtype.name, activation=self.activation,
+            outliers=outliers, tiles=tiles, arch="sm_90a", blocks=blocks,
+        )  # fmt: skip
+        for x in buffers.values():
+            x.flags.writeable = False
+        interpret.run(plan, buffers | {"c": c, "bias": self.bias}, "sm_90a")
+        return c
 
     def share_of_bound(self, c: np.ndarray) -> float:
         """Return the largest error as a share of its bound; a NaN is infinitely wrong.

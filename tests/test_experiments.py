@@ -402,10 +402,18 @@ def test_products_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [row["m"] for row in record["rows"]] == [256, 1]
     for row in record["rows"]:
         assert 0 < min(row["shares"].values()) <= max(row["shares"].values()) <= 1
+    assert gemm.main(["--quick", "--only", "few", "--json", str(file)]) == 0
+    assert [row["m"] for row in json.loads(file.read_text())["rows"]] == [1]
+    assert gemm.main(["--quick", "--only", "layer"]) == 2
     # A product that misses its bound fails the run.
     monkeypatch.setattr(ca, "int8_gemm", lambda *codes, **_: wrong(*codes))
     wrong = lambda a, a_scales, b, b_scales: np.zeros((len(a), len(b)), np.float16)  # noqa: E731
     assert gemm.main(["--quick"]) == 1
+
+
+def test_only_products_with_a_shared_last_wave_are_timed_without_one() -> None:
+    shared = {s.label for s in gemm.SIZES if s.m > 64 and gemm.ways_of_the_last_wave(s)}
+    assert "Flux, attention" in shared and "Kandinsky 5 Pro, attention" not in shared
 
 
 def test_quantising_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

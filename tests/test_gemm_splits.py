@@ -23,7 +23,7 @@ TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)
 FOUR = GemmTiles(16, 64, num_warps=2, num_stages=3, splits=4)
 HOPPER = GemmTiles(64, 64, num_warps=8, num_stages=2, splits=4)
 #: Two warpgroups of two chunks of columns, as no default has them.
-WIDE = GemmTiles(128, 256, num_warps=12, num_stages=1, splits=2)
+WIDE = GemmTiles(128, 256, num_warps=12, num_stages=3, splits=2)
 EIGHT = GemmTiles(64, 128, num_warps=8, num_stages=2, splits=8)
 
 
@@ -107,10 +107,10 @@ THEFTS = {
         "prims/gemm.cuh", "  cluster_sync();  // nobody", "  // nobody", "a block ends|has ended",
     ),
     "a part of all slices": (
-        "prims/gemm.cuh", "end - first, rank", "end, rank", "out of bounds",
+        "prims/gemm.cuh", "rank, first, end - first,", "rank, first, end,", "out of bounds",
     ),
-    "slices overlap": ("prims/gemm.cuh", "{rank, first,", "{rank, 0,", ""),
-    "outliers of every block": ("prims/gemm.cuh", "rank == SPLITS - 1 ? ", "true ? ", ""),
+    "slices overlap": ("prims/gemm.cuh", "rank, first, end", "rank, 0, end", ""),
+    "outliers of every block": ("prims/gemm.cuh", "rank == CLUSTER - 1 ? ", "true ? ", ""),
     "one block left out": ("prims/gemm.cuh", "other = 1; other", "other = 2; other", ""),
     "sums of the first": ("prims/cluster.cuh", '"r"(rank));', '"r"(0 * rank));', ""),
     "scales of the first block": ("gemm_int8.cu", "A_scale_stride + slice;",
@@ -143,7 +143,10 @@ def test_the_blocks_of_a_split_tile_follow_each_other() -> None:
     plan = planned(64, 4096, 4096, arch="sm_90a")
     assert plan.tiles.splits == 2 and plan.launches[0].grid == 2 * 64 and not plan.workspace
     said = str(plan)
-    assert "int8_gemm (sm90), GemmTiles(block_m=64" in said and "splits=2)" in said
+    assert (
+        "int8_gemm (sm90), GemmTiles(block_m=64" in said
+        and "splits=2, tail_splits=1), 0 tiles of a" in said
+    )
     assert "gemm_int8<<<128, 256>>> of sm90/gemm_int8.cu\n  workspace 0 bytes" in said
     assert planned(64, 4096, 4096, arch="sm_90a", tiles=EIGHT).launches[0].grid == 8 * 32
     assert planned(900, 4096, 4096, arch="sm_90a", tiles=EIGHT).launches[0].grid == 8 * 32 * 15

@@ -12,7 +12,7 @@ from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.checks import MAX_LENGTH
 from cupyattn.launch import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
-from cupyattn.quant.gemm_plan import check_splits, on_hopper, plan_gemm
+from cupyattn.quant.gemm_plan import check_splits, on_hopper, plan_gemm, where_shared
 from cupyattn.quant.gemm_reference import check_activation, gemm_mirror
 from cupyattn.quant.repeated import call_key, recall, remember
 from cupyattn.rounding import STORAGE, array_namespace
@@ -55,7 +55,8 @@ def int8_gemm(
         quantised.
     tiles : GemmTiles, optional
         Chosen by the shape when omitted; of the portable form, unless `arch` is ``"sm_90a"``. Where
-        several blocks share a tile (`GemmTiles.splits`), the bits follow from that number, too.
+        several blocks share a tile (`GemmTiles.splits`, `GemmTiles.tail_splits`), the bits follow
+        from that number, too.
     arch : str, optional
         Architecture to compile for, which decides the form: ``"sm_90a"`` names the Hopper form.
     backend : {"cuda", "mirror", "interpret"}, optional
@@ -72,8 +73,8 @@ def int8_gemm(
         For arrays that do not fit together, unknown names, and `tiles` that are shared by more
         blocks than k has slices of 128.
     UnsupportedError
-        For `tiles` of the Hopper form and operands that it does not take, and for tiles that are
-        shared on an architecture without clusters.
+        For `tiles` of the Hopper form and operands that it does not take, for tiles that are
+        shared on an architecture without clusters, and for a shared last wave in the portable form.
 
     Notes
     -----
@@ -83,9 +84,10 @@ def int8_gemm(
     level DEBUG it says form, tiles and launches of every new call.
 
     The scales of a slice of 128 codes are applied to its exact sum, in float32:
-    ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order; with few rows the blocks of a cluster
-    may share the slices of a tile, and add up their sums in order. So the bits of a result depend
-    on the sizes of the product, the form and `tiles`, and on nothing else.
+    ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order; with few rows, and in the last wave
+    of many, the blocks of a cluster may share the slices of a tile, and add up their sums in order.
+    So the bits of a result depend on the sizes of the product, the form and `tiles`, and on nothing
+    else.
     `cupyattn.quant.gemm_error` bounds the result element by element.
 
     Examples
@@ -116,9 +118,12 @@ def int8_gemm(
         given[name] = given[name].reshape(math.prod(shape), given[name].shape[-1])
     if backend == "mirror":
         pair = (given["a_16"], given["b_16"]) if outliers is not None else None
+        sharing: dict[str, Any] = {}
+        if tiles is not None and tiles.cluster > 1:
+            sharing = {"splits": tiles.cluster, "shared": where_shared(math.prod(shape), n, tiles)}
         c = gemm_mirror(
             given["a"], given["a_scales"], b, b_scales, out_dtype, bias=bias,
-            activation=activation, outliers=pair, splits=1 if tiles is None else tiles.splits,
+            activation=activation, outliers=pair, **sharing,
         )  # fmt: skip
         return c.reshape(*shape, n)
     if arch is None and tiles is None and own_arch(backend, a):

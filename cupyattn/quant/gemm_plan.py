@@ -36,7 +36,7 @@ GEMM_PARAMS = np.dtype(
         ("bias", "u8"), ("A_16", "u8"), ("B_16", "u8"), ("A_stride", "i8"), ("B_stride", "i8"),
         ("A_scale_stride", "i8"), ("B_scale_stride", "i8"), ("C_stride", "i8"),
         ("A_16_stride", "i8"), ("B_16_stride", "i8"),
-        ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outliers", "i4"),
+        ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outliers", "i4"), ("alone", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -51,6 +51,7 @@ PORTABLE_TILES = (
 )
 HOPPER_TILES = (
     GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=4),
+    GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=4, tail_splits=2),
     GemmTiles(block_m=128, block_n=128, num_warps=12, num_stages=6),
     GemmTiles(block_m=64, block_n=128, num_warps=8, num_stages=8),
     GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=12),
@@ -69,7 +70,7 @@ FEW_ROWS, PORTABLE_ROWS, _FULL = 64, 32, 64
 #: Thread blocks that a device runs at a time, about, and those of them in clusters, which lie in
 #: groups of 8 SMs; and bytes of A and B that one of them gets from the L2 cache while its tensor
 #: cores multiply 4096 pairs of codes. Tiles are chosen by these.
-_BLOCKS, _CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS, HOPPER_BLOCKS // 8 * 8, 40
+_CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS // 8 * 8, 40
 #: What a cluster takes to begin, meet and add up, in times of 4096 pairs for a slice: about 1 us.
 _MEETING = 14
 
@@ -133,15 +134,77 @@ class OneLaunch:
 class GemmPlan(OneLaunch):
     """A product turned into a launch, as `cupyattn.launch.Plan` is of attention.
 
+    `alone` and `shared` are how many tiles have a block of their own and how many a cluster shares.
     `note` says why the Hopper form was left out, where it was.
     """
 
     form: str
     tiles: GemmTiles
+    alone: int = 0
+    shared: int = 0
     note: str = ""
 
     def __str__(self) -> str:
-        return described(self, f"int8_gemm ({self.form}), {self.tiles}, {self.features}")
+        taken = f"{self.alone} tiles of a block each"
+        if self.shared:
+            taken += f", {self.shared} that {self.tiles.cluster} blocks share"
+        return described(self, f"int8_gemm ({self.form}), {self.tiles}, {taken}, {self.features}")
+
+
+def tiles_alone(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) -> int:
+    """Return how many tiles of an (m, n) product, the first ones, have a block of their own.
+
+    Parameters
+    ----------
+    m, n : int
+    tiles : GemmTiles
+    blocks : int, optional
+        That a device runs at a time: `cupyattn.launch.HOPPER_BLOCKS` when omitted.
+
+    Notes
+    -----
+    With `GemmTiles.tail_splits` all but those of the last wave, if that leaves enough blocks idle.
+
+    Examples
+    --------
+    >>> tiles_alone(4608, 3072, GemmTiles(128, 256, 12, 4, tail_splits=2))  # of 432
+    396
+    """
+    count, at_a_time = _count(m, n, tiles), _at_a_time(tiles, blocks)
+    if tiles.splits > 1:
+        return 0
+    rest = count % at_a_time
+    return count if tiles.cluster == 1 or rest * tiles.cluster > at_a_time else count - rest
+
+
+def where_shared(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) -> Any:
+    """Return which elements of an (m, n) product belong to tiles that blocks share.
+
+    Parameters
+    ----------
+    m, n, tiles, blocks
+        As for `tiles_alone`.
+
+    Returns
+    -------
+    array, (m, n), bool
+
+    Examples
+    --------
+    >>> tiles = GemmTiles(64, 64, num_warps=8, num_stages=2, tail_splits=2)
+    >>> where_shared(130, 150, tiles, blocks=4)[::64, ::64].astype(int).tolist()  # down 3 rows
+    [[0, 0, 0], [0, 0, 0], [0, 0, 1]]
+    """
+    index = np.arange(tiles_alone(m, n, tiles, blocks), _count(m, n, tiles))
+    m_blocks, n_blocks = -(-m // tiles.block_m), -(-n // tiles.block_n)
+    # As gemm_tile of kernels_cu/prims/gemm.cuh counts them.
+    together = 16 if tiles.block_n > tiles.block_m else 12
+    first = index // (together * n_blocks) * together
+    here = np.minimum(together, m_blocks - first)
+    rest = index % (together * n_blocks)
+    found = np.zeros((m_blocks, n_blocks), np.bool_)
+    found[first + rest % here, rest // here] = True
+    return found.repeat(tiles.block_m, axis=0)[:m].repeat(tiles.block_n, axis=1)[:, :n]
 
 
 def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> GemmTiles:
@@ -157,27 +220,40 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
     -----
     By count: tiles are worked off in waves, one to each SM, and a slice of a tile takes as long as
     its products or as its operands take to arrive, whichever is longer. With few rows a tile may be
-    split: more blocks with fewer slices each, which then meet. So the choice, and with it every bit
-    of the result, depends on the sizes of a product alone.
+    split, with many those of the last wave: more blocks with fewer slices each, which then meet. So
+    the choice, and with it every bit of the result, depends on the sizes of a product alone.
 
     Examples
     --------
     >>> choose_tiles(4096, 4096, 4096, PORTABLE_TILES).block_m
     128
     >>> choose_tiles(64, 4096, 4096, HOPPER_TILES)
-    GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=5, splits=2)
+    GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=5, splits=2, tail_splits=1)
+    >>> choose_tiles(4608, 3072, 3072, HOPPER_TILES).tail_splits
+    2
     """
     slices = _slices(k)
 
     def time(tiles: GemmTiles) -> float:
-        at_a_time = _BLOCKS if tiles.splits == 1 else _CLUSTERED_BLOCKS
-        waves = -(-_count(m, n, tiles) * tiles.splits // at_a_time)
+        alone = tiles_alone(m, n, tiles)
+        shared = _count(m, n, tiles) - alone
         products = tiles.block_m * tiles.block_n / 4096
         slice_time = max(products, (tiles.block_m + tiles.block_n) / _L2_BYTES)
-        return waves * (-(-slices // tiles.splits) * slice_time + _MEETING * (tiles.splits > 1))
+        part = -(-slices // tiles.cluster) * slice_time + _MEETING
+        clustered = _CLUSTERED_BLOCKS if tiles.splits > 1 else _at_a_time(tiles)
+        return (
+            -(-alone // _at_a_time(tiles)) * slices * slice_time
+            + -(-shared * tiles.cluster // clustered) * part
+        )
 
     most = max(slices, 1) if m <= FEW_ROWS else 1
-    return min((t for t in choices if t.splits <= most), key=time)
+
+    def fits(tiles: GemmTiles) -> bool:
+        if tiles.tail_splits > 1:
+            return tiles.tail_splits <= slices and tiles_alone(m, n, tiles) > 0
+        return tiles.splits <= most
+
+    return min(filter(fits, choices), key=time)
 
 
 def on_hopper(m: int, n: int, k: int) -> tuple[str | None, GemmTiles | None]:
@@ -215,6 +291,12 @@ def _count(m: int, n: int, tiles: GemmTiles) -> int:
     return -(-m // tiles.block_m) * -(-n // tiles.block_n)
 
 
+def _at_a_time(tiles: GemmTiles, blocks: int | None = None) -> int:
+    """Blocks that a device runs at a time: whole clusters of them, at least one."""
+    clusters = (HOPPER_BLOCKS if blocks is None else blocks) // tiles.cluster
+    return max(clusters, 1) * tiles.cluster
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_gemm(
     a: Operand,
@@ -229,6 +311,7 @@ def plan_gemm(
     outliers: tuple[Operand, Operand, str] | None = None,
     tiles: GemmTiles | None = None,
     arch: str | None = None,
+    blocks: int | None = None,
 ) -> GemmPlan:
     """Plan a product.
 
@@ -248,6 +331,9 @@ def plan_gemm(
     arch : str, optional
         Architecture that it will run on: on ``"sm_90a"`` the Hopper form runs where it takes the
         operands; `GemmPlan.note` says why where it does not.
+    blocks : int, optional
+        Of the Hopper form, that a device runs at a time: `cupyattn.launch.HOPPER_BLOCKS` when
+        omitted.
 
     Returns
     -------
@@ -270,6 +356,11 @@ def plan_gemm(
         raise UnsupportedError(f"tiles of the Hopper form do not go with the {note}")
     if note:
         _log.info("int8_gemm: %s", note)
+    if tiles is not None and form == "portable" and tiles.tail_splits > 1:
+        raise UnsupportedError(
+            "tiles.tail_splits must be 1 in the portable form, whose blocks take a tile each, got "
+            f'{tiles.tail_splits}: use arch="sm_90a", or tiles.splits'
+        )
     if tiles is None:
         tiles = choose_tiles(m, n, k, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
     features = GemmFeatures(
@@ -293,8 +384,11 @@ def plan_gemm(
         "B_16_stride": _row_bytes(outliers[1]) if outliers else 0,
         "m": m, "n": n, "k": k, "outliers": outliers[0].shape[1] if outliers else 0,
     }  # fmt: skip
-    grid = _count(m, n, tiles) * tiles.splits
-    # NOTE: a block that stays goes on to a tile past the last, whose number is an int as well.
+    alone = tiles_alone(m, n, tiles, blocks)
+    shared = _count(m, n, tiles) - alone
+    params["alone"] = alone
+    grid = alone + shared * tiles.cluster
+    # NOTE: a block that stays goes on to a part past the last, whose number is an int as well.
     if grid > INT32_MAX - HOPPER_BLOCKS:
         raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
     defines = {**tiles.defines(), **features.defines()}
@@ -310,20 +404,24 @@ def plan_gemm(
         ]
         # Without outliers their maps are not looked at, and say something that holds.
         structs += tuple(maps if outliers else maps * 2)
-        grid = min(grid, HOPPER_BLOCKS) if tiles.splits == 1 else grid
+        grid = min(grid, _at_a_time(tiles, blocks)) if tiles.splits == 1 else grid
     launch = Launch(spec, "gemm_int8", grid, tiles.num_threads, True, structs)
-    plan = GemmPlan(features=features, launches=(launch,), form=form, tiles=tiles, note=note)
+    plan = GemmPlan(
+        features=features, launches=(launch,), form=form, tiles=tiles, alone=alone, shared=shared,
+        note=note,
+    )  # fmt: skip
     _log.debug("%s", plan)
     return plan
 
 
 def check_splits(tiles: GemmTiles, k: int) -> None:
     """Raise ValueError unless every block that shares a tile has a slice of codes."""
-    most = min(_slices(k), MOST_SPLITS)
-    if tiles.splits > max(most, 1):
+    most = max(min(_slices(k), MOST_SPLITS), 1)
+    if tiles.cluster > most:
+        name = "splits" if tiles.splits > 1 else "tail_splits"
         raise ValueError(
-            f"tiles.splits must be 1 to {max(most, 1)}: at most {MOST_SPLITS}, and one for every "
-            f"{BLOCK_SIZE} codes of k={k}, got {tiles.splits}"
+            f"tiles.{name} must be 1 to {most}: at most {MOST_SPLITS}, and one for every "
+            f"{BLOCK_SIZE} codes of k={k}, got {tiles.cluster}"
         )
 
 

@@ -115,7 +115,7 @@ def gemm_exact(
 def gemm_mirror(
     a: Array, a_scales: Array, b: Array, b_scales: Array, out_dtype: str = "float16", *,
     bias: Array | None = None, activation: str = "",
-    outliers: tuple[Array, Array] | None = None, splits: int = 1,
+    outliers: tuple[Array, Array] | None = None, splits: int = 1, shared: Array | None = None,
 ) -> Array:  # fmt: skip
     """Return the product as the kernels round it.
 
@@ -126,6 +126,8 @@ def gemm_mirror(
     out_dtype : {"float16", "bfloat16", "float32"}
     splits : int
         Thread blocks that share a tile: `cupyattn.tiles.GemmTiles`.
+    shared : array, (m, n), bool, optional
+        Elements whose tiles are shared, all when omitted: `cupyattn.quant.gemm_plan.where_shared`.
 
     Returns
     -------
@@ -133,6 +135,13 @@ def gemm_mirror(
         The kernels' bits, but for an activation, which is exact here before it is rounded, and for
         outliers, whose sum is.
     """
+    if shared is not None:
+        after: dict[str, Any]
+        after = {"bias": bias, "activation": activation, "outliers": outliers}
+        alone, parts = (
+            gemm_mirror(a, a_scales, b, b_scales, out_dtype, **after, splits=s) for s in (1, splits)
+        )
+        return np.where(shared, parts, alone)
     slices = a_scales.shape[1]
     ends = {rank * slices // splits for rank in range(1, splits)}
     c, part = None, np.zeros((a.shape[0], b.shape[0]), np.float32)

@@ -62,9 +62,12 @@
 #ifndef CFG_SPLITS  // clusters
 #define CFG_SPLITS 1
 #endif
+#ifndef CFG_TAIL_SPLITS
+#define CFG_TAIL_SPLITS 1
+#endif
 // An attribute, which nothing but the preprocessor can leave out where there are no clusters.
-#if CFG_SPLITS > 1
-#define CLUSTER_OF_SPLITS __cluster_dims__(CFG_SPLITS)
+#if CFG_SPLITS * CFG_TAIL_SPLITS > 1
+#define CLUSTER_OF_SPLITS __cluster_dims__(CFG_SPLITS* CFG_TAIL_SPLITS)
 #else
 #define CLUSTER_OF_SPLITS
 #endif
@@ -125,7 +128,9 @@ constexpr bool ORDERED = CFG_DQ == 2;  // in one order on every run
 constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block
 constexpr int BLOCK_N = CFG_BLOCK_N;            // columns of it
 constexpr int ACCESS_BYTES = CFG_ACCESS_BYTES;  // of A and B per global access
-constexpr int SPLITS = CFG_SPLITS;              // thread blocks, a cluster, that share a tile's k
+constexpr int SPLITS = CFG_SPLITS;              // thread blocks that share the k of every tile
+constexpr int TAIL_SPLITS = CFG_TAIL_SPLITS;    // that share the k of a tile of the last wave
+constexpr int CLUSTER = SPLITS * TAIL_SPLITS;   // thread blocks of a cluster
 enum class Activation { NONE, GELU, GELU_TANH, SILU };
 constexpr Activation ACTIVATION = Activation(CFG_ACTIVATION);
 

@@ -37,27 +37,13 @@ struct GemmParams {
   int32_t n;
   int32_t k;
   int32_t outliers;
+  int32_t alone;  // tiles that have a block of their own; not read unless TAIL_SPLITS > 1
 };
 
 // Slices of codes, then of outliers: the steps of the loop over k.
 __device__ __forceinline__ int code_slices(const GemmParams& p) { return ceil_div(p.k, SLICE); }
 __device__ __forceinline__ int outlier_slices(const GemmParams& p) {
   return OUTLIERS ? ceil_div(p.outliers, OUTLIERS_PER_SLICE) : 0;
-}
-
-// What a block multiplies of its tile: SPLITS blocks have about as many slices of codes each, in
-// their order along k, and the last has the outliers.
-struct Part {
-  int rank;      // of SPLITS
-  int first;     // slice of codes
-  int codes;     // slices of them
-  int outliers;  // slices of outliers
-};
-__device__ __forceinline__ Part part_of_block(const GemmParams& p) {
-  if constexpr (SPLITS == 1) return {0, 0, code_slices(p), outlier_slices(p)};
-  const int rank = blockIdx.x % SPLITS, slices = code_slices(p);
-  const int first = rank * slices / SPLITS, end = (rank + 1) * slices / SPLITS;
-  return {rank, first, end - first, rank == SPLITS - 1 ? outlier_slices(p) : 0};
 }
 
 // First row and column of a tile of C. Tiles run down some blocks of rows before they move on to
@@ -76,6 +62,35 @@ __device__ __forceinline__ GemmTile gemm_tile(const GemmParams& p, int index) {
   const int here = min(TOGETHER, m_blocks - first);            // blocks of rows in this group
   const int rest = index % (TOGETHER * n_blocks);
   return {(first + rest % here) * BLOCK_M, rest / here * BLOCK_N};
+}
+
+// What a block multiplies of a tile: all of it, or what falls to it of the k that a cluster shares.
+// Its blocks have about as many slices of codes each, in their order along k, and the last has the
+// outliers. Parts are counted: tiles that a block has alone, then CLUSTER for each of the others.
+struct Part {
+  int tile;
+  int rank;      // of CLUSTER
+  int first;     // slice of codes
+  int codes;     // slices of them
+  int outliers;  // slices of outliers
+};
+__device__ __forceinline__ int tiles_alone(const GemmParams& p) {
+  return SPLITS > 1 ? 0 : TAIL_SPLITS > 1 ? p.alone : num_tiles(p);
+}
+__device__ __forceinline__ int num_parts(const GemmParams& p) {
+  return tiles_alone(p) + (num_tiles(p) - tiles_alone(p)) * CLUSTER;
+}
+__device__ __forceinline__ bool is_shared(const GemmParams& p, int part) {
+  return SPLITS > 1 || (TAIL_SPLITS > 1 && part >= p.alone);
+}
+__device__ __forceinline__ Part part_of(const GemmParams& p, int part) {
+  const int slices = code_slices(p);
+  if (!is_shared(p, part)) return {part, 0, 0, slices, outlier_slices(p)};
+  const int rank = (part - tiles_alone(p)) % CLUSTER;
+  const int first = rank * slices / CLUSTER, end = (rank + 1) * slices / CLUSTER;
+  return {
+      tiles_alone(p) + (part - tiles_alone(p)) / CLUSTER, rank, first, end - first,
+      rank == CLUSTER - 1 ? outlier_slices(p) : 0};
 }
 
 // 1 / (1 + 2^z) times x; z past 128 gives a zero of x's sign.
@@ -141,31 +156,46 @@ __device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0
   }
 }
 
+// How many neighbouring tiles of 16 x 8 of a warp merge_parts adds up at once, where a row of them
+// has `columns`: a power of two that divides a block's share of them, so that as many are on their
+// way.
+__device__ constexpr int merged_at_once(int columns, int fragments) {
+  const int share = fragments / CLUSTER;
+  return columns % 4 == 0 && share % 4 == 0 ? 4 : columns % 2 == 0 && share % 2 == 0 ? 2 : 1;
+}
+
 // G2, from block to block: adds up what the blocks of a tile came to, in their order. A thread has
 // FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them, and gets the sums of a share of
-// these, one after the other: store(f, sum). All THREADS threads of all blocks come here.
-template <int FRAGMENTS, int THREADS, typename Of, typename Store>
+// these, AT_ONCE after AT_ONCE: store(f, sums of f, f + 1, ...). All THREADS threads of all blocks
+// come here.
+template <int AT_ONCE, int FRAGMENTS, int THREADS, typename Of, typename Store>
 __device__ __forceinline__ void merge_parts(
     float (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
   static_assert(
-      FRAGMENTS % SPLITS == 0,
-      "SPLITS must divide the tiles of 16 x 8 that a warp has: each block adds up as many");
+      FRAGMENTS % CLUSTER == 0,
+      "SPLITS and TAIL_SPLITS must divide the tiles of 16 x 8 of a warp: blocks add up as many");
+  constexpr int SHARE = FRAGMENTS / CLUSTER;
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; ++f)
     *reinterpret_cast<Vec<float, 4>*>(partial[f][thread]) = {
         of(f, 0), of(f, 1), of(f, 2), of(f, 3)};
   cluster_sync();  // the partial sums of all blocks are visible
 #pragma unroll
-  for (int i = 0; i < FRAGMENTS / SPLITS; ++i) {
-    const int f = rank * (FRAGMENTS / SPLITS) + i;
-    Vec<float, 4> sum = load_from_block(partial[f][thread], 0);
+  for (int f0 = 0; f0 < SHARE; f0 += AT_ONCE) {
+    const int f = rank * SHARE + f0;
+    Vec<float, 4> sums[AT_ONCE], x[AT_ONCE];
 #pragma unroll
-    for (int other = 1; other < SPLITS; ++other) {
-      const Vec<float, 4> x = load_from_block(partial[f][thread], other);
+    for (int i = 0; i < AT_ONCE; ++i) sums[i] = load_from_block(partial[f + i][thread], 0);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum.v[j] += x.v[j];  // G2
+    for (int other = 1; other < CLUSTER; ++other) {
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) x[i] = load_from_block(partial[f + i][thread], other);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sums[i].v[j] += x[i].v[j];  // G2
     }
-    store(f, sum.v);
+    store(f, sums);
   }
   cluster_sync();  // nobody reads this block's partial sums any more
 }

@@ -8,8 +8,9 @@
 //              own; and two warpgroups take turns at the tensor cores, one adding up its chunk of
 //              128 columns while the other's is multiplied.
 // Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
-//              float32 and one chunk in int32; a block takes one tile after the other. A cluster
-//              that shares a tile takes no other.
+//              float32 and one chunk in int32; a block takes one tile after the other. With
+//              TAIL_SPLITS it is the tiles of the last wave that clusters share. A tile that is
+//              shared is the last of its blocks.
 //              (diff ../gemm_int8.cu gemm_int8.cu)
 // Kept simple  Scales are read from global memory, one slice ahead: a line of 128 bytes has those
 //              of 32 slices. C goes to its rows at once.
@@ -33,12 +34,12 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int COMPUTING = CONSUMERS * WARPGROUP;  // threads
 constexpr int FRAGMENTS = BLOCK_N / 8;            // tiles of 16 x 8 of a warp
 
+using Partial = float[FRAGMENTS][COMPUTING][4];  // what a part of k comes to, for the other blocks
+
 struct SharedStorage {
-  alignas(1024) int8_t A[NUM_STAGES][BLOCK_M * SLICE];
+  alignas(1024) int8_t A[NUM_STAGES][BLOCK_M * SLICE];  // in the end the Partial, where one is made
   alignas(1024) int8_t B[NUM_STAGES][BLOCK_N * SLICE];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];
-  // what this block's part of k comes to, for the others
-  alignas(16) float partial[SPLITS > 1 ? FRAGMENTS : 1][SPLITS > 1 ? COMPUTING : 1][4];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 
@@ -51,6 +52,9 @@ static_assert(
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
     "NUM_WARPS must be 4 for every 64 rows of BLOCK_M and 4 that copy");
+static_assert(
+    CLUSTER == 1 || sizeof(Partial) <= NUM_STAGES * (BLOCK_M + BLOCK_N) * SLICE,
+    "NUM_STAGES of slices must have room for a tile in float32, where blocks share one");
 
 // dot [64, CHUNK] = A B^T of a slice of codes, exact, in the background.
 __device__ __forceinline__ void start_dot(
@@ -91,22 +95,20 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
     fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are initialised before anyone waits or arrives
-  const Part part = part_of_block(p);
-  const int num_codes = part.codes, num_steps = num_codes + part.outliers;
-  const int first_tile = blockIdx.x / SPLITS, tiles_apart = gridDim.x / SPLITS;
   RingPosition<NUM_STAGES> at;
   if (warpgroup == 0) {  // ---- the producer, one thread
     if constexpr (CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
-    for (int index = first_tile; index < num_tiles(p); index += tiles_apart) {
-      const GemmTile tile = gemm_tile(p, index);
-      for (int step = 0; step < num_steps; ++step, at.advance()) {
+    for (int index = blockIdx.x; index < num_parts(p); index += gridDim.x) {
+      const Part part = part_of(p, index);
+      const GemmTile tile = gemm_tile(p, part.tile);
+      for (int step = 0; step < part.codes + part.outliers; ++step, at.advance()) {
         mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these slices were read
         Mbarrier& full = smem.full[at.stage];
         mbarrier_arrive_expect_tx(full, sizeof(smem.A[0]) + sizeof(smem.B[0]));
-        const bool codes = !OUTLIERS || step < num_codes;
+        const bool codes = !OUTLIERS || step < part.codes;
         const int col =
-            codes ? (part.first + step) * SLICE : (step - num_codes) * OUTLIERS_PER_SLICE;
+            codes ? (part.first + step) * SLICE : (step - part.codes) * OUTLIERS_PER_SLICE;
         cp_async_bulk_tensor_4d(
             smem.A[at.stage], codes ? A_map : A_16_map, full, col, tile.m0, 0, 0);
         cp_async_bulk_tensor_4d(
@@ -119,31 +121,32 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
   // ---- the consumers
   if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int warp_row = (warpgroup - 1) * 64 + warp_id() % 4 * 16;  // this warp's first in the tile
-  const int g = lane_id() / 4;                                     // fragment coordinate
+  const int g = lane_id() / 4, t = lane_id() % 4;                  // fragment coordinates
   const Descriptor A_ring = uniform(descriptor_k_major(&smem.A[0][(warpgroup - 1) * 64 * SLICE]));
   const Descriptor B_ring = uniform(descriptor_k_major(smem.B[0]));
   const Turn<CONSUMERS> turn = {warpgroup - 1};              // at the tensor cores
   if (CONSUMERS > 1 && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
 
-  for (int index = first_tile; index < num_tiles(p); index += tiles_apart) {
-    const GemmTile tile = gemm_tile(p, index);
-    // A lane of the first 16 reads the scales of a row of the warp, those after them of the chunks
-    // of columns. What lies past the end multiplies zeros.
-    const int m = min(tile.m0 + warp_row + lane_id() % 16, p.m - 1);
-    const int n = min(tile.n0 + lane_id() % CHUNKS * CHUNK, p.n - 1);
-    const float* scale = part.first +  // [part.codes]
-                         (lane_id() < 16 ? p.A_scale + m * p.A_scale_stride
-                                         : p.B_scale + n / SCALE_ROWS * p.B_scale_stride);
+  for (int index = blockIdx.x; index < num_parts(p); index += gridDim.x) {
+    const Part part = part_of(p, index);
+    const GemmTile tile = gemm_tile(p, part.tile);
+    // Of a quad two lanes read the scales of its rows g and g + 8, and two those of the chunks of
+    // columns. What lies past the end multiplies zeros.
+    const int m = min(tile.m0 + warp_row + g + t % 2 * 8, p.m - 1);
+    const int n = min(tile.n0 + t % CHUNKS * CHUNK, p.n - 1);
+    const float* scale =
+        part.first +  // [part.codes]
+        (t < 2 ? p.A_scale + m * p.A_scale_stride : p.B_scale + n / SCALE_ROWS * p.B_scale_stride);
 
     float C_acc[CHUNKS][CHUNK / 2] = {};  // [CHUNKS][CHUNK / 8][4]
     float next_scale = *scale;
-    for (int step = 0; step < num_codes; ++step, at.advance()) {
+    for (int step = 0; step < part.codes; ++step, at.advance()) {
       const float step_scale = next_scale;
       ++scale;
-      if (step + 1 < num_codes) next_scale = *scale;
+      if (step + 1 < part.codes) next_scale = *scale;
       float A_scale[2];  // of rows g and g + 8
 #pragma unroll
-      for (int h = 0; h < 2; ++h) A_scale[h] = __shfl_sync(FULL_WARP, step_scale, g + h * 8);
+      for (int h = 0; h < 2; ++h) A_scale[h] = __shfl_sync(FULL_WARP, step_scale, h, 4);
       const Descriptor A_rows = A_ring + at.stage * int(sizeof(smem.A[0]));
       const Descriptor B_rows = B_ring + at.stage * int(sizeof(smem.B[0]));
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // both slices have arrived
@@ -156,7 +159,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
         wgmma_wait_group<0>();
         wgmma_use(dot);
         if (j == CHUNKS - 1 && lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
-        const float B_scale = __shfl_sync(FULL_WARP, step_scale, 16 + j);
+        const float B_scale = __shfl_sync(FULL_WARP, step_scale, 2 + j, 4);
         const float factor[2] = {A_scale[0] * B_scale, A_scale[1] * B_scale};  // G1
 #pragma unroll
         for (int i = 0; i < CHUNK / 2; ++i)
@@ -164,7 +167,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       }
     }
     if constexpr (OUTLIERS)
-      for (int step = num_codes; step < num_steps; ++step, at.advance()) {
+      for (int step = 0; step < part.outliers; ++step, at.advance()) {
         const Descriptor A_rows = A_ring + at.stage * int(sizeof(smem.A[0]));
         const Descriptor B_rows = B_ring + at.stage * int(sizeof(smem.B[0]));
         mbarrier_wait_parity(smem.full[at.stage], at.parity);  // both slices have arrived
@@ -177,19 +180,21 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
         if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
       }
 
-    if constexpr (SPLITS > 1) {
-      constexpr int OF_CHUNK = CHUNK / 8;
-      merge_parts(
-          smem.partial, part.rank, int(threadIdx.x) - WARPGROUP,
+    if (is_shared(p, index)) {
+      constexpr int OF_CHUNK = CHUNK / 8, AT_ONCE = merged_at_once(FRAGMENTS, FRAGMENTS);
+      named_barrier_sync(1 + CONSUMERS, COMPUTING);  // all slices were read, the Partial may come
+      merge_parts<AT_ONCE>(
+          reinterpret_cast<Partial&>(smem.A), part.rank, int(threadIdx.x) - WARPGROUP,
           [&](int f, int i) { return C_acc[f / OF_CHUNK][f % OF_CHUNK * 4 + i]; },
-          [&](int f, const float (&sum)[4]) {
+          [&](int f, const Vec<float, 4>(&sums)[AT_ONCE]) {
             const int row = tile.m0 + warp_row + g, col = tile.n0 + f * 8;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-              store_row<1>(p, row + h * 8, col, [&](int, int j) { return sum[2 * h + j]; });
+              store_row<AT_ONCE>(
+                  p, row + h * 8, col, [&](int n, int j) { return sums[n].v[2 * h + j]; });
           });
-      // NOTE: there is no next tile. The barrier of a cluster waits for the thread that copies,
-      // too, and that has to be through.
+      // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
+      // of a cluster waits for the thread that copies, too, and that has to be through.
       continue;
     }
 #pragma unroll

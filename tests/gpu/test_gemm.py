@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyattn as ca
+from cupyattn.launch import HOPPER_BLOCKS
 from cupyattn.quant.blocks import BLOCK_SIZE
-from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles, on_hopper
+from cupyattn.quant.gemm_plan import (
+    HOPPER_TILES,
+    PORTABLE_TILES,
+    choose_tiles,
+    on_hopper,
+    tiles_alone,
+    where_shared,
+)
 from cupyattn.quant.gemm_reference import ACTIVATIONS
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import GemmTiles
@@ -23,6 +31,8 @@ from tests.quant_inputs import operand
 FORMS = ("portable", "sm90")
 #: Of the portable form, on devices that have clusters.
 SHARED = (GemmTiles(32, 64, 4, 6, splits=2), GemmTiles(16, 128, 4, 6, splits=4))
+#: Of the Hopper form, with three warpgroups that compute.
+THREE = tuple(GemmTiles(192, 128, 16, 5, tail_splits=s) for s in (1, 2))
 
 
 def capability() -> int:
@@ -44,7 +54,7 @@ def run(p: Product, form: str, tiles: GemmTiles | None = None) -> Any:
 
 CELLS = [
     *(("portable", tiles) for tiles in PORTABLE_TILES),
-    *(("sm90", tiles) for tiles in (*HOPPER_TILES, GemmTiles(192, 128, 16, 5))),
+    *(("sm90", tiles) for tiles in (*HOPPER_TILES, *THREE)),
     *(("portable", tiles) for tiles in SHARED),
 ]
 
@@ -54,13 +64,13 @@ CELLS = [
 def test_the_kernel_is_the_mirror_to_the_bit(form: str, tiles: GemmTiles, shape) -> None:
     if form == "portable" and tiles.splits > 1 and capability() < 90:
         pytest.skip("needs clusters of blocks: compute capability 9.0 or later")
-    if tiles.splits > -(-shape[2] // BLOCK_SIZE):
+    if tiles.cluster > -(-shape[2] // BLOCK_SIZE):
         with pytest.raises(ValueError, match="one for every 128 codes"):
             run(product(0, shape), form, tiles)
         return
     for seed, out_dtype in enumerate(STORAGE):
         p = product(seed, shape, out_dtype=out_dtype, bias=seed > 0)
-        assert run(p, form, tiles).tobytes() == p.mirror(tiles.splits).tobytes()
+        assert run(p, form, tiles).tobytes() == p.mirror_of(tiles).tobytes()
 
 
 @pytest.mark.parametrize("tiles", [t for t in HOPPER_TILES if t.splits > 1], ids=str)
@@ -84,10 +94,10 @@ def test_few_rows_by_themselves() -> None:
             p = product(m, (m, n, k), out_dtype="float16", bias=True)
             arch, tiles = on_hopper(m, n, k) if capability() == 90 else (None, None)
             choices = HOPPER_TILES if arch else PORTABLE_TILES
-            splits = (tiles or choose_tiles(m, n, k, choices)).splits
+            expected = p.mirror_of(tiles or choose_tiles(m, n, k, choices))
             moved = on_device(*p.operands, p.bias)
             c = ca.int8_gemm(*moved[:4], "float16", bias=moved[4])
-            assert c.get().tobytes() == p.mirror(splits).tobytes()
+            assert c.get().tobytes() == expected.tobytes()
             for mine, theirs in zip(moved, (*p.operands, p.bias), strict=True):
                 assert mine.get().tobytes() == theirs.tobytes()
 
@@ -95,8 +105,28 @@ def test_few_rows_by_themselves() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_block_takes_many_tiles(form: str) -> None:
     """More tiles than SMs: the ring of stages goes on, and a block is at several places."""
-    p = product(1, (3000, 3200, 400), out_dtype="bfloat16")
-    assert run(p, form).tobytes() == p.mirror().tobytes()
+    shape = 3000, 3200, 400
+    tiles = choose_tiles(*shape, HOPPER_TILES if form == "sm90" else PORTABLE_TILES)
+    p = product(1, shape, out_dtype="bfloat16")
+    assert run(p, form).tobytes() == p.mirror_of(tiles).tobytes()
+
+
+@pytest.mark.parametrize("tiles", [HOPPER_TILES[0], HOPPER_TILES[1], *THREE], ids=str)
+def test_a_shared_last_wave_gives_the_same_bits_a_hundred_times(tiles: GemmTiles) -> None:
+    """Of several waves, with none of its tiles shared and with some; the bound, with outliers."""
+    shape = 3000, 3200, 1104
+    assert tiles_alone(*shape[:2], tiles) >= HOPPER_BLOCKS
+    assert where_shared(*shape[:2], tiles).any() == (tiles.tail_splits > 1)
+    p = product(5, shape, out_dtype="float16", bias=True)
+    expected = p.mirror_of(tiles)
+    operands = on_device(*p.operands, p.bias)
+    for _ in range(100):
+        c = ca.int8_gemm(
+            *operands[:4], "float16", bias=operands[4], tiles=tiles, arch=arch_of("gemm@sm90")
+        )
+        assert c.get().tobytes() == expected.tobytes()
+    p = product(6, shape, out_dtype="float32", activation="gelu", outliers=72)
+    assert p.share_of_bound(run(p, "sm90", tiles)) <= 1
 
 
 @pytest.mark.parametrize("form", FORMS)
