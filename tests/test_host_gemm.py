@@ -14,7 +14,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import executor, tensor_map
 from cupyattn.launch import TensorMap
-from cupyattn.quant import activations, gemm, repeated
+from cupyattn.quant import activations, gemm, repeated, weights
 from cupyattn.quant.activations import act_quant_but
 from tests.test_host_calls import Driver, OnDevice, array, driver  # noqa: F401
 
@@ -60,7 +60,9 @@ def host(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:  # 
 
         return planned
 
-    for module, name in ((gemm, "plan_gemm"), (activations, "plan_act_quant")):
+    for module, name in (
+        (gemm, "plan_gemm"), (activations, "plan_act_quant"), (weights, "plan_weight_blocks"),
+    ):  # fmt: skip
         monkeypatch.setattr(module, "on_device_of", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(module, name, told(getattr(module, name)))
     repeated._recent.clear()
@@ -155,6 +157,20 @@ def test_activations_that_come_again(host: Host) -> None:
         codes, scales, kept = act_quant_but(x, columns, place, "float16")
         assert kept.shape == (2, 5, 8) and kept.dtype == np.float16
     assert len(host.driver.launches) == 6 and len(repeated._recent) == 2
+
+
+def test_weights_that_come_again(host: Host) -> None:
+    for turn in range(3):
+        w = array((N, 2, K // 2))
+        codes, scales = ca.weight_quant(w)
+        entry, found = host.passed(2 * turn)
+        assert entry == "weight_quant" and (codes.shape, scales.shape) == (w.shape, (3, 2))
+        assert found == {"w": w.data.ptr, "codes": codes.data.ptr, "scales": scales.data.ptr}
+        back = ca.weight_dequant(codes, scales, out_dtype="bfloat16")
+        entry, found = host.passed(2 * turn + 1)
+        assert entry == "weight_dequant" and back.shape == w.shape
+        assert found == {"w": back.data.ptr, "codes": codes.data.ptr, "scales": scales.data.ptr}
+    assert len(host.plans) == len(repeated._recent) == 2
 
 
 def test_a_linear_layer_on_tensors_is_planned_once(

@@ -11,7 +11,7 @@ from cupyattn.arrays import check_one_device, contiguous_last_axis
 from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.checks import MAX_LENGTH
 from cupyattn.launch import Operand
-from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
+from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape
 from cupyattn.quant.gemm_plan import check_splits, on_hopper, plan_gemm
 from cupyattn.quant.gemm_reference import check_activation, gemm_mirror
 from cupyattn.quant.repeated import call_key, recall, remember
@@ -144,8 +144,7 @@ def _type(outliers: tuple[Array, Array]) -> str:
 
 def _check(given: dict[str, Array], out_dtype: str, activation: str) -> None:
     """Raise unless the operands of a product fit together."""
-    if out_dtype not in STORAGE:
-        raise ValueError(f"out_dtype must be {' or '.join(STORAGE)}, got {out_dtype!r}")
+    check_out_dtype(out_dtype)
     check_activation(activation)
     a, b = given["a"], given["b"]
     for name, dtype in (("a", "int8"), ("b", "int8"), ("a_scales", "float32"),
