@@ -1,8 +1,8 @@
 // weight_blocks -- weights to INT8 codes, with a float scale for every block of BLOCK_M x BLOCK_N,
 //                  and codes and scales back to weights.
 //
-// Idea         Memory decides, as in act_quant.cu: a thread block reads its block of the weight once
-//              and keeps it in registers, 64 numbers or fewer to a thread, until their largest
+// Idea         Memory decides, as in act_quant.cu: a thread block reads its block of the weight
+//              once and keeps it in registers, 64 numbers or fewer to a thread, until their largest
 //              magnitude is known. All loads of a thread are under way before the first is looked
 //              at. The way back shares the same map from threads to numbers.
 // Kept simple  One block of the weight to a thread block, whatever its size. What lies past the end

@@ -95,6 +95,18 @@ def test_a_product_that_comes_again_gets_the_new_addresses(host: Host, arch: str
     assert len(host.plans) == 1 and len(repeated._recent) == 1
 
 
+def test_a_product_goes_where_the_caller_says(host: Host) -> None:
+    for turn in range(3):
+        given, out = operands(5), array((5, N))
+        assert ca.int8_gemm(*given.values(), arch="sm_90", out=out) is out
+        assert host.passed(turn)[1]["c"] == out.data.ptr
+    assert len(host.plans) == len(repeated._recent) == 1
+    with pytest.raises(ValueError, match="out must not share memory with b$"):  # found again
+        codes = given["b"].view(np.float16).reshape(-1)[: 5 * N].reshape(5, N)
+        ca.int8_gemm(*given.values(), arch="sm_90", out=codes)
+    assert len(host.driver.launches) == 3
+
+
 def test_a_map_is_encoded_once_for_each_address(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +192,8 @@ def test_a_linear_layer_on_tensors_is_planned_once(
     pytest.importorskip("torch")
     linear = importlib.import_module("cupyattn.interop.torch.linear")
     for name, stand_in in (
-        ("as_array", lambda x: x.array), ("as_tensor", OnDevice),
+        ("as_array", lambda x: x.array),
+        ("_fake", lambda x, w: OnDevice(array((*x.shape[:-1], w.shape[0])))),
         ("on_device_of", lambda _: contextlib.nullcontext()),
     ):  # fmt: skip
         monkeypatch.setattr(linear, name, stand_in)
