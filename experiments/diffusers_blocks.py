@@ -481,7 +481,12 @@ def run(args: argparse.Namespace) -> int:
     with torch.no_grad():
         for name, model in models.items():
             with forced_cudnn(torch, on_device=not args.quick):
-                rows.append(measure(name, model, args))
+                try:
+                    rows.append(measure(name, model, args))
+                except RuntimeError as error:
+                    if "No available kernel" not in str(error):
+                        raise
+                    raise UnsupportedError(f"cuDNN's attention does not take {name}") from error
             print(f"\n{title(rows[-1])}")
             output.print_table(HEADER, cells(rows[-1]))
             for way in rows[-1]["ways"].values():

@@ -149,6 +149,7 @@ BROKEN = [
     ("sm90/gemm_int8.cu", {"BLOCK_M": 192, "NUM_WARPS": 16}, "BLOCK_N must be 64, 128 or, up to"),
     ("sm90/gemm_int8.cu", {"NUM_WARPS": 8}, "NUM_WARPS must be 4 for every 64 rows of BLOCK_M"),
     ("weight_blocks.cu", {"BLOCK_N": 100}, "VEC must divide BLOCK_N, or an access would meet two"),
+    ("weight_blocks.cu", {"VEC": 1, "NUM_WARPS": 2}, "every access to a row of a block takes a"),
     ("weight_blocks.cu", {"NUM_WARPS": 7}, "a thread keeps at most 64 numbers: NUM_WARPS must be"),
 ]
 #: Contracts of templates, tripped by a few lines of their own.

@@ -238,8 +238,8 @@ def plan_weight_blocks(
         "codes_stride": codes.row_strides[0], "scales_stride": scales.row_strides[0],
         "rows": rows, "columns": columns,
     }  # fmt: skip
-    accesses = block_size * block_size // vec
-    num_warps = -(-accesses // (32 * min(_ACCESSES, _NUMBERS // vec)))
+    rows_at_a_time = -(-block_size // min(_ACCESSES, _NUMBERS // vec))
+    num_warps = -(-rows_at_a_time * (block_size // vec) // 32)
     tiles = GemmTiles(block_m=block_size, block_n=block_size, num_warps=num_warps, num_stages=1)
     spec = ModuleSpec(
         "weight_blocks.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
