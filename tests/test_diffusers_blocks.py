@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import sys
@@ -124,3 +125,43 @@ def test_ways_share_what_they_have_in_common() -> None:
         for name in ("INT8 linear layers", "both INT8")
     ]
     assert codes[0] == codes[1]
+
+
+@pytest.mark.usefixtures("libraries")
+def test_what_is_timed_takes_turns_and_what_was_refused_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import diffusers
+    import torch
+
+    calls: dict[str, list[int]] = {}
+
+    def turns(given: dict[str, Any], *, rounds: int, **_: Any) -> dict[str, list[float]]:
+        for call in given.values():
+            call(0)
+        return {name: [2.0 if name == NATIVE else 1.0] * rounds for name in given}
+
+    def model(name: str) -> Any:
+        def run(x: Any, t: Any, return_dict: bool) -> tuple[Any]:
+            calls.setdefault(name, []).append(int(t[0]))
+            return (x,)
+
+        return run
+
+    monkeypatch.setattr(experiment.timing, "time_interleaved", turns)
+    monkeypatch.setattr(experiment.device, "clocks", dict)
+    found = {name: experiment.Way(model(name)) for name in WAYS}
+    row = {"ways": {name: {"refused": ""} for name in WAYS}}
+    row["ways"]["INT8 attention"]["refused"] = "why"
+    x = torch.ones(2)
+    experiment.timed(
+        found, diffusers.FlowMatchEulerDiscreteScheduler(), x, lambda x, t: {"x": x, "t": t},
+        {"x": x, "t": torch.ones(1)}, row, argparse.Namespace(rounds=15, loop_rounds=5),
+    )  # fmt: skip
+    assert set(calls) == set(WAYS) - {"INT8 attention"}
+    assert all(len(steps) == 1 + experiment.STEPS for steps in calls.values())
+    assert all(steps[1:] == sorted(steps[1:], reverse=True) for steps in calls.values())
+    both = row["ways"]["both INT8"]
+    assert both["ratio"] == both["steps_ratio"] == [2.0, 2.0, 2.0]
+    assert "ratio" not in row["ways"][NATIVE] and len(both["steps_samples"]) == 5
+    assert "seconds" not in row["ways"]["INT8 attention"]
