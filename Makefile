@@ -57,7 +57,8 @@ endif
 
 test-interop: $(FRAMEWORKS_READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
-		$(SLOW) tests/test_interop_*.py tests/test_examples.py tests/test_checkpoint_readers.py
+		$(SLOW) tests/test_interop_*.py tests/test_examples.py tests/test_checkpoint_readers.py \
+		tests/test_diffusers_blocks.py
 
 # Builds sdist and wheel, installs the wheel with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -507,13 +508,24 @@ def check_cu_seqlens(name: str, cu_seqlens: np.ndarray, total: int, longest: int
 
 
 def check_out(out: Any, call: AttentionCall, inputs: tuple[Any, ...]) -> None:
-    """Check an array given to receive O: shape, dtype, contiguous last axis, no overlap.
+    """Check an array given to receive O, as `check_receiver` does.
 
     `inputs` are q, k, v and, where there are such, mask and bias (None where not).
     """
-    if tuple(out.shape) != call.output_shape or str(out.dtype) != call.dtype:
+    named = zip(("q", "k", "v", "mask", "bias"), inputs, strict=False)
+    read = {name: array for name, array in named if array is not None}
+    check_receiver(out, call.output_shape, call.dtype, read)
+
+
+def check_receiver(out: Any, shape: Sequence[int], dtype: str, read: Mapping[str, Any]) -> None:
+    """Raise ValueError unless `out` can receive a result made of the arrays in `read`.
+
+    It has the shape and dtype of the result and a contiguous last axis, and overlaps neither itself
+    nor what is read.
+    """
+    if tuple(out.shape) != tuple(shape) or str(out.dtype) != dtype:
         raise ValueError(
-            f"out must have shape {call.output_shape} and dtype {call.dtype}, "
+            f"out must have shape {tuple(shape)} and dtype {dtype}, "
             f"got shape {tuple(out.shape)} and dtype {out.dtype}"
         )
     if not out.size:
@@ -522,13 +534,39 @@ def check_out(out: Any, call: AttentionCall, inputs: tuple[Any, ...]) -> None:
         raise ValueError(f"out must have a contiguous last axis, got strides {out.strides}")
     if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
         raise ValueError(f"out must not be a broadcast view, got strides {out.strides}")
-    low, high = byte_range(out)
-    for name, array in zip(("q", "k", "v", "mask", "bias"), inputs, strict=False):
-        if array is None:
-            continue
-        first, last = byte_range(array)
-        if low < last and first < high:
+    check_apart(
+        meetings(out, read), {n: data_address(a) for n, a in read.items()}, data_address(out)
+    )
+
+
+def meetings(out: Any, read: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return, for each array that is read, between which distances behind it `out` meets it."""
+    low, high = _reach(out)
+    found = {}
+    for name, array in read.items():
+        first, last = _reach(array)
+        if first < last and low < high:
+            found[name] = first - high, last - low
+    return found
+
+
+def check_apart(
+    meeting: Mapping[str, tuple[int, int]], addresses: Mapping[str, int], out: int
+) -> None:
+    """Raise ValueError where an `out` at an address shares memory with what is read.
+
+    `meeting` is what `meetings` found for arrays of the same forms.
+    """
+    for name, (first, last) in meeting.items():
+        if first < out - addresses[name] < last:
             raise ValueError(f"out must not share memory with {name}")
+
+
+def _reach(array: Any) -> tuple[int, int]:
+    """Return the bytes from an array's first element to its lowest and past its highest."""
+    low, high = byte_range(array)
+    address = data_address(array)
+    return low - address, high - address
 
 
 def byte_range(array: Any) -> tuple[int, int]:

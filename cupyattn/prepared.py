@@ -64,7 +64,9 @@ class Prepared:
         if request.receiver is not None:
             self._forms["out"] = Form.of(request.receiver)
         # Where out may not begin: the first and the last distance from an operand, exclusive.
-        self._apart = {} if request.receiver is None else _overlaps(request)
+        self._apart: Mapping[str, tuple[int, int]] = {}
+        if request.receiver is not None:
+            self._apart = checks.meetings(request.receiver, operands_of(request))
         # For each stage: buffer of the plan, buffer of the call.
         self._names = [
             (*stage.names.items(), *((w.name, f"{i}.{w.name}") for w in stage.plan.workspace))
@@ -217,9 +219,7 @@ class Prepared:
 
     def check_apart(self, addresses: Mapping[str, int], out: int) -> None:
         """Raise ValueError where an `out` at an address shares memory with what is read."""
-        for name, (first, last) in self._apart.items():
-            if first < out - addresses[name] < last:
-                raise ValueError(f"out must not share memory with {name}")
+        checks.check_apart(self._apart, addresses, out)
 
     def run(self, operands: Mapping[str, Any], out: Any) -> tuple[Any, Any]:
         """Run on operands in layout BHSD, unchecked; return O in that layout, and lse or None."""
@@ -319,24 +319,6 @@ def operands_of(request: Request) -> dict[str, Any]:
     if request.preparation is not None:
         found |= request.preparation.buffers
     return {name: a for name, a in found.items() if a is not None}
-
-
-def _overlaps(request: Request) -> dict[str, tuple[int, int]]:
-    """Return, for each array that is read, between which distances behind it ``out`` meets it."""
-    low, high = _reach(request.receiver)
-    found = {}
-    for name, array in operands_of(request).items():
-        first, last = _reach(array)
-        if first < last and low < high:
-            found[name] = first - high, last - low
-    return found
-
-
-def _reach(array: Any) -> tuple[int, int]:
-    """Return the bytes from an array's first element to its lowest and past its highest."""
-    low, high = checks.byte_range(array)
-    address = data_address(array)
-    return low - address, high - address
 
 
 def new_output(call: AttentionCall, layout: str, xp: Any) -> Any:

@@ -5,13 +5,14 @@ Varies       the product: squares, layers of Flux and Kandinsky 5, few rows; the
 Holds fixed  N(0, 1) activations and weights, codes in blocks of 128, float16 out
 Measures     the largest error as a share of its bound, on 64 rows and the first and last 128
              columns; time, TOP/s; in the same rounds the ratios to torch._int_mm and to torch's
-             FP16 product; of act_quant its share of the bandwidth of a copy
+             FP16 product; of act_quant, weight_quant and weight_dequant their share of the
+             bandwidth of a copy;
              with --tails instead, where the blocks of a cluster share the tiles of the last wave:
              the same product with a block to each of these, too, in the same rounds
 Beside       torch._int_mm, which applies no scales, and torch.matmul
 Expect       1.15 times torch._int_mm and 1.4 times FP16 from 4096 on, no loss to FP16 with few
-             rows, act_quant at 80 % of a copy
-Run          python -m experiments.gemm [--quick] [--json FILE] [--tiles]
+             rows, act_quant, weight_quant and weight_dequant at 80 % of a copy
+Run          python -m experiments.gemm [--tiles | --tails | --passes] [--only LABEL] [--json FILE]
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from experiments.others import format_comparison
 OWN, PORTABLE, LAYER = "int8_gemm", "int8_gemm, portable", "act_quant and int8_gemm"
 ALONE = "int8_gemm, no tile shared"
 INT_MM, FP16 = "torch._int_mm", "torch FP16"
-#: Rows that are judged.
-JUDGED_ROWS = 64
+#: Rows that are judged; and of a pass over a matrix those that are compared.
+JUDGED_ROWS, PASS_ROWS = 64, 1024
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,15 @@ RACED_TILES = (
 #: Rows and channels of activations to quantise.
 ACTIVATIONS = ((4608, 3072), (4608, 12_288), (16_384, 1792), (16_384, 4096), (16_384, 16_384))
 QUICK_ACTIVATIONS = ((64, 384),)
+#: Out and in of weights to quantise: of Flux, of Kandinsky 5 Lite and Pro.
+WEIGHTS = ((3072, 3072), (12_288, 3072), (3072, 15_360), (7168, 1792), (16_384, 4096))
+QUICK_WEIGHTS = ((256, 384),)
+#: Passes over a matrix, by what they are called: each returns a tuple.
+PASSES: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "act_quant": lambda x: ca.act_quant(x),
+    "weight_quant": lambda w: ca.weight_quant(w),
+    "weight_dequant": lambda *codes: (ca.weight_dequant(*codes, out_dtype="float16"),),
+}
 
 
 def draw(size: Size, seed: int, xp: Any) -> tuple[Any, Any]:
@@ -199,35 +209,51 @@ def measure(
     return row | {"samples": samples, "clocks": device.clocks()}
 
 
-def measure_activations(shape: tuple[int, int], args: argparse.Namespace) -> dict[str, Any]:
-    """Compare `act_quant` with NumPy's bits, then with a copy."""
+def measure_pass(name: str, shape: tuple[int, int], args: argparse.Namespace) -> dict[str, Any]:
+    """Compare a pass over a matrix with NumPy's bits, then with a copy of that matrix.
+
+    The first 1024 rows are those that are compared: whole blocks of a weight.
+    """
     host, _ = draw(Size("", shape[0], 1, shape[1]), args.seed, np)
-    row: dict[str, Any] = {"rows": shape[0], "channels": shape[1]}
-    some = slice(None, None, max(1, shape[0] // JUDGED_ROWS))
-    expected = ca.act_quant(host[some])
+    row: dict[str, Any] = {"pass": name, "rows": shape[0], "columns": shape[1]}
+    function = PASSES[name]
+    expected = function(*prepared(name, host[: min(PASS_ROWS, shape[0] // 2)]))
     if args.quick:
-        return row | {"ok": ca.act_quant(host)[0][some].tobytes() == expected[0].tobytes()}
+        found = function(*prepared(name, host))
+        return row | {"ok": _equal(found, expected)}
     import cupy
 
     x = cupy.asarray(host)
-    found = ca.act_quant(x)
-    row["ok"] = all(
-        on_host(mine[some]).tobytes() == theirs.tobytes()
-        for mine, theirs in zip(found, expected, strict=True)
-    )
+    operands = prepared(name, x)
+    found = function(*operands)
+    row["ok"] = _equal(found, expected)
     if not row["ok"]:
         return row
-    sets = timing.rotated((x, x.copy()))
+    # NOTE: codes alone must exceed the cache, as above.
+    sets = [(x.copy(), x.copy(), some) for some in timing.rotated(operands)]
     calls = {
-        "act_quant": common.rotating(lambda x, y: ca.act_quant(x), sets),
-        "copy": common.rotating(lambda x, y: cupy.copyto(y, x), sets),
+        name: common.rotating(lambda x, y, some: function(*some), sets),
+        "copy": common.rotating(lambda x, y, some: cupy.copyto(y, x), sets),
     }
     samples = timing.time_interleaved(calls, rounds=args.rounds)
-    moved = x.nbytes + sum(array.nbytes for array in found)
-    ratio = _ratio(samples, "act_quant", "copy")
-    row["seconds"] = {name: timing.median(found).median for name, found in samples.items()}
+    moved = sum(array.nbytes for array in (*operands, *found))
+    ratio = _ratio(samples, name, "copy")
+    row["seconds"] = {way: timing.median(times).median for way, times in samples.items()}
     row["share of copy"] = [moved / (2 * x.nbytes) * r for r in ratio]
     return row | {"samples": samples, "clocks": device.clocks()}
+
+
+def prepared(name: str, x: Any) -> tuple[Any, ...]:
+    """Return what a pass reads: the matrix, or its codes and scales."""
+    return ca.weight_quant(x) if name == "weight_dequant" else (x,)
+
+
+def _equal(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Whether arrays begin with the same bytes, as far as the expected ones go."""
+    return all(
+        on_host(mine[: len(theirs)]).tobytes() == theirs.tobytes()
+        for mine, theirs in zip(found, expected, strict=True)
+    )
 
 
 def _ratio(samples: Mapping[str, Sequence[float]], mine: str, other: str) -> list[float]:
@@ -304,7 +330,7 @@ def _keep(args: argparse.Namespace, name: str, content: Mapping[str, Any]) -> No
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every product and pass over activations, print the tables, write the record."""
+    """Measure every product and pass over matrices, print the tables, write the record."""
     common.check_rounds(args)
     if args.tails:
         if args.quick or not _is_hopper():
@@ -314,27 +340,35 @@ def run(args: argparse.Namespace) -> int:
     if args.tiles and not args.quick:
         choices = (None, *(RACED_TILES if _is_hopper() else PORTABLE_TILES))
     rows = []
-    for size in chosen_sizes(args):
+    for size in () if args.passes else chosen_sizes(args):
         for tiles in choices:
             own = ways(tiles, on_device=not args.quick)
             rows.append(measure(size, args, own, tiles))
             output.print_table(*table(rows[-1:]))
+    if rows:
+        output.print_table(*table(rows))
     if args.only is not None:
         _keep(args, "gemm", {"rows": rows})
         return 0 if all(r["ok"] for r in rows) else 1
-    shapes = QUICK_ACTIVATIONS if args.quick else ACTIVATIONS
-    activations = [measure_activations(shape, args) for shape in shapes]
-    output.print_table(*table(rows))
+    passes = [
+        measure_pass("act_quant", s, args)
+        for s in (QUICK_ACTIVATIONS if args.quick else ACTIVATIONS)
+    ]
+    passes += [
+        measure_pass(name, s, args)
+        for name in ("weight_quant", "weight_dequant")
+        for s in (QUICK_WEIGHTS if args.quick else WEIGHTS)
+    ]
     output.print_table(
-        ["act_quant", "bits", "share of the bandwidth of a copy"],
+        ["pass", "matrix", "bits", "share of the bandwidth of a copy"],
         [
-            [f"{r['rows']} x {r['channels']}", "equal" if r["ok"] else "DIFFER",
+            [r["pass"], f"{r['rows']} x {r['columns']}", "equal" if r["ok"] else "DIFFER",
              format_comparison(r.get("share of copy"))]
-            for r in activations
+            for r in passes
         ],
     )  # fmt: skip
-    _keep(args, "gemm", {"rows": rows, "activations": activations})
-    return 0 if all(r["ok"] for r in (*rows, *activations)) else 1
+    _keep(args, "gemm_passes" if args.passes else "gemm", {"rows": rows, "passes": passes})
+    return 0 if all(r["ok"] for r in (*rows, *passes)) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -343,6 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tiles", action="store_true", help="time every tile beside the chosen")
     what.add_argument("--tails", action="store_true", help="time a last wave not shared, too")
+    what.add_argument("--passes", action="store_true", help="the passes over matrices alone")
     parser.add_argument("--only", metavar="LABEL", help="products whose label begins so, alone")
     return common.main(run, parser.parse_args(argv))
 

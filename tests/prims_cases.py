@@ -622,6 +622,11 @@ PRIMS = [
     ),
     Prim("quant", "quant", "quant", 64, quant_arguments, quant_expected),
     Prim(
+        "quant_words", "quant", "quant_words", 32,
+        lambda: {"codes": np.arange(-128, 128).astype(np.int8), "numbers": np.zeros((4, 256), "f")},
+        lambda codes, **_: {"numbers": np.tile(codes.astype(np.float32), (4, 1))},
+    ),
+    Prim(
         "nibbles", "nibbles", "nibbles", 64,
         lambda: {
             "words": packed(ALL_PAIRS).view(np.uint32), "codes": np.zeros((64, 2), np.uint32),

@@ -412,7 +412,7 @@ def test_wrong_codes_are_found(tmp_path: Path, monkeypatch, fault: str) -> None:
             scales[-1, -1] *= 1.5 if fault == "scales" else np.nan
         return codes, scales
 
-    monkeypatch.setattr(conversion, "weight_quant", wrong)
+    monkeypatch.setattr(conversion, "quantize_blocks", wrong)
     with pytest.raises(ValueError, match=r"out.partial.*was read back, and its codes are further"):
         convert(source(tmp_path / "model"), tmp_path / "out", SMALL)
     assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from experiments import checkpoints, common, kandinsky_block
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "CHECKPOINTS.md").read_text(encoding="utf-8")
-MODULES = ["quant.blocks"] + [
+MODULES = ["quant.blocks", "quant.weights"] + [
     f"checkpoints.{path.stem}" for path in (ROOT / "cupyattn" / "checkpoints").glob("[a-z]*.py")
 ]
 

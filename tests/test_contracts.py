@@ -44,6 +44,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "gemm_int8.cu": GemmTiles(64, 128, 4, 2),
     "sm90/gemm_int8.cu": GemmTiles(128, 256, 12, 2),
     "merge_partials.cu": Tiles(64, 1, 4),
+    "weight_blocks.cu": GemmTiles(128, 128, 8, 1),
 }
 #: Source, what is changed, and the sentence that must come back.
 BROKEN = [
@@ -149,6 +150,9 @@ BROKEN = [
     ("sm90/gemm_int8.cu", {"BLOCK_N": 384}, "BLOCK_N must be 64, 128 or, up to BLOCK_M 128, 256"),
     ("sm90/gemm_int8.cu", {"BLOCK_M": 192, "NUM_WARPS": 16}, "BLOCK_N must be 64, 128 or, up to"),
     ("sm90/gemm_int8.cu", {"NUM_WARPS": 8}, "NUM_WARPS must be 4 for every 64 rows of BLOCK_M"),
+    ("weight_blocks.cu", {"BLOCK_N": 100}, "VEC must divide BLOCK_N, or an access would meet two"),
+    ("weight_blocks.cu", {"VEC": 1, "NUM_WARPS": 2}, "every access to a row of a block takes a"),
+    ("weight_blocks.cu", {"NUM_WARPS": 7}, "a thread keeps at most 64 numbers: NUM_WARPS must be"),
 ]
 #: Contracts of templates, tripped by a few lines of their own.
 TEMPLATES = [

@@ -416,6 +416,22 @@ def test_only_products_with_a_shared_last_wave_are_timed_without_one() -> None:
     assert "Flux, attention" in shared and "Kandinsky 5 Pro, attention" not in shared
 
 
+@pytest.mark.parametrize("name", ["act_quant", "weight_quant", "weight_dequant"])
+def test_passes_over_matrices_run_in_small(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "passes.json"
+    assert gemm.main(["--quick", "--passes", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert record["rows"] == [] and {row["pass"] for row in record["passes"]} == set(gemm.PASSES)
+    # One whose bits depend on how many rows there are fails the run.
+    way = gemm.PASSES[name]
+    monkeypatch.setitem(gemm.PASSES, name, lambda *x: (way(*x)[0] + np.int8(len(x[0]) > 200),))
+    if name == "act_quant":
+        monkeypatch.setattr(gemm, "QUICK_ACTIVATIONS", ((256, 384),))
+    assert gemm.main(["--quick", "--passes"]) == 1
+
+
 def test_quantising_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quantise.json"
     assert quantise.main(["--quick", "--json", str(file)]) == 0

@@ -305,6 +305,33 @@ def test_what_cannot_be_is_said(wrong: Product, error: type, said: str) -> None:
         wrong.run()
 
 
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+def test_the_result_goes_where_the_caller_says(backend: str) -> None:
+    p = product(5, (3, 40, 130), out_dtype="float16", bias=True)
+    behind = np.full(3 * 40 + 8, np.nan, np.float16)
+    out = behind[8:].reshape(1, 3, 40)
+    wide = p.but(a=p.a[None], a_scales=p.a_scales[None])
+    assert wide.run(backend=backend, out=out) is out
+    assert out[0].tobytes() == p.mirror().tobytes() and np.isnan(behind[:8]).all()
+
+
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        (np.zeros((4, 5), np.float32), r"shape \(4, 6\) and dtype float32, got shape \(4, 5\)"),
+        (np.zeros((4, 6), np.float16), "got shape .* and dtype float16"),
+        (np.zeros((6, 4), np.float32).T, "contiguous last axis"),
+        (np.zeros((8, 6), np.float32)[::2], "must lie in C order"),
+        (np.broadcast_to(np.zeros(6, np.float32), (4, 6)), "broadcast view"),
+        (P.b.reshape(-1)[:96].view(np.float32).reshape(4, 6), "must not share memory with b"),
+    ],
+)
+def test_what_cannot_receive_is_said(backend: str, out: np.ndarray, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        P.but(out_dtype="float32").run(backend=backend, out=out)
+
+
 def test_inputs_stay_as_they_are() -> None:
     before = [x.copy() for x in (*P.operands, P.bias, *P.outliers)]
     P.run(), P.run(backend="interpret", tiles=SMALL)

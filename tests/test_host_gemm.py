@@ -14,7 +14,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import executor, tensor_map
 from cupyattn.launch import TensorMap
-from cupyattn.quant import activations, gemm, repeated
+from cupyattn.quant import activations, gemm, repeated, weights
 from cupyattn.quant.activations import act_quant_but
 from tests.test_host_calls import Driver, OnDevice, array, driver  # noqa: F401
 
@@ -60,7 +60,9 @@ def host(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:  # 
 
         return planned
 
-    for module, name in ((gemm, "plan_gemm"), (activations, "plan_act_quant")):
+    for module, name in (
+        (gemm, "plan_gemm"), (activations, "plan_act_quant"), (weights, "plan_weight_blocks"),
+    ):  # fmt: skip
         monkeypatch.setattr(module, "on_device_of", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(module, name, told(getattr(module, name)))
     repeated._recent.clear()
@@ -91,6 +93,18 @@ def test_a_product_that_comes_again_gets_the_new_addresses(host: Host, arch: str
             assert found["a of a map"] == given["a"].data.ptr
             assert found["b of a map"] == given["b"].data.ptr
     assert len(host.plans) == 1 and len(repeated._recent) == 1
+
+
+def test_a_product_goes_where_the_caller_says(host: Host) -> None:
+    for turn in range(3):
+        given, out = operands(5), array((5, N))
+        assert ca.int8_gemm(*given.values(), arch="sm_90", out=out) is out
+        assert host.passed(turn)[1]["c"] == out.data.ptr
+    assert len(host.plans) == len(repeated._recent) == 1
+    with pytest.raises(ValueError, match="out must not share memory with b$"):  # found again
+        codes = given["b"].view(np.float16).reshape(-1)[: 5 * N].reshape(5, N)
+        ca.int8_gemm(*given.values(), arch="sm_90", out=codes)
+    assert len(host.driver.launches) == 3
 
 
 def test_a_map_is_encoded_once_for_each_address(
@@ -157,6 +171,20 @@ def test_activations_that_come_again(host: Host) -> None:
     assert len(host.driver.launches) == 6 and len(repeated._recent) == 2
 
 
+def test_weights_that_come_again(host: Host) -> None:
+    for turn in range(3):
+        w = array((N, 2, K // 2))
+        codes, scales = ca.weight_quant(w)
+        entry, found = host.passed(2 * turn)
+        assert entry == "weight_quant" and (codes.shape, scales.shape) == (w.shape, (3, 2))
+        assert found == {"w": w.data.ptr, "codes": codes.data.ptr, "scales": scales.data.ptr}
+        back = ca.weight_dequant(codes, scales, out_dtype="bfloat16")
+        entry, found = host.passed(2 * turn + 1)
+        assert entry == "weight_dequant" and back.shape == w.shape
+        assert found == {"w": back.data.ptr, "codes": codes.data.ptr, "scales": scales.data.ptr}
+    assert len(host.plans) == len(repeated._recent) == 2
+
+
 def test_a_linear_layer_on_tensors_is_planned_once(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +192,8 @@ def test_a_linear_layer_on_tensors_is_planned_once(
     pytest.importorskip("torch")
     linear = importlib.import_module("cupyattn.interop.torch.linear")
     for name, stand_in in (
-        ("as_array", lambda x: x.array), ("as_tensor", OnDevice),
+        ("as_array", lambda x: x.array),
+        ("_fake", lambda x, w: OnDevice(array((*x.shape[:-1], w.shape[0])))),
         ("on_device_of", lambda _: contextlib.nullcontext()),
     ):  # fmt: skip
         monkeypatch.setattr(linear, name, stand_in)

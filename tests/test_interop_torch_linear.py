@@ -144,6 +144,22 @@ def test_the_layer_is_that_of_arrays_and_in_bounds(dtype: str, activation: str |
     assert layer(x[:0]).shape == (0, 5, 200)
 
 
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_product_writes_into_memory_of_torchs(
+    dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    empty = linear_module._fake
+    monkeypatch.setattr(
+        linear_module, "_fake", lambda *x: (made.append((y := empty(*x)).data_ptr()), y)[1]
+    )
+    layer = interop.Int8Linear.from_linear(linear(dtype=dtype), backend=backend)
+    with torch.no_grad():
+        y = layer(torch.randn(3, 300, dtype=getattr(torch, dtype)))
+    assert made == [y.data_ptr()] and y.isfinite().all()
+
+
 def test_gradients_go_through_the_weight_of_the_codes() -> None:
     module = linear(dtype="float16")
     layer = interop.Int8Linear.from_linear(module, backend="mirror")

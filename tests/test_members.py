@@ -20,6 +20,7 @@ WITHOUT_STORAGE = [
     "normalise.cu",
     "backward_delta.cu",
     "sm90/backward_sums.cu",
+    "weight_blocks.cu",
 ]
 WITH_STORAGE = [source for source in GOOD if source not in WITHOUT_STORAGE]
 #: A third of them at once: the others are slow.

@@ -23,11 +23,11 @@ from cupyattn.quant.blocks import (
     Int8Config,
     as_matrix,
     by_line,
+    dequantize_blocks,
     panels,
+    quantize_blocks,
     scale_shape,
     strips,
-    weight_dequant,
-    weight_quant,
 )
 from cupyattn.rounding import FINITE_MAX
 
@@ -397,7 +397,7 @@ def _int8_error(tensor: Array, block_size: int) -> dict[str, float | None]:
     outliers, largest, total, noise, signal, loud = 0, 0.0, 0.0, 0.0, 0.0, 0.0
     for part, _ in panels(matrix.shape, block_size, PART_ELEMENTS):
         values = matrix[part].astype(np.float32)
-        error = np.abs(values - weight_dequant(*weight_quant(values, block_size), block_size))
+        error = np.abs(values - dequantize_blocks(*quantize_blocks(values, block_size), block_size))
         largest = max(largest, float(error.max()))
         wide = error.reshape(-1).astype(np.float64)
         total += float(wide.sum())

@@ -28,11 +28,11 @@ from cupyattn.quant.blocks import (
     Int8Config,
     block_max,
     by_line,
+    dequantize_blocks,
     panels,
+    quantize_blocks,
     scale_shape,
     strips,
-    weight_dequant,
-    weight_quant,
 )
 
 #: The bound of a code's error in units of its scale, 1/2 + 2^-16 (Q1), with room for rounding a
@@ -311,7 +311,7 @@ class _ToInt8:
             raise ValueError(f"{self.source.path}: {t.name!r} has changed since it was analysed")
         if t.verdict != "int8":
             return {t.name: tensor.astype(DTYPES[t.dtype_out], copy=False)}
-        made = weight_quant(tensor, self.block_size)
+        made = quantize_blocks(tensor, self.block_size)
         return dict(zip(item.outputs, made, strict=True))
 
     def check(self, item: Item, found: Mapping[str, Array]) -> str | None:
@@ -323,7 +323,7 @@ class _ToInt8:
         codes, scales = (found[name] for name in item.outputs)
         for part, blocks in panels(t.shape, self.block_size):
             scale = np.ascontiguousarray(scales[blocks])
-            error = weight_dequant(codes[part], scale, self.block_size)
+            error = dequantize_blocks(codes[part], scale, self.block_size)
             error -= tensor[part].astype(np.float32)
             worst = block_max(
                 by_line(np.abs(error, out=error), self.block_size).max(axis=1), self.block_size
@@ -364,7 +364,7 @@ class _FromInt8:
         scales = self.source.read(self.scales_of[name])
         if not np.isfinite(scales).all():
             raise ValueError(f"{self.source.path}: {self.scales_of[name]!r} is not finite")
-        w = weight_dequant(tensor, scales, self.known.block_size, FLOATS[dtype])
+        w = dequantize_blocks(tensor, scales, self.known.block_size, FLOATS[dtype])
         if not all(np.isfinite(w.reshape(-1)[part]).all() for part in strips(w.size, 2**20)):
             raise ValueError(f"{self.source.path}: {name!r} does not fit into {FLOATS[dtype]}")
         return {name: w}

@@ -74,7 +74,7 @@ class Int8Config:
     min_sqnr_db: float = 20.0
 
     def __post_init__(self) -> None:
-        _check_block_size(self.block_size)
+        check_block_size(self.block_size)
         if not _is_integer(self.min_elements_for_int8) or self.min_elements_for_int8 < 0:
             raise ValueError(
                 "min_elements_for_int8 must be an integer of at least 0, got "
@@ -104,7 +104,7 @@ class Int8Config:
 def quantize_rows(x: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
     """Do what `cupyattn.act_quant` does, with the functions of the array's library."""
     check_values("x", x, least_axes=1)
-    _check_block_size(block_size)
+    check_block_size(block_size)
     xp = array_namespace(x)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         values = x.astype(np.float32)
@@ -113,43 +113,10 @@ def quantize_rows(x: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]
     return codes, scales.astype(np.float32, copy=False)
 
 
-def weight_quant(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
-    """Quantise a weight with a scale for each block of `block_size` x `block_size`.
-
-    Parameters
-    ----------
-    w : array, (out, in) or (out, in, ...), float16, bfloat16 or float32
-        NumPy or CuPy. A convolution's weight is taken as (out, in * height * width).
-    block_size : int
-        Blocks at the ends of rows and columns may be smaller.
-
-    Returns
-    -------
-    codes : array, as w, int8
-        -127 to 127.
-    scales : array, (out blocks, in blocks), float32
-        NaN for a block that holds a NaN or an infinity, whose codes are 0.
-
-    Raises
-    ------
-    TypeError
-        For an array of another kind or type.
-    ValueError
-        For fewer than two axes, or an unusable `block_size`.
-
-    Notes
-    -----
-    Error as of `act_quant`; `weight_error` bounds the way there and back. Beside `w` and what is
-    returned it takes a few megabytes.
-
-    Examples
-    --------
-    >>> codes, scales = weight_quant(np.float32([[127.0, 1.0], [0.4, 0.6]]))
-    >>> codes.tolist(), scales.tolist()
-    ([[127, 1], [0, 1]], [[1.0]])
-    """
+def quantize_blocks(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
+    """Do what `cupyattn.weight_quant` does, with the functions of the array's library."""
     check_values("w", w, least_axes=2)
-    _check_block_size(block_size)
+    check_block_size(block_size)
     xp = array_namespace(w)
     matrix = as_matrix(w)
     codes = xp.empty(matrix.shape, np.int8)
@@ -164,41 +131,17 @@ def weight_quant(w: Array, block_size: int = BLOCK_SIZE) -> tuple[Array, Array]:
     return codes.reshape(w.shape), scales
 
 
-def weight_dequant(
+def dequantize_blocks(
     codes: Array, scales: Array, block_size: int = BLOCK_SIZE, out_dtype: str = "float32"
 ) -> Array:
-    """Return the weight that codes and scales stand for: every code times the scale of its block.
-
-    Parameters
-    ----------
-    codes : array, (out, in) or (out, in, ...), int8
-    scales : array, (out blocks, in blocks), float32
-    block_size : int
-    out_dtype : {"float32", "bfloat16", "float16"}
-        The product is rounded to float32, and that to this type.
-
-    Returns
-    -------
-    array, as codes
-
-    Raises
-    ------
-    TypeError, ValueError
-        For arrays that do not fit together.
-
-    Examples
-    --------
-    >>> weight_dequant(np.int8([[127, 1]]), np.float32([[0.5]])).tolist()
-    [[63.5, 0.5]]
-    """
-    _check_block_size(block_size)
-    if out_dtype not in STORAGE:
-        raise ValueError(f"out_dtype must be {' or '.join(STORAGE)}, got {out_dtype!r}")
+    """Do what `cupyattn.weight_dequant` does, with the functions of the arrays' library."""
+    check_block_size(block_size)
+    check_out_dtype(out_dtype)
     check_codes(codes, scales, block_size)
     xp = array_namespace(codes, scales)
     matrix = as_matrix(codes)
     w = xp.empty(matrix.shape, STORAGE[out_dtype])
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for part, blocks in panels(matrix.shape, block_size):
             values = by_line(matrix[part].astype(np.float32), block_size)
             values *= _by_column(scales[blocks], block_size, values.shape[2])[:, None, :]
@@ -361,7 +304,14 @@ def check_codes(codes: Array, scales: Array, block_size: int) -> None:
         )
 
 
-def _check_block_size(block_size: int) -> None:
+def check_out_dtype(out_dtype: str) -> None:
+    """Raise ValueError for a type that no weight has."""
+    if out_dtype not in STORAGE:
+        raise ValueError(f"out_dtype must be {' or '.join(STORAGE)}, got {out_dtype!r}")
+
+
+def check_block_size(block_size: int) -> None:
+    """Raise ValueError unless this is a number of rows and columns."""
     if not _is_integer(block_size) or block_size < 1:
         raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from cupyattn.arrays import check_one_device, contiguous_last_axis
 from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
-from cupyattn.checks import MAX_LENGTH
+from cupyattn.checks import MAX_LENGTH, check_receiver
 from cupyattn.launch import Operand
-from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
+from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape
 from cupyattn.quant.gemm_plan import check_splits, on_hopper, plan_gemm, where_shared
 from cupyattn.quant.gemm_reference import check_activation, gemm_mirror
 from cupyattn.quant.repeated import call_key, recall, remember
@@ -34,6 +34,7 @@ def int8_gemm(
     tiles: GemmTiles | None = None,
     arch: str | None = None,
     backend: str | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Multiply activations by a weight, both in INT8 codes: ``activation(a b^T + bias)``.
 
@@ -61,11 +62,14 @@ def int8_gemm(
         Architecture to compile for, which decides the form: ``"sm_90a"`` names the Hopper form.
     backend : {"cuda", "mirror", "interpret"}, optional
         As for `cupyattn.attention`.
+    out : array, (..., n), out_dtype, optional
+        Receives the result, in C order; shares no memory with the operands.
 
     Returns
     -------
     array, (..., n), out_dtype
-        Of the kind that came in. A NaN scale makes the elements NaN that it belongs to.
+        `out` where it is given, else a new one of the kind that came in. A NaN scale makes the
+        elements NaN that it belongs to.
 
     Raises
     ------
@@ -102,15 +106,20 @@ def int8_gemm(
     given = {"a": a, "a_scales": a_scales, "b": b, "b_scales": b_scales}
     given |= {} if bias is None else {"bias": bias}
     given |= {} if outliers is None else dict(zip(("a_16", "b_16"), outliers, strict=True))
+    given |= {} if out is None else {"c": out}
     key, addresses = call_key(("int8_gemm", out_dtype, activation, tiles, arch, backend), given)
     again = recall(key)
     if again is not None:
-        return again(addresses)[0]
+        made = again(addresses)
+        return made[0] if out is None else out
     xp = array_namespace(*given.values())
     check_one_device(**given)
     arrays = dict(given)
+    given.pop("c", None)
     backend, activation = choose(backend, a), activation or ""
     _check(given, out_dtype, activation)
+    if out is not None:
+        _check_out(out, (*a.shape[:-1], b.shape[0]), out_dtype, given)
     if tiles is not None:
         check_splits(tiles, a.shape[-1])
     shape, n = tuple(a.shape[:-1]), b.shape[0]
@@ -125,12 +134,17 @@ def int8_gemm(
             given["a"], given["a_scales"], b, b_scales, out_dtype, bias=bias,
             activation=activation, outliers=pair, **sharing,
         )  # fmt: skip
-        return c.reshape(*shape, n)
+        if out is None:
+            return c.reshape(*shape, n)
+        out[...] = c.reshape(*shape, n)
+        return out
     if arch is None and tiles is None and own_arch(backend, a):
         arch, tiles = on_hopper(math.prod(shape), *b.shape)
     with on_device_of(a):
         buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
-        c = buffers["c"] = xp.empty((math.prod(shape), n), STORAGE[out_dtype])
+        rows = (math.prod(shape), n)
+        c = xp.empty(rows, STORAGE[out_dtype]) if out is None else out.reshape(rows)
+        buffers["c"] = c
         of = {name: Operand.of(x) for name, x in buffers.items() if name != "bias"}
         plan = plan_gemm(
             of["a"], of["a_scales"], of["b"], of["b_scales"], of["c"], out_dtype,
@@ -139,18 +153,26 @@ def int8_gemm(
             tiles=tiles, arch=arch,
         )  # fmt: skip
         run(backend, plan, buffers, arch)
-        remember(key, plan, arch, arrays, buffers, {"c": (*shape, n)})
-    return c.reshape(*shape, n)
+        if out is None:
+            remember(key, plan, arch, arrays, buffers, {"c": (*shape, n)})
+        else:
+            remember(key, plan, arch, arrays, buffers, {}, receiver="c")
+    return c.reshape(*shape, n) if out is None else out
 
 
 def _type(outliers: tuple[Array, Array]) -> str:
     return str(outliers[0].dtype.name)
 
 
+def _check_out(out: Array, shape: tuple[int, ...], out_dtype: str, read: dict[str, Array]) -> None:
+    check_receiver(out, shape, out_dtype, read)
+    if not out.flags.c_contiguous:
+        raise ValueError(f"out must lie in C order, got strides {out.strides} of {shape}")
+
+
 def _check(given: dict[str, Array], out_dtype: str, activation: str) -> None:
     """Raise unless the operands of a product fit together."""
-    if out_dtype not in STORAGE:
-        raise ValueError(f"out_dtype must be {' or '.join(STORAGE)}, got {out_dtype!r}")
+    check_out_dtype(out_dtype)
     check_activation(activation)
     a, b = given["a"], given["b"]
     for name, dtype in (("a", "int8"), ("b", "int8"), ("a_scales", "float32"),

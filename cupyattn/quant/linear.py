@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant.activations import act_quant, act_quant_but, padded, places
-from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, weight_quant
+from cupyattn.quant.blocks import BLOCK_SIZE, check_codes
 from cupyattn.quant.gemm import int8_gemm
 from cupyattn.quant.gemm_reference import ACTIVATION_SLOPE, check_activation, gemm_error
+from cupyattn.quant.weights import weight_quant
 from cupyattn.rounding import STORAGE, array_namespace, as_float64
 from cupyattn.value_bounds import rounding_to_codes
 

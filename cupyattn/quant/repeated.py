@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cupyattn import compile as compiler
 from cupyattn import executor
+from cupyattn.checks import check_apart, meetings
 
 Array = Any
 
@@ -31,11 +32,17 @@ class Repeated:
     results : sequence of (str, tuple of int, numpy.dtype)
         Buffer, shape and type of what it returns.
     device : int
+    receiver : str
+        The buffer of an ``out`` that the caller gives; "": there is none.
+    meeting : mapping
+        What `cupyattn.checks.meetings` says of it.
     """
 
     launches: Sequence[tuple[executor.ReadyLaunch, executor.Pick]]
     results: Sequence[tuple[str, tuple[int, ...], Any]]
     device: int
+    receiver: str = ""
+    meeting: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def __call__(self, addresses: dict[str, int]) -> list[Array]:
         """Run on other arrays of the same forms, on the current stream; return the results.
@@ -47,6 +54,8 @@ class Repeated:
         if cupy.cuda.runtime.getDevice() != self.device:
             with cupy.cuda.Device(self.device):
                 return self(addresses)
+        if self.receiver:
+            check_apart(self.meeting, addresses, addresses[self.receiver])
         made = []
         for name, shape, dtype in self.results:
             result = cupy.ndarray(shape, dtype)
@@ -92,6 +101,7 @@ def remember(
     arrays: Mapping[str, Array],
     buffers: Mapping[str, Array],
     results: Mapping[str, tuple[int, ...]],
+    receiver: str = "",
 ) -> None:
     """Keep a call for `recall`; the oldest make room.
 
@@ -108,6 +118,8 @@ def remember(
         What the plan ran on: where one of `arrays` was copied, nothing is kept.
     results : mapping of str to tuple of int
         Shapes to return those buffers in.
+    receiver : str
+        The one of `arrays` that receives a result; "": none does.
     """
     if key is None or not plan.launches:
         return
@@ -118,4 +130,6 @@ def remember(
     while len(_recent) >= MAX_RECENT:
         _recent.pop(next(iter(_recent)), None)
     device = next(iter(arrays.values())).data.device_id
-    _recent[key] = Repeated(launches, made, device)
+    read = {name: a for name, a in arrays.items() if name != receiver}
+    meeting = meetings(arrays[receiver], read) if receiver else {}
+    _recent[key] = Repeated(launches, made, device, receiver, meeting)

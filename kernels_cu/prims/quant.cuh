@@ -52,10 +52,14 @@ __device__ __forceinline__ void st_relaxed_gpu(int32_t* target, int32_t x) {
 
 // ---- in -----------------------------------------------------------------------------------------
 
-// An unsigned integer of 2 or 4 bytes.
+// An unsigned integer of 1, 2 or 4 bytes.
 template <int BYTES>
 struct WordOf {
   using type = uint32_t;
+};
+template <>
+struct WordOf<1> {
+  using type = uint8_t;
 };
 template <>
 struct WordOf<2> {
@@ -64,7 +68,7 @@ struct WordOf<2> {
 template <int BYTES>
 using Word = typename WordOf<BYTES>::type;
 
-// Element j of a word of one or two.
+// Element j of a word.
 template <typename T>
 __device__ __forceinline__ float word_element(uint32_t word, int j);
 template <>
@@ -78,6 +82,10 @@ __device__ __forceinline__ float word_element<__half>(uint32_t word, int j) {
 template <>  // bfloat16 is the upper half of a float
 __device__ __forceinline__ float word_element<__nv_bfloat16>(uint32_t word, int j) {
   return __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);
+}
+template <>
+__device__ __forceinline__ float word_element<int8_t>(uint32_t word, int j) {
+  return static_cast<int8_t>(word >> 8 * j);
 }
 
 // N values of T as one access.

@@ -205,6 +205,22 @@ def test_activations_are_quantised_as_numpy_does(dtype: str) -> None:
                 assert mine.get().tobytes() == theirs.tobytes()
 
 
+def test_a_product_goes_where_the_caller_says() -> None:
+    p = product(4, (70, 256, 512), out_dtype="float16", bias=True)
+    operands, (bias,) = on_device(*p.operands), on_device(p.bias)
+    behind = cupy.full(70 * 256 + 8, cupy.nan, np.float16)
+    for start in (0, 8, 8):  # the last is a call that came again
+        behind.fill(cupy.nan)
+        out = behind[start : start + 70 * 256].reshape(70, 256)
+        assert ca.int8_gemm(*operands, "float16", bias=bias, out=out) is out
+        assert out.get().tobytes() == p.mirror().tobytes()
+        assert bool(cupy.isnan(behind).sum() == 8)
+    codes = operands[0].reshape(-1).view(np.float16)[: 70 * 256].reshape(70, 256)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out must not share memory with a$"):
+            ca.int8_gemm(*operands, "float16", bias=bias, out=codes)
+
+
 def test_a_call_can_be_captured() -> None:
     """It does not wait for the device, and allocates from the pool alone."""
     p = product(3, (256, 256, 512))

@@ -389,6 +389,34 @@ def test_int8_linear(rows: int) -> None:
     assert linear.weight.is_cuda and (y - model(x)).norm() < 0.05 * model(x).norm()
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_int8_layers(mode: str) -> None:
+    """CUDA graphs take back what operators return: it has to be torch's own memory."""
+    torch.manual_seed(0)
+    first, last = (torch.nn.Linear(256, 256, dtype=torch.float16).cuda() for _ in range(2))
+    layers = [
+        interop.Int8Linear.from_linear(layer).requires_grad_(False) for layer in (first, last)
+    ]
+    core = interop.Int8Attention(4, 64, num_timesteps=50)
+
+    def block(x: Any) -> Any:
+        heads = layers[0](x * 2).unflatten(-1, (4, 64)).transpose(1, 2)
+        o = core(heads, heads, heads, 25).transpose(1, 2).flatten(2)
+        return layers[1](o) + x
+
+    torch._dynamo.reset()
+    function = torch.compile(block, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        for _ in range(4):  # warming up, recorded, replayed
+            torch.compiler.cudagraph_mark_step_begin()
+            x = torch.randn(1, 100, 256, dtype=torch.float16).cuda()
+            assert torch.equal(function(x), block(x))
+    x = torch.randn(1, 100, 256, dtype=torch.float16).cuda().requires_grad_()
+    torch.compiler.cudagraph_mark_step_begin()
+    function(x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
 def test_int8_forward_with_given_scales() -> None:
     """Scales that are filled in beforehand are not found again, and are right every time."""
     inputs = normal(*SHAPES)

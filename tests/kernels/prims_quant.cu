@@ -37,3 +37,18 @@ extern "C" __global__ void quant_zero(const float* x,       // [64], groups of 4
   codes[64 + i] = reach.is_finite() ? coding.saturated(x[i]) : 0;
   sums[i] = shfl_sum<4>(codes[i]);
 }
+
+template <int N>
+__device__ void read_words(const int8_t* codes, float* numbers) {
+  for (int first = N * thread_id(); first < 256; first += N * 32)
+    for (int j = 0; j < N; ++j)
+      numbers[first + j] = reinterpret_cast<const Words<int8_t, N>*>(codes + first)->element(j);
+}
+
+extern "C" __global__ void quant_words(const int8_t* codes,  // [256]
+                                       float* numbers) {     // [4, 256]: 1, 2, 4, 8 to an access
+  read_words<1>(codes, numbers);
+  read_words<2>(codes, numbers + 256);
+  read_words<4>(codes, numbers + 512);
+  read_words<8>(codes, numbers + 768);
+}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cupyattn.diffusion import Int8Attention
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
+from cupyattn.interop.torch.bridge import as_array, as_own_tensor, as_tensor, on_device_of
 from cupyattn.interop.torch.calls import Settings, backward_pass
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
 from cupyattn.interop.torch.ops import (
@@ -50,7 +50,7 @@ class Layer(Int8Attention):
             check_differentiable("int8_attention", tensors)
 
     def with_lse(self, arrays: Mapping[str, Any], scores: Mapping[str, Any], **step: Any) -> Any:
-        """Run a call on q, k and v at a step, with what changes scores, and ``return_lse``."""
+        """Run a call on q, k and v at a step, with what changes scores, ``return_lse``, ``out``."""
         q, k, v = (arrays[name] for name in "qkv")
         found, _ = self._attend(q, k, v, self.step(**step), self._settings, dict(scores))
         return found
@@ -134,15 +134,13 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors = _given(arguments)
     timestep, sigma, rope_interleaved, return_lse, number = arguments[len(TENSORS) :]
     check_tensors("Int8Attention", tensors)
-    with on_device_of(tensors["q"]):
+    o = torch.empty_like(tensors["q"], memory_format=torch.contiguous_format)
+    with on_device_of(o):
         arrays = _arrays(tensors)
-        scores = {**_scores(arrays, rope_interleaved), "return_lse": return_lse}
+        options = {"return_lse": return_lse, "out": as_array(o)}
+        scores = {**_scores(arrays, rope_interleaved), **options}
         found = _layer_of(number).with_lse(arrays, scores, timestep=timestep, sigma=sigma)
-        if return_lse:
-            o, lse = map(as_tensor, found)
-            return o, lse
-        o = as_tensor(found)
-        return o, no_lse(o)
+        return o, as_own_tensor(found[1]) if return_lse else no_lse(o)
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,167 @@
+"""The experiment on blocks of diffusers' models: in small, its page, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cupyattn.measure import format_seconds
+from experiments import diffusers_blocks as experiment
+from experiments.diffusers_blocks import DEFAULT, MODELS, NATIVE, QUICK_MODELS, WAYS
+from experiments.others import format_comparison
+
+
+def test_what_blocks_win_is_what_its_record_says() -> None:
+    inside = experiment.PAGE.read_text().split(experiment.BEGIN)[1].split(experiment.END)[0]
+    assert inside == f"\n{experiment.section(experiment.stored())}\n", (
+        "run python -m experiments.diffusers_blocks --stored"
+    )
+
+
+def test_models_are_of_real_size_and_have_small_ones() -> None:
+    assert set(DEFAULT) < set(MODELS) == set(QUICK_MODELS)
+    assert MODELS["Flux"].tokens == 4096 and MODELS["Wan 14B"].tokens == 32_760
+    for name, small in QUICK_MODELS.items():
+        assert (small.family, len(small.grid)) == (MODELS[name].family, len(MODELS[name].grid))
+        assert small.tokens >= 128 <= small.prompt  # fewer would stay native
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    assert experiment.main(["--quick"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("this needs torch and diffusers with what they need (")
+    assert said.count("\n") == 1
+
+
+@pytest.fixture
+def libraries() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+
+
+#: What INT8 may change, as docs/INTEROP.md has it of attention: a share of the output here, of
+#: which what was replaced is a part.
+CLOSE = 0.02
+
+
+def judge_record(record: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert tuple(row["model"] for row in record["rows"]) == names
+    for row in record["rows"]:
+        found = row["ways"]
+        assert row["ok"] and set(found) == set(WAYS)
+        assert found[NATIVE]["to_native"] == 0 < found[NATIVE]["to_float32"] < CLOSE
+        for name, (policy, linear) in WAYS.items():
+            way = found[name]
+            assert way["refused"] == "" and way["to_native"] < CLOSE and way["to_float32"] < CLOSE
+            assert (way["to_native"] > 0) == (way["steps_to_native"] > 0) == (name != NATIVE)
+            assert set(way.get("modes", ())) == ({policy} if policy else set())
+            assert (way["weight_bytes"] < found[NATIVE]["weight_bytes"]) == linear
+            assert (way.get("int8_layers", 0) > 4) == linear
+        bits, int8 = (found[n]["to_native"] for n in ("attention in 16 bits", "both INT8"))
+        assert bits < int8
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize(
+    "names",
+    [("Wan 14B",), pytest.param(("Flux", "Kandinsky 5 Lite"), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_it_runs_in_small(names: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "blocks.json"
+    assert experiment.main(["--quick", "--json", str(file), "--models", *names]) == 0
+    record = json.loads(file.read_text())
+    judge_record(record, names)
+    assert "both INT8" in capsys.readouterr().out
+    timed = copy.deepcopy(record)
+    timed["environment"] |= {"device": {"name": "some device"}, "revision": "0123456789abcdef"}
+    for row in timed["rows"]:
+        for way in row["ways"].values():
+            way |= {"seconds": 0.01, "steps_seconds": 0.1, "peak_bytes": 2**30}
+            way |= {"ratio": [1.25, 1.24, 1.26], "steps_ratio": [1.2, 1.19, 1.21]}
+    said = experiment.section(timed)
+    assert f"{names[0]} (`" in said and "on some device, revision 0123456789, torch " in said
+    lines = [line for line in said.splitlines() if line.startswith("| both INT8 | ")]
+    cells = [format_seconds(0.01), format_comparison([1.25, 1.24, 1.26]), format_seconds(0.1)]
+    assert len(lines) == len(names)
+    assert all(line.startswith(f"| both INT8 | {' | '.join(cells)} | ") for line in lines)
+
+
+@pytest.mark.usefixtures("libraries")
+def test_a_way_that_is_not_what_it_says_is_refused() -> None:
+    import torch
+
+    def way(**said: Any) -> Any:
+        found = experiment.Way(None, attention=object())
+        found.said = lambda: {"modes": {"balanced": 2}, "native": {}, "fallbacks": {}} | said  # type: ignore[method-assign]
+        return found
+
+    good = (torch.ones(3),)
+    assert experiment.judged("x", way(), good) == ""
+    for said in ({"native": {"attention mask": 1}}, {"fallbacks": {"float32": 1}}, {"modes": {}}):
+        assert "left attention to others" in experiment.judged("x", way(**said), good)
+    assert "not finite" in experiment.judged("x", way(), (*good, torch.tensor([torch.nan])))
+
+
+@pytest.mark.usefixtures("libraries")
+def test_ways_share_what_they_have_in_common() -> None:
+    made = experiment.make(QUICK_MODELS["Wan 14B"], "cpu", 0)
+    before = {name: x.clone() for name, x in made.named_parameters()}
+    found = experiment.ways(made)
+    own = {x.data_ptr() for x in made.parameters()}
+    for name, (_, linear) in WAYS.items():
+        tensors = {x.data_ptr() for x in found[name].transformer.parameters()}
+        assert (tensors < own) if linear else (tensors == own)
+    assert all(bool((x == before[name]).all()) for name, x in made.named_parameters())
+    codes = [
+        {x.data_ptr() for x in found[name].transformer.buffers()}
+        for name in ("INT8 linear layers", "both INT8")
+    ]
+    assert codes[0] == codes[1]
+
+
+@pytest.mark.usefixtures("libraries")
+def test_what_is_timed_takes_turns_and_what_was_refused_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import diffusers
+    import torch
+
+    calls: dict[str, list[int]] = {}
+
+    def turns(given: dict[str, Any], *, rounds: int, **_: Any) -> dict[str, list[float]]:
+        for call in given.values():
+            call(0)
+        return {name: [2.0 if name == NATIVE else 1.0] * rounds for name in given}
+
+    def model(name: str) -> Any:
+        def run(x: Any, t: Any, return_dict: bool) -> tuple[Any]:
+            calls.setdefault(name, []).append(int(t[0]))
+            return (x,)
+
+        return run
+
+    monkeypatch.setattr(experiment.timing, "time_interleaved", turns)
+    monkeypatch.setattr(experiment.device, "clocks", dict)
+    found = {name: experiment.Way(model(name)) for name in WAYS}
+    row = {"ways": {name: {"refused": ""} for name in WAYS}}
+    row["ways"]["INT8 attention"]["refused"] = "why"
+    x = torch.ones(2)
+    experiment.timed(
+        found, diffusers.FlowMatchEulerDiscreteScheduler(), x, lambda x, t: {"x": x, "t": t},
+        {"x": x, "t": torch.ones(1)}, row, argparse.Namespace(rounds=15, loop_rounds=5),
+    )  # fmt: skip
+    assert set(calls) == set(WAYS) - {"INT8 attention"}
+    assert all(len(steps) == 1 + experiment.STEPS for steps in calls.values())
+    assert all(steps[1:] == sorted(steps[1:], reverse=True) for steps in calls.values())
+    both = row["ways"]["both INT8"]
+    assert both["ratio"] == both["steps_ratio"] == [2.0, 2.0, 2.0]
+    assert "ratio" not in row["ways"][NATIVE] and len(both["steps_samples"]) == 5
+    assert "seconds" not in row["ways"]["INT8 attention"]
