@@ -24,7 +24,8 @@ def test_gains_for_diffusion_run_in_small(tmp_path: Path) -> None:
     (scratch,) = (row["scratch_bytes"] for row in rows if "long" in row["way"])
     assert 0 < scratch < 10 * 300 * 128 * 2
     timed = {
-        "speed_ratio": [4.0, 3.9, 4.1], "density": 0.2, "seconds": {"way": 2e-3}, "against": "x",
+        "speed_ratio": [4.0, 3.9, 4.1], "density": 0.2, "of 1 / density": [0.8, 0.7, 0.9],
+        "seconds": {"way": 2e-3}, "against": "x",
     }  # fmt: skip
     assert diffusion_gains._gain(timed) == ["2 ms", "x", "4.00 [3.90, 4.10]", "80%"]
 

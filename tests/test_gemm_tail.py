@@ -153,7 +153,7 @@ def test_the_plan_says_which_tiles_are_shared() -> None:
     ("m", "n", "k", "tail_splits"),
     [
         (4608, 3072, 3072, 2), (4608, 12_288, 3072, 2), (4608, 3072, 15_360, 2),
-        (16_384, 16_384, 4096, 2),
+        (16_384, 16_384, 4096, 1),  # half a wave of 63 is less than clusters cost the others
         (4096, 4096, 4096, 1),  # 116 tiles in the last wave
         (8192, 8192, 8192, 1),  # 68
         (16_384, 1792, 1792, 1), (4608, 3072, 128, 1),

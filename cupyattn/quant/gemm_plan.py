@@ -73,6 +73,9 @@ FEW_ROWS, PORTABLE_ROWS, _FULL = 64, 32, 64
 _CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS // 8 * 8, 40
 #: What a cluster takes to begin, meet and add up, in times of 4096 pairs for a slice: about 1 us.
 _MEETING = 14
+#: How much longer whole waves take of a kernel that is launched in clusters, which they do not need
+#: (experiments/results/gemm_tails.json).
+_IN_CLUSTERS = 1.02
 
 
 @dataclass(frozen=True)
@@ -240,9 +243,10 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
         products = tiles.block_m * tiles.block_n / 4096
         slice_time = max(products, (tiles.block_m + tiles.block_n) / _L2_BYTES)
         part = -(-slices // tiles.cluster) * slice_time + _MEETING
+        of_wave = _IN_CLUSTERS if tiles.cluster > 1 else 1.0
         clustered = _CLUSTERED_BLOCKS if tiles.splits > 1 else _at_a_time(tiles)
         return (
-            -(-alone // _at_a_time(tiles)) * slices * slice_time
+            -(-alone // _at_a_time(tiles)) * slices * slice_time * of_wave
             + -(-shared * tiles.cluster // clustered) * part
         )
 
