@@ -1,7 +1,9 @@
 """How much of the output is lost with the keys that pruning drops, and are they well chosen?
 
-Varies       share of the keys dropped; query rows that importance is estimated from; layer
-Holds fixed  Q, K, V of experiments/data (12 heads, length 512, head_dim 32), "precision" mode
+Varies       share of the keys dropped; query rows that importance is estimated from; the operands
+Holds fixed  Q, K, V of experiments/data: a block of the trained diffusion transformer at three
+             steps (2 heads of 64, length 1024) and three layers of a text encoder (12 heads of 32,
+             length 512); "precision" mode
 Measures     relative L2 error of the pruned output against all keys, beside keys dropped at random
 Run          python -m experiments.token_pruning [--quick] [--json FILE]
 
@@ -25,18 +27,24 @@ from cupyattn.reference import attention_exact
 from cupyattn.rounding import as_float64
 from experiments import common
 
-LAYERS, RATIOS, ROWS = (0, 2, 5), (0.1, 0.2, 0.4), (8, 32, 128, 512)
+BLOCK, STEPS, LAYERS = 4, 50, (0, 2, 5)
+RATIOS, ROWS = (0.1, 0.2, 0.4), (8, 32, 128, 512)
 RANDOM = "random"
 
 
-def operands(layer: int, length: int) -> tuple[Any, ...]:
-    """Return Q, K and V of one layer, float16."""
-    return tuple(x[:, :, :length] for x in common.recorded(layer))
+def sources() -> dict[str, tuple[Any, ...]]:
+    """Return Q, K and V by what they are of, float16."""
+    found = {
+        f"transformer, step {step}": common.captured(BLOCK, step)
+        for step in common.captured_steps(STEPS)
+    }
+    return found | {f"encoder, layer {n}": common.recorded(n) for n in LAYERS}
 
 
-def losses(layer: int, length: int, seed: int) -> Iterator[dict[str, Any]]:
+def losses(name: str, operands: Sequence[Any], seed: int) -> Iterator[dict[str, Any]]:
     """Yield the error of every choice of keys."""
-    q, k, v = operands(layer, length)
+    q, k, v = operands
+    length = k.shape[2]
     exact = attention_exact(*map(as_float64, (q, k, v)))
     rng = np.random.default_rng(seed)
     choices: dict[Any, Any] = {
@@ -48,23 +56,26 @@ def losses(layer: int, length: int, seed: int) -> Iterator[dict[str, Any]]:
             few = compact(k, v, importance, kept_count(length, ratio))[:2]
             o = attention_exact(*map(as_float64, (q, *few)))
             yield {
-                "layer": layer, "ratio": ratio, "rows": rows,
+                "operands": name, "length": length, "ratio": ratio, "rows": rows,
                 "error": measure.relative_error(o, exact),
             }  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute, print the table, write the record."""
-    length = common.quick_length(args, 512)
-    found = [row for layer in LAYERS for row in losses(layer, length, args.seed)]
+    found = []
+    for name, operands in sources().items():
+        length = common.quick_length(args, operands[1].shape[2])
+        found += losses(name, [x[:, :, :length] for x in operands], args.seed)
     kinds = list(dict.fromkeys(row["rows"] for row in found))
     table = []
-    for layer in LAYERS:
+    for name in dict.fromkeys(row["operands"] for row in found):
         for ratio in RATIOS:
-            mine = [r for r in found if (r["layer"], r["ratio"]) == (layer, ratio)]
-            table.append([str(layer), f"{ratio:.0%}", *(f"{r['error']:.2g}" for r in mine)])
-    output.print_table(["layer", "dropped", *(f"{kind} rows" for kind in kinds)], table)
-    common.keep(args, "token_pruning", "mirror", {"length": length, "rows": found})
+            mine = [r for r in found if (r["operands"], r["ratio"]) == (name, ratio)]
+            errors = {r["rows"]: f"{r['error']:.2g}" for r in mine}
+            table.append([name, f"{ratio:.0%}", *(errors.get(kind, "-") for kind in kinds)])
+    output.print_table(["operands", "dropped", *(f"{kind} rows" for kind in kinds)], table)
+    common.keep(args, "token_pruning", "mirror", {"rows": found})
     return 0
 
 

@@ -47,12 +47,13 @@ def test_the_table_is_what_the_record_says() -> None:
 
 def test_the_table_of_pruning_is_what_the_record_says() -> None:
     record = json.loads((ROOT / "experiments" / "results" / "token_pruning.json").read_text())
-    found = {(r["layer"], r["rows"]): r["error"] for r in record["rows"] if r["ratio"] == 0.2}
-    rows = re.findall(r"^\| (\d)(?:, [\w ]+)? \| ([\d. |]+) \|$", PAGE, re.MULTILINE)
-    assert [int(layer) for layer, _ in rows] == [0, 2, 5]
-    for layer, cells in rows:
+    found = {(r["operands"], r["rows"]): r["error"] for r in record["rows"] if r["ratio"] == 0.2}
+    pattern = r"^\| ((?:transformer|encoder), \w+ \d+)(?:: [\w ]+)? \| ([\d. |]+) \|$"
+    rows = re.findall(pattern, PAGE, re.MULTILINE)
+    assert [name for name, _ in rows] == list(dict.fromkeys(name for name, _ in found))
+    for name, cells in rows:
         for kind, cell in zip((8, 32, 128, 512, "random"), cells.split(" | "), strict=True):
-            assert cell == f"{found[int(layer), kind]:.2g}"
+            assert cell == f"{found[name, kind]:.2g}"
 
 
 def test_the_example_of_the_readme_runs() -> None:
