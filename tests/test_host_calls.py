@@ -323,6 +323,12 @@ class OnDevice:
     def get_device(self) -> int:
         return 0
 
+    def is_contiguous(self) -> bool:
+        return bool(self.array.flags.c_contiguous)
+
+    def numel(self) -> int:
+        return int(self.array.size)
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,23 +189,48 @@ def test_weights_that_come_again(host: Host) -> None:
 def test_a_linear_layer_on_tensors_is_planned_once(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tensors become arrays of the same memory, whose calls are found again."""
+    """Its tensors become arrays of the same memory once; then kernels get their addresses."""
     pytest.importorskip("torch")
     linear = importlib.import_module("cupyattn.interop.torch.linear")
+    made: list[OnDevice] = []
+
+    def empty(shape: tuple[int, ...], dtype: str, device: Any) -> OnDevice:
+        made.append(OnDevice(array(shape, dtype)))
+        return made[-1]
+
+    stream = SimpleNamespace(cuda_stream=host.driver.stream)
+    cuda = SimpleNamespace(current_device=lambda: 0, current_stream=lambda _: stream)
+    types = {"int8": "int8", "float32": "float32"}
     for name, stand_in in (
+        ("torch", SimpleNamespace(cuda=cuda, empty=empty, **types)),
         ("as_array", lambda x: x.array),
         ("_fake", lambda x, w: OnDevice(array((*x.shape[:-1], w.shape[0])))),
         ("on_device_of", lambda _: contextlib.nullcontext()),
+        ("_recent", {}),
     ):  # fmt: skip
         monkeypatch.setattr(linear, name, stand_in)
     given = operands(5)
     weight, scales = OnDevice(given["b"]), OnDevice(given["b_scales"])
+    bias = OnDevice(array((N,), "float32"))
     for turn in range(3):
         x = OnDevice(array((2, 5, K)))
-        y = linear.run(x, weight, scales, None, "", "sm_90", None)
+        y = linear.run(x, weight, scales, bias, "silu", "sm_90", None)
         assert y.shape == (2, 5, N)
-        _, quantised = host.passed(2 * turn)
+        entry, quantised = host.passed(2 * turn)
+        assert entry == "act_quant" and quantised["x"] == x.data_ptr()
         _, multiplied = host.passed(2 * turn + 1)
-        assert quantised["x"] == x.data_ptr() and multiplied["c"] == y.data_ptr()
-        assert multiplied["a"] == quantised["codes"] and multiplied["b"] == weight.data_ptr()
-    assert len(host.plans) == len(repeated._recent) == 2
+        assert multiplied["c"] == y.data_ptr() and multiplied["bias"] == bias.data_ptr()
+        assert multiplied["a"] == quantised["codes"]
+        assert multiplied["a_scales"] == quantised["scales"]
+        assert multiplied["b"] == weight.data_ptr()
+        assert multiplied["b_scales"] == scales.data_ptr()
+        if turn:
+            codes, of_codes = made[-2:]
+            assert (codes.shape, of_codes.shape) == ((2, 5, K), (2, 5, 2))
+            assert quantised["codes"] == codes.data_ptr()
+            assert quantised["scales"] == of_codes.data_ptr()
+    assert len({*map(id, host.plans)}) == 2 and len(linear._recent) == 1 and len(made) == 4
+    linear.run(OnDevice(array((2, 5, K))), weight, scales, None, "silu", "sm_90", None)
+    assert len(linear._recent) == 2  # another form: without a bias
+    for other in (OnDevice(array((K, 10)).T), OnDevice(array((0, K)))):
+        assert linear._key({"x": other}, ()) is None  # lies otherwise, or is empty: not kept

@@ -138,8 +138,7 @@ def int8_gemm(
             return c.reshape(*shape, n)
         out[...] = c.reshape(*shape, n)
         return out
-    if arch is None and tiles is None and own_arch(backend, a):
-        arch, tiles = on_hopper(math.prod(shape), *b.shape)
+    arch, tiles = form_of(a, b, tiles, arch, backend)
     with on_device_of(a):
         buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
         rows = (math.prod(shape), n)
@@ -158,6 +157,15 @@ def int8_gemm(
         else:
             remember(key, plan, arch, arrays, buffers, {}, receiver="c")
     return c.reshape(*shape, n) if out is None else out
+
+
+def form_of(
+    a: Array, b: Array, tiles: GemmTiles | None, arch: str | None, backend: str
+) -> tuple[str | None, GemmTiles | None]:
+    """Return architecture and tiles of a product: the caller's, or those for a Hopper device."""
+    if arch is None and tiles is None and own_arch(backend, a):
+        return on_hopper(math.prod(a.shape[:-1]), *b.shape)
+    return arch, tiles
 
 
 def _type(outliers: tuple[Array, Array]) -> str:

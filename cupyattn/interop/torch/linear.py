@@ -2,18 +2,90 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cupyattn import compile as compiler
+from cupyattn.backends import as_input
 from cupyattn.errors import UnsupportedError
+from cupyattn.executor import ReadyCall
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.dispatch import how_seen
 from cupyattn.interop.torch.ops import define, differentiate
+from cupyattn.launch import Operand
 from cupyattn.quant import act_quant, int8_gemm, weight_quant
+from cupyattn.quant.activations import plan_act_quant
 from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.gemm import form_of
+from cupyattn.quant.gemm_plan import plan_gemm
 from cupyattn.quant.gemm_reference import check_activation
+
+#: Layers on tensors of late, by the forms of these; the oldest make room.
+_recent: dict[Any, _Ready] = {}
+_MAX_RECENT = 512
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a layer launches on tensors of some forms, compiled and loaded."""
+
+    quantise: ReadyCall
+    multiply: ReadyCall
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Run on torch's current stream; codes, scales and result are torch's own memory."""
+        x, weight = tensors["x"], tensors["b"]
+        device = x.device
+        if torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device):
+                return self(tensors)
+        blocks = -(-x.shape[-1] // BLOCK_SIZE)
+        codes = torch.empty(x.shape, dtype=torch.int8, device=device)
+        scales = torch.empty((*x.shape[:-1], blocks), dtype=torch.float32, device=device)
+        y = _fake(x, weight)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        made = {"codes": codes.data_ptr(), "scales": scales.data_ptr()}
+        self.quantise.launch({"x": x.data_ptr(), **made}, 0, stream)
+        given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        self.multiply.launch(
+            {**given, "a": made["codes"], "a_scales": made["scales"], "c": y.data_ptr()}, 0, stream
+        )
+        return y
+
+
+def _key(tensors: Mapping[str, Tensor], options: tuple[Any, ...]) -> Any:
+    """Return what a layer on a device depends on beside values; None: it is not kept."""
+    key: list[Any] = [compiler.generation(), options]
+    for name, x in tensors.items():
+        if not x.is_cuda or not x.is_contiguous() or not x.numel():
+            return None
+        key += (name, x.shape, x.dtype, x.data_ptr() & 15, x.get_device())
+    return tuple(key)
+
+
+def _remember(key: Any, arrays: Mapping[str, Any], activation: str, arch: str | None) -> None:
+    """Keep the launches of a layer that has run on these arrays."""
+    rows = math.prod(arrays["x"].shape[:-1])
+    x, codes, scales, y = (
+        Operand.of(as_input(arrays[n].reshape(rows, arrays[n].shape[-1])))
+        for n in ("x", "codes", "scales", "y")
+    )
+    b, b_scales, bias = arrays["b"], arrays["b_scales"], arrays.get("bias")
+    arch, tiles = form_of(arrays["codes"], b, None, arch, "cuda")
+    dtype = arrays["x"].dtype.name
+    product = plan_gemm(
+        codes, scales, *(Operand.of(as_input(a)) for a in (b, b_scales)), y, dtype,
+        bias="" if bias is None else bias.dtype.name, activation=activation, outliers=None,
+        tiles=tiles, arch=arch,
+    )  # fmt: skip
+    while len(_recent) >= _MAX_RECENT:
+        _recent.pop(next(iter(_recent)), None)
+    _recent[key] = _Ready(ReadyCall.of(plan_act_quant(x, dtype)), ReadyCall.of(product, arch))
 
 
 def run(
@@ -26,14 +98,24 @@ def run(
     backend: str | None,
 ) -> Tensor:
     """Quantise x and multiply: what the operator does on a CPU or a CUDA device."""
+    tensors = {"x": x, "b": weight, "b_scales": weight_scale}
+    tensors |= {} if bias is None else {"bias": bias}
+    key = _key(tensors, (activation, arch)) if backend in (None, "cuda") else None
+    ready = None if key is None else _recent.get(key)
+    if ready is not None:
+        return ready(tensors)
     with on_device_of(x):
-        codes, scales = act_quant(as_array(x), backend=backend)
+        arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
+        codes, scales = act_quant(arrays["x"], backend=backend)
         y = _fake(x, weight)  # torch's own memory: its CUDA graphs take it back by themselves
+        arrays |= {"codes": codes, "scales": scales, "y": as_array(y)}
         int8_gemm(
-            codes, scales, as_array(weight), as_array(weight_scale), _name(x.dtype),
-            bias=None if bias is None else as_array(bias), activation=activation or None,
-            arch=arch, backend=backend, out=as_array(y),
+            codes, scales, arrays["b"], arrays["b_scales"], _name(x.dtype),
+            bias=arrays.get("bias"), activation=activation or None, arch=arch, backend=backend,
+            out=arrays["y"],
         )  # fmt: skip
+        if key is not None:
+            _remember(key, arrays, activation, arch)
         return y
 
 
