@@ -19,12 +19,12 @@ import numpy as np
 from cupyattn.arrays import on_host
 from cupyattn.files import replacing
 from experiments import common
-from experiments.dit import checkpoint, modes
+from experiments.dit import modes
 from experiments.dit.attention import Kernels, Recorder
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters
 from experiments.dit.sampler import STEPS, sample
-from experiments.dit.train import QUICK, WEIGHTS, array_module
+from experiments.dit.train import WEIGHTS, loaded
 
 #: Heads that are kept, the first ones: all would be twice the size.
 HEADS = 2
@@ -68,11 +68,7 @@ def capture(model: Model, weights: Parameters, steps: int = STEPS) -> dict[str, 
 
 def run(args: argparse.Namespace) -> int:
     """Record and write."""
-    xp = array_module(quick=args.quick)
-    if args.quick:
-        shape, weights = QUICK, checkpoint.untrained(QUICK, 0, xp)
-    else:
-        shape, weights = checkpoint.load_weights(args.weights, xp)
+    xp, shape, weights = loaded(args)
     arrays = capture(Model(shape, xp), weights)
     with replacing(args.output) as file:
         np.savez_compressed(file, **arrays)

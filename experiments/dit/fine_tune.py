@@ -20,18 +20,17 @@ import numpy as np
 
 from cupyattn.cli import output
 from experiments import common
-from experiments.dit import checkpoint, metrics
+from experiments.dit import metrics
 from experiments.dit.attention import Kernels
 from experiments.dit.checkpoint import State
 from experiments.dit.train import (
-    QUICK,
     STEPS_OF_A_FIGURE,
     WEIGHTS,
     Settings,
     Trainer,
-    array_module,
     curve,
     draw,
+    loaded,
     train,
 )
 
@@ -68,11 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Fine-tune both, print what came of it, write the record."""
     if args.steps < 1:
         raise ValueError(f"--steps must be positive, got {args.steps}")
-    xp = array_module(quick=args.quick)
-    if args.quick:
-        shape, weights = QUICK, checkpoint.untrained(QUICK, args.seed, xp)
-    else:
-        shape, weights = checkpoint.load_weights(args.weights, xp)
+    xp, shape, weights = loaded(args, args.seed)
     settings = Settings(shape, args.seed + 1, args.batch, args.steps, args.rate)
     if args.quick:
         settings = replace(settings, batch=min(args.batch, 8))

@@ -22,11 +22,11 @@ import numpy as np
 
 from cupyattn.cli import output
 from experiments import common
-from experiments.dit import checkpoint, modes
+from experiments.dit import modes
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters
 from experiments.dit.sampler import BATCH, STEPS, sample
-from experiments.dit.train import QUICK, WEIGHTS, array_module
+from experiments.dit.train import WEIGHTS, loaded
 
 
 @contextmanager
@@ -70,11 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Count, print, record."""
     if args.images < 1:
         raise ValueError(f"--images must be positive, got {args.images}")
-    xp = array_module(quick=args.quick)
-    if args.quick:
-        shape, weights = QUICK, checkpoint.untrained(QUICK, args.seed, xp)
-    else:
-        shape, weights = checkpoint.load_weights(args.weights, xp)
+    xp, shape, weights = loaded(args, args.seed)
     model = Model(shape, xp)
     calibrations = modes.calibrate(model, weights, STEPS)
     peaks = {}

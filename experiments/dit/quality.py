@@ -30,11 +30,11 @@ from cupyattn.cli import output
 from cupyattn.measure import format_seconds
 from cupyattn.rounding import array_namespace
 from experiments import common
-from experiments.dit import checkpoint, data, features, metrics, modes, pictures, report
+from experiments.dit import data, features, metrics, modes, pictures, report
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters
 from experiments.dit.sampler import BATCH, STEPS, sample
-from experiments.dit.train import QUICK, WEIGHTS, array_module
+from experiments.dit.train import WEIGHTS, loaded
 
 #: Real crops that samples are held to, and resamples of a distance, which takes longer than a mean.
 REAL, DISTANCE_RESAMPLES = 4096, 200
@@ -218,20 +218,13 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, record, and write the page."""
     if args.stored:
         return report.write()
-    if args.images <= QUICK_STAGES.features or args.steps < 4:
+    sizes, steps = (QUICK_STAGES, 20) if args.quick else (features.Stages(), 1000)
+    if args.images <= sizes.features or args.steps < 4:
         raise ValueError(
-            f"--images must be more than {QUICK_STAGES.features} and --steps at least 4, got "
+            f"--images must be more than {sizes.features} and --steps at least 4, got "
             f"{args.images} and {args.steps}"
         )
-    xp = array_module(quick=args.quick)
-    if args.quick:
-        shape, weights = QUICK, checkpoint.untrained(QUICK, args.seed, xp)
-        sizes, steps = QUICK_STAGES, 20
-    else:
-        shape, weights = checkpoint.load_weights(args.weights, xp)
-        sizes, steps = features.Stages(), 1000
-        if args.images <= sizes.features:
-            raise ValueError(f"--images must be more than {sizes.features}, got {args.images}")
+    xp, shape, weights = loaded(args, args.seed)
     with output.progress("training the network of features", steps) as advance:
         network, accuracy = features.train(
             sizes, xp, steps=steps, batch=16 if args.quick else 256, advance=advance

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from cupyattn.cli import output
 from experiments import common
-from experiments.dit import checkpoint, data, modes, pictures
+from experiments.dit import data, modes, pictures
 from experiments.dit.model import Model
 from experiments.dit.sampler import BATCH, STEPS, sample_all
-from experiments.dit.train import QUICK, WEIGHTS, array_module
+from experiments.dit.train import WEIGHTS, loaded
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,11 +27,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--images must be positive and --steps at least 2, got {args.images} and {args.steps}"
         )
-    xp = array_module(quick=args.quick)
-    if args.quick:
-        shape, weights = QUICK, checkpoint.untrained(QUICK, 0, xp)
-    else:
-        shape, weights = checkpoint.load_weights(args.weights, xp)
+    xp, shape, weights = loaded(args)
     model, calibrations = Model(shape, xp), []
     if modes.INT8.get(args.mode, {}).get("static"):
         calibrations = modes.calibrate(model, weights, args.steps)

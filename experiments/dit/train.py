@@ -212,6 +212,17 @@ def array_module(*, quick: bool) -> Any:
     return cupy
 
 
+def loaded(args: argparse.Namespace, seed: int = 0) -> tuple[Any, Shape, Parameters]:
+    """Return the array module, and the stored weights of ``args.weights``, float16.
+
+    For a run in small those of a tiny transformer, not trained, drawn by the seed.
+    """
+    xp = array_module(quick=args.quick)
+    if args.quick:
+        return xp, QUICK, checkpoint.untrained(QUICK, seed, xp)
+    return xp, *checkpoint.load_weights(args.weights, xp)
+
+
 def _until(minutes: float) -> Callable[[], bool]:
     end = time.monotonic() + 60 * minutes
     return lambda: time.monotonic() >= end
