@@ -31,14 +31,14 @@ constexpr int ROW_LANES =
     power_of_two_from(ACCESSES) < WARP_SIZE ? power_of_two_from(ACCESSES) : WARP_SIZE;
 constexpr int LANE_ACCESSES = ceil_div(ACCESSES, ROW_LANES);
 constexpr int PASS_ROWS = NUM_THREADS / ROW_LANES;  // rows that all threads take at a time
-constexpr int PASSES = ceil_div(BLOCK_Q, PASS_ROWS);
+constexpr int PASSES = BLOCK_Q / PASS_ROWS;
+static_assert(BLOCK_Q % PASS_ROWS == 0, "BLOCK_Q must be whole passes of all threads over rows");
 using Access = Words<elem_t, VEC>;
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gather_rows(
     const __grid_constant__ GatherParams p) {
   const uint32_t chunks = ceil_div(p.count, BLOCK_Q);
   const int row0 = blockIdx.x % chunks * BLOCK_Q + thread_id() / ROW_LANES;
-  const int end = min(p.count, round_down(row0, BLOCK_Q) + BLOCK_Q);
   const int64_t batch_head = blockIdx.x / chunks;
   const int64_t batch = batch_head / p.heads_kv, head = batch_head % p.heads_kv;
   const int col0 = thread_id() % ROW_LANES * VEC;
@@ -55,7 +55,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gather_rows(
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = row0 + pass * PASS_ROWS;
-    place[pass] = row < end ? places[row] : 0;
+    place[pass] = row < p.count ? places[row] : 0;
   }
   Access k[PASSES][LANE_ACCESSES], v[PASSES][LANE_ACCESSES];
 #pragma unroll
@@ -63,7 +63,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gather_rows(
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a) {
       const int col = a * ROW_LANES * VEC;
-      if (row0 + pass * PASS_ROWS < end && col0 + col < HEAD_DIM) {
+      if (row0 + pass * PASS_ROWS < p.count && col0 + col < HEAD_DIM) {
         k[pass][a] = *reinterpret_cast<const Access*>(K + place[pass] * p.K_stride.len + col);
         v[pass][a] = *reinterpret_cast<const Access*>(V + place[pass] * p.V_stride.len + col);
       }
@@ -81,7 +81,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gather_rows(
     for (int a = 0; a < LANE_ACCESSES; ++a) {
       const int col = a * ROW_LANES * VEC;
       const int64_t row = row0 + pass * PASS_ROWS;
-      if (row < end && col0 + col < HEAD_DIM) {
+      if (row < p.count && col0 + col < HEAD_DIM) {
         *reinterpret_cast<Access*>(kept_K + row * HEAD_DIM + col) = k[pass][a];
         *reinterpret_cast<Access*>(kept_V + row * HEAD_DIM + col) = v[pass][a];
       }
