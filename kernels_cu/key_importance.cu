@@ -65,7 +65,7 @@ static_assert(
     "BLOCK_KV / NUM_WARPS must be a multiple of 16, the keys of an ldmatrix");
 static_assert(NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next keys arrive during these");
 
-// Where a block works: the chunk of rows is all chunks' in key_importance.
+// Which keys of which head a block works on.
 struct Place {
   int64_t head;         // of batch * heads_kv
   int begin, end;       // keys

@@ -87,11 +87,11 @@ def test_float32_keys_are_weighed_by_the_library() -> None:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
-@pytest.mark.parametrize("head_dim", [64, 128, 7, 36, 256])
+@pytest.mark.parametrize("head_dim", [128, 7, 36, 256])
 @pytest.mark.parametrize("kind", ["ties", "close", "not finite"])
 def test_keys_are_chosen_and_moved_to_the_bit(kind, head_dim, dtype) -> None:
     rng = np.random.default_rng(head_dim)
-    for len_kv, count in ((1, 1), (333, 300), (4096, 3277), (20001, 7)):
+    for len_kv, count in ((1, 1), (333, 300), (4096, 3277), (9001, 7)):
         k, v = (
             rng.standard_normal((2, 3, len_kv, head_dim)).astype(np.float32).astype(STORAGE[dtype])
             for _ in range(2)
