@@ -1,11 +1,13 @@
 """What do guidance fusion, static scales, token pruning and block masks win over the plain call?
 
 Varies       the way (both guidance branches in one launch; calibrated scales; a fifth of the keys
-             dropped, selection included; blocks of a random mask kept; q and k normalised and
-             turned as they are quantised; INT8 at 118,800 and 131,072 tokens), the mode, the length
+             dropped, selection included, and the selection alone; blocks of a random mask kept; q
+             and k normalised and turned as they are quantised; INT8 at 118,800 and 131,072 tokens),
+             the mode, the length
 Holds fixed  head_dim 128, float16, N(0, 1), self-attention; batch x heads as the length allows
 Measures     time against the plain ways in the same rounds: two calls, dynamic scales of the same
-             granularity, all keys, dense attention in 16 bits and in INT8, a pass before, 16 bits;
+             granularity, all keys, copies of K and V, dense attention in 16 bits and in INT8, a
+             pass before, 16 bits;
              for masks also against dense attention with the same tiles, as a share of 1 / density;
              for pruning also the relative error against all keys; for long sequences the bytes of
              scratch memory
@@ -32,6 +34,8 @@ from cupyattn import measure as measuring
 from cupyattn.api import kernel_form
 from cupyattn.checks import check_attention
 from cupyattn.cli import output
+from cupyattn.diffusion import key_importance
+from cupyattn.diffusion.pruning import compact, kept_count
 from cupyattn.launch import Operand
 from cupyattn.preparation import EPS, Preparation
 from cupyattn.preparation import OPTIONS as PREPARATION
@@ -132,6 +136,20 @@ def pruning(qkv: Sequence[Any], mode: str) -> Comparison:
     return every, lambda q, k, v: pruned(q, k, v, 0, mode=mode), known
 
 
+def choosing(qkv: Sequence[Any], mode: str) -> Comparison:
+    """The same without attention, beside a copy of K and V."""
+    q, k, v = qkv
+    count = kept_count(k.shape[2], RATIO)
+
+    def chosen(q: Any, k: Any, v: Any) -> Any:
+        return compact(k, v, key_importance(q, k), count)
+
+    *few, kept = chosen(*qkv)
+    rows = (x[kept].reshape(*k.shape[:2], count, HEAD_DIM) for x in (k, v))
+    same = all(bool((x == y).all()) for x, y in zip(few, rows, strict=True))
+    return {"k and v copied": lambda q, k, v: (k.copy(), v.copy())}, chosen, {"ok": same}
+
+
 def dense_in_the_same_tiles(qkv: Sequence[Any], mode: str, **options: Any) -> Way:
     """Return dense attention of a mode with the tiles that a call with a block mask takes."""
     given: dict[str, Any] = {"variant": "fa_tc"}
@@ -217,19 +235,20 @@ WAYS: dict[str, Callable[..., Comparison]] = {
     "calibrated scales, quantising alone": quantising,
     "guidance in one launch": guidance,
     f"{RATIO:.0%} of keys pruned": pruning,
+    "keys weighed, chosen and moved alone": choosing,
     "norm and rope as q and k are quantised": prepared,
     **{f"{density:.0%} of blocks kept": sparse(density) for density in DENSITIES},
     "INT8 of a long sequence": long,
 }
 #: INT8 alone: there is nothing to compare in 16 bits.
-ONE_MODE = (static, quantising, prepared, long)
+ONE_MODE = (static, quantising, choosing, prepared, long)
 #: What is measured, the most telling first: batch, heads, length, and the ways.
 CELLS: tuple[tuple[Shape, tuple[str, ...]], ...] = (
-    ((16, 32, 4096), tuple(WAYS)[:5]),
-    ((1, 8, 32_768), tuple(WAYS)[5:8]),
-    ((1, 4, 118_800), tuple(WAYS)[8:]),
+    ((16, 32, 4096), tuple(WAYS)[:6]),
+    ((1, 8, 32_768), tuple(WAYS)[6:9]),
+    ((1, 4, 118_800), tuple(WAYS)[9:]),
     *(((1, 32, length), tuple(WAYS)[:3]) for length in (256, 1024, 16_384)),
-    ((1, 4, 131_072), tuple(WAYS)[8:]),
+    ((1, 4, 131_072), tuple(WAYS)[9:]),
 )
 
 

@@ -45,6 +45,9 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "sm90/gemm_int8.cu": GemmTiles(128, 256, 12, 2),
     "merge_partials.cu": Tiles(64, 1, 4),
     "weight_blocks.cu": GemmTiles(128, 128, 8, 1),
+    "key_importance.cu": Tiles(32, 128, 4, 2),
+    "largest_keys.cu": Tiles(1, 1, 16),
+    "gather_rows.cu": Tiles(32, 1, 4),
 }
 #: Source, what is changed, and the sentence that must come back.
 BROKEN = [
@@ -153,6 +156,11 @@ BROKEN = [
     ("weight_blocks.cu", {"BLOCK_N": 100}, "VEC must divide BLOCK_N, or an access would meet two"),
     ("weight_blocks.cu", {"VEC": 1, "NUM_WARPS": 2}, "every access to a row of a block takes a"),
     ("weight_blocks.cu", {"NUM_WARPS": 7}, "a thread keeps at most 64 numbers: NUM_WARPS must be"),
+    ("gather_rows.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be whole passes of all threads over rows"),
+    ("key_importance.cu", {"DTYPE": 2, "VEC": 4}, "key_importance multiplies float16 or bfloat16"),
+    ("key_importance.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be a multiple of 16: all warps have all"),
+    ("key_importance.cu", {"BLOCK_KV": 96}, "BLOCK_KV / NUM_WARPS must be a multiple of 16, the k"),
+    ("key_importance.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2: the next keys arrive"),
 ]
 #: Contracts of templates, tripped by a few lines of their own.
 TEMPLATES = [

@@ -473,7 +473,7 @@ def test_weights_of_the_layer_normalise_in_every_mode(mode: str) -> None:
     ],
 )  # fmt: skip
 def test_copies_that_do_not_fit_say_how_much_they_need(place, call, message, monkeypatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise MemoryError
 
     q, k, v = normal((1, 2, 40, 32), (1, 1, 50, 32))

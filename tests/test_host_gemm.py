@@ -47,9 +47,13 @@ class Host:
         return entry, found
 
 
-@pytest.fixture
-def host(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:  # noqa: F811
-    """Arrays have no device to go to."""
+@contextlib.contextmanager
+def watched(
+    driver: Driver,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    *planners: tuple[Any, str],
+) -> Iterator[Host]:
+    """Keep every plan that these functions of modules make; arrays have no device to go to."""
     found = Host(driver)
 
     def told(function: Any) -> Any:
@@ -61,14 +65,21 @@ def host(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:  # 
 
         return planned
 
-    for module, name in (
-        (gemm, "plan_gemm"), (activations, "plan_act_quant"), (weights, "plan_weight_blocks"),
-    ):  # fmt: skip
+    for module, name in planners:
         monkeypatch.setattr(module, "on_device_of", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(module, name, told(getattr(module, name)))
     repeated._recent.clear()
     yield found
     repeated._recent.clear()
+
+
+@pytest.fixture
+def host(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:  # noqa: F811
+    planners = (
+        (gemm, "plan_gemm"), (activations, "plan_act_quant"), (weights, "plan_weight_blocks"),
+    )  # fmt: skip
+    with watched(driver, monkeypatch, *planners) as found:
+        yield found
 
 
 def operands(m: int) -> dict[str, Any]:

@@ -21,6 +21,8 @@ WITHOUT_STORAGE = [
     "backward_delta.cu",
     "sm90/backward_sums.cu",
     "weight_blocks.cu",
+    "largest_keys.cu",
+    "gather_rows.cu",
 ]
 WITH_STORAGE = [source for source in GOOD if source not in WITHOUT_STORAGE]
 #: A third of them at once: the others are slow.
@@ -55,6 +57,7 @@ EXPECTED = {
     "sm90/attn_fa_int8_fp8.cu": {"Q": "int8", "K": "int8", "V": "int8", "tile": "uint8", **RINGS,
                                  "kv0": "int32"},
     "merge_partials.cu": {"weights": "float32"},
+    "key_importance.cu": {"Q": "float16", "K": "float16", "M": "float32", "l": "float32"},
     "sm90/backward_keys.cu": {
         "K": "float16", "V": "float16", "Q": "float16", "dO": "float16", "dS": "float16",
         "row_M": "float32", "delta": "float32", "KV_full": "uint64", "full": "uint64",

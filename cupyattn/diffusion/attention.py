@@ -468,24 +468,23 @@ class Int8Attention:
         self, q: Array, k: Array, v: Array, step: Step, settings: Settings
     ) -> tuple[Array, Array, Array]:
         """Return the keys and values that are kept, and which these are."""
-        rows = min(settings.pruning_rows, q.shape[2]) * q.shape[1] // k.shape[1]
-        needed = {
-            "weights of the keys": 4 * math.prod(k.shape[:3]) * rows,
-            "k and v that are kept": k.nbytes + v.nbytes,
-        }
+        needed = pruning.bytes_needed(q, k, v, settings.pruning_rows, self._where["backend"])
         with saying_what_is_needed("token pruning", needed, on_device=is_cupy(k)):
             return self._most_important(q, k, v, step, settings)
 
     def _most_important(
         self, q: Array, k: Array, v: Array, step: Step, settings: Settings
     ) -> tuple[Array, Array, Array]:
-        importance = pruning.key_importance(q, k, scale=self._scale, rows=settings.pruning_rows)
+        backend = self._where["backend"]
+        importance = pruning.key_importance(
+            q, k, scale=self._scale, rows=settings.pruning_rows, backend=backend
+        )
         if settings.pruning_threshold is None:
             count = pruning.kept_count(k.shape[2], settings.pruning_ratio)
         else:
             threshold = settings.pruning_threshold * min(step.ratio, 1.0)
             count = pruning.count_above(importance, threshold)
-        return pruning.compact(k, v, importance, count)
+        return pruning.compact(k, v, importance, count, backend=backend)
 
     def _run(
         self,

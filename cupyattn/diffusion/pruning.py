@@ -1,7 +1,8 @@
 """Token pruning: keys that get little attention are dropped before the kernel runs.
 
 Importance is estimated from a few query rows. The keys that are kept are moved together, as many in
-each head, so that the kernel sees shorter keys and values and the dropped ones cost nothing.
+each head, so that the kernel sees shorter keys and values and the dropped ones cost nothing. On a
+device kernels do both (`cupyattn.diffusion.key_passes`), two launches each.
 """
 
 from __future__ import annotations
@@ -11,18 +12,35 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays import check_one_device, contiguous_last_axis
+from cupyattn.backends import as_input, choose, on_device_of, run
 from cupyattn.checks import data_address
 from cupyattn.diffusion.arguments import check_count, check_number
+from cupyattn.diffusion.key_passes import (
+    IMPORTANCE_DTYPES,
+    MOST_HEAD_DIM,
+    plan_compact,
+    plan_key_importance,
+    row_states_shape,
+    sampled_rows,
+)
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import largest_of_rows
-from cupyattn.rounding import Array, array_namespace
+from cupyattn.launch import Operand
+from cupyattn.quant.repeated import call_key, recall, remember
+from cupyattn.rounding import STORAGE, Array, array_namespace
 
 #: Query rows of each head that importance is estimated from.
 SAMPLE_ROWS = 32
 
 
 def key_importance(
-    q: Array, k: Array, *, scale: float | None = None, rows: int = SAMPLE_ROWS
+    q: Array,
+    k: Array,
+    *,
+    scale: float | None = None,
+    rows: int = SAMPLE_ROWS,
+    backend: str | None = None,
 ) -> Array:
     """Estimate how much attention each key gets.
 
@@ -35,6 +53,9 @@ def key_importance(
         Softmax scale; ``head_dim ** -0.5`` when omitted.
     rows : int
         Query rows to look at, at even distances, or fewer; all where there are no more.
+    backend : {"cuda", "mirror", "interpret"}, optional
+        As for `cupyattn.attention`. The kernels take q and k in float16 or in bfloat16, head_dim up
+        to 256; others take the functions of their own library, on a device, too.
 
     Returns
     -------
@@ -42,33 +63,96 @@ def key_importance(
         Mean of the probabilities that those rows, in all query heads of a key head, give to the
         key: they sum to 1 over the keys.
 
+    Raises
+    ------
+    TypeError, ValueError
+        For an unusable `rows` or `backend`, and for heads that key heads do not divide.
+    UnsupportedError
+        For more than 2^30 keys, or heads than blocks can be counted, on the kernels.
+
     Notes
     -----
-    The cost is ``rows / len_q`` of Q.K^T, and one pass over the keys.
+    The cost is ``2 * rows / len_q`` of Q.K^T, and the keys are read twice. Without the kernels
+    scaled rows are rounded to the type of q once more: docs/MATH_REFERENCE.md, K1.
 
     Examples
     --------
     >>> round(float(key_importance(np.ones((1, 2, 4, 8)), np.ones((1, 1, 5, 8)))[0, 0, 0]), 6)
     0.2
     """
+    given = {"q": q, "k": k}
+    key, addresses = call_key(("key_importance", scale, rows, backend), given)
+    again = recall(key)
+    if again is not None:
+        return again(addresses)[0]
     xp = array_namespace(q, k)
+    backend = choose(backend, q)
     batch, heads, len_q, head_dim = q.shape
     heads_kv, len_kv = k.shape[1:3]
     rows = check_count("pruning_rows", rows)
     if 0 in q.shape or 0 in k.shape:
         return xp.full((batch, heads_kv, len_kv), 1 / max(len_kv, 1), np.float32)
-    step = -(-len_q // rows)
-    sampled = q[:, :, (step - 1) // 2 :: step]
-    factor = np.float32(head_dim**-0.5 if scale is None else scale)
+    if heads % heads_kv:
+        raise ValueError(f"the heads of k must divide those of q, {heads}, got {heads_kv}")
+    scale, sampled = head_dim**-0.5 if scale is None else scale, sampled_rows(len_q, rows)
+    if not _kernels_weigh(backend, q, k):
+        return _mean_probabilities(q, k, scale, sampled)
+    check_one_device(**given)
+    with on_device_of(q):
+        buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
+        of_q, of_k = (Operand.of(buffers[name]) for name in given)
+        plan = plan_key_importance(of_q, of_k, q.dtype.name, float(scale), sampled)
+        states = row_states_shape(of_k, heads // heads_kv, len(sampled))
+        shapes = {"importance": (batch, heads_kv, len_kv), "row_M": states, "row_l": states}
+        buffers |= {name: xp.empty(shape, np.float32) for name, shape in shapes.items()}
+        run(backend, plan, buffers)
+        remember(key, plan, None, given, buffers, shapes)
+    return buffers["importance"]
+
+
+def _kernels_weigh(backend: str, q: Array, k: Array) -> bool:
+    """Whether the kernels find the importance of these keys."""
+    return (
+        backend != "mirror"
+        and q.dtype == k.dtype
+        and q.dtype.name in IMPORTANCE_DTYPES
+        and k.shape[3] <= MOST_HEAD_DIM
+    )
+
+
+def _mean_probabilities(q: Array, k: Array, scale: float, sampled: range) -> Array:
+    """Return what `key_importance` does, with the functions of the arrays' own library."""
+    xp = array_namespace(q, k)
+    batch, heads_kv, _, head_dim = k.shape
+    rows = q[:, :, sampled.start :: sampled.step]
     # NOTE: scaled before the product, which a device stores in 16 bits.
-    sampled = (sampled.astype(np.float32) * factor).astype(q.dtype)
-    sampled = sampled.reshape(batch, heads_kv, -1, head_dim).swapaxes(2, 3)
-    weights = product(k, sampled).astype(np.float32)
+    rows = (rows.astype(np.float32) * np.float32(scale)).astype(q.dtype)
+    rows = rows.reshape(batch, heads_kv, -1, head_dim).swapaxes(2, 3)
+    weights = product(k, rows).astype(np.float32)
     weights -= weights.max(axis=2, keepdims=True)
     xp.exp(weights, out=weights)
     rows_seen = weights.shape[3]
     share: Array = weights @ (1 / (rows_seen * weights.sum(axis=2)))[..., None]
     return share[..., 0]
+
+
+def bytes_needed(
+    q: Array, k: Array, v: Array, rows: int, backend: str | None = None
+) -> dict[str, int]:
+    """Return what pruning takes of memory beside its operands, by name.
+
+    Parameters
+    ----------
+    q, k, v, rows, backend
+        As for `key_importance` and `compact`.
+    """
+    keys = math.prod(k.shape[:3])
+    if _kernels_weigh(choose(backend, q), q, k):
+        of_keys = {"importance, marks and places of the keys": (4 + 1 + 4) * keys}
+    else:
+        seen = min(rows, q.shape[2]) * q.shape[1] // max(k.shape[1], 1)
+        of_keys = {"weights of the keys": 4 * keys * seen}
+    return {**of_keys, "k and v that are kept": k.nbytes + v.nbytes}
 
 
 def kept_count(len_kv: int, ratio: float) -> int:
@@ -103,23 +187,94 @@ def count_above(importance: Array, threshold: float) -> int:
     return max(1, int(counts.max()))
 
 
-def compact(k: Array, v: Array, importance: Array, count: int) -> tuple[Array, Array, Array]:
+def compact(
+    k: Array, v: Array, importance: Array, count: int, *, backend: str | None = None
+) -> tuple[Array, Array, Array]:
     """Move the most important keys together.
 
     Parameters
     ----------
     k, v : array, (batch, heads_kv, len_kv, head_dim)
-    importance : array, (batch, heads_kv, len_kv)
+        NumPy or CuPy.
+    importance : array, float32, (batch, heads_kv, len_kv)
+        0 or more. A NaN counts as most important.
     count : int
         Keys to keep in each head. Of equal ones the later.
+    backend : {"cuda", "mirror", "interpret"}, optional
+        As for `cupyattn.attention`. The kernels take k and v in float16, bfloat16 or float32, both
+        of one type and shape, head_dim up to 256; others take the functions of their own library,
+        on a device, too. The result is the same to the bit.
 
     Returns
     -------
     k, v : array, (batch, heads_kv, count, head_dim)
         In the order that they had.
     kept : array, bool, (batch, heads_kv, len_kv)
+
+    Raises
+    ------
+    TypeError
+        For an importance of another type.
+    ValueError
+        For one of another shape, and for more keys than there are.
+    UnsupportedError
+        For more than 2^30 keys, or rows than blocks can be counted, on the kernels.
     """
-    array_namespace(k, v, importance)
+    given = {"k": k, "v": v, "importance": importance}
+    key, addresses = call_key(("compact", count, backend), given)
+    again = recall(key)
+    if again is not None:
+        kept_k, kept_v, kept, _ = again(addresses)
+        return kept_k, kept_v, kept
+    xp = array_namespace(k, v, importance)
+    backend = choose(backend, k)
+    _check_choice(k, v, importance, count)
+    if not _kernels_move(backend, k, v, count):
+        return _indexed(k, v, importance, count)
+    check_one_device(**given)
+    with on_device_of(k):
+        buffers = {name: as_input(contiguous_last_axis(given[name])) for name in "kv"}
+        buffers["importance"] = as_input(xp.ascontiguousarray(importance))
+        plan = plan_compact(*(Operand.of(buffers[name]) for name in "kv"), k.dtype.name, count)
+        few = (*k.shape[:2], count)
+        made = {
+            "kept_k": ((*few, k.shape[3]), k.dtype), "kept_v": ((*few, v.shape[3]), v.dtype),
+            "kept": (importance.shape, np.dtype(bool)), "places": (few, np.dtype(np.int32)),
+        }  # fmt: skip
+        buffers |= {name: xp.empty(shape, dtype) for name, (shape, dtype) in made.items()}
+        run(backend, plan, buffers)
+        remember(
+            key, plan, None, given, buffers, {name: shape for name, (shape, _) in made.items()}
+        )
+    return buffers["kept_k"], buffers["kept_v"], buffers["kept"]
+
+
+def _check_choice(k: Array, v: Array, importance: Array, count: int) -> None:
+    if importance.dtype != np.float32:
+        raise TypeError(f"importance must be float32, got {importance.dtype}")
+    if not tuple(k.shape[:3]) == tuple(v.shape[:3]) == tuple(importance.shape):
+        raise ValueError(
+            "importance must be of the batch, heads and length of k and v, got "
+            f"{tuple(importance.shape)} for {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if not 0 <= count <= importance.shape[2]:
+        raise ValueError(f"count must be 0 to the {importance.shape[2]} keys, got {count}")
+
+
+def _kernels_move(backend: str, k: Array, v: Array, count: int) -> bool:
+    """Whether the kernels choose keys and move these rows."""
+    return (
+        backend != "mirror"
+        and count > 0
+        and k.size > 0
+        and (k.shape, k.dtype) == (v.shape, v.dtype)
+        and k.dtype.name in STORAGE
+        and k.shape[3] <= MOST_HEAD_DIM
+    )
+
+
+def _indexed(k: Array, v: Array, importance: Array, count: int) -> tuple[Array, Array, Array]:
+    """Return what `compact` does, with the functions of the arrays' own library."""
     batch, heads_kv, len_kv = importance.shape
     order = largest_of_rows(importance, count)
     kept = array_namespace(k).zeros(batch * heads_kv * len_kv, bool)

@@ -117,13 +117,9 @@ class GemmFeatures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneLaunch:
-    """A call turned into a launch, or none: what an executor runs.
+class Launches:
+    """A call turned into launches, one after the other: what an executor runs."""
 
-    `features` is what was compiled in.
-    """
-
-    features: GemmFeatures
     launches: tuple[Launch, ...] = ()
     workspace: tuple[Workspace, ...] = ()
 
@@ -131,6 +127,16 @@ class OneLaunch:
     def on_devices(self) -> dict[Any, Any]:
         """What an executor keeps of this plan, by device."""
         return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneLaunch(Launches):
+    """A call turned into a launch, or none.
+
+    `features` is what was compiled in.
+    """
+
+    features: GemmFeatures
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,10 @@ import pytest
 import cupyattn as ca
 from cupyattn.diffusion import MODES, VideoMask, key_importance
 from cupyattn.diffusion.attention import Int8Attention
+from cupyattn.diffusion.importance_bounds import importance_bound
+from cupyattn.diffusion.pruning import compact
 from cupyattn.distributions import make
+from cupyattn.rounding import STORAGE
 from tests.runs import bits
 
 cupy = pytest.importorskip("cupy")
@@ -57,11 +60,71 @@ def test_pruned_is_attention_over_the_keys_that_are_kept(mode, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_importance_is_that_of_the_host(dtype) -> None:
-    q, k, _ = operands(dtype=dtype)
-    want = key_importance(q.get(), k.get())
-    got = key_importance(q, k).get()
-    np.testing.assert_allclose(got, want, rtol=0.02)
+@pytest.mark.parametrize(
+    ("len_q", "len_kv", "head_dim", "rows"),
+    [
+        (200, 333, 64, 32),
+        (1, 1, 64, 32),
+        (4096, 4096, 128, 32),
+        (70, 9001, 80, 70),
+        (8, 70, 256, 4),
+    ],
+)
+def test_importance_is_within_its_bound(len_q, len_kv, head_dim, rows, dtype) -> None:
+    q, k, _ = operands(len_q, len_kv, head_dim, dtype)
+    exact, bound = importance_bound(q.get(), k.get(), scale=head_dim**-0.5, rows=rows)
+    for _ in range(2):  # the second call is remembered
+        found = key_importance(q, k, rows=rows)
+        assert (np.abs(found.get() - exact) <= bound).all()
+    assert bits(key_importance(q, k, rows=rows)) == bits(found)
+
+
+def test_float32_keys_are_weighed_by_the_library() -> None:
+    q, k, _ = (x.astype(np.float32) for x in operands())
+    np.testing.assert_allclose(
+        key_importance(q, k).get(), key_importance(q.get(), k.get()), rtol=0.02
+    )
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
+@pytest.mark.parametrize("head_dim", [128, 7, 36, 256])
+@pytest.mark.parametrize("kind", ["ties", "close", "not finite"])
+def test_keys_are_chosen_and_moved_to_the_bit(kind, head_dim, dtype) -> None:
+    rng = np.random.default_rng(head_dim)
+    for len_kv, count in ((1, 1), (333, 300), (4096, 3277), (9001, 7)):
+        k, v = (
+            rng.standard_normal((2, 3, len_kv, head_dim)).astype(np.float32).astype(STORAGE[dtype])
+            for _ in range(2)
+        )
+        choices = np.float32([0, 0.25, 0.25, 1]) if kind == "ties" else rng.random(5000)
+        importance = rng.choice(choices, (2, 3, len_kv)).astype(np.float32)
+        if kind == "not finite":
+            importance[:, 1, ::3], importance[:, 2] = np.inf, np.nan
+        want = compact(k, v, importance, count)
+        given = [cupy.asarray(x) for x in (k, v, importance)]
+        for _ in range(2):  # the second call is remembered
+            found = compact(*given, count)
+            assert [bits(x) for x in found] == [bits(x) for x in want]
+        apart = given[0].swapaxes(1, 2).copy().swapaxes(1, 2)
+        assert [bits(x) for x in compact(apart, *given[1:], count)] == [bits(x) for x in want]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pruning_by_a_ratio_waits_for_nothing(mode) -> None:
+    attend = layer(enable_pruning=True, pruning_ratio=0.3)
+    q, k, v = operands()
+    want = bits(attend(q, k, v, STEP_OF[mode]))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        attend(q, k, v, STEP_OF[mode])  # fills the pool of this stream
+        stream.synchronize()
+        stream.begin_capture()
+        captured = attend(q, k, v, STEP_OF[mode])
+        graph = stream.end_capture()
+        graph.launch(stream)
+    stream.synchronize()
+    assert bits(captured) == want
 
 
 @pytest.mark.parametrize("mode", ["aggressive", "balanced"])

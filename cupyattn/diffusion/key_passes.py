@@ -1,0 +1,209 @@
+"""Which kernels find the keys that count and move them together: pure data."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from cupyattn.checks import MAX_LENGTH
+from cupyattn.compile import ModuleSpec
+from cupyattn.errors import UnsupportedError
+from cupyattn.features import Features
+from cupyattn.launch import LOG2E, Launch, Operand, check_grid, widest
+from cupyattn.quant.gemm_plan import Launches
+from cupyattn.tiles import Tiles
+
+#: ``struct ImportanceParams`` of kernels_cu/key_importance.cu, field by field.
+IMPORTANCE_PARAMS = np.dtype(
+    [
+        ("Q", "u8"), ("K", "u8"), ("row_M", "u8"), ("row_l", "u8"), ("importance", "u8"),
+        ("Q_stride", "i8", 3), ("K_stride", "i8", 3),
+        ("heads_kv", "i4"), ("group", "i4"), ("first_row", "i4"), ("row_step", "i4"),
+        ("rows", "i4"), ("len_kv", "i4"), ("splits", "i4"), ("split_keys", "i4"),
+        ("scale_log2", "f4"), ("share", "f4"),
+    ],
+    align=True,
+)  # fmt: skip
+#: ``struct LargestParams`` of kernels_cu/largest_keys.cu, field by field.
+LARGEST_PARAMS = np.dtype(
+    [("importance", "u8"), ("kept", "u8"), ("places", "u8"), ("len_kv", "i4"), ("count", "i4")],
+    align=True,
+)
+#: ``struct GatherParams`` of kernels_cu/gather_rows.cu, field by field.
+GATHER_PARAMS = np.dtype(
+    [
+        ("K", "u8"), ("V", "u8"), ("kept_K", "u8"), ("kept_V", "u8"), ("places", "u8"),
+        ("K_stride", "i8", 3), ("V_stride", "i8", 3), ("heads_kv", "i4"), ("count", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
+#: Types and head sizes of the kernels of importance.
+IMPORTANCE_DTYPES, MOST_HEAD_DIM = ("float16", "bfloat16"), 256
+#: Query rows of a chunk; tiles of 128 keys fit up to this head size, beyond it 64.
+_CHUNK_ROWS, _WIDE_HEAD_DIM = 32, 128
+#: Thread blocks that a launch is to have, where there are keys enough: some for each place of a
+#: device. A split has at least so many tiles, and a block merges the rows of at most so many.
+_WANTED_BLOCKS, _LEAST_TILES, _MOST_SPLITS = 4096, 4, 32
+#: Warps of a block that looks for the largest, and of one that gathers; accesses of an operand that
+#: one of the latter's threads has under way.
+_SELECT_WARPS, _GATHER_WARPS, _IN_FLIGHT = 16, 4, 4
+
+
+def sampled_rows(len_q: int, rows: int) -> range:
+    """Return which query rows stand for all: at most `rows`, at even distances.
+
+    Examples
+    --------
+    >>> list(sampled_rows(10, 4)), list(sampled_rows(2, 32))
+    ([1, 4, 7], [0, 1])
+    """
+    step = -(-len_q // rows)
+    return range((step - 1) // 2, len_q, step)
+
+
+def importance_tiles(head_dim: int) -> Tiles:
+    """Return the sizes of the kernels of importance."""
+    block_kv = 128 if head_dim <= _WIDE_HEAD_DIM else 64
+    return Tiles(block_q=_CHUNK_ROWS, block_kv=block_kv, num_warps=4, num_stages=2)
+
+
+def row_states_shape(k: Operand, group: int, rows: int) -> tuple[int, ...]:
+    """Return the shape of the buffers ``"row_M"`` and ``"row_l"`` of `plan_key_importance`."""
+    splits, _ = _splits(k)
+    chunks = group * -(-rows // _CHUNK_ROWS)
+    return (k.shape[0] * k.shape[1], splits, chunks, _CHUNK_ROWS)
+
+
+def _splits(k: Operand) -> tuple[int, int]:
+    """Return how many blocks share the keys of a head, and how many keys one has at most."""
+    batch, heads_kv, len_kv, head_dim = k.shape
+    block_kv = importance_tiles(head_dim).block_kv
+    tiles = -(-len_kv // block_kv)
+    wanted = -(-_WANTED_BLOCKS // (batch * heads_kv))
+    splits = min(wanted, _MOST_SPLITS, -(-tiles // _LEAST_TILES))
+    keys = -(-tiles // splits) * block_kv
+    return -(-len_kv // keys), keys
+
+
+def _spec(source: str, tiles: Tiles, features: Features) -> ModuleSpec:
+    return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
+
+
+def _check_length(len_kv: int) -> None:
+    if len_kv > MAX_LENGTH:
+        raise UnsupportedError(f"{len_kv} keys exceed 2^30: attend to parts of them")
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_key_importance(
+    q: Operand, k: Operand, dtype: str, scale: float, sampled: range
+) -> Launches:
+    """Plan the importance of keys: the row states of parts of the keys, then their sums over rows.
+
+    Parameters
+    ----------
+    q, k : Operand
+        (batch, heads, length, head_dim), contiguous last axis, none of them empty; the buffers
+        ``"q"`` and ``"k"``.
+    dtype : {"float16", "bfloat16"}
+        Their storage type.
+    scale : float
+        Of the softmax.
+    sampled : range
+        Rows of q to look at.
+
+    Returns
+    -------
+    Launches
+        They name the buffers ``"importance"``, (batch, heads_kv, len_kv), and ``"row_M"`` and
+        ``"row_l"``, `row_states_shape`, too, all of float32.
+
+    Raises
+    ------
+    UnsupportedError
+        For more keys or blocks than the kernels count.
+    """
+    batch, heads_kv, len_kv, head_dim = k.shape
+    _check_length(len_kv)
+    group, rows = q.shape[1] // heads_kv, len(sampled)
+    splits, split_keys = _splits(k)
+    _, _, chunks, _ = row_states_shape(k, group, rows)
+    tiles = importance_tiles(head_dim)
+    spec = _spec("key_importance.cu", tiles, Features(dtype, head_dim, vec=widest(q, k)))
+    params: dict[str, Any] = {
+        "Q": "q", "K": "k", "row_M": "row_M", "row_l": "row_l", "importance": "importance",
+        "Q_stride": q.row_strides, "K_stride": k.row_strides, "heads_kv": heads_kv, "group": group,
+        "first_row": sampled.start, "row_step": sampled.step, "rows": rows, "len_kv": len_kv,
+        "splits": splits, "split_keys": split_keys, "scale_log2": scale * LOG2E,
+        "share": 1 / (group * rows),
+    }  # fmt: skip
+    structs = ((IMPORTANCE_PARAMS, params),)
+    blocks = check_grid("key_importance", batch * heads_kv, splits)
+    grids = {
+        "row_statistics": check_grid("row_statistics", blocks, chunks),
+        "key_importance": blocks,
+    }
+    return Launches(
+        launches=tuple(
+            Launch(spec, entry, grid, tiles.num_threads, True, structs)
+            for entry, grid in grids.items()
+        )
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_compact(k: Operand, v: Operand, dtype: str, count: int) -> Launches:
+    """Plan the choice of keys, and that rows of K and V move together.
+
+    Parameters
+    ----------
+    k, v : Operand
+        (batch, heads_kv, len_kv, head_dim), of one shape, contiguous last axis, none of them empty;
+        the buffers ``"k"`` and ``"v"``.
+    dtype : {"float16", "bfloat16", "float32"}
+        Their storage type.
+    count : int
+        1 to len_kv.
+
+    Returns
+    -------
+    Launches
+        They name the buffers ``"importance"``, float32, and ``"kept"``, bool, (batch, heads_kv,
+        len_kv), ``"places"``, int32, (batch, heads_kv, count), ``"kept_k"`` and ``"kept_v"``,
+        (batch, heads_kv, count, head_dim), too, all contiguous.
+
+    Raises
+    ------
+    UnsupportedError
+        For more keys or blocks than the kernels count.
+    """
+    batch, heads_kv, len_kv, head_dim = k.shape
+    _check_length(len_kv)
+    choice: dict[str, Any] = {
+        "importance": "importance", "kept": "kept", "places": "places", "len_kv": len_kv,
+        "count": count,
+    }  # fmt: skip
+    plain = Tiles(block_q=1, block_kv=1, num_warps=_SELECT_WARPS)
+    largest = _spec("largest_keys.cu", plain, Features("float32", 1))
+    gathered: dict[str, Any] = {
+        "K": "k", "V": "v", "kept_K": "kept_k", "kept_V": "kept_v", "places": "places",
+        "K_stride": k.row_strides, "V_stride": v.row_strides, "heads_kv": heads_kv, "count": count,
+    }  # fmt: skip
+    vec = widest(k, v)
+    accesses = head_dim // vec
+    lanes = min(32, 1 << (accesses - 1).bit_length())  # of a row, as in gather_rows.cu
+    passes = max(1, _IN_FLIGHT // -(-accesses // lanes))
+    tiles = Tiles(block_q=passes * _GATHER_WARPS * 32 // lanes, block_kv=1, num_warps=_GATHER_WARPS)
+    gather = _spec("gather_rows.cu", tiles, Features(dtype, head_dim, vec=vec))
+    heads = math.prod((batch, heads_kv))
+    grid = check_grid("gather_rows", heads, -(-count // tiles.block_q))
+    structs = (LARGEST_PARAMS, choice), (GATHER_PARAMS, gathered)
+    return Launches(
+        launches=(
+            Launch(largest, "largest_keys", heads, plain.num_threads, False, structs[:1]),
+            Launch(gather, "gather_rows", grid, tiles.num_threads, False, structs[1:]),
+        )
+    )

@@ -1,0 +1,71 @@
+"""What the host does for pruning on CuPy arrays, with no device, as test_host_calls.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn.diffusion import key_importance, pruning
+from cupyattn.quant import repeated
+from tests.test_host_calls import Driver, array, driver  # noqa: F401
+from tests.test_host_gemm import Host, watched
+
+cupy = pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def host(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:  # noqa: F811
+    planners = (pruning, "plan_key_importance"), (pruning, "plan_compact")
+    with watched(driver, monkeypatch, *planners) as found:
+        yield found
+
+
+def test_importance_that_comes_again_gets_the_new_addresses(host: Host) -> None:
+    for turn in range(3):
+        q, k = array((1, 4, 70, 64)), array((1, 2, 90, 64))
+        found = key_importance(q, k, rows=8)
+        assert found.shape == (1, 2, 90) and found.dtype == np.float32
+        states = []
+        for number, entry in enumerate(("row_statistics", "key_importance")):
+            name, passed = host.passed(2 * turn + number)
+            assert name == entry and passed.keys() == {"q", "k", "row_M", "row_l", "importance"}
+            assert (passed["q"], passed["k"]) == (q.data.ptr, k.data.ptr)
+            assert passed["importance"] == found.data.ptr
+            states.append((passed["row_M"], passed["row_l"]))
+        assert states[0] == states[1]  # what the first leaves the second finds
+    assert len(host.plans) == len(repeated._recent) == 1
+
+
+def test_keys_that_are_moved_again_get_the_new_addresses(host: Host) -> None:
+    for turn in range(3):
+        k, v, importance = (
+            array((2, 2, 90, 64)),
+            array((2, 2, 90, 64)),
+            array((2, 2, 90), "float32"),
+        )
+        few_k, few_v, kept = pruning.compact(k, v, importance, 70)
+        assert few_k.shape == few_v.shape == (2, 2, 70, 64) and kept.shape == (2, 2, 90)
+        assert few_k.dtype == few_v.dtype == np.float16 and kept.dtype == np.bool_
+        entry, chosen = host.passed(2 * turn)
+        assert entry == "largest_keys"
+        assert chosen["importance"] == importance.data.ptr and chosen["kept"] == kept.data.ptr
+        entry, moved = host.passed(2 * turn + 1)
+        assert entry == "gather_rows" and moved["places"] == chosen["places"]
+        given: dict[str, Any] = {"k": k, "v": v, "kept_k": few_k, "kept_v": few_v}
+        for name, x in given.items():
+            assert moved[name] == x.data.ptr, name
+    assert len(host.plans) == len(repeated._recent) == 1
+
+
+def test_what_differs_is_another_call(host: Host) -> None:
+    q, k = array((1, 2, 70, 64)), array((1, 2, 90, 64))
+    for options in ({}, {"scale": 2.0}, {"rows": 5}):
+        key_importance(q, k, **options)
+    importance = array((1, 2, 90), "float32")
+    for count in (70, 71):
+        pruning.compact(k, k, importance, count)
+    assert len(host.plans) == len(repeated._recent) == 5
+    assert len(host.driver.launches) == 10
