@@ -14,7 +14,8 @@ from tests.test_packaging import configuration
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / ".ci" / "run"
 #: What the script calls beside make and Python.
-TOOLS = "bash cat dirname env grep mktemp rm tail tee timeout tr mkdir chmod".split()
+TOOLS = ["bash", "cat", "dirname", "env", "grep", "mktemp", "rm", "tail", "tee", "timeout", "tr"]
+TOOLS += ["mkdir", "chmod"]
 #: A make that does nothing, but fails where the file `fail` has the name of a target.
 MAKE = '#!/usr/bin/env bash\ngrep -qsxF "$1" "$(dirname "$0")/fail" && exit 1\necho "7 passed"\n'
 #: A Python that makes environments whose pip fails where there is a file `no-pip`.
