@@ -29,15 +29,17 @@ KERNELS := $(wildcard kernels_cu/*.cu kernels_cu/*/*.cu kernels_cu/*/*.cuh)
 # The checkout is what runs, whatever is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: ladder test test-slow test-interop test-wheel lint setup clean
+.PHONY: ladder test test-quick test-slow test-interop test-wheel lint setup clean
 
 ladder: $(READY)
 	$(RUN) -m cupyattn ladder
 
 # One thread of NumPy's for each worker: those of several would take turns on the same cores.
-test test-slow test-interop: export OPENBLAS_NUM_THREADS ?= 1
+test-quick test-slow test-interop: export OPENBLAS_NUM_THREADS ?= 1
 
-test: lint
+test: lint test-quick
+
+test-quick: $(READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 # What `test` leaves out for its length: further variants, types and combinations, interpreted.
@@ -60,7 +62,7 @@ test-interop: $(FRAMEWORKS_READY)
 		$(SLOW) tests/test_interop_*.py tests/test_examples.py tests/test_checkpoint_readers.py \
 		tests/test_diffusers_blocks.py
 
-# Builds sdist and wheel, installs the wheel with the core's dependencies alone, runs it elsewhere.
+# Builds sdist and wheel, installs each with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)
 	$(RUN) -m pytest -m slow tests/test_packaging.py
 

@@ -217,8 +217,13 @@ def attention(
     )  # fmt: skip
     check_features(n, softcap, bias)
     if (quantized is None) != (n.scaling != "dequantised"):
-        have = "arrays" if quantized is None else "quantised operands"
-        raise ValueError(f"scaling {n.scaling!r} does not go with {have}")
+        way_out = (
+            "works on quantised operands: give quantized=cupyattn.quantize(q, k, v), with the "
+            "quant of the call"
+            if quantized is None
+            else "works on q, k and v as they are: leave quantized out, or name fa_int8"
+        )
+        raise ValueError(f"{variant} {way_out}")
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     tiles = tiles or lookup(variant).tiles_for(
         q.shape[-1], form=form, lengths=sizes[3:5], causal=causal, block_mask=blocks,

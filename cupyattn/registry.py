@@ -336,6 +336,7 @@ SUFFIXED = {
     "fused": ("", "_fused"),
 }  # fmt: skip
 
+#: The ladder: every rung by its name, each one idea above the one before, then those registered.
 VARIANTS: dict[str, Variant] = {
     name: Variant(
         name,

@@ -1,4 +1,4 @@
-"""The wheel carries what the checkout has, and works where only the core's dependencies are."""
+"""Wheel and sdist carry what the checkout has, and work where only the core's dependencies are."""
 
 from __future__ import annotations
 
@@ -108,18 +108,36 @@ def test_the_sdist_holds_sources_and_tests(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"kernels_cu/{name}" for name in SOURCES} <= names
     assert {"setup.cfg", "pyproject.toml", "LICENSE", "Makefile", "tests/conftest.py"} <= names
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.md", "*.cff", "Dockerfile*", ".ci", "docs/*"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert set(tracked.stdout.split()) <= names, "name it in MANIFEST.in"
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that holds the core's dependencies and nothing else."""
+    folder = tmp_path_factory.mktemp("core")
+    venv.create(folder, with_pip=True)
+    needed = configuration()["options"]["install_requires"].split()
+    assert {name.partition(">")[0] for name in needed} == {"numpy", "scipy", "ml_dtypes"}
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", *needed, cwd=folder)
+    return python
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_wheel_works_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
-    (wheel,) = built.glob("*.whl")
-    venv.create(tmp_path / "empty", with_pip=True)
-    python = tmp_path / "empty" / "bin" / "python"
-    core = configuration()["options"]["install_requires"].split()
-    assert {name.partition(">")[0] for name in core} == {"numpy", "scipy", "ml_dtypes"}
-    run(python, "-m", "pip", "install", "--quiet", *core, cwd=tmp_path)
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
-    seen = run(python, ROOT / "tests" / "wheel_trial.py", *SOURCES, cwd=tmp_path)
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"], ids=["wheel", "sdist"])
+def test_it_works_in_an_empty_environment(
+    built: Path, core: Path, tmp_path: Path, kind: str
+) -> None:
+    (archive,) = built.glob(kind)
+    run(core, "-m", "pip", "install", "--quiet", "--no-deps", archive, cwd=tmp_path)
+    try:
+        seen = run(core, ROOT / "tests" / "wheel_trial.py", *SOURCES, cwd=tmp_path)
+    finally:
+        run(core, "-m", "pip", "uninstall", "--quiet", "--yes", "cupyattn", cwd=tmp_path)
     print(seen)
     assert "ok: mirror within bound" in seen

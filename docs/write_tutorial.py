@@ -1,0 +1,177 @@
+"""Write what docs/TUTORIAL.md has of the kernels and of the record, between its marks.
+
+The page climbs the ladder by the diffs of neighbouring kernels. Its sentences are its own; the
+diffs are those of the files in kernels_cu/, the times those of experiments/results/ladder.json.
+
+    python -m docs.write_tutorial
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cupyattn.compile import KERNELS
+from cupyattn.files import replacing
+from cupyattn.measure import format_seconds
+from experiments import common
+
+PAGE = Path(__file__).with_name("TUTORIAL.md")
+#: A mark, what stands after it, and the end of that.
+MARK = re.compile(r"(<!-- (\w+)((?: \w+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+#: The problems of the record whose times are shown, by head_dim.
+SHOWN = {"length": 4096, "causal": False, "dtype": "float16", "distribution": "normal"}
+#: The parts of a kernel's file (`sections`).
+TITLES = {
+    "sizes": "includes and sizes", "storage": "shared memory", "entry": "entry points",
+    "S0": "S0 locate", "S1": "S1 load Q, and the start of the loop", "S2": "S2 load K, V",
+    "S3": "S3 scores", "S4": "S4 softmax", "S5": "S5 output", "S6": "S6 store",
+}  # fmt: skip
+
+
+@cache
+def sections(rung: str) -> dict[str, list[str]]:
+    """Return the lines of a kernel's body by where they stand, blank ones left out.
+
+    ``sizes`` are includes and constants, ``storage`` is the shared memory with what is asserted,
+    ``entry`` are the heads of kernels, and ``S0`` to ``S6`` what follows each tag (of all kernels
+    of a file).
+    """
+    found: dict[str, list[str]] = {name: [] for name in TITLES}
+    lines = (KERNELS / f"attn_{rung}.cu").read_text(encoding="utf-8").splitlines()
+    at = "sizes"
+    for line in lines[next(i for i, line in enumerate(lines) if not line.startswith("//")) :]:
+        tag = re.match(r" *// (S\d) ", line)
+        if tag:
+            at = tag[1]
+        elif re.match(r"(union|struct) SharedStorage", line):
+            at = "storage"
+        elif line.startswith('extern "C" __global__'):
+            at = "entry"
+        if line.strip():
+            found[at].append(line)
+        if line == "}":
+            at = "entry"
+    return found
+
+
+def differences(left: str, right: str, section: str, context: int) -> list[str]:
+    """Return the lines of a unified diff of one section, the places of its hunks cut to ``@@``."""
+    both = sections(left)[section], sections(right)[section]
+    lines = list(difflib.unified_diff(*both, lineterm="", n=context))[2:]
+    return ["@@" if line.startswith("@@") else line for line in lines][1:]
+
+
+def changed(left: str, right: str) -> dict[str, tuple[int, int]]:
+    """Return how many lines of each section of two rungs go and come, where any do."""
+    counts = {}
+    for section in TITLES:
+        lines = differences(left, right, section, 0)
+        gone, come = (sum(line.startswith(sign) for line in lines) for sign in "-+")
+        if gone or come:
+            counts[section] = gone, come
+    return counts
+
+
+def times(record: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """Return the seconds of each rung's portable form, the file of the diff, by head_dim."""
+    return {
+        cell["problem"]["head_dim"]: {
+            row["rung"]: row["seconds"]
+            for row in cell["rows"]
+            if row["variant"] in (row["rung"], f"{row['rung']}, sm_90")  # not of codes given
+            and row.get("form") == "portable"
+            and row["ok"]
+        }
+        for cell in record["problems"]
+        if SHOWN.items() <= cell["problem"].items()
+    }
+
+
+def written_provenance(page: str, record: Mapping[str, Any]) -> list[str]:
+    """What the times were taken of."""
+    environment = record["environment"]
+    (problem, *_) = (
+        cell["problem"] for cell in record["problems"] if SHOWN.items() <= cell["problem"].items()
+    )
+    return [
+        f"Times are of [ladder.json](../experiments/results/ladder.json) (`{record['command']}`), "
+        f"{environment['device']['name']},",
+        f"NVRTC {environment['nvrtc']}, revision {environment['revision'][:10]}: batch "
+        f"{problem['batch']}, {problem['heads']} heads, length {problem['length']:,}, "
+        f"{problem['dtype']}, no mask.",
+    ]
+
+
+def written_count(page: str, record: Mapping[str, Any], left: str, right: str) -> list[str]:
+    """How large the whole diff is."""
+    counts = changed(left, right).values()
+    gone, come = (sum(count[i] for count in counts) for i in (0, 1))
+    command = f"diff attn_{left}.cu attn_{right}.cu"
+    return [f"`{command}`, headers and blank lines aside: {gone} lines go, {come} come."]
+
+
+def written_diff(
+    page: str, record: Mapping[str, Any], left: str, right: str, section: str
+) -> list[str]:
+    """The diff of one section."""
+    return ["```diff", *differences(left, right, section, 1), "```"]
+
+
+def written_rest(page: str, record: Mapping[str, Any], left: str, right: str) -> list[str]:
+    """How many lines the sections have that the page does not show."""
+    rest = [
+        f"{TITLES[section]} −{gone} +{come}"
+        for section, (gone, come) in changed(left, right).items()
+        if f"<!-- diff {left} {right} {section} -->" not in page
+    ]
+    return [f"Not shown: {'; '.join(rest)}."]
+
+
+def written_times(page: str, record: Mapping[str, Any], left: str, right: str) -> list[str]:
+    """A table of what the step is worth."""
+    rows = [
+        [
+            str(head_dim),
+            format_seconds(seconds[left]),
+            format_seconds(seconds[right]),
+            f"{seconds[left] / seconds[right]:.2f}",
+        ]
+        for head_dim, seconds in times(record).items()
+    ]
+    return common.markdown(["head_dim", f"`{left}`", f"`{right}`", "times as fast"], rows)
+
+
+WRITERS = {
+    "provenance": written_provenance,
+    "count": written_count,
+    "diff": written_diff,
+    "rest": written_rest,
+    "times": written_times,
+}
+
+
+def renewed(page: str) -> str:
+    """Return a page with what stands between its marks as it is now."""
+    record = common.stored("ladder")
+
+    def write(mark: re.Match[str]) -> str:
+        lines = WRITERS[mark[2]](page, record, *mark[3].split())
+        return f"{mark[1]}{chr(10).join(lines)}\n{mark[5]}"
+
+    return MARK.sub(write, page)
+
+
+def main() -> None:
+    """Renew the page."""
+    page = renewed(PAGE.read_text(encoding="utf-8"))
+    with replacing(PAGE) as file:
+        file.write(page.encode())
+
+
+if __name__ == "__main__":
+    main()
