@@ -6,50 +6,50 @@ Written by ``python -m experiments.fastest``.
 #: Compute capability times ten, dtype, head_dim, length, causal, and microseconds by name.
 Rows = tuple[tuple[int, str, int, int, bool, dict[str, float]], ...]
 
-#: Every rung: NVIDIA H200, revision 0c8de3cc59.
+#: Every rung: NVIDIA H200, revision 941940294c.
 RECORD = "experiments/results/ladder.json"
 MEASURED: Rows = (
     (90, "float16", 64, 4096, False, {
-        "unfused": 34418.3,
+        "unfused": 34419.8,
         "fa": 31920.4,
-        "fa_warps": 13487.8,
-        "fa_tc": 482.7,
-        "fa_int8": 933.1,
+        "fa_warps": 13485.1,
+        "fa_tc": 462.9,
+        "fa_int8": 602.6,
     }),
     (90, "float16", 64, 4096, True, {
-        "unfused": 34416.3,
-        "fa": 16589.4,
-        "fa_warps": 7016.7,
-        "fa_tc": 265.3,
-        "fa_int8": 561.0,
+        "unfused": 34420.8,
+        "fa": 16617.7,
+        "fa_warps": 7014.4,
+        "fa_tc": 260.2,
+        "fa_int8": 346.1,
     }),
     (90, "float16", 128, 4096, False, {
-        "unfused": 64864.0,
-        "fa": 79059.3,
-        "fa_warps": 23597.3,
-        "fa_tc": 745.7,
-        "fa_int8": 1684.1,
+        "unfused": 65291.6,
+        "fa": 79647.7,
+        "fa_warps": 23596.2,
+        "fa_tc": 745.4,
+        "fa_int8": 732.9,
     }),
     (90, "float16", 128, 4096, True, {
-        "unfused": 64812.1,
-        "fa": 40439.2,
-        "fa_warps": 12283.0,
-        "fa_tc": 406.0,
-        "fa_int8": 984.0,
+        "unfused": 64849.7,
+        "fa": 40399.2,
+        "fa_warps": 12232.8,
+        "fa_tc": 409.0,
+        "fa_int8": 473.1,
     }),
     (90, "float16", 256, 4096, False, {
-        "unfused": 144867.2,
-        "fa": 181181.0,
-        "fa_warps": 76618.5,
-        "fa_tc": 1447.2,
-        "fa_int8": 3115.8,
+        "unfused": 145536.2,
+        "fa": 181014.2,
+        "fa_warps": 76625.1,
+        "fa_tc": 1406.8,
+        "fa_int8": 1256.5,
     }),
     (90, "float16", 256, 4096, True, {
-        "unfused": 145640.7,
-        "fa": 90811.8,
-        "fa_warps": 38702.9,
-        "fa_tc": 760.4,
-        "fa_int8": 1759.8,
+        "unfused": 147423.0,
+        "fa": 91369.0,
+        "fa_warps": 38955.7,
+        "fa_tc": 757.1,
+        "fa_int8": 770.3,
     }),
 )  # fmt: skip
 
