@@ -5,13 +5,17 @@
 //              full rate take 3/4 of the issue slots, so that a slice lasts 0.75/32 + 2/128 clocks
 //              an element, 1.25 times its products: nothing else may stand in the loop. Scales are
 //              one product for a row and a chunk of columns; slices arrive by a warpgroup of its
-//              own; and two warpgroups take turns at the tensor cores, one adding up its chunk of
-//              128 columns while the other's is multiplied.
+//              own; and a warpgroup adds up a chunk of 64 columns while its next one is multiplied.
 // Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
-//              float32 and one chunk in int32; a block takes one tile after the other. With
+//              float32 and two chunks in int32; a block takes one tile after the other. With
 //              TAIL_SPLITS it is the tiles of the last wave that clusters share. A tile that is
 //              shared is the last of its blocks.
 //              (diff ../gemm_int8.cu gemm_int8.cu)
+// Tried        Chunks of 128 columns, at which two warpgroups took turns: 0.90 to 0.92 (0.97 at
+//              16,384), since nobody adds up while the last products of a chunk are waited for.
+//              Without a conversion and a sum at all 1.4, without B's slices 1.01: no bandwidth
+//              binds. Slices of B for both blocks of a pair at once (multicast): 0.7 to 0.9, a pair
+//              runs in step. (experiments/results/NOTES.md)
 // Kept simple  Scales are read from global memory, one slice ahead: a line of 128 bytes has those
 //              of 32 slices. C goes to its rows at once.
 // Rounding     G1 the product of both scales; G2 the fma of a slice, and the tensor core over
@@ -25,10 +29,11 @@
 #include "prims/warp.cuh"
 #include "prims/wgmma.cuh"
 
-constexpr int WARPGROUP = 128;                                      // threads
-constexpr int CONSUMERS = BLOCK_M / 64;                             // warpgroups that compute
-constexpr int CHUNK = BLOCK_N < SCALE_ROWS ? BLOCK_N : SCALE_ROWS;  // columns of a wgmma
-constexpr int CHUNKS = BLOCK_N / CHUNK;                             // of a warpgroup
+constexpr int WARPGROUP = 128;                         // threads
+constexpr int CONSUMERS = BLOCK_M / 64;                // warpgroups that compute
+constexpr int CHUNK = 64;                              // columns of a wgmma
+constexpr int CHUNKS = BLOCK_N / CHUNK;                // of a warpgroup
+constexpr int SCALES = ceil_div(BLOCK_N, SCALE_ROWS);  // of B, of a slice
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int COMPUTING = CONSUMERS * WARPGROUP;  // threads
@@ -47,7 +52,7 @@ static_assert(
     CONSUMERS >= 1 && CONSUMERS <= 3 && CONSUMERS * 64 == BLOCK_M,
     "BLOCK_M must be 64, 128 or 192: one to three warpgroups of 64 rows");
 static_assert(
-    CHUNKS * CHUNK == BLOCK_N && CHUNK % 64 == 0 && CHUNKS <= (CONSUMERS < 3 ? 2 : 1),
+    BLOCK_N == CHUNK || BLOCK_N == SCALE_ROWS || (BLOCK_N == 2 * SCALE_ROWS && CONSUMERS < 3),
     "BLOCK_N must be 64, 128 or, up to BLOCK_M 128, 256: what the registers hold");
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
@@ -124,16 +129,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
   const int g = lane_id() / 4, t = lane_id() % 4;                  // fragment coordinates
   const Descriptor A_ring = uniform(descriptor_k_major(&smem.A[0][(warpgroup - 1) * 64 * SLICE]));
   const Descriptor B_ring = uniform(descriptor_k_major(smem.B[0]));
-  const Turn<CONSUMERS> turn = {warpgroup - 1};              // at the tensor cores
-  if (CONSUMERS > 1 && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
 
   for (int index = blockIdx.x; index < num_parts(p); index += gridDim.x) {
     const Part part = part_of(p, index);
     const GemmTile tile = gemm_tile(p, part.tile);
-    // Of a quad two lanes read the scales of its rows g and g + 8, and two those of the chunks of
-    // columns. What lies past the end multiplies zeros.
+    // Of a quad two lanes read the scales of its rows g and g + 8, and two those of columns. What
+    // lies past the end multiplies zeros.
     const int m = min(tile.m0 + warp_row + g + t % 2 * 8, p.m - 1);
-    const int n = min(tile.n0 + t % CHUNKS * CHUNK, p.n - 1);
+    const int n = min(tile.n0 + t % SCALES * SCALE_ROWS, p.n - 1);
     const float* scale =
         part.first +  // [part.codes]
         (t < 2 ? p.A_scale + m * p.A_scale_stride : p.B_scale + n / SCALE_ROWS * p.B_scale_stride);
@@ -150,20 +153,23 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       const Descriptor A_rows = A_ring + at.stage * int(sizeof(smem.A[0]));
       const Descriptor B_rows = B_ring + at.stage * int(sizeof(smem.B[0]));
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // both slices have arrived
+      int32_t dot[2][CHUNK / 2];  // of a chunk and the next: [CHUNK / 8][4]
+      start_dot(dot[0], A_rows, B_rows);
 #pragma unroll
       for (int j = 0; j < CHUNKS; ++j) {
-        int32_t dot[CHUNK / 2];  // [CHUNK / 8][4]
-        if constexpr (CONSUMERS > 1) turn.take();
-        start_dot(dot, A_rows, B_rows + j * CHUNK * SLICE);
-        if constexpr (CONSUMERS > 1) turn.pass();
-        wgmma_wait_group<0>();
-        wgmma_use(dot);
+        if (j + 1 < CHUNKS) {
+          start_dot(dot[(j + 1) % 2], A_rows, B_rows + (j + 1) * CHUNK * SLICE);
+          wgmma_wait_group<1>();  // this chunk's products are there
+        } else {
+          wgmma_wait_group<0>();
+        }
+        wgmma_use(dot[j % 2]);
         if (j == CHUNKS - 1 && lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
-        const float B_scale = __shfl_sync(FULL_WARP, step_scale, 2 + j, 4);
+        const float B_scale = __shfl_sync(FULL_WARP, step_scale, 2 + j * CHUNK / SCALE_ROWS, 4);
         const float factor[2] = {A_scale[0] * B_scale, A_scale[1] * B_scale};  // G1
 #pragma unroll
         for (int i = 0; i < CHUNK / 2; ++i)
-          C_acc[j][i] = fmaf(float(dot[i]), factor[i / 2 % 2], C_acc[j][i]);  // G2
+          C_acc[j][i] = fmaf(float(dot[j % 2][i]), factor[i / 2 % 2], C_acc[j][i]);  // G2
       }
     }
     if constexpr (OUTLIERS)
@@ -182,7 +188,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
 
     if (is_shared(p, index)) {
       constexpr int OF_CHUNK = CHUNK / 8, AT_ONCE = merged_at_once(FRAGMENTS, FRAGMENTS);
-      named_barrier_sync(1 + CONSUMERS, COMPUTING);  // all slices were read, the Partial may come
+      named_barrier_sync(1, COMPUTING);  // all slices were read, the Partial may come
       merge_parts<AT_ONCE>(
           reinterpret_cast<Partial&>(smem.A), part.rank, int(threadIdx.x) - WARPGROUP,
           [&](int f, int i) { return C_acc[f / OF_CHUNK][f % OF_CHUNK * 4 + i]; },
@@ -205,5 +211,4 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
             p, tile.m0 + warp_row + g + h * 8, tile.n0 + j * CHUNK,
             [&](int n, int i) { return C_acc[j][4 * n + 2 * h + i]; });
   }
-  if (CONSUMERS > 1 && turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
 }
