@@ -342,7 +342,7 @@ def static_scales(
             )
         if xp is np and not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
             raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
-        whole = xp.broadcast_to(array, wanted)
+        whole = array if array.shape == wanted else xp.broadcast_to(array, wanted)
         if sequences is not None:
             whole = xp.broadcast_to(whole, (sequences, *wanted[1:])).swapaxes(0, 2)
         found[name] = xp.ascontiguousarray(whole)
@@ -381,30 +381,32 @@ def _quantize_kernels(
         needed |= {b: math.prod(shape) * np.dtype(kind).itemsize for b, (shape, kind) in sizes}
     on_device = backend == "cuda"
     with on_device_of(q), saying_what_is_needed("quantize", needed, on_device=on_device):
+        count = None if sequences is None else sequences.batch
         made: dict[str, Array] = {}
+        given: dict[str, Array] = {}
+        for name, scale in static_scales(xp, quant, q.shape, k.shape, tiles, count).items():
+            if scale is not None:
+                made[f"{name}_scale"] = scale.copy()
+                given[f"{name}_static_scale"] = as_input(scale)
         for name, part in found.items():
             # Of packed sequences what lies between theirs is 0; so is the mean of no keys.
             empty = not all(part.x.shape)
             new = xp.zeros if sequences or empty else xp.empty
-            made |= {b: new(shape, dtype) for b, (shape, dtype) in part.buffers(name).items()}
-            if empty and sequences is None:  # what a group of zeros has
+            for b, (shape, kind) in part.buffers(name).items():
+                if b not in made and b not in given:
+                    made[b] = new(shape, kind)
+            if empty and sequences is None and not part.static:  # what a group of zeros has
                 made[f"{name}_scale"].fill(1)
                 if part.zero_points:
                     made[f"{name}_zero"].fill(-128)
-        count = None if sequences is None else sequences.batch
-        for name, scale in static_scales(xp, quant, q.shape, k.shape, tiles, count).items():
-            if scale is not None:
-                made[f"{name}_scale"] = scale.copy()
-                made[f"{name}_static_scale"] = as_input(scale)
-        buffers = {**made, **{name: as_input(x) for name, x in arrays.items()}}
+        buffers = {**made, **given, **{name: as_input(x) for name, x in arrays.items()}}
         if preparation is not None:
             buffers |= {name: as_input(x) for name, x in preparation.buffers.items()}
         if sequences is not None:
             offsets = ("cu_seqlens_q", "cu_seqlens_k")
             buffers |= {name: as_input(getattr(sequences, name)) for name in offsets}
         run(backend, plan, buffers)
-        kept = {n: a for n, a in made.items() if not n.endswith("static_scale")}
-        kept |= {name: kept[name][..., : q.shape[3]] for name in ("q_codes", "k_codes")}
+        kept = made | {name: made[name][..., : q.shape[3]] for name in ("q_codes", "k_codes")}
         if "v" not in found:
             kept["v"] = value_operand(v)
     return QuantizedQKV(
