@@ -290,7 +290,7 @@ class Prepared:
                 found[buffer] = self._xp.ndarray(shapes[buffer], "float32", place)
             else:
                 found[buffer] = self._xp.empty(shapes[buffer], "float32")
-            found[buffer][...] = scale
+            self._xp.copyto(found[buffer], scale)
         return found
 
     @property

@@ -132,10 +132,10 @@ __device__ __forceinline__ void find_reach(const QuantizeParams& p, uint32_t blo
   rows.load(p, at);
   rows.find_mean(mean, p, at);
   __syncthreads();  // the mean and the zeros are there
-  rows.begin(mean);
+  rows.begin(mean, p, at);
   Reach reach = {};
 #pragma unroll
-  for (int pass = 0; pass < Cut::PASSES; ++pass) reach.admit(rows.reach(pass, p, at));
+  for (int pass = 0; pass < Cut::PASSES; ++pass) reach.admit(rows.reach(pass));
   reach = shfl_max<WARP_SIZE>(reach);
   if (lane_id() == 0) reach.raise(of_block);
   __syncthreads();  // every warp has added its maximum before the block passes it on

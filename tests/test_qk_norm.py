@@ -230,7 +230,10 @@ def test_codes_and_scales_are_the_mirrors_to_the_bit(
             "prims/prepare.cuh", "int offset = 1; offset <", "int offset = 2; offset <", 2,
             marks=pytest.mark.slow,
         ),
-        ("quantize.cu", "((PREPARED || row_of(pass) < at.rows)", "((row_of(pass) < at.rows)", 5),
+        (
+            "prims/quantize_rows.cuh", "        made.row[pass] =",
+            "        if (row_of(pass) < at.rows) made.row[pass] =", 5,
+        ),
     ],
     ids=["positions", "weights of a head", "half of a sum", "rows that do not exist"],
 )  # fmt: skip
