@@ -100,7 +100,7 @@ class StepScales:
         """
         row: Any = None
         if self.calibration is not None:
-            row = self._bin(step.sigma) if self.adaptive else _UNIFORM
+            row = self._bin(self.calibration, step.sigma) if self.adaptive else _UNIFORM
             if heads_kv != self.calibration.heads_kv:
                 raise ValueError(
                     f"the calibration is of {self.calibration.heads_kv} key heads, got {heads_kv}"
@@ -113,13 +113,13 @@ class StepScales:
                 self._made[key] = self._make(mode, row, device, branches)
             return self._made[key]
 
-    def _bin(self, sigma: float) -> int:
-        """Return the calibration's bin of a step, looked up once for each noise-to-signal ratio."""
+    def _bin(self, calibration: Calibration, sigma: float) -> int:
+        """Return a calibration's bin of a step, looked up once for each noise-to-signal ratio."""
         found = self._bins.get(sigma)
         if found is None:
             if len(self._bins) >= _MAX_BINS:
                 self._bins.clear()
-            found = self._bins[sigma] = int(self.calibration.bins.index(sigma))
+            found = self._bins[sigma] = int(calibration.bins.index(sigma))
         return found
 
     def _make(self, mode: str, row: Any, device: int, branches: int) -> QuantConfig:
