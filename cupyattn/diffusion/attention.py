@@ -17,6 +17,7 @@ from cupyattn.arrays import device_of, is_cupy, take
 from cupyattn.backends import on_device_of
 from cupyattn.diffusion import guidance, pruning
 from cupyattn.diffusion.arguments import check_count, check_number, check_timestep
+from cupyattn.diffusion.kept_keys import KeptKeys
 from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode, middle_ratio
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.scales import StepScales
@@ -429,7 +430,8 @@ class Int8Attention:
         None: no key was dropped.
         """
         self._check(q, k, v, branches)
-        kept, given = None, {**given, **self._norm}
+        keys: KeptKeys | None = None
+        given = {**given, **self._norm}
         options = settings.of_scores(q, k, branches)
         if settings.enable_pruning:
             if not given["mask"] is given["rope"] is given["qk_norm"] is None:
@@ -438,19 +440,25 @@ class Int8Attention:
                     "mask, no rope and no qk_norm: normalise and turn q and k beforehand, or leave "
                     "pruning out"
                 )
-            k, v, kept = self._pruned(q, k, v, step, settings)
-            kept = kept.repeat(self.num_heads // k.shape[1], axis=1)
+            keys = self._pruned(q, k, v, step, settings)
         if branches == guidance.BRANCHES and given["qk_norm"] is not None:
             of_q, of_k = given["qk_norm"]
             of_q = guidance.repeat_heads(of_q, 0) if of_q.ndim == 2 else of_q
             given = {**given, "qk_norm": (of_q, of_k)}
         options |= given
+
+        def run(**form: Any) -> Array:
+            if keys is not None:
+                return keys.attend(q, **form, **options)
+            return attention(q, k, v, **form, **options)
+
         o = self.in_mode(
-            settings.mode or self.mode_at(step), step,
-            lambda **form: attention(q, k, v, **form, **options),
+            settings.mode or self.mode_at(step), step, run,
             device=device_of(q), dtype=q.dtype.name, heads_kv=k.shape[1], branches=branches,
         )  # fmt: skip
-        return o, kept
+        if keys is None or keys.kept is None:
+            return o, None
+        return o, keys.kept.repeat(self.num_heads // k.shape[1], axis=1)
 
     def _all_kept(self, q: Array, k: Array) -> Array:
         """Return that no key was dropped, for the batch of q."""
@@ -471,27 +479,20 @@ class Int8Attention:
                 f"the heads of k and v must divide num_heads={self.num_heads}, got {k.shape[1]}"
             )
 
-    def _pruned(
-        self, q: Array, k: Array, v: Array, step: Step, settings: Settings
-    ) -> tuple[Array, Array, Array]:
-        """Return the keys and values that are kept, and which these are."""
-        needed = pruning.bytes_needed(q, k, v, settings.pruning_rows, self._where["backend"])
-        with saying_what_is_needed("token pruning", needed, on_device=is_cupy(k)):
-            return self._most_important(q, k, v, step, settings)
-
-    def _most_important(
-        self, q: Array, k: Array, v: Array, step: Step, settings: Settings
-    ) -> tuple[Array, Array, Array]:
+    def _pruned(self, q: Array, k: Array, v: Array, step: Step, settings: Settings) -> KeptKeys:
+        """Return the keys that are kept: which they are is found out beside attention."""
         backend = self._where["backend"]
-        importance = pruning.key_importance(
-            q, k, scale=self._scale, rows=settings.pruning_rows, backend=backend
-        )
-        if settings.pruning_threshold is None:
-            count = pruning.kept_count(k.shape[2], settings.pruning_ratio)
-        else:
-            threshold = settings.pruning_threshold * min(step.ratio, 1.0)
-            count = pruning.count_above(importance, threshold)
-        return pruning.compact(k, v, importance, count, backend=backend)
+        needed = pruning.bytes_needed(q, k, v, settings.pruning_rows, backend)
+        with saying_what_is_needed("token pruning", needed, on_device=is_cupy(k)):
+            importance = pruning.key_importance(
+                q, k, scale=self._scale, rows=settings.pruning_rows, backend=backend
+            )
+            if settings.pruning_threshold is None:
+                count = pruning.kept_count(k.shape[2], settings.pruning_ratio)
+            else:
+                threshold = settings.pruning_threshold * min(step.ratio, 1.0)
+                count = pruning.count_above(importance, threshold)
+        return KeptKeys(k, v, importance, count, needed)
 
     def in_mode(
         self,

@@ -77,6 +77,12 @@ struct Place {
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
            (VARLEN ? first + row0 : row0) * p.X_stride.len;
   }
+  // Row i of this block, [HEAD_DIM].
+  __device__ __forceinline__ const elem_t* row(const QuantizeParams& p, int i) const {
+    if (!GATHERED || p.places == nullptr) return X(p) + i * p.X_stride.len;
+    const int64_t place = p.places[batch_head * p.length + row0 + i];
+    return X(p) + (place - row0) * p.X_stride.len;
+  }
   __device__ __forceinline__ int8_t* codes(const QuantizeParams& p) const {  // [rows, CODES_PITCH]
     if constexpr (VARLEN) return p.codes + (head * p.total + first + row0) * CODES_PITCH;
     return p.codes + (batch_head * p.length + row0) * CODES_PITCH;
@@ -241,10 +247,9 @@ struct Rows {
   LaneMean<PREPARED> mean;
 
   __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
-    const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      const elem_t* row = X + min(row_of(pass), at.rows - 1) * p.X_stride.len;
+      const elem_t* row = at.row(p, min(row_of(pass), at.rows - 1));  // [HEAD_DIM]
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         x[pass][a] = {};
