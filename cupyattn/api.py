@@ -361,8 +361,9 @@ def _run(request: Request, key: Any, given: dict[str, Any]) -> Any:
         o, lse = ready.run(operands, request.receiver)
         # NOTE: mask and bias are broadcast views; where they were copied they lie elsewhere, as
         # the tables of rope do.
-        if key is not None and all(same_place(operands[n], a) for n, a in given.items()):
-            remember(key, ready)  # nothing was copied to be laid out otherwise
+        copied = any(not same_place(operands[n], a) for n, a in given.items())
+        if key is not None and ready.is_complete and not copied:
+            remember(key, ready)
     out = request.options.out
     result = request.restore(o) if out is None else out
     return (result, request.restore_lse(lse)) if request.call.return_lse else result

@@ -25,6 +25,8 @@ from cupyattn.rounding import STORAGE, array_namespace
 from cupyattn.scratch import Layout, Scratch, free_bytes, memory_error
 from cupyattn.stages import OF_SCORES, stages, tiles_of_scales
 
+#: What gets a copy of scales that a caller gives.
+_SCALES = ("q_scale", "k_scale")
 #: Operands that say where packed sequences lie.
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
 #: Buffers of a call beside q, k and v, which a prepared call keeps.
@@ -73,10 +75,12 @@ class Prepared:
             for i, stage in enumerate(self._stages.stages)
         ]
         self._workspace = self._stages.workspace
-        self._layout = Layout.of(self._workspace)
+        self._layout = Layout.of(self._workspace, _SCALES if _gives_scales(request) else ())
         self._given: dict[str, Any] = {}  # scales of the caller's, by the buffer that gets a copy
-        filled = _gives_scales(request) or any(work.name == "v_operand" for work in self._workspace)
-        #: What `launch` needs; None where scratch memory takes more than zeros beforehand.
+        self._all_given: Any = None  # on a device, all of them as they lie in scratch memory
+        self._given_addresses: dict[str, int] = {}
+        filled = any(work.name == "v_operand" for work in self._workspace)
+        #: What `launch` needs; None where scratch memory takes more than zeros and scales before.
         self.scratch_bytes = None if filled else self._layout.nbytes
         self._launches: list[tuple[executor.ReadyLaunch, executor.Pick]] = []
         self._scratch: Scratch | None = None
@@ -85,6 +89,9 @@ class Prepared:
             self._device = int(request.q.device.id)
             with self._current():
                 self._given = self._static_scales(request)
+                self._given_addresses = {
+                    _of_the_caller(name): a.data.ptr for name, a in self._given.items()
+                }
                 for plan, names in zip(self.plans, map(dict, self._names), strict=True):
                     launches = executor.ready(plan, request.options.arch)
                     self._launches += [(one, one.pick(names)) for one in launches]
@@ -128,7 +135,7 @@ class Prepared:
         if not self._workspace:
             return Scratch({}, {})
         if self.backend == "cuda":
-            filled = [w for w in self._workspace if w.name in self._given or w.name == "v_operand"]
+            filled = [work for work in self._workspace if work.name == "v_operand"]
             return self._layout.allocate(self._xp, filled)
         arrays = {work.name: self._xp.empty(work.shape, work.dtype) for work in self._workspace}
         for array in arrays.values():  # NaN, where a device has whatever was there before
@@ -235,7 +242,9 @@ class Prepared:
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
-        executor.ReadyCall(self._launches, self._layout).launch(addresses, scratch, stream)
+        self._copy_scales(scratch, stream)
+        ready = executor.ReadyCall(self._launches, self._layout)
+        ready.launch({**addresses, **self._given_addresses}, scratch, stream)
 
     def _run(
         self, operands: Mapping[str, Any], addresses: Mapping[str, int], out: Any
@@ -250,11 +259,11 @@ class Prepared:
                 raise self._lack_of_memory(out) from error
             self._fill(scratch, operands)
             results = {"o": o} if lse is None else {"o": o, "lse": lse}
-            given = {_of_the_caller(name): scale for name, scale in self._given.items()}
             if self.backend == "cuda":
-                found = {name: a.data.ptr for name, a in (*results.items(), *given.items())}
+                found = {name: a.data.ptr for name, a in results.items()} | self._given_addresses
                 executor.launch_all(self._launches, {**addresses, **scratch.addresses, **found})
             else:
+                given = {_of_the_caller(name): scale for name, scale in self._given.items()}
                 inputs = {n: backends.as_input(a) for n, a in (*operands.items(), *given.items())}
                 self._interpret({**inputs, **scratch.arrays, **results})
         return o, lse
@@ -271,12 +280,35 @@ class Prepared:
         sequences = call.batch if call.packed else None
         shapes = {work.name: work.shape for work in self._workspace}
         given = static_scales(self._xp, quant, request.q.shape, request.k.shape, tiles, sequences)
-        found = {}
+        layout, found = self._layout, {}
+        if self.backend == "cuda":
+            self._all_given = self._xp.empty(layout.copied, "uint8")
         for name, scale in given.items():
             buffer = f"{name}_scale"
-            found[buffer] = self._xp.empty(shapes[buffer], "float32")
-            found[buffer][...] = scale
+            if self.backend == "cuda":
+                place = self._all_given.data + (layout.offsets[buffer] - layout.zeros)
+                found[buffer] = self._xp.ndarray(shapes[buffer], "float32", place)
+            else:
+                found[buffer] = self._xp.empty(shapes[buffer], "float32")
+            self._xp.copyto(found[buffer], scale)
         return found
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that later calls read is there: not if a CUDA graph is yet to make it."""
+        if self._all_given is None:
+            return True
+        cuda = self._xp.cuda
+        return not cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr)
+
+    def _copy_scales(self, scratch: int, stream: int) -> None:
+        """Copy the caller's scales to where they are read and NaN is written, in one piece."""
+        if self._all_given is not None:
+            runtime = self._xp.cuda.runtime
+            runtime.memcpyAsync(
+                scratch + self._layout.zeros, self._all_given.data.ptr, self._layout.copied,
+                runtime.memcpyDeviceToDevice, stream,
+            )  # fmt: skip
 
     def _current(self) -> Any:
         """Return a context in which the device of the call is the current one."""
@@ -291,12 +323,13 @@ class Prepared:
         """Put into scratch memory what must be there before the first stage."""
         for array in scratch.zeros:
             array.fill(0)
-        for name, scale in self._given.items():
-            target = scratch.arrays[name]
-            if self.backend == "cuda":  # sooner there than by an assignment
-                target.data.copy_from_device_async(scale.data, scale.nbytes)
-            else:
-                target[...] = scale
+        if self.backend == "cuda":
+            if self._all_given is not None:
+                stream = self._xp.cuda.get_current_stream().ptr
+                self._copy_scales(scratch.whole.data.ptr, stream)
+        else:
+            for name, scale in self._given.items():
+                scratch.arrays[name][...] = scale
         if "v_operand" in scratch.arrays:
             scratch.arrays["v_operand"][...] = operands["v"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -106,14 +106,15 @@ class Scratch:
 class Layout:
     """Where scratch buffers lie in one piece of memory: on a device an allocation costs time.
 
-    What has to be zero comes first, so that one fill is enough.
+    What has to be zero comes first, so that one fill is enough; what is copied from elsewhere
+    follows, so that one copy is.
 
     Parameters
     ----------
     offsets : mapping of str to int
         Bytes from the start, multiples of `ALIGNMENT`.
-    zeros, nbytes : int
-        Bytes that have to be zero, and all of them.
+    zeros, copied, nbytes : int
+        Bytes that have to be zero, bytes behind these that are copied, and all of them.
     """
 
     #: Enough for every access of a kernel and for a tensor map.
@@ -121,17 +122,19 @@ class Layout:
 
     offsets: Mapping[str, int]
     zeros: int
+    copied: int
     nbytes: int
 
     @classmethod
-    def of(cls, workspace: Sequence[Workspace]) -> Layout:
-        """Lay buffers out one behind the other."""
-        offsets, zeros, end = {}, 0, 0
-        for work in sorted(workspace, key=lambda work: not work.zeros):
+    def of(cls, workspace: Sequence[Workspace], copied: Collection[str] = ()) -> Layout:
+        """Lay buffers out one behind the other; those named in `copied` are not zero before."""
+        offsets, zeros, copies, end = {}, 0, 0, 0
+        for work in sorted(workspace, key=lambda work: (not work.zeros, work.name not in copied)):
             offsets[work.name] = end
             end += -(-work.nbytes // cls.ALIGNMENT) * cls.ALIGNMENT
             zeros = end if work.zeros else zeros
-        return cls(offsets, zeros, end)
+            copies = end - zeros if work.name in copied else copies
+        return cls(offsets, zeros, copies, end)
 
     def allocate(self, xp: Any, filled: Sequence[Workspace]) -> Scratch:
         """Take memory of the current device; return arrays for those buffers that are `filled`."""

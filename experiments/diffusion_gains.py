@@ -11,7 +11,8 @@ Measures     time against the plain ways in the same rounds: two calls, dynamic 
              for masks also against dense attention with the same tiles, as a share of 1 / density;
              for pruning also the relative error against all keys; for long sequences the bytes of
              scratch memory
-Run          python -m experiments.diffusion_gains [--quick] [--seconds N] [--json FILE]
+Run          python -m experiments.diffusion_gains [--quick] [--only WAY] [--seconds N]
+             [--json FILE]
 
 Each way is first held to what it promises: the bits of attention over the keys that were kept, or
 the bounds J2 and J3. No comparison begins after --seconds; the record says which
@@ -255,7 +256,7 @@ CELLS: tuple[tuple[Shape, tuple[str, ...]], ...] = (
 def cells(args: argparse.Namespace) -> Iterator[tuple[Shape, str, str]]:
     """Yield shape, way and mode of every comparison."""
     for shape, names in (((1, 2, 300), tuple(WAYS)),) if args.quick else CELLS:
-        for name in names:
+        for name in (n for n in names if args.only is None or n.startswith(args.only)):
             for mode in MODES[: 1 if WAYS[name] in ONE_MODE else 2]:
                 yield shape, name, mode
 
@@ -316,7 +317,8 @@ def run(args: argparse.Namespace) -> int:
         [[*(str(r[t]) for t in titles), "yes" if r["ok"] else "NO", *_gain(r)] for r in found],
     )
     content = {"rows": found, "missing": missing}
-    common.keep(args, "diffusion_gains", "mirror" if args.quick else "cuda", content)
+    if args.only is None or args.json is not None:  # some ways alone are no record of all
+        common.keep(args, "diffusion_gains", "mirror" if args.quick else "cuda", content)
     if missing:
         print(f"not measured within {args.seconds} s: {len(missing)} comparisons", file=sys.stderr)
     return 0 if found and all(row["ok"] for row in found) else 1
@@ -338,7 +340,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=180.0, help="no comparison begins after so many"
     )
-    return common.main(run, parser.parse_args(argv))
+    parser.add_argument("--only", metavar="WAY", help="ways that begin so, alone")
+    args = parser.parse_args(argv)
+    if args.only is not None and not any(name.startswith(args.only) for name in WAYS):
+        parser.error(f"--only must be how one of {', '.join(WAYS)} begins, got {args.only!r}")
+    return common.main(run, args)
 
 
 if __name__ == "__main__":

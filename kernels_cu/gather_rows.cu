@@ -1,4 +1,5 @@
-// gather_rows -- rows of K and V that are kept, moved together.
+// gather_rows -- rows of K and V that are kept, moved together; of V alone where K is quantised
+//                from where it lies.
 //
 // Idea         Memory decides: a row is as few accesses as its alignment allows, side by side in a
 //              group of lanes, and a thread has those of several rows of both operands under way
@@ -15,7 +16,7 @@
 // cupyattn/diffusion/key_passes.py packs it from one table of (name, type); a test compares the
 // two.
 struct GatherParams {
-  const void* K;          // [batch, heads_kv, len_kv, HEAD_DIM]
+  const void* K;          // [batch, heads_kv, len_kv, HEAD_DIM]; null: its rows stay
   const void* V;          // [batch, heads_kv, len_kv, HEAD_DIM]
   void* kept_K;           // [batch, heads_kv, count, HEAD_DIM], contiguous
   void* kept_V;           // [batch, heads_kv, count, HEAD_DIM], contiguous
@@ -64,7 +65,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gather_rows(
     for (int a = 0; a < LANE_ACCESSES; ++a) {
       const int col = a * ROW_LANES * VEC;
       if (row0 + pass * PASS_ROWS < p.count && col0 + col < HEAD_DIM) {
-        k[pass][a] = *reinterpret_cast<const Access*>(K + place[pass] * p.K_stride.len + col);
+        if (p.K != nullptr)
+          k[pass][a] = *reinterpret_cast<const Access*>(K + place[pass] * p.K_stride.len + col);
         v[pass][a] = *reinterpret_cast<const Access*>(V + place[pass] * p.V_stride.len + col);
       }
     }
@@ -82,7 +84,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void gather_rows(
       const int col = a * ROW_LANES * VEC;
       const int64_t row = row0 + pass * PASS_ROWS;
       if (row < p.count && col0 + col < HEAD_DIM) {
-        *reinterpret_cast<Access*>(kept_K + row * HEAD_DIM + col) = k[pass][a];
+        if (p.K != nullptr) *reinterpret_cast<Access*>(kept_K + row * HEAD_DIM + col) = k[pass][a];
         *reinterpret_cast<Access*>(kept_V + row * HEAD_DIM + col) = v[pass][a];
       }
     }

@@ -41,8 +41,8 @@ __device__ __forceinline__ void quantize_rows(const QuantizeParams& p, uint32_t 
   for (int g = thread_id(); g < Cut::GROUPS * SIDES; g += NUM_THREADS) absmax[g] = 0;
   rows.find_mean(mean, p, at);
   __syncthreads();  // the mean and the zeros are there before a row adds its maximum
-  rows.begin(mean);
-  rows.raise(absmax, p, at);
+  rows.begin(mean, p, at);
+  rows.raise(absmax);
   __syncthreads();  // every row of a group has added its maximum before the scale is made of it
 #pragma unroll 1
   for (int g = thread_id(); g < Cut::GROUPS; g += NUM_THREADS) {
@@ -94,13 +94,11 @@ __device__ __forceinline__ void encode_rows(const QuantizeParams& p, uint32_t bl
     if constexpr (ZERO_POINTS) st_relaxed_gpu(&p.zero[index], coding[g].zero);
   }
   __syncthreads();  // the inverses are there before a row is coded with them
-  rows.begin(mean);
+  rows.begin(mean, p, at);
   if (p.static_scale != nullptr)
 #pragma unroll
     for (int pass = 0; pass < Cut::PASSES; ++pass) {
-      // NOTE: lanes prepare a row together, whether it exists or not.
-      if ((PREPARED || row_of(pass) < at.rows) && !rows.reach(pass, p, at).is_finite() &&
-          (!PREPARED || row_of(pass) < at.rows))
+      if (row_of(pass) < at.rows && !rows.reach(pass).is_finite())
         st_relaxed_gpu(
             &p.scale[at.first_scale<Cut::GROUP>(p) + row_of(pass) / Cut::GROUP], NOT_A_NUMBER);
     }

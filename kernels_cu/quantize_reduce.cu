@@ -61,7 +61,6 @@ template <bool EXTREMA, bool ROWS_PREPARED>
 __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
   __shared__ uint32_t space[FOLDED_ROWS * HEAD_DIM];  // for one fold after the other
   const Place at(p, block, p.split_rows);
-  const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
   // Of this lane's channels, over its rows in rising order.
   float sum[LANE_ACCESSES][VEC] = {};
   uint32_t least[LANE_ACCESSES][VEC], most[LANE_ACCESSES][VEC] = {};
@@ -76,14 +75,17 @@ __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t bloc
   for (int row0 = row_in_pass(); row0 < end; row0 += ROWS_IN_FLIGHT * ROWS_PER_PASS) {
     Words<elem_t, VEC> x[ROWS_IN_FLIGHT][LANE_ACCESSES];
 #pragma unroll
-    for (int i = 0; i < ROWS_IN_FLIGHT; ++i)
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+      // Past the last row stands the last row again.
+      const elem_t* row =  // [HEAD_DIM]
+          at.row(p, min(row0 + i * ROWS_PER_PASS, at.rows - 1));
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         if constexpr (ROWS_PREPARED) x[i][a] = {};
-        if (col_of(a) < HEAD_DIM)  // past the last row stands the last row again
-          x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
-              X + min(row0 + i * ROWS_PER_PASS, at.rows - 1) * p.X_stride.len + col_of(a));
+        if (col_of(a) < HEAD_DIM)
+          x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(row + col_of(a));
       }
+    }
 #pragma unroll
     for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
       if constexpr (ROWS_PREPARED)
@@ -132,10 +134,10 @@ __device__ __forceinline__ void find_reach(const QuantizeParams& p, uint32_t blo
   rows.load(p, at);
   rows.find_mean(mean, p, at);
   __syncthreads();  // the mean and the zeros are there
-  rows.begin(mean);
+  rows.begin(mean, p, at);
   Reach reach = {};
 #pragma unroll
-  for (int pass = 0; pass < Cut::PASSES; ++pass) reach.admit(rows.reach(pass, p, at));
+  for (int pass = 0; pass < Cut::PASSES; ++pass) reach.admit(rows.reach(pass));
   reach = shfl_max<WARP_SIZE>(reach);
   if (lane_id() == 0) reach.raise(of_block);
   __syncthreads();  // every warp has added its maximum before the block passes it on

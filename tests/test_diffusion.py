@@ -488,6 +488,6 @@ def test_a_call_within_says_more(monkeypatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise ca.DeviceMemoryError("more")
 
-    monkeypatch.setattr("cupyattn.diffusion.attention.attention", full)
+    monkeypatch.setattr("cupyattn.diffusion.kept_keys.attention", full)
     with pytest.raises(ca.DeviceMemoryError, match="^more$"):
         ca.Int8Attention(2, 32, 50)(*normal((1, 2, 40, 32), (1, 1, 50, 32)), 3, enable_pruning=True)

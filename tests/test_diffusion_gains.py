@@ -54,3 +54,13 @@ def test_gains_for_diffusion_stop_in_time_and_say_what_is_missing(
     assert len(record["rows"]) == len(seen) == 5
     every = {(*shape, name) for shape, names in diffusion_gains.CELLS for name in names}
     assert {tuple(x[:4]) for x in (*record["missing"], *map(list, seen))} == every
+
+
+def test_ways_are_chosen_by_how_they_begin(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "gains.json"
+    assert diffusion_gains.main(["--quick", "--only", "norm", "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["way"].startswith("norm and rope")
+    with pytest.raises(SystemExit):
+        diffusion_gains.main(["--only", "nothing"])
+    assert "--only must be how one of calibrated scales, " in capsys.readouterr().err

@@ -41,6 +41,7 @@ from cupyattn.request import Options, resolve
 from cupyattn.stages import stages
 
 cupy = pytest.importorskip("cupy")
+prepared_module = importlib.import_module("cupyattn.prepared")
 
 SHAPES = ((1, 4, 33, 64), (1, 2, 70, 64), (1, 2, 70, 64))
 #: Rungs, and the architecture that chooses their form.
@@ -400,6 +401,42 @@ def test_a_call_on_tensors_is_launched_again_from_their_addresses(
     if added == "out":
         with pytest.raises(ValueError, match="out must not share memory with q"):
             calls.forward(calls.Settings(**options), given, given["q"])
+
+
+def test_scales_that_a_caller_gives_arrive_by_one_copy(
+    driver: Driver, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes point at what is kept of them, scores at the copy; while a graph is made none is."""
+    copies: list[tuple[int, int, int, int]] = []
+    filled: list[Any] = []
+    capturing = [True]
+    runtime = cupy.cuda.runtime
+    monkeypatch.setattr(
+        runtime, "memcpyAsync", lambda to, of, n, _, stream: copies.append((to, of, n, stream))
+    )
+    monkeypatch.setattr(runtime, "streamIsCapturing", lambda _: capturing[0])
+    monkeypatch.setattr(cupy, "copyto", lambda target, _: filled.append(target))
+    monkeypatch.setattr(prepared_module, "static_scales", lambda *_: {"q": 0.1, "k": 0.2})
+    quant = QuantConfig("head", "tensor", smooth_k=False, scales=(np.ones((1, 4, 1), "f4"), 0.2))
+    settings = calls.Settings(variant="fa_int8", arch="sm_90", quant=quant)
+    shapes = zip("qkv", SHAPES, strict=True)
+    given = {n: OnDevice(array(shape)) for n, shape in shapes}
+    made = planned([x.array for x in given.values()], variant="fa_int8", arch="sm_90", quant=quant)
+    driver.expect(made)
+    for turn in range(3):
+        o, _ = calls.forward(settings, given)
+        _, _, passed = driver.launches[0]
+        params = zip(passed, made[0].launches[0].params, strict=True)
+        structs = [np.frombuffer(x, parameter[0])[0] for x, parameter in params]
+        of_q, of_k = (int(x["static_scale"]) for x in structs[:2])
+        assert [of_q, of_k] == [x.data.ptr for x in filled[-2:]] and of_k - of_q == 256
+        if turn == 2:  # launched on addresses
+            ((to, *rest),) = copies
+            assert rest == [of_q, 512, driver.stream]
+            assert [int(x["scale"]) for x in structs[:2]] == [to, to + 256]
+        check(driver, made, {"v": given["v"].array, "o": o.array})
+        assert len(filled) == 2 * min(turn + 1, 2), "planned anew after a capture alone"
+        capturing[0] = False
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])

@@ -12,13 +12,14 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import compile as kc
-from cupyattn.diffusion import key_importance, key_passes
+from cupyattn.diffusion import kept_keys, key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
 from cupyattn.diffusion.pruning import compact, kept_count
 from cupyattn.diffusion.ranking import largest_of_rows
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.launch import Operand
+from cupyattn.quant.operands import quantize_at
 from cupyattn.rounding import STORAGE
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
@@ -187,7 +188,81 @@ def test_importance_may_lie_anywhere() -> None:
     assert [y.tobytes() for y in found] == [y.tobytes() for y in want]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "quant"),
+    [
+        (F16, ca.QuantConfig()),
+        (BF16, ca.QuantConfig("head", "head", symmetric=False)),
+        pytest.param(F16, ca.QuantConfig("tensor", "tensor"), marks=pytest.mark.slow),
+        pytest.param(F32, ca.QuantConfig("block", "token", smooth_k=False), marks=pytest.mark.slow),
+        pytest.param(F16, ca.QuantConfig(pv="int8"), marks=pytest.mark.slow),
+        pytest.param(
+            F16, ca.QuantConfig("head", "head", scales=(np.full((1, 1, 1), 0.03, F32),) * 2),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_quantised_where_they_lie_have_the_bits_of_those_that_moved(
+    dtype: Any, quant: Any
+) -> None:
+    q, k = operands((4, 2), (12, 300), 24, dtype)
+    v, importance = normal(k.shape, seed=2).astype(dtype), numbers("ties", k.shape[:3])
+    k *= np.arange(300).astype(dtype)[:, None] % 7 - 3  # a mean, and rows of different sizes
+    for name, x in views(k).items():
+        before = k.tobytes(), v.tobytes(), importance.tobytes()
+        few_v, kept, places = pruning.compact_values(x, v, importance, 170, backend="interpret")
+        few_k, want_v, want = compact(x, v, importance, 170, backend="interpret")
+        assert runs.bits(few_v) == runs.bits(want_v) and runs.bits(kept) == runs.bits(want)
+        marks = np.zeros_like(kept)
+        np.put_along_axis(marks, places.astype(np.int64), True, axis=2)
+        assert runs.bits(marks) == runs.bits(kept) and (np.diff(places) > 0).all()
+        found = quantize_at(q, x, few_v, places, quant=quant, backend="interpret")
+        if name == "shifted":  # sums of a mean go by the width of accesses
+            few_k = runs.embedded(few_k, 3)
+        moved = ca.quantize(q, few_k, few_v, quant=quant, backend="interpret")
+        for field in ("q_codes", "k_codes", "q_scale", "k_scale", "k_zero", "k_mean", "v_codes"):
+            one, other = getattr(found, field), getattr(moved, field)
+            assert one is other is None or runs.bits(one) == runs.bits(other), (name, field)
+        assert (k.tobytes(), v.tobytes(), importance.tobytes()) == before
+
+
 # ---- calls ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["balanced", "aggressive", "precision"])
+def test_a_layer_that_moves_no_keys_gives_the_same_bits(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k = operands((4, 2), (12, 40), 16)
+    attend = ca.Int8Attention(4, 16, 50, backend="interpret", enable_pruning=True)
+    moved = attend(q, k, k, 25, mode=mode, return_mask=True)
+    entries: list[str] = []
+    own = pruning.plan_compact
+    monkeypatch.setattr(
+        pruning,
+        "plan_compact",
+        lambda k, *rest: (entries.append("kv"[k is None :]), own(k, *rest))[1],
+    )
+    monkeypatch.setattr(pruning, "LEAST_BYTES", 0)
+    stayed = attend(q, k, k, 25, mode=mode, return_mask=True)
+    assert [runs.bits(x) for x in stayed] == [runs.bits(x) for x in moved]
+    assert entries == ["kv" if mode == "precision" else "v"]
+    assert not attend.fallbacks
+
+
+def test_what_int8_does_not_take_is_moved_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise UnsupportedError("no such device")
+
+    q, k = operands((4, 2), (12, 40), 16)
+    attend = ca.Int8Attention(4, 16, 50, backend="interpret", enable_pruning=True)
+    expected = attend(q, k, k, 25, mode="precision", return_mask=True)
+    monkeypatch.setattr(pruning, "LEAST_BYTES", 0)
+    monkeypatch.setattr(kept_keys, "quantize_at", refuses)
+    found = attend(q, k, k, 25, mode="balanced", return_mask=True)
+    assert [runs.bits(x) for x in found] == [runs.bits(x) for x in expected]
+    assert attend.fallbacks == {"no such device": 1}
 
 
 def test_a_layer_prunes_on_its_backend() -> None:

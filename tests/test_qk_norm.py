@@ -230,7 +230,10 @@ def test_codes_and_scales_are_the_mirrors_to_the_bit(
             "prims/prepare.cuh", "int offset = 1; offset <", "int offset = 2; offset <", 2,
             marks=pytest.mark.slow,
         ),
-        ("quantize.cu", "((PREPARED || row_of(pass) < at.rows)", "((row_of(pass) < at.rows)", 5),
+        (
+            "prims/quantize_rows.cuh", "        made.row[pass] =",
+            "        if (row_of(pass) < at.rows) made.row[pass] =", 0,
+        ),
     ],
     ids=["positions", "weights of a head", "half of a sum", "rows that do not exist"],
 )  # fmt: skip
@@ -240,7 +243,7 @@ def test_planted_mistakes_are_seen(
     """By J1, and what a lane waits for that another one skips by the interpreter."""
     put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
     options = options_of(32, "both, interleaved, by head")
-    seen = (KernelFault, "deadlock") if quant == 5 else (AssertionError, "(q|k)_(codes|scale)")
+    seen = (KernelFault, "deadlock") if quant == 0 else (AssertionError, "(q|k)_(codes|scale)")
     with pytest.raises(seen[0], match=seen[1]):
         assert_codes_are_the_mirrors(arrays(head_dim=32), QUANTS[quant], options)
 

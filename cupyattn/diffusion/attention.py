@@ -6,17 +6,18 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from cupyattn import checks, registry
 from cupyattn.api import attention
-from cupyattn.arrays import is_cupy, take
+from cupyattn.arrays import device_of, is_cupy, take
 from cupyattn.backends import on_device_of
 from cupyattn.diffusion import guidance, pruning
 from cupyattn.diffusion.arguments import check_count, check_number, check_timestep
+from cupyattn.diffusion.kept_keys import KeptKeys
 from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode, middle_ratio
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.scales import StepScales
@@ -30,6 +31,7 @@ from cupyattn.scratch import saying_what_is_needed
 from cupyattn.tiles import Tiles
 
 _log = logging.getLogger("cupyattn")
+Result = TypeVar("Result")
 
 
 class Int8Attention:
@@ -225,9 +227,10 @@ class Int8Attention:
 
     def mode(self, timestep: int | None = None, *, sigma: float | None = None) -> str:
         """Return the mode that the policy takes at a step."""
-        return self._mode(self.step(timestep, sigma))
+        return self.mode_at(self.step(timestep, sigma))
 
-    def _mode(self, step: Step) -> str:
+    def mode_at(self, step: Step) -> str:
+        """Return the mode that the policy takes at a step of `step`."""
         return check_mode(self.policy.mode(step.timestep, step.ratio))
 
     def quant_config(
@@ -256,7 +259,8 @@ class Int8Attention:
             raise ValueError("mode 'precision' quantises nothing: ask for one of the others")
         q, k = (take(name, a)[0] for name, a in zip("qk", (q, k), strict=True))
         with on_device_of(q):
-            return self._scales.config(mode, self.step(timestep, sigma), q, k.shape[1])
+            step = self.step(timestep, sigma)
+            return self._scales.config(mode, step, device_of(q), k.shape[1])
 
     @property
     def fallbacks(self) -> dict[str, int]:
@@ -426,7 +430,8 @@ class Int8Attention:
         None: no key was dropped.
         """
         self._check(q, k, v, branches)
-        kept, given = None, {**given, **self._norm}
+        keys: KeptKeys | None = None
+        given = {**given, **self._norm}
         options = settings.of_scores(q, k, branches)
         if settings.enable_pruning:
             if not given["mask"] is given["rope"] is given["qk_norm"] is None:
@@ -435,15 +440,25 @@ class Int8Attention:
                     "mask, no rope and no qk_norm: normalise and turn q and k beforehand, or leave "
                     "pruning out"
                 )
-            k, v, kept = self._pruned(q, k, v, step, settings)
-            kept = kept.repeat(self.num_heads // k.shape[1], axis=1)
+            keys = self._pruned(q, k, v, step, settings)
         if branches == guidance.BRANCHES and given["qk_norm"] is not None:
             of_q, of_k = given["qk_norm"]
             of_q = guidance.repeat_heads(of_q, 0) if of_q.ndim == 2 else of_q
             given = {**given, "qk_norm": (of_q, of_k)}
-        options |= {**given, **self._where, "scale": self._scale}
-        o = self._run(settings.mode or self._mode(step), step, q, k, v, branches, options)
-        return o, kept
+        options |= given
+
+        def run(**form: Any) -> Array:
+            if keys is not None:
+                return keys.attend(q, **form, **options)
+            return attention(q, k, v, **form, **options)
+
+        o = self.in_mode(
+            settings.mode or self.mode_at(step), step, run,
+            device=device_of(q), dtype=q.dtype.name, heads_kv=k.shape[1], branches=branches,
+        )  # fmt: skip
+        if keys is None or keys.kept is None:
+            return o, None
+        return o, keys.kept.repeat(self.num_heads // k.shape[1], axis=1)
 
     def _all_kept(self, q: Array, k: Array) -> Array:
         """Return that no key was dropped, for the batch of q."""
@@ -464,51 +479,68 @@ class Int8Attention:
                 f"the heads of k and v must divide num_heads={self.num_heads}, got {k.shape[1]}"
             )
 
-    def _pruned(
-        self, q: Array, k: Array, v: Array, step: Step, settings: Settings
-    ) -> tuple[Array, Array, Array]:
-        """Return the keys and values that are kept, and which these are."""
-        needed = pruning.bytes_needed(q, k, v, settings.pruning_rows, self._where["backend"])
-        with saying_what_is_needed("token pruning", needed, on_device=is_cupy(k)):
-            return self._most_important(q, k, v, step, settings)
-
-    def _most_important(
-        self, q: Array, k: Array, v: Array, step: Step, settings: Settings
-    ) -> tuple[Array, Array, Array]:
+    def _pruned(self, q: Array, k: Array, v: Array, step: Step, settings: Settings) -> KeptKeys:
+        """Return the keys that are kept: which they are is found out beside attention."""
         backend = self._where["backend"]
-        importance = pruning.key_importance(
-            q, k, scale=self._scale, rows=settings.pruning_rows, backend=backend
-        )
-        if settings.pruning_threshold is None:
-            count = pruning.kept_count(k.shape[2], settings.pruning_ratio)
-        else:
-            threshold = settings.pruning_threshold * min(step.ratio, 1.0)
-            count = pruning.count_above(importance, threshold)
-        return pruning.compact(k, v, importance, count, backend=backend)
+        needed = pruning.bytes_needed(q, k, v, settings.pruning_rows, backend)
+        with saying_what_is_needed("token pruning", needed, on_device=is_cupy(k)):
+            importance = pruning.key_importance(
+                q, k, scale=self._scale, rows=settings.pruning_rows, backend=backend
+            )
+            if settings.pruning_threshold is None:
+                count = pruning.kept_count(k.shape[2], settings.pruning_ratio)
+            else:
+                threshold = settings.pruning_threshold * min(step.ratio, 1.0)
+                count = pruning.count_above(importance, threshold)
+        return KeptKeys(k, v, importance, count, needed)
 
-    def _run(
+    def in_mode(
         self,
         mode: str,
         step: Step,
-        q: Array,
-        k: Array,
-        v: Array,
-        branches: int,
-        options: dict[str, Any],
-    ) -> Array:
-        """Run one mode, or 16 bits where INT8 does not take the call."""
+        run: Callable[..., Result],
+        *,
+        device: int,
+        dtype: str,
+        heads_kv: int,
+        branches: int = 1,
+    ) -> Result:
+        """Run a mode at a step, or 16 bits where INT8 does not take the call, which is counted.
+
+        Parameters
+        ----------
+        mode : str
+            Of `cupyattn.diffusion.MODES`.
+        step : Step
+            Of `step`.
+        run : callable
+            Is given `variant`, `quant`, `tiles`, `scale`, `backend` and `arch` of
+            `cupyattn.attention`, as named arguments, and raises UnsupportedError as that does.
+        device : int
+            Where the operands lie; -1 is the host.
+        dtype : {"float16", "bfloat16", "float32"}
+        heads_kv : int
+        branches : {1, 2}
+            How many heads of q are stacked for each head of the model.
+
+        Returns
+        -------
+        object
+            What `run` returns.
+        """
+        where: dict[str, Any] = {**self._where, "scale": self._scale}
         if mode != "precision":
-            quant = self._scales.config(mode, step, q, k.shape[1], branches)
+            quant = self._scales.config(mode, step, device, heads_kv, branches)
             tiles = self._tiles("fa_int8", quant.form)
             try:
-                return attention(q, k, v, variant="fa_int8", quant=quant, tiles=tiles, **options)
+                return run(variant="fa_int8", quant=quant, tiles=tiles, **where)
             except UnsupportedError as error:
                 self._count(mode, str(error))
         variant, tiles = "auto", None
         if self._blocks != (None, None):
-            variant = "fa_warps" if q.dtype == np.float32 else "fa_tc"
+            variant = "fa_warps" if dtype == "float32" else "fa_tc"
             tiles = self._tiles(variant, "portable")
-        return attention(q, k, v, variant=variant, tiles=tiles, **options)
+        return run(variant=variant, quant=None, tiles=tiles, **where)
 
     def _count(self, mode: str, reason: str) -> None:
         with self._lock:

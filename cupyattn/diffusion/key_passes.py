@@ -155,14 +155,14 @@ def plan_key_importance(
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_compact(k: Operand, v: Operand, dtype: str, count: int) -> Launches:
+def plan_compact(k: Operand | None, v: Operand, dtype: str, count: int) -> Launches:
     """Plan the choice of keys, and that rows of K and V move together.
 
     Parameters
     ----------
     k, v : Operand
         (batch, heads_kv, len_kv, head_dim), of one shape, contiguous last axis, none of them empty;
-        the buffers ``"k"`` and ``"v"``.
+        the buffers ``"k"`` and ``"v"``. Without k its rows stay where they are.
     dtype : {"float16", "bfloat16", "float32"}
         Their storage type.
     count : int
@@ -180,7 +180,7 @@ def plan_compact(k: Operand, v: Operand, dtype: str, count: int) -> Launches:
     UnsupportedError
         For more keys or blocks than the kernels count.
     """
-    batch, heads_kv, len_kv, head_dim = k.shape
+    batch, heads_kv, len_kv, head_dim = v.shape
     _check_length(len_kv)
     choice: dict[str, Any] = {
         "importance": "importance", "kept": "kept", "places": "places", "len_kv": len_kv,
@@ -189,10 +189,11 @@ def plan_compact(k: Operand, v: Operand, dtype: str, count: int) -> Launches:
     plain = Tiles(block_q=1, block_kv=1, num_warps=_SELECT_WARPS)
     largest = _spec("largest_keys.cu", plain, Features("float32", 1))
     gathered: dict[str, Any] = {
-        "K": "k", "V": "v", "kept_K": "kept_k", "kept_V": "kept_v", "places": "places",
-        "K_stride": k.row_strides, "V_stride": v.row_strides, "heads_kv": heads_kv, "count": count,
+        "K": "k" if k else None, "V": "v", "kept_K": "kept_k" if k else None, "kept_V": "kept_v",
+        "places": "places", "K_stride": (k or v).row_strides, "V_stride": v.row_strides,
+        "heads_kv": heads_kv, "count": count,
     }  # fmt: skip
-    vec = widest(k, v)
+    vec = widest(k or v, v)
     accesses = head_dim // vec
     lanes = min(32, 1 << (accesses - 1).bit_length())  # of a row, as in gather_rows.cu
     passes = max(1, _IN_FLIGHT // -(-accesses // lanes))

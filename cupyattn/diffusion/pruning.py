@@ -32,6 +32,8 @@ from cupyattn.rounding import STORAGE, Array, array_namespace
 
 #: Query rows of each head that importance is estimated from.
 SAMPLE_ROWS = 32
+#: Bytes of keys from which they are not moved before they are quantised.
+LEAST_BYTES = 2**26
 
 
 def key_importance(
@@ -220,33 +222,72 @@ def compact(
     UnsupportedError
         For more than 2^30 keys, or rows than blocks can be counted, on the kernels.
     """
-    given = {"k": k, "v": v, "importance": importance}
+    array_namespace(k, v, importance)
+    backend = choose(backend, k)
+    if not _kernels_move(backend, k, v, count):
+        _check_choice(k, v, importance, count)
+        return _indexed(k, v, importance, count)
+    made = _moved({"k": k, "v": v}, importance, count, backend)
+    return made["kept_k"], made["kept_v"], made["kept"]
+
+
+def compact_values(
+    k: Array, v: Array, importance: Array, count: int, *, backend: str
+) -> tuple[Array, Array, Array]:
+    """Choose keys as `compact` does, and move their values; the keys stay where they are.
+
+    Parameters
+    ----------
+    k, v, importance, count
+        As for `compact`, of a form that the kernels move: see `quantises_in_place`.
+    backend : {"cuda", "interpret"}
+
+    Returns
+    -------
+    v : array, (batch, heads_kv, count, head_dim)
+    kept : array, bool, (batch, heads_kv, len_kv)
+    places : array, int32, (batch, heads_kv, count)
+        Which keys these are, rising.
+    """
+    _check_choice(k, v, importance, count)
+    made = _moved({"v": v}, importance, count, backend)
+    return made["kept_v"], made["kept"], made["places"]
+
+
+def quantises_in_place(backend: str | None, k: Array, v: Array, count: int) -> bool:
+    """Whether keys that become codes are read by their places, in place of being moved first.
+
+    Moving them costs a write and a read of them. Below `LEAST_BYTES` of keys, the host is what
+    calls wait for, and its way is shorter where they are moved.
+    """
+    return k.nbytes >= LEAST_BYTES and _kernels_move(choose(backend, k), k, v, count)
+
+
+def _moved(rows: dict[str, Array], importance: Array, count: int, backend: str) -> dict[str, Array]:
+    """Run the kernels that choose keys and move the `rows` given; return all that they make."""
+    given = {**rows, "importance": importance}
     key, addresses = call_key(("compact", count, backend), given)
+    shapes = {f"kept_{name}": (*x.shape[:2], count, x.shape[3]) for name, x in rows.items()}
+    shapes |= {"kept": importance.shape, "places": (*importance.shape[:2], count)}
     again = recall(key)
     if again is not None:
-        kept_k, kept_v, kept, _ = again(addresses)
-        return kept_k, kept_v, kept
-    xp = array_namespace(k, v, importance)
-    backend = choose(backend, k)
-    _check_choice(k, v, importance, count)
-    if not _kernels_move(backend, k, v, count):
-        return _indexed(k, v, importance, count)
+        return dict(zip(shapes, again(addresses), strict=True))
+    _check_choice(rows.get("k", rows["v"]), rows["v"], importance, count)
     check_one_device(**given)
-    with on_device_of(k):
-        buffers = {name: as_input(contiguous_last_axis(given[name])) for name in "kv"}
+    xp, types = array_namespace(*given.values()), {"kept": np.bool_, "places": np.int32}
+    with on_device_of(importance):
+        buffers = {name: as_input(contiguous_last_axis(x)) for name, x in rows.items()}
         buffers["importance"] = as_input(xp.ascontiguousarray(importance))
-        plan = plan_compact(*(Operand.of(buffers[name]) for name in "kv"), k.dtype.name, count)
-        few = (*k.shape[:2], count)
+        described = {name: Operand.of(buffers[name]) for name in rows}
+        plan = plan_compact(described.get("k"), described["v"], rows["v"].dtype.name, count)
         made = {
-            "kept_k": ((*few, k.shape[3]), k.dtype), "kept_v": ((*few, v.shape[3]), v.dtype),
-            "kept": (importance.shape, np.dtype(bool)), "places": (few, np.dtype(np.int32)),
-        }  # fmt: skip
-        buffers |= {name: xp.empty(shape, dtype) for name, (shape, dtype) in made.items()}
+            name: xp.empty(shape, types.get(name, rows["v"].dtype))
+            for name, shape in shapes.items()
+        }
+        buffers |= made
         run(backend, plan, buffers)
-        remember(
-            key, plan, None, given, buffers, {name: shape for name, (shape, _) in made.items()}
-        )
-    return buffers["kept_k"], buffers["kept_v"], buffers["kept"]
+        remember(key, plan, None, given, buffers, shapes)
+    return made
 
 
 def _check_choice(k: Array, v: Array, importance: Array, count: int) -> None:

@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 
 from cupyattn import auto
-from cupyattn.arrays import device_of, on_host, take
+from cupyattn.arrays import on_host, take
 from cupyattn.diffusion import guidance
 from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.schedules import Float64, Step, compute_adaptive_scales
 from cupyattn.quant import QuantConfig
-from cupyattn.rounding import Array, array_namespace
+from cupyattn.rounding import Array
 
 _log = logging.getLogger("cupyattn")
 
 #: The row of a calibration that stands for all steps.
 _UNIFORM = -1
+#: Noise-to-signal ratios whose bin is kept.
+_MAX_BINS = 4096
 
 
 class StepScales:
@@ -78,10 +80,11 @@ class StepScales:
         if quant.static and not quant.symmetric:
             raise ValueError("static scales of quant need symmetric=True")
         self._made: dict[Any, QuantConfig] = {}
+        self._bins: dict[float, int] = {}
         self._lock = threading.Lock()
 
     def config(
-        self, mode: str, step: Step, q: Array, heads_kv: int, branches: int = 1
+        self, mode: str, step: Step, device: int, heads_kv: int, branches: int = 1
     ) -> QuantConfig:
         """Return how an INT8 mode quantises at a step.
 
@@ -89,28 +92,37 @@ class StepScales:
         ----------
         mode : {"aggressive", "balanced"}
         step : Step
-        q : array
-            Beside which the scales lie.
+        device : int
+            Where the scales are to lie; -1 is the host.
         heads_kv : int
         branches : {1, 2}
             How many heads of q are stacked for each head of the model.
         """
         row: Any = None
         if self.calibration is not None:
-            row = int(self.calibration.bins.index(step.sigma)) if self.adaptive else _UNIFORM
+            row = self._bin(self.calibration, step.sigma) if self.adaptive else _UNIFORM
             if heads_kv != self.calibration.heads_kv:
                 raise ValueError(
                     f"the calibration is of {self.calibration.heads_kv} key heads, got {heads_kv}"
                 )
         elif self.quant.static and self.adaptive:
             row = float(self._factors[step.timestep])
-        key = mode, row, device_of(q), branches
+        key = mode, row, device, branches
         with self._lock:
             if key not in self._made:
-                self._made[key] = self._make(mode, row, array_namespace(q), branches)
+                self._made[key] = self._make(mode, row, device, branches)
             return self._made[key]
 
-    def _make(self, mode: str, row: Any, xp: Any, branches: int) -> QuantConfig:
+    def _bin(self, calibration: Calibration, sigma: float) -> int:
+        """Return a calibration's bin of a step, looked up once for each noise-to-signal ratio."""
+        found = self._bins.get(sigma)
+        if found is None:
+            if len(self._bins) >= _MAX_BINS:
+                self._bins.clear()
+            found = self._bins[sigma] = int(calibration.bins.index(sigma))
+        return found
+
+    def _make(self, mode: str, row: Any, device: int, branches: int) -> QuantConfig:
         quant = self.quant
         granularities = quant.granularity_q, quant.granularity_k
         smooth_k, scales = quant.smooth_k, quant.scales
@@ -122,7 +134,7 @@ class StepScales:
             per_code = np.float32(
                 127 / quant.largest_code
             )  # a calibration says what 127 stands for
-            scales = tuple(xp.asarray(s[..., None] * per_code) for s in pair)
+            scales = tuple(_on_device(s[..., None] * per_code, device) for s in pair)
         elif row is not None:
             scales = tuple(s * (np.float32(row) if hasattr(s, "shape") else row) for s in scales)
         if branches == guidance.BRANCHES and hasattr(scales[0], "shape"):
@@ -134,6 +146,16 @@ class StepScales:
             *granularities, symmetric=quant.symmetric, smooth_k=smooth_k, qk_bits=quant.qk_bits,
             scales=scales, fused=quant.fused and not eight, **of_values,
         )  # fmt: skip
+
+
+def _on_device(scales: Array, device: int) -> Array:
+    """Return scales of the host on a device; -1 is the host."""
+    if device < 0:
+        return scales
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return cupy.asarray(scales)
 
 
 def _check_factors(given: Any, num_timesteps: int) -> Any:

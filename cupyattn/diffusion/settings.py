@@ -12,7 +12,7 @@ from cupyattn.block_mask import BLOCK_SIZES, BlockMask
 from cupyattn.diffusion import pruning
 from cupyattn.diffusion.arguments import check_count
 from cupyattn.diffusion.guidance import BRANCHES, for_both_branches
-from cupyattn.diffusion.policy import check_mode
+from cupyattn.diffusion.policy import MODES, check_mode
 from cupyattn.errors import UnsupportedError
 from cupyattn.rounding import Array
 
@@ -94,11 +94,19 @@ class Settings:
         """
         if not overrides:
             return self
+        mode = overrides.get("mode")
+        if len(overrides) == 1 and isinstance(mode, str) and mode in MODES:
+            return self._of_modes[mode]
         known = [field.name for field in fields(self)]
         for name in overrides:
             if name not in known:
                 raise TypeError(f"a call may override {', '.join(known)}, got {name!r}")
         return replace(self, **overrides)
+
+    @functools.cached_property
+    def _of_modes(self) -> dict[str, Settings]:
+        """These settings with each mode: a model may name one in every call."""
+        return {mode: replace(self, mode=mode) for mode in MODES}
 
     def of_scores(self, q: Array, k: Array, branches: int) -> dict[str, Any]:
         """Return what of the scores is computed, as arguments of `cupyattn.attention`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -226,18 +227,23 @@ class QuantConfig:
         return {"none": 0, "block": tiles.block_kv}.get(str(self.granularity_v), GROUP_ALL)
 
     def _key(self) -> tuple[Any, ...]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        if self.static:
-            values["scales"] = tuple(
-                id(scale) if hasattr(scale, "shape") else scale for scale in self.scales
-            )
-        return tuple(values.values())
+        return (*_PLAIN_FIELDS(self), *self._known_scales())
+
+    def _known_scales(self) -> tuple[Any, ...]:
+        """Return what scales are known by: numbers by themselves, arrays by what they are."""
+        if not self.static:
+            return (self.scales,)
+        return tuple(id(x) if hasattr(x, "shape") else x for x in self.scales)
 
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, QuantConfig) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self._key())
+
+
+#: Takes the fields that are numbers and names, without a loop in Python: every call is known by it.
+_PLAIN_FIELDS = operator.attrgetter(*(f.name for f in fields(QuantConfig) if f.name != "scales"))
 
 
 def _group(granularity: str, block: int, thread: int) -> int:

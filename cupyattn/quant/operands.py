@@ -138,16 +138,66 @@ def quantize(
         },
         (heads, heads_kv, *longest, head_dim),
     )  # fmt: skip
-    arch = arch or own_arch(backend, q)
-    if tiles is None:
-        tiles = scale_tiles(registry.lookup("fa_int8"), head_dim, quant, arch)
-    check_value_tiles(quant, tiles, arch)
+    tiles = _tiles_of(q, quant, tiles, arch, backend)
     if backend != "mirror":
         found = _quantize_kernels(q, k, v, quant, tiles, backend, sequences, preparation)
     elif sequences is None:
         found = quantize_mirror(q, k, v, quant, tiles, preparation=preparation)
     else:
         found = _quantize_sequences(q, k, v, quant, tiles, sequences, preparation)
+    return found.in_nibbles() if quant.qk_bits == 4 else found
+
+
+def _tiles_of(
+    q: Array, quant: QuantConfig, tiles: Tiles | None, arch: str | None, backend: str
+) -> Tiles:
+    """Return the tiles of the attention kernel, checked against how V is quantised."""
+    arch = arch or own_arch(backend, q)
+    if tiles is None:
+        tiles = scale_tiles(registry.lookup("fa_int8"), q.shape[3], quant, arch)
+    check_value_tiles(quant, tiles, arch)
+    return tiles
+
+
+def quantize_at(
+    q: Array,
+    k: Array,
+    v: Array,
+    places: Array,
+    *,
+    quant: QuantConfig,
+    tiles: Tiles | None = None,
+    arch: str | None = None,
+    backend: str,
+) -> QuantizedQKV:
+    """Quantise some keys of many from where they lie, as `quantize` does keys that were moved.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, len_q, head_dim)
+    k : array, (batch, heads_kv, len_kv, head_dim)
+    v : array, (batch, heads_kv, count, head_dim)
+        Rows that were moved together.
+    places : array, int32, (batch, heads_kv, count), contiguous
+        Of the keys that these values belong to, below len_kv: nobody looks.
+    quant, tiles, arch
+        As for `quantize`, but for ``fused``, which quantises in the attention kernel.
+    backend : {"cuda", "interpret"}
+
+    Returns
+    -------
+    QuantizedQKV
+        The bits of `quantize` on those keys moved together, to places aligned as those of k are:
+        the order in which a mean is summed goes by the width of accesses.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError, DeviceMemoryError
+        As `quantize`.
+    """
+    checks.check_dtype(q, k, v)
+    tiles = _tiles_of(q, quant, tiles, arch, backend)
+    found = _quantize_kernels(q, k, v, quant, tiles, backend, None, None, places)
     return found.in_nibbles() if quant.qk_bits == 4 else found
 
 
@@ -342,7 +392,7 @@ def static_scales(
             )
         if xp is np and not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
             raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
-        whole = xp.broadcast_to(array, wanted)
+        whole = array if array.shape == wanted else xp.broadcast_to(array, wanted)
         if sequences is not None:
             whole = xp.broadcast_to(whole, (sequences, *wanted[1:])).swapaxes(0, 2)
         found[name] = xp.ascontiguousarray(whole)
@@ -363,8 +413,12 @@ def _quantize_kernels(
     backend: str,
     sequences: Sequences | None,
     preparation: Preparation | None,
+    places: Array | None = None,
 ) -> QuantizedQKV:
-    """Quantise arrays where they lie, with the kernels of ``quantize*.cu``."""
+    """Quantise arrays where they lie, with the kernels of ``quantize*.cu``.
+
+    With `places`, those rows of k alone, which are as many as v has.
+    """
     dtype = q.dtype.name
     if preparation is not None and quant.fused:
         q, k = preparation.stored(q, k)
@@ -372,7 +426,11 @@ def _quantize_kernels(
     arrays = {n: contiguous_last_axis(x) for n, x in zip("qkv", (q, k, v), strict=True)}
     packed = {n: None if sequences is None else sequences.packed(n) for n in arrays}
     operands = {n: Operand.of(x) for n, x in arrays.items()}
+    if places is not None:
+        operands["k"] = replace(operands["k"], shape=(*k.shape[:2], places.shape[2], k.shape[3]))
     found = parts(quant, tiles, operands, packed, prepares_of(preparation))
+    if places is not None:
+        found["k"] = replace(found["k"], gathered=True)
     plan = plan_quantize(dtype, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
     xp = array_namespace(q)
     needed = {work.name: work.nbytes for work in plan.workspace}
@@ -381,30 +439,36 @@ def _quantize_kernels(
         needed |= {b: math.prod(shape) * np.dtype(kind).itemsize for b, (shape, kind) in sizes}
     on_device = backend == "cuda"
     with on_device_of(q), saying_what_is_needed("quantize", needed, on_device=on_device):
+        count = None if sequences is None else sequences.batch
         made: dict[str, Array] = {}
+        given: dict[str, Array] = {}
+        for name, scale in static_scales(
+            xp, quant, q.shape, operands["k"].shape, tiles, count
+        ).items():
+            if scale is not None:
+                made[f"{name}_scale"] = scale.copy()
+                given[f"{name}_static_scale"] = as_input(scale)
         for name, part in found.items():
             # Of packed sequences what lies between theirs is 0; so is the mean of no keys.
             empty = not all(part.x.shape)
             new = xp.zeros if sequences or empty else xp.empty
-            made |= {b: new(shape, dtype) for b, (shape, dtype) in part.buffers(name).items()}
-            if empty and sequences is None:  # what a group of zeros has
+            for b, (shape, kind) in part.buffers(name).items():
+                if b not in made and b not in given:
+                    made[b] = new(shape, kind)
+            if empty and sequences is None and not part.static:  # what a group of zeros has
                 made[f"{name}_scale"].fill(1)
                 if part.zero_points:
                     made[f"{name}_zero"].fill(-128)
-        count = None if sequences is None else sequences.batch
-        for name, scale in static_scales(xp, quant, q.shape, k.shape, tiles, count).items():
-            if scale is not None:
-                made[f"{name}_scale"] = scale.copy()
-                made[f"{name}_static_scale"] = as_input(scale)
-        buffers = {**made, **{name: as_input(x) for name, x in arrays.items()}}
+        buffers = {**made, **given, **{name: as_input(x) for name, x in arrays.items()}}
+        if places is not None:
+            buffers["k_places"] = as_input(places)
         if preparation is not None:
             buffers |= {name: as_input(x) for name, x in preparation.buffers.items()}
         if sequences is not None:
             offsets = ("cu_seqlens_q", "cu_seqlens_k")
             buffers |= {name: as_input(getattr(sequences, name)) for name in offsets}
         run(backend, plan, buffers)
-        kept = {n: a for n, a in made.items() if not n.endswith("static_scale")}
-        kept |= {name: kept[name][..., : q.shape[3]] for name in ("q_codes", "k_codes")}
+        kept = made | {name: made[name][..., : q.shape[3]] for name in ("q_codes", "k_codes")}
         if "v" not in found:
             kept["v"] = value_operand(v)
     return QuantizedQKV(

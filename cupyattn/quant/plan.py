@@ -26,7 +26,7 @@ _FIELDS: tuple[Any, ...] = (
         ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"), ("blocks", "i4"),
         ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
         ("cu_seqlens", "u8"), ("total", "i4"), ("padded", "i4"), ("zero", "u8"),
-        ("code_sum", "u8"), ("sum_stride_batch", "i8"), ("sum_stride_head", "i8"),
+        ("code_sum", "u8"), ("sum_stride_batch", "i8"), ("sum_stride_head", "i8"), ("places", "u8"),
 )  # fmt: skip
 QUANTIZE_PARAMS = np.dtype([*_FIELDS], align=True)
 #: The same where rows of Q and K are prepared on the way.
@@ -76,6 +76,8 @@ class Part:
         `cupyattn.quant.packed` says where.
     prepares : Prepares, optional
         Rows of Q or K are normalised and turned first.
+    gathered : bool
+        Of K: the rows are those at ``places`` of an array that has more, with the strides of x.
     """
 
     x: Operand
@@ -86,6 +88,7 @@ class Part:
     zero_points: bool = False
     packed: tuple[int, int] | None = None
     prepares: Prepares | None = None
+    gathered: bool = False
 
     @property
     def entries(self) -> tuple[int, int]:
@@ -252,8 +255,8 @@ def plan_quantize(
     -------
     Plan
         Without launches where all operands are empty. It names the buffers ``"q"``, ``"k"`` and
-        ``"v"``, those of `Part.buffers`, and the offsets ``"cu_seqlens_q"`` and
-        ``"cu_seqlens_k"``.
+        ``"v"``, those of `Part.buffers`, the offsets ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``,
+        and ``"k_places"``, int32, (batch, heads, length).
 
     Raises
     ------
@@ -311,6 +314,7 @@ def plan_quantize(
         defines = {f"CFG_STEP_{n.upper()}": STEPS.index(now.get(n, "none")) for n in "qkv"}
         defines |= {"CFG_BLOCK_COLS": columns, **tiles.defines(), **features.defines()}
         defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
+        defines |= {"CFG_GATHERED": 1} if any(work[n].part.gathered for n in now) else {}
         entry = "quantize" if number == -1 else "quantize_reduce"
         spec = ModuleSpec(f"{entry}.cu", tuple(sorted(defines.items())))
         struct = PREPARED_PARAMS if how else QUANTIZE_PARAMS
@@ -407,4 +411,5 @@ class _Work:
             "cu_seqlens": f"cu_seqlens_{'q' if name == 'q' else 'k'}" if packed else None,
             "total": total, "padded": made["v_codes"][0][3] if name == "v" else 0,
             "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
+            "places": f"{name}_places" if part.gathered else None,
         }  # fmt: skip

@@ -49,6 +49,9 @@
 #ifndef CFG_QK_BITS  // quantisation to 8 bits
 #define CFG_QK_BITS 8
 #endif
+#ifndef CFG_GATHERED  // keys that are quantised lie side by side
+#define CFG_GATHERED 0
+#endif
 #ifndef CFG_QK_NORM  // rows of Q and K as they are
 #define CFG_QK_NORM 0
 #endif
@@ -118,7 +121,8 @@ constexpr Step STEP_Q = Step(CFG_STEP_Q);
 constexpr Step STEP_K = Step(CFG_STEP_K);
 constexpr Step STEP_V = Step(CFG_STEP_V);
 constexpr int BLOCK_COLS = CFG_BLOCK_COLS;  // columns of V that a block transposes
-constexpr int QK_BITS = CFG_QK_BITS;        // of a code of Q or K, which takes a byte all the same
+constexpr bool GATHERED = CFG_GATHERED;  // rows of K are some of those there are, by their places
+constexpr int QK_BITS = CFG_QK_BITS;     // of a code of Q or K, which takes a byte all the same
 
 // gradients
 constexpr bool SUMS_DQ = CFG_DQ != 0;  // blocks of keys add up dQ in memory

@@ -40,6 +40,7 @@ struct QuantizeParams : PrepareParams<PREPARED> {
   int32_t* code_sum;  // ZERO_POINTS, not of V: [batch, heads, length], sums of a row's codes
   int64_t sum_stride_batch;
   int64_t sum_stride_head;
+  const int32_t* places;  // GATHERED: [batch, heads, length], which rows of X these are; null: all
 };
 
 // Stores a number that threads of several blocks store, all of them the same one: no race.

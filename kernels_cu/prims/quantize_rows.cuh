@@ -77,6 +77,12 @@ struct Place {
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
            (VARLEN ? first + row0 : row0) * p.X_stride.len;
   }
+  // Row i of this block, [HEAD_DIM].
+  __device__ __forceinline__ const elem_t* row(const QuantizeParams& p, int i) const {
+    if (!GATHERED || p.places == nullptr) return X(p) + i * p.X_stride.len;
+    const int64_t place = p.places[batch_head * p.length + row0 + i];
+    return X(p) + (place - row0) * p.X_stride.len;
+  }
   __device__ __forceinline__ int8_t* codes(const QuantizeParams& p) const {  // [rows, CODES_PITCH]
     if constexpr (VARLEN) return p.codes + (head * p.total + first + row0) * CODES_PITCH;
     return p.codes + (batch_head * p.length + row0) * CODES_PITCH;
@@ -222,19 +228,28 @@ struct LaneMean<true> {
   __device__ __forceinline__ float at(int a, int j) const { return x[col_of(a) + j]; }
 };
 
+// What rows are prepared to: numbers that are made once, since the tables that turn them are twice
+// as many bytes as the rows. Nothing where the words that were loaded are made numbers at each use.
+template <bool, int PASSES>
+struct Made {};
+template <int PASSES>
+struct Made<true, PASSES> {
+  PreparedRow row[PASSES];
+};
+
 // What one lane holds of the block's rows and of the mean. Past the last row stands the last row
 // again: it adds nothing to the reach of its group, and is stored nowhere.
 template <typename Cut>
 struct Rows {
   static constexpr int PASSES = Cut::PASSES;
   Words<elem_t, VEC> x[PASSES][LANE_ACCESSES];
+  Made<PREPARED, PASSES> made;
   LaneMean<PREPARED> mean;
 
   __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
-    const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      const elem_t* row = X + min(row_of(pass), at.rows - 1) * p.X_stride.len;
+      const elem_t* row = at.row(p, min(row_of(pass), at.rows - 1));  // [HEAD_DIM]
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         x[pass][a] = {};
@@ -253,19 +268,28 @@ struct Rows {
         of_head[col] = channel_mean(p, at, col);
   }
 
-  // From here on the rows are there and the mean is `of_head`.
-  __device__ __forceinline__ void begin(const float (&of_head)[HEAD_DIM]) {
+  // From here on the rows are there and the mean is `of_head`. Past the last row stands the last
+  // one, with its position.
+  __device__ __forceinline__ void begin(
+      const float (&of_head)[HEAD_DIM], const QuantizeParams& p, const Place& at) {
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass)
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();
-
+    if constexpr (PREPARED) {
+      const Rowwise<true> rowwise(p, at);
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass)
+        made.row[pass] = rowwise.row(x[pass], min(row_of(pass), at.rows - 1));
+    }
     mean.template find<Cut::MEAN>(of_head);
   }
 
-  // Past the last row stands the last one, with its position.
-  __device__ __forceinline__ auto row(int pass, const QuantizeParams& p, const Place& at) const {
-    return Rowwise<PREPARED>(p, at).row(x[pass], min(row_of(pass), at.rows - 1));
+  __device__ __forceinline__ decltype(auto) row(int pass) const {
+    if constexpr (PREPARED)
+      return (made.row[pass]);
+    else
+      return typename Rowwise<false>::Row{x[pass]};
   }
 
   template <typename Row>
@@ -275,8 +299,8 @@ struct Rows {
   }
 
   // How far this lane's part of a row reaches.
-  __device__ __forceinline__ Reach reach(int pass, const QuantizeParams& p, const Place& at) const {
-    const auto own = row(pass, p, at);
+  __device__ __forceinline__ Reach reach(int pass) const {
+    const auto& own = row(pass);
     Reach found = {};
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a)
@@ -287,13 +311,12 @@ struct Rows {
   }
 
   // Raises the reach of every group, [GROUPS, SIDES] in shared memory, to that of its rows.
-  __device__ __forceinline__ void raise(
-      uint32_t* of_groups, const QuantizeParams& p, const Place& at) const {
+  __device__ __forceinline__ void raise(uint32_t* of_groups) const {
     constexpr int NUMBERS = power_of_two_from(PASSES), LEFT = ceil_div(NUMBERS, LANES);
     uint32_t sides[SIDES][NUMBERS] = {};
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      const Reach found = reach(pass, p, at);
+      const Reach found = reach(pass);
 #pragma unroll
       for (int i = 0; i < SIDES; ++i) sides[i][pass] = found.bits[i];
     }
@@ -314,10 +337,11 @@ struct Rows {
     int8_t* codes = at.codes(p) + row_in_pass() * CODES_PITCH;  // [rows, CODES_PITCH]
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
+      if constexpr (!PREPARED)
 #pragma unroll
-      for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();  // not the reach's floats
+        for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();  // not reach's floats
       const int row = row_of(pass);
-      const auto own = this->row(pass, p, at);
+      const auto& own = this->row(pass);
       const auto code_of_row = code(min(row, at.rows - 1));
       int sum = 0;
 #pragma unroll

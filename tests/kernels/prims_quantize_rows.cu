@@ -22,13 +22,13 @@ extern "C" __global__ void quantize_rows(
   Rows<Whole> rows;
   rows.load(p, at);
   __syncthreads();
-  rows.begin(of_head);
+  rows.begin(of_head, p, at);
   for (int pass = 0; pass < Whole::PASSES; ++pass) {
-    const Reach found = shfl_max<LANES>(rows.reach(pass, p, at));
+    const Reach found = shfl_max<LANES>(rows.reach(pass));
     if (row_of(pass) < at.rows && lane_in_row() == 0)
       for (int i = 0; i < SIDES; ++i) reach[row_of(pass) * SIDES + i] = found.bits[i];
   }
-  rows.raise(of_groups, p, at);
+  rows.raise(of_groups);
   rows.store(p, at, [](int) { return [](float x) { return int(x); }; });
   __syncthreads();
   if (thread_id() < Whole::GROUPS * SIDES) group_reach[thread_id()] = of_groups[thread_id()];

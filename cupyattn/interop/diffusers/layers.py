@@ -14,19 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupyattn.diffusion import MODES, Int8Attention
+from cupyattn.diffusion import MODES, Int8Attention, schedules
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.diffusers import backends, interception
 from cupyattn.interop.diffusers.noise import Noise, Schedule
 from cupyattn.interop.diffusers.report import LayerReport
-from cupyattn.interop.torch import bridge
+from cupyattn.interop.torch import calls
 from cupyattn.quant import QuantConfig
 
 _log = logging.getLogger("cupyattn")
 
 #: Steps of the schedule that a layer of a single mode is told: it looks at none.
 _ANY_STEPS = 2
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: Types that are taken, and their names.
+_NAMES = {
+    torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,12 @@ class Layer:
         self._fixed = policy if isinstance(policy, str) and policy in MODES else None
         self._schedule: Schedule | None = None
         self._attention: dict[tuple[int, int, float | None], Int8Attention] = {}
+        self._calls = 0  # all that were counted
         self._modes: Counter[str] = Counter()
         self._native: Counter[str] = Counter()
-        self._fallbacks: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()  # of schedules that were
+        self._noise: tuple[Schedule, float] | None = None
+        self._at: schedules.Step | None = None  # what that noise means
         self._compiled = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
@@ -107,7 +113,7 @@ class Layer:
             self._compiled = True
             return
         interception.open_call(self)
-        self._seen, self._mode, processor = self._count(), None, module.processor
+        self._seen, self._mode, processor = self._calls, None, module.processor
         if not hasattr(processor, "_attention_backend"):
             self._mode = interception.AttentionCalls(self)
             self._mode.__enter__()
@@ -124,7 +130,7 @@ class Layer:
             self._mode = None
         self.release()
         interception.close_call(self)
-        if self._count() == self._seen:
+        if self._calls == self._seen:
             kind = type(module.processor).__name__
             self.stays_native(f"{kind} calls no attention function of torch or diffusers")
 
@@ -133,9 +139,6 @@ class Layer:
         processor = self.module.processor
         if getattr(processor, "_attention_backend", None) == backends.NAME:
             processor._attention_backend = self.own_backend
-
-    def _count(self) -> int:
-        return self._modes.total() + self._native.total()
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -166,6 +169,7 @@ class Layer:
 
     def stays_native(self, reason: str) -> None:
         """Count a call that the model's own attention runs."""
+        self._calls += 1
         self._native[reason] += 1
         level = logging.INFO if self._native[reason] == 1 else logging.DEBUG
         _log.log(level, "%s stays native: %s", self.name, reason)
@@ -189,7 +193,7 @@ class Layer:
             return "operands that broadcast"
         if q.device.type not in ("cpu", "cuda"):
             return f"device {q.device.type}"
-        if q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
+        if q.dtype not in _NAMES or not q.dtype == k.dtype == v.dtype:
             return f"dtype {str(q.dtype).removeprefix('torch.')}"
         if not 1 <= q.shape[3] <= 256 or v.shape[3] != q.shape[3]:
             sizes = sorted({int(x.shape[3]) for x in (q, v)})
@@ -201,19 +205,25 @@ class Layer:
         return None
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        noise = self._step.noise
+        noise = None if self._fixed else self._step.noise
         attention = self._attention_for(noise, q.shape[1], q.shape[3], scale)
-        if self._fixed is not None:
-            where: dict[str, Any] = {"timestep": 0, "mode": self._fixed}
-        else:
-            ratio = noise[1] if noise else None
-            where = {"sigma": ratio, "mode": attention.mode(sigma=ratio)}
-        before = Counter(attention.fallbacks)
-        with bridge.on_device_of(q):
-            o = attention(*map(bridge.as_array, (q, k, v)), **where)
-            found = bridge.as_tensor(o)
-        self._modes[where["mode"]] += 1
-        self._fallbacks.update(Counter(attention.fallbacks) - before)
+        if noise is not self._noise or self._at is None:  # all layers' calls of a pass have one
+            where: Any = {"timestep": 0} if noise is None else {"sigma": noise[1]}
+            self._noise, self._at = noise, attention.step(**where)
+        mode = self._fixed or attention.mode_at(self._at)
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        given = {"q": q, "k": k, "v": v}
+        o = torch.empty_like(q)  # laid out as q is: what models do next then takes no copy
+
+        def run(**form: Any) -> Tensor:
+            return calls.forward(calls.Settings(**form), given, o)[0]
+
+        found = attention.in_mode(
+            mode, self._at, run,
+            device=q.get_device(), dtype=_NAMES[q.dtype], heads_kv=k.shape[1],
+        )  # fmt: skip
+        self._calls += 1
+        self._modes[mode] += 1
         return found
 
     def _attention_for(
@@ -224,8 +234,9 @@ class Layer:
         scale: float | None,
     ) -> Int8Attention:
         """Return attention of a form of call, made anew for every schedule."""
-        schedule = noise[0] if noise and self._fixed is None else None
+        schedule = None if noise is None else noise[0]
         if schedule is not self._schedule:
+            self._fallbacks = self._all_fallbacks()
             self._schedule, self._attention = schedule, {}
         form = heads, head_dim, scale
         if form not in self._attention:
@@ -237,8 +248,16 @@ class Layer:
             )  # fmt: skip
         return self._attention[form]
 
+    def _all_fallbacks(self) -> Counter[str]:
+        """Return fallbacks of schedules that were, and of the one that is."""
+        return sum((Counter(one.fallbacks) for one in self._attention.values()), self._fallbacks)
+
     def report(self) -> LayerReport:
         """Return what was counted."""
         return LayerReport(
-            self.name, dict(self._modes), dict(self._native), dict(self._fallbacks), self._compiled
+            self.name,
+            dict(self._modes),
+            dict(self._native),
+            dict(self._all_fallbacks()),
+            self._compiled,
         )

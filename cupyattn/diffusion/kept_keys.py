@@ -1,0 +1,57 @@
+"""Attention to the keys that pruning keeps: moved together, or quantised from where they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyattn.api import attention
+from cupyattn.arrays import is_cupy
+from cupyattn.backends import choose
+from cupyattn.diffusion import pruning
+from cupyattn.quant.operands import quantize_at
+from cupyattn.rounding import Array
+from cupyattn.scratch import saying_what_is_needed
+
+
+class KeptKeys:
+    """The most important of the keys of every head, and their values.
+
+    Parameters
+    ----------
+    k, v : array, (batch, heads_kv, len_kv, head_dim)
+    importance : array, float32, (batch, heads_kv, len_kv)
+        As `pruning.key_importance` finds it.
+    count : int
+        Keys to keep in each head.
+    needed : mapping of str to int
+        Of `pruning.bytes_needed`, for the message where memory cannot be had.
+    """
+
+    def __init__(
+        self, k: Array, v: Array, importance: Array, count: int, needed: dict[str, int]
+    ) -> None:
+        self._k, self._v, self._importance, self._count = k, v, importance, count
+        self._needed = needed
+        #: Which they are, bool, (batch, heads_kv, len_kv), once `attend` was called.
+        self.kept: Array | None = None
+
+    def attend(
+        self, q: Array, *, variant: str, quant: Any, backend: str | None, **options: Any
+    ) -> Array:
+        """Run `cupyattn.attention` of q to them, with options of it."""
+        k, v, choice = self._k, self._v, (self._importance, self._count)
+        where = saying_what_is_needed("token pruning", self._needed, on_device=is_cupy(k))
+        options |= {"variant": variant, "backend": backend}
+        codes = variant == "fa_int8" and not quant.fused
+        if codes and pruning.quantises_in_place(backend, k, v, self._count):
+            backend = choose(backend, k)
+            with where:
+                v, self.kept, places = pruning.compact_values(k, v, *choice, backend=backend)
+            z = quantize_at(
+                q, k, v, places, quant=quant, tiles=options["tiles"], arch=options["arch"],
+                backend=backend,
+            )  # fmt: skip
+            return attention(z, **options)
+        with where:
+            k, v, self.kept = pruning.compact(k, v, *choice, backend=backend)
+        return attention(q, k, v, quant=quant, **options)
