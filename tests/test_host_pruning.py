@@ -60,6 +60,32 @@ def test_keys_that_are_moved_again_get_the_new_addresses(host: Host) -> None:
     assert len(host.plans) == len(repeated._recent) == 1
 
 
+def test_values_that_are_moved_alone_leave_the_keys(host: Host) -> None:
+    for turn in range(3):
+        k, v, importance = (
+            array((2, 2, 90, 64)),
+            array((2, 2, 90, 64)),
+            array((2, 2, 90), "float32"),
+        )
+        few_v, kept, places = pruning.compact_values(k, v, importance, 70, backend="cuda")
+        assert few_v.shape == (2, 2, 70, 64) and kept.shape == (2, 2, 90)
+        assert places.shape == (2, 2, 70) and places.dtype == np.int32
+        entry, chosen = host.passed(2 * turn)
+        assert entry == "largest_keys" and chosen["places"] == places.data.ptr
+        entry, moved = host.passed(2 * turn + 1)
+        given = {"v": v, "kept_v": few_v, "places": places}
+        assert entry == "gather_rows" and moved == {n: x.data.ptr for n, x in given.items()}
+    pruning.compact(k, v, importance, 70)
+    assert len(host.plans) == len(repeated._recent) == 2
+
+
+def test_few_keys_move_and_many_stay() -> None:
+    few, many = (np.empty((1, 1, n, 64), np.float16) for n in (2**19 - 1, 2**19))
+    assert not pruning.quantises_in_place("interpret", few, few, 5)
+    assert pruning.quantises_in_place("interpret", many, many, 5)
+    assert not pruning.quantises_in_place("mirror", many, many, 5)
+
+
 def test_what_differs_is_another_call(host: Host) -> None:
     q, k = array((1, 2, 70, 64)), array((1, 2, 90, 64))
     for options in ({}, {"scale": 2.0}, {"rows": 5}):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.diffusion import MODES, VideoMask, key_importance
+from cupyattn.diffusion import MODES, VideoMask, key_importance, pruning
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.diffusion.importance_bounds import importance_bound
 from cupyattn.diffusion.pruning import compact
@@ -48,9 +48,12 @@ def test_fused_guidance_equals_two_calls(kind, mode, dtype) -> None:
     assert not attend.fallbacks
 
 
+@pytest.mark.parametrize("moved", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
-def test_pruned_is_attention_over_the_keys_that_are_kept(mode, dtype) -> None:
+def test_pruned_is_attention_over_the_keys_that_are_kept(mode, dtype, moved, monkeypatch) -> None:
+    if not moved:  # but quantised from where they lie
+        monkeypatch.setattr(pruning, "LEAST_BYTES", 0)
     attend = layer(enable_pruning=True, pruning_ratio=0.3)
     q, k, v = operands(dtype=dtype)
     o, kept = attend(q, k, v, STEP_OF[mode], return_mask=True)
@@ -109,8 +112,11 @@ def test_keys_are_chosen_and_moved_to_the_bit(kind, head_dim, dtype) -> None:
         assert [bits(x) for x in compact(apart, *given[1:], count)] == [bits(x) for x in want]
 
 
+@pytest.mark.parametrize("moved", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_pruning_by_a_ratio_waits_for_nothing(mode) -> None:
+def test_pruning_by_a_ratio_waits_for_nothing(mode, moved, monkeypatch) -> None:
+    if not moved:
+        monkeypatch.setattr(pruning, "LEAST_BYTES", 0)
     attend = layer(enable_pruning=True, pruning_ratio=0.3)
     q, k, v = operands()
     want = bits(attend(q, k, v, STEP_OF[mode]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cupy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,7 +12,9 @@ diffusers = pytest.importorskip("diffusers")
 if not torch.cuda.is_available():
     pytest.skip("torch has no CUDA here", allow_module_level=True)
 
+import cupyattn as ca  # noqa: E402 - its arrays are beside torch's
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
+from cupyattn.interop.diffusers import layers  # noqa: E402
 from tests import diffusers_cases as cases  # noqa: E402
 from tests.test_interop_diffusers import SHARE, SHORT, distance, without  # noqa: E402
 
@@ -53,6 +56,23 @@ def test_sixteen_bits(mode: str, dtype: Any) -> None:
     changed = 3 * torch.finfo(dtype).eps * float(native.double().norm())
     contribution = distance(without(pipe, "flux", handle.modules), native)
     assert distance(latents, native) <= changed + SHARE * contribution
+
+
+@pytest.mark.parametrize("mode", ["aggressive", "balanced", "precision"])
+def test_a_layer_gives_the_bits_of_arrays_in_the_order_of_its_queries(mode: str) -> None:
+    """The first call and those that are launched on addresses, each with other tensors."""
+    layer = layers.Layer("x", None, mode, layers.Settings(0, None, None, None), layers.Step())
+    options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
+    plain = ca.Int8Attention(4, 64, 2)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        qkv = [torch.randn(2, 300, 4, 64).half().cuda().permute(0, 2, 1, 3) for _ in "qkv"]
+        o = layer.attend(*qkv, None, options)
+        torch.cuda.synchronize()
+        expected = plain(*map(cupy.from_dlpack, qkv), 0, mode=mode)
+        cupy.cuda.Device().synchronize()
+        assert o.stride() == qkv[0].stride() and torch.equal(o, torch.from_dlpack(expected))
+    assert layer.report().modes == {mode: 3} and not layer.report().fallbacks
 
 
 @pytest.mark.parametrize("name", ["FlowMatchEulerDiscreteScheduler", "DDIMScheduler"])

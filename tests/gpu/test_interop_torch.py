@@ -418,9 +418,13 @@ def test_compiled_int8_layers(mode: str) -> None:
 
 
 def test_int8_forward_with_given_scales() -> None:
-    """Scales that are filled in beforehand are not found again, and are right every time."""
+    """Scales that are copied beforehand are right every time, also where a call is known."""
     inputs = normal(*SHAPES)
     quant = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.03, 0.05))
     expected = ca.attention(*map(cupy.asarray, inputs), variant="fa_int8", quant=quant)
-    for _ in range(2):
+    for _ in range(3):
         assert same_bits(interop.int8_attention(*on_device(*inputs), quant=quant), expected)
+    poisoned = [x.copy() for x in inputs]
+    poisoned[0][0, 0, 0, 0] = np.nan  # writes NaN over the copy alone
+    assert interop.int8_attention(*on_device(*poisoned), quant=quant).isnan().all()
+    assert same_bits(interop.int8_attention(*on_device(*inputs), quant=quant), expected)
