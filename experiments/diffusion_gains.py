@@ -12,11 +12,11 @@ Measures     time against the plain ways in the same rounds: two calls, dynamic 
              for pruning also the relative error against all keys; for long sequences the bytes of
              scratch memory
 Run          python -m experiments.diffusion_gains [--quick] [--only WAY] [--seconds N]
-             [--json FILE]
+             [--json FILE] [--update-docs] [--stored]
 
 Each way is first held to what it promises: the bits of attention over the keys that were kept, or
-the bounds J2 and J3. No comparison begins after --seconds; the record says which
-are missing.
+the bounds J2 and J3. No comparison begins after --seconds; the record says which are missing.
+``--update-docs`` writes the table of docs/DIFFUSION.md: from the record alone with ``--stored``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,10 @@ from cupyattn.rotation import plan_preparation, prepares_of
 from cupyattn.rounding import array_namespace, as_float64
 from experiments import common
 
+PAGE = common.ROOT / "docs" / "DIFFUSION.md"
+BEGIN, END = "<!-- gains: begin -->", "<!-- gains: end -->"
+HEADER = ["batch", "heads", "length", "mode", "way", "holds", "time", "against", "faster by",
+          "of 1 / density"]  # fmt: skip
 HEAD_DIM, RATIO, DENSITIES, BLOCK = 128, 0.2, (0.5, 0.25, 0.1), 128
 SAME_TILES = "dense, the same tiles"
 MODES = ("balanced", "precision")
@@ -311,20 +315,48 @@ def run(args: argparse.Namespace) -> int:
         if not args.quick:
             said = map(str, (*shape, mode, name, *_gain(one)))
             print(" ".join(said), file=sys.stderr, flush=True)
-    titles = ["batch", "heads", "length", "mode", "way"]
-    output.print_table(
-        [*titles, "holds", "time", "against", "faster by", "of 1 / density"],
-        [[*(str(r[t]) for t in titles), "yes" if r["ok"] else "NO", *_gain(r)] for r in found],
-    )
+    output.print_table(HEADER, table(found))
     content = {"rows": found, "missing": missing}
     if args.only is None or args.json is not None:  # some ways alone are no record of all
-        common.keep(args, "diffusion_gains", "mirror" if args.quick else "cuda", content)
+        record = common.keep(args, "diffusion_gains", "mirror" if args.quick else "cuda", content)
+        if args.update_docs and not args.quick:
+            update_page(record)
     if missing:
         print(f"not measured within {args.seconds} s: {len(missing)} comparisons", file=sys.stderr)
     return 0 if found and all(row["ok"] for row in found) else 1
 
 
-def _gain(row: dict[str, Any]) -> list[str]:
+def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the cells under `HEADER`."""
+    known = HEADER[:5]
+    return [[*(str(r[t]) for t in known), "yes" if r["ok"] else "NO", *_gain(r)] for r in rows]
+
+
+def section(record: Mapping[str, Any]) -> str:
+    """Return what docs/DIFFUSION.md says was measured."""
+    of_way: dict[str, int] = {name: i for i, name in enumerate(WAYS)}
+    rows = sorted(record["rows"], key=lambda r: (of_way[r["way"]], r["batch"] * -1, r["length"]))
+    named = [row for row in table(rows) if row[5] == "yes"]
+    where = f"{record['environment']['device']['name']}, revision"
+    return "\n".join([
+        *common.markdown([HEADER[4], *HEADER[:4], *HEADER[6:]],
+                         [[row[4], *row[:4], *row[6:]] for row in named]),
+        "", f"`{record['command']}` on {where} {record['environment']['revision'][:10]}.",
+    ])  # fmt: skip
+
+
+def update_page(record: Mapping[str, Any]) -> None:
+    """Write what was measured between the marks of docs/DIFFUSION.md."""
+    common.replace_between(PAGE, BEGIN, END, section(record))
+
+
+def from_record(_: argparse.Namespace) -> int:
+    """Write the page from the committed record."""
+    update_page(common.stored("diffusion_gains"))
+    return 0
+
+
+def _gain(row: Mapping[str, Any]) -> list[str]:
     if "speed_ratio" not in row:
         return ["-"] * 4
     middle, low, high = row["speed_ratio"]
@@ -340,11 +372,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=180.0, help="no comparison begins after so many"
     )
+    parser.add_argument("--update-docs", action="store_true", help="write docs/DIFFUSION.md")
+    parser.add_argument(
+        "--stored",
+        action="store_true",
+        help="write it from the committed record, measuring nothing",
+    )
     parser.add_argument("--only", metavar="WAY", help="ways that begin so, alone")
     args = parser.parse_args(argv)
     if args.only is not None and not any(name.startswith(args.only) for name in WAYS):
         parser.error(f"--only must be how one of {', '.join(WAYS)} begins, got {args.only!r}")
-    return common.main(run, args)
+    return common.guarded(from_record, args) if args.stored else common.main(run, args)
 
 
 if __name__ == "__main__":

@@ -64,3 +64,9 @@ def test_ways_are_chosen_by_how_they_begin(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         diffusion_gains.main(["--only", "nothing"])
     assert "--only must be how one of calibrated scales, " in capsys.readouterr().err
+
+
+def test_the_page_says_what_the_record_says() -> None:
+    page = diffusion_gains.PAGE.read_text(encoding="utf-8")
+    said = page.partition(diffusion_gains.BEGIN)[2].partition(diffusion_gains.END)[0]
+    assert said.strip() == diffusion_gains.section(diffusion_gains.common.stored("diffusion_gains"))
