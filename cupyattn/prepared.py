@@ -83,6 +83,7 @@ class Prepared:
         #: What `launch` needs; None where scratch memory takes more than zeros and scales before.
         self.scratch_bytes = None if filled else self._layout.nbytes
         self._launches: list[tuple[executor.ReadyLaunch, executor.Pick]] = []
+        self._ready = executor.ReadyCall(self._launches, self._layout)
         self._scratch: Scratch | None = None
         self._device = -1
         if self.backend == "cuda":
@@ -243,8 +244,7 @@ class Prepared:
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
         self._copy_scales(scratch, stream)
-        ready = executor.ReadyCall(self._launches, self._layout)
-        ready.launch({**addresses, **self._given_addresses}, scratch, stream)
+        self._ready.launch({**addresses, **self._given_addresses}, scratch, stream)
 
     def _run(
         self, operands: Mapping[str, Any], addresses: Mapping[str, int], out: Any

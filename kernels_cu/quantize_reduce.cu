@@ -61,6 +61,7 @@ template <bool EXTREMA, bool ROWS_PREPARED>
 __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
   __shared__ uint32_t space[FOLDED_ROWS * HEAD_DIM];  // for one fold after the other
   const Place at(p, block, p.split_rows);
+  const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
   // Of this lane's channels, over its rows in rising order.
   float sum[LANE_ACCESSES][VEC] = {};
   uint32_t least[LANE_ACCESSES][VEC], most[LANE_ACCESSES][VEC] = {};
@@ -74,18 +75,19 @@ __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t bloc
 #pragma unroll 1
   for (int row0 = row_in_pass(); row0 < end; row0 += ROWS_IN_FLIGHT * ROWS_PER_PASS) {
     Words<elem_t, VEC> x[ROWS_IN_FLIGHT][LANE_ACCESSES];
+    int place[ROWS_IN_FLIGHT];
 #pragma unroll
-    for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
-      // Past the last row stands the last row again.
-      const elem_t* row =  // [HEAD_DIM]
-          at.row(p, min(row0 + i * ROWS_PER_PASS, at.rows - 1));
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i)  // past the last row stands the last row again
+      place[i] = at.place(p, min(row0 + i * ROWS_PER_PASS, at.rows - 1));
+#pragma unroll
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i)
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         if constexpr (ROWS_PREPARED) x[i][a] = {};
         if (col_of(a) < HEAD_DIM)
-          x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(row + col_of(a));
+          x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
+              X + place[i] * p.X_stride.len + col_of(a));
       }
-    }
 #pragma unroll
     for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
       if constexpr (ROWS_PREPARED)
@@ -155,7 +157,12 @@ struct Reduce {
   }
 };
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void quantize_reduce(
+// Of rows that are prepared a multiprocessor needs two blocks, or loads wait for arithmetic: tables
+// that are asked for at once would take the registers of one. Extrema leave no room for it.
+constexpr bool FINDS_EXTREMA = STEP_Q == Step::EXTREMA || STEP_K == Step::EXTREMA;
+constexpr int BLOCKS_AT_ONCE = PREPARED && !FINDS_EXTREMA ? ceil_div(512, NUM_THREADS) : 1;
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) void quantize_reduce(
     const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
     const __grid_constant__ QuantizeParams v) {
   on_its_operand(q, k, v, Reduce());

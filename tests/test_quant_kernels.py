@@ -17,6 +17,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.launch import Operand, Plan
 from cupyattn.params import pack
+from cupyattn.preparation import Preparation
 from cupyattn.quant import GROUP_ALL, QuantConfig
 from cupyattn.quant.plan import (
     QUANTIZE_PARAMS,
@@ -27,6 +28,7 @@ from cupyattn.quant.plan import (
     plan_quantize,
     value_columns,
 )
+from cupyattn.rotation import prepares_of
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import Tiles
 
@@ -331,6 +333,24 @@ def test_enough_blocks_share_a_multiprocessor(head_dim: int, dtype: str, symmetr
     for used in resources(plan, "sm_90"):
         assert used.registers <= 80 and used.static_smem <= 48 * 1024
         assert (used.spill_stores, used.spill_loads) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("bfloat16", "float32"))],
+)
+def test_two_blocks_of_prepared_rows_share_a_multiprocessor(dtype: str) -> None:
+    """They stay numbers from their maxima to their codes: 128 registers, and none spills."""
+    table, weight = np.zeros((500, 64), np.float32), np.ones(128, np.float32)
+    options = {"rope": (table, table), "rope_interleaved": False, "rope_offset_q": 0,
+               "qk_norm": (weight, weight), "qk_norm_eps": 1e-6}  # fmt: skip
+    hows = prepares_of(Preparation.of(options, (3, 3, 500, 500, 128)))
+    x = Operand.contiguous((2, 3, 500, 128), np.dtype(STORAGE[dtype]).itemsize)
+    q, k = Part(x, 2, prepares=hows["q"]), Part(x, 16, smooth=True, prepares=hows["k"])
+    found = resources(plan_quantize(dtype, q, k), "sm_90")
+    assert len(found) == 2
+    for used in found:
+        assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
 
 
 def test_extrema_of_the_widest_rows_fit_into_shared_memory() -> None:

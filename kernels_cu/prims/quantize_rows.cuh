@@ -77,11 +77,11 @@ struct Place {
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
            (VARLEN ? first + row0 : row0) * p.X_stride.len;
   }
-  // Row i of this block, [HEAD_DIM].
-  __device__ __forceinline__ const elem_t* row(const QuantizeParams& p, int i) const {
-    if (!GATHERED || p.places == nullptr) return X(p) + i * p.X_stride.len;
-    const int64_t place = p.places[batch_head * p.length + row0 + i];
-    return X(p) + (place - row0) * p.X_stride.len;
+  // Which row of X is row i of this block. Those of all rows are asked for before the first row is:
+  // it waits for its place.
+  __device__ __forceinline__ int place(const QuantizeParams& p, int i) const {
+    if (!GATHERED || p.places == nullptr) return i;
+    return p.places[batch_head * p.length + row0 + i] - row0;
   }
   __device__ __forceinline__ int8_t* codes(const QuantizeParams& p) const {  // [rows, CODES_PITCH]
     if constexpr (VARLEN) return p.codes + (head * p.total + first + row0) * CODES_PITCH;
@@ -247,9 +247,14 @@ struct Rows {
   LaneMean<PREPARED> mean;
 
   __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
+    const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
+    int place[PASSES];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass)
+      place[pass] = at.place(p, min(row_of(pass), at.rows - 1));
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      const elem_t* row = at.row(p, min(row_of(pass), at.rows - 1));  // [HEAD_DIM]
+      const elem_t* row = X + place[pass] * p.X_stride.len;
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         x[pass][a] = {};
