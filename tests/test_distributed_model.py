@@ -47,7 +47,7 @@ def test_four_devices_that_exchange_heads() -> None:
     steps = 2  # a rank has two key heads
     assert costs.exposed == pytest.approx(costs.heads_bytes / 1e9 / steps)
     assert costs.memory["heads of two steps"] == 2 * row * 131072 * (4 + 2 * 1)
-    assert costs.memory["o and lse on their way home"] == 131072 * 8 * (row + 4)
+    assert costs.memory["o and lse of two steps"] == 131072 * 2 * 4 * (row + 4)
 
 
 def test_four_devices_in_a_ring() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import queue
 import threading
 import time
@@ -22,6 +23,7 @@ from cupyattn.distributed import (
     copies,
     nccl,
 )
+from cupyattn.distributed.group import Message
 from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.store import Board
 from cupyattn.errors import UnsupportedError
@@ -47,7 +49,7 @@ class Device:
 
 
 class Stream:
-    def __init__(self, non_blocking: bool = False) -> None:
+    def __init__(self, non_blocking: bool = False, priority: int | None = None) -> None:
         self.ptr, self.tasks = id(self), queue.Queue[Any]()
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -149,12 +151,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     found = FakeNccl()
 
     class OfNccl(Stream):
-        def __init__(self, non_blocking: bool = False) -> None:
+        def __init__(self, non_blocking: bool = False, priority: int | None = None) -> None:
             super().__init__()
             found.streams[self.ptr] = self
 
     cuda = type("cuda", (), {"Device": Device, "Stream": OfNccl, "Event": Event,
-                             "get_current_stream": staticmethod(Now)})  # fmt: skip
+                             "get_current_stream": staticmethod(Now),
+                             "runtime": Runtime(found)})  # fmt: skip
     for module in (nccl, copies):
         monkeypatch.setattr(module, "_cupy", lambda: type("cupy", (), {"cuda": cuda}))
     monkeypatch.setattr(nccl, "_nccl", lambda: found)
@@ -162,21 +165,47 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
 
 
 @dataclass
+class Runtime:
+    """Copies on streams, of bytes at addresses of the host; devices that access each other."""
+
+    nccl: FakeNccl
+    memcpyDefault: int = 4
+    enabled: set[int] = field(default_factory=set)
+
+    class CUDARuntimeError(RuntimeError):
+        status = 704
+
+    def memcpyAsync(self, to: int, of: int, width: int, kind: int, stream: int) -> None:
+        self.memcpy2DAsync(to, width, of, width, width, 1, kind, stream)
+
+    def memcpy2DAsync(
+        self, to: int, to_pitch: int, of: int, pitch: int, width: int, height: int, kind: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        assert kind == 4 and width <= min(to_pitch, pitch) and max(to_pitch, pitch) < 2**31
+
+        def copy() -> None:
+            time.sleep(0.002)
+            for row in range(height):
+                ctypes.memmove(to + row * to_pitch, of + row * pitch, width)
+
+        self.nccl.streams[stream].tasks.put(copy)
+
+    def deviceCanAccessPeer(self, device: int, peer: int) -> int:
+        assert device != peer
+        return int(abs(device - peer) == 1)
+
+    def deviceEnablePeerAccess(self, peer: int) -> None:
+        if peer in self.enabled:
+            raise self.CUDARuntimeError("cudaErrorPeerAccessAlreadyEnabled")
+        self.enabled.add(peer)
+
+
+@dataclass
 class Pointer:
     """Where an array lies."""
 
     ptr: int
-    nccl: FakeNccl
-
-    def copy_from_device_async(self, source: Pointer, nbytes: int, stream: Stream) -> None:
-        to, of = self.nccl.arrays[self.ptr], self.nccl.arrays[source.ptr]
-        assert to.nbytes == of.nbytes == nbytes
-
-        def copy() -> None:
-            time.sleep(0.002)
-            to[...] = of
-
-        stream.tasks.put(copy)
 
 
 class Array(np.ndarray):
@@ -188,7 +217,7 @@ class Array(np.ndarray):
     def data(self) -> Any:  # type: ignore[override]
         pointer = self.ctypes.data
         self.nccl.arrays[pointer] = self.view(np.ndarray)
-        return Pointer(pointer, self.nccl)
+        return Pointer(pointer)
 
 
 def on_fake(
@@ -255,7 +284,7 @@ def test_copies_of_another_size_or_of_nobody_end_all_ranks(fake: FakeNccl) -> No
         group.barrier()
 
     for error in on_fake(fake, 2, another_size, timeout=5, kind=CopyGroup):
-        assert str(error) == "rank 1 sent [40] bytes, rank 0 wants [32]"
+        assert str(error) == "rank 1 sent [[5, 'float64']], rank 0 wants [[4, 'float64']]"
 
     def nobody(group: CopyGroup) -> None:
         if group.rank == 0:
@@ -275,12 +304,15 @@ def test_nothing_is_read_before_it_came_or_changed_before_it_went(
     class Lagging(kind):  # type: ignore[misc]
         namespace = "numpy"
 
-        def _exchange(self, sends: Any, receives: Any) -> Any:
-            views = [[(p, x.view(Array)) for p, x in some] for some in (sends, receives)]
-            for _, x in receives:
-                x.view(np.uint8)[...] = 0xFF  # NaN until it comes
+        def prepare(self, sends: Any, receives: Any) -> Any:
+            sends, receives = ([Message(*m) for m in some] for some in (sends, receives))
+            for _, x, _ in receives:
+                x[...] = np.nan  # until it comes
             self._stream.tasks.put(lambda: time.sleep(0.005))
-            return super()._exchange(*views)
+            of_fake = [
+                [m._replace(array=m.array.view(Array)) for m in some] for some in (sends, receives)
+            ]
+            return super().prepare(*of_fake)
 
     q, k = normal((1, 8, 24, 8), (1, 8, 24, 8))[:2]
     rows = Partition.zigzag(24, mesh.size)

@@ -272,7 +272,8 @@ class _Sizes:
             back = (mesh.ulysses - 1) * heads
             heads_bytes = row * (away_q * own_q + 2 * away_kv * own_kv) + row * back * own_q
             memory["heads of two steps"] = 2 * row * (step_q * all_q + 2 * step_kv * all_kv)
-            memory["o and lse on their way home"] = (row + of_lse) * heads * all_q
+            two = min(2, len(shares[0]))
+            memory["o and lse of two steps"] = (row + of_lse) * two * step_q * all_q
         if mesh.ring > 1:
             of_key = 2 * item if variant != "fa_int8" else sum(_CODE_BYTES)
             ring_bytes = (mesh.ring - 1) * batch * wide * of_key * key_heads * all_kv
