@@ -134,7 +134,9 @@ def test_a_fault_in_a_ring_is_past_the_bound(monkeypatch: pytest.MonkeyPatch) ->
     assert distributed.judge(right.o, q, k, k, shared, variant="fa_tc") <= 1
     merge = merging.merge_mirror
     monkeypatch.setattr(
-        merging, "merge_mirror", lambda o, lse, p, p_lse: merge(o, lse, p, p_lse + np.float32(0.01))
+        merging,
+        "merge_mirror",
+        lambda before, lse, p, p_lse, o: merge(before, lse, p, p_lse + np.float32(0.01), o),
     )
     wrong = on_ranks((q, k, k), shared, variant="fa_tc")
     assert distributed.judge(wrong.o, q, k, k, shared, variant="fa_tc") > 1

@@ -89,9 +89,14 @@ def attend(
     backend : {"cuda", "mirror", "interpret"}
     """
     partial = Partial(q, backend)
+    newest: Part | None = None  # added when the next one is launched: it may be the last
     for owner, arrays in coming:
-        for rows, o, lse in parts(owner, arrays):
-            partial.add(rows, o, lse)
+        for part in parts(owner, arrays):
+            if newest is not None:
+                partial.add(*newest)
+            newest = part
+    if newest is not None:
+        partial.add(*newest, last=True)
     return partial.result(), partial.lse
 
 

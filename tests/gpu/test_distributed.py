@@ -23,6 +23,7 @@ from cupyattn.distributed.merging import Partial
 from cupyattn.distributed.mesh import shares_of_heads
 from cupyattn.distributed.model import predict
 from cupyattn.request import Options, resolve
+from cupyattn.rounding import STORAGE
 from cupyattn.stages import stages
 from tests.distributed_cases import asked_for, entry, packed
 from tests.runs import bits, normal
@@ -98,13 +99,19 @@ def on_devices(
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [("float16", 128), ("bfloat16", 64), ("float32", 40), ("bfloat16", 17)]
 )
-def test_partial_results_are_merged_within_their_bound(dtype: str, head_dim: int) -> None:
-    parts = parts_of((2, 3, 200, head_dim), dtype, 4)
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("knows", [False, True])
+def test_partial_results_are_merged_within_their_bound(
+    dtype: str, head_dim: int, count: int, knows: bool
+) -> None:
+    parts = parts_of((2, 3, 200, head_dim), dtype, count)
     partial = Partial(cupy.asarray(parts[0][0]), "cuda")
     for o, lse in parts:
         partial.add((0, 200), cupy.asarray(o), cupy.asarray(lse))
     last_o, last_lse = parts_of((2, 3, 200, head_dim), dtype, 1, seed=9)[0]
-    partial.add((7, 200), cupy.asarray(last_o)[:, :, 7:], cupy.asarray(last_lse)[:, :, 7:])
+    last = cupy.asarray(last_o)[:, :, 7:], cupy.asarray(last_lse)[:, :, 7:]
+    partial.add((7, 200), *last, last=knows)
+    assert partial.o.dtype == (STORAGE[dtype] if knows else np.float32)
     last_o[:, :, :7], last_lse[:, :, :7] = 0, -np.inf
     expected = exactly([*parts, (last_o, last_lse)], dtype)
     host: Any = Partial(parts[0][0], "mirror")
