@@ -1,9 +1,9 @@
 // merge_partials -- brings together what attention to some keys came to, O and lse of each row, and
 // what it came to before: partial results of ranks that hold the keys in turn.
 //
-// Idea         Times e^(lse - the lse of both) they may be added. O so far is float32 in memory; the
-//              first part is read in the type that it came in, and with the last one the result is
-//              written in its own: nothing is converted by itself.
+// Idea         Times e^(lse - the lse of both) they may be added. O so far is float32 in memory; of
+//              the first part it is what came in, and with the last one the result is written in
+//              its own type: nothing is converted by itself.
 // Kept simple  The partial result plays Q's part in config.cuh: BLOCK_Q rows to a block. One thread
 //              finds the weights of a row, all threads share the columns, AT_ONCE accesses of each
 //              under way. What was and what is written may be one array: a thread reads first.

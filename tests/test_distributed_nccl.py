@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import queue
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from cupyattn.distributed import (
     RankError,
     copies,
     nccl,
+    start,
 )
 from cupyattn.distributed.group import Message
 from cupyattn.distributed.nccl import NcclGroup
@@ -171,6 +173,7 @@ class Runtime:
     nccl: FakeNccl
     memcpyDefault: int = 4
     enabled: set[int] = field(default_factory=set)
+    apart: set[tuple[int, int]] = field(default_factory=set)
 
     class CUDARuntimeError(RuntimeError):
         status = 704
@@ -193,7 +196,7 @@ class Runtime:
 
     def deviceCanAccessPeer(self, device: int, peer: int) -> int:
         assert device != peer
-        return int(abs(device - peer) == 1)
+        return int((device, peer) not in self.apart)
 
     def deviceEnablePeerAccess(self, peer: int) -> None:
         if peer in self.enabled:
@@ -292,6 +295,17 @@ def test_copies_of_another_size_or_of_nobody_end_all_ranks(fake: FakeNccl) -> No
 
     found = on_fake(fake, 2, nobody, timeout=0.2, kind=CopyGroup)
     assert "rank 1 sent nothing for 'arrays from 1 to 0, message 1'" in str(found[0])
+
+
+def test_devices_that_do_not_reach_each_other_use_nccl(fake: FakeNccl) -> None:
+    runtime = copies._cupy().cuda.runtime
+    assert copies.reach_each_other(runtime, [0, 1, 2])
+    runtime.apart.add((2, 0))
+    assert copies.reach_each_other(runtime, [0, 1]) and not copies.reach_each_other(runtime, [2, 0])
+    said = "device 2 cannot access the memory of device 0, .*: transport='nccl' does"
+    found = on_fake(fake, 3, lambda group: group.gather("there", 1), 1, kind=CopyGroup)
+    assert isinstance(found[2], UnsupportedError) and re.match(said, str(found[2]))
+    assert start.by_copies("copies", [2, 0]) and not start.by_copies("nccl", [0, 1])
 
 
 @pytest.mark.parametrize("kind", [NcclGroup, CopyGroup])

@@ -17,6 +17,7 @@ from typing import Any
 from cupyattn.distributed import pitched
 from cupyattn.distributed.group import TIMEOUT, Copies, Group, Message, Work
 from cupyattn.distributed.store import Board
+from cupyattn.errors import UnsupportedError
 
 #: Seconds between two looks at whether a device has finished.
 POLL = 20e-6
@@ -35,6 +36,11 @@ class CopyGroup(Group):
         As for `Group`.
     device : int
         This rank's.
+
+    Raises
+    ------
+    UnsupportedError
+        If a device cannot access the memory of another.
     """
 
     namespace = "cupy"
@@ -189,13 +195,19 @@ def reach_each_other(runtime: Any, devices: Sequence[int]) -> bool:
 
 
 def enable_access(runtime: Any, device: int, others: Sequence[int]) -> None:
-    """Let the current device access the memory of those others that it can.
+    """Let the current device access the memory of others.
 
-    Where it cannot, copies take the way through the host's memory.
+    Raises
+    ------
+    UnsupportedError
+        If it cannot.
     """
     for other in sorted(set(others) - {device}):
         if not runtime.deviceCanAccessPeer(device, other):
-            continue
+            raise UnsupportedError(
+                f"device {device} cannot access the memory of device {other}, so copy engines "
+                "carry nothing between them: transport='nccl' does"
+            )
         try:
             runtime.deviceEnablePeerAccess(other)
         except runtime.CUDARuntimeError as error:

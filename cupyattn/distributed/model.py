@@ -56,7 +56,7 @@ class Machine:
     latency: float = 20e-6
     memory: int = 141 * 10**9
     rates: dict[str, float] = field(default_factory=dict)
-    ring_rate: float = 0.98
+    ring_rate: float = 0.99
 
 
 #: H200 SXM: 0.8 of NVLink's 450 GB/s a direction, 0.9 of a 400 Gb/s port for each device, 0.83 of
