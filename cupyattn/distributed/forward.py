@@ -85,6 +85,8 @@ def by_step(
 
     homeward: deque[Work] = deque()
     work, arrays = scatter(steps[0]) if steps else (None, [])
+    if work is not None:  # nothing is computed beside the first heads
+        work.begin()
     for index, step in enumerate(steps):
         # NOTE: in this order. What receives the next heads is allocated before this step computes
         # (see `Group.prepare`), and these are sent off after it was launched: the host takes its
