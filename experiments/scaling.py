@@ -6,7 +6,12 @@ Holds fixed  32 heads (weak: 16) of head_dim 128, float16; zigzag rows where cau
 Measures     error against its bound, on rows of their own; seconds of the slowest rank; bytes that
              a rank sends; bytes of its memory pool; all but the first beside the model's
 Run          python -m experiments.scaling [--quick] [--devices 1 2 4] [--lengths N N]
-             [--transport nccl|copies] [--json FILE] [--plot FILE]
+             [--transport auto|nccl|copies ...] [--memory] [--json FILE] [--plot FILE]
+             [--update-docs] [--stored]
+
+``--memory`` runs a million rows once on the most devices, for the bytes of the pool alone.
+``--update-docs`` writes what was measured into docs/DISTRIBUTED.md, ``--stored`` does so from the
+record.
 """
 
 from __future__ import annotations
@@ -14,8 +19,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +32,7 @@ from cupyattn.checks import AttentionCall
 from cupyattn.cli import output, plot
 from cupyattn.distributed import Group, Mesh, Partition, Shared
 from cupyattn.distributed.model import H200, Costs, fastest, predict
-from cupyattn.distributed.start import TRANSPORTS
+from cupyattn.distributed.start import TRANSPORTS, by_copies
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import format_bytes, format_ratio, format_seconds, format_share
 from experiments import common
@@ -42,6 +48,13 @@ JUDGED_ROWS, JUDGED_HEADS = 96, (6, 2)
 PREDICTED = (8, 64, 512)
 #: How codes are made: those of smoothed keys follow the order in which a device adds up a mean.
 UNSMOOTHED = ca.QuantConfig(smooth_k=False)
+#: Rows of the check of memory.
+MANY = 2**20
+#: The page that says what was measured, and the marks it stands between.
+PAGE = common.ROOT / "docs" / "DISTRIBUTED.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+HEADER = ["problem", "way", "devices", "transport", "J2", "time", "scaling", "on paper", "sent",
+          "memory pool", "memory on paper"]  # fmt: skip
 #: Calls before the first that is timed.
 WARM = 2
 
@@ -252,6 +265,13 @@ def predicted(way: Way, problem: Problem, ranks: int) -> Costs:
 
 def cells(args: argparse.Namespace, counts: Sequence[int]) -> list[tuple[Way, Problem, int]]:
     """Return what is measured: ways, problems, numbers of ranks."""
+    if args.memory:
+        problem = Problem(1, HEADS, common.quick_length(args, MANY), True)
+        if args.quick:
+            problem = replace(problem, heads=4, head_dim=32)
+        ways = (way for way in STRONG[:3] if way.fits(max(counts)))
+        some = ((way, way.name == "ring") for way in ways)
+        return [(way, replace(problem, causal=causal), max(counts)) for way, causal in some]
     lengths = LENGTHS[:1] if args.quick else args.lengths
     shrunk = [common.quick_length(args, length) for length in lengths]
     heads = 4 if args.quick else HEADS
@@ -283,27 +303,30 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot.check(args.plot)
     if not args.quick:
-        common.check_rounds(args)
+        if not args.memory:
+            common.check_rounds(args)
         check_devices(max(counts))
     rows = []
     judged: dict[Any, float] = {}
     for way, problem, n in cells(args, counts):
         ranks = n if args.quick else list(range(n))
-        key = way, problem.causal, n
-        if key not in judged:
-            judged[key] = judge(way, problem.causal, ranks, args.transport, args.seed)
-        row = {**asdict(way), "problem": problem.name, **asdict(problem), "ranks": n}
-        row |= {"j2": judged[key], "ok": judged[key] <= 1}
-        if row["ok"]:
-            rounds = 0 if args.quick else args.rounds
-            row |= measure(way, problem, ranks, args.transport, rounds, args.seed)
-        costs = predicted(way, problem, n)
-        row |= {"predicted": costs.seconds, "predicted_memory": costs.memory_bytes}
-        row["predicted_bytes_sent"] = costs.heads_bytes + costs.ring_bytes
-        rows.append(row)
+        # One rank sends nothing, and is measured once.
+        for transport in args.transport if n > 1 and not way.axis else args.transport[:1]:
+            key = way, problem.causal, n, transport
+            if key not in judged and not args.memory:
+                judged[key] = judge(way, problem.causal, ranks, transport, args.seed)
+            row = {**asdict(way), "problem": problem.name, **asdict(problem), "ranks": n}
+            row["transport"] = carrier(transport, ranks) if n > 1 and not way.axis else ""
+            row |= {"j2": judged.get(key), "ok": args.memory or judged[key] <= 1}
+            if row["ok"]:
+                rounds = 0 if args.quick or args.memory else args.rounds
+                row |= measure(way, problem, ranks, transport, rounds, args.seed)
+            costs = predicted(way, problem, n)
+            row |= {"predicted": costs.seconds, "predicted_memory": costs.memory_bytes}
+            row["predicted_bytes_sent"] = costs.heads_bytes + costs.ring_bytes
+            rows.append(row)
     add_shares(rows)
-    header = ["problem", "way", "devices", "J2", "time", "scaling", "on paper", "sent"]
-    output.print_table(header, [cells_of(row) for row in rows])
+    output.print_table(HEADER, [cells_of(row) for row in rows])
     ahead = [ahead_of(length, causal, n) for length in LENGTHS for causal in (False, True)
              for n in PREDICTED]  # fmt: skip
     print("\non paper, the fastest mesh (ulysses x ring) for 32 heads, zigzag where causal:")
@@ -313,9 +336,11 @@ def run(args: argparse.Namespace) -> int:
           format_seconds(a["seconds"]), format_share(a["share"])] for a in ahead],
     )  # fmt: skip
     record = common.keep(
-        args, "scaling", "mirror" if args.quick else "cuda",
+        args, "scaling_memory" if args.memory else "scaling", "mirror" if args.quick else "cuda",
         {"machine": asdict(H200), "transport": args.transport, "rows": rows, "ahead": ahead},
     )  # fmt: skip
+    if args.update_docs:
+        update_page(record)
     if args.plot:
         plot.save(figure(record), args.plot, source=record["command"])
     return 0 if all(row["ok"] for row in rows) else 1
@@ -368,16 +393,44 @@ def ahead_of(length: int, causal: bool, ranks: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def carrier(transport: str, ranks: int | Sequence[int]) -> str:
+    """Return what carries arrays: the store of ranks without devices, NCCL, or copy engines."""
+    if isinstance(ranks, int):
+        return "store"
+    return "copies" if by_copies(transport, ranks) else "nccl"
+
+
 def cells_of(row: dict[str, Any]) -> list[str]:
     """Return one row of the table."""
     seconds = row.get("samples")
     return [
-        row["problem"], row["name"], str(row["ranks"]), format_ratio(row["j2"]),
+        row["problem"], row["name"], str(row["ranks"]), row["transport"],
+        "" if row["j2"] is None else format_ratio(row["j2"]),
         format_seconds(typical(seconds)) if seconds else "",
         format_share(row["share"]) if "share" in row else "",
         format_share(row["predicted_share"]) if "predicted_share" in row else "",
         format_bytes(row["bytes_sent"]) if "bytes_sent" in row else "",
+        format_bytes(row["pool_bytes"]) if row.get("pool_bytes") else "",
+        format_bytes(row["predicted_memory"]),
     ]  # fmt: skip
+
+
+def section(record: Mapping[str, Any]) -> str:
+    """Return what docs/DISTRIBUTED.md says was measured."""
+    environment = record["environment"]
+    where = environment["device"] or {}
+    return "\n".join([
+        f"`{record['command']}`, on {where.get('name', 'no device')}, driver "
+        f"{where.get('driver', 'none')}, NVRTC {environment.get('nvrtc', 'none')}, revision "
+        f"{environment.get('revision', 'unknown')[:10]}:",
+        "",
+        *common.markdown(HEADER, [cells_of(row) for row in record["rows"]]),
+    ])  # fmt: skip
+
+
+def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:
+    """Write what was measured between the marks of docs/DISTRIBUTED.md."""
+    common.replace_between(path, BEGIN, END, section(record))
 
 
 def figure(record: Any) -> Any:
@@ -406,9 +459,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4], metavar="N")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS[:2]), metavar="N")
-    parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0])
+    parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=[TRANSPORTS[0]])
+    parser.add_argument("--memory", action="store_true", help="bytes of a million rows, no times")
     parser.add_argument("--plot", metavar="FILE", help="draw the shares (.png, .svg or .pdf)")
-    return common.guarded(run, parser.parse_args(argv))
+    parser.add_argument("--update-docs", action="store_true", help="rewrite the table of the page")
+    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+    args = parser.parse_args(argv)
+    if args.stored:
+        update_page(common.stored("scaling"))
+        return 0
+    return common.guarded(run, args)
 
 
 if __name__ == "__main__":

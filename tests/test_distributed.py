@@ -134,7 +134,9 @@ def test_a_fault_in_a_ring_is_past_the_bound(monkeypatch: pytest.MonkeyPatch) ->
     assert distributed.judge(right.o, q, k, k, shared, variant="fa_tc") <= 1
     merge = merging.merge_mirror
     monkeypatch.setattr(
-        merging, "merge_mirror", lambda o, lse, p, p_lse: merge(o, lse, p, p_lse + np.float32(0.01))
+        merging,
+        "merge_mirror",
+        lambda before, lse, p, p_lse, o: merge(before, lse, p, p_lse + np.float32(0.01), o),
     )
     wrong = on_ranks((q, k, k), shared, variant="fa_tc")
     assert distributed.judge(wrong.o, q, k, k, shared, variant="fa_tc") > 1
@@ -182,13 +184,13 @@ def test_the_same_call_has_the_same_bits(mesh: Mesh) -> None:
 def test_all_ranks_exchange_equally_often(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those without heads or rows, too: with NCCL in one process they wait for each other there."""
     counts = Counter[int]()
-    exchange = HostGroup.exchange
+    prepare = HostGroup.prepare
 
     def counted(group: Any, *messages: Any) -> Any:
         counts[group.rank] += 1
-        return exchange(group, *messages)
+        return prepare(group, *messages)
 
-    monkeypatch.setattr(HostGroup, "exchange", counted)
+    monkeypatch.setattr(HostGroup, "prepare", counted)
     q, k = normal((1, 3, 5, 8), (1, 1, 6, 8))[:2]
     rows, keys = Partition.contiguous(5, mesh.size), Partition.contiguous(6, mesh.size)
     on_ranks((q, k, k), Shared(mesh, rows, keys), q, variant="fa_tc")
@@ -386,14 +388,14 @@ def test_a_rank_that_dies_anywhere_is_named_by_all(data: Any) -> None:
     died = threading.Event()
 
     class Dying(HostGroup):
-        def _exchange(self, sends: Any, receives: Any) -> Any:
+        def prepare(self, sends: Any, receives: Any) -> Any:
             nonlocal left
             if self.rank == dead:
                 left -= 1
                 if left < 0:
                     died.set()
                     raise SystemExit("killed")
-            return super()._exchange(sends, receives)
+            return super().prepare(sends, receives)
 
     board, found = Board(mesh.size), {}
 

@@ -124,7 +124,36 @@ def test_the_experiment_runs_in_small(tmp_path: Path) -> None:
         if row["variant"] == "fa_tc":
             assert row["bytes_sent"] == row["predicted_bytes_sent"]
         assert row["predicted_share"] <= 1.001
+        alone = row["ranks"] == 1 or row["axis"]
+        assert row["transport"] == ("" if alone else "store")
     assert len(record["ahead"]) == 18 and drawing.stat().st_size > 1000
+
+
+def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
+    record = scaling.common.RESULTS / "scaling.json"
+    said = PAGE.partition(scaling.BEGIN)[2].partition(scaling.END)[0].strip()
+    if record.exists():
+        assert said == scaling.section(json.loads(record.read_text()))
+    else:
+        assert said.startswith("It has not been measured yet")
+
+
+def test_a_record_becomes_a_section_of_the_page(tmp_path: Path) -> None:
+    """By transport: on one device nothing travels."""
+    page, file = tmp_path / "page.md", tmp_path / "memory.json"
+    page.write_text(f"before {scaling.BEGIN} nothing {scaling.END} after")
+    assert scaling.main(["--quick", "--memory", "--devices", "2", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert [(r["name"], r["causal"], r["transport"]) for r in record["rows"]] == [
+        ("ulysses", False, "store"), ("ring", True, "store"),
+    ]  # fmt: skip
+    assert all(r["j2"] is None and r["bytes_sent"] == r["predicted_bytes_sent"]
+               for r in record["rows"])  # fmt: skip
+    scaling.update_page(record, page)
+    written = page.read_text()
+    assert written.startswith("before ") and written.endswith(" after")
+    assert "| ulysses | 2 | store |" in written and "| transport |" in written
+    assert record["environment"]["revision"][:10] in written
 
 
 def test_the_experiment_says_that_devices_are_missing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,9 @@ from tests.runs import normal
 #: B 1, 32 heads of 8 key heads, 131,072 rows of 128 channels in 16 bits.
 CALL = AttentionCall(1, 32, 8, 131072, 131072, 128, "float16", 0.1)
 #: Rates that are easy to divide by.
-ROUND = Machine("round numbers", 4, 1e9, 1e8, 1e9, 0.0, 10**12, {"fa_tc": 1e12, "fa_int8": 1e12})
+ROUND = Machine(
+    "round numbers", 4, 1e9, 1e8, 1e9, 0.0, 10**12, {"fa_tc": 1e12, "fa_int8": 1e12}, 1.0
+)
 
 
 def test_one_device_computes_and_sends_nothing() -> None:
@@ -47,7 +49,7 @@ def test_four_devices_that_exchange_heads() -> None:
     steps = 2  # a rank has two key heads
     assert costs.exposed == pytest.approx(costs.heads_bytes / 1e9 / steps)
     assert costs.memory["heads of two steps"] == 2 * row * 131072 * (4 + 2 * 1)
-    assert costs.memory["o and lse on their way home"] == 131072 * 8 * (row + 4)
+    assert costs.memory["o and lse of two steps"] == 131072 * 2 * 4 * (row + 4)
 
 
 def test_four_devices_in_a_ring() -> None:
@@ -56,7 +58,15 @@ def test_four_devices_in_a_ring() -> None:
     of_step, compute = costs.ring_bytes / 3 / 1e9, costs.compute / 4
     assert costs.exposed == pytest.approx(3 * max(0.0, of_step - compute))
     elements = 32 * 32768 * 128
-    assert costs.merging == pytest.approx(elements * (3 * 10 + 12) / 1e9)
+    first, middle, last = 2 + 2 + 4, 4 + 2 + 4, 4 + 2 + 2
+    assert costs.merging == pytest.approx(elements * (first + middle + last) / 1e9)
+    row = 128 * 2 + 4
+    assert costs.memory["partial results"] == 32 * 32768 * (4 * 128 + 2 * row)
+    two = predict(CALL, Mesh(2, 1), ROUND)
+    assert two.merging == pytest.approx(2 * elements * (2 + 2 + 2) / 1e9)
+    assert two.memory["partial results"] == 32 * 65536 * row
+    half = predict(CALL, Mesh(4, 1), replace(ROUND, ring_rate=0.5))
+    assert half.compute == 2 * costs.compute
     slow = predict(CALL, Mesh(4, 1), replace(ROUND, link=1e6))
     assert slow.exposed == pytest.approx(3 * (slow.ring_bytes / 3 / 1e6 - compute))
     half = predict(CALL, Mesh(4, 1), ROUND, variant="fa_int8")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import queue
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -21,7 +23,9 @@ from cupyattn.distributed import (
     RankError,
     copies,
     nccl,
+    start,
 )
+from cupyattn.distributed.group import Message
 from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.store import Board
 from cupyattn.errors import UnsupportedError
@@ -47,7 +51,7 @@ class Device:
 
 
 class Stream:
-    def __init__(self, non_blocking: bool = False) -> None:
+    def __init__(self, non_blocking: bool = False, priority: int | None = None) -> None:
         self.ptr, self.tasks = id(self), queue.Queue[Any]()
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -75,6 +79,8 @@ class Event:
 
 class Now:
     """The current stream: the host itself."""
+
+    ptr = 0
 
     def wait_event(self, event: Event) -> None:
         event.reached.wait()
@@ -149,12 +155,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     found = FakeNccl()
 
     class OfNccl(Stream):
-        def __init__(self, non_blocking: bool = False) -> None:
+        def __init__(self, non_blocking: bool = False, priority: int | None = None) -> None:
             super().__init__()
             found.streams[self.ptr] = self
 
     cuda = type("cuda", (), {"Device": Device, "Stream": OfNccl, "Event": Event,
-                             "get_current_stream": staticmethod(Now)})  # fmt: skip
+                             "get_current_stream": staticmethod(Now),
+                             "runtime": Runtime(found)})  # fmt: skip
     for module in (nccl, copies):
         monkeypatch.setattr(module, "_cupy", lambda: type("cupy", (), {"cuda": cuda}))
     monkeypatch.setattr(nccl, "_nccl", lambda: found)
@@ -162,21 +169,51 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
 
 
 @dataclass
+class Runtime:
+    """Copies on streams, of bytes at addresses of the host; devices that access each other."""
+
+    nccl: FakeNccl
+    memcpyDefault: int = 4
+    enabled: set[int] = field(default_factory=set)
+    apart: set[tuple[int, int]] = field(default_factory=set)
+
+    class CUDARuntimeError(RuntimeError):
+        status = 704
+
+    def memcpyAsync(self, to: int, of: int, width: int, kind: int, stream: int) -> None:
+        self.memcpy2DAsync(to, width, of, width, width, 1, kind, stream)
+
+    def memcpy2DAsync(
+        self, to: int, to_pitch: int, of: int, pitch: int, width: int, height: int, kind: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        assert kind == 4 and width <= min(to_pitch, pitch) and max(to_pitch, pitch) < 2**31
+
+        def copy() -> None:
+            time.sleep(0.002)
+            for row in range(height):
+                ctypes.memmove(to + row * to_pitch, of + row * pitch, width)
+
+        if stream == Now.ptr:
+            copy()
+        else:
+            self.nccl.streams[stream].tasks.put(copy)
+
+    def deviceCanAccessPeer(self, device: int, peer: int) -> int:
+        assert device != peer
+        return int((device, peer) not in self.apart)
+
+    def deviceEnablePeerAccess(self, peer: int) -> None:
+        if peer in self.enabled:
+            raise self.CUDARuntimeError("cudaErrorPeerAccessAlreadyEnabled")
+        self.enabled.add(peer)
+
+
+@dataclass
 class Pointer:
     """Where an array lies."""
 
     ptr: int
-    nccl: FakeNccl
-
-    def copy_from_device_async(self, source: Pointer, nbytes: int, stream: Stream) -> None:
-        to, of = self.nccl.arrays[self.ptr], self.nccl.arrays[source.ptr]
-        assert to.nbytes == of.nbytes == nbytes
-
-        def copy() -> None:
-            time.sleep(0.002)
-            to[...] = of
-
-        stream.tasks.put(copy)
 
 
 class Array(np.ndarray):
@@ -188,7 +225,7 @@ class Array(np.ndarray):
     def data(self) -> Any:  # type: ignore[override]
         pointer = self.ctypes.data
         self.nccl.arrays[pointer] = self.view(np.ndarray)
-        return Pointer(pointer, self.nccl)
+        return Pointer(pointer)
 
 
 def on_fake(
@@ -255,7 +292,7 @@ def test_copies_of_another_size_or_of_nobody_end_all_ranks(fake: FakeNccl) -> No
         group.barrier()
 
     for error in on_fake(fake, 2, another_size, timeout=5, kind=CopyGroup):
-        assert str(error) == "rank 1 sent [40] bytes, rank 0 wants [32]"
+        assert str(error) == "rank 1 sent [[5, 'float64']], rank 0 wants [[4, 'float64']]"
 
     def nobody(group: CopyGroup) -> None:
         if group.rank == 0:
@@ -263,6 +300,17 @@ def test_copies_of_another_size_or_of_nobody_end_all_ranks(fake: FakeNccl) -> No
 
     found = on_fake(fake, 2, nobody, timeout=0.2, kind=CopyGroup)
     assert "rank 1 sent nothing for 'arrays from 1 to 0, message 1'" in str(found[0])
+
+
+def test_devices_that_do_not_reach_each_other_use_nccl(fake: FakeNccl) -> None:
+    runtime = copies._cupy().cuda.runtime
+    assert copies.reach_each_other(runtime, [0, 1, 2])
+    runtime.apart.add((2, 0))
+    assert copies.reach_each_other(runtime, [0, 1]) and not copies.reach_each_other(runtime, [2, 0])
+    said = "device 2 cannot access the memory of device 0, .*: transport='nccl' does"
+    found = on_fake(fake, 3, lambda group: group.gather("there", 1), 1, kind=CopyGroup)
+    assert isinstance(found[2], UnsupportedError) and re.match(said, str(found[2]))
+    assert start.by_copies("copies", [2, 0]) and not start.by_copies("nccl", [0, 1])
 
 
 @pytest.mark.parametrize("kind", [NcclGroup, CopyGroup])
@@ -275,12 +323,15 @@ def test_nothing_is_read_before_it_came_or_changed_before_it_went(
     class Lagging(kind):  # type: ignore[misc]
         namespace = "numpy"
 
-        def _exchange(self, sends: Any, receives: Any) -> Any:
-            views = [[(p, x.view(Array)) for p, x in some] for some in (sends, receives)]
-            for _, x in receives:
-                x.view(np.uint8)[...] = 0xFF  # NaN until it comes
+        def prepare(self, sends: Any, receives: Any) -> Any:
+            sends, receives = ([Message(*m) for m in some] for some in (sends, receives))
+            for _, x, _ in receives:
+                x[...] = np.nan  # until it comes
             self._stream.tasks.put(lambda: time.sleep(0.005))
-            return super()._exchange(*views)
+            of_fake = [
+                [m._replace(array=m.array.view(Array)) for m in some] for some in (sends, receives)
+            ]
+            return super().prepare(*of_fake)
 
     q, k = normal((1, 8, 24, 8), (1, 8, 24, 8))[:2]
     rows = Partition.zigzag(24, mesh.size)

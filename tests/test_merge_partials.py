@@ -59,29 +59,37 @@ def assert_within(partial: Partial, expected: Expected) -> None:
 
 @given(
     st.integers(0, 2**32), st.sampled_from(["float16", "bfloat16", "float32"]), st.integers(1, 9),
-    st.sampled_from([0.0, 1e-3, 3.0, 60.0, 1e4]),
+    st.sampled_from([0.0, 1e-3, 3.0, 60.0, 1e4]), st.booleans(),
 )  # fmt: skip
-def test_the_mirror_is_within_its_bound(seed: int, dtype: str, count: int, spread: float) -> None:
+def test_the_mirror_is_within_its_bound(
+    seed: int, dtype: str, count: int, spread: float, knows: bool
+) -> None:
+    """Whether or not it knows which part is the last."""
     parts = parts_of((1, 2, 9, 5), dtype, count, seed, spread)
     partial = Partial(parts[0][0], "mirror")
-    for o, lse in parts:
-        partial.add((0, 9), o, lse)
+    for number, (o, lse) in enumerate(parts):
+        partial.add((0, 9), o.copy(), lse.copy(), last=knows and number + 1 == count)
+    assert partial.o.dtype == (STORAGE[dtype] if knows or count == 1 else np.float32)
     assert_within(partial, exactly(parts, dtype))
 
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [("float16", 128), ("bfloat16", 17), ("float32", 40), ("float16", 36)]
 )
-def test_the_kernel_is_within_the_bound(dtype: str, head_dim: int) -> None:
-    """Rows that are no multiple of a block, results with strides, some of the rows alone."""
-    parts = parts_of((2, 2, 70, head_dim), dtype, 3)
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_kernel_is_within_the_bound(dtype: str, head_dim: int, count: int) -> None:
+    """Rows that are no multiple of a block, results with strides, some of the rows alone. Of two
+    parts nothing is ever float32; of four the first is read, and the last written, as it is."""
+    parts = parts_of((2, 2, 70, head_dim), dtype, count)
     partial = Partial(parts[0][0], "interpret")
     for o, lse in parts:
         wide = np.zeros((*o.shape[:3], head_dim + 8), o.dtype)
         wide[..., :head_dim] = o
-        partial.add((0, 70), wide[..., :head_dim], lse)
+        partial.add((0, 70), wide[..., :head_dim], lse.copy())
+    assert partial.o.dtype == (STORAGE[dtype] if count == 1 else np.float32)
     last = parts_of((2, 2, 70, head_dim), dtype, 1, seed=9)[0]
-    partial.add((5, 70), last[0][:, :, 5:], last[1][:, :, 5:])
+    partial.add((5, 70), last[0][:, :, 5:], last[1][:, :, 5:], last=True)
+    assert partial.o.dtype == STORAGE[dtype]
     last[0][:, :, :5], last[1][:, :, :5] = 0, -np.inf
     assert_within(partial, exactly([*parts, last], dtype))
 
@@ -94,7 +102,7 @@ def test_rows_that_attend_to_nothing_stay_so_and_a_nan_stays_one() -> None:
         o[0, 0, 2], lse[0, 0, 2] = 3, 0.5
         partial = Partial(o, backend)
         for _ in range(2):
-            partial.add((0, 3), o, lse)
+            partial.add((0, 3), o.copy(), lse.copy())
         assert not partial.result()[0, 0, 0].any() and partial.lse[0, 0, 0] == -np.inf
         assert np.isnan(partial.result()[0, 0, 1]).all() and np.isnan(partial.lse[0, 0, 1])
         assert (partial.result()[0, 0, 2] == 3).all()
@@ -102,7 +110,8 @@ def test_rows_that_attend_to_nothing_stay_so_and_a_nan_stays_one() -> None:
 
 def test_an_empty_call_launches_nothing() -> None:
     o, lse = np.zeros((1, 0, 5, 8), np.float16), np.zeros((1, 0, 5), np.float32)
-    plan = plan_merge(*(Operand.of(x) for x in (o.astype(np.float32), lse, o, lse)), "float16")
+    operands = (Operand.of(x) for x in (o, o, lse, o, lse))
+    plan = plan_merge(*operands, "float16", "float16", "float16", in_place=True)
     assert not plan.launches
 
 
@@ -129,10 +138,16 @@ def test_params_are_the_fields_of_the_source_in_order(tmp_path: Path) -> None:
 #: What is changed in the kernel, and what it does to a test.
 FAULTS = {
     "the weights of another row": ("smem.weights[row][0], w1", "smem.weights[row ^ 1][0], w1"),
-    "what was is not weighted": ("w0 * x.v[c]);", "x.v[c]);"),
+    "what was is not weighted": ("w0 * to_float(", "to_float("),
     "lse of what was stays": ("lse[row] = fmaf(log2f(sum), LN2, top);", ""),
     "weights to base e": ("(incoming - top) * LOG2E", "(incoming - top)"),
     "no barrier after the weights": ("__syncthreads();", ""),
+    "a part of an access": ("i < VEC / PART; ++i)\n      *reint", "i < 1; ++i)\n      *reint"),
+    "accesses of another pass": (
+        "first + a * NUM_THREADS;\n      const int row = i / ACCESSES, col "
+        "= i % ACCESSES * VEC;\n      if (i >= accesses) continue;",
+        "first;\n      const int row = i / ACCESSES, col = i % ACCESSES * VEC;",
+    ),
     "rows past the end": ("min(BLOCK_Q, p.length - row0)", "BLOCK_Q"),
     "-inf less -inf": ("largest == NEG_INF ? 0.0f : largest", "largest"),
 }
@@ -146,7 +161,8 @@ def test_mistakes_are_noticed(fault: str, tmp_path: Path) -> None:
     (tmp_path / "merge_partials.cu").write_text(text.replace(right, wrong))
     parts = parts_of((1, 1, 70, 16), "float16", 2)
     o, lse = parts[0][0].astype(np.float32), parts[0][1].copy()
-    plan = plan_merge(*(Operand.of(x) for x in (o, lse, *parts[1])), "float16")
+    operands = (Operand.of(x) for x in (o, o, lse, *parts[1]))
+    plan = plan_merge(*operands, "float16", "float32", "float32", in_place=True)
     (launch,) = plan.launches
     module = kc.ModuleSpec(tmp_path / "merge_partials.cu", launch.module.defines)
     plan = replace(plan, launches=(replace(launch, module=module),))
@@ -161,8 +177,8 @@ def test_mistakes_are_noticed(fault: str, tmp_path: Path) -> None:
 def test_the_mirror_changes_in_place_and_knows_the_order() -> None:
     (o, lse), (other, other_lse) = parts_of((1, 1, 6, 4), "float32", 2, seed=3)
     first, first_lse = o.copy(), lse.copy()
-    merge_mirror(first, first_lse, other, other_lse)
+    merge_mirror(first, first_lse, other, other_lse, first)
     second, second_lse = other.copy(), other_lse.copy()
-    merge_mirror(second, second_lse, o, lse)
+    merge_mirror(second, second_lse, o, lse, second)
     np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(first_lse, second_lse, rtol=1e-6)

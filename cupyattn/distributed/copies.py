@@ -2,7 +2,8 @@
 
 NCCL moves bytes by a kernel, which takes multiprocessors from the computation beside it. Within a
 process a device can read another's memory by itself: the receiver's stream waits for the sender's
-event and copies. No stream waits for a peer that has not come, so nothing on a device can hang.
+event and copies. No stream waits for a peer that has not come, so nothing on a device can hang. The
+heads of an array lie at a pitch, so a message is one copy however many they are.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from cupyattn.distributed.group import TIMEOUT, Group, Message, Work
+from cupyattn.distributed import pitched
+from cupyattn.distributed.group import TIMEOUT, Copies, Group, Message, Work
 from cupyattn.distributed.store import Board
+from cupyattn.errors import UnsupportedError
 
 #: Seconds between two looks at whether a device has finished.
 POLL = 20e-6
+#: cudaErrorPeerAccessAlreadyEnabled.
+_ENABLED = 704
 
 
 class CopyGroup(Group):
@@ -31,6 +36,11 @@ class CopyGroup(Group):
         As for `Group`.
     device : int
         This rank's.
+
+    Raises
+    ------
+    UnsupportedError
+        If a device cannot access the memory of another.
     """
 
     namespace = "cupy"
@@ -42,39 +52,64 @@ class CopyGroup(Group):
         cupy = _cupy()
         self._cupy, self.device, self._board = cupy, device, store
         self._messages: Counter[str] = Counter()
+        devices = self.gather("devices", device)
         with self.on_device():
             self._stream = cupy.cuda.Stream(non_blocking=True)
+            enable_access(cupy.cuda.runtime, device, devices)
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this rank's device is the current one."""
         device: contextlib.AbstractContextManager[Any] = self._cupy.cuda.Device(self.device)
         return device
 
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
-        outgoing, incoming = _by_peer(sends), _by_peer(receives)
+    def _prepare(self, sends: list[Message], receives: list[Message], own: Copies) -> Work:
         with self.on_device():
-            ready = self._event()  # what is sent has been computed, what receives has been read
-            for peer, arrays in outgoing.items():
-                self._board.put(self._next(self.rank, peer, "arrays"), (arrays, ready))
-            self._stream.wait_event(ready)
-            for peer, arrays in incoming.items():
-                sources, computed = self._take(peer, self.rank, "arrays")
-                self._check(peer, sources, arrays)
-                self._stream.wait_event(computed)
-                for source, array in zip(sources, arrays, strict=True):
-                    array.data.copy_from_device_async(source.data, array.nbytes, self._stream)
-            copied = self._event(self._stream)
-            for peer in incoming:
-                self._board.put(self._next(self.rank, peer, "copied"), copied)
-            # What was sent may be changed once those who receive it have copied it.
-            read = [self._take(peer, self.rank, "copied") for peer in outgoing]
-        return _Copied(self, [copied, *read])
+            # NOTE: not behind what comes from others: on one device a copy may be a kernel, which
+            # would wait there for multiprocessors that the computation has.
+            pitched.copy_all(self._cupy.cuda, own)
+            return _Copied(self, _by_peer(sends), _by_peer(receives), self.event())
+
+    def send_off(
+        self,
+        outgoing: dict[int, list[Message]],
+        incoming: dict[int, list[Message]],
+        ready: Any,
+    ) -> tuple[Any, list[tuple[int, str]]]:
+        """Copy what other ranks send, once all of it is ready.
+
+        Returns
+        -------
+        copied : event
+            Everything has come.
+        read : list of (int, str)
+            Ranks, and keys under which they leave the event after which what was sent may change.
+        """
+        runtime = self._cupy.cuda.runtime
+        for peer, messages in outgoing.items():
+            arrays = [message.array for message in messages]
+            self._board.put(self._next(self.rank, peer, "arrays"), (arrays, ready))
+        self._stream.wait_event(ready)
+        for peer, messages in incoming.items():
+            key = self._next(peer, self.rank, "arrays")
+            sources, computed = self.take(peer, key)
+            self._check(peer, sources, [message.array for message in messages])
+            self._stream.wait_event(computed)
+            for source, message in zip(sources, messages, strict=True):
+                pitched.copy(runtime, message.array, source, message.outer, self._stream)
+        copied = self.event(self._stream)
+        for peer in incoming:
+            self._board.put(self._next(self.rank, peer, "copied"), copied)
+        return copied, [(peer, self._next(peer, self.rank, "copied")) for peer in outgoing]
+
+    def current_stream(self) -> Any:
+        """Return the stream on which the caller computes."""
+        return self._cupy.cuda.get_current_stream()
 
     def finish(self) -> None:
         """Wait on the host until everything has been exchanged; raise where a rank has failed."""
         end = time.monotonic() + self.timeout
         with self.on_device():
-            done = self._event(self._stream)
+            done = self.event(self._stream)
             while not done.done:
                 self.store.check()
                 if time.monotonic() > end:
@@ -85,12 +120,12 @@ class CopyGroup(Group):
 
     def _check(self, peer: int, sources: Sequence[Any], arrays: Sequence[Any]) -> None:
         """End all ranks unless a peer sends what this rank wants."""
-        sent, wanted = ([int(x.nbytes) for x in some] for some in (sources, arrays))
+        sent, wanted = ([[*x.shape, x.dtype.name] for x in some] for some in (sources, arrays))
         if sent != wanted:
-            self.store.fail(peer, f"sent {sent} bytes, rank {self.rank} wants {wanted}")
+            self.store.fail(peer, f"sent {sent}, rank {self.rank} wants {wanted}")
             self.store.check()
 
-    def _event(self, stream: Any = None) -> Any:
+    def event(self, stream: Any = None) -> Any:
         """Return an event that is over when all that a stream was given until now is."""
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(stream)
@@ -102,29 +137,88 @@ class CopyGroup(Group):
         self._messages[pair] += 1
         return f"{pair}, message {self._messages[pair]}"
 
-    def _take(self, source: int, target: int, what: str) -> Any:
-        return self._board.take(self._next(source, target, what), source, self.timeout)
+    def take(self, source: int, key: str) -> Any:
+        """Return what a rank leaves on the board."""
+        return self._board.take(key, source, self.timeout)
 
 
 class _Copied:
-    """Messages that were copied when some events are over."""
+    """Messages that are copied once their senders have computed them."""
 
-    def __init__(self, group: CopyGroup, events: list[Any]) -> None:
-        self._group, self._events = group, events
+    def __init__(
+        self,
+        group: CopyGroup,
+        outgoing: dict[int, list[Message]],
+        incoming: dict[int, list[Message]],
+        ready: Any,
+    ) -> None:
+        self._group, self._ready = group, ready
+        # They hold the arrays, too, until these may be used again.
+        self._outgoing, self._incoming = outgoing, incoming
+        self._copied: Any = None
+        self._read: list[tuple[int, str]] = []
+
+    def begin(self) -> None:
+        """Send them off, unless they have been."""
+        if self._copied is not None:
+            return
+        with self._group.on_device():
+            self._copied, self._read = self._group.send_off(
+                self._outgoing, self._incoming, self._ready
+            )
 
     def wait(self) -> None:
-        """Let the current stream wait."""
+        """Let the current stream wait, also until others have read what was sent."""
+        self.begin()
         group = self._group
         with group.on_device():
-            for event in self._events:
-                group._cupy.cuda.get_current_stream().wait_event(event)
+            stream = group.current_stream()
+            stream.wait_event(self._copied)
+            for peer, key in self._read:
+                stream.wait_event(group.take(peer, key))
+        self._read = []
+        self._outgoing, self._incoming = {}, {}
 
 
-def _by_peer(messages: Sequence[Message]) -> dict[int, list[Any]]:
-    """Return the arrays of each peer, in their order."""
-    found: dict[int, list[Any]] = {}
-    for peer, array in messages:
-        found.setdefault(peer, []).append(array)
+def reach_each_other(runtime: Any, devices: Sequence[int]) -> bool:
+    """Whether every device can access the memory of every other.
+
+    Parameters
+    ----------
+    runtime : module
+        ``cupy.cuda.runtime``.
+    devices : sequence of int
+    """
+    pairs = ((a, b) for a in devices for b in devices if a != b)
+    return all(runtime.deviceCanAccessPeer(a, b) for a, b in pairs)
+
+
+def enable_access(runtime: Any, device: int, others: Sequence[int]) -> None:
+    """Let the current device access the memory of others.
+
+    Raises
+    ------
+    UnsupportedError
+        If it cannot.
+    """
+    for other in sorted(set(others) - {device}):
+        if not runtime.deviceCanAccessPeer(device, other):
+            raise UnsupportedError(
+                f"device {device} cannot access the memory of device {other}, so copy engines "
+                "carry nothing between them: transport='nccl' does"
+            )
+        try:
+            runtime.deviceEnablePeerAccess(other)
+        except runtime.CUDARuntimeError as error:
+            if error.status != _ENABLED:
+                raise
+
+
+def _by_peer(messages: Sequence[Message]) -> dict[int, list[Message]]:
+    """Return the messages of each peer, in their order."""
+    found: dict[int, list[Message]] = {}
+    for message in messages:
+        found.setdefault(message.rank, []).append(message)
     return found
 
 

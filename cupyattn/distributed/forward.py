@@ -4,6 +4,7 @@ step keys and values go round.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -80,19 +81,27 @@ def by_step(
         sends: list[Message] = []
         receives: list[Message] = []
         arrays = [of_kind[kind].scatter(x, _of(step, kind), sends, receives) for x, kind in given]
-        return call.group.exchange(sends, receives), arrays
+        return call.group.prepare(sends, receives), arrays
 
-    homeward: list[tuple[Work, Kinds]] = []
-    coming = scatter(steps[0]) if steps else None
+    homeward: deque[Work] = deque()
+    work, arrays = scatter(steps[0]) if steps else (None, [])
+    if work is not None:  # nothing is computed beside the first heads
+        work.begin()
     for index, step in enumerate(steps):
-        arriving, coming = coming, scatter(steps[index + 1]) if index + 1 < len(steps) else None
-        if arriving is None:
-            break
-        arriving[0].wait()
-        results = work_on(step[own], arriving[1])
-        arriving = None  # frees what this step needed before the one after the next takes as much
-        homeward.append((_bring_home(call, of_kind, results, receivers(step)), results))
-    for work, _ in homeward:
+        # NOTE: in this order. What receives the next heads is allocated before this step computes
+        # (see `Group.prepare`), and these are sent off after it was launched: the host takes its
+        # time over messages, and the device has nothing else to do.
+        coming = scatter(steps[index + 1]) if index + 1 < len(steps) else (None, [])
+        if work is not None:
+            work.wait()
+        if len(homeward) > 1:  # it left before these heads did; its arrays hold the next results
+            homeward.popleft().wait()
+        results = work_on(step[own], arrays)
+        work, arrays = coming  # frees what this step needed before one after the next takes as much
+        if work is not None:
+            work.begin()
+        homeward.append(_bring_home(call, of_kind, results, receivers(step)))
+    for work in homeward:
         work.wait()
 
 

@@ -13,7 +13,7 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,14 +22,42 @@ from cupyattn.errors import RankError
 
 #: A kind of group.
 Own = TypeVar("Own", bound="Group")
-#: An array to be sent to a rank, or to be filled with what one sends.
-Message = tuple[int, Any]
 #: Seconds that a rank waits for another before it gives all of them up.
 TIMEOUT = 120.0
 
 
+class Message(NamedTuple):
+    """An array to be sent to a rank, or to be filled with what one sends.
+
+    Parameters
+    ----------
+    rank : int
+        The other one; of a message to itself the copy that it is, is made in its turn.
+    array : array
+    outer : int
+        Leading axes that may have any strides; what is at one place of them lies together. The same
+        on both sides, as is the shape.
+    """
+
+    rank: int
+    array: Any
+    outer: int = 0
+
+    @property
+    def pieces(self) -> Iterator[Any]:
+        """What lies together, one after the other."""
+        return (self.array[at] for at in np.ndindex(*self.array.shape[: self.outer]))
+
+
+#: Messages of a rank to itself: what receives, what is sent.
+Copies = list[tuple[Message, Message]]
+
+
 class Work(Protocol):
-    """Messages on their way."""
+    """Messages on their way, or about to be."""
+
+    def begin(self) -> None:
+        """Send them off, unless they have been."""
 
     def wait(self) -> None:
         """Let what the caller computes from now on see the arrays that were received."""
@@ -172,32 +200,65 @@ class Group(abc.ABC):
 
     # ---- arrays ----------------------------------------------------------------------------------
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
+    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> Work:
         """Begin to send and to receive arrays, all at once.
 
         Parameters
         ----------
-        sends, receives : sequence of (rank, array)
-            Contiguous arrays, which must stay as they are until the work was waited for. Between
-            two ranks messages keep their order; both sides must know of every one, of those
-            without elements too, which do not travel.
+        sends, receives : sequence of Message or (rank, array)
+            Arrays that lie together but for the outer axes of their message. They must stay as they
+            are until the work was waited for. Between two ranks messages keep their order; both
+            sides must know of every one, of those without elements too, which do not travel.
 
         Returns
         -------
         Work
+            Holds the arrays until it was waited for.
         """
-        for peer, array in (*sends, *receives):
-            if peer == self.rank or not 0 <= peer < self.size:
+        work = self.prepare(sends, receives)
+        work.begin()
+        return work
+
+    def prepare(self, sends: Sequence[Any], receives: Sequence[Any]) -> Work:
+        """Get ready to exchange arrays beside a computation that is launched first.
+
+        Parameters
+        ----------
+        sends, receives
+            As for `exchange`.
+
+        Returns
+        -------
+        Work
+            Waits for what was launched until now and for nothing that is launched before it begins.
+
+        Notes
+        -----
+        What receives must have been allocated before: memory pools reuse memory in the order of a
+        stream, so an array that is allocated behind the computation may be scratch memory of it,
+        for which the exchange does not wait.
+        """
+        sends, receives = ([Message(*m) for m in some] for some in (sends, receives))
+        for peer, array, outer in (*sends, *receives):
+            if not 0 <= peer < self.size:
                 raise ValueError(f"rank {self.rank} of {self.size} sends nothing to rank {peer}")
-            if not array.flags.c_contiguous:
-                raise ValueError(f"only contiguous arrays travel, got strides {array.strides}")
-        sends, receives = ([m for m in some if m[1].size] for some in (sends, receives))
-        self.bytes_sent += sum(int(array.nbytes) for _, array in sends)
-        return self._exchange(sends, receives)
+            if not _lies_together(array, outer):
+                raise ValueError(
+                    f"only contiguous arrays travel, got strides {array.strides} with {outer} outer"
+                )
+        sends, receives = ([m for m in some if m.array.size] for some in (sends, receives))
+        own = [[m for m in some if m.rank == self.rank] for some in (receives, sends)]
+        shapes = [[m.array.shape for m in some] for some in own]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"rank {self.rank} sends itself {shapes[1]}, wants {shapes[0]}")
+        sends, receives = ([m for m in some if m.rank != self.rank] for some in (sends, receives))
+        self.bytes_sent += sum(int(m.array.nbytes) for m in sends)
+        return self._prepare(sends, receives, list(zip(*own, strict=True)))
 
     @abc.abstractmethod
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
-        """Begin to send and to receive arrays that were checked."""
+    def _prepare(self, sends: list[Message], receives: list[Message], own: Copies) -> Work:
+        """Get ready to exchange messages that were checked, and for copies from `sends` to
+        `receives` of this rank itself."""
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which new arrays lie where this rank's arrays do."""
@@ -247,14 +308,10 @@ class HostGroup(Group):
         super().__init__(store, rank, size, timeout)
         self._messages: Counter[str] = Counter()
 
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
-        for peer, array in sends:
-            header = json.dumps([list(array.shape), array.dtype.name]).encode()
-            self.store.put(self._next(self.rank, peer), header + b"\n" + array.tobytes())
-        # NOTE: numbered as they are asked for; they may be waited for in another order.
-        return _Arriving(self, [(self._next(p, self.rank), p, array) for p, array in receives])
+    def _prepare(self, sends: list[Message], receives: list[Message], own: Copies) -> Work:
+        return _OfHost(self, sends, receives, own)
 
-    def _next(self, source: int, target: int) -> str:
+    def key_of_next(self, source: int, target: int) -> str:
         """Return the key of the next message from one rank to another."""
         pair = f"{source} to {target}"
         self._messages[pair] += 1
@@ -265,23 +322,53 @@ class HostGroup(Group):
         self.store.check()
 
 
-class _Arriving:
-    """Arrays to be filled with what is taken out of the store."""
+class _OfHost:
+    """Arrays that are put into the store, and arrays to be filled with what is taken out of it."""
 
-    def __init__(self, group: Group, receives: list[tuple[str, int, Any]]) -> None:
-        self._group, self._receives = group, receives
+    def __init__(
+        self, group: HostGroup, sends: list[Message], receives: list[Message], own: Copies
+    ) -> None:
+        self._group, self._sends, self._receives, self._own = group, sends, receives, own
+        self._begun = False
+        self._keys: list[str] = []
+
+    def begin(self) -> None:
+        """Put what is sent into the store, unless that has been done."""
+        if self._begun:
+            return
+        self._begun, group = True, self._group
+        for peer, array, _ in self._sends:
+            header = json.dumps([list(array.shape), array.dtype.name]).encode()
+            group.store.put(group.key_of_next(group.rank, peer), header + b"\n" + array.tobytes())
+        for target, source in self._own:
+            target.array[...] = source.array
+        # NOTE: numbered as they are asked for; they may be waited for in another order.
+        self._keys = [group.key_of_next(message.rank, group.rank) for message in self._receives]
 
     def wait(self) -> None:
         """Fill the arrays."""
-        group, receives = self._group, self._receives
-        self._receives = []
-        for key, peer, array in receives:
+        self.begin()
+        group, receives, keys = self._group, self._receives, self._keys
+        self._receives, self._keys = [], []
+        for (peer, array, _), key in zip(receives, keys, strict=True):
             header, _, raw = group.store.take(key, peer, group.timeout).partition(b"\n")
             wanted = [list(array.shape), array.dtype.name]
             if json.loads(header) != wanted:
                 group.store.fail(peer, f"sent {header.decode()}, rank {group.rank} wants {wanted}")
                 group.store.check()
             array[...] = np.frombuffer(raw, array.dtype).reshape(array.shape)
+
+
+def _lies_together(array: Any, outer: int) -> bool:
+    """Whether what is at one place of the outer axes lies together."""
+    if not array.size:
+        return True
+    length = array.itemsize
+    for extent, stride in zip(array.shape[outer:][::-1], array.strides[outer:][::-1], strict=True):
+        if extent > 1 and stride != length:
+            return False
+        length *= extent
+    return True
 
 
 def _short(value: Any) -> str:

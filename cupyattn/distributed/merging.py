@@ -1,5 +1,5 @@
 """Partial results of a ring: attention to some of the keys, brought together by their lse in
-float32.
+float32. The first part stays as it came, and the last one makes the result in its own type.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from cupyattn import backends
 from cupyattn.compile import ModuleSpec
 from cupyattn.distributed.partition import Range
-from cupyattn.features import Features
+from cupyattn.features import DTYPES, Features
 from cupyattn.launch import Launch, Operand, Plan, check_grid
 from cupyattn.rounding import NEG_INF, STORAGE, array_namespace
 from cupyattn.tiles import Tiles
@@ -21,9 +21,9 @@ from cupyattn.tiles import Tiles
 #: ``struct MergeParams`` of kernels_cu/merge_partials.cu, field by field.
 MERGE_PARAMS = np.dtype(
     [
-        ("O", "u8"), ("lse", "u8"), ("part_O", "u8"), ("part_lse", "u8"), ("O_stride", "i8", 3),
-        ("part_O_stride", "i8", 3), ("lse_stride", "i8", 2), ("part_lse_stride", "i8", 2),
-        ("heads", "i4"), ("length", "i4"),
+        ("before_O", "u8"), ("O", "u8"), ("lse", "u8"), ("part_O", "u8"), ("part_lse", "u8"),
+        ("before_O_stride", "i8", 3), ("O_stride", "i8", 3), ("part_O_stride", "i8", 3),
+        ("lse_stride", "i8", 2), ("part_lse_stride", "i8", 2), ("heads", "i4"), ("length", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -42,8 +42,9 @@ class Partial:
 
     Attributes
     ----------
-    o : array, (batch, heads, len_q, head_dim), float32, or None
-        So far; 0 of a row that attended to nothing. None before any keys have come.
+    o : array, (batch, heads, len_q, head_dim), or None
+        So far; 0 of a row that attended to nothing. In the result's type while there is one part,
+        and with the last one, float32 between. None before any keys have come.
     lse : array, (batch, heads, len_q), float32, or None
         So far; -inf of such a row.
     """
@@ -53,7 +54,7 @@ class Partial:
         self.o: Any = None
         self.lse: Any = None
 
-    def add(self, rows: Range, o: Any, lse: Any) -> None:
+    def add(self, rows: Range, o: Any, lse: Any, last: bool = False) -> None:
         """Bring in attention of some rows to further keys.
 
         Parameters
@@ -61,53 +62,69 @@ class Partial:
         rows : (int, int)
             Which, from one up to another.
         o : array, (batch, heads, rows, head_dim)
+            The result's type. The first becomes the caller's no longer: it may be changed.
         lse : array, (batch, heads, rows), float32
-            Natural logarithm; rows contiguous.
+            Natural logarithm; rows contiguous. Likewise.
+        last : bool
+            No further part comes: of these rows the result is made in its own type.
         """
-        first = self.o is None
-        if first and rows == (0, self._like.shape[2]):
-            self.o, self.lse = o.astype(np.float32), lse.copy()
-            return
-        if first:
-            self._begin()
         some = slice(*rows)
-        to_o, to_lse = self.o[:, :, some], self.lse[:, :, some]
-        if first:
-            to_o[...], to_lse[...] = o, lse
-        elif self.backend == "mirror":
-            merge_mirror(to_o, to_lse, o, lse)
-        else:
-            operands = tuple(Operand.of(x) for x in (to_o, to_lse, o, lse))
-            plan = plan_merge(*operands, self._like.dtype.name)
-            buffers = {"O": to_o, "lse": to_lse}
-            read = {"part_O": backends.as_input(o), "part_lse": backends.as_input(lse)}
-            backends.run(self.backend, plan, {**buffers, **read})
+        if self.o is None:
+            if rows == (0, self._like.shape[2]):
+                self.o, self.lse = o, lse
+                return
+            self.o, self.lse = self._nothing()
+            self.o[:, :, some], self.lse[:, :, some] = o, lse
+            return
+        before, after = self.o, self.o
+        wanted = np.dtype(STORAGE[self._like.dtype.name] if last else np.float32)
+        if after.dtype != wanted:
+            after = array_namespace(o).empty(before.shape, wanted)
+            for outside in ((0, rows[0]), (rows[1], before.shape[2])):
+                after[:, :, slice(*outside)] = _stored(before[:, :, slice(*outside)], wanted)
+        self._merge(before[:, :, some], self.lse[:, :, some], o, lse, after[:, :, some])
+        self.o = after
 
     def result(self) -> Any:
         """Return O, rounded to its type."""
         if self.o is None:
-            self._begin()
-        with np.errstate(over="ignore"):
-            return self.o.astype(STORAGE[self._like.dtype.name], copy=False)
+            self.o, self.lse = self._nothing()
+        return _stored(self.o, STORAGE[self._like.dtype.name])
 
-    def _begin(self) -> None:
-        """Make room for rows that have attended to nothing yet."""
-        xp = array_namespace(self._like)
-        with backends.on_device_of(self._like):
-            self.o = xp.zeros(self._like.shape, np.float32)
-            self.lse = xp.full(self._like.shape[:3], NEG_INF, np.float32)
+    def _merge(self, before: Any, lse: Any, part_o: Any, part_lse: Any, after: Any) -> None:
+        if self.backend == "mirror":
+            merge_mirror(before, lse, part_o, part_lse, after)
+            return
+        operands = tuple(Operand.of(x) for x in (before, after, lse, part_o, part_lse))
+        dtypes = tuple(str(x.dtype) for x in (before, after))
+        alike = before.dtype == after.dtype  # then they are one array
+        plan = plan_merge(*operands, self._like.dtype.name, *dtypes, alike)
+        read = {"part_O": backends.as_input(part_o), "part_lse": backends.as_input(part_lse)}
+        if not alike:
+            read["before_O"] = backends.as_input(before)
+        backends.run(self.backend, plan, {"O": after, "lse": lse, **read})
+
+    def _nothing(self) -> tuple[Any, Any]:
+        """Return O and lse of rows that have attended to nothing yet."""
+        like, xp = self._like, array_namespace(self._like)
+        with backends.on_device_of(like):
+            o = xp.zeros(like.shape, STORAGE[like.dtype.name])
+            return o, xp.full(like.shape[:3], NEG_INF, np.float32)
 
 
-def merge_mirror(o: Any, lse: Any, part_o: Any, part_lse: Any) -> None:
-    """Do what kernels_cu/merge_partials.cu does, in place, on NumPy arrays.
+def merge_mirror(before: Any, lse: Any, part_o: Any, part_lse: Any, o: Any) -> None:
+    """Do what kernels_cu/merge_partials.cu does on NumPy arrays.
 
     Parameters
     ----------
-    o : array, (batch, heads, rows, head_dim), float32
+    before : array, (batch, heads, rows, head_dim)
+        So far, in 16 or 32 bits.
     lse : array, (batch, heads, rows), float32
-        So far.
+        So far; changed to what it is with the part.
     part_o, part_lse : array
         What comes in, `part_o` in 16 or 32 bits.
+    o : array, (batch, heads, rows, head_dim)
+        Receives the result, in its type; may be `before`.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         largest = np.fmax(lse, part_lse)
@@ -116,21 +133,40 @@ def merge_mirror(o: Any, lse: Any, part_o: Any, part_lse: Any) -> None:
         total = w0 + w1
         inverse = np.where(total == 0, np.float32(0), np.float32(1) / total)
         incoming = (w1 * inverse)[..., None] * part_o.astype(np.float32)
-        o[...] = (w0 * inverse)[..., None] * o + incoming
+        o[...] = (w0 * inverse)[..., None] * before.astype(np.float32) + incoming
         lse[...] = top + np.log(total)
 
 
+def _stored(x: Any, dtype: Any) -> Any:
+    """Return an array in a type: rounded, widened, or as it is."""
+    with np.errstate(over="ignore"):
+        return x.astype(dtype, copy=False)
+
+
 @functools.lru_cache(maxsize=1024)
-def plan_merge(o: Operand, lse: Operand, part_o: Operand, part_lse: Operand, dtype: str) -> Plan:
+def plan_merge(
+    before_o: Operand,
+    o: Operand,
+    lse: Operand,
+    part_o: Operand,
+    part_lse: Operand,
+    dtype: str,
+    before: str,
+    after: str,
+    in_place: bool,
+) -> Plan:
     """Plan how partial results of some rows are brought together.
 
     Parameters
     ----------
-    o, lse : Operand
-        The buffers ``"O"`` and ``"lse"``, float32, read and written.
+    before_o, o, lse : Operand
+        The buffers ``"before_O"``, of type `before`, read; ``"O"``, of type `after`, written; and
+        ``"lse"``, float32, read and written.
     part_o, part_lse : Operand
         The buffers ``"part_O"``, of type `dtype`, and ``"part_lse"``, float32.
-    dtype : {"float16", "bfloat16", "float32"}
+    dtype, before, after : {"float16", "bfloat16", "float32"}
+    in_place : bool
+        What was is in the buffer ``"O"``.
 
     Returns
     -------
@@ -143,16 +179,24 @@ def plan_merge(o: Operand, lse: Operand, part_o: Operand, part_lse: Operand, dty
         If the grid would be too large.
     """
     batch, heads, length, head_dim = part_o.shape
-    widths = (w for w in (1, 2, 4, 8) if part_o.allows(w) and o.allows(min(w, 4)))
+    of_o = before_o, o, part_o
+    widths = (
+        w for w in (1, 2, 4, 8)
+        if w * part_o.itemsize <= 16 and all(x.allows(min(w, 16 // x.itemsize)) for x in of_o)
+        and head_dim % w == 0
+    )  # fmt: skip
     features = Features(dtype, head_dim, vec=max(widths))
     if math.prod(part_o.shape) == 0:
         return Plan("merge_partials", "portable", _TILES, features, ())
     grid = check_grid(f"merging {part_o.shape}", batch, heads, -(-length // _TILES.block_q))
-    defines = {**_TILES.defines(), **features.defines()}
+    types = {"CFG_BEFORE": DTYPES.index(before), "CFG_AFTER": DTYPES.index(after)}
+    defines = {**_TILES.defines(), **features.defines(), **types}
     spec = ModuleSpec("merge_partials.cu", tuple(sorted(defines.items())))
     params = {
-        "O": "O", "lse": "lse", "part_O": "part_O", "part_lse": "part_lse",
-        "O_stride": o.row_strides, "part_O_stride": part_o.row_strides,
+        "before_O": "O" if in_place else "before_O", "O": "O", "lse": "lse",
+        "part_O": "part_O", "part_lse": "part_lse",
+        "before_O_stride": before_o.row_strides, "O_stride": o.row_strides,
+        "part_O_stride": part_o.row_strides,
         "lse_stride": lse.row_strides, "part_lse_stride": part_lse.row_strides,
         "heads": heads, "length": length,
     }  # fmt: skip

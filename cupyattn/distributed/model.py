@@ -43,6 +43,9 @@ class Machine:
         Bytes of a device's memory.
     rates : dict of str to float
         Operations per second of a rung, where they are not those of `cupyattn.measured`.
+    ring_rate : float
+        Share of a rung's rate that remains in the steps of a ring: on some of the keys each, while
+        the next ones are written to memory.
     """
 
     name: str
@@ -53,10 +56,12 @@ class Machine:
     latency: float = 20e-6
     memory: int = 141 * 10**9
     rates: dict[str, float] = field(default_factory=dict)
+    ring_rate: float = 0.99
 
 
 #: H200 SXM: 0.8 of NVLink's 450 GB/s a direction, 0.9 of a 400 Gb/s port for each device, 0.83 of
-#: the memory's 4.8 TB/s. Assumed, not measured.
+#: the memory's 4.8 TB/s. All of it is assumed. Rings of two devices were timed, and took 8 to 10 %
+#: longer than their share of one, while O was converted to float32 and back by itself.
 H200 = Machine("8 x H200 SXM a host")
 
 
@@ -107,8 +112,8 @@ def rate(machine: Machine, variant: str, call: AttentionCall) -> float:
     Examples
     --------
     >>> call = AttentionCall(1, 1, 1, 4096, 4096, 128, "float16", 0.1)
-    >>> round(rate(H200, "fa_tc", call) / 1e12)
-    737
+    >>> round(rate(H200, "fa_tc", call) / 1e13) * 10
+    740
     """
     if variant in machine.rates:
         return machine.rates[variant]
@@ -159,7 +164,8 @@ def predict(
     -----
     Exchanging heads is hidden but for the first of c steps on the way there and the last on the
     way back, and what computation is too short to hide. A step of the ring is hidden as far as the
-    computation of a step is long. Merging reads 16 bits and reads and writes 32 for each element.
+    computation of a step is long. Merging reads and writes float32 for each element, but of the
+    first part and of the result, which are in their own type.
 
     Examples
     --------
@@ -176,6 +182,8 @@ def predict(
     operations = 4.0 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
     operations *= share * skew / mesh.ring
     compute = operations / rate(machine, variant, call)
+    if mesh.ring > 1:
+        compute /= machine.ring_rate
     near, far = _rates(mesh, machine)
     exposed = 0.0
     if mesh.ulysses > 1:
@@ -190,8 +198,10 @@ def predict(
         exposed += (mesh.ring - 1) * max(0.0, of_step - compute / mesh.ring)
         exposed += machine.latency * (mesh.ring - 1)
         touched = 0.75 if call.causal and balanced else 1.0
-        steps = mesh.ring - 1
-        each = (2 * _FLOAT + sizes.itemsize) * touched * steps + 2 * (_FLOAT + sizes.itemsize)
+        steps, item = mesh.ring - 1, sizes.itemsize
+        each = touched * (item * (steps + 2) + 2 * _FLOAT * (steps - 1))
+        if steps > 1:  # the other rows, to float32 and back
+            each += (1 - touched) * 2 * (item + _FLOAT)
         merging = sizes.elements_of_o * each / machine.memory_rate
     return Costs(
         mesh, operations, compute, sizes.heads_bytes, sizes.ring_bytes, exposed, merging,
@@ -272,14 +282,16 @@ class _Sizes:
             back = (mesh.ulysses - 1) * heads
             heads_bytes = row * (away_q * own_q + 2 * away_kv * own_kv) + row * back * own_q
             memory["heads of two steps"] = 2 * row * (step_q * all_q + 2 * step_kv * all_kv)
-            memory["o and lse on their way home"] = (row + of_lse) * heads * all_q
+            two = min(2, len(shares[0]))
+            memory["o and lse of two steps"] = (row + of_lse) * two * step_q * all_q
         if mesh.ring > 1:
             of_key = 2 * item if variant != "fa_int8" else sum(_CODE_BYTES)
             ring_bytes = (mesh.ring - 1) * batch * wide * of_key * key_heads * all_kv
             memory["keys on their way"] = 2 * batch * wide * of_key * step_kv * all_kv
             if variant == "fa_int8":
                 memory["codes"] = batch * wide * (of_key * step_kv * all_kv + step_q * all_q)
-            in_float = batch * _FLOAT * (wide + 1) * step_q * all_q
-            memory["partial results"] = in_float + (2 * row + of_lse) * step_q * all_q
+            several = mesh.ring > 2 or call.window  # else O is never float32
+            parts = (batch * _FLOAT * wide + 2 * (row + of_lse)) if several else row + of_lse
+            memory["partial results"] = parts * step_q * all_q
         elements = batch * wide * heads * all_q
         return cls(heads, len(shares[0]), item, heads_bytes, ring_bytes, elements, memory)

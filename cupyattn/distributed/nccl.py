@@ -4,6 +4,10 @@ NCCL does not say that a peer has gone: what waits for it waits for ever. So a t
 the first exchange of a call to its end. It asks NCCL for errors, the store for ranks that have
 failed, and the clock; where one of them says so it aborts the communicator, which ends every wait,
 and the rank raises `RankError`.
+
+NCCL moves bytes by kernels, which need multiprocessors. Behind a persistent kernel of attention
+they would find none until it ends: a message is launched before the computation that it travels
+beside, and where both wait for a multiprocessor the stream's priority lets it go first.
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from cupyattn.distributed.group import TIMEOUT, Group, Message, Work
+from cupyattn.distributed import pitched
+from cupyattn.distributed.group import TIMEOUT, Copies, Group, Message, Work
 from cupyattn.distributed.store import Board, Store
 from cupyattn.errors import RankError, UnsupportedError
 
@@ -26,6 +31,8 @@ NCCL_ERRORS = (RuntimeError, KeyError)
 WATCH, WATCHED = 0.05, 16
 #: Seconds between two looks at whether a device has finished.
 POLL = 20e-6
+#: Of the stream: the highest of all devices. What is past a device's own is taken for that.
+PRIORITY = -5
 
 
 class NcclGroup(Group):
@@ -64,7 +71,7 @@ class NcclGroup(Group):
 
         said = self.agree("NcclGroup", facts)
         with cupy.cuda.Device(device):
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
             self._comm = self._begin(bytes(said[0]["identifier"]))
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -92,20 +99,24 @@ class NcclGroup(Group):
             raise found[0]
         return found[0]
 
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
+    def _prepare(self, sends: list[Message], receives: list[Message], own: Copies) -> Work:
         cupy, nccl = self._cupy, _nccl()
         self._raise()
         self._deadline = time.monotonic() + self.timeout  # until finish, whatever waits meanwhile
         with cupy.cuda.Device(self.device):
+            # NOTE: not behind what comes from others: on one device a copy may be a kernel, which
+            # would wait there for multiprocessors that the computation has.
+            pitched.copy_all(cupy.cuda, own)
             ready = cupy.cuda.Event(disable_timing=True)
             ready.record()  # what is sent has been computed, what receives has been read
             self._stream.wait_event(ready)
             if sends or receives:
                 self._tried(nccl.groupStart)
                 for way, messages in ((self._comm.send, sends), (self._comm.recv, receives)):
-                    for peer, array in messages:
-                        where = array.data.ptr, int(array.nbytes), _BYTES, peer, self._stream.ptr
-                        self._tried(way, *where)
+                    for message in messages:
+                        for x in message.pieces:
+                            where = x.data.ptr, int(x.nbytes), _BYTES, message.rank
+                            self._tried(way, *where, self._stream.ptr)
                 self._tried(nccl.groupEnd)
             done = cupy.cuda.Event(disable_timing=True)
             done.record(self._stream)
@@ -113,7 +124,7 @@ class NcclGroup(Group):
             # NOTE: in one process what a rank allocates may wait for the devices of all others,
             # and so for messages whose other side has not been launched yet: first all launch.
             self.barrier()
-        return _OnStream(cupy, self.device, done)
+        return _OnStream(cupy, self.device, done, [*sends, *receives])
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this rank's device is the current one."""
@@ -188,13 +199,18 @@ class NcclGroup(Group):
 class _OnStream:
     """Messages that a stream has sent and received when an event is over."""
 
-    def __init__(self, cupy: Any, device: int, done: Any) -> None:
+    def __init__(self, cupy: Any, device: int, done: Any, held: list[Any]) -> None:
         self._cupy, self._device, self._done = cupy, device, done
+        self._held = held  # the arrays live until they may be used again
+
+    def begin(self) -> None:
+        """Do nothing: they are on their way."""
 
     def wait(self) -> None:
         """Let the current stream wait."""
         with self._cupy.cuda.Device(self._device):
             self._cupy.cuda.get_current_stream().wait_event(self._done)
+        self._held = []
 
 
 def _cupy() -> Any:

@@ -1,7 +1,9 @@
 """Keys and values go round a ring of ranks; each attends to what it has while the next ones come.
 
 Partial results are brought together by their lse in float32, in the order in which the keys come.
-In the backward pass the gradients of the keys follow them, one step behind, and come home last.
+In the backward pass the gradients of the keys follow them, one step behind, and come home last:
+what brings them is asked for behind the step that they belong to, so that the keys of the next one
+do not wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def circulate(
     own: Sequence[Any],
     forms: Callable[[int], Sequence[Form]],
 ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yield the arrays of every rank of a ring, this rank's first, while the next ones come.
+    """Yield the arrays of every rank of a ring, this rank's first; the next ones come beside what
+    the caller then launches.
 
     Parameters
     ----------
@@ -61,7 +64,7 @@ def circulate(
             yield owner, current
             return
         coming = empty_like_forms(own[0], forms((owner - 1) % size))
-        work = group.exchange([(after, a) for a in current], [(before, a) for a in coming])
+        work = group.prepare([(after, a) for a in current], [(before, a) for a in coming])
         yield owner, current
         work.wait()
         current = coming
@@ -86,9 +89,14 @@ def attend(
     backend : {"cuda", "mirror", "interpret"}
     """
     partial = Partial(q, backend)
+    newest: Part | None = None  # added when the next one is launched: it may be the last
     for owner, arrays in coming:
-        for rows, o, lse in parts(owner, arrays):
-            partial.add(rows, o, lse)
+        for part in parts(owner, arrays):
+            if newest is not None:
+                partial.add(*newest)
+            newest = part
+    if newest is not None:
+        partial.add(*newest, last=True)
     return partial.result(), partial.lse
 
 
@@ -117,23 +125,22 @@ def differentiate(
     after, before = circle[(index + 1) % size], circle[index - 1]
     dq = xp.zeros(q.shape, np.float32)
     sums: list[Any] = [xp.zeros(x.shape, np.float32) for x in keys]
-    work = None
-    for owner, arrays in circulate(group, circle, keys, forms):
+    for step, (owner, arrays) in enumerate(circulate(group, circle, keys, forms)):
+        if step:  # the gradients of these keys have been on the rank before
+            coming = empty_like_forms(sums[0], [(x.shape, np.float32) for x in arrays])
+            work = group.prepare([(after, a) for a in sums], [(before, a) for a in coming])
         found = list(parts(owner, arrays))
-        if work is not None:
+        if step:
             work.wait()
+            sums = coming
         for block, (of_q, of_k, of_v) in found:
             dq[:, :, slice(*block.q)] += of_q.astype(np.float32)
             for total, gradient in zip(sums, (of_k, of_v), strict=True):
                 total[:, :, slice(*block.kv)] += gradient.astype(np.float32)
-        if size > 1:
-            of_next = [(shape, np.float32) for shape, _ in forms((owner - 1) % size)]
-            coming = empty_like_forms(q, of_next)
-            sent = sums
-            work = group.exchange([(after, a) for a in sent], [(before, a) for a in coming])
-            sums = coming
-    if work is not None:
-        work.wait()
+    if size > 1:
+        home = [xp.empty(x.shape, np.float32) for x in keys]
+        group.exchange([(after, a) for a in sums], [(before, a) for a in home]).wait()
+        sums = home
     return dq, *sums
 
 

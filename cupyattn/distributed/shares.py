@@ -95,8 +95,8 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
     parts = [
         own if rank == group.rank else xp.empty(shape, x.dtype) for rank, shape in enumerate(shapes)
     ]
-    others: list[Message] = [(rank, a) for rank, a in enumerate(parts) if rank != group.rank]
+    others = [Message(rank, a) for rank, a in enumerate(parts) if rank != group.rank]
     with group.failing_together("gather"):
-        group.exchange([(rank, own) for rank, _ in others], others).wait()
+        group.exchange([message._replace(array=own) for message in others], others).wait()
         group.finish()
     return Partition.contiguous(lengths).join(parts, axis=number)

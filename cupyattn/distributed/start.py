@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cupyattn.device import device_missing
-from cupyattn.distributed.copies import CopyGroup
+from cupyattn.distributed.copies import CopyGroup, reach_each_other
 from cupyattn.distributed.group import TIMEOUT, Group, HostGroup
 from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.store import Board
@@ -18,7 +18,7 @@ from cupyattn.distributed.tcp import Address, TcpServer, TcpStore
 from cupyattn.errors import RankError
 
 T = TypeVar("T")
-TRANSPORTS = ("nccl", "copies")
+TRANSPORTS = ("auto", "nccl", "copies")
 #: Seconds between two looks at which ranks of this process have ended.
 _LOOK = 0.5
 #: What launchers say of a process: rank, number of ranks, rank on its host.
@@ -36,7 +36,7 @@ def run(
     function: Callable[[Group], T],
     ranks: int | Sequence[int],
     *,
-    transport: str = "nccl",
+    transport: str = "auto",
     timeout: float = TIMEOUT,
 ) -> list[T]:
     """Call a function on every rank of a group in this process, each in a thread of its own.
@@ -48,9 +48,10 @@ def run(
     ranks : int or sequence of int
         How many ranks, whose arrays are NumPy's; or the numbers of CUDA devices, one for each rank,
         which is the current one of its thread.
-    transport : {"nccl", "copies"}
+    transport : {"auto", "nccl", "copies"}
         How arrays travel from device to device: by NCCL's kernels, or by the devices' copy engines,
-        which take nothing from the computation beside them.
+        which take nothing from the computation beside them. ``"auto"``: by copy engines where every
+        device can access the memory of every other, else by NCCL.
     timeout : float
         Seconds that a rank waits for another before all of them raise.
 
@@ -87,7 +88,7 @@ def run(
             if devices is None:
                 made = HostGroup(board, rank, size, timeout)
             else:
-                of_devices = CopyGroup if transport == "copies" else NcclGroup
+                of_devices = CopyGroup if by_copies(transport, devices) else NcclGroup
                 made = of_devices(board, rank, size, devices[rank], timeout)
             with made as group, group.on_device():
                 results[rank] = function(group)
@@ -110,6 +111,15 @@ def run(
     for error in sorted(errors, key=lambda error: isinstance(error, RankError)):
         raise error
     return [results[rank] for rank in range(size)]
+
+
+def by_copies(transport: str, devices: Sequence[int]) -> bool:
+    """Whether copy engines of these devices carry arrays, by what `run` was given."""
+    if transport != "auto":
+        return transport == "copies"
+    import cupy
+
+    return reach_each_other(cupy.cuda.runtime, devices)
 
 
 def connect(

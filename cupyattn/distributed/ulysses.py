@@ -1,19 +1,23 @@
 """Heads for rows: neighbours exchange them, so that each has some heads of all their rows, and
 exchange them back.
 
-Every message is the rows of one head that one rank holds, which lie together where they are sent
-from and where they arrive: nothing is packed or unpacked.
+A message is the rows of some heads that one rank holds. Those of a head lie together where they are
+sent from and where they arrive, heads lie apart: nothing is packed or unpacked. What a rank keeps
+is a message to itself, which is copied beside the computation as the others are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cupyattn.distributed.group import Group, Message
 from cupyattn.distributed.partition import Partition, Range, places
 from cupyattn.rounding import array_namespace
+
+#: Batch entries and heads lie apart.
+_OUTER = 2
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Neighbours:
     def scatter(
         self, x: Any, heads: Sequence[Range], sends: list[Message], receives: list[Message]
     ) -> Any:
-        """Return an array for all rows of this rank's heads; add what has to travel for it.
+        """Return an array for all rows of this rank's heads; add what has to travel to fill it.
 
         Parameters
         ----------
@@ -71,25 +75,21 @@ class Neighbours:
             All heads of this rank's rows.
         heads : sequence of (int, int)
             Of each neighbour, the heads that it gets.
-        sends, receives : list of (rank, array)
+        sends, receives : list of Message
             Messages are appended.
 
         Returns
         -------
         array, (batch, own heads, length, ...)
-            This rank's rows are there; the others arrive.
+            Its rows arrive.
         """
         own = self._own
         mine = heads[own]
         shape = (x.shape[0], mine[1] - mine[0], self.length, *x.shape[3:])
         whole = array_namespace(x).empty(shape, x.dtype)
-        for there, here in zip(self.joint[own], self.local[own], strict=True):
-            whole[:, :, slice(*there)] = x[:, slice(*mine), slice(*here)]
         for index, rank in enumerate(self.ranks):
-            if rank != self.group.rank:
-                sends += [(rank, a) for a in _slabs(x, heads[index], self.local[own])]
-                every = 0, shape[1]
-                receives += [(rank, a) for a in _slabs(whole, every, self.joint[index])]
+            sends += _slabs(rank, x, heads[index], self.local[own])
+            receives += _slabs(rank, whole, (0, shape[1]), self.joint[index])
         return whole
 
     def gather(
@@ -112,13 +112,9 @@ class Neighbours:
             As for `scatter`.
         """
         own = self._own
-        for there, here in zip(self.joint[own], self.local[own], strict=True):
-            x[:, slice(*heads[own]), slice(*here)] = part[:, :, slice(*there)]
         for index, rank in enumerate(self.ranks):
-            if rank != self.group.rank:
-                every = 0, part.shape[1]
-                sends += [(rank, a) for a in _slabs(part, every, self.joint[index])]
-                receives += [(rank, a) for a in _slabs(x, heads[index], self.local[own])]
+            sends += _slabs(rank, part, (0, part.shape[1]), self.joint[index])
+            receives += _slabs(rank, x, heads[index], self.local[own])
 
 
 def merged_ranges(rows: Partition, ranks: Sequence[int]) -> tuple[Range, ...]:
@@ -127,9 +123,6 @@ def merged_ranges(rows: Partition, ranks: Sequence[int]) -> tuple[Range, ...]:
     return rows.merged([ranks, *([rank] for rank in others)]).ranges[0]
 
 
-def _slabs(x: Any, heads: Range, rows: Sequence[Range]) -> Iterator[Any]:
-    """Yield the rows of every head that travel as one message each."""
-    for entry in range(x.shape[0]):
-        for head in range(*heads):
-            for begin, end in rows:
-                yield x[entry, head, begin:end]
+def _slabs(rank: int, x: Any, heads: Range, rows: Sequence[Range]) -> list[Message]:
+    """Return the messages of some heads: one for all rows that lie together."""
+    return [Message(rank, x[:, slice(*heads), slice(*some)], _OUTER) for some in rows]

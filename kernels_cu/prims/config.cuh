@@ -62,6 +62,10 @@
 #define CFG_ACTIVATION 0
 #define CFG_OUTLIERS 0
 #endif
+#ifndef CFG_BEFORE  // partial results of several devices
+#define CFG_BEFORE 2
+#define CFG_AFTER 2
+#endif
 #ifndef CFG_SPLITS  // clusters
 #define CFG_SPLITS 1
 #endif
@@ -157,6 +161,8 @@ using elem_t = DType<CFG_DTYPE>::type;                         // the caller's Q
 using elem16_t = DType<CFG_DTYPE == 2 ? 0 : CFG_DTYPE>::type;  // 16-bit operand: float takes half
 constexpr bool ELEM_IS_16_BIT = CFG_DTYPE != 2;
 using bias_t = DType<BIAS ? CFG_BIAS - 1 : 0>::type;  // CFG_BIAS 1 to 3: half, bfloat16, float
+using before_t = DType<CFG_BEFORE>::type;             // a partial result so far
+using after_t = DType<CFG_AFTER>::type;               // and with what comes in
 constexpr bool OUTLIERS = CFG_OUTLIERS != 0;          // some columns of a product have 16 bits
 using outlier_t = DType<OUTLIERS ? CFG_OUTLIERS - 1 : 0>::type;  // CFG_OUTLIERS 1, 2
 
