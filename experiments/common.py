@@ -277,6 +277,7 @@ def measure_problem(
     rounds: int,
     on_device: bool,
     baseline: str | None = None,
+    inputs: tuple[Any, ...] | None = None,
 ) -> dict[str, Any]:
     """Judge every cell of a problem, then time those that hold their bound, in turns.
 
@@ -290,13 +291,16 @@ def measure_problem(
         False: NumPy arrays, no times.
     baseline : str, optional
         Name of the cell that the others' times are divided by.
+    inputs : three arrays, optional
+        Q, K and V where they lie; drawn when omitted.
 
     Returns
     -------
     dict
         JSON-ready record of the problem with one row for each cell.
     """
-    inputs = problem.draw(on_device=on_device)
+    if inputs is None:
+        inputs = problem.draw(on_device=on_device)
     found = judge_problem(problem, cells, inputs)
     if on_device:
         _time(problem, cells, found["rows"], inputs, rounds, baseline)
