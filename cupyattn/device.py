@@ -8,14 +8,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cupyattn import nvrtc
+from cupyattn import nvml, nvrtc
 from cupyattn.errors import UnsupportedError
 
 #: Floating-point and integer operations per clock per SM (a multiply-add counts twice), dense, by
@@ -139,45 +138,19 @@ def clocks(pci_bus_id: str | None = None) -> dict[str, float]:
         import cupy
 
         pci_bus_id = cupy.cuda.Device().pci_bus_id
-    with nvml_handle(pci_bus_id) as (nvml, handle):
-        if handle is not None:
-            sm, memory = nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM
+    with nvml.monitor(pci_bus_id) as monitor:
+        if monitor is not None:
             try:
                 return {
-                    "sm_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(handle, sm)),
-                    "sm_clock_max_mhz": float(nvml.nvmlDeviceGetMaxClockInfo(handle, sm)),
-                    "memory_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(handle, memory)),
-                    "power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-                    "temperature_c": float(
-                        nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-                    ),
+                    "sm_clock_mhz": monitor.clock_mhz(nvml.CLOCK_SM),
+                    "sm_clock_max_mhz": monitor.max_clock_mhz(nvml.CLOCK_SM),
+                    "memory_clock_mhz": monitor.clock_mhz(nvml.CLOCK_MEMORY),
+                    "power_w": monitor.power_w(),
+                    "temperature_c": monitor.temperature_c(),
                 }
-            except nvml.NVMLError:
+            except nvml.NvmlError:
                 return {}
     return _nvidia_smi(pci_bus_id)
-
-
-@contextlib.contextmanager
-def nvml_handle(pci_bus_id: str) -> Iterator[tuple[Any, Any]]:
-    """Open NVML on a device: (pynvml, handle), or (None, None) where either is missing."""
-    try:
-        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    except ImportError:
-        yield None, None
-        return
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield None, None
-        return
-    try:
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id)
-        except pynvml.NVMLError:
-            handle = None
-        yield pynvml, handle
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _nvidia_smi(pci_bus_id: str) -> dict[str, float]:

@@ -277,6 +277,7 @@ def measure_problem(
     rounds: int,
     on_device: bool,
     baseline: str | None = None,
+    inputs: tuple[Any, ...] | None = None,
 ) -> dict[str, Any]:
     """Judge every cell of a problem, then time those that hold their bound, in turns.
 
@@ -290,26 +291,33 @@ def measure_problem(
         False: NumPy arrays, no times.
     baseline : str, optional
         Name of the cell that the others' times are divided by.
+    inputs : three arrays, optional
+        Q, K and V where they lie; drawn when omitted.
 
     Returns
     -------
     dict
         JSON-ready record of the problem with one row for each cell.
     """
-    inputs = problem.draw(on_device=on_device)
-    judged_rows = measure.judged_rows(problem.call, problem.seed)
+    if inputs is None:
+        inputs = problem.draw(on_device=on_device)
+    found = judge_problem(problem, cells, inputs)
     if on_device:
-        import cupy
+        _time(problem, cells, found["rows"], inputs, rounds, baseline)
+    return found
 
-        judged_rows = cupy.asarray(judged_rows)
+
+def judge_problem(
+    problem: Problem, cells: Sequence[Cell], inputs: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Return what `measure_problem` does, without times; on a device if the inputs are there."""
+    xp = array_namespace(inputs[0])
+    judged_rows = xp.asarray(measure.judged_rows(problem.call, problem.seed))
     exact = measure.remembered()
-    rows = [_judge(problem, cell, inputs, rows=judged_rows, exact=exact) for cell in cells]
-    if on_device:
-        _time(problem, cells, rows, inputs, rounds, baseline)
     return {
         "problem": vars(problem) | {"name": problem.name},
         "judged_rows": int(judged_rows.size),
-        "rows": rows,
+        "rows": [_judge(problem, cell, inputs, rows=judged_rows, exact=exact) for cell in cells],
     }
 
 

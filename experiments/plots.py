@@ -106,7 +106,7 @@ def _figure(
     one = problems[0]["problem"]
     for axis, causal in zip(axes, (False, True), strict=True):
         panel = [p for p in problems if p["problem"]["causal"] == causal]
-        _panel(axis, panel, styles)
+        panel(axis, panel, styles)
         title = f"head_dim {one['head_dim']}, {'causal' if causal else 'not causal'}"
         axis.set_title(title, fontsize=10, color=TEXT)
     axes[0].set_ylabel("TFLOP/s", fontsize=9, color=TEXT)
@@ -121,7 +121,7 @@ def _figure(
     return figure
 
 
-def _panel(
+def panel(
     axis: Any,
     problems: Sequence[Mapping[str, Any]],
     styles: Mapping[str, tuple[str, str, float]],

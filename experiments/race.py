@@ -144,10 +144,9 @@ def plan_of(candidate: Candidate, problem: Problem, *operands: Operand) -> Plan:
     )
     if plan.form != form.name:
         raise ca.UnsupportedError(plan.note)
-    (one,) = plan.launches
-    return replace(
-        plan, launches=(replace(one, module=replace(one.module, source=candidate.source)),)
-    )
+    first, *rest = plan.launches  # those after it merge the pieces of tiles that were cut
+    own = replace(first, module=replace(first.module, source=candidate.source))
+    return replace(plan, launches=(own, *rest))
 
 
 def runner(candidate: Candidate, problem: Problem) -> Callable[[Any, Any, Any], Any]:

@@ -20,17 +20,10 @@ import pytest
 from cupyattn import compile as compiler
 from cupyattn import registry
 from cupyattn.compile import KERNELS
+from experiments import patches
+from experiments.patches import Hunk
 
 FOLDER = Path(__file__).parent / "faults"
-
-
-@dataclass(frozen=True)
-class Hunk:
-    """Neighbouring lines of one file, before and after."""
-
-    file: str
-    old: str
-    new: str
 
 
 @dataclass(frozen=True)
@@ -65,15 +58,7 @@ class Fault:
             If the lines to change are not there exactly once: the sources have moved on.
         """
         copy = Path(shutil.copytree(KERNELS, folder / self.name))
-        for hunk in self.hunks:
-            path = copy / hunk.file
-            text = path.read_text()
-            if text.count(hunk.old) != 1:
-                raise LookupError(
-                    f"{self.name}.patch no longer applies to {hunk.file}: "
-                    f"its lines were found {text.count(hunk.old)} times"
-                )
-            path.write_text(text.replace(hunk.old, hunk.new))
+        patches.apply(self.name, self.hunks, copy)
         return copy
 
 
@@ -104,18 +89,6 @@ def parse(path: Path) -> Fault:
     by, _, shown_by = _value("caught-by", caught_by, path).partition(" on ")
     finding = _value("finding", rest.pop(0), path) if by == "interpreter" else ""
     variants, *diff = rest
-    hunks: list[Hunk] = []
-    file = ""
-    for line in diff:
-        if line.startswith("--- a/"):
-            file = line[len("--- a/") :].strip()
-        elif line.startswith("@@"):
-            hunks.append(Hunk(file, "", ""))
-        elif not line.startswith("+++ "):
-            hunk, text = hunks[-1], line[1:]
-            old = hunk.old + text * (line[0] in " -")
-            new = hunk.new + text * (line[0] in " +")
-            hunks[-1] = Hunk(file, old, new)
     return Fault(
         path.stem,
         sentence.strip(),
@@ -123,7 +96,7 @@ def parse(path: Path) -> Fault:
         shown_by,
         *finding.partition(" at ")[::2],
         tuple(_value("variants", variants, path).split()),
-        tuple(hunks),
+        patches.hunks_of(diff),
     )
 
 

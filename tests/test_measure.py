@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import device, measure, registry, testing, timing
+from cupyattn import device, energy, measure, nvml, registry, testing, timing
 from cupyattn.checks import AttentionCall
 from cupyattn.distributions import make
 
@@ -278,20 +278,92 @@ def test_the_ceiling_is_the_harmonic_mean_of_both_products() -> None:
 
 def test_without_nvml_nvidia_smi_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
-    def no_nvml(bus: str) -> Iterator[tuple[None, None]]:
-        yield None, None
+    def no_nvml(bus: str) -> Iterator[None]:
+        yield None
 
     def answer(command: list[str], **_: Any) -> Any:
         assert "--id=0000:01:00.0" in command
         return types.SimpleNamespace(returncode=0, stdout="1980, 1980, 3201, [N/A], 41\n")
 
-    monkeypatch.setattr(device, "nvml_handle", no_nvml)
+    monkeypatch.setattr(nvml, "monitor", no_nvml)
     monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(device.subprocess, "run", answer)
     assert device.clocks("0000:01:00.0") == {
         "sm_clock_mhz": 1980.0, "sm_clock_max_mhz": 1980.0, "memory_clock_mhz": 3201.0,
         "temperature_c": 41.0,
     }  # fmt: skip
+
+
+class Meter:
+    """A monitor whose clock moves by each piece of work, and whose counter moves by ticks."""
+
+    def __init__(self, watts: float, tick: float) -> None:
+        self.watts, self.tick, self.now = watts, tick, 0.01
+
+    def energy_joules(self) -> float:
+        return self.watts * (self.now // self.tick * self.tick if self.tick else 0.0)
+
+    def clock(self) -> float:
+        return self.now
+
+    def work(self) -> int:
+        self.now += 0.02
+        return 4
+
+
+def test_energy_is_counted_from_renewal_to_renewal() -> None:
+    meter = Meter(500.0, 0.1)
+    found = energy.window(meter.work, meter, 2.0, clock=meter.clock)  # type: ignore[arg-type]
+    assert 2.0 <= found.seconds <= 2.15 and found.watts == pytest.approx(500, rel=0.01)
+    assert found.calls == pytest.approx(4 * found.seconds / 0.02)
+    assert found.joules_per_call == pytest.approx(500 * 0.02 / 4, rel=0.01)
+
+
+def test_a_counter_that_stands_still_is_said_so() -> None:
+    meter = Meter(500.0, 0.0)
+    with pytest.raises(nvml.NvmlError, match="stood still at 0.0 J"):
+        energy.window(meter.work, meter, 1.0, clock=meter.clock)  # type: ignore[arg-type]
+
+
+class Library:
+    """What stands in for the driver's library: answers each question with a number."""
+
+    def __init__(self, **answers: int) -> None:
+        self.answers, self.closed = answers, False
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any) -> int:
+            if name not in self.answers:
+                return 3  # not supported
+            if len(arguments) > 1:
+                arguments[-1]._obj.value = self.answers[name]
+            return 0
+
+        return ask
+
+    def nvmlShutdown(self) -> int:
+        self.closed = True
+        return 0
+
+
+def test_nvml_answers_in_watts_and_joules(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(
+        nvmlInit_v2=0, nvmlDeviceGetHandleByPciBusId_v2=7, nvmlDeviceGetPowerUsage=412_500,
+        nvmlDeviceGetTotalEnergyConsumption=2**40 + 500, nvmlDeviceGetClockInfo=1980,
+        nvmlDeviceGetMaxClockInfo=1985, nvmlDeviceGetTemperature=41,
+    )  # fmt: skip
+    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: library)
+    with nvml.monitor("0000:01:00.0") as monitor:
+        assert monitor is not None and monitor.handle.value == 7
+        assert monitor.power_w() == 412.5 and monitor.temperature_c() == 41
+        assert monitor.energy_joules() == (2**40 + 500) / 1e3  # more than 32 bits hold
+    assert library.closed
+    assert device.clocks("0000:01:00.0")["sm_clock_max_mhz"] == 1985
+    del library.answers["nvmlDeviceGetPowerUsage"]
+    assert device.clocks("0000:01:00.0") == {}
+    del library.answers["nvmlDeviceGetHandleByPciBusId_v2"]
+    with nvml.monitor("0000:01:00.0") as monitor:
+        assert monitor is None
 
 
 def test_the_environment_of_a_checkout_names_its_revision() -> None:

@@ -85,7 +85,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stages",),
     ("prepared",),
     ("api", "testing", "backward"),
-    ("device", "timing", "measure"),
+    ("device", "timing", "measure", "nvml", "energy"),
     ("diffusion", "checkpoints", "interop", "distributed"),
     ("cli", "__main__"),
 )
@@ -95,6 +95,7 @@ NO_CUPY = {
     "rounding", "codes", "checks", "rope", "preparation", "scoring", "block_mask", "mirror",
     "reference", "perturbation", "score_bounds", "value_bounds", "operand_bounds", "bounds",
     "includes", "nvrtc", "distributions", "gradients", "backward_tiles",
+    "nvml",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.
 EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")

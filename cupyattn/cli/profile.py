@@ -11,11 +11,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cupyattn import checks, device, measure, registry, timing
+from cupyattn import checks, device, energy, measure, nvml, registry, timing
 from cupyattn import compile as compiler
 from cupyattn.api import attention, explain, kernel_form
 from cupyattn.cli import inputs, output
@@ -23,7 +22,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.quant import quantize
 
 NVTX_RANGE = "cupyattn profile"
-#: Energy is counted over at least this long: NVML refreshes its counter every 0.1 s.
+#: Energy is counted over at least this long.
 ENERGY_SECONDS = 3.0
 
 
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     record: dict[str, Any] = {"variant": variant.name, "input": given.name, "seconds": seconds}
     record |= {"operations": operations, "j2": judged.j2, "clocks": device.clocks()}
     if args.energy:
-        joules = _energy(once, seconds[-1])
+        joules = _joules(once, seconds[-1])
         record["joules"] = joules
         print(
             "energy: n/a (NVML is missing or hides its counter)"
@@ -130,30 +129,18 @@ def _times(once: Callable[[int], Any], warmup: int, runs: int, *, nvtx: bool) ->
     return seconds
 
 
-def _energy(once: Callable[[int], Any], seconds: float) -> float | None:
+def _joules(once: Callable[[int], Any], seconds: float) -> float | None:
     """Return joules per call over a window of ENERGY_SECONDS; None where nobody counts them."""
     import cupy
 
-    stream = cupy.cuda.get_current_stream()
-    batch = max(1, int(0.1 / seconds))
-    with device.nvml_handle(cupy.cuda.Device().pci_bus_id) as (nvml, handle):
-        if handle is None:
+    with nvml.monitor(cupy.cuda.Device().pci_bus_id) as monitor:
+        if monitor is None:
             return None
         try:
-            start, calls, clock = (
-                nvml.nvmlDeviceGetTotalEnergyConsumption(handle),
-                0,
-                time.monotonic(),
-            )
-            while time.monotonic() - clock < ENERGY_SECONDS:
-                for i in range(batch):
-                    once(i)
-                stream.synchronize()
-                calls += batch
-            used = nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - start  # millijoules
-        except nvml.NVMLError:
+            counted = energy.window(energy.repeated(once, seconds), monitor, ENERGY_SECONDS)
+        except nvml.NvmlError:
             return None
-    return float(used) / 1e3 / calls
+    return counted.joules_per_call
 
 
 def ncu_command(arguments: Sequence[str], variant: str) -> list[str]:

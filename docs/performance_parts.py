@@ -1,0 +1,518 @@
+"""The parts of docs/PERFORMANCE.md: each turns the records that it names into lines.
+
+A part has the records as arguments and is left out of the page where one of them is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cupyattn.compile import KERNELS
+from cupyattn.measure import format_bytes, format_ratio, format_seconds, format_share
+from experiments import breakdown, counters
+from experiments.common import markdown
+from experiments.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the page.
+
+    Parameters
+    ----------
+    title : str
+    needs : tuple of str
+        Names of records, without the ending.
+    write : callable
+        ``write(*records)``, the lines below the title and the sources.
+    plots : tuple of (name, alternative text)
+        Drawings in docs/, without the ending.
+    """
+
+    title: str
+    needs: tuple[str, ...]
+    write: Callable[..., list[str]]
+    plots: tuple[tuple[str, str], ...] = ()
+
+
+def rows_of(found: Record) -> dict[str, Record]:
+    """Return the rows of one problem by name."""
+    return {row["variant"]: row for row in found["rows"]}
+
+
+def rate(row: Record | None) -> str:
+    """Return TFLOP/s of a row; a dash where it has none."""
+    return f"{row['tflops']:.0f}" if row and "tflops" in row else "-"
+
+
+def interval(value: Sequence[float]) -> str:
+    """Return a ratio with its interval.
+
+    Examples
+    --------
+    >>> interval([1.5, 1.25, 1.75])
+    '1.50 [1.25, 1.75]'
+    """
+    return "{:.2f} [{:.2f}, {:.2f}]".format(*value)
+
+
+# ---- latency and throughput ----------------------------------------------------------------------
+
+
+def by_length(peers: Record) -> list[str]:
+    """Time and rate of fa_tc by length, beside the other libraries."""
+    lines = [
+        "Time of a call and TFLOP/s, by length; the ratio is the speed beside the faster of cuDNN",
+        "and FlashAttention-3 in the same rounds, with its 95 % interval. Tokens times heads times",
+        "head_dim are the same in every cell.",
+    ]
+    ratios = {cell["problem"]: cell["ratio"] for cell in peers["against_rival"]["cells"]}
+    for head_dim in sorted({found["problem"]["head_dim"] for found in peers["problems"]}):
+        table = []
+        for found in peers["problems"]:
+            problem = found["problem"]
+            if problem["head_dim"] != head_dim:
+                continue
+            rows = rows_of(found)
+            own = rows["fa_tc"]
+            table.append([
+                f"{problem['length']:,}{' causal' if problem['causal'] else ''}",
+                format_seconds(own["seconds"]), rate(own), rate(rows.get(CUDNN)),
+                rate(rows.get(FLASH_3)), rate(rows.get(FLASH_2)),
+                interval(ratios[problem["name"]]) if problem["name"] in ratios else "-",
+            ])  # fmt: skip
+        header = ["length", "fa_tc", "TFLOP/s", "cuDNN", "FlashAttention-3", "FlashAttention-2"]
+        lines += ["", f"**head_dim {head_dim}**", ""]
+        lines += markdown([*header, "beside the faster"], table)
+    means = peers["against_rival"]["geometric_mean"]
+    said = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+    return [*lines, "", f"Geometric means of the ratios: {said}."]
+
+
+def in_8_bits(peers_int8: Record) -> list[str]:
+    """Rate and error of fa_int8 beside 8-bit kernels of other libraries."""
+    names: dict[str, None] = {}
+    for found in peers_int8["problems"]:
+        names |= dict.fromkeys(row["variant"] for row in found["rows"])
+    lines = [
+        "TFLOP/s of all kernels of a call, and in brackets the relative error of its result.",
+        "*Codes given* leaves quantising out; elsewhere it is part of the time.",
+        "",
+    ]
+    table = []
+    for name in names:
+        cells = [name]
+        for found in peers_int8["problems"]:
+            row = rows_of(found).get(name)
+            error = row and row["judgement"] and row["judgement"]["relative_error"]
+            cells.append(f"{rate(row)} ({error:.1e})" if row and "tflops" in row else "-")
+        table.append(cells)
+    titles = [
+        "{batch} x {heads} x {length:,}, {head_dim}".format(**found["problem"])
+        + (" causal" if found["problem"]["causal"] else "")
+        for found in peers_int8["problems"]
+    ]
+    return [*lines, *markdown(["batch x heads x length, head_dim", *titles], table)]
+
+
+def shapes(diffusion_shapes: Record) -> list[str]:
+    """Time on shapes of diffusion models."""
+    table = []
+    for found in diffusion_shapes["problems"]:
+        problem, rows = found["problem"], rows_of(found)
+        model = diffusion_shapes["models"][problem["name"]]
+        times = [
+            format_seconds(rows[n]["seconds"]) if "seconds" in rows.get(n, {}) else "-"
+            for n in ("fa_tc", CUDNN, FLASH_3, FLASH_2)
+        ]
+        table.append([model, problem["name"].rsplit(" ", 2)[0], *times, rate(rows["fa_tc"])])
+    header = ["", "shape", "fa_tc", "cuDNN", "FlashAttention-3", "FlashAttention-2", "TFLOP/s"]
+    return markdown(header, table)
+
+
+def rungs(ladder: Record) -> list[str]:
+    """What each rung is worth, by head_dim."""
+    lines = []
+    for found in ladder["problems"]:
+        problem = found["problem"]
+        table = []
+        for row in found["rows"]:
+            judged = row["judgement"]
+            if judged is None or "seconds" not in row:
+                continue
+            table.append([
+                row["variant"], format_seconds(row["seconds"]), f"{row['tflops']:.3g}",
+                "-" if row.get("share") is None else format_share(row["share"]),
+                format_ratio(judged["j2"]), f"{judged['relative_error']:.1e}",
+            ])  # fmt: skip
+        lines += ["", f"**{problem['name']}**", ""]
+        lines += markdown(["", "time", "TFLOP/s", "ceiling", "J2", "rel. error"], table)
+    return lines[1:]
+
+
+def gradients(backward: Record) -> list[str]:
+    """Rate of the backward pass beside cuDNN, by head_dim."""
+    groups: dict[tuple[int, bool], list[Sequence[float]]] = {}
+    for found in backward["problems"]:
+        if found.get("beside cuDNN"):
+            key = found["problem"]["head_dim"], found["problem"]["causal"]
+            groups.setdefault(key, []).append(found["beside cuDNN"])
+    table = [
+        [
+            f"{head_dim}{' causal' if causal else ''}", str(len(some)),
+            f"{geometric_mean(x[0] for x in some):.3f}", f"{min(x[0] for x in some):.3f}",
+            f"{max(x[0] for x in some):.3f}",
+        ]
+        for (head_dim, causal), some in sorted(groups.items())
+    ]  # fmt: skip
+    return [
+        "Speed of the gradients beside cuDNN's, of the form that a call takes, over lengths.",
+        "",
+        *markdown(["head_dim", "cells", "geometric mean", "least", "most"], table),
+    ]
+
+
+# ---- where the time goes -------------------------------------------------------------------------
+
+
+def components(record: Record) -> list[str]:
+    """What each part costs alone, what is saved without it, and how much they overlap."""
+    lines = [
+        "Each part alone is the time of the kernel with the other two left out, less that of the",
+        "kernel with all three left out, whose copies, barriers and stores stay. All as shares of",
+        "the whole kernel's time. An overlap of 1.5 says that the parts, one after the other,",
+        "would take one and a half times as long as they do together. P V includes rounding P to",
+        "16 bits.",
+        "",
+    ]
+    table = []
+    for found in record["problems"]:
+        if "parts" not in found:
+            continue
+        parts, whole = found["parts"], found["rows"][0]["seconds"]
+        table.append([
+            found["problem"]["name"], found["form"], format_seconds(whole),
+            *(f"{parts['alone'][p]:.2f} / {parts['saved'][p]:.2f}" for p in breakdown.PARTS),
+            f"{parts['copies']:.2f}", f"{parts['overlap']:.2f}",
+        ])  # fmt: skip
+    names = [f"{breakdown.NAMES[p]}: alone / saved" for p in breakdown.PARTS]
+    return [*lines, *markdown(["problem", "form", "whole", *names, "copies", "overlap"], table)]
+
+
+def critical_path(record: Record) -> list[str]:
+    """Which part the whole waits for, by what is saved without it."""
+    lines = [
+        "The part without which the kernel gains most is on the critical path; one that is long",
+        "alone and saves little is hidden behind the others.",
+        "",
+    ]
+    table = []
+    for found in record["problems"]:
+        if "parts" not in found:
+            continue
+        saved, alone = found["parts"]["saved"], found["parts"]["alone"]
+        first = max(saved, key=lambda part: saved[part])
+        hidden = max(alone, key=lambda part: alone[part] - saved[part])
+        table.append([
+            found["problem"]["name"], found["form"],
+            f"{breakdown.NAMES[first]}, {format_share(saved[first])}",
+            f"{breakdown.NAMES[hidden]}, {format_share(alone[hidden])} alone and "
+            f"{format_share(saved[hidden])} saved",
+        ])  # fmt: skip
+    return [*lines, *markdown(["problem", "form", "gains most without", "best hidden"], table)]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def footprint(record: Record) -> list[str]:
+    """What a call takes of the memory pool beside what its plan states."""
+    lines = [
+        "Bytes that the memory pool grows by over one call, O among them, beside what",
+        "`cupyattn.plan` states beforehand: workspace and O. *All scores* is what a matrix S in 16",
+        "bits would take.",
+        "",
+    ]
+    table = []
+    for found in record["problems"]:
+        problem = found["problem"]
+        scores = 2 * problem["batch"] * problem["heads"] * problem["length"] ** 2
+        for row in found["rows"]:
+            if "pool_bytes" not in row:
+                continue
+            stated = row["workspace_bytes"] + row["output_bytes"]
+            table.append([
+                f"{problem['heads']} x {problem['length']:,}", row["variant"],
+                format_bytes(row["pool_bytes"]), format_bytes(stated),
+                format_bytes(row["workspace_bytes"]), format_bytes(scores),
+            ])  # fmt: skip
+    return [
+        *lines,
+        *markdown(["heads x length", "", "pool", "stated", "workspace", "all scores"], table),
+    ]
+
+
+def bandwidth_of_decode(decode: Record) -> list[str]:
+    """Bytes of K and V per second where a few queries meet many keys."""
+    lines = [
+        "Bytes of K and V per second of a prepared call where a few queries meet many keys, as a",
+        "share of the bytes that a copy of K and V reads and writes per second in the same rounds.",
+        "",
+    ]
+    table = []
+    for row in decode["problems"]:
+        if "fa_tc" not in row["seconds"]:
+            continue
+        moved = row["kv_bytes"] / row["seconds"]["fa_tc"]
+        table.append([
+            f"{row['batch']} x {row['heads_kv']} x {row['len_kv']:,}, {row['head_dim']}",
+            f"{row['group']} x {row['len_q']}", format_bytes(row["kv_bytes"]),
+            format_seconds(row["seconds"]["fa_tc"]), f"{moved / 1e12:.2f} TB/s",
+            format_share(row["share of copy"]["fa_tc"][0]),
+        ])  # fmt: skip
+    header = ["batch x key heads x keys, head_dim", "query heads x rows", "K and V", "time"]
+    return [*lines, *markdown([*header, "rate", "of a copy"], table)]
+
+
+def bandwidth_of_quantising(quantise: Record) -> list[str]:
+    """Bytes per second of quantising, beside a copy."""
+    table = [
+        [
+            row["mode"], f"{row['batch']} x {row['heads']} x {row['length']:,}, {row['head_dim']}",
+            format_bytes(row["bytes"]), format_seconds(row["seconds"]),
+            f"{row['bytes'] / row['seconds'] / 1e12:.2f} TB/s",
+            format_share(row["share of copy"][0]),
+        ]
+        for row in quantise["rows"]
+    ]  # fmt: skip
+    header = ["mode", "batch x heads x length, head_dim", "bytes", "time", "rate", "of a copy"]
+    return [
+        "Quantising Q, K and V: bytes that it must read and write, per second.",
+        "",
+        *markdown(header, table),
+    ]
+
+
+def bank_conflicts(record: Record) -> list[str]:
+    """Passes of shared memory and conflicts, by the interpreter and by the device."""
+    (found,) = record["problems"]
+    lines = [
+        "Passes of shared memory that loads and stores take, and which share of them only bank",
+        "conflicts cause: as the interpreter counts them of the PTX, and as Nsight Compute does.",
+        "DRAM is what the call reads and writes there with cold caches; the least that attention",
+        f"of this shape can move is {format_bytes(found['least_bytes'])}. Quantising is listed with"
+        " the rung.",
+        "",
+    ]
+    header = ["", "kernel", "passes", "conflicts", "device: passes", "conflicts", "DRAM"]
+    table = [[a, name, *rest] for a, _, name, *rest, _ in counters.table(found)]
+    return [*lines, *markdown(header, table)]
+
+
+def busy_pipes(record: Record) -> list[str]:
+    """Which units of a multiprocessor are busiest."""
+    (found,) = record["problems"]
+    metrics = [
+        metric for metric in counters.BUSY
+        if any(metric in kernel for row in found["rows"] for kernel in row.get("device", ()))
+    ]  # fmt: skip
+    table = [
+        [row["variant"], kernel["kernel"],
+         *(f"{kernel[m]:.0f} %" if m in kernel else "-" for m in metrics)]
+        for row in found["rows"]
+        for kernel in row.get("device", ())
+    ]  # fmt: skip
+    names = [metric.split(".")[0].partition("__")[2].replace("_", " ") for metric in metrics]
+    return ["How busy each unit is, of what it can sustain.", "", *markdown(["", "kernel", *names],
+            table)]  # fmt: skip
+
+
+# ---- energy, scaling, long sequences -------------------------------------------------------------
+
+
+def energy(record: Record) -> list[str]:
+    """Joules of a call and operations per watt."""
+    idle = record["idle"]["watts"]
+    lines = [
+        f"By the device's own counter, over windows of {record['window_seconds']:g} s or more of",
+        f"nothing but the call. At rest the device draws {idle:.0f} W; *above rest* leaves that",
+        "out.",
+        "",
+    ]
+    table = []
+    for found in record["problems"]:
+        problem = found["problem"]
+        for row in found["rows"]:
+            if "watts" in row:
+                table.append([
+                    f"{problem['batch']} x {problem['heads']} x {problem['length']:,}",
+                    row["variant"], f"{1e3 * row['joules_per_call']:.4g} mJ",
+                    f"{1e3 * row['joules_above_idle']:.4g} mJ", f"{row['watts']:.0f}",
+                    f"{row['gflops_per_watt']:.0f}",
+                    f"{row['clocks'].get('sm_clock_mhz', 0):.0f}",
+                ])  # fmt: skip
+    header = ["batch x heads x length", "", "a call", "above rest", "W", "GFLOP/s per W", "SM MHz"]
+    return [*lines, *markdown(header, table)]
+
+
+def scaling(record: Record) -> list[str]:
+    """Several devices beside one: strong scaling by problem, weak by batch entries."""
+    table = []
+    for row in record["rows"]:
+        if "samples" not in row or not row["samples"]:
+            continue
+        typical = sorted(row["samples"])[len(row["samples"]) // 2]
+        table.append([
+            "weak" if row["axis"] == "batch" else "strong", row["problem"], row["name"],
+            str(row["ranks"]), format_seconds(typical),
+            format_share(row["share"]) if "share" in row else "-",
+            format_share(row["predicted_share"]) if "predicted_share" in row else "-",
+            format_bytes(row["bytes_sent"]) if "bytes_sent" in row else "-",
+        ])  # fmt: skip
+    header = ["scaling", "problem", "way", "devices", "time", "of so many times one", "on paper"]
+    return markdown([*header, "sent by a rank"], table)
+
+
+def long_sequences(record: Record) -> list[str]:
+    """Time and rate from a thousand tokens to a million."""
+    table = []
+    for found in record["problems"]:
+        problem, rows = found["problem"], rows_of(found)
+        table.append([
+            f"{problem['length']:,}", str(problem["heads"]),
+            *(format_seconds(rows[n]["seconds"]) if "seconds" in rows.get(n, {}) else "-"
+              for n in ("fa_tc", "fa_int8", CUDNN)),
+            *(rate(rows.get(n)) for n in ("fa_tc", "fa_int8", CUDNN)),
+        ])  # fmt: skip
+    names = ["fa_tc", "fa_int8", "cuDNN"]
+    header = ["length", "heads", *names, *(f"{name}, TFLOP/s" for name in names)]
+    return markdown(header, table)
+
+
+def diffusion(gains: Record) -> list[str]:
+    """What the ways of diffusion win over the plain call."""
+    table = []
+    for row in gains["rows"]:
+        shape = f"{row['batch']} x {row['heads']} x {row['length']:,}"
+        won = interval(row["speed_ratio"]) if "speed_ratio" in row else "not timed: it failed"
+        table.append([row["way"], row["mode"], shape, row.get("against", "-"), won])
+    header = ["way", "mode", "batch x heads x length", "against", "speed"]
+    return markdown(header, table)
+
+
+# ---- ablations -----------------------------------------------------------------------------------
+
+
+def tile_choices(*sweeps: Record) -> list[str]:
+    """The registry's tiles beside the fastest others."""
+    lines = ["The registry's tiles beside the fastest others of a sweep, in the same rounds.", ""]
+    table = []
+    for sweep in sweeps:
+        for found in sweep["problems"]:
+            own, *others = (row for row in found["rows"] if "seconds" in row)
+            best = min(others, key=lambda row: float(row["seconds"]))
+            table.append([
+                own["rung"], sweep["arch"], found["problem"]["name"], str(len(others)),
+                format_seconds(own["seconds"]), best["variant"].partition(" ")[2],
+                format_seconds(best["seconds"]),
+            ])  # fmt: skip
+    header = ["rung", "form", "problem", "others", "own tiles", "fastest other", "its time"]
+    return [*lines, *markdown(header, table)]
+
+
+def arithmetic(record: Record) -> list[str]:
+    """Every choice of INT8 arithmetic: error and time."""
+    table = [
+        [
+            found["problem"]["distribution"], row["variant"],
+            f"{row['judgement']['relative_error']:.2e}", format_ratio(row["judgement"]["j2"]),
+            "-" if row["judgement"]["j3"] is None else format_ratio(row["judgement"]["j3"]),
+            format_seconds(row["seconds"]) if "seconds" in row else "-",
+            interval(row["speed_ratio"]) if row.get("speed_ratio") else "-",
+        ]
+        for found in record["problems"]
+        for row in found["rows"]
+        if row["judgement"] is not None
+    ]  # fmt: skip
+    header = ["input", "choice", "rel. error", "J2", "J3", "time", "speed beside the default"]
+    return markdown(header, table)
+
+
+def tried() -> list[str]:
+    """Return what kernels' headers say was tried, a line for each kernel."""
+    lines = [
+        "Figures are speeds beside the kernel that ships: below 1 the idea lost.",
+        "[NOTES.md](../experiments/results/NOTES.md) has how each was measured.",
+    ]
+    for path in sorted(KERNELS.rglob("*.cu")):
+        text = path.read_text(encoding="utf-8")
+        found = re.search(r"^// Tried(?:, lost)? +(.*(?:\n//   .*)*)", text, re.MULTILINE)
+        if found:
+            words = " ".join(re.sub(r"\n// *", " ", found[1]).split())
+            words = words.replace(" (experiments/results/NOTES.md)", "")
+            name = path.relative_to(KERNELS).as_posix()
+            lines += ["", f"**[{name}](../kernels_cu/{name})** {words}"]
+    return lines
+
+
+def features(feature_costs: Record) -> list[str]:
+    """Where the cost of every feature stands."""
+    features = {row["feature"] for found in feature_costs["problems"] for row in found["rows"]}
+    return [
+        f"[FEATURES.md](FEATURES.md) has the time of each of {len(features)} features on each rung,"
+        " beside the plain call."
+    ]
+
+
+def quality(dit_quality: Record) -> list[str]:
+    """What INT8 attention does to images."""
+    table = [
+        [
+            row["mode"],
+            "-" if row.get("psnr to 16-bit") is None else interval(row["psnr to 16-bit"]),
+            interval(row["frechet"]), format_bytes(row["peak_bytes"]),
+        ]
+        for row in dit_quality["rows"]
+    ]  # fmt: skip
+    header = ["mode", "PSNR to 16 bits, dB", "Fréchet distance to real crops", "peak memory"]
+    return [
+        "A diffusion transformer trained on our own kernels; [QUALITY.md](QUALITY.md) says how.",
+        "",
+        *markdown(header, table),
+    ]
+
+
+PARTS = (
+    Part("The ladder", ("ladder",), rungs,
+         (("book_ladder", "Rate of every rung and of the peers, a bar each"),
+          ("book_pareto", "Relative error against time of every rung and peer"),
+          ("book_errors", "Largest error of every rung as a share of its bound"))),
+    Part("Latency and throughput by length", ("peers",), by_length,
+         (("book_lengths", "TFLOP/s by length beside cuDNN and FlashAttention"),)),
+    Part("8 bits by length", ("peers_int8",), in_8_bits),
+    Part("Shapes of diffusion models", ("diffusion_shapes",), shapes),
+    Part("Gradients", ("backward",), gradients),
+    Part("Components: Q K^T, softmax, P V by leaving one out", ("breakdown",), components),
+    Part("Critical path", ("breakdown",), critical_path),
+    Part("Memory footprint", ("long_sequences",), footprint),
+    Part("Bandwidth: a few queries", ("decode",), bandwidth_of_decode),
+    Part("Bandwidth: quantising", ("quantise",), bandwidth_of_quantising),
+    Part("Bank conflicts and bytes of DRAM", ("counters",), bank_conflicts),
+    Part("Busy units", ("counters",), busy_pipes),
+    Part("Energy", ("energy",), energy),
+    Part("Weak and strong scaling", ("scaling",), scaling),
+    Part("Very long sequences", ("long_sequences",), long_sequences),
+    Part("What diffusion's ways win", ("diffusion_gains",), diffusion),
+    Part("Ablation: INT8 arithmetic", ("precision_ablation",), arithmetic,
+         (("book_precision", "Error against time of every choice of INT8 arithmetic"),)),
+    Part("Ablation: tiles", ("tile_sweep_fa_tc", "tile_sweep_fa_int8"), tile_choices),
+    Part("Ablation: what was tried and lost", (), tried),
+    Part("Ablation: features", ("feature_costs",), features),
+    Part("Quality of images", ("dit_quality",), quality,
+         (("book_timesteps", "Error of INT8 attention by timestep and source of scales"),)),
+)  # fmt: skip

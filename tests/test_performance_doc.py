@@ -1,0 +1,134 @@
+"""docs/PERFORMANCE.md is what its records say, and every part is written from what scripts keep."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs import performance_parts, write_performance
+from docs.performance_claims import CLAIMS
+from docs.performance_parts import PARTS
+from experiments import book_plots, breakdown, counters
+
+ENVIRONMENT = {"device": {"name": "Made up", "driver": "1.2"}, "revision": "0123456789abcdef"}
+PROBLEM = {
+    "batch": 1, "heads": 16, "length": 4096, "head_dim": 128, "causal": False, "name": "made up",
+    "distribution": "normal",
+}  # fmt: skip
+JUDGED = {"j2": 0.25, "j3": None, "relative_error": 3e-4}
+
+
+def row(variant: str, **more: Any) -> dict[str, Any]:
+    return {
+        "variant": variant, "judgement": JUDGED, "seconds": 1e-3, "tflops": 500.0, "peer": False,
+        "operations": 10**12, **more,
+    }  # fmt: skip
+
+
+def of_device(name: str) -> dict[str, Any]:
+    """Return a record as the experiment keeps it after a run on a device."""
+    record: dict[str, Any] = {
+        "command": f"python -m experiments.{name}",
+        "environment": ENVIRONMENT,
+    }
+    if name == "breakdown":
+        rows = [
+            {"left_out": list(parts), "seconds": 1e-3 * (4 - len(parts))}
+            for parts in breakdown.LEFT_OUT
+        ]
+        found = {"problem": PROBLEM, "form": "sm90", "rows": rows}
+        return record | {"problems": [found | {"parts": breakdown.parts_of(rows)}]}
+    if name == "counters":
+        kernel = dict.fromkeys(counters.METRICS, 8.0) | {"kernel": "attn_fa_tc"}
+        counted = {"attn_fa_tc": {"passes": 100, "conflicts": 25}}
+        rows = [row(counters.called(*way), interpreter=counted, device=[kernel])
+                for way in counters.WAYS]  # fmt: skip
+        return record | {"problems": [{"problem": PROBLEM, "rows": rows, "least_bytes": 2**26}]}
+    if name == "energy":
+        used = {
+            "watts": 600.0, "joules_per_call": 0.5, "joules_above_idle": 0.4,
+            "gflops_per_watt": 900.0, "clocks": {},
+        }  # fmt: skip
+        rows = [row("fa_tc", **used), row("fa_int8", **used)]
+        problems = [{"problem": PROBLEM, "rows": rows}]
+        return record | {"idle": {"watts": 120.0}, "window_seconds": 2.0, "problems": problems}
+    if name == "long_sequences":
+        bytes_of = {"pool_bytes": 2**25, "workspace_bytes": 2**24, "output_bytes": 2**24}
+        rows = [row("fa_tc", **bytes_of), row("fa_int8", **bytes_of)]
+        return record | {"problems": [{"problem": PROBLEM, "rows": rows}]}
+    if name == "scaling":
+        one = {
+            "axis": "", "problem": "made up", "name": "ring", "ranks": 2, "samples": [1e-3] * 3,
+            "share": 0.9, "predicted_share": 0.95, "bytes_sent": 2**20,
+        }  # fmt: skip
+        return record | {"rows": [one, one | {"axis": "batch"}]}
+    assert name == "precision_ablation"
+    return record | {"problems": [{"problem": PROBLEM, "rows": [row("default")]}]}
+
+
+def test_the_page_is_current() -> None:
+    page = write_performance.page()
+    assert page == write_performance.PAGE.read_text(encoding="utf-8"), (
+        "run python -m docs.write_performance"
+    )
+    assert "TODO" not in page and not re.search(r"\bnan\b|\binf\b", page)
+    titles = {write_performance.anchor(t) for t in re.findall(r"^## (.+)$", page, re.MULTILINE)}
+    assert titles == set(re.findall(r"\]\(#(\S+)\)$", page, re.MULTILINE))
+    for name in re.findall(r"\((book_\w+)\.svg\)", page):
+        for ending in book_plots.FORMATS:
+            assert (write_performance.PAGE.parent / f"{name}{ending}").is_file()
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.title)
+def test_a_part_is_written_from_what_its_script_keeps(part: performance_parts.Part) -> None:
+    records = [write_performance.stored(name) or of_device(name) for name in part.needs]
+    lines = part.write(*records)
+    assert any(line.strip() for line in lines)
+    widths: list[int] = []
+    for line in lines:
+        if line.startswith("|"):
+            widths.append(line.count(" | "))
+            assert len(set(widths)) == 1, line
+        else:
+            widths = []
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.says)
+def test_a_claim_is_answered(claim: Any) -> None:
+    records = [write_performance.stored(name) or of_device(name) for name in claim.needs]
+    said = claim.measured(*records)
+    assert re.search(r"\d", said) and "|" not in said and not said.endswith((", ", ": "))
+
+
+def test_what_is_not_measured_is_not_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_performance, "stored", lambda name: None)
+    page = write_performance.page()
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == [
+        write_performance.CLAIMS_TITLE, "Ablation: what was tried and lost",
+    ]  # fmt: skip
+    assert "![" not in page
+
+
+def test_the_parts_alone_follow_from_what_is_left() -> None:
+    """Whole 10, copies 2; each part's own time beside the copies, and what it saves."""
+    times = {(): 10.0, breakdown.PARTS: 2.0}
+    times |= {breakdown.PARTS[1:]: 6.0, breakdown.PARTS[::2]: 5.0, breakdown.PARTS[:2]: 7.0}
+    times |= {(part,): 8.0 for part in breakdown.PARTS}
+    found = breakdown.parts_of([{"left_out": list(p), "seconds": s} for p, s in times.items()])
+    assert found["alone"] == {"scores": 0.4, "softmax": 0.3, "output": 0.5}
+    assert found["copies"] == 0.2 and found["overlap"] == 1.5
+    assert set(found["saved"].values()) == {0.2}
+
+
+@pytest.mark.parametrize("name", ["book_ladder", "book_roofline"])
+def test_the_drawings_are_the_same_each_time(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    needs, _ = book_plots.FIGURES[name]
+    records = write_performance.records(needs)
+    assert records is not None
+    first = [file.read_bytes() for file in book_plots.draw(name, records, tmp_path)]
+    again = [file.read_bytes() for file in book_plots.draw(name, records, tmp_path)]
+    assert first == again and all(len(content) > 10_000 for content in first)
