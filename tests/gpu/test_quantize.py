@@ -271,5 +271,5 @@ def test_rows_are_normalised_and_turned_as_they_are_quantised(
             a, b = getattr(got, name), getattr(want, name)
             assert (a is None) == (b is None) and (a is None or bits(a) == bits(b)), name
         runs.run("fa_int8", moved, quant=quant, **options, **pairs).check()
-    for rung in ("fa", "fa_tc"):
+    for rung in ("fa",) if dtype == np.float32 else ("fa", "fa_tc"):
         runs.run(rung, moved, **options, **pairs).check()

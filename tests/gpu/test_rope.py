@@ -14,8 +14,17 @@ from cupyattn import attention, backends, plan
 from cupyattn.launch import Operand
 from cupyattn.rope import Rope
 from cupyattn.rotation import plan_rotation
-from tests.gpu.support import arch_of, embedded, on_device, run
-from tests.runs import CELLS, RUNGS, bits, normal, on_host, rope_tables, variant_of
+from tests.gpu.support import arch_of, attend, embedded, on_device, run
+from tests.runs import (
+    CELLS,
+    RUNGS,
+    bits,
+    normal,
+    on_host,
+    quantized,
+    rope_tables,
+    variant_of,
+)
 
 cupy = pytest.importorskip("cupy")
 
@@ -44,6 +53,7 @@ def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, interlea
 
 @pytest.mark.parametrize(("rung", "dtype"), CELLS)
 def test_every_rung_attends_with_turned_operands(rung: str, dtype: str) -> None:
+    """fa_int8 rounds nothing to 16 bits between: as with operands that `quantize` turned."""
     inputs = normal(SHAPE_Q, SHAPE_KV, dtype)
     q, k, v = on_device(*inputs)
     tables, arch = on_device(*TABLES), arch_of(rung)
@@ -53,9 +63,11 @@ def test_every_rung_attends_with_turned_operands(rung: str, dtype: str) -> None:
             "rope": tables, "rope_interleaved": interleaved, "rope_offset_q": 183,
         }  # fmt: skip
         host = Rope.of(TABLES, interleaved, 183, 150, 333, 64).turned(*inputs[:2])
-        where: dict[str, Any] = {"variant": variant_of(rung).name, "arch": arch, "causal": True}
-        o = attention(q, k, v, **where, **options)
-        assert bits(o) == bits(attention(*on_device(*host), v, **where))
+        operands: tuple[Any, ...] = (*on_device(*host), v)
+        if variant_of(rung).family == "int8":
+            operands = (quantized(rung, (q, k, v), None, options, arch=arch),)
+        o = attend(rung, q, k, v, causal=True, **options)
+        assert bits(o) == bits(attend(rung, *operands, causal=True))
         run(rung, (q, k, v), causal=True, **options).check()
     assert [bits(x) for x in (q, k, v, *tables)] == before, "an input was modified"
 
