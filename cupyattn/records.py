@@ -130,7 +130,7 @@ def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
         for name, some in samples.items():
             if _is_samples(some):
                 yield _timed((*names, name), some, None)
-    elif _is_samples(samples):
+    elif isinstance(samples, list) and _is_samples(samples):
         yield _timed(names, samples, judgement)
     elif isinstance(seconds, (int, float)) and not isinstance(seconds, bool):
         low, high = node.get("seconds_interval") or (seconds, seconds)

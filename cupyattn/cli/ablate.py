@@ -159,8 +159,9 @@ def judged(
         )  # fmt: skip
     except UnsupportedError as error:
         return row | {"unsupported": str(error)}
+    q, k, v = qkv
     found = measure.judge(
-        o, *qkv, variant=choice.variant, quantized=z, rows=rows, exact=exact, **form, **options
+        o, q, k, v, variant=choice.variant, quantized=z, rows=rows, exact=exact, **form, **options
     )
     return row | {"judgement": asdict(found), "ok": found.ok, "form": form["form"]}
 
