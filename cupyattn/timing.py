@@ -94,6 +94,31 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Estim
     return median([x / y for x, y in zip(a, b, strict=True)], seed)
 
 
+def ratio_of_medians(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Estimate:
+    """Return the ratio of the medians of two runs, with a 95 % bootstrap interval.
+
+    Parameters
+    ----------
+    a, b : sequence of float
+        Seconds of two calls that did not take turns: drift between the runs is not in the interval.
+    seed : int
+
+    Returns
+    -------
+    Estimate
+
+    Examples
+    --------
+    >>> ratio_of_medians([2.0, 2.0, 2.0], [1.0, 1.0])
+    Estimate(median=2.0, low=2.0, high=2.0)
+    """
+    rng = np.random.default_rng(seed)
+    both = [np.asarray(x, np.float64) for x in (a, b)]
+    over, under = (np.median(x[rng.integers(0, x.size, (2000, x.size))], axis=1) for x in both)
+    low, high = np.percentile(over / under, [2.5, 97.5])
+    return Estimate(float(np.median(both[0]) / np.median(both[1])), float(low), float(high))
+
+
 def rotated(arrays: Sequence[Any], cache_bytes: int | None = None) -> list[tuple[Any, ...]]:
     """Return the arrays and copies of them, together more than twice the L2 cache.
 

@@ -139,14 +139,15 @@ def _bytes(record: Record) -> str:
     for row in found["rows"]:
         moved = sum(sum(k.get(f"dram__bytes_{w}.sum", 0.0) for w in ("read", "write"))
                     for k in row["device"])  # fmt: skip
-        if row["variant"] in ("fa_tc, sm_90a", "fa_int8, sm_90a"):
-            said.append(f"{row['variant'].split(',')[0]} {moved / least:.2f}")
+        if row["form"] == "sm90":
+            said.append(f"{row['rung']} {moved / least:.2f}")
     return f"DRAM bytes as a multiple of Q, K, V and O once, cold: {', '.join(said)}"
 
 
 def _conflicts(record: Record) -> str:
     (found,) = record["problems"]
-    kernel = rows_of(found)["fa_tc, sm_90"]["interpreter"]["attn_fa_tc"]
+    of_form = {(row["rung"], row["form"]): row for row in found["rows"]}
+    kernel = of_form["fa_tc", "portable"]["interpreter"]["attn_fa_tc"]
     return (
         f"a swizzle in place of padding: {kernel['conflicts']} of {kernel['passes']:,} passes of "
         "fa_tc are conflicts, and no byte is spent"

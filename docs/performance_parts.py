@@ -322,7 +322,7 @@ def busy_pipes(record: Record) -> list[str]:
         if any(metric in kernel for row in found["rows"] for kernel in row.get("device", ()))
     ]  # fmt: skip
     table = [
-        [row["variant"], kernel["kernel"],
+        [counters.called(row["rung"], row["form"]), kernel["kernel"],
          *(f"{kernel[m]:.0f} %" if m in kernel else "-" for m in metrics)]
         for row in found["rows"]
         for kernel in row.get("device", ())

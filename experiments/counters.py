@@ -218,7 +218,9 @@ def run(args: argparse.Namespace) -> int:
         call_each(problem)
         return 0
     cells = [
-        rung(variant, problem, arch=None if args.quick else arch, name=called(variant, arch))
+        rung(variant, problem, name=called(variant, arch))
+        if args.quick  # on the mirror, which has no architecture
+        else rung(variant, problem, arch=arch)
         for variant, arch in WAYS
     ]
     content = common.judge_problem(problem, cells, problem.draw(on_device=not args.quick))
@@ -249,7 +251,7 @@ def table(found: Mapping[str, Any]) -> list[list[str]]:
             counted, read = row["interpreter"].get(name), device.get(name, {})
             moved = [read[metric] for metric in DRAM if metric in read]
             lines.append([
-                row["variant"], format_ratio(row["judgement"]["j2"]), name,
+                called(row["rung"], row["form"]), format_ratio(row["judgement"]["j2"]), name,
                 *((f"{counted['passes']:,}", share_of(counted["conflicts"], counted["passes"]))
                   if counted else ("-", "-")),
                 f"{read[PASSES]:,.0f}" if PASSES in read else "-",

@@ -105,8 +105,7 @@ def _figure(
     axes = figure.subplots(1, 2, sharey=True)
     one = problems[0]["problem"]
     for axis, causal in zip(axes, (False, True), strict=True):
-        panel = [p for p in problems if p["problem"]["causal"] == causal]
-        panel(axis, panel, styles)
+        panel(axis, [p for p in problems if p["problem"]["causal"] == causal], styles)
         title = f"head_dim {one['head_dim']}, {'causal' if causal else 'not causal'}"
         axis.set_title(title, fontsize=10, color=TEXT)
     axes[0].set_ylabel("TFLOP/s", fontsize=9, color=TEXT)

@@ -419,12 +419,13 @@ def section(record: Mapping[str, Any]) -> str:
     """Return what docs/DISTRIBUTED.md says was measured."""
     environment = record["environment"]
     where = environment["device"] or {}
+    known = {"transport": record["transport"]} if "transport" in record else {}  # one for all rows
     return "\n".join([
         f"`{record['command']}`, on {where.get('name', 'no device')}, driver "
         f"{where.get('driver', 'none')}, NVRTC {environment.get('nvrtc', 'none')}, revision "
         f"{environment.get('revision', 'unknown')[:10]}:",
         "",
-        *common.markdown(HEADER, [cells_of(row) for row in record["rows"]]),
+        *common.markdown(HEADER, [cells_of(known | row) for row in record["rows"]]),
     ])  # fmt: skip
 
 

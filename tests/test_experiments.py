@@ -38,7 +38,7 @@ from experiments import (
 from experiments.common import Problem
 
 FOLDER = Path(ladder.__file__).parent
-SHARED = ("cast_fp8", "common", "others", "others8", "patches", "plots")
+SHARED = ("book_plots", "cast_fp8", "common", "others", "others8", "patches", "plots")
 EXPERIMENTS = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in SHARED)
 SMALL = Problem(1, 1, 40, 16)
 

@@ -21,6 +21,8 @@ from cupyattn.switches import is_on
 #: ``configure(parser)`` and ``run(args) -> exit status``.
 COMMANDS = {
     "ladder": "every rung on one input: error against its bound, time, memory",
+    "ablate": "every rung and every choice of INT8 arithmetic on one input: error, bound, time",
+    "compare": "two records of one experiment side by side: faster, slower, same, undecided",
     "verify": "hold the rungs to float64 on every distribution; exit status 1 where one fails",
     "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
     "plan": "launches, scratch memory and memory of a call beforehand, on one device or several",

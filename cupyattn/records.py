@@ -1,0 +1,252 @@
+"""Records of measurements: their cells by name, and two records of one experiment side by side.
+
+A record is the JSON that an experiment or a command writes: what was measured, ``environment`` and
+``command``. A cell is anything in it with ``samples`` or ``seconds``; its name is made of what it
+says of itself and of what it lies in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cupyattn import timing
+from cupyattn.timing import Estimate
+
+#: What identifies a cell, in the order in which its name has it; all else is a result.
+IDENTITY = (
+    "input", "problem", "name", "label", "variant", "rung", "way", "mode", "feature", "framework",
+    "batch", "heads", "heads_kv", "group", "length", "len_q", "len_kv", "head_dim", "m", "n", "k",
+    "axis", "ranks", "left_out", "filled",
+)  # fmt: skip
+#: Of the environment, what a difference in may explain a difference in time.
+COMPARED = (
+    "device", "driver", "nvrtc", "cupy", "cupyattn", "revision", "dirty", "torch", "cudnn", "numpy",
+    "python",
+)  # fmt: skip
+VERDICTS = ("faster", "slower", "same", "undecided")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing that was timed.
+
+    Parameters
+    ----------
+    name : str
+    estimate : Estimate
+        Median seconds of a call with their 95 % interval.
+    samples : tuple of float
+        Seconds, one for each round; empty where the record kept none.
+    judgement : mapping or None
+        ``j2``, ``j3`` and ``relative_error``, where the record has them.
+    """
+
+    name: str
+    estimate: Estimate
+    samples: tuple[float, ...] = ()
+    judgement: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One cell of two records.
+
+    Parameters
+    ----------
+    name : str
+    first, second : float
+        Median seconds.
+    speed : Estimate
+        How many times as fast the second is, with its 95 % interval.
+    verdict : {"faster", "slower", "same", "undecided"}
+        Of the second: the whole interval lies past the margin, within it, or neither.
+    """
+
+    name: str
+    first: float
+    second: float
+    speed: Estimate
+    verdict: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready record."""
+        return asdict(self)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a record.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If it is no JSON, or no record.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("environment"), dict):
+        raise ValueError(f'{path} is no record: it has no "environment"')
+    return record
+
+
+def cells(record: Mapping[str, Any]) -> dict[str, Cell]:
+    """Return the cells of a record by name; of two with one name the second has `` #2``.
+
+    Examples
+    --------
+    >>> row = {"variant": "fa", "samples": [2.0, 1.0, 3.0]}
+    >>> found = cells({"problems": [{"problem": {"name": "small"}, "rows": [row]}]})
+    >>> [(cell.name, cell.estimate.median) for cell in found.values()]
+    [('small, fa', 2.0)]
+    """
+    found: dict[str, Cell] = {}
+    for cell in _cells(record, ()):
+        name, number = cell.name, 1
+        while name in found:
+            number += 1
+            name = f"{cell.name} #{number}"
+        found[name] = Cell(name, cell.estimate, cell.samples, cell.judgement)
+    return found
+
+
+def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
+    if isinstance(node, list):
+        for item in node:
+            yield from _cells(item, above)
+    if not isinstance(node, dict):
+        return
+    names = above + tuple(_own_names(node))
+    judgement = node.get("judgement")
+    samples, seconds = node.get("samples"), node.get("seconds")
+    if isinstance(samples, dict):
+        for name, some in samples.items():
+            if _is_samples(some):
+                yield _timed((*names, name), some, None)
+    elif isinstance(samples, list) and _is_samples(samples):
+        yield _timed(names, samples, judgement)
+    elif isinstance(seconds, (int, float)) and not isinstance(seconds, bool):
+        low, high = node.get("seconds_interval") or (seconds, seconds)
+        yield Cell(", ".join(names), Estimate(seconds, low, high), (), judgement)
+    for name, item in node.items():
+        if name not in ("samples", "environment", "clocks", "judgement") and isinstance(
+            item, (dict, list)
+        ):
+            yield from _cells(item, names)
+
+
+def _own_names(node: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a part of a record says of itself: texts as they are, numbers with their names."""
+    for key in IDENTITY:
+        value = None if key == "rung" and "variant" in node else node.get(key)
+        if key == "problem" and isinstance(value, dict):
+            value = value.get("name")
+        if isinstance(value, str) and value:
+            yield value
+        elif isinstance(value, bool):
+            yield key if value else f"not {key}"
+        elif isinstance(value, int):
+            yield f"{key} {value}"
+        elif key == "left_out" and isinstance(value, list):
+            yield f"without {' and '.join(value)}" if value else "whole"
+
+
+def _is_samples(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, float) for x in value)
+
+
+def _timed(names: tuple[str, ...], samples: list[float], judgement: Any) -> Cell:
+    return Cell(", ".join(names), timing.median(samples), tuple(samples), judgement)
+
+
+def compare(
+    first: Mapping[str, Any], second: Mapping[str, Any], margin: float = 0.02
+) -> list[Compared]:
+    """Return the cells that two records have in common, side by side.
+
+    Parameters
+    ----------
+    first, second : mapping
+        Records of one experiment.
+    margin : float
+        Speeds within ``1 / (1 + margin)`` and ``1 + margin`` of each other are the same.
+
+    Raises
+    ------
+    ValueError
+        If the records are of two experiments, or have no timed cell in common.
+
+    Notes
+    -----
+    The runs are not paired: drift between them, of clocks and temperature, is not in the interval.
+    Where both records keep samples, the interval is the bootstrap of the ratio of their medians;
+    else it is the widest that the two intervals allow.
+    """
+    names = [record.get("experiment") for record in (first, second)]
+    if names[0] != names[1]:
+        raise ValueError(f"the records are of two experiments, {names[0]!r} and {names[1]!r}")
+    mine, other = cells(first), cells(second)
+    common = [name for name in mine if name in other]
+    if not common:
+        raise ValueError(
+            f"the records have no timed cell in common: the first has {len(mine)}, the second "
+            f"{len(other)}"
+        )
+    found = []
+    for name in common:
+        a, b = mine[name], other[name]
+        speed = _speed(a, b)
+        found.append(
+            Compared(name, a.estimate.median, b.estimate.median, speed, verdict(speed, margin))
+        )
+    return found
+
+
+def _speed(a: Cell, b: Cell) -> Estimate:
+    if a.samples and b.samples:
+        return timing.ratio_of_medians(a.samples, b.samples)
+    one, two = a.estimate, b.estimate
+    return Estimate(one.median / two.median, one.low / two.high, one.high / two.low)
+
+
+def verdict(speed: Estimate, margin: float) -> str:
+    """Return which of `VERDICTS` an interval of speed says.
+
+    Examples
+    --------
+    >>> verdict(Estimate(1.1, 1.05, 1.2), 0.02), verdict(Estimate(1.0, 0.99, 1.01), 0.02)
+    ('faster', 'same')
+    >>> verdict(Estimate(0.9, 0.8, 0.95), 0.02), verdict(Estimate(1.0, 0.9, 1.1), 0.02)
+    ('slower', 'undecided')
+    """
+    least, most = 1 / (1 + margin), 1 + margin
+    if speed.low > most:
+        return "faster"
+    if speed.high < least:
+        return "slower"
+    return "same" if speed.low >= least and speed.high <= most else "undecided"
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return what differs between the environments of two records, as text."""
+    a, b = (_facts(record["environment"]) for record in (first, second))
+    return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
+
+
+def _facts(environment: Mapping[str, Any]) -> dict[str, str]:
+    device = environment.get("device") or {}
+    facts = {**environment, "device": device.get("name"), "driver": device.get("driver")}
+    return {key: "-" if facts.get(key) is None else str(facts[key]) for key in COMPARED}
+
+
+def summary(speeds: list[Compared]) -> tuple[float, dict[str, int]]:
+    """Return the geometric mean of the speeds, and how many cells have each verdict."""
+    mean = math.exp(sum(math.log(one.speed.median) for one in speeds) / len(speeds))
+    return mean, {name: sum(one.verdict == name for one in speeds) for name in VERDICTS}
