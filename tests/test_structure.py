@@ -85,7 +85,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stages",),
     ("prepared",),
     ("api", "testing", "backward"),
-    ("device", "timing", "measure", "nvml", "energy", "records"),
+    ("device", "timing", "measure", "nvml", "energy", "records", "report"),
     ("diffusion", "checkpoints", "interop", "distributed"),
     ("cli", "__main__"),
 )

@@ -23,6 +23,7 @@ COMMANDS = {
     "ladder": "every rung on one input: error against its bound, time, memory",
     "ablate": "every rung and every choice of INT8 arithmetic on one input: error, bound, time",
     "compare": "two records of one experiment side by side: faster, slower, same, undecided",
+    "report": "records as one page of HTML: bars of what was timed, numbers of what was found",
     "verify": "hold the rungs to float64 on every distribution; exit status 1 where one fails",
     "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
     "plan": "launches, scratch memory and memory of a call beforehand, on one device or several",

@@ -1,0 +1,71 @@
+"""One self-contained page of HTML from records of measurements: files, or all of a folder; without
+any, from the ladder on a small input, run now. The page needs no network, follows the reader's
+colour scheme and can be read on a phone."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cupyattn import records
+from cupyattn import report as pages
+from cupyattn.cli import ladder, output
+from cupyattn.files import replacing
+
+#: Of the ladder that is run where no records are given.
+SMALL = ["--heads", "1", "--len", "128", "--head-dim", "64"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("records", nargs="*", type=Path, metavar="FILE|FOLDER")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="the page (default report.html)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    folder = args.out.parent
+    if not folder.is_dir():
+        raise OSError(f"--out: there is no folder {str(folder)!r}")
+    found = given(args.records) if args.records else run_ladder()
+    with replacing(args.out) as file:
+        file.write(pages.page(found).encode())
+    print(f"wrote {args.out}: {len(found)} records")
+    return 0
+
+
+def given(paths: list[Path]) -> list[tuple[str, dict[str, Any]]]:
+    """Return names and records of files, and of all in folders.
+
+    Raises
+    ------
+    ValueError
+        If a folder has no record, or a file is none.
+    """
+    found = []
+    for path in paths:
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not files:
+            raise ValueError(f"{path} has no record: a record is a .json that a command wrote")
+        with output.progress("reading", len(files)) as advance:
+            for file in files:
+                found.append((file.stem, records.read(file)))
+                advance(file.stem)
+    return found
+
+
+def run_ladder() -> list[tuple[str, dict[str, Any]]]:
+    """Return the record of the ladder on a small input, run now."""
+    with tempfile.TemporaryDirectory(prefix="cupyattn-report-") as folder:
+        file = Path(folder) / "ladder.json"
+        parser = argparse.ArgumentParser()
+        ladder.configure(parser)
+        arguments = [*SMALL, "--json", str(file)]
+        args = parser.parse_args(arguments)
+        args.arguments = ["ladder", *arguments]
+        ladder.run(args)
+        return [("ladder", records.read(file))]
