@@ -335,6 +335,17 @@ def busy_pipes(record: Record) -> list[str]:
 # ---- energy, scaling, long sequences -------------------------------------------------------------
 
 
+def format_joules(joules: float) -> str:
+    """Return energy as people read it.
+
+    Examples
+    --------
+    >>> format_joules(31.54), format_joules(0.5959)
+    ('31.5 J', '596 mJ')
+    """
+    return f"{joules:.3g} J" if joules >= 1 else f"{1e3 * joules:.3g} mJ"
+
+
 def energy(record: Record) -> list[str]:
     """Joules of a call and operations per watt."""
     idle = record["idle"]["watts"]
@@ -351,8 +362,8 @@ def energy(record: Record) -> list[str]:
             if "watts" in row:
                 table.append([
                     f"{problem['batch']} x {problem['heads']} x {problem['length']:,}",
-                    row["variant"], f"{1e3 * row['joules_per_call']:.4g} mJ",
-                    f"{1e3 * row['joules_above_idle']:.4g} mJ", f"{row['watts']:.0f}",
+                    row["variant"], format_joules(row["joules_per_call"]),
+                    format_joules(row["joules_above_idle"]), f"{row['watts']:.0f}",
                     f"{row['gflops_per_watt']:.0f}",
                     f"{row['clocks'].get('sm_clock_mhz', 0):.0f}",
                 ])  # fmt: skip
