@@ -91,7 +91,8 @@ def test_the_page_of_nsight_compute_is_read_by_cell() -> None:
     (kernel,) = first
     assert kernel["kernel"] == "attn_fa_tc" and kernel[counters.DRAM[0]] == 2**20
     judged = {"j2": 0.5}
-    row: dict[str, Any] = {"variant": "fa_tc", "judgement": judged, "device": first}
+    named = {"variant": "fa_tc, sm_90a", "rung": "fa_tc", "form": "sm90"}
+    row: dict[str, Any] = {**named, "judgement": judged, "device": first}
     row["interpreter"] = {"attn_fa_tc": {"passes": 100, "conflicts": 25}}
     (line,) = counters.table({"rows": [row], "least_bytes": 2**20})
     assert line[3:] == ["100", "25 %", "400", "12 %", "1.0 MiB", "1.0 MiB"]
