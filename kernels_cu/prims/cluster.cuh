@@ -13,17 +13,24 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Four floats of shared memory, of which every block has its own, as block `rank` of the cluster
-// has them.
-__device__ __forceinline__ Vec<float, 4> load_from_block(const float (&own)[4], int rank) {
+// Two or four floats of shared memory, of which every block has its own, as block `rank` of the
+// cluster has them. They begin at a multiple of their size.
+template <int N>
+__device__ __forceinline__ Vec<float, N> load_from_block(const float (&own)[N], int rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(address)
       : "r"(shared_address(&own)), "r"(rank));
-  Vec<float, 4> x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
-               : "r"(address)
-               : "memory");
+  Vec<float, N> x;
+  if constexpr (N == 2)
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(x.v[0]), "=f"(x.v[1])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
+                 : "r"(address)
+                 : "memory");
   return x;
 }

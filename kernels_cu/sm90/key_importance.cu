@@ -1,0 +1,261 @@
+// key_importance, Hopper form -- the mean of the probabilities that some query rows give to each
+//                                key, from keys that are read once.
+//
+// Idea         A thread block cluster has all keys of a head at a time: 64 to a warp, whose scores
+//              with a chunk of rows are 64 registers of a lane. So nothing is computed twice: what
+//              probabilities lack, the maximum and the sum of their rows, blocks tell each other
+//              through distributed shared memory.
+//              A cluster takes several heads in turn. Keys come in tiles of 16 through a ring that
+//              each warp has for itself; those of the next head are under way while blocks wait
+//              for each other, and two blocks share an SM.
+// Differs from key_importance.cu, two kernels, which takes any number of keys, on any device.
+// Kept simple  Rows of one query head at a time: a cluster meets the keys again for each chunk of
+//              rows, and finds them in the L2 cache.
+// Rounding     as key_importance.cu, but that exponentials are taken at the maximum of a warp
+// Bound        docs/MATH_REFERENCE.md, K1
+#include "prims/cluster.cuh"
+#include "prims/config.cuh"
+#include "prims/mma.cuh"
+#include "prims/online_softmax.cuh"
+#include "prims/params.cuh"
+#include "prims/tile_io.cuh"
+#include "prims/warp.cuh"
+
+// cupyattn/diffusion/key_passes.py packs it from one table of (name, type); a test compares the
+// two.
+struct ClusterImportanceParams {
+  const void* Q;      // [batch, heads_kv * group, len_q, HEAD_DIM]
+  const void* K;      // [batch, heads_kv, len_kv, HEAD_DIM]
+  float* importance;  // [batch, heads_kv, len_kv]
+  Strides Q_stride;
+  Strides K_stride;
+  int32_t heads;  // batch * heads_kv
+  int32_t turns;  // heads that a cluster takes in turn, as far as there are
+  int32_t heads_kv;
+  int32_t group;      // query heads of a key head
+  int32_t first_row;  // of Q; then every row_step-th
+  int32_t row_step;
+  int32_t rows;  // so many, of every query head
+  int32_t len_kv;
+  float scale_log2;  // softmax scale times log2(e)
+  float share;       // 1 / (group * rows)
+};
+
+constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
+constexpr int CHUNKS = HEAD_DIM_PAD / 8;       // 16-byte chunks per row
+constexpr int MMA_ROWS = BLOCK_Q / 16;         // row tiles of 16, all of them to each warp
+constexpr int WARP_KV = BLOCK_KV / NUM_WARPS;  // keys per warp
+constexpr int MMA_KEYS = WARP_KV / 8;          // key tiles of 8 of a warp
+constexpr int TILE_KV = 16;                    // keys of a stage, those of an ldmatrix
+constexpr int TILES = WARP_KV / TILE_KV;       // of a warp and a head
+constexpr int SM_BLOCKS = NUM_WARPS < 16 ? 16 / NUM_WARPS : 1;  // at least, of 128 registers
+using Scores = float[MMA_ROWS][MMA_KEYS][4];
+
+struct SharedStorage {
+  alignas(128) elem_t Q[2][BLOCK_Q * HEAD_DIM_PAD];
+  alignas(128) elem_t K[NUM_WARPS][NUM_STAGES][TILE_KV * HEAD_DIM_PAD];
+  float of_warp[NUM_WARPS][BLOCK_Q][2];       // M and l of a row, over the keys of a warp
+  alignas(16) float of_block[2][BLOCK_Q][2];  // over those of the block, which others read
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+
+static_assert(ELEM_IS_16_BIT, "key_importance multiplies float16 or bfloat16");
+static_assert(BLOCK_Q == WARP_SIZE, "BLOCK_Q must be 32: a lane to each row merges its states");
+static_assert(WARP_KV == 64, "BLOCK_KV / NUM_WARPS must be 64: a key tile to each row of lanes");
+static_assert(
+    NUM_STAGES >= 2 && TILES % NUM_STAGES == 0,
+    "NUM_STAGES must be 2 or 4: a ring goes round whole in the keys of a warp");
+
+// What a cluster does at a time: a chunk of the rows of one query head, and its keys.
+struct Item {
+  int64_t head;  // of batch * heads_kv
+  int chunk;     // of the rows of its query heads
+  __device__ __forceinline__ Item(const ClusterImportanceParams& p, int64_t first_head, int number)
+      : head(first_head + number / chunks(p)), chunk(number % chunks(p)) {}
+  static __device__ __forceinline__ int head_chunks(const ClusterImportanceParams& p) {
+    return ceil_div(p.rows, BLOCK_Q);
+  }
+  static __device__ __forceinline__ int chunks(const ClusterImportanceParams& p) {
+    return p.group * head_chunks(p);
+  }
+  __device__ __forceinline__ int first_row(const ClusterImportanceParams& p) const {
+    return chunk % head_chunks(p) * BLOCK_Q;
+  }
+  __device__ __forceinline__ int rows(const ClusterImportanceParams& p) const {
+    return min(BLOCK_Q, p.rows - first_row(p));
+  }
+  __device__ __forceinline__ const elem_t* Q(const ClusterImportanceParams& p) const {
+    const int64_t query_head = head % p.heads_kv * p.group + chunk / head_chunks(p);
+    const int64_t row = p.first_row + int64_t(first_row(p)) * p.row_step;
+    return static_cast<const elem_t*>(p.Q) + head / p.heads_kv * p.Q_stride.batch +
+           query_head * p.Q_stride.head + row * p.Q_stride.len;
+  }
+  __device__ __forceinline__ const elem_t* K(const ClusterImportanceParams& p) const {
+    return static_cast<const elem_t*>(p.K) + head / p.heads_kv * p.K_stride.batch +
+           head % p.heads_kv * p.K_stride.head;
+  }
+};
+
+// Maximum and sum of a row from those over parts of its keys.
+template <int PARTS>
+__device__ __forceinline__ RowState merged(const Vec<float, 2> (&part)[PARTS]) {
+  RowState all;
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) all.M = fmaxf(all.M, part[i].v[0]);
+  const float M = all.M_finite();
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i)
+    all.l = fmaf(part[i].v[1], ex2_approx_ftz(part[i].v[0] - M), all.l);  // R4
+  return all;
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, SM_BLOCKS)
+CLUSTER_OF_SPLITS
+void key_importance(const __grid_constant__ ClusterImportanceParams p) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const int64_t first_head = int64_t(blockIdx.x / CLUSTER) * p.turns;
+  const int num_items = min(int64_t(p.turns), p.heads - first_head) * Item::chunks(p);
+  const int own_key = (blockIdx.x % CLUSTER * NUM_WARPS + warp_id()) * WARP_KV;
+  const int g = lane_id() / 4, t = lane_id() % 4;
+  auto& K_ring = smem.K[warp_id()];
+  const uint32_t Q_lane =
+      shared_address(swizzled<CHUNKS>(smem.Q[0], lane_id() % 16, lane_id() / 16));
+  const uint32_t K_lane = shared_address(
+      swizzled<CHUNKS>(K_ring[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
+
+  const elem_t* K = nullptr;  // [WARP_KV, HEAD_DIM] of the item that is loaded
+  // A tile of an item, its rows with the first; one group for each, empty past the end.
+  auto load = [&](int number, int tile) {
+    if (number < num_items) {
+      if (tile == 0) {
+        const Item item(p, first_head, number);
+        load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(
+            smem.Q[number % 2], item.Q(p), p.row_step * p.Q_stride.len, item.rows(p), thread_id());
+        K = item.K(p) + own_key * p.K_stride.len;
+      }
+      load_tile_async<TILE_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, WARP_SIZE>(
+          K_ring[tile % NUM_STAGES], K + tile * TILE_KV * p.K_stride.len, p.K_stride.len,
+          p.len_kv - own_key - tile * TILE_KV, lane_id());
+    }
+    cp_async_commit_group();
+  };
+#pragma unroll
+  for (int tile = 0; tile < NUM_STAGES; ++tile) load(0, tile);
+
+#pragma unroll 1
+  for (int number = 0; number < num_items; ++number) {
+    // Scores: this lane has rows g, g + 8 of each row tile, keys 8 n + 2 t, + 1 of key tile n.
+    const uint32_t Q_rows = Q_lane + number % 2 * sizeof(smem.Q[0]);
+    Scores S = {};
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      const uint32_t K_tile = K_lane + tile % NUM_STAGES * sizeof(K_ring[0]);
+      cp_async_wait_group<NUM_STAGES - 1>();
+      if (tile == 0)
+        __syncthreads();  // the rows that all warps loaded are visible
+      else
+        __syncwarp();  // the keys that all lanes loaded are visible
+#pragma unroll
+      for (int k = 0; k < HEAD_DIM_PAD / 16; ++k) {
+        uint32_t K_frag[4];  // two key tiles, two halves of k
+        ldmatrix_x4(K_frag, swizzled_from<CHUNKS>(K_tile, 0, 2 * k));
+#pragma unroll
+        for (int r = 0; r < MMA_ROWS; ++r) {
+          uint32_t Q_frag[4];
+          ldmatrix_x4(Q_frag, swizzled_from<CHUNKS>(Q_rows, r * 16, 2 * k));
+          mma_m16n8k16<elem_t>(S[r][2 * tile], Q_frag, K_frag[0], K_frag[1]);      // R2
+          mma_m16n8k16<elem_t>(S[r][2 * tile + 1], Q_frag, K_frag[2], K_frag[3]);  // R2
+        }
+      }
+      __syncwarp();  // no lane reads the stage any more
+      const int next = tile + NUM_STAGES;
+      load(number + next / TILES, next % TILES);
+    }
+
+    // Row states over the keys of this warp; scores become exponentials at its maxima.
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        RowState state;
+#pragma unroll
+        for (int n = 0; n < MMA_KEYS; ++n)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            float& s = S[r][n][2 * h + j];
+            // NOTE: rounded by itself, or some score would exceed its maximum.
+            s = own_key + n * 8 + t * 2 + j < p.len_kv ? __fmul_rn(s, p.scale_log2) : NEG_INF;
+            state.M = fmaxf(state.M, s);
+          }
+        state.M = shfl_max<4>(state.M);
+        const float M = state.M_finite();
+#pragma unroll
+        for (int n = 0; n < MMA_KEYS; ++n)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            float& s = S[r][n][2 * h + j];
+            s = ex2_approx_ftz(s - M);  // R4
+            state.l += s;
+          }
+        state.l = shfl_sum<4>(state.l);
+        if (t == 0) {
+          smem.of_warp[warp_id()][r * 16 + h * 8 + g][0] = state.M;
+          smem.of_warp[warp_id()][r * 16 + h * 8 + g][1] = state.l;
+        }
+      }
+
+    // Over those of the block, then of the cluster: a lane to each row.
+    const int row = lane_id();
+    float (&of_block)[2] = smem.of_block[number % 2][row];
+    __syncthreads();  // the states of all warps are visible
+    if (warp_id() == 0) {
+      Vec<float, 2> part[NUM_WARPS];
+#pragma unroll
+      for (int warp = 0; warp < NUM_WARPS; ++warp)
+        part[warp] = {smem.of_warp[warp][row][0], smem.of_warp[warp][row][1]};
+      const RowState of_all = merged(part);
+      of_block[0] = of_all.M, of_block[1] = of_all.l;
+    }
+    cluster_sync();  // and those of all blocks; nobody reads what the next item overwrites
+    Vec<float, 2> part[CLUSTER];
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; ++rank) part[rank] = load_from_block(of_block, rank);
+    const RowState all = merged(part);
+    const Item item(p, first_head, number);
+    const float M_warp = smem.of_warp[warp_id()][row][0];
+    const float own_factor = row < item.rows(p)  // from exponentials to shares of the mean
+                                 ? p.share / all.l * ex2_approx_ftz(M_warp - all.M_finite())  // R4
+                                 : 0.0f;
+
+    // Sums over rows: of this lane's, then over g, where each lane hands half of its key tiles to
+    // another and goes on with the other half, until it has tile g alone.
+    float sum[MMA_KEYS][2] = {};
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float factor = __shfl_sync(FULL_WARP, own_factor, r * 16 + h * 8 + g);
+#pragma unroll
+        for (int n = 0; n < MMA_KEYS; ++n)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) sum[n][j] = fmaf(factor, S[r][n][2 * h + j], sum[n][j]);
+      }
+#pragma unroll
+    for (int half = MMA_KEYS / 2; half > 0; half /= 2)
+#pragma unroll
+      for (int n = 0; n < half; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float low = sum[n][j], high = sum[n + half][j];
+          const float other = __shfl_xor_sync(FULL_WARP, g & half ? low : high, 4 * half);
+          sum[n][j] = (g & half ? high : low) + other;
+        }
+    float* importance = p.importance + item.head * p.len_kv;  // [len_kv]
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      if (const int key = own_key + g * 8 + t * 2 + j; key < p.len_kv)
+        importance[key] = (item.chunk == 0 ? 0.0f : importance[key]) + sum[0][j];
+  }
+  cluster_sync();  // nobody reads this block's states any more
+}
