@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from tests.prim import Arguments, Prim, normal
 SPLITS = 4
 
 
-def arguments() -> Arguments:
-    return {"x": normal(2, SPLITS, 64, 4), "y": np.zeros((2, SPLITS, SPLITS, 64, 4), np.float32)}
+def arguments(width: int) -> Arguments:
+    y = np.zeros((2, SPLITS, SPLITS, 64, width), np.float32)
+    return {"x": normal(2, SPLITS, 64, width), "y": y}
 
 
 def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
@@ -21,7 +23,8 @@ def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
 
 CLUSTER_PRIMS = [
     Prim(
-        "cluster", "cluster", "rows_of_others", 64, arguments, expected, grid=2 * SPLITS,
+        name, "cluster", entry, 64, functools.partial(arguments, width), expected, grid=2 * SPLITS,
         defines=(("CFG_SPLITS", SPLITS),), since=90,
     )
+    for name, entry, width in (("cluster", "rows_of_others", 4), ("cluster_pairs", "pairs_of_others", 2))
 ]  # fmt: skip

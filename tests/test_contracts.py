@@ -46,6 +46,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "merge_partials.cu": Tiles(64, 1, 4),
     "weight_blocks.cu": GemmTiles(128, 128, 8, 1),
     "key_importance.cu": Tiles(32, 128, 4, 2),
+    "sm90/key_importance.cu": Tiles(32, 512, 8, 2),
     "largest_keys.cu": Tiles(1, 1, 16),
     "gather_rows.cu": Tiles(32, 1, 4),
 }
@@ -161,6 +162,10 @@ BROKEN = [
     ("key_importance.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be a multiple of 16: all warps have all"),
     ("key_importance.cu", {"BLOCK_KV": 96}, "BLOCK_KV / NUM_WARPS must be a multiple of 16, the k"),
     ("key_importance.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2: the next keys arrive"),
+    ("sm90/key_importance.cu", {"DTYPE": 2, "VEC": 4}, "key_importance multiplies float16 or bf"),
+    ("sm90/key_importance.cu", {"BLOCK_Q": 16}, "BLOCK_Q must be 32: a lane to each row merges"),
+    ("sm90/key_importance.cu", {"BLOCK_KV": 256}, "BLOCK_KV / NUM_WARPS must be 64: a key tile"),
+    ("sm90/key_importance.cu", {"NUM_STAGES": 3}, "NUM_STAGES must be 2 or 4: a ring goes round"),
 ]
 #: Contracts of templates, tripped by a few lines of their own.
 TEMPLATES = [

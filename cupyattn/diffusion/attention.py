@@ -485,7 +485,7 @@ class Int8Attention:
         needed = pruning.bytes_needed(q, k, v, settings.pruning_rows, backend)
         with saying_what_is_needed("token pruning", needed, on_device=is_cupy(k)):
             importance = pruning.key_importance(
-                q, k, scale=self._scale, rows=settings.pruning_rows, backend=backend
+                q, k, scale=self._scale, rows=settings.pruning_rows, **self._where
             )
             if settings.pruning_threshold is None:
                 count = pruning.kept_count(k.shape[2], settings.pruning_ratio)

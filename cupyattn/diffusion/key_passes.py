@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,16 @@ IMPORTANCE_PARAMS = np.dtype(
     ],
     align=True,
 )  # fmt: skip
+#: ``struct ClusterImportanceParams`` of kernels_cu/sm90/key_importance.cu, field by field.
+CLUSTER_PARAMS = np.dtype(
+    [
+        ("Q", "u8"), ("K", "u8"), ("importance", "u8"), ("Q_stride", "i8", 3),
+        ("K_stride", "i8", 3), ("heads", "i4"), ("turns", "i4"), ("heads_kv", "i4"),
+        ("group", "i4"), ("first_row", "i4"), ("row_step", "i4"), ("rows", "i4"),
+        ("len_kv", "i4"), ("scale_log2", "f4"), ("share", "f4"),
+    ],
+    align=True,
+)  # fmt: skip
 #: ``struct LargestParams`` of kernels_cu/largest_keys.cu, field by field.
 LARGEST_PARAMS = np.dtype(
     [("importance", "u8"), ("kept", "u8"), ("places", "u8"), ("len_kv", "i4"), ("count", "i4")],
@@ -47,6 +58,14 @@ _CHUNK_ROWS, _WIDE_HEAD_DIM = 32, 128
 #: Thread blocks that a launch is to have, where there are keys enough: some for each place of a
 #: device. A split has at least so many tiles, and a block merges the rows of at most so many.
 _WANTED_BLOCKS, _LEAST_TILES, _MOST_SPLITS = 4096, 4, 32
+#: Keys that a warp of a cluster holds, and blocks of a cluster that every device with clusters runs.
+_WARP_KEYS, _MOST_BLOCKS = 64, 8
+#: Warps that such blocks have at most, by head size: their rings of keys fill a multiprocessor.
+#: From 8 on a cluster grows no further.
+_CLUSTER_WARPS, _WIDE_CLUSTER_WARPS, _GROWN_WARPS = 16, 8, 8
+#: Heads that a cluster takes in turn at most, so that those of the next arrive during these, and
+#: blocks that a launch is to have all the same: four times as many as run at a time.
+_MOST_TURNS, _WAVES_OF_BLOCKS = 4, 1024
 #: Warps of a block that looks for the largest, and of one that gathers; accesses of an operand that
 #: one of the latter's threads has under way.
 _SELECT_WARPS, _GATHER_WARPS, _IN_FLIGHT = 16, 4, 4
@@ -68,6 +87,31 @@ def importance_tiles(head_dim: int) -> Tiles:
     """Return the sizes of the kernels of importance."""
     block_kv = 128 if head_dim <= _WIDE_HEAD_DIM else 64
     return Tiles(block_q=_CHUNK_ROWS, block_kv=block_kv, num_warps=4, num_stages=2)
+
+
+def reads_keys_once(k: Operand, arch: str | None) -> bool:
+    """Whether a cluster of thread blocks holds the keys of a head, and importance reads them once.
+
+    It does on the architecture ``"sm_90a"``, for up to 8,192 keys (head_dim beyond 128: 4,096).
+    Elsewhere two kernels read them, one after the other.
+    """
+    most = _CLUSTER_WARPS if k.shape[3] <= _WIDE_HEAD_DIM else _WIDE_CLUSTER_WARPS
+    return arch == "sm_90a" and k.shape[2] <= _MOST_BLOCKS * most * _WARP_KEYS
+
+
+def cluster_tiles(len_kv: int, head_dim: int) -> tuple[Tiles, int]:
+    """Return the sizes of the kernel that reads keys once, and the thread blocks of a cluster.
+
+    Examples
+    --------
+    >>> [(t.num_warps, blocks) for t, blocks in (cluster_tiles(n, 128) for n in (77, 4096, 4608))]
+    [(2, 1), (8, 8), (9, 8)]
+    """
+    wanted = -(-len_kv // (_GROWN_WARPS * _WARP_KEYS))
+    blocks = min(_MOST_BLOCKS, 1 << (wanted - 1).bit_length())
+    warps = -(-len_kv // (blocks * _WARP_KEYS))
+    stages = 4 if head_dim <= _WIDE_HEAD_DIM // 2 else 2  # as many bytes under way
+    return Tiles(_CHUNK_ROWS, warps * _WARP_KEYS, warps, stages), blocks
 
 
 def row_states_shape(k: Operand, group: int, rows: int) -> tuple[int, ...]:
@@ -99,9 +143,12 @@ def _check_length(len_kv: int) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def plan_key_importance(
-    q: Operand, k: Operand, dtype: str, scale: float, sampled: range
+    q: Operand, k: Operand, dtype: str, scale: float, sampled: range, arch: str | None = None
 ) -> Launches:
-    """Plan the importance of keys: the row states of parts of the keys, then their sums over rows.
+    """Plan the importance of keys.
+
+    One launch where `reads_keys_once`; otherwise the row states of parts of the keys, then the sums
+    of probabilities over rows.
 
     Parameters
     ----------
@@ -114,12 +161,14 @@ def plan_key_importance(
         Of the softmax.
     sampled : range
         Rows of q to look at.
+    arch : str, optional
+        Architecture that it will run on.
 
     Returns
     -------
     Launches
-        They name the buffers ``"importance"``, (batch, heads_kv, len_kv), and ``"row_M"`` and
-        ``"row_l"``, `row_states_shape`, too, all of float32.
+        They name the buffer ``"importance"``, (batch, heads_kv, len_kv), too, and, where there are
+        two, ``"row_M"`` and ``"row_l"``, `row_states_shape`, all of float32.
 
     Raises
     ------
@@ -129,17 +178,20 @@ def plan_key_importance(
     batch, heads_kv, len_kv, head_dim = k.shape
     _check_length(len_kv)
     group, rows = q.shape[1] // heads_kv, len(sampled)
+    features = Features(dtype, head_dim, vec=widest(q, k))
+    params: dict[str, Any] = {
+        "Q": "q", "K": "k", "importance": "importance", "Q_stride": q.row_strides,
+        "K_stride": k.row_strides, "heads_kv": heads_kv, "group": group,
+        "first_row": sampled.start, "row_step": sampled.step, "rows": rows, "len_kv": len_kv,
+        "scale_log2": scale * LOG2E, "share": 1 / (group * rows),
+    }  # fmt: skip
+    if reads_keys_once(k, arch):
+        return _one_pass(batch * heads_kv, features, params)
     splits, split_keys = _splits(k)
     _, _, chunks, _ = row_states_shape(k, group, rows)
     tiles = importance_tiles(head_dim)
-    spec = _spec("key_importance.cu", tiles, Features(dtype, head_dim, vec=widest(q, k)))
-    params: dict[str, Any] = {
-        "Q": "q", "K": "k", "row_M": "row_M", "row_l": "row_l", "importance": "importance",
-        "Q_stride": q.row_strides, "K_stride": k.row_strides, "heads_kv": heads_kv, "group": group,
-        "first_row": sampled.start, "row_step": sampled.step, "rows": rows, "len_kv": len_kv,
-        "splits": splits, "split_keys": split_keys, "scale_log2": scale * LOG2E,
-        "share": 1 / (group * rows),
-    }  # fmt: skip
+    spec = _spec("key_importance.cu", tiles, features)
+    params |= {"row_M": "row_M", "row_l": "row_l", "splits": splits, "split_keys": split_keys}
     structs = ((IMPORTANCE_PARAMS, params),)
     blocks = check_grid("key_importance", batch * heads_kv, splits)
     grids = {
@@ -151,6 +203,20 @@ def plan_key_importance(
             Launch(spec, entry, grid, tiles.num_threads, True, structs)
             for entry, grid in grids.items()
         )
+    )
+
+
+def _one_pass(heads: int, features: Features, params: dict[str, Any]) -> Launches:
+    """Return the launch of clusters that read the keys of so many heads once."""
+    tiles, blocks = cluster_tiles(params["len_kv"], features.head_dim)
+    plain = _spec("sm90/key_importance.cu", tiles, features)
+    spec = replace(plain, defines=tuple(sorted((*plain.defines, ("CFG_SPLITS", blocks)))))
+    check_grid("key_importance", heads, blocks)
+    turns = min(_MOST_TURNS, max(1, heads * blocks // _WAVES_OF_BLOCKS))
+    grid = -(-heads // turns) * blocks
+    structs = ((CLUSTER_PARAMS, {**params, "heads": heads, "turns": turns}),)
+    return Launches(
+        launches=(Launch(spec, "key_importance", grid, tiles.num_threads, True, structs),)
     )
 
 

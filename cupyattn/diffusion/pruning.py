@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import check_one_device, contiguous_last_axis
-from cupyattn.backends import as_input, choose, on_device_of, run
+from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.checks import data_address
 from cupyattn.diffusion.arguments import check_count, check_number
 from cupyattn.diffusion.key_passes import (
@@ -21,6 +21,7 @@ from cupyattn.diffusion.key_passes import (
     MOST_HEAD_DIM,
     plan_compact,
     plan_key_importance,
+    reads_keys_once,
     row_states_shape,
     sampled_rows,
 )
@@ -43,6 +44,7 @@ def key_importance(
     scale: float | None = None,
     rows: int = SAMPLE_ROWS,
     backend: str | None = None,
+    arch: str | None = None,
 ) -> Array:
     """Estimate how much attention each key gets.
 
@@ -58,6 +60,8 @@ def key_importance(
     backend : {"cuda", "mirror", "interpret"}, optional
         As for `cupyattn.attention`. The kernels take q and k in float16 or in bfloat16, head_dim up
         to 256; others take the functions of their own library, on a device, too.
+    arch : str, optional
+        Architecture that the kernels are compiled for: that of the device when omitted.
 
     Returns
     -------
@@ -74,8 +78,8 @@ def key_importance(
 
     Notes
     -----
-    The cost is ``2 * rows / len_q`` of Q.K^T, and the keys are read twice. Without the kernels
-    scaled rows are rounded to the type of q once more: docs/MATH_REFERENCE.md, K1.
+    The cost is ``2 * rows / len_q`` of Q.K^T, and the keys are read twice; half of both on an H100
+    or H200 (``"sm_90a"``), for up to 8,192 keys (4,096 beyond head_dim 128). Without the kernels scaled rows are rounded to the type of q once more: docs/MATH_REFERENCE.md, K1.
 
     Examples
     --------
@@ -83,7 +87,7 @@ def key_importance(
     0.2
     """
     given = {"q": q, "k": k}
-    key, addresses = call_key(("key_importance", scale, rows, backend), given)
+    key, addresses = call_key(("key_importance", scale, rows, backend, arch), given)
     again = recall(key)
     if again is not None:
         return again(addresses)[0]
@@ -103,12 +107,15 @@ def key_importance(
     with on_device_of(q):
         buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
         of_q, of_k = (Operand.of(buffers[name]) for name in given)
-        plan = plan_key_importance(of_q, of_k, q.dtype.name, float(scale), sampled)
-        states = row_states_shape(of_k, heads // heads_kv, len(sampled))
-        shapes = {"importance": (batch, heads_kv, len_kv), "row_M": states, "row_l": states}
+        arch = arch or own_arch(backend, q)
+        plan = plan_key_importance(of_q, of_k, q.dtype.name, float(scale), sampled, arch)
+        shapes: dict[str, tuple[int, ...]] = {"importance": (batch, heads_kv, len_kv)}
+        if not reads_keys_once(of_k, arch):
+            states = row_states_shape(of_k, heads // heads_kv, len(sampled))
+            shapes |= {"row_M": states, "row_l": states}
         buffers |= {name: xp.empty(shape, np.float32) for name, shape in shapes.items()}
-        run(backend, plan, buffers)
-        remember(key, plan, None, given, buffers, shapes)
+        run(backend, plan, buffers, arch)
+        remember(key, plan, arch, given, buffers, shapes)
     return buffers["importance"]
 
 

@@ -68,15 +68,16 @@ static_assert(
 
 // What a cluster does at a time: a chunk of the rows of one query head, and its keys.
 struct Item {
-  int64_t head;  // of batch * heads_kv
-  int chunk;     // of the rows of its query heads
-  __device__ __forceinline__ Item(const ClusterImportanceParams& p, int64_t first_head, int number)
-      : head(first_head + number / chunks(p)), chunk(number % chunks(p)) {}
+  int head;       // of batch * heads_kv
+  int chunk = 0;  // of the rows of its query heads
   static __device__ __forceinline__ int head_chunks(const ClusterImportanceParams& p) {
     return ceil_div(p.rows, BLOCK_Q);
   }
   static __device__ __forceinline__ int chunks(const ClusterImportanceParams& p) {
     return p.group * head_chunks(p);
+  }
+  __device__ __forceinline__ void advance(const ClusterImportanceParams& p) {
+    if (++chunk == chunks(p)) chunk = 0, ++head;
   }
   __device__ __forceinline__ int first_row(const ClusterImportanceParams& p) const {
     return chunk % head_chunks(p) * BLOCK_Q;
@@ -85,7 +86,7 @@ struct Item {
     return min(BLOCK_Q, p.rows - first_row(p));
   }
   __device__ __forceinline__ const elem_t* Q(const ClusterImportanceParams& p) const {
-    const int64_t query_head = head % p.heads_kv * p.group + chunk / head_chunks(p);
+    const int query_head = head % p.heads_kv * p.group + chunk / head_chunks(p);
     const int64_t row = p.first_row + int64_t(first_row(p)) * p.row_step;
     return static_cast<const elem_t*>(p.Q) + head / p.heads_kv * p.Q_stride.batch +
            query_head * p.Q_stride.head + row * p.Q_stride.len;
@@ -114,8 +115,8 @@ CLUSTER_OF_SPLITS
 void key_importance(const __grid_constant__ ClusterImportanceParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  const int64_t first_head = int64_t(blockIdx.x / CLUSTER) * p.turns;
-  const int num_items = min(int64_t(p.turns), p.heads - first_head) * Item::chunks(p);
+  Item item = {int(blockIdx.x / CLUSTER * p.turns)}, loading = item;
+  const int end_head = item.head + min(p.turns, p.heads - item.head);
   const int own_key = (blockIdx.x % CLUSTER * NUM_WARPS + warp_id()) * WARP_KV;
   const int g = lane_id() / 4, t = lane_id() % 4;
   auto& K_ring = smem.K[warp_id()];
@@ -125,28 +126,30 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
       swizzled<CHUNKS>(K_ring[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
 
   const elem_t* K = nullptr;  // [WARP_KV, HEAD_DIM] of the item that is loaded
-  // A tile of an item, its rows with the first; one group for each, empty past the end.
-  auto load = [&](int number, int tile) {
-    if (number < num_items) {
+  int Q_stage = 0;            // which its rows go to
+  // A tile of that item, its rows with the first; one group for each, empty past the end.
+  auto load = [&](int tile) {
+    if (loading.head < end_head) {
       if (tile == 0) {
-        const Item item(p, first_head, number);
         load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(
-            smem.Q[number % 2], item.Q(p), p.row_step * p.Q_stride.len, item.rows(p), thread_id());
-        K = item.K(p) + own_key * p.K_stride.len;
+            smem.Q[Q_stage], loading.Q(p), p.row_step * p.Q_stride.len, loading.rows(p),
+            thread_id());
+        K = loading.K(p) + own_key * p.K_stride.len;
       }
       load_tile_async<TILE_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, WARP_SIZE>(
           K_ring[tile % NUM_STAGES], K + tile * TILE_KV * p.K_stride.len, p.K_stride.len,
           p.len_kv - own_key - tile * TILE_KV, lane_id());
+      if (tile == TILES - 1) loading.advance(p), Q_stage ^= 1;
     }
     cp_async_commit_group();
   };
 #pragma unroll
-  for (int tile = 0; tile < NUM_STAGES; ++tile) load(0, tile);
+  for (int tile = 0; tile < NUM_STAGES; ++tile) load(tile);
 
 #pragma unroll 1
-  for (int number = 0; number < num_items; ++number) {
+  for (int stage = 0; item.head < end_head; item.advance(p), stage ^= 1) {
     // Scores: this lane has rows g, g + 8 of each row tile, keys 8 n + 2 t, + 1 of key tile n.
-    const uint32_t Q_rows = Q_lane + number % 2 * sizeof(smem.Q[0]);
+    const uint32_t Q_rows = Q_lane + stage * sizeof(smem.Q[0]);
     Scores S = {};
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
@@ -169,8 +172,7 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
         }
       }
       __syncwarp();  // no lane reads the stage any more
-      const int next = tile + NUM_STAGES;
-      load(number + next / TILES, next % TILES);
+      load((tile + NUM_STAGES) % TILES);
     }
 
     // Row states over the keys of this warp; scores become exponentials at its maxima.
@@ -207,7 +209,7 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
 
     // Over those of the block, then of the cluster: a lane to each row.
     const int row = lane_id();
-    float (&of_block)[2] = smem.of_block[number % 2][row];
+    float (&of_block)[2] = smem.of_block[stage][row];
     __syncthreads();  // the states of all warps are visible
     if (warp_id() == 0) {
       Vec<float, 2> part[NUM_WARPS];
@@ -222,7 +224,6 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
 #pragma unroll
     for (int rank = 0; rank < CLUSTER; ++rank) part[rank] = load_from_block(of_block, rank);
     const RowState all = merged(part);
-    const Item item(p, first_head, number);
     const float M_warp = smem.of_warp[warp_id()][row][0];
     const float own_factor = row < item.rows(p)  // from exponentials to shares of the mean
                                  ? p.share / all.l * ex2_approx_ftz(M_warp - all.M_finite())  // R4
@@ -251,7 +252,7 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
           const float other = __shfl_xor_sync(FULL_WARP, g & half ? low : high, 4 * half);
           sum[n][j] = (g & half ? high : low) + other;
         }
-    float* importance = p.importance + item.head * p.len_kv;  // [len_kv]
+    float* importance = p.importance + int64_t(item.head) * p.len_kv;  // [len_kv]
 #pragma unroll
     for (int j = 0; j < 2; ++j)
       if (const int key = own_key + g * 8 + t * 2 + j; key < p.len_kv)
