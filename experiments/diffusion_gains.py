@@ -1,13 +1,13 @@
 """What do guidance fusion, static scales, token pruning and block masks win over the plain call?
 
 Varies       the way (both guidance branches in one launch; calibrated scales; a fifth of the keys
-             dropped, selection included, and the selection alone; blocks of a random mask kept; q
-             and k normalised and turned as they are quantised; INT8 at 118,800 and 131,072 tokens),
-             the mode, the length
+             dropped, selection included, the selection alone, and their weights alone; blocks of a
+             random mask kept; q and k normalised and turned as they are quantised; INT8 at 118,800
+             and 131,072 tokens), the mode, the length
 Holds fixed  head_dim 128, float16, N(0, 1), self-attention; batch x heads as the length allows
 Measures     time against the plain ways in the same rounds: two calls, dynamic scales of the same
-             granularity, all keys, copies of K and V, dense attention in 16 bits and in INT8, a
-             pass before, 16 bits;
+             granularity, all keys, copies of K and V, weights of keys that are read twice, dense
+             attention in 16 bits and in INT8, a pass before, 16 bits;
              for masks also against dense attention with the same tiles, as a share of 1 / density;
              for pruning also the relative error against all keys; for long sequences the bytes of
              scratch memory
@@ -36,7 +36,8 @@ from cupyattn.api import kernel_form
 from cupyattn.checks import check_attention
 from cupyattn.cli import output
 from cupyattn.diffusion import key_importance
-from cupyattn.diffusion.pruning import compact, kept_count
+from cupyattn.diffusion.importance_bounds import importance_bound
+from cupyattn.diffusion.pruning import SAMPLE_ROWS, compact, kept_count
 from cupyattn.launch import Operand
 from cupyattn.preparation import EPS, Preparation
 from cupyattn.preparation import OPTIONS as PREPARATION
@@ -155,6 +156,20 @@ def choosing(qkv: Sequence[Any], mode: str) -> Comparison:
     return {"k and v copied": lambda q, k, v: (k.copy(), v.copy())}, chosen, {"ok": same}
 
 
+def weighing(qkv: Sequence[Any], mode: str) -> Comparison:
+    """The importance of keys alone: read once where the device can, beside read twice."""
+    q, k, _ = qkv
+    backend = backends.choose(None, q)
+    twice = {"arch": "sm_90"} if backends.own_arch(backend, q) else {}
+    exact, bound = importance_bound(
+        *(as_float64(x[:1]) for x in (q, k)), scale=HEAD_DIM**-0.5, rows=SAMPLE_ROWS,
+        rounded_to="float16" if backend == "mirror" else "",
+    )  # fmt: skip
+    ratio = float((np.abs(as_float64(key_importance(q, k)[:1]) - exact) / bound).max())
+    plain = {"keys read twice": lambda q, k, v: key_importance(q, k, **twice)}
+    return plain, lambda q, k, v: key_importance(q, k), {"ok": ratio <= 1, "of bound": ratio}
+
+
 def dense_in_the_same_tiles(qkv: Sequence[Any], mode: str, **options: Any) -> Way:
     """Return dense attention of a mode with the tiles that a call with a block mask takes."""
     given: dict[str, Any] = {"variant": "fa_tc"}
@@ -241,19 +256,20 @@ WAYS: dict[str, Callable[..., Comparison]] = {
     "guidance in one launch": guidance,
     f"{RATIO:.0%} of keys pruned": pruning,
     "keys weighed, chosen and moved alone": choosing,
+    "keys weighed alone": weighing,
     "norm and rope as q and k are quantised": prepared,
     **{f"{density:.0%} of blocks kept": sparse(density) for density in DENSITIES},
     "INT8 of a long sequence": long,
 }
 #: INT8 alone: there is nothing to compare in 16 bits.
-ONE_MODE = (static, quantising, choosing, prepared, long)
+ONE_MODE = (static, quantising, choosing, weighing, prepared, long)
 #: What is measured, the most telling first: batch, heads, length, and the ways.
 CELLS: tuple[tuple[Shape, tuple[str, ...]], ...] = (
-    ((16, 32, 4096), tuple(WAYS)[:6]),
-    ((1, 8, 32_768), tuple(WAYS)[6:9]),
-    ((1, 4, 118_800), tuple(WAYS)[9:]),
+    ((16, 32, 4096), tuple(WAYS)[:7]),
+    ((1, 8, 32_768), tuple(WAYS)[7:10]),
+    ((1, 4, 118_800), tuple(WAYS)[10:]),
     *(((1, 32, length), tuple(WAYS)[:3]) for length in (256, 1024, 16_384)),
-    ((1, 4, 131_072), tuple(WAYS)[9:]),
+    ((1, 4, 131_072), tuple(WAYS)[10:]),
 )
 
 

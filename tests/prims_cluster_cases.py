@@ -21,10 +21,12 @@ def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
     return {"y": np.repeat(x[:, None, :, ::-1], SPLITS, axis=1)}
 
 
+#: Kernel, and floats that are read at a time.
+WIDTHS = {"rows_of_others": 4, "pairs_of_others": 2}
 CLUSTER_PRIMS = [
     Prim(
-        name, "cluster", entry, 64, functools.partial(arguments, width), expected, grid=2 * SPLITS,
-        defines=(("CFG_SPLITS", SPLITS),), since=90,
+        f"cluster_{width}", "cluster", entry, 64, functools.partial(arguments, width), expected,
+        grid=2 * SPLITS, defines=(("CFG_SPLITS", SPLITS),), since=90,
     )
-    for name, entry, width in (("cluster", "rows_of_others", 4), ("cluster_pairs", "pairs_of_others", 2))
+    for entry, width in WIDTHS.items()
 ]  # fmt: skip

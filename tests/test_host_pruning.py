@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupyattn import compile as kc
 from cupyattn.diffusion import key_importance, pruning
 from cupyattn.quant import repeated
 from tests.test_host_calls import Driver, array, driver  # noqa: F401
@@ -18,6 +19,7 @@ cupy = pytest.importorskip("cupy")
 
 @pytest.fixture
 def host(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:  # noqa: F811
+    monkeypatch.setattr(pruning, "own_arch", lambda *_: None)
     planners = (pruning, "plan_key_importance"), (pruning, "plan_compact")
     with watched(driver, monkeypatch, *planners) as found:
         yield found
@@ -37,6 +39,23 @@ def test_importance_that_comes_again_gets_the_new_addresses(host: Host) -> None:
             states.append((passed["row_M"], passed["row_l"]))
         assert states[0] == states[1]  # what the first leaves the second finds
     assert len(host.plans) == len(repeated._recent) == 1
+
+
+def test_keys_that_are_read_once_take_one_launch(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruning, "own_arch", lambda *_: "sm_90a")
+    asked: list[str | None] = []
+    load = kc.load
+    monkeypatch.setattr(kc, "load", lambda spec, arch=None: (asked.append(arch), load(spec))[1])
+    for turn in range(3):
+        q, k = array((1, 4, 70, 64)), array((1, 2, 90, 64))
+        found = key_importance(q, k, rows=8)
+        given = {"q": q, "k": k, "importance": found}
+        expected = {name: x.data.ptr for name, x in given.items()}
+        assert host.passed(turn) == ("key_importance", expected)
+    assert len(host.plans) == len(repeated._recent) == 1
+    assert len(host.driver.launches) == 3 and asked == ["sm_90a"]
 
 
 def test_keys_that_are_moved_again_get_the_new_addresses(host: Host) -> None:

@@ -58,11 +58,12 @@ _CHUNK_ROWS, _WIDE_HEAD_DIM = 32, 128
 #: Thread blocks that a launch is to have, where there are keys enough: some for each place of a
 #: device. A split has at least so many tiles, and a block merges the rows of at most so many.
 _WANTED_BLOCKS, _LEAST_TILES, _MOST_SPLITS = 4096, 4, 32
-#: Keys that a warp of a cluster holds, and blocks of a cluster that every device with clusters runs.
+#: Keys whose scores a warp of a cluster holds, and blocks of a cluster, which all devices that have
+#: clusters run.
 _WARP_KEYS, _MOST_BLOCKS = 64, 8
-#: Warps that such blocks have at most, by head size: their rings of keys fill a multiprocessor.
-#: From 8 on a cluster grows no further.
-_CLUSTER_WARPS, _WIDE_CLUSTER_WARPS, _GROWN_WARPS = 16, 8, 8
+#: Warps of a block while the cluster may still grow: two such blocks share a multiprocessor. Beyond
+#: that at most so many, by head size: their rings of keys fill its shared memory.
+_PAIRED_WARPS, _MOST_WARPS, _MOST_WIDE_WARPS = 8, 16, 8
 #: Heads that a cluster takes in turn at most, so that those of the next arrive during these, and
 #: blocks that a launch is to have all the same: four times as many as run at a time.
 _MOST_TURNS, _WAVES_OF_BLOCKS = 4, 1024
@@ -95,7 +96,7 @@ def reads_keys_once(k: Operand, arch: str | None) -> bool:
     It does on the architecture ``"sm_90a"``, for up to 8,192 keys (head_dim beyond 128: 4,096).
     Elsewhere two kernels read them, one after the other.
     """
-    most = _CLUSTER_WARPS if k.shape[3] <= _WIDE_HEAD_DIM else _WIDE_CLUSTER_WARPS
+    most = _MOST_WARPS if k.shape[3] <= _WIDE_HEAD_DIM else _MOST_WIDE_WARPS
     return arch == "sm_90a" and k.shape[2] <= _MOST_BLOCKS * most * _WARP_KEYS
 
 
@@ -107,7 +108,7 @@ def cluster_tiles(len_kv: int, head_dim: int) -> tuple[Tiles, int]:
     >>> [(t.num_warps, blocks) for t, blocks in (cluster_tiles(n, 128) for n in (77, 4096, 4608))]
     [(2, 1), (8, 8), (9, 8)]
     """
-    wanted = -(-len_kv // (_GROWN_WARPS * _WARP_KEYS))
+    wanted = -(-len_kv // (_PAIRED_WARPS * _WARP_KEYS))
     blocks = min(_MOST_BLOCKS, 1 << (wanted - 1).bit_length())
     warps = -(-len_kv // (blocks * _WARP_KEYS))
     stages = 4 if head_dim <= _WIDE_HEAD_DIM // 2 else 2  # as many bytes under way

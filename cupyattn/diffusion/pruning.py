@@ -2,7 +2,7 @@
 
 Importance is estimated from a few query rows. The keys that are kept are moved together, as many in
 each head, so that the kernel sees shorter keys and values and the dropped ones cost nothing. On a
-device kernels do both (`cupyattn.diffusion.key_passes`), two launches each.
+device kernels do both (`cupyattn.diffusion.key_passes`), in one launch or two each.
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ def key_importance(
 
     Notes
     -----
-    The cost is ``2 * rows / len_q`` of Q.K^T, and the keys are read twice; half of both on an H100
-    or H200 (``"sm_90a"``), for up to 8,192 keys (4,096 beyond head_dim 128). Without the kernels scaled rows are rounded to the type of q once more: docs/MATH_REFERENCE.md, K1.
+    The cost is ``2 * rows / len_q`` of Q.K^T, and the keys are read twice; on compute capability
+    9.0, or where `arch` is ``"sm_90a"``, half as much, and once, for up to 8,192 keys (4,096 beyond
+    head_dim 128). ``arch="sm_90"`` asks for the other form, whose bits differ. Without the kernels
+    scaled rows are rounded to the type of q once more: docs/MATH_REFERENCE.md, K1.
 
     Examples
     --------

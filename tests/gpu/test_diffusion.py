@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn import executor
 from cupyattn.diffusion import MODES, VideoMask, key_importance, pruning
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.diffusion.importance_bounds import importance_bound
+from cupyattn.diffusion.key_passes import plan_key_importance, row_states_shape, sampled_rows
 from cupyattn.diffusion.pruning import compact
 from cupyattn.distributions import make
+from cupyattn.launch import Operand
 from cupyattn.rounding import STORAGE
+from tests.gpu.support import guarded
 from tests.runs import bits
 
 cupy = pytest.importorskip("cupy")
@@ -80,6 +84,49 @@ def test_importance_is_within_its_bound(len_q, len_kv, head_dim, rows, dtype) ->
         found = key_importance(q, k, rows=rows)
         assert (np.abs(found.get() - exact) <= bound).all()
     assert bits(key_importance(q, k, rows=rows)) == bits(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("len_kv", "head_dim"),
+    [
+        (1, 64), (77, 128), (513, 7), (1000, 40), (2049, 256), (4095, 128), (4096, 128),
+        (4096, 256), (4608, 128), (6000, 64), (8192, 128),
+    ],
+)  # fmt: skip
+def test_keys_read_once_weigh_what_those_read_twice_do(len_kv, head_dim, dtype) -> None:
+    """Over NaN and between guards, both within the bound, grouped heads, two chunks of rows."""
+    if int(cupy.cuda.Device().compute_capability) != 90:
+        pytest.skip("keys are read once on compute capability 9.0 alone")
+    q, k, _ = operands(301, len_kv, head_dim, dtype)
+    exact, bound = importance_bound(q.get(), k.get(), scale=head_dim**-0.5, rows=40)
+    of_q, of_k, sampled = Operand.of(q), Operand.of(k), sampled_rows(301, 40)
+    found = []
+    for arch in ("sm_90a", "sm_90a", "sm_90"):
+        plan = plan_key_importance(of_q, of_k, dtype, head_dim**-0.5, sampled, arch)
+        assert len(plan.launches) == 1 + (arch == "sm_90")
+        result = guarded(k.shape[:3], "float32")
+        states = row_states_shape(of_k, q.shape[1] // k.shape[1], len(sampled))
+        rows = {name: guarded(states, "float32") for name in ("row_M", "row_l")}
+        buffers = {"q": q, "k": k, "importance": result.array}
+        executor.run(plan, buffers | {name: x.array for name, x in rows.items()}, arch)
+        result.check()
+        assert (np.abs(result.array.get() - exact) <= bound).all()
+        found.append(bits(result.array))
+    assert found[0] == found[1] == bits(key_importance(q, k, rows=40))
+
+
+@pytest.mark.parametrize("heads", [3, 301, 602])
+def test_importance_of_a_head_is_that_of_the_head_alone(heads) -> None:
+    """However many heads a cluster takes in turn, and whichever comes after which."""
+    q, k = (cupy.random.standard_normal((heads, 1, n, 64)).astype("float16") for n in (64, 4000))
+    found = key_importance(q, k)
+    assert bits(key_importance(q, k)) == bits(found)
+    for head in {0, 1, heads // 2, heads - 2, heads - 1}:
+        alone = key_importance(q[head : head + 1], k[head : head + 1])
+        assert bits(alone) == bits(found[head : head + 1])
+    apart = k.swapaxes(1, 2).copy().swapaxes(1, 2)
+    assert bits(key_importance(q, apart)) == bits(found)
 
 
 def test_float32_keys_are_weighed_by_the_library() -> None:
