@@ -157,7 +157,7 @@ def test_more_heads_than_blocks_are_counted_are_refused() -> None:
 
 #: Line, what stands for it, and what the interpreter says: "" where the numbers are wrong.
 THEFTS = {
-    "barrier of the rows": ("__syncthreads();  // the rows that all warps", "//", "race"),
+    "barrier of the rows": ("__syncthreads();  // the rows that all warps", "; //", "race"),
     "barrier of the warps": ("__syncthreads();  // the states of all warps", "//", "race"),
     "barrier of the blocks": ("cluster_sync();  // and those of all blocks", "//", "race"),
     "barrier at the end": ("cluster_sync();  // nobody reads this block's", "//", "race"),
