@@ -16,7 +16,7 @@ from cupyattn.diffusion import key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
 from cupyattn.diffusion.key_passes import CLUSTER_PARAMS, cluster_tiles, reads_keys_once
 from cupyattn.errors import UnsupportedError
-from cupyattn.interpret import KernelFault
+from cupyattn.interpret import KernelFault, Profile, observe
 from cupyattn.launch import Operand
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
@@ -69,6 +69,19 @@ def test_keys_that_are_read_once_are_within_the_bound(case: str, in_turn: None) 
     other = key_importance(q, k, scale=scale, rows=rows, **TWICE)
     assert (np.abs(found - other) <= 2 * bound).all()
     np.testing.assert_allclose(found.sum(axis=2), 1, rtol=1e-5)
+
+
+def test_what_is_read() -> None:
+    """K once and the rows in each block: the two kernels read both twice."""
+    q, k = operands((1, 1), (32, 1024), 64)
+    read = []
+    for how in (ONCE, TWICE):
+        profile = Profile()
+        with observe(profile):
+            key_importance(q, k, **how)
+        read.append(profile.traffic["global", "load"])
+    assert read[0] == k.nbytes + 2 * q.nbytes
+    assert read[1] >= 2 * k.nbytes
 
 
 def test_how_many_heads_come_in_turn_changes_no_bit(request: pytest.FixtureRequest) -> None:

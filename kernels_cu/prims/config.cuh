@@ -136,7 +136,7 @@ constexpr bool ORDERED = CFG_DQ == 2;  // in one order on every run
 constexpr int BLOCK_M = CFG_BLOCK_M;            // rows of C per thread block
 constexpr int BLOCK_N = CFG_BLOCK_N;            // columns of it
 constexpr int ACCESS_BYTES = CFG_ACCESS_BYTES;  // of A and B per global access
-constexpr int SPLITS = CFG_SPLITS;              // thread blocks that share the k of every tile
+constexpr int SPLITS = CFG_SPLITS;              // blocks that share the k of every tile, or keys
 constexpr int TAIL_SPLITS = CFG_TAIL_SPLITS;    // that share the k of a tile of the last wave
 constexpr int CLUSTER = SPLITS * TAIL_SPLITS;   // thread blocks of a cluster
 enum class Activation { NONE, GELU, GELU_TANH, SILU };
