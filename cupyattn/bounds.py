@@ -353,7 +353,9 @@ def _kernel_bound(
     least = 2.0**-142 if n.by_tile else 2.0**-148
     underflow = (count + score.rises + further + 2)[..., None] * least
     lost = (count * FLUSHED_WEIGHT + underflow[..., 0]) / l_least
-    theta_n = sum_of_operand(P_plus, rho, theta_o, lost) if n.sums_operand else theta_l
+    theta_n = theta_l
+    if n.sums_operand:  # in P.V itself, or of codes, step by step
+        theta_n = sum_of_operand(P_plus, rho, theta_l if n.shifts else theta_o, lost)
     with np.errstate(divide="ignore"):
         by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_n) - 1.0
     underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v

@@ -92,6 +92,7 @@ def by_shifts(
         count += taken
         p = state.exponentials(S, scores.exponent_factor)
         codes = np.fmin(np.rint(np.where(np.isnan(p), np.float32(0), p)), 255)  # R5
+        state.l = state.l + codes.sum(axis=-1, dtype=np.float32)  # R6
 
         # S5 output
         O = np.floor(O * alpha[..., None])  # R6

@@ -118,12 +118,16 @@ class TileState(RowState):
 
 
 class ShiftState(RowState):
-    """The same as ``sm90/attn_fa_int8_pv8.cu`` has it: M is a whole number, and O follows it."""
+    """The same as ``sm90/attn_fa_int8_pv8.cu`` has it: M is a whole number, and O follows it.
+
+    l is the sum of codes, which O is divided by; lse has `exact_l`, that of the exponentials.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__(shape, subtracts_first=False)
         self.M = np.full(shape, -(2.0**127), np.float32)
         self.highest = self.M.copy()
+        self.exact_l = self.l.copy()
 
     def follow(self, m: Float32, by: Shifts, may_fall: Array, guarded: bool) -> Array:
         """Choose M for scores whose largest is `m`; return how far to the left O is shifted."""
@@ -136,5 +140,15 @@ class ShiftState(RowState):
             least = M_old + (exponent + 2 - by.sum_bits).astype(np.float32)
             self.M = np.where(may_fall, np.fmax(self.M, least), self.M)
         shift = np.fmax(M_old - self.M, -126.0)
-        self.l = self.l * np.exp2(shift)
+        self.l, self.exact_l = (l * np.exp2(shift) for l in (self.l, self.exact_l))
         return shift
+
+    def exponentials(self, S: Float32, factor: np.float32) -> Float32:
+        """Return the exponentials of S - M; add them to exact_l."""
+        p = ex2(fma32(S, factor, -self.M[..., None]))  # R4
+        self.exact_l = self.exact_l + p.sum(axis=-1, dtype=np.float32)  # R6
+        return p
+
+    def lse(self) -> Float32:
+        """Natural log of the sum of exponentials."""
+        return (self.M + np.log2(self.exact_l)) * LN2

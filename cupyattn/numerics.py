@@ -103,8 +103,8 @@ class Numerics:
         R6. Into how many pieces along the keys a row may be cut, each with a recurrence of its own,
         a weighted sum of which follows; 0 or 1: none.
     sums_operand : bool
-        R6, R7. True: O is divided by the sum of P as the operand of P.V, a column of that product;
-        lse has the sum of P before it was rounded.
+        R6, R7. True: O is divided by the sum of P as the operand of P.V, a column of that product
+        or a sum of codes; lse has the sum of P before it was rounded.
     shifts : Shifts, optional
         R4 to R6. M is a whole number and follows the largest score of each tile down as well as up;
         codes of P are multiples of 2^M, and O stays in int32, brought to another M by shifts.
@@ -238,7 +238,8 @@ def numerics(
         return Numerics(
             "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
             "fp8" if fp8 else "int32", True, **features,
-            shifts=Shifts() if form == "sm90_pv8" else None, scales_last=form == "sm90_fp8",
+            sums_operand=form == "sm90_pv8", shifts=Shifts() if form == "sm90_pv8" else None,
+            scales_last=form == "sm90_fp8",
         )  # fmt: skip
     if family == "int8":
         value = "float16" if dtype == "float32" else dtype

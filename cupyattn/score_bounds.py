@@ -34,8 +34,8 @@ LOG2E = math.log2(math.e)
 EX2_LOG_ERROR = -math.log1p(-EX2_APPROX_ERROR)
 #: The kernels' range: 2^8 for p and for sums that stay below 2^127, see R4 in the docs.
 MAX_LOG2_SCORE = 2.0**27
-#: The same where M is a whole number that float32 must hold.
-MAX_WHOLE_SCORE = 2.0**23
+#: The same where M is a whole number that an addition finds (prims/exp2.cuh).
+MAX_WHOLE_SCORE = 2.0**22
 #: How far M + code_bits may lie above the largest score, in log2 units, where there are `Shifts`.
 ABOVE_BY_SHIFTS = 32
 #: Natural scores: what the logarithm of the largest code, its rounding and 1/code do to lse.

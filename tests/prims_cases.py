@@ -55,6 +55,18 @@ def exp2_arguments() -> Arguments:
     return {"x": x, "y": np.zeros(64, np.float32)}
 
 
+def whole_arguments() -> Arguments:
+    x = rng().uniform(-(2.0**22), 2.0**22, 64).astype(np.float32)
+    x[:10] = [0, -0.5, 0.5, -1, 1, -1e-30, 2.0**22, -(2.0**22), -np.inf, np.inf]
+    return {"x": x, "floor": np.zeros(64, np.float32), "integer": np.zeros(64, np.int32)}
+
+
+def whole_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    floor = np.floor(x) + np.float32(0)  # no zero has a sign
+    finite = np.where(np.isfinite(floor), floor, np.float32(0))
+    return {"floor": floor, "integer": finite.astype(np.int32)}
+
+
 def butterfly(x: np.ndarray, lanes: int, combine: Callable[..., np.ndarray]) -> np.ndarray:
     """Combine over aligned groups of lanes, in the order of ``__shfl_xor_sync``."""
     index, offset = np.arange(len(x)), lanes // 2
@@ -560,6 +572,7 @@ PRIMS = [
         "exp2", "exp2", "exponential", 64, exp2_arguments, lambda x, y: {"y": ex2(x)},
         relative=EX2_APPROX_ERROR + UNIT_ROUNDOFF["float32"],
     ),
+    Prim("whole", "exp2", "whole_numbers", 64, whole_arguments, whole_expected),
     Prim("warp", "warp", "warp", 64, warp_arguments, warp_expected),
     Prim(
         "swizzle", "swizzle", "swizzle", 16,

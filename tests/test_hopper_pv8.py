@@ -66,12 +66,12 @@ def test_kinds_of_values(regime: str) -> None:
     assert np.isfinite(o.astype(np.float32)).all()
 
 
-def test_the_bound_is_a_third_of_the_output_and_the_error_an_eightieth() -> None:
+def test_the_bound_is_a_third_of_the_output_and_the_error_a_seventieth() -> None:
     q, k, v = normal((1, 2, 64, 64), (1, 2, 256, 64))
     z = quantize(q, k, v, quant=CHANNEL, backend="mirror")
     o, lse = on_mirror(z)
     report = testing.judge(o, q, k, v, lse=lse, quantized=z, **FORM)
-    assert 0.05 < report.ratio < 1 and report.tightness < 1 / 3 and report.relative_l2 < 1 / 80
+    assert 0.05 < report.ratio < 1 and report.tightness < 1 / 3 and report.relative_l2 < 1 / 70
 
 
 # ---- the kernel, interpreted ---------------------------------------------------------------------

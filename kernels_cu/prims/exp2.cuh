@@ -18,3 +18,11 @@ __device__ __forceinline__ float power_of_two(int n) { return __int_as_float((n 
 __device__ __forceinline__ int exponent_of(float x) {
   return (__float_as_int(x) >> 23 & 0xff) - 127;
 }
+
+// Whole numbers among floats, by additions: conversions take the unit of ex2 and wait behind it.
+// floor(x) of |x| up to 2^22, and of infinities; the int of a whole x of that range.
+constexpr float WHOLE = 0x1.8p23f;  // numbers of this size have no fraction
+__device__ __forceinline__ float floor_to_whole(float x) { return __fadd_rd(x, WHOLE) - WHOLE; }
+__device__ __forceinline__ int whole_to_int(float x) {
+  return __float_as_int(x + WHOLE) - __float_as_int(WHOLE);
+}

@@ -53,6 +53,9 @@ constexpr int LOWER_BITS = 2;   // how far M may lie below the highest that a ro
 constexpr int LOWER_STEPS = 2;  // how often it may fall
 constexpr int SUM_BITS = 22;    // l stays below 2^22, and so O below 2^31
 
+// Three warpgroups take turns at the exponentials, two at the tensor cores.
+constexpr bool EXPONENTIALS_IN_TURN = CONSUMERS == 3;
+
 constexpr int Q_STAGES = 2;
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
@@ -69,11 +72,12 @@ struct SharedStorage {
   alignas(1024) int8_t V[NUM_STAGES][V_BOXES][O_COLS * BOX_BYTES];
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
-  Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
-  Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
-  int kv0[NUM_STAGES];  // first key of that K; not read unless BLOCK_MASK
+  Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K of a step and V of the one before
+  int kv0[NUM_STAGES];                           // first key of that K; not read unless BLOCK_MASK
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
+constexpr int K_BYTES = sizeof(SharedStorage::K[0]);                  // that arrive for a step
+constexpr int V_BYTES = sizeof(SharedStorage::V[0]);
 
 static_assert(P_TYPE == PType::U8, "this form takes P in u8");
 static_assert(
@@ -154,10 +158,12 @@ __device__ __forceinline__ void start_output(
 // What a row carries from step to step: weights are in units of 2^M, M a whole number.
 struct ShiftState {
   float M, highest;  // M now, and the highest so far
-  float l;           // this lane's part of the sum of weights, in units of 2^M
+  float l;           // this lane's part of the sum of codes of P, in units of 2^M
+  float exact_l;     // of the weights that they round; for lse alone
 
   // Lower than any score, and still a number that may be subtracted.
-  __device__ __forceinline__ ShiftState() : M(-0x1p127f), highest(-0x1p127f), l(0.0f) {}
+  __device__ __forceinline__ ShiftState()
+      : M(-0x1p127f), highest(-0x1p127f), l(0.0f), exact_l(0.0f) {}
 
   // How far M has to rise at least, that all of l is below half of its range.
   __device__ __forceinline__ float least_rise() const {
@@ -168,12 +174,12 @@ struct ShiftState {
   // many bits O has to be shifted to the left; to the right, if that is negative.
   __device__ __forceinline__ int advance(float m, bool may_fall, float least) {
     const float M_old = M;
-    M = floorf(m) + (1 - CODE_BITS);
+    M = floor_to_whole(m) + (1 - CODE_BITS);
     highest = fmaxf(highest, M);
     M = fmaxf(M, may_fall ? highest - LOWER_BITS : M_old);
     M = fmaxf(M, M_old + least);
-    const int shift = __float2int_rz(fmaxf(M_old - M, -126.0f));
-    l *= power_of_two(shift);  // exact
+    const int shift = whole_to_int(fmaxf(M_old - M, -126.0f));
+    l *= power_of_two(shift), exact_l *= power_of_two(shift);  // exact
     return shift;
   }
 
@@ -181,7 +187,7 @@ struct ShiftState {
   __device__ __forceinline__ float inverse_l() const { return l == 0.0f ? 0.0f : 1.0f / l; }
 
   // Natural log of the sum of exponentials; -inf for a row that attended to nothing.
-  __device__ __forceinline__ float lse() const { return (M + log2f(l)) * LN2; }
+  __device__ __forceinline__ float lse() const { return (M + log2f(exact_l)) * LN2; }
 };
 
 // The largest score of each row where none is masked.
@@ -231,6 +237,7 @@ __device__ __forceinline__ void weigh(
     const int (&shift)[2], int q, int kv0) {
   constexpr int PARTS = BLOCK_KV / 8, SHIFTS = ceil_div(O_COLS / 2, PARTS);
   const int right[2] = {min(max(-shift[0], 0), 31), min(max(-shift[1], 0), 31)};
+  uint32_t sum[2] = {};  // of codes
 #pragma unroll
   for (int i = 0; i < PARTS; ++i) {  // two key tiles, one row: four neighbours in V
 #pragma unroll
@@ -244,10 +251,14 @@ __device__ __forceinline__ void weigh(
       x[j] = ex2_approx_ftz(
           MASKED ? masked_score(p, dot, factor, at, q, kv0) - state[h].M
                  : fmaf(float(dot[at]), factor[at / PART][h], -state[h].M));  // R3, R4
-      state[h].l += x[j];                                                     // R6
+      if (LSE) state[h].exact_l += x[j];                                      // R6
     }
-    P_frag[i / 4][i % 4] = pack_u8(x[0], x[1], x[2], x[3]);  // R5
+    const uint32_t codes = pack_u8(x[0], x[1], x[2], x[3]);  // R5
+    P_frag[i / 4][i % 4] = codes;
+    sum[h] = __dp4a(codes, 0x01010101u, sum[h]);  // exact
   }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) state[h].l += float(sum[h]);  // R6
 }
 
 // O to a lower M.
@@ -275,10 +286,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
     }
     for (int s = 0; s < NUM_STAGES; ++s) {
-      mbarrier_init(smem.K_full[s], 1);
-      mbarrier_init(smem.V_full[s], 1);
-      mbarrier_init(smem.K_empty[s], CONSUMERS * 4);
-      mbarrier_init(smem.V_empty[s], CONSUMERS * 4);
+      mbarrier_init(smem.full[s], 1);
+      mbarrier_init(smem.empty[s], CONSUMERS * 4);
     }
     fence_mbarrier_init();
   }
@@ -316,25 +325,25 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
               tile.first_row() + tile.q0, tile.head, tile.entry());
         Q_at.advance();
       }
-      // S2 load K, V
+      // S2 load K, V: K of a step, V of the one before
       const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
-      for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
+      int kv0 = 0;
+      for (int step = 0; step <= tile.steps; ++step, number += BLOCK_KV, at.advance()) {
+        const int V_kv0 = kv0;
         // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box
         // of codes of V begins at whole 16 bytes, or is an illegal instruction.
-        const int kv0 =
-            BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
-        mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
+        kv0 = BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
+        mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
         if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
-        mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
-        for (int b = 0; b < CODE_BOXES; ++b)
+        mbarrier_arrive_expect_tx(
+            smem.full[at.stage], (step < tile.steps ? K_BYTES : 0) + (step > 0 ? V_BYTES : 0));
+        for (int b = 0; b < CODE_BOXES && step < tile.steps; ++b)
           cp_async_bulk_tensor_4d(
-              smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_BYTES,
+              smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_BYTES,
               tile.first_key() + kv0, head_kv, tile.entry());
-        mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
-        mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
-        for (int b = 0; b < V_BOXES; ++b)
+        for (int b = 0; b < V_BOXES && step > 0; ++b)
           cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.V_full[at.stage], V_first + kv0 + b * BOX_BYTES, 0,
+              smem.V[at.stage][b], V_map, smem.full[at.stage], V_first + V_kv0 + b * BOX_BYTES, 0,
               head_kv, tile.entry());
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
@@ -347,10 +356,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
   const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
   const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
-  const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
-  if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
+  const Turn<CONSUMERS> turn = {warpgroup - 1};
+  if (warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
-  RingPosition<NUM_STAGES> K_at, V_at;  // K of a step, V of the one before
+  RingPosition<NUM_STAGES> at;  // of K of a step and V of the one before
   const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
   const Descriptor V_first = uniform(descriptor_k_major(smem.V[0][0]));
 
@@ -387,16 +396,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
 
     // The first scores, by themselves.
     float step_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
-    mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
-    if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage], p.len_kv);
-    turn.take();
-    start_scores(dot, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
-    turn.pass();
+    mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K has arrived
+    if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
+    start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
     wgmma_wait_group<0>();
     wgmma_use(dot);
-    if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
-    V_at = K_at;
-    K_at.advance();
+    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+    at.advance();
     if (choose_M(
             p, state, dot, factor, shift, Q_factor, step_scale, tile.q0 + row, kv0, unmasked, true,
             may_overflow))
@@ -405,19 +411,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       weigh<false>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
-      const Descriptor K_rows = K_first.stage(K_at.stage, sizeof(smem.K[0]));
-      const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
+      const Descriptor K_rows = K_first.stage(at.stage, sizeof(smem.K[0]));
+      const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
       if (!BLOCK_MASK) step_scale = load_scale(K_scale, kv0 += BLOCK_KV, p.len_kv);
-      mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
-      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage], p.len_kv);
-      mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
-      turn.take();
+      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
+      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
+      if (!EXPONENTIALS_IN_TURN) turn.take();
       start_scores(dot, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
-      turn.pass();
+      if (!EXPONENTIALS_IN_TURN) turn.pass();
       wgmma_wait_group<1>();  // the scores are there: their maximum is found while O is summed
       wgmma_use(dot);
-      if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
       const bool may_fall = step % LOWER_STEPS == 0;
       const bool masked = choose_M(
           p, state, dot, factor, shift, Q_factor, step_scale, tile.q0 + row, kv0, unmasked,
@@ -425,25 +429,25 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       wgmma_wait_group<0>();
       wgmma_use(O_acc);
       wgmma_use(P_frag);
-      if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
-      V_at = K_at;
-      K_at.advance();
+      if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+      at.advance();
       if (may_fall) raise_output(O_acc, shift);
+      if (EXPONENTIALS_IN_TURN) turn.take();
       if (masked)
         weigh<true>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
       else
         weigh<false>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
+      if (EXPONENTIALS_IN_TURN) turn.pass();
     }
     if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 
     // The last output, by itself.
-    mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
-    turn.take();
-    start_output(O_acc, P_frag, V_first.stage(V_at.stage, sizeof(smem.V[0])));
-    turn.pass();
+    mbarrier_wait_parity(smem.full[at.stage], at.parity);  // V has arrived
+    start_output(O_acc, P_frag, V_first.stage(at.stage, sizeof(smem.V[0])));
     wgmma_wait_group<0>();
     wgmma_use(O_acc);
-    if (lane_id() == 0) mbarrier_arrive(smem.V_empty[V_at.stage]);
+    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+    at.advance();
 
     // S6 store
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
@@ -460,6 +464,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       state[h].l = shfl_sum<4>(state[h].l);  // R6
       const float inverse_l = state[h].inverse_l();
       if constexpr (LSE) {
+        state[h].exact_l = shfl_sum<4>(state[h].exact_l);  // R6
         // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
         if (quant.K_mean) {
           const float* K_mean = quant.K_mean  // [HEAD_DIM]
