@@ -55,6 +55,9 @@ constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
 constexpr int HEADROOM = 8;       // M rises where a weight reaches 2 to the power of this
 
+// Warpgroups take turns at the tensor cores in every step. Where products are as short as at
+// HEAD_DIM 64 they keep out of each other's way by themselves.
+constexpr bool IN_TURN = HEAD_DIM > 64;
 constexpr int Q_STAGES = 2;
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
@@ -380,10 +383,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       if (!BLOCK_MASK) step_scale = load_scale(K_scale, kv0 += BLOCK_KV, p.len_kv);
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
       if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
-      turn.take();
+      if (IN_TURN) turn.take();
       start_scores(dot, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
-      turn.pass();
+      if (IN_TURN) turn.pass();
       wgmma_wait_group<0>();
       wgmma_use(dot);
       wgmma_use(O_acc);

@@ -13,12 +13,12 @@
 //              and block masks as in the Hopper form of fa_tc; whole numbers times codes 0 are 0,
 //              so that nothing of the next sequence has to be silenced.
 // Tried        At 8,192 keys, head_dim 128: both products waited for at once 0.85; integers to
-//              floats before the exponentials 0.92; a scale of K for 16 keys 0.95; three warpgroups
-//              of 96 keys 0.91; tiles of 224, 160, 128 keys 0.8 to 0.9; no turns 1.01; turns at the
-//              exponentials 1.02, and 0.98 at head_dim 64; scores in two sets of registers, so that
-//              the next are under way during the exponentials, 0.85; l as the sum of the codes, by
-//              dp4a, perhaps 1.03. M may fall every fourth step: 1.015, but the error grows by 7 %.
-//              (experiments/results/NOTES.md)
+//              floats before the exponentials 0.92; three warpgroups of 96 keys 0.95; tiles of 224,
+//              160, 128 keys 0.8 to 0.98; no turns 0.96, and 0.95 at head_dim 64; turns at the
+//              products 0.96, and 0.95; scores in two sets of registers, so that the next are under
+//              way during the exponentials, 0.85; exits that nobody takes between groups of
+//              exponentials, so that ptxas leaves them in order, 0.98. M may fall every fourth
+//              step: 1.015, but the error grows by 7 %. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
 //              the channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
@@ -52,9 +52,6 @@ constexpr int CODE_BITS = 8;    // of P: the largest weight of a tile is 2^7 to 
 constexpr int LOWER_BITS = 2;   // how far M may lie below the highest that a row had
 constexpr int LOWER_STEPS = 2;  // how often it may fall
 constexpr int SUM_BITS = 22;    // l stays below 2^22, and so O below 2^31
-
-// Three warpgroups take turns at the exponentials, two at the tensor cores.
-constexpr bool EXPONENTIALS_IN_TURN = CONSUMERS == 3;
 
 constexpr int Q_STAGES = 2;
 
@@ -226,23 +223,16 @@ __device__ __forceinline__ bool choose_M(
 }
 
 // Its second half: codes P of the scores' weights, those of four keys in a register, the left
-// operand of P V, where a key that is masked weighs 0; and O to a higher M: fewer bits are dropped
-// than the last has.
+// operand of P V, where a key that is masked weighs 0.
 // NOTE: integers become floats between the exponentials, which leave the other pipes free for most
 // of the time: before them they would take as long again.
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 32][4], int32_t (&O_acc)[O_COLS / 2],
-    const int (&shift)[2], int q, int kv0) {
-  constexpr int PARTS = BLOCK_KV / 8, SHIFTS = ceil_div(O_COLS / 2, PARTS);
-  const int right[2] = {min(max(-shift[0], 0), 31), min(max(-shift[1], 0), 31)};
+    const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 32][4], int q, int kv0) {
   uint32_t sum[2] = {};  // of codes
 #pragma unroll
-  for (int i = 0; i < PARTS; ++i) {  // two key tiles, one row: four neighbours in V
-#pragma unroll
-    for (int j = i * SHIFTS; j < (i + 1) * SHIFTS; ++j)
-      if (j < O_COLS / 2) O_acc[j] >>= right[j / 2 % 2];  // R6
+  for (int i = 0; i < BLOCK_KV / 8; ++i) {  // two key tiles, one row: four neighbours in V
     const int h = i % 2, n = i / 2 * 8 + h * 2;
     float x[4];
 #pragma unroll
@@ -259,6 +249,13 @@ __device__ __forceinline__ void weigh(
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) state[h].l += float(sum[h]);  // R6
+}
+
+// O to a higher M: fewer bits are dropped than the last has.
+__device__ __forceinline__ void lower_output(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
+  const int right[2] = {min(max(-shift[0], 0), 31), min(max(-shift[1], 0), 31)};
+#pragma unroll
+  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] >>= right[i / 2 % 2];  // R6
 }
 
 // O to a lower M.
@@ -406,9 +403,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     if (choose_M(
             p, state, dot, factor, shift, Q_factor, step_scale, tile.q0 + row, kv0, unmasked, true,
             may_overflow))
-      weigh<true>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
+      weigh<true>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
     else
-      weigh<false>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
+      weigh<false>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
       const Descriptor K_rows = K_first.stage(at.stage, sizeof(smem.K[0]));
@@ -416,10 +413,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       if (!BLOCK_MASK) step_scale = load_scale(K_scale, kv0 += BLOCK_KV, p.len_kv);
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
       if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
-      if (!EXPONENTIALS_IN_TURN) turn.take();
       start_scores(dot, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
-      if (!EXPONENTIALS_IN_TURN) turn.pass();
       wgmma_wait_group<1>();  // the scores are there: their maximum is found while O is summed
       wgmma_use(dot);
       const bool may_fall = step % LOWER_STEPS == 0;
@@ -432,12 +427,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
       at.advance();
       if (may_fall) raise_output(O_acc, shift);
-      if (EXPONENTIALS_IN_TURN) turn.take();
+      // NOTE: as measured. In their turn the shifts cost three warpgroups 7 %, before it two 4 %.
+      if (CONSUMERS == 3) lower_output(O_acc, shift);
+      turn.take();
+      if (CONSUMERS == 2) lower_output(O_acc, shift);
       if (masked)
-        weigh<true>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
+        weigh<true>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
       else
-        weigh<false>(p, state, dot, factor, P_frag, O_acc, shift, tile.q0 + row, kv0);
-      if (EXPONENTIALS_IN_TURN) turn.pass();
+        weigh<false>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
+      turn.pass();
     }
     if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 
