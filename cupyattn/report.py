@@ -33,7 +33,9 @@ a { color: var(--bar); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem .6rem .15rem 0; text-align: left; vertical-align: middle; }
-th { color: var(--faint); font-weight: normal; border-bottom: 1px solid var(--line); }
+thead th, thead td { border-bottom: 1px solid var(--line); }
+th { color: var(--faint); font-weight: normal; }
+.chart td:not(.name) { white-space: nowrap; }
 td.bar { min-width: 7rem; width: 40%; }
 svg { display: block; width: 100%; height: .8rem; }
 rect { fill: var(--bar); }
@@ -94,7 +96,8 @@ def _facts(record: Mapping[str, Any]) -> str:
     device = environment.get("device") or {}
     said = {
         "": record.get("command", ""), "device": device.get("name", "none"),
-        **{name: environment.get(name) for name in ("nvrtc", "cupy", "torch", "revision")},
+        **{name: environment.get(name) for name in ("nvrtc", "cupy", "torch")},
+        "revision": (environment.get("revision") or "")[:10],
     }  # fmt: skip
     told = (f"{name} {value}".strip() for name, value in said.items() if value)
     return f'<p class="facts">{escape(" · ".join(told))}</p>'
@@ -106,8 +109,8 @@ def _body(record: Mapping[str, Any]) -> str:
     if not timed:
         return "\n".join(_numbers(name, rows) for name, rows in _lists(record, ""))
     charts = []
-    for problem, some in groupby(timed, lambda cell: cell.name.rpartition(", ")[0]):
-        charts.append(_chart(problem, list(some)))
+    for problem, some in groupby(timed, lambda cell: cell.names[:-1]):
+        charts.append(_chart(", ".join(problem), list(some)))
     opened = " open" if len(timed) <= MOST_ROWS else ""
     return (
         f"<details{opened}><summary>{len(timed)} cells</summary>\n"
@@ -120,7 +123,7 @@ def _chart(problem: str, cells: Sequence[Cell]) -> str:
     """Return a table with a bar for each cell of a problem, all to one scale."""
     most = max(cell.estimate.high for cell in cells)
     judged = any(cell.judgement for cell in cells)
-    header = ["", "time", "95 %", *(["J2"] if judged else []), ""]
+    header = ["", "", "time", *(["J2"] if judged else []), "95 %"]
     lines = []
     for cell in cells:
         low, middle, high = (
@@ -133,14 +136,12 @@ def _chart(problem: str, cells: Sequence[Cell]) -> str:
             f'<rect x="0" y="1" width="{middle:.1f}" height="{_HEIGHT - 2}"/>'
             f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y:g}" y2="{y:g}"/></svg>'
         )
-        ends = (format_seconds(x) for x in (cell.estimate.low, cell.estimate.high))
-        said = [
-            cell.name.rpartition(", ")[2] or "all", format_seconds(cell.estimate.median),
-            " .. ".join(ends), *([_j2(cell)] if judged else []),
-        ]  # fmt: skip
+        ends = " .. ".join(format_seconds(x) for x in (cell.estimate.low, cell.estimate.high))
+        said = [format_seconds(cell.estimate.median), *([_j2(cell)] if judged else []), ends]
+        name = escape(cell.names[-1] if cell.names else "all")
         row = "".join(f"<td>{escape(text)}</td>" for text in said)
-        lines.append(f'<tr>{row}<td class="bar">{bar}</td></tr>')
-    return (f"<h3>{escape(problem)}</h3>" if problem else "") + _table(header, lines)
+        lines.append(f'<tr><td class="name">{name}</td><td class="bar">{bar}</td>{row}</tr>')
+    return (f"<h3>{escape(problem)}</h3>" if problem else "") + _table(header, lines, "chart")
 
 
 def _j2(cell: Cell) -> str:
@@ -192,9 +193,9 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
-def _table(header: Sequence[str], lines: Sequence[str]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+def _table(header: Sequence[str], lines: Sequence[str], kind: str = "numbers") -> str:
+    named = (f'<th scope="col">{escape(name)}</th>' if name else "<td></td>" for name in header)
     return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{"".join(named)}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
