@@ -82,7 +82,7 @@ def page(found: Sequence[tuple[str, Mapping[str, Any]]], title: str = "cupyattn 
 <body>
 <h1>{escape(title)}</h1>
 <p class="facts">Bars are times of a call, medians of rounds; the line on a bar is the 95 %
-interval. J2 is the largest error as a share of its bound.</p>
+interval, which numbers have in brackets. J2 is the largest error as a share of its bound.</p>
 <nav><ul>{links}</ul></nav>
 {parts}
 </body>
@@ -166,7 +166,18 @@ def _lists(node: Any, name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 def _scalars(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a part says by itself, its judgement among it."""
     known = {**row, **(row["judgement"] if isinstance(row.get("judgement"), dict) else {})}
-    return {k: v for k, v in known.items() if isinstance(v, (str, int, float)) and v != ""}
+    return {
+        k: v
+        for k, v in known.items()
+        if (isinstance(v, (str, int, float)) and v != "") or _is_estimate(v)
+    }
+
+
+def _is_estimate(value: Any) -> bool:
+    """Whether a value is a median and its interval, as `Estimate.to_list` writes them."""
+    if not (isinstance(value, list) and len(value) == 3):
+        return False
+    return all(isinstance(x, float) for x in value) and value[1] <= value[0] <= value[2]
 
 
 def _numbers(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -190,6 +201,9 @@ def _numbers(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list):
+        text = f"{value[0]:.4g} [{value[1]:.4g}, {value[2]:.4g}]"
+        return text.replace(" ", "\N{NO-BREAK SPACE}")
     return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 

@@ -85,10 +85,12 @@ def test_the_page_fits_any_width_and_loads_nothing() -> None:
 
 
 def test_numbers_stand_where_nothing_was_timed() -> None:
-    rows = [{"name": f"row {i}", "error": i / 7, "ok": True} for i in range(report.MOST_ROWS + 3)]
+    found = {"ok": True, "ratio": [1.5, 1.25, 2.0], "others": [1.0, 2.0, 3.0]}
+    rows = [{"name": f"row {i}", "error": i / 7, **found} for i in range(report.MOST_ROWS + 3)]
     page = Page(report.page([("found", {"environment": {}, "rows": rows})]))
     assert "row 0" in page.words and f"row {report.MOST_ROWS}" not in page.words
     assert "3 more rows in the record" in page.words and "0.1429" in page.words
+    assert "1.5\xa0[1.25,\xa02]" in page.words and "others" not in page.words  # no interval
 
 
 def test_files_and_folders_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
