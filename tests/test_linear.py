@@ -252,6 +252,7 @@ LAYER = ca.Int8Linear.from_weight(W, outlier_columns=[1])
         (lambda: ca.Int8Linear.from_weight(W, outlier_columns=[200]), ValueError, "0 to 199"),
         (lambda: ca.Int8Linear.from_weight(W, outlier_columns=[2, 2]), ValueError, "once"),
         (lambda: ca.Int8Linear.from_weight(W[0]), ValueError, "two axes"),
+        (lambda: ca.Int8Linear.from_weight(CODES), TypeError, "must be float16.* got int8"),
         (
             lambda: ca.Int8Linear.from_weight(W, outlier_dtype="float32"),
             ValueError,
