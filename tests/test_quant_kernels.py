@@ -18,6 +18,7 @@ from cupyattn.features import DTYPES
 from cupyattn.launch import Operand, Plan
 from cupyattn.params import pack
 from cupyattn.preparation import Preparation
+from cupyattn.ptxas import Resources
 from cupyattn.quant import GROUP_ALL, QuantConfig
 from cupyattn.quant.plan import (
     QUANTIZE_PARAMS,
@@ -261,7 +262,7 @@ NO_SPILLS = pytest.mark.parametrize(
 )
 
 
-def resources(plan: Plan, arch: str) -> list[kc.Resources]:
+def resources(plan: Plan, arch: str) -> list[Resources]:
     """Compile what a plan launches, and nothing else; return what each launch takes."""
     if arch not in kc.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
