@@ -130,7 +130,7 @@ def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
             yield from _cells(item, above)
     if not isinstance(node, dict):
         return
-    names = above + tuple(_own_names(node))
+    names = above + tuple(own_names(node))
     judgement = node.get("judgement")
     samples, seconds = node.get("samples"), node.get("seconds")
     if isinstance(samples, dict):
@@ -149,7 +149,7 @@ def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
             yield from _cells(item, names)
 
 
-def _own_names(node: Mapping[str, Any]) -> Iterator[str]:
+def own_names(node: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a part of a record says of itself: texts as they are, numbers with their names."""
     for key in IDENTITY:
         value = None if key == "rung" and "variant" in node else node.get(key)

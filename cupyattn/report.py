@@ -36,6 +36,7 @@ th, td { padding: .15rem .6rem .15rem 0; text-align: left; vertical-align: middl
 thead th, thead td { border-bottom: 1px solid var(--line); }
 th { color: var(--faint); font-weight: normal; }
 .chart td:not(.name) { white-space: nowrap; }
+td.name { min-width: 5rem; }
 td.bar { min-width: 7rem; width: 40%; }
 svg { display: block; width: 100%; height: .8rem; }
 rect { fill: var(--bar); }
@@ -149,18 +150,24 @@ def _j2(cell: Cell) -> str:
     return format_ratio(value) if isinstance(value, float) else "-"
 
 
-def _lists(node: Any, name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield lists of parts that say something in numbers or words, wherever they are."""
+def _lists(
+    node: Any, name: str, above: tuple[str, ...] = ()
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield lists of parts that say something in numbers or words, wherever they are.
+
+    Their names are the keys that they have, and before them what the parts around them are called.
+    """
     if isinstance(node, dict):
+        above = (*above, *records.own_names(node))
         for key, value in node.items():
             if key not in ("environment", "clocks"):
-                yield from _lists(value, key)
+                yield from _lists(value, ", ".join((*above, key)), above)
     elif isinstance(node, list):
         rows = [row for row in node if isinstance(row, dict) and _scalars(row)]
         if rows:
             yield name, rows
         for row in node:
-            yield from _lists(row, name)
+            yield from _lists(row, name, above)
 
 
 def _scalars(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,6 +211,8 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         text = f"{value[0]:.4g} [{value[1]:.4g}, {value[2]:.4g}]"
         return text.replace(" ", "\N{NO-BREAK SPACE}")
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 

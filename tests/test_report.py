@@ -85,12 +85,19 @@ def test_the_page_fits_any_width_and_loads_nothing() -> None:
 
 
 def test_numbers_stand_where_nothing_was_timed() -> None:
-    found = {"ok": True, "ratio": [1.5, 1.25, 2.0], "others": [1.0, 2.0, 3.0]}
+    found = {"ok": True, "bytes": 123456, "ratio": [1.5, 1.25, 2.0], "others": [1.0, 2.0, 3.0]}
     rows = [{"name": f"row {i}", "error": i / 7, **found} for i in range(report.MOST_ROWS + 3)]
     page = Page(report.page([("found", {"environment": {}, "rows": rows})]))
     assert "row 0" in page.words and f"row {report.MOST_ROWS}" not in page.words
     assert "3 more rows in the record" in page.words and "0.1429" in page.words
     assert "1.5\xa0[1.25,\xa02]" in page.words and "others" not in page.words  # no interval
+    assert "123,456" in page.words and "rows" in page.words
+
+
+def test_numbers_within_a_part_are_called_by_it() -> None:
+    rows = [{"variant": n, "kernels": [{"kernel": f"attn_{n}", "passes": 3}]} for n in ("fa", "fb")]
+    page = Page(report.page([("found", {"environment": {}, "rows": rows})]))
+    assert {"rows", "fa, kernels", "fb, kernels"} <= set(page.words)
 
 
 def test_files_and_folders_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
