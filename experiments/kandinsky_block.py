@@ -59,6 +59,7 @@ def measure(
 
 
 def parts_of(row: Mapping[str, Any]) -> list[Part]:
+    """Return the parts of a block as `benchmark_block` does, of a row of the record."""
     return [Part(**part) for part in row["parts"]]
 
 
