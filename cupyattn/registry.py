@@ -338,6 +338,15 @@ SUFFIXED = {
     "fused": ("", "_fused"),
 }  # fmt: skip
 
+#: The rungs: name, the one idea, what it computes in, what it takes.
+_LADDER = (
+    ("unfused",  "S and P live in global memory",          "unfused",     _ALL),
+    ("fa",       "online softmax: S never leaves the SM",  "float32",     _ALL),
+    ("fa_warps", "each warp owns whole query rows",        "float32",     _ALL),
+    ("fa_tc",    "both products on tensor cores",          "tensor_core", _16_BIT),
+    ("fa_int8",  "Q.K^T on INT8 tensor cores",             "int8",        _ALL),
+)  # fmt: skip
+
 #: The ladder: every rung by its name, each one idea above the one before, then those registered.
 VARIANTS: dict[str, Variant] = {
     name: Variant(
@@ -355,17 +364,8 @@ VARIANTS: dict[str, Variant] = {
         hopper_pv8_tiles=_HOPPER_PV8_TILES.get(name, {}),
         hopper_fp8_tiles=_HOPPER_FP8_TILES.get(name, {}),
         fused_tiles=_FUSED_TILES.get(name, {}),
-    )  # fmt: skip
-    for name, idea, family, dtypes in (
-        # fmt: off
-        # name       the one idea                              computes in    takes
-        ("unfused", "S and P live in global memory", "unfused", _ALL),
-        ("fa", "online softmax: S never leaves the SM", "float32", _ALL),
-        ("fa_warps", "each warp owns whole query rows", "float32", _ALL),
-        ("fa_tc", "both products on tensor cores", "tensor_core", _16_BIT),
-        ("fa_int8", "Q.K^T on INT8 tensor cores", "int8", _ALL),
-        # fmt: on
     )
+    for name, idea, family, dtypes in _LADDER
 }
 
 

@@ -155,7 +155,7 @@ def _call(args: argparse.Namespace) -> AttentionCall:
     len_kv = args.len if args.len_kv is None else args.len_kv
     if heads_kv < 1 or args.heads % heads_kv:
         raise ValueError(f"--heads-kv must divide --heads, got {heads_kv} and {args.heads}")
-    first, last = check_limits(args.causal, "bottom-right", (-1, -1), args.len, len_kv)
+    _, last = check_limits(args.causal, "bottom-right", (-1, -1), args.len, len_kv)
     return AttentionCall(
         args.batch, args.heads, heads_kv, args.len, len_kv, args.head_dim, args.dtype,
         args.head_dim**-0.5, causal=last is not None, causal_shift=last or 0,
