@@ -127,7 +127,7 @@ def attention(
     block_mask : BlockMask, optional
         Which blocks of 64 or 128 keys a block of query rows attends to, combined with all of the
         above by AND. What it drops is neither loaded nor computed: cost follows the blocks kept.
-        The Hopper form of ``fa_tc`` takes blocks of 128 query rows.
+        The Hopper forms take blocks of 128 query rows.
     layout : {"BHSD", "BSHD"}
         Order of the axes of q, k, v and the result.
     return_lse : bool

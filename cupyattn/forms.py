@@ -65,29 +65,24 @@ class Form:
         )
 
 
-def form_key(options: Sequence[Any], q: Any, k: Any, v: Any, **added: Any) -> Any:
+def operands_key(
+    options: Sequence[Any], operands: Mapping[str, Any], q: Any, *, block_mask: Any = None
+) -> Any:
     """Return what a call on CuPy arrays depends on beside their values, None if that is not known.
 
     Checking, planning and packing depend on the options and on the forms of the arrays alone: a
-    call with the same key needs none of it again. NumPy and foreign arrays have no key, nor have
-    options that are arrays.
+    call with the same key needs none of it again. Options that are arrays have no key.
 
     Parameters
     ----------
     options : sequence
         The call's other options, the variant's name first.
-    q, k, v : array, or q a QuantizedQKV
-    **added : array, BlockMask or (array, array), optional
-        mask, bias, block_mask, rope, qk_norm, cu_seqlens_q, cu_seqlens_k.
+    operands : mapping
+        What `direct_operands` found.
+    q : array or QuantizedQKV
+        As the caller gave it.
+    block_mask : BlockMask, optional
     """
-    operands = direct_operands(q, k, v, **added)
-    return None if operands is None else operands_key(options, operands, q, **added)
-
-
-def operands_key(
-    options: Sequence[Any], operands: Mapping[str, Any], q: Any, *, block_mask: Any = None, **_: Any
-) -> Any:
-    """Return the key of `form_key`, given what `direct_operands` found."""
     key: list[Any] = [*options, registry.VARIANTS.get(options[0]), compiler.generation()]
     for name, a in operands.items():
         data = a.data

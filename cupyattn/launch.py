@@ -212,6 +212,7 @@ def module_spec(
 
 
 def widest(*operands: Operand) -> int:
+    """Return how many elements an access may have that all of the operands allow."""
     return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
 
 
@@ -226,6 +227,7 @@ def check_grid(what: str, *counts: int, limit: int = INT32_MAX) -> int:
 
 
 def features_of(call: AttentionCall, vec: int, **quantised: Any) -> Features:
+    """Return what kernels of a call are compiled for; `quantised` names fields of `Features`."""
     return Features(
         call.dtype, call.head_dim, call.causal, call.return_lse, vec, window=call.window,
         softcap=bool(call.softcap), mask=call.mask, bias=call.bias, block_mask=call.block_mask,
@@ -243,6 +245,7 @@ def attn_params(
     bias: Operand | None,
     kept_blocks: Operand | None,
 ) -> dict[str, Any]:
+    """Return the fields of ``struct AttnParams``, buffers by their names."""
     given = mask is not None, bias is not None, kept_blocks is not None
     if given != (call.mask, bool(call.bias), call.block_mask != (0, 0)):
         raise ValueError(
@@ -619,8 +622,7 @@ def plan_int8(
     merge: tuple[Launch, ...] = ()
     if form.startswith("sm90"):
         value = "bfloat16" if call.dtype == "bfloat16" else "float16"
-        of_v = ("v", value, v, tiles.block_kv)
-        of_v = of_v if values is None else values.box(v, call.head_dim)
+        of_v = values.box(v, call.head_dim) if values else ("v", value, v, tiles.block_kv)
         boxes = (
             ("q_codes", "int8", q_codes, tiles.block_q),
             ("k_codes", "int8", k_codes, tiles.block_kv), of_v,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ class Cell:
 
     Parameters
     ----------
-    name : str
+    names : tuple of str
+        What it lies in and what it says of itself, from the whole to the part.
     estimate : Estimate
         Median seconds of a call with their 95 % interval.
     samples : tuple of float
@@ -46,10 +47,15 @@ class Cell:
         ``j2``, ``j3`` and ``relative_error``, where the record has them.
     """
 
-    name: str
+    names: tuple[str, ...]
     estimate: Estimate
     samples: tuple[float, ...] = ()
     judgement: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """All of its names in one."""
+        return ", ".join(self.names)
 
 
 @dataclass(frozen=True)
@@ -104,16 +110,17 @@ def cells(record: Mapping[str, Any]) -> dict[str, Cell]:
     --------
     >>> row = {"variant": "fa", "samples": [2.0, 1.0, 3.0]}
     >>> found = cells({"problems": [{"problem": {"name": "small"}, "rows": [row]}]})
-    >>> [(cell.name, cell.estimate.median) for cell in found.values()]
+    >>> [(name, cell.estimate.median) for name, cell in found.items()]
     [('small, fa', 2.0)]
     """
     found: dict[str, Cell] = {}
     for cell in _cells(record, ()):
-        name, number = cell.name, 1
-        while name in found:
+        named, number = cell, 1
+        while named.name in found:
             number += 1
-            name = f"{cell.name} #{number}"
-        found[name] = Cell(name, cell.estimate, cell.samples, cell.judgement)
+            *above, last = cell.names or ("",)
+            named = replace(cell, names=(*above, f"{last} #{number}"))
+        found[named.name] = named
     return found
 
 
@@ -123,7 +130,7 @@ def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
             yield from _cells(item, above)
     if not isinstance(node, dict):
         return
-    names = above + tuple(_own_names(node))
+    names = above + tuple(own_names(node))
     judgement = node.get("judgement")
     samples, seconds = node.get("samples"), node.get("seconds")
     if isinstance(samples, dict):
@@ -134,7 +141,7 @@ def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
         yield _timed(names, samples, judgement)
     elif isinstance(seconds, (int, float)) and not isinstance(seconds, bool):
         low, high = node.get("seconds_interval") or (seconds, seconds)
-        yield Cell(", ".join(names), Estimate(seconds, low, high), (), judgement)
+        yield Cell(names, Estimate(seconds, low, high), (), judgement)
     for name, item in node.items():
         if name not in ("samples", "environment", "clocks", "judgement") and isinstance(
             item, (dict, list)
@@ -142,7 +149,7 @@ def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
             yield from _cells(item, names)
 
 
-def _own_names(node: Mapping[str, Any]) -> Iterator[str]:
+def own_names(node: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a part of a record says of itself: texts as they are, numbers with their names."""
     for key in IDENTITY:
         value = None if key == "rung" and "variant" in node else node.get(key)
@@ -163,7 +170,7 @@ def _is_samples(value: Any) -> bool:
 
 
 def _timed(names: tuple[str, ...], samples: list[float], judgement: Any) -> Cell:
-    return Cell(", ".join(names), timing.median(samples), tuple(samples), judgement)
+    return Cell(names, timing.median(samples), tuple(samples), judgement)
 
 
 def compare(

@@ -41,8 +41,8 @@ class Variant:
         Those of the Hopper forms for calls with a block mask: of each entry the first that divide
         its blocks; empty where they take none.
     block_mask_tiles : mapping of int to Tiles
-        Those of the portable form for calls with a block mask, where those of `tiles` do not divide its blocks of 64
-        or 128; empty where they do.
+        Those of the portable form for calls with a block mask, where those of `tiles` do not divide
+        its blocks of 64 or 128; empty where they do.
     pv8_tiles : mapping of int to Tiles
         The same for the form with P and V in 8 bits (``attn_<name>_pv8.cu``).
     hopper_pv8_tiles : mapping of int to Tiles
@@ -146,9 +146,9 @@ class Variant:
         table = self._tables[form]
         limit = next((limit for limit in table if head_dim <= limit), None)
         if limit is None:
+            most = self.largest_head_dim(form)
             raise ValueError(
-                f"the {form} form of {self.name} takes head_dim up to {self.largest_head_dim(form)}, "
-                f"got {head_dim}"
+                f"the {form} form of {self.name} takes head_dim up to {most}, got {head_dim}"
             )
         return limit
 
@@ -224,9 +224,9 @@ class Variant:
                 tiles = replace(tiles, block_kv=max(LEAST_KEYS, -(-lengths[1] // 16) * 16))
         if block_mask[0] % tiles.block_q or block_mask[1] % tiles.block_kv:
             raise ValueError(
-                f"tiles.block_q={tiles.block_q} and tiles.block_kv={tiles.block_kv} must divide the "
-                f"blocks of the block mask, {block_mask[0]} x {block_mask[1]}: leave tiles out, or "
-                "give powers of two"
+                f"tiles.block_q={tiles.block_q} and tiles.block_kv={tiles.block_kv} must divide "
+                f"the blocks of the block mask, {block_mask[0]} x {block_mask[1]}: leave tiles "
+                "out, or give powers of two"
             )
         return tiles
 
@@ -234,9 +234,9 @@ class Variant:
 _ALL = ("float16", "bfloat16", "float32")
 _16_BIT = ("float16", "bfloat16")
 
-#: Default tiles by largest head_dim, among those that do not spill and fit in 99 KB. How far those of
-#: fa_tc and fa_int8 are from the fastest: experiments/results/NOTES.md, "Tiles". Those of the plain
-#: rungs were chosen to be read, not swept.
+#: Default tiles by largest head_dim, among those that do not spill and fit in 99 KB. How far those
+#: of fa_tc and fa_int8 are from the fastest: experiments/results/NOTES.md, "Tiles". Those of the
+#: plain rungs were chosen to be read, not swept.
 _TILES = {
     "unfused": {256: Tiles(32, 32, 4)},
     "fa": {128: Tiles(32, 32, 4), 256: Tiles(16, 16, 4)},
@@ -251,8 +251,9 @@ _BLOCK_MASK_TILES = {
     "fa_int8": {128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 4, 2)},
 }
 
-#: The same for block masks in the Hopper forms: two warpgroups share a list of keys, so blocks of 128
-#: rows. As many keys are on their way in either of two. Those of fa_int8 were not measured.
+#: The same for block masks in the Hopper forms: two warpgroups share a list of keys, so blocks of
+#: 128 rows. Where there are two, both have as many keys on their way. Those of fa_int8 were not
+#: measured.
 _HOPPER_BLOCK_MASK_TILES = {
     "fa_tc": {
         128: (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4)), 256: (Tiles(128, 64, 12, 2),),
@@ -262,8 +263,8 @@ _HOPPER_BLOCK_MASK_TILES = {
     },
 }  # fmt: skip
 
-#: The same for the Hopper forms: four warps that copy, four for every 64 query rows. Fastest of those
-#: in experiments/results/race_fa_tc_sm90_hd*.json; at head_dim 256 see NOTES.md there.
+#: The same for the Hopper forms: four warps that copy, four for every 64 query rows. Fastest of
+#: those in experiments/results/race_fa_tc_sm90_hd*.json; at head_dim 256 see NOTES.md there.
 _HOPPER_TILES = {
     "fa_tc": {
         64: Tiles(192, 128, 16, 2), 96: Tiles(192, 112, 16, 2), 128: Tiles(192, 80, 16, 2),
@@ -273,6 +274,7 @@ _HOPPER_TILES = {
         64: Tiles(192, 112, 16, 3), 128: Tiles(192, 80, 16, 2), 256: Tiles(128, 96, 12, 2),
     },
 }  # fmt: skip
+#: The same for lengths that fill those badly.
 _HOPPER_SHORT_TILES = {"fa_tc": {64: Tiles(128, 128, 12, 2), 128: Tiles(128, 128, 12, 2)}}
 #: How much slower those are where either fills its tiles: 1.29 (at length 4,096) and 1.08 to 1.12.
 SHORT_TILES_COST = {64: 1.29, 128: 1.1}
@@ -296,9 +298,9 @@ def computed(lengths: tuple[int, int], causal: bool, tiles: Tiles) -> int:
     return sum(-(-n // tiles.block_kv) for n in keys) * tiles.block_kv * tiles.block_q
 
 
-#: The same for the split forms, for up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys on their way,
-#: as many keys to a step as leave registers for Q and O. Raced on an H200: NOTES.md there, "More rows
-#: to a read of K and V".
+#: The same for the split forms, for up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys on their
+#: way, as many keys to a step as leave registers for Q and O. Raced on an H200: NOTES.md there,
+#: "More rows to a read of K and V".
 _SPLIT_TILES = {
     "fa_tc": {
         64: (
@@ -336,6 +338,15 @@ SUFFIXED = {
     "fused": ("", "_fused"),
 }  # fmt: skip
 
+#: The rungs: name, the one idea, what it computes in, what it takes.
+_LADDER = (
+    ("unfused",  "S and P live in global memory",          "unfused",     _ALL),
+    ("fa",       "online softmax: S never leaves the SM",  "float32",     _ALL),
+    ("fa_warps", "each warp owns whole query rows",        "float32",     _ALL),
+    ("fa_tc",    "both products on tensor cores",          "tensor_core", _16_BIT),
+    ("fa_int8",  "Q.K^T on INT8 tensor cores",             "int8",        _ALL),
+)  # fmt: skip
+
 #: The ladder: every rung by its name, each one idea above the one before, then those registered.
 VARIANTS: dict[str, Variant] = {
     name: Variant(
@@ -353,17 +364,8 @@ VARIANTS: dict[str, Variant] = {
         hopper_pv8_tiles=_HOPPER_PV8_TILES.get(name, {}),
         hopper_fp8_tiles=_HOPPER_FP8_TILES.get(name, {}),
         fused_tiles=_FUSED_TILES.get(name, {}),
-    )  # fmt: skip
-    for name, idea, family, dtypes in (
-        # fmt: off
-        # name       the one idea                              computes in    takes
-        ("unfused", "S and P live in global memory", "unfused", _ALL),
-        ("fa", "online softmax: S never leaves the SM", "float32", _ALL),
-        ("fa_warps", "each warp owns whole query rows", "float32", _ALL),
-        ("fa_tc", "both products on tensor cores", "tensor_core", _16_BIT),
-        ("fa_int8", "Q.K^T on INT8 tensor cores", "int8", _ALL),
-        # fmt: on
     )
+    for name, idea, family, dtypes in _LADDER
 }
 
 
@@ -406,6 +408,6 @@ def register(variant: Variant, source: str | Path) -> Variant:
         raise ValueError(f"a variant called {variant.name!r} is already registered")
     if not path.is_file():
         raise ValueError(f"source must be an existing .cu file, got {str(path)!r}")
-    added = Variant(**{**variant.__dict__, "source": path})
+    added = replace(variant, source=path)
     VARIANTS[added.name] = added
     return added

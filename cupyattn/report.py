@@ -33,7 +33,10 @@ a { color: var(--bar); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem .6rem .15rem 0; text-align: left; vertical-align: middle; }
-th { color: var(--faint); font-weight: normal; border-bottom: 1px solid var(--line); }
+thead th, thead td { border-bottom: 1px solid var(--line); }
+th { color: var(--faint); font-weight: normal; }
+.chart td:not(.name) { white-space: nowrap; }
+td.name { min-width: 5rem; }
 td.bar { min-width: 7rem; width: 40%; }
 svg { display: block; width: 100%; height: .8rem; }
 rect { fill: var(--bar); }
@@ -80,7 +83,7 @@ def page(found: Sequence[tuple[str, Mapping[str, Any]]], title: str = "cupyattn 
 <body>
 <h1>{escape(title)}</h1>
 <p class="facts">Bars are times of a call, medians of rounds; the line on a bar is the 95 %
-interval. J2 is the largest error as a share of its bound.</p>
+interval, which numbers have in brackets. J2 is the largest error as a share of its bound.</p>
 <nav><ul>{links}</ul></nav>
 {parts}
 </body>
@@ -94,7 +97,8 @@ def _facts(record: Mapping[str, Any]) -> str:
     device = environment.get("device") or {}
     said = {
         "": record.get("command", ""), "device": device.get("name", "none"),
-        **{name: environment.get(name) for name in ("nvrtc", "cupy", "torch", "revision")},
+        **{name: environment.get(name) for name in ("nvrtc", "cupy", "torch")},
+        "revision": (environment.get("revision") or "")[:10],
     }  # fmt: skip
     told = (f"{name} {value}".strip() for name, value in said.items() if value)
     return f'<p class="facts">{escape(" · ".join(told))}</p>'
@@ -106,8 +110,8 @@ def _body(record: Mapping[str, Any]) -> str:
     if not timed:
         return "\n".join(_numbers(name, rows) for name, rows in _lists(record, ""))
     charts = []
-    for problem, some in groupby(timed, lambda cell: cell.name.rpartition(", ")[0]):
-        charts.append(_chart(problem, list(some)))
+    for problem, some in groupby(timed, lambda cell: cell.names[:-1]):
+        charts.append(_chart(", ".join(problem), list(some)))
     opened = " open" if len(timed) <= MOST_ROWS else ""
     return (
         f"<details{opened}><summary>{len(timed)} cells</summary>\n"
@@ -120,7 +124,7 @@ def _chart(problem: str, cells: Sequence[Cell]) -> str:
     """Return a table with a bar for each cell of a problem, all to one scale."""
     most = max(cell.estimate.high for cell in cells)
     judged = any(cell.judgement for cell in cells)
-    header = ["", "time", "95 %", *(["J2"] if judged else []), ""]
+    header = ["", "", "time", *(["J2"] if judged else []), "95 %"]
     lines = []
     for cell in cells:
         low, middle, high = (
@@ -133,14 +137,12 @@ def _chart(problem: str, cells: Sequence[Cell]) -> str:
             f'<rect x="0" y="1" width="{middle:.1f}" height="{_HEIGHT - 2}"/>'
             f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y:g}" y2="{y:g}"/></svg>'
         )
-        ends = (format_seconds(x) for x in (cell.estimate.low, cell.estimate.high))
-        said = [
-            cell.name.rpartition(", ")[2] or "all", format_seconds(cell.estimate.median),
-            " .. ".join(ends), *([_j2(cell)] if judged else []),
-        ]  # fmt: skip
+        ends = " .. ".join(format_seconds(x) for x in (cell.estimate.low, cell.estimate.high))
+        said = [format_seconds(cell.estimate.median), *([_j2(cell)] if judged else []), ends]
+        name = escape(cell.names[-1] if cell.names else "all")
         row = "".join(f"<td>{escape(text)}</td>" for text in said)
-        lines.append(f'<tr>{row}<td class="bar">{bar}</td></tr>')
-    return (f"<h3>{escape(problem)}</h3>" if problem else "") + _table(header, lines)
+        lines.append(f'<tr><td class="name">{name}</td><td class="bar">{bar}</td>{row}</tr>')
+    return (f"<h3>{escape(problem)}</h3>" if problem else "") + _table(header, lines, "chart")
 
 
 def _j2(cell: Cell) -> str:
@@ -148,24 +150,41 @@ def _j2(cell: Cell) -> str:
     return format_ratio(value) if isinstance(value, float) else "-"
 
 
-def _lists(node: Any, name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield lists of parts that say something in numbers or words, wherever they are."""
+def _lists(
+    node: Any, name: str, above: tuple[str, ...] = ()
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield lists of parts that say something in numbers or words, wherever they are.
+
+    Their names are the keys that they have, and before them what the parts around them are called.
+    """
     if isinstance(node, dict):
+        above = (*above, *records.own_names(node))
         for key, value in node.items():
             if key not in ("environment", "clocks"):
-                yield from _lists(value, key)
+                yield from _lists(value, ", ".join((*above, key)), above)
     elif isinstance(node, list):
         rows = [row for row in node if isinstance(row, dict) and _scalars(row)]
         if rows:
             yield name, rows
         for row in node:
-            yield from _lists(row, name)
+            yield from _lists(row, name, above)
 
 
 def _scalars(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a part says by itself, its judgement among it."""
     known = {**row, **(row["judgement"] if isinstance(row.get("judgement"), dict) else {})}
-    return {k: v for k, v in known.items() if isinstance(v, (str, int, float)) and v != ""}
+    return {
+        k: v
+        for k, v in known.items()
+        if (isinstance(v, (str, int, float)) and v != "") or _is_estimate(v)
+    }
+
+
+def _is_estimate(value: Any) -> bool:
+    """Whether a value is a median and its interval, as `Estimate.to_list` writes them."""
+    if not (isinstance(value, list) and len(value) == 3):
+        return False
+    return all(isinstance(x, float) for x in value) and value[1] <= value[0] <= value[2]
 
 
 def _numbers(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -189,12 +208,17 @@ def _numbers(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list):
+        text = f"{value[0]:.4g} [{value[1]:.4g}, {value[2]:.4g}]"
+        return text.replace(" ", "\N{NO-BREAK SPACE}")
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
-def _table(header: Sequence[str], lines: Sequence[str]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+def _table(header: Sequence[str], lines: Sequence[str], kind: str = "numbers") -> str:
+    named = (f'<th scope="col">{escape(name)}</th>' if name else "<td></td>" for name in header)
     return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{"".join(named)}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )

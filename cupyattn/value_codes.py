@@ -37,7 +37,7 @@ class ZeroPoints:
     ----------
     q_code_sum, k_code_sum : Operand
         Sums of the codes of each row, (batch, heads, length), the buffers of these names; of packed
-        sequences as `cupyattn.quant.plan.plan_operand` fills them.
+        sequences as `cupyattn.quant.plan.plan_quantize` fills them.
     """
 
     q_code_sum: Operand

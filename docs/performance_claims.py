@@ -6,12 +6,12 @@ the device that the records name. A line whose records are missing is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cupyattn.measure import format_bytes, format_seconds, format_share
-from docs.performance_parts import rows_of
+from docs.performance_parts import range_of, rows_of
 from experiments.breakdown import NAMES, PARTS
 from experiments.others import CUDNN, FLASH_2, geometric_mean
 
@@ -38,18 +38,6 @@ class Claim:
     says: str
     needs: tuple[str, ...]
     measured: Callable[..., str]
-
-
-def range_of(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """Return the least and the most of some numbers.
-
-    Examples
-    --------
-    >>> range_of([1.5, 1.0]), range_of([2.0])
-    ('1.00 to 1.50', '2.00')
-    """
-    least, most = (form.format(x) for x in (min(values), max(values)))
-    return least if least == most else f"{least} to {most}"
 
 
 def _ratios(record: Record, name: str, over: str | None = None) -> list[float]:

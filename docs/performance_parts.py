@@ -61,6 +61,18 @@ def interval(value: Sequence[float]) -> str:
     return "{:.2f} [{:.2f}, {:.2f}]".format(*value)
 
 
+def range_of(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """Return the least and the most of some numbers.
+
+    Examples
+    --------
+    >>> range_of([1.5, 1.0]), range_of([2.0])
+    ('1.00 to 1.50', '2.00')
+    """
+    least, most = (form.format(x) for x in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
+
+
 # ---- latency and throughput ----------------------------------------------------------------------
 
 
@@ -186,8 +198,8 @@ def components(record: Record) -> list[str]:
         "Each part alone is the time of the kernel with the other two left out, less that of the",
         "kernel with all three left out, whose copies, barriers and stores stay. All as shares of",
         "the whole kernel's time. An overlap of 1.5 says that the parts, one after the other,",
-        "would take one and a half times as long as they do together. P V includes rounding P to",
-        "16 bits.",
+        "would take one and a half times as long as they do together; below 1 they wait for each",
+        "other, and take longer together than apart. P V includes rounding P to 16 bits.",
         "",
     ]
     table = []
@@ -208,7 +220,8 @@ def critical_path(record: Record) -> list[str]:
     """Which part the whole waits for, by what is saved without it."""
     lines = [
         "The part without which the kernel gains most is on the critical path; one that is long",
-        "alone and saves little is hidden behind the others.",
+        "alone and saves little is hidden behind the others. A part that saves more than it takes",
+        "alone is not hidden: others wait for it.",
         "",
     ]
     table = []
@@ -217,12 +230,15 @@ def critical_path(record: Record) -> list[str]:
             continue
         saved, alone = found["parts"]["saved"], found["parts"]["alone"]
         first = max(saved, key=lambda part: saved[part])
-        hidden = max(alone, key=lambda part: alone[part] - saved[part])
+        hidden = [
+            f"{breakdown.NAMES[part]}, {format_share(alone[part])} alone and "
+            f"{format_share(saved[part])} saved"
+            for part in sorted(alone, key=lambda part: saved[part] - alone[part])
+            if alone[part] > saved[part]
+        ]
         table.append([
             found["problem"]["name"], found["form"],
-            f"{breakdown.NAMES[first]}, {format_share(saved[first])}",
-            f"{breakdown.NAMES[hidden]}, {format_share(alone[hidden])} alone and "
-            f"{format_share(saved[hidden])} saved",
+            f"{breakdown.NAMES[first]}, {format_share(saved[first])}", *(hidden or ["none"])[:1],
         ])  # fmt: skip
     return [*lines, *markdown(["problem", "form", "gains most without", "best hidden"], table)]
 
@@ -234,8 +250,9 @@ def footprint(record: Record) -> list[str]:
     """What a call takes of the memory pool beside what its plan states."""
     lines = [
         "Bytes that the memory pool grows by over one call, O among them, beside what",
-        "`cupyattn.plan` states beforehand: workspace and O. *All scores* is what a matrix S in 16",
-        "bits would take.",
+        "`cupyattn.plan` states beforehand: workspace and O. A pool that still holds free memory",
+        "of earlier calls grows by less, or not at all. *All scores* is what a matrix S in 16 bits",
+        "would take.",
         "",
     ]
     table = []
@@ -305,8 +322,8 @@ def bank_conflicts(record: Record) -> list[str]:
         "Passes of shared memory that loads and stores take, and which share of them only bank",
         "conflicts cause: as the interpreter counts them of the PTX, and as Nsight Compute does.",
         "DRAM is what the call reads and writes there with cold caches; the least that attention",
-        f"of this shape can move is {format_bytes(found['least_bytes'])}. Quantising is listed with"
-        " the rung.",
+        f"of this shape can move is {format_bytes(found['least_bytes'])}, of which what is written",
+        "may still be in the L2 cache when a kernel ends. Quantising is listed with the rung.",
         "",
     ]
     header = ["", "kernel", "passes", "conflicts", "device: passes", "conflicts", "DRAM"]
@@ -372,21 +389,24 @@ def energy(record: Record) -> list[str]:
 
 
 def scaling(record: Record) -> list[str]:
-    """Several devices beside one: strong scaling by problem, weak by batch entries."""
-    table = []
+    """Several devices beside one, a line for each way; weak scaling is by batch entries."""
+    ways: dict[tuple[str, ...], list[Record]] = {}
     for row in record["rows"]:
-        if "samples" not in row or not row["samples"]:
-            continue
-        typical = sorted(row["samples"])[len(row["samples"]) // 2]
-        table.append([
-            "weak" if row["axis"] == "batch" else "strong", row["problem"], row["name"],
-            str(row["ranks"]), format_seconds(typical),
-            format_share(row["share"]) if "share" in row else "-",
-            format_share(row["predicted_share"]) if "predicted_share" in row else "-",
-            format_bytes(row["bytes_sent"]) if "bytes_sent" in row else "-",
-        ])  # fmt: skip
-    header = ["scaling", "problem", "way", "devices", "time", "of so many times one", "on paper"]
-    return markdown([*header, "sent by a rank"], table)
+        if row["ranks"] > 1 and row.get("samples") and "share" in row:
+            axis = "weak" if row["axis"] == "batch" else "strong"
+            ways.setdefault((axis, row["name"], str(row["ranks"])), []).append(row)
+    table = [
+        [*way, str(len(rows)), *(f"{range_of([100 * row[key] for row in rows], '{:.0f}')} %"
+                                 for key in ("share", "predicted_share"))]
+        for way, rows in ways.items()
+    ]  # fmt: skip
+    header = ["scaling", "way", "devices", "problems", "of so many times one", "on paper"]
+    return [
+        "The speed of several devices, as a share of so many times one;",
+        "[DISTRIBUTED.md](DISTRIBUTED.md#what-it-costs) has every problem.",
+        "",
+        *markdown(header, table),
+    ]
 
 
 def long_sequences(record: Record) -> list[str]:
@@ -406,14 +426,22 @@ def long_sequences(record: Record) -> list[str]:
 
 
 def diffusion(gains: Record) -> list[str]:
-    """What the ways of diffusion win over the plain call."""
-    table = []
+    """What the ways of diffusion win over the plain call, a line for each way and mode."""
+    ways: dict[tuple[str, ...], list[float]] = {}
     for row in gains["rows"]:
-        shape = f"{row['batch']} x {row['heads']} x {row['length']:,}"
-        won = interval(row["speed_ratio"]) if "speed_ratio" in row else "not timed: it failed"
-        table.append([row["way"], row["mode"], shape, row.get("against", "-"), won])
-    header = ["way", "mode", "batch x heads x length", "against", "speed"]
-    return markdown(header, table)
+        if "speed_ratio" in row:
+            way = row["way"], row["mode"], row["against"]
+            ways.setdefault(way, []).append(row["speed_ratio"][0])
+    table = [
+        [*way, str(len(ratios)), f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+        for way, ratios in ways.items()
+    ]
+    return [
+        "Speed beside the plain way in the same rounds;",
+        "[DIFFUSION.md](DIFFUSION.md#what-it-wins) has every shape.",
+        "",
+        *markdown(["way", "mode", "against", "shapes", "least", "most"], table),
+    ]
 
 
 # ---- ablations -----------------------------------------------------------------------------------

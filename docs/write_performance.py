@@ -105,8 +105,9 @@ def claims_lines() -> list[str]:
     return [
         f"## {CLAIMS_TITLE}",
         "",
-        "The notes speak of an A100 and of kernels yet to be written; the record of each line",
-        "names the device of what was measured.",
+        "This library began as a plan, the founding notes, which is not in this repository: text",
+        "and pseudo-code with figures for an A100, before there was a kernel. The record of each",
+        "line names the device of what was measured.",
         "",
         *common.markdown(header, rows),
         "",

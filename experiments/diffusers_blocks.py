@@ -444,10 +444,8 @@ def title(row: Mapping[str, Any]) -> str:
     )
 
 
-def section(record: Mapping[str, Any] | None) -> str:
+def section(record: Mapping[str, Any]) -> str:
     """Return what docs/INTEROP.md says was measured."""
-    if record is None:
-        return "It has not been measured yet: `python -m experiments.diffusers_blocks` does."
     environment, lines = record["environment"], []
     for row in record["rows"]:
         lines += [f"{title(row)}:", "", *common.markdown(HEADER, cells(row)), ""]
@@ -456,13 +454,7 @@ def section(record: Mapping[str, Any] | None) -> str:
                       f"diffusers {record['diffusers']}."])  # fmt: skip
 
 
-def stored() -> dict[str, Any] | None:
-    """Return the committed record; None before there is one."""
-    found = (common.RESULTS / "diffusers_blocks.json").is_file()
-    return common.stored("diffusers_blocks") if found else None
-
-
-def update_page(record: Mapping[str, Any] | None) -> None:
+def update_page(record: Mapping[str, Any]) -> None:
     """Write what was measured between the marks of docs/INTEROP.md."""
     common.replace_between(PAGE, BEGIN, END, section(record))
 
@@ -514,7 +506,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
     args = parser.parse_args(argv)
     if args.stored:
-        update_page(stored())
+        update_page(common.stored("diffusers_blocks"))
         return 0
     return common.main(run, args)
 

@@ -5,8 +5,9 @@ Holds fixed  batch 4, 16 heads, length 4096, N(0, 1), float16, each rung's own t
 Measures     J2; time of a prepared call, and its ratio to the plain call in the same rounds
 Expect       less time where keys are left out (causal, window), more where a score is worked on
 Run          python -m experiments.feature_costs [--quick] [--json FILE] [--update-docs]
+             [--stored]
 
-``--update-docs`` writes docs/FEATURES.md: on a device from the run, elsewhere from the record.
+``--update-docs`` writes docs/FEATURES.md: from the record alone with ``--stored``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import device, measure, testing, timing
+from cupyattn import measure, testing, timing
 from cupyattn.cli import output
 from cupyattn.preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig
@@ -218,7 +219,7 @@ def page(record: Mapping[str, Any]) -> str:
     lines = [
         "# What features cost",
         "",
-        "Written by `python -m experiments.feature_costs --update-docs` from "
+        "Written by `python -m experiments.feature_costs --stored` from "
         f"[{Path(RECORD).name}](../{RECORD}): {found_on['name']}, driver {found_on['driver']}, "
         f"NVRTC {environment['nvrtc']}, revision {environment.get('revision', 'unknown')[:10]}.",
         "",
@@ -261,8 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
     parser.add_argument("--rungs", nargs="+", default=list(ca.VARIANTS), choices=list(ca.VARIANTS))
     parser.add_argument("--update-docs", action="store_true", help="rewrite docs/FEATURES.md")
+    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
     args = parser.parse_args(argv)
-    if args.update_docs and not args.quick and device.device_missing():
+    if args.stored:
         update_page(common.stored("feature_costs"))
         return 0
     return common.main(run, args)

@@ -59,13 +59,12 @@ def measure(
 
 
 def parts_of(row: Mapping[str, Any]) -> list[Part]:
+    """Return the parts of a block as `benchmark_block` does, of a row of the record."""
     return [Part(**part) for part in row["parts"]]
 
 
-def section(record: Mapping[str, Any] | None) -> str:
+def section(record: Mapping[str, Any]) -> str:
     """Return what docs/CHECKPOINTS.md says was measured."""
-    if record is None:
-        return "It has not been measured yet: `python -m experiments.kandinsky_block` does."
     environment = record["environment"]
     lines = []
     for row in record["rows"]:
@@ -83,15 +82,9 @@ def section(record: Mapping[str, Any] | None) -> str:
     return "\n".join(lines[:-1])
 
 
-def update_page(record: Mapping[str, Any] | None, path: Path = checkpoints.PAGE) -> None:
+def update_page(record: Mapping[str, Any], path: Path = checkpoints.PAGE) -> None:
     """Write what was measured between the marks of docs/CHECKPOINTS.md."""
     common.replace_between(path, BEGIN, END, section(record))
-
-
-def stored() -> dict[str, Any] | None:
-    """Return the committed record; None before there is one."""
-    found = (common.RESULTS / "kandinsky_block.json").is_file()
-    return common.stored("kandinsky_block") if found else None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
     args = parser.parse_args(argv)
     if args.stored:
-        update_page(stored())
+        update_page(common.stored("kandinsky_block"))
         return 0
     return common.main(run, args)
 

@@ -1,5 +1,5 @@
-// rope -- the rows of Q or K, each turned by the angles of its position, for the rungs whose tiles
-// go to shared memory as they lie: fa_tc in both forms, and fa_int8 before it quantises.
+// rope -- the rows of Q or K, each turned by the angles of its position, for kernels that cannot do
+// it themselves: fa_tc, whose tiles go to shared memory as they lie, and attn_fa_int8_fused.cu.
 //
 // Idea         A pass over memory: read once, turned in registers, stored once. A thread takes as
 //              many pairs as the widest access brings of first elements.

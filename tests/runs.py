@@ -299,6 +299,10 @@ class Run:
         return report
 
 
+def assert_same(left: Run, right: Run) -> None:
+    assert bits(left.o) == bits(right.o) and bits(left.lse) == bits(right.lse)
+
+
 def host_copy(z: QuantizedQKV) -> QuantizedQKV:
     return replace(z, **{n: on_host(a) for n in QUANTIZED if (a := getattr(z, n)) is not None})
 

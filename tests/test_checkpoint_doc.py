@@ -64,7 +64,7 @@ def test_what_a_block_takes_is_what_its_record_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inside = PAGE.split(kandinsky_block.BEGIN)[1].split(kandinsky_block.END)[0]
-    assert inside == f"\n{kandinsky_block.section(kandinsky_block.stored())}\n", (
+    assert inside == f"\n{kandinsky_block.section(common.stored('kandinsky_block'))}\n", (
         "run python -m experiments.kandinsky_block --stored"
     )
     file = tmp_path / "block.json"

@@ -184,6 +184,18 @@ def test_the_layers_of_the_sample_are_chosen_by_name(capsys: pytest.CaptureFixtu
     assert "one of layer0, layer2, layer5" in capsys.readouterr().err
 
 
+def test_profile_takes_a_file_or_data_of_a_shape() -> None:
+    def chosen(*options: str) -> inputs.Input:
+        return profile.chosen(cli.parser().parse_args(["profile", "fa", *options]))
+
+    assert chosen(*SMALL).name.startswith("constant")
+    assert chosen(*SMALL, "--random").name.startswith("normal")
+    assert chosen("--layer", "layer0").name == "text encoder, layer0"
+    for options in (["--layer", "layer0", "--random"], ["--random", "--distribution", "sink"]):
+        with pytest.raises(ValueError, match="--random"):
+            chosen(*options)
+
+
 def damaged(tmp_path: Path) -> dict[str, Path]:
     whole = tmp_path / "whole.safetensors"
     save_safetensors(whole, three())

@@ -19,6 +19,7 @@ from cupyattn import compile as kc
 from cupyattn import nvrtc
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
 from cupyattn.includes import headers_reached
+from cupyattn.ptxas import parse_resources, parse_smem_bytes
 
 SOURCES = Path(__file__).parent / "kernels"
 ADD = kc.ModuleSpec(SOURCES / "compile_add.cu", (("CFG_COUNT", 64),))
@@ -110,7 +111,7 @@ def test_spills_of_a_called_function_count_as_the_kernels(tmp_path: Path) -> Non
 
 def test_a_report_that_is_not_understood_is_an_error() -> None:
     with pytest.raises(KernelCompileError, match="report of ptxas on k was not understood"):
-        kc.parse_resources("ptxas info : Compiling entry function 'k' for 'sm_80'\nnothing else")
+        parse_resources("ptxas info : Compiling entry function 'k' for 'sm_80'\nnothing else")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_a_report_that_is_not_understood_is_an_error() -> None:
     ],
 )
 def test_smem_bytes_is_read_from_the_ptx(ptx: str, expected: int) -> None:
-    assert kc.parse_smem_bytes(ptx) == expected
+    assert parse_smem_bytes(ptx) == expected
 
 
 def test_debug_reaches_the_kernel(

@@ -25,6 +25,7 @@ from cupyattn.distributed import (
     nccl,
     start,
 )
+from cupyattn.distributed import group as groups
 from cupyattn.distributed.group import Message
 from cupyattn.distributed.nccl import NcclGroup
 from cupyattn.distributed.store import Board
@@ -162,8 +163,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     cuda = type("cuda", (), {"Device": Device, "Stream": OfNccl, "Event": Event,
                              "get_current_stream": staticmethod(Now),
                              "runtime": Runtime(found)})  # fmt: skip
-    for module in (nccl, copies):
-        monkeypatch.setattr(module, "_cupy", lambda: type("cupy", (), {"cuda": cuda}))
+    monkeypatch.setattr(groups, "_cupy", lambda: type("cupy", (), {"cuda": cuda}))
     monkeypatch.setattr(nccl, "_nccl", lambda: found)
     return found
 
@@ -303,7 +303,7 @@ def test_copies_of_another_size_or_of_nobody_end_all_ranks(fake: FakeNccl) -> No
 
 
 def test_devices_that_do_not_reach_each_other_use_nccl(fake: FakeNccl) -> None:
-    runtime = copies._cupy().cuda.runtime
+    runtime = groups._cupy().cuda.runtime
     assert copies.reach_each_other(runtime, [0, 1, 2])
     runtime.apart.add((2, 0))
     assert copies.reach_each_other(runtime, [0, 1]) and not copies.reach_each_other(runtime, [2, 0])

@@ -26,7 +26,7 @@ from cupyattn.rounding import STORAGE, as_float64
 from cupyattn.testing import judge
 from tests import runs
 from tests.feature_cases import CELLS, admitted, options_of
-from tests.runs import Run, bits
+from tests.runs import Run, assert_same, bits
 
 #: Every rung with every storage type that it takes, in its portable form.
 RUNGS = [(name, dtype) for name, variant in VARIANTS.items() for dtype in variant.dtypes]
@@ -170,10 +170,6 @@ def test_the_bound_notices_mistakes() -> None:
 # ---- relations -----------------------------------------------------------------------------------
 
 BACKENDS = {"mirror": on_mirror, "interpret": interpret}
-
-
-def assert_same(left: Run, right: Run) -> None:
-    assert bits(left.o) == bits(right.o) and bits(left.lse) == bits(right.lse)
 
 
 @pytest.mark.parametrize(("rung", "backend"), runs.on_both(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from cupyattn.rounding import STORAGE, as_float64
 from cupyattn.tiles import GemmTiles
 from tests.fault_patches import put_a_line_in_place
 from tests.gemm_cases import REGIMES, Product, product
+from tests.structs import check_struct
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 #: Tiles of other shapes: one row of warps, several, columns of two groups of scales.
@@ -196,13 +196,8 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 # ---- what is compiled ----------------------------------------------------------------------------
 
 
-def test_params_are_the_fields_of_the_header_in_order() -> None:
-    text = re.sub(r"//.*", "", (kc.KERNELS / "prims" / "gemm.cuh").read_text())
-    body = re.search(r"struct GemmParams \{(.*?)\};", text, re.DOTALL)[1]
-    declared = [" ".join(line.split()).rpartition(" ") for line in body.split(";") if line.strip()]
-    types = {"int64_t": "i8", "int32_t": "i4"}
-    expected = [(name, np.dtype("u8" if "*" in t else types[t])) for t, _, name in declared]
-    assert [(name, GEMM_PARAMS[name]) for name in GEMM_PARAMS.names] == expected
+def test_params_are_the_struct_of_the_header(tmp_path: Path) -> None:
+    check_struct(GEMM_PARAMS, "prims/gemm.cuh", "GemmParams", tmp_path)
 
 
 def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # type: ignore[no-untyped-def]

@@ -6,7 +6,6 @@ device adds.
 
 from __future__ import annotations
 
-import doctest
 import gc
 import importlib
 import subprocess
@@ -607,13 +606,6 @@ def test_the_drop_in_refuses_what_torch_refuses_and_dropout() -> None:
         interop.scaled_dot_product_attention(x, x, x, mask, is_causal=True)
     with pytest.raises(RuntimeError, match="at least 2 dimensional, but got 1, 4 and 4"):
         interop.scaled_dot_product_attention(x[0, 0, 0], x, x)
-
-
-@pytest.mark.parametrize("name", ["functional"])
-def test_the_examples_of_docstrings_are_true(name: str) -> None:
-    module = importlib.import_module(f"cupyattn.interop.torch.{name}")
-    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
-    assert result.attempted and not result.failed
 
 
 def test_bfloat16_of_arrays_is_that_of_ml_dtypes() -> None:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import cupyattn as ca
 from cupyattn import Int8Config, UnsupportedError
 from tests.checkpoint_files import write
+from tests.torch_cases import same_bits
 
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
@@ -32,11 +32,6 @@ def seeded() -> None:
 
 def linear(columns: int = 300, rows: int = 200, dtype: str = "bfloat16") -> Any:
     return nn.Linear(columns, rows, dtype=getattr(torch, dtype))
-
-
-def same_bits(x: Any, y: np.ndarray) -> bool:
-    x = bridge.as_array(x)
-    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
 
 
 class Block(nn.Module):  # type: ignore[misc, name-defined]

@@ -14,6 +14,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import BlockMask, QuantConfig, UnsupportedError
 from tests.runs import normal
+from tests.torch_cases import same_bits
 
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
@@ -30,11 +31,6 @@ def inputs(dtype: str = "float16", len_q: int = 40, len_kv: int = 70) -> list[np
 
 def tensors(arrays: list[np.ndarray], *, grad: bool = False) -> list[Any]:
     return [bridge.as_tensor(x.copy()).requires_grad_(grad) for x in arrays]
-
-
-def same_bits(x: Any, y: np.ndarray) -> bool:
-    x = bridge.as_array(x)
-    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
 
 
 def rope_tables(length: int = 73) -> tuple[np.ndarray, np.ndarray]:
@@ -274,7 +270,7 @@ def test_what_is_refused() -> None:
             function()
 
 
-@pytest.mark.parametrize("name", ["modules", "linear", "models"])
+@pytest.mark.parametrize("name", ["functional", "modules", "linear", "models"])
 def test_the_examples_of_docstrings_are_true(name: str) -> None:
     module = importlib.import_module(f"cupyattn.interop.torch.{name}")
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)

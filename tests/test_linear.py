@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import re
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,7 @@ from cupyattn.rounding import STORAGE, as_float64
 from cupyattn.tiles import GemmTiles
 from tests.fault_patches import put_a_line_in_place
 from tests.quant_inputs import DTYPES, operand
+from tests.structs import check_struct
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 seeds = st.integers(0, 2**32 - 1)
@@ -176,13 +176,8 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
         assert [a.tobytes() for a in found] != [a.tobytes() for a in expected]
 
 
-def test_params_are_the_fields_of_the_source_in_order() -> None:
-    text = re.sub(r"//.*", "", (kc.KERNELS / "act_quant.cu").read_text())
-    body = re.search(r"struct ActQuantParams \{(.*?)\};", text, re.DOTALL)[1]
-    declared = [" ".join(line.split()).rpartition(" ") for line in body.split(";") if line.strip()]
-    types = {"int64_t": "i8", "int32_t": "i4"}
-    expected = [(name, np.dtype("u8" if "*" in t else types[t])) for t, _, name in declared]
-    assert [(name, ACT_QUANT_PARAMS[name]) for name in ACT_QUANT_PARAMS.names] == expected
+def test_params_are_the_struct_of_the_source(tmp_path: Path) -> None:
+    check_struct(ACT_QUANT_PARAMS, "act_quant.cu", "ActQuantParams", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +247,7 @@ LAYER = ca.Int8Linear.from_weight(W, outlier_columns=[1])
         (lambda: ca.Int8Linear.from_weight(W, outlier_columns=[200]), ValueError, "0 to 199"),
         (lambda: ca.Int8Linear.from_weight(W, outlier_columns=[2, 2]), ValueError, "once"),
         (lambda: ca.Int8Linear.from_weight(W[0]), ValueError, "two axes"),
+        (lambda: ca.Int8Linear.from_weight(CODES), TypeError, "must be float16.* got int8"),
         (
             lambda: ca.Int8Linear.from_weight(W, outlier_dtype="float32"),
             ValueError,

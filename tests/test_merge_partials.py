@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from cupyattn.interpret import KernelFault
 from cupyattn.launch import Operand
 from cupyattn.perturbation import ratio_to_bound
 from cupyattn.rounding import STORAGE
+from tests.structs import check_struct
 
 
 def parts_of(
@@ -115,24 +115,8 @@ def test_an_empty_call_launches_nothing() -> None:
     assert not plan.launches
 
 
-def test_params_are_the_fields_of_the_source_in_order(tmp_path: Path) -> None:
-    text = re.sub(r"//.*", "", (kc.KERNELS / "merge_partials.cu").read_text())
-    body = re.search(r"struct MergeParams \{(.*?)\};", text, re.DOTALL)[1]  # type: ignore[index]
-    declared = [" ".join(x.split()).rpartition(" ") for x in body.split(";") if x.strip()]
-    types = {"int32_t": "i4", "int64_t": "(2,)i8", "Strides": "(3,)i8"}
-    expected = [
-        (name.partition("[")[0], np.dtype("u8" if "*" in kind else types[kind]))
-        for kind, _, name in declared
-    ]
-    assert [(name, MERGE_PARAMS[name]) for name in MERGE_PARAMS.names or ()] == expected
-    checks = [f"static_assert(sizeof(MergeParams) == {MERGE_PARAMS.itemsize});"]
-    for name, (_, offset, *_) in (MERGE_PARAMS.fields or {}).items():
-        checks.append(f"static_assert(__INTADDR__(&((MergeParams*)0)->{name}) == {offset});")
-    source = tmp_path / "layout.cu"
-    source.write_text(
-        f'#include "prims/params.cuh"\nstruct MergeParams {{{body}}};\n' + "\n".join(checks)
-    )
-    kc.build(kc.ModuleSpec(source), "sm_80")
+def test_params_are_the_struct_of_the_source(tmp_path: Path) -> None:
+    check_struct(MERGE_PARAMS, "merge_partials.cu", "MergeParams", tmp_path)
 
 
 #: What is changed in the kernel, and what it does to a test.

@@ -11,7 +11,7 @@ import pytest
 from cupyattn import QuantConfig, attention, plan, quantize, scratch
 from cupyattn import prepared as prepared_calls
 from cupyattn.errors import DeviceMemoryError, UnsupportedError
-from cupyattn.forms import form_key
+from cupyattn.forms import direct_operands
 from cupyattn.prepared import Prepared
 from tests.runs import in_turn, on_both
 
@@ -167,5 +167,5 @@ def test_what_cannot_be_called_cannot_be_planned() -> None:
 
 def test_only_arrays_on_a_device_are_remembered() -> None:
     """On the host every call is checked anew: nothing there is as fast as a launch."""
-    assert form_key(("fa_tc",), *normal()) is None
+    assert direct_operands(*normal()) is None
     assert isinstance(plan(*normal()), Prepared)

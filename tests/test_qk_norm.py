@@ -32,6 +32,7 @@ from cupyattn.tiles import Tiles
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import bits, embedded, normal, rope_tables
+from tests.structs import check_layout
 
 #: Several blocks of rows, and tails.
 LEN_Q, LEN_KV, HEADS, HEADS_KV = 37, 70, 4, 2
@@ -320,15 +321,7 @@ def test_a_launch_for_values_alone_knows_nothing_of_it() -> None:
 def test_params_lie_where_the_compiler_puts_them(
     name: str, struct: str, table: np.dtype[Any], tmp_path: Any
 ) -> None:
-    fields = table.fields or {}
-    checks = [f"static_assert(sizeof({struct}) == {table.itemsize});"]
-    checks += [
-        f"static_assert(__INTADDR__(&(({struct}*)0)->{field}) == {offset});"
-        for field, (_, offset, *_) in fields.items()
-    ]
-    source = tmp_path / "layout.cu"
-    source.write_text(f'#include "prims/{name}.cuh"\n' + "\n".join(checks))
-    kc.build(kc.ModuleSpec(source, (("CFG_QK_NORM", 1),)), "sm_80")
+    check_layout(table, f"prims/{name}.cuh", struct, tmp_path, CFG_QK_NORM=1)
 
 
 def test_features_say_nothing_where_nothing_is_normalised() -> None:

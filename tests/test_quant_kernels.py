@@ -18,6 +18,7 @@ from cupyattn.features import DTYPES
 from cupyattn.launch import Operand, Plan
 from cupyattn.params import pack
 from cupyattn.preparation import Preparation
+from cupyattn.ptxas import Resources
 from cupyattn.quant import GROUP_ALL, QuantConfig
 from cupyattn.quant.plan import (
     QUANTIZE_PARAMS,
@@ -31,6 +32,7 @@ from cupyattn.quant.plan import (
 from cupyattn.rotation import prepares_of
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import Tiles
+from tests.structs import check_struct
 
 GROUPS = (1, 2, 16, 64, 128, GROUP_ALL)
 HEADER = kc.KERNELS / "prims" / "quant.cuh"
@@ -58,26 +60,8 @@ def of_v(dtype: str, head_dim: int, group: int, p_type: str = "u8", **options: b
 # ---- the struct ----------------------------------------------------------------------------------
 
 
-def test_params_are_the_fields_of_the_header_in_order() -> None:
-    text = re.sub(r"//.*", "", HEADER.read_text())
-    body = re.search(r"struct QuantizeParams : [^{]*\{(.*?)\};", text, re.DOTALL)[1]
-    declared = [" ".join(line.split()).rpartition(" ") for line in body.split(";") if line.strip()]
-    types = {"int64_t": "i8", "int32_t": "i4", "Strides": "(3,)i8"}
-    expected = [(name, np.dtype("u8" if "*" in t else types[t])) for t, _, name in declared]
-    assert [(name, QUANTIZE_PARAMS[name]) for name in QUANTIZE_PARAMS.names] == expected
-
-
-def test_params_lie_where_the_compiler_puts_them(tmp_path: Path) -> None:
-    checks = [f"static_assert(sizeof(QuantizeParams) == {QUANTIZE_PARAMS.itemsize});"]
-    for name, (_, offset) in QUANTIZE_PARAMS.fields.items():
-        checks.append(f"static_assert(__INTADDR__(&((QuantizeParams*)0)->{name}) == {offset});")
-    source = tmp_path / "layout.cu"
-    source.write_text(
-        '#include "prims/quant.cuh"\n'
-        + "\n".join(checks)
-        + '\nextern "C" __global__ void layout(const __grid_constant__ QuantizeParams p) {}\n'
-    )
-    assert "layout" in kc.build(kc.ModuleSpec(source), "sm_80").kernels
+def test_params_are_the_struct_of_the_header(tmp_path: Path) -> None:
+    check_struct(QUANTIZE_PARAMS, "prims/quant.cuh", "QuantizeParams", tmp_path)
 
 
 def test_params_pack() -> None:
@@ -278,7 +262,7 @@ NO_SPILLS = pytest.mark.parametrize(
 )
 
 
-def resources(plan: Plan, arch: str) -> list[kc.Resources]:
+def resources(plan: Plan, arch: str) -> list[Resources]:
     """Compile what a plan launches, and nothing else; return what each launch takes."""
     if arch not in kc.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")

@@ -63,6 +63,14 @@ def test_bars_are_to_one_scale_and_names_are_text() -> None:
     assert any("device One" in word and "revision abc" in word for word in page.words)
 
 
+def test_ways_whose_names_have_commas_are_bars_of_one_chart() -> None:
+    named = record()
+    named["problems"][0]["rows"][1]["variant"] = "torch SDPA, cuDNN"
+    page = Page(report.page([("first", named)]))
+    assert page.tags.count("table") == page.tags.count("h3") == 1
+    assert {"p", "fast", "torch SDPA, cuDNN"} <= set(page.words)
+
+
 def test_the_page_fits_any_width_and_loads_nothing() -> None:
     """No browser is at hand: what would break a narrow or a dark one is looked for in the text."""
     text = report.page([(f.stem, records.read(f)) for f in sorted(RESULTS.glob("*.json"))])
@@ -72,15 +80,24 @@ def test_the_page_fits_any_width_and_loads_nothing() -> None:
     links = [v or "" for k, v in page.attributes if k in ("href", "src")]
     ids = {v for k, v in page.attributes if k == "id"}
     assert links and all(link[0] == "#" and link[1:] in ids for link in links)
-    assert page.tags.count("table") == text.count('<div class="scroll"><table>')  # wide ones scroll
+    assert page.tags.count("table") == text.count('<div class="scroll"><table ')  # wide ones scroll
     assert not any(k == "style" for k, _ in page.attributes) and "min-width: 7rem" in text
 
 
 def test_numbers_stand_where_nothing_was_timed() -> None:
-    rows = [{"name": f"row {i}", "error": i / 7, "ok": True} for i in range(report.MOST_ROWS + 3)]
+    found = {"ok": True, "bytes": 123456, "ratio": [1.5, 1.25, 2.0], "others": [1.0, 2.0, 3.0]}
+    rows = [{"name": f"row {i}", "error": i / 7, **found} for i in range(report.MOST_ROWS + 3)]
     page = Page(report.page([("found", {"environment": {}, "rows": rows})]))
     assert "row 0" in page.words and f"row {report.MOST_ROWS}" not in page.words
     assert "3 more rows in the record" in page.words and "0.1429" in page.words
+    assert "1.5\xa0[1.25,\xa02]" in page.words and "others" not in page.words  # no interval
+    assert "123,456" in page.words and "rows" in page.words
+
+
+def test_numbers_within_a_part_are_called_by_it() -> None:
+    rows = [{"variant": n, "kernels": [{"kernel": f"attn_{n}", "passes": 3}]} for n in ("fa", "fb")]
+    page = Page(report.page([("found", {"environment": {}, "rows": rows})]))
+    assert {"rows", "fa, kernels", "fb, kernels"} <= set(page.words)
 
 
 def test_files_and_folders_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ from cupyattn.rounding import STORAGE, as_float64
 from cupyattn.testing import ratio_to_bound
 from tests import runs
 from tests.runs import RUNGS, bits, embedded, normal, rope_tables, variant_of
+from tests.structs import check_struct
 
 #: Several tiles of every portable rung, and a tail.
 LEN_Q, LEN_KV, HEAD_DIM = 37, 50, 16
@@ -124,19 +125,8 @@ def test_the_bound_of_r0_notices_mistakes() -> None:
 # ---- the pass (J1) -------------------------------------------------------------------------------
 
 
-def test_params_are_the_fields_of_the_header_in_order(tmp_path: Any) -> None:
-    text = re.sub(r"//.*", "", (kc.KERNELS / "prims" / "rope.cuh").read_text())
-    body = re.search(r"struct RopeParams \{(.*?)\};", text, re.DOTALL)[1]
-    declared = [" ".join(line.split()).rpartition(" ") for line in body.split(";") if line.strip()]
-    types = {"int32_t": "i4", "Strides": "(3,)i8"}
-    expected = [(name, np.dtype("u8" if "*" in t else types[t])) for t, _, name in declared]
-    assert [(name, ROPE_PARAMS[name]) for name in ROPE_PARAMS.names or ()] == expected
-    checks = [f"static_assert(sizeof(RopeParams) == {ROPE_PARAMS.itemsize});"]
-    for name, (_, offset, *_) in (ROPE_PARAMS.fields or {}).items():
-        checks.append(f"static_assert(__INTADDR__(&((RopeParams*)0)->{name}) == {offset});")
-    source = tmp_path / "layout.cu"
-    source.write_text('#include "prims/rope.cuh"\n' + "\n".join(checks))
-    kc.build(kc.ModuleSpec(source), "sm_80")
+def test_params_are_the_struct_of_the_header(tmp_path: Any) -> None:
+    check_struct(ROPE_PARAMS, "prims/rope.cuh", "RopeParams", tmp_path)
 
 
 def special(x: np.ndarray) -> np.ndarray:

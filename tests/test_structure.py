@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "codes",
         "includes",
         "nvrtc",
+        "ptxas",
         "disk_cache",
         "tensor_map",
         "arrays",
@@ -53,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "scoring",
         "block_mask",
         "distributions",
+        "strategies",
     ),
     (
         "mirror",
@@ -94,7 +96,7 @@ NO_CUPY = {
     "errors", "tiles", "features", "numerics", "measured", "registry", "auto", "splits", "pieces",
     "rounding", "codes", "checks", "rope", "preparation", "scoring", "block_mask", "mirror",
     "reference", "perturbation", "score_bounds", "value_bounds", "operand_bounds", "bounds",
-    "includes", "nvrtc", "distributions", "gradients", "backward_tiles",
+    "includes", "nvrtc", "ptxas", "distributions", "strategies", "gradients", "backward_tiles",
     "nvml",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from cupyattn.quant.weights import MOST_BLOCK, WEIGHT_PARAMS, plan_weight_blocks
 from cupyattn.rounding import STORAGE
 from tests.fault_patches import put_a_line_in_place
 from tests.quant_inputs import DTYPES, operand
+from tests.structs import check_struct
 
 F16, BF16, F32 = DTYPES
 
@@ -164,13 +164,8 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.Mo
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def test_params_are_the_fields_of_the_source_in_order() -> None:
-    text = re.sub(r"//.*", "", (kc.KERNELS / "weight_blocks.cu").read_text())
-    body = re.search(r"struct WeightParams \{(.*?)\};", text, re.DOTALL)[1]
-    declared = [" ".join(line.split()).rpartition(" ") for line in body.split(";") if line.strip()]
-    types = {"int64_t": "i8", "int32_t": "i4"}
-    expected = [(name, np.dtype("u8" if "*" in t else types[t])) for t, _, name in declared]
-    assert [(name, WEIGHT_PARAMS[name]) for name in WEIGHT_PARAMS.names] == expected
+def test_params_are_the_struct_of_the_source(tmp_path: Path) -> None:
+    check_struct(WEIGHT_PARAMS, "weight_blocks.cu", "WeightParams", tmp_path)
 
 
 def plan(dtype: np.dtype, shape: tuple[int, int], block: int, entry: str = "weight_quant"):  # type: ignore[no-untyped-def]

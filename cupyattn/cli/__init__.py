@@ -28,12 +28,12 @@ COMMANDS = {
     "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
     "plan": "launches, scratch memory and memory of a call beforehand, on one device or several",
     "interpret": "run one rung without a device: findings, instructions, bytes, bank conflicts",
-    "analyze": "what INT8 would do to a model's weights, and save",
+    "analyze": "what INT8 would do to a model's weights, and how much it would save",
     "convert": "write a checkpoint whose large linear layers have INT8 weights",
     "dequantize": "write an INT8 checkpoint as one that every loader takes",
     "kandinsky": "write the transformer of Kandinsky 5 with INT8 weights",
     "info": "device, driver, NVRTC, what is supported, where things lie",
-    "cache": "the compile cache: show, clear, fill beforehand",
+    "cache": "show, clear or fill the cache of compiled kernels",
 }
 #: What a user can cause: one line and exit status 2, no traceback.
 USER_ERRORS = (

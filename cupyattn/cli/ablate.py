@@ -61,7 +61,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "parts", nargs="*", metavar="NAME", help=f"{RUNGS}, {', '.join(PARTS)} (default: all)"
     )
     inputs.add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=15, help="timed samples of each choice")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", default=15, help="timed samples of each choice (15)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
 
 

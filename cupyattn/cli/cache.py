@@ -34,7 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="ARCH",
         help="for --warm, e.g. sm_90 (default: the device's, without one all that NVRTC knows)",
     )
-    parser.add_argument("--threads", type=int, default=4, help="compilations at a time")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", default=4, help="compilations at a time (4)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write what there is to a file too")
 
 

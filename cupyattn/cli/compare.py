@@ -14,11 +14,12 @@ from cupyattn.measure import format_seconds
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("first", metavar="A.json", type=Path)
-    parser.add_argument("second", metavar="B.json", type=Path)
+    parser.add_argument("first", metavar="A.json", type=Path, help="the record to compare with")
+    parser.add_argument("second", metavar="B.json", type=Path, help="the record that is compared")
     parser.add_argument(
-        "--margin", type=float, default=0.02, help="speeds this near are the same (default 0.02)"
-    )
+        "--margin", type=float, metavar="X", default=0.02,
+        help="speeds this near are the same (default 0.02)",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the comparison")
 
 

@@ -48,8 +48,12 @@ def add_arguments(
     source.add_argument(
         "--layer", metavar="NAME", help=f"prefix of the arrays in the file (default {SAMPLE_LAYER})"
     )
-    source.add_argument("--distribution", choices=distributions.NAMES, help="random input")
-    source.add_argument("--seed", type=int, default=0, help="of random input and judged rows")
+    source.add_argument(
+        "--distribution", choices=distributions.NAMES, help="random input (of a shape: normal)"
+    )
+    source.add_argument(
+        "--seed", type=int, metavar="N", default=0, help="of random input and judged rows (0)"
+    )
     for name, what in (
         ("batch", "batch entries"),
         ("heads", "query heads"),
@@ -60,13 +64,19 @@ def add_arguments(
         ("head-dim", "head size, 1 to 256"),
     ):
         source.add_argument(f"--{name}", type=int, metavar="N", help=what)
-    source.add_argument("--dtype", choices=DTYPES, help="converts a file's arrays")
+    source.add_argument(
+        "--dtype", choices=DTYPES,
+        help="of random input (float16); what a file's arrays are converted to",
+    )  # fmt: skip
     call = parser.add_argument_group("call")
-    call.add_argument("--causal", action="store_true")
+    call.add_argument("--causal", action="store_true", help="a causal mask")
     call.add_argument(
-        "--causal-align", choices=("bottom-right", "top-left"), default="bottom-right"
+        "--causal-align", choices=("bottom-right", "top-left"), default="bottom-right",
+        help="where its diagonal ends, or begins (bottom-right)",
+    )  # fmt: skip
+    call.add_argument(
+        "--scale", type=float, metavar="X", help="softmax scale (default head_dim^-1/2)"
     )
-    call.add_argument("--scale", type=float, help="softmax scale (default head_dim^-1/2)")
 
 
 def call_options(args: argparse.Namespace) -> dict[str, Any]:

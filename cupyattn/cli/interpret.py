@@ -37,7 +37,9 @@ LINES = 16
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(registry.VARIANTS)}")
-    parser.add_argument("--arch", help="architecture to compile for (default sm_80)")
+    parser.add_argument(
+        "--arch", metavar="NAME", help="architecture to compile for (default sm_80)"
+    )
     watch = parser.add_argument_group("watch")
     watch.add_argument("--trace", metavar="FILE", help="write what one warp executes")
     watch.add_argument(

@@ -19,7 +19,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="rungs (default: all)")
     inputs.add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=15, help="timed samples of each rung")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", default=15, help="timed samples of each rung (15)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
     parser.add_argument("--plot", metavar="FILE", help="draw the table (.png, .svg or .pdf)")
 

@@ -39,10 +39,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=help_text)
     parser.add_argument("--heads-kv", type=int, metavar="N", help="key heads (default --heads)")
     parser.add_argument("--len-kv", type=int, metavar="N", help="keys, where they differ")
-    parser.add_argument("--dtype", choices=DTYPES, default="float16")
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--variant", default="auto", help="the rung (default: auto)")
-    parser.add_argument("--arch", help=f"plan for it (default: the device's, without one {_ARCH})")
+    parser.add_argument("--dtype", choices=DTYPES, default="float16", help="(default float16)")
+    parser.add_argument("--causal", action="store_true", help="a causal mask")
+    parser.add_argument(
+        "--variant", metavar="NAME", default="auto", help="the rung (default: auto)"
+    )
+    parser.add_argument(
+        "--arch", metavar="NAME", help=f"plan for it (default: the device's, without one {_ARCH})"
+    )
     many = parser.add_argument_group("several devices")
     many.add_argument("--devices", type=int, metavar="N", default=1, help="how many (default 1)")
     many.add_argument(
@@ -151,7 +155,7 @@ def _call(args: argparse.Namespace) -> AttentionCall:
     len_kv = args.len if args.len_kv is None else args.len_kv
     if heads_kv < 1 or args.heads % heads_kv:
         raise ValueError(f"--heads-kv must divide --heads, got {heads_kv} and {args.heads}")
-    first, last = check_limits(args.causal, "bottom-right", (-1, -1), args.len, len_kv)
+    _, last = check_limits(args.causal, "bottom-right", (-1, -1), args.len, len_kv)
     return AttentionCall(
         args.batch, args.heads, heads_kv, args.len, len_kv, args.head_dim, args.dtype,
         args.head_dim**-0.5, causal=last is not None, causal_shift=last or 0,

@@ -29,8 +29,10 @@ ENERGY_SECONDS = 3.0
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(registry.VARIANTS)}")
-    parser.add_argument("--warmup", type=int, default=2, help="runs before those that count")
-    parser.add_argument("--runs", type=int, default=3, help="runs that count")
+    parser.add_argument(
+        "--warmup", type=int, metavar="N", default=2, help="runs before those that count (2)"
+    )
+    parser.add_argument("--runs", type=int, metavar="N", default=3, help="runs that count (3)")
     parser.add_argument("--random", action="store_true", help="normal data in place of constant")
     parser.add_argument("--energy", action="store_true", help="joules per call, by NVML's counter")
     parser.add_argument("--nvtx", action="store_true", help="an NVTX range around each counted run")
@@ -40,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="print the Nsight Compute command for this, and run it where ncu is on the PATH",
     )
     parser.add_argument("--json", metavar="FILE", help="write what was measured")
-    inputs.add_arguments(parser)
+    inputs.add_arguments(parser, "constant, batch 4, 16 heads, length 4096, head_dim 128")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise UnsupportedError(f"profile needs a CUDA device: {missing}")
     if args.ncu:
         return _nsight_compute(args)
-    given = _input(args).on_device()
+    given = chosen(args).on_device()
     options = inputs.call_options(args)
     q, k, v = given.q, given.k, given.v
     call = checks.check_attention(q, k, v, **options)
@@ -100,10 +102,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _input(args: argparse.Namespace) -> inputs.Input:
+def chosen(args: argparse.Namespace) -> inputs.Input:
+    """Return the input that the options ask for: a file's arrays, or data of a shape.
+
+    Raises
+    ------
+    ValueError
+        For options that exclude each other.
+    """
     if args.random and args.distribution not in (None, "normal"):
         raise ValueError(f"--random means normal data, got --distribution {args.distribution} too")
-    if args.qkv:
+    if args.qkv or args.layer:
+        if args.random:
+            raise ValueError("--qkv and --layer name a file's arrays: give no --random too")
         return inputs.choose(args, large=True)
     if args.distribution is None:
         args.distribution = "normal" if args.random else "constant"

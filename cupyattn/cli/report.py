@@ -20,10 +20,13 @@ SMALL = ["--heads", "1", "--len", "128", "--head-dim", "64"]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("records", nargs="*", type=Path, metavar="FILE|FOLDER")
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="the page (default report.html)"
+        "records", nargs="*", type=Path, metavar="FILE|FOLDER", help="what --json wrote"
     )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", default=Path("report.html"),
+        help="the page (default report.html)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("variant", nargs="?", metavar="VARIANT", help="one rung (default: all)")
     parser.add_argument("--distribution", choices=distributions.NAMES, help="one only")
     parser.add_argument("--dtype", choices=DTYPES, help="one only")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the inputs (0)")
     parser.add_argument("--json", metavar="FILE", help="write every cell")
 
 

@@ -153,6 +153,8 @@ def block_probabilities(q: Array, k: Array, block_size: int) -> Array:
     q : array, (batch, heads, len, head_dim)
         Length a multiple of `block_size`.
     k : array, (batch, heads_kv, len, head_dim)
+    block_size : int
+        Rows of a block, and keys of one.
 
     Returns
     -------

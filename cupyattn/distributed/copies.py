@@ -8,14 +8,13 @@ heads of an array lie at a pitch, so a message is one copy however many they are
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from cupyattn.distributed import pitched
-from cupyattn.distributed.group import TIMEOUT, Copies, Group, Message, Work
+from cupyattn.distributed.group import TIMEOUT, Copies, DeviceGroup, Message, Work
 from cupyattn.distributed.store import Board
 from cupyattn.errors import UnsupportedError
 
@@ -25,8 +24,8 @@ POLL = 20e-6
 _ENABLED = 704
 
 
-class CopyGroup(Group):
-    """Ranks that are CUDA devices of one process, as the thread of one of them sees them.
+class CopyGroup(DeviceGroup):
+    """Ranks that are CUDA devices of one process; arrays travel by their copy engines.
 
     Parameters
     ----------
@@ -43,24 +42,16 @@ class CopyGroup(Group):
         If a device cannot access the memory of another.
     """
 
-    namespace = "cupy"
-
     def __init__(
         self, store: Board, rank: int, size: int, device: int, timeout: float = TIMEOUT
     ) -> None:
-        super().__init__(store, rank, size, timeout)
-        cupy = _cupy()
-        self._cupy, self.device, self._board = cupy, device, store
+        super().__init__(store, rank, size, device, timeout)
+        self._board = store
         self._messages: Counter[str] = Counter()
         devices = self.gather("devices", device)
         with self.on_device():
-            self._stream = cupy.cuda.Stream(non_blocking=True)
-            enable_access(cupy.cuda.runtime, device, devices)
-
-    def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this rank's device is the current one."""
-        device: contextlib.AbstractContextManager[Any] = self._cupy.cuda.Device(self.device)
-        return device
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+            enable_access(self._cupy.cuda.runtime, device, devices)
 
     def _prepare(self, sends: list[Message], receives: list[Message], own: Copies) -> Work:
         with self.on_device():
@@ -220,9 +211,3 @@ def _by_peer(messages: Sequence[Message]) -> dict[int, list[Message]]:
     for message in messages:
         found.setdefault(message.rank, []).append(message)
     return found
-
-
-def _cupy() -> Any:
-    import cupy
-
-    return cupy

@@ -291,6 +291,31 @@ class Group(abc.ABC):
         self.known.clear()
 
 
+class DeviceGroup(Group):
+    """Ranks that are CUDA devices, as the thread of one of them sees them.
+
+    Parameters
+    ----------
+    store, rank, size, timeout
+        As for `Group`.
+    device : int
+        This rank's.
+    """
+
+    namespace = "cupy"
+
+    def __init__(
+        self, store: Store, rank: int, size: int, device: int, timeout: float = TIMEOUT
+    ) -> None:
+        super().__init__(store, rank, size, timeout)
+        self._cupy, self.device = _cupy(), device
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this rank's device is the current one."""
+        device: contextlib.AbstractContextManager[Any] = self._cupy.cuda.Device(self.device)
+        return device
+
+
 class HostGroup(Group):
     """Ranks whose arrays are NumPy's; they travel through the store.
 
@@ -369,6 +394,12 @@ def _lies_together(array: Any, outer: int) -> bool:
             return False
         length *= extent
     return True
+
+
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
 
 
 def _short(value: Any) -> str:

@@ -12,14 +12,13 @@ beside, and where both wait for a multiprocessor the stream's priority lets it g
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from cupyattn.distributed import pitched
-from cupyattn.distributed.group import TIMEOUT, Copies, Group, Message, Work
+from cupyattn.distributed.group import TIMEOUT, Copies, DeviceGroup, Message, Work
 from cupyattn.distributed.store import Board, Store
 from cupyattn.errors import RankError, UnsupportedError
 
@@ -35,8 +34,8 @@ POLL = 20e-6
 PRIORITY = -5
 
 
-class NcclGroup(Group):
-    """Ranks that are CUDA devices, as the thread of one of them sees them.
+class NcclGroup(DeviceGroup):
+    """Ranks that are CUDA devices; arrays travel by NCCL.
 
     Parameters
     ----------
@@ -51,14 +50,10 @@ class NcclGroup(Group):
         If there is no NCCL; the other ranks raise `RankError`.
     """
 
-    namespace = "cupy"
-
     def __init__(
         self, store: Store, rank: int, size: int, device: int, timeout: float = TIMEOUT
     ) -> None:
-        super().__init__(store, rank, size, timeout)
-        cupy = _cupy()
-        self._cupy, self.device = cupy, device
+        super().__init__(store, rank, size, device, timeout)
         self._trouble: RankError | None = None
         self._deadline: float | None = None
         self._ended = threading.Event()
@@ -70,8 +65,8 @@ class NcclGroup(Group):
             return {"same": {"nccl": nccl.get_version()}, "identifier": first}
 
         said = self.agree("NcclGroup", facts)
-        with cupy.cuda.Device(device):
-            self._stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
+        with self.on_device():
+            self._stream = self._cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
             self._comm = self._begin(bytes(said[0]["identifier"]))
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -81,7 +76,7 @@ class NcclGroup(Group):
 
         def begin() -> None:
             try:
-                with self._cupy.cuda.Device(self.device):
+                with self.on_device():
                     found.append(nccl.NcclCommunicator(self.size, identifier, self.rank))
             except NCCL_ERRORS as error:
                 found.append(error)
@@ -103,7 +98,7 @@ class NcclGroup(Group):
         cupy, nccl = self._cupy, _nccl()
         self._raise()
         self._deadline = time.monotonic() + self.timeout  # until finish, whatever waits meanwhile
-        with cupy.cuda.Device(self.device):
+        with self.on_device():
             # NOTE: not behind what comes from others: on one device a copy may be a kernel, which
             # would wait there for multiprocessors that the computation has.
             pitched.copy_all(cupy.cuda, own)
@@ -126,15 +121,10 @@ class NcclGroup(Group):
             self.barrier()
         return _OnStream(cupy, self.device, done, [*sends, *receives])
 
-    def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this rank's device is the current one."""
-        device: contextlib.AbstractContextManager[Any] = self._cupy.cuda.Device(self.device)
-        return device
-
     def finish(self) -> None:
         """Wait on the host until everything has been exchanged; raise where that failed."""
         self._deadline = time.monotonic() + self.timeout
-        with self._cupy.cuda.Device(self.device):
+        with self.on_device():
             done = self._cupy.cuda.Event(disable_timing=True)
             done.record(self._stream)
             while not done.done:
@@ -211,12 +201,6 @@ class _OnStream:
         with self._cupy.cuda.Device(self._device):
             self._cupy.cuda.get_current_stream().wait_event(self._done)
         self._held = []
-
-
-def _cupy() -> Any:
-    import cupy
-
-    return cupy
 
 
 def _nccl() -> Any:

@@ -56,11 +56,6 @@ class Neighbours:
         return sum(end - begin for of_rank in self.joint for begin, end in of_rank)
 
     @property
-    def own_length(self) -> int:
-        """Rows of this rank."""
-        return sum(end - begin for begin, end in self.local[self._own])
-
-    @property
     def _own(self) -> int:
         return self.ranks.index(self.group.rank)
 
@@ -71,7 +66,7 @@ class Neighbours:
 
         Parameters
         ----------
-        x : array, (batch, heads, own_length, ...), contiguous
+        x : array, (batch, heads, own rows, ...), contiguous
             All heads of this rank's rows.
         heads : sequence of (int, int)
             Of each neighbour, the heads that it gets.
@@ -106,7 +101,7 @@ class Neighbours:
         ----------
         part : array, (batch, own heads, length, ...), contiguous
             All rows of this rank's heads.
-        x : array, (batch, heads, own_length, ...), contiguous
+        x : array, (batch, heads, own rows, ...), contiguous
             Receives all heads of this rank's rows, as far as `heads` has them.
         heads, sends, receives
             As for `scatter`.

@@ -185,8 +185,7 @@ def set_predicates(modifiers: tuple[str, ...]) -> Operation | None:
     made = set_predicate(modifiers)
     if made is None or len(made.results) == 2:
         return made
-    name, *rest = modifiers
-    combine = rest[0] if rest[0] in _COMBINE else ""
+    combine = modifiers[1] if modifiers[1] in _COMBINE else ""
     compare = set_predicate(tuple(m for m in modifiers if m not in _COMBINE))
     if compare is None:
         return None

@@ -23,6 +23,7 @@ from cupyattn.interpret.observe import Observer, active
 from cupyattn.interpret.program import Program, program
 from cupyattn.interpret.ptx import Parameter
 from cupyattn.launch import Launch, TensorMap
+from cupyattn.ptxas import parse_smem_bytes
 
 if TYPE_CHECKING:
     from cupyattn.executor import Runnable
@@ -200,7 +201,7 @@ def run_kernel(
             value = _argument(memory, parameter.name, value, name)
         _place(params, parameter, value, name)
     if shared is None:
-        shared = compiler.parse_smem_bytes(ptx)
+        shared = parse_smem_bytes(ptx)
     _launch(ready, memory, params, tensors, grid=grid, block=block, shared=shared)
     memory.give_back()
 

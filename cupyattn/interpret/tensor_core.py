@@ -36,10 +36,6 @@ from cupyattn.rounding import Array
 
 Index = npt.NDArray[np.intp]
 
-LANES = np.arange(32)
-#: Row and column within an 8 x 8 tile of the first element that a lane's register holds, by pairs.
-ROW_OF_LANE, PAIR_OF_LANE = LANES // 4, LANES % 4
-
 # ---- elements ------------------------------------------------------------------------------------
 
 #: Bits of an element of each operand type.

@@ -144,7 +144,7 @@ class Int8Linear:
         if weight.ndim != 2:
             raise ValueError(f"weight must have two axes, got shape {tuple(weight.shape)}")
         if outlier_dtype is None:
-            outlier_dtype = "bfloat16" if weight.dtype == np.float32 else weight.dtype.name
+            outlier_dtype = "float16" if weight.dtype == np.float16 else "bfloat16"
         if outlier_dtype not in ("float16", "bfloat16"):
             raise ValueError(f"outlier_dtype must be float16 or bfloat16, got {outlier_dtype!r}")
         columns = _columns(outlier_columns, weight.shape[1])

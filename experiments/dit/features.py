@@ -7,6 +7,7 @@ experiment with each other.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,20 +97,15 @@ class FeatureNet:
     def backward(self, d_logits: Array, tape: Any, gradients: Parameters) -> None:
         """Write the gradients of all weights."""
         stages, shape, last = tape
-        d = self._back("out", d_logits, last, gradients) / (shape[1] * shape[2])
+        back = functools.partial(layers.linear_backward_into, gradients)
+        d = back("out", d_logits, last) / (shape[1] * shape[2])
         d = d[:, None, None] + array_namespace(d).zeros(shape, d.dtype)
         for i, (applied, active) in reversed(list(enumerate(stages))):
-            d = self._back(f"{i}", layers.gelu_backward(d, active), applied, gradients)
+            d = back(f"{i}", layers.gelu_backward(d, active), applied)
             d = layers.split_patches(d, self.sizes.stages[i][0])
 
     def _apply(self, name: str, x: Array) -> tuple[Array, Any]:
         return layers.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
-
-    def _back(self, name: str, d_y: Array, saved: Any, gradients: Parameters) -> Array:
-        d_x, d_weight, d_bias = layers.linear_backward(d_y, saved)
-        gradients[f"{name}.weight"][...] = d_weight
-        gradients[f"{name}.bias"][...] = d_bias
-        return d_x
 
 
 def cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:

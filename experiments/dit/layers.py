@@ -9,6 +9,7 @@ arguments, float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,16 @@ def linear_backward(d_y: Array, saved: Saved) -> tuple[Array, Array, Array]:
     d_x = product(rounded, weight.T).astype(d_y.dtype, copy=False)
     d_weight = product(rows.T, rounded).astype(d_y.dtype, copy=False)
     return d_x.reshape(*d_y.shape[:-1], weight.shape[0]), d_weight, column_sums(d_rows)
+
+
+def linear_backward_into(
+    gradients: Mapping[str, Array], name: str, d_y: Array, saved: Saved
+) -> Array:
+    """Write the gradients of the layer of a name, and return that of its input."""
+    d_x, d_weight, d_bias = linear_backward(d_y, saved)
+    gradients[f"{name}.weight"][...] = d_weight
+    gradients[f"{name}.bias"][...] = d_bias
+    return d_x
 
 
 def layer_norm(x: Array) -> tuple[Array, Saved]:

@@ -7,6 +7,7 @@ and each block adds a table of its own to them (adaLN-single, Chen et al. 2023).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -215,7 +216,7 @@ class Model:
         """
         ends, blocks, attention = tape
         patch, condition_tape, modulation, final_modulation, norm, modulated, final = ends
-        back = _linear_backward(gradients)
+        back = functools.partial(layers.linear_backward_into, gradients)
         d_out = layers.merge_patches(d_velocity, self.shape.patch)
         d_n = back("final", d_out.reshape(len(d_out), -1, d_out.shape[-1]), final)
         d_n, d_shift, d_scale = layers.modulate_backward(d_n, modulated)
@@ -337,18 +338,6 @@ def _linear(
 ) -> Callable[[str, Array], tuple[Array, Any]]:
     """Return a function that applies the linear layer of a name."""
     return lambda name, x: layers.linear(x, rounded[f"{name}.weight"], parameters[f"{name}.bias"])
-
-
-def _linear_backward(gradients: Mapping[str, Array]) -> Callable[[str, Array, Any], Array]:
-    """Return a function that writes the gradients of a layer, and returns that of its input."""
-
-    def back(name: str, d_y: Array, saved: Any) -> Array:
-        d_x, d_weight, d_bias = layers.linear_backward(d_y, saved)
-        gradients[f"{name}.weight"][...] = d_weight
-        gradients[f"{name}.bias"][...] = d_bias
-        return d_x
-
-    return back
 
 
 def squared_error(velocity: Array, target: Array) -> tuple[Array, Array]:

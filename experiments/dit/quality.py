@@ -46,9 +46,9 @@ Array = Any
 
 
 class Sampled:
-    """What sampling in one mode gave.
+    """What sampling in one mode gave; a new one is empty.
 
-    Parameters
+    Attributes
     ----------
     images : list of array
         Batches, 0 to 1, on the host.

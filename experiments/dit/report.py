@@ -174,7 +174,9 @@ def page(trained: Record, record: Record, tuned: Record | None, memory: Record |
         "",
         "## What the founding notes claim",
         "",
-        "Of Stable Diffusion 1.5 they give, as PSNR in dB: "
+        "The notes are the plan that this library began as, "
+        "[written before there was a kernel](PERFORMANCE.md#what-the-founding-notes-say-and-what-"
+        "was-measured). Of Stable Diffusion 1.5 they give, as PSNR in dB: "
         + "; ".join(f"{mode} {x}" for mode, x in CLAIMED_PSNR.items())
         + ". Their fall from 36.2 to 33.1 dB, 3.1 dB, doubles the squared error; they call it "
         "0.63 dB and less than 1 %.",

@@ -32,14 +32,8 @@ __device__ __forceinline__ int q_end(const AttnParams& p, int kv0, int keys) {
   return p.len_q;
 }
 
-// Steps of BLOCK_KV keys that those rows take, the first of them at key `first`.
-__device__ __forceinline__ int kv_steps(const AttnParams& p, int first, int q0, int rows) {
-  const int keys = kv_end(p, q0, rows) - first;
-  return ceil_div(WINDOW ? max(0, keys) : keys, BLOCK_KV);
-}
-
-// Keys [kv_unmasked_begin, kv_unmasked_end) have a place that every one of those rows may attend
-// to.
+// Keys [kv_unmasked_begin, kv_unmasked_end) have a place that every one of query rows q0 to
+// q0 + rows may attend to.
 __device__ __forceinline__ int kv_unmasked_begin(const AttnParams& p, int q0, int rows) {
   if constexpr (WINDOW) return q0 + rows - 1 + p.window_shift;
   return 0;

@@ -112,3 +112,12 @@ def prebuild(specs: Iterable[kc.ModuleSpec]) -> None:
                     lambda s: kc.build(s, kc.device_architecture(capability, s.hopper)), wanted
                 )
             )
+
+
+def checked_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that grows with every call that is checked; none is known beforehand."""
+    kc.cache_clear(disk=False)
+    checked: list[Any] = []
+    resolve = api.resolve
+    monkeypatch.setattr(api, "resolve", lambda *call: checked.append(call) or resolve(*call))
+    return checked

@@ -25,8 +25,8 @@ from tests.runs import (
     PLAIN,
     RUNGS,
     Guarded,
-    Run,
     asked_for,
+    assert_same,
     bits,
     normal,
     on_host,
@@ -92,10 +92,6 @@ def test_masks_by_a_very_negative_bias(rung: str, dtype: str, low: float) -> Non
     one = run(rung, inputs_of(dtype), bias=cupy.asarray(bias))
     one.check()
     assert np.isfinite(as_float64(on_host(one.o))).all()
-
-
-def assert_same(left: Run, right: Run) -> None:
-    assert bits(left.o) == bits(right.o) and bits(left.lse) == bits(right.lse)
 
 
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if not rung.endswith("@sm90")])

@@ -9,8 +9,7 @@ import pytest
 
 from cupyattn import attention, plan, quantize
 from cupyattn import compile as kc
-from cupyattn.forms import form_key, recall
-from tests.gpu.support import arch_of, on_device
+from tests.gpu.support import arch_of, checked_calls, on_device
 from tests.runs import RUNGS, bits, normal, variant_of
 
 cupy = pytest.importorskip("cupy")
@@ -56,21 +55,20 @@ def test_a_captured_call_owns_its_scratch_memory(rung: str) -> None:
     assert bits(out) == expected and all(bool((x == 0xFF).all()) for x in filled)
 
 
-def test_a_call_is_found_again_and_only_the_same_call() -> None:
+def test_a_call_is_found_again_and_only_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found is neither checked nor planned."""
     q, k, v = on_device(*normal(*SHAPES))
-    options = ("fa_tc", "full", None)
-    assert form_key(options, q, k, v) == form_key(options, *(x.copy() for x in (q, k, v)))
-    different = [
-        form_key(("fa", "full", None), q, k, v),
-        form_key(options, q[:, :, 1:], k, v),
-        form_key(options, q.astype(cupy.float32), k, v),
-        form_key(options, q, k[:, ::-1], v),
-    ]
-    assert form_key(options, q, k, v) not in different and len(set(different)) == 4
+    checked = checked_calls(monkeypatch)
     before = bits(attention(q, k, v, variant="fa"))
+    assert bits(attention(*(x.copy() for x in (q, k, v)), variant="fa")) == before
+    assert len(checked) == 1
+    attention(q, k, v, variant="fa_warps")
+    attention(q[:, :, 1:], k, v, variant="fa")
+    attention(*(x.astype(cupy.float32) for x in (q, k, v)), variant="fa")
+    attention(q, k[:, ::-1], v, variant="fa")
+    assert len(checked) == 5
     kc.cache_clear(disk=False)  # what was loaded is stale from now on
-    assert recall(form_key(options, q, k, v)) is None
-    assert bits(attention(q, k, v, variant="fa")) == before
+    assert bits(attention(q, k, v, variant="fa")) == before and len(checked) == 6
 
 
 @pytest.mark.parametrize("rung", RUNGS)

@@ -20,10 +20,9 @@ from cupyattn import (
     plan,
     quantize,
 )  # fmt: skip
-from cupyattn.forms import form_key, recall
 from cupyattn.prepared import SEQUENCES
 from cupyattn.request import Options, resolve
-from tests.gpu.support import arch_of, attend, moved, on_device, run_packed
+from tests.gpu.support import arch_of, attend, checked_calls, moved, on_device, run_packed
 from tests.runs import (
     Arrays,
     Guarded,
@@ -222,15 +221,10 @@ def test_a_captured_call_reads_the_offsets_when_it_runs(rung: str) -> None:
     assert bits(out) == expected
 
 
-def test_a_call_with_limits_is_found_again() -> None:
+def test_a_call_with_limits_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     host, ends = packed(LENGTHS, 4, 2)
     (q, k, v), (ends_q, ends_k) = on_device(*host), on_device(*ends)
-    named = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
-    attention_varlen(q, k, v, ends_q, ends_k, variant="fa", max_len_q=300, max_len_k=400)
-    key = form_key(
-        ("fa", "full", None, False, "bottom-right", (-1, -1), 0.0, False, 0, False, None, None,
-         None, None, (300, 400)),
-        q, k, v, **named,
-    )  # fmt: skip
-    assert recall(key) is not None
-    assert form_key(("fa",), q, k, v, **named) != form_key(("fa",), q, k, v)
+    checked = checked_calls(monkeypatch)
+    for max_len_k, times in ((400, 1), (400, 1), (401, 2)):
+        attention_varlen(q, k, v, ends_q, ends_k, variant="fa", max_len_q=300, max_len_k=max_len_k)
+        assert len(checked) == times
