@@ -93,6 +93,7 @@ def by_shifts(
         p = state.exponentials(S, scores.exponent_factor)
         codes = np.fmin(np.rint(np.where(np.isnan(p), np.float32(0), p)), 255)  # R5
         state.l = state.l + codes.sum(axis=-1, dtype=np.float32)  # R6
+        state.l = np.where(np.isnan(p).any(axis=-1), np.float32(np.nan), state.l)  # no code is NaN
 
         # S5 output
         O = np.floor(O * alpha[..., None])  # R6

@@ -16,7 +16,6 @@ import numpy as np
 
 from cupyattn.features import Features
 from cupyattn.launch import TensorMap
-from cupyattn.numerics import EX2_APPROX_ERROR, UNIT_ROUNDOFF
 from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, pack
 from cupyattn.quant.nibbles import packed
 from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
@@ -24,6 +23,7 @@ from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
 from tests.prims_cluster_cases import CLUSTER_PRIMS
+from tests.prims_exp2_cases import EXP2_PRIMS
 from tests.prims_gemm_cases import GEMM_PRIMS
 from tests.prims_gradient_cases import GRADIENT_PRIMS, GRADIENT_SM90_PRIMS
 from tests.prims_p_cases import P_PRIMS
@@ -37,7 +37,7 @@ from tests.prims_zero_cases import ZERO_PRIMS
 
 LANES = np.arange(32)
 
-# ---- base, exp2, warp ----------------------------------------------------------------------------
+# ---- base, warp ----------------------------------------------------------------------------------
 
 
 def base_expected(**_: Any) -> dict[str, np.ndarray]:
@@ -46,25 +46,6 @@ def base_expected(**_: Any) -> dict[str, np.ndarray]:
         "integers": np.array([3, 2, 0, 48, 32, 8, 2, 1, 8, 8], np.int32),
         "floats": np.array(constants, np.float32),
     }
-
-
-def exp2_arguments() -> Arguments:
-    x = rng().uniform(-125.0, 125.0, 64).astype(np.float32)
-    x[:9] = [0, 1, -1, 127, -126, -127, -200, -np.inf, 128]
-    x[9] = np.nan
-    return {"x": x, "y": np.zeros(64, np.float32)}
-
-
-def whole_arguments() -> Arguments:
-    x = rng().uniform(-(2.0**22), 2.0**22, 64).astype(np.float32)
-    x[:10] = [0, -0.5, 0.5, -1, 1, -1e-30, 2.0**22, -(2.0**22), -np.inf, np.inf]
-    return {"x": x, "floor": np.zeros(64, np.float32), "integer": np.zeros(64, np.int32)}
-
-
-def whole_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-    floor = np.floor(x) + np.float32(0)  # no zero has a sign
-    finite = np.where(np.isfinite(floor), floor, np.float32(0))
-    return {"floor": floor, "integer": finite.astype(np.int32)}
 
 
 def butterfly(x: np.ndarray, lanes: int, combine: Callable[..., np.ndarray]) -> np.ndarray:
@@ -568,11 +549,7 @@ PRIMS = [
         lambda: {"integers": np.zeros(10, np.int32), "floats": np.zeros(3, np.float32)},
         base_expected,
     ),
-    Prim(
-        "exp2", "exp2", "exponential", 64, exp2_arguments, lambda x, y: {"y": ex2(x)},
-        relative=EX2_APPROX_ERROR + UNIT_ROUNDOFF["float32"],
-    ),
-    Prim("whole", "exp2", "whole_numbers", 64, whole_arguments, whole_expected),
+    *EXP2_PRIMS,
     Prim("warp", "warp", "warp", 64, warp_arguments, warp_expected),
     Prim(
         "swizzle", "swizzle", "swizzle", 16,

@@ -389,7 +389,8 @@ WRONG_CODES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
 #: And of codes of V.
 WRONG_VALUES: dict[str, tuple[str, str, Check, type[Exception]]] = {
     "values of the first sequence": (
-        "V_first + kv0 + b", "kv0 + b", check_that_neighbours_have_no_influence, AssertionError),
+        "V_first + V_kv0 + b", "V_kv0 + b",
+        check_that_neighbours_have_no_influence, AssertionError),
 }  # fmt: skip
 WRONG_VALUES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
     "scales of the values of the first sequence": (

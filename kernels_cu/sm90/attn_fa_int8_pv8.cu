@@ -224,6 +224,8 @@ __device__ __forceinline__ bool choose_M(
 
 // Its second half: codes P of the scores' weights, those of four keys in a register, the left
 // operand of P V, where a key that is masked weighs 0.
+// NOTE: the code of NaN is 0. So l is added what is 0 but for weights that are NaN; where none is
+// masked these are those whose factor is.
 // NOTE: integers become floats between the exponentials, which leave the other pipes free for most
 // of the time: before them they would take as long again.
 template <bool MASKED>
@@ -242,13 +244,18 @@ __device__ __forceinline__ void weigh(
           MASKED ? masked_score(p, dot, factor, at, q, kv0) - state[h].M
                  : fmaf(float(dot[at]), factor[at / PART][h], -state[h].M));  // R3, R4
       if (LSE) state[h].exact_l += x[j];                                      // R6
+      if (MASKED) state[h].l = fmaf(x[j], 0.0f, state[h].l);
     }
     const uint32_t codes = pack_u8(x[0], x[1], x[2], x[3]);  // R5
     P_frag[i / 4][i % 4] = codes;
     sum[h] = __dp4a(codes, 0x01010101u, sum[h]);  // exact
   }
 #pragma unroll
-  for (int h = 0; h < 2; ++h) state[h].l += float(sum[h]);  // R6
+  for (int h = 0; h < 2; ++h) {
+    state[h].l += float(sum[h]);  // R6
+#pragma unroll
+    for (int j = 0; j < SCALES && !MASKED; ++j) state[h].l = fmaf(factor[j][h], 0.0f, state[h].l);
+  }
 }
 
 // O to a higher M: fewer bits are dropped than the last has.
