@@ -65,6 +65,7 @@ class ReadyLaunch:
         self._launch = one
         self._kernel = module.kernel(one.entry)  # keeps the module loaded
         self._function = self._kernel.kernel.ptr
+        self._driver = _driver()
         self._shared = module.binary.smem_bytes if one.dynamic_shared else 0
         self._per_thread = threading.local()
         #: Whether what goes wrong is to be told by this launch: as it was when this was made.
@@ -144,20 +145,18 @@ class ReadyLaunch:
         KernelLaunchError
             If the device refuses the launch; the message gives grid, block and shared memory.
         """
-        import cupy
-
         buffer = getattr(self._per_thread, "buffer", None)
         words, address, described = self._buffer() if buffer is None else buffer
         for index, pointer in zip(self._pointers, addresses, strict=False):
             words[index] = pointer
         if described:
             self._describe(words, described, addresses[len(self._pointers) :])
-        one = self._launch
+        one, driver = self._launch, self._driver
         try:
-            cupy.cuda.driver.launchKernel(
+            driver.launchKernel(
                 self._function, one.grid, 1, 1, one.block, 1, 1, self._shared, stream, address, 0
             )
-        except cupy.cuda.driver.CUDADriverError as error:
+        except driver.CUDADriverError as error:
             raise KernelLaunchError(
                 f"{one.entry} cannot be launched with grid {one.grid}, block {one.block} and "
                 f"{self._shared} bytes of shared memory: {error}"
@@ -179,6 +178,12 @@ class ReadyLaunch:
                 encoded = known[address] = new.view(np.uint64).data
             words[where] = encoded
             described[number] = address
+
+
+def _driver() -> Any:
+    import cupy
+
+    return cupy.cuda.driver
 
 
 def ready(plan: Runnable, arch: str | None = None) -> tuple[ReadyLaunch, ...]:

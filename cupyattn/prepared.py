@@ -86,7 +86,10 @@ class Prepared:
         self._ready = executor.ReadyCall(self._launches, self._layout)
         self._scratch: Scratch | None = None
         self._device = -1
+        #: CuPy's arrays, where the call is one on them.
+        self._array: Any = None
         if self.backend == "cuda":
+            self._array = self._xp.ndarray
             self._device = int(request.q.device.id)
             with self._current():
                 self._given = self._static_scales(request)
@@ -181,7 +184,11 @@ class Prepared:
         alone = mask is bias is cu_seqlens_q is cu_seqlens_k is None
         plain = self._options.layout == "BHSD" and (out is None or is_cupy(out))
         if alone and plain:
-            operands = direct_operands(q, k, v)
+            operands: dict[str, Any] | None
+            if type(q) is type(k) is type(v) is self._array:
+                operands = {"q": q, "k": k, "v": v}
+            else:
+                operands = direct_operands(q, k, v)
             if operands is not None:
                 operands |= self._added
                 o, lse = self._run(operands, self.check(operands, out), out)
@@ -247,25 +254,30 @@ class Prepared:
         self._ready.launch({**addresses, **self._given_addresses}, scratch, stream)
 
     def _run(
-        self, operands: Mapping[str, Any], addresses: Mapping[str, int], out: Any
+        self, operands: Mapping[str, Any], addresses: dict[str, int], out: Any
     ) -> tuple[Any, Any]:
-        xp, call = self._xp, self.call
-        with self._current():
-            try:
-                o = new_output(call, self._options.layout, xp) if out is None else out
-                lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
-                scratch = self._scratch or self._allocate()
-            except MemoryError as error:
-                raise self._lack_of_memory(out) from error
+        xp, call, on_device = self._xp, self.call, self.backend == "cuda"
+        if on_device and xp.cuda.runtime.getDevice() != self._device:
+            with xp.cuda.Device(self._device):
+                return self._run(operands, addresses, out)
+        try:
+            o = new_output(call, self._options.layout, xp) if out is None else out
+            lse = xp.empty(call.lse_shape, "float32") if call.return_lse else None
+            scratch = self._scratch or self._allocate()
+        except MemoryError as error:
+            raise self._lack_of_memory(out) from error
+        if self._workspace:
             self._fill(scratch, operands)
+        if on_device:
+            addresses |= {**scratch.addresses, **self._given_addresses, "o": o.data.ptr}
+            if lse is not None:
+                addresses["lse"] = lse.data.ptr
+            executor.launch_all(self._launches, addresses)
+        else:
             results = {"o": o} if lse is None else {"o": o, "lse": lse}
-            if self.backend == "cuda":
-                found = {name: a.data.ptr for name, a in results.items()} | self._given_addresses
-                executor.launch_all(self._launches, {**addresses, **scratch.addresses, **found})
-            else:
-                given = {_of_the_caller(name): scale for name, scale in self._given.items()}
-                inputs = {n: backends.as_input(a) for n, a in (*operands.items(), *given.items())}
-                self._interpret({**inputs, **scratch.arrays, **results})
+            given = {_of_the_caller(name): scale for name, scale in self._given.items()}
+            inputs = {n: backends.as_input(a) for n, a in (*operands.items(), *given.items())}
+            self._interpret({**inputs, **scratch.arrays, **results})
         return o, lse
 
     def _static_scales(self, request: Request) -> dict[str, Any]:

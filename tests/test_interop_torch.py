@@ -611,3 +611,19 @@ def test_the_drop_in_refuses_what_torch_refuses_and_dropout() -> None:
 def test_bfloat16_of_arrays_is_that_of_ml_dtypes() -> None:
     x = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
     assert array(x).dtype == ml_dtypes.bfloat16 and array(x).tolist() == [1.5, -2.0]
+
+
+def test_an_operator_is_seen_by_autograd_and_by_those_who_watch_alone() -> None:
+    ops = importlib.import_module("cupyattn.interop.torch.ops")
+
+    class Own(torch.Tensor):
+        pass
+
+    x = torch.zeros(2)
+    leaf = x.clone().requires_grad_()
+    assert not ops.needs_operator((x, None, "text", torch.nn.Parameter(x, requires_grad=False)))
+    assert ops.needs_operator((x, leaf)) and ops.needs_operator((x.as_subclass(Own),))
+    with torch.no_grad():
+        assert not ops.needs_operator((leaf,))
+    with importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode():
+        assert ops.needs_operator((x,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import cupyattn as ca
 from tests.runs import bits
 
 cupy = pytest.importorskip("cupy")
+# Most of a device's memory otherwise, which tests in other processes need.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
