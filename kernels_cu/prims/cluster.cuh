@@ -8,9 +8,15 @@
 
 // Waits until every thread of the cluster that has not exited is here. What any of them did before
 // is visible to all of them.
-__device__ __forceinline__ void cluster_sync() {
+__device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
 }
 
 // Two or four floats of shared memory, of which every block has its own, as block `rank` of the

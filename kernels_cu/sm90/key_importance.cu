@@ -24,9 +24,11 @@
 // cupyattn/diffusion/key_passes.py packs it from one table of (name, type); a test compares the
 // two.
 struct ClusterImportanceParams {
-  const void* Q;      // [batch, heads_kv * group, len_q, HEAD_DIM]
-  const void* K;      // [batch, heads_kv, len_kv, HEAD_DIM]
-  float* importance;  // [batch, heads_kv, len_kv]
+  const void* Q;       // [batch, heads_kv * group, len_q, HEAD_DIM]
+  const void* K;       // [batch, heads_kv, len_kv, HEAD_DIM]
+  float* importance;   // [batch, heads_kv, len_kv]
+  float* partial_sum;  // [batch, heads_kv, CLUSTER, HEAD_DIM], of a block's keys; not read unless
+                       // KEY_SUMS
   Strides Q_stride;
   Strides K_stride;
   int32_t heads;  // batch * heads_kv
@@ -49,11 +51,14 @@ constexpr int MMA_KEYS = WARP_KV / 8;          // key tiles of 8 of a warp
 constexpr int TILE_KV = 16;                    // keys of a stage, those of an ldmatrix
 constexpr int TILES = WARP_KV / TILE_KV;       // of a warp and a head
 constexpr int SM_BLOCKS = NUM_WARPS < 16 ? 16 / NUM_WARPS : 1;  // at least, of 128 registers
+constexpr int SUM_TILES = ceil_div(HEAD_DIM_PAD / 16, 8);  // fragments of the sums of a warp's keys
 using Scores = float[MMA_ROWS][MMA_KEYS][4];
 
 struct SharedStorage {
   alignas(128) elem_t Q[2][BLOCK_Q * HEAD_DIM_PAD];
   alignas(128) elem_t K[NUM_WARPS][NUM_STAGES][TILE_KV * HEAD_DIM_PAD];
+  float K_sum[NUM_WARPS][SUM_TILES * 4]
+             [WARP_SIZE];                     // over the keys of a warp, as its lanes have it
   float of_warp[NUM_WARPS][BLOCK_Q][2];       // M and l of a row, over the keys of a warp
   alignas(16) float of_block[2][BLOCK_Q][2];  // over those of the block, which others read
 };
@@ -96,6 +101,39 @@ struct Item {
            head % p.heads_kv * p.K_stride.head;
   }
 };
+
+// The sum of a warp's keys. Of column 16 n + i of K it stands in row i, column n of a matrix that is
+// the product of a tile of K, transposed, with one that has ones in column n alone: all lanes have
+// numbers of their own, 4 for every 128 columns.
+struct KeySums {
+  float x[SUM_TILES][4] = {};
+  // The tile's columns from 16 n on; the address is this lane's, as for a fragment of K.
+  __device__ __forceinline__ void add(uint32_t tile_columns, int n) {
+    uint32_t K_frag[4];  // two halves of the columns, two key tiles
+    ldmatrix_x4_trans(K_frag, tile_columns);
+    const uint32_t ones = lane_id() / 4 == n % 8 ? pack_rn<elem_t>(1.0f, 1.0f) : 0;
+    mma_m16n8k16<elem_t>(x[n / 8], K_frag, ones, ones);  // R0
+  }
+  __device__ __forceinline__ void store(float (&of_lanes)[SUM_TILES * 4][WARP_SIZE]) const {
+#pragma unroll
+    for (int i = 0; i < SUM_TILES * 4; ++i) of_lanes[i][lane_id()] = x[i / 4][i % 4];
+  }
+  // Which column register i of this lane has, all tiles counted.
+  static __device__ __forceinline__ int column(int i) {
+    return (i / 4 * 8 + lane_id() % 4 * 2 + i % 2) * 16 + i % 4 / 2 * 8 + lane_id() / 4;
+  }
+};
+
+// The sums of a block's keys, [HEAD_DIM], those of its warps in rising order.
+__device__ __forceinline__ void store_key_sums(
+    float* of_block, const float (&of_warp)[NUM_WARPS][SUM_TILES * 4][WARP_SIZE]) {
+  for (int i = warp_id(); i < SUM_TILES * 4; i += NUM_WARPS) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < NUM_WARPS; ++warp) sum += of_warp[warp][i][lane_id()];  // R0
+    if (const int col = KeySums::column(i); col < HEAD_DIM) of_block[col] = sum;
+  }
+}
 
 // Maximum and sum of a row from those over parts of its keys.
 template <int PARTS>
@@ -151,9 +189,10 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
     // Scores: this lane has rows g, g + 8 of each row tile, keys 8 n + 2 t, + 1 of key tile n.
     const uint32_t Q_rows = Q_lane + stage * sizeof(smem.Q[0]);
     Scores S = {};
+    KeySums K_sum = {};
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      const uint32_t K_tile = K_lane + tile % NUM_STAGES * sizeof(K_ring[0]);
+      const uint32_t K_stage = tile % NUM_STAGES * sizeof(K_ring[0]);
       cp_async_wait_group<NUM_STAGES - 1>();
       if (tile == 0)
         __syncthreads();  // the rows that all warps loaded are visible
@@ -162,7 +201,7 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
 #pragma unroll
       for (int k = 0; k < HEAD_DIM_PAD / 16; ++k) {
         uint32_t K_frag[4];  // two key tiles, two halves of k
-        ldmatrix_x4(K_frag, swizzled_from<CHUNKS>(K_tile, 0, 2 * k));
+        ldmatrix_x4(K_frag, swizzled_from<CHUNKS>(K_lane, 0, 2 * k) + K_stage);
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           uint32_t Q_frag[4];
@@ -171,9 +210,31 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
           mma_m16n8k16<elem_t>(S[r][2 * tile + 1], Q_frag, K_frag[2], K_frag[3]);  // R2
         }
       }
+      if constexpr (KEY_SUMS)
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM_PAD / 16; ++k)
+          K_sum.add(swizzled_from<CHUNKS>(K_lane, 0, 2 * k) + K_stage, k);
       __syncwarp();  // no lane reads the stage any more
       load((tile + NUM_STAGES) % TILES);
     }
+
+    if (KEY_SUMS && item.chunk == 0) K_sum.store(smem.K_sum[warp_id()]);
+
+    // NOTE: rounded by themselves, or some would exceed their maximum.
+#pragma unroll
+    for (auto& row : S)
+#pragma unroll
+      for (auto& tile : row)
+#pragma unroll
+        for (float& s : tile) s = __fmul_rn(s, p.scale_log2);
+    if (own_key + WARP_KV > p.len_kv)
+#pragma unroll
+      for (int n = 0; n < MMA_KEYS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (own_key + n * 8 + t * 2 + i % 2 >= p.len_kv)
+#pragma unroll
+            for (int r = 0; r < MMA_ROWS; ++r) S[r][n][i] = NEG_INF;
 
     // Row states over the keys of this warp; scores become exponentials at its maxima.
 #pragma unroll
@@ -186,8 +247,6 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             float& s = S[r][n][2 * h + j];
-            // NOTE: rounded by itself, or some score would exceed its maximum.
-            s = own_key + n * 8 + t * 2 + j < p.len_kv ? __fmul_rn(s, p.scale_log2) : NEG_INF;
             state.M = fmaxf(state.M, s);
           }
         state.M = shfl_max<4>(state.M);
@@ -219,7 +278,12 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
       const RowState of_all = merged(part);
       of_block[0] = of_all.M, of_block[1] = of_all.l;
     }
-    cluster_sync();  // and those of all blocks; nobody reads what the next item overwrites
+    cluster_arrive();
+    if (KEY_SUMS && item.chunk == 0)  // while blocks wait for each other
+      store_key_sums(
+          p.partial_sum + (int64_t(item.head) * CLUSTER + blockIdx.x % CLUSTER) * HEAD_DIM,
+          smem.K_sum);
+    cluster_wait();  // the states of all blocks are visible; nobody reads what the next item overwrites
     Vec<float, 2> part[CLUSTER];
 #pragma unroll
     for (int rank = 0; rank < CLUSTER; ++rank) part[rank] = load_from_block(of_block, rank);
