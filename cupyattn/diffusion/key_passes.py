@@ -32,9 +32,9 @@ IMPORTANCE_PARAMS = np.dtype(
 CLUSTER_PARAMS = np.dtype(
     [
         ("Q", "u8"), ("K", "u8"), ("importance", "u8"), ("partial_sum", "u8"),
-        ("Q_stride", "i8", 3), ("K_stride", "i8", 3), ("heads", "i4"), ("turns", "i4"), ("heads_kv", "i4"),
-        ("group", "i4"), ("first_row", "i4"), ("row_step", "i4"), ("rows", "i4"),
-        ("len_kv", "i4"), ("scale_log2", "f4"), ("share", "f4"),
+        ("Q_stride", "i8", 3), ("K_stride", "i8", 3), ("heads", "i4"), ("turns", "i4"),
+        ("heads_kv", "i4"), ("group", "i4"), ("first_row", "i4"), ("row_step", "i4"),
+        ("rows", "i4"), ("len_kv", "i4"), ("scale_log2", "f4"), ("share", "f4"),
     ],
     align=True,
 )  # fmt: skip
@@ -223,9 +223,7 @@ def plan_key_importance(
     )
 
 
-def _one_pass(
-    heads: int, features: Features, params: dict[str, Any], key_sums: bool
-) -> Launches:
+def _one_pass(heads: int, features: Features, params: dict[str, Any], key_sums: bool) -> Launches:
     """Return the launch of clusters that read the keys of so many heads once."""
     tiles, blocks = cluster_tiles(params["len_kv"], features.head_dim)
     plain = _spec("sm90/key_importance.cu", tiles, features)
