@@ -249,11 +249,12 @@ def test_a_layer_reads_the_kept_keys_once(mode: str, monkeypatch: pytest.MonkeyP
         )[0],
     )  # fmt: skip
     asked: list[bool] = []
-    weigh = pruning.weigh_keys
+    plan_weighing = pruning.plan_key_importance
     monkeypatch.setattr(
-        pruning, "weigh_keys",
-        lambda *given, **named: (asked.append(named["key_sums"]), weigh(*given, **named))[1],
-    )  # fmt: skip
+        pruning,
+        "plan_key_importance",
+        lambda *given: (asked.append(given[-1]), plan_weighing(*given))[1],
+    )
     attend = ca.Int8Attention(4, 16, 50, enable_pruning=True, **ONCE)
     moved = attend(q, k, k, 25, mode=mode)
     monkeypatch.setattr(pruning, "LEAST_BYTES", 0)
@@ -263,7 +264,7 @@ def test_a_layer_reads_the_kept_keys_once(mode: str, monkeypatch: pytest.MonkeyP
         assert runs.bits(moved) == runs.bits(stayed) and asked == [False, False] and not entries
         return
     assert asked == [False, True]
-    assert entries == ["quantize_reduce", "quantize", "quantize"]
+    assert entries == ["quantize"]  # and no launch for the mean
     few = compact(k, k, key_importance(q, k, **ONCE), 72)[0]
     for o in (moved, stayed):
         assert np.abs(o.astype(np.float64) - ca.attention(q, few, few)).max() < 0.05
@@ -317,11 +318,11 @@ def test_more_heads_than_blocks_are_counted_are_refused() -> None:
 THEFTS = {
     "barrier of the rows": ("__syncthreads();  // the rows that all warps", "; //", "race"),
     "barrier of the warps": ("__syncthreads();  // the states of all warps", "//", "race"),
-    "barrier of the blocks": ("cluster_sync();  // and those of all blocks", "//", "race"),
+    "release of the states": ("      cluster_arrive();", "      cluster_arrive_relaxed();", "race"),
     "barrier at the end": ("cluster_sync();  // nobody reads this block's", "//", "race"),
     "one place for states": ("smem.of_block[stage][row]", "smem.of_block[0][row]", "race"),
     "one place for rows": ("Q_stage ^= 1", "Q_stage ^= 0", "race"),
-    "keys past the end": ("own_key + n * 8 + t * 2 + j < p.len_kv ?", "true ?", ""),
+    "keys past the end": ("if (own_key + WARP_KV > p.len_kv)", "if (false)", ""),
     "rows past the end": ("row < item.rows(p)", "true", ""),
     "own block alone": ("load_from_block(of_block, rank)", "load_from_block(of_block, 0)", ""),
     "chunks not added": ("(item.chunk == 0 ? 0.0f : importance[key])", "0.0f", ""),
@@ -346,6 +347,34 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert not finding and not (np.abs(found - exact) <= bound).all()
 
 
+#: The same of sums.
+SUM_THEFTS = {
+    "ones in every column": ("lane_id() / 4 == n % 8 ?", "true ?", ""),
+    "one warp alone": ("of_warp[warp][i][lane_id()]", "of_warp[0][i][lane_id()]", ""),
+    "one place for blocks": ("* CLUSTER + blockIdx.x % CLUSTER)", "* CLUSTER)", "race"),
+    "barrier of the warps": ("__syncthreads();  // the states of all warps", "//", "race"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "theft",
+    [pytest.param(t, marks=[pytest.mark.slow] if i else []) for i, t in enumerate(SUM_THEFTS)],
+)
+def test_a_line_less_of_the_sums_is_found(
+    theft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, instead, finding = SUM_THEFTS[theft]
+    put_a_line_in_place("sm90/key_importance.cu", line, instead, tmp_path, monkeypatch)
+    k = whole_numbers((1, 1, 600, 40), F16)
+    try:
+        _, sums = pruning.weigh_keys(k, k, scale=0.01, rows=8, key_sums=True, **ONCE)
+    except KernelFault as fault:
+        assert finding and finding in str(fault)
+    else:
+        assert sums is not None and not finding
+        assert (sums.sum(axis=2) != k.astype(np.float32).sum(axis=2)).any()
+
+
 # ---- compiled ------------------------------------------------------------------------------------
 
 
@@ -367,10 +396,12 @@ def test_params_are_the_fields_of_the_source_in_order() -> None:
 def test_no_launch_spills(dtype: Any, head_dim: int, len_kv: int) -> None:
     k = Operand.contiguous((16, 32, len_kv, head_dim), 2)
     sampled = key_passes.sampled_rows(len_kv, 32)
-    (one,) = key_passes.plan_key_importance(k, k, dtype.name, 0.1, sampled, "sm_90a").launches
-    binary = kc.build(one.module, "sm_90a")
-    taken = binary.kernels["key_importance"]
-    assert (taken.spill_stores, taken.spill_loads) == (0, 0), str(taken)
-    kc.check_shared_memory(binary.smem_bytes, 227 * 1024, one.entry)
-    if one.block <= 256 and head_dim <= 128:  # two blocks to a multiprocessor
-        assert taken.registers <= 128 and binary.smem_bytes <= 113 * 1024
+    given = k, k, dtype.name, 0.1, sampled, "sm_90a"
+    for key_sums in (False, True):
+        (one,) = key_passes.plan_key_importance(*given, key_sums).launches
+        binary = kc.build(one.module, "sm_90a")
+        taken = binary.kernels["key_importance"]
+        assert (taken.spill_stores, taken.spill_loads) == (0, 0), str(taken)
+        kc.check_shared_memory(binary.smem_bytes, 227 * 1024, one.entry)
+        if one.block <= 256 and head_dim <= 128:  # two blocks to a multiprocessor
+            assert taken.registers <= 128 and binary.smem_bytes <= 113 * 1024

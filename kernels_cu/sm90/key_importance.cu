@@ -50,7 +50,8 @@ constexpr int WARP_KV = BLOCK_KV / NUM_WARPS;  // keys per warp
 constexpr int MMA_KEYS = WARP_KV / 8;          // key tiles of 8 of a warp
 constexpr int TILE_KV = 16;                    // keys of a stage, those of an ldmatrix
 constexpr int TILES = WARP_KV / TILE_KV;       // of a warp and a head
-constexpr int SM_BLOCKS = NUM_WARPS < 16 ? 16 / NUM_WARPS : 1;  // at least, of 128 registers
+constexpr int SM_WARPS = HEAD_DIM_PAD <= 128 ? 16 : 8;  // for which it has shared memory
+constexpr int SM_BLOCKS = NUM_WARPS < SM_WARPS ? SM_WARPS / NUM_WARPS : 1;  // at least
 constexpr int SUM_TILES = ceil_div(HEAD_DIM_PAD / 16, 8);  // fragments of the sums of a warp's keys
 using Scores = float[MMA_ROWS][MMA_KEYS][4];
 
@@ -127,7 +128,9 @@ struct KeySums {
 // The sums of a block's keys, [HEAD_DIM], those of its warps in rising order.
 __device__ __forceinline__ void store_key_sums(
     float* of_block, const float (&of_warp)[NUM_WARPS][SUM_TILES * 4][WARP_SIZE]) {
-  for (int i = warp_id(); i < SUM_TILES * 4; i += NUM_WARPS) {
+  // The last warps first: warp 0 is the one that others wait for.
+#pragma unroll 1
+  for (int i = NUM_WARPS - 1 - warp_id(); i < SUM_TILES * 4; i += NUM_WARPS) {
     float sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < NUM_WARPS; ++warp) sum += of_warp[warp][i][lane_id()];  // R0
@@ -277,13 +280,21 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
         part[warp] = {smem.of_warp[warp][row][0], smem.of_warp[warp][row][1]};
       const RowState of_all = merged(part);
       of_block[0] = of_all.M, of_block[1] = of_all.l;
+      cluster_arrive();
+    } else {
+      cluster_arrive_relaxed();
     }
-    cluster_arrive();
     if (KEY_SUMS && item.chunk == 0)  // while blocks wait for each other
       store_key_sums(
           p.partial_sum + (int64_t(item.head) * CLUSTER + blockIdx.x % CLUSTER) * HEAD_DIM,
           smem.K_sum);
-    cluster_wait();  // the states of all blocks are visible; nobody reads what the next item overwrites
+    // The states of all blocks are visible, and nobody reads those that the next item but one
+    // overwrites.
+    // NOTE: warp 0 alone hands on. It wrote all that other blocks read, each lane what it arrives
+    // with; and what its block has read of others, before the __syncthreads, comes before its
+    // arrival, hence before a write of theirs that follows their wait. A release of all warps would
+    // have each wait until its sums and its importance are in memory.
+    cluster_wait();
     Vec<float, 2> part[CLUSTER];
 #pragma unroll
     for (int rank = 0; rank < CLUSTER; ++rank) part[rank] = load_from_block(of_block, rank);
