@@ -44,19 +44,19 @@ struct ClusterImportanceParams {
 };
 
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
-constexpr int CHUNKS = HEAD_DIM_PAD / 8;       // 16-byte chunks per row
-constexpr int MMA_ROWS = BLOCK_Q / 16;         // row tiles of 16, all of them to each warp
-constexpr int WARP_KV = BLOCK_KV / NUM_WARPS;  // keys per warp
-constexpr int MMA_KEYS = WARP_KV / 8;          // key tiles of 8 of a warp
-constexpr int TILE_KV = 16;                    // keys of a stage, those of an ldmatrix
-constexpr int TILES = WARP_KV / TILE_KV;       // of a warp and a head
+constexpr int CHUNKS = HEAD_DIM_PAD / 8;                // 16-byte chunks per row
+constexpr int MMA_ROWS = BLOCK_Q / 16;                  // row tiles of 16, all of them to each warp
+constexpr int WARP_KV = BLOCK_KV / NUM_WARPS;           // keys per warp
+constexpr int MMA_KEYS = WARP_KV / 8;                   // key tiles of 8 of a warp
+constexpr int TILE_KV = 16;                             // keys of a stage, those of an ldmatrix
+constexpr int TILES = WARP_KV / TILE_KV;                // of a warp and a head
 constexpr int SM_WARPS = HEAD_DIM_PAD <= 128 ? 16 : 8;  // for which it has shared memory
 constexpr int SM_BLOCKS = NUM_WARPS < SM_WARPS ? SM_WARPS / NUM_WARPS : 1;  // at least
 constexpr int SUM_TILES = ceil_div(HEAD_DIM_PAD / 16, 8);  // fragments of the sums of a warp's keys
 using Scores = float[MMA_ROWS][MMA_KEYS][4];
 
 struct SharedStorage {
-  alignas(128) elem_t Q[2][BLOCK_Q * HEAD_DIM_PAD];
+  alignas(128) elem_t Q[BLOCK_Q * HEAD_DIM_PAD];
   alignas(128) elem_t K[NUM_WARPS][NUM_STAGES][TILE_KV * HEAD_DIM_PAD];
   float K_sum[NUM_WARPS][SUM_TILES * 4]
              [WARP_SIZE];                     // over the keys of a warp, as its lanes have it
@@ -69,8 +69,8 @@ static_assert(ELEM_IS_16_BIT, "key_importance multiplies float16 or bfloat16");
 static_assert(BLOCK_Q == WARP_SIZE, "BLOCK_Q must be 32: a lane to each row merges its states");
 static_assert(WARP_KV == 64, "BLOCK_KV / NUM_WARPS must be 64: a key tile to each row of lanes");
 static_assert(
-    NUM_STAGES >= 2 && TILES % NUM_STAGES == 0,
-    "NUM_STAGES must be 2 or 4: a ring goes round whole in the keys of a warp");
+    NUM_STAGES >= 2 && NUM_STAGES <= TILES,
+    "NUM_STAGES must be 2 to 4, at most the tiles of a warp: the ring has keys of two heads");
 
 // What a cluster does at a time: a chunk of the rows of one query head, and its keys.
 struct Item {
@@ -161,54 +161,55 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
   const int own_key = (blockIdx.x % CLUSTER * NUM_WARPS + warp_id()) * WARP_KV;
   const int g = lane_id() / 4, t = lane_id() % 4;
   auto& K_ring = smem.K[warp_id()];
-  const uint32_t Q_lane =
-      shared_address(swizzled<CHUNKS>(smem.Q[0], lane_id() % 16, lane_id() / 16));
+  const uint32_t Q_lane = shared_address(swizzled<CHUNKS>(smem.Q, lane_id() % 16, lane_id() / 16));
   const uint32_t K_lane = shared_address(
       swizzled<CHUNKS>(K_ring[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
 
-  const elem_t* K = nullptr;  // [WARP_KV, HEAD_DIM] of the item that is loaded
-  int Q_stage = 0;            // which its rows go to
-  // A tile of that item, its rows with the first; one group for each, empty past the end.
-  auto load = [&](int tile) {
-    if (loading.head < end_head) {
-      if (tile == 0) {
-        load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(
-            smem.Q[Q_stage], loading.Q(p), p.row_step * p.Q_stride.len, loading.rows(p),
-            thread_id());
-        K = loading.K(p) + own_key * p.K_stride.len;
-      }
+  // What is loaded, one group for each tile or chunk of rows, empty past the end.
+  const elem_t* K = loading.K(p) + own_key * p.K_stride.len;  // [WARP_KV, HEAD_DIM]
+  auto load_tile = [&](int tile, int stage) {
+    if (loading.head < end_head)
       load_tile_async<TILE_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, WARP_SIZE>(
-          K_ring[tile % NUM_STAGES], K + tile * TILE_KV * p.K_stride.len, p.K_stride.len,
+          K_ring[stage], K + tile * TILE_KV * p.K_stride.len, p.K_stride.len,
           p.len_kv - own_key - tile * TILE_KV, lane_id());
-      if (tile == TILES - 1) loading.advance(p), Q_stage ^= 1;
-    }
     cp_async_commit_group();
   };
+  auto load_rows = [&] {
+    if (loading.head < end_head)
+      load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(
+          smem.Q, loading.Q(p), p.row_step * p.Q_stride.len, loading.rows(p), thread_id());
+    cp_async_commit_group();
+  };
+  load_rows();
 #pragma unroll
-  for (int tile = 0; tile < NUM_STAGES; ++tile) load(tile);
+  for (int tile = 0; tile < NUM_STAGES; ++tile) load_tile(tile, tile);
 
+  int first_stage = 0;  // of the item's tiles, which go round the ring
 #pragma unroll 1
-  for (int stage = 0; item.head < end_head; item.advance(p), stage ^= 1) {
+  for (int turn = 0; item.head < end_head; item.advance(p), turn ^= 1) {
     // Scores: this lane has rows g, g + 8 of each row tile, keys 8 n + 2 t, + 1 of key tile n.
-    const uint32_t Q_rows = Q_lane + stage * sizeof(smem.Q[0]);
     Scores S = {};
     KeySums K_sum = {};
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      const uint32_t K_stage = tile % NUM_STAGES * sizeof(K_ring[0]);
-      cp_async_wait_group<NUM_STAGES - 1>();
-      if (tile == 0)
+      int stage = first_stage + tile % NUM_STAGES;
+      if (stage >= NUM_STAGES) stage -= NUM_STAGES;
+      const uint32_t K_tile = K_lane + stage * sizeof(K_ring[0]);
+      if (tile == 0) {  // the rows were asked for after these tiles
+        cp_async_wait_group<0>();
         __syncthreads();  // the rows that all warps loaded are visible
-      else
+      } else {
+        cp_async_wait_group<NUM_STAGES - 1>();
         __syncwarp();  // the keys that all lanes loaded are visible
+      }
 #pragma unroll
       for (int k = 0; k < HEAD_DIM_PAD / 16; ++k) {
         uint32_t K_frag[4];  // two key tiles, two halves of k
-        ldmatrix_x4(K_frag, swizzled_from<CHUNKS>(K_lane, 0, 2 * k) + K_stage);
+        ldmatrix_x4(K_frag, swizzled_from<CHUNKS>(K_tile, 0, 2 * k));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           uint32_t Q_frag[4];
-          ldmatrix_x4(Q_frag, swizzled_from<CHUNKS>(Q_rows, r * 16, 2 * k));
+          ldmatrix_x4(Q_frag, swizzled_from<CHUNKS>(Q_lane, r * 16, 2 * k));
           mma_m16n8k16<elem_t>(S[r][2 * tile], Q_frag, K_frag[0], K_frag[1]);      // R2
           mma_m16n8k16<elem_t>(S[r][2 * tile + 1], Q_frag, K_frag[2], K_frag[3]);  // R2
         }
@@ -216,10 +217,17 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
       if constexpr (KEY_SUMS)
 #pragma unroll
         for (int k = 0; k < HEAD_DIM_PAD / 16; ++k)
-          K_sum.add(swizzled_from<CHUNKS>(K_lane, 0, 2 * k) + K_stage, k);
+          K_sum.add(swizzled_from<CHUNKS>(K_tile, 0, 2 * k), k);
       __syncwarp();  // no lane reads the stage any more
-      load((tile + NUM_STAGES) % TILES);
+      const int next = (tile + NUM_STAGES) % TILES;
+      if (next == 0) {
+        loading.advance(p);
+        K = loading.K(p) + own_key * p.K_stride.len;
+      }
+      load_tile(next, stage);
     }
+    if constexpr (TILES % NUM_STAGES != 0)
+      first_stage = (first_stage + TILES % NUM_STAGES) % NUM_STAGES;
 
     if (KEY_SUMS && item.chunk == 0) K_sum.store(smem.K_sum[warp_id()]);
 
@@ -271,7 +279,7 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
 
     // Over those of the block, then of the cluster: a lane to each row.
     const int row = lane_id();
-    float (&of_block)[2] = smem.of_block[stage][row];
+    float (&of_block)[2] = smem.of_block[turn][row];
     __syncthreads();  // the states of all warps are visible
     if (warp_id() == 0) {
       Vec<float, 2> part[NUM_WARPS];
@@ -284,6 +292,7 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
     } else {
       cluster_arrive_relaxed();
     }
+    load_rows();                      // nobody reads those of this item any more
     if (KEY_SUMS && item.chunk == 0)  // while blocks wait for each other
       store_key_sums(
           p.partial_sum + (int64_t(item.head) * CLUSTER + blockIdx.x % CLUSTER) * HEAD_DIM,
