@@ -265,9 +265,13 @@ def test_a_layer_reads_the_kept_keys_once(mode: str, monkeypatch: pytest.MonkeyP
         return
     assert asked == [False, True]
     assert entries == ["quantize"]  # and no launch for the mean
-    few = compact(k, k, key_importance(q, k, **ONCE), 72)[0]
-    for o in (moved, stayed):
-        assert np.abs(o.astype(np.float64) - ca.attention(q, few, few)).max() < 0.05
+    importance, sums = pruning.weigh_keys(q, k, scale=None, rows=32, key_sums=True, **ONCE)
+    few, _, places = pruning.compact_values(k, k, importance, 72, backend="interpret")
+    quant = attend.quant_config(q, k, 25)
+    z = quantize_at(q, k, few, places, quant=quant, key_sums=sums, **ONCE)
+    assert runs.bits(stayed) == runs.bits(ca.attention(z, **ONCE))
+    assert ca.testing.judge(stayed, q, few, few, variant="fa_int8", quantized=z).passed
+    assert runs.bits(moved) != runs.bits(stayed)  # another mean
 
 
 # ---- which keys, and where -----------------------------------------------------------------------

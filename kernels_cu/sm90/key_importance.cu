@@ -8,9 +8,12 @@
 //              A cluster takes several heads in turn. Keys come in tiles of 16 through a ring that
 //              each warp has for itself; those of the next head are under way while blocks wait
 //              for each other, and two blocks share an SM.
+// KEY_SUMS     The keys of a block are added up on the way, for the mean that smoothing subtracts
+//              from keys (quantize.cu): another product of a tile that is in shared memory anyway.
 // Differs from key_importance.cu, two kernels, which takes any number of keys, on any device.
 // Kept simple  Rows of one query head at a time: a cluster meets the keys again for each chunk of
-//              rows, and finds them in the L2 cache.
+//              rows, and finds them in the L2 cache. Their sums are then found again, and stored
+//              with the first chunk.
 // Rounding     as key_importance.cu, but that exponentials are taken at the maximum of a warp
 // Bound        docs/MATH_REFERENCE.md, K1
 #include "prims/cluster.cuh"
@@ -103,9 +106,10 @@ struct Item {
   }
 };
 
-// The sum of a warp's keys. Of column 16 n + i of K it stands in row i, column n of a matrix that is
-// the product of a tile of K, transposed, with one that has ones in column n alone: all lanes have
-// numbers of their own, 4 for every 128 columns.
+// The sum of a warp's keys. That of column 16 n + i of K stands in row i, column n of a matrix: what
+// products of tiles of K, transposed, with ones in column n alone add up to. So all lanes have
+// numbers of their own, 4 for every 128 columns. What is not finite spoils its row, which may be:
+// the mean is 0 where a sum is not finite, and any vector would do.
 struct KeySums {
   float x[SUM_TILES][4] = {};
   // The tile's columns from 16 n on; the address is this lane's, as for a fragment of K.
