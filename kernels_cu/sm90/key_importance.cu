@@ -106,8 +106,8 @@ struct Item {
   }
 };
 
-// The sum of a warp's keys. That of column 16 n + i of K stands in row i, column n of a matrix: what
-// products of tiles of K, transposed, with ones in column n alone add up to. So all lanes have
+// The sum of a warp's keys. That of column 16 n + i of K stands in row i, column n of a matrix, to
+// which products of tiles of K, transposed, with ones in column n alone add up. So all lanes have
 // numbers of their own, 4 for every 128 columns. What is not finite spoils its row, which may be:
 // the mean is 0 where a sum is not finite, and any vector would do.
 struct KeySums {
