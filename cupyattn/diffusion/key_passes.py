@@ -111,7 +111,7 @@ def cluster_tiles(len_kv: int, head_dim: int) -> tuple[Tiles, int]:
     wanted = -(-len_kv // (_PAIRED_WARPS * _WARP_KEYS))
     blocks = min(_MOST_BLOCKS, 1 << (wanted - 1).bit_length())
     warps = -(-len_kv // (blocks * _WARP_KEYS))
-    stages = 4 if head_dim <= _WIDE_HEAD_DIM // 2 else 3
+    stages = 4 if _WIDE_HEAD_DIM // 4 < head_dim <= _WIDE_HEAD_DIM // 2 else 3
     return Tiles(_CHUNK_ROWS, warps * _WARP_KEYS, warps, stages), blocks
 
 
