@@ -325,6 +325,7 @@ THEFTS = {
     "release of the states": ("      cluster_arrive();", "      cluster_arrive_relaxed();", "race"),
     "barrier at the end": ("cluster_sync();  // nobody reads this block's", "//", "race"),
     "one place for states": ("smem.of_block[turn][row]", "smem.of_block[0][row]", "race"),
+    "keys that are not there": ("group<NUM_STAGES - 1>", "group<NUM_STAGES>", "in flight"),
     "rows that are not there": ("cp_async_wait_group<0>", "cp_async_wait_group<1>", "in flight"),
     "keys past the end": ("if (own_key + WARP_KV > p.len_kv)", "if (false)", ""),
     "rows past the end": ("row < item.rows(p)", "true", ""),
