@@ -96,7 +96,7 @@ def test_keys_are_summed_where_they_are_weighed(heads, len_kv, head_dim, dtype) 
     rng = np.random.default_rng(len_kv)
     numbers = rng.integers(-8, 9, (heads, 1, len_kv, head_dim), dtype=np.int8)
     k = cupy.asarray(numbers.astype(STORAGE[dtype]))
-    q = cupy.ones((heads, 2, 50, head_dim), k.dtype)  # two chunks of rows
+    q = cupy.asarray(np.ones((heads, 2, 50, head_dim), STORAGE[dtype]))  # two chunks of rows
     how = {"scale": 0.01, "rows": 40, "backend": None, "arch": None}
     for _ in range(2):  # the second call is remembered
         importance, sums = pruning.weigh_keys(q, k, **how, key_sums=True)
