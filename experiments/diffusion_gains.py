@@ -37,10 +37,17 @@ from cupyattn.checks import check_attention
 from cupyattn.cli import output
 from cupyattn.diffusion import key_importance
 from cupyattn.diffusion.importance_bounds import importance_bound
-from cupyattn.diffusion.pruning import SAMPLE_ROWS, compact, kept_count
+from cupyattn.diffusion.pruning import (
+    SAMPLE_ROWS,
+    compact,
+    compact_values,
+    kept_count,
+    weigh_keys,
+)
 from cupyattn.launch import Operand
 from cupyattn.preparation import EPS, Preparation
 from cupyattn.preparation import OPTIONS as PREPARATION
+from cupyattn.quant.operands import quantize_at
 from cupyattn.rotation import plan_preparation, prepares_of
 from cupyattn.rounding import array_namespace, as_float64
 from experiments import common
@@ -65,8 +72,11 @@ def layer(heads: int, **options: Any) -> ca.Int8Attention:
 
 
 def holds_bound(o: Any, qkv: Sequence[Any], mode: str, **options: Any) -> float:
-    """Return the largest error of an output as a share of its bounds, J2 and J3."""
-    xp, quant = array_namespace(o), options.pop("quant", None)
+    """Return the largest error of an output as a share of its bounds, J2 and J3.
+
+    Of codes that are `quantized` those, otherwise those of `quant`.
+    """
+    xp, quant, z = array_namespace(o), options.pop("quant", None), options.pop("quantized", None)
     rows = xp.asarray(measuring.judged_rows(check_attention(*qkv)))
     if mode == "precision":
         given = {**options, "variant": "fa_tc"}
@@ -75,7 +85,7 @@ def holds_bound(o: Any, qkv: Sequence[Any], mode: str, **options: Any) -> float:
     given = {**options, "variant": "fa_int8"}
     form = kernel_form(*qkv, quant=quant, **given)
     prepared = {name: options[name] for name in PREPARATION if name in options}
-    z = ca.quantize(*qkv, quant=quant, tiles=form["tiles"], **prepared)
+    z = z or ca.quantize(*qkv, quant=quant, tiles=form["tiles"], **prepared)
     report = testing.judge(o, *qkv, quantized=z, rows=rows, **given, **form)
     return max(float(report.ratio), float(report.quantisation or 0.0))
 
@@ -134,12 +144,25 @@ def pruning(qkv: Sequence[Any], mode: str) -> Comparison:
     plain = layer(q.shape[1])
     pruned = layer(q.shape[1], enable_pruning=True, pruning_ratio=RATIO)
     o, kept = pruned(q, k, v, 0, mode=mode, return_mask=True)
-    few = (x[kept].reshape(*k.shape[:2], -1, HEAD_DIM) for x in (k, v))
-    same = bool((plain(q, *few, 0, mode=mode) == o).all())
-    lost = measuring.relative_error(o[:1], as_float64(plain(q, k, v, 0, mode=mode)[:1]))
-    known = {"ok": same, "error against all keys": lost}
+    few = [x[kept].reshape(*k.shape[:2], -1, HEAD_DIM) for x in (k, v)]
+    known: dict[str, Any] = {"ok": bool((plain(q, *few, 0, mode=mode) == o).all())}
+    if not known["ok"] and mode != "precision":  # smoothed by the mean of all keys
+        z = kept_codes(qkv, few[0].shape[2], pruned.quant_config(q, k, 0, mode=mode))
+        ratio = holds_bound(o, (q, *few), mode, quantized=z)
+        known = {"ok": ratio <= 1 and bool((ca.attention(z) == o).all()), "of bound": ratio}
+    every_key = as_float64(plain(q, k, v, 0, mode=mode)[:1])
+    known["error against all keys"] = measuring.relative_error(o[:1], every_key)
     every = {"all keys": lambda q, k, v: plain(q, k, v, 0, mode=mode)}
     return every, lambda q, k, v: pruned(q, k, v, 0, mode=mode), known
+
+
+def kept_codes(qkv: Sequence[Any], count: int, quant: ca.QuantConfig, **where: Any) -> Any:
+    """Return what a pruned call attends to where it quantises kept keys from where they lie."""
+    q, k, v = qkv
+    where = {"backend": backends.choose(None, q), "arch": None} | where
+    weighed, sums = weigh_keys(q, k, scale=None, rows=SAMPLE_ROWS, key_sums=True, **where)
+    few_v, _, places = compact_values(k, v, weighed, count, backend=where["backend"])
+    return quantize_at(q, k, few_v, places, quant=quant, key_sums=sums, **where)
 
 
 def choosing(qkv: Sequence[Any], mode: str) -> Comparison:

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import cupyattn as ca
 from cupyattn import device
+from cupyattn.diffusion import pruning
 from experiments import diffusion_gains
 
 
@@ -28,6 +31,22 @@ def test_gains_for_diffusion_run_in_small(tmp_path: Path) -> None:
         "seconds": {"way": 2e-3}, "against": "x",
     }  # fmt: skip
     assert diffusion_gains._gain(timed) == ["2 ms", "x", "4.00 [3.90, 4.10]", "80%"]
+
+
+def test_codes_of_kept_keys_are_those_that_a_layer_attends_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pruning, "LEAST_BYTES", 0)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, n, 16)).astype(np.float16) for n in (20, 70, 70))
+    where: dict[str, Any] = {"backend": "interpret", "arch": "sm_90a"}
+    attend = ca.Int8Attention(2, 16, 50, enable_pruning=True, **where)
+    o, kept = attend(q, k, v, 0, mode="balanced", return_mask=True)
+    quant = attend.quant_config(q, k, 0)
+    z = diffusion_gains.kept_codes((q, k, v), 56, quant, **where)
+    assert ca.attention(z, **where).tobytes() == o.tobytes()
+    few = (x[kept].reshape(1, 2, 56, 16) for x in (k, v))
+    assert diffusion_gains.holds_bound(o, (q, *few), "balanced", quantized=z) <= 1
 
 
 def test_gains_for_diffusion_stop_in_time_and_say_what_is_missing(

@@ -58,6 +58,28 @@ def test_keys_that_are_read_once_take_one_launch(
     assert len(host.driver.launches) == 3 and asked == ["sm_90a"]
 
 
+def test_keys_that_are_summed_again_get_the_new_addresses(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruning, "own_arch", lambda *_: "sm_90a")
+    how: dict[str, Any] = {"scale": None, "rows": 8, "backend": None, "arch": None}
+    for turn in range(3):
+        q, k = array((1, 4, 70, 64)), array((1, 2, 1000, 64))
+        found, sums = pruning.weigh_keys(q, k, **how, key_sums=True)
+        assert sums is not None
+        assert (sums.shape, sums.dtype) == ((1, 2, 2, 64), np.float32)
+        given = {"q": q, "k": k, "importance": found, "partial_sum": sums}
+        expected = {name: x.data.ptr for name, x in given.items()}
+        assert host.passed(turn) == ("key_importance", expected)
+    assert len(host.plans) == len(repeated._recent) == 1
+    assert pruning.weigh_keys(q, k, **how)[1] is None  # another call, of another module
+    assert len(host.plans) == len(repeated._recent) == 2
+    monkeypatch.setattr(pruning, "own_arch", lambda *_: None)
+    how["scale"] = 0.5
+    for _ in range(2):  # row states are no sums
+        assert pruning.weigh_keys(q, k, **how, key_sums=True)[1] is None
+
+
 def test_keys_that_are_moved_again_get_the_new_addresses(host: Host) -> None:
     for turn in range(3):
         k, v, importance = (

@@ -27,6 +27,9 @@ SYNC = "cluster_sync();"
 ARRIVE = 'asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");'
 RELAXED = 'asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");'
 WAIT = 'asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");'
+#: One warp hands on what both did.
+ONE_RELEASES = f"if (i < 32) {{ {ARRIVE} }} else {{ {RELAXED} }}"
+MEET = "__syncthreads();"
 STORE = """{
   uint32_t to;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(row[i])), "r"(next));
@@ -52,14 +55,17 @@ def run(folder: Path, *body: str, grid: int = 8, splits: int = 4) -> tuple[np.nd
         ("if (i >= 32) return;", WRITE, SYNC, READ, SYNC),
         # read, and written anew after everybody has read
         (WRITE, SYNC, READ, SYNC, "row[i][3] += 1000;", SYNC, READ, SYNC),
+        (WRITE, MEET, ONE_RELEASES, WAIT, READ, SYNC),
+        # what was read, too
+        (WRITE, SYNC, READ, MEET, ONE_RELEASES, WAIT, "row[i][3] += 1000;", SYNC, READ, SYNC),
     ],
-    ids=["as one", "in two", "with threads that have exited", "twice"],
+    ids=["as one", "in two", "with threads that have exited", "twice", "by a warp", "reads by one"],
 )
 def test_what_is_ordered_is_no_finding(body: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(executor, "MEMORY_BUDGET", 1)  # a cluster at a time
     x, y = run(tmp_path, *body)
     expected = x.reshape(2, 4, 64)[:, [1, 2, 3, 0]].copy()
-    if len(body) == 8:
+    if "row[i][3] += 1000;" in body:
         expected += 1000
     if body[0].startswith("if"):
         expected[..., 32:] = 0
@@ -75,6 +81,17 @@ def test_what_is_ordered_is_no_finding(body: tuple[str, ...], tmp_path: Path, mo
         ((WRITE, READ, SYNC), "nothing orders that after the write by block"),
         # an arrival that hands nothing on
         ((WRITE, RELAXED, WAIT, READ, SYNC), "nothing orders that after the write by block"),
+        # by a warp, which came after nothing that the other did
+        ((WRITE, ONE_RELEASES, WAIT, READ, SYNC), "nothing orders that after the write by block"),
+        (
+            (WRITE, SYNC, READ, ONE_RELEASES, WAIT, WRITE, SYNC),
+            "is written, and nothing orders that after the read",
+        ),
+        # or before they met
+        (
+            (WRITE, MEET, WRITE, ONE_RELEASES, WAIT, READ, SYNC),
+            "nothing orders that after the write by block",
+        ),
         # written after the arrival, read after the wait
         ((WRITE, ARRIVE, WRITE, WAIT, READ, SYNC), "nothing orders that after the write by block"),
         # read before the wait

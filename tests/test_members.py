@@ -59,7 +59,8 @@ EXPECTED = {
     "merge_partials.cu": {"weights": "float32"},
     "key_importance.cu": {"Q": "float16", "K": "float16", "M": "float32", "l": "float32"},
     "sm90/key_importance.cu": {
-        "Q": "float16", "K": "float16", "of_warp": "float32", "of_block": "float32",
+        "Q": "float16", "K": "float16", "K_sum": "float32", "of_warp": "float32",
+        "of_block": "float32",
     },
     "sm90/backward_keys.cu": {
         "K": "float16", "V": "float16", "Q": "float16", "dO": "float16", "dS": "float16",

@@ -12,12 +12,16 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import compile as kc
+from cupyattn import registry
 from cupyattn.diffusion import key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
 from cupyattn.diffusion.key_passes import CLUSTER_PARAMS, cluster_tiles, reads_keys_once
+from cupyattn.diffusion.pruning import compact
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault, Profile, observe
 from cupyattn.launch import Operand
+from cupyattn.quant import operands as operand_maker
+from cupyattn.quant.operands import quantize_at, quantize_mirror
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.test_pruning_kernels import BF16, F16, operands
@@ -124,6 +128,152 @@ def test_what_is_not_finite_makes_its_head_important(value: float, in_turn: None
     assert np.isnan(found[0, 0]).all() and not np.isnan(found[0, 1]).any()
 
 
+# ---- sums of keys --------------------------------------------------------------------------------
+
+
+def whole_numbers(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Numbers whose sums have one value in whatever order, about 2 in every other column."""
+    rng = np.random.default_rng(5)
+    return (rng.integers(-8, 9, shape) + np.arange(shape[3]) % 2 * 2).astype(dtype)
+
+
+#: Batch, query and key heads, keys, head size, type and rows.
+SUMS: dict[str, tuple[Any, ...]] = {
+    "one key": (2, (2, 2), 1, 7, F16, 8),
+    "groups, two chunks": (1, (4, 2), 77, 40, BF16, 41),
+    "two blocks, three heads": (1, (3, 3), 1000, 128, F16, 8),
+    "most places empty": (1, (1, 1), 2049, 16, F16, 4),
+    "two fragments": (1, (1, 1), 600, 160, BF16, 4),
+    "the widest": (1, (1, 1), 70, 256, F16, 4),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] if c in list(SUMS)[3:5] else []) for c in SUMS],
+)
+def test_keys_are_summed_where_they_are_weighed(case: str, in_turn: None) -> None:
+    batch, heads, len_kv, head_dim, dtype, rows = SUMS[case]
+    q, _ = operands(heads, (60, 1), head_dim, dtype, batch)
+    k = whole_numbers((batch, heads[1], len_kv, head_dim), dtype)
+    how: dict[str, Any] = {"scale": 0.01, "rows": rows, **ONCE}
+    importance, sums = pruning.weigh_keys(q, k, **how, key_sums=True)
+    assert sums is not None and sums.shape == key_passes.key_sums_shape(Operand.of(k))
+    exact = k.astype(np.float32).sum(axis=2)
+    np.testing.assert_array_equal(sums.sum(axis=2), exact)
+    assert runs.bits(importance) == runs.bits(key_importance(q, k, **how))
+
+
+def test_sums_of_a_block_are_those_of_its_keys() -> None:
+    k = whole_numbers((1, 2, 1000, 24), F16)
+    _, sums = pruning.weigh_keys(k, k, scale=0.01, rows=8, key_sums=True, **ONCE)
+    assert sums is not None and cluster_tiles(1000, 24)[0].block_kv == 512
+    for block, keys in enumerate((k[:, :, :512], k[:, :, 512:])):
+        np.testing.assert_array_equal(sums[:, :, block], keys.astype(np.float32).sum(axis=2))
+
+
+def test_keys_read_twice_are_not_summed() -> None:
+    q, k = operands((1, 1), (8, 60), 16)
+    for how in (TWICE, {"backend": "mirror"}):
+        given: dict[str, Any] = {"scale": None, "rows": 4, "arch": None, **how}
+        _, sums = pruning.weigh_keys(q, k, key_sums=True, **given)
+        assert sums is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant", "spared"),
+    [
+        (F16, ca.QuantConfig(), True),
+        (BF16, ca.QuantConfig("token", "token", symmetric=False), True),
+        pytest.param(F16, ca.QuantConfig("tensor", "tensor"), True, marks=pytest.mark.slow),
+        pytest.param(F16, ca.QuantConfig("head", "head"), False, marks=pytest.mark.slow),
+        pytest.param(F16, ca.QuantConfig(smooth_k=False), False, marks=pytest.mark.slow),
+        pytest.param(F16, ca.QuantConfig(pv="int8", smooth_v=True), True, marks=pytest.mark.slow),
+        pytest.param(
+            F16, ca.QuantConfig("head", "head", scales=(np.full((1, 1, 1), 0.2, np.float32),) * 2),
+            True, marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_codes_with_the_mean_of_all_keys(dtype: Any, quant: Any, spared: bool) -> None:
+    """To the bit those of the mirror that is given the mean; within their bound of attention."""
+    q, _ = operands((4, 2), (12, 1), 24, dtype)
+    k, v = (whole_numbers((1, 2, 600, 24), dtype) for _ in range(2))
+    how: dict[str, Any] = {"scale": 0.01, "rows": 8, **ONCE}
+    importance, sums = pruning.weigh_keys(q, k, **how, key_sums=True)
+    few_v, _, places = pruning.compact_values(k, v, importance, 470, backend="interpret")
+    few_k, _, _ = compact(k, v, importance, 470)
+    given: dict[str, Any] = {"quant": quant, "backend": "interpret"}
+    found = quantize_at(q, k, few_v, places, key_sums=sums, **given)
+    of_all = k.astype(np.float32).sum(axis=2) / np.float32(600)
+    if quant.smooth_k:
+        assert found.k_mean is not None
+        assert (runs.bits(found.k_mean) == runs.bits(of_all)) == spared
+    moved = ca.quantize(q, few_k, few_v, **given)
+    want = quantize_mirror(
+        q, few_k, few_v, quant, registry.lookup("fa_int8").default_tiles(24, quant.form),
+        k_mean=found.k_mean, v_mean=found.v_mean,
+    )  # fmt: skip
+    for field in ("q_codes", "k_codes", "q_scale", "k_scale", "k_zero", "k_mean", "v_codes"):
+        one, other = getattr(found, field), getattr(want, field)
+        assert one is other is None or runs.bits(one) == runs.bits(other), field
+    if not spared:
+        assert runs.bits(found.k_codes) == runs.bits(moved.k_codes)
+    o = ca.attention(found, backend="interpret")
+    judged = ca.testing.judge(o, q, few_k, few_v, variant="fa_int8", quantized=found)
+    assert judged.passed, str(judged)
+
+
+def test_a_sum_that_is_not_finite_takes_no_mean() -> None:
+    """Of the columns that share a row with its own; no other head knows of it."""
+    q, k = operands((2, 2), (8, 60), 40)
+    k[0, 0, 7, 3] = np.inf
+    with np.errstate(invalid="ignore"):
+        _, sums = pruning.weigh_keys(q, k, scale=None, rows=4, key_sums=True, **ONCE)
+    assert sums is not None
+    finite = np.isfinite(sums[0, :, 0])
+    assert finite[1].all()
+    np.testing.assert_array_equal(~finite[0], np.arange(40) % 16 == 3)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "precision"])
+def test_a_layer_reads_the_kept_keys_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = operands((4, 2), (12, 90), 16)
+    entries: list[str] = []
+    own = operand_maker.plan_quantize
+    monkeypatch.setattr(
+        operand_maker, "plan_quantize",
+        lambda *given, **named: (
+            plan := own(*given, **named), entries.extend(one.entry for one in plan.launches)
+        )[0],
+    )  # fmt: skip
+    asked: list[bool] = []
+    plan_weighing = pruning.plan_key_importance
+    monkeypatch.setattr(
+        pruning,
+        "plan_key_importance",
+        lambda *given: (asked.append(given[-1]), plan_weighing(*given))[1],
+    )
+    attend = ca.Int8Attention(4, 16, 50, enable_pruning=True, **ONCE)
+    moved = attend(q, k, k, 25, mode=mode)
+    monkeypatch.setattr(pruning, "LEAST_BYTES", 0)
+    stayed = attend(q, k, k, 25, mode=mode)
+    assert not attend.fallbacks
+    if mode == "precision":
+        assert runs.bits(moved) == runs.bits(stayed) and asked == [False, False] and not entries
+        return
+    assert asked == [False, True]
+    assert entries == ["quantize"]  # and no launch for the mean
+    importance, sums = pruning.weigh_keys(q, k, scale=None, rows=32, key_sums=True, **ONCE)
+    few, _, places = pruning.compact_values(k, k, importance, 72, backend="interpret")
+    quant = attend.quant_config(q, k, 25)
+    z = quantize_at(q, k, few, places, quant=quant, key_sums=sums, **ONCE)
+    assert runs.bits(stayed) == runs.bits(ca.attention(z, **ONCE))
+    assert ca.testing.judge(stayed, q, few, few, variant="fa_int8", quantized=z).passed
+    assert runs.bits(moved) != runs.bits(stayed)  # another mean
+
+
 # ---- which keys, and where -----------------------------------------------------------------------
 
 
@@ -150,7 +300,7 @@ def test_a_layer_passes_its_architecture_on(monkeypatch: pytest.MonkeyPatch) -> 
     asked: list[str | None] = []
     own = pruning.plan_key_importance
     monkeypatch.setattr(
-        pruning, "plan_key_importance", lambda *given: (asked.append(given[-1]), own(*given))[1]
+        pruning, "plan_key_importance", lambda *given: (asked.append(given[5]), own(*given))[1]
     )
     q, k = operands((4, 2), (12, 40), 16)
     for arch in ("sm_90a", None):
@@ -172,11 +322,12 @@ def test_more_heads_than_blocks_are_counted_are_refused() -> None:
 THEFTS = {
     "barrier of the rows": ("__syncthreads();  // the rows that all warps", "; //", "race"),
     "barrier of the warps": ("__syncthreads();  // the states of all warps", "//", "race"),
-    "barrier of the blocks": ("cluster_sync();  // and those of all blocks", "//", "race"),
+    "release of the states": ("      cluster_arrive();", "      cluster_arrive_relaxed();", "race"),
     "barrier at the end": ("cluster_sync();  // nobody reads this block's", "//", "race"),
-    "one place for states": ("smem.of_block[stage][row]", "smem.of_block[0][row]", "race"),
-    "one place for rows": ("Q_stage ^= 1", "Q_stage ^= 0", "race"),
-    "keys past the end": ("own_key + n * 8 + t * 2 + j < p.len_kv ?", "true ?", ""),
+    "one place for states": ("smem.of_block[turn][row]", "smem.of_block[0][row]", "race"),
+    "keys that are not there": ("group<NUM_STAGES - 1>", "group<NUM_STAGES>", "in flight"),
+    "rows that are not there": ("cp_async_wait_group<0>", "cp_async_wait_group<1>", "in flight"),
+    "keys past the end": ("if (own_key + WARP_KV > p.len_kv)", "if (false)", ""),
     "rows past the end": ("row < item.rows(p)", "true", ""),
     "own block alone": ("load_from_block(of_block, rank)", "load_from_block(of_block, 0)", ""),
     "chunks not added": ("(item.chunk == 0 ? 0.0f : importance[key])", "0.0f", ""),
@@ -201,6 +352,34 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert not finding and not (np.abs(found - exact) <= bound).all()
 
 
+#: The same of sums.
+SUM_THEFTS = {
+    "ones in every column": ("lane_id() / 4 == n % 8 ?", "true ?", ""),
+    "one warp alone": ("of_warp[warp][i][lane_id()]", "of_warp[0][i][lane_id()]", ""),
+    "one place for blocks": ("* CLUSTER + blockIdx.x % CLUSTER)", "* CLUSTER)", "race"),
+    "barrier of the warps": ("__syncthreads();  // the states of all warps", "//", "race"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "theft",
+    [pytest.param(t, marks=[pytest.mark.slow] if i else []) for i, t in enumerate(SUM_THEFTS)],
+)
+def test_a_line_less_of_the_sums_is_found(
+    theft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, instead, finding = SUM_THEFTS[theft]
+    put_a_line_in_place("sm90/key_importance.cu", line, instead, tmp_path, monkeypatch)
+    k = whole_numbers((1, 1, 600, 40), F16)
+    try:
+        _, sums = pruning.weigh_keys(k, k, scale=0.01, rows=8, key_sums=True, **ONCE)
+    except KernelFault as fault:
+        assert finding and finding in str(fault)
+    else:
+        assert sums is not None and not finding
+        assert (sums.sum(axis=2) != k.astype(np.float32).sum(axis=2)).any()
+
+
 # ---- compiled ------------------------------------------------------------------------------------
 
 
@@ -222,10 +401,12 @@ def test_params_are_the_fields_of_the_source_in_order() -> None:
 def test_no_launch_spills(dtype: Any, head_dim: int, len_kv: int) -> None:
     k = Operand.contiguous((16, 32, len_kv, head_dim), 2)
     sampled = key_passes.sampled_rows(len_kv, 32)
-    (one,) = key_passes.plan_key_importance(k, k, dtype.name, 0.1, sampled, "sm_90a").launches
-    binary = kc.build(one.module, "sm_90a")
-    taken = binary.kernels["key_importance"]
-    assert (taken.spill_stores, taken.spill_loads) == (0, 0), str(taken)
-    kc.check_shared_memory(binary.smem_bytes, 227 * 1024, one.entry)
-    if one.block <= 256 and head_dim <= 128:  # two blocks to a multiprocessor
-        assert taken.registers <= 128 and binary.smem_bytes <= 113 * 1024
+    given = k, k, dtype.name, 0.1, sampled, "sm_90a"
+    for key_sums in (False, True):
+        (one,) = key_passes.plan_key_importance(*given, key_sums).launches
+        binary = kc.build(one.module, "sm_90a")
+        taken = binary.kernels["key_importance"]
+        assert (taken.spill_stores, taken.spill_loads) == (0, 0), str(taken)
+        kc.check_shared_memory(binary.smem_bytes, 227 * 1024, one.entry)
+        if one.block <= 256 and head_dim <= 128:  # two blocks to a multiprocessor
+            assert taken.registers <= 128 and binary.smem_bytes <= 113 * 1024

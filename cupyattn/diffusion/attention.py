@@ -17,7 +17,7 @@ from cupyattn.arrays import device_of, is_cupy, take
 from cupyattn.backends import on_device_of
 from cupyattn.diffusion import guidance, pruning
 from cupyattn.diffusion.arguments import check_count, check_number, check_timestep
-from cupyattn.diffusion.kept_keys import KeptKeys
+from cupyattn.diffusion.kept_keys import KeptKeys, wants_key_sums
 from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode, middle_ratio
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.scales import StepScales
@@ -483,16 +483,19 @@ class Int8Attention:
         """Return the keys that are kept: which they are is found out beside attention."""
         backend = self._where["backend"]
         needed = pruning.bytes_needed(q, k, v, settings.pruning_rows, backend)
+        in_codes = (settings.mode or self.mode_at(step)) != "precision"
+        key_sums = wants_key_sums(self.quant if in_codes else None, backend, k, v)
         with saying_what_is_needed("token pruning", needed, on_device=is_cupy(k)):
-            importance = pruning.key_importance(
-                q, k, scale=self._scale, rows=settings.pruning_rows, **self._where
-            )
+            importance, sums = pruning.weigh_keys(
+                q, k, scale=self._scale, rows=settings.pruning_rows, key_sums=key_sums,
+                **self._where,
+            )  # fmt: skip
             if settings.pruning_threshold is None:
                 count = pruning.kept_count(k.shape[2], settings.pruning_ratio)
             else:
                 threshold = settings.pruning_threshold * min(step.ratio, 1.0)
                 count = pruning.count_above(importance, threshold)
-        return KeptKeys(k, v, importance, count, needed)
+        return KeptKeys(k, v, importance, sums, count, needed)
 
     def in_mode(
         self,

@@ -8,9 +8,27 @@ from cupyattn.api import attention
 from cupyattn.arrays import is_cupy
 from cupyattn.backends import choose
 from cupyattn.diffusion import pruning
+from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operands import quantize_at
 from cupyattn.rounding import Array
 from cupyattn.scratch import saying_what_is_needed
+
+
+def wants_key_sums(quant: QuantConfig | None, backend: str | None, k: Array, v: Array) -> bool:
+    """Whether keys are to be summed where they are weighed.
+
+    They are where the kept ones become codes where they lie: smoothing may subtract any vector, and
+    the mean of all keys spares a read of those that are kept.
+
+    Parameters
+    ----------
+    quant : QuantConfig or None
+        How q and k are quantised; None: they are not.
+    backend, k, v
+        As for `KeptKeys`.
+    """
+    smooth = quant is not None and quant.smooth_k and not quant.fused
+    return smooth and pruning.quantises_in_place(backend, k, v, 1)
 
 
 class KeptKeys:
@@ -20,7 +38,9 @@ class KeptKeys:
     ----------
     k, v : array, (batch, heads_kv, len_kv, head_dim)
     importance : array, float32, (batch, heads_kv, len_kv)
-        As `pruning.key_importance` finds it.
+        As `pruning.weigh_keys` finds it,
+    key_sums : array or None
+        and what that says of sums.
     count : int
         Keys to keep in each head.
     needed : mapping of str to int
@@ -28,10 +48,16 @@ class KeptKeys:
     """
 
     def __init__(
-        self, k: Array, v: Array, importance: Array, count: int, needed: dict[str, int]
+        self,
+        k: Array,
+        v: Array,
+        importance: Array,
+        key_sums: Array | None,
+        count: int,
+        needed: dict[str, int],
     ) -> None:
         self._k, self._v, self._importance, self._count = k, v, importance, count
-        self._needed = needed
+        self._key_sums, self._needed = key_sums, needed
         #: Which they are, bool, (batch, heads_kv, len_kv), once `attend` was called.
         self.kept: Array | None = None
 
@@ -49,7 +75,7 @@ class KeptKeys:
                 v, self.kept, places = pruning.compact_values(k, v, *choice, backend=backend)
             z = quantize_at(
                 q, k, v, places, quant=quant, tiles=options["tiles"], arch=options["arch"],
-                backend=backend,
+                backend=backend, key_sums=self._key_sums,
             )  # fmt: skip
             return attention(z, **options)
         with where:

@@ -31,10 +31,10 @@ IMPORTANCE_PARAMS = np.dtype(
 #: ``struct ClusterImportanceParams`` of kernels_cu/sm90/key_importance.cu, field by field.
 CLUSTER_PARAMS = np.dtype(
     [
-        ("Q", "u8"), ("K", "u8"), ("importance", "u8"), ("Q_stride", "i8", 3),
-        ("K_stride", "i8", 3), ("heads", "i4"), ("turns", "i4"), ("heads_kv", "i4"),
-        ("group", "i4"), ("first_row", "i4"), ("row_step", "i4"), ("rows", "i4"),
-        ("len_kv", "i4"), ("scale_log2", "f4"), ("share", "f4"),
+        ("Q", "u8"), ("K", "u8"), ("importance", "u8"), ("partial_sum", "u8"),
+        ("Q_stride", "i8", 3), ("K_stride", "i8", 3), ("heads", "i4"), ("turns", "i4"),
+        ("heads_kv", "i4"), ("group", "i4"), ("first_row", "i4"), ("row_step", "i4"),
+        ("rows", "i4"), ("len_kv", "i4"), ("scale_log2", "f4"), ("share", "f4"),
     ],
     align=True,
 )  # fmt: skip
@@ -111,7 +111,7 @@ def cluster_tiles(len_kv: int, head_dim: int) -> tuple[Tiles, int]:
     wanted = -(-len_kv // (_PAIRED_WARPS * _WARP_KEYS))
     blocks = min(_MOST_BLOCKS, 1 << (wanted - 1).bit_length())
     warps = -(-len_kv // (blocks * _WARP_KEYS))
-    stages = 4 if head_dim <= _WIDE_HEAD_DIM // 2 else 2  # as many bytes under way
+    stages = 4 if _WIDE_HEAD_DIM // 4 < head_dim <= _WIDE_HEAD_DIM // 2 else 3
     return Tiles(_CHUNK_ROWS, warps * _WARP_KEYS, warps, stages), blocks
 
 
@@ -120,6 +120,12 @@ def row_states_shape(k: Operand, group: int, rows: int) -> tuple[int, ...]:
     splits, _ = _splits(k)
     chunks = group * -(-rows // _CHUNK_ROWS)
     return (k.shape[0] * k.shape[1], splits, chunks, _CHUNK_ROWS)
+
+
+def key_sums_shape(k: Operand) -> tuple[int, ...]:
+    """Return the shape of the buffer ``"partial_sum"`` of `plan_key_importance`."""
+    batch, heads_kv, len_kv, head_dim = k.shape
+    return (batch, heads_kv, cluster_tiles(len_kv, head_dim)[1], head_dim)
 
 
 def _splits(k: Operand) -> tuple[int, int]:
@@ -144,7 +150,13 @@ def _check_length(len_kv: int) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def plan_key_importance(
-    q: Operand, k: Operand, dtype: str, scale: float, sampled: range, arch: str | None = None
+    q: Operand,
+    k: Operand,
+    dtype: str,
+    scale: float,
+    sampled: range,
+    arch: str | None = None,
+    key_sums: bool = False,
 ) -> Launches:
     """Plan the importance of keys.
 
@@ -164,12 +176,15 @@ def plan_key_importance(
         Rows of q to look at.
     arch : str, optional
         Architecture that it will run on.
+    key_sums : bool
+        The sums of the keys of each block of a cluster are wanted too, where `reads_keys_once`.
 
     Returns
     -------
     Launches
-        They name the buffer ``"importance"``, (batch, heads_kv, len_kv), too, and, where there are
-        two, ``"row_M"`` and ``"row_l"``, `row_states_shape`, all of float32.
+        They name the buffer ``"importance"``, (batch, heads_kv, len_kv), too, where there are
+        two, ``"row_M"`` and ``"row_l"``, `row_states_shape`, and with `key_sums`
+        ``"partial_sum"``, `key_sums_shape`, all of float32.
 
     Raises
     ------
@@ -187,7 +202,8 @@ def plan_key_importance(
         "scale_log2": scale * LOG2E, "share": 1 / (group * rows),
     }  # fmt: skip
     if reads_keys_once(k, arch):
-        return _one_pass(batch * heads_kv, features, params)
+        params["partial_sum"] = "partial_sum" if key_sums else None
+        return _one_pass(batch * heads_kv, features, params, key_sums)
     splits, split_keys = _splits(k)
     _, _, chunks, _ = row_states_shape(k, group, rows)
     tiles = importance_tiles(head_dim)
@@ -207,11 +223,12 @@ def plan_key_importance(
     )
 
 
-def _one_pass(heads: int, features: Features, params: dict[str, Any]) -> Launches:
+def _one_pass(heads: int, features: Features, params: dict[str, Any], key_sums: bool) -> Launches:
     """Return the launch of clusters that read the keys of so many heads once."""
     tiles, blocks = cluster_tiles(params["len_kv"], features.head_dim)
     plain = _spec("sm90/key_importance.cu", tiles, features)
-    spec = replace(plain, defines=tuple(sorted((*plain.defines, ("CFG_SPLITS", blocks)))))
+    more = {"CFG_SPLITS": blocks, **({"CFG_KEY_SUMS": 1} if key_sums else {})}
+    spec = replace(plain, defines=tuple(sorted((*plain.defines, *more.items()))))
     check_grid("key_importance", heads, blocks)
     turns = min(_MOST_TURNS, max(1, heads * blocks // _WAVES_OF_BLOCKS))
     grid = -(-heads // turns) * blocks

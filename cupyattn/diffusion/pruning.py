@@ -19,6 +19,7 @@ from cupyattn.diffusion.arguments import check_count, check_number
 from cupyattn.diffusion.key_passes import (
     IMPORTANCE_DTYPES,
     MOST_HEAD_DIM,
+    key_sums_shape,
     plan_compact,
     plan_key_importance,
     reads_keys_once,
@@ -88,37 +89,71 @@ def key_importance(
     >>> round(float(key_importance(np.ones((1, 2, 4, 8)), np.ones((1, 1, 5, 8)))[0, 0, 0]), 6)
     0.2
     """
+    importance, _ = weigh_keys(q, k, scale=scale, rows=rows, backend=backend, arch=arch)
+    return importance
+
+
+def weigh_keys(
+    q: Array,
+    k: Array,
+    *,
+    scale: float | None,
+    rows: int,
+    backend: str | None,
+    arch: str | None,
+    key_sums: bool = False,
+) -> tuple[Array, Array | None]:
+    """Return what `key_importance` does, and with `key_sums` the sums of the keys that it reads.
+
+    Parameters
+    ----------
+    q, k, scale, rows, backend, arch
+        As for `key_importance`.
+    key_sums : bool
+        Add the keys up on the way, where kernels read them once.
+
+    Returns
+    -------
+    importance : array, float32, (batch, heads_kv, len_kv)
+    key_sums : array, float32, (batch, heads_kv, parts, head_dim), or None
+        Those of all keys of a head are the sum of its parts. None where nobody added them up.
+    """
     given = {"q": q, "k": k}
-    key, addresses = call_key(("key_importance", scale, rows, backend, arch), given)
+    key, addresses = call_key(("key_importance", scale, rows, backend, arch, key_sums), given)
     again = recall(key)
     if again is not None:
-        return again(addresses)[0]
+        importance, *more = again(addresses)  # sums of keys, or two row states
+        return importance, more[0] if len(more) == 1 else None
     xp = array_namespace(q, k)
     backend = choose(backend, q)
     batch, heads, len_q, head_dim = q.shape
     heads_kv, len_kv = k.shape[1:3]
     rows = check_count("pruning_rows", rows)
     if 0 in q.shape or 0 in k.shape:
-        return xp.full((batch, heads_kv, len_kv), 1 / max(len_kv, 1), np.float32)
+        return xp.full((batch, heads_kv, len_kv), 1 / max(len_kv, 1), np.float32), None
     if heads % heads_kv:
         raise ValueError(f"the heads of k must divide those of q, {heads}, got {heads_kv}")
     scale, sampled = head_dim**-0.5 if scale is None else scale, sampled_rows(len_q, rows)
     if not _kernels_weigh(backend, q, k):
-        return _mean_probabilities(q, k, scale, sampled)
+        return _mean_probabilities(q, k, scale, sampled), None
     check_one_device(**given)
     with on_device_of(q):
         buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
         of_q, of_k = (Operand.of(buffers[name]) for name in given)
         arch = arch or own_arch(backend, q)
-        plan = plan_key_importance(of_q, of_k, q.dtype.name, float(scale), sampled, arch)
         shapes: dict[str, tuple[int, ...]] = {"importance": (batch, heads_kv, len_kv)}
         if not reads_keys_once(of_k, arch):
+            key_sums = False
             states = row_states_shape(of_k, heads // heads_kv, len(sampled))
             shapes |= {"row_M": states, "row_l": states}
+        elif key_sums:
+            shapes["partial_sum"] = key_sums_shape(of_k)
+        how = q.dtype.name, float(scale), sampled, arch, key_sums
+        plan = plan_key_importance(of_q, of_k, *how)
         buffers |= {name: xp.empty(shape, np.float32) for name, shape in shapes.items()}
         run(backend, plan, buffers, arch)
         remember(key, plan, arch, given, buffers, shapes)
-    return buffers["importance"]
+    return buffers["importance"], buffers.get("partial_sum")
 
 
 def _kernels_weigh(backend: str, q: Array, k: Array) -> bool:

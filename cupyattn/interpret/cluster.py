@@ -2,7 +2,8 @@
 
 An address in the shared memory of a cluster is one in that of a block, and above it the rank of the
 block, counted from 1; without a rank it is the lane's own block. Blocks are ordered by the barrier
-alone: an access before a lane's arrival comes before what follows another's wait for that phase.
+alone: what a lane's arrival comes after, if it releases, comes before what follows another's wait
+for that phase, be it an access of its own or one before a barrier of its block.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Clusters:
         self._phase = np.zeros(-(-size // self._lanes), np.int64)  # that a cluster has completed
         self._arrivals = np.zeros(size, np.int64)  # phases that a lane has arrived in,
         self._waits = np.zeros(size, np.int64)  # and those that it has waited for
-        self._time = np.zeros(size, np.int32)  # of its last arrival that released
+        self._time = np.zeros(size, np.int32)  # up to when a lane of its block released its doings
         # The same as of the last phase that its cluster completed, and of the one before.
         self._released = np.zeros((2, size), np.int32)
         self._views: dict[int, Times] = {}  # by block: what its arrivals of this phase had seen
@@ -74,11 +75,12 @@ class Clusters:
             machine.report("divergence", message, index, early)
         self._arrivals[index] += 1
         if release:
-            self._time[index] = machine.clocks.now
             for block in np.unique(index // machine.threads).tolist():
                 some = index[index // machine.threads == block]
                 view = machine.clocks.views(some).max(axis=0)
                 self._views[block] = np.maximum(self._views.get(block, 0), view)
+                of_block = self._time[block * machine.threads : (block + 1) * machine.threads]
+                np.maximum(of_block, view[:-1], out=of_block)
         self.advance()
 
     def wait(self, lanes: Lanes) -> None:

@@ -169,6 +169,7 @@ def quantize_at(
     tiles: Tiles | None = None,
     arch: str | None = None,
     backend: str,
+    key_sums: Array | None = None,
 ) -> QuantizedQKV:
     """Quantise some keys of many from where they lie, as `quantize` does keys that were moved.
 
@@ -183,12 +184,18 @@ def quantize_at(
     quant, tiles, arch
         As for `quantize`, but for ``fused``, which quantises in the attention kernel.
     backend : {"cuda", "interpret"}
+    key_sums : array, float32, (batch, heads_kv, parts, head_dim), contiguous, optional
+        Sums of all len_kv keys, in parts. What smoothing subtracts is then the mean of all of them,
+        which any vector may stand for, and no key is read for its mean. A scale for each whole
+        head, which takes a read before the codes anyway, goes with the mean of the keys at
+        `places` all the same.
 
     Returns
     -------
     QuantizedQKV
         The bits of `quantize` on those keys moved together, to places aligned as those of k are:
-        the order in which a mean is summed goes by the width of accesses.
+        the order in which a mean is summed goes by the width of accesses. With `key_sums` the bits
+        of codes with that mean, which is its ``k_mean``.
 
     Raises
     ------
@@ -197,7 +204,7 @@ def quantize_at(
     """
     checks.check_dtype(q, k, v)
     tiles = _tiles_of(q, quant, tiles, arch, backend)
-    found = _quantize_kernels(q, k, v, quant, tiles, backend, None, None, places)
+    found = _quantize_kernels(q, k, v, quant, tiles, backend, None, None, places, key_sums)
     return found.in_nibbles() if quant.qk_bits == 4 else found
 
 
@@ -414,10 +421,11 @@ def _quantize_kernels(
     sequences: Sequences | None,
     preparation: Preparation | None,
     places: Array | None = None,
+    key_sums: Array | None = None,
 ) -> QuantizedQKV:
     """Quantise arrays where they lie, with the kernels of ``quantize*.cu``.
 
-    With `places`, those rows of k alone, which are as many as v has.
+    With `places`, those rows of k alone, as many as v has; `key_sums` as in `quantize_at`.
     """
     dtype = q.dtype.name
     if preparation is not None and quant.fused:
@@ -431,6 +439,8 @@ def _quantize_kernels(
     found = parts(quant, tiles, operands, packed, prepares_of(preparation))
     if places is not None:
         found["k"] = replace(found["k"], gathered=True)
+    if key_sums is not None and found["k"].sums_apart:
+        found["k"] = replace(found["k"], summed=(key_sums.shape[2], k.shape[2]))
     plan = plan_quantize(dtype, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
     xp = array_namespace(q)
     needed = {work.name: work.nbytes for work in plan.workspace}
@@ -462,6 +472,8 @@ def _quantize_kernels(
         buffers = {**made, **given, **{name: as_input(x) for name, x in arrays.items()}}
         if places is not None:
             buffers["k_places"] = as_input(places)
+        if found["k"].summed:
+            buffers["k_partial_sum"] = as_input(key_sums)
         if preparation is not None:
             buffers |= {name: as_input(x) for name, x in preparation.buffers.items()}
         if sequences is not None:

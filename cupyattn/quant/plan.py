@@ -27,6 +27,7 @@ _FIELDS: tuple[Any, ...] = (
         ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
         ("cu_seqlens", "u8"), ("total", "i4"), ("padded", "i4"), ("zero", "u8"),
         ("code_sum", "u8"), ("sum_stride_batch", "i8"), ("sum_stride_head", "i8"), ("places", "u8"),
+        ("summed", "i4"),
 )  # fmt: skip
 QUANTIZE_PARAMS = np.dtype([*_FIELDS], align=True)
 #: The same where rows of Q and K are prepared on the way.
@@ -78,6 +79,9 @@ class Part:
         Rows of Q or K are normalised and turned first.
     gathered : bool
         Of K: the rows are those at ``places`` of an array that has more, with the strides of x.
+    summed : (int, int), optional
+        The mean is that of rows that were summed before, in so many slices, so many rows in all:
+        ``partial_sum`` is given. For a part of which `sums_apart`.
     """
 
     x: Operand
@@ -89,6 +93,12 @@ class Part:
     packed: tuple[int, int] | None = None
     prepares: Prepares | None = None
     gathered: bool = False
+    summed: tuple[int, int] | None = None
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether rows are read for the sums of a mean alone, so that given ones spare the read."""
+        return self.smooth and (self.static or self.per_tensor or self.group != GROUP_ALL)
 
     @property
     def entries(self) -> tuple[int, int]:
@@ -256,7 +266,8 @@ def plan_quantize(
     Plan
         Without launches where all operands are empty. It names the buffers ``"q"``, ``"k"`` and
         ``"v"``, those of `Part.buffers`, the offsets ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``,
-        and ``"k_places"``, int32, (batch, heads, length).
+        ``"k_places"``, int32, (batch, heads, length), and of parts that were summed before
+        ``"k_partial_sum"``, float32, (batch, heads, slices, head_dim).
 
     Raises
     ------
@@ -344,7 +355,8 @@ class _Work:
     @functools.cached_property
     def steps(self) -> tuple[str, ...]:
         """The steps, one for each launch that does something for the operand."""
-        part, mean = self.part, ("sums",) if self.part.smooth else ()
+        part = self.part
+        mean = ("sums",) if part.smooth and not part.summed else ()
         if self.name == "v":
             return ("extrema", "values") if part.group == GROUP_ALL else (*mean, "values")
         if part.static:
@@ -397,6 +409,9 @@ class _Work:
         name, part = self.name, self.part
         made = part.buffers(name)
         named = {*made, *(w.name for w in self.workspace)}
+        if part.summed:
+            named.add(f"{name}_partial_sum")
+        splits, summed = part.summed or (self.slices[0], 0)
         buffers = {b: f"{name}_{b}" for b in _BUFFERS}
         _, heads, total, _ = part.x.shape
         groups, sums, packed = part.groups(part.group), part.groups(1), part.packed is not None
@@ -406,10 +421,10 @@ class _Work:
             "X_stride": part.x.row_strides,
             "scale_stride_batch": 0 if part.per_tensor or packed else heads * groups,
             "scale_stride_head": 0 if part.per_tensor else groups,
-            "heads": heads, "length": part.entries[1], "splits": self.slices[0],
+            "heads": heads, "length": part.entries[1], "splits": splits,
             "split_rows": self.slices[1],
             "cu_seqlens": f"cu_seqlens_{'q' if name == 'q' else 'k'}" if packed else None,
             "total": total, "padded": made["v_codes"][0][3] if name == "v" else 0,
             "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
-            "places": f"{name}_places" if part.gathered else None,
+            "places": f"{name}_places" if part.gathered else None, "summed": summed,
         }  # fmt: skip

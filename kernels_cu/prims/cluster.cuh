@@ -6,11 +6,26 @@
 
 #include "prims/mma.cuh"
 
+// Arrives at the barrier of the cluster, with all lanes of a warp. A release hands on what a thread
+// did before and what that came after, such as all that the threads of its block did before they
+// met; it waits until its own stores have reached memory (MEMBAR), those to global memory too. A
+// warp whose doings another one hands on arrives with no release.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+// Waits until every thread of the cluster that has not exited has arrived. What was handed on is
+// visible then.
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // Waits until every thread of the cluster that has not exited is here. What any of them did before
 // is visible to all of them.
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 
 // Two or four floats of shared memory, of which every block has its own, as block `rank` of the

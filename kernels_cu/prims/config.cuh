@@ -52,6 +52,9 @@
 #ifndef CFG_GATHERED  // keys that are quantised lie side by side
 #define CFG_GATHERED 0
 #endif
+#ifndef CFG_KEY_SUMS  // keys are weighed alone
+#define CFG_KEY_SUMS 0
+#endif
 #ifndef CFG_QK_NORM  // rows of Q and K as they are
 #define CFG_QK_NORM 0
 #endif
@@ -126,6 +129,7 @@ constexpr Step STEP_K = Step(CFG_STEP_K);
 constexpr Step STEP_V = Step(CFG_STEP_V);
 constexpr int BLOCK_COLS = CFG_BLOCK_COLS;  // columns of V that a block transposes
 constexpr bool GATHERED = CFG_GATHERED;  // rows of K are some of those there are, by their places
+constexpr bool KEY_SUMS = CFG_KEY_SUMS;  // keys that are weighed are summed for their mean, too
 constexpr int QK_BITS = CFG_QK_BITS;     // of a code of Q or K, which takes a byte all the same
 
 // gradients

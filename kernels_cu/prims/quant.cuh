@@ -41,6 +41,7 @@ struct QuantizeParams : PrepareParams<PREPARED> {
   int64_t sum_stride_batch;
   int64_t sum_stride_head;
   const int32_t* places;  // GATHERED: [batch, heads, length], which rows of X these are; null: all
+  int32_t summed;         // rows that partial_sum is of; 0: those of the head
 };
 
 // Stores a number that threads of several blocks store, all of them the same one: no race.

@@ -120,7 +120,8 @@ __device__ __forceinline__ int col_of(int access) {
 
 constexpr int SPLITS_IN_FLIGHT = 16;  // that a mean waits for at once
 
-// R0: the mean of a column over the rows of a head, the sums of its slices in rising order divided;
+// R0: the mean of a column over the rows of a head, or over all those that rows at places are some
+// of, where these were summed before: the sums of its slices in rising order, divided;
 // 0 where none is subtracted. The first block of the head stores it.
 // NOTE: any vector that all keys share may be subtracted. Where the sum is not finite it is 0, so
 // that one NaN does not reach every key of the head.
@@ -137,7 +138,8 @@ __device__ __forceinline__ float channel_mean(const QuantizeParams& p, const Pla
     for (float x : some) total += x;
   }
   const bool finite = magnitude_bits(total) < INFINITY_BITS;
-  const float mean = finite ? total / max(1, at.length) : 0.0f;
+  const int rows = p.summed > 0 ? p.summed : at.length;
+  const float mean = finite ? total / max(1, rows) : 0.0f;
   if (at.row0 == 0) p.mean[at.batch_head * HEAD_DIM + col] = mean;
   return mean;
 }

@@ -8,9 +8,12 @@
 //              A cluster takes several heads in turn. Keys come in tiles of 16 through a ring that
 //              each warp has for itself; those of the next head are under way while blocks wait
 //              for each other, and two blocks share an SM.
+// KEY_SUMS     The keys of a block are added up on the way, for the mean that smoothing subtracts
+//              from keys (quantize.cu): another product of a tile that is in shared memory anyway.
 // Differs from key_importance.cu, two kernels, which takes any number of keys, on any device.
 // Kept simple  Rows of one query head at a time: a cluster meets the keys again for each chunk of
-//              rows, and finds them in the L2 cache.
+//              rows, and finds them in the L2 cache. Their sums are then found again, and stored
+//              with the first chunk.
 // Rounding     as key_importance.cu, but that exponentials are taken at the maximum of a warp
 // Bound        docs/MATH_REFERENCE.md, K1
 #include "prims/cluster.cuh"
@@ -24,9 +27,11 @@
 // cupyattn/diffusion/key_passes.py packs it from one table of (name, type); a test compares the
 // two.
 struct ClusterImportanceParams {
-  const void* Q;      // [batch, heads_kv * group, len_q, HEAD_DIM]
-  const void* K;      // [batch, heads_kv, len_kv, HEAD_DIM]
-  float* importance;  // [batch, heads_kv, len_kv]
+  const void* Q;       // [batch, heads_kv * group, len_q, HEAD_DIM]
+  const void* K;       // [batch, heads_kv, len_kv, HEAD_DIM]
+  float* importance;   // [batch, heads_kv, len_kv]
+  float* partial_sum;  // [batch, heads_kv, CLUSTER, HEAD_DIM], of a block's keys; not read unless
+                       // KEY_SUMS
   Strides Q_stride;
   Strides K_stride;
   int32_t heads;  // batch * heads_kv
@@ -42,18 +47,22 @@ struct ClusterImportanceParams {
 };
 
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
-constexpr int CHUNKS = HEAD_DIM_PAD / 8;       // 16-byte chunks per row
-constexpr int MMA_ROWS = BLOCK_Q / 16;         // row tiles of 16, all of them to each warp
-constexpr int WARP_KV = BLOCK_KV / NUM_WARPS;  // keys per warp
-constexpr int MMA_KEYS = WARP_KV / 8;          // key tiles of 8 of a warp
-constexpr int TILE_KV = 16;                    // keys of a stage, those of an ldmatrix
-constexpr int TILES = WARP_KV / TILE_KV;       // of a warp and a head
-constexpr int SM_BLOCKS = NUM_WARPS < 16 ? 16 / NUM_WARPS : 1;  // at least, of 128 registers
+constexpr int CHUNKS = HEAD_DIM_PAD / 8;                // 16-byte chunks per row
+constexpr int MMA_ROWS = BLOCK_Q / 16;                  // row tiles of 16, all of them to each warp
+constexpr int WARP_KV = BLOCK_KV / NUM_WARPS;           // keys per warp
+constexpr int MMA_KEYS = WARP_KV / 8;                   // key tiles of 8 of a warp
+constexpr int TILE_KV = 16;                             // keys of a stage, those of an ldmatrix
+constexpr int TILES = WARP_KV / TILE_KV;                // of a warp and a head
+constexpr int SM_WARPS = HEAD_DIM_PAD <= 128 ? 16 : 8;  // for which it has shared memory
+constexpr int SM_BLOCKS = NUM_WARPS < SM_WARPS ? SM_WARPS / NUM_WARPS : 1;  // at least
+constexpr int SUM_TILES = ceil_div(HEAD_DIM_PAD / 16, 8);  // fragments of the sums of a warp's keys
 using Scores = float[MMA_ROWS][MMA_KEYS][4];
 
 struct SharedStorage {
-  alignas(128) elem_t Q[2][BLOCK_Q * HEAD_DIM_PAD];
+  alignas(128) elem_t Q[BLOCK_Q * HEAD_DIM_PAD];
   alignas(128) elem_t K[NUM_WARPS][NUM_STAGES][TILE_KV * HEAD_DIM_PAD];
+  float K_sum[NUM_WARPS][SUM_TILES * 4]
+             [WARP_SIZE];                     // over the keys of a warp, as its lanes have it
   float of_warp[NUM_WARPS][BLOCK_Q][2];       // M and l of a row, over the keys of a warp
   alignas(16) float of_block[2][BLOCK_Q][2];  // over those of the block, which others read
 };
@@ -63,8 +72,8 @@ static_assert(ELEM_IS_16_BIT, "key_importance multiplies float16 or bfloat16");
 static_assert(BLOCK_Q == WARP_SIZE, "BLOCK_Q must be 32: a lane to each row merges its states");
 static_assert(WARP_KV == 64, "BLOCK_KV / NUM_WARPS must be 64: a key tile to each row of lanes");
 static_assert(
-    NUM_STAGES >= 2 && TILES % NUM_STAGES == 0,
-    "NUM_STAGES must be 2 or 4: a ring goes round whole in the keys of a warp");
+    NUM_STAGES >= 2 && NUM_STAGES <= TILES,
+    "NUM_STAGES must be 2 to 4, at most the tiles of a warp: the ring has keys of two heads");
 
 // What a cluster does at a time: a chunk of the rows of one query head, and its keys.
 struct Item {
@@ -97,6 +106,42 @@ struct Item {
   }
 };
 
+// The sum of a warp's keys. That of column 16 n + i of K stands in row i, column n of a matrix, to
+// which products of tiles of K, transposed, with ones in column n alone add up. So all lanes have
+// numbers of their own, 4 for every 128 columns. What is not finite spoils its row, which may be:
+// the mean is 0 where a sum is not finite, and any vector would do.
+struct KeySums {
+  float x[SUM_TILES][4] = {};
+  // The tile's columns from 16 n on; the address is this lane's, as for a fragment of K.
+  __device__ __forceinline__ void add(uint32_t tile_columns, int n) {
+    uint32_t K_frag[4];  // two halves of the columns, two key tiles
+    ldmatrix_x4_trans(K_frag, tile_columns);
+    const uint32_t ones = lane_id() / 4 == n % 8 ? pack_rn<elem_t>(1.0f, 1.0f) : 0;
+    mma_m16n8k16<elem_t>(x[n / 8], K_frag, ones, ones);  // R0
+  }
+  __device__ __forceinline__ void store(float (&of_lanes)[SUM_TILES * 4][WARP_SIZE]) const {
+#pragma unroll
+    for (int i = 0; i < SUM_TILES * 4; ++i) of_lanes[i][lane_id()] = x[i / 4][i % 4];
+  }
+  // Which column register i of this lane has, all tiles counted.
+  static __device__ __forceinline__ int column(int i) {
+    return (i / 4 * 8 + lane_id() % 4 * 2 + i % 2) * 16 + i % 4 / 2 * 8 + lane_id() / 4;
+  }
+};
+
+// The sums of a block's keys, [HEAD_DIM], those of its warps in rising order.
+__device__ __forceinline__ void store_key_sums(
+    float* of_block, const float (&of_warp)[NUM_WARPS][SUM_TILES * 4][WARP_SIZE]) {
+  // The last warps first: warp 0 is the one that others wait for.
+#pragma unroll 1
+  for (int i = NUM_WARPS - 1 - warp_id(); i < SUM_TILES * 4; i += NUM_WARPS) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < NUM_WARPS; ++warp) sum += of_warp[warp][i][lane_id()];  // R0
+    if (const int col = KeySums::column(i); col < HEAD_DIM) of_block[col] = sum;
+  }
+}
+
 // Maximum and sum of a row from those over parts of its keys.
 template <int PARTS>
 __device__ __forceinline__ RowState merged(const Vec<float, 2> (&part)[PARTS]) {
@@ -120,45 +165,47 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
   const int own_key = (blockIdx.x % CLUSTER * NUM_WARPS + warp_id()) * WARP_KV;
   const int g = lane_id() / 4, t = lane_id() % 4;
   auto& K_ring = smem.K[warp_id()];
-  const uint32_t Q_lane =
-      shared_address(swizzled<CHUNKS>(smem.Q[0], lane_id() % 16, lane_id() / 16));
+  const uint32_t Q_lane = shared_address(swizzled<CHUNKS>(smem.Q, lane_id() % 16, lane_id() / 16));
   const uint32_t K_lane = shared_address(
       swizzled<CHUNKS>(K_ring[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
 
-  const elem_t* K = nullptr;  // [WARP_KV, HEAD_DIM] of the item that is loaded
-  int Q_stage = 0;            // which its rows go to
-  // A tile of that item, its rows with the first; one group for each, empty past the end.
-  auto load = [&](int tile) {
-    if (loading.head < end_head) {
-      if (tile == 0) {
-        load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(
-            smem.Q[Q_stage], loading.Q(p), p.row_step * p.Q_stride.len, loading.rows(p),
-            thread_id());
-        K = loading.K(p) + own_key * p.K_stride.len;
-      }
+  // What is loaded, one group for each tile or chunk of rows, empty past the end.
+  const elem_t* K = loading.K(p) + own_key * p.K_stride.len;  // [WARP_KV, HEAD_DIM]
+  auto load_tile = [&](int tile, int stage) {
+    if (loading.head < end_head)
       load_tile_async<TILE_KV, HEAD_DIM, HEAD_DIM_PAD, VEC, WARP_SIZE>(
-          K_ring[tile % NUM_STAGES], K + tile * TILE_KV * p.K_stride.len, p.K_stride.len,
+          K_ring[stage], K + tile * TILE_KV * p.K_stride.len, p.K_stride.len,
           p.len_kv - own_key - tile * TILE_KV, lane_id());
-      if (tile == TILES - 1) loading.advance(p), Q_stage ^= 1;
-    }
     cp_async_commit_group();
   };
+  auto load_rows = [&] {
+    if (loading.head < end_head)
+      load_tile_async<BLOCK_Q, HEAD_DIM, HEAD_DIM_PAD, VEC>(
+          smem.Q, loading.Q(p), p.row_step * p.Q_stride.len, loading.rows(p), thread_id());
+    cp_async_commit_group();
+  };
+  load_rows();
 #pragma unroll
-  for (int tile = 0; tile < NUM_STAGES; ++tile) load(tile);
+  for (int tile = 0; tile < NUM_STAGES; ++tile) load_tile(tile, tile);
 
+  int first_stage = 0;  // of the item's tiles, which go round the ring
 #pragma unroll 1
-  for (int stage = 0; item.head < end_head; item.advance(p), stage ^= 1) {
+  for (int turn = 0; item.head < end_head; item.advance(p), turn ^= 1) {
     // Scores: this lane has rows g, g + 8 of each row tile, keys 8 n + 2 t, + 1 of key tile n.
-    const uint32_t Q_rows = Q_lane + stage * sizeof(smem.Q[0]);
     Scores S = {};
+    KeySums K_sum = {};
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      const uint32_t K_tile = K_lane + tile % NUM_STAGES * sizeof(K_ring[0]);
-      cp_async_wait_group<NUM_STAGES - 1>();
-      if (tile == 0)
+      int stage = first_stage + tile % NUM_STAGES;
+      if (stage >= NUM_STAGES) stage -= NUM_STAGES;
+      const uint32_t K_tile = K_lane + stage * sizeof(K_ring[0]);
+      if (tile == 0) {  // the rows were asked for after these tiles
+        cp_async_wait_group<0>();
         __syncthreads();  // the rows that all warps loaded are visible
-      else
+      } else {
+        cp_async_wait_group<NUM_STAGES - 1>();
         __syncwarp();  // the keys that all lanes loaded are visible
+      }
 #pragma unroll
       for (int k = 0; k < HEAD_DIM_PAD / 16; ++k) {
         uint32_t K_frag[4];  // two key tiles, two halves of k
@@ -166,14 +213,43 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
           uint32_t Q_frag[4];
-          ldmatrix_x4(Q_frag, swizzled_from<CHUNKS>(Q_rows, r * 16, 2 * k));
+          ldmatrix_x4(Q_frag, swizzled_from<CHUNKS>(Q_lane, r * 16, 2 * k));
           mma_m16n8k16<elem_t>(S[r][2 * tile], Q_frag, K_frag[0], K_frag[1]);      // R2
           mma_m16n8k16<elem_t>(S[r][2 * tile + 1], Q_frag, K_frag[2], K_frag[3]);  // R2
         }
       }
+      if constexpr (KEY_SUMS)
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM_PAD / 16; ++k)
+          K_sum.add(swizzled_from<CHUNKS>(K_tile, 0, 2 * k), k);
       __syncwarp();  // no lane reads the stage any more
-      load((tile + NUM_STAGES) % TILES);
+      const int next = (tile + NUM_STAGES) % TILES;
+      if (next == 0) {
+        loading.advance(p);
+        K = loading.K(p) + own_key * p.K_stride.len;
+      }
+      load_tile(next, stage);
     }
+    if constexpr (TILES % NUM_STAGES != 0)
+      first_stage = (first_stage + TILES % NUM_STAGES) % NUM_STAGES;
+
+    if (KEY_SUMS && item.chunk == 0) K_sum.store(smem.K_sum[warp_id()]);
+
+    // NOTE: rounded by themselves, or some would exceed their maximum.
+#pragma unroll
+    for (auto& row : S)
+#pragma unroll
+      for (auto& tile : row)
+#pragma unroll
+        for (float& s : tile) s = __fmul_rn(s, p.scale_log2);
+    if (own_key + WARP_KV > p.len_kv)
+#pragma unroll
+      for (int n = 0; n < MMA_KEYS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (own_key + n * 8 + t * 2 + i % 2 >= p.len_kv)
+#pragma unroll
+            for (int r = 0; r < MMA_ROWS; ++r) S[r][n][i] = NEG_INF;
 
     // Row states over the keys of this warp; scores become exponentials at its maxima.
 #pragma unroll
@@ -186,8 +262,6 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             float& s = S[r][n][2 * h + j];
-            // NOTE: rounded by itself, or some score would exceed its maximum.
-            s = own_key + n * 8 + t * 2 + j < p.len_kv ? __fmul_rn(s, p.scale_log2) : NEG_INF;
             state.M = fmaxf(state.M, s);
           }
         state.M = shfl_max<4>(state.M);
@@ -209,7 +283,7 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
 
     // Over those of the block, then of the cluster: a lane to each row.
     const int row = lane_id();
-    float (&of_block)[2] = smem.of_block[stage][row];
+    float (&of_block)[2] = smem.of_block[turn][row];
     __syncthreads();  // the states of all warps are visible
     if (warp_id() == 0) {
       Vec<float, 2> part[NUM_WARPS];
@@ -218,8 +292,22 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
         part[warp] = {smem.of_warp[warp][row][0], smem.of_warp[warp][row][1]};
       const RowState of_all = merged(part);
       of_block[0] = of_all.M, of_block[1] = of_all.l;
+      cluster_arrive();
+    } else {
+      cluster_arrive_relaxed();
     }
-    cluster_sync();  // and those of all blocks; nobody reads what the next item overwrites
+    load_rows();                      // nobody reads those of this item any more
+    if (KEY_SUMS && item.chunk == 0)  // while blocks wait for each other
+      store_key_sums(
+          p.partial_sum + (int64_t(item.head) * CLUSTER + blockIdx.x % CLUSTER) * HEAD_DIM,
+          smem.K_sum);
+    // The states of all blocks are visible, and nobody reads those that the next item but one
+    // overwrites.
+    // NOTE: warp 0 alone hands on. It wrote all that other blocks read, each lane what it arrives
+    // with; and what its block has read of others, before the __syncthreads, comes before its
+    // arrival, hence before a write of theirs that follows their wait. A release of all warps would
+    // have each wait until its sums and its importance are in memory.
+    cluster_wait();
     Vec<float, 2> part[CLUSTER];
 #pragma unroll
     for (int rank = 0; rank < CLUSTER; ++rank) part[rank] = load_from_block(of_block, rank);

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import executor
+from cupyattn import executor, registry
 from cupyattn.diffusion import MODES, VideoMask, key_importance, pruning
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.diffusion.importance_bounds import importance_bound
@@ -16,6 +16,7 @@ from cupyattn.diffusion.key_passes import plan_key_importance, row_states_shape,
 from cupyattn.diffusion.pruning import compact
 from cupyattn.distributions import make
 from cupyattn.launch import Operand
+from cupyattn.quant.operands import quantize_at, quantize_mirror
 from cupyattn.rounding import STORAGE
 from tests.gpu.support import guarded
 from tests.runs import bits
@@ -32,6 +33,11 @@ def operands(
 ) -> tuple[Any, ...]:
     found = make("channel-bias", 2, HEADS, len_q, len_kv, head_dim, dtype, seed, 2)
     return tuple(map(cupy.asarray, found))
+
+
+def reads_once() -> bool:
+    """Whether clusters weigh keys here, which read them once."""
+    return int(cupy.cuda.Device().compute_capability) == 90
 
 
 def layer(head_dim: int = 64, **changed: Any) -> Int8Attention:
@@ -62,8 +68,76 @@ def test_pruned_is_attention_over_the_keys_that_are_kept(mode, dtype, moved, mon
     q, k, v = operands(dtype=dtype)
     o, kept = attend(q, k, v, STEP_OF[mode], return_mask=True)
     by_kv = kept[:, ::2].get()
-    few = (x.get()[by_kv].reshape(2, 2, -1, 64) for x in (k, v))
-    assert bits(o) == bits(layer()(q, *map(cupy.asarray, few), STEP_OF[mode]))
+    few = [cupy.asarray(x.get()[by_kv].reshape(2, 2, -1, 64)) for x in (k, v)]
+    if moved or mode == "precision" or not reads_once():
+        assert bits(o) == bits(layer()(q, *few, STEP_OF[mode]))
+        return
+    how = {"scale": None, "rows": pruning.SAMPLE_ROWS, "backend": None, "arch": None}
+    importance, sums = pruning.weigh_keys(q, k, **how, key_sums=True)
+    few_v, _, places = pruning.compact_values(k, v, importance, few[0].shape[2], backend="cuda")
+    quant = attend.quant_config(q, k, STEP_OF[mode], mode=mode)
+    z = quantize_at(q, k, few_v, places, quant=quant, backend="cuda", key_sums=sums)
+    assert bits(o) == bits(ca.attention(z))
+    assert ca.testing.judge(o, q, *few, variant="fa_int8", quantized=z).passed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "len_kv", "head_dim"),
+    [
+        (2, 1, 64), (3, 77, 7), (2, 513, 40), (2, 4096, 128), (3, 6000, 96), (2, 8192, 128),
+        (2, 4095, 256), (602, 1000, 128), (301, 4000, 64),
+    ],
+)  # fmt: skip
+def test_keys_are_summed_where_they_are_weighed(heads, len_kv, head_dim, dtype) -> None:
+    """Whole numbers, whose sums have one value in any order, up to 9 * 8,192 of them."""
+    if not reads_once():
+        pytest.skip("keys are read once on compute capability 9.0 alone")
+    rng = np.random.default_rng(len_kv)
+    numbers = rng.integers(-8, 9, (heads, 1, len_kv, head_dim), dtype=np.int8)
+    k = cupy.asarray(numbers.astype(STORAGE[dtype]))
+    q = cupy.asarray(np.ones((heads, 2, 50, head_dim), STORAGE[dtype]))  # two chunks of rows
+    how = {"scale": 0.01, "rows": 40, "backend": None, "arch": None}
+    for _ in range(2):  # the second call is remembered
+        importance, sums = pruning.weigh_keys(q, k, **how, key_sums=True)
+        np.testing.assert_array_equal(sums.sum(axis=2).get(), numbers.sum(axis=2, dtype=np.int32))
+        alone, nothing = pruning.weigh_keys(q, k, **how)
+        assert nothing is None and bits(alone) == bits(importance)
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        ca.QuantConfig(),
+        ca.QuantConfig("token", "token", symmetric=False),
+        ca.QuantConfig("tensor", "tensor"),
+        ca.QuantConfig("block", "block", pv="int8"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_codes_with_the_mean_of_all_keys_are_the_mirrors(head_dim, dtype, quant) -> None:
+    if not reads_once():
+        pytest.skip("keys are read once on compute capability 9.0 alone")
+    q, k, v = operands(200, 2100, head_dim, dtype)
+    how = {"scale": None, "rows": 32, "backend": None, "arch": None}
+    importance, sums = pruning.weigh_keys(q, k, **how, key_sums=True)
+    few_v, kept, places = pruning.compact_values(k, v, importance, 1700, backend="cuda")
+    tiles = registry.lookup("fa_int8").default_tiles(head_dim, quant.form)
+    given = {"quant": quant, "tiles": tiles}
+    found = quantize_at(q, k, few_v, places, backend="cuda", key_sums=sums, **given)
+    of_all = k.get().astype(np.float64).mean(axis=2)
+    reach = np.abs(k.get().astype(np.float64)).mean(axis=2)
+    assert (np.abs(found.k_mean.get() - of_all) <= 2100 * 2.0**-22 * reach).all()
+    few_k = k.get()[kept.get()].reshape(2, 2, 1700, head_dim)
+    v_mean = None if found.v_mean is None else found.v_mean.get()
+    want = quantize_mirror(
+        q.get(), few_k, few_v.get(), quant, tiles, k_mean=found.k_mean.get(), v_mean=v_mean
+    )
+    for field in ("q_codes", "k_codes", "q_scale", "k_scale", "k_zero", "v_codes", "v_scale"):
+        one, other = getattr(found, field), getattr(want, field)
+        assert one is other is None or bits(one) == bits(other), field
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,7 +170,7 @@ def test_importance_is_within_its_bound(len_q, len_kv, head_dim, rows, dtype) ->
 )  # fmt: skip
 def test_keys_read_once_weigh_what_those_read_twice_do(len_kv, head_dim, dtype) -> None:
     """Over NaN and between guards, both within the bound, grouped heads, two chunks of rows."""
-    if int(cupy.cuda.Device().compute_capability) != 90:
+    if not reads_once():
         pytest.skip("keys are read once on compute capability 9.0 alone")
     q, k, _ = operands(301, len_kv, head_dim, dtype)
     exact, bound = importance_bound(q.get(), k.get(), scale=head_dim**-0.5, rows=40)
