@@ -12,7 +12,7 @@ Measures     time against the plain ways in the same rounds: two calls, dynamic 
              for pruning also the relative error against all keys; for long sequences the bytes of
              scratch memory
 Run          python -m experiments.diffusion_gains [--quick] [--only WAY] [--seconds N]
-             [--json FILE] [--update-docs] [--stored]
+             [--json FILE] [--update-docs] [--stored] [--merge FILE ...]
 
 Each way is first held to what it promises: the bits of attention over the keys that were kept, or
 the bounds J2 and J3. No comparison begins after --seconds; the record says which are missing.
@@ -22,9 +22,11 @@ the bounds J2 and J3. No comparison begins after --seconds; the record says whic
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -376,12 +378,34 @@ def section(record: Mapping[str, Any]) -> str:
     of_way: dict[str, int] = {name: i for i, name in enumerate(WAYS)}
     rows = sorted(record["rows"], key=lambda r: (of_way[r["way"]], r["batch"] * -1, r["length"]))
     named = [row for row in table(rows) if row[5] == "yes"]
-    where = f"{record['environment']['device']['name']}, revision"
+    environment = record["environment"]
+    where = f"{environment['device']['name']}, revision {environment['revision'][:10]}"
     return "\n".join([
         *common.markdown([HEADER[4], *HEADER[:4], *HEADER[6:]],
                          [[row[4], *row[:4], *row[6:]] for row in named]),
-        "", f"`{record['command']}` on {where} {record['environment']['revision'][:10]}.",
+        "", f"`{record['command']}` on {where}{apart(rows)}.",
     ])  # fmt: skip
+
+
+def apart(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what follows a record's command where rows were measured again by themselves."""
+    later = dict.fromkeys((r["way"], r["revision"][:10]) for r in rows if "revision" in r)
+    return "".join(f"; {way} at {revision}" for way, revision in later)
+
+
+def merged(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with the rows of one of some ways alone in place of its own.
+
+    Each of them says at which revision, and by which command, it was measured.
+    """
+    of_part = {"command": part["command"], "revision": part["environment"]["revision"]}
+    rows = {_place(row): row for row in record["rows"]}
+    rows |= {_place(row): {**row, **of_part} for row in part["rows"]}
+    return {**record, "rows": list(rows.values())}
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("batch", "heads", "length", "mode", "way"))
 
 
 def update_page(record: Mapping[str, Any]) -> None:
@@ -389,9 +413,14 @@ def update_page(record: Mapping[str, Any]) -> None:
     common.replace_between(PAGE, BEGIN, END, section(record))
 
 
-def from_record(_: argparse.Namespace) -> int:
-    """Write the page from the committed record."""
-    update_page(common.stored("diffusion_gains"))
+def from_record(args: argparse.Namespace) -> int:
+    """Write the page from the committed record, into which others are merged first."""
+    record = common.stored("diffusion_gains")
+    for file in args.merge:
+        record = merged(record, json.loads(file.read_text(encoding="utf-8")))
+    if args.merge:
+        output.write_json(common.RESULTS / "diffusion_gains.json", record)
+    update_page(record)
     return 0
 
 
@@ -418,10 +447,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write it from the committed record, measuring nothing",
     )
     parser.add_argument("--only", metavar="WAY", help="ways that begin so, alone")
+    parser.add_argument(
+        "--merge",
+        nargs="+",
+        default=(),
+        type=Path,
+        metavar="FILE",
+        help="put the rows of records of some ways alone into the committed one; measure nothing",
+    )
     args = parser.parse_args(argv)
     if args.only is not None and not any(name.startswith(args.only) for name in WAYS):
         parser.error(f"--only must be how one of {', '.join(WAYS)} begins, got {args.only!r}")
-    return common.guarded(from_record, args) if args.stored else common.main(run, args)
+    if args.stored or args.merge:
+        return common.guarded(from_record, args)
+    return common.main(run, args)
 
 
 if __name__ == "__main__":

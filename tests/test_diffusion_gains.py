@@ -89,3 +89,21 @@ def test_the_page_says_what_the_record_says() -> None:
     page = diffusion_gains.PAGE.read_text(encoding="utf-8")
     said = page.partition(diffusion_gains.BEGIN)[2].partition(diffusion_gains.END)[0]
     assert said.strip() == diffusion_gains.section(diffusion_gains.common.stored("diffusion_gains"))
+
+
+def test_rows_measured_again_stand_in_place_of_the_old_and_say_so() -> None:
+    place = {"batch": 1, "heads": 2, "length": 3, "mode": "balanced"}
+    record = {
+        "rows": [place | {"way": "a", "ok": True}, place | {"way": "b", "ok": True}],
+        "command": "all",
+    }
+    part = {
+        "rows": [place | {"way": "b", "ok": False}, place | {"way": "c", "ok": True}],
+        "command": "--only b", "environment": {"revision": "0123456789abc"},
+    }  # fmt: skip
+    found = diffusion_gains.merged(record, part)
+    assert found["command"] == "all"
+    assert [(r["way"], r["ok"], r.get("command")) for r in found["rows"]] == [
+        ("a", True, None), ("b", False, "--only b"), ("c", True, "--only b"),
+    ]  # fmt: skip
+    assert diffusion_gains.apart(found["rows"]) == "; b at 0123456789; c at 0123456789"
