@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from cupyattn.block_mask import BlockMask
 from cupyattn.errors import UnsupportedError
 from cupyattn.forms import direct_operands, operands_key, recall, remember, same_place
-from cupyattn.launch import Plan
+from cupyattn.plans import Plan
 from cupyattn.preparation import EPS
 from cupyattn.prepared import Prepared, operands_of, run_mirror
 from cupyattn.quant import QuantConfig, QuantizedQKV

@@ -25,7 +25,7 @@ from cupyattn.forms import (
     same_place,
 )
 from cupyattn.gradients import Gradients, backward_mirror
-from cupyattn.launch import Operand, Plan
+from cupyattn.plans import Operand, Plan
 from cupyattn.prepared import SEQUENCES, scoring_of
 from cupyattn.quant import QuantizedQKV
 from cupyattn.request import Options, Request, resolve, to_bhsd

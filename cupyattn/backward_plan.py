@@ -20,18 +20,9 @@ from cupyattn.backward_tiles import (
 from cupyattn.checks import AttentionCall
 from cupyattn.compile import ModuleSpec
 from cupyattn.features import Features
-from cupyattn.launch import (
-    Launch,
-    Operand,
-    Plan,
-    Workspace,
-    attn_params,
-    check_grid,
-    features_of,
-    tensor_map_of,
-    widest,
-)
+from cupyattn.launch import attn_params, check_grid, features_of, tensor_map_of, widest
 from cupyattn.params import ATTN_PARAMS
+from cupyattn.plans import Launch, Operand, Plan, Workspace
 from cupyattn.tiles import Tiles
 
 #: ``struct BackwardParams`` of kernels_cu/prims/params.cuh, field by field.

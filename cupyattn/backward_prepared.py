@@ -8,7 +8,7 @@ from typing import Any
 from cupyattn import backends
 from cupyattn.executor import ReadyCall
 from cupyattn.gradients import Gradients
-from cupyattn.launch import Plan
+from cupyattn.plans import Plan
 from cupyattn.rounding import array_namespace
 from cupyattn.scratch import saying_what_is_needed
 

@@ -18,7 +18,7 @@ from cupyattn import compile as compiler
 from cupyattn import tensor_map
 from cupyattn.checks import data_address
 from cupyattn.errors import KernelLaunchError
-from cupyattn.launch import Launch, TensorMap, Workspace
+from cupyattn.plans import Launch, TensorMap, Workspace
 from cupyattn.scratch import Layout
 from cupyattn.switches import is_on
 

@@ -11,7 +11,7 @@ from cupyattn import registry
 from cupyattn.arrays import device_of, is_cupy
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import data_address
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.preparation import BUFFERS
 from cupyattn.quant import QuantizedQKV
 

@@ -10,7 +10,7 @@ from cupyattn.checks import AttentionCall
 from cupyattn.registry import Variant
 
 if TYPE_CHECKING:
-    from cupyattn.launch import Operand
+    from cupyattn.plans import Operand
 
 
 def obstacle(

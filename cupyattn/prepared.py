@@ -16,7 +16,7 @@ from cupyattn.arrays import is_cupy
 from cupyattn.checks import AttentionCall, data_address
 from cupyattn.errors import DeviceMemoryError
 from cupyattn.forms import QUANTIZED, Form, direct_operands
-from cupyattn.launch import Plan
+from cupyattn.plans import Plan
 from cupyattn.preparation import BUFFERS, OPTIONS
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.operands import static_scales

@@ -11,7 +11,8 @@ import numpy as np
 
 from cupyattn.compile import ModuleSpec
 from cupyattn.features import Features
-from cupyattn.launch import Launch, Operand, Plan, check_grid
+from cupyattn.launch import check_grid
+from cupyattn.plans import Launch, Operand, Plan
 from cupyattn.preparation import Preparation
 from cupyattn.tiles import Tiles
 

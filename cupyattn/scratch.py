@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cupyattn.errors import DeviceMemoryError
-from cupyattn.launch import Workspace
+from cupyattn.plans import Workspace
 
 
 def free_bytes() -> int:

@@ -10,7 +10,7 @@ from cupyattn.checks import AttentionCall
 from cupyattn.splits import shared_rows
 
 if TYPE_CHECKING:
-    from cupyattn.launch import Operand
+    from cupyattn.plans import Operand
 
 #: Rows from which on it pays: up to 32 the split form reads K and V as fast as memory gives them.
 LEAST_ROWS = 64

@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn import backends, launch
 from cupyattn.checks import AttentionCall
 from cupyattn.forms import laid_out
-from cupyattn.launch import Operand, Plan, Workspace
+from cupyattn.plans import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.nibbles import plan_unpack
 from cupyattn.quant.operands import check_value_tiles, scale_tiles

@@ -18,7 +18,7 @@ from typing import Any
 from cupyattn import arrays, backends, checks, launch, reference, registry
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.rounding import array_namespace
 
 

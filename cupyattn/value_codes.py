@@ -11,7 +11,7 @@ from cupyattn.checks import GROUP_ALL, check_value_group
 from cupyattn.tiles import Tiles
 
 if TYPE_CHECKING:
-    from cupyattn.launch import Operand
+    from cupyattn.plans import Operand
     from cupyattn.registry import Variant
 
 #: Keys that share a scale in the Hopper forms, or a multiple of them.

@@ -30,7 +30,7 @@ from cupyattn.checks import AttentionCall
 from cupyattn.cli import output
 from cupyattn.cli.inputs import SAMPLE
 from cupyattn.errors import UnsupportedError
-from cupyattn.launch import Launch
+from cupyattn.plans import Launch
 from cupyattn.rounding import array_namespace
 
 ROOT = Path(__file__).resolve().parents[1]

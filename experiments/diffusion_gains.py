@@ -46,7 +46,7 @@ from cupyattn.diffusion.pruning import (
     kept_count,
     weigh_keys,
 )
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.preparation import EPS, Preparation
 from cupyattn.preparation import OPTIONS as PREPARATION
 from cupyattn.quant.operands import quantize_at

@@ -25,7 +25,7 @@ from cupyattn.arrays import on_host
 from cupyattn.backends import own_arch
 from cupyattn.checks import data_address
 from cupyattn.cli import output
-from cupyattn.launch import Operand, Plan
+from cupyattn.plans import Operand, Plan
 from cupyattn.quant import QuantConfig
 from cupyattn.quant.operands import quantize_mirror, scale_tiles
 from cupyattn.quant.plan import Part, parts, plan_quantize

@@ -32,8 +32,8 @@ import cupyattn as ca
 from cupyattn import compile as compiler
 from cupyattn import executor, launch, registry
 from cupyattn.cli import output
-from cupyattn.launch import Operand, Plan
 from cupyattn.measure import align
+from cupyattn.plans import Operand, Plan
 from experiments import common
 from experiments.common import Cell, Problem
 from experiments.others import (

@@ -10,7 +10,7 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn import interpret
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
 from cupyattn.quant.gemm_plan import plan_gemm, where_shared
 from cupyattn.rounding import STORAGE, as_float64

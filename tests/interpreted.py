@@ -8,7 +8,7 @@ import numpy as np
 
 from cupyattn.compile import Binary, ModuleSpec
 from cupyattn.interpret import executor
-from cupyattn.launch import Launch
+from cupyattn.plans import Launch
 
 ENTRY = """
 .version 8.0

@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyattn.compile import ModuleSpec
 from cupyattn.features import Features
-from cupyattn.launch import TensorMap
+from cupyattn.plans import TensorMap
 from cupyattn.tiles import Tiles
 
 FOLDER = Path(__file__).parent / "kernels"

@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from cupyattn.features import Features
-from cupyattn.launch import TensorMap
 from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, pack
+from cupyattn.plans import TensorMap
 from cupyattn.quant.nibbles import packed
 from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to

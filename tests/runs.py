@@ -24,7 +24,7 @@ from cupyattn import (
 )  # fmt: skip
 from cupyattn.block_mask import BlockMask
 from cupyattn.forms import QUANTIZED
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.registry import VARIANTS, Variant, lookup

@@ -16,7 +16,7 @@ from cupyattn.backward_tiles import SUMMED
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import Packed
 from cupyattn.gradients import Gradients
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from tests.backward_cases import (
     FORMS,
     HOPPER_FORMS,

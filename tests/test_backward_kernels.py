@@ -16,7 +16,7 @@ from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall, Packed, check_attention
 from cupyattn.errors import UnsupportedError
 from cupyattn.gradients import Gradients
-from cupyattn.launch import Operand, Plan
+from cupyattn.plans import Operand, Plan
 from cupyattn.reference import attention_mirror
 from cupyattn.rounding import STORAGE, as_float64
 from tests.backward_cases import (

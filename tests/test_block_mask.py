@@ -19,6 +19,7 @@ from cupyattn import (
     interpret,
     launch,
     plan,
+    plans,
     quantize,
     testing,
     unfused,
@@ -413,12 +414,12 @@ def test_explain_says_what_is_kept_and_why_not_the_hopper_form() -> None:
 
 def test_it_is_compiled_in_only_where_there_is_one() -> None:
     inputs = arrays()
-    operands = [launch.Operand.of(x) for x in (*inputs, inputs[0])]
+    operands = [plans.Operand.of(x) for x in (*inputs, inputs[0])]
 
     def macros(**options: Any) -> tuple[int, int]:
         request = resolve(*inputs, Options(**options))
         kept = request.kept_blocks
-        described = None if kept is None else launch.Operand.of(kept)
+        described = None if kept is None else plans.Operand.of(kept)
         made = launch.plan_attention(VARIANTS["fa"], request.call, *operands, kept_blocks=described)
         defines = dict(made.launches[0].module.defines)
         return defines["CFG_BLOCK_MASK_Q"], defines["CFG_BLOCK_MASK_KV"]

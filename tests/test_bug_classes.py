@@ -23,8 +23,9 @@ from cupyattn import compile as kc
 from cupyattn.checks import AttentionCall
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import Operand, plan_attention
+from cupyattn.launch import plan_attention
 from cupyattn.params import pack
+from cupyattn.plans import Operand
 from cupyattn.quant import QuantConfig
 from cupyattn.reference import attention_exact
 from cupyattn.registry import VARIANTS

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import attention, explain, launch, plan, quantize, registry, unfused
+from cupyattn import attention, explain, launch, plan, plans, quantize, registry, unfused
 from cupyattn.checks import check_limits
 from cupyattn.distributions import make
 from cupyattn.numerics import TANHF_ERROR, numerics
@@ -339,8 +339,8 @@ def test_mask_and_bias_are_taken_as_they_lie() -> None:
     assert request.mask.shape == request.bias.shape == SHAPE
     assert np.shares_memory(request.mask, mask) and np.shares_memory(request.bias, bias)
     values = launch.plan_attention(
-        request.variant, request.call, *(launch.Operand.of(x) for x in (q, k, v, q)),
-        mask=launch.Operand.of(request.mask), bias=launch.Operand.of(request.bias),
+        request.variant, request.call, *(plans.Operand.of(x) for x in (q, k, v, q)),
+        mask=plans.Operand.of(request.mask), bias=plans.Operand.of(request.bias),
     ).launches[0].params[0][1]  # fmt: skip
     assert values["mask_stride"] == (0, 0, 166, 2)
     assert values["bias_stride"] == (0, 45 * 83, 1, 45)
@@ -464,11 +464,11 @@ def test_the_steps_of_the_unfused_rung_take_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_features_are_compiled_in_only_where_they_are_asked_for() -> None:
-    q, k, v = (launch.Operand.of(x) for x in arrays())
+    q, k, v = (plans.Operand.of(x) for x in arrays())
 
     def defines(**options: Any) -> dict[str, int]:
         request = resolve(*arrays(), Options(**options))
-        added = {n: launch.Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
+        added = {n: plans.Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
         made = launch.plan_attention(registry.lookup("fa"), request.call, q, k, v, q, **added)
         return {n: x for n, x in made.launches[0].module.defines if n in FEATURE_MACROS and x}
 

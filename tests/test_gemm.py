@@ -13,7 +13,7 @@ import cupyattn as ca
 from cupyattn import compile as kc
 from cupyattn.errors import KernelCompileError, UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.quant.gemm_plan import GEMM_PARAMS, PORTABLE_TILES, choose_tiles, plan_gemm
 from cupyattn.quant.gemm_reference import ACTIVATION_SLOPE, ACTIVATIONS, activate

@@ -12,7 +12,7 @@ import pytest
 
 from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, launch, quantize
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import Plan
+from cupyattn.plans import Plan
 from cupyattn.reference import attention_mirror
 from cupyattn.request import Options, resolve
 from tests import hopper_pv8_cases as cases

@@ -10,7 +10,8 @@ import pytest
 from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import HOPPER_BLOCKS, Operand, TensorMap
+from cupyattn.launch import HOPPER_BLOCKS
+from cupyattn.plans import Operand, TensorMap
 from cupyattn.quant import gemm_plan
 from cupyattn.quant.gemm_plan import HOPPER_TILES, plan_gemm
 from cupyattn.tiles import GemmTiles

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, attention_varlen, launch
+from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, attention_varlen, launch, plans
 from cupyattn.compile import KERNELS
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import Plan
+from cupyattn.plans import Plan
 from cupyattn.quant.quantizers import VALUES_PAD
 from cupyattn.request import Options, resolve
 from cupyattn.rope import Rope
@@ -282,7 +282,7 @@ def test_the_plan_of_packed_sequences(rung: str) -> None:
     assert plan.form == rung.partition("@")[2] and plan.features.varlen and not plan.note
     assert launched.grid == -(-700 // plan.tiles.block_q) * 4 * 3
     assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
-    maps = [param for param in launched.params if isinstance(param, launch.TensorMap)]
+    maps = [param for param in launched.params if isinstance(param, plans.TensorMap)]
     shapes = [(1, 4, 800, 128), (1, 2, 809, 128), (1, 2, 809, 128), (1, 4, 800, 128)]
     if rung == PV8:  # by channel, and each sequence in whole groups of VALUES_PAD keys
         shapes[2] = (1, 2, 128, (809 // VALUES_PAD + 3) * VALUES_PAD)

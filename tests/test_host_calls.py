@@ -34,7 +34,8 @@ from cupyattn import compile as kc
 from cupyattn.backward_plan import plan_backward
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_attention
-from cupyattn.launch import Operand, Plan, TensorMap, pack
+from cupyattn.launch import pack
+from cupyattn.plans import Operand, Plan, TensorMap
 from cupyattn.prepared import Prepared
 from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve

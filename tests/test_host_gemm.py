@@ -14,7 +14,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import executor, tensor_map
-from cupyattn.launch import TensorMap
+from cupyattn.plans import TensorMap
 from cupyattn.quant import activations, gemm, repeated, weights
 from cupyattn.quant.activations import act_quant_but
 from tests.test_host_calls import Driver, OnDevice, array, driver  # noqa: F401

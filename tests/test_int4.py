@@ -21,7 +21,7 @@ from cupyattn import (
     testing,
 )  # fmt: skip
 from cupyattn import compile as kc
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant import nibbles
 from cupyattn.quant.operands import quantize_mirror
 from cupyattn.tiles import Tiles

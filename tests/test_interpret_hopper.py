@@ -15,7 +15,7 @@ import pytest
 from cupyattn.compile import ModuleSpec
 from cupyattn.interpret import KernelFault
 from cupyattn.interpret.executor import run_kernel
-from cupyattn.launch import TensorMap
+from cupyattn.plans import TensorMap
 from tests.prim import FOLDER, Prim
 from tests.prims_cases import PRIMS
 

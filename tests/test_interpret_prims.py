@@ -7,7 +7,7 @@ import pytest
 
 from cupyattn import compile as kc
 from cupyattn.interpret.executor import run_kernel
-from cupyattn.launch import TensorMap
+from cupyattn.plans import TensorMap
 from tests.prim import Prim
 from tests.prims_cases import PRIMS
 from tests.ptx_cases import PTX

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn import compile as kc
-from cupyattn import launch, registry
+from cupyattn import launch, plans, registry
 from cupyattn.backward_plan import BACKWARD_PARAMS
 from cupyattn.checks import (
     AttentionCall,
@@ -25,8 +25,8 @@ from cupyattn.checks import (
     data_address,
 )  # fmt: skip
 from cupyattn.errors import UnsupportedError
-from cupyattn.launch import Operand, Plan
 from cupyattn.params import ATTN_PARAMS, PIECE_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, pack
+from cupyattn.plans import Operand, Plan
 from cupyattn.quant import QuantizedQKV
 from cupyattn.request import Options, resolve
 from cupyattn.tiles import Tiles
@@ -250,7 +250,7 @@ def test_the_hopper_form_is_planned_where_it_takes_the_call() -> None:
     assert plan.form == "sm90" and not plan.note
     (launched,) = plan.launches
     assert launched.module.hopper and launched.grid == 2 * 3 * 2
-    maps = [param for param in launched.params if isinstance(param, launch.TensorMap)]
+    maps = [param for param in launched.params if isinstance(param, plans.TensorMap)]
     assert [m.buffer for m in maps] == ["q", "k", "v", "o"]
     assert maps[0].box == (1, 1, plan.tiles.block_q, 64) and maps[1].shape == (2, 3, 500, 64)
     assert maps[3].box == (1, 1, launch.HOPPER_STORE_ROWS, 64)

@@ -15,8 +15,8 @@ from cupyattn import compile as kc
 from cupyattn.checks import check_attention
 from cupyattn.interpret import executor as interpreter
 from cupyattn.interpret.findings import KernelFault
-from cupyattn.launch import Operand
 from cupyattn.numerics import HOPPER_HEADROOM, numerics
+from cupyattn.plans import Operand
 from cupyattn.reference import attention_mirror
 from cupyattn.tiles import Tiles
 

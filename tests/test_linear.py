@@ -15,7 +15,7 @@ import cupyattn as ca
 from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant import gemm_plan
 from cupyattn.quant.activations import (
     ACT_QUANT_PARAMS,

@@ -17,8 +17,8 @@ from cupyattn import compile as kc
 from cupyattn.distributed.bounds import Expected, merged
 from cupyattn.distributed.merging import MERGE_PARAMS, Partial, merge_mirror, plan_merge
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import Operand
 from cupyattn.perturbation import ratio_to_bound
+from cupyattn.plans import Operand
 from cupyattn.rounding import STORAGE
 from tests.structs import check_struct
 

@@ -19,7 +19,7 @@ from cupyattn.diffusion.key_passes import CLUSTER_PARAMS, cluster_tiles, reads_k
 from cupyattn.diffusion.pruning import compact
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault, Profile, observe
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant import operands as operand_maker
 from cupyattn.quant.operands import quantize_at, quantize_mirror
 from tests import runs

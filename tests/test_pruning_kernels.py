@@ -18,7 +18,7 @@ from cupyattn.diffusion.pruning import compact, kept_count
 from cupyattn.diffusion.ranking import largest_of_rows
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant.operands import quantize_at
 from cupyattn.rounding import STORAGE
 from tests import runs

@@ -20,7 +20,7 @@ from cupyattn import attention, backends, bounds, explain, plan, quantize, regis
 from cupyattn import compile as kc
 from cupyattn.features import DTYPES, Features
 from cupyattn.interpret.findings import KernelFault
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.operands import quantize_mirror, scale_tiles

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
-from cupyattn.launch import Operand, Plan
 from cupyattn.params import pack
+from cupyattn.plans import Operand, Plan
 from cupyattn.preparation import Preparation
 from cupyattn.ptxas import Resources
 from cupyattn.quant import GROUP_ALL, QuantConfig

@@ -18,7 +18,7 @@ from cupyattn import attention, backends, bounds, explain, launch, plan, quantiz
 from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES, Features
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant import QuantConfig
 from cupyattn.reference import attention_exact, attention_mirror
 from cupyattn.registry import VARIANTS

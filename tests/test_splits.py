@@ -25,7 +25,8 @@ from cupyattn.checks import check_attention, check_limits
 from cupyattn.distributions import make
 from cupyattn.features import Features
 from cupyattn.interpret import executor
-from cupyattn.launch import Operand, module_spec, plan_attention
+from cupyattn.launch import module_spec, plan_attention
+from cupyattn.plans import Operand
 from cupyattn.reference import attention_exact
 from cupyattn.registry import VARIANTS
 from cupyattn.rounding import as_float64

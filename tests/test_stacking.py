@@ -9,7 +9,7 @@ import pytest
 
 from cupyattn import attention, explain, plan
 from cupyattn.distributions import make
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.stacking import LEAST_ROWS
 from tests import runs
 from tests.runs import bits

@@ -72,6 +72,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "interpret",
         "params",
         "launch",
+        "plans",
         "stacking",
         "hopper",
         "value_codes",

@@ -11,10 +11,10 @@ import scipy.special
 
 import cupyattn as ca
 from cupyattn import compile as kc
-from cupyattn import launch, registry, unfused
+from cupyattn import launch, plans, registry, unfused
 from cupyattn.checks import AttentionCall
 from cupyattn.distributions import make
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused(error: type[Exception], call: Any) -> None
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def step(name: str, **buffers: Any) -> launch.Plan:
+def step(name: str, **buffers: Any) -> plans.Plan:
     sizes = AttentionCall(2, 4, 2, 70, 50, 24, "float16", 0.2, return_lse=name == "softmax")
     operands = {n: Operand.of(a) for n, a in buffers.items()}
     return launch.plan_unfused_step(name, registry.lookup("unfused"), sizes, operands)

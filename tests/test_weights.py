@@ -12,7 +12,7 @@ import cupyattn as ca
 from cupyattn import compile as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant.weights import MOST_BLOCK, WEIGHT_PARAMS, plan_weight_blocks
 from cupyattn.rounding import STORAGE
 from tests.fault_patches import put_a_line_in_place

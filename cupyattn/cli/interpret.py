@@ -26,7 +26,7 @@ from cupyattn.request import Options, resolve
 if TYPE_CHECKING:
     from cupyattn.interpret.machine import Lanes, Machine
     from cupyattn.interpret.program import Program
-    from cupyattn.launch import Launch
+    from cupyattn.plans import Launch
 
 #: What is run where nothing else is asked for.
 SHAPE = {"batch": 1, "heads": 1, "len": 64, "head_dim": 64}

@@ -13,7 +13,8 @@ from cupyattn.checks import MAX_LENGTH
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
-from cupyattn.launch import LOG2E, Launch, Operand, check_grid, widest
+from cupyattn.launch import LOG2E, check_grid, widest
+from cupyattn.plans import Launch, Operand
 from cupyattn.quant.gemm_plan import Launches
 from cupyattn.tiles import Tiles
 

@@ -28,7 +28,7 @@ from cupyattn.diffusion.key_passes import (
 )
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import largest_of_rows
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant.repeated import call_key, recall, remember
 from cupyattn.rounding import STORAGE, Array, array_namespace
 

@@ -14,7 +14,8 @@ from cupyattn import backends
 from cupyattn.compile import ModuleSpec
 from cupyattn.distributed.partition import Range
 from cupyattn.features import DTYPES, Features
-from cupyattn.launch import Launch, Operand, Plan, check_grid
+from cupyattn.launch import check_grid
+from cupyattn.plans import Launch, Operand, Plan
 from cupyattn.rounding import NEG_INF, STORAGE, array_namespace
 from cupyattn.tiles import Tiles
 

@@ -41,7 +41,7 @@ class Tensor:
     itemsize : int
         Bytes of an element.
     shape, strides, box : tuple of int
-        As of `cupyattn.launch.TensorMap`: slowest axis first, strides in bytes of all axes but the
+        As of `cupyattn.plans.TensorMap`: slowest axis first, strides in bytes of all axes but the
         last.
     """
 

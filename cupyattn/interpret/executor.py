@@ -22,7 +22,7 @@ from cupyattn.interpret.memory import GlobalMemory, duplicate
 from cupyattn.interpret.observe import Observer, active
 from cupyattn.interpret.program import Program, program
 from cupyattn.interpret.ptx import Parameter
-from cupyattn.launch import Launch, TensorMap
+from cupyattn.plans import Launch, TensorMap
 from cupyattn.ptxas import parse_smem_bytes
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from cupyattn.interpret.findings import Finding
 if TYPE_CHECKING:
     from cupyattn.interpret.machine import Lanes, Machine
     from cupyattn.interpret.program import Program
-    from cupyattn.launch import Launch
+    from cupyattn.plans import Launch
 
 
 class Observer:

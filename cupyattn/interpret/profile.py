@@ -23,7 +23,7 @@ from cupyattn.interpret.warp import matrix_tiles
 if TYPE_CHECKING:
     from cupyattn.interpret.machine import Lanes, Machine
     from cupyattn.interpret.program import Program
-    from cupyattn.launch import Launch
+    from cupyattn.plans import Launch
 
 #: Fetches the addresses of an access to shared memory, and the lanes that they belong to.
 _Fetch = Callable[["Machine", "Lanes"], tuple[Ints, Ints]]

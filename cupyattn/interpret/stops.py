@@ -19,7 +19,7 @@ from cupyattn.interpret.registers import read, value, written
 if TYPE_CHECKING:
     from cupyattn.interpret.machine import Lanes, Machine
     from cupyattn.interpret.program import Program
-    from cupyattn.launch import Launch
+    from cupyattn.plans import Launch
 
 
 class Stop:

@@ -19,7 +19,7 @@ from cupyattn.interpret.registers import executing, read, result_type, value, wr
 if TYPE_CHECKING:
     from cupyattn.interpret.machine import Lanes, Machine
     from cupyattn.interpret.program import Program
-    from cupyattn.launch import Launch
+    from cupyattn.plans import Launch
 
 #: Types of two numbers packed into a register, and the type of one of them.
 _PAIRS = {"f16x2": np.dtype(np.float16), "bf16x2": np.dtype(ml_dtypes.bfloat16)}

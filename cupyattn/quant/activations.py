@@ -13,7 +13,7 @@ from cupyattn.backends import as_input, choose, on_device_of, run
 from cupyattn.checks import INT32_MAX
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
-from cupyattn.launch import Launch, Operand
+from cupyattn.plans import Launch, Operand
 from cupyattn.quant.blocks import BLOCK_SIZE, check_values, quantize_rows
 from cupyattn.quant.gemm_plan import GemmFeatures, OneLaunch
 from cupyattn.quant.repeated import call_key, recall, remember

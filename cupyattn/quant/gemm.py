@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn.arrays import check_one_device, contiguous_last_axis
 from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.checks import MAX_LENGTH, check_receiver
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape
 from cupyattn.quant.gemm_plan import check_splits, on_hopper, plan_gemm, where_shared
 from cupyattn.quant.gemm_reference import check_activation, gemm_mirror

@@ -14,15 +14,8 @@ from cupyattn.checks import INT32_MAX
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
-from cupyattn.launch import (
-    HOPPER_BLOCKS,
-    Launch,
-    Operand,
-    TensorMap,
-    Workspace,
-    described,
-    tensor_map_of,
-)
+from cupyattn.launch import HOPPER_BLOCKS, tensor_map_of
+from cupyattn.plans import Launch, Operand, TensorMap, Workspace, described
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.quant.gemm_reference import ACTIVATIONS, MOST_SPLITS
 from cupyattn.tiles import GemmTiles
@@ -141,7 +134,7 @@ class OneLaunch(Launches):
 
 @dataclass(frozen=True, kw_only=True)
 class GemmPlan(OneLaunch):
-    """A product turned into a launch, as `cupyattn.launch.Plan` is of attention.
+    """A product turned into a launch, as `cupyattn.plans.Plan` is of attention.
 
     `alone` and `shared` are how many tiles have a block of their own and how many a cluster shares.
     `note` says why the Hopper form was left out, where it was.

@@ -10,7 +10,8 @@ import numpy as np
 
 from cupyattn.compile import ModuleSpec
 from cupyattn.features import Features
-from cupyattn.launch import Launch, Operand, Plan, check_grid
+from cupyattn.launch import check_grid
+from cupyattn.plans import Launch, Operand, Plan
 from cupyattn.quant.quantizers import padded_columns
 from cupyattn.rounding import Array, array_namespace
 from cupyattn.tiles import Tiles

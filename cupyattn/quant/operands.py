@@ -13,7 +13,7 @@ from cupyattn import checks, registry
 from cupyattn.arrays import contiguous_last_axis
 from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.errors import UnsupportedError
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.preparation import EPS, Preparation
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.packed import join, packed_groups

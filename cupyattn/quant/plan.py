@@ -12,7 +12,8 @@ import numpy as np
 
 from cupyattn.compile import ModuleSpec
 from cupyattn.features import Features
-from cupyattn.launch import Launch, Operand, Plan, Workspace, check_grid
+from cupyattn.launch import check_grid
+from cupyattn.plans import Launch, Operand, Plan, Workspace
 from cupyattn.quant.config import GROUP_ALL, QuantConfig
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantizers import VALUES_PAD, group_count, padded_columns, padded_length

@@ -13,7 +13,7 @@ from cupyattn.backends import as_input, choose, on_device_of, run
 from cupyattn.checks import INT32_MAX, MAX_LENGTH
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
-from cupyattn.launch import Launch, Operand
+from cupyattn.plans import Launch, Operand
 from cupyattn.quant.blocks import (
     BLOCK_SIZE,
     as_matrix,

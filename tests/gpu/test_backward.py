@@ -13,7 +13,7 @@ from cupyattn.backward_plan import plan_backward
 from cupyattn.checks import check_attention
 from cupyattn.executor import run as run_plan
 from cupyattn.gradients import Gradients, judge_backward
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.rounding import as_float64
 from tests.backward_cases import (
     FORMS,

@@ -15,7 +15,7 @@ from cupyattn.diffusion.importance_bounds import importance_bound
 from cupyattn.diffusion.key_passes import plan_key_importance, row_states_shape, sampled_rows
 from cupyattn.diffusion.pruning import compact
 from cupyattn.distributions import make
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant.operands import quantize_at, quantize_mirror
 from cupyattn.rounding import STORAGE
 from tests.gpu.support import guarded

@@ -9,7 +9,7 @@ import pytest
 
 from cupyattn import compile as kc
 from cupyattn import tensor_map
-from cupyattn.launch import TensorMap
+from cupyattn.plans import TensorMap
 from tests.prim import Prim
 from tests.prims_cases import PRIMS
 from tests.ptx_cases import PTX

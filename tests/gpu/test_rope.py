@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, backends, plan
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.rope import Rope
 from cupyattn.rotation import plan_rotation
 from tests.gpu.support import arch_of, attend, embedded, on_device, run

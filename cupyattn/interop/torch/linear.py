@@ -17,7 +17,7 @@ from cupyattn.executor import ReadyCall
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.dispatch import how_seen
 from cupyattn.interop.torch.ops import define, differentiate
-from cupyattn.launch import Operand
+from cupyattn.plans import Operand
 from cupyattn.quant import act_quant, int8_gemm, weight_quant
 from cupyattn.quant.activations import plan_act_quant
 from cupyattn.quant.blocks import BLOCK_SIZE
