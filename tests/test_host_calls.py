@@ -34,7 +34,7 @@ from cupyattn import compile as kc
 from cupyattn.backward_plan import plan_backward
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_attention
-from cupyattn.launch import pack
+from cupyattn.params import pack
 from cupyattn.plans import Operand, Plan, TensorMap
 from cupyattn.prepared import Prepared
 from cupyattn.registry import VARIANTS
