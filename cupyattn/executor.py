@@ -61,11 +61,13 @@ class ReadyLaunch:
     """
 
     def __init__(self, one: Launch, arch: str | None) -> None:
+        import cupy
+
         module = compiler.load(one.module, arch)
         self._launch = one
         self._kernel = module.kernel(one.entry)  # keeps the module loaded
         self._function = self._kernel.kernel.ptr
-        self._driver = _driver()
+        self._driver = cupy.cuda.driver
         self._shared = module.binary.smem_bytes if one.dynamic_shared else 0
         self._per_thread = threading.local()
         #: Whether what goes wrong is to be told by this launch: as it was when this was made.
@@ -178,12 +180,6 @@ class ReadyLaunch:
                 encoded = known[address] = new.view(np.uint64).data
             words[where] = encoded
             described[number] = address
-
-
-def _driver() -> Any:
-    import cupy
-
-    return cupy.cuda.driver
 
 
 def ready(plan: Runnable, arch: str | None = None) -> tuple[ReadyLaunch, ...]:

@@ -91,9 +91,10 @@ def by_shifts(
         alpha = np.exp2(state.follow(m, by, may_fall, by.guards(len_kv)))
         count += taken
         p = state.exponentials(S, scores.exponent_factor)
-        codes = np.fmin(np.rint(np.where(np.isnan(p), np.float32(0), p)), 255)  # R5
+        unknown = np.isnan(p)
+        codes = np.fmin(np.rint(np.where(unknown, np.float32(0), p)), 255)  # R5
         state.l = state.l + codes.sum(axis=-1, dtype=np.float32)  # R6
-        state.l = np.where(np.isnan(p).any(axis=-1), np.float32(np.nan), state.l)  # no code is NaN
+        state.l = np.where(unknown.any(axis=-1), np.float32(np.nan), state.l)  # no code is NaN
 
         # S5 output
         O = np.floor(O * alpha[..., None])  # R6

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -257,8 +257,8 @@ class Prepared:
         self, operands: Mapping[str, Any], addresses: dict[str, int], out: Any
     ) -> tuple[Any, Any]:
         xp, call, on_device = self._xp, self.call, self.backend == "cuda"
-        if on_device and xp.cuda.runtime.getDevice() != self._device:
-            with xp.cuda.Device(self._device):
+        if self._is_elsewhere():
+            with self._current():
                 return self._run(operands, addresses, out)
         try:
             o = new_output(call, self._options.layout, xp) if out is None else out
@@ -324,12 +324,11 @@ class Prepared:
 
     def _current(self) -> Any:
         """Return a context in which the device of the call is the current one."""
-        if self.backend != "cuda":
-            return contextlib.nullcontext()
-        cuda = self._xp.cuda
-        if cuda.runtime.getDevice() == self._device:
-            return contextlib.nullcontext()
-        return cuda.Device(self._device)
+        return self._xp.cuda.Device(self._device) if self._is_elsewhere() else nullcontext()
+
+    def _is_elsewhere(self) -> bool:
+        """Whether another device than that of the call is the current one."""
+        return self.backend == "cuda" and self._xp.cuda.runtime.getDevice() != self._device
 
     def _fill(self, scratch: Scratch, operands: Mapping[str, Any]) -> None:
         """Put into scratch memory what must be there before the first stage."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from cupyattn import compile as kc
 from cupyattn import registry
 from cupyattn.diffusion import key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
-from cupyattn.diffusion.key_passes import CLUSTER_PARAMS, cluster_tiles, reads_keys_once
+from cupyattn.diffusion.key_passes import cluster_tiles, reads_keys_once
 from cupyattn.diffusion.pruning import compact
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault, Profile, observe
@@ -381,15 +380,6 @@ def test_a_line_less_of_the_sums_is_found(
 
 
 # ---- compiled ------------------------------------------------------------------------------------
-
-
-def test_params_are_the_fields_of_the_source_in_order() -> None:
-    text = re.sub(r"//.*", "", (kc.KERNELS / "sm90/key_importance.cu").read_text())
-    body = re.search(r"struct ClusterImportanceParams \{(.*?)\};", text, re.DOTALL)[1]
-    declared = [" ".join(line.split()).rpartition(" ") for line in body.split(";") if line.strip()]
-    types = {"Strides": ("i8", 3), "int32_t": "i4", "float": "f4"}
-    expected = [(name, np.dtype("u8" if "*" in t else types[t])) for t, _, name in declared]
-    assert [(name, CLUSTER_PARAMS[name]) for name in CLUSTER_PARAMS.names] == expected
 
 
 @pytest.mark.parametrize(

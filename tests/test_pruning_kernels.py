@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from cupyattn.quant.operands import quantize_at
 from cupyattn.rounding import STORAGE
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
+from tests.structs import check_struct
 
 F16, BF16, F32 = (STORAGE[name] for name in ("float16", "bfloat16", "float32"))
 
@@ -386,20 +386,16 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 STRUCTS = {
     "key_importance.cu": ("ImportanceParams", key_passes.IMPORTANCE_PARAMS),
+    "sm90/key_importance.cu": ("ClusterImportanceParams", key_passes.CLUSTER_PARAMS),
     "largest_keys.cu": ("LargestParams", key_passes.LARGEST_PARAMS),
     "gather_rows.cu": ("GatherParams", key_passes.GATHER_PARAMS),
 }
 
 
 @pytest.mark.parametrize("source", STRUCTS)
-def test_params_are_the_fields_of_the_source_in_order(source: str) -> None:
-    name, table = STRUCTS[source]
-    text = re.sub(r"//.*", "", (kc.KERNELS / source).read_text())
-    body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)[1]
-    declared = [" ".join(line.split()).rpartition(" ") for line in body.split(";") if line.strip()]
-    types = {"Strides": ("i8", 3), "int32_t": "i4", "float": "f4"}
-    expected = [(name, np.dtype("u8" if "*" in t else types[t])) for t, _, name in declared]
-    assert [(name, table[name]) for name in table.names] == expected
+def test_params_are_the_fields_of_the_source_in_order(source: str, tmp_path: Path) -> None:
+    struct, table = STRUCTS[source]
+    check_struct(table, source, struct, tmp_path)
 
 
 @pytest.mark.parametrize(

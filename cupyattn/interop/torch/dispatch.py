@@ -6,7 +6,6 @@ transform, or a tensor of another class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
         As `cupyattn.interop.torch.attention`.
     """
     tensors = in_region(tensors)
-    differentiable, watched = how_seen(tensors)
+    differentiable, watched = ops.how_seen(tensors.values())
     lse: Tensor | None
     if not (differentiable or watched):
         o, lse = forward(settings, tensors, out)
@@ -76,14 +75,3 @@ def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
     dtype = torch.get_autocast_dtype(kind)
     own = {n: x for n in "qkv" if isinstance(x := tensors[n], Tensor) and x.dtype in _CAST}
     return {**tensors, **{name: x.to(dtype) for name, x in own.items()}}
-
-
-def how_seen(tensors: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether autograd goes through a call on these, and whether operators are watched."""
-    differentiable, watched = False, ops.watched()
-    for x in tensors.values():
-        if not isinstance(x, Tensor):  # None, or what is refused later
-            continue
-        differentiable = differentiable or x.requires_grad
-        watched = watched or type(x) not in ops.PLAIN
-    return differentiable and torch.is_grad_enabled(), watched

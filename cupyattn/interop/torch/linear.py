@@ -15,8 +15,7 @@ from cupyattn.backends import as_input
 from cupyattn.errors import UnsupportedError
 from cupyattn.executor import ReadyCall
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
-from cupyattn.interop.torch.dispatch import how_seen
-from cupyattn.interop.torch.ops import define, differentiate
+from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.plans import Operand
 from cupyattn.quant import act_quant, int8_gemm, weight_quant
 from cupyattn.quant.activations import plan_act_quant
@@ -299,7 +298,7 @@ class Int8Linear(torch.nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         given = x, self.weight, self.weight_scale, self.bias
         options = self.activation or "", self.arch, self.backend
-        if any(how_seen(dict(zip(("x", "weight", "scale", "bias"), given, strict=True)))):
+        if any(how_seen(given)):
             y: Tensor = int8_linear(*given, *options)
             return y
         return run(*given, *options)

@@ -13,8 +13,9 @@ from cupyattn.interop.torch import int8_layer
 from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.calls import Settings
 from cupyattn.interop.torch.checks import check_tensors
-from cupyattn.interop.torch.dispatch import call, how_seen, in_region
+from cupyattn.interop.torch.dispatch import call, in_region
 from cupyattn.interop.torch.functional import named, pair
+from cupyattn.interop.torch.ops import how_seen
 from cupyattn.interop.torch.schema import number_of
 from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
@@ -242,7 +243,7 @@ class Int8Attention(torch.nn.Module):
         """
         timestep = _number(timestep)
         tensors = in_region(named(q, k, v, mask, None, rope, None))
-        differentiable, watched = how_seen(tensors)
+        differentiable, watched = how_seen(tensors.values())
         if not (differentiable or watched):
             found = int8_layer.attend(
                 self._layer, "qkv", tensors, rope_interleaved, timestep=timestep, sigma=sigma,
@@ -303,7 +304,7 @@ class Int8Attention(torch.nn.Module):
         """
         tensors = in_region(named(q_cond, k, v, mask, None, rope, None))
         tensors["q_uncond"] = q_uncond.to(tensors["q"].dtype)
-        if any(how_seen(tensors)):
+        if any(how_seen(tensors.values())):
             raise UnsupportedError(
                 "fused_cfg is not supported where torch traces or differentiates it: call the "
                 "module on both branches, concatenated along the batch"

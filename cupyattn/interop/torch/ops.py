@@ -6,7 +6,7 @@ derivative: `torch.compile` keeps them in its graph, and autograd goes through t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def differentiate(operator: Any, derivative: Any, save: Any = None) -> None:
     differentiated = make_autograd_impl(operator, Info(derivative, save))
 
     def straight(keyset: Any, *arguments: Any) -> Any:
-        if needs_operator(arguments):
+        if any(how_seen(arguments)):
             return differentiated(keyset, *arguments)
         return kernel(*arguments)
 
@@ -111,14 +111,15 @@ def differentiate(operator: Any, derivative: Any, save: Any = None) -> None:
         library.impl(operator, straight, f"Autograd{device}", with_keyset=True)
 
 
-def needs_operator(arguments: Sequence[Any]) -> bool:
-    """Return whether autograd, or who watches operators, has to see a call with these arguments."""
-    differentiable = torch.is_grad_enabled()
-    return watched() or any(
-        type(x) not in PLAIN or (differentiable and x.requires_grad)
-        for x in arguments
-        if isinstance(x, Tensor)
-    )
+def how_seen(arguments: Iterable[Any]) -> tuple[bool, bool]:
+    """Return whether autograd goes through a call on these, and whether operators are watched."""
+    differentiable, seen = False, watched()
+    for x in arguments:
+        if not isinstance(x, Tensor):  # None, a setting, or what is refused later
+            continue
+        differentiable = differentiable or x.requires_grad
+        seen = seen or type(x) not in PLAIN
+    return differentiable and torch.is_grad_enabled(), seen
 
 
 def refuse_derivative(operator: Any) -> None:
