@@ -22,7 +22,6 @@ the bounds J2 and J3. No comparison begins after --seconds; the record says whic
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import backends, device, distributions, testing, timing
+from cupyattn import backends, device, distributions, records, testing, timing
 from cupyattn import measure as measuring
 from cupyattn.api import kernel_form
 from cupyattn.checks import check_attention
@@ -417,7 +416,12 @@ def from_record(args: argparse.Namespace) -> int:
     """Write the page from the committed record, into which others are merged first."""
     record = common.stored("diffusion_gains")
     for file in args.merge:
-        record = merged(record, json.loads(file.read_text(encoding="utf-8")))
+        part = records.read(file)
+        if part.get("experiment") != record["experiment"]:
+            raise ValueError(
+                f"{file} is a record of {part.get('experiment')!r}, not of {record['experiment']!r}"
+            )
+        record = merged(record, part)
     if args.merge:
         output.write_json(common.RESULTS / "diffusion_gains.json", record)
     update_page(record)

@@ -107,3 +107,20 @@ def test_rows_measured_again_stand_in_place_of_the_old_and_say_so() -> None:
         ("a", True, None), ("b", False, "--only b"), ("c", True, "--only b"),
     ]  # fmt: skip
     assert diffusion_gains.apart(found["rows"]) == "; b at 0123456789; c at 0123456789"
+
+
+def test_a_record_of_something_else_is_not_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("something was written")
+
+    monkeypatch.setattr(diffusion_gains.output, "write_json", refuse)
+    monkeypatch.setattr(diffusion_gains, "update_page", refuse)
+    other, broken = tmp_path / "other.json", tmp_path / "broken.json"
+    other.write_text('{"experiment": "ladder", "environment": {}}', encoding="utf-8")
+    broken.write_text("no", encoding="utf-8")
+    for file, why in ((other, "a record of 'ladder'"), (broken, "is no JSON"), (tmp_path, "")):
+        assert diffusion_gains.main(["--merge", str(file)]) != 0
+        error = capsys.readouterr().err
+        assert why in error and "Traceback" not in error and str(file) in error
