@@ -444,7 +444,8 @@ def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
     operands: tuple[Any, ...] = (request.q, request.k, request.v)
     if request.variant.family == "int8":
         z = z or quantize(
-            *operands, quant=options.quant, tiles=options.tiles, backend=request.backend,
+            *operands, quant=options.quant, tiles=options.tiles, arch=options.arch,
+            backend=request.backend,
             **{name: getattr(options, name) for name in OPTIONS},
         )  # fmt: skip
         operands = (z, None, None)

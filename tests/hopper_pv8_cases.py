@@ -9,11 +9,14 @@ import numpy as np
 
 from cupyattn.block_mask import BlockMask
 from cupyattn.quant import QuantizedQKV
+from cupyattn.registry import lookup
 from tests import pv8_cases, runs
 from tests.runs import Arrays, normal
 
 #: With P in u8 and V in INT8; with both in e4m3.
 PV8, FP8 = RUNGS = ("fa_int8@sm90_pv8", "fa_int8@sm90_fp8")
+#: Keys of a step, where Q and K are those of `exact`.
+BLOCK_KV = lookup("fa_int8").hopper_pv8_tiles[pv8_cases.HEAD_DIM].block_kv
 
 
 def run(rung: str, inputs: Arrays, **options: Any) -> runs.Run:
@@ -39,14 +42,17 @@ def problems(rung: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
 
 
 def up_and_down(
-    len_q: int = 20, len_kv: int = 600, levels: Sequence[int] = (0, 5, 1, 8, 3)
+    len_q: int = 20,
+    len_kv: int = 600,
+    levels: Sequence[int] = (0, 5, 1, 8, 3),
+    block_kv: int = BLOCK_KV,
 ) -> np.ndarray:
     """Scores, whole numbers, whose largest rises and falls from tile to tile; float32 sums exactly.
 
     Weights of a row lie within 2^13 of each other, and 600 of them.
     """
     rng = np.random.default_rng(0)
-    level = np.array(levels)[np.arange(len_kv) // 128]
+    level = np.array(levels)[np.arange(len_kv) // block_kv]
     scores = level - rng.integers(0, 3, (len_q, len_kv))
     return scores - np.arange(len_q)[:, None]
 
@@ -58,7 +64,7 @@ def with_gaps(move: pv8_cases.Move, block_kv: int) -> tuple[QuantizedQKV, BlockM
     """
     kept = np.array([[[[1, 0, 1, 1, 0, 0, 1, 1, 1, 1]]]], bool)
     mask = BlockMask(kept[..., :: block_kv // 64], 128, block_kv)
-    return exact(move, up_and_down(levels=(0, 9, 1, 10, 2))), mask
+    return exact(move, up_and_down(levels=(0, 9, 1, 10, 2), block_kv=128)), mask
 
 
 def exact(move: pv8_cases.Move, scores: np.ndarray, p_type: str = "u8") -> QuantizedQKV:

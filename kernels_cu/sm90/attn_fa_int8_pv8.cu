@@ -8,17 +8,18 @@
 //              every tile, among integers where one scale serves it, and packs codes, S5 multiplies
 //              codes, S6 applies the scales of the channels and gives back the mean.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
-// Kept simple  P in u8, V in INT8 with one scale per channel and no zero points; at least 16
-//              adjacent keys share a scale. The rest is left to the portable form. Packed sequences
-//              and block masks as in the Hopper form of fa_tc; whole numbers times codes 0 are 0,
-//              so that nothing of the next sequence has to be silenced.
-// Tried        At 8,192 keys, head_dim 128: both products waited for at once 0.85; integers to
-//              floats before the exponentials 0.92; three warpgroups of 96 keys 0.95; tiles of 224,
-//              160, 128 keys 0.8 to 0.98; no turns 0.96, and 0.95 at head_dim 64; turns at the
-//              products 0.96, and 0.95; scores in two sets of registers, so that the next are under
-//              way during the exponentials, 0.85; exits that nobody takes between groups of
-//              exponentials, so that ptxas leaves them in order, 0.98. M may fall every fourth
-//              step: 1.015, but the error grows by 7 %. (experiments/results/NOTES.md)
+// Kept simple  A warpgroup does one thing after the other; while it waits, two others compute. P in
+//              u8, V in INT8 with one scale per channel and no zero points; at least 16 adjacent
+//              keys share a scale. The rest is left to the portable form. Packed sequences and
+//              block masks as in the Hopper form of fa_tc; whole numbers times codes 0 are 0, so
+//              that nothing of the next sequence has to be silenced.
+// Tried        Two warpgroups of 192 keys at head_dim 128, K of a step under way with V of the one
+//              before: 0.94 at 4,096 keys, 1.00 at 8,192, 1.02 at 16,384, with an error 4 % higher
+//              and twice the code; at head_dim 64 0.93, at 256 0.89. Without turns 0.90 at head_dim
+//              128, 0.94 at 256; with turns 0.96 at 64. P V of the first half of the keys under way
+//              during the exponentials of the second 0.94; 96 keys 0.79. Integers to floats before
+//              the exponentials 0.92. M may fall every fourth step: 1.015, but the error grows by
+//              7 %. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
 //              the channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
@@ -43,6 +44,7 @@ constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
 constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);     // per channel of V
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
+constexpr bool IN_TURN = HEAD_DIM > 64;            // at the exponentials, as timed
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
@@ -69,12 +71,11 @@ struct SharedStorage {
   alignas(1024) int8_t V[NUM_STAGES][V_BOXES][O_COLS * BOX_BYTES];
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
-  Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K of a step and V of the one before
-  int kv0[NUM_STAGES];                           // first key of that K; not read unless BLOCK_MASK
+  Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K and V of a step
+  int kv0[NUM_STAGES];                           // its first key; not read unless BLOCK_MASK
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
-constexpr int K_BYTES = sizeof(SharedStorage::K[0]);                  // that arrive for a step
-constexpr int V_BYTES = sizeof(SharedStorage::V[0]);
+constexpr int STEP_BYTES = sizeof(SharedStorage::K[0]) + sizeof(SharedStorage::V[0]);
 
 static_assert(P_TYPE == PType::U8, "this form takes P in u8");
 static_assert(
@@ -329,25 +330,23 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
               tile.first_row() + tile.q0, tile.head, tile.entry());
         Q_at.advance();
       }
-      // S2 load K, V: K of a step, V of the one before
+      // S2 load K, V
       const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
-      int kv0 = 0;
-      for (int step = 0; step <= tile.steps; ++step, number += BLOCK_KV, at.advance()) {
-        const int V_kv0 = kv0;
+      for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
         // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box
         // of codes of V begins at whole 16 bytes, or is an illegal instruction.
-        kv0 = BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
+        const int kv0 =
+            BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
         mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
         if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
-        mbarrier_arrive_expect_tx(
-            smem.full[at.stage], (step < tile.steps ? K_BYTES : 0) + (step > 0 ? V_BYTES : 0));
-        for (int b = 0; b < CODE_BOXES && step < tile.steps; ++b)
+        mbarrier_arrive_expect_tx(smem.full[at.stage], STEP_BYTES);
+        for (int b = 0; b < CODE_BOXES; ++b)
           cp_async_bulk_tensor_4d(
               smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_BYTES,
               tile.first_key() + kv0, head_kv, tile.entry());
-        for (int b = 0; b < V_BOXES && step > 0; ++b)
+        for (int b = 0; b < V_BOXES; ++b)
           cp_async_bulk_tensor_4d(
-              smem.V[at.stage][b], V_map, smem.full[at.stage], V_first + V_kv0 + b * BOX_BYTES, 0,
+              smem.V[at.stage][b], V_map, smem.full[at.stage], V_first + kv0 + b * BOX_BYTES, 0,
               head_kv, tile.entry());
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
@@ -356,14 +355,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
 
   // ---- the consumers: S3 to S6
   setmaxnreg_inc<CONSUMER_REGISTERS>();
-  const int row0 = (warpgroup - 1) * 64;           // first row of this warpgroup in the tile
-  const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
-  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
-  const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
-  const Turn<CONSUMERS> turn = {warpgroup - 1};
-  if (warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
+  const int row0 = (warpgroup - 1) * 64;               // first row of this warpgroup in the tile
+  const int warp_row = row0 + warp_id() % 4 * 16;      // and of this warp
+  const int g = lane_id() / 4, t = lane_id() % 4;      // fragment coordinates, see prims/mma.cuh
+  const int row = warp_row + g;                        // this lane's rows of the tile: row, row + 8
+  const Turn<CONSUMERS> turn = {warpgroup - 1};        // at the exponentials
+  if (IN_TURN && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
   RingPosition<Q_STAGES> Q_at;
-  RingPosition<NUM_STAGES> at;  // of K of a step and V of the one before
+  RingPosition<NUM_STAGES> at;  // of K and V
   const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
   const Descriptor V_first = uniform(descriptor_k_major(smem.V[0][0]));
 
@@ -398,61 +397,32 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       Q_factor[h] =
           p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
 
-    // The first scores, by themselves.
-    float step_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
-    mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K has arrived
-    if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
-    start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
-    wgmma_wait_group<0>();
-    wgmma_use(dot);
-    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
-    at.advance();
-    if (choose_M(
-            p, state, dot, factor, shift, Q_factor, step_scale, tile.q0 + row, kv0, unmasked, true,
-            may_overflow))
-      weigh<true>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
-    else
-      weigh<false>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
-
-    for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
-      const Descriptor K_rows = K_first.stage(at.stage, sizeof(smem.K[0]));
-      const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
-      if (!BLOCK_MASK) step_scale = load_scale(K_scale, kv0 += BLOCK_KV, p.len_kv);
+    for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV) {
+      float step_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
       if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
-      start_scores(dot, Q_rows, K_rows);
-      start_output(O_acc, P_frag, V_rows);
-      wgmma_wait_group<1>();  // the scores are there: their maximum is found while O is summed
+      start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
+      wgmma_wait_group<0>();
       wgmma_use(dot);
       const bool may_fall = step % LOWER_STEPS == 0;
       const bool masked = choose_M(
           p, state, dot, factor, shift, Q_factor, step_scale, tile.q0 + row, kv0, unmasked,
           may_fall, may_overflow);
-      wgmma_wait_group<0>();
-      wgmma_use(O_acc);
-      wgmma_use(P_frag);
-      if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
-      at.advance();
       if (may_fall) raise_output(O_acc, shift);
-      // NOTE: as timed for each: two warpgroups shift within their turn, three before it.
-      if (CONSUMERS == 3) lower_output(O_acc, shift);
-      turn.take();
-      if (CONSUMERS == 2) lower_output(O_acc, shift);
+      lower_output(O_acc, shift);
+      if (IN_TURN) turn.take();
       if (masked)
         weigh<true>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
       else
         weigh<false>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
-      turn.pass();
+      if (IN_TURN) turn.pass();
+      start_output(O_acc, P_frag, V_first.stage(at.stage, sizeof(smem.V[0])));
+      wgmma_wait_group<0>();
+      wgmma_use(O_acc);
+      if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+      at.advance();
     }
     if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
-
-    // The last output, by itself.
-    mbarrier_wait_parity(smem.full[at.stage], at.parity);  // V has arrived
-    start_output(O_acc, P_frag, V_first.stage(at.stage, sizeof(smem.V[0])));
-    wgmma_wait_group<0>();
-    wgmma_use(O_acc);
-    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
-    at.advance();
 
     // S6 store
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
@@ -512,5 +482,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     }
     Q_at.advance();
   }
-  if (turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
+  if (IN_TURN && turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
 }
