@@ -369,7 +369,7 @@ def _kernel_bound(
     # R7: 1/l, times 1/l, and the store.
     r7, stored = xp.zeros_like(o), size
     if n.by_tile:
-        r7, stored = value_bounds.with_mean(size, _of_block(v_mean, block))
+        r7, stored = value_bounds.with_mean(size, _of_block(v_mean, block), n.pieces)
     elif n.online:
         r7 = ((1 + U) ** 2 - 1) * size + 2.0**-149
         stored = size + r7

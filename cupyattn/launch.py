@@ -39,6 +39,8 @@ UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")
 #: Thread blocks of a persistent Hopper kernel: one for each SM of an H100 or H200 SXM. Blocks take
 #: tiles as they become free, so a device with fewer SMs computes the same.
 HOPPER_BLOCKS = 132
+#: Forms that cut the tiles of the last wave (`cupyattn.pieces`).
+PIECES_OF = ("sm90", "sm90_pv8")
 #: Rows of O that a warp of such a kernel stores at a time.
 HOPPER_STORE_ROWS = 16
 
@@ -231,12 +233,12 @@ def _persistent(
     check_grid("the Hopper form", count, limit=INT32_MAX - HOPPER_BLOCKS)
     uneven = (call.causal and not call.stack) or call.window
     uneven = uneven or call.packed is not None or call.block_mask != (0, 0)
-    cuts = form == "sm90" and not uneven
+    cuts = form in PIECES_OF and not uneven
     steps = -(-call.len_kv // tiles.block_kv)
     cut = pieces.share_out(count, steps, HOPPER_BLOCKS if cuts else 1)  # one block cuts nothing
     structs: tuple[Any, ...] = tuple(tensor_map_of(*box) for box in boxes)
     structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None}),)
-    structs += ((PIECE_PARAMS, cut.params),) if form == "sm90" else ()
+    structs += ((PIECE_PARAMS, cut.params),) if form in PIECES_OF else ()
     counter = (Workspace("next_tile", (1,), "int32", zeros=True),)
     parts = tuple(Workspace(*one) for one in cut.buffers(tiles, call.head_dim))
     blocks = HOPPER_BLOCKS if cut.cut else min(count, HOPPER_BLOCKS)
@@ -453,8 +455,8 @@ def plan_int8(
     params = attn_params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)
     params |= {"Q": "q_codes", "K": "k_codes"}
     quant = quant_params(q_scale, k_scale, smoothed, zeros)
-    structs: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, quant))
-    entry = variant.entry_point
+    merged: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, quant))
+    structs, entry = merged, variant.entry_point
     if values is not None:
         params["V"], entry = "v_codes", entry + SUFFIXED[form][1]
         structs += ((VALUE_PARAMS, values.params),)
@@ -469,7 +471,7 @@ def plan_int8(
             ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
         )  # fmt: skip
         grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, form)
-        merge = _merge_pieces(spec, tiles, cut, structs)
+        merge = _merge_pieces(spec, tiles, cut, merged)
         structs += added
     launch = Launch(spec, entry, grid, tiles.num_threads, True, structs)
     return Plan(variant.name, form, tiles, features, (launch, *merge), workspace, note)

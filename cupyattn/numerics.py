@@ -239,7 +239,7 @@ def numerics(
             "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
             "fp8" if fp8 else "int32", True, **features,
             sums_operand=form == "sm90_pv8", shifts=Shifts() if form == "sm90_pv8" else None,
-            scales_last=form == "sm90_fp8",
+            pieces=MOST_PIECES + 1 if form == "sm90_pv8" else 0, scales_last=form == "sm90_fp8",
         )  # fmt: skip
     if family == "int8":
         value = "float16" if dtype == "float32" else dtype

@@ -321,7 +321,11 @@ _PV8_TILES = {
 
 #: The same in its Hopper form: of those that spill nothing, the fewest instructions for a score.
 _HOPPER_PV8_TILES = {
-    "fa_int8": {64: Tiles(192, 192, 16, 4), 128: Tiles(192, 128, 16, 5), 256: Tiles(128, 128, 12, 2)}
+    "fa_int8": {
+        64: Tiles(192, 192, 16, 4),
+        128: Tiles(192, 128, 16, 5),
+        256: Tiles(128, 128, 12, 2),
+    }
 }
 
 #: The same with P and V in e4m3: as many keys as leave registers for two levels of sums.

@@ -216,10 +216,10 @@ def perturb(
         arguments = LN2 * U * (below / LN2 + 4 * slack[..., None] + above)
         if n.headroom:
             rises_after, rises = every_step(S, tiles.block_kv)
-            if n.pieces > 1:  # what brings a piece to the largest maximum of all
-                rises_after, rises = rises_after + 1, rises + 1
         elif n.shifts:  # exact: powers of two
             rises_after, rises = xp.zeros_like(rises_after), xp.zeros_like(rises)
+        if n.pieces > 1:  # what brings a piece to the largest maximum of all
+            rises_after, rises = rises_after + 1, rises + 1
     # Of the key, beta, and every alpha.
     exponentials = (2 if n.by_tile and not n.shifts else 1) + rises_after
     r4 = (arguments + EX2_LOG_ERROR * exponentials + 2.0**-125) * REFERENCE

@@ -197,7 +197,7 @@ def rounding_with_zero_points(x: Array, scale: Array, zero: Array) -> Array:
     return xp.where(size < scale / 2 * (1 - 2.0**-12), size, rounded)
 
 
-def with_mean(size: Array, mean: Any) -> tuple[Array, Array]:
+def with_mean(size: Array, mean: Any, pieces: int) -> tuple[Array, Array]:
     """R7: return what the last steps cost before the store, and the size of what is stored.
 
     Parameters
@@ -206,14 +206,18 @@ def with_mean(size: Array, mean: Any) -> tuple[Array, Array]:
         What |sum p v| without the mean may reach.
     mean : (..., 1, head_dim) array or None
         What is added to it.
+    pieces : int
+        `Numerics.pieces`.
 
     Notes
     -----
     The sum times 1/l, plus the mean; in the Hopper form the sum to float32 and times a scale, too.
+    To the sum of a piece l means are added, and pieces are before they meet 1/l.
     """
     xp = array_namespace(size)
     cost = ((1 + U) ** 4 - 1) * size + 2.0**-149
     if mean is None:
         return cost, size + cost
     total = size + cost + xp.abs(mean)
-    return cost + U * total, total + U * total
+    of_sum = gamma(pieces + 4 if pieces > 1 else 1, U) * total
+    return cost + of_sum, total + of_sum

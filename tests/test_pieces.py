@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import QuantConfig, api, launch, pieces, quantize
+from cupyattn import QuantConfig, api, launch, pieces
 from cupyattn.numerics import MOST_PIECES
 from cupyattn.params import PIECE_PARAMS
 from cupyattn.pieces import LEAST_SAVED, share_out
@@ -19,10 +19,12 @@ from cupyattn.request import Options, resolve
 from tests import runs
 from tests.runs import Guarded, bits
 
-RUNGS = ("fa_tc@sm90", "fa_int8@sm90")
-#: One of them at once, the other is slow.
-FA_TC = (RUNGS[0], pytest.param(RUNGS[1], marks=pytest.mark.slow))
-FA_INT8 = (RUNGS[1], pytest.param(RUNGS[0], marks=pytest.mark.slow))
+RUNGS = ("fa_tc@sm90", "fa_int8@sm90", "fa_int8@sm90_pv8")
+
+
+def slow_but(rung: str, rungs: tuple[str, ...] = RUNGS) -> tuple[Any, ...]:
+    """Return the rungs, all but one marked as slow."""
+    return tuple(r if r == rung else pytest.param(r, marks=pytest.mark.slow) for r in rungs)
 
 
 @given(st.integers(1, 3000), st.integers(1, 5000), st.integers(1, 300))
@@ -66,22 +68,24 @@ def few_blocks() -> Iterator[None]:
 
 
 def planned(rung: str, inputs: Any, **options: Any) -> Any:
-    variant = runs.variant_of(rung).name
-    asked = Options(variant=variant, arch="sm_90a", backend="interpret", **options)
+    asked = Options(**runs.asked_for(rung), arch="sm_90a", backend="interpret", **options)
     return api.plans(resolve(*inputs, asked))[-1]
 
 
-#: rung, batch, heads, heads_kv, len_q, len_kv, head_dim, dtype: tails of rows and of keys; of the
-#: second and the fourth all tiles are cut
+#: rung, batch, heads, heads_kv, len_q, len_kv, head_dim, dtype: tails of rows and of keys; where
+#: there is one head, all tiles are cut
 CELLS: tuple[tuple[Any, ...], ...] = (
+    ("fa_tc@sm90", 1, 1, 1, 70, 700, 64, "bfloat16"),
+    ("fa_int8@sm90_pv8", 1, 1, 1, 70, 700, 128, "bfloat16"),
+    ("fa_tc@sm90", 1, 3, 1, 200, 500, 40, "float16"),  # whole tiles leave through Q's place
+    ("fa_tc@sm90", 3, 1, 1, 130, 400, 136, "float16"),
+    ("fa_int8@sm90_pv8", 1, 3, 1, 200, 900, 32, "float16"),
+    ("fa_int8@sm90_pv8", 3, 1, 1, 130, 400, 136, "float32"),
     ("fa_int8@sm90", 1, 3, 1, 200, 500, 32, "float16"),
     ("fa_int8@sm90", 1, 1, 1, 70, 700, 64, "bfloat16"),
     ("fa_int8@sm90", 3, 1, 1, 130, 400, 136, "float32"),
-    ("fa_tc@sm90", 1, 1, 1, 70, 700, 64, "bfloat16"),
-    ("fa_tc@sm90", 1, 3, 1, 200, 500, 40, "float16"),  # whole tiles leave through Q's place
-    ("fa_tc@sm90", 3, 1, 1, 130, 400, 136, "float16"),
 )
-NOW = (CELLS[3],)
+NOW = CELLS[:2]
 
 
 @pytest.mark.usefixtures("few_blocks")
@@ -105,7 +109,7 @@ def small() -> Any:
 
 
 @pytest.mark.usefixtures("few_blocks")
-@pytest.mark.parametrize("rung", FA_TC)
+@pytest.mark.parametrize("rung", slow_but("fa_tc@sm90"))
 def test_every_row_is_written_once_and_nothing_beside_it(rung: str) -> None:
     inputs = small()
     out = Guarded.empty(inputs[0].shape, "float16")
@@ -125,7 +129,7 @@ def test_tiles_that_differ_in_work_are_whole(rung: str, options: dict[str, Any])
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_blocks")
-@pytest.mark.parametrize("rung", FA_INT8)
+@pytest.mark.parametrize("rung", slow_but("fa_int8@sm90", RUNGS[:2]))
 def test_whole_numbers_are_exact_in_pieces(rung: str) -> None:
     """Scores of one size, weights of one size: O is the mean of V, whichever way it is added up."""
     q = np.zeros((1, 3, 200, 32), np.float16)
@@ -144,8 +148,7 @@ def test_whole_numbers_are_exact_in_pieces(rung: str) -> None:
 @pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("rung", RUNGS)
 def test_scratch_memory_is_what_the_plan_says(rung: str) -> None:
-    operands = (quantize(*small()), None, None) if "int8" in rung else small()
-    plan = planned(rung, operands)
+    plan = planned(rung, small())
     (found,) = (of for one, of in plan.launches[-1].params if one is PIECE_PARAMS)
     made = share_out(6, -(-500 // plan.tiles.block_kv), 4)
     assert (found["whole"], found["cut"], found["share"]) == (made.whole, made.cut, made.share)

@@ -29,6 +29,7 @@
 #include "prims/exp2.cuh"
 #include "prims/p_codes.cuh"
 #include "prims/params.cuh"
+#include "prims/pieces.cuh"
 #include "prims/score.cuh"
 #include "prims/step_scores.cuh"
 #include "prims/tile_io.cuh"
@@ -50,10 +51,11 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
-constexpr int CODE_BITS = 8;    // of P: the largest weight of a tile is 2^7 to 2^8
-constexpr int LOWER_BITS = 2;   // how far M may lie below the highest that a row had
-constexpr int LOWER_STEPS = 2;  // how often it may fall
-constexpr int SUM_BITS = 22;    // l stays below 2^22, and so O below 2^31
+constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
+constexpr int CODE_BITS = 8;      // of P: the largest weight of a tile is 2^7 to 2^8
+constexpr int LOWER_BITS = 2;     // how far M may lie below the highest that a row had
+constexpr int LOWER_STEPS = 2;    // how often it may fall
+constexpr int SUM_BITS = 22;      // l stays below 2^22, and so O below 2^31
 
 constexpr int Q_STAGES = 2;
 
@@ -62,6 +64,7 @@ constexpr int Q_STAGES = 2;
 struct alignas(16) WorkTile : Sequences<VARLEN> {
   int q0;  // -1: there is no more
   int head, batch, steps;
+  int first, slot;  // as a Piece has them
   __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
 };
 
@@ -113,15 +116,19 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence,
   const int here = min(together, batch_heads - first);         // heads in this group
   const int rest = index % (together * q_blocks);
   const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
-  return {sequences, q0, batch_head % p.heads, VARLEN ? sequence : batch_head / p.heads, 0};
+  return {sequences, q0, batch_head % p.heads, VARLEN ? sequence : batch_head / p.heads, 0, 0, -1};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
   return {
-      uniform<VARLEN>(tile), __shfl_sync(FULL_WARP, tile.q0, 0),
-      __shfl_sync(FULL_WARP, tile.head, 0), __shfl_sync(FULL_WARP, tile.batch, 0),
-      __shfl_sync(FULL_WARP, tile.steps, 0)};
+      uniform<VARLEN>(tile),
+      __shfl_sync(FULL_WARP, tile.q0, 0),
+      __shfl_sync(FULL_WARP, tile.head, 0),
+      __shfl_sync(FULL_WARP, tile.batch, 0),
+      __shfl_sync(FULL_WARP, tile.steps, 0),
+      __shfl_sync(FULL_WARP, tile.first, 0),
+      __shfl_sync(FULL_WARP, tile.slot, 0)};
 }
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
@@ -277,7 +284,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ ScheduleParams schedule) {
+    const __grid_constant__ ScheduleParams schedule, const __grid_constant__ PieceParams pieces) {
   extern __shared__ unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(
       (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
@@ -305,19 +312,25 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     RingPosition<NUM_STAGES> at;  // of K and V
     int index = blockIdx.x;
     while (true) {
-      if (!tiles.reach(call, index)) {
+      const Piece piece(pieces, index, blockIdx.x, gridDim.x);
+      const int number_of_tile = PIECES ? piece.tile : index;
+      if (!tiles.reach(call, number_of_tile)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0};
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, -1};
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }
       const Sequences<VARLEN> sequences(call, tiles.sequence);
       const auto& p = of_sequences<int8_t, int8_t>(call, sequences);
-      WorkTile tile = work_tile(p, sequences, tiles.sequence, index - tiles.first);
+      WorkTile tile = work_tile(p, sequences, tiles.sequence, number_of_tile - tiles.first);
       const KeptKeys keys(
           p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
       int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
       tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
+      if constexpr (PIECES) {
+        number = piece.first * BLOCK_KV;
+        tile.steps = piece.steps, tile.first = piece.first, tile.slot = piece.slot;
+      }
       const int head_kv = tile.head / (p.heads / p.heads_kv);
       // S1 load Q
       {
@@ -372,7 +385,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const WorkTile tile = uniform(smem.tile[Q_at.stage]);
     if (tile.q0 < 0) break;
     const auto& p = of_sequences<int8_t, int8_t>(call, tile);
-    int kv0 = first_key(p, tile.q0);
+    int kv0 = first_key(p, tile.q0) + tile.first * BLOCK_KV;
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_BYTES]));
     ShiftState state[2];             // of row and row + 8
@@ -436,10 +449,31 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int q = tile.q0 + row + h * 8;
-      state[h].l = shfl_sum<4>(state[h].l);  // R6
-      const float inverse_l = state[h].inverse_l();
+      state[h].l = shfl_sum<4>(state[h].l);                       // R6
+      if (LSE) state[h].exact_l = shfl_sum<4>(state[h].exact_l);  // R6
+      // A piece leaves what its values sum up to, a tile the quotient by l.
+      const bool is_piece = PIECES && tile.slot >= 0;
+      const float times = is_piece ? 1.0f : state[h].inverse_l();
+      const float means = is_piece ? state[h].l : 1.0f;  // of V: one for every weight
+      // A row without keys stays 0: a sequence without any has neither scales nor a mean.
+      const bool has_keys = state[h].l != 0.0f, has_mean = values.V_mean && has_keys;
+      auto value = [&](int n, int i) {  // of column n * 8 + t * 2 + i
+        const int col = min(n * 8 + t * 2 + i, HEAD_DIM - 1);
+        const float scale = has_keys ? V_scale[col] : 0.0f, mean = has_mean ? V_mean[col] : 0.0f;
+        return fmaf(float(O_acc[4 * n + 2 * h + i]), scale * times, mean * means);  // R7
+      };
+      if (is_piece) {  // sm90/merge_pieces.cu divides and stores
+        const int64_t place = int64_t(tile.slot) * BLOCK_Q + row + h * 8;
+        float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
+#pragma unroll
+        for (int n = 0; n < O_COLS / 8; ++n)
+          store_pair(O_piece, n * 8 + t * 2, value(n, 0), value(n, 1));
+        if (t == 0)
+          reinterpret_cast<PieceRow*>(pieces.rows)[place] = {
+              state[h].M, LSE ? state[h].exact_l : state[h].l, state[h].l};
+        continue;
+      }
       if constexpr (LSE) {
-        state[h].exact_l = shfl_sum<4>(state[h].exact_l);  // R6
         // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
         if (quant.K_mean) {
           const float* K_mean = quant.K_mean  // [HEAD_DIM]
@@ -455,13 +489,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         if (t == 0 && q < p.len_q)
           lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
       }
-      // A row without keys stays 0: a sequence without any has neither scales nor a mean.
-      const bool has_keys = state[h].l != 0.0f, has_mean = values.V_mean && has_keys;
-      auto value = [&](int n, int i) {  // of column n * 8 + t * 2 + i
-        const int col = min(n * 8 + t * 2 + i, HEAD_DIM - 1);
-        const float scale = has_keys ? V_scale[col] : 0.0f, mean = has_mean ? V_mean[col] : 0.0f;
-        return fmaf(float(O_acc[4 * n + 2 * h + i]), scale * inverse_l, mean);  // R7
-      };
 #pragma unroll
       for (int n = 0; n < O_COLS / 8; n += 4) {
         if constexpr (ELEM_IS_16_BIT) {  // 32 columns, a quarter of them to each lane

@@ -9,14 +9,14 @@ import pytest
 from cupyattn import api
 from cupyattn.request import Options, resolve
 from tests.gpu.support import arch_of, attend, cupy, guarded, on_device, run
-from tests.runs import Arrays, bits, normal, variant_of
+from tests.runs import Arrays, asked_for, bits, normal, variant_of
 
-RUNGS = ("fa_tc@sm90", "fa_int8@sm90")
+RUNGS = ("fa_tc@sm90", "fa_int8@sm90", "fa_int8@sm90_pv8")
 #: batch, heads, heads_kv, len_q, len_kv, head_dim, dtype
 CELLS = (
-    (1, 3, 1, 700, 3000, 64, "float16"), (2, 5, 5, 193, 2500, 128, "bfloat16"),
+    (1, 3, 1, 700, 4000, 64, "float16"), (2, 5, 5, 193, 2500, 128, "bfloat16"),
     (1, 2, 1, 130, 5003, 72, "float32"), (1, 1, 1, 300, 4100, 256, "float16"),
-    (1, 40, 8, 700, 2600, 40, "bfloat16"),
+    (1, 40, 8, 700, 4600, 40, "bfloat16"),
 )  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def inputs_of(cell: tuple[Any, ...]) -> Arrays:
 
 
 def entries(rung: str, inputs: Arrays) -> list[str]:
-    asked = Options(variant=variant_of(rung).name, arch=arch_of(rung))
+    asked = Options(**asked_for(rung), arch=arch_of(rung))
     return [one.entry for one in api.plans(resolve(*inputs, asked))[-1].launches]
 
 
