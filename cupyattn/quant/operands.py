@@ -314,8 +314,10 @@ def scale_tiles(
 
     A step of the Hopper form then meets one scale of K.
     """
-    hopper = arch == "sm_90a" and quant.form == "portable" and "sm90" in variant.forms
-    return variant.default_tiles(head_dim, "sm90" if hopper else quant.form)
+    form = quant.form
+    if arch == "sm_90a" and "sm90" in variant.forms:
+        form = quant.hopper_form
+    return variant.default_tiles(head_dim, form)
 
 
 def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:

@@ -280,6 +280,33 @@ __device__ __forceinline__ void raise_output(int32_t (&O_acc)[O_COLS / 2], const
   for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] <<= left[i / 2 % 2];  // R6
 }
 
+// What the whole numbers of O stand for: each times the scale of its channel and `times` of its row,
+// plus the mean of the channel, `means` times. A row without keys is 0.
+__device__ __forceinline__ void apply_scales(
+    float (&O)[O_COLS / 2], const int32_t (&O_acc)[O_COLS / 2], const ShiftState (&state)[2],
+    const float* V_scale, const float* V_mean, const float (&times)[2], const float (&means)[2],
+    int len_kv) {
+#pragma unroll
+  for (int n = 0; n < O_COLS / 8; ++n) {
+    // NOTE: of 128 columns at a time, which the registers of the scores have room for.
+    if (n % 16 == 0) asm volatile("" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int col = n * 8 + lane_id() % 4 * 2 + i;
+      // NOTE: a sequence without keys has neither scales nor a mean.
+      const bool there = n * 8 < HEAD_DIM && len_kv > 0;
+      const float scale = there ? V_scale[col] : 0.0f;
+      const float mean = there && V_mean ? V_mean[col] : 0.0f;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = 4 * n + 2 * h + i;
+        const float value = fmaf(float(O_acc[at]), scale * times[h], mean * means[h]);  // R7
+        O[at] = state[h].l == 0.0f ? 0.0f : value;
+      }
+    }
+  }
+}
+
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
@@ -410,11 +437,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       Q_factor[h] =
           p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
 
+    const int last_key = max(p.len_kv - 1, 0);
+    float next_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
     for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV) {
-      float step_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
-      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
+      if (BLOCK_MASK) next_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
       start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
+      const float step_scale = next_scale;
+      // NOTE: a step ahead, or products wait for it.
+      if (!BLOCK_MASK) next_scale = load_scale(K_scale, min(kv0 + BLOCK_KV, last_key), p.len_kv);
       wgmma_wait_group<0>();
       wgmma_use(dot);
       const bool may_fall = step % LOWER_STEPS == 0;
@@ -446,34 +477,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
                            first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch) * HEAD_DIM;
     const float* V_mean = values.V_mean  // [HEAD_DIM]
                           + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM;
+    // A piece leaves what its values sum up to, a tile the quotient by l.
+    const bool is_piece = PIECES && tile.slot >= 0;
+    float times[2], means[2];  // of O, and of the means of V: one for every weight
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int q = tile.q0 + row + h * 8;
       state[h].l = shfl_sum<4>(state[h].l);                       // R6
       if (LSE) state[h].exact_l = shfl_sum<4>(state[h].exact_l);  // R6
-      // A piece leaves what its values sum up to, a tile the quotient by l.
-      const bool is_piece = PIECES && tile.slot >= 0;
-      const float times = is_piece ? 1.0f : state[h].inverse_l();
-      const float means = is_piece ? state[h].l : 1.0f;  // of V: one for every weight
-      // A row without keys stays 0: a sequence without any has neither scales nor a mean.
-      const bool has_keys = state[h].l != 0.0f, has_mean = values.V_mean && has_keys;
-      auto value = [&](int n, int i) {  // of column n * 8 + t * 2 + i
-        const int col = min(n * 8 + t * 2 + i, HEAD_DIM - 1);
-        const float scale = has_keys ? V_scale[col] : 0.0f, mean = has_mean ? V_mean[col] : 0.0f;
-        return fmaf(float(O_acc[4 * n + 2 * h + i]), scale * times, mean * means);  // R7
-      };
-      if (is_piece) {  // sm90/merge_pieces.cu divides and stores
-        const int64_t place = int64_t(tile.slot) * BLOCK_Q + row + h * 8;
-        float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
-#pragma unroll
-        for (int n = 0; n < O_COLS / 8; ++n)
-          store_pair(O_piece, n * 8 + t * 2, value(n, 0), value(n, 1));
-        if (t == 0)
-          reinterpret_cast<PieceRow*>(pieces.rows)[place] = {
-              state[h].M, LSE ? state[h].exact_l : state[h].l, state[h].l};
-        continue;
-      }
-      if constexpr (LSE) {
+      times[h] = is_piece ? 1.0f : state[h].inverse_l();
+      means[h] = is_piece ? state[h].l : 1.0f;
+      if (LSE && !is_piece) {
         // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
         if (quant.K_mean) {
           const float* K_mean = quant.K_mean  // [HEAD_DIM]
@@ -489,13 +503,32 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         if (t == 0 && q < p.len_q)
           lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
       }
+    }
+    float O_value[O_COLS / 2];  // [O_COLS / 8][4]
+    apply_scales(
+        O_value, O_acc, state, V_scale, values.V_mean ? V_mean : nullptr, times, means, p.len_kv);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int q = tile.q0 + row + h * 8;
+      if (is_piece) {  // sm90/merge_pieces.cu divides and stores
+        const int64_t place = int64_t(tile.slot) * BLOCK_Q + row + h * 8;
+        float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
+#pragma unroll
+        for (int n = 0; n < O_COLS / 8; ++n)
+          store_pair(O_piece, n * 8 + t * 2, O_value[4 * n + 2 * h], O_value[4 * n + 2 * h + 1]);
+        if (t == 0)
+          reinterpret_cast<PieceRow*>(pieces.rows)[place] = {
+              state[h].M, LSE ? state[h].exact_l : state[h].l, state[h].l};
+        continue;
+      }
 #pragma unroll
       for (int n = 0; n < O_COLS / 8; n += 4) {
         if constexpr (ELEM_IS_16_BIT) {  // 32 columns, a quarter of them to each lane
           uint32_t x[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            x[i] = pack_rn<elem16_t>(value(n + i, 0), value(n + i, 1));  // R7
+            x[i] = pack_rn<elem16_t>(
+                O_value[4 * (n + i) + 2 * h], O_value[4 * (n + i) + 2 * h + 1]);  // R7
           shfl_transpose(x);
           if (q < p.len_q)
             store_columns(O + q * p.O_stride.len, (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
@@ -503,7 +536,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
 #pragma unroll
           for (int i = n; i < n + 4; ++i)
             if (q < p.len_q)
-              store_pair(O + q * p.O_stride.len, i * 8 + t * 2, value(i, 0), value(i, 1));  // R7
+              store_pair(
+                  O + q * p.O_stride.len, i * 8 + t * 2, O_value[4 * i + 2 * h],
+                  O_value[4 * i + 2 * h + 1]);  // R7
         }
       }
     }
