@@ -20,7 +20,7 @@ FULL = ("tensor_core", "float32", "unfused")
 #: 8-bit P.V too. A scale of K for a tile, and one for a channel of V, as its Hopper form asks.
 QUANT = {
     "balanced": QuantConfig(granularity_k="block"),
-    "aggressive": QuantConfig(granularity_k="block", pv="int8", granularity_v="channel"),
+    "aggressive": QuantConfig("token", "block", pv="int8", granularity_v="channel"),
 }
 #: Accuracy classes: each allows what those before it allow.
 CLASSES = ("full", *QUANT)

@@ -41,15 +41,18 @@ class Shifts:
         How far M may lie below the highest that a row had.
     lower_steps : int
         Steps after which it may fall.
+    watch_steps : int
+        Steps after which l is looked at, a multiple of `lower_steps`.
     sum_bits : int
-        l stays below 2^sum_bits: where M may fall, l is brought below half of that, and the weights
-        of the tiles until then are less than the other half.
+        l stays below 2^sum_bits: where it is looked at, M is kept so high that l, as it is, is
+        below a quarter of that, and the weights until the next time are less than the rest.
     """
 
     code_bits: int = 8
-    lower_bits: int = 2
-    lower_steps: int = 2
-    sum_bits: int = 22
+    lower_bits: int = 3
+    lower_steps: int = 3
+    watch_steps: int = 9
+    sum_bits: int = 23
 
     def guards(self, len_kv: int) -> bool:
         """Whether M has to be kept from falling so low that l would leave its range."""

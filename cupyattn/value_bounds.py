@@ -73,12 +73,12 @@ def units(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
     -----
     A largest weight w of a tile gives 2^M <= 2^(1 - code_bits) w. M is that of the tile, or of one
     of those before it since M could fall, or lower_bits below the highest; or l, in units of 2^M,
-    has reached a quarter of its range. A tile without weights, which a kernel may take or leave,
+    has reached an eighth of its range. A tile without weights, which a kernel may take or leave,
     has nothing to round and raises no M: steps are counted among the others.
     """
     xp = array_namespace(P_plus)
     largest = largest_of_tiles(P_plus, tiles)
-    least = 2.0 ** (2 - by.sum_bits) if by.guards(P_plus.shape[-1]) else 0.0
+    least = 2.0 ** (3 - by.sum_bits) if by.guards(P_plus.shape[-1]) else 0.0
     unit, running = xp.zeros_like(largest), xp.zeros_like(largest[..., 0])
     recent = [running] * by.lower_steps  # largest weights of the last tiles that have any
     for step in range(largest.shape[-1]):

@@ -53,9 +53,10 @@ constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
 constexpr int CODE_BITS = 8;      // of P: the largest weight of a tile is 2^7 to 2^8
-constexpr int LOWER_BITS = 2;     // how far M may lie below the highest that a row had
-constexpr int LOWER_STEPS = 2;    // how often it may fall
-constexpr int SUM_BITS = 22;      // l stays below 2^22, and so O below 2^31
+constexpr int LOWER_BITS = 3;     // how far M may lie below the highest that a row had
+constexpr int LOWER_STEPS = 3;    // how often it may fall
+constexpr int WATCH_STEPS = 9;    // how often l is looked at
+constexpr int SUM_BITS = 23;      // l stays below 2^23, and so O below 2^31
 
 constexpr int Q_STAGES = 2;
 
@@ -74,8 +75,9 @@ struct SharedStorage {
   alignas(1024) int8_t V[NUM_STAGES][V_BOXES][O_COLS * BOX_BYTES];
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
-  Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K and V of a step
+  Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K, its scales and V of a step
   int kv0[NUM_STAGES];                           // its first key; not read unless BLOCK_MASK
+  float K_scale[NUM_STAGES][SCALES];             // of its keys
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int STEP_BYTES = sizeof(SharedStorage::K[0]) + sizeof(SharedStorage::V[0]);
@@ -170,19 +172,20 @@ struct ShiftState {
   __device__ __forceinline__ ShiftState()
       : M(-0x1p127f), highest(-0x1p127f), l(0.0f), exact_l(0.0f) {}
 
-  // How far M has to rise at least, that all of l is below half of its range.
-  __device__ __forceinline__ float least_rise() const {
-    return exponent_of(shfl_sum<4>(l)) + 2 - SUM_BITS;
+  // From now on M stays so high that all of l, as it is, is below a quarter of its range: what comes
+  // until the next time is less than the rest.
+  __device__ __forceinline__ void keep_in_range() {
+    const int least_rise = exponent_of(shfl_sum<4>(l)) + 3 - SUM_BITS;
+    highest = fmaxf(highest, M + float(least_rise + LOWER_BITS));
   }
 
   // Choose M for scores whose largest is m, so that they weigh less than 2^CODE_BITS. Returns how
   // many bits O has to be shifted to the left; to the right, if that is negative.
-  __device__ __forceinline__ int advance(float m, bool may_fall, float least) {
+  __device__ __forceinline__ int advance(float m, bool may_fall) {
     const float M_old = M;
     M = floor_to_whole(m) + (1 - CODE_BITS);
     highest = fmaxf(highest, M);
     M = fmaxf(M, may_fall ? highest - LOWER_BITS : M_old);
-    M = fmaxf(M, M_old + least);
     const int shift = whole_to_int(fmaxf(M_old - M, -126.0f));
     l *= power_of_two(shift), exact_l *= power_of_two(shift);  // exact
     return shift;
@@ -211,9 +214,12 @@ __device__ __forceinline__ void largest_scores(
 // the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    Factors& factor, int (&shift)[2], const float (&Q_factor)[2], float K_scale, int q, int kv0,
-    int unmasked, bool may_fall, bool may_overflow) {
-  make_factors(factor, Q_factor, K_scale);
+    Factors& factor, int (&shift)[2], const float (&Q_factor)[2], const float (&K_scale)[SCALES],
+    int q, int kv0, int unmasked, bool may_fall, bool watched) {
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) factor[j][h] = Q_factor[h] * K_scale[j];  // R3
   float m[2] = {NEG_INF, NEG_INF};
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   if (masked)
@@ -223,10 +229,9 @@ __device__ __forceinline__ bool choose_M(
   else
     largest_scores(dot, factor, m);
   m[0] = shfl_max<4>(m[0]), m[1] = shfl_max<4>(m[1]);
-  float least[2] = {NEG_INF, NEG_INF};
-  if (may_fall && may_overflow) least[0] = state[0].least_rise(), least[1] = state[1].least_rise();
+  if (watched) state[0].keep_in_range(), state[1].keep_in_range();
 #pragma unroll
-  for (int h = 0; h < 2; ++h) shift[h] = state[h].advance(m[h], may_fall, least[h]);
+  for (int h = 0; h < 2; ++h) shift[h] = state[h].advance(m[h], may_fall);
   return masked;
 }
 
@@ -274,10 +279,12 @@ __device__ __forceinline__ void lower_output(int32_t (&O_acc)[O_COLS / 2], const
 }
 
 // O to a lower M.
+// NOTE: products, not shifts: the pipe that shifts also compares and converts, and has more to do.
 __device__ __forceinline__ void raise_output(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
-  const int left[2] = {max(shift[0], 0), max(shift[1], 0)};
+  const int times[2] = {
+      whole_to_int(power_of_two(max(shift[0], 0))), whole_to_int(power_of_two(max(shift[1], 0)))};
 #pragma unroll
-  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] <<= left[i / 2 % 2];  // R6
+  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= times[i / 2 % 2];  // R6
 }
 
 // What the whole numbers of O stand for: each times the scale of its channel and `times` of its row,
@@ -372,13 +379,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       }
       // S2 load K, V
       const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
+      const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
+                             + tile.batch * quant.K_scale_stride_batch +
+                             head_kv * quant.K_scale_stride_head +
+                             first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
       for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
         // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box
         // of codes of V begins at whole 16 bytes, or is an illegal instruction.
         const int kv0 =
             BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
+        float scale[SCALES];
+        // NOTE: a step that may be without keys gets any scale then.
+        for (int j = 0; j < SCALES; ++j)
+          scale[j] = K_scale[min(kv0 + j * SCALE_KEYS, max(p.len_kv - 1, 0)) / GROUP_KV];
         mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
         if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
+        for (int j = 0; j < SCALES; ++j) smem.K_scale[at.stage][j] = scale[j];
         mbarrier_arrive_expect_tx(smem.full[at.stage], STEP_BYTES);
         for (int b = 0; b < CODE_BOXES; ++b)
           cp_async_bulk_tensor_4d(
@@ -422,36 +438,29 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     Factors factor;
     int shift[2];
     const bool may_overflow = p.len_kv >= 1 << (SUM_BITS - CODE_BITS - LOWER_BITS);
-    const int head_kv = tile.head / (p.heads / p.heads_kv);
     const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
                            + tile.batch * quant.Q_scale_stride_batch +
                            tile.head * quant.Q_scale_stride_head +
                            first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
-    const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
-                           + tile.batch * quant.K_scale_stride_batch +
-                           head_kv * quant.K_scale_stride_head +
-                           first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       Q_factor[h] =
           p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
 
-    const int last_key = max(p.len_kv - 1, 0);
-    float next_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
     for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV) {
-      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
-      if (BLOCK_MASK) next_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
+      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K, its scales and V have arrived
       start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
-      const float step_scale = next_scale;
-      // NOTE: a step ahead, or products wait for it.
-      if (!BLOCK_MASK) next_scale = load_scale(K_scale, min(kv0 + BLOCK_KV, last_key), p.len_kv);
+      if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
+      float K_scale[SCALES];
+#pragma unroll
+      for (int j = 0; j < SCALES; ++j) K_scale[j] = smem.K_scale[at.stage][j];
       wgmma_wait_group<0>();
       wgmma_use(dot);
       const bool may_fall = step % LOWER_STEPS == 0;
       const bool masked = choose_M(
-          p, state, dot, factor, shift, Q_factor, step_scale, tile.q0 + row, kv0, unmasked,
-          may_fall, may_overflow);
+          p, state, dot, factor, shift, Q_factor, K_scale, tile.q0 + row, kv0, unmasked, may_fall,
+          may_overflow && step % WATCH_STEPS == 0);
       if (may_fall) raise_output(O_acc, shift);
       lower_output(O_acc, shift);
       if (IN_TURN) turn.take();
@@ -471,6 +480,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     // S6 store
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
                 + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
+    const int head_kv = tile.head / (p.heads / p.heads_kv);
     const float* V_scale = values.V_scale  // [HEAD_DIM]
                            + tile.batch * values.V_scale_stride_batch +
                            head_kv * values.V_scale_stride_head +
