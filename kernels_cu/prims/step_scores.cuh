@@ -16,29 +16,31 @@ static_assert(
     GROUP_Q >= 1 && GROUP_KV >= 1 && GROUP_KV % 16 == 0,
     "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale, the latter a multiple of 16");
 
-// The scale of a step; or of the keys from kv0 + SCALE_KEYS * lane on, where there are several: the
-// first SCALES lanes hold all of them. A step that may be without keys gets any scale then.
-__device__ __forceinline__ float load_scale(const float* K_scale, int kv0, int len_kv) {
-  constexpr bool KEYS = !WINDOW && !VARLEN && !BLOCK_MASK;  // there are, in every step
-  if constexpr (SCALES == 1 && KEYS) return K_scale[uint32_t(kv0) / GROUP_KV];
-  const int last = VARLEN ? max(0, len_kv - 1) : len_kv - 1;
-  const uint32_t key = min(kv0 + lane_id() % SCALES * SCALE_KEYS, last);
-  return K_scale[key / GROUP_KV];
+// The scales of a step whose first key is kv0. One that may be without keys gets any scale then.
+__device__ __forceinline__ void load_scales(
+    float (&scale)[SCALES], const float* K_scale, int kv0, int len_kv) {
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j)
+    scale[j] = K_scale[min(kv0 + j * SCALE_KEYS, max(len_kv - 1, 0)) / GROUP_KV];
+}
+// The producer loads them, a step or more ahead, and leaves them beside K; in a consumer every
+// product of the step would wait for them.
+__device__ __forceinline__ void copy_scales(float (&to)[SCALES], const float (&from)[SCALES]) {
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j) to[j] = from[j];
 }
 
 // What one integer of Q K^T stands for, by the keys that share a scale and by row.
 using Factors = float[SCALES][2];
 constexpr int PART = SCALE_KEYS / 2;  // scores that share a factor, of two rows
 
-// The factors of a step, from those of this lane's two rows and what load_scale returned.
+// The factors of a step, from those of this lane's two rows and the scales of its keys.
 __device__ __forceinline__ void make_factors(
-    Factors& factor, const float (&Q_factor)[2], float K_scale) {
+    Factors& factor, const float (&Q_factor)[2], const float (&K_scale)[SCALES]) {
 #pragma unroll
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      factor[j][h] =
-          Q_factor[h] * (SCALES == 1 ? K_scale : __shfl_sync(FULL_WARP, K_scale, j));  // R3
+    for (int h = 0; h < 2; ++h) factor[j][h] = Q_factor[h] * K_scale[j];  // R3
 }
 
 // Whether score i of a lane whose first row is q is masked, and what it is: -inf where it is.

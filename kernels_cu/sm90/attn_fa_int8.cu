@@ -77,6 +77,7 @@ struct SharedStorage {
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K of a step and V of the one before
   int kv0[NUM_STAGES];                           // first key of that K; not read unless BLOCK_MASK
+  float K_scale[NUM_STAGES][SCALES];             // of its keys
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int K_BYTES = sizeof(SharedStorage::K[0]);                  // that arrive for a step
@@ -190,8 +191,9 @@ __device__ __forceinline__ bool weigh(
 // to be multiplied by alpha. `q` is the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool softmax(
     const AttnParams& p, RowState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const float (&Q_factor)[2], float K_scale, uint32_t (&P_frag)[BLOCK_KV / 16][4],
-    float (&alpha)[2], int q, int kv0, int unmasked, bool rises) {
+    const float (&Q_factor)[2], const float (&K_scale)[SCALES],
+    uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&alpha)[2], int q, int kv0, int unmasked,
+    bool rises) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
@@ -298,13 +300,20 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         Q_at.advance();
       }
       // S2 load K, V: K of a step, V of the one before
+      const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
+                             + tile.batch * quant.K_scale_stride_batch +
+                             head_kv * quant.K_scale_stride_head +
+                             first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
       int kv0 = 0;
       for (int step = 0; step <= tile.steps; ++step, number += BLOCK_KV, at.advance()) {
         const int V_kv0 = kv0;
         // NOTE: rows that keep no block get their one step from behind the last key: zeros.
         kv0 = BLOCK_MASK && number >= keys.end ? p.len_kv : keys.key(number);
+        float scale[SCALES];
+        load_scales(scale, K_scale, kv0, p.len_kv);
         mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
         if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
+        copy_scales(smem.K_scale[at.stage], scale);
         mbarrier_arrive_expect_tx(
             smem.full[at.stage], (step < tile.steps ? K_BYTES : 0) + (step > 0 ? V_BYTES : 0));
         for (int b = 0; b < CODE_BOXES && step < tile.steps; ++b)
@@ -348,16 +357,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     float O_acc[PV_COLS / 2] = {};  // [PV_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];      // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 16][4] = {};
-    float alpha[2];
+    float K_scale[SCALES], alpha[2];
     const int head_kv = tile.head / (p.heads / p.heads_kv);
     const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
                            + tile.batch * quant.Q_scale_stride_batch +
                            tile.head * quant.Q_scale_stride_head +
                            first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
-    const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
-                           + tile.batch * quant.K_scale_stride_batch +
-                           head_kv * quant.K_scale_stride_head +
-                           first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -365,36 +370,35 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
           p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
 
     // The first scores, by themselves.
-    float step_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
     mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K has arrived
-    if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
+    if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
     turn.take();
     start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
     turn.pass();
+    copy_scales(K_scale, smem.K_scale[at.stage]);
     wgmma_wait_group<0>();
     wgmma_use(dot);
     if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
     at.advance();
-    softmax(p, state, dot, Q_factor, step_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked, true);
+    softmax(p, state, dot, Q_factor, K_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked, true);
 
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
       const Descriptor K_rows = K_first.stage(at.stage, sizeof(smem.K[0]));
       const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
-      if (!BLOCK_MASK) step_scale = load_scale(K_scale, kv0 += BLOCK_KV, p.len_kv);
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
-      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[at.stage], p.len_kv);
+      kv0 = BLOCK_MASK ? smem.kv0[at.stage] : kv0 + BLOCK_KV;
       if (IN_TURN) turn.take();
       start_scores(dot, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
       if (IN_TURN) turn.pass();
+      copy_scales(K_scale, smem.K_scale[at.stage]);
       wgmma_wait_group<0>();
       wgmma_use(dot);
       wgmma_use(O_acc);
       if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
       at.advance();
       if (softmax(
-              p, state, dot, Q_factor, step_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked,
-              false))
+              p, state, dot, Q_factor, K_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked, false))
         rescale(O_acc, alpha);
     }
     if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);

@@ -62,7 +62,8 @@ struct SharedStorage {
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
   Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
-  int kv0[NUM_STAGES];  // first key of that K; not read unless BLOCK_MASK
+  int kv0[NUM_STAGES];                // first key of that K; not read unless BLOCK_MASK
+  float K_scale[NUM_STAGES][SCALES];  // of its keys
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 
@@ -147,7 +148,7 @@ __device__ __forceinline__ void start_output(
 // rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2], Factors& factor,
-    const float (&Q_factor)[2], float K_scale, int q, int kv0, int unmasked) {
+    const float (&Q_factor)[2], const float (&K_scale)[SCALES], int q, int kv0, int unmasked) {
   make_factors(factor, Q_factor, K_scale);
   tile_M[0] = tile_M[1] = NEG_INF;
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
@@ -282,14 +283,21 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       }
       // S2 load K, V
       const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
+      const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
+                             + tile.batch * quant.K_scale_stride_batch +
+                             head_kv * quant.K_scale_stride_head +
+                             first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
       for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
         // NOTE: rows that keep no key get their one step from behind the last one, of V from behind
         // all of them: zeros. What nobody wrote may be NaN, and 0 times NaN is NaN.
         const bool kept = number < keys.end;
         const int kv0 = BLOCK_MASK && !kept ? p.len_kv : keys.key(number);
         const int V_column = kept ? V_first + kv0 : BEHIND_ALL;
+        float scale[SCALES];
+        load_scales(scale, K_scale, kv0, p.len_kv);
         mbarrier_wait_parity(smem.K_empty[at.stage], at.parity ^ 1);  // this K is no longer read
         if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
+        copy_scales(smem.K_scale[at.stage], scale);
         mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]));
         for (int b = 0; b < CODE_BOXES; ++b)
           cp_async_bulk_tensor_4d(
@@ -334,16 +342,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     int32_t dot[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 32][4];
     Factors factor;
-    float tile_M[2], beta[2];
+    float K_scale[SCALES], tile_M[2], beta[2];
     const int head_kv = tile.head / (p.heads / p.heads_kv);
     const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
                            + tile.batch * quant.Q_scale_stride_batch +
                            tile.head * quant.Q_scale_stride_head +
                            first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
-    const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
-                           + tile.batch * quant.K_scale_stride_batch +
-                           head_kv * quant.K_scale_stride_head +
-                           first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -351,19 +355,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
           p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
 
     // The first scores, by themselves.
-    float step_scale = BLOCK_MASK ? 0.0f : load_scale(K_scale, kv0, p.len_kv);
     mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
-    if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage], p.len_kv);
+    if (BLOCK_MASK) kv0 = smem.kv0[K_at.stage];
     turn.take();
     start_scores(dot, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
     turn.pass();
+    copy_scales(K_scale, smem.K_scale[K_at.stage]);
     wgmma_wait_group<0>();
     wgmma_use(dot);
     if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
     V_at = K_at;
     K_at.advance();
     const bool first_masked =
-        choose_M(p, tile_M, dot, factor, Q_factor, step_scale, tile.q0 + row, kv0, unmasked);
+        choose_M(p, tile_M, dot, factor, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
     follow(state, tile_M, O_acc, beta);
     if (first_masked)
       weigh<true>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
@@ -373,19 +377,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
       const Descriptor K_rows = K_first.stage(K_at.stage, sizeof(smem.K[0]));
       const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
-      if (!BLOCK_MASK) step_scale = load_scale(K_scale, kv0 += BLOCK_KV, p.len_kv);
       mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
-      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 = smem.kv0[K_at.stage], p.len_kv);
+      kv0 = BLOCK_MASK ? smem.kv0[K_at.stage] : kv0 + BLOCK_KV;
       mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
       turn.take();
       start_scores(dot, Q_rows, K_rows);
       start_output(sum, P_frag, V_rows);
       turn.pass();
+      copy_scales(K_scale, smem.K_scale[K_at.stage]);
       wgmma_wait_group<1>();  // the scores are there: their maximum is found while P V is summed
       wgmma_use(dot);
       if (lane_id() == 0) mbarrier_arrive(smem.K_empty[K_at.stage]);
       const bool masked =
-          choose_M(p, tile_M, dot, factor, Q_factor, step_scale, tile.q0 + row, kv0, unmasked);
+          choose_M(p, tile_M, dot, factor, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
       wgmma_wait_group<0>();
       wgmma_use(sum);
       wgmma_use(P_frag);

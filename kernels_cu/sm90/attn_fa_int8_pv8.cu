@@ -216,10 +216,7 @@ __device__ __forceinline__ bool choose_M(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
     Factors& factor, int (&shift)[2], const float (&Q_factor)[2], const float (&K_scale)[SCALES],
     int q, int kv0, int unmasked, bool may_fall, bool watched) {
-#pragma unroll
-  for (int j = 0; j < SCALES; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) factor[j][h] = Q_factor[h] * K_scale[j];  // R3
+  make_factors(factor, Q_factor, K_scale);
   float m[2] = {NEG_INF, NEG_INF};
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   if (masked)
@@ -279,12 +276,10 @@ __device__ __forceinline__ void lower_output(int32_t (&O_acc)[O_COLS / 2], const
 }
 
 // O to a lower M.
-// NOTE: products, not shifts: the pipe that shifts also compares and converts, and has more to do.
 __device__ __forceinline__ void raise_output(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
-  const int times[2] = {
-      whole_to_int(power_of_two(max(shift[0], 0))), whole_to_int(power_of_two(max(shift[1], 0)))};
+  const int left[2] = {max(shift[0], 0), max(shift[1], 0)};
 #pragma unroll
-  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= times[i / 2 % 2];  // R6
+  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] <<= left[i / 2 % 2];  // R6
 }
 
 // What the whole numbers of O stand for: each times the scale of its channel and `times` of its row,
@@ -389,12 +384,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         const int kv0 =
             BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
         float scale[SCALES];
-        // NOTE: a step that may be without keys gets any scale then.
-        for (int j = 0; j < SCALES; ++j)
-          scale[j] = K_scale[min(kv0 + j * SCALE_KEYS, max(p.len_kv - 1, 0)) / GROUP_KV];
+        load_scales(scale, K_scale, kv0, p.len_kv);
         mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
         if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
-        for (int j = 0; j < SCALES; ++j) smem.K_scale[at.stage][j] = scale[j];
+        copy_scales(smem.K_scale[at.stage], scale);
         mbarrier_arrive_expect_tx(smem.full[at.stage], STEP_BYTES);
         for (int b = 0; b < CODE_BOXES; ++b)
           cp_async_bulk_tensor_4d(
@@ -435,6 +428,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     int32_t O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];       // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 32][4];
+    float K_scale[SCALES];
     Factors factor;
     int shift[2];
     const bool may_overflow = p.len_kv >= 1 << (SUM_BITS - CODE_BITS - LOWER_BITS);
@@ -452,9 +446,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K, its scales and V have arrived
       start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
       if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
-      float K_scale[SCALES];
-#pragma unroll
-      for (int j = 0; j < SCALES; ++j) K_scale[j] = smem.K_scale[at.stage][j];
+      copy_scales(K_scale, smem.K_scale[at.stage]);
       wgmma_wait_group<0>();
       wgmma_use(dot);
       const bool may_fall = step % LOWER_STEPS == 0;

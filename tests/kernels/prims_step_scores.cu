@@ -18,7 +18,10 @@ extern "C" __global__ void step_scores(
     dot[i] = X[(row + i / 2 % 2 * 8) * BLOCK_KV + i / 4 * 8 + col + i % 2];
   const float Q_factor[2] = {Q_scale[row], Q_scale[row + 8]};
   Factors factor;
-  make_factors(factor, Q_factor, load_scale(K_scale, kv0, p.len_kv));
+  float loaded[SCALES], scale[SCALES];
+  load_scales(loaded, K_scale, kv0, p.len_kv);
+  copy_scales(scale, loaded);
+  make_factors(factor, Q_factor, scale);
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 2; ++i)
     S[(row + i / 2 % 2 * 8) * BLOCK_KV + i / 4 * 8 + col + i % 2] =
