@@ -36,7 +36,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "sm90/backward_sums.cu": Tiles(64, 1, 4),
     "sm90/backward_keys_wide.cu": Tiles(64, 64, 12, 2),
     "sm90/backward_queries_wide.cu": Tiles(64, 64, 12, 2),
-    "sm90/attn_fa_int8.cu": Tiles(192, 112, 16, 3),
+    "sm90/attn_fa_int8.cu": Tiles(192, 128, 16, 3),
     "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 5),
     "sm90/attn_fa_int8_fp8.cu": Tiles(128, 192, 12, 3),
     "split/attn_fa_tc.cu": Tiles(64, 32, 4, 4),

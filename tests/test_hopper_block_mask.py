@@ -231,16 +231,21 @@ WRONG: dict[str, tuple[str, str, type[Exception]]] = {
     "the key of a step is left behind when its K may be there": (
         _LEFT + _COUNTED, _COUNTED + _LEFT, KernelFault),
 }  # fmt: skip
-_OF_A_STEP = "      if (BLOCK_MASK) step_scale = load_scale(K_scale, kv0 "
-#: The same of codes.
+#: The same of codes, and of codes of V.
 WRONG_CODES: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
-        _OF_A_STEP + "=", _OF_A_STEP + "+= BLOCK_KV + 0 *", AssertionError),
+        "kv0 = BLOCK_MASK ? smem.kv0[at.stage] : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;",
+        AssertionError),
+    "a tile without keys gets the first ones": _WITHOUT_KEYS,
+}  # fmt: skip
+WRONG_VALUES: dict[str, tuple[str, str, type[Exception]]] = {
+    "the first key of a step is counted, not read": (
+        "      if (BLOCK_MASK) kv0 = smem.kv0[at.stage];\n", "", AssertionError),
     "a tile without keys gets the first ones": _WITHOUT_KEYS,
 }  # fmt: skip
 ALL_WRONG = [
     pytest.param(rung, *one, marks=[pytest.mark.slow] if rung == PV8 else [])
-    for rung, wrong in zip(RUNGS, (WRONG, WRONG_CODES, WRONG_CODES), strict=True)
+    for rung, wrong in zip(RUNGS, (WRONG, WRONG_CODES, WRONG_VALUES), strict=True)
     for one in wrong.items()
 ]
 
@@ -288,8 +293,8 @@ def test_a_step_without_keys_reads_no_scale_behind_the_last(
         return o, lse
 
     runs.Run(rung, rung.partition("@")[2], inputs, options, z, *attend()).check()
-    checked = "constexpr bool KEYS = !WINDOW && !VARLEN && !BLOCK_MASK;"
-    instead = "constexpr bool KEYS = true;"
+    checked = "min(kv0 + j * SCALE_KEYS, max(len_kv - 1, 0))"
+    instead = "kv0 + j * SCALE_KEYS"
     put_a_line_in_place("prims/step_scores.cuh", checked, instead, tmp_path, monkeypatch)
     with pytest.raises(KernelFault, match="outside k_scale"):
         attend()

@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_scales(
     float (&scale)[SCALES], const float* K_scale, int kv0, int len_kv) {
 #pragma unroll
   for (int j = 0; j < SCALES; ++j)
-    scale[j] = K_scale[min(kv0 + j * SCALE_KEYS, max(len_kv - 1, 0)) / GROUP_KV];
+    scale[j] = K_scale[uint32_t(min(kv0 + j * SCALE_KEYS, max(len_kv - 1, 0))) / GROUP_KV];
 }
 // The producer loads them, a step or more ahead, and leaves them beside K; in a consumer every
 // product of the step would wait for them.

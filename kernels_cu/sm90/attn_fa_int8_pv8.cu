@@ -294,11 +294,10 @@ __device__ __forceinline__ void apply_scales(
     if (n % 16 == 0) asm volatile("" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int col = n * 8 + lane_id() % 4 * 2 + i;
+      const int col = min(n * 8 + lane_id() % 4 * 2 + i, HEAD_DIM - 1);
       // NOTE: a sequence without keys has neither scales nor a mean.
-      const bool there = n * 8 < HEAD_DIM && len_kv > 0;
-      const float scale = there ? V_scale[col] : 0.0f;
-      const float mean = there && V_mean ? V_mean[col] : 0.0f;
+      const float scale = len_kv > 0 ? V_scale[col] : 0.0f;
+      const float mean = len_kv > 0 && V_mean ? V_mean[col] : 0.0f;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int at = 4 * n + 2 * h + i;
