@@ -22,6 +22,7 @@ from cupyattn.plans import Plan
 from cupyattn.quant.quantizers import VALUES_PAD
 from cupyattn.request import Options, resolve
 from cupyattn.rope import Rope
+from cupyattn.stages import stages
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import (
     Arrays,
@@ -269,6 +270,17 @@ def test_no_column_past_head_dim_is_written() -> None:
 @pytest.mark.parametrize("rung", IN_TURN)
 def test_a_sequence_past_its_limit_is_cut(rung: str) -> None:
     check_that_a_sequence_past_its_limit_is_cut(rung)
+
+
+@pytest.mark.parametrize(("pv", "filled"), [("fp8", ["v_codes"]), ("int8", [])])
+def test_what_lies_between_codes_that_are_floats_is_zero(pv: Any, filled: list[str]) -> None:
+    """A step reaches past its sequence, with weights of 0: these do not silence a NaN."""
+    inputs, ends = packed(LENGTHS, 4, 2)
+    quant = QuantConfig(pv=pv, granularity_v="channel")
+    named = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "quant": quant}
+    options = Options(variant="fa_int8", arch="sm_90a", backend="interpret", **named)
+    between = stages(resolve(*inputs, options)).between
+    assert [work.name for work in between if work.zeros] == filled
 
 
 # ---- plans ---------------------------------------------------------------------------------------
