@@ -271,5 +271,5 @@ constexpr int THREADS_AT_ONCE = PREPARED ? 512 : 768;
 extern "C" __global__ __launch_bounds__(NUM_THREADS, THREADS_AT_ONCE / NUM_THREADS) void quantize(
     const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
     const __grid_constant__ QuantizeParams v) {
-  on_its_operand(blockIdx.x, q, k, v, Encode());
+  on_its_operand(q, k, v, Encode());
 }

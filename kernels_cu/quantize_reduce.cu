@@ -165,6 +165,5 @@ constexpr int BLOCKS_AT_ONCE = PREPARED && !FINDS_EXTREMA ? ceil_div(512, NUM_TH
 extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) void quantize_reduce(
     const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
     const __grid_constant__ QuantizeParams v) {
-  // From the last to the first: what is read last is what quantize.cu reads first, from L2.
-  on_its_operand(gridDim.x - 1 - blockIdx.x, q, k, v, Reduce());
+  on_its_operand(q, k, v, Reduce());
 }

@@ -39,13 +39,13 @@ struct Task {
   using Cut = Cut_;
 };
 
-// Calls run(task, parameters, which block of its operand) for the operand that block number `block`
-// works on: the first are V's, then come K's and Q's.
+// Calls run(task, parameters, which block of its operand) for the operand that this block works on:
+// the first blocks are V's, then come K's and Q's.
 // NOTE: run is an object of a class, because NVRTC 13.0 takes a generic lambda for a host function.
 template <typename Run>
 __device__ __forceinline__ void on_its_operand(
-    uint32_t block, const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v,
-    Run run) {
+    const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v, Run run) {
+  uint32_t block = blockIdx.x;
   if (block < v.blocks) return run(Task<STEP_V, CutQ, false>(), v, block);
   block -= v.blocks;
   if (block < k.blocks) return run(Task<STEP_K, CutK, PREPARED>(), k, block);
