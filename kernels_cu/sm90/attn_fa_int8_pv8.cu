@@ -13,13 +13,13 @@
 //              keys share a scale. The rest is left to the portable form. Packed sequences and
 //              block masks as in the Hopper form of fa_tc; whole numbers times codes 0 are 0, so
 //              that nothing of the next sequence has to be silenced.
-// Tried        Two warpgroups of 192 keys at head_dim 128, K of a step under way with V of the one
-//              before: 0.94 at 4,096 keys, 1.00 at 8,192, 1.02 at 16,384, with an error 4 % higher
-//              and twice the code; at head_dim 64 0.93, at 256 0.89. Without turns 0.90 at head_dim
-//              128, 0.94 at 256; with turns 0.96 at 64. P V of the first half of the keys under way
-//              during the exponentials of the second 0.94; 96 keys 0.79. Integers to floats before
-//              the exponentials 0.92. M may fall every fourth step: 1.015, but the error grows by
-//              7 %. (experiments/results/NOTES.md)
+// Tried        At 4,096 and 16,384 keys, head_dim 128: two warpgroups of 192 keys, K of a step under
+//              way with V of the one before, 0.95 and 0.99; three of 96 keys so 0.89; P V of the first
+//              half of the keys, and the next scores of that half, under way during the exponentials
+//              of the second 0.87 and 0.86; no turns 0.96, and with turns 0.97 at head_dim 64; turns
+//              that begin before the shifts 0.88, that end before the exponentials do 0.94; scales of
+//              K loaded by those who need them 0.97; M may fall every fourth step: 1.01, but the error
+//              grows by 3 %. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
 //              the channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
