@@ -190,7 +190,7 @@ def _quantising_stages(
     found = parts(quant, tiles, operands, packed, prepares_of(request.preparation))
     call = replace(call, rope="", rope_offset_q=0, qk_norm=False)
     first = plan_quantize(call.dtype, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
-    # No launch makes the mean of no keys, nor what lies between the codes of packed sequences, which
+    # No launch makes the mean of no keys, nor what lies between codes of packed sequences, which
     # meets weights of 0: among floats it may be NaN. Given scales lie elsewhere.
     filled = {f"{name}_mean" for name, part in found.items() if not all(part.x.shape)}
     filled |= {"v_codes"} if call.packed and quant.value_p_type == "e4m3" else set()
