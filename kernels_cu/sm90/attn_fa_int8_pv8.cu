@@ -13,13 +13,13 @@
 //              keys share a scale. The rest is left to the portable form. Packed sequences and
 //              block masks as in the Hopper form of fa_tc; whole numbers times codes 0 are 0, so
 //              that nothing of the next sequence has to be silenced.
-// Tried        At 4,096 and 16,384 keys, head_dim 128: two warpgroups of 192 keys, K of a step under
-//              way with V of the one before, 0.95 and 0.99; three of 96 keys so 0.89; P V of the first
-//              half of the keys, and the next scores of that half, under way during the exponentials
-//              of the second 0.87 and 0.86; no turns 0.96, and with turns 0.97 at head_dim 64; turns
-//              that begin before the shifts 0.88, that end before the exponentials do 0.94; scales of
-//              K loaded by those who need them 0.97; M may fall every fourth step: 1.01, but the error
-//              grows by 3 %. (experiments/results/NOTES.md)
+// Tried        At 4,096 and 16,384 keys, head_dim 128: two warpgroups of 192 keys, K of a step
+//              under way with V of the one before, 0.95 and 0.99; three of 96 keys so 0.89; P V of
+//              the first half of the keys, and the next scores of that half, under way during the
+//              exponentials of the second 0.87 and 0.86; no turns 0.96, and with turns 0.97 at
+//              head_dim 64; turns that begin before the shifts 0.88, that end before the
+//              exponentials do 0.94; scales of K loaded by those who need them 0.97; M may fall
+//              every fourth step: 1.01, but the error grows by 3 %. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
 //              the channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
@@ -172,8 +172,8 @@ struct ShiftState {
   __device__ __forceinline__ ShiftState()
       : M(-0x1p127f), highest(-0x1p127f), l(0.0f), exact_l(0.0f) {}
 
-  // From now on M stays so high that all of l, as it is, is below a quarter of its range: what comes
-  // until the next time is less than the rest.
+  // From now on M stays so high that all of l, as it is, is below a quarter of its range: what
+  // comes until the next time is less than the rest.
   __device__ __forceinline__ void keep_in_range() {
     const int least_rise = exponent_of(shfl_sum<4>(l)) + 3 - SUM_BITS;
     highest = fmaxf(highest, M + float(least_rise + LOWER_BITS));
@@ -282,16 +282,14 @@ __device__ __forceinline__ void raise_output(int32_t (&O_acc)[O_COLS / 2], const
   for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] <<= left[i / 2 % 2];  // R6
 }
 
-// What the whole numbers of O stand for: each times the scale of its channel and `times` of its row,
-// plus the mean of the channel, `means` times. A row without keys is 0.
+// What the whole numbers of O stand for: each times the scale of its channel and `times` of its
+// row, plus the mean of the channel, `means` times. A row without keys is 0.
 __device__ __forceinline__ void apply_scales(
     float (&O)[O_COLS / 2], const int32_t (&O_acc)[O_COLS / 2], const ShiftState (&state)[2],
     const float* V_scale, const float* V_mean, const float (&times)[2], const float (&means)[2],
     int len_kv) {
 #pragma unroll
-  for (int n = 0; n < O_COLS / 8; ++n) {
-    // NOTE: of 128 columns at a time, which the registers of the scores have room for.
-    if (n % 16 == 0) asm volatile("" ::: "memory");
+  for (int n = 0; n < O_COLS / 8; ++n)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int col = min(n * 8 + lane_id() % 4 * 2 + i, HEAD_DIM - 1);
@@ -305,7 +303,6 @@ __device__ __forceinline__ void apply_scales(
         O[at] = state[h].l == 0.0f ? 0.0f : value;
       }
     }
-  }
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
