@@ -27,6 +27,7 @@ def arguments(place: tuple[int, int], group: int) -> Callable[[], Arguments]:
             "Q_scale": rng().uniform(0.5, 2, ROWS).astype(np.float32), "K_scale": scales,
             "S": np.zeros((ROWS, KEYS), np.float32),
             "largest": np.zeros((max(1, KEYS // group), 2, 32), np.int32),
+            "top": np.zeros((2, 32), np.float32),
         }  # fmt: skip
 
     return made
@@ -43,7 +44,9 @@ def expected(group: int, causal: bool, window: bool) -> Callable[..., dict[str, 
         scores = np.where(may, X.astype(np.float32) * factor, np.float32(-np.inf))
         # By scale, row of a lane, lane: a lane has two of every eight keys.
         parts = X.reshape(2, 8, max(1, KEYS // group), -1, 4, 2).max(axis=(3, 5))
-        return {"S": scores, "largest": parts.transpose(2, 0, 1, 3).reshape(-1, 2, 32)}
+        largest = parts.transpose(2, 0, 1, 3).reshape(-1, 2, 32)
+        top = scores.reshape(2, 8, -1, 4, 2).max(axis=(2, 4)).reshape(2, 32)
+        return {"S": scores, "largest": largest, "top": top}
 
     return written
 

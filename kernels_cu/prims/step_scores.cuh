@@ -54,13 +54,36 @@ __device__ __forceinline__ float masked_score(
                                       : NEG_INF;  // R3
 }
 
-// The largest integers of each row where none is masked: among integers, two comparisons are one
-// instruction.
+// The largest integers of each row, NO_KEY where all are masked: among integers, two comparisons are
+// one instruction, and products with a factor keep their order.
+constexpr int NO_KEY = -0x7fffffff - 1;  // less than any integer of Q K^T
+template <bool MASKED>
 __device__ __forceinline__ void largest_dots(
-    const int32_t (&dot)[BLOCK_KV / 2], int (&largest)[SCALES][2]) {
+    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], int (&largest)[SCALES][2], int q,
+    int kv0) {
+  auto admitted_dot = [&](int i) {
+    return !MASKED || admitted_score(p, i, q, kv0) ? dot[i] : NO_KEY;
+  };
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 2; i += 2) {
     int& x = largest[i / PART][i / 2 % 2];
-    x = i % PART < 4 ? max(dot[i], dot[i + 1]) : max(max(dot[i], dot[i + 1]), x);
+    const int pair = max(admitted_dot(i), admitted_dot(i + 1));
+    x = i % PART < 4 ? pair : max(pair, x);
   }
+}
+
+// The largest scores of a lane's two rows, -inf where all are masked.
+template <bool MASKED>
+__device__ __forceinline__ void largest_scores(
+    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, float (&m)[2],
+    int q, int kv0) {
+  int largest[SCALES][2];
+  largest_dots<MASKED>(p, dot, largest, q, kv0);
+  m[0] = m[1] = NEG_INF;
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (!MASKED || largest[j][h] != NO_KEY)
+        m[h] = fmaxf(m[h], float(largest[j][h]) * factor[j][h]);  // R3
 }

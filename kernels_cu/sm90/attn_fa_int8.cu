@@ -204,10 +204,8 @@ __device__ __forceinline__ bool softmax(
   // step has 16 moves.
   wgmma_use(P_frag);
   if (!weighed) {
-    float m[2] = {NEG_INF, NEG_INF};
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i)
-      m[i / 2 % 2] = fmaxf(m[i / 2 % 2], masked_score(p, dot, factor, i, q, kv0));
+    float m[2];
+    largest_scores<true>(p, dot, factor, m, q, kv0);
     // NOTE: without a key so far the difference is NaN.
     const bool stays = masked && __all_sync(FULL_WARP, m[0] - M[0] <= 2 && m[1] - M[1] <= 2);
     if (rises || !stays) {
@@ -369,6 +367,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       Q_factor[h] =
           p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
 
+    // The last steps of a causal tile are for rows of the other warpgroups.
+    constexpr bool SOME_STEPS = CAUSAL && !VARLEN && !BLOCK_MASK;
+    const int own_keys = kv_end(p, tile.q0 + row0, 64) - kv0;
+    const int steps =
+        SOME_STEPS ? min(max(1, ceil_div(own_keys, BLOCK_KV)), tile.steps) : tile.steps;
+
     // The first scores, by themselves.
     mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K has arrived
     if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
@@ -382,7 +386,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     at.advance();
     softmax(p, state, dot, Q_factor, K_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked, true);
 
-    for (int step = 1; step < tile.steps; ++step) {  // K of this step, V of the one before
+    for (int step = 1; step < steps; ++step) {  // K of this step, V of the one before
       const Descriptor K_rows = K_first.stage(at.stage, sizeof(smem.K[0]));
       const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
@@ -415,6 +419,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     wgmma_use(O_acc);
     if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
     at.advance();
+    for (int step = steps; SOME_STEPS && step < tile.steps; ++step) {
+      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // or an arrival would count before
+      if (IN_TURN) turn.take(), turn.pass();
+      if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+      at.advance();
+    }
 
     // S6 store
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]

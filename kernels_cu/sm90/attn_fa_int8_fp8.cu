@@ -161,7 +161,7 @@ __device__ __forceinline__ bool choose_M(
     }
   } else {
     int largest[SCALES][2];
-    largest_dots(dot, largest);
+    largest_dots<false>(p, dot, largest, q, kv0);
 #pragma unroll
     for (int j = 0; j < SCALES; ++j)
 #pragma unroll

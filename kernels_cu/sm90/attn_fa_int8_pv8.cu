@@ -198,17 +198,6 @@ struct ShiftState {
   __device__ __forceinline__ float lse() const { return (M + log2f(exact_l)) * LN2; }
 };
 
-// The largest score of each row where none is masked.
-__device__ __forceinline__ void largest_scores(
-    const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, float (&m)[2]) {
-  int largest[SCALES][2];
-  largest_dots(dot, largest);
-#pragma unroll
-  for (int j = 0; j < SCALES; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], float(largest[j][h]) * factor[j][h]);
-}
-
 // S4 softmax, its first half: M of the largest score of each row. Returns whether scores are
 // masked; `factor` is that of those that are not, `shift` what ShiftState::advance returns. `q` is
 // the first of this lane's two rows, the other is q + 8.
@@ -217,14 +206,12 @@ __device__ __forceinline__ bool choose_M(
     Factors& factor, int (&shift)[2], const float (&Q_factor)[2], const float (&K_scale)[SCALES],
     int q, int kv0, int unmasked, bool may_fall, bool watched) {
   make_factors(factor, Q_factor, K_scale);
-  float m[2] = {NEG_INF, NEG_INF};
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+  float m[2];
   if (masked)
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i)
-      m[i / 2 % 2] = fmaxf(m[i / 2 % 2], masked_score(p, dot, factor, i, q, kv0));
+    largest_scores<true>(p, dot, factor, m, q, kv0);
   else
-    largest_scores(dot, factor, m);
+    largest_scores<false>(p, dot, factor, m, q, kv0);
   m[0] = shfl_max<4>(m[0]), m[1] = shfl_max<4>(m[1]);
   if (watched) state[0].keep_in_range(), state[1].keep_in_range();
 #pragma unroll
@@ -419,6 +406,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const auto& p = of_sequences<int8_t, int8_t>(call, tile);
     int kv0 = first_key(p, tile.q0) + tile.first * BLOCK_KV;
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
+    const int own_end = kv_end(p, tile.q0 + row0, 64);  // of the keys of this warpgroup's rows
     const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_BYTES]));
     ShiftState state[2];             // of row and row + 8
     int32_t O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
@@ -440,8 +428,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
 
     for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV) {
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K, its scales and V have arrived
-      start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
       if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
+      if (CAUSAL && kv0 >= own_end) {  // the last steps are for rows of the other warpgroups
+        if (IN_TURN) turn.take(), turn.pass();
+        if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+        at.advance();
+        continue;
+      }
+      start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
       copy_scales(K_scale, smem.K_scale[at.stage]);
       wgmma_wait_group<0>();
       wgmma_use(dot);

@@ -10,7 +10,8 @@ extern "C" __global__ void step_scores(
     const float* Q_scale,  // [ROWS]
     const float* K_scale,  // [ceil(len_kv / GROUP_KV)]
     float* S,              // [ROWS, BLOCK_KV]
-    int32_t* largest) {    // [SCALES, 2, 32], of what a lane has
+    int32_t* largest,      // [SCALES, 2, 32], of what a lane has
+    float* top) {          // [2, 32], of its scores that are not masked
   const int row = lane_id() / 4, col = lane_id() % 4 * 2, q = place[0] + row, kv0 = place[1];
   int32_t dot[BLOCK_KV / 2];
 #pragma unroll
@@ -27,7 +28,11 @@ extern "C" __global__ void step_scores(
     S[(row + i / 2 % 2 * 8) * BLOCK_KV + i / 4 * 8 + col + i % 2] =
         masked_score(p, dot, factor, i, q, kv0);
   int most[SCALES][2];
-  largest_dots(dot, most);
+  largest_dots<false>(p, dot, most, q, kv0);
+  float m[2];
+  largest_scores<true>(p, dot, factor, m, q, kv0);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) top[h * WARP_SIZE + lane_id()] = m[h];
 #pragma unroll
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
