@@ -54,8 +54,8 @@ __device__ __forceinline__ float masked_score(
                                       : NEG_INF;  // R3
 }
 
-// The largest integers of each row, NO_KEY where all are masked: among integers, two comparisons are
-// one instruction, and products with a factor keep their order.
+// The largest integers of each row, NO_KEY where all are masked: among integers, two comparisons
+// are one instruction, and products with a factor keep their order.
 constexpr int NO_KEY = -0x7fffffff - 1;  // less than any integer of Q K^T
 template <bool MASKED>
 __device__ __forceinline__ void largest_dots(
