@@ -454,6 +454,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       start_output(O_acc, P_frag, V_first.stage(at.stage, sizeof(smem.V[0])));
       wgmma_wait_group<0>();
       wgmma_use(O_acc);
+      wgmma_use(P_frag);
       if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
       at.advance();
     }
