@@ -210,13 +210,6 @@ class QuantConfig:
         return "portable" if self.pv == "16bit" else "pv8"
 
     @property
-    def hopper_form(self) -> str:
-        """The same on Hopper, where codes of V have one scale for a channel: else as elsewhere."""
-        if self.form == "pv8" and self.granularity_v == "channel" and self.p_type == "u8":
-            return "sm90_pv8"
-        return "sm90" if self.form == "portable" else self.form
-
-    @property
     def value_p_type(self) -> str:
         """Type of the codes of P where V is codes, as `Features` has it; "" where it is not."""
         return str(self.p_type) if self.form == "pv8" else ""

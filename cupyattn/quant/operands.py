@@ -316,7 +316,10 @@ def scale_tiles(
     """
     form = quant.form
     if arch == "sm_90a" and "sm90" in variant.forms:
-        form = quant.hopper_form
+        if form == "portable":
+            form = "sm90"
+        elif quant.granularity_v == "channel" and quant.value_p_type == "u8":
+            form = "sm90_pv8"
     return variant.default_tiles(head_dim, form)
 
 
