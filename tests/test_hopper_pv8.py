@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference import attention_mirror
 from cupyattn.registry import lookup
 from tests import hopper_pv8_cases as cases
+from tests.fault_patches import put_a_line_in_place
 from tests.runs import bits, normal
 
 LN2 = math.log(2.0)
@@ -94,6 +96,30 @@ def test_whole_numbers_come_out_as_the_mirror_has_them(len_kv: int) -> None:
     expected, expected_lse = on_mirror(z, scale=LN2)
     assert bits(o) == bits(expected)
     assert np.abs(lse - expected_lse).max() <= 2.0**-20
+
+
+#: Sums that reach a quarter of their range once M has fallen: it rises again without a maximum.
+WATCHED: dict[str, Any] = {"len_kv": 30 * cases.BLOCK_KV, "levels": (8,) * 21 + (3,) * 6 + (0,) * 3}
+
+
+@pytest.mark.slow
+def test_sums_are_watched_as_the_mirror_watches_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every bit is known; of a kernel that watches nothing, others come out."""
+    z = cases.exact(np.asarray, cases.up_and_down(**WATCHED))
+    given: dict[str, Any] = {"scale": LN2, "causal": True}  # whose tiles are not cut
+    expected, _, steps = on_mirror(z, trace=True, **given)
+    rises = [i for i, step in enumerate(steps) if i and (np.log2(step.alpha) < 0).any()]
+    assert BY.guards(WATCHED["len_kv"]) and rises == [3 * BY.watch_steps]
+
+    def attend() -> Any:
+        return attention(z, arch="sm_90a", backend="interpret", **given)
+
+    assert bits(attend()) == bits(expected)
+    watches = "may_overflow && step % WATCH_STEPS == 0"
+    put_a_line_in_place("sm90/attn_fa_int8_pv8.cu", watches, "false", tmp_path, monkeypatch)
+    assert bits(attend()) != bits(expected)
 
 
 @pytest.mark.slow
