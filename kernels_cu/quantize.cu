@@ -7,8 +7,9 @@
 //              A block takes some rows of one operand: LANES neighbouring lanes share a row, a warp
 //              takes a few rows at a time, and rows meet their group in shared memory, at any
 //              granularity. One launch for all operands: the end of one is the beginning of the
-//              next, and no block waits.
-// Before it    quantize_reduce.cu, where codes depend on rows that a block does not see
+//              next. What codes need of a whole head, its mean or its ends, blocks of the same
+//              launch have added up a little before, so that the second read is of the L2 cache.
+// Before it    quantize_reduce.cu, where groups span blocks without being a head
 // Steps        ROWS      codes of whole groups of rows
 //              CODES     codes with scales that are given or were found before
 //              VALUES    codes of V, one scale for each channel of GROUP_V rows, transposed: so
@@ -24,7 +25,7 @@
 //              then waits for the first loads before it issues the last (seen in the machine code).
 //              Coding the floats that the maxima were taken of: kept over two barriers, twice as
 //              many as the words that they come from, those of bfloat16 spill.
-#include "prims/quantize_rows.cuh"
+#include "prims/quantize_turns.cuh"
 
 // Blocks hold whole groups.
 template <typename Cut>
@@ -44,18 +45,17 @@ __device__ __forceinline__ void quantize_rows(const QuantizeParams& p, uint32_t 
   rows.begin(mean, p, at);
   rows.raise(absmax);
   __syncthreads();  // every row of a group has added its maximum before the scale is made of it
+  const Place here = again(p, block, Cut::ROWS);
 #pragma unroll 1
   for (int g = thread_id(); g < Cut::GROUPS; g += NUM_THREADS) {
     const float scale = coding[g].make(&absmax[g * SIDES]);  // R1
-    if (g * Cut::GROUP >= at.rows) continue;
-    const int64_t index = at.first_scale<Cut::GROUP>(p) + g;
+    if (g * Cut::GROUP >= here.rows) continue;
+    const int64_t index = here.first_scale<Cut::GROUP>(p) + g;
     p.scale[index] = scale;
     if constexpr (ZERO_POINTS) p.zero[index] = coding[g].zero;
   }
   __syncthreads();  // the inverses are there before a row is coded with them
-  rows.store(p, at, [&](int row) {
-    return [own = coding[uint32_t(row) / Cut::GROUP]](float x) { return own.code(x); };  // R1
-  });
+  rows.template store<false>(p, here, coding);
 }
 
 // Scales are given, or follow from maxima of groups or from the extrema of whole heads.
@@ -78,7 +78,11 @@ __device__ __forceinline__ void encode_rows(const QuantizeParams& p, uint32_t bl
     __syncthreads();  // every channel has added its maximum
   }
 #pragma unroll 1
-  for (int g = thread_id(); g < Cut::GROUPS && g * Cut::GROUP < at.rows; g += NUM_THREADS) {
+  for (int g = thread_id(); g < Cut::GROUPS; g += NUM_THREADS) {
+    if (g * Cut::GROUP >= at.rows) {
+      coding[g] = {};
+      continue;
+    }
     const int64_t index = at.first_scale<Cut::GROUP>(p) + g;
     float scale;
     if (p.static_scale == nullptr) {
@@ -102,9 +106,7 @@ __device__ __forceinline__ void encode_rows(const QuantizeParams& p, uint32_t bl
         st_relaxed_gpu(
             &p.scale[at.first_scale<Cut::GROUP>(p) + row_of(pass) / Cut::GROUP], NOT_A_NUMBER);
     }
-  rows.store(p, at, [&](int row) {
-    return [own = coding[uint32_t(row) / Cut::GROUP]](float x) { return own.saturated(x); };  // R1
-  });
+  rows.template store<true>(p, at, coding);
 }
 
 // ---- V ------------------------------------------------------------------------------------------
@@ -119,9 +121,18 @@ constexpr bool VALUES_ARE_FLOATS = P_TYPE == PType::E4M3;
 constexpr bool VALUE_ZEROS = ZERO_POINTS && !VALUES_ARE_FLOATS;
 using ValueCoding = CodingWith<VALUE_ZEROS>;
 using ValueReach = ReachWith<VALUE_ZEROS>;
-__device__ __forceinline__ int value_code(float x, const ValueCoding& coding) {
-  if constexpr (VALUES_ARE_FLOATS) return code_e4m3(x, coding.inverse);
-  return coding.code(x);
+// Of four neighbours, the first lowest.
+__device__ __forceinline__ uint32_t value_codes(const float (&x)[4], const ValueCoding& coding) {
+  if constexpr (VALUES_ARE_FLOATS || VALUE_ZEROS) {
+    int c[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      c[i] = VALUES_ARE_FLOATS ? code_e4m3(x[i], coding.inverse) : coding.code(x[i]);
+    return pack_s8x4(c[0], c[1], c[2], c[3]);
+  } else {
+    return pack_s8(
+        coding.scaled(x[0]), coding.scaled(x[1]), coding.scaled(x[2]), coding.scaled(x[3]));
+  }
 }
 
 // A lane takes the keys whose codes are neighbours in their channel, four of them, a word: key
@@ -138,6 +149,13 @@ constexpr int COL_PARTS = ceil_div(HEAD_DIM, BLOCK_COLS);
 constexpr bool WHOLE_COLS = HEAD_DIM % BLOCK_COLS == 0 && BLOCK_COLS % NUM_WARPS == 0;
 constexpr int WORDS_PER_PASS = NUM_THREADS / VALUE_LANES;
 constexpr int WORD_PASSES = ceil_div(WORDS, WORDS_PER_PASS);
+// Passes, and lanes of a warp, whose words belong to one group.
+constexpr int GROUP_WORDS = VALUE_GROUP / 4;
+constexpr int PASSES_TOGETHER = GROUP_WORDS > WORDS_PER_PASS ? GROUP_WORDS / WORDS_PER_PASS : 1;
+constexpr int LANES_TOGETHER = WARP_SIZE / VALUE_LANES <= GROUP_WORDS ? WARP_SIZE : VALUE_LANES;
+__device__ __forceinline__ uint32_t group_of(uint32_t word) {
+  return VALUE_GROUPS == 1 ? 0 : word / GROUP_WORDS;
+}
 // Column j of the VEC of a lane. In memory that lanes share, columns whose turn comes together lie
 // side by side.
 __device__ __forceinline__ uint32_t slot_of(uint32_t lane, uint32_t j) {
@@ -149,7 +167,7 @@ __device__ __forceinline__ uint32_t tile_index(uint32_t lane, uint32_t j, uint32
 }
 
 __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_t block) {
-  __shared__ uint32_t tile[BLOCK_COLS * WORDS];  // [BLOCK_COLS, WORDS] of four codes
+  uint32_t* tile = shared_space();  // [BLOCK_COLS, WORDS] of four codes
   __shared__ uint32_t reach[VALUE_GROUPS][ValueReach::SIDES][BLOCK_COLS];
   __shared__ ValueCoding coding[VALUE_GROUPS][BLOCK_COLS];
   __shared__ float mean[BLOCK_COLS];
@@ -196,15 +214,22 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
 
   if constexpr (WHOLE_VALUE_GROUPS) {
 #pragma unroll
-    for (int pass = 0; pass < WORD_PASSES; ++pass) {
-      const uint32_t word = word0 + pass * WORDS_PER_PASS;
-      if (!in_row || word >= WORDS) continue;
+    for (int pass0 = 0; pass0 < WORD_PASSES; pass0 += PASSES_TOGETHER) {
+      Ends<elem_t, VEC> ends(x[pass0][0]);  // a column reaches furthest from its mean there
+#pragma unroll
+      for (int pass = pass0; pass < min(WORD_PASSES, pass0 + PASSES_TOGETHER); ++pass)
+#pragma unroll
+        for (int i = pass == pass0; i < 4; ++i) ends.admit(x[pass][i]);
+#pragma unroll
+      for (int offset = VALUE_LANES; offset < LANES_TOGETHER; offset *= 2) ends.admit_lane(offset);
+      const uint32_t word = word0 + pass0 * WORDS_PER_PASS;
+      if (!in_row || word >= WORDS || lane_id() % LANES_TOGETHER >= VALUE_LANES) continue;
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
         ValueReach found = {};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) found.admit(__fsub_rn(x[pass][i].element(j), shift[j]));  // R0
-        found.raise(&reach[word * 4 / VALUE_GROUP][0][slot_of(lane, j)], BLOCK_COLS);
+        found.admit(__fsub_rn(ends.least.element(j), shift[j]));  // R0
+        found.admit(__fsub_rn(ends.most.element(j), shift[j]));
+        found.raise(&reach[group_of(word)][0][slot_of(lane, j)], BLOCK_COLS);
       }
     }
     __syncthreads();  // every lane has added its maxima before scales are made of them
@@ -235,14 +260,13 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
     for (int i = 0; i < 4; ++i) present |= key_of(word, i) < at.rows ? 0xffu << 8 * i : 0;
     ValueCoding own[VEC];
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) own[j] = coding[word * 4 / VALUE_GROUP][slot_of(lane, j)];
+    for (int j = 0; j < VEC; ++j) own[j] = coding[group_of(word)][slot_of(lane, j)];
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
-      int c[4];
+      float of_key[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        c[i] = value_code(__fsub_rn(x[pass][i].element(j), shift[j]), own[j]);  // R0, R1
-      tile[tile_index(lane, j, word)] = pack_s8x4(c[0], c[1], c[2], c[3]) & present;
+      for (int i = 0; i < 4; ++i) of_key[i] = __fsub_rn(x[pass][i].element(j), shift[j]);  // R0
+      tile[tile_index(lane, j, word)] = value_codes(of_key, own[j]) & present;             // R1
     }
   }
   __syncthreads();  // the codes are there before they leave channel by channel
@@ -266,10 +290,19 @@ struct Encode {
 };
 
 // Threads of a multiprocessor: rows that are prepared are floats for a while, and take registers.
-constexpr int THREADS_AT_ONCE = PREPARED ? 512 : 768;
+template <Step STEP, typename Cut>
+__host__ __device__ constexpr bool holds_more() {
+  if constexpr (STEP == Step::ROWS || STEP == Step::CODES) return Cut::REGISTERS > 32;
+  return false;
+}
+constexpr int THREADS_AT_ONCE =
+    PREPARED || holds_more<STEP_Q, CutQ>() || holds_more<STEP_K, CutK>() ? 512 : 768;
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, THREADS_AT_ONCE / NUM_THREADS) void quantize(
     const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
-    const __grid_constant__ QuantizeParams v) {
-  on_its_operand(q, k, v, Encode());
+    const __grid_constant__ QuantizeParams v, const __grid_constant__ TurnParams turn) {
+  if constexpr (SUMS_FIRST)
+    in_turn(q, k, v, turn, Encode());
+  else
+    on_its_operand(q, k, v, Encode());
 }

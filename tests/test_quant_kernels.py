@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from cupyattn.quant import GROUP_ALL, QuantConfig
 from cupyattn.quant.plan import (
     QUANTIZE_PARAMS,
     STEPS,
+    TURN_PARAMS,
     Part,
     block_rows,
     parts,
@@ -62,23 +64,24 @@ def of_v(dtype: str, head_dim: int, group: int, p_type: str = "u8", **options: b
 
 def test_params_are_the_struct_of_the_header(tmp_path: Path) -> None:
     check_struct(QUANTIZE_PARAMS, "prims/quant.cuh", "QuantizeParams", tmp_path)
+    check_struct(TURN_PARAMS, "prims/quantize_turns.cuh", "TurnParams", tmp_path)
 
 
 def test_params_pack() -> None:
     plan = of_k("float16", 64, 16, smooth=True)
-    reduce, encode = plan.launches
-    assert [pack(*params, {})["blocks"][0] for params in (reduce.params[0], encode.params[2])] == [
-        0,
-        0,
-    ]
-    names = ("", "_codes", "_scale", "_partial_sum", "_mean")
+    (encode,) = plan.launches
+    assert [pack(*encode.params[i], {})["blocks"][0] for i in (0, 2)] == [0, 0]
+    names = ("", "_codes", "_scale", "_partial_sum", "_mean", "_summed_slices")
     addresses = {f"k{name}": 1000 + i for i, name in enumerate(names)}
     packed = pack(*encode.params[1], addresses)[0]
     assert packed["X"] == 1000 and packed["partial_sum"] == 1003 and packed["mean"] == 1004
+    assert packed["summed_slices"] == 1005
     assert packed["static_scale"] == packed["absmax"] == packed["extrema"] == 0  # null
     assert packed["X_stride"].tolist() == [3 * 300 * 64, 300 * 64, 64]
     assert (packed["scale_stride_batch"], packed["scale_stride_head"]) == (3 * 19, 19)
-    assert packed["blocks"] == encode.grid
+    turn = pack(*encode.params[3], {"next_piece": 1006})[0]
+    assert turn["next"] == 1006 and turn["rounds"] == 2 * 3
+    assert encode.grid == (turn["rounds"] + turn["lag"]) * (packed["blocks"] + packed["first_blocks"])
 
 
 def test_steps_are_those_of_the_header() -> None:
@@ -94,13 +97,14 @@ def test_steps_are_those_of_the_header() -> None:
     st.one_of(st.sampled_from((*GROUPS, 48, 112, 256, 4096)), st.integers(1, 300)),
     st.integers(1, 256),
     st.sampled_from((2, 4)),
-    st.sampled_from((8, 16)),
+    st.sampled_from(((8, 32), (8, 64), (16, 32))),
 )
-def test_blocks_hold_whole_groups_or_divide_one(group, head_dim, itemsize, num_warps) -> None:
+def test_blocks_hold_whole_groups_or_divide_one(group, head_dim, itemsize, block) -> None:
+    num_warps, registers = block
     for vec in (v for v in (1, 2, 4, 8) if head_dim % v == 0 and v * itemsize <= 16):
-        rows = block_rows(group, head_dim, itemsize, vec, num_warps)
+        rows = block_rows(group, head_dim, itemsize, vec, num_warps, registers)
         assert rows % group == 0 or group % rows == 0
-        assert rows * head_dim * itemsize <= 128 * 32 * num_warps  # 32 registers of every thread
+        assert rows * head_dim * itemsize <= 4 * 32 * registers * num_warps
         if group <= 16:
             assert rows % group == 0  # what the default granularities need is read once
         columns = value_columns(head_dim, itemsize, vec, num_warps)
@@ -122,7 +126,10 @@ def test_launches_of_each_kind() -> None:
         of_k("float16", 64, 1, smooth=True), of_k("float16", 64, GROUP_ALL, smooth=True),
         of_k("float16", 64, GROUP_ALL, per_tensor=True), of_v("float16", 64, GROUP_ALL),
     ):  # fmt: skip
-        assert entries(plan) == ["quantize_reduce", "quantize"]
+        assert entries(plan)[-1] == "quantize"
+    assert entries(of_k("float16", 64, 1, smooth=True)) == ["quantize"]
+    assert entries(of_k("float16", 64, GROUP_ALL, smooth=True)) == ["quantize"]
+    assert entries(of_k("float16", 64, GROUP_ALL, per_tensor=True)) == ["quantize_reduce", "quantize"]
     assert steps(of_k("float16", 64, GROUP_ALL, smooth=True)) == "k: extrema, then codes"
     assert steps(of_k("float16", 64, 16, static=True)) == "k: codes"
     assert steps(of_v("float16", 64, 64)) == "v: values"
@@ -132,17 +139,14 @@ def test_launches_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
-def test_q_k_and_v_take_two_launches_by_default(head_dim: int) -> None:
+def test_q_k_and_v_take_one_launch_by_default(head_dim: int) -> None:
     for quant in (
         QuantConfig(), QuantConfig(pv="int8"), QuantConfig(pv="fp8", symmetric=False),
         QuantConfig("head", "head", "channel", pv="int8"), QuantConfig("block", "block"),
         QuantConfig("token", "token", symmetric=False, pv="int8"),
     ):  # fmt: skip
         plan, found = of_call(quant, (1, 4, 5000, head_dim), (1, 2, 7000, head_dim))
-        assert entries(plan) == ["quantize_reduce", "quantize"], quant
-        for launch in plan.launches:
-            structs = [pack(*params, defaultdict(int))[0] for params in launch.params]
-            assert sum(x["blocks"] for x in structs) == launch.grid
+        assert entries(plan) == ["quantize"], quant
         assert len(found) == 3 if quant.pv != "16bit" else 2
     alone = QuantConfig(smooth_k=False)
     assert entries(of_call(alone, (1, 4, 50, head_dim), (1, 2, 7000, head_dim))[0]) == ["quantize"]
@@ -156,7 +160,7 @@ def of_call(quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], dtype: s
 
 
 def test_memory_is_what_the_formula_says() -> None:
-    """Codes, padded for V, scales and means; and sums of slices, at most 64 to a head."""
+    """Codes, padded for V, scales and means; and sums of slices, at most 64 to a head, counted."""
     batch, heads, kv_heads, len_q, len_kv, d = 2, 6, 3, 1000, 2001, 64
     quant = QuantConfig(pv="int8")
     plan, found = of_call(quant, (batch, heads, len_q, d), (batch, kv_heads, len_kv, d))
@@ -176,6 +180,7 @@ def test_memory_is_what_the_formula_says() -> None:
     splits = -(-len_kv // 256)  # 44 would fit, but none is shorter than the rows of a block
     assert {w.name: w.nbytes for w in plan.workspace} == {
         "k_partial_sum": 4 * kv * splits * d, "v_partial_sum": 4 * kv * splits * d,
+        "k_summed_slices": 4 * kv, "v_summed_slices": 4 * kv, "next_piece": 4,
     }  # fmt: skip
 
 
@@ -189,22 +194,62 @@ def test_slices_fill_the_device_and_cover_every_row(heads: int, length: int) -> 
     _, params = plan.launches[0].params[1]
     splits, rows = params["splits"], params["split_rows"]
     assert (splits - 1) * rows < length <= splits * rows and rows % 128 == 0
-    assert splits <= 64 and plan.launches[0].grid == heads * splits
+    assert splits <= 64 and params["first_blocks"] == splits
     if length > 1000:
         assert heads * splits >= min(220, 64 * heads)
+
+
+def pieces_of(plan: Plan) -> Iterator[tuple[str, str, int]]:
+    """Yield (what is done, operand, block of it) of the blocks of a launch, in their order."""
+    (launch,) = plan.launches
+    turn = launch.params[3][1]
+    operands = [(name, launch.params["qkv".index(name)][1]) for name in "vkq"]
+    operands = [(name, params) for name, params in operands if params]
+    pieces = 0
+    for round_ in range(turn["rounds"] + turn["lag"]):
+        for name, params in operands:
+            first, blocks = params["first_blocks"], params["blocks"]
+            if round_ < turn["rounds"]:
+                yield from (("sum", name, round_ * first + i) for i in range(first))
+            head = round_ - (turn["lag"] if first else 0)
+            if 0 <= head < turn["rounds"]:
+                yield from (("code", name, head * blocks + i) for i in range(blocks))
+            pieces += first + blocks
+    assert pieces == launch.grid
+
+
+@pytest.mark.parametrize(("len_q", "len_kv"), [(5000, 7000), (300, 40_000), (1, 1), (20_000, 128)])
+@pytest.mark.parametrize("pv", ["16bit", "int8"])
+def test_every_piece_of_work_is_done_once_and_waits_for_earlier_ones(len_q, len_kv, pv) -> None:
+    quant = QuantConfig(pv=pv)
+    plan, found = of_call(quant, (2, 6, len_q, 128), (2, 3, len_kv, 128))
+    pieces = list(pieces_of(plan))
+    assert len(pieces) == len(set(pieces))
+    rows = {"q": plan.tiles.block_q, "k": plan.tiles.block_kv, "v": 128}
+    for name, part in found.items():
+        heads, length = math.prod(part.x.shape[:2]), part.x.shape[2]
+        made = [block for what, of, block in pieces if (what, of) == ("code", name)]
+        assert sorted(made) == list(range(heads * -(-length // rows[name])))
+        if not part.smooth:
+            continue
+        splits = plan.launches[0].params["qkv".index(name)][1]["splits"]
+        for head in range(heads):
+            of_head = len(made) // heads
+            last = pieces.index(("sum", name, head * splits + splits - 1))
+            assert last < pieces.index(("code", name, head * of_head))
 
 
 def test_grids_cover_every_row_once() -> None:
     plan = of_k("bfloat16", 128, 16, smooth=True)
     rows = plan.tiles.block_kv
-    assert [launch.grid for launch in plan.launches] == [6 * 3, 6 * math.ceil(300 / rows)]
-    (sums,) = plan.workspace
-    assert sums.shape == (2, 3, 3, 128)
+    made = [block for what, _, block in pieces_of(plan) if what == "code"]
+    assert made == list(range(6 * math.ceil(300 / rows)))
+    assert {w.name: w.shape for w in plan.workspace} == {
+        "k_partial_sum": (2, 3, 3, 128), "k_summed_slices": (6,), "next_piece": (1,),
+    }  # fmt: skip
     assert [launch.grid for launch in of_v("float16", 64, 64).launches] == [6 * 3]
-    assert [launch.grid for launch in of_v("float16", 256, GROUP_ALL).launches] == [
-        6 * 5,
-        6 * 3 * 2,
-    ]
+    whole = [what for what, _, _ in pieces_of(of_v("float16", 256, GROUP_ALL))]
+    assert (whole.count("sum"), whole.count("code")) == (6 * 5, 6 * 3 * 2)
     assert pack(*of_v("float16", 64, 64).launches[0].params[2], defaultdict(int))["padded"] == 384
 
 
@@ -216,7 +261,8 @@ def test_a_tensor_shares_one_scale() -> None:
 
 def test_batch_and_heads_past_65535_go_into_one_axis() -> None:
     part = Part(Operand.contiguous((70000, 2, 5, 8), 2), 1, smooth=True)
-    assert [launch.grid for launch in plan_quantize("float16", k=part).launches] == [140000] * 2
+    pieces = list(pieces_of(plan_quantize("float16", k=part)))
+    assert len(pieces) == 2 * 140_000 and len(set(pieces)) == len(pieces)
 
 
 def test_empty_operands_launch_nothing() -> None:
@@ -242,15 +288,6 @@ def test_strides_decide_the_width_of_loads() -> None:
     shifted = Operand(whole.shape, whole.strides, 2, 2)
     assert (vec(whole), vec(odd), vec(shifted)) == (8, 2, 1)
     assert (vec(whole, odd), vec(shifted, whole)) == (2, 1)  # one width for all operands
-
-
-def test_the_module_of_means_does_not_depend_on_groups() -> None:
-    thread, block = (
-        of_call(QuantConfig("thread", g, pv="int8"), *[(1, 2, 500, 64)] * 2)[0]
-        for g in ("thread", "block")
-    )
-    assert thread.launches[0].module == block.launches[0].module
-    assert thread.launches[1].module != block.launches[1].module
 
 
 # ---- the compiler --------------------------------------------------------------------------------
@@ -279,7 +316,7 @@ def test_compiles_for_every_architecture(arch) -> None:
     dtype, head_dim, group = CELLS[kc.ARCHITECTURES.index(arch) % len(CELLS)]
     x = operand(dtype, head_dim)
     k, v = Part(x, group, smooth=True), Part(x, 64, smooth=True)
-    assert len(resources(plan_quantize(dtype, Part(x, 2), k, v, "u8"), arch)) >= 2
+    assert len(resources(plan_quantize(dtype, Part(x, 2), k, v, "u8"), arch)) == 1
 
 
 @NO_SPILLS
@@ -331,14 +368,11 @@ def test_two_blocks_of_prepared_rows_share_a_multiprocessor(dtype: str) -> None:
     hows = prepares_of(Preparation.of(options, (3, 3, 500, 500, 128)))
     x = Operand.contiguous((2, 3, 500, 128), np.dtype(STORAGE[dtype]).itemsize)
     q, k = Part(x, 2, prepares=hows["q"]), Part(x, 16, smooth=True, prepares=hows["k"])
-    found = resources(plan_quantize(dtype, q, k), "sm_90")
-    assert len(found) == 2
-    for used in found:
-        assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
+    (used,) = resources(plan_quantize(dtype, q, k), "sm_90")
+    assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
 
 
 def test_extrema_of_the_widest_rows_fit_into_shared_memory() -> None:
-    """Scales of heads for Q and a mean of K: both kinds of folds in one module, 16 warps."""
+    """Scales of heads for Q and a mean of K: both kinds of folds in one module."""
     plan, _ = of_call(QuantConfig("head", "block"), *[(1, 2, 500, 256)] * 2, "float32")
-    assert plan.launches[0].block == 512
     assert resources(plan, "sm_80")[0].static_smem <= 48 * 1024

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from cupyattn import compile as compiler
+from cupyattn.compile import KERNELS
+from cupyattn.interpret import KernelFault
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.operands import quantize_mirror
 from cupyattn.quant.packed import split
@@ -97,3 +102,27 @@ def test_packed_sequences_without_rows_and_of_several_slices() -> None:
                 means = {"k_mean": one.k_mean, "v_mean": one.v_mean}
                 want = quantize_mirror(*own, quant.of_entry(number), TILES, **means)
                 assert_equal(one, want)
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("prims/quantize_rows.cuh", "  await_count(p.summed_slices + at.batch_head, p.splits);"),
+        ("prims/quantize_sums.cuh", "      await_count(summed, at.slice);"),
+        ("prims/quantize_sums.cuh", "  __syncthreads();  // every thread has stored before"),
+    ],
+    ids=["codes do not wait", "the last slice does not wait", "counted before all is stored"],
+)
+def test_codes_before_the_sums_of_their_head_are_a_race(
+    file: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for whom is seen to be needed: without it the interpreter has a finding."""
+    changed = Path(shutil.copytree(KERNELS, tmp_path / "kernels")) / file
+    lines = changed.read_text().splitlines()
+    (number,) = (i for i, text in enumerate(lines) if text.startswith(line))
+    changed.write_text("\n".join(lines[:number] + lines[number + 1 :]) + "\n")
+    monkeypatch.setattr(compiler, "KERNELS", tmp_path / "kernels")
+    q, k, v = drawn(DTYPES[0], 128, 20, 300)  # in three slices
+    with pytest.raises(KernelFault) as caught:
+        quantize(q, k, v, quant=QuantConfig(pv="int8"), tiles=TILES, backend="interpret")
+    assert caught.value.finding.kind == "race"

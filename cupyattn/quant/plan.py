@@ -24,8 +24,8 @@ from cupyattn.tiles import Tiles
 _FIELDS: tuple[Any, ...] = (
         ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),
         ("partial_sum", "u8"), ("extrema", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
-        ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"), ("blocks", "i4"),
-        ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
+        ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"), ("summed_slices", "u8"),
+        ("blocks", "i4"), ("first_blocks", "i4"), ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
         ("cu_seqlens", "u8"), ("total", "i4"), ("padded", "i4"), ("zero", "u8"),
         ("code_sum", "u8"), ("sum_stride_batch", "i8"), ("sum_stride_head", "i8"), ("places", "u8"),
         ("summed", "i4"),
@@ -33,6 +33,9 @@ _FIELDS: tuple[Any, ...] = (
 QUANTIZE_PARAMS = np.dtype([*_FIELDS], align=True)
 #: The same where rows of Q and K are prepared on the way.
 PREPARED_PARAMS = np.dtype([*PREPARE_FIELDS, *_FIELDS], align=True)
+
+#: ``struct TurnParams`` of kernels_cu/prims/quantize_turns.cuh.
+TURN_PARAMS = np.dtype([("next", "u8"), ("rounds", "i4"), ("lag", "i4")], align=True)
 
 #: Those of its fields that are buffers of an operand, beside the operand itself.
 _BUFFERS = (
@@ -43,14 +46,21 @@ _BUFFERS = (
 #: ``enum class Step`` of kernels_cu/prims/config.cuh, in its order.
 STEPS = ("none", "sums", "extrema", "reach", "rows", "codes", "values")
 
-#: Warps of a block in the order in which they are tried: the first that holds whole groups in so
-#: many registers per thread reads the operands once. More registers were seen to spill.
-_NUM_WARPS, _REGISTERS = (8, 16), 32
-_MAX_PASSES = 8
+#: Warps of a block, and registers of a thread that hold rows, in the order in which they are tried:
+#: the first that holds whole groups reads the operands once. Rows that are prepared become floats,
+#: for which 64 registers leave no room.
+_BLOCKS = ((8, 32), (8, 64), (16, 32))
+_PREPARED_REGISTERS = _VALUE_REGISTERS = 32
+_PASS_REGISTERS = 4  # of a row, or more
 
-#: Slices that are summed side by side: about so many for an operand, two for every SM of an H200,
-#: but of a head no more than every block of codes can add up again, and none short.
-_SLICES, _MAX_SPLITS = 264, 64
+#: Slices of a head that are summed side by side: so short, where they are no more than that; but
+#: about two in all for every SM of an H200, where heads are few. None is shorter than what a block
+#: holds.
+_SLICE_ROWS, _SLICES, _ALL_SLICES, _MAX_SLICES = 256, 32, 264, 64
+#: Pieces of work between a slice and codes of its head, for every block of rows in the slice and
+#: one: about as many as an H200 has begun when the slice is summed. With more of them rows would
+#: have left the L2 cache.
+_AHEAD = 264
 
 
 @dataclass(frozen=True)
@@ -184,7 +194,14 @@ def parts(
 
 
 def block_rows(
-    group: int, head_dim: int, itemsize: int, vec: int, num_warps: int, *, pairs: bool = False
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    vec: int,
+    num_warps: int,
+    registers: int,
+    *,
+    pairs: bool = False,
 ) -> int:
     """Return how many rows a thread block takes: whole groups, or else a part of one.
 
@@ -198,19 +215,21 @@ def block_rows(
         Elements per global access.
     num_warps : int
         Warps of a block, which holds its rows in registers.
+    registers : int
+        Registers of a thread that hold rows.
     pairs : bool
         A lane takes an access to either half of the pairs of columns, as rows that are prepared
         want it.
 
     Examples
     --------
-    >>> [block_rows(group, 128, 2, 8, 8) for group in (16, 128, 256, 2**30)]
+    >>> [block_rows(group, 128, 2, 8, 8, 32) for group in (16, 128, 256, 2**30)]
     [128, 128, 128, 128]
     """
     sides = 2 if pairs else 1
-    lanes, registers = _lanes(head_dim // sides, itemsize, vec)
-    registers_per_row = sides * -(-head_dim // (sides * vec * lanes)) * registers
-    passes = min(_MAX_PASSES, 1 << (_REGISTERS // registers_per_row).bit_length() - 1)
+    lanes, of_access = _lanes(head_dim // sides, itemsize, vec)
+    of_row = sides * -(-head_dim // (sides * vec * lanes)) * of_access
+    passes = min(registers // _PASS_REGISTERS, 1 << (registers // of_row).bit_length() - 1)
     rows = passes * num_warps * 32 // lanes
     return rows - rows % group or math.gcd(rows, group)
 
@@ -221,15 +240,15 @@ def value_columns(head_dim: int, itemsize: int, vec: int, num_warps: int) -> int
     Parameters
     ----------
     head_dim, itemsize, vec, num_warps
-        As for `block_rows`.
+        As for `block_rows`, with 32 registers.
 
     Examples
     --------
     >>> [value_columns(head_dim, 2, 8, 8) for head_dim in (40, 64, 128, 256)]
     [64, 64, 128, 128]
     """
-    lanes, registers = _lanes(head_dim, itemsize, vec)
-    return vec * min(lanes, _REGISTERS // registers * num_warps * 32 // VALUES_PAD)
+    lanes, of_access = _lanes(head_dim, itemsize, vec)
+    return vec * min(lanes, _VALUE_REGISTERS // of_access * num_warps * 32 // VALUES_PAD)
 
 
 def _lanes(head_dim: int, itemsize: int, vec: int) -> tuple[int, int]:
@@ -248,9 +267,9 @@ def plan_quantize(
 ) -> Plan:
     """Plan the quantisation of operands, all of them in the same launches.
 
-    One launch is enough where nothing is asked for that a block does not see. A mean, or a scale of
-    a whole head, takes two, and three take only keys with a mean whose groups span blocks without
-    being a head: one scale for all of the array, or tiles of an unusual size.
+    One launch is enough: codes that depend on a mean, or on the reach of a whole head, wait in it for
+    these. Groups that span blocks without being a head, one scale for all of the array or tiles of
+    an unusual size, take one more launch, and one more again with a mean.
 
     Parameters
     ----------
@@ -286,28 +305,33 @@ def plan_quantize(
     features = Features(dtype, head_dim, vec=vec, varlen=any(p.packed for p in given.values()))
     groups = [p.group for name, p in given.items() if name != "v" and p.group != GROUP_ALL]
     shape = head_dim, itemsize, vec
-    num_warps = next(
+    num_warps, registers = next(
         (
-            n
-            for n in _NUM_WARPS
-            if all(block_rows(g, *shape, n, pairs=pairs) % g == 0 for g in groups)
+            (n, r)
+            for n, r in _BLOCKS
+            if not (pairs and r > _PREPARED_REGISTERS)
+            and all(block_rows(g, *shape, n, r, pairs=pairs) % g == 0 for g in groups)
         ),
-        _NUM_WARPS[0],
+        _BLOCKS[0],
     )
+    of_block = functools.partial(block_rows, num_warps=num_warps, registers=registers, pairs=pairs)
     tiles = Tiles(1, 1, num_warps)
     columns = value_columns(*shape, num_warps)
-    held = block_rows(GROUP_ALL, *shape, num_warps, pairs=pairs)
+    held = of_block(GROUP_ALL, *shape)
     work = {
-        name: _Work(
-            name, part, block_rows(part.group, *shape, num_warps, pairs=pairs), held, columns
-        )
+        name: _Work(name, part, of_block(part.group, *shape), held, columns)
         for name, part in given.items()
         if math.prod(part.x.shape)
     }
+    steps = {name: one.steps for name, one in work.items()}
+    first: dict[str, str] = {}  # what the launch of the codes does before them
+    if all("reach" not in some for some in steps.values()):
+        first = {name: some[0] for name, some in steps.items() if len(some) > 1}
+        steps = {name: some[-1:] for name, some in steps.items()}
+    count = max(map(len, steps.values()), default=0)
     launches = []
-    count = max((len(one.steps) for one in work.values()), default=0)
     for number in range(-count, 0):  # the last steps of all operands go together, and so on
-        now = {n: one.steps[number] for n, one in work.items() if len(one.steps) >= -number}
+        now = {name: some[number] for name, some in steps.items() if len(some) >= -number}
         # What is done with slices depends neither on groups nor on codes.
         how = next((p for n in now if (p := work[n].part.prepares)), None)
         coded = {n: work[n] for n, step in now.items() if step not in ("sums", "extrema")}
@@ -320,10 +344,11 @@ def plan_quantize(
             zero_points=any(one.part.zero_points for one in coded.values()),
             **(how.features if how else {"rope": "", "qk_norm": False}),
         )  # fmt: skip
-        blocks = {n: work[n].blocks(step) for n, step in now.items()}
+        turns = _Turns.of({n: work[n] for n in now}, now, first)
         what = " and ".join(str(work[n].part.x.shape) for n in now)
-        grid = check_grid(f"quantising {what}", sum(blocks.values()))
+        grid = check_grid(f"quantising {what}", turns.grid)
         defines = {f"CFG_STEP_{n.upper()}": STEPS.index(now.get(n, "none")) for n in "qkv"}
+        defines |= {f"CFG_FIRST_{n.upper()}": STEPS.index(first.get(n, "none")) for n in "qkv"}
         defines |= {"CFG_BLOCK_COLS": columns, **tiles.defines(), **features.defines()}
         defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
         defines |= {"CFG_GATHERED": 1} if any(work[n].part.gathered for n in now) else {}
@@ -331,12 +356,67 @@ def plan_quantize(
         spec = ModuleSpec(f"{entry}.cu", tuple(sorted(defines.items())))
         struct = PREPARED_PARAMS if how else QUANTIZE_PARAMS
         structs = tuple(
-            (struct, {**work[n].params, "blocks": blocks[n]} if n in now else {}) for n in "qkv"
+            (struct, {**work[n].params, **turns.fields[n]} if n in now else {}) for n in "qkv"
         )
+        if entry == "quantize":
+            structs += ((TURN_PARAMS, turns.params),)
         launches.append(Launch(spec, entry, grid, tiles.num_threads, False, structs))
-    workspace = tuple(w for one in work.values() for w in one.workspace)
+    workspace = [w for one in work.values() for w in one.workspace]
+    if first:
+        workspace += [Workspace("next_piece", (1,), "int32", zeros=True)]
+        for name in first:
+            heads = work[name].heads
+            workspace += [Workspace(f"{name}_summed_slices", (heads,), "int32", zeros=True)]
     note = "; ".join(f"{name}: {', then '.join(one.steps)}" for name, one in work.items())
-    return Plan("quantize", "portable", tiles, features, tuple(launches), workspace, note)
+    return Plan("quantize", "portable", tiles, features, tuple(launches), tuple(workspace), note)
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Which work a launch does in which order, in `rounds` as prims/quantize_turns.cuh has them.
+
+    Codes are made `lag` rounds after the sums of their head. One round is all of a launch in which
+    nothing waits for anything. `fields` are those of QUANTIZE_PARAMS that say so, by operand.
+    """
+
+    rounds: int
+    lag: int
+    fields: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(
+        cls, work: Mapping[str, _Work], now: Mapping[str, str], first: Mapping[str, str]
+    ) -> _Turns:
+        """Share out what `work` takes for the steps `now`, which come after those of `first`."""
+        rounds = math.gcd(*(one.heads for one in work.values())) if first else 1
+        fields = {
+            name: {
+                "blocks": one.blocks(now[name]) // rounds,
+                "first_blocks": one.blocks(first[name]) // rounds if name in first else 0,
+                "summed_slices": f"{name}_summed_slices" if name in first else None,
+            }
+            for name, one in work.items()
+        }
+        if not first:
+            return cls(rounds, 0, fields)
+        longest = max(work[name].slices[1] // work[name].held for name in first)
+        return cls(rounds, -(-_AHEAD * (1 + longest) // _pieces(fields)), fields)
+
+    @property
+    def grid(self) -> int:
+        """Thread blocks of the launch."""
+        return (self.rounds + self.lag) * _pieces(self.fields)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The fields of TURN_PARAMS."""
+        next_piece = "next_piece" if self.lag else None
+        return {"next": next_piece, "rounds": self.rounds, "lag": self.lag}
+
+
+def _pieces(fields: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return how many pieces of work a round has."""
+    return sum(of["blocks"] + of["first_blocks"] for of in fields.values())
 
 
 @dataclass(frozen=True)
@@ -368,26 +448,32 @@ class _Work:
             return ("extrema", "codes")
         return (*mean, "reach", "codes")
 
+    @property
+    def heads(self) -> int:
+        """Heads of all batch entries."""
+        return self.part.entries[0] * self.part.x.shape[1]
+
     @functools.cached_property
     def slices(self) -> tuple[int, int]:
         """Into how many slices a head is cut that are summed side by side, and their rows: a
         multiple of those that a block holds, so that its loads are all under way together.
         """
-        batch, length = self.part.entries
-        splits = min(max(1, _SLICES // (batch * self.part.x.shape[1])), _MAX_SPLITS)
+        _, length = self.part.entries
+        few = min(_ALL_SLICES // self.heads, _MAX_SLICES)
+        splits = max(1, few, min(length // _SLICE_ROWS, _SLICES))
         rows = -(-length // (splits * self.held)) * self.held
         return -(-length // rows), rows
 
     def blocks(self, step: str) -> int:
         """Return how many thread blocks a step takes."""
-        batch, length = self.part.entries
+        _, length = self.part.entries
         if step in ("sums", "extrema"):
             of_head = self.slices[0]
         elif step == "values":
             of_head = -(-length // VALUES_PAD) * -(-self.part.x.shape[3] // self.columns)
         else:
             of_head = -(-length // self.rows)
-        return batch * self.part.x.shape[1] * of_head
+        return self.heads * of_head
 
     @functools.cached_property
     def workspace(self) -> tuple[Workspace, ...]:

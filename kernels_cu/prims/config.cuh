@@ -46,6 +46,11 @@
 #define CFG_STEP_V 0
 #define CFG_BLOCK_COLS 64
 #endif
+#ifndef CFG_FIRST_Q
+#define CFG_FIRST_Q 0
+#define CFG_FIRST_K 0
+#define CFG_FIRST_V 0
+#endif
 #ifndef CFG_QK_BITS  // quantisation to 8 bits
 #define CFG_QK_BITS 8
 #endif
@@ -120,13 +125,18 @@ enum class PType { NONE, U8, S8, E4M3 };
 constexpr PType P_TYPE = PType(CFG_P_TYPE);
 constexpr int VALUES_PAD = 128;  // codes of a channel of V are padded with 0 to a multiple of this
 
-// What a launch of quantize*.cu does for an operand, in quantize_reduce.cu: the sums of its slices,
-// their minima and maxima too, or the maxima of groups of rows; in quantize.cu: codes of whole
-// groups of rows, codes with scales from elsewhere, or codes of V. cupyattn/quant/plan.py chooses.
+// What a launch of quantize*.cu does for an operand: sums of its slices, their minima and maxima
+// too, or in quantize_reduce.cu the maxima of groups of rows; in quantize.cu codes of whole groups,
+// codes with scales from elsewhere, or codes of V. cupyattn/quant/plan.py chooses.
 enum class Step { NONE, SUMS, EXTREMA, REACH, ROWS, CODES, VALUES };
 constexpr Step STEP_Q = Step(CFG_STEP_Q);
 constexpr Step STEP_K = Step(CFG_STEP_K);
 constexpr Step STEP_V = Step(CFG_STEP_V);
+// What quantize.cu does first for an operand, head by head: SUMS or EXTREMA.
+constexpr Step FIRST_Q = Step(CFG_FIRST_Q);
+constexpr Step FIRST_K = Step(CFG_FIRST_K);
+constexpr Step FIRST_V = Step(CFG_FIRST_V);
+constexpr bool SUMS_FIRST = FIRST_Q != Step::NONE || FIRST_K != Step::NONE || FIRST_V != Step::NONE;
 constexpr int BLOCK_COLS = CFG_BLOCK_COLS;  // columns of V that a block transposes
 constexpr bool GATHERED = CFG_GATHERED;  // rows of K are some of those there are, by their places
 constexpr bool KEY_SUMS = CFG_KEY_SUMS;  // keys that are weighed are summed for their mean, too

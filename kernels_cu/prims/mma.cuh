@@ -114,6 +114,19 @@ __device__ __forceinline__ uint32_t pack_u8(float x, float y, float z, float w) 
   return r;
 }
 
+// The same as signed bytes; NaN becomes 0.
+__device__ __forceinline__ uint32_t pack_s8(float x, float y, float z, float w) {
+  uint32_t r;
+  asm("{\n.reg .s32 x, y, z, w;\n"
+      "cvt.rni.s32.f32 x, %1;\ncvt.rni.s32.f32 y, %2;\n"
+      "cvt.rni.s32.f32 z, %3;\ncvt.rni.s32.f32 w, %4;\n"
+      "cvt.pack.sat.s8.s32.b32 w, w, z, 0;\n"
+      "cvt.pack.sat.s8.s32.b32 %0, y, x, w;\n}\n"
+      : "=r"(r)
+      : "f"(x), "f"(y), "f"(z), "f"(w));
+  return r;
+}
+
 // Two floats rounded to nearest even and packed, x in the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_rn(float x, float y);

@@ -27,7 +27,11 @@ struct QuantizeParams : PrepareParams<PREPARED> {
   Strides X_stride;
   int64_t scale_stride_batch;  // of scale, static_scale and absmax; 0 shares one scale
   int64_t scale_stride_head;
-  int32_t blocks;  // thread blocks of the launch that work on this operand
+  int32_t* summed_slices;  // [batch, heads], zero at first: how many slices of a head are summed,
+                           // with the last of them to one; null: not in this launch
+  int32_t blocks;        // thread blocks of the launch that make codes of this operand, or do what
+                         // a launch does; SUMS_FIRST: of a round
+  int32_t first_blocks;  // SUMS_FIRST: thread blocks of a round that sum its slices
   int32_t heads;
   int32_t length;
   int32_t splits;             // slices of the rows that are summed side by side
@@ -127,21 +131,26 @@ __device__ __forceinline__ uint32_t shfl_max(uint32_t x) {
 
 // Maxima over the same of N numbers each, N a power of two: a lane gets N / LANES of them, or one,
 // in place of its first, from the number on that is returned.
+// NOTE: a recursion, because the compiler does not unroll a loop whose two counts halve.
+template <int LANES, int LEFT, int N>
+__device__ __forceinline__ int scatter_max_of(uint32_t (&x)[N]) {
+  if constexpr (LANES == 1) {
+    return 0;
+  } else {
+    constexpr int OFFSET = LANES / 2, KEPT = LEFT / 2;
+    const bool upper = threadIdx.x & OFFSET;
+    if constexpr (KEPT == 0) x[0] = max(x[0], __shfl_xor_sync(FULL_WARP, x[0], OFFSET));
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) {  // what this lane keeps, and what the other one keeps
+      const uint32_t own = upper ? x[i + KEPT] : x[i], other = upper ? x[i] : x[i + KEPT];
+      x[i] = max(own, __shfl_xor_sync(FULL_WARP, other, OFFSET));
+    }
+    return (upper ? KEPT : 0) + scatter_max_of<OFFSET, KEPT>(x);
+  }
+}
 template <int LANES, int N>
 __device__ __forceinline__ int scatter_max(uint32_t (&x)[N]) {
-  int first = 0;
-#pragma unroll
-  for (int offset = LANES / 2, n = N / 2; offset > 0; offset /= 2, n /= 2) {
-    const bool upper = threadIdx.x & offset;
-    if (n == 0) x[0] = max(x[0], __shfl_xor_sync(FULL_WARP, x[0], offset));
-#pragma unroll
-    for (int i = 0; i < n; ++i) {  // what this lane keeps, and what the other one keeps
-      const uint32_t own = upper ? x[i + n] : x[i], other = upper ? x[i] : x[i + n];
-      x[i] = max(own, __shfl_xor_sync(FULL_WARP, other, offset));
-    }
-    first += upper ? n : 0;
-  }
-  return first;
+  return scatter_max_of<LANES, N>(x);
 }
 
 // Sum over aligned groups of LANES lanes; every lane gets the result.
@@ -229,6 +238,56 @@ __device__ __forceinline__ ReachWith<ZEROS> shfl_max(ReachWith<ZEROS> reach) {
   return reach;
 }
 
+// The larger and the smaller of the numbers in two words, each with each; a NaN stays.
+template <typename T>
+__device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b);
+template <typename T>
+__device__ __forceinline__ uint32_t min_words(uint32_t a, uint32_t b);
+#define WORDS_INSTRUCTION(T, name, instruction)                         \
+  template <>                                                           \
+  __device__ __forceinline__ uint32_t name<T>(uint32_t a, uint32_t b) { \
+    uint32_t d;                                                         \
+    asm(instruction " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));         \
+    return d;                                                           \
+  }
+WORDS_INSTRUCTION(float, max_words, "max.NaN.f32")
+WORDS_INSTRUCTION(float, min_words, "min.NaN.f32")
+WORDS_INSTRUCTION(__half, max_words, "max.NaN.f16x2")
+WORDS_INSTRUCTION(__half, min_words, "min.NaN.f16x2")
+WORDS_INSTRUCTION(__nv_bfloat16, max_words, "max.NaN.bf16x2")
+WORDS_INSTRUCTION(__nv_bfloat16, min_words, "min.NaN.bf16x2")
+#undef WORDS_INSTRUCTION
+
+// The ends of numbers that are loaded as Words: of each place, over all that were admitted. What
+// rises with x has its ends there, too.
+template <typename T, int N>
+struct Ends {
+  static constexpr int WORDS = sizeof(Words<T, N>::words) / sizeof(Words<T, N>::words[0]);
+  Words<T, N> least, most;
+  __device__ __forceinline__ explicit Ends(const Words<T, N>& first) : least(first), most(first) {}
+  __device__ __forceinline__ void admit(int i, uint32_t low, uint32_t high) {
+    least.words[i] = min_words<T>(least.words[i], low);
+    most.words[i] = max_words<T>(most.words[i], high);
+  }
+  __device__ __forceinline__ void admit(const Words<T, N>& x) {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) admit(i, x.words[i], x.words[i]);
+  }
+  // The first word gets what all words come to.
+  __device__ __forceinline__ void fold() {
+#pragma unroll
+    for (int i = 1; i < WORDS; ++i) admit(0, least.words[i], most.words[i]);
+  }
+  // Lanes that are so many apart get what both come to.
+  __device__ __forceinline__ void admit_lane(int offset) {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i)
+      admit(
+          i, __shfl_xor_sync(FULL_WARP, least.words[i], offset),
+          __shfl_xor_sync(FULL_WARP, most.words[i], offset));
+  }
+};
+
 // Floats as integers in their order: a NaN lies beyond infinity, on the side of its sign, so that
 // the extrema of numbers with a NaN among them hold one.
 __device__ __forceinline__ uint32_t ordered_bits(float x) {
@@ -250,6 +309,7 @@ struct CodingWith {  // without zero points
     inverse = scale.inverse;
     return scale.scale;
   }
+  __device__ __forceinline__ float scaled(float x) const { return __fmul_rn(x, inverse); }
   __device__ __forceinline__ int code(float x) const { return code_s8(x, inverse); }
   __device__ __forceinline__ int saturated(float x) const { return code_s8_saturated(x, inverse); }
 };
@@ -268,6 +328,7 @@ struct CodingWith<true> {
     zero = inverse == 0.0f ? 0 : __float2int_rn(zero_code);
     return scale.scale;
   }
+  __device__ __forceinline__ float scaled(float x) const { return __fmul_rn(x, inverse); }
   __device__ __forceinline__ int code(float x) const {
     return min(max(code_s8(x, inverse) + zero, -128), 127);
   }
@@ -280,6 +341,23 @@ using Coding = CodingWith<ZERO_POINTS>;
 // The low bytes of four integers, the first lowest.
 __device__ __forceinline__ uint32_t pack_s8x4(int a, int b, int c, int d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// Stores N numbers in units of their scale, rounded, NaN as 0; codes is aligned to N bytes.
+template <int N>
+__device__ __forceinline__ void store_rounded_s8(int8_t* codes, const float (&x)[N]) {
+  if constexpr (N % 4 == 0) {
+    Vec<uint32_t, N / 4> words;
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i)
+      words.v[i] = pack_s8(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    *reinterpret_cast<Vec<uint32_t, N / 4>*>(codes) = words;
+  } else {
+    Vec<int8_t, N> bytes;
+#pragma unroll
+    for (int i = 0; i < N; ++i) bytes.v[i] = static_cast<int8_t>(__float2int_rn(x[i]));
+    *reinterpret_cast<Vec<int8_t, N>*>(codes) = bytes;
+  }
 }
 
 // Stores N codes as one access; codes is aligned to N bytes.

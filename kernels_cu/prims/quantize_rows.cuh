@@ -3,6 +3,7 @@
 #pragma once
 
 #include "prims/config.cuh"
+#include "prims/counter.cuh"
 #include "prims/params.cuh"
 #include "prims/quant.cuh"
 #include "prims/varlen.cuh"
@@ -23,6 +24,8 @@ struct Cut {
   static constexpr bool MEAN = MEAN_;
   static constexpr int GROUPS = ROWS > GROUP ? ROWS / GROUP : 1;  // scales that a block needs
   static constexpr int PASSES = ceil_div(ROWS, ROWS_PER_PASS);
+  static constexpr int REGISTERS =  // of a thread, that hold rows
+      PASSES * LANE_ACCESSES * sizeof(Words<elem_t, VEC>) / 4;
   static_assert(GROUP >= 1, "quantize needs GROUP_Q and GROUP_KV, the rows per scale");
   static_assert(
       ROWS % GROUP == 0 || GROUP % ROWS == 0,
@@ -31,25 +34,26 @@ struct Cut {
 using CutQ = Cut<BLOCK_Q, GROUP_Q, false>;
 using CutK = Cut<BLOCK_KV, GROUP_KV, true>;
 
-// What a launch does for an operand, how that is cut, and whether its rows are prepared.
-template <Step STEP_, typename Cut_, bool PREPARED_>
+// What a launch does for an operand, after what, how that is cut, whether its rows are prepared.
+template <Step FIRST_, Step STEP_, typename Cut_, bool PREPARED_>
 struct Task {
   static constexpr bool PREPARED = PREPARED_;
+  static constexpr Step FIRST = FIRST_;
   static constexpr Step STEP = STEP_;
   using Cut = Cut_;
 };
 
 // Calls run(task, parameters, which block of its operand) for the operand that this block works on:
-// the first blocks are V's, then come K's and Q's.
+// the first blocks are V's, then come K's and Q's. SUMS_FIRST: prims/quantize_turns.cuh does it.
 // NOTE: run is an object of a class, because NVRTC 13.0 takes a generic lambda for a host function.
 template <typename Run>
 __device__ __forceinline__ void on_its_operand(
     const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v, Run run) {
   uint32_t block = blockIdx.x;
-  if (block < v.blocks) return run(Task<STEP_V, CutQ, false>(), v, block);
+  if (block < v.blocks) return run(Task<FIRST_V, STEP_V, CutQ, false>(), v, block);
   block -= v.blocks;
-  if (block < k.blocks) return run(Task<STEP_K, CutK, PREPARED>(), k, block);
-  run(Task<STEP_Q, CutQ, PREPARED>(), q, block - k.blocks);
+  if (block < k.blocks) return run(Task<FIRST_K, STEP_K, CutK, PREPARED>(), k, block);
+  run(Task<FIRST_Q, STEP_Q, CutQ, PREPARED>(), q, block - k.blocks);
 }
 
 // Where a block works: rows row0, row0 + 1, ... of one (batch, head).
@@ -109,6 +113,13 @@ struct Place {
   }
 };
 
+// The same again, worked out anew: kept over what a block does in between, it would take registers
+// that rows need.
+__device__ __forceinline__ Place again(const QuantizeParams& p, uint32_t block, int rows_of_block) {
+  asm volatile("" : "+r"(block));
+  return Place(p, block, rows_of_block);
+}
+
 __device__ __forceinline__ int lane_in_row() { return threadIdx.x % LANES; }
 __device__ __forceinline__ int row_in_pass() { return threadIdx.x / LANES; }
 __device__ __forceinline__ int row_of(int pass) { return pass * ROWS_PER_PASS + row_in_pass(); }
@@ -118,7 +129,46 @@ __device__ __forceinline__ int col_of(int access) {
 
 // ---- what was found of slices -------------------------------------------------------------------
 
-constexpr int SPLITS_IN_FLIGHT = 16;  // that a mean waits for at once
+constexpr int SPLITS_IN_FLIGHT = SUMS_FIRST ? 8 : 16;  // that a sum waits for at once
+
+// The sums of the slices of a head, in rising order.
+__device__ __forceinline__ float sum_of_slices(
+    const QuantizeParams& p, const Place& at, int slices, int col) {
+  const float* sums = at.partial_sum(p, 0) + col;
+  float total = 0.0f;
+  for (int split0 = 0; split0 < slices; split0 += SPLITS_IN_FLIGHT) {
+    float some[SPLITS_IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < SPLITS_IN_FLIGHT; ++i)
+      some[i] = split0 + i < slices ? sums[(split0 + i) * HEAD_DIM] : 0.0f;
+#pragma unroll
+    for (float x : some) total += x;
+  }
+  return total;
+}
+
+// The least and the largest number of a column, as ordered_bits.
+struct Extrema {
+  uint32_t least, most;
+};
+__device__ __forceinline__ Extrema
+extrema_of_slices(const QuantizeParams& p, const Place& at, int slices, int col) {
+  const uint32_t* extrema = at.extrema(p, 0) + col;
+  Extrema found = {~0u, 0};
+#pragma unroll 8
+  for (int split = 0; split < slices; ++split) {
+    found.least = min(found.least, extrema[split * 2 * HEAD_DIM]);
+    found.most = max(found.most, extrema[split * 2 * HEAD_DIM + HEAD_DIM]);
+  }
+  return found;
+}
+
+// Waits until the slices of a head are there, and returns how many of them hold all of it.
+__device__ __forceinline__ int await_slices(const QuantizeParams& p, const Place& at) {
+  if (!SUMS_FIRST || p.summed_slices == nullptr) return p.splits;
+  await_count(p.summed_slices + at.batch_head, p.splits);
+  return 1;  // the last of them has left what all came to in place of the first
+}
 
 // R0: the mean of a column over the rows of a head, or over all those that rows at places are some
 // of, where these were summed before: the sums of its slices in rising order, divided;
@@ -127,16 +177,7 @@ constexpr int SPLITS_IN_FLIGHT = 16;  // that a mean waits for at once
 // that one NaN does not reach every key of the head.
 __device__ __forceinline__ float channel_mean(const QuantizeParams& p, const Place& at, int col) {
   if (p.mean == nullptr) return 0.0f;
-  const float* sums = at.partial_sum(p, 0) + col;
-  float total = 0.0f;
-  for (int split0 = 0; split0 < p.splits; split0 += SPLITS_IN_FLIGHT) {
-    float some[SPLITS_IN_FLIGHT];
-#pragma unroll
-    for (int i = 0; i < SPLITS_IN_FLIGHT; ++i)
-      some[i] = split0 + i < p.splits ? sums[(split0 + i) * HEAD_DIM] : 0.0f;
-#pragma unroll
-    for (float x : some) total += x;
-  }
+  const float total = sum_of_slices(p, at, await_slices(p, at), col);
   const bool finite = magnitude_bits(total) < INFINITY_BITS;
   const int rows = p.summed > 0 ? p.summed : at.length;
   const float mean = finite ? total / max(1, rows) : 0.0f;
@@ -149,13 +190,7 @@ __device__ __forceinline__ float channel_mean(const QuantizeParams& p, const Pla
 template <bool ZEROS>
 __device__ __forceinline__ ReachWith<ZEROS> channel_reach(
     const QuantizeParams& p, const Place& at, int col, float mean) {
-  const uint32_t* extrema = at.extrema(p, 0) + col;
-  uint32_t least = ~0u, most = 0;
-#pragma unroll 8
-  for (int split = 0; split < p.splits; ++split) {
-    least = min(least, extrema[split * 2 * HEAD_DIM]);
-    most = max(most, extrema[split * 2 * HEAD_DIM + HEAD_DIM]);
-  }
+  const auto [least, most] = extrema_of_slices(p, at, await_slices(p, at), col);
   ReachWith<ZEROS> reach = {};
   if (least > most) return reach;  // there are no rows
   reach.admit(__fsub_rn(from_ordered_bits(least), mean));
@@ -305,20 +340,60 @@ struct Rows {
     return Cut::MEAN ? __fsub_rn(value, mean.at(a, j)) : value;  // R0
   }
 
-  // How far this lane's part of a row reaches.
+  // How far this lane's part of all rows reaches. Less a mean, a column does so at its ends.
+  __device__ __forceinline__ Reach reach() const {
+    Reach found = {};
+    if constexpr (Cut::MEAN && !PREPARED) {
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        if (col_of(a) >= HEAD_DIM) continue;
+        Ends<elem_t, VEC> ends(x[0][a]);
+#pragma unroll
+        for (int pass = 1; pass < PASSES; ++pass) ends.admit(x[pass][a]);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          found.admit(__fsub_rn(ends.least.element(j), mean.at(a, j)));  // R0
+          found.admit(__fsub_rn(ends.most.element(j), mean.at(a, j)));
+        }
+      }
+    } else {
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass) found.admit(reach(pass));
+    }
+    return found;
+  }
+
+  // The same of one row.
   __device__ __forceinline__ Reach reach(int pass) const {
     const auto& own = row(pass);
     Reach found = {};
+    if constexpr (!Cut::MEAN && !PREPARED) {
+      Ends<elem_t, VEC> ends(x[pass][0]);  // past the last column are zeros, which reach nowhere
 #pragma unroll
-    for (int a = 0; a < LANE_ACCESSES; ++a)
-      if (col_of(a) < HEAD_DIM)
+      for (int a = 1; a < LANE_ACCESSES; ++a) ends.admit(x[pass][a]);
+      ends.fold();
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) found.admit(value(own, a, j));
+      for (int j = 0; j < Words<elem_t, VEC>::PER_WORD; ++j) {
+        found.admit(ends.least.element(j));
+        found.admit(ends.most.element(j));
+      }
+    } else {
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a)
+        if (col_of(a) < HEAD_DIM)
+#pragma unroll
+          for (int j = 0; j < VEC; ++j) found.admit(value(own, a, j));
+    }
     return found;
   }
 
   // Raises the reach of every group, [GROUPS, SIDES] in shared memory, to that of its rows.
   __device__ __forceinline__ void raise(uint32_t* of_groups) const {
+    if constexpr (Cut::GROUPS == 1) {
+      const Reach found = shfl_max<WARP_SIZE>(reach());
+      if (lane_id() == 0) found.raise(of_groups);
+      return;
+    }
     constexpr int NUMBERS = power_of_two_from(PASSES), LEFT = ceil_div(NUMBERS, LANES);
     uint32_t sides[SIDES][NUMBERS] = {};
 #pragma unroll
@@ -338,9 +413,11 @@ struct Rows {
           atomicMax(&of_groups[row_of(first + i) / Cut::GROUP * SIDES + side], sides[side][i]);
   }
 
-  // Stores the codes of the rows, code(row)(x) each, and with zero points the sum of each row's.
-  template <typename Code>
-  __device__ __forceinline__ void store(const QuantizeParams& p, const Place& at, Code code) {
+  // Stores the codes of the rows, and with zero points the sum of each row's. SATURATED: of scales
+  // that numbers may exceed.
+  template <bool SATURATED>
+  __device__ __forceinline__ void store(
+      const QuantizeParams& p, const Place& at, const Coding (&coding)[Cut::GROUPS]) {
     int8_t* codes = at.codes(p) + row_in_pass() * CODES_PITCH;  // [rows, CODES_PITCH]
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
@@ -349,15 +426,26 @@ struct Rows {
         for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();  // not reach's floats
       const int row = row_of(pass);
       const auto& own = this->row(pass);
-      const auto code_of_row = code(min(row, at.rows - 1));
+      const Coding of_row = coding[uint32_t(min(row, Cut::ROWS - 1)) / Cut::GROUP];
       int sum = 0;
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         if (col_of(a) >= HEAD_DIM) continue;
-        int c[VEC];
+        int8_t* target = codes + pass * ROWS_PER_PASS * CODES_PITCH + col_of(a);
+        if constexpr (SATURATED || ZERO_POINTS) {
+          int c[VEC];
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) sum += c[j] = code_of_row(value(own, a, j));
-        if (row < at.rows) store_s8(codes + pass * ROWS_PER_PASS * CODES_PITCH + col_of(a), c);
+          for (int j = 0; j < VEC; ++j) {
+            const float x = value(own, a, j);
+            sum += c[j] = SATURATED ? of_row.saturated(x) : of_row.code(x);  // R1
+          }
+          if (row < at.rows) store_s8(target, c);
+        } else {
+          float scaled[VEC];
+#pragma unroll
+          for (int j = 0; j < VEC; ++j) scaled[j] = of_row.scaled(value(own, a, j));  // R1
+          if (row < at.rows) store_rounded_s8(target, scaled);
+        }
       }
       if constexpr (ZERO_POINTS) {
         sum = shfl_sum<LANES>(sum);

@@ -1,0 +1,142 @@
+// quantize_sums.cuh -- what the rows of a head come to, slice by slice: the sum of every channel,
+// and where they are asked for the least and the largest number of it.
+#pragma once
+
+#include "prims/quantize_rows.cuh"
+
+constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);  // that a sum waits for at once
+
+// Rows that meet in shared memory: those of a pass, or one for each warp where a pass has twice as
+// many, because lanes that prepare them have twice the columns.
+constexpr int FOLDED_ROWS = PREPARED ? NUM_WARPS : ROWS_PER_PASS;
+__device__ __forceinline__ int folded_row() { return PREPARED ? warp_id() : row_in_pass(); }
+__device__ __forceinline__ int folded_col(int access) {
+  return PREPARED && lane_id() >= LANES ? HEAD_DIM : col_of(access);
+}
+
+// Shared memory of the block, for one piece of work after the other: of codes of V it holds a tile.
+constexpr int FOLD_WORDS = FOLDED_ROWS * HEAD_DIM,
+              TILE_WORDS = STEP_V == Step::VALUES ? BLOCK_COLS * VALUES_PAD / 4 : 0,
+              SPACE_WORDS = FOLD_WORDS > TILE_WORDS ? FOLD_WORDS : TILE_WORDS;
+__device__ __forceinline__ uint32_t* shared_space() {
+  __shared__ uint32_t space[SPACE_WORDS];
+  return space;
+}
+
+// Folds the rows of a warp: its first LANES lanes get what all have of their columns.
+template <typename T, typename Combine>
+__device__ __forceinline__ void fold_warp(T (&of_lane)[LANE_ACCESSES][VEC], Combine combine) {
+#pragma unroll
+  for (int offset = LANES; offset < WARP_SIZE; offset *= 2)
+#pragma unroll
+    for (auto& access : of_lane)
+#pragma unroll
+      for (T& x : access) x = combine(x, __shfl_xor_sync(FULL_WARP, x, offset));
+}
+
+// Folds what the lanes have of each column, in rising order of their rows: result(column, all). The
+// whole block takes part; `space` holds numbers of 4 bytes.
+template <typename T, typename Combine, typename Result>
+__device__ __forceinline__ void fold_columns(
+    uint32_t* space, T (&of_lane)[LANE_ACCESSES][VEC], Combine combine, Result result) {
+  auto all = reinterpret_cast<T(*)[HEAD_DIM]>(space);  // [FOLDED_ROWS, HEAD_DIM]
+  if constexpr (PREPARED) fold_warp(of_lane, combine);
+  __syncthreads();  // nobody folds the numbers before these
+#pragma unroll
+  for (int a = 0; a < LANE_ACCESSES; ++a)
+    if (folded_col(a) < HEAD_DIM)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) all[folded_row()][folded_col(a) + j] = of_lane[a][j];
+  __syncthreads();  // every lane's numbers are there before they are folded
+  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
+    T folded = all[0][col];
+    for (int row = 1; row < FOLDED_ROWS; ++row) folded = combine(folded, all[row][col]);
+    result(col, folded);
+  }
+}
+
+// SUMS_FIRST: counts a slice of which this block has stored what it came to. The last slice of a
+// head waits for the others, and leaves what all came to in place of the first.
+template <bool EXTREMA>
+__device__ __forceinline__ void count_slice(const QuantizeParams& p, const Place& at) {
+  int32_t* summed = p.summed_slices + at.batch_head;
+  if (at.slice + 1 == p.splits)
+    for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
+      await_count(summed, at.slice);
+      at.partial_sum(p, 0)[col] = sum_of_slices(p, at, p.splits, col);
+      if constexpr (EXTREMA) {
+        const auto [least, most] = extrema_of_slices(p, at, p.splits, col);
+        at.extrema(p, 0)[col] = least;
+        at.extrema(p, 0)[HEAD_DIM + col] = most;
+      }
+    }
+  __syncthreads();  // every thread has stored before the block counts
+  if (thread_id() == 0) red_release_add(summed, 1);
+}
+
+template <bool EXTREMA, bool ROWS_PREPARED>
+__device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
+  uint32_t* space = shared_space();  // for one fold after the other
+  const Place at(p, block, p.split_rows);
+  const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
+  // Of this lane's channels, over its rows in rising order.
+  float sum[LANE_ACCESSES][VEC] = {};
+  uint32_t least[LANE_ACCESSES][VEC], most[LANE_ACCESSES][VEC] = {};
+#pragma unroll
+  for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) least[a][j] = ~0u;
+  const Rowwise<ROWS_PREPARED> rowwise(p, at);
+  // The lanes of a warp prepare their rows together, up to the last turn of any.
+  const int end = ROWS_PREPARED ? round_up(max(0, at.rows), ROWS_PER_PASS) : at.rows;
+#pragma unroll 1
+  for (int row0 = row_in_pass(); row0 < end; row0 += ROWS_IN_FLIGHT * ROWS_PER_PASS) {
+    Words<elem_t, VEC> x[ROWS_IN_FLIGHT][LANE_ACCESSES];
+    int place[ROWS_IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i)  // past the last row stands the last row again
+      place[i] = at.place(p, min(row0 + i * ROWS_PER_PASS, at.rows - 1));
+#pragma unroll
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i)
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        if constexpr (ROWS_PREPARED) x[i][a] = {};
+        if (col_of(a) < HEAD_DIM)
+          x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
+              X + place[i] * p.X_stride.len + col_of(a));
+      }
+#pragma unroll
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+      if constexpr (ROWS_PREPARED)
+#pragma unroll
+        for (int a = 0; a < LANE_ACCESSES; ++a) x[i][a].use_from_here();
+      const auto row = rowwise.row(x[i], min(row0 + i * ROWS_PER_PASS, at.rows - 1));
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        if (col_of(a) >= HEAD_DIM) continue;
+        if constexpr (!ROWS_PREPARED) x[i][a].use_from_here();
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          if (row0 + i * ROWS_PER_PASS < at.rows) sum[a][j] += row.element(a, j);
+          if constexpr (EXTREMA) {
+            least[a][j] = min(least[a][j], ordered_bits(row.element(a, j)));
+            most[a][j] = max(most[a][j], ordered_bits(row.element(a, j)));
+          }
+        }
+      }
+    }
+  }
+  float* sums = at.partial_sum(p, at.slice);  // [HEAD_DIM]
+  fold_columns(
+      space, sum, [](float a, float b) { return a + b; }, [&](int col, float x) { sums[col] = x; });
+  if constexpr (EXTREMA) {
+    uint32_t* extrema = at.extrema(p, at.slice);  // [2, HEAD_DIM]
+    fold_columns(
+        space, least, [](uint32_t a, uint32_t b) { return min(a, b); },
+        [&](int col, uint32_t x) { extrema[col] = x; });
+    fold_columns(
+        space, most, [](uint32_t a, uint32_t b) { return max(a, b); },
+        [&](int col, uint32_t x) { extrema[HEAD_DIM + col] = x; });
+  }
+  if constexpr (SUMS_FIRST) count_slice<EXTREMA>(p, at);
+}
