@@ -469,6 +469,7 @@ def plan_int8(
         boxes = (
             ("q_codes", "int8", q_codes, tiles.block_q),
             ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
+            ("o", call.dtype, o, HOPPER_STORE_ROWS),
         )  # fmt: skip
         grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, form)
         merge = _merge_pieces(spec, tiles, cut, merged)

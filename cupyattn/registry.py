@@ -322,8 +322,8 @@ _PV8_TILES = {
 #: The same in its Hopper form, as timed: NOTES.md there, "fa_int8 against 8-bit attention".
 _HOPPER_PV8_TILES = {
     "fa_int8": {
-        64: Tiles(192, 192, 16, 4),
-        128: Tiles(192, 128, 16, 5),
+        64: Tiles(192, 192, 16, 3),
+        128: Tiles(192, 128, 16, 3),
         256: Tiles(128, 128, 12, 2),
     }
 }

@@ -18,14 +18,14 @@ from cupyattn.errors import KernelLaunchError
 TENSOR_MAP = np.dtype("V128")
 NBYTES = TENSOR_MAP.itemsize
 
-_DATA_TYPE = {"int8": 0, "float16": 6, "bfloat16": 9}
+_DATA_TYPE = {"int8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _SWIZZLE_128B, _L2_PROMOTION_256B = 3, 3
 _ALIGNMENT = 128
 
 
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element of a type that the copy engine moves."""
-    return 1 if dtype == "int8" else 2
+    return {"int8": 1, "float32": 4}.get(dtype, 2)
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def encode(
     ----------
     address : int
         Of its first element, a multiple of 16.
-    dtype : {"float16", "bfloat16", "int8"}
+    dtype : {"float16", "bfloat16", "float32", "int8"}
     shape : tuple of int
         Extents, slowest axis first.
     strides : tuple of int

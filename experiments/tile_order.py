@@ -3,7 +3,7 @@
 Varies       the order; the rung, whose tiles differ; (batch x heads, length, head_dim)
 Holds fixed  132 blocks, the registry's tiles, a causal mask, an overhead of 1.5 steps a tile
 Measures     on paper: when the last block ends, over the mean work of a block; 1 is perfect
-Expect       near 1 where heads come in large groups of one size, longest tiles first
+Expect       near 1 where heads come in large groups of about one size, longest tiles first
 Run          python -m experiments.tile_order [--quick] [--json FILE]
 
 Needs no device: blocks take tiles as they become free, and a step lasts as long as any other. What
@@ -29,35 +29,38 @@ SHAPES = (
 )  # fmt: skip
 #: Bytes of K and V for an element of a row: float16 both; codes and float16.
 BYTES = {"fa_tc": 4, "fa_int8": 3}
-#: How many heads a group has: as many as have their K and V in so many MB; of one size or not.
+#: How many heads a group has at most: as many as have their K and V in so many MB. The last has
+#: the rest, or sizes differ by one.
 ORDERS = {
-    "32 MB, as it comes": (32, False), "32 MB, one size": (32, True),
-    "16 MB, one size": (16, True), "8 MB, one size": (8, True), "head by head": (0, True),
+    "16 MB, the rest last": (16, False), "32 MB, alike": (32, True), "16 MB, alike": (16, True),
+    "8 MB, alike": (8, True), "head by head": (0, True),
 }  # fmt: skip
 #: What a tile costs beside its steps.
 OVERHEAD = 1.5
 
 
-def group(heads: int, head_bytes: int, megabytes: int, one_size: bool) -> int:
-    """Return how many heads come together.
+def group_sizes(heads: int, head_bytes: int, megabytes: int, alike: bool) -> list[int]:
+    """Return how many heads come together, group by group.
 
     Examples
     --------
-    >>> group(32, 3 << 20, 32, False), group(32, 3 << 20, 32, True)  # 10, 10, 10, 2 or 8, 8, 8, 8
-    (10, 8)
+    >>> group_sizes(32, 3 << 20, 16, False), group_sizes(32, 3 << 20, 16, True)
+    ([5, 5, 5, 5, 5, 5, 2], [5, 5, 5, 5, 4, 4, 4])
     """
     fitting = min(heads, max(1, (megabytes << 20) // head_bytes))
-    return -(-heads // -(-heads // fitting)) if one_size else fitting
+    groups = -(-heads // fitting)
+    if not alike:
+        return [min(fitting, heads - first) for first in range(0, heads, fitting)]
+    size, larger = divmod(heads, groups)
+    return [size + 1] * larger + [size] * (groups - larger)
 
 
-def work(heads: int, length: int, tiles: Tiles, together: int) -> Iterator[float]:
+def work(length: int, tiles: Tiles, sizes: Sequence[int]) -> Iterator[float]:
     """Yield the work of each tile in the order in which they are begun, in steps."""
-    starts = range(0, length, tiles.block_q)
-    for first in range(0, heads, together):
-        for q0 in reversed(starts):
+    for heads in sizes:
+        for q0 in reversed(range(0, length, tiles.block_q)):
             steps = -(-min(length, q0 + tiles.block_q) // tiles.block_kv)
-            for _ in range(min(together, heads - first)):
-                yield steps + OVERHEAD
+            yield from [steps + OVERHEAD] * heads
 
 
 def imbalance(tiles: Sequence[float], blocks: int = launch.HOPPER_BLOCKS) -> float:
@@ -83,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
                 head_dim, form="sm90", lengths=(length, length), causal=True
             )
             found = {}
-            for name, (megabytes, one_size) in ORDERS.items():
-                together = group(heads, length * head_dim * size, megabytes, one_size)
-                found[name] = imbalance(list(work(heads, length, tiles, together)))
+            for name, (megabytes, alike) in ORDERS.items():
+                sizes = group_sizes(heads, length * head_dim * size, megabytes, alike)
+                found[name] = imbalance(list(work(length, tiles, sizes)))
             shape = {"heads": heads, "length": length, "head_dim": head_dim, "rung": rung}
             rows.append({**shape, "imbalance": found})
             table.append([*map(str, shape.values()), *(f"{x:.3f}" for x in found.values())])

@@ -73,7 +73,7 @@ def test_the_order_of_tiles_is_modelled_without_a_device(tmp_path: Path) -> None
     assert tile_order.main(["--quick", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 4 and all(x >= 1 for row in rows for x in row["imbalance"].values())
-    assert sum(tile_order.work(3, 100, ca.Tiles(50, 50, 4), 2)) == 3 * (1 + 2) + 6 * 1.5
+    assert sum(tile_order.work(100, ca.Tiles(50, 50, 4), [2, 1])) == 3 * (1 + 2) + 6 * 1.5
 
 
 def test_scales_by_timestep_run_in_small(tmp_path: Path) -> None:

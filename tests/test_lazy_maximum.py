@@ -171,9 +171,10 @@ def test_blocks_that_take_one_tile_after_another(monkeypatch: pytest.MonkeyPatch
 HAZARDS = {
     "turns that order nothing: O overwrites Q before all warps' products have read it": (
         "named_barrier_sync(1 + warpgroup, THREADS);", "", "race"),
-    "O is not shown to the copy engine": ("      fence_proxy_async();\n", "", "race"),
+    "O is not shown to the copy engine": (
+        "  fence_proxy_async();\n  __syncwarp();", "  __syncwarp();", "race"),
     "the warp's rows are stored before they are complete": (
-        "      __syncwarp();  // the warp's rows are complete\n", "", "race"),
+        "  __syncwarp();  // the warp's rows are complete\n", "", "race"),
     "the next Q is let in before O has left": (
         "    if (leaving && lane_id() == 0) {\n      cp_async_bulk_wait_group_read();\n",
         "    if (leaving && lane_id() == 0) {\n", "in flight"),

@@ -81,7 +81,8 @@ def test_params_pack() -> None:
     assert (packed["scale_stride_batch"], packed["scale_stride_head"]) == (3 * 19, 19)
     turn = pack(*encode.params[3], {"next_piece": 1006})[0]
     assert turn["next"] == 1006 and turn["rounds"] == 2 * 3
-    assert encode.grid == (turn["rounds"] + turn["lag"]) * (packed["blocks"] + packed["first_blocks"])
+    pieces = packed["blocks"] + packed["first_blocks"]
+    assert encode.grid == (turn["rounds"] + turn["lag"]) * pieces
 
 
 def test_steps_are_those_of_the_header() -> None:
@@ -129,7 +130,8 @@ def test_launches_of_each_kind() -> None:
         assert entries(plan)[-1] == "quantize"
     assert entries(of_k("float16", 64, 1, smooth=True)) == ["quantize"]
     assert entries(of_k("float16", 64, GROUP_ALL, smooth=True)) == ["quantize"]
-    assert entries(of_k("float16", 64, GROUP_ALL, per_tensor=True)) == ["quantize_reduce", "quantize"]
+    one_for_all = of_k("float16", 64, GROUP_ALL, per_tensor=True)
+    assert entries(one_for_all) == ["quantize_reduce", "quantize"]
     assert steps(of_k("float16", 64, GROUP_ALL, smooth=True)) == "k: extrema, then codes"
     assert steps(of_k("float16", 64, 16, static=True)) == "k: codes"
     assert steps(of_v("float16", 64, 64)) == "v: values"

@@ -25,10 +25,10 @@ _FIELDS: tuple[Any, ...] = (
         ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),
         ("partial_sum", "u8"), ("extrema", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
         ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"), ("summed_slices", "u8"),
-        ("blocks", "i4"), ("first_blocks", "i4"), ("heads", "i4"), ("length", "i4"), ("splits", "i4"), ("split_rows", "i4"),
-        ("cu_seqlens", "u8"), ("total", "i4"), ("padded", "i4"), ("zero", "u8"),
-        ("code_sum", "u8"), ("sum_stride_batch", "i8"), ("sum_stride_head", "i8"), ("places", "u8"),
-        ("summed", "i4"),
+        ("blocks", "i4"), ("first_blocks", "i4"), ("heads", "i4"), ("length", "i4"),
+        ("splits", "i4"), ("split_rows", "i4"), ("cu_seqlens", "u8"), ("total", "i4"),
+        ("padded", "i4"), ("zero", "u8"), ("code_sum", "u8"), ("sum_stride_batch", "i8"),
+        ("sum_stride_head", "i8"), ("places", "u8"), ("summed", "i4"),
 )  # fmt: skip
 QUANTIZE_PARAMS = np.dtype([*_FIELDS], align=True)
 #: The same where rows of Q and K are prepared on the way.
@@ -267,9 +267,9 @@ def plan_quantize(
 ) -> Plan:
     """Plan the quantisation of operands, all of them in the same launches.
 
-    One launch is enough: codes that depend on a mean, or on the reach of a whole head, wait in it for
-    these. Groups that span blocks without being a head, one scale for all of the array or tiles of
-    an unusual size, take one more launch, and one more again with a mean.
+    One launch is enough: codes that depend on a mean, or on the reach of a whole head, wait in it
+    for these. Groups that span blocks without being a head, one scale for all of the array or tiles
+    of an unusual size, take one more launch, and one more again with a mean.
 
     Parameters
     ----------

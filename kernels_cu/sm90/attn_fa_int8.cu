@@ -7,9 +7,9 @@
 //              no maximum and rescale nothing; and where V leaves room for a column of ones, the
 //              product with V sums the weights, too.
 // Differs from the Hopper form of fa_tc: S1 and S2 bring codes, S3 multiplies integers, S4 applies
-//              the scales, of which each lane reads one while it waits for its turn; O goes to its
-//              rows at once, for there is no room for it in the place of codes. Whether weights are
-//              small enough is asked of the largest pair of them, not of their sum.
+//              the scales, of which each lane reads one while it waits for its turn; O leaves by a
+//              place of its own, for it has twice the bytes of Q. Whether weights are small enough
+//              is asked of the largest pair of them, not of their sum.
 //              (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  At least 16 adjacent keys share a scale: finer ones are left to the portable form.
 //              Packed sequences and block masks as in the Hopper form of fa_tc.
@@ -17,7 +17,8 @@
 //              Integers to floats by adding 1.5 * 2^23, on the multiplier's pipe: 0.98, and 0.91 at
 //              head_dim 64. Exponentials by turns in place of products: 0.93. 128 to 160 keys and
 //              two warpgroups: 0.8. No turns: 0.97. Descriptors whose upper halves ptxas cannot see
-//              through: 0.99. (experiments/results/NOTES.md)
+//              through: 0.99. Scales of Q by a warp of the producers, a tile ahead: 0.96 to 0.99,
+//              0.91 at head_dim 64 causal. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor core over keys, R7 times
 //              1/l and store (cupyattn/numerics.py)
@@ -25,15 +26,13 @@
 #include "prims/config.cuh"
 #include "prims/named_barrier.cuh"
 #include "prims/online_softmax.cuh"
+#include "prims/output.cuh"
 #include "prims/params.cuh"
 #include "prims/pieces.cuh"
 #include "prims/score.cuh"
 #include "prims/step_scores.cuh"
-#include "prims/tile_io.cuh"
-#include "prims/tma.cuh"
+#include "prims/tile_order.cuh"
 #include "prims/varlen.cuh"
-#include "prims/warp.cuh"
-#include "prims/wgmma.cuh"
 
 constexpr int WARPGROUP = 128;                             // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;                    // warpgroups that compute
@@ -49,7 +48,6 @@ constexpr int SUM_BOXES = HEAD_DIM <= 128 && O_COLS % V_BOX_COLS == 0 ? 1 : 0;
 constexpr int PV_COLS = O_COLS + 8 * SUM_BOXES;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
@@ -59,6 +57,12 @@ constexpr int HEADROOM = 8;       // M rises where a weight reaches 2 to the pow
 // HEAD_DIM 64 they keep out of each other's way by themselves.
 constexpr bool IN_TURN = HEAD_DIM > 64;
 constexpr int Q_STAGES = 2;
+constexpr int INPUT_BYTES =
+    BOX_BYTES *
+    (Q_STAGES * CODE_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES + V_BOXES + SUM_BOXES) * BLOCK_KV);
+// O leaves through shared memory where there is room for it.
+constexpr bool O_STAGED =
+    ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
 // all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
@@ -73,6 +77,7 @@ struct SharedStorage {
   alignas(1024) int8_t Q[Q_STAGES][CODE_BOXES][BLOCK_Q * BOX_BYTES];
   alignas(1024) int8_t K[NUM_STAGES][CODE_BOXES][BLOCK_KV * BOX_BYTES];
   alignas(1024) elem16_t V[NUM_STAGES][V_BOXES + SUM_BOXES][BLOCK_KV * V_BOX_COLS];
+  alignas(1024) elem_t O[O_STAGED ? BLOCK_Q / STORE_ROWS * OWN_BOXES : 1];
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K of a step and V of the one before
@@ -101,24 +106,20 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
 }
 
-// Tiles in the order in which they are begun. Those of a head come one after the other, so that
-// their blocks read the same K and V at the same time; but where they differ in work, as many heads
-// at a time as fit their K and V into the L2 cache, of those the longest causal rows first. Steps
-// are still to be counted.
+// Tile `index` of a sequence or of all; its steps are still to be counted.
 __device__ __forceinline__ WorkTile
 work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, int index) {
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
   const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
   const int64_t head_bytes = keys * HEAD_DIM * (sizeof(int8_t) + sizeof(elem16_t));
-  const int fitting = UNEVEN ? max(1, int(L2_SHARE / head_bytes)) : 1;
-  // NOTE: groups of about one size: a small one at the end would leave its longest tiles to few.
-  const int together = ceil_div(batch_heads, ceil_div(batch_heads, fitting));
-  const int first = index / (together * q_blocks) * together;  // head of this group of heads
-  const int here = min(together, batch_heads - first);         // heads in this group
-  const int rest = index % (together * q_blocks);
-  const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
-  return {sequences, q0, batch_head % p.heads, VARLEN ? sequence : batch_head / p.heads, 0, 0, -1};
+  const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
+  return {sequences,
+          place.q0,
+          place.batch_head % p.heads,
+          VARLEN ? sequence : place.batch_head / p.heads,
+          0,
+          0,
+          -1};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
@@ -231,11 +232,11 @@ __device__ __forceinline__ void rescale(float (&O_acc)[PV_COLS / 2], const float
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
-    const __grid_constant__ TensorMap V_map, const __grid_constant__ ScheduleParams schedule,
-    const __grid_constant__ PieceParams pieces) {
+    const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap O_map,
+    const __grid_constant__ ScheduleParams schedule, const __grid_constant__ PieceParams pieces) {
   extern __shared__ unsigned char shared_bytes[];
-  auto& smem = *reinterpret_cast<SharedStorage*>(
-      (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
+  auto& smem =
+      *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
   // live in uniform registers, where wgmma wants its descriptors.
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
@@ -427,8 +428,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     }
 
     // S6 store
-    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
-                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
+    float inverse_l[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int q = tile.q0 + row + h * 8;
@@ -446,7 +446,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
               state[h].M, LSE ? state[h].l : whole.l, whole.l};
         continue;
       }
-      const float inverse_l = whole.inverse_l();
+      inverse_l[h] = whole.inverse_l();
       if constexpr (LSE) {
         // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
         if (quant.K_mean) {
@@ -463,29 +463,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         if (t == 0 && q < p.len_q)
           lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
       }
-#pragma unroll
-      for (int n = 0; n < O_COLS / 8; n += 4) {
-        if constexpr (ELEM_IS_16_BIT) {  // 32 columns, a quarter of them to each lane
-          uint32_t x[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            x[i] = pack_rn<elem16_t>(
-                O_acc[4 * (n + i) + 2 * h] * inverse_l,
-                O_acc[4 * (n + i) + 2 * h + 1] * inverse_l);  // R7
-          shfl_transpose(x);
-          if (q < p.len_q)
-            store_columns(O + q * p.O_stride.len, (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
-        } else {
-#pragma unroll
-          for (int i = n; i < n + 4; ++i)
-            if (q < p.len_q)
-              store_pair(
-                  O + q * p.O_stride.len, i * 8 + t * 2, O_acc[4 * i + 2 * h] * inverse_l,
-                  O_acc[4 * i + 2 * h + 1] * inverse_l);  // R7
-        }
-      }
     }
+    if (PIECES && tile.slot >= 0) {
+      Q_at.advance();
+      continue;
+    }
+    float O_value[O_COLS / 2];  // [O_COLS / 8][4]
+#pragma unroll
+    for (int i = 0; i < O_COLS / 2; ++i) O_value[i] = O_acc[i] * inverse_l[i / 2 % 2];  // R7
+    const int q = tile.q0 + warp_row;
+    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
+                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
+    store_output<O_STAGED>(
+        O, p.O_stride.len, p.len_q - q, O_value, smem.O + warp_row / STORE_ROWS * OWN_BOXES, O_map,
+        tile.first_row() + q, tile.head, tile.entry());
     Q_at.advance();
   }
+  if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
   if (turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
 }

@@ -17,18 +17,17 @@
 //              tile and the sum over tiles, R7 times the channel's scale and 1/l, plus the mean,
 //              and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
+#include "prims/channel_scales.cuh"
 #include "prims/config.cuh"
 #include "prims/named_barrier.cuh"
 #include "prims/online_softmax.cuh"
+#include "prims/output.cuh"
 #include "prims/p_codes.cuh"
 #include "prims/params.cuh"
 #include "prims/score.cuh"
 #include "prims/step_scores.cuh"
-#include "prims/tile_io.cuh"
-#include "prims/tma.cuh"
+#include "prims/tile_order.cuh"
 #include "prims/varlen.cuh"
-#include "prims/warp.cuh"
-#include "prims/wgmma.cuh"
 
 constexpr int WARPGROUP = 128;                             // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;                    // warpgroups that compute
@@ -40,11 +39,15 @@ constexpr int O_COLS =
 constexpr int BEHIND_ALL = 1 << 30;  // key that no V has: the copy engine brings zeros
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 
 constexpr int Q_STAGES = 2;
+constexpr int INPUT_BYTES = BOX_BYTES * (Q_STAGES * CODE_BOXES * BLOCK_Q +
+                                         NUM_STAGES * (CODE_BOXES * BLOCK_KV + V_BOXES * O_COLS));
+// O leaves through shared memory where there is room for it.
+constexpr bool O_STAGED =
+    ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
 // all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
@@ -58,12 +61,14 @@ struct SharedStorage {
   alignas(1024) int8_t Q[Q_STAGES][CODE_BOXES][BLOCK_Q * BOX_BYTES];
   alignas(1024) int8_t K[NUM_STAGES][CODE_BOXES][BLOCK_KV * BOX_BYTES];
   alignas(1024) int8_t V[NUM_STAGES][V_BOXES][O_COLS * BOX_BYTES];
+  alignas(1024) elem_t O[O_STAGED ? BLOCK_Q / STORE_ROWS * OWN_BOXES : 1];
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
   Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
   int kv0[NUM_STAGES];                // first key of that K; not read unless BLOCK_MASK
   float K_scale[NUM_STAGES][SCALES];  // of its keys
+  ChannelScales<O_COLS> V_scales[CONSUMERS][Q_STAGES];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 
@@ -86,24 +91,16 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
 }
 
-// Tiles in the order in which they are begun. Those of a head come one after the other, so that
-// their blocks read the same K and V at the same time; but where they differ in work, as many heads
-// at a time as fit their K and V into the L2 cache, of those the longest causal rows first. Steps
-// are still to be counted.
+// Tile `index` of a sequence or of all; its steps are still to be counted.
 __device__ __forceinline__ WorkTile
 work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, int index) {
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
   const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
   const int64_t head_bytes = keys * HEAD_DIM * 2;
-  const int fitting = UNEVEN ? max(1, int(L2_SHARE / head_bytes)) : 1;
-  // NOTE: groups of about one size: a small one at the end would leave its longest tiles to few.
-  const int together = ceil_div(batch_heads, ceil_div(batch_heads, fitting));
-  const int first = index / (together * q_blocks) * together;  // head of this group of heads
-  const int here = min(together, batch_heads - first);         // heads in this group
-  const int rest = index % (together * q_blocks);
-  const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
-  return {sequences, q0, batch_head % p.heads, VARLEN ? sequence : batch_head / p.heads, 0};
+  const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
+  return {
+      sequences, place.q0, place.batch_head % p.heads,
+      VARLEN ? sequence : place.batch_head / p.heads, 0};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
@@ -226,10 +223,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ ScheduleParams schedule) {
+    const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule) {
   extern __shared__ unsigned char shared_bytes[];
-  auto& smem = *reinterpret_cast<SharedStorage*>(
-      (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
+  auto& smem =
+      *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
   // live in uniform registers, where wgmma wants its descriptors.
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
@@ -348,6 +345,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
                            + tile.batch * quant.Q_scale_stride_batch +
                            tile.head * quant.Q_scale_stride_head +
                            first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
+    ChannelScales<O_COLS>& V_scales = smem.V_scales[warpgroup - 1][Q_at.stage];
+    V_scales.load<WARPGROUP>(p, values, head_kv, tile.batch);
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -416,19 +415,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     add_tile(O_acc, sum, beta);
 
     // S6 store
-    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
-                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
-    const float* V_scale = values.V_scale  // [HEAD_DIM]
-                           + tile.batch * values.V_scale_stride_batch +
-                           head_kv * values.V_scale_stride_head +
-                           first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch) * HEAD_DIM;
-    const float* V_mean = values.V_mean  // [HEAD_DIM]
-                          + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int q = tile.q0 + row + h * 8;
       state[h].l = shfl_sum<4>(state[h].l);  // R6
-      const float inverse_l = state[h].inverse_l();
       if constexpr (LSE) {
         // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
         if (quant.K_mean) {
@@ -445,32 +435,21 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
         if (t == 0 && q < p.len_q)
           lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
       }
-      // A row without keys stays 0: a sequence without any has neither scales nor a mean.
-      const bool has_keys = state[h].l != 0.0f, has_mean = values.V_mean && has_keys;
-      auto value = [&](int n, int i) {  // of column n * 8 + t * 2 + i
-        const int col = min(n * 8 + t * 2 + i, HEAD_DIM - 1);
-        const float scale = has_keys ? V_scale[col] : 0.0f, mean = has_mean ? V_mean[col] : 0.0f;
-        return fmaf(O_acc[4 * n + 2 * h + i], scale * inverse_l, mean);  // R7
-      };
-#pragma unroll
-      for (int n = 0; n < O_COLS / 8; n += 4) {
-        if constexpr (ELEM_IS_16_BIT) {  // 32 columns, a quarter of them to each lane
-          uint32_t x[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            x[i] = pack_rn<elem16_t>(value(n + i, 0), value(n + i, 1));  // R7
-          shfl_transpose(x);
-          if (q < p.len_q)
-            store_columns(O + q * p.O_stride.len, (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
-        } else {
-#pragma unroll
-          for (int i = n; i < n + 4; ++i)
-            if (q < p.len_q)
-              store_pair(O + q * p.O_stride.len, i * 8 + t * 2, value(i, 0), value(i, 1));  // R7
-        }
-      }
     }
+    cp_async_wait_group<0>();
+    // The scales that any thread loaded are there for all. And all have left the tile before, whose
+    // scales those of the next one replace.
+    named_barrier_sync(CONSUMERS + warpgroup, WARPGROUP);
+    float O_value[O_COLS / 2];                                        // [O_COLS / 8][4]
+    V_scales.apply<false>(O_value, O_acc, {state[0].l, state[1].l});  // R7
+    const int q = tile.q0 + warp_row;
+    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
+                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
+    store_output<O_STAGED>(
+        O, p.O_stride.len, p.len_q - q, O_value, smem.O + warp_row / STORE_ROWS * OWN_BOXES, O_map,
+        tile.first_row() + q, tile.head, tile.entry());
     Q_at.advance();
   }
+  if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
   if (turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
 }

@@ -19,24 +19,25 @@
 //              exponentials of the second 0.87 and 0.86; no turns 0.96, and with turns 0.97 at
 //              head_dim 64; turns that begin before the shifts 0.88, that end before the
 //              exponentials do 0.94; scales of K loaded by those who need them 0.97; M may fall
-//              every fourth step: 1.01, but the error grows by 3 %. (experiments/results/NOTES.md)
+//              every fourth step: 1.01, but the error grows by 3 %; scales of Q and V by a warp of
+//              the producers, a tile ahead, 0.99; O by evict_first 1.00.
+//              (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
 //              the channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
+#include "prims/channel_scales.cuh"
 #include "prims/config.cuh"
 #include "prims/named_barrier.cuh"
 #include "prims/exp2.cuh"
+#include "prims/output.cuh"
 #include "prims/p_codes.cuh"
 #include "prims/params.cuh"
 #include "prims/pieces.cuh"
 #include "prims/score.cuh"
 #include "prims/step_scores.cuh"
-#include "prims/tile_io.cuh"
-#include "prims/tma.cuh"
+#include "prims/tile_order.cuh"
 #include "prims/varlen.cuh"
-#include "prims/warp.cuh"
-#include "prims/wgmma.cuh"
 
 constexpr int WARPGROUP = 128;                             // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;                    // warpgroups that compute
@@ -48,7 +49,6 @@ constexpr int O_COLS =
 constexpr bool IN_TURN = HEAD_DIM > 64;            // at the exponentials, as timed
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
@@ -59,6 +59,11 @@ constexpr int WATCH_STEPS = 9;    // how often l is looked at
 constexpr int SUM_BITS = 23;      // l stays below 2^23, and so O below 2^31
 
 constexpr int Q_STAGES = 2;
+constexpr int INPUT_BYTES = BOX_BYTES * (Q_STAGES * CODE_BOXES * BLOCK_Q +
+                                         NUM_STAGES * (CODE_BOXES * BLOCK_KV + V_BOXES * O_COLS));
+// O leaves through shared memory where there is room for it.
+constexpr bool O_STAGED =
+    ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
 // all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
@@ -73,11 +78,13 @@ struct SharedStorage {
   alignas(1024) int8_t Q[Q_STAGES][CODE_BOXES][BLOCK_Q * BOX_BYTES];
   alignas(1024) int8_t K[NUM_STAGES][CODE_BOXES][BLOCK_KV * BOX_BYTES];
   alignas(1024) int8_t V[NUM_STAGES][V_BOXES][O_COLS * BOX_BYTES];
+  alignas(1024) elem_t O[O_STAGED ? BLOCK_Q / STORE_ROWS * OWN_BOXES : 1];
   WorkTile tile[Q_STAGES];  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K, its scales and V of a step
   int kv0[NUM_STAGES];                           // its first key; not read unless BLOCK_MASK
   float K_scale[NUM_STAGES][SCALES];             // of its keys
+  ChannelScales<O_COLS> V_scales[CONSUMERS][Q_STAGES];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int STEP_BYTES = sizeof(SharedStorage::K[0]) + sizeof(SharedStorage::V[0]);
@@ -101,24 +108,20 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
 }
 
-// Tiles in the order in which they are begun. Those of a head come one after the other, so that
-// their blocks read the same K and V at the same time; but where they differ in work, as many heads
-// at a time as fit their K and V into the L2 cache, of those the longest causal rows first. Steps
-// are still to be counted.
+// Tile `index` of a sequence or of all; its steps are still to be counted.
 __device__ __forceinline__ WorkTile
 work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, int index) {
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
   const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
   const int64_t head_bytes = keys * HEAD_DIM * 2;
-  const int fitting = UNEVEN ? max(1, int(L2_SHARE / head_bytes)) : 1;
-  // NOTE: groups of about one size: a small one at the end would leave its longest tiles to few.
-  const int together = ceil_div(batch_heads, ceil_div(batch_heads, fitting));
-  const int first = index / (together * q_blocks) * together;  // head of this group of heads
-  const int here = min(together, batch_heads - first);         // heads in this group
-  const int rest = index % (together * q_blocks);
-  const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
-  return {sequences, q0, batch_head % p.heads, VARLEN ? sequence : batch_head / p.heads, 0, 0, -1};
+  const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
+  return {sequences,
+          place.q0,
+          place.batch_head % p.heads,
+          VARLEN ? sequence : place.batch_head / p.heads,
+          0,
+          0,
+          -1};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
@@ -269,37 +272,15 @@ __device__ __forceinline__ void raise_output(int32_t (&O_acc)[O_COLS / 2], const
   for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] <<= left[i / 2 % 2];  // R6
 }
 
-// What the whole numbers of O stand for: each times the scale of its channel and `times` of its
-// row, plus the mean of the channel, `means` times. A row without keys is 0.
-__device__ __forceinline__ void apply_scales(
-    float (&O)[O_COLS / 2], const int32_t (&O_acc)[O_COLS / 2], const ShiftState (&state)[2],
-    const float* V_scale, const float* V_mean, const float (&times)[2], const float (&means)[2],
-    int len_kv) {
-#pragma unroll
-  for (int n = 0; n < O_COLS / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int col = min(n * 8 + lane_id() % 4 * 2 + i, HEAD_DIM - 1);
-      // NOTE: a sequence without keys has neither scales nor a mean.
-      const float scale = len_kv > 0 ? V_scale[col] : 0.0f;
-      const float mean = len_kv > 0 && V_mean ? V_mean[col] : 0.0f;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int at = 4 * n + 2 * h + i;
-        const float value = fmaf(float(O_acc[at]), scale * times[h], mean * means[h]);  // R7
-        O[at] = state[h].l == 0.0f ? 0.0f : value;
-      }
-    }
-}
-
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
     const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ ScheduleParams schedule, const __grid_constant__ PieceParams pieces) {
+    const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule,
+    const __grid_constant__ PieceParams pieces) {
   extern __shared__ unsigned char shared_bytes[];
-  auto& smem = *reinterpret_cast<SharedStorage*>(
-      (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
+  auto& smem =
+      *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
   // live in uniform registers, where wgmma wants its descriptors.
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
@@ -420,6 +401,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
                            + tile.batch * quant.Q_scale_stride_batch +
                            tile.head * quant.Q_scale_stride_head +
                            first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
+    const int head_kv = tile.head / (p.heads / p.heads_kv);
+    ChannelScales<O_COLS>& V_scales = smem.V_scales[warpgroup - 1][Q_at.stage];
+    V_scales.load<WARPGROUP>(p, values, head_kv, tile.batch);
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -461,25 +445,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 
     // S6 store
-    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
-                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
-    const int head_kv = tile.head / (p.heads / p.heads_kv);
-    const float* V_scale = values.V_scale  // [HEAD_DIM]
-                           + tile.batch * values.V_scale_stride_batch +
-                           head_kv * values.V_scale_stride_head +
-                           first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch) * HEAD_DIM;
-    const float* V_mean = values.V_mean  // [HEAD_DIM]
-                          + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM;
-    // A piece leaves what its values sum up to, a tile the quotient by l.
     const bool is_piece = PIECES && tile.slot >= 0;
-    float times[2], means[2];  // of O, and of the means of V: one for every weight
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int q = tile.q0 + row + h * 8;
       state[h].l = shfl_sum<4>(state[h].l);                       // R6
       if (LSE) state[h].exact_l = shfl_sum<4>(state[h].exact_l);  // R6
-      times[h] = is_piece ? 1.0f : state[h].inverse_l();
-      means[h] = is_piece ? state[h].l : 1.0f;
       if (LSE && !is_piece) {
         // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
         if (quant.K_mean) {
@@ -497,13 +468,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
           lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
       }
     }
+    cp_async_wait_group<0>();
+    // The scales that any thread loaded are there for all. And all have left the tile before, whose
+    // scales those of the next one replace.
+    named_barrier_sync(CONSUMERS + warpgroup, WARPGROUP);
     float O_value[O_COLS / 2];  // [O_COLS / 8][4]
-    apply_scales(
-        O_value, O_acc, state, V_scale, values.V_mean ? V_mean : nullptr, times, means, p.len_kv);
+    if (is_piece) {             // sm90/merge_pieces.cu divides and stores
+      V_scales.apply<true>(O_value, O_acc, {state[0].l, state[1].l});
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int q = tile.q0 + row + h * 8;
-      if (is_piece) {  // sm90/merge_pieces.cu divides and stores
+      for (int h = 0; h < 2; ++h) {
         const int64_t place = int64_t(tile.slot) * BLOCK_Q + row + h * 8;
         float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
 #pragma unroll
@@ -512,30 +485,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         if (t == 0)
           reinterpret_cast<PieceRow*>(pieces.rows)[place] = {
               state[h].M, LSE ? state[h].exact_l : state[h].l, state[h].l};
-        continue;
       }
-#pragma unroll
-      for (int n = 0; n < O_COLS / 8; n += 4) {
-        if constexpr (ELEM_IS_16_BIT) {  // 32 columns, a quarter of them to each lane
-          uint32_t x[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            x[i] = pack_rn<elem16_t>(
-                O_value[4 * (n + i) + 2 * h], O_value[4 * (n + i) + 2 * h + 1]);  // R7
-          shfl_transpose(x);
-          if (q < p.len_q)
-            store_columns(O + q * p.O_stride.len, (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
-        } else {
-#pragma unroll
-          for (int i = n; i < n + 4; ++i)
-            if (q < p.len_q)
-              store_pair(
-                  O + q * p.O_stride.len, i * 8 + t * 2, O_value[4 * i + 2 * h],
-                  O_value[4 * i + 2 * h + 1]);  // R7
-        }
-      }
+      Q_at.advance();
+      continue;
     }
+    V_scales.apply<false>(O_value, O_acc, {state[0].l, state[1].l});  // R7
+    const int q = tile.q0 + warp_row;
+    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
+                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
+    store_output<O_STAGED>(
+        O, p.O_stride.len, p.len_q - q, O_value, smem.O + warp_row / STORE_ROWS * OWN_BOXES, O_map,
+        tile.first_row() + q, tile.head, tile.entry());
     Q_at.advance();
   }
+  if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
   if (IN_TURN && turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
 }

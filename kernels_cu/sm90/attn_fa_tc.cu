@@ -26,14 +26,12 @@
 #include "prims/config.cuh"
 #include "prims/named_barrier.cuh"
 #include "prims/online_softmax.cuh"
+#include "prims/output.cuh"
 #include "prims/params.cuh"
 #include "prims/pieces.cuh"
 #include "prims/score.cuh"
-#include "prims/tile_io.cuh"
-#include "prims/tma.cuh"
+#include "prims/tile_order.cuh"
 #include "prims/varlen.cuh"
-#include "prims/warp.cuh"
-#include "prims/wgmma.cuh"
 
 constexpr int WARPGROUP = 128;                       // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;              // warpgroups that compute
@@ -44,7 +42,6 @@ constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-constexpr int64_t L2_SHARE = 16 << 20;  // bytes of K and V that stay in the L2 cache
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = (CAUSAL && !STACKED) || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;       // or they are alike, and those of the last wave may be cut
@@ -55,9 +52,6 @@ constexpr int Q_STAGES =
     (2 * BLOCK_Q + 2 * NUM_STAGES * BLOCK_KV) * ROW_BYTES <= 225 * 1024 ? 2 : 1;
 // O leaves through the place of its Q, but where the next Q has no other place to go to.
 constexpr bool O_TAKES_Q = Q_STAGES == 2;
-constexpr int STORE_ROWS = 16;  // that the copy engine stores at a time: those of a warp
-// It stores 16 bytes whole, past the last column too.
-constexpr bool WHOLE_CHUNKS = HEAD_DIM * sizeof(elem_t) % 16 == 0;
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
 // all of them are masked. VARLEN: of which sequence; to the copy engine all are one batch entry.
@@ -101,24 +95,14 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
 }
 
-// Tiles in the order in which they are begun. Those of a head come one after the other, so that
-// their blocks read the same K and V at the same time; but where they differ in work, as many heads
-// at a time as fit their K and V into the L2 cache, of those the longest causal rows first. Steps
-// are still to be counted.
+// Tile `index` of a sequence or of all; its steps are still to be counted.
 __device__ __forceinline__ WorkTile
 work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
-  const int q_blocks = ceil_div(p.len_q, BLOCK_Q);
   const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
   const int64_t head_bytes = keys * HEAD_DIM * 2 * sizeof(elem_t);
-  const int fitting = UNEVEN ? max(1, int(L2_SHARE / head_bytes)) : 1;
-  // NOTE: groups of about one size: a small one at the end would leave its longest tiles to few.
-  const int together = ceil_div(batch_heads, ceil_div(batch_heads, fitting));
-  const int first = index / (together * q_blocks) * together;  // head of this group of heads
-  const int here = min(together, batch_heads - first);         // heads in this group
-  const int rest = index % (together * q_blocks);
-  const int q0 = (q_blocks - 1 - rest / here) * BLOCK_Q, batch_head = first + rest % here;
-  return {sequences, q0, batch_head % p.heads, batch_head / p.heads, 0, 0, -1};
+  const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
+  return {sequences, place.q0, place.batch_head % p.heads, place.batch_head / p.heads, 0, 0, -1};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
@@ -209,22 +193,6 @@ __device__ __forceinline__ bool softmax(
 __device__ __forceinline__ void rescale(float (&O_acc)[O_COLS / 2], const float (&alpha)[2]) {
 #pragma unroll
   for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
-}
-
-// Rows of O as stmatrix left them in the boxes of Q, by one warp: where the copy engine would store
-// rows of the next packed sequence, too, or columns that are not O's.
-__device__ __forceinline__ void store_rows(
-    elem_t* O, int64_t stride, const elem_t* O_rows, int rows) {
-  constexpr int CHUNKS = BOXES * (BOX_BYTES / 16);  // of 16 bytes in a row
-#pragma unroll 1
-  for (int i = lane_id(); i < min(rows, STORE_ROWS) * CHUNKS; i += WARP_SIZE) {
-    const int row = i / CHUNKS, chunk = i % CHUNKS;
-    const elem_t* box = O_rows + chunk / 8 * BLOCK_Q * BOX_COLS;  // [16, BOX_COLS], swizzled
-    store_columns(
-        O + row * stride, chunk * 8,
-        *reinterpret_cast<const Vec<uint32_t, 4>*>(
-            box + row * BOX_COLS + (chunk % 8 ^ row % 8) * 8));
-  }
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
@@ -423,49 +391,25 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       Q_at.advance();
       continue;
     }
-    uint32_t O_frag[O_COLS / 8][2];  // two neighbouring columns of row, and of row + 8
+    OutputFragment<O_COLS> O_frag;
 #pragma unroll
     for (int i = 0; i < O_COLS / 4; ++i)
       O_frag[i / 2][i % 2] = pack_rn<elem_t>(
           O_acc[2 * i] * inverse_l[i % 2], O_acc[2 * i + 1] * inverse_l[i % 2]);  // R7
-    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM]
-                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head;
+    const int q = tile.q0 + warp_row;
+    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
+                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
     if constexpr (O_TAKES_Q) {
       // NOTE: Q has been read: the last turn began when all four warps had waited for its products.
+      constexpr int BOX = BLOCK_Q * BOX_COLS;
       elem_t* O_rows = &smem.Q[Q_at.stage][0][warp_row * BOX_COLS];  // [BOXES][16, BOX_COLS]
-      const uint32_t corner = shared_address(O_rows) + lane_id() % 16 * BOX_BYTES +
-                              (lane_id() / 16 ^ lane_id() % 8) * 16;  // swizzled as a box is
-#pragma unroll
-      for (int n = 0; n < O_COLS / 8; n += 2)
-        stmatrix_x4(
-            (corner + n / 8 * BLOCK_Q * BOX_BYTES) ^ n % 8 * 16,
-            {O_frag[n][0], O_frag[n][1], O_frag[n + 1][0], O_frag[n + 1][1]});
-      fence_proxy_async();
-      __syncwarp();  // the warp's rows are complete
-      const int q = tile.q0 + warp_row;
-      if (!WHOLE_CHUNKS || (VARLEN && q + STORE_ROWS > p.len_q)) {
-        store_rows(O + q * p.O_stride.len, p.O_stride.len, O_rows, p.len_q - q);
-      } else if (lane_id() == 0) {
-        if (q < p.len_q)
-          for (int b = 0; b < BOXES; ++b)
-            cp_async_bulk_tensor_4d_store(
-                O_map, O_rows + b * BLOCK_Q * BOX_COLS, b * BOX_COLS, tile.first_row() + q,
-                tile.head, tile.batch);
-        cp_async_bulk_commit_group();
-      }
+      stage_output<BOX>(O_rows, O_frag);
+      send_output<BOX>(
+          O, p.O_stride.len, O_rows, p.len_q - q, O_map, tile.first_row() + q, tile.head,
+          tile.batch);
       leaving = true;
     } else {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int q = tile.q0 + row + h * 8;
-#pragma unroll
-        for (int n = 0; n < O_COLS / 8; n += 4) {
-          uint32_t x[4] = {O_frag[n][h], O_frag[n + 1][h], O_frag[n + 2][h], O_frag[n + 3][h]};
-          shfl_transpose(x);
-          if (q < p.len_q)
-            store_columns(O + q * p.O_stride.len, (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
-        }
-      }
+      store_fragment(O, p.O_stride.len, p.len_q - q, O_frag);
     }
     Q_at.advance();
   }
