@@ -29,9 +29,11 @@ from tests.prims_gradient_cases import GRADIENT_PRIMS, GRADIENT_SM90_PRIMS
 from tests.prims_p_cases import P_PRIMS
 from tests.prims_pieces_cases import PIECES_PRIMS
 from tests.prims_prepare_cases import prepare_prims
+from tests.prims_quantize_cases import QUANTIZE_PRIMS
 from tests.prims_rope_cases import rope_prims
 from tests.prims_score_cases import SCORE_PRIMS
 from tests.prims_step_cases import STEP_PRIMS
+from tests.prims_tile_end_cases import TILE_END_PRIMS
 from tests.prims_wgmma_cases import wgmma_prims
 from tests.prims_zero_cases import ZERO_PRIMS
 
@@ -588,6 +590,7 @@ PRIMS = [
     *SCORE_PRIMS, *PIECES_PRIMS, *STEP_PRIMS, *rope_prims(), *prepare_prims(), *P_PRIMS,
     *ZERO_PRIMS,
     *CLUSTER_PRIMS, *GEMM_PRIMS, *GRADIENT_PRIMS, *GRADIENT_SM90_PRIMS,
+    *QUANTIZE_PRIMS, *TILE_END_PRIMS,
     *tile_prims(),
     Prim(
         "copies", "tile_io", "copies", 128,

@@ -1,5 +1,4 @@
-"""The kernels of ``prims/zero_points.cuh``, ``value_zeros.cuh``, ``quantize_tile.cuh`` and
-``quantize_rows.cuh``."""
+"""The kernels of ``prims/zero_points.cuh``, ``value_zeros.cuh`` and ``quantize_tile.cuh``."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ import numpy as np
 
 from cupyattn.features import Features
 from cupyattn.params import QUANT_PARAMS, pack
-from cupyattn.quant.plan import QUANTIZE_PARAMS
-from cupyattn.quant.quantizers import padded_columns, quantize_affine, quantize_symmetric
+from cupyattn.quant.quantizers import quantize_affine, quantize_symmetric
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
 
@@ -99,51 +97,7 @@ def tile_expected(zero_points: bool) -> Callable[..., dict[str, np.ndarray]]:
     return expected
 
 
-def rows_arguments(zero_points: bool) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        given = {"X_stride": (0, 29 * 40, 40), "heads": 2, "length": 29, "sum_stride_head": 29}
-        numbers = rng()
-        return {
-            "given": pack(QUANTIZE_PARAMS, dict.fromkeys(QUANTIZE_PARAMS.names, 0) | given, {}),
-            "X": numbers.integers(-60, 60, (2, 29, 40)).astype(np.float16),
-            "mean": numbers.integers(-60, 60, (2, HEAD_DIM)).astype(np.float32),
-            "codes": np.full((2, 29, padded_columns(HEAD_DIM)), 127, np.int8),
-            "code_sum": np.full((2, 29), 9999, np.int32),
-            "reach": np.zeros((29, 1 + zero_points), np.uint32),
-            "group_reach": np.zeros((2, 1 + zero_points), np.uint32),
-        }
-
-    return arguments
-
-
-def rows_expected(zero_points: bool) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(
-        X: np.ndarray, mean: np.ndarray, codes: np.ndarray, code_sum: np.ndarray, **_: Any
-    ) -> dict[str, np.ndarray]:
-        x = X[1, :, :HEAD_DIM].astype(np.float32) - mean[1]
-        sides = [x.max(axis=1), -x.min(axis=1)] if zero_points else [np.abs(x).max(axis=1)]
-        codes[1, :, :HEAD_DIM] = x
-        if zero_points:
-            code_sum[1] = x.sum(axis=1)
-        reach = np.stack(sides, axis=1).clip(0).astype(np.float32).view(np.uint32)
-        of_groups = np.stack([reach[:16].max(axis=0), reach[16:].max(axis=0)])
-        return {"codes": codes, "code_sum": code_sum, "reach": reach, "group_reach": of_groups}
-
-    return expected
-
-
 ZERO_PRIMS = [
-    *(
-        Prim(
-            f"quantize_rows-{zero_points}", "quantize_rows", "quantize_rows", 64,
-            rows_arguments(zero_points), rows_expected(zero_points),
-            defines=defines(
-                Tiles(32, 1, 2),
-                Features("float16", HEAD_DIM, vec=8, group_q=16, zero_points=zero_points),
-            ),
-        )
-        for zero_points in (False, True)
-    ),
     *(
         Prim(
             f"quantize_tile-{zero_points}", "quantize_tile", "quantize_tile_48", 64,

@@ -1,7 +1,7 @@
 """RMS-normalised and turned rows of Q and K: what they mean, to the bit, on every rung.
 
 J1 is that rows are prepared as `cupyattn.preparation.Preparation` says: rounded to their type
-before most rungs, and in float32 as ``fa_int8`` quantises them, in its own two launches. What that
+before most rungs, and in float32 as ``fa_int8`` quantises them, in its own launch. What that
 rounds is `cupyattn.bounds.preparation` (R0), and J3 holds with it.
 """
 
@@ -24,11 +24,10 @@ from cupyattn.plans import Operand
 from cupyattn.preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.operands import quantize_mirror, scale_tiles
-from cupyattn.quant.plan import PREPARED_PARAMS, Part, parts, plan_quantize
+from cupyattn.quant.plan import PREPARED_PARAMS, Part, plan_quantize
 from cupyattn.rotation import NORM_PARAMS, Prepares, plan_normalising
 from cupyattn.rounding import STORAGE, as_float64
 from cupyattn.testing import ratio_to_bound
-from cupyattn.tiles import Tiles
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import bits, embedded, normal, rope_tables
@@ -280,7 +279,7 @@ def test_packed_sequences_are_prepared_each_from_its_own_first_row() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_added_to_the_two_launches(kind: str) -> None:
+def test_nothing_is_added_to_the_launches(kind: str) -> None:
     """Of the default quantisation, and where all scales need a pass before; V comes along."""
     q, k, v = arrays(head_dim=64)
     options = options_of(64, kind)
@@ -293,25 +292,8 @@ def test_nothing_is_added_to_the_two_launches(kind: str) -> None:
         assert sources[0] == sources[1]
         assert prepared.workspace_bytes == plain.workspace_bytes
     text = explain(q, k, v, variant="fa_int8", **options)
-    assert text.count("of quantize") == 2 and ".cu" in text
+    assert text.count("of quantize") == 1 and ".cu" in text
     assert ("root mean square as they are quantised" in text) == (kind != "rope")
-
-
-def test_a_launch_for_values_alone_knows_nothing_of_it() -> None:
-    """Keys without a mean: the first launch is the mean of V, in the module of any other call."""
-    x = Operand.contiguous((1, 2, 500, 64), 2)
-    quant = QuantConfig(smooth_k=False, pv="int8")
-    hows = {n: Prepares(n, "half_split", 0, 1, 1e-6) for n in "qk"}
-    plans = [
-        plan_quantize(
-            "float16",
-            **parts(quant, Tiles(64, 64, 4), dict.fromkeys("qkv", x), dict.fromkeys("qkv"), how),
-            p_type="u8",
-        )
-        for how in (None, hows)
-    ]
-    assert plans[0].launches[0].module == plans[1].launches[0].module
-    assert plans[0].launches[1].module != plans[1].launches[1].module
 
 
 @pytest.mark.parametrize(

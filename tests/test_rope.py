@@ -362,7 +362,7 @@ def test_explain_says_who_turns() -> None:
         assert prepared.workspace_bytes >= q.nbytes + k.nbytes
     text = explain(q, k, v, variant="fa_int8", **options)
     assert "channels of q and k are turned as they are quantised; query row i" in text
-    assert "of rope.cu" not in text and text.count("of quantize") == 2
+    assert "of rope.cu" not in text and text.count("of quantize") == 1
     assert "rope:" not in explain(q, k, v) and "of rope.cu" not in explain(q, k, v)
 
 

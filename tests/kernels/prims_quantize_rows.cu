@@ -29,7 +29,10 @@ extern "C" __global__ void quantize_rows(
       for (int i = 0; i < SIDES; ++i) reach[row_of(pass) * SIDES + i] = found.bits[i];
   }
   rows.raise(of_groups);
-  rows.store(p, at, [](int) { return [](float x) { return int(x); }; });
-  __syncthreads();
+  __shared__ Coding coding[Whole::GROUPS];
+  if (thread_id() < Whole::GROUPS) coding[thread_id()] = {}, coding[thread_id()].inverse = 1.0f;
+  __syncthreads();  // scales are there before a row is coded with them
+  rows.store<false>(p, at, coding);
+  __syncthreads();  // and the reach of the groups before it leaves
   if (thread_id() < Whole::GROUPS * SIDES) group_reach[thread_id()] = of_groups[thread_id()];
 }
