@@ -119,7 +119,7 @@ def test_the_sum_of_squares_has_one_order_at_any_width() -> None:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.sampled_from(KINDS), st.integers(-60, 60))
 def test_the_bound_of_r0_holds(dtype: str, seed: int, half: int, kind: str, magnitude: int) -> None:
     rng = np.random.default_rng(seed)
-    most = {"float16": 10}.get(dtype, 60)
+    most = {"float16": 10}.get(dtype, 55)  # squares add up within float32
     x = rng.standard_normal((1, HEADS, 5, 2 * half)) * 2.0 ** min(magnitude, most)
     x = x.astype(STORAGE[dtype])
     q, k = x, x[:, :HEADS_KV] * np.asarray(0.5, x.dtype)
