@@ -357,7 +357,7 @@ WRONG: dict[str, tuple[str, str, Check, type[Exception]]] = {
         "BOX_COLS, tile.first_key() + kv0", "BOX_COLS, kv0",
         check_that_neighbours_have_no_influence, AssertionError),
     "rows of the next sequence are stored": (
-        "q + STORE_ROWS > p.len_q", "q > p.len_q",
+        "(VARLEN && rows < STORE_ROWS)", "(VARLEN && rows < 0)",
         check_that_a_sequence_past_its_limit_is_cut, KernelFault),
     "zeros while the first warpgroup reads": (
         "if (VARLEN && turn.warpgroup == 0)", "if (VARLEN && turn.warpgroup == 1)",
@@ -386,7 +386,7 @@ WRONG_CODES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
         "kv0, head_kv, tile.entry());",
         check_that_neighbours_have_no_influence, AssertionError),
     "rows of the next sequence are stored": (
-        "if (q < p.len_q)\n            store_", "if (q < call.total_q)\n            store_",
+        "(VARLEN && rows < STORE_ROWS)", "(VARLEN && rows < 0)",
         check_that_neighbours_have_no_influence, KernelFault),
     "scales of the queries of the first sequence": (
         " +\n                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch)", "",
@@ -406,11 +406,11 @@ WRONG_VALUES: dict[str, tuple[str, str, Check, type[Exception]]] = {
 }  # fmt: skip
 WRONG_VALUES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
     "scales of the values of the first sequence": (
-        " +\n                           first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch)"
+        " +\n                           first_scale<GROUP_V>(p.cu_seqlens_k, batch)"
         " * HEAD_DIM", "", check_that_neighbours_have_no_influence, AssertionError),
     "the mean of the values of the first sequence": (
         "V_mean = values.V_mean  // [HEAD_DIM]\n"
-        "                          + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM",
+        "                          + (int64_t(batch) * p.heads_kv + head_kv) * HEAD_DIM",
         "V_mean = values.V_mean  // [HEAD_DIM]\n"
         "                          + head_kv * HEAD_DIM",
         check_that_neighbours_have_no_influence, AssertionError),
@@ -447,7 +447,8 @@ def test_what_goes_wrong_is_seen(
 ) -> None:
     clean(rung)  # by the kernel as it is
     own = f"sm90/attn_{rung.replace('@sm90', '')}.cu"
-    source = own if old in (KERNELS / own).read_text() else "prims/step_scores.cuh"
+    places = (own, "prims/step_scores.cuh", "prims/output.cuh", "prims/channel_scales.cuh")
+    source = next(place for place in places if old in (KERNELS / place).read_text())
     put_a_line_in_place(source, old, new, tmp_path, monkeypatch)
     with pytest.raises(how):
         check(rung)
