@@ -62,13 +62,13 @@ def butterfly(x: np.ndarray, lanes: int, combine: Callable[..., np.ndarray]) -> 
 def warp_arguments() -> Arguments:
     outputs = {name: np.zeros(64, np.float32) for name in ("max4", "max32", "sum4", "sum32")}
     four = np.zeros((4, 64), np.uint32)
-    return {"x": normal(64), "who": np.zeros((3, 64), np.int32), **outputs, "four": four}
+    return {"x": normal(64), "who": np.zeros((4, 64), np.int32), **outputs, "four": four}
 
 
 def warp_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
     thread = np.arange(64, dtype=np.int32)
     return {
-        "who": np.stack([thread, thread // 32, thread % 32]),
+        "who": np.stack([thread, thread // 32, thread % 32, thread // 32 * 32]),
         "max4": butterfly(x, 4, np.fmax),
         "max32": butterfly(x, 32, np.fmax),
         "sum4": butterfly(x, 4, np.add),

@@ -4,6 +4,7 @@
 
 #include "prims/config.cuh"
 #include "prims/params.cuh"
+#include "prims/warp.cuh"
 
 // The rows [first, first + length) of a packed array that are one sequence. One that is longer than
 // the host was told is cut: grid and workspace were made for `longest` rows.
@@ -41,8 +42,8 @@ template <bool PACKED>
 __device__ __forceinline__ Sequences<PACKED> uniform(Sequences<PACKED> x) {
   if constexpr (PACKED)
     for (Sequence* one : {&x.q, &x.kv}) {
-      one->first = __shfl_sync(FULL_WARP, one->first, 0);
-      one->length = __shfl_sync(FULL_WARP, one->length, 0);
+      one->first = uniform(one->first);
+      one->length = uniform(one->length);
     }
   return x;
 }

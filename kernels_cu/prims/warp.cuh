@@ -13,6 +13,11 @@ __device__ __forceinline__ int thread_id_anew() {
 __device__ __forceinline__ int warp_id() { return threadIdx.x / WARP_SIZE; }
 __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP_SIZE; }
 
+// The same in every lane of a warp, and known to be: what follows from it may live in uniform
+// registers, where wgmma wants its descriptors and the copy engine its addresses. The compiler
+// cannot see it of what came through shared memory or a thread's number.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(FULL_WARP, x, 0); }
+
 // Maximum and sum over aligned groups of LANES lanes (a power of two); every lane gets the result.
 template <int LANES>
 __device__ __forceinline__ float shfl_max(float x) {

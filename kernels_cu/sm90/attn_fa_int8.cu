@@ -66,9 +66,9 @@ constexpr bool O_STAGED =
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
 // all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
-struct alignas(16) WorkTile : Sequences<VARLEN> {
+struct WorkTile : Sequences<VARLEN> {
   int q0;  // -1: there is no more
-  int head, batch, steps;
+  int head, head_kv, batch, steps;
   int first, slot;  // as a Piece has them
   __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
 };
@@ -84,8 +84,8 @@ struct SharedStorage {
   int kv0[NUM_STAGES];                           // first key of that K; not read unless BLOCK_MASK
   float K_scale[NUM_STAGES][SCALES];             // of its keys
 };
-extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
-constexpr int K_BYTES = sizeof(SharedStorage::K[0]);                  // that arrive for a step
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+constexpr int K_BYTES = sizeof(SharedStorage::K[0]);  // that arrive for a step
 constexpr int V_BYTES = V_BOXES * sizeof(SharedStorage::V[0][0]);
 
 static_assert(
@@ -113,25 +113,22 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence,
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
   const int64_t head_bytes = keys * HEAD_DIM * (sizeof(int8_t) + sizeof(elem16_t));
   const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
-  return {sequences,
-          place.q0,
-          place.batch_head % p.heads,
-          VARLEN ? sequence : place.batch_head / p.heads,
-          0,
-          0,
-          -1};
+  const int head = place.batch_head % p.heads;
+  return {
+      sequences,
+      place.q0,
+      head,
+      head / (p.heads / p.heads_kv),
+      VARLEN ? sequence : place.batch_head / p.heads,
+      0,
+      0,
+      -1};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
-  return {
-      uniform<VARLEN>(tile),
-      __shfl_sync(FULL_WARP, tile.q0, 0),
-      __shfl_sync(FULL_WARP, tile.head, 0),
-      __shfl_sync(FULL_WARP, tile.batch, 0),
-      __shfl_sync(FULL_WARP, tile.steps, 0),
-      __shfl_sync(FULL_WARP, tile.first, 0),
-      __shfl_sync(FULL_WARP, tile.slot, 0)};
+  return {uniform<VARLEN>(tile), uniform(tile.q0),    uniform(tile.head),  uniform(tile.head_kv),
+          uniform(tile.batch),   uniform(tile.steps), uniform(tile.first), uniform(tile.slot)};
 }
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
@@ -234,12 +231,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap O_map,
     const __grid_constant__ ScheduleParams schedule, const __grid_constant__ PieceParams pieces) {
-  extern __shared__ unsigned char shared_bytes[];
-  auto& smem =
-      *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
-  // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
-  // live in uniform registers, where wgmma wants its descriptors.
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Q_STAGES; ++s) {
@@ -271,7 +265,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       const int number_of_tile = PIECES ? piece.tile : index;
       if (!tiles.reach(call, number_of_tile)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, -1};
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }
@@ -286,7 +280,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         number = piece.first * BLOCK_KV;
         tile.steps = piece.steps, tile.first = piece.first, tile.slot = piece.slot;
       }
-      const int head_kv = tile.head / (p.heads / p.heads_kv);
       // S1 load Q
       {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
@@ -301,7 +294,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       // S2 load K, V: K of a step, V of the one before
       const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
                              + tile.batch * quant.K_scale_stride_batch +
-                             head_kv * quant.K_scale_stride_head +
+                             tile.head_kv * quant.K_scale_stride_head +
                              first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
       int kv0 = 0;
       for (int step = 0; step <= tile.steps; ++step, number += BLOCK_KV, at.advance()) {
@@ -318,11 +311,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         for (int b = 0; b < CODE_BOXES && step < tile.steps; ++b)
           cp_async_bulk_tensor_4d(
               smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_BYTES,
-              tile.first_key() + kv0, head_kv, tile.entry());
+              tile.first_key() + kv0, tile.head_kv, tile.entry());
         for (int b = 0; b < V_BOXES && step > 0; ++b)
           cp_async_bulk_tensor_4d(
               smem.V[at.stage][b], V_map, smem.full[at.stage], b * V_BOX_COLS,
-              tile.first_key() + V_kv0, head_kv, tile.entry());
+              tile.first_key() + V_kv0, tile.head_kv, tile.entry());
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
     }
@@ -357,7 +350,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     int32_t dot[BLOCK_KV / 2];      // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 16][4] = {};
     float K_scale[SCALES], alpha[2];
-    const int head_kv = tile.head / (p.heads / p.heads_kv);
     const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
                            + tile.batch * quant.Q_scale_stride_batch +
                            tile.head * quant.Q_scale_stride_head +
@@ -451,7 +443,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
         if (quant.K_mean) {
           const float* K_mean = quant.K_mean  // [HEAD_DIM]
-                                + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM;
+                                + (int64_t(tile.batch) * p.heads_kv + tile.head_kv) * HEAD_DIM;
           const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                                 + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
                                 min(q, p.len_q - 1) * p.Q_stride.len;
@@ -474,9 +466,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const int q = tile.q0 + warp_row;
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
                 + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
+    elem_t* O_rows = smem.O + uniform(warp_row) / STORE_ROWS * OWN_BOXES;  // boxes [16, 64]
     store_output<O_STAGED>(
-        O, p.O_stride.len, p.len_q - q, O_value, smem.O + warp_row / STORE_ROWS * OWN_BOXES, O_map,
-        tile.first_row() + q, tile.head, tile.entry());
+        O, p.O_stride.len, p.len_q - q, O_value, O_rows, O_map, tile.first_row() + q, tile.head,
+        tile.entry());
     Q_at.advance();
   }
   if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end

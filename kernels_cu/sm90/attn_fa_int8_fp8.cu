@@ -51,9 +51,9 @@ constexpr bool O_STAGED =
 
 // Which query rows of which head, and how many steps over keys: one at least, if only to find that
 // all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
-struct alignas(16) WorkTile : Sequences<VARLEN> {
+struct WorkTile : Sequences<VARLEN> {
   int q0;  // -1: there is no more
-  int head, batch, steps;
+  int head, head_kv, batch, steps;
   __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
 };
 
@@ -70,7 +70,7 @@ struct SharedStorage {
   float K_scale[NUM_STAGES][SCALES];  // of its keys
   ChannelScales<O_COLS> V_scales[CONSUMERS][Q_STAGES];
 };
-extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
 static_assert(P_TYPE == PType::E4M3, "this form takes P in e4m3");
 static_assert(
@@ -98,17 +98,20 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence,
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
   const int64_t head_bytes = keys * HEAD_DIM * 2;
   const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
+  const int head = place.batch_head % p.heads;
   return {
-      sequences, place.q0, place.batch_head % p.heads,
-      VARLEN ? sequence : place.batch_head / p.heads, 0};
+      sequences,
+      place.q0,
+      head,
+      head / (p.heads / p.heads_kv),
+      VARLEN ? sequence : place.batch_head / p.heads,
+      0};
 }
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
-  return {
-      uniform<VARLEN>(tile), __shfl_sync(FULL_WARP, tile.q0, 0),
-      __shfl_sync(FULL_WARP, tile.head, 0), __shfl_sync(FULL_WARP, tile.batch, 0),
-      __shfl_sync(FULL_WARP, tile.steps, 0)};
+  return {uniform<VARLEN>(tile), uniform(tile.q0),    uniform(tile.head),
+          uniform(tile.head_kv), uniform(tile.batch), uniform(tile.steps)};
 }
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
@@ -224,12 +227,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule) {
-  extern __shared__ unsigned char shared_bytes[];
-  auto& smem =
-      *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
-  // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
-  // live in uniform registers, where wgmma wants its descriptors.
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Q_STAGES; ++s) {
@@ -255,7 +255,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     while (true) {
       if (!tiles.reach(call, index)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0};
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0};
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }
@@ -266,7 +266,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
           p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
       int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
       tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
-      const int head_kv = tile.head / (p.heads / p.heads_kv);
       // S1 load Q
       {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
@@ -282,7 +281,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
       const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
                              + tile.batch * quant.K_scale_stride_batch +
-                             head_kv * quant.K_scale_stride_head +
+                             tile.head_kv * quant.K_scale_stride_head +
                              first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
       for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
         // NOTE: rows that keep no key get their one step from behind the last one, of V from behind
@@ -299,13 +298,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
         for (int b = 0; b < CODE_BOXES; ++b)
           cp_async_bulk_tensor_4d(
               smem.K[at.stage][b], K_map, smem.K_full[at.stage], b * BOX_BYTES,
-              tile.first_key() + kv0, head_kv, tile.entry());
+              tile.first_key() + kv0, tile.head_kv, tile.entry());
         mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
         mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
         for (int b = 0; b < V_BOXES; ++b)
           cp_async_bulk_tensor_4d(
               smem.V[at.stage][b], V_map, smem.V_full[at.stage], V_column + b * BOX_BYTES, 0,
-              head_kv, tile.entry());
+              tile.head_kv, tile.entry());
       }
       index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
     }
@@ -340,13 +339,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     uint32_t P_frag[BLOCK_KV / 32][4];
     Factors factor;
     float K_scale[SCALES], tile_M[2], beta[2];
-    const int head_kv = tile.head / (p.heads / p.heads_kv);
     const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
                            + tile.batch * quant.Q_scale_stride_batch +
                            tile.head * quant.Q_scale_stride_head +
                            first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
     ChannelScales<O_COLS>& V_scales = smem.V_scales[warpgroup - 1][Q_at.stage];
-    V_scales.load<WARPGROUP>(p, values, head_kv, tile.batch);
+    V_scales.load<WARPGROUP>(p, values, tile.head_kv, tile.batch);
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -423,7 +421,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
         // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
         if (quant.K_mean) {
           const float* K_mean = quant.K_mean  // [HEAD_DIM]
-                                + (int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM;
+                                + (int64_t(tile.batch) * p.heads_kv + tile.head_kv) * HEAD_DIM;
           const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                                 + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
                                 min(q, p.len_q - 1) * p.Q_stride.len;
@@ -445,9 +443,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     const int q = tile.q0 + warp_row;
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
                 + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
+    elem_t* O_rows = smem.O + uniform(warp_row) / STORE_ROWS * OWN_BOXES;  // boxes [16, 64]
     store_output<O_STAGED>(
-        O, p.O_stride.len, p.len_q - q, O_value, smem.O + warp_row / STORE_ROWS * OWN_BOXES, O_map,
-        tile.first_row() + q, tile.head, tile.entry());
+        O, p.O_stride.len, p.len_q - q, O_value, O_rows, O_map, tile.first_row() + q, tile.head,
+        tile.entry());
     Q_at.advance();
   }
   if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end

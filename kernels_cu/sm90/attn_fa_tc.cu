@@ -107,14 +107,8 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
 
 // The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
-  return {
-      uniform<VARLEN>(tile),
-      __shfl_sync(FULL_WARP, tile.q0, 0),
-      __shfl_sync(FULL_WARP, tile.head, 0),
-      __shfl_sync(FULL_WARP, tile.batch, 0),
-      __shfl_sync(FULL_WARP, tile.steps, 0),
-      __shfl_sync(FULL_WARP, tile.first, 0),
-      __shfl_sync(FULL_WARP, tile.slot, 0)};
+  return {uniform<VARLEN>(tile), uniform(tile.q0),    uniform(tile.head), uniform(tile.batch),
+          uniform(tile.steps),   uniform(tile.first), uniform(tile.slot)};
 }
 
 // S3 scores: S [64, BLOCK_KV] = Q K^T, in the background.
@@ -203,9 +197,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   extern __shared__ unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(
       (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
-  // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
-  // live in uniform registers, where wgmma wants its descriptors.
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Q_STAGES; ++s) {

@@ -54,9 +54,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
   // NOTE: by an offset, so that the compiler still knows what it reads for shared memory.
   auto& smem =
       *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
-  // NOTE: the shuffle tells the compiler that all lanes agree, so that what follows from it may
-  // live in uniform registers, where wgmma wants its descriptors.
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   // S0 locate
   const int q_blocks = ceil_div(call.len_q, BLOCK_Q);

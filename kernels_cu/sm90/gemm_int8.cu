@@ -89,8 +89,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
   extern __shared__ unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(
       (reinterpret_cast<uint64_t>(shared_bytes) + 1023) & ~uint64_t(1023));
-  // NOTE: the shuffle tells the compiler that all lanes agree, as in attn_fa_int8.cu.
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < NUM_STAGES; ++s) {
