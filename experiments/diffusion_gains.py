@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import backends, device, distributions, records, testing, timing
+from cupyattn import backends, device, distributions, testing, timing
 from cupyattn import measure as measuring
 from cupyattn.api import kernel_form
 from cupyattn.checks import check_attention
@@ -416,12 +416,7 @@ def from_record(args: argparse.Namespace) -> int:
     """Write the page from the committed record, into which others are merged first."""
     record = common.stored("diffusion_gains")
     for file in args.merge:
-        part = records.read(file)
-        if part.get("experiment") != record["experiment"]:
-            raise ValueError(
-                f"{file} is a record of {part.get('experiment')!r}, not of {record['experiment']!r}"
-            )
-        record = merged(record, part)
+        record = merged(record, common.record_of("diffusion_gains", file))
     if args.merge:
         output.write_json(common.RESULTS / "diffusion_gains.json", record)
     update_page(record)
