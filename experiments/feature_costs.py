@@ -5,32 +5,42 @@ Holds fixed  batch 4, 16 heads, length 4096, N(0, 1), float16, each rung's own t
 Measures     J2; time of a prepared call, and its ratio to the plain call in the same rounds
 Expect       less time where keys are left out (causal, window), more where a score is worked on
 Run          python -m experiments.feature_costs [--quick] [--json FILE] [--update-docs]
-             [--stored]
+             [--stored] [--merge FILE ...]
 
-``--update-docs`` writes docs/FEATURES.md: from the record alone with ``--stored``.
+What the calls on a problem run is compiled beforehand, ``--threads`` modules at a time. The record
+is written after each head_dim, so that a run that is cut off leaves those that it has measured;
+``--head-dims`` measures the others, and ``--merge`` puts their record into the committed one.
+``--update-docs`` writes docs/FEATURES.md: from the record alone with ``--stored``, and from none
+that lacks a head_dim or a rung.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import measure, testing, timing
-from cupyattn.cli import output
+from cupyattn import compile as compiler
+from cupyattn import measure, request, testing, timing
+from cupyattn.api import plans
+from cupyattn.cli import cache, output
+from cupyattn.cli.plan import own_arch
 from cupyattn.preparation import OPTIONS as PREPARATION
+from cupyattn.prepared import Prepared
 from cupyattn.quant import QuantConfig
+from cupyattn.rounding import array_namespace
 from experiments import common
 from experiments.common import ROOT, Problem
 
 PAGE = ROOT / "docs" / "FEATURES.md"
 RECORD = "experiments/results/feature_costs.json"
-HEAD_DIMS = (64, 128)
+HEAD_DIMS, RUNGS = (64, 128), tuple(ca.VARIANTS)
 PLAIN, PACKED = "plain", "packed"
 #: Every feature alone, in the order of the page, and what it is in this experiment.
 FEATURES = {
@@ -89,47 +99,69 @@ def options_of(feature: str, problem: Problem, xp: Any) -> Options:
     return {}
 
 
-def judged(rung: str, problem: Problem, inputs: tuple[Any, ...], options: Options) -> Any:
-    """Run a call and return its report, held to its bound on some rows."""
-    q, k, v = inputs
-    options = {name: x for name, x in options.items() if name != "return_lse"}
-    quantized = None
-    if ca.VARIANTS[rung].family == "int8":
-        prepared = {name: options[name] for name in PREPARATION if name in options}
-        quant = QuantConfig(smooth_k="softcap" not in options)
-        quantized = ca.quantize(q, k, v, quant=quant, **prepared)
-    if "cu_seqlens_q" in options:
-        o, lse = ca.attention_varlen(
-            *operands_of(PACKED, inputs), variant=rung, return_lse=True, **options
+def kernels(
+    rungs: Sequence[str], inputs: tuple[Any, ...], options: Mapping[str, Options], arch: str
+) -> list[tuple[compiler.ModuleSpec, str]]:
+    """Return what the calls with each feature compile on a device, and for which architecture.
+
+    Quantising beforehand, as `judged` does, takes no other kernels than a call that quantises.
+    """
+    capability = compiler.capability_of(arch)
+    calls = (
+        request.resolve(
+            *operands_of(feature, inputs), request.Options(variant=rung, arch=arch, **given)
         )
+        for rung in rungs
+        for feature, given in options.items()
+    )
+    modules = (one.module for call in calls for plan in plans(call) for one in plan.launches)
+    return [
+        (module, compiler.device_architecture(capability, module.hopper))
+        for module in dict.fromkeys(modules)
+    ]
+
+
+def quantising(options: Options) -> Options:
+    """Return how a call with these options quantises, as `cupyattn.quantize` takes it."""
+    quant = QuantConfig(smooth_k="softcap" not in options)
+    return {"quant": quant, **{name: options[name] for name in PREPARATION if name in options}}
+
+
+def judged(prepared: Prepared, problem: Problem, inputs: tuple[Any, ...], options: Options) -> Any:
+    """Run a call as it will be timed and return its report, held to its bound on some rows."""
+    q, k, v = inputs
+    packed, with_lse = "cu_seqlens_q" in options, "return_lse" in options
+    quantized = None
+    if ca.VARIANTS[prepared.variant].family == "int8":
+        quantized = ca.quantize(q, k, v, **quantising(options))
+    result = prepared(*operands_of(PACKED if packed else PLAIN, inputs))
+    o, lse = result if with_lse else (result, None)
+    if packed:
         o = o.reshape(q.shape[0], -1, *o.shape[1:]).swapaxes(1, 2)
-        lse = lse.reshape(lse.shape[0], q.shape[0], -1).swapaxes(0, 1)
-        options = {}
-    else:
-        o, lse = ca.attention(q, k, v, variant=rung, return_lse=True, **options)
     rows = measure.judged_rows(problem.call, problem.seed)
     return testing.judge(
-        o, q, k, v, variant=rung, lse=lse, quantized=quantized, rows=rows, **options
-    )
+        o, q, k, v, variant=prepared.variant, lse=lse, quantized=quantized, rows=rows,
+        **({} if packed or with_lse else options),
+    )  # fmt: skip
 
 
 def measure_rung(
-    rung: str, problem: Problem, *, rounds: int, on_device: bool
+    rung: str,
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    options: Mapping[str, Options],
+    *,
+    rounds: int,
+    on_device: bool,
 ) -> list[dict[str, Any]]:
     """Judge every feature of a rung, then time those that hold their bound, in turns."""
-    inputs = problem.draw(on_device=on_device)
-    xp = np
-    if on_device:
-        import cupy
-
-        xp = cupy
     rows: list[dict[str, Any]] = []
     calls: dict[str, Callable[[int], Any]] = {}
     sets = timing.rotated(inputs) if on_device else []
     for feature, description in FEATURES.items():
-        options = options_of(feature, problem, xp)
-        report = judged(rung, problem, inputs, options)
-        prepared = ca.plan(*operands_of(feature, inputs), variant=rung, **options)
+        given = options[feature]
+        prepared = ca.plan(*operands_of(feature, inputs), variant=rung, **given)
+        report = judged(prepared, problem, inputs, given)
         rows.append({
             "rung": rung, "feature": feature, "description": description,
             "form": prepared.plans[-1].form,
@@ -155,27 +187,133 @@ def measure_rung(
     return rows
 
 
+def measure_problem(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
+    """Compile what the rungs run on a problem, then measure one after the other."""
+    on_device = not args.quick
+    inputs = problem.draw(on_device=on_device)
+    xp = array_namespace(inputs[0])
+    options = {feature: options_of(feature, problem, xp) for feature in FEATURES}
+    if on_device:
+        cache.warm(kernels(args.rungs, inputs, options, own_arch()), args.threads)
+    rows: list[dict[str, Any]] = []
+    for rung in args.rungs:
+        rows += measure_rung(
+            rung, problem, inputs, options, rounds=args.rounds, on_device=on_device
+        )
+    return {"problem": vars(problem) | {"name": problem.name}, "rows": rows}
+
+
 def run(args: argparse.Namespace) -> int:
-    """Measure every rung on every problem, print the tables, write record and page."""
+    """Measure every rung on every problem; after each print its table and write the record."""
     common.check_rounds(args)
+    if args.update_docs:
+        check_whole({(d, rung): set(FEATURES) for d in args.head_dims for rung in args.rungs})
     batch, heads = (1, 2) if args.quick else (4, 16)
     length = common.quick_length(args, 4096)
-    problems = []
-    for head_dim in args.head_dims:
-        problem = Problem(batch, heads, length, head_dim, seed=args.seed)
-        rows: list[dict[str, Any]] = []
-        for rung in args.rungs:
-            rows += measure_rung(rung, problem, rounds=args.rounds, on_device=not args.quick)
-        found = {"problem": vars(problem) | {"name": problem.name}, "rows": rows}
-        problems.append(found)
-        print(f"\n{problem.name}")
-        output.print_table(*table(found))
-    content = {"rounds": 0 if args.quick else args.rounds, "problems": problems}
     backend = "mirror" if args.quick else "cuda"
-    record = common.keep(args, "feature_costs", backend, content)
+    content: dict[str, Any] = {"rounds": 0 if args.quick else args.rounds, "problems": []}
+    for head_dim in args.head_dims:
+        found = measure_problem(Problem(batch, heads, length, head_dim, seed=args.seed), args)
+        content["problems"].append(found)
+        print(f"\n{found['problem']['name']}")
+        output.print_table(*table(found))
+        record = common.keep(args, "feature_costs", backend, content)
     if args.update_docs:
-        update_page(record)
-    return 0 if all(row["ok"] for found in problems for row in found["rows"]) else 1
+        update_page(record, PAGE)
+    return 0 if all(row["ok"] for found in record["problems"] for row in found["rows"]) else 1
+
+
+# ---- records in parts ----------------------------------------------------------------------------
+
+
+def check_whole(measured: Mapping[tuple[int, str], Collection[str]]) -> None:
+    """Raise ValueError where the page would have holes.
+
+    Parameters
+    ----------
+    measured : mapping of (int, str) to collection of str
+        The features that were measured, by head_dim and rung.
+    """
+    features = {feature for some in measured.values() for feature in some}
+    lacking = []
+    for head_dim in HEAD_DIMS:
+        rungs = [r for r in RUNGS if not features or features - {*measured.get((head_dim, r), ())}]
+        of = "" if len(rungs) == len(RUNGS) else f" of {', '.join(rungs)}"
+        lacking += [f"head_dim {head_dim}{of}"] if rungs else []
+    if lacking:
+        raise ValueError(
+            f"docs/FEATURES.md needs every head_dim and rung, this lacks {' and '.join(lacking)}: "
+            "measure that with --head-dims and --rungs, then --merge its record"
+        )
+
+
+def merged(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with the rungs of a part of the problems in place of its own.
+
+    Each of their rows says at which revision, and by which command, it was measured.
+
+    Raises
+    ------
+    ValueError
+        If the page could not say of both what it says of a record.
+    """
+    others = _said(part)
+    for name, own in _said(record).items():
+        if own != others[name]:
+            raise ValueError(
+                f"records of one page must have one {name}, got {own} and {others[name]}"
+            )
+    of_part = {"command": part["command"], "revision": _revision(part)}
+    problems = {found["problem"]["name"]: found for found in record["problems"]}
+    for found in part["problems"]:
+        name = found["problem"]["name"]
+        rows = [{**of_part, **row} for row in found["rows"]]
+        taken = {row["rung"] for row in rows}
+        before = problems[name]["rows"] if name in problems else []
+        rows += [row for row in before if row["rung"] not in taken]
+        rows.sort(key=lambda row: RUNGS.index(row["rung"]))
+        problems[name] = {**found, "rows": rows}
+    in_order = sorted(problems.values(), key=lambda found: int(found["problem"]["head_dim"]))
+    return {**record, "problems": in_order}
+
+
+def _said(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the page says of all of its rows."""
+    environment = record["environment"]
+    device = environment["device"] or {}
+    return {
+        "backend": record["backend"], "number of rounds": record["rounds"],
+        "device": device.get("name"), "driver": device.get("driver"),
+        "NVRTC": environment["nvrtc"],
+    }  # fmt: skip
+
+
+def _revision(record: Mapping[str, Any]) -> str:
+    return str(record["environment"].get("revision", "unknown"))
+
+
+def revisions(record: Mapping[str, Any]) -> str:
+    """Return the revision of a record; which rungs have another where some were merged into it."""
+    found: dict[str, list[str]] = {}
+    for problem in record["problems"]:
+        for row in problem["rows"]:
+            where = f"{row['rung']} at head_dim {problem['problem']['head_dim']}"
+            found.setdefault(row.get("revision", _revision(record))[:10], []).append(where)
+    if len(found) == 1:
+        return f"revision {next(iter(found))}"
+    parts = (f"revision {at} ({', '.join(dict.fromkeys(w))})" for at, w in found.items())
+    return " and ".join(parts)
+
+
+def from_record(args: argparse.Namespace) -> int:
+    """Write the page from the committed record, into which others are merged first."""
+    record = common.stored("feature_costs")
+    for file in args.merge:
+        record = merged(record, common.record_of("feature_costs", file))
+    if args.merge:
+        output.write_json(common.RESULTS / "feature_costs.json", record)
+    update_page(record, PAGE)
+    return 0
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -206,22 +344,28 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """Return the text of docs/FEATURES.md for a record that has times.
+    """Return the text of docs/FEATURES.md for a record that has times of every rung.
 
     Raises
     ------
     ValueError
-        If it has none.
+        If it has none, or lacks some.
     """
     if record["backend"] != "cuda":
         raise ValueError("the record has no times: it was not made on a device")
+    measured: dict[tuple[int, str], set[str]] = {}
+    for found in record["problems"]:
+        for row in found["rows"]:
+            cell = found["problem"]["head_dim"], row["rung"]
+            measured.setdefault(cell, set()).add(row["feature"])
+    check_whole(measured)
     environment, found_on = record["environment"], record["environment"]["device"]
     lines = [
         "# What features cost",
         "",
         "Written by `python -m experiments.feature_costs --stored` from "
         f"[{Path(RECORD).name}](../{RECORD}): {found_on['name']}, driver {found_on['driver']}, "
-        f"NVRTC {environment['nvrtc']}, revision {environment.get('revision', 'unknown')[:10]}.",
+        f"NVRTC {environment['nvrtc']}, {revisions(record)}.",
         "",
         "A cell is the time of a prepared call with one feature, divided by that of the plain call "
         f"in the same rounds: median of {record['rounds']} rounds and 95 % interval. Each call "
@@ -251,7 +395,7 @@ def _descriptions(record: Mapping[str, Any]) -> dict[str, str]:
     return {r["feature"]: r["description"] for found in record["problems"] for r in found["rows"]}
 
 
-def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:
+def update_page(record: Mapping[str, Any], path: Path) -> None:
     """Write docs/FEATURES.md."""
     path.write_text(page(record), encoding="utf-8")
 
@@ -260,13 +404,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = common.parser(__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
-    parser.add_argument("--rungs", nargs="+", default=list(ca.VARIANTS), choices=list(ca.VARIANTS))
+    parser.add_argument("--rungs", nargs="+", default=list(RUNGS), choices=RUNGS)
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="compilations at a time"
+    )
     parser.add_argument("--update-docs", action="store_true", help="rewrite docs/FEATURES.md")
     parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+    parser.add_argument(
+        "--merge",
+        nargs="+",
+        default=(),
+        type=Path,
+        metavar="FILE",
+        help="put the rungs of records of some problems into the committed one; measure nothing",
+    )
     args = parser.parse_args(argv)
-    if args.stored:
-        update_page(common.stored("feature_costs"))
-        return 0
+    if args.stored or args.merge:
+        return common.guarded(from_record, args)
     return common.main(run, args)
 
 

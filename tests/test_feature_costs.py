@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cupyattn as ca
 from cupyattn.request import Options, resolve
 from experiments import common, feature_costs
 from experiments.common import Problem
@@ -46,35 +47,205 @@ def test_each_feature_is_the_only_one() -> None:
     assert len(seen) == len(feature_costs.FEATURES)
 
 
-def record_with_times() -> dict[str, Any]:
+def rows_with_times() -> list[dict[str, Any]]:
     rows = []
-    for rung, plain in (("fa_tc", 1e-3), ("fa_int8", 2e-3)):
+    for rung in feature_costs.RUNGS:
+        plain = 1e-3 if rung == "fa_tc" else 2e-3
         for i, (name, text) in enumerate(feature_costs.FEATURES.items()):
             form = "sm90" if rung == "fa_tc" and name not in ("mask", "bias") else "portable"
-            row = {"rung": rung, "feature": name, "description": text, "form": form, "ok": True,
+            row = {"rung": rung, "feature": name, "description": text, "form": form,
+                   "ok": (rung, name) != ("fa", "causal"),
                    "j2": 0.1, "seconds": plain * (1 + i / 10), "samples": []}  # fmt: skip
             if i:
                 row["ratio"] = [1 + i / 10, 1 + i / 10 - 0.01, 1 + i / 10 + 0.02]
             rows.append(row)
-    rows[2]["ok"] = False
+    return rows
+
+
+def record_with_times(*head_dims: int, revision: str = "0123456789abcdef") -> dict[str, Any]:
     device = {"name": "A device", "driver": "1.2", "capability": 90}
     return {
-        "backend": "cuda", "rounds": 30,
-        "environment": {"device": device, "nvrtc": "13.0", "revision": "0123456789abcdef"},
-        "problems": [{"problem": {"name": "B4 H16 4096 hd64 float16 normal"}, "rows": rows}],
+        "experiment": "feature_costs", "backend": "cuda", "rounds": 30, "command": "measure",
+        "environment": {"device": device, "nvrtc": "13.0", "revision": revision},
+        "problems": [
+            {
+                "problem": {"name": f"B4 H16 4096 hd{d} float16 normal", "head_dim": d},
+                "rows": rows_with_times(),
+            }
+            for d in head_dims
+        ],
     }  # fmt: skip
+
+
+def written(path: Path, record: dict[str, Any]) -> str:
+    path.write_text(json.dumps(record), encoding="utf-8")
+    return str(path)
 
 
 def test_the_page_is_written_from_the_record(tmp_path: Path) -> None:
     file = tmp_path / "FEATURES.md"
-    feature_costs.update_page(record_with_times(), file)
+    feature_costs.update_page(record_with_times(64, 128), file)
     text = file.read_text()
     assert "A device, driver 1.2, NVRTC 13.0, revision 0123456789." in text
-    assert "|  | fa_tc | fa_int8 |" in text and "| plain | 1 ms | 2 ms |" in text
-    assert "| lse | x 1.10 [1.09, 1.12] | x 1.10 [1.09, 1.12] |" in text
-    assert "| causal | misses its bound | x 1.20" in text
-    assert "| mask | x 1.50 [1.49, 1.52] † | x 1.50 [1.49, 1.52] |" in text
-    assert text.count("| rope interleaved |") == 2
+    assert text.count("|  | unfused | fa | fa_warps | fa_tc | fa_int8 |") == 2
+    assert "| plain | 2 ms | 2 ms | 2 ms | 1 ms | 2 ms |" in text
+    ratio = "x 1.10 [1.09, 1.12]"
+    assert f"| lse |{f' {ratio} |' * 5}" in text
+    assert "| causal | x 1.20 [1.19, 1.22] | misses its bound | x 1.20" in text
+    assert "| x 1.50 [1.49, 1.52] † | x 1.50 [1.49, 1.52] |" in text
+    assert text.count("| rope interleaved |") == 3
+
+
+# ---- what is compiled beforehand -----------------------------------------------------------------
+
+
+def test_everything_is_compiled_beforehand_for_the_device() -> None:
+    """Both forms, the passes before, and nothing that only judging would run."""
+    problem = Problem(1, 2, 192, 64)
+    inputs = problem.draw(on_device=False)
+    options = {f: feature_costs.options_of(f, problem, np) for f in feature_costs.FEATURES}
+    found = feature_costs.kernels(("fa_tc", "fa_int8"), inputs, options, "sm_90a")
+    assert len(found) == len(set(found))
+    of = {arch: {str(m.source) for m, a in found if a == arch} for arch in ("sm_90", "sm_90a")}
+    assert of["sm_90a"] >= {"sm90/attn_fa_tc.cu", "sm90/attn_fa_int8.cu"}
+    assert of["sm_90"] >= {"attn_fa_tc.cu", "attn_fa_int8.cu", "quantize.cu", "rope.cu"}
+    with_lse = [m for m, _ in found if dict(m.defines)["CFG_LSE"]]
+    assert {str(m.source) for m in with_lse} == {"sm90/attn_fa_tc.cu", "sm90/attn_fa_int8.cu"}
+    portable = feature_costs.kernels(("fa_tc",), inputs, options, "sm_89")
+    assert {arch for _, arch in portable} == {"sm_89"}
+
+
+@pytest.mark.parametrize("feature", feature_costs.FEATURES)
+def test_quantising_for_the_judge_compiles_nothing_more(
+    feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem(1, 2, 192, 64)
+    inputs = problem.draw(on_device=False)
+    options = {f: feature_costs.options_of(f, problem, np) for f in feature_costs.FEATURES}
+    compiled = feature_costs.kernels(("fa_int8",), inputs, options, "sm_90a")
+    run = []
+
+    def quantize(*operands: Any, **given: Any) -> Any:
+        return ca.quantize(*operands, **given, arch="sm_90a", backend="interpret")
+
+    def stop(backend: str, plan: Any, buffers: Any) -> None:
+        run.extend(launch.module for launch in plan.launches)
+        raise InterruptedError
+
+    monkeypatch.setattr("cupyattn.quant.operands.run", stop)
+    given = feature_costs.quantising(options[feature])
+    with pytest.raises(InterruptedError):
+        quantize(*inputs, **given)
+    assert run and {(module, "sm_90") for module in run} <= set(compiled)
+
+
+# ---- records in parts ----------------------------------------------------------------------------
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = feature_costs.measure_rung
+
+    def cut_off(rung: str, problem: Problem, *args: Any, **given: Any) -> Any:
+        if problem.head_dim == 24:
+            raise KeyboardInterrupt
+        return measure(rung, problem, *args, **given)
+
+    monkeypatch.setattr(feature_costs, "measure_rung", cut_off)
+    file = tmp_path / "record.json"
+    small = ["--quick", "--rungs", "fa_tc", "--head-dims", "16", "24", "--json", str(file)]
+    with pytest.raises(KeyboardInterrupt):
+        feature_costs.main(small)
+    record = common.record_of("feature_costs", file)
+    assert [found["problem"]["head_dim"] for found in record["problems"]] == [16]
+    assert "rope interleaved" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "lacks"),
+    [
+        ("head_dim", "lacks head_dim 128: measure"),
+        ("rung", "lacks head_dim 64 of fa_tc: measure"),
+        ("feature", "lacks head_dim 64 of fa_tc: measure"),
+        ("all", "lacks head_dim 64 and head_dim 128: measure"),
+    ],
+)
+def test_no_page_has_holes(
+    change: str, lacks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    record = record_with_times(64, 128)
+    problems = record["problems"]
+    if change in ("rung", "feature"):
+        problems[0]["rows"] = [
+            row for row in problems[0]["rows"]
+            if row["rung"] != "fa_tc" or (change == "feature" and row["feature"] != "mask")
+        ]  # fmt: skip
+    record["problems"] = {"head_dim": problems[:1], "all": []}.get(change, problems)
+    written(tmp_path / "feature_costs.json", record)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(feature_costs, "PAGE", tmp_path / "FEATURES.md")
+    assert feature_costs.main(["--stored"]) == 2
+    error = capsys.readouterr().err
+    assert lacks in error and error.count("\n") == 1
+    assert not (tmp_path / "FEATURES.md").exists()
+
+
+def test_a_run_of_a_part_does_not_begin_to_write_the_page(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(feature_costs, "measure_problem")
+    assert feature_costs.main(["--quick", "--update-docs", "--head-dims", "64"]) == 2
+    assert "lacks head_dim 128" in capsys.readouterr().err
+
+
+def test_a_merged_record_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(feature_costs, "PAGE", tmp_path / "FEATURES.md")
+    written(tmp_path / "feature_costs.json", record_with_times(128))
+    other = written(tmp_path / "other.json", record_with_times(64, revision="f" * 40))
+    assert feature_costs.main(["--merge", other]) == 0
+    record = common.stored("feature_costs")
+    assert [found["problem"]["head_dim"] for found in record["problems"]] == [64, 128]
+    assert [row["rung"] for row in record["problems"][0]["rows"][::12]] == [*feature_costs.RUNGS]
+    text = (tmp_path / "FEATURES.md").read_text()
+    where = ", ".join(f"{rung} at head_dim 64" for rung in feature_costs.RUNGS)
+    assert f"revision ffffffffff ({where}) and revision 0123456789 (unfused" in text
+
+
+def test_a_rung_is_merged_alone() -> None:
+    record, part = record_with_times(64, 128), record_with_times(64, revision="f" * 40)
+    part["problems"][0]["rows"] = part["problems"][0]["rows"][:12]
+    found = feature_costs.merged(record, part)["problems"][0]["rows"]
+    assert [row.get("revision", "")[:1] for row in found] == ["f"] * 12 + [""] * 48
+    assert "f" * 10 + " (unfused at head_dim 64) and" in feature_costs.page(
+        feature_costs.merged(record, part)
+    )
+
+
+def test_records_that_one_page_cannot_describe_are_not_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("something was written")
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(feature_costs.output, "write_json", refuse)
+    written(tmp_path / "feature_costs.json", record_with_times(64))
+    mirror = record_with_times(128) | {"backend": "mirror"}
+    mirror["environment"]["device"] = None
+    elsewhere = record_with_times(128)
+    elsewhere["environment"]["device"]["name"] = "Another"
+    cases = [
+        (record_with_times(128) | {"experiment": "ladder"}, "a record of 'ladder'"),
+        (record_with_times(128) | {"rounds": 15}, "must have one number of rounds, got 30 and 15"),
+        (mirror, "must have one backend, got cuda and mirror"),
+        (elsewhere, "must have one device, got A device and Another"),
+    ]
+    for record, why in cases:
+        assert feature_costs.main(["--merge", written(tmp_path / "part.json", record)]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_the_committed_page_is_what_the_committed_record_says() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         kernels, references = compiler.cache_clear(), verify.clear_references()
         print(f"forgot {kernels} kernels and {references} references")
     if jobs:
-        _warm(list(dict.fromkeys(jobs)), args.threads)
+        warm(list(dict.fromkeys(jobs)), args.threads)
     info = compiler.cache_info()
     references, size = verify.reference_info()
     print(f"{info.folder}")
@@ -78,7 +79,8 @@ def _architectures() -> list[str]:
     return own if capability != HOPPER_CAPABILITY else [*own, "sm_90a"]
 
 
-def _warm(jobs: list[tuple[ModuleSpec, str]], threads: int) -> None:
+def warm(jobs: Sequence[tuple[ModuleSpec, str]], threads: int) -> None:
+    """Compile modules for their architectures side by side, and say how many were there."""
     before = compiler.cache_info()
     with ThreadPoolExecutor(threads) as pool, output.progress("compiling", len(jobs)) as advance:
         running = {pool.submit(compiler.build, spec, arch): arch for spec, arch in jobs}
@@ -89,7 +91,8 @@ def _warm(jobs: list[tuple[ModuleSpec, str]], threads: int) -> None:
     print(
         f"{len(jobs)} kernels for {', '.join(dict.fromkeys(a for _, a in jobs))}: "
         f"{compiled} compiled, "
-        f"{len(jobs) - compiled} were there"
+        f"{len(jobs) - compiled} were there",
+        flush=True,
     )
 
 

@@ -25,10 +25,10 @@ def _rich(stream: Any) -> Any:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: aligned columns, or rich's where there is a terminal."""
+    """Print a table at once: aligned columns, or rich's where there is a terminal."""
     console = _rich(sys.stdout)
     if console is None:
-        print(align([header, *rows]))
+        print(align([header, *rows]), flush=True)
         return
     from rich.table import Table
 
