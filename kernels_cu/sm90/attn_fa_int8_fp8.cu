@@ -443,7 +443,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     const int q = tile.q0 + warp_row;
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
                 + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
-    elem_t* O_rows = smem.O + uniform(warp_row) / STORE_ROWS * OWN_BOXES;  // boxes [16, 64]
+    elem_t* O_rows = smem.O + uniform(warp_row) / STORE_ROWS * OWN_BOXES;  // [OWN_BOXES]
     store_output<O_STAGED>(
         O, p.O_stride.len, p.len_q - q, O_value, O_rows, O_map, tile.first_row() + q, tile.head,
         tile.entry());
