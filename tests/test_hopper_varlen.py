@@ -382,8 +382,8 @@ WRONG_CODES: dict[str, tuple[str, str, Check, type[Exception]]] = {
 #: And what is seen later.
 WRONG_CODES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
     "keys of the first sequence": (
-        "tile.first_key() + kv0, head_kv, tile.entry());",
-        "kv0, head_kv, tile.entry());",
+        "tile.first_key() + kv0, tile.head_kv, tile.entry());",
+        "kv0, tile.head_kv, tile.entry());",
         check_that_neighbours_have_no_influence, AssertionError),
     "rows of the next sequence are stored": (
         "(VARLEN && rows < STORE_ROWS)", "(VARLEN && rows < 0)",
@@ -392,7 +392,7 @@ WRONG_CODES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
         " +\n                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch)", "",
         check_that_neighbours_have_no_influence, AssertionError),
     "the mean of the keys of the first sequence": (
-        "(int64_t(tile.batch) * p.heads_kv + head_kv) * HEAD_DIM", "head_kv * HEAD_DIM",
+        "(int64_t(tile.batch) * p.heads_kv + tile.head_kv) * HEAD_DIM", "tile.head_kv * HEAD_DIM",
         check_that_neighbours_have_no_influence, AssertionError),
     "a scale where there is no key": (
         "max(len_kv - 1, 0)", "len_kv - 1",
