@@ -146,7 +146,6 @@ __device__ __forceinline__ int key_of(uint32_t word, uint32_t i) {
 // A block takes VALUES_PAD keys of BLOCK_COLS columns.
 constexpr int VALUE_LANES = BLOCK_COLS / VEC;  // per row
 constexpr int COL_PARTS = ceil_div(HEAD_DIM, BLOCK_COLS);
-constexpr bool WHOLE_COLS = HEAD_DIM % BLOCK_COLS == 0 && BLOCK_COLS % NUM_WARPS == 0;
 constexpr int WORDS_PER_PASS = NUM_THREADS / VALUE_LANES;
 constexpr int WORD_PASSES = ceil_div(WORDS, WORDS_PER_PASS);
 // Passes, and lanes of a warp, whose words belong to one group.
@@ -165,6 +164,11 @@ __device__ __forceinline__ uint32_t slot_of(uint32_t lane, uint32_t j) {
 __device__ __forceinline__ uint32_t tile_index(uint32_t lane, uint32_t j, uint32_t word) {
   return (lane * VEC + j) * WORDS + (word ^ lane * (WARP_SIZE / VALUE_LANES) % WORDS);
 }
+// Words that stay side by side there, so that one access reads them, and columns that the block
+// reads at a time.
+constexpr int WORDS_OUT = VALUE_LANES > 16 ? 1 : VALUE_LANES == 16 ? 2 : 4;
+constexpr int COLS_OUT = NUM_THREADS / (WORDS / WORDS_OUT);
+constexpr bool WHOLE_COLS = HEAD_DIM % BLOCK_COLS == 0 && BLOCK_COLS % COLS_OUT == 0;
 
 __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_t block) {
   uint32_t* tile = shared_space();  // [BLOCK_COLS, WORDS] of four codes
@@ -270,14 +274,16 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
     }
   }
   __syncthreads();  // the codes are there before they leave channel by channel
-  const uint32_t word = threadIdx.x % WORDS, col1 = threadIdx.x / WORDS;
-  int8_t* codes =  // [HEAD_DIM, padded], from this lane's word of column col1 and key row0 on
+  const uint32_t word = threadIdx.x % (WORDS / WORDS_OUT) * WORDS_OUT,
+                 col1 = threadIdx.x / (WORDS / WORDS_OUT);
+  int8_t* codes =  // [HEAD_DIM, padded], from this lane's words of column col1 and key row0 on
       at.value_codes(p) + int64_t(col0 + col1) * p.padded + word * 4;
 #pragma unroll
-  for (uint32_t col = 0; col < BLOCK_COLS; col += NUM_WARPS, codes += NUM_WARPS * int64_t(p.padded))
+  for (uint32_t col = 0; col < BLOCK_COLS; col += COLS_OUT, codes += COLS_OUT * int64_t(p.padded))
     if (WHOLE_COLS || col1 + col < cols)
-      *reinterpret_cast<uint32_t*>(codes) =
-          tile[tile_index((col1 + col) / VEC, (col1 + col) % VEC, word)];
+      *reinterpret_cast<Vec<uint32_t, WORDS_OUT>*>(codes) =
+          *reinterpret_cast<const Vec<uint32_t, WORDS_OUT>*>(
+              &tile[tile_index((col1 + col) / VEC, (col1 + col) % VEC, word)]);
 }
 
 struct Encode {

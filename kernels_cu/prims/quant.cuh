@@ -258,6 +258,16 @@ WORDS_INSTRUCTION(__nv_bfloat16, max_words, "max.NaN.bf16x2")
 WORDS_INSTRUCTION(__nv_bfloat16, min_words, "min.NaN.bf16x2")
 #undef WORDS_INSTRUCTION
 
+// A word of positive infinities, and its signs.
+template <typename T>
+constexpr uint32_t INFINITIES = 0x7f800000u;
+template <>
+constexpr uint32_t INFINITIES<__half> = 0x7c007c00u;
+template <>
+constexpr uint32_t INFINITIES<__nv_bfloat16> = 0x7f807f80u;
+template <typename T>
+constexpr uint32_t SIGNS = sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
+
 // The ends of numbers that are loaded as Words: of each place, over all that were admitted. What
 // rises with x has its ends there, too.
 template <typename T, int N>
@@ -265,6 +275,12 @@ struct Ends {
   static constexpr int WORDS = sizeof(Words<T, N>::words) / sizeof(Words<T, N>::words[0]);
   Words<T, N> least, most;
   __device__ __forceinline__ explicit Ends(const Words<T, N>& first) : least(first), most(first) {}
+  // Of no numbers: the infinities, the wrong way round.
+  __device__ __forceinline__ Ends() {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i)
+      least.words[i] = INFINITIES<T>, most.words[i] = INFINITIES<T> | SIGNS<T>;
+  }
   __device__ __forceinline__ void admit(int i, uint32_t low, uint32_t high) {
     least.words[i] = min_words<T>(least.words[i], low);
     most.words[i] = max_words<T>(most.words[i], high);

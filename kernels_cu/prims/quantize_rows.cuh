@@ -211,9 +211,11 @@ __device__ __forceinline__ bool is_empty(
 // ---- rows ---------------------------------------------------------------------------------------
 
 // Makes of what a lane has loaded of a row the numbers that are quantised: row(words, which) has
-// element(access, j). Nothing is prepared: they are made of the words where they are needed.
+// element(access, j); words() has those of an access side by side, each a Number. Nothing is
+// prepared: they are made of the words where they are needed.
 template <bool>
 struct Rowwise {
+  using Number = elem_t;
   struct Row {
     const Words<elem_t, VEC> (&x)[LANE_ACCESSES];
     __device__ __forceinline__ float element(int a, int j) const { return x[a].element(j); }
@@ -222,9 +224,13 @@ struct Rowwise {
   __device__ __forceinline__ Row row(const Words<elem_t, VEC> (&x)[LANE_ACCESSES], int) const {
     return {x};
   }
+  __device__ __forceinline__ const Words<Number, VEC>& words(const Row& row, int a) const {
+    return row.x[a];
+  }
 };
 template <>
 struct Rowwise<true> {
+  using Number = float;
   Preparation how;
   template <typename Params>  // that have a Preparation
   __device__ __forceinline__ Rowwise(const Params& p, const Place& at) : how(p, at.head, at.row0) {}
@@ -236,6 +242,12 @@ struct Rowwise<true> {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) found.element(a, j) = x[a].element(j);
     found.prepare(how, row);
+    return found;
+  }
+  __device__ __forceinline__ Words<Number, VEC> words(const PreparedRow& row, int a) const {
+    Words<Number, VEC> found;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) found.words[j] = __float_as_uint(row.element(a, j));
     return found;
   }
 };

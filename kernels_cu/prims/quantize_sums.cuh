@@ -19,7 +19,7 @@ constexpr int FOLD_WORDS = FOLDED_ROWS * HEAD_DIM,
               TILE_WORDS = STEP_V == Step::VALUES ? BLOCK_COLS * VALUES_PAD / 4 : 0,
               SPACE_WORDS = FOLD_WORDS > TILE_WORDS ? FOLD_WORDS : TILE_WORDS;
 __device__ __forceinline__ uint32_t* shared_space() {
-  __shared__ uint32_t space[SPACE_WORDS];
+  __shared__ alignas(16) uint32_t space[SPACE_WORDS];
   return space;
 }
 
@@ -74,62 +74,74 @@ __device__ __forceinline__ void count_slice(const QuantizeParams& p, const Place
   if (thread_id() == 0) red_release_add(summed, 1);
 }
 
+// Of a lane's channels, over its rows in rising order.
 template <bool EXTREMA, bool ROWS_PREPARED>
-__device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
-  uint32_t* space = shared_space();  // for one fold after the other
-  const Place at(p, block, p.split_rows);
-  const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
-  // Of this lane's channels, over its rows in rising order.
+struct LaneSums {
   float sum[LANE_ACCESSES][VEC] = {};
-  uint32_t least[LANE_ACCESSES][VEC], most[LANE_ACCESSES][VEC] = {};
-#pragma unroll
-  for (int a = 0; a < LANE_ACCESSES; ++a)
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) least[a][j] = ~0u;
-  const Rowwise<ROWS_PREPARED> rowwise(p, at);
-  // The lanes of a warp prepare their rows together, up to the last turn of any.
-  const int end = ROWS_PREPARED ? round_up(max(0, at.rows), ROWS_PER_PASS) : at.rows;
-#pragma unroll 1
-  for (int row0 = row_in_pass(); row0 < end; row0 += ROWS_IN_FLIGHT * ROWS_PER_PASS) {
+  Ends<typename Rowwise<ROWS_PREPARED>::Number, VEC> ends[LANE_ACCESSES];
+
+  // Rows row0, row0 + ROWS_PER_PASS, ... of the block, so many as are in flight. WHOLE: all of them
+  // exist. Else the last row stands again past it: it adds nothing, and goes no further.
+  template <bool WHOLE>
+  __device__ __forceinline__ void add(
+      const QuantizeParams& p, const Place& at, const Rowwise<ROWS_PREPARED>& rowwise, int row0) {
+    const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
     Words<elem_t, VEC> x[ROWS_IN_FLIGHT][LANE_ACCESSES];
-    int place[ROWS_IN_FLIGHT];
+    int row[ROWS_IN_FLIGHT], place[ROWS_IN_FLIGHT];
 #pragma unroll
-    for (int i = 0; i < ROWS_IN_FLIGHT; ++i)  // past the last row stands the last row again
-      place[i] = at.place(p, min(row0 + i * ROWS_PER_PASS, at.rows - 1));
+    for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+      row[i] = row0 + i * ROWS_PER_PASS;
+      place[i] = at.place(p, WHOLE ? row[i] : min(row[i], at.rows - 1));
+    }
 #pragma unroll
     for (int i = 0; i < ROWS_IN_FLIGHT; ++i)
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
-        if constexpr (ROWS_PREPARED) x[i][a] = {};
+        x[i][a] = {};
         if (col_of(a) < HEAD_DIM)
           x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
               X + place[i] * p.X_stride.len + col_of(a));
       }
 #pragma unroll
     for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
-      if constexpr (ROWS_PREPARED)
 #pragma unroll
-        for (int a = 0; a < LANE_ACCESSES; ++a) x[i][a].use_from_here();
-      const auto row = rowwise.row(x[i], min(row0 + i * ROWS_PER_PASS, at.rows - 1));
+      for (int a = 0; a < LANE_ACCESSES; ++a) x[i][a].use_from_here();
+      const auto numbers = rowwise.row(x[i], WHOLE ? row[i] : min(row[i], at.rows - 1));
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
-        if (col_of(a) >= HEAD_DIM) continue;
-        if constexpr (!ROWS_PREPARED) x[i][a].use_from_here();
+        if constexpr (EXTREMA) ends[a].admit(rowwise.words(numbers, a));
+        if (WHOLE || row[i] < at.rows)
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-          if (row0 + i * ROWS_PER_PASS < at.rows) sum[a][j] += row.element(a, j);
-          if constexpr (EXTREMA) {
-            least[a][j] = min(least[a][j], ordered_bits(row.element(a, j)));
-            most[a][j] = max(most[a][j], ordered_bits(row.element(a, j)));
-          }
-        }
+          for (int j = 0; j < VEC; ++j) sum[a][j] += numbers.element(a, j);
       }
     }
   }
+};
+
+template <bool EXTREMA, bool ROWS_PREPARED>
+__device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
+  uint32_t* space = shared_space();  // for one fold after the other
+  const Place at(p, block, p.split_rows);
+  const Rowwise<ROWS_PREPARED> rowwise(p, at);
+  LaneSums<EXTREMA, ROWS_PREPARED> own;
+  int row0 = 0;
+#pragma unroll 1
+  for (; row0 + ROWS_IN_FLIGHT * ROWS_PER_PASS <= at.rows; row0 += ROWS_IN_FLIGHT * ROWS_PER_PASS)
+    own.template add<true>(p, at, rowwise, row0 + row_in_pass());
+  if (row0 < at.rows) own.template add<false>(p, at, rowwise, row0 + row_in_pass());
   float* sums = at.partial_sum(p, at.slice);  // [HEAD_DIM]
   fold_columns(
-      space, sum, [](float a, float b) { return a + b; }, [&](int col, float x) { sums[col] = x; });
+      space, own.sum, [](float a, float b) { return a + b; },
+      [&](int col, float x) { sums[col] = x; });
   if constexpr (EXTREMA) {
+    uint32_t least[LANE_ACCESSES][VEC], most[LANE_ACCESSES][VEC];
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        least[a][j] = ordered_bits(own.ends[a].least.element(j));
+        most[a][j] = ordered_bits(own.ends[a].most.element(j));
+      }
     uint32_t* extrema = at.extrema(p, at.slice);  // [2, HEAD_DIM]
     fold_columns(
         space, least, [](uint32_t a, uint32_t b) { return min(a, b); },
