@@ -87,9 +87,8 @@ def by_shifts(
         # S4 softmax
         m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
         taken = np.broadcast_to(scores.taken(kv0, tiles), scores.rows)
-        may_fall = taken & (count % by.lower_steps == 0)
         watched = taken & (count % by.watch_steps == 0) & by.guards(len_kv)
-        alpha = np.exp2(state.follow(m, by, may_fall, watched))
+        alpha = np.exp2(state.follow(m, by, taken, watched))
         count += taken
         p = state.exponentials(S, scores.exponent_factor)
         unknown = np.isnan(p)

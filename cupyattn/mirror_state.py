@@ -129,15 +129,18 @@ class ShiftState(RowState):
         self.highest = self.M.copy()
         self.exact_l = self.l.copy()
 
-    def follow(self, m: Float32, by: Shifts, may_fall: Array, watched: Array) -> Array:
-        """Choose M for scores whose largest is `m`; return how far to the left O is shifted."""
+    def follow(self, m: Float32, by: Shifts, taken: Array, watched: Array) -> Array:
+        """Choose M for scores whose largest is `m`; return how far to the left O is shifted.
+
+        Rows whose step is not `taken` stay as they are.
+        """
         M_old = self.M
         exponent = np.where(self.l > 0, np.frexp(self.l)[1] - 1, -127)
         least = M_old + (exponent + 3 - by.sum_bits + by.lower_bits).astype(np.float32)
         self.highest = np.where(watched, np.fmax(self.highest, least), self.highest)
         self.M = np.floor(m) + np.float32(1 - by.code_bits)
         self.highest = np.fmax(self.highest, self.M)
-        self.M = np.fmax(self.M, np.where(may_fall, self.highest - by.lower_bits, M_old))
+        self.M = np.fmax(self.M, np.where(taken, self.highest - by.lower_bits, M_old))
         shift = np.fmax(M_old - self.M, -126.0)
         self.l, self.exact_l = (l * np.exp2(shift) for l in (self.l, self.exact_l))
         return shift

@@ -39,10 +39,8 @@ class Shifts:
         The largest weight of a tile is below 2^code_bits, and no less than half of that.
     lower_bits : int
         How far M may lie below the highest that a row had.
-    lower_steps : int
-        Steps after which it may fall.
     watch_steps : int
-        Steps after which l is looked at, a multiple of `lower_steps`.
+        Steps after which l is looked at.
     sum_bits : int
         l stays below 2^sum_bits: where it is looked at, M is kept so high that l, as it is, is
         below a quarter of that, and the weights until the next time are less than the rest.
@@ -50,7 +48,6 @@ class Shifts:
 
     code_bits: int = 8
     lower_bits: int = 3
-    lower_steps: int = 3
     watch_steps: int = 9
     sum_bits: int = 23
 

@@ -5,7 +5,6 @@ Proofs are in docs/MATH_REFERENCE.md, "8-bit P and V"; `cupyattn.bounds` uses th
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from cupyattn.numerics import FP8_ROUNDOFF, P_CODE_ONE, Numerics, Shifts
@@ -71,24 +70,19 @@ def units(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
 
     Notes
     -----
-    A largest weight w of a tile gives 2^M <= 2^(1 - code_bits) w. M is that of the tile, or of one
-    of those before it since M could fall, or lower_bits below the highest; or l, in units of 2^M,
-    has reached an eighth of its range. A tile without weights, which a kernel may take or leave,
-    has nothing to round and raises no M: steps are counted among the others.
+    A largest weight w of a tile gives 2^M <= 2^(1 - code_bits) w. M is that of the tile, or
+    lower_bits below the highest; or l, in units of 2^M, has reached an eighth of its range. A tile
+    without weights, which a kernel may take or leave, has nothing to round and raises no M.
     """
     xp = array_namespace(P_plus)
     largest = largest_of_tiles(P_plus, tiles)
     least = 2.0 ** (3 - by.sum_bits) if by.guards(P_plus.shape[-1]) else 0.0
     unit, running = xp.zeros_like(largest), xp.zeros_like(largest[..., 0])
-    recent = [running] * by.lower_steps  # largest weights of the last tiles that have any
     for step in range(largest.shape[-1]):
         now = largest[..., step]
-        weighs = now > 0
         running = xp.maximum(running, now)
-        later = [*recent[1:], now]
-        recent = [xp.where(weighs, b, a) for a, b in zip(recent, later, strict=True)]
-        highest = functools.reduce(xp.maximum, recent, running * 2.0**-by.lower_bits)
-        unit[..., step] = xp.where(weighs, highest, 0.0) * 2.0 ** (1 - by.code_bits)
+        highest = xp.maximum(now, running * 2.0**-by.lower_bits)
+        unit[..., step] = xp.where(now > 0, highest, 0.0) * 2.0 ** (1 - by.code_bits)
     return xp.maximum(unit * (1 + 2.0**-20), least * (1 + 2.0**-12))
 
 

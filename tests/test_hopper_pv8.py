@@ -32,12 +32,11 @@ def on_mirror(z: Any, **options: Any) -> Any:
 
 
 def test_m_follows_the_tiles_up_and_down() -> None:
-    """It falls at every third step and not far below the highest; no weight leaves its code."""
+    """It falls with them, not far below the highest; no weight leaves its code."""
     z = cases.exact(np.asarray, cases.up_and_down())
     _, _, steps = on_mirror(z, scale=LN2, trace=True)
     moves = [np.log2(step.alpha) for step in steps[1:]]
     assert (max(x.max() for x in moves), min(x.min() for x in moves)) == (BY.lower_bits, -5)
-    assert all((move <= 0).all() for i, move in enumerate(moves, 1) if i % BY.lower_steps)
     highest = np.maximum.accumulate([step.S.max(axis=-1) for step in steps])
     for step, top in zip(steps, highest, strict=True):
         assert step.P.max() <= 2.0 ** (

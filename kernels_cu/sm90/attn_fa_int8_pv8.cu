@@ -18,9 +18,8 @@
 //              the first half of the keys, and the next scores of that half, under way during the
 //              exponentials of the second 0.87 and 0.86; no turns 0.96, and with turns 0.97 at
 //              head_dim 64; turns that begin before the shifts 0.88, that end before the
-//              exponentials do 0.94; scales of K loaded by those who need them 0.97; M may fall
-//              every fourth step: 1.01, but the error grows by 3 %; scales of Q and V by a warp of
-//              the producers, a tile ahead, 0.99; O by evict_first 1.00.
+//              exponentials do 0.94; scales of K loaded by those who need them 0.97; scales of
+//              Q and V by a warp of the producers, a tile ahead, 0.99; O by evict_first 1.00.
 //              (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
@@ -54,7 +53,6 @@ constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
 constexpr int CODE_BITS = 8;      // of P: the largest weight of a tile is 2^7 to 2^8
 constexpr int LOWER_BITS = 3;     // how far M may lie below the highest that a row had
-constexpr int LOWER_STEPS = 3;    // how often it may fall
 constexpr int WATCH_STEPS = 9;    // how often l is looked at
 constexpr int SUM_BITS = 23;      // l stays below 2^23, and so O below 2^31
 
@@ -181,11 +179,11 @@ struct ShiftState {
 
   // Choose M for scores whose largest is m, so that they weigh less than 2^CODE_BITS. Returns how
   // many bits O has to be shifted to the left; to the right, if that is negative.
-  __device__ __forceinline__ int advance(float m, bool may_fall) {
+  __device__ __forceinline__ int advance(float m) {
     const float M_old = M;
     M = floor_to_whole(m) + (1 - CODE_BITS);
     highest = fmaxf(highest, M);
-    M = fmaxf(M, may_fall ? highest - LOWER_BITS : M_old);
+    M = fmaxf(M, highest - LOWER_BITS);
     const int shift = whole_to_int(fmaxf(M_old - M, -126.0f));
     l *= power_of_two(shift), exact_l *= power_of_two(shift);  // exact
     return shift;
@@ -204,7 +202,7 @@ struct ShiftState {
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
     Factors& factor, int (&shift)[2], const float (&Q_factor)[2], const float (&K_scale)[SCALES],
-    int q, int kv0, int unmasked, bool may_fall, bool watched) {
+    int q, int kv0, int unmasked, bool watched) {
   make_factors(factor, Q_factor, K_scale);
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   float m[2];
@@ -215,7 +213,7 @@ __device__ __forceinline__ bool choose_M(
   m[0] = shfl_max<4>(m[0]), m[1] = shfl_max<4>(m[1]);
   if (watched) state[0].keep_in_range(), state[1].keep_in_range();
 #pragma unroll
-  for (int h = 0; h < 2; ++h) shift[h] = state[h].advance(m[h], may_fall);
+  for (int h = 0; h < 2; ++h) shift[h] = state[h].advance(m[h]);
   return masked;
 }
 
@@ -255,18 +253,14 @@ __device__ __forceinline__ void weigh(
   }
 }
 
-// O to a higher M: fewer bits are dropped than the last has.
-__device__ __forceinline__ void lower_output(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
-  const int right[2] = {min(max(-shift[0], 0), 31), min(max(-shift[1], 0), 31)};
+// O to another M. To a higher one fewer bits are dropped than the last has.
+// NOTE: either way it is one instruction: half of a shift of 64 bits to the right, whose lower ones
+// are 0.
+__device__ __forceinline__ void shift_output(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
+  const int right[2] = {min(32 - shift[0], 63), min(32 - shift[1], 63)};
 #pragma unroll
-  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] >>= right[i / 2 % 2];  // R6
-}
-
-// O to a lower M.
-__device__ __forceinline__ void raise_output(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
-  const int left[2] = {max(shift[0], 0), max(shift[1], 0)};
-#pragma unroll
-  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] <<= left[i / 2 % 2];  // R6
+  for (int i = 0; i < O_COLS / 2; ++i)
+    O_acc[i] = int32_t((int64_t(O_acc[i]) << 32) >> right[i / 2 % 2]);  // R6
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
@@ -415,12 +409,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       copy_scales(K_scale, smem.K_scale[at.stage]);
       wgmma_wait_group<0>();
       wgmma_use(dot);
-      const bool may_fall = step % LOWER_STEPS == 0;
       const bool masked = choose_M(
-          p, state, dot, factor, shift, Q_factor, K_scale, tile.q0 + row, kv0, unmasked, may_fall,
+          p, state, dot, factor, shift, Q_factor, K_scale, tile.q0 + row, kv0, unmasked,
           may_overflow && step % WATCH_STEPS == 0);
-      if (may_fall) raise_output(O_acc, shift);
-      lower_output(O_acc, shift);
+      shift_output(O_acc, shift);
       if (IN_TURN) turn.take();
       if (masked)
         weigh<true>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
