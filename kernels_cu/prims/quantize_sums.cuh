@@ -4,7 +4,8 @@
 
 #include "prims/quantize_rows.cuh"
 
-constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES);  // that a sum waits for at once
+// Rows that a sum waits for at once, and as many at the end of a head, where some may not exist.
+constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES), ROWS_AT_END = ceil_div(2, LANE_ACCESSES);
 
 // Rows that meet in shared memory: those of a pass, or one for each warp where a pass has twice as
 // many, because lanes that prepare them have twice the columns.
@@ -80,21 +81,21 @@ struct LaneSums {
   float sum[LANE_ACCESSES][VEC] = {};
   Ends<typename Rowwise<ROWS_PREPARED>::Number, VEC> ends[LANE_ACCESSES];
 
-  // Rows row0, row0 + ROWS_PER_PASS, ... of the block, so many as are in flight. WHOLE: all of them
-  // exist. Else the last row stands again past it: it adds nothing, and goes no further.
-  template <bool WHOLE>
+  // ROWS rows from row0 on, one of each pass. WHOLE: all of them exist. Else the last row stands
+  // again past it: it adds nothing, and goes no further.
+  template <bool WHOLE, int ROWS>
   __device__ __forceinline__ void add(
       const QuantizeParams& p, const Place& at, const Rowwise<ROWS_PREPARED>& rowwise, int row0) {
     const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
-    Words<elem_t, VEC> x[ROWS_IN_FLIGHT][LANE_ACCESSES];
-    int row[ROWS_IN_FLIGHT], place[ROWS_IN_FLIGHT];
+    Words<elem_t, VEC> x[ROWS][LANE_ACCESSES];
+    int row[ROWS], place[ROWS];
 #pragma unroll
-    for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
       row[i] = row0 + i * ROWS_PER_PASS;
       place[i] = at.place(p, WHOLE ? row[i] : min(row[i], at.rows - 1));
     }
 #pragma unroll
-    for (int i = 0; i < ROWS_IN_FLIGHT; ++i)
+    for (int i = 0; i < ROWS; ++i)
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         x[i][a] = {};
@@ -103,7 +104,7 @@ struct LaneSums {
               X + place[i] * p.X_stride.len + col_of(a));
       }
 #pragma unroll
-    for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) x[i][a].use_from_here();
       const auto numbers = rowwise.row(x[i], WHOLE ? row[i] : min(row[i], at.rows - 1));
@@ -124,11 +125,14 @@ __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t bloc
   const Place at(p, block, p.split_rows);
   const Rowwise<ROWS_PREPARED> rowwise(p, at);
   LaneSums<EXTREMA, ROWS_PREPARED> own;
+  constexpr int TOGETHER = ROWS_IN_FLIGHT * ROWS_PER_PASS, AT_END = ROWS_AT_END * ROWS_PER_PASS;
   int row0 = 0;
 #pragma unroll 1
-  for (; row0 + ROWS_IN_FLIGHT * ROWS_PER_PASS <= at.rows; row0 += ROWS_IN_FLIGHT * ROWS_PER_PASS)
-    own.template add<true>(p, at, rowwise, row0 + row_in_pass());
-  if (row0 < at.rows) own.template add<false>(p, at, rowwise, row0 + row_in_pass());
+  for (; row0 + TOGETHER <= at.rows; row0 += TOGETHER)
+    own.template add<true, ROWS_IN_FLIGHT>(p, at, rowwise, row0 + row_in_pass());
+#pragma unroll 1
+  for (; row0 < at.rows; row0 += AT_END)
+    own.template add<false, ROWS_AT_END>(p, at, rowwise, row0 + row_in_pass());
   float* sums = at.partial_sum(p, at.slice);  // [HEAD_DIM]
   fold_columns(
       space, own.sum, [](float a, float b) { return a + b; },
