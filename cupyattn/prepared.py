@@ -38,8 +38,9 @@ class Prepared:
 
     Call it with arrays of the form that it was planned for: same shapes, strides, dtypes and
     addresses modulo 16. Its scratch memory is its own, so a CUDA graph may capture the call and
-    replay it as long as the object lives, and two calls must not run at the same time on different
-    streams.
+    replay it as long as the object lives, and two calls, or two graphs of it, must not run at the
+    same time on different streams: their results would be wrong, and blocks that wait for numbers
+    of the other call might wait for ever.
 
     Parameters
     ----------

@@ -374,6 +374,22 @@ def test_two_blocks_of_prepared_rows_share_a_multiprocessor(dtype: str) -> None:
     assert used.registers <= 128 and (used.spill_stores, used.spill_loads) == (0, 0)
 
 
+@pytest.mark.slow
+def test_values_fit_where_prepared_rows_take_many_warps() -> None:
+    """Groups of 128 prepared rows of 256 columns take 16 warps, zero points twice the ends."""
+    table = np.zeros((500, 128), np.float32)
+    options = {"rope": (table, table), "rope_interleaved": False, "rope_offset_q": 0,
+               "qk_norm": None, "qk_norm_eps": 1e-6}  # fmt: skip
+    hows = prepares_of(Preparation.of(options, (3, 3, 500, 500, 256)))
+    x = Operand.contiguous((1, 3, 500, 256), 2)
+    q = Part(x, 128, zero_points=True, prepares=hows["q"])
+    k = Part(x, 32, smooth=True, zero_points=True, prepares=hows["k"])
+    plan = plan_quantize("float16", q, k, Part(x, 32, smooth=True, zero_points=True), "u8")
+    assert plan.launches[-1].block == 512
+    for used in resources(plan, "sm_80"):
+        assert used.static_smem <= 48 * 1024
+
+
 def test_extrema_of_the_widest_rows_fit_into_shared_memory() -> None:
     """Scales of heads for Q and a mean of K: both kinds of folds in one module."""
     plan, _ = of_call(QuantConfig("head", "block"), *[(1, 2, 500, 256)] * 2, "float32")

@@ -237,6 +237,8 @@ def block_rows(
 def value_columns(head_dim: int, itemsize: int, vec: int, num_warps: int) -> int:
     """Return how many columns of VALUES_PAD keys a thread block transposes.
 
+    No more than 128: with those of 256, codes, ends and zero points would not fit in 48 KB.
+
     Parameters
     ----------
     head_dim, itemsize, vec, num_warps
@@ -246,9 +248,12 @@ def value_columns(head_dim: int, itemsize: int, vec: int, num_warps: int) -> int
     --------
     >>> [value_columns(head_dim, 2, 8, 8) for head_dim in (40, 64, 128, 256)]
     [64, 64, 128, 128]
+    >>> value_columns(256, 2, 8, 16)
+    128
     """
     lanes, of_access = _lanes(head_dim, itemsize, vec)
-    return vec * min(lanes, _VALUE_REGISTERS // of_access * num_warps * 32 // VALUES_PAD)
+    held = _VALUE_REGISTERS // of_access * num_warps * 32 // VALUES_PAD
+    return min(128, vec * min(lanes, held))
 
 
 def _lanes(head_dim: int, itemsize: int, vec: int) -> tuple[int, int]:
