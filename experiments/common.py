@@ -24,7 +24,7 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn import compile as compiler
-from cupyattn import device, distributions, measure, records, registry, timing
+from cupyattn import device, distributions, measure, registry, timing
 from cupyattn.api import kernel_form
 from cupyattn.checks import AttentionCall
 from cupyattn.cli import output
@@ -529,20 +529,6 @@ def _module(name: str) -> str:
 def stored(name: str) -> dict[str, Any]:
     """Return the committed record of an experiment."""
     record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return record
-
-
-def record_of(name: str, file: Path) -> dict[str, Any]:
-    """Return a record of an experiment from a file.
-
-    Raises
-    ------
-    ValueError
-        If it is a record of another.
-    """
-    record = records.read(file)
-    if record.get("experiment") != name:
-        raise ValueError(f"{file} is a record of {record.get('experiment')!r}, not of {name!r}")
     return record
 
 

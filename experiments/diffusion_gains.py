@@ -51,7 +51,7 @@ from cupyattn.preparation import OPTIONS as PREPARATION
 from cupyattn.quant.operands import quantize_at
 from cupyattn.rotation import plan_preparation, prepares_of
 from cupyattn.rounding import array_namespace, as_float64
-from experiments import common
+from experiments import common, merging
 
 PAGE = common.ROOT / "docs" / "DIFFUSION.md"
 BEGIN, END = "<!-- gains: begin -->", "<!-- gains: end -->"
@@ -414,12 +414,7 @@ def update_page(record: Mapping[str, Any]) -> None:
 
 def from_record(args: argparse.Namespace) -> int:
     """Write the page from the committed record, into which others are merged first."""
-    record = common.stored("diffusion_gains")
-    for file in args.merge:
-        record = merged(record, common.record_of("diffusion_gains", file))
-    if args.merge:
-        output.write_json(common.RESULTS / "diffusion_gains.json", record)
-    update_page(record)
+    update_page(merging.record_with("diffusion_gains", args.merge, merged))
     return 0
 
 

@@ -35,7 +35,7 @@ from cupyattn.preparation import OPTIONS as PREPARATION
 from cupyattn.prepared import Prepared
 from cupyattn.quant import QuantConfig
 from cupyattn.rounding import array_namespace
-from experiments import common
+from experiments import common, merging
 from experiments.common import ROOT, Problem
 
 PAGE = ROOT / "docs" / "FEATURES.md"
@@ -307,12 +307,7 @@ def revisions(record: Mapping[str, Any]) -> str:
 
 def from_record(args: argparse.Namespace) -> int:
     """Write the page from the committed record, into which others are merged first."""
-    record = common.stored("feature_costs")
-    for file in args.merge:
-        record = merged(record, common.record_of("feature_costs", file))
-    if args.merge:
-        output.write_json(common.RESULTS / "feature_costs.json", record)
-    update_page(record, PAGE)
+    update_page(merging.record_with("feature_costs", args.merge, merged), PAGE)
     return 0
 
 

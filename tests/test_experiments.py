@@ -38,7 +38,9 @@ from experiments import (
 from experiments.common import Problem
 
 FOLDER = Path(ladder.__file__).parent
-SHARED = ("book_plots", "cast_fp8", "common", "others", "others8", "patches", "plots")
+SHARED = (
+    "book_plots", "cast_fp8", "common", "merging", "others", "others8", "patches", "plots",
+)  # fmt: skip
 EXPERIMENTS = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in SHARED)
 SMALL = Problem(1, 1, 40, 16)
 

@@ -11,7 +11,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.request import Options, resolve
-from experiments import common, feature_costs
+from experiments import common, feature_costs, merging
 from experiments.common import Problem
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_has(
     small = ["--quick", "--rungs", "fa_tc", "--head-dims", "16", "24", "--json", str(file)]
     with pytest.raises(KeyboardInterrupt):
         feature_costs.main(small)
-    record = common.record_of("feature_costs", file)
+    record = merging.record_of("feature_costs", file)
     assert [found["problem"]["head_dim"] for found in record["problems"]] == [16]
     assert "rope interleaved" in capsys.readouterr().out
 

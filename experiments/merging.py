@@ -1,0 +1,39 @@
+"""Records that were measured in parts: read, and brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cupyattn import records
+from cupyattn.cli import output
+from experiments import common
+
+
+def record_of(name: str, file: Path) -> dict[str, Any]:
+    """Return a record of an experiment from a file.
+
+    Raises
+    ------
+    ValueError
+        If it is a record of another.
+    """
+    record = records.read(file)
+    if record.get("experiment") != name:
+        raise ValueError(f"{file} is a record of {record.get('experiment')!r}, not of {name!r}")
+    return record
+
+
+def record_with(
+    name: str,
+    files: Sequence[Path],
+    merged: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the committed record of an experiment; those in files are merged into it first."""
+    record = common.stored(name)
+    for file in files:
+        record = merged(record, record_of(name, file))
+    if files:
+        output.write_json(common.RESULTS / f"{name}.json", record)
+    return record
