@@ -1,4 +1,5 @@
-"""The kernels of ``prims/tile_order.cuh``, ``output.cuh`` and ``channel_scales.cuh``."""
+"""The kernels of ``prims/tile_order.cuh``, ``work_tile.cuh``, ``output.cuh`` and
+``channel_scales.cuh``."""
 
 from __future__ import annotations
 
@@ -46,6 +47,21 @@ def places_expected(sizes: Sequence[int]) -> Callable[..., dict[str, np.ndarray]
         return {name: np.array(places, np.int32) for name, places in found.items()}
 
     return expected
+
+
+def tiles_arguments() -> Arguments:
+    sizes = {"batch": 2, "heads": 6, "heads_kv": 2, "len_q": 40, "len_kv": 9}
+    return {"p": pack(ATTN_PARAMS, sizes, {}), "found": np.zeros((36, 8, 32), np.int32)}
+
+
+def tiles_expected(**_: Any) -> dict[str, np.ndarray]:
+    """Three tiles of each of six heads, of which three share one of K and V, in two entries."""
+    places = [(q0, head, batch) for batch in (0, 1) for head in range(6) for q0 in (32, 16, 0)]
+    found = [
+        (q0, head, head // 3, batch, 10 + i, 20 + i, i, batch)
+        for i, (q0, head, batch) in enumerate(places)
+    ]
+    return {"found": np.repeat(np.array(found, np.int32)[..., None], 32, axis=-1)}
 
 
 def fragment() -> np.ndarray:
@@ -132,6 +148,10 @@ TILE_END_PRIMS = [
             defines=defines(Tiles(BLOCK_Q, 16, 1), Features("float16", 8)),
         )
         for heads, sizes in ((1, [1]), (3, [3]), (6, [3, 3]), (8, [3, 3, 2]), (10, [3, 3, 2, 2]))
+    ),
+    Prim(
+        "work_tile", "work_tile", "tiles", 32, tiles_arguments, tiles_expected,
+        defines=defines(Tiles(BLOCK_Q, 16, 1), Features("float16", HEAD_DIM, vec=8)),
     ),
     Prim(
         "output", "output", "copy_engine", 32, copied_arguments, copied_expected, defines=OF_O,

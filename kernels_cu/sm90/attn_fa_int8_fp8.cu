@@ -26,8 +26,8 @@
 #include "prims/params.cuh"
 #include "prims/score.cuh"
 #include "prims/step_scores.cuh"
-#include "prims/tile_order.cuh"
 #include "prims/varlen.cuh"
+#include "prims/work_tile.cuh"
 
 constexpr int WARPGROUP = 128;                             // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;                    // warpgroups that compute
@@ -48,14 +48,6 @@ constexpr int INPUT_BYTES = BOX_BYTES * (Q_STAGES * CODE_BOXES * BLOCK_Q +
 // O leaves through shared memory where there is room for it.
 constexpr bool O_STAGED =
     ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
-
-// Which query rows of which head, and how many steps over keys: one at least, if only to find that
-// all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
-struct WorkTile : Sequences<VARLEN> {
-  int q0;  // -1: there is no more
-  int head, head_kv, batch, steps;
-  __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
-};
 
 struct SharedStorage {
   alignas(1024) int8_t Q[Q_STAGES][CODE_BOXES][BLOCK_Q * BOX_BYTES];
@@ -89,29 +81,6 @@ static_assert(
 // Key of a tile's first step.
 __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
-}
-
-// Tile `index` of a sequence or of all; its steps are still to be counted.
-__device__ __forceinline__ WorkTile
-work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, int index) {
-  const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
-  const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
-  const int64_t head_bytes = keys * HEAD_DIM * 2;
-  const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
-  const int head = place.batch_head % p.heads;
-  return {
-      sequences,
-      place.q0,
-      head,
-      head / (p.heads / p.heads_kv),
-      VARLEN ? sequence : place.batch_head / p.heads,
-      0};
-}
-
-// The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
-__device__ __forceinline__ WorkTile uniform(WorkTile tile) {
-  return {uniform<VARLEN>(tile), uniform(tile.q0),    uniform(tile.head),
-          uniform(tile.head_kv), uniform(tile.batch), uniform(tile.steps)};
 }
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
@@ -255,13 +224,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     while (true) {
       if (!tiles.reach(call, index)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
-        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0};
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
         mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }
       const Sequences<VARLEN> sequences(call, tiles.sequence);
       const auto& p = of_sequences<int8_t, int8_t>(call, sequences);
-      WorkTile tile = work_tile(p, sequences, tiles.sequence, index - tiles.first);
+      WorkTile tile =
+          work_tile<UNEVEN, sizeof(int8_t)>(p, sequences, tiles.sequence, index - tiles.first);
       const KeptKeys keys(
           p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
       int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
