@@ -225,9 +225,10 @@ def attention(
         )
         raise ValueError(f"{variant} {way_out}")
     blocks = (0, 0) if block_mask is None else block_mask.blocks
+    limits = check_limits(causal, causal_align, window, *sizes[3:5])
     tiles = tiles or lookup(variant).tiles_for(
-        q.shape[-1], form=form, lengths=sizes[3:5], causal=causal, block_mask=blocks,
-        rows=splits.wanted_rows(*sizes[:4]),
+        q.shape[-1], form=form, lengths=sizes[3:5], causal=limits[1] is not None,
+        block_mask=blocks, rows=splits.wanted_rows(*sizes[:4]),
     )  # fmt: skip
     sigma = check_scale(scale, q.shape[-1])
     scaling = scaling_errors(n, sigma, quantized, softcap)
@@ -237,7 +238,6 @@ def attention(
     check_smoothing(softcap, mean)
     cut = None
     if n.splits:
-        limits = check_limits(causal, causal_align, window, *sizes[3:5])
         cut = splits.split(sizes, limits, tiles)
     terms, lse = _empty(q, k, v, rows, TERMS)
     for block in score_blocks(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from cupyattn import splits
 from cupyattn.block_mask import BlockMask
-from cupyattn.checks import check_dtype, check_scale, check_shapes
+from cupyattn.checks import check_dtype, check_limits, check_scale, check_shapes
 from cupyattn.codes import Quantized, check_one_sequence, codes_less_zero
 from cupyattn.mirror_codes import by_shifts, by_tile
 from cupyattn.mirror_state import LOG2E, Float32, RowState, Step, inverse
@@ -376,9 +376,10 @@ def attention_mirror(
         q, k = turn.turned(q, k)
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     lengths = (len_q, len_kv)
+    limits = check_limits(causal, causal_align, window, *lengths)
     tiles = rung.tiles_for(
-        head_dim, tiles, form=form, lengths=lengths, causal=causal, block_mask=blocks,
-        rows=splits.wanted_rows(*sizes[:4]),
+        head_dim, tiles, form=form, lengths=lengths, causal=limits[1] is not None,
+        block_mask=blocks, rows=splits.wanted_rows(*sizes[:4]),
     )  # fmt: skip
     sigma = check_scale(scale, head_dim)
     scoring = Scoring.of(

@@ -47,6 +47,9 @@ class Variant:
         The same for the form with P and V in 8 bits (``attn_<name>_pv8.cu``).
     hopper_pv8_tiles : mapping of int to Tiles
         The same for the Hopper form with P in u8 and V in INT8.
+    hopper_pv8_full_tiles : mapping of int to Tiles
+        The same for calls that are not causal: steps of more keys than pay where some of the last
+        are masked; no entry where one serves both. Scales of K are those of `hopper_pv8_tiles`.
     hopper_fp8_tiles : mapping of int to Tiles
         The same for the Hopper form with P and V in e4m3, whose largest head_dim need not be 256.
     fused_tiles : mapping of int to Tiles
@@ -69,6 +72,7 @@ class Variant:
     source: Path | None = None
     pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    hopper_pv8_full_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_fp8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     fused_tiles: Mapping[int, Tiles] = field(default_factory=dict)
 
@@ -194,9 +198,10 @@ class Variant:
             The caller's.
         form : {"portable", "sm90"}
         lengths : (int, int), optional
-            Query rows and keys, which the tiles of the Hopper form depend on.
+            Query rows and keys, which the tiles of the Hopper forms depend on.
         causal : bool
-            So do they on a causal mask.
+            Whether the keys that a row attends to end with its place, by a causal mask or a window:
+            the tiles of Hopper forms depend on that, too.
         block_mask : (int, int)
             Rows and keys of a block of the call's block mask; (0, 0): there is none.
         rows : int
@@ -215,6 +220,8 @@ class Variant:
         limit = self._limit(head_dim, form)
         if form == "split" and not fixed:
             tiles = splits.fitting(self.split_tiles[limit], rows)
+        if form == "sm90_pv8" and not causal and not fixed:
+            tiles = self.hopper_pv8_full_tiles.get(limit, tiles)
         short = self.hopper_short_tiles.get(limit) if form == "sm90" else None
         if short is not None and lengths is not None and not fixed:
             cost = SHORT_TILES_COST[limit]
@@ -323,10 +330,14 @@ _PV8_TILES = {
 _HOPPER_PV8_TILES = {
     "fa_int8": {
         64: Tiles(192, 192, 16, 3),
+        80: Tiles(192, 128, 16, 3),
         128: Tiles(192, 128, 16, 3),
         256: Tiles(128, 128, 12, 2),
     }
 }
+
+#: The same for calls that are not causal.
+_HOPPER_PV8_FULL_TILES = {"fa_int8": {128: Tiles(128, 256, 12, 2)}}
 
 #: The same with P and V in e4m3: as many keys as leave registers for two levels of sums.
 _HOPPER_FP8_TILES = {
@@ -366,6 +377,7 @@ VARIANTS: dict[str, Variant] = {
         _HOPPER_BLOCK_MASK_TILES.get(name, {}),
         pv8_tiles=_PV8_TILES.get(name, {}),
         hopper_pv8_tiles=_HOPPER_PV8_TILES.get(name, {}),
+        hopper_pv8_full_tiles=_HOPPER_PV8_FULL_TILES.get(name, {}),
         hopper_fp8_tiles=_HOPPER_FP8_TILES.get(name, {}),
         fused_tiles=_FUSED_TILES.get(name, {}),
     )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cupyattn import bounds
 from cupyattn.block_mask import BlockMask
-from cupyattn.checks import check_scale
+from cupyattn.checks import check_limits, check_scale
 from cupyattn.numerics import Numerics
 from cupyattn.perturbation import ratio_to_bound
 from cupyattn.preparation import EPS, Preparation
@@ -255,9 +255,10 @@ def judge(
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
     form = form or lookup(variant).form_for(len_q, len_kv, tiles, changed=changed)
+    limits = check_limits(causal, causal_align, window, len_q, len_kv)
     tiles = tiles or lookup(variant).tiles_for(
-        head_dim, form=form, lengths=(len_q, len_kv), causal=causal, block_mask=blocks,
-        rows=wanted_rows(batch, heads, operands[1].shape[1], len_q),
+        head_dim, form=form, lengths=(len_q, len_kv), causal=limits[1] is not None,
+        block_mask=blocks, rows=wanted_rows(batch, heads, operands[1].shape[1], len_q),
     )  # fmt: skip
     if rows is None:
         small = batch * heads * len_q * len_kv <= SMALL_CELL

@@ -98,7 +98,8 @@ def build(
         pytest.skip(f"NVRTC {version} does not know {arch}")
     variant = VARIANTS[name]
     features = features_of(variant, form, dtype, head_dim, causal, lse)
-    spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
+    tiles = variant.tiles_for(head_dim, form=form, causal=causal)
+    spec = launch.module_spec(variant, features, tiles, form)
     return spec, kc.build(spec, arch)
 
 
@@ -185,7 +186,8 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
     variant = VARIANTS[name]
     plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
     features = replace(plain, varlen=True)
-    spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
+    tiles = variant.tiles_for(head_dim, form=form, causal=causal)
+    spec = launch.module_spec(variant, features, tiles, form)
     arch = "sm_90a" if form.startswith("sm90") else "sm_80"
     for entry, taken in kc.build(spec, arch).kernels.items():
         spilled = max(taken.spill_stores, taken.spill_loads)
@@ -200,7 +202,8 @@ def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(head_dim: int
     variant, form = VARIANTS["fa_int8"], "sm90_fp8"
     features = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
     features = replace(features, group_kv=HOPPER_SCALE_KEYS)
-    spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
+    tiles = variant.tiles_for(head_dim, form=form, causal=True)
+    spec = launch.module_spec(variant, features, tiles, form)
     (taken,) = kc.build(spec, "sm_90a").kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
 

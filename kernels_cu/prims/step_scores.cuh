@@ -6,7 +6,6 @@
 #include "prims/config.cuh"
 #include "prims/params.cuh"
 #include "prims/score.cuh"
-#include "prims/warp.cuh"
 
 // Keys that share a scale, within a step.
 constexpr int SCALE_KEYS = greatest_common_divisor(GROUP_KV, BLOCK_KV);
@@ -43,17 +42,6 @@ __device__ __forceinline__ void make_factors(
     for (int h = 0; h < 2; ++h) factor[j][h] = Q_factor[h] * K_scale[j];  // R3
 }
 
-// Whether score i of a lane whose first row is q is masked, and what it is: -inf where it is.
-__device__ __forceinline__ bool admitted_score(const AttnParams& p, int i, int q, int kv0) {
-  return admitted(p, q + i / 2 % 2 * 8, kv0 + i / 4 * 8 + lane_id() % 4 * 2 + i % 2);
-}
-__device__ __forceinline__ float masked_score(
-    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, int i, int q,
-    int kv0) {
-  return admitted_score(p, i, q, kv0) ? float(dot[i]) * factor[i / PART][i / 2 % 2]
-                                      : NEG_INF;  // R3
-}
-
 // The largest integers of each row, NO_KEY where all are masked: among integers, two comparisons
 // are one instruction, and products with a factor keep their order.
 constexpr int NO_KEY = -0x7fffffff - 1;  // less than any integer of Q K^T
@@ -61,9 +49,8 @@ template <bool MASKED>
 __device__ __forceinline__ void largest_dots(
     const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], int (&largest)[SCALES][2], int q,
     int kv0) {
-  auto admitted_dot = [&](int i) {
-    return !MASKED || admitted_score(p, i, q, kv0) ? dot[i] : NO_KEY;
-  };
+  const ScoreMask mask(p, q, kv0);
+  auto admitted_dot = [&](int i) { return !MASKED || mask.admits(i) ? dot[i] : NO_KEY; };
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 2; i += 2) {
     int& x = largest[i / PART][i / 2 % 2];
@@ -72,18 +59,22 @@ __device__ __forceinline__ void largest_dots(
   }
 }
 
-// The largest scores of a lane's two rows, -inf where all are masked.
+// The largest scores of a lane's two rows, -inf where all are masked. Keys that share a scale and
+// are all masked get 0 for a factor: a scale that is NaN is nothing to rows that do not attend.
 template <bool MASKED>
 __device__ __forceinline__ void largest_scores(
-    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, float (&m)[2],
-    int q, int kv0) {
+    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], Factors& factor, float (&m)[2], int q,
+    int kv0) {
   int largest[SCALES][2];
   largest_dots<MASKED>(p, dot, largest, q, kv0);
   m[0] = m[1] = NEG_INF;
 #pragma unroll
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (!MASKED || largest[j][h] != NO_KEY)
+    for (int h = 0; h < 2; ++h) {
+      if (MASKED && largest[j][h] == NO_KEY)
+        factor[j][h] = 0.0f;
+      else
         m[h] = fmaxf(m[h], float(largest[j][h]) * factor[j][h]);  // R3
+    }
 }

@@ -130,6 +130,7 @@ template <bool MASKED>
 __device__ __forceinline__ bool weigh(
     const AttnParams& p, const float (&M)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&sum)[2], int q, int kv0) {
+  const ScoreMask mask(p, q, kv0);
   sum[0] = sum[1] = 0.0f;
   uint32_t largest = 0;  // of both rows, in either half
 #pragma unroll
@@ -139,10 +140,9 @@ __device__ __forceinline__ bool weigh(
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int at = 2 * i + j;
-      x[j] = ex2_approx_ftz(
-          MASKED ? masked_score(p, dot, factor, at, q, kv0) - M[h]
-                 : fmaf(float(dot[at]), factor[at / PART][h], -M[h]));  // R3, R4
-      sum[h] += x[j];                                                   // R6
+      const float y = fmaf(float(dot[at]), factor[at / PART][h], -M[h]);  // R3
+      x[j] = ex2_approx_ftz(MASKED && !mask.admits(at) ? NEG_INF : y);    // R4
+      sum[h] += x[j];                                                     // R6
     }
     P_frag[i / 4][i % 4] = pack_rn<elem16_t>(x[0], x[1]);  // R5
     if (i % 2) largest = max3_packed(largest, P_frag[i / 4][i % 4 - 1], P_frag[i / 4][i % 4]);
@@ -150,20 +150,20 @@ __device__ __forceinline__ bool weigh(
   return __all_sync(FULL_WARP, packed_below<elem16_t>(largest, HEADROOM));
 }
 
-// S4 softmax: weights P of the scores. M stays where it is, and rises to the largest score only
-// where weights are too large, or `rises` says so beforehand. Returns whether it rose: O then has
-// to be multiplied by alpha. `q` is the first of this lane's two rows, the other is q + 8.
-__device__ __forceinline__ bool softmax(
-    const AttnParams& p, RowState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const float (&Q_factor)[2], const float (&K_scale)[SCALES],
-    uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&alpha)[2], int q, int kv0, int unmasked,
-    bool rises) {
+// S4 softmax: weights P of the scores. M stays where it is, and rises to the largest score, and O
+// and l with it, only where weights are too large; in the FIRST step, where O is still 0, it always
+// does. `q` is the first of this lane's two rows, the other is q + 8.
+template <bool FIRST>
+__device__ __forceinline__ void softmax(
+    const AttnParams& p, RowState (&state)[2], float (&O_acc)[PV_COLS / 2],
+    const int32_t (&dot)[BLOCK_KV / 2], const float (&Q_factor)[2], const float (&K_scale)[SCALES],
+    uint32_t (&P_frag)[BLOCK_KV / 16][4], int q, int kv0, int unmasked) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
-  const bool weighed = !rises && !masked && weigh<false>(p, M, dot, factor, P_frag, sum, q, kv0);
+  const bool weighed = !FIRST && !masked && weigh<false>(p, M, dot, factor, P_frag, sum, q, kv0);
   // NOTE: this ties them to the registers that P V reads. They else come to be in others, and a
   // step has 16 moves.
   wgmma_use(P_frag);
@@ -171,25 +171,21 @@ __device__ __forceinline__ bool softmax(
     float m[2];
     largest_scores<true>(p, dot, factor, m, q, kv0);
     // NOTE: without a key so far the difference is NaN.
-    const bool stays = masked && __all_sync(FULL_WARP, m[0] - M[0] <= 2 && m[1] - M[1] <= 2);
-    if (rises || !stays) {
+    const bool stays =
+        !FIRST && masked && __all_sync(FULL_WARP, m[0] - M[0] <= 2 && m[1] - M[1] <= 2);
+    if (!stays) {
+      float alpha[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // row, then row + 8
         alpha[h] = state[h].advance(shfl_max<4>(m[h]));
         M[h] = state[h].M_finite();
       }
-      rises = true;
+#pragma unroll
+      for (int i = 0; i < PV_COLS / 2 && !FIRST; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
     }
     weigh<true>(p, M, dot, factor, P_frag, sum, q, kv0);
   }
   state[0].l += sum[0], state[1].l += sum[1];  // R6
-  return rises;
-}
-
-// O to the new M.
-__device__ __forceinline__ void rescale(float (&O_acc)[PV_COLS / 2], const float (&alpha)[2]) {
-#pragma unroll
-  for (int i = 0; i < PV_COLS / 2; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
@@ -316,7 +312,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     float O_acc[PV_COLS / 2] = {};  // [PV_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];      // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 16][4] = {};
-    float K_scale[SCALES], alpha[2];
+    float K_scale[SCALES];
     const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
                            + tile.batch * quant.Q_scale_stride_batch +
                            tile.head * quant.Q_scale_stride_head +
@@ -344,7 +340,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     wgmma_use(dot);
     if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
     at.advance();
-    softmax(p, state, dot, Q_factor, K_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked, true);
+    softmax<true>(p, state, O_acc, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0, unmasked);
 
     for (int step = 1; step < steps; ++step) {  // K of this step, V of the one before
       const Descriptor K_rows = K_first.stage(at.stage, sizeof(smem.K[0]));
@@ -361,9 +357,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       wgmma_use(O_acc);
       if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
       at.advance();
-      if (softmax(
-              p, state, dot, Q_factor, K_scale, P_frag, alpha, tile.q0 + row, kv0, unmasked, false))
-        rescale(O_acc, alpha);
+      softmax<false>(p, state, O_acc, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0, unmasked);
     }
     if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 

@@ -122,11 +122,12 @@ __device__ __forceinline__ bool choose_M(
   tile_M[0] = tile_M[1] = NEG_INF;
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   if (masked) {
+    const ScoreMask mask(p, q, kv0);
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i) {
       const int h = i / 2 % 2;
       const float M = M_of_codes(float(dot[i]), factor[i / PART][h]);  // R4
-      tile_M[h] = fmaxf(tile_M[h], admitted_score(p, i, q, kv0) ? M : NEG_INF);
+      tile_M[h] = fmaxf(tile_M[h], mask.admits(i) ? M : NEG_INF);
     }
   } else {
     int largest[SCALES][2];
@@ -171,6 +172,7 @@ __device__ __forceinline__ void weigh(
     const AttnParams& p, RowState (&state)[2], const float (&tile_M)[2], const float (&beta)[2],
     const int32_t (&dot)[BLOCK_KV / 2], const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 32][4],
     int q, int kv0) {
+  const ScoreMask mask(p, q, kv0);
   float l[2] = {0.0f, 0.0f};  // this lane's part, of this tile
   // NOTE: no key of the tile: any number that may be subtracted.
   const float M[2] = {fmaxf(tile_M[0], -0x1p127f), fmaxf(tile_M[1], -0x1p127f)};
@@ -181,9 +183,9 @@ __device__ __forceinline__ void weigh(
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int at = n + j / 2 * 4 + j % 2;
-      const float y = code_exponent(float(dot[at]), factor[at / PART][h], -M[h]);     // R3, R4
-      x[j] = ex2_approx_ftz(MASKED && !admitted_score(p, at, q, kv0) ? NEG_INF : y);  // R4
-      l[h] += x[j];                                                                   // R6
+      const float y = code_exponent(float(dot[at]), factor[at / PART][h], -M[h]);  // R3, R4
+      x[j] = ex2_approx_ftz(MASKED && !mask.admits(at) ? NEG_INF : y);             // R4
+      l[h] += x[j];                                                                // R6
     }
     P_frag[i / 4][i % 4] = pack_p_codes(x[0], x[1], x[2], x[3]);  // R5
   }

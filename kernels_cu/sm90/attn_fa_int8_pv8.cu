@@ -185,14 +185,14 @@ __device__ __forceinline__ bool choose_M(
 
 // Its second half: codes P of the scores' weights, those of four keys in a register, the left
 // operand of P V, where a key that is masked weighs 0.
-// NOTE: the code of NaN is 0. So l is added what is 0 but for weights that are NaN; where none is
-// masked these are those whose factor is.
+// NOTE: the code of NaN is 0. So l is added what is 0 but for factors that are not numbers.
 // NOTE: integers become floats between the exponentials, which leave the other pipes free for most
 // of the time: before them they would take as long again.
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 32][4], int q, int kv0) {
+  const ScoreMask mask(p, q, kv0);
   uint32_t sum[2] = {};  // of codes
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 8; ++i) {  // two key tiles, one row: four neighbours in V
@@ -201,11 +201,9 @@ __device__ __forceinline__ void weigh(
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int at = n + j / 2 * 4 + j % 2;
-      x[j] = ex2_approx_ftz(
-          MASKED ? masked_score(p, dot, factor, at, q, kv0) - state[h].M
-                 : fmaf(float(dot[at]), factor[at / PART][h], -state[h].M));  // R3, R4
-      if (LSE) state[h].exact_l += x[j];                                      // R6
-      if (MASKED) state[h].l = fmaf(x[j], 0.0f, state[h].l);
+      const float y = fmaf(float(dot[at]), factor[at / PART][h], -state[h].M);  // R3
+      x[j] = ex2_approx_ftz(MASKED && !mask.admits(at) ? NEG_INF : y);          // R4
+      if (LSE) state[h].exact_l += x[j];                                        // R6
     }
     const uint32_t codes = pack_u8(x[0], x[1], x[2], x[3]);  // R5
     P_frag[i / 4][i % 4] = codes;
@@ -215,7 +213,7 @@ __device__ __forceinline__ void weigh(
   for (int h = 0; h < 2; ++h) {
     state[h].l += float(sum[h]);  // R6
 #pragma unroll
-    for (int j = 0; j < SCALES && !MASKED; ++j) state[h].l = fmaf(factor[j][h], 0.0f, state[h].l);
+    for (int j = 0; j < SCALES; ++j) state[h].l = fmaf(factor[j][h], 0.0f, state[h].l);
   }
 }
 

@@ -147,10 +147,10 @@ __device__ __forceinline__ bool softmax(
     uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&alpha)[2], int q, int kv0, int unmasked,
     bool rises) {
   if (kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9))) {
-    const int t = lane_id() % 4;
+    const ScoreMask mask(p, q, kv0);
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i)
-      if (!admitted(p, q + i / 2 % 2 * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S_acc[i] = NEG_INF;
+      if (!mask.admits(i)) S_acc[i] = NEG_INF;
   }
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   while (true) {

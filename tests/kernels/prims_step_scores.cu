@@ -23,10 +23,11 @@ extern "C" __global__ void step_scores(
   load_scales(loaded, K_scale, kv0, p.len_kv);
   copy_scales(scale, loaded);
   make_factors(factor, Q_factor, scale);
+  const ScoreMask mask(p, q, kv0);
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 2; ++i)
     S[(row + i / 2 % 2 * 8) * BLOCK_KV + i / 4 * 8 + col + i % 2] =
-        masked_score(p, dot, factor, i, q, kv0);
+        mask.admits(i) ? float(dot[i]) * factor[i / PART][i / 2 % 2] : NEG_INF;
   int most[SCALES][2];
   largest_dots<false>(p, dot, most, q, kv0);
   float m[2];
