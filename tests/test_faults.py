@@ -57,7 +57,7 @@ def test_there_are_faults_for_every_variant() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_is_small_and_says_what_it_is(fault: Fault) -> None:
+def test_a_fault_is_small_and_says_what_it_is(fault: Fault, tmp_path: Path) -> None:
     assert re.fullmatch(r"[A-Z][^.]+\.", fault.sentence), "one sentence"
     assert fault.caught_by in ("J2", "interpreter")
     assert (fault.kind in KINDS and fault.line != "") == (fault.caught_by == "interpreter")
@@ -65,11 +65,12 @@ def test_a_fault_is_small_and_says_what_it_is(fault: Fault) -> None:
         removed = set(hunk.old.splitlines()) - set(hunk.new.splitlines())
         added = set(hunk.new.splitlines()) - set(hunk.old.splitlines())
         assert max(len(removed), len(added)) <= 3
+    fault.plant(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_applies_and_compiles_to_other_code(fault: Fault, tmp_path: Path) -> None:
+def test_a_fault_compiles_to_other_code(fault: Fault, tmp_path: Path) -> None:
 
     def telling(cell: dict[str, Any]) -> bool:
         return fault.shown_by in cell or (fault.of_packed and "varlen" in cell)
