@@ -45,23 +45,19 @@ __device__ __forceinline__ int kv_unmasked_end(const AttnParams& p, int q0) {
   return p.len_kv;
 }
 
-// Query row `row` may attend to keys in the places [admitted_begin, admitted_end).
-__device__ __forceinline__ int admitted_begin(const AttnParams& p, int row) {
-  if constexpr (WINDOW) return row + p.window_shift;
-  return 0;
-}
-__device__ __forceinline__ int admitted_end(const AttnParams& p, int row) {
-  if constexpr (STACKED && CAUSAL) row %= p.stack;
-  if constexpr (CAUSAL) return min(p.len_kv, row + p.causal_shift + 1);
-  return p.len_kv;
-}
+// May query row `row` attend to a key in the place `key`?
+// NOTE: two comparisons and not one with the lesser bound, which lives in a register for every row.
 __device__ __forceinline__ bool admitted(const AttnParams& p, int row, int key) {
-  return key >= admitted_begin(p, row) && key < admitted_end(p, row);
+  if constexpr (STACKED && CAUSAL) row %= p.stack;
+  if constexpr (WINDOW)
+    if (key < row + p.window_shift) return false;
+  if constexpr (CAUSAL) return key < p.len_kv && key <= row + p.causal_shift;
+  return key < p.len_kv;
 }
 
 // Which scores of a step are admitted, of those that wgmma leaves in a lane: score i is one of row
 // q, or of q + 8, and of key kv0 + i / 4 * 8 + lane % 4 * 2 + i % 2. What depends on i alone is a
-// constant, and the rest is found once.
+// constant, and the rest is found once: what `admitted` asks of a key, as the two ends of a row's.
 struct ScoreMask {
   int begin[2], end[2];  // of constants, by row
 
@@ -69,8 +65,9 @@ struct ScoreMask {
     const int first = kv0 + lane_id() % 4 * 2;  // key of this lane's score 0
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      begin[h] = admitted_begin(p, q + h * 8) - first;
-      end[h] = admitted_end(p, q + h * 8) - first;
+      const int row = q + h * 8;
+      if (WINDOW) begin[h] = row + p.window_shift - first;
+      end[h] = (CAUSAL ? min(p.len_kv, row + p.causal_shift + 1) : p.len_kv) - first;
     }
   }
   __device__ __forceinline__ bool admits(int i) const {
