@@ -47,9 +47,9 @@ class Variant:
         The same for the form with P and V in 8 bits (``attn_<name>_pv8.cu``).
     hopper_pv8_tiles : mapping of int to Tiles
         The same for the Hopper form with P in u8 and V in INT8.
-    hopper_pv8_full_tiles : mapping of int to Tiles
-        The same for calls that are not causal: steps of more keys than pay where some of the last
-        are masked; no entry where one serves both. Scales of K are those of `hopper_pv8_tiles`.
+    hopper_pv8_wide_tiles : mapping of int to Tiles
+        The same with steps of more keys, for lengths that fill them; no entry where one serves all.
+        Granularity "block" means the keys of `hopper_pv8_tiles` all the same.
     hopper_fp8_tiles : mapping of int to Tiles
         The same for the Hopper form with P and V in e4m3, whose largest head_dim need not be 256.
     fused_tiles : mapping of int to Tiles
@@ -72,7 +72,7 @@ class Variant:
     source: Path | None = None
     pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    hopper_pv8_full_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    hopper_pv8_wide_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_fp8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     fused_tiles: Mapping[int, Tiles] = field(default_factory=dict)
 
@@ -220,8 +220,13 @@ class Variant:
         limit = self._limit(head_dim, form)
         if form == "split" and not fixed:
             tiles = splits.fitting(self.split_tiles[limit], rows)
-        if form == "sm90_pv8" and not causal and not fixed:
-            tiles = self.hopper_pv8_full_tiles.get(limit, tiles)
+        wide = self.hopper_pv8_wide_tiles.get(limit) if form == "sm90_pv8" else None
+        if wide is not None and not fixed:
+            most = WIDE_TILES_GAIN[limit]
+            fits = lengths is None or (
+                computed(lengths, causal, wide) <= most * computed(lengths, causal, tiles)
+            )
+            tiles = wide if fits else tiles
         short = self.hopper_short_tiles.get(limit) if form == "sm90" else None
         if short is not None and lengths is not None and not fixed:
             cost = SHORT_TILES_COST[limit]
@@ -336,8 +341,10 @@ _HOPPER_PV8_TILES = {
     }
 }
 
-#: The same for calls that are not causal.
-_HOPPER_PV8_FULL_TILES = {"fa_int8": {128: Tiles(128, 256, 12, 2)}}
+#: The same for lengths that fill them: two warpgroups have registers for twice the keys.
+_HOPPER_PV8_WIDE_TILES = {"fa_int8": {128: Tiles(128, 256, 12, 2)}}
+#: How much faster those are where either fills its tiles.
+WIDE_TILES_GAIN = {128: 1.05}
 
 #: The same with P and V in e4m3: as many keys as leave registers for two levels of sums.
 _HOPPER_FP8_TILES = {
@@ -377,7 +384,7 @@ VARIANTS: dict[str, Variant] = {
         _HOPPER_BLOCK_MASK_TILES.get(name, {}),
         pv8_tiles=_PV8_TILES.get(name, {}),
         hopper_pv8_tiles=_HOPPER_PV8_TILES.get(name, {}),
-        hopper_pv8_full_tiles=_HOPPER_PV8_FULL_TILES.get(name, {}),
+        hopper_pv8_wide_tiles=_HOPPER_PV8_WIDE_TILES.get(name, {}),
         hopper_fp8_tiles=_HOPPER_FP8_TILES.get(name, {}),
         fused_tiles=_FUSED_TILES.get(name, {}),
     )
