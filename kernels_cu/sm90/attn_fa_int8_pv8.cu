@@ -8,19 +8,21 @@
 //              every tile, among integers where one scale serves it, and packs codes, S5 multiplies
 //              codes, S6 applies the scales of the channels and gives back the mean.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
-// Kept simple  A warpgroup does one thing after the other; while it waits, two others compute. P in
-//              u8, V in INT8 with one scale per channel and no zero points; at least 16 adjacent
-//              keys share a scale. The rest is left to the portable form. Packed sequences and
+// Kept simple  A warpgroup does one thing after the other; while it waits, others compute. P in u8,
+//              V in INT8 with one scale per channel and no zero points; at least 16 adjacent keys
+//              share a scale. The rest is left to the portable form. Packed sequences and
 //              block masks as in the Hopper form of fa_tc; whole numbers times codes 0 are 0, so
 //              that nothing of the next sequence has to be silenced.
-// Tried        At 4,096 and 16,384 keys, head_dim 128: two warpgroups of 192 keys, K of a step
-//              under way with V of the one before, 0.95 and 0.99; three of 96 keys so 0.89; P V of
-//              the first half of the keys, and the next scores of that half, under way during the
-//              exponentials of the second 0.87 and 0.86; no turns 0.96, and with turns 0.97 at
-//              head_dim 64; turns that begin before the shifts 0.88, that end before the
-//              exponentials do 0.94; scales of K loaded by those who need them 0.97; scales of
-//              Q and V by a warp of the producers, a tile ahead, 0.99; O by evict_first 1.00.
-//              (experiments/results/NOTES.md)
+// Tried        At 4,096 and 16,384 keys, head_dim 128. Of three warpgroups with 128 keys a step:
+//              two of 192 keys, K of a step under way with V of the one before, 0.95 and 0.99;
+//              three of 96 keys so 0.89; P V of the first half of the keys, and the next scores of
+//              that half, under way during the exponentials of the second 0.87 and 0.86; turns that
+//              begin before the shifts 0.88, that end before the exponentials do 0.94; scales of K
+//              loaded by those who need them 0.97; scales of Q and V by a warp of the producers, a
+//              tile ahead, 0.99; O by evict_first 1.00; two of 256 keys 1.06 and 1.05, as it is
+//              now. Of those: no turns 0.80; O shifted only where a row of the warp moves 0.98;
+//              scores in halves, the first behind P V of the step before and its maximum found
+//              beside the second, 0.98 (head_dim 64 0.96, 256 0.82). (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
 //              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
 //              the channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
