@@ -452,7 +452,7 @@ def run_grid(
     extra: Mapping[str, Any] | None = None,
     conclude: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Measure a grid of problems, print a table for each, write the record.
+    """Measure a grid of problems, print a table for each, write the record after each.
 
     Parameters
     ----------
@@ -475,7 +475,17 @@ def run_grid(
         The record.
     """
     check_rounds(args)
-    problems = []
+    problems: list[dict[str, Any]] = []
+
+    def kept(*, quiet: bool) -> dict[str, Any]:
+        content = {
+            "rounds": 0 if args.quick else args.rounds,
+            **(extra or {}),
+            **(conclude(problems) if conclude else {}),
+            "problems": problems,
+        }
+        return keep(args, name, "mirror" if args.quick else "cuda", content, quiet=quiet)
+
     for problem, cells in grid:
         found = measure_problem(
             problem, cells, rounds=args.rounds, on_device=not args.quick, baseline=baseline
@@ -483,21 +493,22 @@ def run_grid(
         problems.append(found)
         print(f"\n{problem.name}: {found['judged_rows']} rows of every head judged")
         output.print_table(*table(found, baseline))
-    content = {
-        "rounds": 0 if args.quick else args.rounds,
-        **(extra or {}),
-        **(conclude(problems) if conclude else {}),
-        "problems": problems,
-    }
-    return keep(args, name, "mirror" if args.quick else "cuda", content)
+        kept(quiet=True)
+    return kept(quiet=False)
 
 
 def keep(
-    args: argparse.Namespace, name: str, backend: str, content: Mapping[str, Any]
+    args: argparse.Namespace,
+    name: str,
+    backend: str,
+    content: Mapping[str, Any],
+    *,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Return the record of an experiment, written where the arguments say.
 
-    A quick run is kept only where ``--json`` names a file.
+    A quick run is kept only where ``--json`` names a file. `quiet` writes without a word: a record
+    that is not whole yet.
     """
     record = {
         "experiment": name,
@@ -511,7 +522,8 @@ def keep(
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         output.write_json(target, record)
-        print(f"\nwrote {target}")
+        if not quiet:
+            print(f"\nwrote {target}")
     return record
 
 
