@@ -21,7 +21,8 @@ EX2_FLUSH = 2.0**-126
 #: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md, R3). The CUDA
 #: C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
 TANHF_ERROR = 2.0**-21
-#: HEADROOM of ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu`` is 2 to its power.
+#: HEADROOM of ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu`` and of
+#: ``attn_fa_int8.cu`` is 2 to its power.
 HOPPER_HEADROOM = 8
 #: Pieces along the keys that a tile of the Hopper forms is cut into, the last one excepted.
 MOST_PIECES = 16
@@ -111,6 +112,10 @@ class Numerics:
     scales_last : bool
         R6, R7. The scale of a channel of V, one for all tiles, multiplies the sum of all and not
         that of each.
+    as_floats : bool
+        R3, R4. Products of codes are read as floats from 1.5 * 2^23 on: the factor of both scales
+        has 22 bits, what is subtracted is 1.5 * 2^23 times it beside M, and M, where it lags, is a
+        whole number.
     """
 
     q_type: str
@@ -130,6 +135,7 @@ class Numerics:
     sums_operand: bool = False
     shifts: Shifts | None = None
     scales_last: bool = False
+    as_floats: bool = False
 
     @property
     def subtracts_first(self) -> bool:
@@ -182,10 +188,11 @@ def numerics(
     family : {"unfused", "float32", "tensor_core", "int8"}
         What the variant computes with (`cupyattn.registry.Variant.family`).
     form : {"portable", "sm90", "split", "pv8", "sm90_pv8", "sm90_fp8", "fused"}
-        Which form of the kernel. All have tensor cores of one roundoff; in the Hopper form M does
-        not follow every new maximum, the split form adds up slices of the keys, the fused form
-        rounds where the portable one does, and the Hopper form with P and V in 8 bits has `Shifts`,
-        but with both in e4m3 (``"sm90_fp8"``) sums of tiles as the portable one.
+        Which form of the kernel. All have tensor cores of one roundoff; in the Hopper forms and in
+        those of ``int8`` with 16-bit P M does not follow every new maximum, the split form adds up
+        slices of the keys, the fused form rounds where the portable one does, and the Hopper form
+        with P and V in 8 bits has `Shifts`, but with both in e4m3 (``"sm90_fp8"``) sums of tiles as
+        the portable one.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
@@ -235,18 +242,21 @@ def numerics(
         by_form = "e4m3" if form == "sm90_fp8" else "u8"
         p_type = by_form if quant is None else quant.p_type
         fp8 = p_type == "e4m3"
+        one_scale = quant is not None and quant.granularity_v == "channel"
         return Numerics(
             "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
             "fp8" if fp8 else "int32", True, **features,
             sums_operand=form == "sm90_pv8", shifts=Shifts() if form == "sm90_pv8" else None,
-            pieces=MOST_PIECES + 1 if form == "sm90_pv8" else 0, scales_last=form == "sm90_fp8",
+            pieces=MOST_PIECES + 1 if form == "sm90_pv8" else 0,
+            scales_last=form == "sm90_fp8" or (form == "pv8" and one_scale),
         )  # fmt: skip
     if family == "int8":
         value = "float16" if dtype == "float32" else dtype
         return Numerics(
             "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
-            **features, headroom=HOPPER_HEADROOM if form == "sm90" else 0,
+            **features, headroom=0 if softcap or bias else HOPPER_HEADROOM,
             sums_operand=form == "sm90", pieces=MOST_PIECES + 1 if form == "sm90" else 0,
+            as_floats=form != "sm90",
         )  # fmt: skip
     raise ValueError(
         f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"

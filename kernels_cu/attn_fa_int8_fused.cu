@@ -9,11 +9,12 @@
 //              the same, but that no mean comes back: that of the keys would need all of them.
 //              (diff attn_fa_int8.cu attn_fa_int8_fused.cu)
 // Kept simple  the same bits as quantize.cu and attn_fa_int8 with the same tiles.
-// Rounding     R1 by prims/quantize_tile.cuh, then as in attn_fa_int8: R3 dot to float (exact),
-//              times K scale, times Q scale within R4's fma; R4 exp2, R5 P to 16 bits, R6 alpha, l
-//              and the tensor core over keys, R7 times 1/l and store (cupyattn/numerics.py)
+// Rounding     R1 by prims/quantize_tile.cuh, then as in attn_fa_int8: R3 the factor of both
+//              scales, within R4's fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor core
+//              over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
+#include "prims/dots.cuh"
 #include "prims/mma.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
@@ -31,6 +32,8 @@ constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row of V
 constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
 constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
+
+constexpr float LARGEST_SUM = 256.0f;       // of a lane's weights, or M rises
 
 struct SharedStorage {
   alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];
@@ -118,7 +121,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
     __syncthreads();  // the tiles of this step are visible
 
     // S3 scores
-    int32_t dot[MMA_ROWS][MMA_KEYS][4] = {};
+    int32_t dot[MMA_ROWS][MMA_KEYS][4];
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+      for (int n = 0; n < MMA_KEYS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dot[r][n][i] = DOT_START;
 #pragma unroll
     for (int k = 0; k < CODES_PAD / 32; ++k) {
       uint32_t Q_frag[MMA_ROWS][4];
@@ -136,15 +145,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
         }
       }
     }
-    float S_acc[MMA_ROWS][MMA_KEYS][4];  // Q_factor is still to come
+    float part_scale[PARTS];  // of the keys of each part
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) part_scale[i] = BY_KEY ? 1.0f : smem.K_scale[i * SCALE_KEYS];
+    float S_acc[MMA_ROWS][MMA_KEYS][4];  // from DOT_ZERO on; the factor is still to come
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
-      const float2 k_scale = *reinterpret_cast<const float2*>(smem.K_scale + n * 8 + t * 2);
+      float2 k_scale = {1.0f, 1.0f};
+      if (BY_KEY) k_scale = *reinterpret_cast<const float2*>(smem.K_scale + n * 8 + t * 2);
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] = float(zeros.without(
+          S_acc[r][n][i] = dot_to_float(zeros.without(
                                dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, 0,
                                n * 8 + t * 2 + i % 2)) *
                            (i % 2 ? k_scale.y : k_scale.x);  // R3
@@ -159,66 +172,85 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
+            const float scale = part_scale[part_of(n * 8)];
             if constexpr (NATURAL_SCORES)
-              S_acc[r][n][i] = scores.of(S_acc[r][n][i] * Q_factor[r][i / 2], row, key);  // R3
+              S_acc[r][n][i] = scores.of(
+                  (S_acc[r][n][i] - DOT_ZERO) * dot_factor(Q_factor[r][i / 2], scale), row,
+                  key);  // R3
+            else
+              S_acc[r][n][i] += 0.0f * scale;  // exact
             if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
           }
+      // NOTE: a scale that is NaN has reached the keys of its part, and spares those masked.
+#pragma unroll
+      for (int i = 0; i < PARTS; ++i)
+        if (part_scale[i] != part_scale[i]) part_scale[i] = 1.0f;
     }
+    uint32_t P_frag[BLOCK_KV / 16][MMA_ROWS][4];  // two key tiles of S are one k step of P
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
-      float m[2];  // the largest score that this lane holds of row g, then of row g + 8
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        m[h] = NEG_INF;
-#pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n)
-          m[h] = fmaxf(m[h], fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
-        m[h] = row_maximum(m[h], Q_factor[r][h]);
-      }
-      // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
-      if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
+      float sum[2];  // of the weights that this lane holds of row g, then of row g + 8
+      auto weigh = [&](const float(&M)[2]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float alpha = state[r][h].advance(shfl_max<4>(m[h]));
+          sum[h] = 0.0f;
 #pragma unroll
-          for (int c = 0; c < MMA_COLS; ++c) {
-            O_acc[r][c][2 * h] *= alpha;      // R6
-            O_acc[r][c][2 * h + 1] *= alpha;  // R6
+          for (int n = 0; n < MMA_KEYS; ++n) {
+            const float factor = dot_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
+            const float minus_M = NATURAL_SCORES ? -M[h] : fmaf(factor, -DOT_ZERO, -M[h]);  // exact
+            const float* pair = S_acc[r][n] + 2 * h;
+            const float x = ex2_approx_ftz(exponent(pair[0], factor, minus_M));  // R4
+            const float y = ex2_approx_ftz(exponent(pair[1], factor, minus_M));  // R4
+            sum[h] += x, sum[h] += y;                                            // R6
+            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);           // R5
           }
         }
-      }
+      };
+      float M[2] = {state[r][0].M, state[r][1].M};  // -inf: no key yet, and weights are infinite
+      if (!NATURAL_SCORES) weigh(M);
+      // NOTE: most steps find no weight too large, hence no maximum: M lags, l and O stay.
+      const bool small = !NATURAL_SCORES && sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM;
+      if (!__all_sync(FULL_WARP, small)) {
+        float m[2];  // the largest score that this lane holds of each row
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float M = state[r][h].M_finite();
+        for (int h = 0; h < 2; ++h) {
+          m[h] = NEG_INF;
 #pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n)
-#pragma unroll
-          for (int i = 2 * h; i < 2 * h + 2; ++i) {
-            S_acc[r][n][i] = ex2_approx_ftz(exponent(S_acc[r][n][i], Q_factor[r][h], -M));  // R4
-            state[r][h].l += S_acc[r][n][i];  // R6: this lane's part of l
+          for (int n = 0; n < MMA_KEYS; ++n) {
+            const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]) - DOT_ZERO;
+            const float factor = dot_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
+            m[h] = fmaxf(m[h], row_maximum(largest, factor));
           }
+          if (!NATURAL_SCORES) m[h] = floorf(m[h]);
+        }
+        if (__any_sync(FULL_WARP, m[0] > M[0] || m[1] > M[1])) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float alpha = state[r][h].advance(shfl_max<4>(m[h]));
+#pragma unroll
+            for (int c = 0; c < MMA_COLS; ++c) {
+              O_acc[r][c][2 * h] *= alpha;      // R6
+              O_acc[r][c][2 * h + 1] *= alpha;  // R6
+            }
+          }
+        }
+        M[0] = state[r][0].M_finite(), M[1] = state[r][1].M_finite();
+        weigh(M);
       }
+      state[r][0].l += sum[0], state[r][1].l += sum[1];  // R6: this lane's part of l
     }
 
     // S5 output
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; ++k) {
-      uint32_t P_frag[MMA_ROWS][4];  // two key tiles of S are one k step of P
-#pragma unroll
-      for (int r = 0; r < MMA_ROWS; ++r)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          P_frag[r][i] = pack_rn<elem16_t>(
-              S_acc[r][2 * k + i / 2][i % 2 * 2],
-              S_acc[r][2 * k + i / 2][i % 2 * 2 + 1]);  // R5
 #pragma unroll
       for (int c = 0; c < MMA_COLS; c += 2) {
         uint32_t V_frag[4];  // two column tiles, two halves of k
         ldmatrix_x4_trans(V_frag, swizzled_from<CHUNKS>(V_lane, k * 16, c));
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r) {
-          mma_m16n8k16<elem16_t>(O_acc[r][c], P_frag[r], V_frag[0], V_frag[1]);      // R6
-          mma_m16n8k16<elem16_t>(O_acc[r][c + 1], P_frag[r], V_frag[2], V_frag[3]);  // R6
+          mma_m16n8k16<elem16_t>(O_acc[r][c], P_frag[k][r], V_frag[0], V_frag[1]);      // R6
+          mma_m16n8k16<elem16_t>(O_acc[r][c + 1], P_frag[k][r], V_frag[2], V_frag[3]);  // R6
         }
       }
     }

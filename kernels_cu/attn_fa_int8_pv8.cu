@@ -8,15 +8,15 @@
 //              already (quantize.cu); S4 subtracts the maximum of the tile, not of the row,
 //              in units of code 1, so that the exponentials are codes but for their rounding, and
 //              takes K's scale into the row's where a tile has one; S5 is two levels of sums, and
-//              takes V's zero points off the first; S6 gives back the mean of V. The factors of
-//              rows lie in shared memory, and loads work out their thread anew: that leaves the
-//              loop the registers that it needs.
+//              takes V's zero points off the first; S6 multiplies by V's scale where a channel
+//              has one, and gives back the mean of V. The factors of rows lie in shared memory, and
+//              loads work out their thread anew: that leaves the loop the registers it needs.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP], of a
 //              value V_scale[key / GROUP_V][channel].
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 M, up,
-//              and exp2, R5 P to 8 bits, R6 alpha, beta, l and the sum over tiles, R7 times 1/l,
-//              plus the mean, and store (cupyattn/numerics.py)
+//              and exp2, R5 P to 8 bits, R6 alpha, beta, l and the sum over tiles, R7 V's scale,
+//              times 1/l, plus the mean, and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -41,6 +41,7 @@ constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
 // Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
 constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
+constexpr bool ONE_V_SCALE = GROUP_V == 1 << 30;  // a channel has one, and needs it once, in S6
 constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
 
 struct SharedStorage {
@@ -48,7 +49,7 @@ struct SharedStorage {
   alignas(128) int8_t K[NUM_STAGES][BLOCK_KV * CODES_PAD];
   alignas(128) int8_t V[NUM_STAGES][HEAD_DIM_PAD * BLOCK_KV];
   float K_scale[NUM_STAGES][BLOCK_KV];
-  float V_scale[NUM_STAGES][HEAD_DIM_PAD];
+  float V_scale[NUM_STAGES][HEAD_DIM_PAD];  // not read if ONE_V_SCALE
   float Q_factor[BLOCK_Q];  // Q scale and softmax scale of each row: registers are few
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + ZERO_TILES_BYTES + VALUE_ZEROS_BYTES;
@@ -138,9 +139,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       zeros.load_keys(stage, kv0, p.len_kv);
       load_tile_async<HEAD_DIM_PAD, BLOCK_KV, BLOCK_KV, 16>(
           smem.V[stage], V + kv0, p.V_stride.len, HEAD_DIM, thread_id_anew());
-      gather_async<HEAD_DIM_PAD>(smem.V_scale[stage], [&](int col) {
-        return V_scale + kv0 / GROUP_V * HEAD_DIM + min(col, HEAD_DIM - 1);
-      });
+      if (!ONE_V_SCALE)
+        gather_async<HEAD_DIM_PAD>(smem.V_scale[stage], [&](int col) {
+          return V_scale + kv0 / GROUP_V * HEAD_DIM + min(col, HEAD_DIM - 1);
+        });
       V_zeros.load(stage, kv0);
     }
     cp_async_commit_group();
@@ -294,7 +296,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float2 v_scale = *reinterpret_cast<const float2*>(V_scale_tile + (c + j) * 8 + t * 2);
+        float2 v_scale = {1.0f, 1.0f};
+        if (!ONE_V_SCALE)
+          v_scale = *reinterpret_cast<const float2*>(V_scale_tile + (c + j) * 8 + t * 2);
         const int2 v_zero = V_zeros.pair(step % NUM_STAGES, (c + j) * 8 + t * 2);
 #pragma unroll
         for (int r = 0; r < MMA_ROWS; ++r)
@@ -308,6 +312,21 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
   }
 
   // S6 store
+  if constexpr (ONE_V_SCALE) {
+    // NOTE: from the parameters, not from V_scale, which would keep registers through the loop.
+    const float* scale = values.V_scale  // [HEAD_DIM]
+                         + batch * values.V_scale_stride_batch +
+                         head_kv * values.V_scale_stride_head +
+                         first_scale<GROUP_V>(call.cu_seqlens_k, batch) * HEAD_DIM;
+#pragma unroll
+    for (int c = 0; c < MMA_COLS; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float v_scale = scale[min(c * 8 + t * 2 + i % 2, HEAD_DIM - 1)];
+#pragma unroll
+        for (int r = 0; r < MMA_ROWS; ++r) O_acc[r][c][i] *= v_scale;  // R7
+      }
+  }
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
