@@ -254,7 +254,7 @@ _TILES = {
     "fa": {128: Tiles(32, 32, 4), 256: Tiles(16, 16, 4)},
     "fa_warps": {128: Tiles(32, 32, 4), 256: Tiles(16, 32, 4)},
     "fa_tc": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 48, 4, 2), 256: Tiles(64, 32, 4, 2)},
-    "fa_int8": {128: Tiles(128, 64, 4, 2), 256: Tiles(64, 48, 4, 2)},
+    "fa_int8": {64: Tiles(128, 32, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 48, 4, 2)},
 }
 
 #: The same for block masks, the only ones of these that divide blocks of 64 in either direction.

@@ -151,10 +151,10 @@ def as_they_are(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
 
 
 def quantized(
-    tiles: ca.Tiles | None = None, quant: ca.QuantConfig | None = None
+    tiles: ca.Tiles | None = None, quant: ca.QuantConfig | None = None, arch: str | None = None
 ) -> Callable[[Any, Any, Any], tuple[Any, ...]]:
     """Prepare codes and scales, so that quantising is not part of the time."""
-    return lambda q, k, v: (ca.quantize(q, k, v, tiles=tiles, quant=quant),)
+    return lambda q, k, v: (ca.quantize(q, k, v, tiles=tiles, quant=quant, arch=arch),)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def rung(
         f"{name}, codes given" if codes_given else name,
         variant,
         run,
-        quantized(tiles, quant) if codes_given else as_they_are,
+        quantized(tiles, quant, arch) if codes_given else as_they_are,
         tiles,
         arch,
         quant=quant,
@@ -330,7 +330,7 @@ def _judge(problem: Problem, cell: Cell, inputs: tuple[Any, ...], **options: Any
     q, k, v = inputs
     operands = None
     if cell.tolerance is None and registry.lookup(cell.variant).family == "int8":
-        (operands,) = quantized(cell.tiles, cell.quant)(q, k, v)
+        (operands,) = quantized(cell.tiles, cell.quant, cell.arch)(q, k, v)
     try:
         result = cell.run(*cell.prepare(q, k, v))
         o = _like(q, result if cell.read is None else cell.read(result))

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import cupyattn as ca
+from cupyattn import auto, device, measure
 from cupyattn import compile as compiler
-from cupyattn import device, measure
 from cupyattn.cli import plot
 from cupyattn.compile import HOPPER_CAPABILITY
 from experiments import common
@@ -48,8 +48,16 @@ def cells(problem: Problem, *, on_device: bool) -> list[Cell]:
     """Return every rung, and on a device the other libraries."""
     found = [common.rung(name, problem) for name in ca.VARIANTS]
     if on_device:
-        found += [common.rung(name, problem, arch=arch) for name, arch in portable_forms().items()]
+        portable = portable_forms()
+        found += [common.rung(name, problem, arch=arch) for name, arch in portable.items()]
         found.append(common.rung("fa_int8", problem, codes_given=True))
+        for name, quant in auto.QUANT.items() if portable else ():
+            found.append(
+                common.rung(
+                    "fa_int8", problem, codes_given=True, arch=portable["fa_int8"], quant=quant,
+                    name=f"fa_int8 {name}",
+                )
+            )  # fmt: skip
         found += sdpa(problem)
     return found
 
