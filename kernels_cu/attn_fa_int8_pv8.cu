@@ -7,16 +7,20 @@
 //              neighbours along the keys, in such an order that the scores of a lane are neighbours
 //              already (quantize.cu); S4 subtracts the maximum of the tile, not of the row,
 //              in units of code 1, so that the exponentials are codes but for their rounding, and
-//              takes K's scale into the row's where a tile has one; S5 is two levels of sums, and
-//              takes V's zero points off the first; S6 multiplies by V's scale where a channel
-//              has one, and gives back the mean of V. The factors of rows lie in shared memory, and
-//              loads work out their thread anew: that leaves the loop the registers it needs.
+//              where a tile has one scale of K takes that into the row's and finds the maximum
+//              among integers; S5 is two levels of sums, and takes V's zero points off the first;
+//              S6 multiplies by V's scale where a channel has one, and gives back the mean of V.
+//              The factors of rows lie in shared memory, and loads work out their thread anew: that
+//              leaves the loop the registers it needs.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP], of a
 //              value V_scale[key / GROUP_V][channel].
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 M, up,
 //              and exp2, R5 P to 8 bits, R6 alpha, beta, l and the sum over tiles, R7 V's scale,
 //              times 1/l, plus the mean, and store (cupyattn/numerics.py)
+// Tried, lost  Integers read as floats, as attn_fa_int8 has them: 1.04 times as fast, but the offset
+//              rounds the maximum of a tile up by 1.5 units of Q K^T, and codes of P are no longer
+//              what their definition says (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -43,6 +47,8 @@ constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
 constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
 constexpr bool ONE_V_SCALE = GROUP_V == 1 << 30;  // a channel has one, and needs it once, in S6
 constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
+// The largest score of a row is that of its largest integer then: two comparisons an instruction.
+constexpr bool BY_DOTS = ONE_K_SCALE && !ZERO_POINTS;
 
 struct SharedStorage {
   alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];
@@ -184,12 +190,24 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
     }
     float factor[MMA_ROWS][2];           // the scale of Q, and of K where a tile has only one
     float S_acc[MMA_ROWS][MMA_KEYS][4];  // that factor is still to come
+    float m[MMA_ROWS][2];                // the largest of these that this lane has of a row
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         factor[r][h] = row_factor(
             smem.Q_factor[row0 + r * 16 + g + h * 8], ONE_K_SCALE ? K_scale_tile[0] : 1.0f);  // R3
+    if constexpr (BY_DOTS)
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          int32_t largest = dot[r][0][2 * h];
+#pragma unroll
+          for (int n = 0; n < MMA_KEYS; ++n)
+            largest = max(max(dot[r][n][2 * h], dot[r][n][2 * h + 1]), largest);
+          m[r][h] = float(largest);
+        }
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
       const float2 k_scale = *reinterpret_cast<const float2*>(K_scale_tile + n * 8 + t * 2);
@@ -206,7 +224,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
     }
 
     // S4 softmax
-    if (!scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV)) {
+    const bool are_products = scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV);
+    if (!are_products) {
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
@@ -227,18 +246,22 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         for (int h = 0; h < 2; ++h)
           if (factor[r][h] != factor[r][h]) factor[r][h] = 1.0f;
     }
+    if (!BY_DOTS || !are_products)
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          m[r][h] = NEG_INF;
+#pragma unroll
+          for (int n = 0; n < MMA_KEYS; ++n)
+            m[r][h] = fmaxf(m[r][h], fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
+        }
     float beta[MMA_ROWS][2];  // brings the weights of this tile to the unit of the row
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
       RowState tile[2];  // of this step alone: row g, then row g + 8
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float m = NEG_INF;
-#pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n)
-          m = fmaxf(m, fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
-        tile[h].M = M_of_codes(shfl_max<4>(m), factor[r][h]);
-      }
+      for (int h = 0; h < 2; ++h) tile[h].M = M_of_codes(shfl_max<4>(m[r][h]), factor[r][h]);
       // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
       if (__any_sync(FULL_WARP, tile[0].M > state[r][0].M || tile[1].M > state[r][1].M)) {
 #pragma unroll
