@@ -57,6 +57,22 @@ def test_sums_of_many_keys_stay_in_their_range() -> None:
     assert report.passed, str(report)
 
 
+def test_steps_are_wide_where_lengths_fill_them() -> None:
+    """Scales of K are those of the same keys either way."""
+    rung = lookup("fa_int8")
+    narrow, wide = rung.hopper_pv8_tiles[128], rung.hopper_pv8_wide_tiles[128]
+    few = rung.tiles_for(128, form="sm90_pv8", lengths=(4096, 77))
+    some = rung.tiles_for(128, form="sm90_pv8", lengths=(512, 300))
+    assert few == some == narrow
+    for causal in (False, True):
+        assert rung.tiles_for(128, form="sm90_pv8", lengths=(4096, 4096), causal=causal) == wide
+    assert rung.tiles_for(80, form="sm90_pv8", lengths=(4096, 4096)) == rung.hopper_pv8_tiles[80]
+    q, k, v = normal((1, 1, 8, 128), (1, 1, 600, 128), seed=1)
+    quant = QuantConfig("token", "block", pv="int8", granularity_v="channel")
+    z = quantize(q, k, v, quant=quant, backend="mirror", arch="sm_90a")
+    assert z.k_scale.shape[-1] == -(-600 // narrow.block_kv)
+
+
 @pytest.mark.parametrize("regime", testing.REGIMES)
 def test_kinds_of_values(regime: str) -> None:
     inputs = testing.make_regime(regime, (1, 1, 17, 32), (1, 1, 400, 32), "float16", seed=1)

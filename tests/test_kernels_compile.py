@@ -98,7 +98,7 @@ def build(
         pytest.skip(f"NVRTC {version} does not know {arch}")
     variant = VARIANTS[name]
     features = features_of(variant, form, dtype, head_dim, causal, lse)
-    tiles = variant.tiles_for(head_dim, form=form, causal=causal)
+    tiles = variant.tiles_for(head_dim, form=form)
     spec = launch.module_spec(variant, features, tiles, form)
     return spec, kc.build(spec, arch)
 
@@ -186,13 +186,26 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
     variant = VARIANTS[name]
     plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
     features = replace(plain, varlen=True)
-    tiles = variant.tiles_for(head_dim, form=form, causal=causal)
+    tiles = variant.tiles_for(head_dim, form=form)
     spec = launch.module_spec(variant, features, tiles, form)
     arch = "sm_90a" if form.startswith("sm90") else "sm_80"
     for entry, taken in kc.build(spec, arch).kernels.items():
         spilled = max(taken.spill_stores, taken.spill_loads)
         allowed = SPILLED_PACKED.get((rung_of(name, form), head_dim), 0)
         assert spilled <= allowed, f"{entry} takes {taken}: {spec}"
+
+
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_steps_of_fewer_keys_spill_nothing(causal: bool) -> None:
+    """What lengths that leave wide steps empty have in their place."""
+    variant, form = VARIANTS["fa_int8"], "sm90_pv8"
+    for head_dim in variant.hopper_pv8_wide_tiles:
+        features = features_of(variant, form, "float16", head_dim, causal, lse=True)
+        tiles = variant.default_tiles(head_dim, form)
+        assert tiles != variant.tiles_for(head_dim, form=form)
+        spec = launch.module_spec(variant, features, tiles, form)
+        (taken,) = kc.build(spec, "sm_90a").kernels.values()
+        assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
 
 
 @pytest.mark.slow
@@ -202,7 +215,7 @@ def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(head_dim: int
     variant, form = VARIANTS["fa_int8"], "sm90_fp8"
     features = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
     features = replace(features, group_kv=HOPPER_SCALE_KEYS)
-    tiles = variant.tiles_for(head_dim, form=form, causal=True)
+    tiles = variant.tiles_for(head_dim, form=form)
     spec = launch.module_spec(variant, features, tiles, form)
     (taken,) = kc.build(spec, "sm_90a").kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
