@@ -5,8 +5,11 @@
 //              It saves no instruction of the softmax, so nothing is added to that: integers are
 //              floats as they come (prims/dots.cuh), both scales one factor of the exponent's fma.
 // Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers, S4 lets M lag,
-//              so that most steps look for no maximum, S6 gives the keys' mean back to lse; V stays
-//              in 16 bits, S5 is that of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
+//              S6 gives the keys' mean back to lse; V stays in 16 bits, S5 is that of fa_tc.
+//              (diff attn_fa_tc.cu attn_fa_int8.cu)
+//              One thing stands here for speed alone: M that lags. Most steps then look for no
+//              maximum and rescale nothing; but weights come before the maximum, in steps that do
+//              look for it once more after it, and so S4 is another one and packs P itself.
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP]. Zero
 //              points, where codes have them, leave the integer product in S3: whole numbers still.
 // Rounding     R1 by quantize.cu; R3 the factor of both scales, cut to 22 bits, within R4's fma, or
@@ -34,7 +37,6 @@ constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row of V
 constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
 constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
-
 constexpr float LARGEST_SUM = 256.0f;       // of a lane's weights, or M rises
 
 struct SharedStorage {
@@ -144,12 +146,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
 
     // S3 scores
     int32_t dot[MMA_ROWS][MMA_KEYS][4];
-#pragma unroll
-    for (int r = 0; r < MMA_ROWS; ++r)
-#pragma unroll
-      for (int n = 0; n < MMA_KEYS; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dot[r][n][i] = DOT_START;
+    start_sums(dot, DOT_START);
 #pragma unroll
     for (int k = 0; k < CODES_PAD / 32; ++k) {
       uint32_t Q_frag[MMA_ROWS][4];
@@ -195,10 +192,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
           for (int i = 0; i < 4; ++i) {
             const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
             const float scale = part_scale[part_of(n * 8)];
+            const float factor = dot_factor(Q_factor[r][i / 2], scale);
             if constexpr (NATURAL_SCORES)
-              S_acc[r][n][i] = scores.of(
-                  (S_acc[r][n][i] - DOT_ZERO) * dot_factor(Q_factor[r][i / 2], scale), row,
-                  key);  // R3
+              S_acc[r][n][i] = scores.of((S_acc[r][n][i] - DOT_ZERO) * factor, row, key);  // R3
             else
               S_acc[r][n][i] += 0.0f * scale;  // exact
             if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
@@ -212,7 +208,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
       float sum[2];  // of the weights that this lane holds of row g, then of row g + 8
-      auto weigh = [&](const float(&M)[2]) {
+      auto weigh = [&](const float (&M)[2]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           sum[h] = 0.0f;
@@ -220,11 +216,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
           for (int n = 0; n < MMA_KEYS; ++n) {
             const float factor = dot_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
             const float minus_M = NATURAL_SCORES ? -M[h] : fmaf(factor, -DOT_ZERO, -M[h]);  // exact
-            const float* pair = S_acc[r][n] + 2 * h;
-            const float x = ex2_approx_ftz(exponent(pair[0], factor, minus_M));  // R4
-            const float y = ex2_approx_ftz(exponent(pair[1], factor, minus_M));  // R4
-            sum[h] += x, sum[h] += y;                                            // R6
-            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);           // R5
+            const float* pair = S_acc[r][n] + 2 * h;                                        // [2]
+            const float x = ex2_approx_ftz(exponent(pair[0], factor, minus_M));             // R4
+            const float y = ex2_approx_ftz(exponent(pair[1], factor, minus_M));             // R4
+            sum[h] += x, sum[h] += y;                                                       // R6
+            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);                      // R5
           }
         }
       };
@@ -233,7 +229,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       // NOTE: most steps find no weight too large, hence no maximum: M lags, l and O stay.
       const bool small = !NATURAL_SCORES && sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM;
       if (!__all_sync(FULL_WARP, small)) {
-        float m[2];  // the largest score that this lane holds of each row
+        float m[2];  // the largest score that this lane holds of row g, then of row g + 8
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           m[h] = NEG_INF;
@@ -245,7 +241,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
           }
           if (!NATURAL_SCORES) m[h] = floorf(m[h]);
         }
-        if (__any_sync(FULL_WARP, m[0] > M[0] || m[1] > M[1])) {
+        if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const float alpha = state[r][h].advance(shfl_max<4>(m[h]));

@@ -32,6 +32,17 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row
                : "memory");
 }
 
+// What sums of products start from, where that is not 0.
+template <int ROWS, int COLS, typename T>
+__device__ __forceinline__ void start_sums(T (&C)[ROWS][COLS][4], T start) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+    for (int c = 0; c < COLS; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) C[r][c][i] = start;
+}
+
 // C [16, 8] += A [16, 16] B [16, 8], float32 accumulation. The element type picks the instruction.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(
