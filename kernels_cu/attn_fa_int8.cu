@@ -235,7 +235,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
           m[h] = NEG_INF;
 #pragma unroll
           for (int n = 0; n < MMA_KEYS; ++n) {
-            const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]) - DOT_ZERO;
+            const float from = NATURAL_SCORES ? 0.0f : DOT_ZERO;
+            const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]) - from;
             const float factor = dot_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
             m[h] = fmaxf(m[h], row_maximum(largest, factor));
           }
