@@ -477,8 +477,7 @@ def _over_keys(
         # S4 softmax
         m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)  # ignores NaN, as fmaxf does
         if n.headroom:
-            raised = state.raised_by(m, scores.exponent_factor, n.headroom)
-            m = np.where(raised, np.floor(m) if n.as_floats else m, NEG_INF)
+            m = np.where(state.raised_by(m, scores.exponent_factor, n.headroom), m, NEG_INF)
         alpha = state.advance(m, scores.exponent_factor)
         P = round_to(state.exponentials(S, scores.exponent_factor), n.p_type)  # R5; l has it whole
 

@@ -112,10 +112,6 @@ class Numerics:
     scales_last : bool
         R6, R7. The scale of a channel of V, one for all tiles, multiplies the sum of all and not
         that of each.
-    as_floats : bool
-        R3, R4. Products of codes are read as floats from 1.5 * 2^23 on: the factor of both scales
-        has 22 bits, what is subtracted is 1.5 * 2^23 times it beside M, and M, where it lags, is a
-        whole number.
     """
 
     q_type: str
@@ -135,7 +131,6 @@ class Numerics:
     sums_operand: bool = False
     shifts: Shifts | None = None
     scales_last: bool = False
-    as_floats: bool = False
 
     @property
     def subtracts_first(self) -> bool:
@@ -256,7 +251,6 @@ def numerics(
             "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
             **features, headroom=0 if softcap or bias else HOPPER_HEADROOM,
             sums_operand=form == "sm90", pieces=MOST_PIECES + 1 if form == "sm90" else 0,
-            as_floats=form != "sm90",
         )  # fmt: skip
     raise ValueError(
         f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"

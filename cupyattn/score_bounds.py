@@ -36,9 +36,6 @@ EX2_LOG_ERROR = -math.log1p(-EX2_APPROX_ERROR)
 MAX_LOG2_SCORE = 2.0**27
 #: The same where M is a whole number that an addition finds (prims/exp2.cuh).
 MAX_WHOLE_SCORE = 2.0**22
-#: What a product of 0 is where they are read as floats (prims/dots.cuh), and what the factor of
-#: both scales may lose of itself to make that times it exact.
-DOT_ZERO, FACTOR_CUT = 1.5 * 2.0**23, 2.0**-21
 #: How far M + code_bits may lie above the largest score, in log2 units, where there are `Shifts`.
 ABOVE_BY_SHIFTS = 32
 #: Natural scores: what the logarithm of the largest code, its rounding and 1/code do to lse.
@@ -67,7 +64,6 @@ class Scaling:
     added: float
     tiny: float  #: natural units
     largest: float  #: magnitude that intermediate products may reach beside Σ|q||k| and scores
-    start: float = 0.0  #: log2 units: what a product of 0 may be, where products are `as_floats`
 
 
 def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0.0) -> Scaling:
@@ -77,7 +73,7 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
         with np.errstate(over="ignore"):
             return abs(float(np.float32(x)) / x - 1.0) + 2.0**-50
 
-    tiny, largest, start = 2.0**-148, sigma, 0.0
+    tiny, largest = 2.0**-148, sigma
     if n.scaling == "folded":
         return Scaling(constant(sigma * LOG2E), 0.0, 0.0, tiny, largest)
     if n.scaling == "natural":
@@ -92,14 +88,11 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
         row, own = (1 + constant(factor)) * (1 + U + subnormal), (1 + U) ** 2 - 1
         largest_dot = 2.0**16 * quantized.q_codes.shape[-1]  # of codes less zero points
         largest = max(largest_dot * largest_k, factor * largest_q, sigma)
-        if n.code_log2 or n.as_floats:  # one factor of both scales, which is subnormal where S is
-            largest, tiny = max(largest, factor * largest_q * largest_k), 2.0**-124
-        if n.as_floats:  # and has 22 bits
-            start = DOT_ZERO * factor * largest_q * largest_k * (1 + FACTOR_CUT) ** 2
-            largest, own = max(largest, start), (1 + own) * (1 + FACTOR_CUT) - 1
+        # Both scales may be one factor, which is subnormal where S is.
+        largest, tiny = max(largest, factor * largest_q * largest_k), 2.0**-124
     if not n.subtracts_first:
         row *= 1 + constant(LOG2E) if n.scaling == "natural" else 1
-        return Scaling(row - 1, own, 0.0, tiny, largest, start)
+        return Scaling(row - 1, own, 0.0, tiny, largest)
     own = row * (1 + own) - 1
     if softcap:
         # fl(cap * tanhf(fl(x * fl(1 / cap))))
@@ -221,9 +214,6 @@ def perturb(
             slack = 2 * slack + 2 * U * n.code_log2
         above = ABOVE_BY_SHIFTS if n.shifts else 3 * n.headroom + n.code_log2
         arguments = LN2 * U * (below / LN2 + 4 * slack[..., None] + above)
-        if n.as_floats:  # M and what a product of 0 is are added, for each factor
-            start = scaling.start if scaling.start >= DOT_ZERO else 0.0  # otherwise exact
-            arguments = arguments + LN2 * (4 * slack[..., None] + U * start)
         if n.headroom:
             rises_after, rises = every_step(S, tiles.block_kv)
         elif n.shifts:  # exact: powers of two

@@ -2,20 +2,25 @@
 //
 // Idea         What is stored. Q and K are INT8 codes with a float scale per group of rows, so the
 //              first product is mma.m16n8k32 over integers: exact, twice the rate, half the bytes.
-//              It saves no instruction of the softmax, so nothing is added to that: integers are
-//              floats as they come (prims/dots.cuh), both scales one factor of the exponent's fma.
+//              It saves no instruction of the softmax, so nothing is added to that but what makes
+//              floats of integers: both scales are one factor of the exponent's fma.
 // Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers, S4 lets M lag,
-//              so that most steps look for no maximum, S6 gives the keys' mean back to lse; V stays
-//              in 16 bits, S5 is that of fa_tc.  (diff attn_fa_tc.cu attn_fa_int8.cu)
+//              S6 gives the keys' mean back to lse; V stays in 16 bits, S5 is that of fa_tc.
+//              (diff attn_fa_tc.cu attn_fa_int8.cu)
+//              One thing stands here for speed alone: M that lags. Most steps then look for no
+//              maximum and rescale nothing; but weights come before the maximum, in steps that do
+//              look for it once more after it, and so S4 is another one and packs P itself.
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP]. Zero
 //              points, where codes have them, leave the integer product in S3: whole numbers still.
-// Rounding     R1 by quantize.cu; R3 the factor of both scales, cut to 22 bits, within R4's fma, or
-//              of finer scales dot to float (exact), times K scale; R4 exp2, R5 P to 16 bits,
-//              R6 alpha, l and the tensor core over keys, R7 times 1/l and store
-//              (cupyattn/numerics.py)
+// Rounding     R1 by quantize.cu; R3 dot to float (exact), of fine scales times K scale, and the
+//              factor of both scales within R4's fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the
+//              tensor core over keys, R7 times 1/l and store (cupyattn/numerics.py)
+// Tried, lost  Sums of codes that start at the bits of 1.5 * 2^23, and so are floats as they come:
+//              1.03 times as fast, but M is then a whole number, one key alone no longer gives its
+//              value to the bit, and the factor has 22 bits (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
-#include "prims/dots.cuh"
+#include "prims/key_parts.cuh"
 #include "prims/mma.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
@@ -34,8 +39,9 @@ constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row of V
 constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
 constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
-
 constexpr float LARGEST_SUM = 256.0f;       // of a lane's weights, or M rises
+// Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
+constexpr int RESIDENT = HEAD_DIM <= 64 && BLOCK_KV <= 32 && NUM_WARPS == 4 ? 3 : 1;
 
 struct SharedStorage {
   alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];
@@ -54,7 +60,7 @@ static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth 
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
+extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8(
     const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
@@ -143,13 +149,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     load_kv(step + NUM_STAGES - 1);
 
     // S3 scores
-    int32_t dot[MMA_ROWS][MMA_KEYS][4];
-#pragma unroll
-    for (int r = 0; r < MMA_ROWS; ++r)
-#pragma unroll
-      for (int n = 0; n < MMA_KEYS; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dot[r][n][i] = DOT_START;
+    int32_t dot[MMA_ROWS][MMA_KEYS][4] = {};
 #pragma unroll
     for (int k = 0; k < CODES_PAD / 32; ++k) {
       uint32_t Q_frag[MMA_ROWS][4];
@@ -170,7 +170,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     float part_scale[PARTS];  // of the keys of each part
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) part_scale[i] = BY_KEY ? 1.0f : K_scale_tile[i];
-    float S_acc[MMA_ROWS][MMA_KEYS][4];  // from DOT_ZERO on; the factor is still to come
+    float S_acc[MMA_ROWS][MMA_KEYS][4];  // the factor is still to come
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
       float2 k_scale = {1.0f, 1.0f};
@@ -179,7 +179,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] = dot_to_float(zeros.tiles->without(
+          S_acc[r][n][i] = float(zeros.tiles->without(
                                dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, step % NUM_STAGES,
                                n * 8 + t * 2 + i % 2)) *
                            (i % 2 ? k_scale.y : k_scale.x);  // R3
@@ -195,10 +195,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
           for (int i = 0; i < 4; ++i) {
             const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
             const float scale = part_scale[part_of(n * 8)];
+            const float factor = row_factor(Q_factor[r][i / 2], scale);
             if constexpr (NATURAL_SCORES)
-              S_acc[r][n][i] = scores.of(
-                  (S_acc[r][n][i] - DOT_ZERO) * dot_factor(Q_factor[r][i / 2], scale), row,
-                  key);  // R3
+              S_acc[r][n][i] = scores.of(S_acc[r][n][i] * factor, row, key);  // R3
             else
               S_acc[r][n][i] += 0.0f * scale;  // exact
             if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
@@ -212,40 +211,41 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
       float sum[2];  // of the weights that this lane holds of row g, then of row g + 8
-      auto weigh = [&](const float(&M)[2]) {
+      auto weigh = [&](const float (&M)[2]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           sum[h] = 0.0f;
 #pragma unroll
           for (int n = 0; n < MMA_KEYS; ++n) {
-            const float factor = dot_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            const float minus_M = NATURAL_SCORES ? -M[h] : fmaf(factor, -DOT_ZERO, -M[h]);  // exact
-            const float* pair = S_acc[r][n] + 2 * h;
-            const float x = ex2_approx_ftz(exponent(pair[0], factor, minus_M));  // R4
-            const float y = ex2_approx_ftz(exponent(pair[1], factor, minus_M));  // R4
-            sum[h] += x, sum[h] += y;                                            // R6
-            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);           // R5
+            const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
+            const float* pair = S_acc[r][n] + 2 * h;                           // [2]
+            const float x = ex2_approx_ftz(exponent(pair[0], factor, -M[h]));  // R4
+            const float y = ex2_approx_ftz(exponent(pair[1], factor, -M[h]));  // R4
+            sum[h] += x, sum[h] += y;                                          // R6
+            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);         // R5
           }
         }
       };
       float M[2] = {state[r][0].M, state[r][1].M};  // -inf: no key yet, and weights are infinite
       if (!NATURAL_SCORES) weigh(M);
       // NOTE: most steps find no weight too large, hence no maximum: M lags, l and O stay.
-      const bool small = !NATURAL_SCORES && sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM;
-      if (!__all_sync(FULL_WARP, small)) {
-        float m[2];  // the largest score that this lane holds of each row
+      bool small[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) small[h] = !NATURAL_SCORES && sum[h] <= LARGEST_SUM;
+      if (!__all_sync(FULL_WARP, small[0] && small[1])) {
+        float m[2];  // the largest score that this lane holds of a row, where M has to rise
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           m[h] = NEG_INF;
 #pragma unroll
           for (int n = 0; n < MMA_KEYS; ++n) {
-            const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]) - DOT_ZERO;
-            const float factor = dot_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
+            const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]);
+            const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
             m[h] = fmaxf(m[h], row_maximum(largest, factor));
           }
-          if (!NATURAL_SCORES) m[h] = floorf(m[h]);
+          if (small[h]) m[h] = NEG_INF;  // so no row's M depends on its neighbours
         }
-        if (__any_sync(FULL_WARP, m[0] > M[0] || m[1] > M[1])) {
+        if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const float alpha = state[r][h].advance(shfl_max<4>(m[h]));

@@ -14,7 +14,7 @@
 //              over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
-#include "prims/dots.cuh"
+#include "prims/key_parts.cuh"
 #include "prims/mma.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
@@ -32,7 +32,6 @@ constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row of V
 constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
 constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
-
 constexpr float LARGEST_SUM = 256.0f;       // of a lane's weights, or M rises
 
 struct SharedStorage {
@@ -121,13 +120,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
     __syncthreads();  // the tiles of this step are visible
 
     // S3 scores
-    int32_t dot[MMA_ROWS][MMA_KEYS][4];
-#pragma unroll
-    for (int r = 0; r < MMA_ROWS; ++r)
-#pragma unroll
-      for (int n = 0; n < MMA_KEYS; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dot[r][n][i] = DOT_START;
+    int32_t dot[MMA_ROWS][MMA_KEYS][4] = {};
 #pragma unroll
     for (int k = 0; k < CODES_PAD / 32; ++k) {
       uint32_t Q_frag[MMA_ROWS][4];
@@ -148,7 +141,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
     float part_scale[PARTS];  // of the keys of each part
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) part_scale[i] = BY_KEY ? 1.0f : smem.K_scale[i * SCALE_KEYS];
-    float S_acc[MMA_ROWS][MMA_KEYS][4];  // from DOT_ZERO on; the factor is still to come
+    float S_acc[MMA_ROWS][MMA_KEYS][4];  // the factor is still to come
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
       float2 k_scale = {1.0f, 1.0f};
@@ -157,7 +150,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] = dot_to_float(zeros.without(
+          S_acc[r][n][i] = float(zeros.without(
                                dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, 0,
                                n * 8 + t * 2 + i % 2)) *
                            (i % 2 ? k_scale.y : k_scale.x);  // R3
@@ -173,10 +166,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
           for (int i = 0; i < 4; ++i) {
             const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
             const float scale = part_scale[part_of(n * 8)];
+            const float factor = row_factor(Q_factor[r][i / 2], scale);
             if constexpr (NATURAL_SCORES)
-              S_acc[r][n][i] = scores.of(
-                  (S_acc[r][n][i] - DOT_ZERO) * dot_factor(Q_factor[r][i / 2], scale), row,
-                  key);  // R3
+              S_acc[r][n][i] = scores.of(S_acc[r][n][i] * factor, row, key);  // R3
             else
               S_acc[r][n][i] += 0.0f * scale;  // exact
             if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
@@ -190,40 +182,41 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
       float sum[2];  // of the weights that this lane holds of row g, then of row g + 8
-      auto weigh = [&](const float(&M)[2]) {
+      auto weigh = [&](const float (&M)[2]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           sum[h] = 0.0f;
 #pragma unroll
           for (int n = 0; n < MMA_KEYS; ++n) {
-            const float factor = dot_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            const float minus_M = NATURAL_SCORES ? -M[h] : fmaf(factor, -DOT_ZERO, -M[h]);  // exact
-            const float* pair = S_acc[r][n] + 2 * h;
-            const float x = ex2_approx_ftz(exponent(pair[0], factor, minus_M));  // R4
-            const float y = ex2_approx_ftz(exponent(pair[1], factor, minus_M));  // R4
-            sum[h] += x, sum[h] += y;                                            // R6
-            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);           // R5
+            const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
+            const float* pair = S_acc[r][n] + 2 * h;                           // [2]
+            const float x = ex2_approx_ftz(exponent(pair[0], factor, -M[h]));  // R4
+            const float y = ex2_approx_ftz(exponent(pair[1], factor, -M[h]));  // R4
+            sum[h] += x, sum[h] += y;                                          // R6
+            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);         // R5
           }
         }
       };
       float M[2] = {state[r][0].M, state[r][1].M};  // -inf: no key yet, and weights are infinite
       if (!NATURAL_SCORES) weigh(M);
       // NOTE: most steps find no weight too large, hence no maximum: M lags, l and O stay.
-      const bool small = !NATURAL_SCORES && sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM;
-      if (!__all_sync(FULL_WARP, small)) {
-        float m[2];  // the largest score that this lane holds of each row
+      bool small[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) small[h] = !NATURAL_SCORES && sum[h] <= LARGEST_SUM;
+      if (!__all_sync(FULL_WARP, small[0] && small[1])) {
+        float m[2];  // the largest score that this lane holds of a row, where M has to rise
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           m[h] = NEG_INF;
 #pragma unroll
           for (int n = 0; n < MMA_KEYS; ++n) {
-            const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]) - DOT_ZERO;
-            const float factor = dot_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
+            const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]);
+            const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
             m[h] = fmaxf(m[h], row_maximum(largest, factor));
           }
-          if (!NATURAL_SCORES) m[h] = floorf(m[h]);
+          if (small[h]) m[h] = NEG_INF;  // so no row's M depends on its neighbours
         }
-        if (__any_sync(FULL_WARP, m[0] > M[0] || m[1] > M[1])) {
+        if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const float alpha = state[r][h].advance(shfl_max<4>(m[h]));

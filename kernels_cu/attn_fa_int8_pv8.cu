@@ -13,14 +13,16 @@
 //              The factors of rows lie in shared memory, and loads work out their thread anew: that
 //              leaves the loop the registers it needs.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
+//              S4 has little in common: there M lags behind all tiles, here each has its own.
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP], of a
 //              value V_scale[key / GROUP_V][channel].
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 M, up,
 //              and exp2, R5 P to 8 bits, R6 alpha, beta, l and the sum over tiles, R7 V's scale,
 //              times 1/l, plus the mean, and store (cupyattn/numerics.py)
-// Tried, lost  Integers read as floats, as attn_fa_int8 has them: 1.04 times as fast, but the offset
-//              rounds the maximum of a tile up by 1.5 units of Q K^T, and codes of P are no longer
-//              what their definition says (experiments/results/NOTES.md).
+// Tried, lost  Sums of codes that start at 1.5 * 2^23, and so are floats as they come: 1.04 times
+//              as fast, but the offset rounds the maximum of a tile up by 1.5 units of Q K^T, and
+//              codes of P are no longer what they are defined to be
+//              (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"

@@ -1,8 +1,9 @@
-"""The kernels of ``prims/tile_order.cuh``, ``work_tile.cuh``, ``output.cuh`` and
-``channel_scales.cuh``."""
+"""The kernels of ``prims/tile_order.cuh``, ``work_tile.cuh``, ``output.cuh``,
+``channel_scales.cuh`` and ``key_parts.cuh``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from cupyattn.tiles import Tiles
 from cupyattn.value_codes import VALUE_PARAMS
 from tests.prim import Arguments, Prim, defines, normal, rng
 
-BLOCK_Q, HEAD_DIM, COLS, ROWS = 16, 72, 96, 13
+BLOCK_Q, HEAD_DIM, COLS, ROWS, KEYS = 16, 72, 96, 13, 48
 
 
 def places_arguments(len_q: int, heads: int, head_bytes: int) -> Callable[[], Arguments]:
@@ -45,6 +46,22 @@ def places_expected(sizes: Sequence[int]) -> Callable[..., dict[str, np.ndarray]
                 for head in range(end - size, end)
             ]
         return {name: np.array(places, np.int32) for name, places in found.items()}
+
+    return expected
+
+
+def parts_expected(group: int) -> Callable[..., dict[str, np.ndarray]]:
+    """Return what comes of a step of `KEYS` keys, `group` of which share a scale."""
+
+    def expected(**_: Any) -> dict[str, np.ndarray]:
+        together = math.gcd(group, KEYS)
+        by_key = together % 8 != 0
+        parts = 1 if by_key else KEYS // together
+        part = np.zeros(KEYS) if by_key else np.arange(KEYS) // together
+        scales = KEYS if by_key else parts
+        return {
+            "part": part.astype(np.int32), "counts": np.array([parts, scales, by_key], np.int32)
+        }  # fmt: skip
 
     return expected
 
@@ -148,6 +165,17 @@ TILE_END_PRIMS = [
             defines=defines(Tiles(BLOCK_Q, 16, 1), Features("float16", 8)),
         )
         for heads, sizes in ((1, [1]), (3, [3]), (6, [3, 3]), (8, [3, 3, 2]), (10, [3, 3, 2, 2]))
+    ),
+    *(
+        Prim(
+            f"key_parts-{group}", "key_parts", "key_parts", 32,
+            lambda: {"part": np.full(KEYS, -1, np.int32), "counts": np.zeros(3, np.int32)},
+            parts_expected(group),
+            defines=defines(
+                Tiles(BLOCK_Q, KEYS, 1), Features("float16", 8, group_q=1, group_kv=group)
+            ),
+        )
+        for group in (1, 4, 16, 48, 1 << 30)
     ),
     Prim(
         "work_tile", "work_tile", "tiles", 32, tiles_arguments, tiles_expected,

@@ -25,12 +25,13 @@ CHANNEL = QuantConfig(pv="fp8", granularity_v="channel")
 # ---- the mirror ----------------------------------------------------------------------------------
 
 
-def test_it_rounds_as_the_portable_form_does_but_for_the_scales_of_v() -> None:
+def test_it_rounds_as_the_portable_form_does_with_one_scale_for_a_channel() -> None:
     portable, hopper = (
         numerics.numerics("int8", form, "float16", CHANNEL) for form in ("pv8", "sm90_fp8")
     )
-    assert hopper.scales_last and not portable.scales_last and hopper.shifts is None
-    assert hopper == replace(portable, scales_last=True)
+    assert hopper.scales_last and hopper.shifts is None and hopper == portable
+    by_tile = numerics.numerics("int8", "pv8", "float16", QuantConfig(pv="fp8"))
+    assert by_tile == replace(portable, scales_last=False)
     assert numerics.numerics("int8", "sm90_fp8", "float16") == hopper
 
 

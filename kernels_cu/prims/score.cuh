@@ -65,7 +65,7 @@ struct ScoreMask {
     const int first = kv0 + lane_id() % 4 * 2;  // key of this lane's score 0
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = q + h * 8;
+      const int row = STACKED && CAUSAL ? (q + h * 8) % p.stack : q + h * 8;
       if (WINDOW) begin[h] = row + p.window_shift - first;
       end[h] = (CAUSAL ? min(p.len_kv, row + p.causal_shift + 1) : p.len_kv) - first;
     }
