@@ -6,36 +6,36 @@ Written by ``python -m experiments.fastest``.
 #: Compute capability times ten, dtype, head_dim, length, causal, and microseconds by name.
 Rows = tuple[tuple[int, str, int, int, bool, dict[str, float]], ...]
 
-#: Every rung: NVIDIA H200, revision 941940294c.
+#: Every rung: NVIDIA H200, revision 1315269ebf, 941940294c.
 RECORD = "experiments/results/ladder.json"
 MEASURED: Rows = (
     (90, "float16", 64, 4096, False, {
-        "unfused": 34419.8,
-        "fa": 31920.4,
-        "fa_warps": 13485.1,
-        "fa_tc": 462.9,
-        "fa_int8": 602.6,
+        "unfused": 34415.6,
+        "fa": 31919.1,
+        "fa_warps": 13483.1,
+        "fa_tc": 455.0,
+        "fa_int8": 587.6,
     }),
     (90, "float16", 64, 4096, True, {
-        "unfused": 34420.8,
-        "fa": 16617.7,
-        "fa_warps": 7014.4,
-        "fa_tc": 260.2,
-        "fa_int8": 346.1,
+        "unfused": 34413.8,
+        "fa": 16686.6,
+        "fa_warps": 7021.5,
+        "fa_tc": 255.1,
+        "fa_int8": 311.3,
     }),
     (90, "float16", 128, 4096, False, {
-        "unfused": 65291.6,
-        "fa": 79647.7,
-        "fa_warps": 23596.2,
-        "fa_tc": 745.4,
-        "fa_int8": 732.9,
+        "unfused": 64812.6,
+        "fa": 79072.9,
+        "fa_warps": 23593.5,
+        "fa_tc": 714.4,
+        "fa_int8": 690.5,
     }),
     (90, "float16", 128, 4096, True, {
-        "unfused": 64849.7,
-        "fa": 40399.2,
-        "fa_warps": 12232.8,
-        "fa_tc": 409.0,
-        "fa_int8": 473.1,
+        "unfused": 64814.3,
+        "fa": 40408.4,
+        "fa_warps": 12246.9,
+        "fa_tc": 396.8,
+        "fa_int8": 407.9,
     }),
     (90, "float16", 256, 4096, False, {
         "unfused": 145536.2,

@@ -528,13 +528,16 @@ def keep(
 
 
 def _module(name: str) -> str:
-    """Return the module of an experiment.
+    """Return the module that makes a record of this name: the one that is run, if one is.
 
     Examples
     --------
     >>> _module("gemm"), _module("dit_train")
     ('experiments.gemm', 'experiments.dit.train')
     """
+    run = getattr(sys.modules["__main__"], "__spec__", None)
+    if run is not None and run.name.startswith("experiments."):
+        return str(run.name)
     return f"experiments.{name.replace('dit_', 'dit.', 1)}"
 
 

@@ -74,10 +74,13 @@ def _table(
 ) -> str:
     if record["backend"] != "cuda":
         raise ValueError("the record has no times: it was not made on a device")
-    device, revision = record["environment"]["device"], record["environment"]["revision"]
+    device, own = record["environment"]["device"], record["environment"]["revision"]
+    revision = ", ".join(
+        dict.fromkeys(found.get("revision", own)[:10] for found in record["problems"])
+    )
     lines = [
         TABLE.format(
-            what=what, device=device["name"], revision=revision[:10], name=name, record=source,
+            what=what, device=device["name"], revision=revision, name=name, record=source,
             rows=rows,
         )
     ]  # fmt: skip

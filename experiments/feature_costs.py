@@ -227,17 +227,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_whole(measured: Mapping[tuple[int, str], Collection[str]]) -> None:
-    """Raise ValueError where the page would have holes.
+    """Raise ValueError where the page would lack a head_dim or a rung.
+
+    A feature that a rung was not measured with is a cell that says so.
 
     Parameters
     ----------
     measured : mapping of (int, str) to collection of str
         The features that were measured, by head_dim and rung.
     """
-    features = {feature for some in measured.values() for feature in some}
     lacking = []
     for head_dim in HEAD_DIMS:
-        rungs = [r for r in RUNGS if not features or features - {*measured.get((head_dim, r), ())}]
+        rungs = [r for r in RUNGS if PLAIN not in measured.get((head_dim, r), ())]
         of = "" if len(rungs) == len(RUNGS) else f" of {', '.join(rungs)}"
         lacking += [f"head_dim {head_dim}{of}"] if rungs else []
     if lacking:
@@ -317,13 +318,16 @@ def from_record(args: argparse.Namespace) -> int:
 def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of one problem: the cost of each feature in each rung.
 
-    A cell is the ratio to the plain call with its 95 % interval; the plain call itself has its
-    time. Without times a cell is the error as a share of the bound.
+    A cell is the ratio to the plain call with its 95 % interval, or "not measured" with a feature
+    that the rung's run did not have yet; the plain call itself has its time. Without times a cell
+    is the error as a share of the bound.
     """
     cells = {(row["feature"], row["rung"]): _cell(row) for row in found["rows"]}
     rungs = list(dict.fromkeys(row["rung"] for row in found["rows"]))
-    features = list(dict.fromkeys(row["feature"] for row in found["rows"]))
-    rows = [[feature, *(cells[feature, rung] for rung in rungs)] for feature in features]
+    features = [name for name in FEATURES if any((name, rung) in cells for rung in rungs)]
+    rows = [
+        [name, *(cells.get((name, rung), "not measured") for rung in rungs)] for name in features
+    ]
     return ["", *rungs], rows
 
 
@@ -387,7 +391,8 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def _descriptions(record: Mapping[str, Any]) -> dict[str, str]:
-    return {r["feature"]: r["description"] for found in record["problems"] for r in found["rows"]}
+    found = {r["feature"]: r["description"] for p in record["problems"] for r in p["rows"]}
+    return {name: found[name] for name in FEATURES if name in found}
 
 
 def update_page(record: Mapping[str, Any], path: Path) -> None:

@@ -7,6 +7,10 @@ Measures     J2, J3, relative error; time, TFLOP/s, share of the ceiling, ratio 
 Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends,
              where torch can be imported, in the same interleaved rounds
 Run          python -m experiments.ladder [--quick] [--json FILE] [--plot FILE] [--update-readme]
+             [--stored] [--merge FILE ...]
+
+``--merge`` puts what a run that was cut off lacks into its record, from another, which says when
+that was measured.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from cupyattn import auto, device, measure
 from cupyattn import compile as compiler
 from cupyattn.cli import plot
 from cupyattn.compile import HOPPER_CAPABILITY
-from experiments import common
+from experiments import common, merging
 from experiments.common import ROOT, Cell, Problem
 from experiments.others import FLASH_2, sdpa
 
@@ -102,8 +106,20 @@ def readme_table(record: Mapping[str, Any]) -> str:
     )
     lines = [_provenance(record, shown), "", *_full_table(shown)]
     if record["backend"] == "cuda":
-        lines += ["", "TFLOP/s of every shape, same run:", "", *_speed_table(record)]
+        lines += ["", f"TFLOP/s of every shape, same run{_but(record)}:", "", *_speed_table(record)]
     return "\n".join(lines)
+
+
+def _but(record: Mapping[str, Any]) -> str:
+    """Return which problems of a record are of another revision."""
+    others: dict[str, list[int]] = {}
+    for found in record["problems"]:
+        if "revision" in found:
+            others.setdefault(found["revision"][:10], []).append(found["problem"]["head_dim"])
+    return "".join(
+        f", but head_dim {' and '.join(map(str, sorted(set(dims))))}, which is of revision {at}"
+        for at, dims in others.items()
+    )
 
 
 def _provenance(record: Mapping[str, Any], shown: Mapping[str, Any]) -> str:
@@ -188,9 +204,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stored", action="store_true", help="measure nothing: use experiments/results/ladder.json"
     )
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", default=[], metavar="FILE",
+        help="with --stored: records of what that one lacks, put into it first",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     if args.stored or (args.update_readme and not args.quick and device.device_missing()):
-        record = common.stored("ladder")
+        record = merging.record_with("ladder", args.merge, merging.with_missing)
         if args.plot:
             draw(record, args.plot)
         if args.update_readme:

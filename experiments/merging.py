@@ -25,6 +25,21 @@ def record_of(name: str, file: Path) -> dict[str, Any]:
     return record
 
 
+def with_missing(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of problems, and those of another that it lacks, by head_dim.
+
+    Each of these says at which revision, and by which command, it was measured.
+    """
+    known = {found["problem"]["name"] for found in record["problems"]}
+    of_part = {"command": part["command"], "revision": part["environment"].get("revision")}
+    problems = list(record["problems"])
+    problems += [
+        {**of_part, **found} for found in part["problems"] if found["problem"]["name"] not in known
+    ]
+    problems.sort(key=lambda found: int(found["problem"]["head_dim"]))
+    return {**record, "problems": problems}
+
+
 def record_with(
     name: str,
     files: Sequence[Path],

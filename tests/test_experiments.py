@@ -612,3 +612,29 @@ def test_the_record_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     ladder.draw(made_up(common.stored("ladder")), str(tmp_path / "x.png"))
     assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_a_ladder_that_was_cut_off_takes_what_it_lacks_from_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(revision: str, *head_dims: int) -> dict[str, Any]:
+        problems = [
+            {"problem": {"name": f"hd{d}", "head_dim": d}, "rows": [], "of": revision}
+            for d in head_dims
+        ]
+        environment = {"revision": revision}
+        return {
+            "experiment": "ladder", "command": "run", "environment": environment,
+            "problems": problems,
+        }  # fmt: skip
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    (tmp_path / "ladder.json").write_text(json.dumps(record("later", 64, 256)))
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(record("earlier", 64, 128)))
+    assert ladder.main(["--stored", "--merge", str(earlier)]) == 0
+    found = json.loads((tmp_path / "ladder.json").read_text())
+    assert [(p["of"], p.get("revision")) for p in found["problems"]] == [
+        ("later", None), ("earlier", "earlier"), ("later", None)
+    ]  # fmt: skip
+    assert found["environment"] == {"revision": "later"}
