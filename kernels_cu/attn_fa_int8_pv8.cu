@@ -50,7 +50,8 @@ constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
 constexpr bool ONE_V_SCALE = GROUP_V == 1 << 30;  // a channel has one, and needs it once, in S6
 constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
 // The largest score of a row is that of its largest integer then: two comparisons an instruction.
-constexpr bool BY_DOTS = ONE_K_SCALE && !ZERO_POINTS;
+// Under a causal mask the maxima of masked steps, which are of floats, take its registers.
+constexpr bool BY_DOTS = ONE_K_SCALE && !ZERO_POINTS && !CAUSAL;
 
 struct SharedStorage {
   alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];
