@@ -338,7 +338,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
   }
 
   // S6 store
-  if constexpr (ONE_V_SCALE) {
+  if (ONE_V_SCALE && p.len_kv > 0) {  // a sequence without keys has no scales
     // NOTE: from the parameters, not from V_scale, which would keep registers through the loop.
     const float* scale = values.V_scale  // [HEAD_DIM]
                          + batch * values.V_scale_stride_batch +
