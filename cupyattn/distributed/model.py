@@ -113,7 +113,7 @@ def rate(machine: Machine, variant: str, call: AttentionCall) -> float:
     --------
     >>> call = AttentionCall(1, 1, 1, 4096, 4096, 128, "float16", 0.1)
     >>> round(rate(H200, "fa_tc", call) / 1e13) * 10
-    740
+    770
     """
     if variant in machine.rates:
         return machine.rates[variant]
