@@ -21,9 +21,9 @@ EX2_FLUSH = 2.0**-126
 #: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md, R3). The CUDA
 #: C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
 TANHF_ERROR = 2.0**-21
-#: HEADROOM of ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu`` and of
+#: That of ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu`` and of
 #: ``attn_fa_int8.cu`` is 2 to its power.
-HOPPER_HEADROOM = 8
+HEADROOM = 8
 #: Pieces along the keys that a tile of the Hopper forms is cut into, the last one excepted.
 MOST_PIECES = 16
 #: Codes of P by type: that of the largest exponential of a tile.
@@ -230,7 +230,7 @@ def numerics(
     if family == "tensor_core":
         return Numerics(
             dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
-            **features, headroom=HOPPER_HEADROOM if form == "sm90" else 0,
+            **features, headroom=HEADROOM if form == "sm90" else 0,
             pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     if family == "int8" and form in ("pv8", "sm90_pv8", "sm90_fp8"):
@@ -249,7 +249,7 @@ def numerics(
         value = "float16" if dtype == "float32" else dtype
         return Numerics(
             "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
-            **features, headroom=0 if softcap or bias else HOPPER_HEADROOM,
+            **features, headroom=0 if softcap or bias else HEADROOM,
             sums_operand=form == "sm90", pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
     raise ValueError(

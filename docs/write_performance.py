@@ -18,7 +18,7 @@ from typing import Any
 from cupyattn.files import replacing
 from docs.performance_claims import CLAIMS
 from docs.performance_parts import PARTS, Part
-from experiments import book_plots, common
+from experiments import book_plots, common, merging
 from experiments.book_plots import FIGURES, FILES
 
 PAGE = Path(__file__).with_name("PERFORMANCE.md")
@@ -64,7 +64,7 @@ def source(name: str, record: Mapping[str, Any]) -> str:
     revision = environment.get("revision") or "unknown"
     return (
         f"[{name}.json](../experiments/results/{name}.json): `{record['command']}`, {device}, "
-        f"revision {revision[:10]}"
+        f"revision {revision[:10]}{merging.of_another_revision(record)}"
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from cupyattn.compile import KERNELS
 from cupyattn.files import replacing
 from cupyattn.measure import format_seconds
-from experiments import common
+from experiments import common, merging
 
 PAGE = Path(__file__).with_name("TUTORIAL.md")
 #: A mark, what stands after it, and the end of that.
@@ -101,7 +101,8 @@ def written_provenance(page: str, record: Mapping[str, Any]) -> list[str]:
     return [
         f"Times are of [ladder.json](../experiments/results/ladder.json) (`{record['command']}`), "
         f"{environment['device']['name']},",
-        f"NVRTC {environment['nvrtc']}, revision {environment['revision'][:10]}: batch "
+        f"NVRTC {environment['nvrtc']}, revision {environment['revision'][:10]}"
+        f"{merging.of_another_revision(record)}: batch "
         f"{problem['batch']}, {problem['heads']} heads, length {problem['length']:,}, "
         f"{problem['dtype']}, no mask.",
     ]

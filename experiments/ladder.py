@@ -106,20 +106,9 @@ def readme_table(record: Mapping[str, Any]) -> str:
     )
     lines = [_provenance(record, shown), "", *_full_table(shown)]
     if record["backend"] == "cuda":
-        lines += ["", f"TFLOP/s of every shape, same run{_but(record)}:", "", *_speed_table(record)]
+        but = merging.of_another_revision(record)
+        lines += ["", f"TFLOP/s of every shape, same run{but}:", "", *_speed_table(record)]
     return "\n".join(lines)
-
-
-def _but(record: Mapping[str, Any]) -> str:
-    """Return which problems of a record are of another revision."""
-    others: dict[str, list[int]] = {}
-    for found in record["problems"]:
-        if "revision" in found:
-            others.setdefault(found["revision"][:10], []).append(found["problem"]["head_dim"])
-    return "".join(
-        f", but head_dim {' and '.join(map(str, sorted(set(dims))))}, which is of revision {at}"
-        for at, dims in others.items()
-    )
 
 
 def _provenance(record: Mapping[str, Any], shown: Mapping[str, Any]) -> str:

@@ -40,6 +40,25 @@ def with_missing(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str
     return {**record, "problems": problems}
 
 
+def of_another_revision(record: Mapping[str, Any]) -> str:
+    """Return what to say behind a record's revision of problems that have another; often nothing.
+
+    Examples
+    --------
+    >>> some = [{"problem": {"head_dim": 64}}, {"problem": {"head_dim": 256}, "revision": "0a"}]
+    >>> of_another_revision({"problems": some})
+    ', but head_dim 256, which is of revision 0a'
+    """
+    others: dict[str, list[int]] = {}
+    for found in record.get("problems", ()):
+        if "revision" in found:
+            others.setdefault(found["revision"][:10], []).append(found["problem"]["head_dim"])
+    return "".join(
+        f", but head_dim {' and '.join(map(str, sorted(set(dims))))}, which is of revision {at}"
+        for at, dims in others.items()
+    )
+
+
 def record_with(
     name: str,
     files: Sequence[Path],

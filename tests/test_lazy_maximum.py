@@ -15,7 +15,7 @@ from cupyattn import compile as kc
 from cupyattn.checks import check_attention
 from cupyattn.interpret import executor as interpreter
 from cupyattn.interpret.findings import KernelFault
-from cupyattn.numerics import HOPPER_HEADROOM, numerics
+from cupyattn.numerics import HEADROOM, numerics
 from cupyattn.plans import Operand
 from cupyattn.reference import attention_mirror
 from cupyattn.tiles import Tiles
@@ -43,7 +43,7 @@ def test_weights_keep_to_the_headroom_and_m_lags_behind(slope: float) -> None:
     _, steps = attention_mirror(q, k, v, variant="fa_tc", form="sm90", tiles=TILES, trace=True)
     _, eager = attention_mirror(q, k, v, variant="fa_tc", tiles=TILES, trace=True)
     largest = max(float(step.P.max()) for step in steps)
-    assert largest <= 2.0**HOPPER_HEADROOM
+    assert largest <= 2.0**HEADROOM
     assert all((lazy.m <= now.m).all() for lazy, now in zip(steps, eager, strict=True))
     lagged = any((lazy.m < now.m).any() for lazy, now in zip(steps, eager, strict=True))
     assert lagged == (slope > 0) == (largest > 1.5)
@@ -82,7 +82,7 @@ def test_headroom_costs_a_bound_and_never_tightens_it() -> None:
             q, k, v, numerics=replace(numerics("tensor_core", "sm90", "float16"), headroom=n),
             tiles=TILES,
         )
-        for n in (0, HOPPER_HEADROOM)
+        for n in (0, HEADROOM)
     )  # fmt: skip
     for tag in ("R5", "R6"):  # R2 to R4 share what perturbed scores do
         assert (lazy.terms[tag] >= eager.terms[tag]).all(), tag
