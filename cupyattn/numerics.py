@@ -48,8 +48,8 @@ class Shifts:
     """
 
     code_bits: int = 8
-    lower_bits: int = 3
-    watch_steps: int = 9
+    lower_bits: int = 4
+    watch_steps: int = 6
     sum_bits: int = 23
 
     def guards(self, len_kv: int) -> bool:

@@ -54,8 +54,8 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
 constexpr int CODE_BITS = 8;      // of P: the largest weight of a tile is 2^7 to 2^8
-constexpr int LOWER_BITS = 3;     // how far M may lie below the highest that a row had
-constexpr int WATCH_STEPS = 9;    // how often l is looked at
+constexpr int LOWER_BITS = 4;     // how far M may lie below the highest that a row had
+constexpr int WATCH_STEPS = 6;    // how often l is looked at
 constexpr int SUM_BITS = 23;      // l stays below 2^23, and so O below 2^31
 
 constexpr int Q_STAGES = 2;
