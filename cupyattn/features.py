@@ -55,6 +55,8 @@ class Features:
         Codes have zero points, one with each scale.
     qk_norm : bool
         Rows of Q and K are divided by their root mean square.
+    quantize_q : bool
+        Q is no codes, and the kernel makes them.
     stacked : bool
         The rows of query heads that share a key head are stacked as those of one (a run-time number
         of each).
@@ -79,6 +81,7 @@ class Features:
     zero_points: bool = False
     qk_norm: bool = False
     stacked: bool = False
+    quantize_q: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -97,6 +100,7 @@ class Features:
         # Only some kernels know of these: for all others nothing is said.
         added = {"CFG_QK_NORM": 1} if self.qk_norm else {}
         added |= {"CFG_STACKED": 1} if self.stacked else {}
+        added |= {"CFG_QUANTIZE_Q": 1} if self.quantize_q else {}
         return {
             **added,
             "CFG_DTYPE": DTYPES.index(self.dtype),

@@ -41,6 +41,8 @@ UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")
 HOPPER_BLOCKS = 132
 #: Forms that cut the tiles of the last wave (`cupyattn.pieces`).
 PIECES_OF = ("sm90", "sm90_pv8")
+#: Forms that make codes of Q by themselves, and how many rows may share a scale then.
+QUANTIZING_FORMS, QUANTIZED_ROWS = ("sm90", "sm90_pv8", "sm90_fp8"), 2
 #: Rows of O that a warp of such a kernel stores at a time.
 HOPPER_STORE_ROWS = 16
 
@@ -395,6 +397,7 @@ def plan_int8(
     group_q: int,
     group_kv: int,
     smoothed: bool,
+    numbers: Operand | None = None,
     values: ValueCodes | None = None,
     zeros: ZeroPoints | None = None,
     mask: Operand | None = None,
@@ -417,6 +420,10 @@ def plan_int8(
         Rows per scale.
     smoothed : bool
         Whether a buffer ``"k_mean"`` was subtracted from the keys.
+    numbers : Operand, optional
+        What the codes of Q are made of, the buffer ``"q"``. Where a Hopper form runs and nothing
+        else reads them, it makes codes and scales by itself, the same ones: ``features.quantize_q``
+        of the plan says so, ``"q_codes"`` is not read then, and ``"q_scale"`` is written.
     values : ValueCodes, optional
         V is codes: the form ``"pv8"`` runs; UnsupportedError where there is none, or where scales
         change within a tile.
@@ -445,6 +452,10 @@ def plan_int8(
     vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, *rows))
     quantised: dict[str, Any] = {"group_q": group_q, "group_kv": group_kv}
     quantised["zero_points"] = zeros is not None
+    # NOTE: the log-sum-exp takes a product of codes of Q with the mean of the keys.
+    inside = form in QUANTIZING_FORMS and group_q <= QUANTIZED_ROWS and not call.return_lse
+    if inside and numbers is not None and numbers.allows(vec):
+        quantised["quantize_q"], note = True, "q becomes codes within"
     if values is not None:
         values.check(v, tiles)
         quantised |= {"group_v": values.group, "p_type": values.p_type}
@@ -454,6 +465,8 @@ def plan_int8(
         return Plan(variant.name, form, tiles, features, (), note=note)
     params = attn_params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)
     params |= {"Q": "q_codes", "K": "k_codes"}
+    if features.quantize_q and numbers is not None:
+        params |= {"Q": "q", "Q_stride": numbers.row_strides}
     quant = quant_params(q_scale, k_scale, smoothed, zeros)
     merged: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, quant))
     structs, entry = merged, variant.entry_point
@@ -466,10 +479,11 @@ def plan_int8(
     if form.startswith("sm90"):
         value = "bfloat16" if call.dtype == "bfloat16" else "float16"
         of_v = values.box(v, call.head_dim) if values else ("v", value, v, tiles.block_kv)
+        of_k = "k_codes", "int8", k_codes, tiles.block_kv
+        of_q = "q_codes", "int8", q_codes, tiles.block_q
         boxes = (
-            ("q_codes", "int8", q_codes, tiles.block_q),
-            ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
-            ("o", call.dtype, o, HOPPER_STORE_ROWS),
+            of_k if features.quantize_q else of_q,  # nothing is copied by it then
+            of_k, of_v, ("o", call.dtype, o, HOPPER_STORE_ROWS),
         )  # fmt: skip
         grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, form)
         merge = _merge_pieces(spec, tiles, cut, merged)

@@ -14,7 +14,7 @@ from cupyattn.plans import Operand, Plan, Workspace
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.nibbles import plan_unpack
 from cupyattn.quant.operands import check_value_tiles, scale_tiles
-from cupyattn.quant.plan import parts, plan_quantize
+from cupyattn.quant.plan import Part, parts, plan_quantize
 from cupyattn.quant.quantizers import padded_columns
 from cupyattn.request import BEFORE, Request
 from cupyattn.rotation import plan_preparation, prepares_of
@@ -189,7 +189,6 @@ def _quantising_stages(
     packed = {name: _packed(call, name) for name in operands}
     found = parts(quant, tiles, operands, packed, prepares_of(request.preparation))
     call = replace(call, rope="", rope_offset_q=0, qk_norm=False)
-    first = plan_quantize(call.dtype, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
     # No launch makes the mean of no keys, nor what lies between codes of packed sequences, which
     # meets weights of 0: among floats it may be NaN. Given scales lie elsewhere.
     filled = {f"{name}_mean" for name, part in found.items() if not all(part.x.shape)}
@@ -220,10 +219,20 @@ def _quantising_stages(
     plan = launch.plan_int8(
         request.variant, call, made["q_codes"], made["k_codes"], v, o, made["q_scale"],
         made["k_scale"], group_q=found["q"].group, group_kv=found["k"].group,
-        smoothed=quant.smooth_k, values=values, zeros=zeros, **_of_scores(request),
-        tiles=options.tiles, arch=architecture(request),
+        smoothed=quant.smooth_k, numbers=_numbers(quant, found["q"]), values=values, zeros=zeros,
+        **_of_scores(request), tiles=options.tiles, arch=architecture(request),
     )  # fmt: skip
+    if plan.features.quantize_q:
+        del found["q"]
+        between = [work for work in between if work.name != "q_codes"]
+    first = plan_quantize(call.dtype, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
     return Stages((Stage(first), Stage(plan, renamed)), tuple(between))
+
+
+def _numbers(quant: QuantConfig, part: Part) -> Operand | None:
+    """Describe Q where a kernel that sees some rows alone could make its codes; None elsewhere."""
+    of_rows = quant.granularity_q in ("thread", "token") and not quant.static
+    return part.x if of_rows and quant.qk_bits == 8 and part.prepares is None else None
 
 
 def tiles_of_scales(request: Request, quant: QuantConfig) -> Tiles:

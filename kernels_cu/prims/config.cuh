@@ -37,6 +37,9 @@
 #ifndef CFG_STACKED  // heads by themselves
 #define CFG_STACKED 0
 #endif
+#ifndef CFG_QUANTIZE_Q  // codes of Q are there
+#define CFG_QUANTIZE_Q 0
+#endif
 #ifndef CFG_DQ  // gradients
 #define CFG_DQ 0
 #endif
@@ -117,6 +120,7 @@ constexpr bool QK_NORM = CFG_QK_NORM;             // rows of Q and K are divided
 constexpr bool VARLEN = CFG_VARLEN;               // sequences packed without padding
 constexpr bool STACKED = CFG_STACKED;             // heads that share a key head are one
 constexpr bool ZERO_POINTS = CFG_ZERO_POINTS;     // code z stands for 0, z of a group of its own
+constexpr bool QUANTIZE_Q = CFG_QUANTIZE_Q;       // Q comes as numbers: the kernel makes its codes
 // Softcap and bias work on scores in natural units, and so does then the softmax.
 constexpr bool NATURAL_SCORES = SOFTCAP || BIAS;
 

@@ -56,6 +56,11 @@ __device__ __forceinline__ void st_relaxed_gpu(int32_t* target, int32_t x) {
   asm volatile("st.relaxed.gpu.s32 [%0], %1;" ::"l"(target), "r"(x) : "memory");
 }
 
+// Asks for the bytes at an address to be in the L2 cache when they are read.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- in -----------------------------------------------------------------------------------------
 
 // An unsigned integer of 1, 2 or 4 bytes.
@@ -303,6 +308,22 @@ struct Ends {
           __shfl_xor_sync(FULL_WARP, most.words[i], offset));
   }
 };
+
+// How far numbers reach that are loaded as Words; zeros reach nowhere.
+template <typename T, int N, int ACCESSES>
+__device__ __forceinline__ Reach reach_of(const Words<T, N> (&x)[ACCESSES]) {
+  Ends<T, N> ends(x[0]);
+#pragma unroll
+  for (int a = 1; a < ACCESSES; ++a) ends.admit(x[a]);
+  ends.fold();
+  Reach found = {};
+#pragma unroll
+  for (int j = 0; j < Words<T, N>::PER_WORD; ++j) {
+    found.admit(ends.least.element(j));
+    found.admit(ends.most.element(j));
+  }
+  return found;
+}
 
 // Floats as integers in their order: a NaN lies beyond infinity, on the side of its sign, so that
 // the extrema of numbers with a NaN among them hold one.

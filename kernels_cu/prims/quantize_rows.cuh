@@ -377,25 +377,14 @@ struct Rows {
 
   // The same of one row.
   __device__ __forceinline__ Reach reach(int pass) const {
+    if constexpr (!Cut::MEAN && !PREPARED) return reach_of(x[pass]);  // past the last column are 0
     const auto& own = row(pass);
     Reach found = {};
-    if constexpr (!Cut::MEAN && !PREPARED) {
-      Ends<elem_t, VEC> ends(x[pass][0]);  // past the last column are zeros, which reach nowhere
 #pragma unroll
-      for (int a = 1; a < LANE_ACCESSES; ++a) ends.admit(x[pass][a]);
-      ends.fold();
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+      if (col_of(a) < HEAD_DIM)
 #pragma unroll
-      for (int j = 0; j < Words<elem_t, VEC>::PER_WORD; ++j) {
-        found.admit(ends.least.element(j));
-        found.admit(ends.most.element(j));
-      }
-    } else {
-#pragma unroll
-      for (int a = 0; a < LANE_ACCESSES; ++a)
-        if (col_of(a) < HEAD_DIM)
-#pragma unroll
-          for (int j = 0; j < VEC; ++j) found.admit(value(own, a, j));
-    }
+        for (int j = 0; j < VEC; ++j) found.admit(value(own, a, j));
     return found;
   }
 

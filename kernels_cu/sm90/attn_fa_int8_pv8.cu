@@ -35,6 +35,7 @@
 #include "prims/p_codes.cuh"
 #include "prims/params.cuh"
 #include "prims/pieces.cuh"
+#include "prims/quantize_q.cuh"
 #include "prims/score.cuh"
 #include "prims/step_scores.cuh"
 #include "prims/varlen.cuh"
@@ -70,8 +71,8 @@ struct SharedStorage {
   alignas(1024) int8_t K[NUM_STAGES][CODE_BOXES][BLOCK_KV * BOX_BYTES];
   alignas(1024) int8_t V[NUM_STAGES][V_BOXES][O_COLS * BOX_BYTES];
   alignas(1024) elem_t O[O_STAGED ? BLOCK_Q / STORE_ROWS * OWN_BOXES : 1];
-  WorkTile tile[Q_STAGES];  // that Q belongs to
-  Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
+  WorkTile tile[Q_STAGES];                                           // that Q belongs to
+  Mbarrier Q_wanted[Q_STAGES], Q_full[Q_STAGES], Q_empty[Q_STAGES];  // the first: QUANTIZE_Q alone
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K, its scales and V of a step
   int kv0[NUM_STAGES];                           // its first key; not read unless BLOCK_MASK
   float K_scale[NUM_STAGES][SCALES];             // of its keys
@@ -241,7 +242,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Q_STAGES; ++s) {
-      mbarrier_init(smem.Q_full[s], 1);
+      mbarrier_init(smem.Q_wanted[s], 1);
+      mbarrier_init(smem.Q_full[s], QUANTIZE_Q ? QUANTIZING_WARPS : 1);
       mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
     }
     for (int s = 0; s < NUM_STAGES; ++s) {
@@ -253,6 +255,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   __syncthreads();       // the barriers are initialised before anyone waits or arrives
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if constexpr (QUANTIZE_Q)
+      if (threadIdx.x >= WARP_SIZE)
+        return quantize_tiles(smem.Q, smem.tile, smem.Q_wanted, smem.Q_full, call, quant);
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     TileRange tiles(call);
     RingPosition<Q_STAGES> Q_at;
@@ -264,7 +269,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       if (!tiles.reach(call, number_of_tile)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
         smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
-        mbarrier_arrive(smem.Q_full[Q_at.stage]);
+        mbarrier_arrive(QUANTIZE_Q ? smem.Q_wanted[Q_at.stage] : smem.Q_full[Q_at.stage]);
         return;
       }
       const Sequences<VARLEN> sequences(call, tiles.sequence);
@@ -283,11 +288,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
         smem.tile[Q_at.stage] = tile;
-        mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
-        for (int b = 0; b < CODE_BOXES; ++b)
-          cp_async_bulk_tensor_4d(
-              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_BYTES,
-              tile.first_row() + tile.q0, tile.head, tile.entry());
+        if constexpr (QUANTIZE_Q) {
+          mbarrier_arrive(smem.Q_wanted[Q_at.stage]);  // by the warps beside this one
+        } else {
+          mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
+          for (int b = 0; b < CODE_BOXES; ++b)
+            cp_async_bulk_tensor_4d(
+                smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_BYTES,
+                tile.first_row() + tile.q0, tile.head, tile.entry());
+        }
         Q_at.advance();
       }
       // S2 load K, V
