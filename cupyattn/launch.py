@@ -41,8 +41,9 @@ UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")
 HOPPER_BLOCKS = 132
 #: Forms that cut the tiles of the last wave (`cupyattn.pieces`).
 PIECES_OF = ("sm90", "sm90_pv8")
-#: Forms that make codes of Q by themselves, and how many rows may share a scale then.
-QUANTIZING_FORMS, QUANTIZED_ROWS = ("sm90", "sm90_pv8", "sm90_fp8"), 2
+#: Forms that make codes of Q by themselves, how many rows may share a scale then, and the largest
+#: head_dim that shared memory has room for.
+QUANTIZING_FORMS, QUANTIZED_ROWS, QUANTIZED_HEAD_DIM = ("sm90", "sm90_pv8", "sm90_fp8"), 2, 128
 #: Rows of O that a warp of such a kernel stores at a time.
 HOPPER_STORE_ROWS = 16
 
@@ -421,9 +422,9 @@ def plan_int8(
     smoothed : bool
         Whether a buffer ``"k_mean"`` was subtracted from the keys.
     numbers : Operand, optional
-        What the codes of Q are made of, the buffer ``"q"``. Where a Hopper form runs and nothing
-        else reads them, it makes codes and scales by itself, the same ones: ``features.quantize_q``
-        of the plan says so, ``"q_codes"`` is not read then, and ``"q_scale"`` is written.
+        What the codes of Q are made of, the buffer ``"q"``. Where they have 16 bits, a Hopper form
+        runs and nothing else reads the codes, it makes the same ones by itself: then
+        ``features.quantize_q`` of the plan says so, and ``"q_codes"``, ``"q_scale"`` are not read.
     values : ValueCodes, optional
         V is codes: the form ``"pv8"`` runs; UnsupportedError where there is none, or where scales
         change within a tile.
@@ -454,8 +455,9 @@ def plan_int8(
     quantised["zero_points"] = zeros is not None
     # NOTE: the log-sum-exp takes a product of codes of Q with the mean of the keys.
     inside = form in QUANTIZING_FORMS and group_q <= QUANTIZED_ROWS and not call.return_lse
-    if inside and numbers is not None and numbers.allows(vec):
-        quantised["quantize_q"], note = True, "q becomes codes within"
+    inside = inside and call.head_dim <= QUANTIZED_HEAD_DIM
+    if inside and numbers is not None and not hopper.out_of_reach({"q": numbers}):
+        quantised["quantize_q"] = numbers.itemsize == 2
     if values is not None:
         values.check(v, tiles)
         quantised |= {"group_v": values.group, "p_type": values.p_type}
@@ -465,9 +467,9 @@ def plan_int8(
         return Plan(variant.name, form, tiles, features, (), note=note)
     params = attn_params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)
     params |= {"Q": "q_codes", "K": "k_codes"}
-    if features.quantize_q and numbers is not None:
-        params |= {"Q": "q", "Q_stride": numbers.row_strides}
     quant = quant_params(q_scale, k_scale, smoothed, zeros)
+    if features.quantize_q:
+        params["Q"] = quant["Q_scale"] = None
     merged: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, quant))
     structs, entry = merged, variant.entry_point
     if values is not None:
@@ -479,11 +481,12 @@ def plan_int8(
     if form.startswith("sm90"):
         value = "bfloat16" if call.dtype == "bfloat16" else "float16"
         of_v = values.box(v, call.head_dim) if values else ("v", value, v, tiles.block_kv)
-        of_k = "k_codes", "int8", k_codes, tiles.block_kv
         of_q = "q_codes", "int8", q_codes, tiles.block_q
+        if features.quantize_q and numbers is not None:
+            of_q = "q", call.dtype, numbers, tiles.block_q
         boxes = (
-            of_k if features.quantize_q else of_q,  # nothing is copied by it then
-            of_k, of_v, ("o", call.dtype, o, HOPPER_STORE_ROWS),
+            of_q, ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
+            ("o", call.dtype, o, HOPPER_STORE_ROWS),
         )  # fmt: skip
         grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, form)
         merge = _merge_pieces(spec, tiles, cut, merged)

@@ -224,7 +224,7 @@ def _quantising_stages(
     )  # fmt: skip
     if plan.features.quantize_q:
         del found["q"]
-        between = [work for work in between if work.name != "q_codes"]
+        between = [work for work in between if work.name not in ("q_codes", "q_scale")]
     first = plan_quantize(call.dtype, **found, p_type=quant.value_p_type, qk_bits=quant.qk_bits)
     return Stages((Stage(first), Stage(plan, renamed)), tuple(between))
 

@@ -89,9 +89,9 @@ struct SplitParams {
   int32_t row_warps;  // that bring one row together
 };
 
-// fa_int8 appends: Q and K of AttnParams are then INT8 codes; Q is not with QUANTIZE_Q.
+// fa_int8 appends: Q and K of AttnParams are then INT8 codes; with QUANTIZE_Q, K alone.
 struct QuantParams {
-  float* Q_scale;                // [batch, heads,    ceil(len_q  / GROUP_Q)], out: QUANTIZE_Q alone
+  const float* Q_scale;          // [batch, heads,    ceil(len_q  / GROUP_Q)]; null: QUANTIZE_Q
   const float* K_scale;          // [batch, heads_kv, ceil(len_kv / GROUP_KV)]
   const float* K_mean;           // [batch, heads_kv, HEAD_DIM], subtracted from K; null: none
   int64_t Q_scale_stride_batch;  // a stride of 0 shares one scale

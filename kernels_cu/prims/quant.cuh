@@ -56,11 +56,6 @@ __device__ __forceinline__ void st_relaxed_gpu(int32_t* target, int32_t x) {
   asm volatile("st.relaxed.gpu.s32 [%0], %1;" ::"l"(target), "r"(x) : "memory");
 }
 
-// Asks for the bytes at an address to be in the L2 cache when they are read.
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // ---- in -----------------------------------------------------------------------------------------
 
 // An unsigned integer of 1, 2 or 4 bytes.

@@ -1,87 +1,56 @@
-// quantize_q.cuh -- rows of Q to INT8 codes where wgmma reads them, by warps of a Hopper kernel that
-// would have nothing to do: the copying warpgroup has four, and one copies. Scales and codes are
-// those of quantize.cu, to the bit.
+// quantize_q.cuh -- Q in 16 bits to INT8 codes, in shared memory, by the warps that multiply them.
+// Scales and codes are those of quantize.cu, to the bit.
 #pragma once
 
 #include "prims/config.cuh"
 #include "prims/mbarrier.cuh"
-#include "prims/params.cuh"
+#include "prims/named_barrier.cuh"
 #include "prims/quant.cuh"
 #include "prims/tma.cuh"
-#include "prims/varlen.cuh"
 #include "prims/warp.cuh"
-#include "prims/work_tile.cuh"
 
-constexpr int QUANTIZING_WARPS = 3;  // all of the copying warpgroup but its first
-
-// Columns that products read, and lanes that share a row: as few as have registers for it, 16 each.
-constexpr int Q_COLS = round_up(HEAD_DIM, 32);
-constexpr int Q_LANES = power_of_two_from(ceil_div(Q_COLS * int(sizeof(elem_t)), 64));
-constexpr int Q_ACCESSES = ceil_div(Q_COLS, VEC* Q_LANES);  // of each
-constexpr int Q_PASS_ROWS = WARP_SIZE / Q_LANES;            // of a warp
+constexpr int Q_NUMBER_BOXES = ceil_div(HEAD_DIM, 64);  // of 64 columns, 128 bytes
 
 static_assert(
-    !QUANTIZE_Q || (!LSE && !ZERO_POINTS && Q_PASS_ROWS % GROUP_Q == 0),
-    "QUANTIZE_Q needs GROUP_Q 1 or 2, no LSE, which reads codes of Q, and no ZERO_POINTS");
+    !QUANTIZE_Q || (ELEM_IS_16_BIT && !LSE && !ZERO_POINTS && (GROUP_Q == 1 || GROUP_Q == 2)),
+    "QUANTIZE_Q needs 16-bit Q, GROUP_Q 1 or 2, no LSE, which reads codes of Q, and no "
+    "ZERO_POINTS");
 
-// S1 quantise Q: the rows of one tile, codes to shared memory and scales to the workspace.
-template <int BOXES>
+// S1 quantise Q: of the 16 rows from warp_row on, codes and the scale of this lane's two, row g and
+// row g + 8. Rows from `rows` on are of another sequence: zeros. Then the place of the numbers is
+// free, which every warp tells `empty`.
+// NOTE: `barrier` is one of the four warps whose wgmma reads these codes.
+template <int BOXES, int CODE_BOXES, int BYTES>
 __device__ __forceinline__ void quantize_q(
-    int8_t (&codes)[BOXES][BLOCK_Q * 128],  // [BOXES][BLOCK_Q, 128], swizzled by 128 bytes
-    const AttnParams& call, const QuantParams& quant, const WorkTile& tile) {
-  constexpr int STEP = QUANTIZING_WARPS * Q_PASS_ROWS;
-  const int lane = lane_id() % Q_LANES;
-  const int first = (warp_id() - 1) * Q_PASS_ROWS + lane_id() / Q_LANES;  // row of the tile
-  const int rows = of_sequences(call, tile).len_q - tile.q0;              // that exist from q0 on
-  const elem_t* x = static_cast<const elem_t*>(call.Q)  // this lane's part of a row
-                    + tile.entry() * call.Q_stride.batch + tile.head * call.Q_stride.head +
-                    (tile.first_row() + tile.q0 + first) * call.Q_stride.len + lane * VEC;
-  float* scale = quant.Q_scale  // [ceil(rows / GROUP_Q)]
-                 + tile.batch * quant.Q_scale_stride_batch + tile.head * quant.Q_scale_stride_head +
-                 first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch) + tile.q0 / GROUP_Q;
-  const int64_t step = STEP * call.Q_stride.len;
-  for (int row = first; row < min(rows, BLOCK_Q); row += STEP)
-    prefetch_l2(x + (row - first) / STEP * step);
-#pragma unroll 1
-  for (int row = first; row < BLOCK_Q; row += STEP, x += step) {
-    Words<elem_t, VEC> words[Q_ACCESSES] = {};  // past the last row and the last column are zeros
+    float (&scale)[2], int8_t (&codes)[CODE_BOXES][BYTES],  // [CODE_BOXES][BLOCK_Q, 128], swizzled
+    const int8_t (&numbers)[BOXES][BLOCK_Q * 128], Mbarrier& empty, int warp_row, int rows,
+    int barrier) {
+  // Two lanes share a row, each with half of every 128 bytes: so eight lanes read from all banks.
+  const int row = warp_row + lane_id() / 2, half = lane_id() % 2;
+  constexpr int ACCESSES = Q_NUMBER_BOXES * 4;
+  Words<elem_t, 8> x[ACCESSES];
 #pragma unroll
-    for (int a = 0; a < Q_ACCESSES; ++a)
-      if (row < rows && (a * Q_LANES + lane) * VEC < HEAD_DIM)
-        words[a] = *reinterpret_cast<const Words<elem_t, VEC>*>(x + a * Q_LANES * VEC);
-#pragma unroll
-    for (int a = 0; a < Q_ACCESSES; ++a) words[a].use_from_here();
-    const Reach reach = shfl_max<Q_LANES * GROUP_Q>(reach_of(words));
-    Coding coding;
-    const float of_group = coding.make(reach.bits);  // R1
-    if (row < rows && lane_id() % (Q_LANES * GROUP_Q) == 0) scale[row / GROUP_Q] = of_group;
-#pragma unroll
-    for (int a = 0; a < Q_ACCESSES; ++a) {
-      const int col = (a * Q_LANES + lane) * VEC;
-      if (col >= Q_COLS) continue;
-      float scaled[VEC];
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) scaled[j] = coding.scaled(words[a].element(j));  // R1
-      const int chunk = col / 16 % 8 ^ row % 8;
-      store_rounded_s8(&codes[col / 128][row * 128 + chunk * 16 + col % 16], scaled);
-    }
+  for (int i = 0; i < ACCESSES; ++i) {
+    const int chunk = (i % 4 + half * 4) ^ row % 8;
+    x[i] = *reinterpret_cast<const Words<elem_t, 8>*>(&numbers[i / 4][row * 128 + chunk * 16]);
+    if (VARLEN && row >= rows) x[i] = {};
   }
-}
-
-// The same of tile after tile, each as soon as the thread that copies has said which it is, until
-// there are no more.
-template <int STAGES, int BOXES>
-__device__ __forceinline__ void quantize_tiles(
-    int8_t (&codes)[STAGES][BOXES][BLOCK_Q * 128], const WorkTile (&tile)[STAGES],
-    Mbarrier (&wanted)[STAGES], Mbarrier (&full)[STAGES], const AttnParams& call,
-    const QuantParams& quant) {
-  for (RingPosition<STAGES> at; true; at.advance()) {
-    mbarrier_wait_parity(wanted[at.stage], at.parity);  // a tile is known, its place was read
-    const WorkTile now = tile[at.stage];
-    if (now.q0 >= 0) quantize_q(codes[at.stage], call, quant, now);
-    fence_proxy_async();  // wgmma shall see the codes
-    __syncwarp();         // of all lanes
-    if (lane_id() == 0) mbarrier_arrive(full[at.stage]);
-    if (now.q0 < 0) return;
+  __syncwarp();  // all lanes have read
+  if (lane_id() == 0) mbarrier_arrive(empty);
+  Coding coding;
+  const float of_row = coding.make(shfl_max<2 * GROUP_Q>(reach_of(x)).bits);  // R1
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    scale[h] = __shfl_sync(FULL_WARP, of_row, (lane_id() / 4 + 8 * h) * 2);
+  named_barrier_sync(barrier, 128);  // nobody multiplies the codes of the tile before
+#pragma unroll
+  for (int i = 0; i < ACCESSES; i += 2) {  // 16 codes
+    const int chunk = (i / 4 % 2 * 4 + i % 4 / 2 + half * 2) ^ row % 8;
+    float scaled[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) scaled[j] = coding.scaled(x[i + j / 8].element(j % 8));  // R1
+    store_rounded_s8(&codes[i / 8][row * 128 + chunk * 16], scaled);
   }
+  fence_proxy_async();               // wgmma shall see them,
+  named_barrier_sync(barrier, 128);  // those of all four warps
 }

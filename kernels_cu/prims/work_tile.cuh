@@ -13,6 +13,7 @@ struct WorkTile : Sequences<VARLEN> {
   int q0;  // -1: there is no more
   int head, head_kv, batch, steps;
   int first, slot;  // as a Piece has them
+  int nothing;      // it is read 16 bytes at a time
   __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
 };
 

@@ -43,20 +43,25 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 
-constexpr int Q_STAGES = 2;
-constexpr int INPUT_BYTES = BOX_BYTES * (Q_STAGES * CODE_BOXES * BLOCK_Q +
-                                         NUM_STAGES * (CODE_BOXES * BLOCK_KV + V_BOXES * O_COLS));
+// Q as codes has two stages; as numbers one, which is free as soon as they are codes.
+constexpr int Q_STAGES = QUANTIZE_Q ? 1 : 2;
+constexpr int Q_BOXES = QUANTIZE_Q ? Q_NUMBER_BOXES : CODE_BOXES;  // per row of Q
+constexpr int Q_BOX_COLS = BOX_BYTES / (QUANTIZE_Q ? sizeof(elem_t) : sizeof(int8_t));
+constexpr int Q_ROW_BOXES = Q_STAGES * Q_BOXES + (QUANTIZE_Q ? CODE_BOXES : 0);
+constexpr int INPUT_BYTES =
+    BOX_BYTES * (Q_ROW_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES * BLOCK_KV + V_BOXES * O_COLS));
 // O leaves through shared memory where there is room for it.
 constexpr bool O_STAGED =
     ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
 
 struct SharedStorage {
-  alignas(1024) int8_t Q[Q_STAGES][CODE_BOXES][BLOCK_Q * BOX_BYTES];
+  alignas(1024) int8_t Q[Q_STAGES][Q_BOXES][BLOCK_Q * BOX_BYTES];
   alignas(1024) int8_t K[NUM_STAGES][CODE_BOXES][BLOCK_KV * BOX_BYTES];
   alignas(1024) int8_t V[NUM_STAGES][V_BOXES][O_COLS * BOX_BYTES];
   alignas(1024) elem_t O[O_STAGED ? BLOCK_Q / STORE_ROWS * OWN_BOXES : 1];
-  WorkTile tile[Q_STAGES];                                           // that Q belongs to
-  Mbarrier Q_wanted[Q_STAGES], Q_full[Q_STAGES], Q_empty[Q_STAGES];  // the first: QUANTIZE_Q alone
+  alignas(QUANTIZE_Q ? 1024 : 1) int8_t Q_codes[CODE_BOXES][QUANTIZE_Q ? BLOCK_Q * BOX_BYTES : 1];
+  WorkTile tile[Q_STAGES];  // that Q belongs to
+  Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier K_full[NUM_STAGES], K_empty[NUM_STAGES];
   Mbarrier V_full[NUM_STAGES], V_empty[NUM_STAGES];
   int kv0[NUM_STAGES];                // first key of that K; not read unless BLOCK_MASK
@@ -205,8 +210,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Q_STAGES; ++s) {
-      mbarrier_init(smem.Q_wanted[s], 1);
-      mbarrier_init(smem.Q_full[s], QUANTIZE_Q ? QUANTIZING_WARPS : 1);
+      mbarrier_init(smem.Q_full[s], 1);
       mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
     }
     for (int s = 0; s < NUM_STAGES; ++s) {
@@ -220,9 +224,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
   __syncthreads();       // the barriers are initialised before anyone waits or arrives
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if constexpr (QUANTIZE_Q)
-      if (threadIdx.x >= WARP_SIZE)
-        return quantize_tiles(smem.Q, smem.tile, smem.Q_wanted, smem.Q_full, call, quant);
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     TileRange tiles(call);
     RingPosition<Q_STAGES> Q_at;
@@ -232,7 +233,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       if (!tiles.reach(call, index)) {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
         smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
-        mbarrier_arrive(QUANTIZE_Q ? smem.Q_wanted[Q_at.stage] : smem.Q_full[Q_at.stage]);
+        mbarrier_arrive(smem.Q_full[Q_at.stage]);
         return;
       }
       const Sequences<VARLEN> sequences(call, tiles.sequence);
@@ -247,15 +248,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       {
         mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
         smem.tile[Q_at.stage] = tile;
-        if constexpr (QUANTIZE_Q) {
-          mbarrier_arrive(smem.Q_wanted[Q_at.stage]);  // by the warps beside this one
-        } else {
-          mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
-          for (int b = 0; b < CODE_BOXES; ++b)
-            cp_async_bulk_tensor_4d(
-                smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * BOX_BYTES,
-                tile.first_row() + tile.q0, tile.head, tile.entry());
-        }
+        mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
+        for (int b = 0; b < Q_BOXES; ++b)
+          cp_async_bulk_tensor_4d(
+              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * Q_BOX_COLS,
+              tile.first_row() + tile.q0, tile.head, tile.entry());
         Q_at.advance();
       }
       // S2 load K, V
@@ -312,7 +309,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     const auto& p = of_sequences<int8_t, int8_t>(call, tile);
     int kv0 = first_key(p, tile.q0);
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
-    const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_BYTES]));
+    const int8_t* Q_codes = QUANTIZE_Q ? smem.Q_codes[0] : smem.Q[Q_at.stage][0];
+    const Descriptor Q_rows = uniform(descriptor_k_major(Q_codes + row0 * BOX_BYTES));
     RowState state[2];             // of row and row + 8
     float O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     float sum[O_COLS / 2];         // likewise, of one tile
@@ -320,17 +318,23 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     uint32_t P_frag[BLOCK_KV / 32][4];
     Factors factor;
     float K_scale[SCALES], tile_M[2], beta[2];
+    float Q_factor[2];  // Q scale and softmax scale of row and row + 8
+    if constexpr (QUANTIZE_Q)
+      quantize_q(
+          Q_factor, smem.Q_codes, smem.Q[Q_at.stage], smem.Q_empty[Q_at.stage], warp_row,
+          p.len_q - tile.q0, CONSUMERS + warpgroup);
     const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
                            + tile.batch * quant.Q_scale_stride_batch +
                            tile.head * quant.Q_scale_stride_head +
                            first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
     ChannelScales<O_COLS>& V_scales = smem.V_scales[warpgroup - 1][Q_at.stage];
     V_scales.load<WARPGROUP>(p, values, tile.head_kv, tile.batch);
-    float Q_factor[2];  // Q scale and softmax scale of row and row + 8
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      Q_factor[h] =
-          p.scale_log2 * Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];  // R3
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (!QUANTIZE_Q)
+        Q_factor[h] = Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];
+      Q_factor[h] *= p.scale_log2;  // R3
+    }
 
     // The first scores, by themselves.
     mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
@@ -381,7 +385,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       else
         weigh<false>(p, state, tile_M, beta, dot, factor, P_frag, tile.q0 + row, kv0);
     }
-    if (lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
+    if (!QUANTIZE_Q && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
 
     // The last output, by itself.
     mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
