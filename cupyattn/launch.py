@@ -43,7 +43,7 @@ HOPPER_BLOCKS = 132
 PIECES_OF = ("sm90", "sm90_pv8")
 #: Forms that make codes of Q by themselves, how many rows may share a scale then, and the largest
 #: head_dim that shared memory has room for.
-QUANTIZING_FORMS, QUANTIZED_ROWS, QUANTIZED_HEAD_DIM = ("sm90", "sm90_pv8", "sm90_fp8"), 2, 128
+QUANTIZING_FORMS, QUANTIZED_ROWS, QUANTIZED_HEAD_DIM = ("sm90", "sm90_pv8", "sm90_fp8"), 2, 192
 #: Rows of O that a warp of such a kernel stores at a time.
 HOPPER_STORE_ROWS = 16
 
@@ -422,9 +422,10 @@ def plan_int8(
     smoothed : bool
         Whether a buffer ``"k_mean"`` was subtracted from the keys.
     numbers : Operand, optional
-        What the codes of Q are made of, the buffer ``"q"``. Where they have 16 bits, a Hopper form
-        runs and nothing else reads the codes, it makes the same ones by itself: then
-        ``features.quantize_q`` of the plan says so, and ``"q_codes"``, ``"q_scale"`` are not read.
+        What the codes of Q are made of, the buffer ``"q"``. Where they have 16 bits, nothing else
+        reads the codes, and a Hopper form runs with tiles of its own, it makes the same codes by
+        itself: ``features.quantize_q`` of the plan says so, ``"q_codes"``, ``"q_scale"`` are not
+        read.
     values : ValueCodes, optional
         V is codes: the form ``"pv8"`` runs; UnsupportedError where there is none, or where scales
         change within a tile.
@@ -435,7 +436,7 @@ def plan_int8(
     -------
     Plan
     """
-    form, note = "portable" if values is None else "pv8", ""
+    form, note, own_tiles = "portable" if values is None else "pv8", "", tiles is None
     if form not in variant.forms:
         raise UnsupportedError(
             f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"
@@ -455,7 +456,7 @@ def plan_int8(
     quantised["zero_points"] = zeros is not None
     # NOTE: the log-sum-exp takes a product of codes of Q with the mean of the keys.
     inside = form in QUANTIZING_FORMS and group_q <= QUANTIZED_ROWS and not call.return_lse
-    inside = inside and call.head_dim <= QUANTIZED_HEAD_DIM
+    inside = inside and call.head_dim <= QUANTIZED_HEAD_DIM and own_tiles
     if inside and numbers is not None and not hopper.out_of_reach({"q": numbers}):
         quantised["quantize_q"] = numbers.itemsize == 2
     if values is not None:

@@ -1,4 +1,6 @@
-"""The kernels of ``prims/zero_points.cuh``, ``value_zeros.cuh`` and ``quantize_tile.cuh``."""
+"""The kernels of ``prims/zero_points.cuh``, ``value_zeros.cuh``, ``quantize_tile.cuh`` and
+``quantize_q.cuh``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import numpy as np
 from cupyattn.features import Features
 from cupyattn.params import QUANT_PARAMS, pack
 from cupyattn.quant.quantizers import quantize_affine, quantize_symmetric
+from cupyattn.rounding import STORAGE
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
 
@@ -97,7 +100,39 @@ def tile_expected(zero_points: bool) -> Callable[..., dict[str, np.ndarray]]:
     return expected
 
 
+def q_arguments(head_dim: int, dtype: str) -> Callable[[], Arguments]:
+    def arguments() -> Arguments:
+        Q = normal(64, head_dim) * np.float32(3)
+        Q[6] = 0
+        Q[7], Q[17, 3], Q[40, 5] = 0, np.nan, np.inf
+        codes = np.full((64, head_dim), 99, np.int8)
+        return {
+            "Q": Q.astype(STORAGE[dtype]), "codes": codes, "scale": np.zeros(64, "f4"),
+            "arrived": np.zeros(1, "i4"),
+        }  # fmt: skip
+
+    return arguments
+
+
+def q_expected(Q: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+    codes, scale = quantize_symmetric(Q[None, None], 2)
+    return {
+        "codes": codes[0, 0], "scale": scale[0, 0].repeat(2), "arrived": np.ones(1, np.int32),
+    }  # fmt: skip
+
+
 ZERO_PRIMS = [
+    *(
+        Prim(
+            f"quantize_q-{head_dim}", "quantize_q", "quantize_q_64", 128,
+            q_arguments(head_dim, dtype), q_expected, hopper=True,
+            defines=defines(
+                Tiles(64, 64, 4, 2),
+                Features(dtype, head_dim, vec=8, group_q=2, group_kv=64, quantize_q=True),
+            ),
+        )
+        for head_dim, dtype in ((40, "float16"), (128, "bfloat16"), (192, "float16"))
+    ),
     *(
         Prim(
             f"quantize_tile-{zero_points}", "quantize_tile", "quantize_tile_48", 64,

@@ -73,6 +73,8 @@ BROKEN = [
     ("attn_fa_int8.cu", {"BLOCK_Q": 32}, "BLOCK_Q / NUM_WARPS must be a multiple of 16"),
     ("attn_fa_int8.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16"),
     ("attn_fa_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
+    ("sm90/attn_fa_int8.cu", {"QUANTIZE_Q": 1, "GROUP_Q": 4}, "QUANTIZE_Q needs 16-bit Q"),
+    ("sm90/attn_fa_int8.cu", {"QUANTIZE_Q": 1, "LSE": 1}, "QUANTIZE_Q needs 16-bit Q"),
     ("attn_fa_int8_fused.cu", {"BLOCK_KV": 24, "GROUP_KV": 8}, "BLOCK_KV must be a multiple of 16"),
     ("attn_fa_int8_fused.cu", {"BLOCK_Q": 32}, "BLOCK_Q / NUM_WARPS must be a multiple of 16"),
     ("attn_fa_int8_fused.cu", {"NUM_STAGES": 2}, "NUM_STAGES must be 1"),

@@ -19,7 +19,8 @@ static_assert(
 // S1 quantise Q: of the 16 rows from warp_row on, codes and the scale of this lane's two, row g and
 // row g + 8. Rows from `rows` on are of another sequence: zeros. Then the place of the numbers is
 // free, which every warp tells `empty`.
-// NOTE: `barrier` is one of the four warps whose wgmma reads these codes.
+// NOTE: `barrier` is one of the four warps whose wgmma reads these codes. They have met since they
+// multiplied those of the tile before: at a turn, or before they scaled O.
 template <int BOXES, int CODE_BOXES, int BYTES>
 __device__ __forceinline__ void quantize_q(
     float (&scale)[2], int8_t (&codes)[CODE_BOXES][BYTES],  // [CODE_BOXES][BLOCK_Q, 128], swizzled
@@ -42,7 +43,6 @@ __device__ __forceinline__ void quantize_q(
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     scale[h] = __shfl_sync(FULL_WARP, of_row, (lane_id() / 4 + 8 * h) * 2);
-  named_barrier_sync(barrier, 128);  // nobody multiplies the codes of the tile before
 #pragma unroll
   for (int i = 0; i < ACCESSES; i += 2) {  // 16 codes
     const int chunk = (i / 4 % 2 * 4 + i % 4 / 2 + half * 2) ^ row % 8;

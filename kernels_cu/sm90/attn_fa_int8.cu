@@ -314,7 +314,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       zero_rows<WARPGROUP>(smem.Q[Q_at.stage], max(row0, p.len_q - tile.q0), row0 + 64);
     int kv0 = first_key(p, tile.q0) + tile.first * BLOCK_KV;
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
-    const int8_t* Q_codes = QUANTIZE_Q ? smem.Q_codes[0] : smem.Q[Q_at.stage][0];
+    const int8_t* Q_codes =  // [CODE_BOXES][BLOCK_Q, 128]
+        QUANTIZE_Q ? smem.Q_codes[0] : smem.Q[Q_at.stage][0];
     const Descriptor Q_rows = uniform(descriptor_k_major(Q_codes + row0 * BOX_BYTES));
     RowState state[2];              // of row and row + 8
     float O_acc[PV_COLS / 2] = {};  // [PV_COLS / 8][4]
