@@ -90,11 +90,11 @@ class Nvrtc:
             ) from error
         self.path = path
 
-    def _call(self, name: str, *arguments: object, log: str = "") -> None:
+    def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)
         if status != _SUCCESS:
             what = self._library.nvrtcGetErrorString(status).decode()
-            raise NvrtcError(f"{name}: {what}", log)
+            raise NvrtcError(f"{name}: {what}")
 
     @cached_property
     def version(self) -> tuple[int, int]:

@@ -31,8 +31,9 @@ class Variant:
         Storage types that it takes.
     hopper_tiles : mapping of int to Tiles
         The same for the Hopper form (``kernels_cu/sm90/``); empty where there is none.
-    hopper_short_tiles : mapping of int to Tiles
-        The same for lengths that leave much of those tiles empty; no entry where one serves all.
+    hopper_other_tiles : mapping of str to mapping of int to (Tiles, float)
+        By Hopper form: tiles that some lengths fit better, and how many times as long a score takes
+        in them as in its default ones where either are full; no entry where one serves all.
     split_tiles : mapping of int to tuple of Tiles
         Those of the split form (``kernels_cu/split/``), which takes few query rows and many keys,
         with more and more rows: of each entry the first that hold those of a call; empty where
@@ -46,10 +47,8 @@ class Variant:
     pv8_tiles : mapping of int to Tiles
         The same for the form with P and V in 8 bits (``attn_<name>_pv8.cu``).
     hopper_pv8_tiles : mapping of int to Tiles
-        The same for the Hopper form with P in u8 and V in INT8.
-    hopper_pv8_wide_tiles : mapping of int to Tiles
-        The same with steps of more keys, for lengths that fill them; no entry where one serves all.
-        Granularity "block" means the keys of `hopper_pv8_tiles` all the same.
+        The same for the Hopper form with P in u8 and V in INT8. Granularity "block" means the keys
+        of these, whichever tiles a call takes.
     hopper_fp8_tiles : mapping of int to Tiles
         The same for the Hopper form with P and V in e4m3, whose largest head_dim need not be 256.
     fused_tiles : mapping of int to Tiles
@@ -65,14 +64,15 @@ class Variant:
     tiles: Mapping[int, Tiles]
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     hopper_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    hopper_short_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    hopper_other_tiles: Mapping[str, Mapping[int, tuple[Tiles, float]]] = field(
+        default_factory=dict
+    )
     split_tiles: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     block_mask_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_block_mask_tiles: Mapping[int, tuple[Tiles, ...]] = field(default_factory=dict)
     source: Path | None = None
     pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
-    hopper_pv8_wide_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_fp8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     fused_tiles: Mapping[int, Tiles] = field(default_factory=dict)
 
@@ -220,20 +220,15 @@ class Variant:
         limit = self._limit(head_dim, form)
         if form == "split" and not fixed:
             tiles = splits.fitting(self.split_tiles[limit], rows)
-        wide = self.hopper_pv8_wide_tiles.get(limit) if form == "sm90_pv8" else None
-        if wide is not None and not fixed:
-            most = WIDE_TILES_GAIN[limit]
-            fits = lengths is None or (
-                computed(lengths, causal, wide) <= most * computed(lengths, causal, tiles)
+        if limit in self.hopper_other_tiles.get(form, {}) and not fixed:
+            other, cost = self.hopper_other_tiles[form][limit]
+            mine, others = (
+                1 if lengths is None else computed(lengths, causal, x) for x in (tiles, other)
             )
-            tiles = wide if fits else tiles
-        short = self.hopper_short_tiles.get(limit) if form == "sm90" else None
-        if short is not None and lengths is not None and not fixed:
-            cost = SHORT_TILES_COST[limit]
-            fits = cost * computed(lengths, causal, short) <= computed(lengths, causal, tiles)
-            tiles = short if fits else tiles
-            if lengths[1] < tiles.block_kv:  # fewer keys than a step has, as those of a text
-                tiles = replace(tiles, block_kv=max(LEAST_KEYS, -(-lengths[1] // 16) * 16))
+            tiles = other if cost * others <= mine else tiles
+            if form == "sm90" and lengths is not None:  # few keys, as those of a text, fill no step
+                keys = max(LEAST_KEYS, -(-lengths[1] // 16) * 16)
+                tiles = replace(tiles, block_kv=min(tiles.block_kv, keys))
         if block_mask[0] % tiles.block_q or block_mask[1] % tiles.block_kv:
             raise ValueError(
                 f"tiles.block_q={tiles.block_q} and tiles.block_kv={tiles.block_kv} must divide "
@@ -286,10 +281,15 @@ _HOPPER_TILES = {
         64: Tiles(192, 128, 16, 3), 128: Tiles(192, 80, 16, 2), 256: Tiles(128, 96, 12, 2),
     },
 }  # fmt: skip
-#: The same for lengths that fill those badly.
-_HOPPER_SHORT_TILES = {"fa_tc": {64: Tiles(128, 128, 12, 2), 128: Tiles(128, 128, 12, 2)}}
-#: How much slower those are where either fills its tiles: 1.29 (at length 4,096) and 1.08 to 1.12.
-SHORT_TILES_COST = {64: 1.29, 128: 1.1}
+#: Other tiles of the Hopper forms, and how many times as long a score takes in them where either
+#: are full. Smaller ones of fa_tc take 1.29 (at length 4,096) and 1.08 to 1.12; with P and V in 8
+#: bits two warpgroups have registers for twice the keys.
+_HOPPER_OTHER_TILES = {
+    "fa_tc": {
+        "sm90": {64: (Tiles(128, 128, 12, 2), 1.29), 128: (Tiles(128, 128, 12, 2), 1.1)},
+    },
+    "fa_int8": {"sm90_pv8": {128: (Tiles(128, 256, 12, 2), 1 / 1.05)}},
+}  # fmt: skip
 #: The fewest keys that a step of the Hopper form may have.
 LEAST_KEYS = 64
 
@@ -341,11 +341,6 @@ _HOPPER_PV8_TILES = {
     }
 }
 
-#: The same for lengths that fill them: two warpgroups have registers for twice the keys.
-_HOPPER_PV8_WIDE_TILES = {"fa_int8": {128: Tiles(128, 256, 12, 2)}}
-#: How much faster those are where either fills its tiles.
-WIDE_TILES_GAIN = {128: 1.05}
-
 #: The same with P and V in e4m3: as many keys as leave registers for two levels of sums.
 _HOPPER_FP8_TILES = {
     "fa_int8": {64: Tiles(128, 192, 12, 3), 96: Tiles(128, 128, 12, 3), 128: Tiles(128, 96, 12, 3)}
@@ -378,13 +373,12 @@ VARIANTS: dict[str, Variant] = {
         _TILES[name],
         dtypes,
         _HOPPER_TILES.get(name, {}),
-        _HOPPER_SHORT_TILES.get(name, {}),
+        _HOPPER_OTHER_TILES.get(name, {}),
         _SPLIT_TILES.get(name, {}),
         _BLOCK_MASK_TILES.get(name, {}),
         _HOPPER_BLOCK_MASK_TILES.get(name, {}),
         pv8_tiles=_PV8_TILES.get(name, {}),
         hopper_pv8_tiles=_HOPPER_PV8_TILES.get(name, {}),
-        hopper_pv8_wide_tiles=_HOPPER_PV8_WIDE_TILES.get(name, {}),
         hopper_fp8_tiles=_HOPPER_FP8_TILES.get(name, {}),
         fused_tiles=_FUSED_TILES.get(name, {}),
     )

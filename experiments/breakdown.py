@@ -196,9 +196,6 @@ def run(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="cupyattn-breakdown-") as folder:
             found.append(measured(form, problem, Path(folder) / str(number), args))
         print_table(found[-1])
-        if not args.quick:
-            common.keep(args, "breakdown", backend, content)
-    if args.quick:
         common.keep(args, "breakdown", backend, content)
     return 0 if all(x["ok"] for x in found) else 1
 

@@ -462,6 +462,7 @@ def run_grid(
     name : str
         Of the experiment.
     grid : sequence of (Problem, cells)
+        One or more.
     baseline : str, optional
         As for `measure_problem`.
     extra : mapping, optional
@@ -476,16 +477,6 @@ def run_grid(
     """
     check_rounds(args)
     problems: list[dict[str, Any]] = []
-
-    def kept(*, quiet: bool) -> dict[str, Any]:
-        content = {
-            "rounds": 0 if args.quick else args.rounds,
-            **(extra or {}),
-            **(conclude(problems) if conclude else {}),
-            "problems": problems,
-        }
-        return keep(args, name, "mirror" if args.quick else "cuda", content, quiet=quiet)
-
     for problem, cells in grid:
         found = measure_problem(
             problem, cells, rounds=args.rounds, on_device=not args.quick, baseline=baseline
@@ -493,22 +484,22 @@ def run_grid(
         problems.append(found)
         print(f"\n{problem.name}: {found['judged_rows']} rows of every head judged")
         output.print_table(*table(found, baseline))
-        kept(quiet=True)
-    return kept(quiet=False)
+        content = {
+            "rounds": 0 if args.quick else args.rounds,
+            **(extra or {}),
+            **(conclude(problems) if conclude else {}),
+            "problems": problems,
+        }
+        record = keep(args, name, "mirror" if args.quick else "cuda", content)
+    return record
 
 
 def keep(
-    args: argparse.Namespace,
-    name: str,
-    backend: str,
-    content: Mapping[str, Any],
-    *,
-    quiet: bool = False,
+    args: argparse.Namespace, name: str, backend: str, content: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the record of an experiment, written where the arguments say.
 
-    A quick run is kept only where ``--json`` names a file. `quiet` writes without a word: a record
-    that is not whole yet.
+    A quick run is kept only where ``--json`` names a file.
     """
     record = {
         "experiment": name,
@@ -522,8 +513,7 @@ def keep(
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         output.write_json(target, record)
-        if not quiet:
-            print(f"\nwrote {target}")
+        print(f"\nwrote {target}")
     return record
 
 

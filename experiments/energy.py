@@ -104,12 +104,10 @@ def run(args: argparse.Namespace) -> int:
         found = common.judge_problem(problem, cells, inputs)
         content["problems"].append(found)
         for cell, row in zip(cells, found["rows"], strict=True):
-            if args.quick or row["judgement"] is None or row["judgement"]["j2"] > 1:
-                continue
-            row |= counted(problem, cell, inputs, args.seconds)
-            row["joules_above_idle"] = above_idle(row, content["idle"]["watts"])
-            common.keep(args, "energy", "cuda", content)
-    record = common.keep(args, "energy", "mirror" if args.quick else "cuda", content)
+            if not args.quick and row["judgement"] is not None and row["judgement"]["j2"] <= 1:
+                row |= counted(problem, cell, inputs, args.seconds)
+                row["joules_above_idle"] = above_idle(row, content["idle"]["watts"])
+            record = common.keep(args, "energy", "mirror" if args.quick else "cuda", content)
     for found in record["problems"]:
         print(f"\n{found['problem']['name']}")
         output.print_table(

@@ -89,11 +89,7 @@ def run(args: argparse.Namespace) -> int:
                 row["pool_bytes"] = pool_bytes(row["rung"], inputs)
         problems.append(found)
         del inputs
-        record = {"problems": problems}
-        if not args.quick:
-            common.keep(args, "long_sequences", backend, record)
-    if args.quick:
-        common.keep(args, "long_sequences", backend, record)
+        record = common.keep(args, "long_sequences", backend, {"problems": problems})
     output.print_table(
         ["length", "heads", "", "J2", "time", "TFLOP/s", "pool", "stated"],
         [line(found, row) for found in problems for row in found["rows"]],

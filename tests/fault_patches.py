@@ -3,9 +3,9 @@
 A patch is a unified diff against ``kernels_cu`` after a few lines: what goes wrong, in one
 sentence; ``caught-by: J2`` (the result leaves its bound) or ``caught-by: interpreter`` (a hazard
 that a device shows only sometimes), in either case ``on`` what shows it where not every call does,
-an option of `attention` or ``far_apart``; for the latter ``finding: KIND at CODE``, what the
-interpreter must report and the line of the source that it must name; and the ``variants:`` in which
-it must be seen, ``fa_int8@pv8`` being a form of one.
+an option of `attention`, ``far_apart`` or ``stacked`` (heads as the rows of one); for the latter
+``finding: KIND at CODE``, what the interpreter must report and the line of the source that it must
+name; and the ``variants:`` in which it must be seen, ``fa_int8@pv8`` being a form of one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from experiments import patches
 from experiments.patches import Hunk
 
 FOLDER = Path(__file__).parent / "faults"
+#: Forms that mistakes are planted in, beside the portable one of every rung.
+FORMS = ("fa_tc@sm90", "fa_tc@split", "fa_int8@pv8", "fa_int8@fused")
 
 
 @dataclass(frozen=True)

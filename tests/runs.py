@@ -172,6 +172,16 @@ def revealing_splits() -> Iterator[tuple[Arrays, dict[str, Any]]]:
     yield normal((1, 3, 12, 64), (1, 1, 513, 64)), {"causal": True}  # which two warps share
 
 
+def revealing_stacks() -> Iterator[tuple[Arrays, dict[str, Any]]]:
+    """Yield the same for stacked heads: rows of several of them in a warp, and in two tiles."""
+    for heads, len_q, len_kv in ((8, 9, 600), (10, 15, 530)):
+        yield normal((1, heads, len_q, 64), (1, 1, len_kv, 64)), {"causal": True}
+
+
+#: What reveals mistakes in forms for which `revealing` has no calls.
+REVEALING = {"split": revealing_splits, "sm90": revealing_stacks}
+
+
 def on_host(array: Any) -> np.ndarray:
     return array.get() if hasattr(array, "get") else np.asarray(array)
 

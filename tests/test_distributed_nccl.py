@@ -9,7 +9,6 @@ import re
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,9 +31,6 @@ from cupyattn.distributed.store import Board
 from cupyattn.errors import UnsupportedError
 from tests.distributed_cases import asked_for
 from tests.runs import normal
-
-ROOT = Path(__file__).parents[1]
-
 
 # ---- NCCL, which is not here: what CuPy has of it, on the host -----------------------------------
 

@@ -561,12 +561,6 @@ def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None
     assert "--quick runs without" in capsys.readouterr().err
 
 
-def test_too_few_rounds_are_refused() -> None:
-    args = argparse.Namespace(quick=False, rounds=14, seed=0, json=None)
-    with pytest.raises(ValueError, match="at least 15"):
-        common.run_grid(args, "x", [])
-
-
 def made_up(record: dict[str, Any]) -> dict[str, Any]:
     """Give a mirror's record the times of a device."""
     facts = {"name": "Made up", "driver": "1.2", "power_w": 70.0}

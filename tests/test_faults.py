@@ -16,7 +16,7 @@ from cupyattn import launch
 from cupyattn.features import Features
 from cupyattn.interpret.findings import KINDS
 from cupyattn.registry import VARIANTS
-from tests.fault_patches import FAULTS, Fault, Hunk
+from tests.fault_patches import FAULTS, FORMS, Fault, Hunk
 
 #: What a mistake may show in: features are compiled in or not at all.
 CELLS: tuple[dict[str, Any], ...] = (
@@ -24,6 +24,7 @@ CELLS: tuple[dict[str, Any], ...] = (
     {"causal": True},
     {"window": True},
     {"causal": True, "varlen": True},
+    {"causal": True, "stacked": True},
     {"causal": True, "window": True, "softcap": True, "mask": True, "bias": "float32"},
     {"block_mask": (64, 64)},
     {"rope": "half_split"},
@@ -45,7 +46,10 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
     )
     spec = launch.module_spec(rung, features, tiles, form or "portable")
     sources = [spec.source, "split/merge_splits.cu"] if form == "split" else [spec.source]
-    ptx = [kc.translate(kc.ModuleSpec(folder / s, spec.defines), "sm_80").ptx for s in sources]
+    arch = "sm_90a" if form == "sm90" else "sm_80"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kc, "KERNELS", folder)
+        ptx = [kc.translate(kc.ModuleSpec(s, spec.defines), arch).ptx for s in sources]
     lines = "".join(text.partition(".section")[0] for text in ptx).splitlines()
     return "\n".join(line for line in lines if not re.match(r"\s*(\.file|\.loc|//|\$L__)", line))
 
@@ -53,7 +57,7 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
 def test_there_are_faults_for_every_variant() -> None:
     assert len(FAULTS) >= 12
     seen = {variant for fault in FAULTS for variant in fault.variants}
-    assert seen == {*VARIANTS, "fa_tc@split", "fa_int8@pv8", "fa_int8@fused"}
+    assert seen == {*VARIANTS, *FORMS}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -60,7 +60,7 @@ def test_sums_of_many_keys_stay_in_their_range() -> None:
 def test_steps_are_wide_where_lengths_fill_them() -> None:
     """Scales of K are those of the same keys either way."""
     rung = lookup("fa_int8")
-    narrow, wide = rung.hopper_pv8_tiles[128], rung.hopper_pv8_wide_tiles[128]
+    narrow, wide = rung.hopper_pv8_tiles[128], rung.hopper_other_tiles["sm90_pv8"][128][0]
     few = rung.tiles_for(128, form="sm90_pv8", lengths=(4096, 77))
     some = rung.tiles_for(128, form="sm90_pv8", lengths=(512, 300))
     assert few == some == narrow

@@ -13,13 +13,13 @@ from cupyattn.interpret import Finding, KernelFault
 from cupyattn.registry import VARIANTS
 from tests.fault_patches import FAULTS, Fault, put_in_place
 from tests.runs import (
+    REVEALING,
     Arrays,
     Run,
     embedded,
     normal,
     packed,
     revealing,
-    revealing_splits,
     revealing_zero_points,
     run,
     run_packed,
@@ -35,7 +35,7 @@ SEEN = [
 ]
 
 #: Rungs that run without a mistake at once; the others take minutes, and are slow.
-AT_ONCE = ("fa_tc", "fa_tc@split")
+AT_ONCE = ("fa_tc", "fa_tc@sm90", "fa_tc@split")
 
 
 class Judged(Protocol):
@@ -75,8 +75,10 @@ def problems(first: str) -> list[tuple[Arrays, dict[str, Any]]]:
 
 
 def interpreted(variant: str, first: str = "") -> Iterator[Run]:
-    for inputs, options in revealing_splits() if "@split" in variant else problems(first):
-        yield run(variant, inputs, backend="interpret", **options)
+    form = variant.partition("@")[2]
+    arch = "sm_90a" if form == "sm90" else None
+    for inputs, options in REVEALING[form]() if form in REVEALING else problems(first):
+        yield run(variant, inputs, backend="interpret", arch=arch, **options)
 
 
 def interpreted_zero_points(variant: str) -> Iterator[Run]:
@@ -93,13 +95,13 @@ def interpreted_packed(variant: str) -> Iterator[Run]:
     "variant",
     [
         pytest.param(variant, marks=[pytest.mark.slow] if variant not in AT_ONCE else [])
-        for variant in (*VARIANTS, "fa_tc@split", "fa_int8@pv8")
+        for variant in (*VARIANTS, "fa_tc@sm90", "fa_tc@split", "fa_int8@pv8")
     ],
 )
 def test_without_a_mistake_nothing_is_reported_and_every_judgement_holds(variant: str) -> None:
     for one in interpreted(variant):
         one.check()
-    if variant != "fa_tc@split":
+    if variant.partition("@")[2] not in REVEALING:
         for one in interpreted_packed(variant):
             one.check()
     if variant in ("fa_int8", "fa_int8@pv8"):

@@ -199,7 +199,7 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
 def test_steps_of_fewer_keys_spill_nothing(causal: bool) -> None:
     """What lengths that leave wide steps empty have in their place."""
     variant, form = VARIANTS["fa_int8"], "sm90_pv8"
-    for head_dim in variant.hopper_pv8_wide_tiles:
+    for head_dim in variant.hopper_other_tiles[form]:
         features = features_of(variant, form, "float16", head_dim, causal, lse=True)
         tiles = variant.default_tiles(head_dim, form)
         assert tiles != variant.tiles_for(head_dim, form=form)

@@ -37,7 +37,6 @@ from cupyattn.tiles import Tiles
 from tests.structs import check_struct
 
 GROUPS = (1, 2, 16, 64, 128, GROUP_ALL)
-HEADER = kc.KERNELS / "prims" / "quant.cuh"
 
 #: One cell per (dtype, head_dim), with the groups rotated over the head sizes.
 CELLS = [

@@ -108,7 +108,7 @@ ACCESSES["atom"] = ACCESSES["red"] = lambda inst: (
 ACCESSES["cp"] = lambda inst: ("shared", _copy_bytes(inst)) if len(inst.operands) > 1 else None
 
 
-def address_reader(operand: Operand, space: str) -> Callable[[Machine], Ints]:
+def address_reader(operand: Operand) -> Callable[[Machine], Ints]:
     """Return what computes the addresses that an operand names, one for each lane."""
     if isinstance(operand, Register):
         operand = Address(operand, 0)
@@ -139,7 +139,7 @@ def load(inst: Instruction) -> Execute | None:
     space, count, type_name = shape
     dtype = DTYPES[type_name]
     writes = [writer(x) for x in items_of(inst.operands[0])]
-    addresses = address_reader(inst.operands[1], space)
+    addresses = address_reader(inst.operands[1])
     unit = dtype.itemsize
     strong, acquires = _is_strong(inst), _orders_blocks(inst, "acquire")
     if len(writes) != count:
@@ -171,7 +171,7 @@ def store(inst: Instruction) -> Execute | None:
     space, count, type_name = shape
     unit = DTYPES[type_name].itemsize
     reads = [reader(x, f"b{8 * unit}") for x in items_of(inst.operands[1])]
-    addresses = address_reader(inst.operands[0], space)
+    addresses = address_reader(inst.operands[0])
     strong, releases = _is_strong(inst), _orders_blocks(inst, "release")
     if len(reads) != count or space == "cluster":
         return None
@@ -222,7 +222,7 @@ def atomic(inst: Instruction) -> Execute | None:
     combine, dtype = _ATOMIC[operation], DTYPES[type_name]
     operands = list(inst.operands)
     writes = [writer(x) for x in items_of(operands.pop(0))] if inst.opcode == "atom" else []
-    addresses = address_reader(operands.pop(0), space)
+    addresses = address_reader(operands.pop(0))
     reads = [[reader(x, type_name) for x in items_of(operand)] for operand in operands]
     acquires, releases = (_orders_blocks(inst, how) for how in ("acquire", "release"))
     if any(len(read) != count for read in reads):
@@ -338,8 +338,8 @@ def copy_async(inst: Instruction) -> Execute | None:
 
 def _copy(inst: Instruction) -> Execute | None:
     width = _copy_bytes(inst)
-    targets = address_reader(inst.operands[0], "shared")
-    sources = address_reader(inst.operands[1], "global")
+    targets = address_reader(inst.operands[0])
+    sources = address_reader(inst.operands[1])
     size: Read | None = None
     if len(inst.operands) == 4:
         last = inst.operands[3]

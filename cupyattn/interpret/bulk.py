@@ -257,7 +257,7 @@ def _corner(operand: Operand) -> tuple[Callable[[Machine], Ints], list[Callable[
     if not isinstance(operand, Address):
         raise TypeError(f"{operand} is no tensor operand")
     coordinates = [_coordinate(x) for x in operand.coordinates]
-    return address_reader(Address(operand.base, operand.offset), "generic"), coordinates
+    return address_reader(Address(operand.base, operand.offset)), coordinates
 
 
 def _coordinate(operand: Operand) -> Callable[[Machine], Ints]:
@@ -302,9 +302,9 @@ def _bulk(inst: Instruction) -> Execute | None:
 
 
 def _bring(inst: Instruction) -> Execute:
-    target = address_reader(inst.operands[0], "shared")
+    target = address_reader(inst.operands[0])
     tensor, coordinates = _corner(inst.operands[1])
-    barrier = address_reader(inst.operands[2], "shared")
+    barrier = address_reader(inst.operands[2])
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         engine = machine.engine
@@ -319,10 +319,10 @@ def _bring(inst: Instruction) -> Execute:
 
 
 def _bring_bytes(inst: Instruction) -> Execute:
-    target = address_reader(inst.operands[0], "shared")
-    source = address_reader(inst.operands[1], "global")
+    target = address_reader(inst.operands[0])
+    source = address_reader(inst.operands[1])
     count = reader(inst.operands[2], "u32")
-    barrier = address_reader(inst.operands[3], "shared")
+    barrier = address_reader(inst.operands[3])
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         numbers = [machine.each(read(machine)) for read in (source, target, count, barrier)]
@@ -335,7 +335,7 @@ def _bring_bytes(inst: Instruction) -> Execute:
 
 def _take(inst: Instruction) -> Execute:
     tensor, coordinates = _corner(inst.operands[0])
-    source = address_reader(inst.operands[1], "shared")
+    source = address_reader(inst.operands[1])
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         engine = machine.engine

@@ -260,7 +260,7 @@ def map_address(inst: Instruction) -> Execute | None:
     if inst.modifiers != ("shared::cluster", "u32"):
         return None
     write = writer(inst.operands[0])
-    address, rank = address_reader(inst.operands[1], "shared"), reader(inst.operands[2], "u32")
+    address, rank = address_reader(inst.operands[1]), reader(inst.operands[2], "u32")
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         ranks = machine.each(rank(machine)).astype(np.int64)

@@ -81,7 +81,7 @@ class Mbarriers:
         self._asleep: dict[tuple[int, int], list[int]] = {}  # barrier and place, lanes
         self.fence_time = np.zeros(machine.size, np.int32)  # of each lane's last memory fence
 
-    def at(self, address: Ints, lanes: Ints, *, atomic: bool = True) -> list[Mbarrier]:
+    def at(self, address: Ints, lanes: Ints) -> list[Mbarrier]:
         """Return the barriers at the addresses of `lanes`, each access checked."""
         shared = self._machine.shared
         offset = shared.offset(address, 8, lanes)
@@ -91,8 +91,7 @@ class Mbarriers:
             self._machine.report(
                 "never written", message, lanes, missing, offset % max(shared.stride, 1)
             )
-        if atomic:
-            shared.exchange(address, 8, lanes)
+        shared.exchange(address, 8, lanes)
         return [self._barriers[int(x)] for x in offset]
 
     def create(self, address: Ints, counts: Ints, lanes: Ints) -> None:
@@ -217,7 +216,7 @@ def mbarrier(inst: Instruction) -> Execute | Step | None:
     if kind in (("try_wait", "parity"), ("test_wait", "parity"), ("try_wait",), ("test_wait",)):
         return _wait(inst, operands, parity="parity" in kind, blocks=kind[0] == "try_wait")
     if kind == ("complete_tx",):
-        address, tx = address_reader(operands[0], "shared"), _count(operands[1], 0)
+        address, tx = address_reader(operands[0]), _count(operands[1], 0)
 
         def complete(machine: Machine, lanes: Lanes) -> None:
             index = lanes.index
@@ -235,7 +234,7 @@ def mbarrier(inst: Instruction) -> Execute | Step | None:
 
 
 def _init(operands: list[Operand]) -> Execute:
-    address, count = address_reader(operands[0], "shared"), _count(operands[1], 0)
+    address, count = address_reader(operands[0]), _count(operands[1], 0)
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         index = lanes.index
@@ -248,7 +247,7 @@ def _arrive(
     operands: list[Operand], count: Operand | None, tx: Callable[[Machine], Ints], default: int
 ) -> Execute:
     write = writer(operands[0])
-    address, counts = address_reader(operands[1], "shared"), _count(count, default)
+    address, counts = address_reader(operands[1]), _count(count, default)
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         index = lanes.index
@@ -263,7 +262,7 @@ def _arrive(
 def _wait(inst: Instruction, operands: list[Operand], *, parity: bool, blocks: bool) -> Step:
     """Wait for a phase: asleep where the instruction may suspend the lane, else just asking."""
     write = writer(operands[0])
-    address = address_reader(operands[1], "shared")
+    address = address_reader(operands[1])
     phase = reader(operands[2], "u32" if parity else "u64")
 
     def execute(machine: Machine, lanes: Lanes) -> None:

@@ -244,7 +244,7 @@ def _shared_access(inst: Instruction) -> tuple[int, _Fetch] | None:
     else:
         return None
     loads = inst.opcode in ("ld", "ldmatrix")
-    addresses = address_reader(inst.operands[1 if loads else 0], space)
+    addresses = address_reader(inst.operands[1 if loads else 0])
 
     def fetch(machine: Machine, lanes: Lanes) -> tuple[Ints, Ints]:
         index = lanes.index

@@ -262,7 +262,7 @@ def load_matrix(inst: Instruction) -> Step | None:
         return None
     count, transposed = tiles
     write = fragment_writer(inst.operands[0])
-    addresses = access.address_reader(inst.operands[1], "shared")
+    addresses = access.address_reader(inst.operands[1])
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         index = lanes.index.reshape(-1, WARP)[:, : 8 * count].ravel()
@@ -280,7 +280,7 @@ def store_matrix(inst: Instruction) -> Step | None:
         return None
     count, transposed = tiles
     read = fragment_reader(inst.operands[1])
-    addresses = access.address_reader(inst.operands[0], "shared")
+    addresses = access.address_reader(inst.operands[0])
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         index = lanes.index.reshape(-1, WARP)[:, : 8 * count].ravel()

@@ -16,7 +16,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.plans import Operand
 from cupyattn.preparation import EPS, Preparation
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.packed import join, packed_groups
+from cupyattn.quant.packed import join
 from cupyattn.quant.plan import parts, plan_quantize
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import (
@@ -333,16 +333,9 @@ def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> Non
         )
 
 
-def scale_shape(
-    x: tuple[int, ...], group: int, granularity: str, packed: tuple[int, int] | None = None
-) -> tuple[int, int, int]:
-    """Return the shape of the scales of an operand of shape (batch, heads, length, head_dim).
-
-    `packed` is as for `cupyattn.quant.plan.Part`.
-    """
+def scale_shape(x: tuple[int, ...], group: int, granularity: str) -> tuple[int, int, int]:
+    """Return the shape of the scales of an operand of shape (batch, heads, length, head_dim)."""
     groups = group_count(x[2], group)
-    if packed is not None:
-        groups = packed_groups(x[2], packed[0], group)
     return (1, 1, groups) if granularity == "tensor" else (x[0], x[1], groups)
 
 

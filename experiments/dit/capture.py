@@ -41,7 +41,7 @@ def blocks_of(depth: int) -> tuple[int, ...]:
     return tuple(sorted({min(1, depth - 2), max(depth - 2, 1)}))
 
 
-def capture(model: Model, weights: Parameters, steps: int = STEPS) -> dict[str, np.ndarray]:
+def capture(model: Model, weights: Parameters) -> dict[str, np.ndarray]:
     """Return Q, K and V by name: ``layer1_step25_q`` and so on, (1, heads, len, head_dim), float16.
 
     Parameters
@@ -49,16 +49,14 @@ def capture(model: Model, weights: Parameters, steps: int = STEPS) -> dict[str, 
     model : Model
     weights : Parameters
         float16.
-    steps : int
-        Of the sampler; those of `common.captured_steps` are kept.
     """
     found: list[Any] = []
-    blocks, kept = blocks_of(model.shape.depth), common.captured_steps(steps)
+    blocks, kept = blocks_of(model.shape.depth), common.captured_steps(STEPS)
 
     def at(step: int) -> Any:
         return Recorder(Kernels(), step, blocks if step in kept else (), found)
 
-    sample(model, weights, modes.CALIBRATION_SEEDS[:1], at, steps=steps)
+    sample(model, weights, modes.CALIBRATION_SEEDS[:1], at)
     return {
         f"layer{layer}_step{step}_{name}": np.ascontiguousarray(on_host(x)[:, :HEADS])
         for step, layer, *operands in found

@@ -124,7 +124,6 @@ def train(
     *,
     steps: int = 1000,
     batch: int = 256,
-    seed: int = 0,
     advance: Callable[[str], None] = lambda done: None,
 ) -> tuple[FeatureNet, float]:
     """Train the network; return it, and the share of its last hundred batches that it told right.
@@ -134,11 +133,11 @@ def train(
     sizes : Stages
     xp : module
         NumPy or CuPy.
-    steps, batch, seed : int
+    steps, batch : int
     advance : callable
         Told of every step.
     """
-    rng = np.random.default_rng([0xFEA7, seed])
+    rng = np.random.default_rng(0xFEA7)
     weights = Parameters(
         sizes.parameters, np.zeros(sum(map(math.prod, sizes.parameters.values())), np.float32)
     )

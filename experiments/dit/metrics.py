@@ -139,12 +139,12 @@ class ToReal:
         return np.array([frechet(Moments.of(x[rows]), self._real) for rows in resamples])
 
 
-def draws(count: int, resamples: int = RESAMPLES, seed: int = 0) -> npt.NDArray[np.intp]:
+def draws(count: int, resamples: int = RESAMPLES) -> npt.NDArray[np.intp]:
     """Return which samples each resample of a bootstrap takes, (resamples, count)."""
-    return np.random.default_rng(seed).integers(0, count, (resamples, count))
+    return np.random.default_rng(0).integers(0, count, (resamples, count))
 
 
-def mean_interval(samples: npt.ArrayLike, *, seed: int = 0) -> list[float]:
+def mean_interval(samples: npt.ArrayLike) -> list[float]:
     """Return the mean of samples and its 95 % bootstrap interval, of percentiles.
 
     Examples
@@ -153,7 +153,7 @@ def mean_interval(samples: npt.ArrayLike, *, seed: int = 0) -> list[float]:
     [2.0, 2.0, 2.0]
     """
     values = np.asarray(samples, np.float64)
-    found = values[draws(values.size, seed=seed)].mean(axis=1)
+    found = values[draws(values.size)].mean(axis=1)
     return [float(values.mean()), *map(float, np.percentile(found, [2.5, 97.5]))]
 
 

@@ -149,7 +149,6 @@ def train(
     stop: Callable[[], bool],
     keep: Callable[[State], None],
     advance: Callable[[str], None] = lambda done: None,
-    drawn: Callable[[Settings, int], Batch] = draw,
 ) -> bool:
     """Take steps until all are done, or it is time to stop.
 
@@ -164,8 +163,6 @@ def train(
         Called with the state every `CHECKPOINT_SECONDS`, and at the end.
     advance : callable
         Told of every step.
-    drawn : callable
-        Returns the batch of a step.
 
     Returns
     -------
@@ -175,10 +172,10 @@ def train(
     settings, before = trainer.settings, time.monotonic()
     kept = before
     with ThreadPoolExecutor(1) as pool:  # draws the next batch while the device computes
-        following = pool.submit(drawn, settings, state.step)
+        following = pool.submit(draw, settings, state.step)
         while state.step < settings.steps:
             batch = following.result()
-            following = pool.submit(drawn, settings, state.step + 1)
+            following = pool.submit(draw, settings, state.step + 1)
             trainer.step(state, batch)
             now = time.monotonic()
             state.seconds, before = state.seconds + now - before, now

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from cupyattn.registry import VARIANTS
-from tests.fault_patches import FAULTS, Fault, put_in_place
+from tests.fault_patches import FAULTS, FORMS, Fault, put_in_place
 from tests.gpu.support import embedded, moved, on_device, prebuild, run, run_packed, specs_of
-from tests.runs import Run, packed, revealing, revealing_splits, revealing_zero_points
+from tests.runs import REVEALING, Run, packed, revealing, revealing_zero_points
 
 cupy = pytest.importorskip("cupy")
 
@@ -39,10 +39,11 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def runs(variant: str) -> Iterator[Run]:
-    found = revealing_splits() if "@split" in variant else revealing(2, 2, ((70, 33), (150, 333)))
+    form = variant.partition("@")[2]
+    given = on_device if form == "sm90" else lambda *inputs: map(embedded, inputs)
+    found = REVEALING[form]() if form in REVEALING else revealing(2, 2, ((70, 33), (150, 333)))
     for inputs, options in found:
-        options = moved(options)
-        yield run(variant, tuple(embedded(x) for x in inputs), **options)
+        yield run(variant, tuple(given(*inputs)), **moved(options))
 
 
 def zero_point_runs(variant: str) -> Iterator[Run]:
@@ -60,7 +61,7 @@ def packed_runs(variant: str) -> list[Run]:
     ]
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "fa_tc@split", "fa_int8@pv8", "fa_int8@fused"])
+@pytest.mark.parametrize("variant", [*VARIANTS, *FORMS])
 def test_without_a_mistake_every_judgement_holds(variant: str) -> None:
     for one in runs(variant):
         one.check()
