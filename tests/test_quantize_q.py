@@ -63,7 +63,7 @@ def test_the_bits_are_those_of_the_pass(
 
 
 def test_rows_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros, an infinity, a NaN, the least and the largest numbers; a row of them and one beside."""
+    """Zeros, an infinity, a NaN, the least and the largest numbers."""
     q, k, v = normal((1, 1, 70, 64), (1, 1, 90, 64))
     q[0, 0, 0], q[0, 0, 3, 5], q[0, 0, 8, 1] = 0, np.inf, np.nan
     q[0, 0, 13], q[0, 0, 21] = 6e-8, 65504

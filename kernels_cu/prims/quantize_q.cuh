@@ -13,8 +13,7 @@ constexpr int Q_NUMBER_BOXES = ceil_div(HEAD_DIM, 64);  // of 64 columns, 128 by
 
 static_assert(
     !QUANTIZE_Q || (ELEM_IS_16_BIT && !LSE && !ZERO_POINTS && (GROUP_Q == 1 || GROUP_Q == 2)),
-    "QUANTIZE_Q needs 16-bit Q, GROUP_Q 1 or 2, no LSE, which reads codes of Q, and no "
-    "ZERO_POINTS");
+    "QUANTIZE_Q needs 16-bit Q, GROUP_Q of 1 or 2, no ZERO_POINTS and no LSE");
 
 // S1 quantise Q: of the 16 rows from warp_row on, codes and the scale of this lane's two, row g and
 // row g + 8. Rows from `rows` on are of another sequence: zeros. Then the place of the numbers is

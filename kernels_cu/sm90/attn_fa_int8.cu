@@ -11,6 +11,8 @@
 //              place of its own, for it has twice the bytes of Q. Whether weights are small enough
 //              is asked of the largest pair of them, not of their sum.
 //              (diff attn_fa_tc.cu attn_fa_int8.cu)
+//              Q may come as numbers: the warps that multiply its rows make codes of them, where
+//              no pass before has to write what this one reads back.
 // Kept simple  At least 16 adjacent keys share a scale: finer ones are left to the portable form.
 //              Packed sequences and block masks as in the Hopper form of fa_tc.
 // Tried        Integers to floats before the exponentials, not among them: 0.97 at head_dim 128.
@@ -18,10 +20,13 @@
 //              head_dim 64. Exponentials by turns in place of products: 0.93. 128 to 160 keys and
 //              two warpgroups: 0.8. No turns: 0.97. Descriptors whose upper halves ptxas cannot see
 //              through: 0.99. Scales of Q by a warp of the producers, a tile ahead: 0.96 to 0.99,
-//              0.91 at head_dim 64 causal. (experiments/results/NOTES.md)
-// Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
-//              fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor core over keys, R7 times
-//              1/l and store (cupyattn/numerics.py)
+//              0.91 at head_dim 64 causal. Codes of Q by the other warps of the producers, to
+//              whom a tile is known two steps before it begins: 0.90 of a call whose pass makes
+//              them, where 1.04 to 1.05 is this. (experiments/results/NOTES.md)
+// Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
+//              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 16 bits,
+//              R6 alpha, l and the tensor core over keys, R7 times 1/l and store
+//              (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/named_barrier.cuh"

@@ -23,9 +23,10 @@
 //              now. Of those: no turns 0.80; O shifted only where a row of the warp moves 0.98;
 //              scores in halves, the first behind P V of the step before and its maximum found
 //              beside the second, 0.98 (head_dim 64 0.96, 256 0.82). (experiments/results/NOTES.md)
-// Rounding     R1 by quantize.cu; R3 dot to float (exact), the factor of both scales, within R4's
-//              fma; R4 exp2, R5 P to 8 bits, R6 l, and what shifts drop of O, R7 O to float, times
-//              the channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
+// Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
+//              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 8 bits,
+//              R6 l, and what shifts drop of O, R7 O to float, times the channel's scale, times
+//              1/l, plus the mean, and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/channel_scales.cuh"
 #include "prims/config.cuh"
