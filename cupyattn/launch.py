@@ -238,7 +238,8 @@ def _persistent(
     uneven = uneven or call.packed is not None or call.block_mask != (0, 0)
     cuts = form in PIECES_OF and not uneven
     steps = -(-call.len_kv // tiles.block_kv)
-    cut = pieces.share_out(count, steps, HOPPER_BLOCKS if cuts else 1)  # one block cuts nothing
+    sharing = HOPPER_BLOCKS if cuts else 1  # one block cuts nothing
+    cut = pieces.share_out(count, steps, sharing, tiles.block_kv)
     structs: tuple[Any, ...] = tuple(tensor_map_of(*box) for box in boxes)
     structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None}),)
     structs += ((PIECE_PARAMS, cut.params),) if form in PIECES_OF else ()

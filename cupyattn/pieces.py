@@ -13,9 +13,10 @@ from typing import Any
 from cupyattn.numerics import MOST_PIECES
 from cupyattn.tiles import Tiles
 
-#: Steps that cutting has to save: what is left to be merged, by a second kernel, costs about ten.
+#: Steps of up to `STEP_KEYS` keys that cutting has to save: what is left to be merged, by a second
+#: kernel, costs about ten.
 #: There are as many pieces of a tile as lanes of a warp at most: MOST_PIECES and one.
-LEAST_SAVED = 16
+LEAST_SAVED, STEP_KEYS = 16, 128
 #: Numbers of steps stay well within an int.
 MOST_STEPS = 2**30
 
@@ -58,8 +59,15 @@ class Pieces:
         return (("piece_O", (*rows, head_dim), "float32"), ("piece_rows", (*rows, 3), "float32"))
 
 
-def share_out(tiles: int, steps: int, blocks: int) -> Pieces:
+def share_out(tiles: int, steps: int, blocks: int, step_keys: int = STEP_KEYS) -> Pieces:
     """Cut the tiles of the last wave so that every block takes as many of their steps.
+
+    Parameters
+    ----------
+    tiles, steps, blocks : int
+        Tiles, the steps of each, and blocks that take them.
+    step_keys : int
+        Keys of a step.
 
     Examples
     --------
@@ -70,6 +78,7 @@ def share_out(tiles: int, steps: int, blocks: int) -> Pieces:
     """
     cut = tiles % blocks
     share = max(-(-cut * steps // blocks), -(-steps // MOST_PIECES), 1)
-    if not cut or steps - share < LEAST_SAVED or max(tiles, blocks) * steps > MOST_STEPS:
+    least = max(1, LEAST_SAVED // max(1, step_keys // STEP_KEYS))
+    if not cut or steps - share < least or max(tiles, blocks) * steps > MOST_STEPS:
         return Pieces(tiles, 0, max(steps, 1), max(steps, 1))
     return Pieces(tiles - cut, cut, steps, share)

@@ -27,18 +27,20 @@ def slow_but(rung: str, rungs: tuple[str, ...] = RUNGS) -> tuple[Any, ...]:
     return tuple(r if r == rung else pytest.param(r, marks=pytest.mark.slow) for r in rungs)
 
 
-@given(st.integers(1, 3000), st.integers(1, 5000), st.integers(1, 300))
+@given(
+    st.integers(1, 3000), st.integers(1, 5000), st.integers(1, 300), st.sampled_from([80, 128, 256])
+)  # fmt: skip
 def test_every_step_of_a_tile_that_is_cut_is_taken_once(
-    tiles: int, steps: int, blocks: int
+    tiles: int, steps: int, blocks: int, keys: int
 ) -> None:
-    found = share_out(tiles, steps, blocks)
+    found = share_out(tiles, steps, blocks, keys)
     assert found.whole + found.cut == tiles
     if not found.cut:
         assert not found.slots and not found.buffers(launch.Tiles(128, 64, 12), 64)
         return
     assert found.whole % blocks == 0 and found.cut < blocks
     used = -(-found.cut * steps // found.share)  # blocks that have any
-    assert used <= blocks and steps - found.share >= LEAST_SAVED
+    assert used <= blocks and (steps - found.share) * max(1, keys // 128) >= LEAST_SAVED
     # Pieces end where a tile ends or a share does; places for them are told apart by both.
     ends = {*range(0, found.cut * steps, steps), *range(0, found.cut * steps, found.share)}
     places = [end // found.share + end // steps for end in sorted(ends)]
@@ -49,6 +51,10 @@ def test_every_step_of_a_tile_that_is_cut_is_taken_once(
 @pytest.mark.parametrize(("tiles", "steps"), [(1320, 205), (1376, 17), (8, LEAST_SAVED)])
 def test_whole_tiles_where_cutting_saves_nothing(tiles: int, steps: int) -> None:
     assert share_out(tiles, steps, 132).whole == tiles
+
+
+def test_steps_of_many_keys_save_more() -> None:
+    assert share_out(20, 10, 132).cut == 0 and share_out(20, 10, 132, 256).cut == 20
 
 
 # ---- what comes out ------------------------------------------------------------------------------
@@ -150,7 +156,7 @@ def test_whole_numbers_are_exact_in_pieces(rung: str) -> None:
 def test_scratch_memory_is_what_the_plan_says(rung: str) -> None:
     plan = planned(rung, small())
     (found,) = (of for one, of in plan.launches[-1].params if one is PIECE_PARAMS)
-    made = share_out(6, -(-500 // plan.tiles.block_kv), 4)
+    made = share_out(6, -(-500 // plan.tiles.block_kv), 4, plan.tiles.block_kv)
     assert (found["whole"], found["cut"], found["share"]) == (made.whole, made.cut, made.share)
     floats = made.slots * plan.tiles.block_q * (32 + 3)
     assert sum(work.nbytes for work in plan.workspace) == 4 * floats
