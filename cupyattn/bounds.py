@@ -32,7 +32,13 @@ from cupyattn.numerics import (
 )
 from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.operand_bounds import LARGEST, preparation, rotation
-from cupyattn.perturbation import gamma, half_ulp, softmax_perturbation, sum_of_operand
+from cupyattn.perturbation import (
+    gamma,
+    half_ulp,
+    rounding_of_mean,
+    softmax_perturbation,
+    sum_of_operand,
+)
 from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
 from cupyattn.registry import lookup
 from cupyattn.rope import Rope, check_turned_before
@@ -353,13 +359,19 @@ def _kernel_bound(
     least = 2.0**-142 if n.by_tile else 2.0**-148
     underflow = (count + score.rises + further + 2)[..., None] * least
     lost = (count * FLUSHED_WEIGHT + underflow[..., 0]) / l_least
-    theta_n = theta_l
-    if n.sums_operand:  # in P.V itself, or of codes, step by step
+    theta_n, rounded, share = theta_l, r5, xp.ones_like(count)
+    if n.sums_operand and n.by_tile and not n.shifts:  # of codes, by the roundings of O
+        r5, share = rounding_of_mean(rho, v, o, delta_o)
+        theta_n = theta_o + (1 + theta_o) * lost / share
+        theta_n = xp.where(rho.sum(axis=-1) < 1, xp.minimum(theta_n, 1.0), 1.0)
+    elif n.sums_operand:  # in P.V itself, or of codes, step by step
         theta_n = sum_of_operand(P_plus, rho, theta_l if n.shifts else theta_o, lost)
+    share = share[..., None]
     with np.errstate(divide="ignore"):
         by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_n) - 1.0
     underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v
-    r6 = theta_o[..., None] * (weighted + r5 + flushed) + underflow
+    flushed = flushed / share
+    r6 = theta_o[..., None] * ((weighted + rounded) / share + flushed) + underflow / share
     if n.shifts:
         r6 = r6 + value_bounds.dropped_by_shifts(unit, _of_block(v_scale, block))
     size = xp.abs(o) + delta_o + flushed + r5 + r6

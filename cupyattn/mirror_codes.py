@@ -25,6 +25,7 @@ def by_tile(
     """The loop of ``"pv8"`` and ``"sm90_fp8"``: P as codes in units of its tile, V as codes."""
     check_value_group(quantized.group_v, tiles)
     state = RowState(scores.rows, scores.subtracts_first)
+    exact_l = state.l.copy()  # the sum of the weights, for lse; l is what O is divided by
     V = cast(Float32, quantized.value_codes())[:, :, None]
     V_scale = cast(Float32, quantized.v_scale)[:, :, None]  # (batch, heads_kv, 1, groups, head_dim)
     O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
@@ -45,8 +46,11 @@ def by_tile(
         weights = tile.exponentials(S, factor)
         fall = tile.M - state.M_finite()
         beta = ex2(fall * factor if scores.subtracts_first else fall)  # R4
-        state.l = fma32(tile.l, beta, state.l)  # R6
         codes = codes_of_p(weights, n.p_type)  # R5
+        exact_l = fma32(tile.l, beta, exact_l * alpha)  # R6
+        # NOTE: the sum of integer codes is exact; that of 8-bit floats is not taken.
+        sum_of_codes = codes.sum(axis=-1, dtype=np.float32)
+        state.l = fma32(sum_of_codes, beta, state.l) if n.sums_operand else exact_l  # R6
 
         # S5 output
         O *= alpha[..., None]  # R6
@@ -60,11 +64,10 @@ def by_tile(
         steps.append(Step(kv0, *merged))
     inverse_l = state.inverse_l()[..., None]
     O = O * (V_scale[..., :1, :] * inverse_l if n.scales_last else inverse_l)  # R7
-    if scores.subtracts_first:
-        state.l = state.l * np.float32(1 / one)  # R7: in units of M
     if quantized.v_mean is not None:
         mean = np.asarray(quantized.v_mean)[:, :, None, None]
         O = np.where(state.l[..., None] == 0, O, O + mean)  # R7; a row without keys stays 0
+    state.l = exact_l * np.float32(1 / one) if scores.subtracts_first else exact_l  # R7: units of M
     return O, state
 
 

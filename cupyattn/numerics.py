@@ -241,7 +241,7 @@ def numerics(
         return Numerics(
             "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
             "fp8" if fp8 else "int32", True, **features,
-            sums_operand=form == "sm90_pv8", shifts=Shifts() if form == "sm90_pv8" else None,
+            sums_operand=not fp8, shifts=Shifts() if form == "sm90_pv8" else None,
             pieces=MOST_PIECES + 1 if form == "sm90_pv8" else 0,
             scales_last=form == "sm90_fp8" or (form == "pv8" and one_scale),
         )  # fmt: skip

@@ -205,6 +205,35 @@ def sum_of_operand(P_plus: Array, rho: Array, theta: Array, lost: Array) -> Arra
     return array_namespace(bound).minimum(bound, 1.0)
 
 
+def rounding_of_mean(rho: Array, v: Array, o: Array, delta_o: Array) -> tuple[Array, Array]:
+    r"""R5: bound what rounding the weights does to a mean that is divided by what they then sum to.
+
+    Parameters
+    ----------
+    rho : (..., rows, keys) array
+        Bounds of what rounding does to each of the perturbed probabilities.
+    v : (..., keys, head_dim) array
+        Values, finite.
+    o, delta_o : (..., rows, head_dim) array
+        The mean of exact probabilities, and a bound of how far that of the perturbed ones is off.
+
+    Returns
+    -------
+    r5 : (..., rows, head_dim) array
+    share : (..., rows) array
+        What the sum comes to at least, where that of the probabilities is 1. Where it comes to
+        nothing this is next to nothing.
+
+    Notes
+    -----
+    :math:`\sum (p_j + ε_j) v_j / (1 + \sum ε_j) - o = \sum ε_j (v_j - o) / (1 + \sum ε_j)`.
+    """
+    total = rho.sum(axis=-1)
+    share = array_namespace(rho).maximum(1.0 - total, 2.0**-60)
+    moved = _spread(rho[..., None, :], v, o)[..., 0, :] + total[..., None] * delta_o
+    return moved / share[..., None], share
+
+
 def _spread(weights: Array, v: Array, o: Array) -> Array:
     """Return sum_j weights_j |v_j - o|, a cache full of differences at a time.
 

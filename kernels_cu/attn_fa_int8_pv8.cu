@@ -8,8 +8,9 @@
 //              already (quantize.cu); S4 subtracts the maximum of the tile, not of the row,
 //              in units of code 1, so that the exponentials are codes but for their rounding, and
 //              where a tile has one scale of K takes that into the row's and finds the maximum
-//              among integers; S5 is two levels of sums, and takes V's zero points off the first;
-//              S6 multiplies by V's scale where a channel has one, and gives back the mean of V.
+//              among integers, and has l of codes and lse's of weights; S5 is two levels of sums,
+//              and takes V's zero points off the first; S6 multiplies by V's scale where a channel
+//              has one, and gives back the mean of V.
 //              The factors of rows lie in shared memory, and loads work out their thread anew: that
 //              leaves the loop the registers it needs.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
@@ -17,12 +18,14 @@
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP], of a
 //              value V_scale[key / GROUP_V][channel].
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 M, up,
-//              and exp2, R5 P to 8 bits, R6 alpha, beta, l and the sum over tiles, R7 V's scale,
-//              times 1/l, plus the mean, and store (cupyattn/numerics.py)
-// Tried, lost  Sums of codes that start at 1.5 * 2^23, and so are floats as they come: 1.04 times
-//              as fast, but the offset rounds the maximum of a tile up by 1.5 units of Q K^T, and
-//              codes of P are no longer what they are defined to be
-//              (experiments/results/NOTES.md).
+//              and exp2, R5 P to 8 bits, R6 alpha, beta, the sum over tiles and l, of integer codes
+//              exact within a tile, R7 V's scale, times 1/l, plus the mean, and store
+//              (cupyattn/numerics.py)
+// Tried, lost  Sums of codes that start at 1.5 * 2^23 and stay floats with it: 1.04 times as fast,
+//              but the offset rounds the maximum of a tile up by 1.5 units of Q K^T, and codes of P
+//              are no longer what they are defined to be. It is taken off again, by an addition in
+//              place of a conversion; of P V, too, that takes registers: 16 to 160 bytes spill in
+//              most forms (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -34,6 +37,7 @@
 #include "prims/value_zeros.cuh"
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
+#include "prims/whole_sums.cuh"
 #include "prims/zero_points.cuh"
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
@@ -52,6 +56,8 @@ constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and n
 // The largest score of a row is that of its largest integer then: two comparisons an instruction.
 // Under a causal mask the maxima of masked steps, which are of floats, take its registers.
 constexpr bool BY_DOTS = ONE_K_SCALE && !ZERO_POINTS && !CAUSAL;
+// The sum that only lse has: in these forms its registers spilled, or others in their place.
+constexpr bool EXACT_L_SHARED = LSE && SUMS_CODES && (HEAD_DIM < 128 || VARLEN);
 
 struct SharedStorage {
   alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];
@@ -60,6 +66,7 @@ struct SharedStorage {
   float K_scale[NUM_STAGES][BLOCK_KV];
   float V_scale[NUM_STAGES][HEAD_DIM_PAD];  // not read if ONE_V_SCALE
   float Q_factor[BLOCK_Q];  // Q scale and softmax scale of each row: registers are few
+  float exact_l[MMA_ROWS][2][EXACT_L_SHARED ? NUM_THREADS : 1];  // of each thread's own
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + ZERO_TILES_BYTES + VALUE_ZEROS_BYTES;
 
@@ -160,6 +167,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
   for (int i = 0; i < NUM_STAGES - 1; ++i) load_kv(first_step + i);
 
   RowState state[MMA_ROWS][2];  // rows g and g + 8 of each row tile
+  float own_exact_l[MMA_ROWS][2];
+  auto exact_l = [&](int r, int h) -> float& {  // this lane's part of the sum of weights
+    return EXACT_L_SHARED ? smem.exact_l[r][h][thread_id_anew()] : own_exact_l[r][h];
+  };
+#pragma unroll
+  for (int r = 0; r < MMA_ROWS; ++r) exact_l(r, 0) = exact_l(r, 1) = 0.0f;
   float O_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = first_step; step < num_steps; ++step) {
     const int kv0 = keys.key(step * BLOCK_KV);
@@ -173,7 +186,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
     load_kv(step + NUM_STAGES - 1);
 
     // S3 scores
-    int32_t dot[MMA_ROWS][MMA_KEYS][4] = {};
+    int32_t dot[MMA_ROWS][MMA_KEYS][4];
+    start_sums(dot);
 #pragma unroll
     for (int k = 0; k < CODES_PAD / 32; ++k) {
       uint32_t Q_frag[MMA_ROWS][4];
@@ -197,20 +211,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        factor[r][h] = row_factor(
-            smem.Q_factor[row0 + r * 16 + g + h * 8], ONE_K_SCALE ? K_scale_tile[0] : 1.0f);  // R3
-    if constexpr (BY_DOTS)
-#pragma unroll
-      for (int r = 0; r < MMA_ROWS; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          int32_t largest = dot[r][0][2 * h];
-#pragma unroll
-          for (int n = 0; n < MMA_KEYS; ++n)
-            largest = max(max(dot[r][n][2 * h], dot[r][n][2 * h + 1]), largest);
-          m[r][h] = float(largest);
-        }
+      for (int h = 0; h < 2; ++h) {
+        const float k_scale = ONE_K_SCALE ? K_scale_tile[0] : 1.0f;
+        factor[r][h] = row_factor(smem.Q_factor[row0 + r * 16 + g + h * 8], k_scale);  // R3
+        if (BY_DOTS) m[r][h] = sum_to_float(largest_of_row(dot[r], h));
+      }
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
       const float2 k_scale = *reinterpret_cast<const float2*>(K_scale_tile + n * 8 + t * 2);
@@ -218,7 +223,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] = float(zeros.tiles->without(
+          S_acc[r][n][i] = sum_to_float(zeros.tiles->without(
                                dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, step % NUM_STAGES,
                                n * 8 + t * 2 + i % 2)) *
                            (ONE_K_SCALE ? 1.0f
@@ -253,60 +258,50 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
+        for (int h = 0; h < 2; ++h) m[r][h] = largest_of_row(S_acc[r], h);
+    RowState tile[MMA_ROWS][2];  // of this step alone
+    bool rises = false;
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        tile[r][h].M = M_of_codes(shfl_max_nan<4>(m[r][h]), factor[r][h]);
+        rises |= tile[r][h].M > state[r][h].M;
+      }
+    // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
+    if (__any_sync(FULL_WARP, rises))
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
         for (int h = 0; h < 2; ++h) {
-          m[r][h] = NEG_INF;
-#pragma unroll
-          for (int n = 0; n < MMA_KEYS; ++n)
-            m[r][h] = fmaxf(m[r][h], fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
-        }
-    float beta[MMA_ROWS][2];  // brings the weights of this tile to the unit of the row
-#pragma unroll
-    for (int r = 0; r < MMA_ROWS; ++r) {
-      RowState tile[2];  // of this step alone: row g, then row g + 8
-#pragma unroll
-      for (int h = 0; h < 2; ++h) tile[h].M = M_of_codes(shfl_max<4>(m[r][h]), factor[r][h]);
-      // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
-      if (__any_sync(FULL_WARP, tile[0].M > state[r][0].M || tile[1].M > state[r][1].M)) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float alpha = state[r][h].advance(tile[h].M);
+          const float alpha = state[r][h].advance(tile[r][h].M);
+          if (SUMS_WEIGHTS) exact_l(r, h) *= alpha;  // R6
 #pragma unroll
           for (int c = 0; c < MMA_COLS; ++c) {
             O_acc[r][c][2 * h] *= alpha;      // R6
             O_acc[r][c][2 * h + 1] *= alpha;  // R6
           }
         }
-      }
+    float beta[MMA_ROWS][2];  // brings the weights of this tile to the unit of the row
+    uint32_t P_frag[MMA_ROWS][BLOCK_KV / 32][4];  // four key tiles of S are one k step of P
+    p_sum_t P_sum[MMA_ROWS][4] = {};              // of the codes of a row
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        beta[r][h] = ex2_approx_ftz((tile[h].M - state[r][h].M_finite()) * M_TO_LOG2);  // R4
-        const float M = tile[h].M_finite();
+        beta[r][h] = ex2_approx_ftz((tile[r][h].M - state[r][h].M_finite()) * M_TO_LOG2);  // R4
 #pragma unroll
-        for (int n = 0; n < MMA_KEYS; ++n)
-#pragma unroll
-          for (int i = 2 * h; i < 2 * h + 2; ++i) {
-            S_acc[r][n][i] = ex2_approx_ftz(code_exponent(S_acc[r][n][i], factor[r][h], -M));  // R4
-            tile[h].l += S_acc[r][n][i];  // R6: this lane's part of l
-          }
-        state[r][h].l = fmaf(tile[h].l, beta[r][h], state[r][h].l);  // R6
+        for (int i = h; i < BLOCK_KV / 8; i += 2)  // two key tiles: four neighbours in V
+          P_frag[r][i / 4][i % 4] = weigh_codes(S_acc[r], i, factor[r][h], tile[r][h]);   // R5
+        if (SUMS_WEIGHTS) exact_l(r, h) = fmaf(tile[r][h].l, beta[r][h], exact_l(r, h));  // R6
       }
+      sum_p_codes(P_sum[r], P_frag[r]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        state[r][h].l = fmaf(float(P_sum[r][2 * h + 1]), beta[r][h], state[r][h].l);  // R6
     }
 
     // S5 output
-    uint32_t P_frag[MMA_ROWS][BLOCK_KV / 32][4];  // four key tiles of S are one k step of P
-    p_sum_t P_sum[MMA_ROWS][4] = {};              // of the codes of a row, for V's zero points
-#pragma unroll
-    for (int r = 0; r < MMA_ROWS; ++r)
-#pragma unroll
-      for (int k = 0; k < BLOCK_KV / 32; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int n = 4 * k + i / 2 * 2, h = i % 2 * 2;
-          const float *first = S_acc[r][n] + h, *second = S_acc[r][n + 1] + h;
-          P_frag[r][k][i] = pack_p_codes(first[0], first[1], second[0], second[1]);  // R5
-        }
-        add_p_codes(P_sum[r], P_frag[r][k]);
-      }
 #pragma unroll
     for (int c = 0; c < MMA_COLS; c += 2) {
       p_sum_t sum[MMA_ROWS][2][4] = {};  // of this tile, two column tiles
@@ -357,7 +352,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
+      const float sum_of_weights = shfl_sum<4>(exact_l(r, h));                   // R6
+      state[r][h].l = SUMS_CODES ? shfl_sum<4>(state[r][h].l) : sum_of_weights;  // R6
       const float inverse_l = state[r][h].inverse_l();
       const int row = row0 + r * 16 + g + h * 8;
       // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
@@ -375,12 +371,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         if (state[r][h].M > NEG_INF) state[r][h].M += smem.Q_factor[row] * dot;  // R3
       }
       if (q0 + row >= p.len_q) continue;
-      if constexpr (NATURAL_SCORES) state[r][h].l *= 1.0f / P_CODE_ONE;  // R7: in units of M
+      state[r][h].l = sum_of_weights * (NATURAL_SCORES ? 1.0f / P_CODE_ONE : 1.0f);  // R7: of M
       if constexpr (LSE)
         if (t == 0) lse_of(p, batch_head, head)[q0 + row] = state[r][h].lse();
       const float* V_mean = values.V_mean  // [HEAD_DIM]
                             + (batch * p.heads_kv + head_kv) * HEAD_DIM;
-      const bool has_mean = values.V_mean && state[r][h].l != 0.0f;  // a row without keys stays 0
+      const bool has_mean = values.V_mean && inverse_l != 0.0f;  // a row without keys stays 0
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c) {
         const int col = c * 8 + t * 2;

@@ -53,8 +53,10 @@ def value_zeros_arguments() -> Arguments:
 
 def value_zeros_expected(V_zero: np.ndarray, A: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
     of_rows = 1 + A.sum(axis=1, dtype=np.int32)
-    rows = np.arange(32)[:, None] // 4 + np.array([0, 0, 8, 8])
-    return {"pairs": V_zero[2, np.minimum(np.arange(32), HEAD_DIM - 1)], "sums": of_rows[rows]}
+    of_lanes = 1 + A.reshape(16, 2, 4, 4).sum(axis=(1, 3), dtype=np.int32)  # of every fourth four
+    g, t = np.arange(32) // 4, np.arange(32) % 4
+    sums = np.stack([of_rows[g], of_lanes[g, t], of_rows[g + 8], of_lanes[g + 8, t]], axis=1)
+    return {"pairs": V_zero[2, np.minimum(np.arange(32), HEAD_DIM - 1)], "sums": sums}
 
 
 def quant_arguments() -> Arguments:

@@ -75,7 +75,9 @@ def by_hand(scores: np.ndarray, p_type: str) -> np.ndarray:
         codes = one * np.exp2(tile - m)
         codes = codes.astype(E4M3).astype(np.float64) if p_type == "e4m3" else np.rint(codes)
         weights[:, kv0 : kv0 + BLOCK_KV] = codes / one * np.exp2(m - top)
-    return weights / np.exp2(scores - top).sum(axis=1, keepdims=True)
+    # 8-bit floats are divided by the sum of what they round.
+    divided_by = np.exp2(scores - top) if p_type == "e4m3" else weights
+    return weights / divided_by.sum(axis=1, keepdims=True)
 
 
 def even_scores(rows: int, keys: int, seed: int = 0) -> np.ndarray:
@@ -162,9 +164,14 @@ def check_shifted_scores(backend: str, p_type: str, move: Move) -> None:
 
 
 def check_split_keys_merge(backend: str, p_type: str, move: Move) -> None:
-    """Two halves of whole tiles, each attended to by itself, merge by lse to the whole."""
+    """Two halves of whole tiles, each attended to by itself, merge by lse to the whole.
+
+    Keys have the largest score of their tile or next to no weight: lse is that of the codes, too.
+    """
     keys = 4 * BLOCK_KV
-    scores, v = even_scores(32, keys), whole_values(keys)
+    largest = even_scores(32, 4).repeat(BLOCK_KV, axis=1)
+    present = np.random.default_rng(6).random((32, keys)) < 0.5
+    scores, v = np.where(present, largest, largest - 60), whole_values(keys)
     whole, lse = attend(codes_of(scores, v, move, p_type=p_type), backend)
     parts = [
         attend(codes_of(scores[:, half], v[half], move, p_type=p_type), backend)
@@ -185,6 +192,21 @@ def check_constant_values_come_back(backend: str, p_type: str, move: Move) -> No
         *map(move, (q, k, v)), variant="fa_int8", quant=quant, backend=backend, arch=PORTABLE
     )
     assert bits(o) == bits(np.broadcast_to(v[:, :, :1], q.shape))
+
+
+def check_constant_codes_come_back(backend: str, p_type: str, move: Move) -> None:
+    """O is divided by the sum of what multiplies V: where all values are one, O is that value.
+
+    Whatever the scores, and whatever the codes of P round: with the sum of unrounded weights O
+    would be off by what they all round, some 2^-10 of the value.
+    """
+    keys = 3 * BLOCK_KV + 5
+    rng = np.random.default_rng(7)
+    scores, value = rng.integers(-7, 7, (32, keys)), rng.integers(-127, 128, (1, HEAD_DIM))
+    v = np.broadcast_to(value, (keys, HEAD_DIM))
+    z = codes_of(scores, v, move, p_type=p_type, out_dtype="float16")
+    o, _ = attend(z, backend)
+    assert bits(o) == bits(np.broadcast_to(value, o.shape).astype(np.float16))
 
 
 def check_codes_of_p_against_the_mirror(backend: str, p_type: str, move: Move) -> None:

@@ -5,6 +5,8 @@
 
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
+#include "prims/online_softmax.cuh"
+#include "prims/warp.cuh"
 
 static_assert(P_TYPE != PType::NONE, "codes of P need P_TYPE");
 
@@ -22,6 +24,11 @@ __device__ __forceinline__ float M_of_codes(float m, float to_log2) {
 __device__ __forceinline__ float code_exponent(float S, float to_log2, float minus_M) {
   return NATURAL_SCORES ? fmaf(S + minus_M, LOG2E, P_CODE_LOG2) : fmaf(S, to_log2, minus_M);
 }
+
+// What O is divided by, l: the sum of codes, exactly and four at a time, where they are integers;
+// that of weights where they are 8-bit floats. lse has that of weights in either case.
+constexpr bool SUMS_CODES = P_TYPE != PType::E4M3;
+constexpr bool SUMS_WEIGHTS = LSE || !SUMS_CODES;
 
 static_assert(
     P_TYPE == PType::E4M3 || P_CODE_ONE * 256 * BLOCK_KV <= 0x1p24f,
@@ -48,6 +55,38 @@ __device__ __forceinline__ uint32_t pack_p_codes(float x, float y, float z, floa
 #else
   return pack_u8(x, y, z, w);
 #endif
+}
+
+// The largest that a lane has of row g, or with h = 1 of row g + 8, among scores, where NaN is
+// larger than any number, or among the integers that they are made of.
+template <int N>
+__device__ __forceinline__ float largest_of_row(const float (&S)[N][4], int h) {
+  float largest = NEG_INF;
+#pragma unroll
+  for (int n = 0; n < N; ++n) largest = max_nan(largest, max_nan(S[n][2 * h], S[n][2 * h + 1]));
+  return largest;
+}
+template <int N>
+__device__ __forceinline__ int32_t largest_of_row(const int32_t (&dot)[N][4], int h) {
+  int32_t largest = dot[0][2 * h];
+#pragma unroll
+  for (int n = 0; n < N; ++n) largest = max(max(dot[n][2 * h], dot[n][2 * h + 1]), largest);
+  return largest;
+}
+
+// Register i of P's fragments: the codes of a lane's scores of one row and two key tiles, in the
+// unit of `tile`, whose l is added their weights.
+template <int N>
+__device__ __forceinline__ uint32_t
+weigh_codes(const float (&S)[N][4], int i, float to_log2, RowState& tile) {
+  float x[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float score = S[i / 2 * 2 + j / 2][i % 2 * 2 + j % 2];
+    x[j] = ex2_approx_ftz(code_exponent(score, to_log2, -tile.M_finite()));  // R4
+    if (SUMS_WEIGHTS) tile.l += x[j];                                        // R6
+  }
+  return pack_p_codes(x[0], x[1], x[2], x[3]);  // R5
 }
 
 // C [16, 8] += P [16, 32] V [32, 8].

@@ -38,8 +38,18 @@ struct ValueZeros {
   }
 };
 
-// S5: adds the sums of 32 codes of P of each row: of row g in sum[0], of row g + 8 in sum[2].
-__device__ __forceinline__ void add_p_codes(p_sum_t (&sum)[4], const uint32_t (&P_frag)[4]) {
+// S4: the sums of codes of P, added up: of this lane's of row g in sum[1], of row g + 8 in sum[3];
+// of whole rows, which zero points are multiplied with, in sum[0] and sum[2]; none of 8-bit floats.
+template <int N>
+__device__ __forceinline__ void sum_p_codes(p_sum_t (&sum)[4], const uint32_t (&P_frag)[N][4]) {
   constexpr uint32_t FOUR_ONES = 0x01010101u;
-  if constexpr (VALUE_ZERO_POINTS) mma_p_codes(sum, P_frag, FOUR_ONES, FOUR_ONES);
+  uint32_t own[2] = {uint32_t(sum[1]), uint32_t(sum[3])};
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    if constexpr (VALUE_ZERO_POINTS) mma_p_codes(sum, P_frag[k], FOUR_ONES, FOUR_ONES);
+    if constexpr (SUMS_CODES)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) own[i % 2] = __dp4a(P_frag[k][i], FOUR_ONES, own[i % 2]);
+  }
+  sum[1] = own[0], sum[3] = own[1];
 }

@@ -26,6 +26,19 @@ __device__ __forceinline__ float shfl_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, offset));
   return x;
 }
+// The same of numbers of which one that is NaN makes the maximum NaN.
+__device__ __forceinline__ float max_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+template <int LANES>
+__device__ __forceinline__ float shfl_max_nan(float x) {
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2)
+    x = max_nan(x, __shfl_xor_sync(FULL_WARP, x, offset));
+  return x;
+}
 template <int LANES>
 __device__ __forceinline__ float shfl_sum(float x) {
 #pragma unroll

@@ -15,10 +15,10 @@ extern "C" __global__ void value_zeros(
   if (lane_id() < VALUE_COLS / 2)
     *reinterpret_cast<int2*>(pairs + 2 * lane_id()) = zeros.pair(1, 2 * lane_id());
   const int g = lane_id() / 4, t = lane_id() % 4;
-  uint32_t a[4];
+  uint32_t a[1][4];
   for (int i = 0; i < 4; ++i)
-    a[i] = *reinterpret_cast<const uint32_t*>(A + (g + i % 2 * 8) * 32 + i / 2 * 16 + 4 * t);
+    a[0][i] = *reinterpret_cast<const uint32_t*>(A + (g + i % 2 * 8) * 32 + i / 2 * 16 + 4 * t);
   p_sum_t sum[4] = {1, 1, 1, 1};
-  add_p_codes(sum, a);
+  sum_p_codes(sum, a);
   for (int i = 0; i < 4; ++i) sums[4 * lane_id() + i] = sum[i];
 }
