@@ -15,10 +15,11 @@
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), of fine scales times K scale, and the
 //              factor of both scales within R4's fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the
 //              tensor core over keys, R7 times 1/l and store (cupyattn/numerics.py)
-// Tried, lost  Sums of codes that start at the bits of 1.5 * 2^23 and stay floats with it: 1.03
-//              times as fast, but M is then a whole number, one key alone no longer gives its value
-//              to the bit, and the factor has 22 bits. Here an addition takes it off again, where a
-//              conversion has half the rate (experiments/results/NOTES.md).
+// Tried, lost  Sums of codes that start at the bits of 1.5 * 2^23, and so are floats as they come:
+//              1.03 times as fast, but M is then a whole number, one key alone no longer gives its
+//              value to the bit, and the factor has 22 bits. Taken off again by an addition in place
+//              of the conversion, the same bits: 0.98 at head_dim 64, 1.01 at 128
+//              (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/key_parts.cuh"
@@ -29,7 +30,6 @@
 #include "prims/tile_io.cuh"
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
-#include "prims/whole_sums.cuh"
 #include "prims/zero_points.cuh"
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
@@ -151,8 +151,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
     load_kv(step + NUM_STAGES - 1);
 
     // S3 scores
-    int32_t dot[MMA_ROWS][MMA_KEYS][4];
-    start_sums(dot);
+    int32_t dot[MMA_ROWS][MMA_KEYS][4] = {};
 #pragma unroll
     for (int k = 0; k < CODES_PAD / 32; ++k) {
       uint32_t Q_frag[MMA_ROWS][4];
@@ -182,7 +181,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] = sum_to_float(zeros.tiles->without(
+          S_acc[r][n][i] = float(zeros.tiles->without(
                                dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, step % NUM_STAGES,
                                n * 8 + t * 2 + i % 2)) *
                            (i % 2 ? k_scale.y : k_scale.x);  // R3

@@ -23,7 +23,6 @@
 #include "prims/tile_io.cuh"
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
-#include "prims/whole_sums.cuh"
 #include "prims/zero_points.cuh"
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
@@ -121,8 +120,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
     __syncthreads();  // the tiles of this step are visible
 
     // S3 scores
-    int32_t dot[MMA_ROWS][MMA_KEYS][4];
-    start_sums(dot);
+    int32_t dot[MMA_ROWS][MMA_KEYS][4] = {};
 #pragma unroll
     for (int k = 0; k < CODES_PAD / 32; ++k) {
       uint32_t Q_frag[MMA_ROWS][4];
@@ -152,7 +150,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] = sum_to_float(zeros.without(
+          S_acc[r][n][i] = float(zeros.without(
                                dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, 0,
                                n * 8 + t * 2 + i % 2)) *
                            (i % 2 ? k_scale.y : k_scale.x);  // R3

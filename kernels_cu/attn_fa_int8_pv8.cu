@@ -21,11 +21,9 @@
 //              and exp2, R5 P to 8 bits, R6 alpha, beta, the sum over tiles and l, of integer codes
 //              exact within a tile, R7 V's scale, times 1/l, plus the mean, and store
 //              (cupyattn/numerics.py)
-// Tried, lost  Sums of codes that start at 1.5 * 2^23 and stay floats with it: 1.04 times as fast,
-//              but the offset rounds the maximum of a tile up by 1.5 units of Q K^T, and codes of P
-//              are no longer what they are defined to be. It is taken off again, by an addition in
-//              place of a conversion; of P V, too, that takes registers: 16 to 160 bytes spill in
-//              most forms (experiments/results/NOTES.md).
+// Tried, lost  Sums of codes that start at 1.5 * 2^23, and so are floats as they come: 1.04 times
+//              as fast, but the offset rounds the maximum of a tile up by 1.5 units of Q K^T, and
+//              codes of P are no longer what they are defined to be (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -37,7 +35,6 @@
 #include "prims/value_zeros.cuh"
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
-#include "prims/whole_sums.cuh"
 #include "prims/zero_points.cuh"
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
@@ -54,8 +51,7 @@ constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
 constexpr bool ONE_V_SCALE = GROUP_V == 1 << 30;  // a channel has one, and needs it once, in S6
 constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
 // The largest score of a row is that of its largest integer then: two comparisons an instruction.
-// Under a causal mask the maxima of masked steps, which are of floats, take its registers.
-constexpr bool BY_DOTS = ONE_K_SCALE && !ZERO_POINTS && !CAUSAL;
+constexpr bool BY_DOTS = ONE_K_SCALE && !ZERO_POINTS;
 // The sum that only lse has: in these forms its registers spilled, or others in their place.
 constexpr bool EXACT_L_SHARED = LSE && SUMS_CODES && (HEAD_DIM < 128 || VARLEN);
 
@@ -186,8 +182,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
     load_kv(step + NUM_STAGES - 1);
 
     // S3 scores
-    int32_t dot[MMA_ROWS][MMA_KEYS][4];
-    start_sums(dot);
+    int32_t dot[MMA_ROWS][MMA_KEYS][4] = {};
 #pragma unroll
     for (int k = 0; k < CODES_PAD / 32; ++k) {
       uint32_t Q_frag[MMA_ROWS][4];
@@ -214,7 +209,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       for (int h = 0; h < 2; ++h) {
         const float k_scale = ONE_K_SCALE ? K_scale_tile[0] : 1.0f;
         factor[r][h] = row_factor(smem.Q_factor[row0 + r * 16 + g + h * 8], k_scale);  // R3
-        if (BY_DOTS) m[r][h] = sum_to_float(largest_of_row(dot[r], h));
+        if (BY_DOTS) m[r][h] = float(largest_of_row(dot[r], h));
       }
 #pragma unroll
     for (int n = 0; n < MMA_KEYS; ++n) {
@@ -223,7 +218,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          S_acc[r][n][i] = sum_to_float(zeros.tiles->without(
+          S_acc[r][n][i] = float(zeros.tiles->without(
                                dot[r][n][i], row0 + r * 16 + g + i / 2 * 8, step % NUM_STAGES,
                                n * 8 + t * 2 + i % 2)) *
                            (ONE_K_SCALE ? 1.0f

@@ -1,7 +1,4 @@
-"""The kernels of ``prims/exp2.cuh``: exponentials, and whole numbers among floats.
-
-And that of ``prims/whole_sums.cuh``: sums of products of codes that are floats by an addition.
-"""
+"""The kernels of ``prims/exp2.cuh``: exponentials, and whole numbers among floats."""
 
 from __future__ import annotations
 
@@ -9,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.features import Features
 from cupyattn.numerics import EX2_APPROX_ERROR, UNIT_ROUNDOFF
 from cupyattn.rounding import ex2
-from cupyattn.tiles import Tiles
-from tests.prim import Arguments, Prim, defines, rng
+from tests.prim import Arguments, Prim, rng
 
 
 def exp2_arguments() -> Arguments:
@@ -35,27 +30,10 @@ def whole_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
     return {"floor": floor, "integer": finite.astype(np.int32)}
 
 
-def sums_arguments(largest: int) -> Arguments:
-    x = rng().integers(-largest, largest + 1, (32, 4)).astype(np.int32)
-    x[0], x[1] = [0, 1, -1, largest], [-largest, 1 - largest, largest - 1, 2]
-    return {"x": x, "y": np.full((32, 4), np.nan, np.float32)}
-
-
 EXP2_PRIMS = [
     Prim(
         "exp2", "exp2", "exponential", 64, exp2_arguments, lambda x, y: {"y": ex2(x)},
         relative=EX2_APPROX_ERROR + UNIT_ROUNDOFF["float32"],
     ),
     Prim("whole", "exp2", "whole_numbers", 64, whole_arguments, whole_expected),
-    *(
-        Prim(
-            f"whole_sums-{zero_points}", "whole_sums", "whole_sums", 32,
-            lambda largest=largest: sums_arguments(largest),
-            lambda x, y: {"y": x.astype(np.float32)},
-            defines=defines(
-                Tiles(16, 32, 1, 2), Features("float16", 256, vec=8, zero_points=zero_points)
-            ),
-        )
-        for zero_points, largest in ((False, 2**22), (True, 2**24))
-    ),
 ]  # fmt: skip
