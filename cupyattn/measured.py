@@ -6,50 +6,50 @@ Written by ``python -m experiments.fastest``.
 #: Compute capability times ten, dtype, head_dim, length, causal, and microseconds by name.
 Rows = tuple[tuple[int, str, int, int, bool, dict[str, float]], ...]
 
-#: Every rung: NVIDIA H200, revision 1315269ebf, 941940294c.
+#: Every rung: NVIDIA H200, revision a00283f299.
 RECORD = "experiments/results/ladder.json"
 MEASURED: Rows = (
     (90, "float16", 64, 4096, False, {
-        "unfused": 34415.6,
-        "fa": 31919.1,
-        "fa_warps": 13483.1,
-        "fa_tc": 455.0,
-        "fa_int8": 587.6,
+        "unfused": 34429.8,
+        "fa": 31921.5,
+        "fa_warps": 13485.9,
+        "fa_tc": 466.3,
+        "fa_int8": 559.6,
     }),
     (90, "float16", 64, 4096, True, {
-        "unfused": 34413.8,
-        "fa": 16686.6,
-        "fa_warps": 7021.5,
-        "fa_tc": 255.1,
-        "fa_int8": 311.3,
+        "unfused": 34421.9,
+        "fa": 16653.8,
+        "fa_warps": 7022.4,
+        "fa_tc": 261.3,
+        "fa_int8": 304.3,
     }),
     (90, "float16", 128, 4096, False, {
-        "unfused": 64812.6,
-        "fa": 79072.9,
-        "fa_warps": 23593.5,
-        "fa_tc": 714.4,
-        "fa_int8": 690.5,
+        "unfused": 65290.9,
+        "fa": 79585.3,
+        "fa_warps": 23601.4,
+        "fa_tc": 739.6,
+        "fa_int8": 688.2,
     }),
     (90, "float16", 128, 4096, True, {
-        "unfused": 64814.3,
-        "fa": 40408.4,
-        "fa_warps": 12246.9,
-        "fa_tc": 396.8,
-        "fa_int8": 407.9,
+        "unfused": 64857.5,
+        "fa": 40499.8,
+        "fa_warps": 12282.0,
+        "fa_tc": 408.9,
+        "fa_int8": 402.2,
     }),
     (90, "float16", 256, 4096, False, {
-        "unfused": 145536.2,
-        "fa": 181014.2,
-        "fa_warps": 76625.1,
-        "fa_tc": 1406.8,
-        "fa_int8": 1256.5,
+        "unfused": 146178.0,
+        "fa": 182172.7,
+        "fa_warps": 76628.9,
+        "fa_tc": 1398.8,
+        "fa_int8": 1243.1,
     }),
     (90, "float16", 256, 4096, True, {
-        "unfused": 147423.0,
-        "fa": 91369.0,
-        "fa_warps": 38955.7,
-        "fa_tc": 757.1,
-        "fa_int8": 770.3,
+        "unfused": 146131.0,
+        "fa": 90957.7,
+        "fa_warps": 38732.3,
+        "fa_tc": 759.9,
+        "fa_int8": 741.7,
     }),
 )  # fmt: skip
 

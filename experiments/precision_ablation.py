@@ -199,8 +199,8 @@ def draw(record: Mapping[str, Any], path: str) -> None:
             axis.set_visible(False)
         dots = [axes[0].plot([], [], "o", color=c, markersize=4)[0] for c in COLOURS.values()]
         figure.legend(
-            dots, COLOURS, loc="outside upper center", ncols=len(COLOURS), frameon=False,
-            fontsize=8, labelcolor=plots.TEXT,
+            dots, COLOURS, loc="outside upper center", ncols=min(len(COLOURS), 2 * columns),
+            frameon=False, fontsize=8, labelcolor=plots.TEXT,
         )  # fmt: skip
         caption = plots.source(record)
     else:
@@ -219,12 +219,16 @@ def _draw_times(axis: Any, one: Mapping[str, Any]) -> None:
     front = unbeaten(points)
     xs, ys = zip(*(points[name] for name in front), strict=True)
     axis.step(xs, ys, where="post", color=plots.TEXT, linewidth=0.8)
-    for name in front:
-        axis.annotate(
-            name, points[name], xytext=(4, 3), textcoords="offset points", fontsize=6,
-            color=plots.TEXT,
-        )  # fmt: skip
+    axis.text(
+        0.97, 0.03, "\n".join(["unbeaten, by time:", *front]), transform=axis.transAxes, fontsize=7,
+        color=plots.TEXT, ha="right", va="bottom",
+    )  # fmt: skip
     axis.set_yscale("log")
+    axis.set_xscale("log")
+    ticks = [t for t in (0.5, 1, 2, 4, 8, 16) if 0.9 * min(points.values())[0] <= t]
+    axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axis.set_xlim(0.9 * min(points.values())[0], 1.1 * max(points.values())[0])
+    axis.minorticks_off()
     axis.set_title(one["problem"]["distribution"], fontsize=10, color=plots.TEXT)
     axis.set_xlabel("time / default's", fontsize=8, color=plots.TEXT)
     axis.set_ylabel("relative error", fontsize=8, color=plots.TEXT)
