@@ -29,7 +29,7 @@ KERNELS := $(wildcard kernels_cu/*.cu kernels_cu/*/*.cu kernels_cu/*/*.cuh)
 # The checkout is what runs, whatever is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: ladder test test-quick test-slow test-interop test-wheel lint setup clean
+.PHONY: ladder test test-quick test-slow test-interop test-browser test-wheel lint setup clean
 
 ladder: $(READY)
 	$(RUN) -m cupyattn ladder
@@ -53,14 +53,20 @@ SLOW ?= -m "not slow"
 FRAMEWORKS ?= torch jax diffusers transformers accelerate compressed-tensors
 ifdef NO_VENV
 FRAMEWORKS_READY :=
+BROWSER_READY :=
 else
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
+BROWSER_READY := $(VENV)/.ready-browser
 endif
 
 test-interop: $(FRAMEWORKS_READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
 		$(SLOW) tests/test_interop_*.py tests/test_examples.py tests/test_checkpoint_readers.py \
 		tests/test_diffusers_blocks.py
+
+# The report in Chromium, at the widths of phones and of a desk, light and dark.
+test-browser: $(BROWSER_READY)
+	$(RUN) -m pytest tests/test_report_browser.py
 
 # Builds sdist and wheel, installs each with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)
@@ -88,6 +94,11 @@ $(VENV)/.ready-$(EXTRA): setup.cfg pyproject.toml
 $(VENV)/.ready-frameworks: $(READY)
 	@echo "Adding $(FRAMEWORKS) to $(VENV), once: torch alone may be gigabytes where there is a GPU"
 	$(RUN) -m pip install --quiet --disable-pip-version-check $(FRAMEWORKS)
+	@touch $@
+
+$(VENV)/.ready-browser: $(READY)
+	@echo "Adding a browser (PySide6) to $(VENV), once"
+	$(RUN) -m pip install --quiet --disable-pip-version-check PySide6
 	@touch $@
 
 clean:

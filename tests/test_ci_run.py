@@ -72,7 +72,7 @@ def test_options(option: str, status: int) -> None:
 def test_without_all_there_is_one_python(checkout: Path) -> None:
     status, table = start(checkout)
     assert status == 0 and "NOT RUN" not in table and "Python 3" not in table
-    assert re.findall(r" s +(\w+)", table) == ["ok"] * 6
+    assert re.findall(r" s +(\w+)", table) == ["ok"] * 7
 
 
 def test_what_is_not_there_is_not_run(checkout: Path) -> None:

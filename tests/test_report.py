@@ -72,7 +72,7 @@ def test_ways_whose_names_have_commas_are_bars_of_one_chart() -> None:
 
 
 def test_the_page_fits_any_width_and_loads_nothing() -> None:
-    """No browser is at hand: what would break a narrow or a dark one is looked for in the text."""
+    """Without a browser: what would break one that is narrow or dark is looked for in the text."""
     text = report.page([(f.stem, records.read(f)) for f in sorted(RESULTS.glob("*.json"))])
     page = Page(text)
     assert not page.open and "script" not in page.tags and "link" not in page.tags
