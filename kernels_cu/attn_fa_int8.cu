@@ -17,8 +17,8 @@
 //              tensor core over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Tried, lost  Sums of codes that start at the bits of 1.5 * 2^23, and so are floats as they come:
 //              1.03 times as fast, but M is then a whole number, one key alone no longer gives its
-//              value to the bit, and the factor has 22 bits. Taken off again by an addition in place
-//              of the conversion, the same bits: 0.98 at head_dim 64, 1.01 at 128
+//              value to the bit, and the factor has 22 bits. Taken off again by an addition, in
+//              place of the conversion: 0.98 at head_dim 64, 1.01 at 128, the same bits
 //              (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
