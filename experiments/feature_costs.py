@@ -45,7 +45,7 @@ PLAIN, PACKED = "plain", "packed"
 #: Every feature alone, in the order of the page, and what it is in this experiment.
 FEATURES = {
     PLAIN: "nothing but attention",
-    "lse": "`return_lse=True`",
+    "lse": "`return_lse=True`; on Hopper the pass then makes the codes of Q, too (`fa_int8`)",
     "causal": "`causal=True`: half of the keys",
     "window": "`window=(n, n)`, n a sixteenth of the length: an eighth of the keys",
     "softcap": "`softcap=30.0`",
