@@ -51,7 +51,8 @@ constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
 constexpr bool ONE_V_SCALE = GROUP_V == 1 << 30;  // a channel has one, and needs it once, in S6
 constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
 // The largest score of a row is that of its largest integer then: two comparisons an instruction.
-constexpr bool BY_DOTS = ONE_K_SCALE && !ZERO_POINTS;
+// Where lse's sums take their registers, the maxima of masked steps, which are of floats, spilled.
+constexpr bool BY_DOTS = ONE_K_SCALE && !ZERO_POINTS && !(CAUSAL && LSE);
 // The sum that only lse has: in these forms its registers spilled, or others in their place.
 constexpr bool EXACT_L_SHARED = LSE && SUMS_CODES && (HEAD_DIM < 128 || VARLEN);
 
