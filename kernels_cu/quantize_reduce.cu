@@ -5,9 +5,9 @@
 // Idea         One launch for all operands, and one read of each: blocks add up slices side by
 //              side, or find maxima. What slices came to is added up by every block that needs it:
 //              a few numbers of a cache, and no block waits for the last of a head.
-// Steps        SUMS      slices of the rows, each summed by a block, for the mean
-//              EXTREMA   the same, with the least and the largest number of every channel, from
-//                        which follows how far a whole head reaches from its mean
+// Steps        SUMS      slices of the rows of the mean, each summed by a block
+//              EXTREMA   slices of all rows: the same, with the least and the largest number of
+//                        every channel, from which follows how far a head reaches from its mean
 //              REACH     the maxima of groups of rows that span blocks, met in global memory
 // Kept simple  No float is summed by an atomic: sums have a fixed order. The same input gives the
 //              same bits on every run.

@@ -16,7 +16,14 @@ from cupyattn.launch import check_grid
 from cupyattn.plans import Launch, Operand, Plan, Workspace
 from cupyattn.quant.config import GROUP_ALL, QuantConfig
 from cupyattn.quant.packed import packed_groups, packed_values
-from cupyattn.quant.quantizers import VALUES_PAD, group_count, padded_columns, padded_length
+from cupyattn.quant.quantizers import (
+    MANY_ROWS,
+    VALUES_PAD,
+    group_count,
+    padded_columns,
+    padded_length,
+    rows_of_mean,
+)
 from cupyattn.rotation import PREPARE_FIELDS, Prepares
 from cupyattn.tiles import Tiles
 
@@ -77,7 +84,7 @@ class Part:
     per_tensor : bool
         One scale for all heads and batch entries.
     smooth : bool
-        The mean over the length is subtracted.
+        The mean of `cupyattn.quant.quantizers.rows_of_mean` is subtracted.
     static : bool
         Scales are given.
     zero_points : bool
@@ -460,10 +467,14 @@ class _Work:
 
     @functools.cached_property
     def slices(self) -> tuple[int, int]:
-        """Into how many slices a head is cut that are summed side by side, and their rows: a
-        multiple of those that a block holds, so that its loads are all under way together.
+        """Into how many slices the rows of a head, or those of its mean, are cut that are summed
+        side by side, and the rows of one: a multiple of those that a block holds, so that its loads
+        are all under way together.
         """
         _, length = self.part.entries
+        if "extrema" not in self.steps:
+            shorter = min(length, MANY_ROWS - 1) if self.part.packed else 0  # may have more of them
+            length = max(len(rows_of_mean(length)), shorter)
         few = min(_ALL_SLICES // self.heads, _MAX_SLICES)
         splits = max(1, few, min(length // _SLICE_ROWS, _SLICES))
         rows = -(-length // (splits * self.held)) * self.held

@@ -44,8 +44,38 @@ def group_count(length: int, group: int) -> int:
     return 1 if group == GROUP_ALL else -(-length // group)
 
 
+#: Rows of a head from which on its mean is that of a part of them, and of so many the first rows:
+#: kernels_cu/prims/quant.cuh has the same.
+MANY_ROWS, MEAN_ROWS, MEAN_PERIOD = 1024, 32, 128
+
+
+def rows_of_mean(length: int) -> npt.NDArray[np.int64]:
+    """Return which rows of a head smoothing takes the mean of.
+
+    A quarter of many rows, all of few. Any vector may be subtracted that all rows share, and
+    a mean of some rows lies between the ends of every channel as that of all does.
+
+    Parameters
+    ----------
+    length : int
+        Rows of the head.
+
+    Returns
+    -------
+    array of int64
+        Rising.
+
+    Examples
+    --------
+    >>> len(rows_of_mean(1000)), len(rows_of_mean(4096)), rows_of_mean(1060)[-3:].tolist()
+    (1000, 1024, [1053, 1054, 1055])
+    """
+    rows = np.arange(length)
+    return rows if length < MANY_ROWS else rows[rows % MEAN_PERIOD < MEAN_ROWS]
+
+
 def channel_mean(k: Array) -> Float32:
-    """Return the mean of the keys over the length, which smoothing subtracts.
+    """Return what smoothing subtracts: the mean of each channel over `rows_of_mean`.
 
     Parameters
     ----------
@@ -64,8 +94,9 @@ def channel_mean(k: Array) -> Float32:
     a NaN would otherwise reach every key of the head.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        total = k.astype(np.float32).sum(axis=2, dtype=np.float32)
-        mean = total / np.float32(max(k.shape[2], 1))
+        rows = k[:, :, rows_of_mean(k.shape[2])].astype(np.float32)
+        total = rows.sum(axis=2, dtype=np.float32)
+        mean = total / np.float32(max(rows.shape[2], 1))
     return np.where(np.isfinite(total), mean, np.float32(0)).astype(np.float32, copy=False)
 
 

@@ -45,8 +45,23 @@ struct QuantizeParams : PrepareParams<PREPARED> {
   int64_t sum_stride_batch;
   int64_t sum_stride_head;
   const int32_t* places;  // GATHERED: [batch, heads, length], which rows of X these are; null: all
-  int32_t summed;         // rows that partial_sum is of; 0: those of the head
+  int32_t summed;         // rows that partial_sum is of; 0: those that their mean is taken of
 };
+
+// Any vector may be subtracted that all rows of a head share: the mean is that of a quarter of
+// them, 32 of every 128, where they are many.
+constexpr int MANY_ROWS = 1024, MEAN_ROWS = 32, MEAN_PERIOD = 128;
+__device__ __forceinline__ bool is_of_mean(int row, int length) {
+  return length < MANY_ROWS || row % MEAN_PERIOD < MEAN_ROWS;
+}
+__device__ __forceinline__ int rows_of_mean(int length) {
+  if (length < MANY_ROWS) return length;
+  return length / MEAN_PERIOD * MEAN_ROWS + min(length % MEAN_PERIOD, MEAN_ROWS);
+}
+// Row i of those.
+__device__ __forceinline__ int row_of_mean(int i, int length) {
+  return length < MANY_ROWS ? i : i / MEAN_ROWS * MEAN_PERIOD + i % MEAN_ROWS;
+}
 
 // Stores a number that threads of several blocks store, all of them the same one: no race.
 __device__ __forceinline__ void st_relaxed_gpu(float* target, float x) {

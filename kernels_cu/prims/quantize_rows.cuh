@@ -56,7 +56,7 @@ __device__ __forceinline__ void on_its_operand(
   run(Task<FIRST_Q, STEP_Q, CutQ, PREPARED>(), q, block - k.blocks);
 }
 
-// Where a block works: rows row0, row0 + 1, ... of one (batch, head).
+// Where a block works: rows row0, row0 + 1, ... of one (batch, head), or of those of its mean.
 struct Place {
   int64_t batch, head, batch_head;
   int slice;   // which of the parts of a head, each of as many rows
@@ -64,8 +64,9 @@ struct Place {
   int rows;    // rows of this block that exist; VARLEN: none where not positive
   int first;   // VARLEN: first row of the sequence in the packed array
   int length;  // rows of this head
-  __device__ __forceinline__ Place(const QuantizeParams& p, uint32_t block, int rows_of_block) {
-    const uint32_t slices = ceil_div(p.length, rows_of_block);
+  __device__ __forceinline__ Place(
+      const QuantizeParams& p, uint32_t block, int rows_of_block, bool of_mean = false) {
+    const uint32_t slices = of_mean ? p.splits : ceil_div(p.length, rows_of_block);
     const uint32_t index = block / slices, heads = p.heads;
     batch_head = index, batch = index / heads, head = index % heads;
     slice = block % slices;
@@ -75,7 +76,7 @@ struct Place {
       const Sequence sequence(p.cu_seqlens, batch, p.length);
       first = sequence.first, length = sequence.length;
     }
-    rows = min(rows_of_block, length - row0);
+    rows = min(rows_of_block, (of_mean ? rows_of_mean(length) : length) - row0);
   }
   __device__ __forceinline__ const elem_t* X(const QuantizeParams& p) const {  // [rows, HEAD_DIM]
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
@@ -170,16 +171,15 @@ __device__ __forceinline__ int await_slices(const QuantizeParams& p, const Place
   return 1;  // the last of them has left what all came to in place of the first
 }
 
-// R0: the mean of a column over the rows of a head, or over all those that rows at places are some
-// of, where these were summed before: the sums of its slices in rising order, divided;
-// 0 where none is subtracted. The first block of the head stores it.
-// NOTE: any vector that all keys share may be subtracted. Where the sum is not finite it is 0, so
-// that one NaN does not reach every key of the head.
+// R0: the mean of a column over rows_of_mean of a head, or over all those that rows at places are
+// some of, where these were summed before: the sums of its slices in rising order, divided;
+// 0 where none is subtracted, or where the sum is not finite, so that one NaN does not reach every
+// key of the head. The first block of the head stores it.
 __device__ __forceinline__ float channel_mean(const QuantizeParams& p, const Place& at, int col) {
   if (p.mean == nullptr) return 0.0f;
   const float total = sum_of_slices(p, at, await_slices(p, at), col);
   const bool finite = magnitude_bits(total) < INFINITY_BITS;
-  const int rows = p.summed > 0 ? p.summed : at.length;
+  const int rows = p.summed > 0 ? p.summed : rows_of_mean(at.length);
   const float mean = finite ? total / max(1, rows) : 0.0f;
   if (at.row0 == 0) p.mean[at.batch_head * HEAD_DIM + col] = mean;
   return mean;

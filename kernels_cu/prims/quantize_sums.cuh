@@ -1,5 +1,6 @@
-// quantize_sums.cuh -- what the rows of a head come to, slice by slice: the sum of every channel,
-// and where they are asked for the least and the largest number of it.
+// quantize_sums.cuh -- what the rows of a head come to, slice by slice: the sum of every channel
+// over the rows of its mean, which alone are read for it, or of all rows the least and the largest
+// number of it too.
 #pragma once
 
 #include "prims/quantize_rows.cuh"
@@ -81,8 +82,8 @@ struct LaneSums {
   float sum[LANE_ACCESSES][VEC] = {};
   Ends<typename Rowwise<ROWS_PREPARED>::Number, VEC> ends[LANE_ACCESSES];
 
-  // ROWS rows from row0 on, one of each pass. WHOLE: all of them exist. Else the last row stands
-  // again past it: it adds nothing, and goes no further.
+  // ROWS rows of the slice from row0 on, one of each pass. WHOLE: all of them exist. Else the last
+  // row stands again past it: it adds nothing, and goes no further.
   template <bool WHOLE, int ROWS>
   __device__ __forceinline__ void add(
       const QuantizeParams& p, const Place& at, const Rowwise<ROWS_PREPARED>& rowwise, int row0) {
@@ -91,8 +92,9 @@ struct LaneSums {
     int row[ROWS], place[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      row[i] = row0 + i * ROWS_PER_PASS;
-      place[i] = at.place(p, WHOLE ? row[i] : min(row[i], at.rows - 1));
+      const int nth = row0 + i * ROWS_PER_PASS, last = WHOLE ? nth : min(nth, at.rows - 1);
+      row[i] = EXTREMA ? last : row_of_mean(at.row0 + last, at.length) - at.row0;
+      place[i] = at.place(p, row[i]);
     }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
@@ -107,11 +109,12 @@ struct LaneSums {
     for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) x[i][a].use_from_here();
-      const auto numbers = rowwise.row(x[i], WHOLE ? row[i] : min(row[i], at.rows - 1));
+      const auto numbers = rowwise.row(x[i], row[i]);
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         if constexpr (EXTREMA) ends[a].admit(rowwise.words(numbers, a));
-        if (WHOLE || row[i] < at.rows)
+        if ((WHOLE || row0 + i * ROWS_PER_PASS < at.rows) &&
+            (!EXTREMA || is_of_mean(at.row0 + row[i], at.length)))
 #pragma unroll
           for (int j = 0; j < VEC; ++j) sum[a][j] += numbers.element(a, j);
       }
@@ -122,7 +125,7 @@ struct LaneSums {
 template <bool EXTREMA, bool ROWS_PREPARED>
 __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
   uint32_t* space = shared_space();  // for one fold after the other
-  const Place at(p, block, p.split_rows);
+  const Place at(p, block, p.split_rows, !EXTREMA);
   const Rowwise<ROWS_PREPARED> rowwise(p, at);
   LaneSums<EXTREMA, ROWS_PREPARED> own;
   constexpr int TOGETHER = ROWS_IN_FLIGHT * ROWS_PER_PASS, AT_END = ROWS_AT_END * ROWS_PER_PASS;
