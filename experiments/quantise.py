@@ -3,8 +3,9 @@
 Varies       the mode: Q and K (balanced), V too (aggressive); head_dim; batch, heads and length
 Holds fixed  N(0, 1) operands in float16, grouped and smoothed as the classes of `cupyattn.auto`
 Measures     codes and scales of the first head against the mirror, to the bit; time and launches;
-             the bytes that the pass has to move (Q once, smoothed operands twice, codes and scales
-             once) per second, and as a share of what a copy of Q moves in the same rounds
+             the bytes that the pass has to move (Q once, K once and a quarter of it again, V twice,
+             codes and scales once) per second, and as a share of what a copy of Q moves in the same
+             rounds
 Expect       one launch and 70 % of the bandwidth of a copy
 Run          python -m experiments.quantise [--quick] [--json FILE]
 """
@@ -29,6 +30,7 @@ from cupyattn.plans import Operand, Plan
 from cupyattn.quant import QuantConfig
 from cupyattn.quant.operands import quantize_mirror, scale_tiles
 from cupyattn.quant.plan import Part, parts, plan_quantize
+from cupyattn.quant.quantizers import rows_of_mean
 from experiments import common
 from experiments.others import format_comparison
 
@@ -66,8 +68,10 @@ def bytes_moved(found: Mapping[str, Part]) -> int:
     """Return the bytes that the pass has to move, and no pass on that path fewer."""
     moved = 0
     for name, part in found.items():
-        reads = 2 if part.smooth else 1
-        moved += reads * int(np.prod(part.x.shape)) * part.x.itemsize
+        _, _, length, head_dim = part.x.shape
+        summed = len(rows_of_mean(length)) if part.sums_apart else length
+        read = length + (summed if part.smooth else 0)
+        moved += int(np.prod(part.x.shape[:2])) * read * head_dim * part.x.itemsize
         for sizes, dtype in part.buffers(name).values():
             moved += int(np.prod(sizes)) * np.dtype(dtype).itemsize
     return moved

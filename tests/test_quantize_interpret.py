@@ -71,6 +71,33 @@ def test_the_interpreter_gives_the_bits_of_the_mirror(quant: QuantConfig) -> Non
         assert_equal(got, quantize_mirror(q, k, v, quant, TILES, **means))
 
 
+@pytest.mark.parametrize("group", ["thread", "head"])
+def test_the_mean_of_many_rows_is_that_of_a_quarter(group: str) -> None:
+    """The other rows, which no sum may touch, are 64; of 1,023 rows all are summed."""
+    for length in (1023, 1024, 1100):
+        rows = rows_of_mean(length)
+        assert len(rows) == (1023 if length == 1023 else length // 128 * 32 + min(length % 128, 32))
+        k = np.full((1, 1, length, 4), 64, np.float16)
+        k[:, :, rows] = np.arange(len(rows))[:, None] % 3
+        quant = QuantConfig(granularity_k=group)
+        got = quantize(k[:, :, :1], k, k, quant=quant, tiles=TILES, backend="interpret")
+        exact = np.float32(k[:, :, rows].sum(axis=2, dtype=np.float32) / np.float32(len(rows)))
+        assert got.k_mean.tobytes() == exact.tobytes()  # whole numbers: no sum rounds
+
+
+def test_packed_sequences_of_few_and_of_many_rows() -> None:
+    """A sequence of 1,023 rows has more of them in its mean than one of 1,100."""
+    ends = np.array([0, 1023, 2123], np.int32)
+    x = np.random.default_rng(0).standard_normal((2123, 1, 4)).astype(np.float16) + 1
+    got = quantize(
+        x, x, x, quant=QuantConfig(), tiles=TILES, backend="interpret", cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+    )  # fmt: skip
+    for number, one in enumerate(split(got)):
+        own = x[None, slice(*ends[number : number + 2])].swapaxes(1, 2)
+        assert_means(one, own, own)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_reaches_its_scale_alone(value: float) -> None:
