@@ -64,8 +64,8 @@ struct Place {
   int rows;    // rows of this block that exist; VARLEN: none where not positive
   int first;   // VARLEN: first row of the sequence in the packed array
   int length;  // rows of this head
-  __device__ __forceinline__ Place(
-      const QuantizeParams& p, uint32_t block, int rows_of_block, bool of_mean = false) {
+  __device__ __forceinline__
+  Place(const QuantizeParams& p, uint32_t block, int rows_of_block, bool of_mean = false) {
     const uint32_t slices = of_mean ? p.splits : ceil_div(p.length, rows_of_block);
     const uint32_t index = block / slices, heads = p.heads;
     batch_head = index, batch = index / heads, head = index % heads;
