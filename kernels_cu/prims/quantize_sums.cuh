@@ -89,11 +89,14 @@ struct LaneSums {
       const QuantizeParams& p, const Place& at, const Rowwise<ROWS_PREPARED>& rowwise, int row0) {
     const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
     Words<elem_t, VEC> x[ROWS][LANE_ACCESSES];
+    auto row_of_pass = [&](int i) {
+      const int nth = row0 + i * ROWS_PER_PASS, last = WHOLE ? nth : min(nth, at.rows - 1);
+      return EXTREMA ? last : row_of_mean(at.row0 + last, at.length) - at.row0;
+    };
     int row[ROWS], place[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      const int nth = row0 + i * ROWS_PER_PASS, last = WHOLE ? nth : min(nth, at.rows - 1);
-      row[i] = EXTREMA ? last : row_of_mean(at.row0 + last, at.length) - at.row0;
+      row[i] = row_of_pass(i);
       place[i] = at.place(p, row[i]);
     }
 #pragma unroll
@@ -105,6 +108,11 @@ struct LaneSums {
           x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
               X + place[i] * p.X_stride.len + col_of(a));
       }
+    if constexpr (ROWS_PREPARED) {  // worked out anew: kept, they take registers that tables need
+      asm volatile("" : "+r"(row0));
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) row[i] = row_of_pass(i);
+    }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
