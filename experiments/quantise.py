@@ -69,7 +69,7 @@ def bytes_moved(found: Mapping[str, Part]) -> int:
     moved = 0
     for name, part in found.items():
         _, _, length, head_dim = part.x.shape
-        summed = len(rows_of_mean(length)) if part.sums_apart else length
+        summed = rows_of_mean(length) if part.sums_apart else length
         read = length + (summed if part.smooth else 0)
         moved += int(np.prod(part.x.shape[:2])) * read * head_dim * part.x.itemsize
         for sizes, dtype in part.buffers(name).values():

@@ -87,6 +87,20 @@ def test_scales_of_maxima_never_saturate_what_was_seen() -> None:
             assert (np.abs(back - x) <= 0.501 * scale).all()
 
 
+def test_scales_of_many_smoothed_keys_are_those_of_the_mean_that_is_subtracted() -> None:
+    """Rows that are not of the mean lie elsewhere: less the mean of all rows no key would reach as
+    far, and they would saturate."""
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 1100, 8)).astype(np.float32)
+    k[:, :, np.arange(1100) % 128 >= 32] += 20
+    found = calibrate([(q, k)], 100, smooth_k=True)
+    scales = tuple(s[0][None, :, None] for s in (found.q_scale, found.k_scale))
+    z = ca.quantize(q, k, k, quant=ca.QuantConfig("head", "head", scales=scales))
+    assert z.k_mean is not None
+    assert (np.abs(z.k_codes.astype(int)).max(axis=(0, 2, 3)) == 127).all()
+    back = z.k_codes[..., :8] * z.k_scale[..., None]
+    assert (np.abs(back + z.k_mean[:, :, None] - k) <= 0.501 * z.k_scale[..., None]).all()
+
+
 def test_bins_gather_the_timesteps_of_like_noise() -> None:
     sigmas = ca.compute_sigma_schedule(10)
     data = [(q, k, t) for t, (q, k) in enumerate(batches(10))]

@@ -15,7 +15,7 @@ from cupyattn.arrays import on_host, take
 from cupyattn.diffusion import storage
 from cupyattn.diffusion.arguments import check_timestep
 from cupyattn.diffusion.schedules import SnrBins, check_sigmas, compute_sigma_schedule
-from cupyattn.quant.quantizers import scale_of_absmax
+from cupyattn.quant.quantizers import channel_mean, scale_of_absmax
 from cupyattn.rounding import Array, array_namespace
 
 Float32 = npt.NDArray[np.float32]
@@ -196,8 +196,8 @@ def calibrate_quantization_scales(
     num_bins : int
         Bins of one width in log-SNR over `sigmas`; with more than one every batch has a timestep.
     smooth_k : bool
-        Scales of keys less their mean over the length. Attention then has to find that mean in a
-        pass over the keys; without it the static path reads Q and K once.
+        Scales of keys less the mean that `QuantConfig.smooth_k` subtracts. Attention then has to
+        find that mean in a pass over keys; without it the static path reads Q and K once.
     source : str
         What is calibrated, for whoever reads the file.
 
@@ -291,11 +291,11 @@ def _taken(
 
 
 def _magnitudes(x: Array, smooth: bool) -> Array:
-    """Return |x| in float32, less the mean over the length first where that is smoothed."""
+    """Return |x| in float32, less what smoothing subtracts first where that is asked for."""
     xp = array_namespace(x)
     values = x.astype(np.float32)
     if smooth:
-        values = values - values.mean(axis=2, keepdims=True, dtype=np.float32)
+        values = values - channel_mean(x)[:, :, None]
     return xp.abs(values)
 
 

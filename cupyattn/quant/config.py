@@ -39,8 +39,9 @@ class QuantConfig:
         group fills whatever side of 0 it lies on, and a zero point beside every scale, the code
         of 0; V's INT8 codes have them too, 8-bit floats have none. Needs dynamic scales.
     smooth_k : bool
-        Subtract from the keys their mean over the length, per (batch, head, channel). The softmax
-        does not change; a bias that all keys share no longer eats the range of the codes.
+        Subtract from the keys a mean over the length, per (batch, head, channel): of all keys, or
+        of 32 of every 128 where there are 1,024 and more. The softmax does not change; a bias that
+        all keys share no longer eats the range of the codes.
     smooth_v : bool, optional
         The same for V in 8 bits: the output gets the mean back. When omitted: where V has 8 bits.
     qk_bits : {8, 4}

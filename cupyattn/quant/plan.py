@@ -84,7 +84,7 @@ class Part:
     per_tensor : bool
         One scale for all heads and batch entries.
     smooth : bool
-        The mean of `cupyattn.quant.quantizers.rows_of_mean` is subtracted.
+        The mean of the rows `cupyattn.quant.quantizers.of_mean` is subtracted.
     static : bool
         Scales are given.
     zero_points : bool
@@ -474,7 +474,7 @@ class _Work:
         _, length = self.part.entries
         if "extrema" not in self.steps:
             shorter = min(length, MANY_ROWS - 1) if self.part.packed else 0  # may have more of them
-            length = max(len(rows_of_mean(length)), shorter)
+            length = max(rows_of_mean(length), shorter)
         few = min(_ALL_SLICES // self.heads, _MAX_SLICES)
         splits = max(1, few, min(length // _SLICE_ROWS, _SLICES))
         rows = -(-length // (splits * self.held)) * self.held

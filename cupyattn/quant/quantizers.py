@@ -49,8 +49,8 @@ def group_count(length: int, group: int) -> int:
 MANY_ROWS, MEAN_ROWS, MEAN_PERIOD = 1024, 32, 128
 
 
-def rows_of_mean(length: int) -> npt.NDArray[np.int64]:
-    """Return which rows of a head smoothing takes the mean of.
+def rows_of_mean(length: int) -> int:
+    """Return how many rows of a head smoothing takes the mean of.
 
     A quarter of many rows, all of few. Any vector may be subtracted that all rows share, and
     a mean of some rows lies between the ends of every channel as that of all does.
@@ -60,22 +60,37 @@ def rows_of_mean(length: int) -> npt.NDArray[np.int64]:
     length : int
         Rows of the head.
 
-    Returns
-    -------
-    array of int64
-        Rising.
-
     Examples
     --------
-    >>> len(rows_of_mean(1000)), len(rows_of_mean(4096)), rows_of_mean(1060)[-3:].tolist()
-    (1000, 1024, [1053, 1054, 1055])
+    >>> rows_of_mean(1000), rows_of_mean(4096), rows_of_mean(1060)
+    (1000, 1024, 288)
     """
-    rows = np.arange(length)
-    return rows if length < MANY_ROWS else rows[rows % MEAN_PERIOD < MEAN_ROWS]
+    if length < MANY_ROWS:
+        return length
+    periods, rest = divmod(length, MEAN_PERIOD)
+    return periods * MEAN_ROWS + min(rest, MEAN_ROWS)
+
+
+def of_mean(x: Array) -> Array:
+    """Return the rows of x that smoothing takes the mean of.
+
+    Parameters
+    ----------
+    x : array, (batch, heads, length, head_dim)
+
+    Returns
+    -------
+    array, (batch, heads, rows_of_mean(length), head_dim)
+        x itself where it is all of them.
+    """
+    length = x.shape[2]
+    if length < MANY_ROWS:
+        return x
+    return x[:, :, array_namespace(x).arange(length) % MEAN_PERIOD < MEAN_ROWS]
 
 
 def channel_mean(k: Array) -> Float32:
-    """Return what smoothing subtracts: the mean of each channel over `rows_of_mean`.
+    """Return what smoothing subtracts: the mean of each channel over the rows `of_mean`.
 
     Parameters
     ----------
@@ -94,10 +109,12 @@ def channel_mean(k: Array) -> Float32:
     a NaN would otherwise reach every key of the head.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        rows = k[:, :, rows_of_mean(k.shape[2])].astype(np.float32)
+        rows = of_mean(k).astype(np.float32)
         total = rows.sum(axis=2, dtype=np.float32)
         mean = total / np.float32(max(rows.shape[2], 1))
-    return np.where(np.isfinite(total), mean, np.float32(0)).astype(np.float32, copy=False)
+    xp = array_namespace(k)
+    found: Float32 = xp.where(xp.isfinite(total), mean, np.float32(0))
+    return found.astype(np.float32, copy=False)
 
 
 def numbers_of(codes: Array, e4m3: bool) -> Array:

@@ -13,7 +13,7 @@ from cupyattn.preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.quant.operands import quantize_mirror
-from cupyattn.quant.quantizers import rows_of_mean
+from cupyattn.quant.quantizers import of_mean
 from cupyattn.registry import lookup
 from cupyattn.tiles import Tiles
 from tests import runs
@@ -56,7 +56,7 @@ def assert_equal_to_mirror(
 
 def assert_mean(got: QuantizedQKV, k: npt.NDArray) -> None:
     """The kernel's mean is a mean: each float32 addition costs one rounding."""
-    rows = k[:, :, rows_of_mean(k.shape[2])].astype(np.float64)
+    rows = of_mean(k).astype(np.float64)
     slack = (rows.shape[2] + 1) * 2.0**-24 * np.abs(rows).mean(axis=2)
     assert (np.abs(got.k_mean.get() - rows.mean(axis=2)) <= slack + 2.0**-149).all()
 
