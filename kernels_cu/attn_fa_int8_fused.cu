@@ -182,23 +182,23 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r) {
       float sum[2];  // of the weights that this lane holds of row g, then of row g + 8
-      auto weigh = [&](const float (&M)[2]) {
+      auto weigh = [&](const float (&M)[2], bool anew) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           sum[h] = 0.0f;
 #pragma unroll
           for (int n = 0; n < MMA_KEYS; ++n) {
             const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            const float* pair = S_acc[r][n] + 2 * h;                           // [2]
-            const float x = ex2_approx_ftz(exponent(pair[0], factor, -M[h]));  // R4
-            const float y = ex2_approx_ftz(exponent(pair[1], factor, -M[h]));  // R4
-            sum[h] += x, sum[h] += y;                                          // R6
-            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);         // R5
+            const float* pair = S_acc[r][n] + 2 * h;                                 // [2]
+            const float x = ex2_approx_ftz(exponent(pair[0], factor, -M[h], anew));  // R4
+            const float y = ex2_approx_ftz(exponent(pair[1], factor, -M[h], anew));  // R4
+            sum[h] += x, sum[h] += y;                                                // R6
+            P_frag[n / 2][r][n % 2 * 2 + h] = pack_rn<elem16_t>(x, y);               // R5
           }
         }
       };
       float M[2] = {state[r][0].M, state[r][1].M};  // -inf: no key yet, and weights are infinite
-      if (!NATURAL_SCORES) weigh(M);
+      if (!NATURAL_SCORES) weigh(M, false);
       // NOTE: most steps find no weight too large, hence no maximum: M lags, l and O stay.
       bool small[2];
 #pragma unroll
@@ -212,7 +212,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
           for (int n = 0; n < MMA_KEYS; ++n) {
             const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]);
             const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            m[h] = fmaxf(m[h], row_maximum(largest, factor));
+            m[h] = fmaxf(m[h], row_maximum_down(largest, factor));
           }
           if (small[h]) m[h] = NEG_INF;  // so no row's M depends on its neighbours
         }
@@ -228,7 +228,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
           }
         }
         M[0] = state[r][0].M_finite(), M[1] = state[r][1].M_finite();
-        weigh(M);
+        weigh(M, true);
       }
       state[r][0].l += sum[0], state[r][1].l += sum[1];  // R6: this lane's part of l
     }

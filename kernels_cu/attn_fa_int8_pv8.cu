@@ -367,7 +367,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         if (state[r][h].M > NEG_INF) state[r][h].M += smem.Q_factor[row] * dot;  // R3
       }
       if (q0 + row >= p.len_q) continue;
-      state[r][h].l = sum_of_weights * (NATURAL_SCORES ? 1.0f / P_CODE_ONE : 1.0f);  // R7: of M
+      state[r][h].l = finite_or(sum_of_weights, state[r][h].l) *
+                      (NATURAL_SCORES ? 1.0f / P_CODE_ONE : 1.0f);  // R7: of M
       if constexpr (LSE)
         if (t == 0) lse_of(p, batch_head, head)[q0 + row] = state[r][h].lse();
       const float* V_mean = values.V_mean  // [HEAD_DIM]

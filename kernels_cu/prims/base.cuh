@@ -26,6 +26,9 @@ __host__ __device__ constexpr int greatest_common_divisor(int a, int b) {
   return b == 0 ? a : greatest_common_divisor(b, a % b);
 }
 
+// x, or y where x is infinite or NaN.
+__device__ __forceinline__ float finite_or(float x, float y) { return x - x == 0.0f ? x : y; }
+
 // N values that travel as one access of N * sizeof(T) bytes.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vec {

@@ -18,15 +18,25 @@ constexpr float P_CODE_LOG2 = P_TYPE == PType::U8   ? 7.99435343686f
 
 // M of a tile, and the exponent of 2 of a weight. M is that of code 1, rounded up, so that no
 // weight exceeds the largest code. NATURAL_SCORES have the largest score for M as elsewhere.
+// Of scores so large that M has no digits below 16 the largest one would weigh too little: where
+// codes saturate it weighs at least 1, and what M cannot tell from it the same.
+#if __CUDA_ARCH__ == 800  // has no instruction that packs codes
+constexpr bool SATURATES = false;
+#else
+constexpr bool SATURATES = P_TYPE != PType::E4M3;  // whose l is of weights, which do not
+#endif
 __device__ __forceinline__ float M_of_codes(float m, float to_log2) {
-  return NATURAL_SCORES ? m : __fmaf_ru(m, to_log2, -P_CODE_LOG2);  // R4
+  if (NATURAL_SCORES) return m;
+  const float M = __fmaf_ru(m, to_log2, -P_CODE_LOG2);  // R4
+  return SATURATES ? fminf(M, __fmul_rd(m, to_log2)) : M;
 }
 __device__ __forceinline__ float code_exponent(float S, float to_log2, float minus_M) {
   return NATURAL_SCORES ? fmaf(S + minus_M, LOG2E, P_CODE_LOG2) : fmaf(S, to_log2, minus_M);
 }
 
 // What O is divided by, l: the sum of codes, exactly and four at a time, where they are integers;
-// that of weights where they are 8-bit floats. lse has that of weights in either case.
+// that of weights where they are 8-bit floats. lse has that of weights in either case, unless it is
+// infinite, of weights that saturate as codes.
 constexpr bool SUMS_CODES = P_TYPE != PType::E4M3;
 constexpr bool SUMS_WEIGHTS = LSE || !SUMS_CODES;
 
@@ -53,7 +63,7 @@ __device__ __forceinline__ uint32_t pack_p_codes(float x, float y, float z, floa
   return __byte_perm(
       __byte_perm(code(x), code(y), 0x0040), __byte_perm(code(z), code(w), 0x0040), 0x5410);
 #else
-  return pack_u8(x, y, z, w);
+  return P_TYPE == PType::U8 ? pack_u8(x, y, z, w) : pack_s8(x, y, z, w);
 #endif
 }
 

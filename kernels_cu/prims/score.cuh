@@ -165,6 +165,18 @@ __device__ __forceinline__ float exponent(float S, float to_log2, float minus_M)
   return NATURAL_SCORES ? (S + minus_M) * LOG2E : fmaf(S, to_log2, minus_M);
 }
 
+// The same where they may be so large that M has no digits below 1. It is rounded down, so that
+// the largest score weighs at least 1, and what M cannot tell from it weighs the same: no more than
+// P, in 16 bits, and its sums hold.
+constexpr float LARGEST_EXPONENT = 8.0f;
+__device__ __forceinline__ float row_maximum_down(float m, float to_log2) {
+  return NATURAL_SCORES ? m : __fmul_rd(m, to_log2);
+}
+__device__ __forceinline__ float exponent(float S, float to_log2, float minus_M, bool capped) {
+  const float x = exponent(S, to_log2, minus_M);
+  return capped && !NATURAL_SCORES ? min_nan(x, LARGEST_EXPONENT) : x;
+}
+
 // The scores of one head: what becomes of its products q.k, and which of them are masked.
 struct Scores {
   const AttnParams& p;

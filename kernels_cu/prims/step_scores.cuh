@@ -59,7 +59,8 @@ __device__ __forceinline__ void largest_dots(
   }
 }
 
-// The largest scores of a lane's two rows, -inf where all are masked. Keys that share a scale and
+// The largest scores of a lane's two rows, rounded down, so that M is not past the largest
+// exponent, and -inf where all are masked. Keys that share a scale and
 // are all masked get 0 for a factor: a scale that is NaN is nothing to rows that do not attend.
 template <bool MASKED>
 __device__ __forceinline__ void largest_scores(
@@ -75,6 +76,6 @@ __device__ __forceinline__ void largest_scores(
       if (MASKED && largest[j][h] == NO_KEY)
         factor[j][h] = 0.0f;
       else
-        m[h] = fmaxf(m[h], float(largest[j][h]) * factor[j][h]);  // R3
+        m[h] = fmaxf(m[h], __fmul_rd(float(largest[j][h]), factor[j][h]));  // R3
     }
 }

@@ -32,6 +32,11 @@ __device__ __forceinline__ float max_nan(float x, float y) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
   return larger;
 }
+__device__ __forceinline__ float min_nan(float x, float y) {
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(x), "f"(y));
+  return smaller;
+}
 template <int LANES>
 __device__ __forceinline__ float shfl_max_nan(float x) {
 #pragma unroll

@@ -136,8 +136,9 @@ __device__ __forceinline__ void start_output(
 }
 
 // Weights P of the scores, in 16 bits and two neighbouring keys in a register, the left operand of
-// P V. Returns whether they are small enough, each less than 2^HEADROOM.
-template <bool MASKED>
+// P V. Returns whether they are small enough, each less than 2^HEADROOM. ANEW: where they were not,
+// or scores are masked.
+template <bool ANEW>
 __device__ __forceinline__ bool weigh(
     const AttnParams& p, const float (&M)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&sum)[2], int q, int kv0) {
@@ -151,9 +152,9 @@ __device__ __forceinline__ bool weigh(
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int at = 2 * i + j;
-      const float y = fmaf(float(dot[at]), factor[at / PART][h], -M[h]);  // R3
-      x[j] = ex2_approx_ftz(MASKED && !mask.admits(at) ? NEG_INF : y);    // R4
-      sum[h] += x[j];                                                     // R6
+      const float y = exponent(float(dot[at]), factor[at / PART][h], -M[h], ANEW);  // R3
+      x[j] = ex2_approx_ftz(ANEW && !mask.admits(at) ? NEG_INF : y);                // R4
+      sum[h] += x[j];                                                               // R6
     }
     P_frag[i / 4][i % 4] = pack_rn<elem16_t>(x[0], x[1]);  // R5
     if (i % 2) largest = max3_packed(largest, P_frag[i / 4][i % 4 - 1], P_frag[i / 4][i % 4]);

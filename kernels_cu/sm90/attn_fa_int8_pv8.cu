@@ -167,8 +167,11 @@ struct ShiftState {
   // 1 / l; a row that attended to nothing has l = 0 and gets O = 0.
   __device__ __forceinline__ float inverse_l() const { return l == 0.0f ? 0.0f : 1.0f / l; }
 
+  // The sum of weights, or of codes where weights that saturate are too large to be summed.
+  __device__ __forceinline__ float weights() const { return finite_or(exact_l, l); }
+
   // Natural log of the sum of exponentials; -inf for a row that attended to nothing.
-  __device__ __forceinline__ float lse() const { return (M + log2f(exact_l)) * LN2; }
+  __device__ __forceinline__ float lse() const { return (M + log2f(weights())) * LN2; }
 };
 
 // S4 softmax, its first half: M of the largest score of each row. Returns whether scores are
@@ -450,7 +453,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
           store_pair(O_piece, n * 8 + t * 2, O_value[4 * n + 2 * h], O_value[4 * n + 2 * h + 1]);
         if (t == 0)
           reinterpret_cast<PieceRow*>(pieces.rows)[place] = {
-              state[h].M, LSE ? state[h].exact_l : state[h].l, state[h].l};
+              state[h].M, LSE ? state[h].weights() : state[h].l, state[h].l};
       }
       Q_at.advance();
       continue;
