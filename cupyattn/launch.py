@@ -41,9 +41,9 @@ UNFUSED_STEPS = ("scores", "softmax", "weighted_sum")
 HOPPER_BLOCKS = 132
 #: Forms that cut the tiles of the last wave (`cupyattn.pieces`).
 PIECES_OF = ("sm90", "sm90_pv8")
-#: Forms that make codes of Q by themselves, how many rows may share a scale then, and the largest
-#: head_dim that shared memory has room for.
-QUANTIZING_FORMS, QUANTIZED_ROWS, QUANTIZED_HEAD_DIM = ("sm90", "sm90_pv8", "sm90_fp8"), 2, 192
+#: Of Hopper forms that make codes of Q by themselves: how many rows may share a scale, and the
+#: largest head_dim that shared memory has room for.
+QUANTIZED_ROWS, QUANTIZED_HEAD_DIM = 2, 192
 #: Rows of O that a warp of such a kernel stores at a time.
 HOPPER_STORE_ROWS = 16
 
@@ -256,7 +256,9 @@ def _merge_pieces(
     if not cut.cut:
         return ()
     grid = -(-cut.cut * tiles.block_q // tiles.num_warps)
-    merge = ModuleSpec("sm90/merge_pieces.cu", spec.defines)
+    # Wherever codes of Q are made, the pieces are alike: one module for both.
+    defines = tuple(one for one in spec.defines if one[0] != "CFG_QUANTIZE_Q")
+    merge = ModuleSpec("sm90/merge_pieces.cu", defines)
     structs += ((PIECE_PARAMS, cut.params),)
     return (Launch(merge, "merge_pieces", grid, tiles.num_threads, False, structs),)
 
@@ -455,11 +457,14 @@ def plan_int8(
     vec = max(w for w in (1, 2, 4, 8) if _int8_allows(w, q_codes, k_codes, *rows))
     quantised: dict[str, Any] = {"group_q": group_q, "group_kv": group_kv}
     quantised["zero_points"] = zeros is not None
+    on_hopper = form.startswith("sm90")
     # NOTE: the log-sum-exp takes a product of codes of Q with the mean of the keys.
-    inside = form in QUANTIZING_FORMS and group_q <= QUANTIZED_ROWS and not call.return_lse
+    inside = on_hopper and group_q <= QUANTIZED_ROWS and not call.return_lse
     inside = inside and call.head_dim <= QUANTIZED_HEAD_DIM and own_tiles
-    if inside and numbers is not None and not hopper.out_of_reach({"q": numbers}):
-        quantised["quantize_q"] = numbers.itemsize == 2
+    if numbers is not None and (numbers.itemsize != 2 or hopper.out_of_reach({"q": numbers})):
+        inside = False
+    numbers = numbers if inside else None
+    quantised["quantize_q"] = numbers is not None
     if values is not None:
         values.check(v, tiles)
         quantised |= {"group_v": values.group, "p_type": values.p_type}
@@ -470,8 +475,10 @@ def plan_int8(
     params = attn_params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)
     params |= {"Q": "q_codes", "K": "k_codes"}
     quant = quant_params(q_scale, k_scale, smoothed, zeros)
-    if features.quantize_q:
+    of_q = "q_codes", "int8", q_codes, tiles.block_q
+    if numbers is not None:
         params["Q"] = quant["Q_scale"] = None
+        of_q = "q", call.dtype, numbers, tiles.block_q
     merged: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, quant))
     structs, entry = merged, variant.entry_point
     if values is not None:
@@ -480,12 +487,9 @@ def plan_int8(
     grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     workspace: tuple[Workspace, ...] = ()
     merge: tuple[Launch, ...] = ()
-    if form.startswith("sm90"):
+    if on_hopper:
         value = "bfloat16" if call.dtype == "bfloat16" else "float16"
         of_v = values.box(v, call.head_dim) if values else ("v", value, v, tiles.block_kv)
-        of_q = "q_codes", "int8", q_codes, tiles.block_q
-        if features.quantize_q and numbers is not None:
-            of_q = "q", call.dtype, numbers, tiles.block_q
         boxes = (
             of_q, ("k_codes", "int8", k_codes, tiles.block_kv), of_v,
             ("o", call.dtype, o, HOPPER_STORE_ROWS),

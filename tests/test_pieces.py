@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import QuantConfig, api, launch, pieces
+from cupyattn import QuantConfig, api, launch, pieces, stages
 from cupyattn.numerics import MOST_PIECES
 from cupyattn.params import PIECE_PARAMS
 from cupyattn.pieces import LEAST_SAVED, share_out
@@ -160,3 +160,15 @@ def test_scratch_memory_is_what_the_plan_says(rung: str) -> None:
     assert (found["whole"], found["cut"], found["share"]) == (made.whole, made.cut, made.share)
     floats = made.slots * plan.tiles.block_q * (32 + 3)
     assert sum(work.nbytes for work in plan.workspace) == 4 * floats
+
+
+@pytest.mark.usefixtures("few_blocks")
+@pytest.mark.parametrize("rung", RUNGS[1:])
+def test_pieces_are_merged_alike_wherever_codes_are_made(
+    rung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    within = planned(rung, small())
+    monkeypatch.setattr(stages, "_numbers", lambda *_: None)
+    beside = planned(rung, small())
+    assert (within.features.quantize_q, beside.features.quantize_q) == (True, False)
+    assert within.launches[-1].module == beside.launches[-1].module

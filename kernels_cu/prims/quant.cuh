@@ -135,17 +135,8 @@ __device__ __forceinline__ uint32_t magnitude_bits(float x) {
   return __float_as_uint(x) & 0x7fffffffu;
 }
 
-// Maximum over aligned groups of LANES lanes (a power of two); every lane gets the result.
-template <int LANES>
-__device__ __forceinline__ uint32_t shfl_max(uint32_t x) {
-#pragma unroll
-  for (int offset = LANES / 2; offset > 0; offset /= 2)
-    x = max(x, __shfl_xor_sync(FULL_WARP, x, offset));
-  return x;
-}
-
-// Maxima over the same of N numbers each, N a power of two: a lane gets N / LANES of them, or one,
-// in place of its first, from the number on that is returned.
+// Maxima over aligned groups of LANES lanes of N numbers each, N a power of two: a lane gets
+// N / LANES of them, or one, in place of its first, from the number on that is returned.
 // NOTE: a recursion, because the compiler does not unroll a loop whose two counts halve.
 template <int LANES, int LEFT, int N>
 __device__ __forceinline__ int scatter_max_of(uint32_t (&x)[N]) {
@@ -166,14 +157,6 @@ __device__ __forceinline__ int scatter_max_of(uint32_t (&x)[N]) {
 template <int LANES, int N>
 __device__ __forceinline__ int scatter_max(uint32_t (&x)[N]) {
   return scatter_max_of<LANES, N>(x);
-}
-
-// Sum over aligned groups of LANES lanes; every lane gets the result.
-template <int LANES>
-__device__ __forceinline__ int shfl_sum(int x) {
-#pragma unroll
-  for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(FULL_WARP, x, offset);
-  return x;
 }
 
 struct Scale {

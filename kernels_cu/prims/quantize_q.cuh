@@ -1,5 +1,5 @@
-// quantize_q.cuh -- Q in 16 bits to INT8 codes, in shared memory, by the warps that multiply them.
-// Scales and codes are those of quantize.cu, to the bit.
+// quantize_q.cuh -- Q in 16 bits to INT8 codes, in shared memory, by the warps that multiply them,
+// and how both lie there. Scales and codes are those of quantize.cu, to the bit.
 #pragma once
 
 #include "prims/config.cuh"
@@ -9,7 +9,15 @@
 #include "prims/tma.cuh"
 #include "prims/warp.cuh"
 
-constexpr int Q_NUMBER_BOXES = ceil_div(HEAD_DIM, 64);  // of 64 columns, 128 bytes
+constexpr int BOX_BYTES = 128;                             // per row of a box: one swizzle
+constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
+constexpr int Q_NUMBER_BOXES = ceil_div(HEAD_DIM, 64);     // per row of numbers of 16 bits
+
+// Q as codes has two stages; as numbers one, which is free as soon as they are codes.
+constexpr int Q_STAGES = QUANTIZE_Q ? 1 : 2;
+constexpr int Q_BOXES = QUANTIZE_Q ? Q_NUMBER_BOXES : CODE_BOXES;  // per row of Q
+constexpr int Q_BOX_COLS = BOX_BYTES / (QUANTIZE_Q ? sizeof(elem_t) : sizeof(int8_t));
+constexpr int Q_ROW_BOXES = Q_STAGES * Q_BOXES + (QUANTIZE_Q ? CODE_BOXES : 0);
 
 static_assert(
     !QUANTIZE_Q || (ELEM_IS_16_BIT && !LSE && !ZERO_POINTS && (GROUP_Q == 1 || GROUP_Q == 2)),
@@ -20,7 +28,7 @@ static_assert(
 // free, which every warp tells `empty`.
 // NOTE: `barrier` is one of the four warps whose wgmma reads these codes. They have met since they
 // multiplied those of the tile before: at a turn, or before they scaled O.
-template <int BOXES, int CODE_BOXES, int BYTES>
+template <int BOXES, int BYTES>
 __device__ __forceinline__ void quantize_q(
     float (&scale)[2], int8_t (&codes)[CODE_BOXES][BYTES],  // [CODE_BOXES][BLOCK_Q, 128], swizzled
     const int8_t (&numbers)[BOXES][BLOCK_Q * 128], Mbarrier& empty, int warp_row, int rows,

@@ -18,15 +18,32 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP_SIZE; }
 // cannot see it of what came through shared memory or a thread's number.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(FULL_WARP, x, 0); }
 
-// Maximum and sum over aligned groups of LANES lanes (a power of two); every lane gets the result.
-template <int LANES>
-__device__ __forceinline__ float shfl_max(float x) {
+// What `combine` makes of the numbers of aligned groups of LANES lanes (a power of two); every lane
+// gets the result.
+template <int LANES, typename T, typename Combine>
+__device__ __forceinline__ T shfl_reduce(T x, Combine combine) {
 #pragma unroll
   for (int offset = LANES / 2; offset > 0; offset /= 2)
-    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, offset));
+    x = combine(x, __shfl_xor_sync(FULL_WARP, x, offset));
   return x;
 }
-// The same of numbers of which one that is NaN makes the maximum NaN.
+template <int LANES>
+__device__ __forceinline__ float shfl_max(float x) {
+  return shfl_reduce<LANES>(x, [](float a, float b) { return fmaxf(a, b); });
+}
+template <int LANES>
+__device__ __forceinline__ uint32_t shfl_max(uint32_t x) {
+  return shfl_reduce<LANES>(x, [](uint32_t a, uint32_t b) { return max(a, b); });
+}
+template <int LANES>
+__device__ __forceinline__ float shfl_sum(float x) {
+  return shfl_reduce<LANES>(x, [](float a, float b) { return a + b; });
+}
+template <int LANES>
+__device__ __forceinline__ int shfl_sum(int x) {
+  return shfl_reduce<LANES>(x, [](int a, int b) { return a + b; });
+}
+// A maximum of numbers of which one that is NaN makes the maximum NaN.
 __device__ __forceinline__ float max_nan(float x, float y) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
@@ -39,16 +56,7 @@ __device__ __forceinline__ float min_nan(float x, float y) {
 }
 template <int LANES>
 __device__ __forceinline__ float shfl_max_nan(float x) {
-#pragma unroll
-  for (int offset = LANES / 2; offset > 0; offset /= 2)
-    x = max_nan(x, __shfl_xor_sync(FULL_WARP, x, offset));
-  return x;
-}
-template <int LANES>
-__device__ __forceinline__ float shfl_sum(float x) {
-#pragma unroll
-  for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(FULL_WARP, x, offset);
-  return x;
+  return shfl_reduce<LANES>(x, [](float a, float b) { return max_nan(a, b); });
 }
 // Transposes 4 x 4 registers within each aligned group of four lanes: lane i's x[j] becomes what
 // was lane j's x[i].

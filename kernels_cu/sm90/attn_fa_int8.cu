@@ -40,12 +40,10 @@
 #include "prims/varlen.cuh"
 #include "prims/work_tile.cuh"
 
-constexpr int WARPGROUP = 128;                             // threads
-constexpr int CONSUMERS = BLOCK_Q / 64;                    // warpgroups that compute
-constexpr int BOX_BYTES = 128;                             // per row of a box: one swizzle
-constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
-constexpr int V_BOX_COLS = 64;                             // columns of V per box
-constexpr int V_BOXES = ceil_div(HEAD_DIM, V_BOX_COLS);    // per row of V
+constexpr int WARPGROUP = 128;                           // threads
+constexpr int CONSUMERS = BLOCK_Q / 64;                  // warpgroups that compute
+constexpr int V_BOX_COLS = 64;                           // columns of V per box
+constexpr int V_BOXES = ceil_div(HEAD_DIM, V_BOX_COLS);  // per row of V
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 // A box of ones behind V makes the next 8 columns of P V the sum of P. There is none where V's last
@@ -62,11 +60,6 @@ constexpr int HEADROOM = 8;       // M rises where a weight reaches 2 to the pow
 // Warpgroups take turns at the tensor cores in every step. Where products are as short as at
 // HEAD_DIM 64 they keep out of each other's way by themselves.
 constexpr bool IN_TURN = HEAD_DIM > 64;
-// Q as codes has two stages; as numbers one, which is free as soon as they are codes.
-constexpr int Q_STAGES = QUANTIZE_Q ? 1 : 2;
-constexpr int Q_BOXES = QUANTIZE_Q ? Q_NUMBER_BOXES : CODE_BOXES;  // per row of Q
-constexpr int Q_BOX_COLS = BOX_BYTES / (QUANTIZE_Q ? sizeof(elem_t) : sizeof(int8_t));
-constexpr int Q_ROW_BOXES = Q_STAGES * Q_BOXES + (QUANTIZE_Q ? CODE_BOXES : 0);
 constexpr int INPUT_BYTES =
     BOX_BYTES *
     (Q_ROW_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES + V_BOXES + SUM_BOXES) * BLOCK_KV);

@@ -30,11 +30,9 @@
 #include "prims/varlen.cuh"
 #include "prims/work_tile.cuh"
 
-constexpr int WARPGROUP = 128;                             // threads
-constexpr int CONSUMERS = BLOCK_Q / 64;                    // warpgroups that compute
-constexpr int BOX_BYTES = 128;                             // per row of a box: one swizzle
-constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
-constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);     // per channel of V
+constexpr int WARPGROUP = 128;                          // threads
+constexpr int CONSUMERS = BLOCK_Q / 64;                 // warpgroups that compute
+constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);  // per channel of V
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr int BEHIND_ALL = 1 << 30;  // key that no V has: the copy engine brings zeros
@@ -43,11 +41,6 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 
-// Q as codes has two stages; as numbers one, which is free as soon as they are codes.
-constexpr int Q_STAGES = QUANTIZE_Q ? 1 : 2;
-constexpr int Q_BOXES = QUANTIZE_Q ? Q_NUMBER_BOXES : CODE_BOXES;  // per row of Q
-constexpr int Q_BOX_COLS = BOX_BYTES / (QUANTIZE_Q ? sizeof(elem_t) : sizeof(int8_t));
-constexpr int Q_ROW_BOXES = Q_STAGES * Q_BOXES + (QUANTIZE_Q ? CODE_BOXES : 0);
 constexpr int INPUT_BYTES =
     BOX_BYTES * (Q_ROW_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES * BLOCK_KV + V_BOXES * O_COLS));
 // O leaves through shared memory where there is room for it.

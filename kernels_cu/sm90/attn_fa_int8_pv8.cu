@@ -42,11 +42,9 @@
 #include "prims/varlen.cuh"
 #include "prims/work_tile.cuh"
 
-constexpr int WARPGROUP = 128;                             // threads
-constexpr int CONSUMERS = BLOCK_Q / 64;                    // warpgroups that compute
-constexpr int BOX_BYTES = 128;                             // per row of a box: one swizzle
-constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
-constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);     // per channel of V
+constexpr int WARPGROUP = 128;                          // threads
+constexpr int CONSUMERS = BLOCK_Q / 64;                 // warpgroups that compute
+constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);  // per channel of V
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr bool IN_TURN = HEAD_DIM > 64;            // at the exponentials, as timed
@@ -60,11 +58,6 @@ constexpr int LOWER_BITS = 4;     // how far M may lie below the highest that a 
 constexpr int WATCH_STEPS = 6;    // how often l is looked at
 constexpr int SUM_BITS = 23;      // l stays below 2^23, and so O below 2^31
 
-// Q as codes has two stages; as numbers one, which is free as soon as they are codes.
-constexpr int Q_STAGES = QUANTIZE_Q ? 1 : 2;
-constexpr int Q_BOXES = QUANTIZE_Q ? Q_NUMBER_BOXES : CODE_BOXES;  // per row of Q
-constexpr int Q_BOX_COLS = BOX_BYTES / (QUANTIZE_Q ? sizeof(elem_t) : sizeof(int8_t));
-constexpr int Q_ROW_BOXES = Q_STAGES * Q_BOXES + (QUANTIZE_Q ? CODE_BOXES : 0);
 constexpr int INPUT_BYTES =
     BOX_BYTES * (Q_ROW_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES * BLOCK_KV + V_BOXES * O_COLS));
 // O leaves through shared memory where there is room for it.

@@ -6,7 +6,6 @@ extern "C" __global__ void quantize_q_64(
     int8_t* codes,    // [64, HEAD_DIM]
     float* scale,     // [64]
     int* arrived) {   // [1]
-  constexpr int CODE_BOXES = ceil_div(HEAD_DIM, 128);
   __shared__ alignas(1024) int8_t numbers[Q_NUMBER_BOXES][64 * 128];
   __shared__ alignas(1024) int8_t made[CODE_BOXES][64 * 128];
   __shared__ Mbarrier empty;
