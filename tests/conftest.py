@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from cupyattn import compile as kc
 from cupyattn.device import device_missing
+from tests.runs import hopper_blocks
 
 #: Tests that need a device.
 GPU = Path(__file__).parent / "gpu"
@@ -62,6 +63,13 @@ def planted_kernels() -> Iterator[None]:
     kc.cache_clear(disk=False)
     yield
     kc.cache_clear(disk=False)
+
+
+@pytest.fixture
+def one_block() -> Iterator[None]:
+    """All tiles of a Hopper form belong to one block, which takes one after the other."""
+    with hopper_blocks(1):
+        yield
 
 
 def pytest_collection_finish() -> None:

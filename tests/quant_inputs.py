@@ -1,10 +1,12 @@
-"""Operands that are hard to quantise, by name and seed."""
+"""Operands that are hard to quantise, by name and seed; and whether what they give is a mean."""
 
 from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
+from cupyattn.quant.quantizers import of_mean
 
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 
@@ -40,3 +42,10 @@ def operand(
     elif regime != "normal":
         raise ValueError(f"no regime is called {regime!r}")
     return np.clip(x, -largest, largest).astype(dtype)
+
+
+def assert_mean(found: npt.NDArray, x: npt.NDArray) -> None:
+    """What smoothing subtracts from x is a mean: each float32 addition costs one rounding."""
+    rows = of_mean(x).astype(np.float64)
+    slack = (rows.shape[2] + 1) * 2.0**-24 * np.abs(rows).mean(axis=2) + 2.0**-149
+    assert (np.abs(found - rows.mean(axis=2)) <= slack).all()

@@ -4,6 +4,7 @@ and buffers with guards around them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -257,6 +258,21 @@ def attend(rung: str, *operands: Any, **options: Any) -> Any:
     if isinstance(operands[0], QuantizedQKV):
         chosen.pop("quant", None)
     return attention(*operands, **chosen)
+
+
+@contextmanager
+def hopper_blocks(count: int) -> Iterator[None]:
+    """Let Hopper forms of attention run in so many blocks, and plan anew before and after."""
+    planners = launch.plan_attention, launch.plan_int8
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "HOPPER_BLOCKS", count)
+            for planner in planners:
+                planner.cache_clear()
+            yield
+    finally:
+        for planner in planners:
+            planner.cache_clear()
 
 
 def form_taken(rung: str, inputs: Arrays, **options: Any) -> str:

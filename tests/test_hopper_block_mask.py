@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, launch, quantize
+from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, quantize
 from cupyattn.interpret import KernelFault
 from cupyattn.plans import Plan
 from cupyattn.reference import attention_mirror
@@ -52,17 +52,6 @@ def without_means(rung: str) -> dict[str, Any]:
 def planned(block_mask: BlockMask, head_dim: int = 64, **options: Any) -> Plan:
     asked = Options(block_mask=block_mask, arch="sm_90a", **{"variant": "fa_tc", **options})
     return api.plans(resolve(*arrays(head_dim), asked))[-1]
-
-
-@pytest.fixture
-def one_block(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One block takes all tiles, one after the other."""
-    monkeypatch.setattr(launch, "HOPPER_BLOCKS", 1)
-    for plans in (launch.plan_attention, launch.plan_int8):
-        plans.cache_clear()
-    yield
-    for plans in (launch.plan_attention, launch.plan_int8):
-        plans.cache_clear()
 
 
 # ---- what the kernel makes of it -----------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cupyattn import launch
 from cupyattn.interpret import KernelFault
 from tests import hopper_pv8_cases as cases
 from tests import runs
@@ -18,14 +16,7 @@ from tests.runs import normal
 INT8, PV8, FP8 = "fa_int8@sm90", *cases.RUNGS
 PV8_KERNEL, OUTPUT = "sm90/attn_fa_int8_pv8.cu", "prims/output.cuh"
 
-
-@pytest.fixture(autouse=True)
-def one_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All tiles belong to one block, one after the other."""
-    monkeypatch.setattr(launch, "HOPPER_BLOCKS", 1)
-    launch.plan_int8.cache_clear()
-    yield
-    launch.plan_int8.cache_clear()
+pytestmark = pytest.mark.usefixtures("one_block")
 
 
 def run(rung: str, length: int = 400, **options: Any) -> runs.Run:

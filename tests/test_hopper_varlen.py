@@ -6,16 +6,15 @@ nothing, and nothing may be written to theirs.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, attention_varlen, launch, plans
+from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, attention_varlen, plans
 from cupyattn.compile import KERNELS
 from cupyattn.interpret import KernelFault
 from cupyattn.plans import Plan
@@ -29,6 +28,7 @@ from tests.runs import (
     Guarded,
     asked_for,
     bits,
+    hopper_blocks,
     packed,
     rope_tables,
     run_packed,
@@ -59,18 +59,6 @@ def planned(inputs: Arrays, ends: Any, **options: Any) -> Plan:
     named = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
     options = {"variant": "fa_tc", "arch": "sm_90a", "backend": "interpret", **options}
     return api.plans(resolve(*inputs, Options(**options, **named)))[-1]
-
-
-@contextlib.contextmanager
-def in_one_block() -> Iterator[None]:
-    """One block takes all tiles, one after the other."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "HOPPER_BLOCKS", 1)
-        for plans in (launch.plan_attention, launch.plan_int8):
-            plans.cache_clear()
-        yield
-    for plans in (launch.plan_attention, launch.plan_int8):
-        plans.cache_clear()
 
 
 # ---- each sequence is as if alone ----------------------------------------------------------------
@@ -177,7 +165,7 @@ def test_within_the_bound(backend: str, rung: str) -> None:
         lengths = ((5, 38), (200, 200), (3, 0), (64, 90))
     heads = 2 if backend == "mirror" or rung == "fa_tc@sm90" else 1
     inputs, ends = packed(lengths, heads, 1, dtype="bfloat16")
-    with in_one_block():
+    with hopper_blocks(1):
         for one in run_packed(rung, inputs, ends, arch="sm_90a", backend=backend, causal=True):
             assert one.form == rung.partition("@")[2]
             one.check()
@@ -222,7 +210,7 @@ def clean(rung: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_that_all_are_within_their_bounds(rung: str) -> None:
-    with in_one_block():
+    with hopper_blocks(1):
         lengths = ((5, 3), (5, 100), (5, 100), (5, 100))  # the last V where the first one was
         inputs, ends = packed(lengths, 1, 1, 32)
         for one in run_packed(rung, inputs, ends, arch="sm_90a", backend="interpret"):

@@ -63,14 +63,9 @@ def test_steps_of_many_keys_save_more() -> None:
 @pytest.fixture
 def few_blocks() -> Iterator[None]:
     """Four blocks, and cutting pays from the first step on."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "HOPPER_BLOCKS", 4)
+    with pytest.MonkeyPatch.context() as patch, runs.hopper_blocks(4):
         patch.setattr(pieces, "LEAST_SAVED", 1)
-        for plans in (launch.plan_attention, launch.plan_int8):
-            plans.cache_clear()
         yield
-    for plans in (launch.plan_attention, launch.plan_int8):
-        plans.cache_clear()
 
 
 def planned(rung: str, inputs: Any, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from cupyattn.quant.operands import quantize_mirror
 from cupyattn.quant.packed import split
 from cupyattn.quant.quantizers import of_mean, rows_of_mean
 from cupyattn.tiles import Tiles
-from tests.quant_inputs import DTYPES, operand
+from tests.quant_inputs import DTYPES, assert_mean, operand
 
 TILES = Tiles(64, 64, 4, 2)
 #: One for each step of a launch, and those that share its code in another way.
@@ -42,9 +42,7 @@ def assert_equal(got: QuantizedQKV, want: QuantizedQKV) -> None:
 def assert_means(got: QuantizedQKV, k: npt.NDArray, v: npt.NDArray) -> None:
     for mean, x in ((got.k_mean, k), (got.v_mean, v)):
         if mean is not None:
-            exact = of_mean(x).astype(np.float64)
-            slack = (exact.shape[2] + 1) * 2.0**-24 * np.abs(exact).mean(axis=2) + 2.0**-149
-            assert (np.abs(mean - exact.mean(axis=2)) <= slack).all()
+            assert_mean(mean, x)
 
 
 def drawn(dtype: np.dtype, head_dim: int, len_q: int, len_kv: int) -> list[npt.NDArray[Any]]:

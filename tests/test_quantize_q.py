@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, attention, attention_varlen, auto, explain, launch, stages
+from cupyattn import BlockMask, attention, attention_varlen, auto, explain, stages
 from cupyattn.interpret import KernelFault
 from cupyattn.quant import QuantConfig
 from tests.fault_patches import put_a_line_in_place
@@ -19,14 +18,8 @@ HOPPER: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90a", "backend": "in
 FP8 = QuantConfig("token", "block", pv="fp8", granularity_v="channel")
 CONFIGS = {**auto.QUANT, "fp8": FP8}
 
-
-@pytest.fixture(autouse=True)
-def one_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All tiles belong to one block, one after the other: codes are made over those of before."""
-    monkeypatch.setattr(launch, "HOPPER_BLOCKS", 1)
-    launch.plan_int8.cache_clear()
-    yield
-    launch.plan_int8.cache_clear()
+#: Codes are then made over those of the tile before.
+pytestmark = pytest.mark.usefixtures("one_block")
 
 
 def by_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
