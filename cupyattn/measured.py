@@ -6,50 +6,50 @@ Written by ``python -m experiments.fastest``.
 #: Compute capability times ten, dtype, head_dim, length, causal, and microseconds by name.
 Rows = tuple[tuple[int, str, int, int, bool, dict[str, float]], ...]
 
-#: Every rung: NVIDIA H200, revision a00283f299.
+#: Every rung: NVIDIA H200, revision c0542d3d1c.
 RECORD = "experiments/results/ladder.json"
 MEASURED: Rows = (
     (90, "float16", 64, 4096, False, {
-        "unfused": 34429.8,
-        "fa": 31921.5,
-        "fa_warps": 13485.9,
-        "fa_tc": 466.3,
-        "fa_int8": 559.6,
+        "unfused": 34416.8,
+        "fa": 31921.2,
+        "fa_warps": 13487.1,
+        "fa_tc": 465.3,
+        "fa_int8": 543.1,
     }),
     (90, "float16", 64, 4096, True, {
-        "unfused": 34421.9,
-        "fa": 16653.8,
-        "fa_warps": 7022.4,
-        "fa_tc": 261.3,
-        "fa_int8": 304.3,
+        "unfused": 34422.0,
+        "fa": 16622.8,
+        "fa_warps": 7011.0,
+        "fa_tc": 256.5,
+        "fa_int8": 315.2,
     }),
     (90, "float16", 128, 4096, False, {
-        "unfused": 65290.9,
-        "fa": 79585.3,
-        "fa_warps": 23601.4,
-        "fa_tc": 739.6,
-        "fa_int8": 688.2,
+        "unfused": 64866.6,
+        "fa": 79067.3,
+        "fa_warps": 23597.1,
+        "fa_tc": 734.2,
+        "fa_int8": 679.1,
     }),
     (90, "float16", 128, 4096, True, {
-        "unfused": 64857.5,
-        "fa": 40499.8,
-        "fa_warps": 12282.0,
-        "fa_tc": 408.9,
-        "fa_int8": 402.2,
+        "unfused": 64803.6,
+        "fa": 40405.8,
+        "fa_warps": 12250.0,
+        "fa_tc": 402.3,
+        "fa_int8": 392.7,
     }),
     (90, "float16", 256, 4096, False, {
-        "unfused": 146178.0,
-        "fa": 182172.7,
-        "fa_warps": 76628.9,
-        "fa_tc": 1398.8,
-        "fa_int8": 1243.1,
+        "unfused": 146168.3,
+        "fa": 182100.5,
+        "fa_warps": 76621.4,
+        "fa_tc": 1388.2,
+        "fa_int8": 1202.4,
     }),
     (90, "float16", 256, 4096, True, {
-        "unfused": 146131.0,
-        "fa": 90957.7,
-        "fa_warps": 38732.3,
-        "fa_tc": 759.9,
-        "fa_int8": 741.7,
+        "unfused": 146106.0,
+        "fa": 90899.8,
+        "fa_warps": 38757.9,
+        "fa_tc": 734.5,
+        "fa_int8": 704.7,
     }),
 )  # fmt: skip
 

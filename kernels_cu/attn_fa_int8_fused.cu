@@ -212,7 +212,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
           for (int n = 0; n < MMA_KEYS; ++n) {
             const float largest = fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]);
             const float factor = row_factor(Q_factor[r][h], part_scale[part_of(n * 8)]);
-            m[h] = fmaxf(m[h], row_maximum_down(largest, factor));
+            m[h] = fmaxf(m[h], row_maximum_of_any_size(largest, factor));
           }
           if (small[h]) m[h] = NEG_INF;  // so no row's M depends on its neighbours
         }

@@ -45,11 +45,7 @@ def expected(group: int, causal: bool, window: bool) -> Callable[..., dict[str, 
         # By scale, row of a lane, lane: a lane has two of every eight keys.
         parts = X.reshape(2, 8, max(1, KEYS // group), -1, 4, 2).max(axis=(3, 5))
         largest = parts.transpose(2, 0, 1, 3).reshape(-1, 2, 32)
-        exact = X.astype(np.float64) * factor
-        down = np.nextafter(exact.astype(np.float32), np.float32(-np.inf))
-        down = np.where(exact.astype(np.float32) > exact, down, exact.astype(np.float32))
-        top = np.where(may, down, np.float32(-np.inf))
-        top = top.reshape(2, 8, -1, 4, 2).max(axis=(2, 4)).reshape(2, 32)
+        top = scores.reshape(2, 8, -1, 4, 2).max(axis=(2, 4)).reshape(2, 32)
         return {"S": scores, "largest": largest, "top": top}
 
     return written

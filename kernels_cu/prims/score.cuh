@@ -165,12 +165,13 @@ __device__ __forceinline__ float exponent(float S, float to_log2, float minus_M)
   return NATURAL_SCORES ? (S + minus_M) * LOG2E : fmaf(S, to_log2, minus_M);
 }
 
-// The same where they may be so large that M has no digits below 1. It is rounded down, so that
-// the largest score weighs at least 1, and what M cannot tell from it weighs the same: no more than
-// P, in 16 bits, and its sums hold.
+// The same where they may be so large that M has no digits below 1. It is rounded down then, so
+// that the largest score weighs at least 1, and what M cannot tell from it weighs the same: no more
+// than P, in 16 bits, and its sums hold.
 constexpr float LARGEST_EXPONENT = 8.0f;
-__device__ __forceinline__ float row_maximum_down(float m, float to_log2) {
-  return NATURAL_SCORES ? m : __fmul_rd(m, to_log2);
+__device__ __forceinline__ float row_maximum_of_any_size(float m, float to_log2) {
+  const float M = row_maximum(m, to_log2);
+  return NATURAL_SCORES || fabsf(M) < 0x1p24f ? M : __fmul_rd(m, to_log2);
 }
 __device__ __forceinline__ float exponent(float S, float to_log2, float minus_M, bool capped) {
   const float x = exponent(S, to_log2, minus_M);
