@@ -59,9 +59,9 @@ __device__ __forceinline__ void largest_dots(
   }
 }
 
-// The largest scores of a lane's two rows, -inf where all are masked; rounded down where P is codes,
-// whose M is a whole number below. Keys that share a scale and are all masked get 0 for a factor: a
-// scale that is NaN is nothing to rows that do not attend.
+// The largest scores of a lane's two rows, -inf where all are masked; rounded down where P is
+// codes, whose M is a whole number below. Keys that share a scale and are all masked get 0 for a
+// factor: a scale that is NaN is nothing to rows that do not attend.
 template <bool MASKED>
 __device__ __forceinline__ void largest_scores(
     const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], Factors& factor, float (&m)[2], int q,
