@@ -34,7 +34,7 @@ LOG2E = math.log2(math.e)
 EX2_LOG_ERROR = -math.log1p(-EX2_APPROX_ERROR)
 #: The kernels' range: 2^8 for p and for sums that stay below 2^127, see R4 in the docs.
 MAX_LOG2_SCORE = 2.0**27
-#: The same where M lags, and is rounded down: weights past 2^8 are cut there, beyond that range.
+#: The same where M lags: `fa_int8` rounds it down, and cuts weights past 2^8, beyond that range.
 MAX_LAGGING_SCORE = 2.0**26
 #: The same where M is a whole number that an addition finds (prims/exp2.cuh).
 MAX_WHOLE_SCORE = 2.0**22
