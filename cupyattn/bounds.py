@@ -365,6 +365,8 @@ def _kernel_bound(
         theta_n = theta_o + (1 + theta_o) * lost / share
         theta_n = xp.where(rho.sum(axis=-1) < 1, xp.minimum(theta_n, 1.0), 1.0)
     elif n.sums_operand:  # in P.V itself, or of codes, step by step
+        if n.shifts:
+            lost = lost + value_bounds.dropped_of_l(unit, n.shifts)
         theta_n = sum_of_operand(P_plus, rho, theta_l if n.shifts else theta_o, lost)
     share = share[..., None]
     with np.errstate(divide="ignore"):

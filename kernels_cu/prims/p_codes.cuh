@@ -75,16 +75,16 @@ __device__ __forceinline__ int32_t largest_of_row(const int32_t (&dot)[N][4], in
 }
 
 // Register i of P's fragments: the codes of a lane's scores of one row and two key tiles, in the
-// unit of `tile`, whose l is added their weights.
+// unit of M; l is added their weights.
 template <int N>
 __device__ __forceinline__ uint32_t
-weigh_codes(const float (&S)[N][4], int i, float to_log2, RowState& tile) {
+weigh_codes(const float (&S)[N][4], int i, float to_log2, float M, float& l) {
   float x[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const float score = S[i / 2 * 2 + j / 2][i % 2 * 2 + j % 2];
-    x[j] = ex2_approx_ftz(code_exponent(score, to_log2, -tile.M_finite()));  // R4
-    if (SUMS_WEIGHTS) tile.l += x[j];                                        // R6
+    x[j] = ex2_approx_ftz(code_exponent(score, to_log2, -M));  // R4
+    if (SUMS_WEIGHTS) l += x[j];                                 // R6
   }
   return pack_p_codes(x[0], x[1], x[2], x[3]);  // R5
 }
