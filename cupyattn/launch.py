@@ -10,6 +10,7 @@ from typing import Any
 
 from cupyattn import hopper, pieces, splits, stacking
 from cupyattn.checks import INT32_MAX, AttentionCall
+from cupyattn.codes import value_form
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
@@ -439,7 +440,8 @@ def plan_int8(
     """
     form, note, own_tiles = "portable", "", tiles is None
     if values is not None:
-        form = values.portable_form(not call.softcap and bias is None and zeros is None)
+        plain = not call.softcap and bias is None
+        form = value_form(values.group, values.p_type, zeros is not None, plain=plain)
     if form not in variant.forms:
         raise UnsupportedError(
             f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"

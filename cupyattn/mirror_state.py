@@ -136,8 +136,9 @@ class ShiftState(RowState):
         if by.l_bits is None:
             self.l = self.l + codes.sum(axis=-1, dtype=np.float32)  # R6
             return
-        pad = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % (2 * LANES))]
-        by_lane = np.pad(codes, pad).reshape(*codes.shape[:-1], -1, LANES, 2)
+        eights = -(-codes.shape[-1] // (2 * LANES))
+        pad = [(0, 0)] * (codes.ndim - 1) + [(0, eights * 2 * LANES - codes.shape[-1])]
+        by_lane = np.pad(codes, pad).reshape(*codes.shape[:-1], eights, LANES, 2)
         self.parts = self.parts + by_lane.sum(axis=(-3, -1))  # exact
         self.l = self.parts.sum(axis=-1).astype(np.float32)
 

@@ -137,18 +137,6 @@ class ValueCodes:
                 f"16 n + {v_codes.misalignment} and strides {v_codes.strides}"
             )
 
-    def portable_form(self, plain: bool) -> str:
-        """The portable form for such codes.
-
-        Parameters
-        ----------
-        plain : bool
-            Whether scores have neither softcap nor bias, and codes of Q and K no zero points.
-        """
-        one_scale = self.group == GROUP_ALL and not self.zero_points
-        whole = one_scale and self.p_type == "u8" and plain
-        return "pv8_whole" if whole else "pv8"
-
     @property
     def hopper_form(self) -> str:
         """The Hopper form for such codes, as far as there is one."""

@@ -288,9 +288,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         beta[r][h] = ex2_approx_ftz((tile[r][h].M - state[r][h].M_finite()) * M_TO_LOG2);  // R4
 #pragma unroll
         for (int i = h; i < BLOCK_KV / 8; i += 2)  // two key tiles: four neighbours in V
-          P_frag[r][i / 4][i % 4] = weigh_codes(
-              S_acc[r], i, factor[r][h], tile[r][h].M_finite(), tile[r][h].l);  // R5
-        if (SUMS_WEIGHTS) exact_l(r, h) = fmaf(tile[r][h].l, beta[r][h], exact_l(r, h));  // R6
+          P_frag[r][i / 4][i % 4] =
+              weigh_codes(S_acc[r], i, factor[r][h], tile[r][h].M_finite(), tile[r][h].l);  // R5
+        if (SUMS_WEIGHTS) exact_l(r, h) = fmaf(tile[r][h].l, beta[r][h], exact_l(r, h));    // R6
       }
       sum_p_codes(P_sum[r], P_frag[r]);
 #pragma unroll

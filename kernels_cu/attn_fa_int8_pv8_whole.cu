@@ -75,7 +75,7 @@ struct WholeState {
   // From now on M stays so high that all of l, as it is, is below a quarter of its range: what
   // comes until the next time is less than the rest.
   __device__ __forceinline__ void keep_in_range(int& highest) const {
-    const int least_rise = exponent_of(shfl_sum<4>(float(l) * power_of_two(-L_BITS))) + 3 - SUM_BITS;
+    const int least_rise = exponent_of(shfl_sum<4>(float(l))) - L_BITS + 3 - SUM_BITS;
     highest = max(highest, M + least_rise + LOWER_BITS);
   }
 
@@ -292,8 +292,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         float weights = exact_l(r, h);  // their sum
 #pragma unroll
         for (int i = h; i < BLOCK_KV / 8; i += 2)  // two key tiles: four neighbours in V
-          P_frag[r][i / 4][i % 4] =
-              weigh_codes(S_acc[r], i, factor[r][h], state[r][h].M_number(), weights);  // R5
+          P_frag[r][i / 4][i % 4] = weigh_codes<false>(
+              S_acc[r], i, factor[r][h], state[r][h].M_number(), weights);  // R4, R5
         if (LSE) exact_l(r, h) = weights;
       }
 #pragma unroll
@@ -325,7 +325,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
     for (int h = 0; h < 2; ++h) {
       float M = state[r][h].M_number();
       // NOTE: the code of NaN is 0. So l is added what is 0 but for M that is not a number.
-      const float l = fmaf(M, 0.0f, shfl_sum<4>(float(state[r][h].l)) * power_of_two(-L_BITS));  // R6
+      const float codes = shfl_sum<4>(float(state[r][h].l)) * power_of_two(-L_BITS);  // R6
+      const float l = fmaf(M, 0.0f, codes);
       const float inverse_l = l == 0.0f ? 0.0f : 1.0f / l;
       const float sum_of_weights = fmaf(M, 0.0f, shfl_sum<4>(exact_l(r, h)));  // R6
       const int row = row0 + r * 16 + g + h * 8;

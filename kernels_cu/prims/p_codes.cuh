@@ -75,8 +75,9 @@ __device__ __forceinline__ int32_t largest_of_row(const int32_t (&dot)[N][4], in
 }
 
 // Register i of P's fragments: the codes of a lane's scores of one row and two key tiles, in the
-// unit of M; l is added their weights.
-template <int N>
+// unit of M; l is added their weights. Unless they are CAPPED, some may be past the largest code,
+// by less than 1, and get it.
+template <bool CAPPED = true, int N>
 __device__ __forceinline__ uint32_t
 weigh_codes(const float (&S)[N][4], int i, float to_log2, float M, float& l) {
   float x[4];
@@ -84,7 +85,10 @@ weigh_codes(const float (&S)[N][4], int i, float to_log2, float M, float& l) {
   for (int j = 0; j < 4; ++j) {
     const float score = S[i / 2 * 2 + j / 2][i % 2 * 2 + j % 2];
     x[j] = ex2_approx_ftz(code_exponent(score, to_log2, -M));  // R4
-    if (SUMS_WEIGHTS) l += x[j];                                 // R6
+    if (SUMS_WEIGHTS) l += x[j];                               // R6
+#if __CUDA_ARCH__ == 800  // elsewhere the instruction sees to it
+    if (!CAPPED) x[j] = fminf(x[j], P_CODE_ONE);
+#endif
   }
   return pack_p_codes(x[0], x[1], x[2], x[3]);  // R5
 }
