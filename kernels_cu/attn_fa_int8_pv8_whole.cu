@@ -40,7 +40,7 @@ constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and n
 constexpr bool BY_DOTS = ONE_K_SCALE;
 // In these forms registers of four rows spilled: they lie in shared memory.
 constexpr bool FEW_REGISTERS = RESIDENT > 1;
-constexpr bool EXACT_L_SHARED = FEW_REGISTERS && LSE;
+constexpr bool EXACT_L_SHARED = LSE && HEAD_DIM <= 128;
 constexpr bool HIGHEST_SHARED =
     FEW_REGISTERS && (LSE || WINDOW || !ONE_K_SCALE || __CUDA_ARCH__ < 900);
 constexpr int WATCH_STEPS = 12;  // how often l is looked at

@@ -177,7 +177,11 @@ def test_default_tiles_spill_nothing(
                 ("fa_int8", "sm90_fp8", head_dim)
                 for head_dim in VARIANTS["fa_int8"].hopper_fp8_tiles
             ),
-            *(("fa_int8", "pv8", head_dim) for head_dim in (64, 128)),
+            *(
+                ("fa_int8", form, head_dim)
+                for form in ("pv8", "pv8_whole")
+                for head_dim in (64, 128)
+            ),
         )
     ],
 )
