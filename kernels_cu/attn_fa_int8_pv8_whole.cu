@@ -38,11 +38,12 @@ constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
 constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
 // The largest score of a row is that of its largest integer then: two comparisons an instruction.
 constexpr bool BY_DOTS = ONE_K_SCALE;
-// In these forms registers of four rows spilled: they lie in shared memory.
+// Registers of four rows lie in shared memory where they spilled; elsewhere their addresses did.
 constexpr bool FEW_REGISTERS = RESIDENT > 1;
-constexpr bool EXACT_L_SHARED = LSE && HEAD_DIM <= 128;
+constexpr bool EXACT_L_SHARED =
+    LSE && HEAD_DIM <= 128 && (FEW_REGISTERS || VARLEN || __CUDA_ARCH__ >= 900);
 constexpr bool HIGHEST_SHARED =
-    FEW_REGISTERS && (LSE || WINDOW || !ONE_K_SCALE || __CUDA_ARCH__ < 900);
+    FEW_REGISTERS && (VARLEN || __CUDA_ARCH__ == 800 || __CUDA_ARCH__ >= 900 && !ONE_K_SCALE);
 constexpr int WATCH_STEPS = 12;  // how often l is looked at
 constexpr int L_BITS = 7;        // l is in units of 2^(M - L_BITS): shifts drop next to nothing
 static_assert(
@@ -188,6 +189,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 #pragma unroll
     for (int h = 0; h < 2; ++h) highest(r, h) = WholeState::LOWEST, exact_l(r, h) = 0.0f;
   const bool may_overflow = p.len_kv >= 1 << (SUM_BITS - CODE_BITS - LOWER_BITS);
+  int watched = may_overflow ? first_step : num_steps;  // the next step that looks at l
   int32_t O_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = first_step; step < num_steps; ++step) {
     const int kv0 = keys.key(step * BLOCK_KV);
@@ -226,7 +228,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float k_scale = ONE_K_SCALE ? K_scale_tile[0] : 1.0f;
-        factor[r][h] = row_factor(smem.Q_factor[row0 + r * 16 + g + h * 8], k_scale);  // R3
+        factor[r][h] = smem.Q_factor[row0 + r * 16 + g + h * 8] * k_scale;  // R3
         if (BY_DOTS) m[r][h] = float(largest_of_row(dot[r], h));
       }
 #pragma unroll
@@ -242,35 +244,43 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
     }
 
     // S4 softmax
-    const bool are_products = scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV);
+    const int first_row = q0 + (VARLEN ? thread_id_anew() / WARP_SIZE * WARP_Q : row0);
+    const bool are_products = scores.are_products(first_row, WARP_Q, kv0, BLOCK_KV);
     if (!are_products) {
+      const int thread = thread_id_anew(), lane = thread % WARP_SIZE;
 #pragma unroll
-      for (int r = 0; r < MMA_ROWS; ++r)
+      for (int r = 0; r < MMA_ROWS; ++r) {
+        const int q = q0 + thread / WARP_SIZE * WARP_Q + r * 16 + lane / 4;
+        const ScoreMask by_place(p, q, kv0);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
-          for (int n = 0; n < MMA_KEYS; ++n) {
-            const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
+          for (int i = 0; i < 4; ++i) {
+            const int row = q + i / 2 * 8, key = kv0 + n * 8 + lane % 4 * 2 + i % 2;
             S_acc[r][n][i] += 0.0f * factor[r][i / 2];  // exact
-            if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
+            if (!(MASK ? scores.admit(row, key) : by_place.admits(n * 4 + i)))
+              S_acc[r][n][i] = NEG_INF;
           }
-      // NOTE: a scale that is NaN has reached the keys of its rows, and spares those masked.
+      }
+      // NOTE: -inf times 0 is not -inf. And a scale that is NaN has reached the keys of its rows by
+      // now, and spares those masked.
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if (factor[r][h] != factor[r][h]) factor[r][h] = 1.0f;
+        for (int h = 0; h < 2; ++h) factor[r][h] = fmaxf(factor[r][h], __int_as_float(1));
     }
     if (!BY_DOTS || !are_products)
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h) m[r][h] = largest_of_row(S_acc[r], h);
-    if (may_overflow && (step - first_step) % WATCH_STEPS == 0)
+    if (step == watched) {
+      watched += WATCH_STEPS;
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h) state[r][h].keep_in_range(highest(r, h));
+    }
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
