@@ -9,7 +9,7 @@
 //              (diff attn_fa_int8_pv8.cu attn_fa_int8_pv8_whole.cu)
 // Kept simple  P in u8, V in INT8 with one scale per channel, no zero points, no softcap, no bias:
 //              the rest is left to attn_fa_int8_pv8, and so are scales of V by tile, which are more
-//              accurate.
+//              accurate. Scores below -WHOLE, some -1.2e7 in log2 units, are not told apart.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 exp2,
 //              R5 P to 8 bits, R6 l, and what shifts drop of it and of O, R7 O to float, times the
 //              channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
@@ -62,12 +62,14 @@ struct SharedStorage {
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
 // What a row carries from step to step. M, a whole number, is the bits of the float M + WHOLE: they
-// have its order, a NaN's above all, and differ by what numbers differ by.
+// have its order, a NaN's above all, and up to 2^22 differ by what numbers differ by. Past that one
+// step of M is one of float32, and below -WHOLE, where bits are negative, there is no order.
 struct WholeState {
   int M;  // weights are in units of 2^M
   int l;  // this lane's part of the sum of codes of P
 
   static constexpr int LOWEST = LOWER_BITS;  // what is that far below may still be subtracted
+  static constexpr int LEAST = 1 << 23;      // the bits of the least M that is above -WHOLE
 
   __device__ __forceinline__ WholeState() : M(LOWEST), l(0) {}
 
@@ -80,13 +82,17 @@ struct WholeState {
     highest = max(highest, M + least_rise + LOWER_BITS);
   }
 
-  // Choose M for scores whose largest is m, so that they weigh less than 2^CODE_BITS. Returns how
-  // much higher it is than it was.
-  __device__ __forceinline__ int advance(float m, int& highest) {
+  // M for scores whose largest is m, so that they weigh less than 2^CODE_BITS; negative where m is
+  // below -WHOLE. Rounded down M is no larger than m, however large that is.
+  __device__ __forceinline__ static int M_of(float m) {
+    return __float_as_int(__fadd_rd(m, WHOLE + (1 - CODE_BITS)));
+  }
+
+  // Choose that M, or the least that may follow. Returns how much higher it is than it was.
+  __device__ __forceinline__ int advance(int M_of_step, int& highest) {
     const int M_old = M;
-    M = __float_as_int(__fadd_rd(m, WHOLE + (1 - CODE_BITS)));
-    highest = max(highest, M);
-    M = max(M, highest - LOWER_BITS);
+    highest = max(highest, M_of_step);
+    M = max(M_of_step, highest - LOWER_BITS);
     const int rise = M - M_old;
     l = shifted(l, right_shift(-rise));  // R6
     return rise;
@@ -281,12 +287,35 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 #pragma unroll
         for (int h = 0; h < 2; ++h) state[r][h].keep_in_range(highest(r, h));
     }
+    int M_of_step[MMA_ROWS][2], signs = 0;
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float largest = shfl_max_nan<4>(m[r][h]) * factor[r][h];  // R3
-        const int rise = state[r][h].advance(largest, highest(r, h));
+        const float largest = __fmul_rd(shfl_max_nan<4>(m[r][h]), factor[r][h]);  // R3
+        M_of_step[r][h] = WholeState::M_of(largest);
+        signs |= M_of_step[r][h];
+      }
+    // Keys of a row that has none above -WHOLE so far have one weight; rows without any come along.
+    if (__any_sync(FULL_WARP, signs < 0))
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (M_of_step[r][h] >= 0 || highest(r, h) >= WholeState::LEAST) continue;
+          factor[r][h] = 1.0f;
+          const float S = (CODE_BITS - 1 - WHOLE) - float(highest(r, h) - LOWER_BITS);
+#pragma unroll
+          for (int n = 0; n < MMA_KEYS; ++n)
+#pragma unroll
+            for (int i = 2 * h; i < 2 * h + 2; ++i)
+              if (S_acc[r][n][i] != NEG_INF) S_acc[r][n][i] = S;
+        }
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int rise = state[r][h].advance(M_of_step[r][h], highest(r, h));
         if (LSE) exact_l(r, h) *= power_of_two(max(-rise, -126));  // exact
 #pragma unroll
         for (int c = 0; c < MMA_COLS; ++c)
@@ -338,7 +367,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       const float codes = shfl_sum<4>(float(state[r][h].l)) * power_of_two(-L_BITS);  // R6
       const float l = fmaf(M, 0.0f, codes);
       const float inverse_l = l == 0.0f ? 0.0f : 1.0f / l;
-      const float sum_of_weights = fmaf(M, 0.0f, shfl_sum<4>(exact_l(r, h)));  // R6
+      // NOTE: past 2^24 weights may be infinite, where M is in steps of more than 1.
+      const float weights = fminf(shfl_sum<4>(exact_l(r, h)), 0x1.fffffep127f);
+      const float sum_of_weights = fmaf(M, 0.0f, weights);  // R6
       const int row = row0 + r * 16 + g + h * 8;
       // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
       if (LSE && quant.K_mean) {

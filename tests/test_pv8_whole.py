@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -114,6 +115,53 @@ def test_sums_of_many_keys_stay_in_their_range() -> None:
     _, steps = attention_mirror(z, **FORM, trace=True)
     assert 2.0**WHOLE.sum_bits / 4 < max(step.l.max() for step in steps) <= 2.0**WHOLE.sum_bits
     assert steps[-1].m.max() > steps[0].m.max()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [300.0, 3000.0, 60000.0])
+def test_scores_of_any_size_give_means_of_values(size: float, causal: bool, arch: str) -> None:
+    """Past what M counts in ones, and below all that it counts; with one key that some rows see."""
+    q, k = np.full((2, 1, 70, 64), size, np.float16), np.full((2, 1, 130, 64), size, np.float16)
+    q[1, 0, 35:] *= -1
+    k[1] *= -1
+    k[1, 0, 40] *= -1
+    v = np.random.default_rng(8).uniform(1, 2, k.shape).astype(np.float16)
+    quant = dataclasses.replace(CHANNEL, smooth_k=False)
+    given: dict[str, Any] = {"arch": arch, "backend": "interpret", "variant": "fa_int8"}
+    o, lse = attention(q, k, v, quant=quant, causal=causal, return_lse=True, scale=1.0, **given)
+    assert np.isfinite(lse).all() and o.min() >= 1 - 1e-2 and o.max() <= 2 + 1e-2
+    assert np.abs(o[1, 0, :35] - v[1, 0, 40]).max() <= 1e-2
+
+
+def test_the_lowest_scores_weigh_the_same_until_there_is_a_larger_one() -> None:
+    """Rows before the first larger key have the mean of all that they see, those after it that key.
+
+    The key lies in the second tile, and some rows do not see all of the first.
+    """
+    first = pv8_cases.BLOCK_KV + 9
+    rng = np.random.default_rng(9)
+    q, k = np.full((1, 1, 100, 64), 3000, np.float16), np.full((1, 1, 100, 64), -3000, np.float16)
+    k[0, 0, first] = 1
+    v = rng.uniform(1, 2, k.shape).astype(np.float16)
+    quant = dataclasses.replace(CHANNEL, smooth_k=False, smooth_v=False)
+    given: dict[str, Any] = {"arch": pv8_cases.PORTABLE, "backend": "interpret", "causal": True}
+    o = attention(q, k, v, variant="fa_int8", quant=quant, scale=1.0, **given)[0, 0]
+    means = np.cumsum(v[0, 0].astype(np.float64), axis=0) / np.arange(1, 101)[:, None]
+    assert np.abs(o[:first] - means[:first]).max() <= 1e-2
+    assert np.abs(o[first:] - v[0, 0, first]).max() <= 1e-2
+
+
+@pytest.mark.slow
+def test_many_of_the_lowest_scores_stay_in_range() -> None:
+    """Where l makes M rise their weight falls as it does: late keys weigh what early ones weigh."""
+    len_kv = 20000
+    q, k = np.full((1, 1, 16, 16), 3000, np.float16), np.full((1, 1, len_kv, 16), -3000, np.float16)
+    v = np.linspace(1, 2, len_kv)[None, None, :, None].repeat(16, axis=-1).astype(np.float16)
+    quant = dataclasses.replace(CHANNEL, smooth_k=False, smooth_v=False)
+    given: dict[str, Any] = {"arch": pv8_cases.PORTABLE, "backend": "interpret"}
+    o = attention(q, k, v, variant="fa_int8", quant=quant, scale=1.0, **given)
+    assert np.abs(o.astype(np.float64) - 1.5).max() <= 4e-3
 
 
 @pytest.mark.parametrize(
