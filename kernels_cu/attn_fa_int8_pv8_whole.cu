@@ -41,7 +41,8 @@ constexpr bool BY_DOTS = ONE_K_SCALE;
 // Registers of four rows lie in shared memory where they spilled; elsewhere their addresses did.
 constexpr bool FEW_REGISTERS = RESIDENT > 1;
 constexpr bool EXACT_L_SHARED =
-    LSE && HEAD_DIM <= 128 && (FEW_REGISTERS || VARLEN || __CUDA_ARCH__ >= 900);
+    LSE && HEAD_DIM <= 128 &&
+    (FEW_REGISTERS || VARLEN || VEC < 8 && __CUDA_ARCH__ == 800 || __CUDA_ARCH__ >= 900);
 constexpr bool HIGHEST_SHARED =
     FEW_REGISTERS && (VARLEN || __CUDA_ARCH__ == 800 || __CUDA_ARCH__ >= 900 && !ONE_K_SCALE);
 constexpr int WATCH_STEPS = 12;  // how often l is looked at
