@@ -251,6 +251,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
     }
 
     // S4 softmax
+    // NOTE: rows are found anew here; kept, they would take registers through the loop.
     const int first_row = q0 + (VARLEN ? thread_id_anew() / WARP_SIZE * WARP_Q : row0);
     const bool are_products = scores.are_products(first_row, WARP_Q, kv0, BLOCK_KV);
     if (!are_products) {
@@ -297,7 +298,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         M_of_step[r][h] = WholeState::M_of(largest);
         signs |= M_of_step[r][h];
       }
-    // Keys of a row that has none above -WHOLE so far have one weight; rows without any come along.
+    // All keys of a row that has none above -WHOLE so far have one weight, that of S: 2^7, less
+    // what l has made M rise by. Rows without any key so far come along.
     if (__any_sync(FULL_WARP, signs < 0))
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
