@@ -22,7 +22,7 @@ import numpy as np
 from cupyattn import splits, value_bounds
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_limits, check_scale, check_shapes
-from cupyattn.codes import check_one_sequence
+from cupyattn.codes import check_one_sequence, portable_form
 from cupyattn.numerics import (
     EX2_FLUSH,
     HALF_SUBNORMAL,
@@ -207,7 +207,7 @@ def attention(
     else:
         dtype, quantized = quantized.out_dtype, quantized.unpacked()
         q, k, v = kernel_operands(quantized)
-        form = form or quantized.form
+        form = form or portable_form(quantized, softcap, bias)
         if quantized.v_codes is not None:  # the kernel sums V without its mean
             v = quantized.centred_values()
     sizes = check_shapes(q.shape, k.shape, v.shape)
@@ -365,6 +365,8 @@ def _kernel_bound(
         theta_n = theta_o + (1 + theta_o) * lost / share
         theta_n = xp.where(rho.sum(axis=-1) < 1, xp.minimum(theta_n, 1.0), 1.0)
     elif n.sums_operand:  # in P.V itself, or of codes, step by step
+        if n.shifts:
+            lost = lost + value_bounds.dropped_of_l(unit, n.shifts)
         theta_n = sum_of_operand(P_plus, rho, theta_l if n.shifts else theta_o, lost)
     share = share[..., None]
     with np.errstate(divide="ignore"):

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from cupyattn.checks import GROUP_ALL
 from cupyattn.rounding import Array, scale_of_row
 
 
@@ -49,6 +50,33 @@ class Quantized(Protocol):
     @property
     def cu_seqlens_q(self) -> Array | None: ...  # of packed sequences
     def unpacked(self) -> Any: ...  # the same with codes of a byte each
+
+
+def value_form(group: int, p_type: str, zero_points: bool, *, plain: bool) -> str:
+    """Return the portable form of ``fa_int8`` for codes of V.
+
+    Parameters
+    ----------
+    group : int
+        Keys that share the scale of a channel.
+    p_type : {"u8", "s8", "e4m3"}
+        Codes of P.
+    zero_points : bool
+        Of Q and K, or of V.
+    plain : bool
+        Whether scores have neither softcap nor bias.
+    """
+    whole = group == GROUP_ALL and p_type == "u8" and not zero_points and plain
+    return "pv8_whole" if whole else "pv8"
+
+
+def portable_form(quantized: Quantized, softcap: float, bias: object) -> str:
+    """Return the portable form of ``fa_int8`` that a call of this softcap and bias takes."""
+    if quantized.form == "portable":
+        return "portable"
+    zero_points = quantized.q_zero is not None
+    plain = not softcap and bias is None
+    return value_form(quantized.group_v, quantized.config.p_type, zero_points, plain=plain)
 
 
 def check_one_sequence(quantized: Quantized) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cupyattn import hopper, pieces, splits, stacking
 from cupyattn.checks import INT32_MAX, AttentionCall
+from cupyattn.codes import value_form
 from cupyattn.compile import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
@@ -430,8 +431,8 @@ def plan_int8(
         itself: ``features.quantize_q`` of the plan says so, ``"q_codes"``, ``"q_scale"`` are not
         read.
     values : ValueCodes, optional
-        V is codes: the form ``"pv8"`` runs; UnsupportedError where there is none, or where scales
-        change within a tile.
+        V is codes: the form ``"pv8"`` runs, or ``"pv8_whole"`` where each channel has one scale;
+        UnsupportedError where there is none, or where scales change within a tile.
     zeros : ZeroPoints, optional
         Q and K, and V where it is INT8 codes, have zero points.
 
@@ -439,7 +440,10 @@ def plan_int8(
     -------
     Plan
     """
-    form, note, own_tiles = "portable" if values is None else "pv8", "", tiles is None
+    form, note, own_tiles = "portable", "", tiles is None
+    if values is not None:
+        plain = not call.softcap and bias is None
+        form = value_form(values.group, values.p_type, zeros is not None, plain=plain)
     if form not in variant.forms:
         raise UnsupportedError(
             f"{variant.name} has no kernel for codes of V: use quant.pv='16bit', or fa_int8"

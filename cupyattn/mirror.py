@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cupyattn import splits
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_dtype, check_limits, check_scale, check_shapes
-from cupyattn.codes import Quantized, check_one_sequence, codes_less_zero
+from cupyattn.codes import Quantized, check_one_sequence, codes_less_zero, portable_form
 from cupyattn.mirror_codes import by_shifts, by_tile
 from cupyattn.mirror_state import LOG2E, Float32, RowState, Step, inverse
 from cupyattn.numerics import Numerics, check_features
@@ -366,7 +366,7 @@ def attention_mirror(
     changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
     quant = None
     if quantized is not None:
-        form, quant = form or quantized.form, quantized.config
+        form, quant = form or portable_form(quantized, softcap, bias), quantized.config
     form = form or rung.form_for(len_q, len_kv, tiles, changed=changed)
     n = numerics or compose_numerics(rung.family, form, dtype, quant, **given)
     check_features(n, softcap, bias)

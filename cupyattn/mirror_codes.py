@@ -74,7 +74,7 @@ def by_tile(
 def by_shifts(
     scores: Scores, quantized: Quantized, by: Shifts, tiles: Tiles, steps: list[Step]
 ) -> tuple[Float32, RowState]:
-    """The loop of the form ``"sm90_pv8"``: codes of P as multiples of powers of two, O whole."""
+    """The loop of ``"pv8_whole"`` and ``"sm90_pv8"``: codes are multiples of 2^M, O is whole."""
     state = ShiftState(scores.rows)
     V = cast(Float32, quantized.value_codes())[:, :, None]
     O = np.zeros((*scores.rows, V.shape[-1]), np.float64)  # whole numbers below 2^31
@@ -96,8 +96,10 @@ def by_shifts(
         p = state.exponentials(S, scores.exponent_factor)
         unknown = np.isnan(p)
         codes = np.fmin(np.rint(np.where(unknown, np.float32(0), p)), 255)  # R5
-        state.l = state.l + codes.sum(axis=-1, dtype=np.float32)  # R6
-        state.l = np.where(unknown.any(axis=-1), np.float32(np.nan), state.l)  # no code is NaN
+        state.add_codes(codes, by)  # R6
+        # NOTE: no code is NaN.
+        state.parts[unknown.any(axis=-1)] = np.nan
+        state.l = np.where(unknown.any(axis=-1), np.float32(np.nan), state.l)
 
         # S5 output
         O = np.floor(O * alpha[..., None])  # R6

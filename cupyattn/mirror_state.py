@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.numerics import P_CODE_ONE, Shifts
+from cupyattn.numerics import LANES, P_CODE_ONE, Shifts
 from cupyattn.rounding import NEG_INF, Array, ex2, fma32, sub_up32
 
 Float32 = npt.NDArray[np.float32]
@@ -118,9 +118,10 @@ class TileState(RowState):
 
 
 class ShiftState(RowState):
-    """The same as ``sm90/attn_fa_int8_pv8.cu`` has it: M is a whole number, and O follows it.
+    """The same where O is whole (`Shifts`): M is a whole number, and O follows it.
 
-    l is the sum of codes, which O is divided by; lse has `exact_l`, that of the exponentials.
+    l is the sum of codes, which O is divided by; lse has `exact_l`, that of the exponentials. Where
+    l is whole, too, it is that of `parts`, by lane.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -128,6 +129,18 @@ class ShiftState(RowState):
         self.M = np.full(shape, -(2.0**127), np.float32)
         self.highest = self.M.copy()
         self.exact_l = self.l.copy()
+        self.parts = np.zeros((*shape, LANES))
+
+    def add_codes(self, codes: Float32, by: Shifts) -> None:
+        """Add the codes (..., keys) of a step to l."""
+        if by.l_bits is None:
+            self.l = self.l + codes.sum(axis=-1, dtype=np.float32)  # R6
+            return
+        eights = -(-codes.shape[-1] // (2 * LANES))
+        pad = [(0, 0)] * (codes.ndim - 1) + [(0, eights * 2 * LANES - codes.shape[-1])]
+        by_lane = np.pad(codes, pad).reshape(*codes.shape[:-1], eights, LANES, 2)
+        self.parts = self.parts + by_lane.sum(axis=(-3, -1))  # exact
+        self.l = self.parts.sum(axis=-1).astype(np.float32)
 
     def follow(self, m: Float32, by: Shifts, taken: Array, watched: Array) -> Array:
         """Choose M for scores whose largest is `m`; return how far to the left O is shifted.
@@ -143,6 +156,10 @@ class ShiftState(RowState):
         self.M = np.fmax(self.M, np.where(taken, self.highest - by.lower_bits, M_old))
         shift = np.fmax(M_old - self.M, -126.0)
         self.l, self.exact_l = (l * np.exp2(shift) for l in (self.l, self.exact_l))
+        if by.l_bits is not None:
+            one = np.exp2(np.float64(by.l_bits))
+            self.parts = np.floor(self.parts * np.exp2(shift)[..., None] * one) / one  # R6
+            self.l = self.parts.sum(axis=-1).astype(np.float32)
         return shift
 
     def exponentials(self, S: Float32, factor: np.float32) -> Float32:

@@ -32,7 +32,9 @@ P_CODE_ONE = {"u8": 255.0, "s8": 127.0, "e4m3": 448.0}
 
 @dataclass(frozen=True)
 class Shifts:
-    """R4 to R6 of ``sm90/attn_fa_int8_pv8.cu``: what its constants of these names are.
+    """R4 to R6 of the kernels that keep O whole: what their constants of these names are.
+
+    Those of ``sm90/attn_fa_int8_pv8.cu`` by default; `WHOLE` has ``attn_fa_int8_pv8_whole.cu``'s.
 
     Parameters
     ----------
@@ -45,17 +47,25 @@ class Shifts:
     sum_bits : int
         l stays below 2^sum_bits: where it is looked at, M is kept so high that l, as it is, is
         below a quarter of that, and the weights until the next time are less than the rest.
+    l_bits : int, optional
+        l is whole, too, in units of 2^(M - l_bits) in each of `LANES` lanes; None: a float.
     """
 
     code_bits: int = 8
     lower_bits: int = 4
     watch_steps: int = 6
     sum_bits: int = 23
+    l_bits: int | None = None
 
     def guards(self, len_kv: int) -> bool:
         """Whether M has to be kept from falling so low that l would leave its range."""
         return len_kv >= 1 << (self.sum_bits - self.code_bits - self.lower_bits)
 
+
+#: Those of ``attn_fa_int8_pv8_whole.cu``.
+WHOLE = Shifts(watch_steps=12, l_bits=7)
+#: Lanes that share a row, each with two neighbours of eight keys.
+LANES = 4
 
 #: Unit roundoff of a tensor-core accumulation step (they truncate and align; Blanchard et al. 2020,
 #: Khattak and Mikaitis, arXiv 2512.07004).
@@ -182,12 +192,12 @@ def numerics(
     ----------
     family : {"unfused", "float32", "tensor_core", "int8"}
         What the variant computes with (`cupyattn.registry.Variant.family`).
-    form : {"portable", "sm90", "split", "pv8", "sm90_pv8", "sm90_fp8", "fused"}
+    form : {"portable", "sm90", "split", "pv8", "pv8_whole", "sm90_pv8", "sm90_fp8", "fused"}
         Which form of the kernel. All have tensor cores of one roundoff; in the Hopper forms and in
         those of ``int8`` with 16-bit P M does not follow every new maximum, the split form adds up
-        slices of the keys, the fused form rounds where the portable one does, and the Hopper form
-        with P and V in 8 bits has `Shifts`, but with both in e4m3 (``"sm90_fp8"``) sums of tiles as
-        the portable one.
+        slices of the keys, the fused form rounds where the portable one does, and of the forms with
+        P and V in 8 bits ``"pv8_whole"`` and ``"sm90_pv8"`` have `Shifts`, the others sums of
+        tiles.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
@@ -212,7 +222,8 @@ def numerics(
     >>> numerics("tensor_core", "portable", "float16", softcap=True).scaling
     'natural'
     """
-    forms = ("portable", "sm90", "split", "pv8", "sm90_pv8", "sm90_fp8", "fused")
+    of_codes = ("pv8", "pv8_whole", "sm90_pv8", "sm90_fp8")
+    forms = ("portable", "sm90", "split", *of_codes, "fused")
     if form not in forms:
         raise ValueError(f"form must be one of {', '.join(forms)}, got {form!r}")
     if dtype not in ("float16", "bfloat16", "float32"):
@@ -233,7 +244,7 @@ def numerics(
             **features, headroom=HEADROOM if form == "sm90" else 0,
             pieces=MOST_PIECES + 1 if form == "sm90" else 0,
         )  # fmt: skip
-    if family == "int8" and form in ("pv8", "sm90_pv8", "sm90_fp8"):
+    if family == "int8" and form in of_codes:
         by_form = "e4m3" if form == "sm90_fp8" else "u8"
         p_type = by_form if quant is None else quant.p_type
         fp8 = p_type == "e4m3"
@@ -241,7 +252,7 @@ def numerics(
         return Numerics(
             "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
             "fp8" if fp8 else "int32", True, **features,
-            sums_operand=not fp8, shifts=Shifts() if form == "sm90_pv8" else None,
+            sums_operand=not fp8, shifts={"sm90_pv8": Shifts(), "pv8_whole": WHOLE}.get(form),
             pieces=MOST_PIECES + 1 if form == "sm90_pv8" else 0,
             scales_last=form == "sm90_fp8" or (form == "pv8" and one_scale),
         )  # fmt: skip

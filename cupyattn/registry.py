@@ -84,7 +84,7 @@ class Variant:
     @property
     def forms(self) -> tuple[str, ...]:
         """Which forms exist of ``"portable"``, ``"sm90"`` (compute capability 9.0), ``"split"``,
-        ``"pv8"``, ``"sm90_pv8"``, ``"sm90_fp8"`` and ``"fused"``.
+        ``"pv8"``, ``"pv8_whole"``, ``"sm90_pv8"``, ``"sm90_fp8"`` and ``"fused"``.
 
         A source of one's own has one form.
         """
@@ -97,8 +97,9 @@ class Variant:
         return {
             "portable": self.tiles, "sm90": self.hopper_tiles,
             "split": {limit: rising[0] for limit, rising in self.split_tiles.items()},
-            "pv8": self.pv8_tiles, "sm90_pv8": self.hopper_pv8_tiles,
-            "sm90_fp8": self.hopper_fp8_tiles, "fused": self.fused_tiles,
+            "pv8": self.pv8_tiles, "pv8_whole": self.pv8_tiles,
+            "sm90_pv8": self.hopper_pv8_tiles, "sm90_fp8": self.hopper_fp8_tiles,
+            "fused": self.fused_tiles,
         }  # fmt: skip
 
     def form_for(
@@ -351,8 +352,8 @@ _FUSED_TILES = {"fa_int8": {256: Tiles(64, 64, 4, 1)}}
 
 #: Forms whose source and entry point are those of another form with a suffix: folder and suffix.
 SUFFIXED = {
-    "pv8": ("", "_pv8"), "sm90_pv8": ("sm90/", "_pv8"), "sm90_fp8": ("sm90/", "_fp8"),
-    "fused": ("", "_fused"),
+    "pv8": ("", "_pv8"), "pv8_whole": ("", "_pv8_whole"), "sm90_pv8": ("sm90/", "_pv8"),
+    "sm90_fp8": ("sm90/", "_fp8"), "fused": ("", "_fused"),
 }  # fmt: skip
 
 #: The rungs: name, the one idea, what it computes in, what it takes.

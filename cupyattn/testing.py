@@ -18,6 +18,7 @@ import numpy.typing as npt
 from cupyattn import bounds
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_limits, check_scale
+from cupyattn.codes import portable_form
 from cupyattn.numerics import Numerics
 from cupyattn.perturbation import ratio_to_bound
 from cupyattn.preparation import EPS, Preparation
@@ -251,7 +252,8 @@ def judge(
         raise ValueError(f"o must have q's shape {operands[0].shape}, got {o.shape}")
     if lse is not None and lse.shape != (batch, heads, len_q):
         raise ValueError(f"lse must have shape {(batch, heads, len_q)}, got {lse.shape}")
-    form = form or (quantized.form if quantized is not None else None)
+    if quantized is not None:
+        form = form or portable_form(quantized, softcap, bias)
     blocks = (0, 0) if block_mask is None else block_mask.blocks
     changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
     form = form or lookup(variant).form_for(len_q, len_kv, tiles, changed=changed)

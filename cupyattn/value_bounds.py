@@ -1,4 +1,4 @@
-"""What 8-bit P and V may do to an output: R5, R6 and R7 of ``"pv8"`` and its Hopper form.
+"""What 8-bit P and V may do to an output: R5, R6 and R7 of ``"pv8"`` and its siblings.
 
 Proofs are in docs/MATH_REFERENCE.md, "8-bit P and V"; `cupyattn.bounds` uses them where P is codes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.numerics import FP8_ROUNDOFF, P_CODE_ONE, Numerics, Shifts
+from cupyattn.numerics import FP8_ROUNDOFF, LANES, P_CODE_ONE, Numerics, Shifts
 from cupyattn.perturbation import gamma
 from cupyattn.rounding import Array, array_namespace
 from cupyattn.score_bounds import U
@@ -122,6 +122,20 @@ def dropped_by_shifts(unit: Array, scale: Array) -> Array:
     (..., rows, head_dim) array
     """
     return unit[..., 1:].sum(axis=-1)[..., None] * scale
+
+
+def dropped_of_l(unit: Array, by: Shifts) -> Array:
+    """R6: bound what shifts drop of l where it is whole, too: in each lane less than its unit.
+
+    Parameters
+    ----------
+    unit : (..., rows, steps) array
+        As `units` returns them.
+    by : Shifts
+    """
+    if by.l_bits is None:
+        return 0.0 * unit[..., 0]
+    return LANES * 2.0**-by.l_bits * unit[..., 1:].sum(axis=-1)
 
 
 def accumulation(count: Array, keys: int, n: Numerics, tiles: Tiles) -> Array:

@@ -288,8 +288,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         beta[r][h] = ex2_approx_ftz((tile[r][h].M - state[r][h].M_finite()) * M_TO_LOG2);  // R4
 #pragma unroll
         for (int i = h; i < BLOCK_KV / 8; i += 2)  // two key tiles: four neighbours in V
-          P_frag[r][i / 4][i % 4] = weigh_codes(S_acc[r], i, factor[r][h], tile[r][h]);   // R5
-        if (SUMS_WEIGHTS) exact_l(r, h) = fmaf(tile[r][h].l, beta[r][h], exact_l(r, h));  // R6
+          P_frag[r][i / 4][i % 4] =
+              weigh_codes(S_acc[r], i, factor[r][h], tile[r][h].M_finite(), tile[r][h].l);  // R5
+        if (SUMS_WEIGHTS) exact_l(r, h) = fmaf(tile[r][h].l, beta[r][h], exact_l(r, h));    // R6
       }
       sum_p_codes(P_sum[r], P_frag[r]);
 #pragma unroll
@@ -367,8 +368,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         if (state[r][h].M > NEG_INF) state[r][h].M += smem.Q_factor[row] * dot;  // R3
       }
       if (q0 + row >= p.len_q) continue;
-      state[r][h].l = finite_or(sum_of_weights, state[r][h].l) *
-                      (NATURAL_SCORES ? 1.0f / P_CODE_ONE : 1.0f);  // R7: of M
+      state[r][h].l = finite_or(sum_of_weights, state[r][h].l) * CODE_UNIT;  // R7
       if constexpr (LSE)
         if (t == 0) lse_of(p, batch_head, head)[q0 + row] = state[r][h].lse();
       const float* V_mean = values.V_mean  // [HEAD_DIM]

@@ -25,7 +25,7 @@ from experiments.patches import Hunk
 
 FOLDER = Path(__file__).parent / "faults"
 #: Forms that mistakes are planted in, beside the portable one of every rung.
-FORMS = ("fa_tc@sm90", "fa_tc@split", "fa_int8@pv8", "fa_int8@fused")
+FORMS = ("fa_tc@sm90", "fa_tc@split", "fa_int8@pv8", "fa_int8@pv8_whole", "fa_int8@fused")
 
 
 @dataclass(frozen=True)

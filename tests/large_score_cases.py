@@ -27,6 +27,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "sm90": ("sm_90a", {}),
     "pv8": ("sm_90", {"pv": "int8"}),
     "pv8, s8": ("sm_90", {"pv": "int8", "p_type": "s8"}),
+    "pv8_whole": ("sm_90", {"pv": "int8", "granularity_v": "channel"}),
     "sm90_pv8": ("sm_90a", {"pv": "int8", "granularity_v": "channel"}),
 }
 #: Where such rows may come out as 0, but never as what is not finite: 8-bit floats, whose weights

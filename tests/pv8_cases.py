@@ -28,6 +28,8 @@ HEAD_DIM = 64
 BLOCK_KV = lookup("fa_int8").default_tiles(HEAD_DIM, "pv8").block_kv
 #: Codes of P that are integers, whose sums are exact; the 8-bit float is not among them.
 P_TYPES = ("u8", "s8")
+#: The same where every tile of V has scales of its own, though they are all 1: the form differs.
+BY_TILE = "u8 by tile"
 E4M3 = ml_dtypes.float8_e4m3fn
 #: What l may be off by: M is rounded by up to 2^-19 below 32 (times ln 2), an exponential errs by
 #: 2^-22, and its exponent by as much; a lane and four of them add up to 70 numbers, 2^-24 each.
@@ -35,6 +37,14 @@ OF_SUMS = 2.0**-17
 
 #: Brings an array to where the backend wants it.
 Move = Callable[[Any], Any]
+
+
+def type_of(p_type: str) -> str:
+    return p_type.partition(" ")[0]
+
+
+def granularity_of(p_type: str) -> str:
+    return "block" if p_type == BY_TILE else "channel"
 
 
 def pv_of(p_type: str) -> str:
@@ -53,6 +63,10 @@ def codes_of(scores: np.ndarray, v: np.ndarray, move: Move, **given: Any) -> Qua
         q[0, 0, row, row] = 1
         k[0, 0, :, row] = scores[row]
     given = {"v_scale": 1.0, "out_dtype": "float32", **given}
+    if given["p_type"] == BY_TILE:
+        groups = -(-keys // BLOCK_KV)
+        given["v_scale"] = move(np.ones((1, 1, groups, HEAD_DIM), np.float32))
+        given |= {"group_v": BLOCK_KV, "p_type": type_of(BY_TILE)}
     v = v[None, None].astype(E4M3).view(np.int8) if given["p_type"] == "e4m3" else v[None, None]
     operands = (move(x) for x in (q, k, v.astype(np.int8)))
     return QuantizedQKV.from_codes(*operands, 1.0, 1.0, **given)
@@ -65,13 +79,21 @@ def attend(z: QuantizedQKV, backend: str, **options: Any) -> tuple[np.ndarray, n
 
 
 def by_hand(scores: np.ndarray, p_type: str) -> np.ndarray:
-    """The weight of each key, from the codes of P: tile by tile, in whole-number arithmetic."""
-    one = P_CODE_ONE[p_type]
+    """The weight of each key, from the codes of P: tile by tile, in whole-number arithmetic.
+
+    In u8 with one scale of V for a channel codes are multiples of a power of two, by which the
+    largest of a tile is 128 or, 2^4 and more below the highest so far, less.
+    """
+    one = 128.0 if p_type == "u8" else P_CODE_ONE[type_of(p_type)]
+    highest = np.full((len(scores), 1), -np.inf)
     weights = np.zeros(scores.shape)
     top = scores.max(axis=1, keepdims=True)
     for kv0 in range(0, scores.shape[1], BLOCK_KV):
         tile = scores[:, kv0 : kv0 + BLOCK_KV].astype(np.float64)
         m = tile.max(axis=1, keepdims=True)
+        if p_type == "u8":
+            highest = np.maximum(highest, m)
+            m = np.maximum(m, highest - 4)
         codes = one * np.exp2(tile - m)
         codes = codes.astype(E4M3).astype(np.float64) if p_type == "e4m3" else np.rint(codes)
         weights[:, kv0 : kv0 + BLOCK_KV] = codes / one * np.exp2(m - top)
@@ -170,6 +192,8 @@ def check_split_keys_merge(backend: str, p_type: str, move: Move) -> None:
     """
     keys = 4 * BLOCK_KV
     largest = even_scores(32, 4).repeat(BLOCK_KV, axis=1)
+    if p_type == "u8":  # 128 and powers of two below it, by which shifts are exact
+        largest = np.maximum(largest, 0)
     present = np.random.default_rng(6).random((32, keys)) < 0.5
     scores, v = np.where(present, largest, largest - 60), whole_values(keys)
     whole, lse = attend(codes_of(scores, v, move, p_type=p_type), backend)
@@ -187,7 +211,9 @@ def check_constant_values_come_back(backend: str, p_type: str, move: Move) -> No
     rng = np.random.default_rng(4)
     q, k = (rng.standard_normal((1, 2, n, HEAD_DIM)).astype(np.float16) for n in (40, 128))
     v = np.broadcast_to(rng.integers(-64, 65, HEAD_DIM) / 8, k.shape).astype(np.float16)
-    quant = QuantConfig(pv=pv_of(p_type), p_type=p_type)
+    quant = QuantConfig(
+        pv=pv_of(p_type), p_type=type_of(p_type), granularity_v=granularity_of(p_type)
+    )
     o = attention(
         *map(move, (q, k, v)), variant="fa_int8", quant=quant, backend=backend, arch=PORTABLE
     )
@@ -218,13 +244,16 @@ def check_codes_of_p_against_the_mirror(backend: str, p_type: str, move: Move) -
     rng = np.random.default_rng(5)
     q, k = (rng.standard_normal((1, 2, n, HEAD_DIM)).astype(np.float32) for n in (100, BLOCK_KV))
     v = np.broadcast_to(np.eye(BLOCK_KV, HEAD_DIM, dtype=np.float32), k.shape)
-    quant = QuantConfig(pv="int8", granularity_v="channel", smooth_v=False, p_type=p_type)
+    quant = QuantConfig(
+        pv="int8", granularity_v=granularity_of(p_type), smooth_v=False, p_type=type_of(p_type)
+    )
     z = quantize(*map(move, (q, k, np.ascontiguousarray(v))), quant=quant, backend=backend)
     o = on_host(attention(z, backend=backend, arch=PORTABLE)).astype(np.float64)
     _, (step,) = attention_mirror(host_copy(z), variant="fa_int8", trace=True)
     codes = o * step.l[..., None].astype(np.float64)
     assert np.abs(codes - np.rint(codes)).max() <= 0.01
-    flips = np.abs(np.rint(codes) - np.rint(step.P * P_CODE_ONE[p_type]))
+    expected = step.P * (1 if p_type == "u8" else P_CODE_ONE[type_of(p_type)])
+    flips = np.abs(np.rint(codes) - np.rint(expected))
     assert flips.max() <= 1 and np.count_nonzero(flips) <= flips.size // 1000
     assert np.count_nonzero(np.rint(codes)) > flips.size // 2
 
@@ -234,7 +263,7 @@ CHECKS = [
     (check, p_type)
     for name, check in sorted(globals().items())
     if name.startswith("check_")
-    for p_type in P_TYPES
+    for p_type in (*P_TYPES, BY_TILE)
 ] + [
     (check_one_hot_values_show_p, "e4m3"),
     (check_one_key_gives_its_value, "e4m3"),

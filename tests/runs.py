@@ -243,6 +243,8 @@ def asked_for(rung: str) -> dict[str, Any]:
     chosen: dict[str, Any] = {"variant": variant_of(rung).name}
     if rung.endswith("@pv8"):
         chosen["quant"] = QuantConfig(pv="int8")
+    if rung.endswith("@pv8_whole"):
+        chosen["quant"] = QuantConfig(pv="int8", granularity_v="channel")
     if rung.endswith("@sm90_pv8"):
         chosen["quant"] = QuantConfig(pv="int8", granularity_v="channel")
     if rung.endswith("@sm90_fp8"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cupyattn import compile as kc
+from cupyattn.checks import GROUP_ALL
 from cupyattn.compile import KERNELS, ModuleSpec
 from cupyattn.errors import KernelCompileError
 from cupyattn.features import Features
@@ -22,6 +23,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "attn_fa_tc.cu": Tiles(64, 64, 4, 2),
     "attn_fa_int8.cu": Tiles(64, 64, 4, 2),
     "attn_fa_int8_pv8.cu": Tiles(64, 64, 4, 2),
+    "attn_fa_int8_pv8_whole.cu": Tiles(64, 64, 4, 2),
     "attn_fa_int8_fused.cu": Tiles(64, 64, 4, 1),
     "quantize.cu": Tiles(64, 64, 4),
     "quantize_reduce.cu": Tiles(64, 64, 4),
@@ -82,6 +84,10 @@ BROKEN = [
     ("attn_fa_int8_pv8.cu", {"BLOCK_KV": 96, "GROUP_V": 96}, "BLOCK_KV must be 32, 64 or 128"),
     ("attn_fa_int8_pv8.cu", {"BLOCK_KV": 64, "GROUP_V": 32}, "GROUP_V must be whole tiles"),
     ("attn_fa_int8_pv8.cu", {"P_TYPE": 0}, "codes of P need P_TYPE"),
+    ("attn_fa_int8_pv8_whole.cu", {"GROUP_V": 64}, "this form takes one scale for a channel of V"),
+    ("attn_fa_int8_pv8_whole.cu", {"P_TYPE": 2}, "this form takes P in u8"),
+    ("attn_fa_int8_pv8_whole.cu", {"SOFTCAP": 1}, "softcap, bias and zero points are left to"),
+    ("attn_fa_int8_pv8_whole.cu", {"BLOCK_KV": 256}, "BLOCK_KV must leave what WATCH_STEPS steps"),
     (
         "attn_fa_int8_pv8.cu",
         {"BLOCK_KV": 1024, "GROUP_V": 1024},
@@ -188,6 +194,8 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     rope = "half_split" if source == "rope.cu" else ""
     p_type = {"_pv8.cu": "u8", "_fp8.cu": "e4m3"}.get(source[-7:])
     values = {} if p_type is None else {"group_v": 64, "p_type": p_type}
+    if source.endswith("_whole.cu"):
+        values = {"group_v": GROUP_ALL, "p_type": "u8"}
     features: Features | GemmFeatures
     features = Features(
         "float16", 64, vec=8, group_q=16, group_kv=16, rope=rope,

@@ -13,6 +13,7 @@ import pytest
 
 from cupyattn import compile as kc
 from cupyattn import launch
+from cupyattn.checks import GROUP_ALL
 from cupyattn.features import Features
 from cupyattn.interpret.findings import KINDS
 from cupyattn.registry import VARIANTS
@@ -37,7 +38,8 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
     name, _, form = variant.partition("@")
     rung = VARIANTS[name]
     group = 16 if rung.family == "int8" else 0
-    values = {"group_v": 64, "p_type": "u8"} if form == "pv8" else {}
+    group_v = {"pv8": 64, "pv8_whole": GROUP_ALL}.get(form)
+    values = {"group_v": group_v, "p_type": "u8"} if group_v else {}
     features = Features(
         "float16", 64, lse=True, vec=8, group_q=group, group_kv=group, **values, **cell
     )

@@ -45,7 +45,7 @@ def features_of(
     vec = next(v for v in (8, 4, 2, 1) if v <= widest and head_dim % v == 0)
     group = 64 if variant.family == "int8" else 0
     values = {}
-    if form.endswith(("pv8", "fp8")):
+    if form.endswith(("pv8", "whole", "fp8")):
         p_type = "e4m3" if form == "sm90_fp8" else "u8"
         values = {"group_v": 128 if form == "pv8" else GROUP_ALL, "p_type": p_type}
     return Features(dtype, head_dim, causal, lse, vec, group, group, **values)
@@ -177,7 +177,11 @@ def test_default_tiles_spill_nothing(
                 ("fa_int8", "sm90_fp8", head_dim)
                 for head_dim in VARIANTS["fa_int8"].hopper_fp8_tiles
             ),
-            *(("fa_int8", "pv8", head_dim) for head_dim in (64, 128)),
+            *(
+                ("fa_int8", form, head_dim)
+                for form in ("pv8", "pv8_whole")
+                for head_dim in (64, 128)
+            ),
         )
     ],
 )

@@ -34,6 +34,9 @@ __device__ __forceinline__ float code_exponent(float S, float to_log2, float min
   return NATURAL_SCORES ? fmaf(S + minus_M, LOG2E, P_CODE_LOG2) : fmaf(S, to_log2, minus_M);
 }
 
+// Of l in units of codes, what it is in weights of 2^M.
+constexpr float CODE_UNIT = NATURAL_SCORES ? 1.0f / P_CODE_ONE : 1.0f;
+
 // What O is divided by, l: the sum of codes, exactly and four at a time, where they are integers;
 // that of weights where they are 8-bit floats. lse has that of weights in either case, unless it is
 // infinite, of weights that saturate as codes.
@@ -85,16 +88,20 @@ __device__ __forceinline__ int32_t largest_of_row(const int32_t (&dot)[N][4], in
 }
 
 // Register i of P's fragments: the codes of a lane's scores of one row and two key tiles, in the
-// unit of `tile`, whose l is added their weights.
-template <int N>
+// unit of M; l is added their weights. Unless they are CAPPED, some may be past the largest code,
+// by less than 1, and get it.
+template <bool CAPPED = true, int N>
 __device__ __forceinline__ uint32_t
-weigh_codes(const float (&S)[N][4], int i, float to_log2, RowState& tile) {
+weigh_codes(const float (&S)[N][4], int i, float to_log2, float M, float& l) {
   float x[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const float score = S[i / 2 * 2 + j / 2][i % 2 * 2 + j % 2];
-    x[j] = ex2_approx_ftz(code_exponent(score, to_log2, -tile.M_finite()));  // R4
-    if (SUMS_WEIGHTS) tile.l += x[j];                                        // R6
+    x[j] = ex2_approx_ftz(code_exponent(score, to_log2, -M));  // R4
+    if (SUMS_WEIGHTS) l += x[j];                               // R6
+#if __CUDA_ARCH__ == 800  // elsewhere the instruction sees to it
+    if (!CAPPED) x[j] = fminf(x[j], P_CODE_ONE);
+#endif
   }
   return pack_p_codes(x[0], x[1], x[2], x[3]);  // R5
 }

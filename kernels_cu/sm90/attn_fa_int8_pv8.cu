@@ -38,6 +38,7 @@
 #include "prims/pieces.cuh"
 #include "prims/quantize_q.cuh"
 #include "prims/score.cuh"
+#include "prims/shift_state.cuh"
 #include "prims/step_scores.cuh"
 #include "prims/varlen.cuh"
 #include "prims/work_tile.cuh"
@@ -53,10 +54,7 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
-constexpr int CODE_BITS = 8;      // of P: the largest weight of a tile is 2^7 to 2^8
-constexpr int LOWER_BITS = 4;     // how far M may lie below the highest that a row had
 constexpr int WATCH_STEPS = 6;    // how often l is looked at
-constexpr int SUM_BITS = 23;      // l stays below 2^23, and so O below 2^31
 
 constexpr int INPUT_BYTES =
     BOX_BYTES * (Q_ROW_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES * BLOCK_KV + V_BOXES * O_COLS));
@@ -128,45 +126,6 @@ __device__ __forceinline__ void start_output(
   wgmma_commit_group();
 }
 
-// What a row carries from step to step: weights are in units of 2^M, M a whole number.
-struct ShiftState {
-  float M, highest;  // M now, and the highest so far
-  float l;           // this lane's part of the sum of codes of P, in units of 2^M
-  float exact_l;     // of the weights that they round; for lse alone
-
-  // Lower than any score, and still a number that may be subtracted.
-  __device__ __forceinline__ ShiftState()
-      : M(-0x1p127f), highest(-0x1p127f), l(0.0f), exact_l(0.0f) {}
-
-  // From now on M stays so high that all of l, as it is, is below a quarter of its range: what
-  // comes until the next time is less than the rest.
-  __device__ __forceinline__ void keep_in_range() {
-    const int least_rise = exponent_of(shfl_sum<4>(l)) + 3 - SUM_BITS;
-    highest = fmaxf(highest, M + float(least_rise + LOWER_BITS));
-  }
-
-  // Choose M for scores whose largest is m, so that they weigh less than 2^CODE_BITS. Returns how
-  // many bits O has to be shifted to the left; to the right, if that is negative.
-  __device__ __forceinline__ int advance(float m) {
-    const float M_old = M;
-    M = floor_to_whole(m) + (1 - CODE_BITS);
-    highest = fmaxf(highest, M);
-    M = fmaxf(M, highest - LOWER_BITS);
-    const int shift = whole_to_int(fmaxf(M_old - M, -126.0f));
-    l *= power_of_two(shift), exact_l *= power_of_two(shift);  // exact
-    return shift;
-  }
-
-  // 1 / l; a row that attended to nothing has l = 0 and gets O = 0.
-  __device__ __forceinline__ float inverse_l() const { return l == 0.0f ? 0.0f : 1.0f / l; }
-
-  // The sum of weights, or of codes where weights that saturate are too large to be summed.
-  __device__ __forceinline__ float weights() const { return finite_or(exact_l, l); }
-
-  // Natural log of the sum of exponentials; -inf for a row that attended to nothing.
-  __device__ __forceinline__ float lse() const { return (M + log2f(weights())) * LN2; }
-};
-
 // S4 softmax, its first half: M of the largest score of each row. Returns whether scores are
 // masked; `factor` is that of those that are not, `shift` what ShiftState::advance returns. `q` is
 // the first of this lane's two rows, the other is q + 8.
@@ -222,14 +181,11 @@ __device__ __forceinline__ void weigh(
   }
 }
 
-// O to another M. To a higher one fewer bits are dropped than the last has.
-// NOTE: either way it is one instruction: half of a shift of 64 bits to the right, whose lower ones
-// are 0.
+// O to another M.
 __device__ __forceinline__ void shift_output(int32_t (&O_acc)[O_COLS / 2], const int (&shift)[2]) {
-  const int right[2] = {min(32 - shift[0], 63), min(32 - shift[1], 63)};
+  const int right[2] = {right_shift(shift[0]), right_shift(shift[1])};
 #pragma unroll
-  for (int i = 0; i < O_COLS / 2; ++i)
-    O_acc[i] = int32_t((int64_t(O_acc[i]) << 32) >> right[i / 2 % 2]);  // R6
+  for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] = shifted(O_acc[i], right[i / 2 % 2]);  // R6
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(

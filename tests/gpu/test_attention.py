@@ -66,7 +66,7 @@ def test_kinds_of_values(variant: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     # The bound of 8-bit P is loose; exact fixtures stand beside it (test_pv8.py).
     ("variant", "dtype"),
-    [cell for cell in CELLS if not cell[0].endswith("@pv8")],
+    [cell for cell in CELLS if "@pv8" not in cell[0]],
 )
 def test_the_bound_would_notice_zeros(variant: str, dtype: str) -> None:
     inputs = normal((1, 2, 256, 64), (1, 2, 256, 64), dtype)

@@ -202,7 +202,7 @@ def test_a_block_mask_in_the_hopper_form(block_kv: int, rung: str, dtype: str) -
     rng, blocks = np.random.default_rng(3), (2, 4, 2, -(-SHAPE[3] // block_kv))
     spoilt = [x.copy() for x in (k, v)]
     for x, value in zip(
-        spoilt, (np.nan, 0.5 if rung.endswith(("pv8", "fp8")) else np.nan), strict=True
+        spoilt, (np.nan, 0.5 if rung.endswith(("pv8", "whole", "fp8")) else np.nan), strict=True
     ):
         x[:, :, block_kv : 2 * block_kv] = value
     quant = WITHOUT_MEANS[rung]
