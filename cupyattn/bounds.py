@@ -367,7 +367,8 @@ def _kernel_bound(
     elif n.sums_operand:  # in P.V itself, or of codes, step by step
         if n.shifts:
             lost = lost + value_bounds.dropped_of_l(unit, n.shifts)
-        theta_n = sum_of_operand(P_plus, rho, theta_l if n.shifts else theta_o, lost)
+        theta = theta_l if n.shifts else theta_o + (1 + theta_o) * U  # the factor is divided out
+        theta_n = sum_of_operand(P_plus, rho, theta, lost)
     share = share[..., None]
     with np.errstate(divide="ignore"):
         by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_n) - 1.0

@@ -22,7 +22,7 @@ from cupyattn.checks import check_dtype, check_limits, check_scale, check_shapes
 from cupyattn.codes import Quantized, check_one_sequence, codes_less_zero, portable_form
 from cupyattn.mirror_codes import by_shifts, by_tile
 from cupyattn.mirror_state import LOG2E, Float32, RowState, Step, inverse
-from cupyattn.numerics import Numerics, check_features
+from cupyattn.numerics import UNIT_ROUNDOFF, Numerics, check_features
 from cupyattn.numerics import numerics as compose_numerics
 from cupyattn.registry import lookup
 from cupyattn.rope import Rope, check_turned_before
@@ -415,11 +415,12 @@ def _online(
     scores: Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
     """The fused rungs."""
-    if n.sums_operand:  # l is a column of P V as well
-        V = np.concatenate([V, np.ones_like(V[..., :1])], axis=-1)
+    summed = np.float32(1 + 2 * UNIT_ROUNDOFF[n.v_type]) if n.sums_operand else None
+    if summed is not None:  # l is a column of P V as well
+        V = np.concatenate([V, np.full_like(V[..., :1], summed)], axis=-1)
     O, state = _over_keys(scores, V, n, tiles, steps, 0, V.shape[-2])
-    if n.sums_operand:
-        return O[..., :-1] * inverse(O[..., -1:]), state  # R7
+    if summed is not None:
+        return O[..., :-1] * inverse(O[..., -1:] / summed), state  # R7
     return O * state.inverse_l()[..., None], state  # R7
 
 

@@ -196,7 +196,7 @@ def test_what_is_left_to_the_portable_form() -> None:
     assert plan.form == "portable"
     assert "takes block masks of 128 query rows, got blocks of 64 x 128" in plan.note
     codes = planned(rows_of_64, **asked_for(PV8))
-    assert codes.form == "pv8" and "takes block masks of 128 query rows" in codes.note
+    assert codes.form == "pv8_whole" and "takes block masks of 128 query rows" in codes.note
     with pytest.raises(ValueError, match="must divide the blocks of the block mask, 128 x 64"):
         attention(
             *arrays(), variant="fa_tc", arch="sm_90a", tiles=Tiles(128, 128, 12, 2),

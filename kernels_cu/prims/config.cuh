@@ -177,6 +177,7 @@ struct DType<2> {
 };
 using elem_t = DType<CFG_DTYPE>::type;                         // the caller's Q, K, V and O
 using elem16_t = DType<CFG_DTYPE == 2 ? 0 : CFG_DTYPE>::type;  // 16-bit operand: float takes half
+constexpr float ELEM16_STEP = CFG_DTYPE == 1 ? 0x1p-7f : 0x1p-10f;  // from 1 to the next of them
 constexpr bool ELEM_IS_16_BIT = CFG_DTYPE != 2;
 using bias_t = DType<BIAS ? CFG_BIAS - 1 : 0>::type;  // CFG_BIAS 1 to 3: half, bfloat16, float
 using before_t = DType<CFG_BEFORE>::type;             // a partial result so far

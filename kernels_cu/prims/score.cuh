@@ -70,10 +70,13 @@ struct ScoreMask {
       end[h] = (CAUSAL ? min(p.len_kv, row + p.causal_shift + 1) : p.len_kv) - first;
     }
   }
-  __device__ __forceinline__ bool admits(int i) const {
-    const int h = i / 2 % 2, constant = i / 4 * 8 + i % 2;
-    return (!WINDOW || constant >= begin[h]) && constant < end[h];
+  __device__ __forceinline__ bool admits(int i) const { return admits_any(i, i); }
+  // Whether it admits one of those from `first` to `last`, two scores of one row.
+  __device__ __forceinline__ bool admits_any(int first, int last) const {
+    const int h = first / 2 % 2;
+    return (!WINDOW || key_of(last) >= begin[h]) && key_of(first) < end[h];
   }
+  __device__ __forceinline__ static int key_of(int i) { return i / 4 * 8 + i % 2; }
 };
 
 // ---- by block: which steps over keys are taken -----------------------------------------------

@@ -59,9 +59,9 @@ __device__ __forceinline__ void largest_dots(
   }
 }
 
-// The largest scores of a lane's two rows, -inf where all are masked; rounded down where P is
-// codes, whose M is a whole number below. Keys that share a scale and are all masked get 0 for a
-// factor: a scale that is NaN is nothing to rows that do not attend.
+// The largest scores of a lane's two rows, rounded down for an M that is a whole number below them,
+// -inf where all are masked. Keys that share a scale and are all masked get 0 for a factor: a scale
+// that is NaN is nothing to rows that do not attend.
 template <bool MASKED>
 __device__ __forceinline__ void largest_scores(
     const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], Factors& factor, float (&m)[2], int q,
@@ -73,13 +73,9 @@ __device__ __forceinline__ void largest_scores(
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (MASKED && largest[j][h] == NO_KEY) {
+      if (MASKED && largest[j][h] == NO_KEY)
         factor[j][h] = 0.0f;
-        continue;
-      }
-      const float S = float(largest[j][h]), to_log2 = factor[j][h];
-      const float M = P_TYPE == PType::NONE ? row_maximum_of_any_size(S, to_log2)  // R3
-                                            : __fmul_rd(S, to_log2);
-      m[h] = fmaxf(m[h], M);
+      else
+        m[h] = fmaxf(m[h], __fmul_rd(float(largest[j][h]), factor[j][h]));  // R3
     }
 }

@@ -4,8 +4,8 @@
 //              decides: per score it converts, multiplies and adds, takes exp2, sums and packs, and
 //              nothing else. Both scales are one factor of the exponent's fma, worked out once for
 //              the keys that share one, best all of a step; M is lazy, so that most steps look for
-//              no maximum and rescale nothing; and where V leaves room for a column of ones, the
-//              product with V sums the weights, too.
+//              no maximum and rescale nothing, masked ones too; and where V leaves room for one
+//              more column, of numbers next to 1, the product with V sums the weights.
 // Differs from the Hopper form of fa_tc: S1 and S2 bring codes, S3 multiplies integers, S4 applies
 //              the scales, of which each lane reads one while it waits for its turn; O leaves by a
 //              place of its own, for it has twice the bytes of Q. Whether weights are small enough
@@ -22,7 +22,8 @@
 //              through: 0.99. Scales of Q by a warp of the producers, a tile ahead: 0.96 to 0.99,
 //              0.91 at head_dim 64 causal. Codes of Q by the other warps of the producers, to
 //              whom a tile is known two steps before it begins: 0.90 of a call whose pass makes
-//              them, where 1.04 to 1.05 is this. (experiments/results/NOTES.md)
+//              them, where 1.04 to 1.05 is this. Those of K, in the background: they cost 30 to
+//              60 us, and the pass 32. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
 //              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 16 bits,
 //              R6 alpha, l and the tensor core over keys, R7 times 1/l and store
@@ -46,8 +47,11 @@ constexpr int V_BOX_COLS = 64;                           // columns of V per box
 constexpr int V_BOXES = ceil_div(HEAD_DIM, V_BOX_COLS);  // per row of V
 constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
-// A box of ones behind V makes the next 8 columns of P V the sum of P. There is none where V's last
-// box is half used, or where the columns of a wgmma or the shared memory end.
+// A box behind V, all of it SUMMED, makes the next 8 columns of P V the sum of P. There is none
+// where V's last box is half used, or where the columns of a wgmma or the shared memory end.
+// NOTE: 1 would not do as well. Tensor cores cut products off where the digits of the sum end,
+// which those of P and V go past and those of P and 1 do not: O would be cut, its divisor not.
+constexpr float SUMMED = 1.0f + ELEM16_STEP;
 constexpr int SUM_BOXES = HEAD_DIM <= 128 && O_COLS % V_BOX_COLS == 0 ? 1 : 0;
 constexpr int PV_COLS = O_COLS + 8 * SUM_BOXES;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
@@ -128,14 +132,46 @@ __device__ __forceinline__ void start_output(
   wgmma_commit_group();
 }
 
-// Weights P of the scores, in 16 bits and two neighbouring keys in a register, the left operand of
-// P V. Returns whether they are small enough, each less than 2^HEADROOM. ANEW: where they were not,
-// or scores are masked.
-template <bool ANEW>
-__device__ __forceinline__ bool weigh(
-    const AttnParams& p, const float (&M)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&sum)[2], int q, int kv0) {
+// The scores of a step as numbers whose factor is still to come, those masked -inf. No factor is 0
+// then, nor NaN where all keys are masked that share the scale.
+__device__ __forceinline__ void admit_scores(
+    const AttnParams& p, float (&S_acc)[BLOCK_KV / 2], const int32_t (&dot)[BLOCK_KV / 2],
+    Factors& factor, int q, int kv0) {
   const ScoreMask mask(p, q, kv0);
+#pragma unroll
+  for (int i = 0; i < BLOCK_KV / 2; ++i) S_acc[i] = mask.admits(i) ? float(dot[i]) : NEG_INF;
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int first = j * PART + 2 * h;
+      if (factor[j][h] == 0.0f || !mask.admits_any(first, first + PART - 3))
+        factor[j][h] = __int_as_float(1);
+    }
+}
+
+// The largest scores of a lane's two rows, -inf where all are masked.
+__device__ __forceinline__ void largest_scores(
+    float (&m)[2], const float (&S_acc)[BLOCK_KV / 2], const Factors& factor) {
+  m[0] = m[1] = NEG_INF;
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float largest = NEG_INF;  // of the keys that share the factor
+#pragma unroll
+      for (int i = j * PART + 2 * h; i < (j + 1) * PART; i += 4)
+        largest = fmaxf(largest, fmaxf(S_acc[i], S_acc[i + 1]));
+      m[h] = fmaxf(m[h], row_maximum_of_any_size(largest, factor[j][h]));  // R3
+    }
+}
+
+// Weights P of scores, in 16 bits and two neighbouring keys in a register, the left operand of P V.
+// Returns whether they are small enough, each less than 2^HEADROOM. CAPPED: none is more.
+template <bool CAPPED, typename T>
+__device__ __forceinline__ bool weigh(
+    const float (&M)[2], const T (&S_acc)[BLOCK_KV / 2], const Factors& factor,
+    uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&sum)[2]) {
   sum[0] = sum[1] = 0.0f;
   uint32_t largest = 0;  // of both rows, in either half
 #pragma unroll
@@ -145,9 +181,9 @@ __device__ __forceinline__ bool weigh(
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int at = 2 * i + j;
-      const float y = exponent(float(dot[at]), factor[at / PART][h], -M[h], ANEW);  // R3
-      x[j] = ex2_approx_ftz(ANEW && !mask.admits(at) ? NEG_INF : y);                // R4
-      sum[h] += x[j];                                                               // R6
+      x[j] = ex2_approx_ftz(
+          exponent(float(S_acc[at]), factor[at / PART][h], -M[h], CAPPED));  // R3, R4
+      sum[h] += x[j];                                                        // R6
     }
     P_frag[i / 4][i % 4] = pack_rn<elem16_t>(x[0], x[1]);  // R5
     if (i % 2) largest = max3_packed(largest, P_frag[i / 4][i % 4 - 1], P_frag[i / 4][i % 4]);
@@ -168,18 +204,18 @@ __device__ __forceinline__ void softmax(
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
-  const bool weighed = !FIRST && !masked && weigh<false>(p, M, dot, factor, P_frag, sum, q, kv0);
+  const bool weighed = !FIRST && !masked && weigh<false>(M, dot, factor, P_frag, sum);
   // NOTE: this ties them to the registers that P V reads. They else come to be in others, and a
   // step has 16 moves.
   wgmma_use(P_frag);
   if (!weighed) {
-    float m[2];
-    largest_scores<true>(p, dot, factor, m, q, kv0);
-    // NOTE: without a key so far the difference is NaN.
-    const bool stays =
-        !FIRST && masked && __all_sync(FULL_WARP, m[0] - M[0] <= 2 && m[1] - M[1] <= 2);
+    float S_acc[BLOCK_KV / 2];
+    admit_scores(p, S_acc, dot, factor, q, kv0);
+    const bool stays = !FIRST && masked && weigh<false>(M, S_acc, factor, P_frag, sum);
+    wgmma_use(P_frag);
     if (!stays) {
-      float alpha[2];
+      float m[2], alpha[2];
+      largest_scores(m, S_acc, factor);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // row, then row + 8
         alpha[h] = state[h].advance(shfl_max<4>(m[h]));
@@ -187,8 +223,8 @@ __device__ __forceinline__ void softmax(
       }
 #pragma unroll
       for (int i = 0; i < PV_COLS / 2 && !FIRST; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
+      weigh<true>(M, S_acc, factor, P_frag, sum);
     }
-    weigh<true>(p, M, dot, factor, P_frag, sum, q, kv0);
   }
   state[0].l += sum[0], state[1].l += sum[1];  // R6
 }
@@ -216,10 +252,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   if constexpr (SUM_BOXES) {
     for (int s = 0; s < NUM_STAGES; ++s)
       for (int i = threadIdx.x; i < BLOCK_KV * V_BOX_COLS; i += NUM_THREADS)
-        smem.V[s][V_BOXES][i] = elem16_t(1.0f);
+        smem.V[s][V_BOXES][i] = elem16_t(SUMMED);
     fence_proxy_async();  // wgmma shall see them
   }
-  __syncthreads();       // barriers and ones are there before anyone waits, arrives or multiplies
+  __syncthreads();       // barriers and these boxes are there before anyone waits or multiplies
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
@@ -401,7 +437,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       const int q = tile.q0 + row + h * 8;
       state[h].l = shfl_sum<4>(state[h].l);  // R6
       RowState whole = state[h];             // with the l that O is divided by
-      if constexpr (SUM_BOXES) whole.l = O_acc[O_COLS / 2 + 2 * h];
+      if constexpr (SUM_BOXES) whole.l = O_acc[O_COLS / 2 + 2 * h] / SUMMED;
       if (PIECES && tile.slot >= 0) {  // as it is: sm90/merge_pieces.cu divides and stores
         const int64_t place = int64_t(tile.slot) * BLOCK_Q + row + h * 8;
         float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
