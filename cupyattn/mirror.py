@@ -334,9 +334,9 @@ def attention_mirror(
     products are exact. S c - M is formed in float64 and rounded once.
 
     As in every rung, M = fl(m c) is one rounded number that all exponents of a row share, so P
-    reaches exp2(m c - M): beyond scores of 2^28 in log2 units it can overflow float16, beyond 2^31
-    float32. float16 operands get there from entries of several thousand on. With softcap or bias
-    the maximum itself is subtracted, and P never exceeds 1.
+    reaches exp2(m c - M), which from scores of 2^27 in log2 units on ends at 2^8. float16 operands
+    get there from entries of several thousand on. With softcap or bias the maximum itself is
+    subtracted, and P never exceeds 1.
 
     Examples
     --------

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.numerics import LANES, P_CODE_ONE, Shifts
-from cupyattn.rounding import NEG_INF, Array, ex2, fma32, sub_up32
+from cupyattn.numerics import LANES, LARGEST_EXPONENT, LARGEST_SCORE, P_CODE_ONE, Shifts
+from cupyattn.rounding import NEG_INF, Array, ex2, fma32, mul_down32, sub_up32
 
 Float32 = npt.NDArray[np.float32]
 
@@ -55,6 +55,12 @@ def inverse(l: Float32) -> Float32:
     return np.where(l == 0, np.float32(0), np.float32(1) / l)
 
 
+def row_maximum(m: Float32, factor: np.float32) -> Float32:
+    """M of the largest score, `factor` bringing it to log2 units, as ``prims/score.cuh`` has it."""
+    M = m * factor
+    return np.where(np.abs(M) < LARGEST_SCORE, M, mul_down32(m, factor))
+
+
 class RowState:
     """Running softmax of every query row, as ``prims/online_softmax.cuh`` has it.
 
@@ -76,7 +82,8 @@ class RowState:
 
     def advance(self, m: Float32, factor: np.float32) -> Float32:
         """Admit scores whose largest is `m`; return alpha."""
-        M_old, self.M = self.M, np.fmax(self.M, m if self.subtracts_first else m * factor)
+        M_new = m if self.subtracts_first else row_maximum(m, factor)
+        M_old, self.M = self.M, np.fmax(self.M, M_new)
         rise = M_old - self.M_finite()
         alpha = ex2(rise * factor if self.subtracts_first else rise)  # R4
         self.l = self.l * alpha  # R6
@@ -85,7 +92,10 @@ class RowState:
     def exponentials(self, S: Float32, factor: np.float32) -> Float32:
         """Return the exponentials of S - M, `factor` bringing S to log2 units; add them to l."""
         M = self.M_finite()[..., None]
-        p = ex2((S - M) * factor if self.subtracts_first else fma32(S, factor, -M))  # R4
+        if self.subtracts_first:
+            p = ex2((S - M) * factor)  # R4
+        else:
+            p = ex2(np.minimum(fma32(S, factor, -M), np.float32(LARGEST_EXPONENT)))  # R4
         self.l = self.l + p.sum(axis=-1, dtype=np.float32)  # R6
         return p
 

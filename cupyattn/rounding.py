@@ -149,6 +149,22 @@ def sub_up32(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.float32]:
     return np.where(nearest < exact, np.nextafter(nearest, np.float32(np.inf)), nearest)
 
 
+def mul_down32(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Return a * b for float32 operands, rounded down to float32.
+
+    Examples
+    --------
+    >>> float(mul_down32(np.float32(1 + 2**-23), np.float32(1 + 2**-23))) == 1 + 2**-22
+    True
+    >>> float(mul_down32(np.float32(-1 - 2**-23), np.float32(1 + 2**-23))) == -1 - 3 * 2**-23
+    True
+    """
+    exact = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+    with np.errstate(over="ignore"):
+        nearest = exact.astype(np.float32)
+    return np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+
+
 def ex2(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """Return 2**x rounded to float32, results below 2^-126 flushed to zero.
 

@@ -15,6 +15,7 @@ import numpy as np
 from cupyattn.numerics import (
     EX2_APPROX_ERROR,
     HALF_SUBNORMAL,
+    LARGEST_SCORE,
     TANHF_ERROR,
     TENSOR_CORE_ROUNDOFF,
     UNIT_ROUNDOFF,
@@ -32,11 +33,8 @@ LN2 = math.log(2.0)
 LOG2E = math.log2(math.e)
 #: |log(1 + η)| of one ex2.approx.ftz, |η| <= 2^-22.
 EX2_LOG_ERROR = -math.log1p(-EX2_APPROX_ERROR)
-#: The kernels' range: 2^8 for p and for sums that stay below 2^127, see R4 in the docs.
-MAX_LOG2_SCORE = 2.0**27
-#: The same where M lags: `fa_int8` rounds it down, and cuts weights past 2^8, beyond that range.
-MAX_LAGGING_SCORE = 2.0**26
-#: The same where M is a whole number that an addition finds (prims/exp2.cuh).
+#: The kernels' range, elsewhere LARGEST_SCORE (R4 in the docs), where M is a whole number that an
+#: addition finds (prims/exp2.cuh).
 MAX_WHOLE_SCORE = 2.0**22
 #: How far M + code_bits may lie above the largest score, in log2 units, where there are `Shifts`.
 ABOVE_BY_SHIFTS = 32
@@ -226,8 +224,7 @@ def perturb(
     exponentials = (2 if n.by_tile and not n.shifts else 1) + rises_after
     r4 = (arguments + EX2_LOG_ERROR * exponentials + 2.0**-125) * REFERENCE
 
-    largest_score = MAX_LAGGING_SCORE if n.headroom else MAX_LOG2_SCORE
-    largest_score = MAX_WHOLE_SCORE if n.shifts else largest_score
+    largest_score = MAX_WHOLE_SCORE if n.shifts else LARGEST_SCORE
     usable = (finite | ~admitted).all(axis=-1) & (slack <= U * largest_score)
     usable &= xp.maximum(largest * max(1.0, sigma), scaling.largest) <= MAX_FLOAT
     if n.bias:

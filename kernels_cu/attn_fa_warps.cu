@@ -98,11 +98,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
         if (!scores.admit(q0 + row0 + r, key)) S_acc[r][c] = NEG_INF;
         m = fmaxf(m, S_acc[r][c]);
       }
-      alpha[r] = state[r].advance(row_maximum(shfl_max<WARP_SIZE>(m), p.scale_log2));
+      alpha[r] = state[r].advance(row_maximum_of_any_size(shfl_max<WARP_SIZE>(m), p.scale_log2));
       const float M = state[r].M_finite();
 #pragma unroll
       for (int c = 0; c < LANE_KEYS; ++c) {
-        S_acc[r][c] = ex2_approx_ftz(exponent(S_acc[r][c], p.scale_log2, -M));  // R4
+        S_acc[r][c] = ex2_approx_ftz(exponent(S_acc[r][c], p.scale_log2, -M, true));  // R4
         state[r].l += S_acc[r][c];  // R6: this lane's part of l
       }
     }

@@ -96,11 +96,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_softma
   RowState state;
   float m = NEG_INF;
   for (int key = lane_id(); key < p.len_kv; key += WARP_SIZE) m = fmaxf(m, S[key]);
-  state.M = row_maximum(shfl_max<WARP_SIZE>(m), LOG2E);
+  state.M = row_maximum_of_any_size(shfl_max<WARP_SIZE>(m), LOG2E);
   const float M = state.M_finite();
   float l = 0.0f;
   for (int key = lane_id(); key < p.len_kv; key += WARP_SIZE) {
-    const float e = ex2_approx_ftz(exponent(S[key], LOG2E, -M));  // R4
+    const float e = ex2_approx_ftz(exponent(S[key], LOG2E, -M, true));  // R4
     S[key] = e;
     l += e;  // R6
   }

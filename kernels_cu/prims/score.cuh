@@ -3,6 +3,7 @@
 #pragma once
 
 #include "prims/config.cuh"
+#include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
 #include "prims/warp.cuh"
 
@@ -168,17 +169,36 @@ __device__ __forceinline__ float exponent(float S, float to_log2, float minus_M)
   return NATURAL_SCORES ? (S + minus_M) * LOG2E : fmaf(S, to_log2, minus_M);
 }
 
-// The same where they may be so large that M has no digits below 1. It is rounded down then, so
-// that the largest score weighs at least 1, and what M cannot tell from it weighs the same: no more
-// than P, in 16 bits, and its sums hold.
-constexpr float LARGEST_EXPONENT = 8.0f;
+// The same where they may be of any size. Below LARGEST_SCORE, M to nearest leaves no exponent past
+// LARGEST_EXPONENT. From there on M is rounded down, so that the largest score weighs at least 1,
+// and what M cannot tell from it weighs the same: no more than P, in 16 bits, and its sums hold.
+constexpr float LARGEST_SCORE = 0x1p27f, LARGEST_EXPONENT = 8.0f;
 __device__ __forceinline__ float row_maximum_of_any_size(float m, float to_log2) {
   const float M = row_maximum(m, to_log2);
-  return NATURAL_SCORES || fabsf(M) < 0x1p24f ? M : __fmul_rd(m, to_log2);
+  return NATURAL_SCORES || fabsf(M) < LARGEST_SCORE ? M : __fmul_rd(m, to_log2);
 }
 __device__ __forceinline__ float exponent(float S, float to_log2, float minus_M, bool capped) {
   const float x = exponent(S, to_log2, minus_M);
   return capped && !NATURAL_SCORES ? min_nan(x, LARGEST_EXPONENT) : x;
+}
+
+// The same for a lane's scores of two rows, no exponent being capped where M neither rises nor is
+// large. Does it rise to m, or is it not below LARGEST_SCORE? -inf, before the first key, is not.
+__device__ __forceinline__ bool rises_or_large(
+    const RowState (&state)[2], const float (&m)[2], float to_log2) {
+  return row_maximum(m[0], to_log2) > state[0].M || row_maximum(m[1], to_log2) > state[1].M ||
+         fmaxf(fabsf(state[0].M), fabsf(state[1].M)) >= LARGEST_SCORE;
+}
+// If so, M as a number that may be subtracted. Where one is large, capped exponents take the place
+// of all N scores, score i being one of row i / 2 % 2, and 1 and 0 that of the factor and of M.
+template <int N>
+__device__ __forceinline__ void subtract_large(
+    const RowState (&state)[2], float* S, float& to_log2, float (&M)[2]) {
+  M[0] = state[0].M_finite(), M[1] = state[1].M_finite();
+  if (NATURAL_SCORES || fmaxf(fabsf(M[0]), fabsf(M[1])) < LARGEST_SCORE) return;
+#pragma unroll
+  for (int i = 0; i < N; ++i) S[i] = exponent(S[i], to_log2, -M[i / 2 % 2], true);
+  to_log2 = 1.0f, M[0] = M[1] = 0.0f;
 }
 
 // The scores of one head: what becomes of its products q.k, and which of them are masked.

@@ -152,6 +152,7 @@ __device__ __forceinline__ bool softmax(
     for (int i = 0; i < BLOCK_KV / 2; ++i)
       if (!mask.admits(i)) S_acc[i] = NEG_INF;
   }
+  float to_log2 = p.scale_log2;
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   while (true) {
     if (rises) {
@@ -161,18 +162,18 @@ __device__ __forceinline__ bool softmax(
 #pragma unroll
         for (int n = 0; n < BLOCK_KV / 8; ++n)
           m = fmaxf(m, fmaxf(S_acc[4 * n + 2 * h], S_acc[4 * n + 2 * h + 1]));
-        alpha[h] = state[h].advance(shfl_max<4>(m) * p.scale_log2);
-        M[h] = state[h].M_finite();
+        alpha[h] = state[h].advance(row_maximum_of_any_size(shfl_max<4>(m), p.scale_log2));
       }
+      subtract_large<BLOCK_KV / 2>(state, S_acc, to_log2, M);
     }
     float sum[2] = {0.0f, 0.0f};  // this lane's part
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 4; ++i) {
       const int h = i % 2;
-      const float x = ex2_approx_ftz(fmaf(S_acc[2 * i], p.scale_log2, -M[h]));      // R4
-      const float y = ex2_approx_ftz(fmaf(S_acc[2 * i + 1], p.scale_log2, -M[h]));  // R4
-      sum[h] += x, sum[h] += y;                                                     // R6
-      P_frag[i / 4][i % 4] = pack_rn<elem_t>(x, y);                                 // R5
+      const float x = ex2_approx_ftz(exponent(S_acc[2 * i], to_log2, -M[h]));      // R4
+      const float y = ex2_approx_ftz(exponent(S_acc[2 * i + 1], to_log2, -M[h]));  // R4
+      sum[h] += x, sum[h] += y;                                                    // R6
+      P_frag[i / 4][i % 4] = pack_rn<elem_t>(x, y);                                // R5
     }
     // NOTE: a NaN is no more than anything, so that it is asked whether the sums are small.
     if (rises || __all_sync(FULL_WARP, sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM)) {

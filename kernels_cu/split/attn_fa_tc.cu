@@ -187,6 +187,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
             if (key >= end_key || !admitted(p, row, key)) S_acc[r][n][i] = NEG_INF;
           }
       }
+      float to_log2 = p.scale_log2, M[2] = {state[r][0].M, state[r][1].M};
       float m[2];  // the largest score that this lane holds of row g, then of row g + 8
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -194,27 +195,27 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
           m[h] = fmaxf(m[h], fmaxf(S_acc[r][n][2 * h], S_acc[r][n][2 * h + 1]));
-        m[h] = row_maximum(m[h], p.scale_log2);
       }
-      if (__any_sync(FULL_WARP, m[0] > state[r][0].M || m[1] > state[r][1].M)) {
+      if (__any_sync(FULL_WARP, rises_or_large(state[r], m, to_log2))) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float alpha = state[r][h].advance(shfl_max<4>(m[h]));
+          const float alpha =
+              state[r][h].advance(row_maximum_of_any_size(shfl_max<4>(m[h]), to_log2));
 #pragma unroll
           for (int c = 0; c < MMA_COLS; ++c) {
             O_acc[r][c][2 * h] *= alpha;      // R6
             O_acc[r][c][2 * h + 1] *= alpha;  // R6
           }
         }
+        subtract_large<4 * MMA_KEYS>(state[r], S_acc[r][0], to_log2, M);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float M = state[r][h].M_finite();
 #pragma unroll
         for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
           for (int i = 2 * h; i < 2 * h + 2; ++i) {
-            S_acc[r][n][i] = ex2_approx_ftz(exponent(S_acc[r][n][i], p.scale_log2, -M));  // R4
+            S_acc[r][n][i] = ex2_approx_ftz(exponent(S_acc[r][n][i], to_log2, -M[h]));  // R4
             state[r][h].l += S_acc[r][n][i];  // R6: this lane's part of l
           }
       }

@@ -12,18 +12,25 @@ cupy = pytest.importorskip("cupy")
 SIZES = (6e-8, 30.0, 1e3, 3e3, 1e4, cases.LARGEST)
 
 
-def runs_here(form: str) -> bool:
-    """Whether this device is the one that the form is compiled for."""
-    arch = (cases.FORMS | cases.FLUSHING)[form][0]
-    return cupy.cuda.Device().compute_capability == arch[3:5]
+def need_device_of(form: str) -> None:
+    """Skip where this device is not the one that the form is compiled for."""
+    if cupy.cuda.Device().compute_capability != cases.ALL[form].arch[3:5]:
+        pytest.skip(f"{form} needs another device")
 
 
-@pytest.mark.parametrize("form", [*cases.FORMS, *cases.FLUSHING])
+@pytest.mark.parametrize("form", cases.ALL)
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_finite_inputs_give_finite_rows(form: str, kind: str) -> None:
-    if not runs_here(form):
-        pytest.skip(f"{form} needs another device")
+    need_device_of(form)
     flags = itertools.product((True, False), repeat=3)
     for seed, (size, (smooth_k, causal, lse)) in enumerate(itertools.product(SIZES, list(flags))):
         options = {"smooth_k": smooth_k, "causal": causal, "return_lse": lse}
         cases.check(form, kind, size, seed, "cuda", cupy.asarray, **options)
+
+
+@pytest.mark.parametrize("form", cases.WHOLE)
+@pytest.mark.parametrize("size", [3e3, 1e4, 2e4, cases.LARGEST])
+def test_the_largest_scores_share_a_row(form: str, size: float) -> None:
+    need_device_of(form)
+    for seed in range(4):
+        cases.check_ties(form, size, seed, "cuda", cupy.asarray)
