@@ -32,6 +32,7 @@ from tests.prims_prepare_cases import prepare_prims
 from tests.prims_quantize_cases import QUANTIZE_PRIMS
 from tests.prims_rope_cases import rope_prims
 from tests.prims_score_cases import SCORE_PRIMS
+from tests.prims_shift_cases import SHIFT_PRIMS
 from tests.prims_step_cases import STEP_PRIMS
 from tests.prims_tile_end_cases import TILE_END_PRIMS
 from tests.prims_wgmma_cases import wgmma_prims
@@ -587,8 +588,8 @@ PRIMS = [
         "online_softmax", "online_softmax", "online_softmax", 32,
         online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,
     ),
-    *SCORE_PRIMS, *PIECES_PRIMS, *STEP_PRIMS, *rope_prims(), *prepare_prims(), *P_PRIMS,
-    *ZERO_PRIMS,
+    *SCORE_PRIMS, *SHIFT_PRIMS, *PIECES_PRIMS, *STEP_PRIMS, *rope_prims(), *prepare_prims(),
+    *P_PRIMS, *ZERO_PRIMS,
     *CLUSTER_PRIMS, *GEMM_PRIMS, *GRADIENT_PRIMS, *GRADIENT_SM90_PRIMS,
     *QUANTIZE_PRIMS, *TILE_END_PRIMS,
     *tile_prims(),
