@@ -138,14 +138,14 @@ class Prepared:
 
     def _allocate(self) -> Scratch:
         if not self._workspace:
-            return Scratch({}, {})
+            return Scratch({})
         if self.backend == "cuda":
             filled = [work for work in self._workspace if work.name == "v_operand"]
             return self._layout.allocate(self._xp, filled)
         arrays = {work.name: self._xp.empty(work.shape, work.dtype) for work in self._workspace}
         for array in arrays.values():  # NaN, where a device has whatever was there before
             array.reshape(-1).view("u1").fill(0xFF)
-        return Scratch(arrays, {}, [arrays[work.name] for work in self._workspace if work.zeros])
+        return Scratch(arrays)
 
     def __call__(
         self,
@@ -267,14 +267,15 @@ class Prepared:
             scratch = self._scratch or self._allocate()
         except MemoryError as error:
             raise self._lack_of_memory(out) from error
-        if self._workspace:
-            self._fill(scratch, operands)
+        if "v_operand" in scratch.arrays:
+            scratch.arrays["v_operand"][...] = operands["v"]
         if on_device:
-            addresses |= {**scratch.addresses, **self._given_addresses, "o": o.data.ptr}
+            addresses["o"] = o.data.ptr
             if lse is not None:
                 addresses["lse"] = lse.data.ptr
-            executor.launch_all(self._launches, addresses)
+            self.launch(addresses, scratch.start, xp.cuda.get_current_stream().ptr)
         else:
+            self._fill(scratch)
             results = {"o": o} if lse is None else {"o": o, "lse": lse}
             given = {_of_the_caller(name): scale for name, scale in self._given.items()}
             inputs = {n: backends.as_input(a) for n, a in (*operands.items(), *given.items())}
@@ -331,19 +332,13 @@ class Prepared:
         """Whether another device than that of the call is the current one."""
         return self.backend == "cuda" and self._xp.cuda.runtime.getDevice() != self._device
 
-    def _fill(self, scratch: Scratch, operands: Mapping[str, Any]) -> None:
-        """Put into scratch memory what must be there before the first stage."""
-        for array in scratch.zeros:
-            array.fill(0)
-        if self.backend == "cuda":
-            if self._all_given is not None:
-                stream = self._xp.cuda.get_current_stream().ptr
-                self._copy_scales(scratch.whole.data.ptr, stream)
-        else:
-            for name, scale in self._given.items():
-                scratch.arrays[name][...] = scale
-        if "v_operand" in scratch.arrays:
-            scratch.arrays["v_operand"][...] = operands["v"]
+    def _fill(self, scratch: Scratch) -> None:
+        """Put into scratch memory of the host what must be there before the first stage."""
+        for work in self._workspace:
+            if work.zeros:
+                scratch.arrays[work.name].fill(0)
+        for name, scale in self._given.items():
+            scratch.arrays[name][...] = scale
 
     def _interpret(self, buffers: Mapping[str, Any]) -> None:
         from cupyattn import interpret

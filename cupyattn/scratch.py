@@ -88,18 +88,17 @@ class Scratch:
     ----------
     arrays : mapping of str to array
         On the host all of it; on a device what the host fills.
-    addresses : mapping of str to int
-        On a device, of all of it.
-    zeros : sequence of array
-        What has to be zero before the first stage.
-    whole : array, optional
-        On a device, the memory that all of it lies in.
+    whole : MemoryPointer, optional
+        On a device, the memory that all of it lies in, as a `Layout` says.
     """
 
     arrays: Mapping[str, Any]
-    addresses: Mapping[str, int]
-    zeros: Sequence[Any] = ()
     whole: Any = None
+
+    @property
+    def start(self) -> int:
+        """Its address on a device; 0 where there is none."""
+        return 0 if self.whole is None else int(self.whole.ptr)
 
 
 @dataclass(frozen=True)
@@ -138,12 +137,9 @@ class Layout:
 
     def allocate(self, xp: Any, filled: Sequence[Workspace]) -> Scratch:
         """Take memory of the current device; return arrays for those buffers that are `filled`."""
-        whole = xp.empty(self.nbytes, "uint8")
-        start = whole.data.ptr
+        whole = xp.cuda.alloc(self.nbytes)
         arrays = {
-            work.name: xp.ndarray(work.shape, work.dtype, whole.data + self.offsets[work.name])
+            work.name: xp.ndarray(work.shape, work.dtype, whole + self.offsets[work.name])
             for work in filled
         }
-        addresses = {name: start + offset for name, offset in self.offsets.items()}
-        zeros = [whole[: self.zeros]] if self.zeros else []
-        return Scratch(arrays, addresses, zeros, whole)
+        return Scratch(arrays, whole)

@@ -36,7 +36,6 @@ from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_attention
 from cupyattn.params import pack
 from cupyattn.plans import Operand, Plan, TensorMap
-from cupyattn.prepared import Prepared
 from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve
 from cupyattn.stages import stages
@@ -60,10 +59,13 @@ def array(shape: tuple[int, ...], dtype: str = "float16", address: int = 0) -> A
 
 @dataclass
 class Driver:
-    """Stands in for the driver: keeps, for each launch, its stream and its parameters' bytes."""
+    """Stands in for the driver: keeps, for each launch, its stream and its parameters' bytes, and
+    what was filled: address, with what, bytes, stream.
+    """
 
     sizes: dict[str, list[int]] = field(default_factory=dict)
     launches: list[tuple[str, int, list[bytes]]] = field(default_factory=list)
+    fills: list[tuple[int, int, int, int]] = field(default_factory=list)
     stream: int = 7
     names: dict[int, str] = field(default_factory=dict)
 
@@ -101,8 +103,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     )
     monkeypatch.setattr(backends, "on_device_of", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cupy, "asarray", lambda x, *_: x)
-    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda *_: None)
-    monkeypatch.setattr(Prepared, "_fill", lambda *_: None)
+    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda *fill: fake.fills.append(fill))
     monkeypatch.setattr(tensor_map, "encode", encoded)
     before = cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(lambda size: array((size,), "uint8").data)
@@ -286,20 +287,18 @@ def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> 
     options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90", "quant": quant}
     driver.expect(planned(inputs, **options))
     prepared = plan(*inputs, **options)
-    scratch, workspace = prepared._scratch, prepared._workspace
-    assert scratch is not None and set(scratch.addresses) == {work.name for work in workspace}
-    first = scratch.whole.data.ptr
-    places = sorted(
-        ((scratch.addresses[work.name] - first, work) for work in workspace), key=lambda x: x[0]
-    )
+    layout, workspace = prepared._layout, prepared._workspace
+    assert set(layout.offsets) == {work.name for work in workspace}
+    places = sorted(((layout.offsets[work.name], work) for work in workspace), key=lambda x: x[0])
     ends = [start + work.nbytes for start, work in places]
     assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False))
-    assert places[0][0] == 0 and ends[-1] <= scratch.whole.nbytes
+    assert places[0][0] == 0 and ends[-1] <= layout.nbytes
     assert all(start % 256 == 0 for start, _ in places)
-    (zeros,) = scratch.zeros
-    assert zeros.data.ptr == first
-    inside = {work.name for start, work in places if start < zeros.nbytes}
+    inside = {work.name for start, work in places if start < layout.zeros}
     assert inside == {work.name for work in workspace if work.zeros} != set()
+    prepared(*inputs)
+    assert prepared._scratch is not None
+    assert driver.fills == [(prepared._scratch.start, 0, layout.zeros, driver.stream)]
     assert attention(*inputs, **options).shape == SHAPES[0]
 
 
