@@ -89,7 +89,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa(
       float* S = smem.S + thread_id() * (BLOCK_KV + 1);  // [BLOCK_KV]
       float m = NEG_INF;
       for (int key = 0; key < BLOCK_KV; ++key) m = fmaxf(m, S[key]);
-      smem.alpha[thread_id()] = state.advance(row_maximum_of_any_size(m, p.scale_log2));
+      m = row_maximum_of_any_size(m, p.scale_log2);
+      smem.alpha[thread_id()] = state.advance(m);
       const float M = state.M_finite();
       for (int key = 0; key < BLOCK_KV; ++key) {
         S[key] = ex2_approx_ftz(exponent(S[key], p.scale_log2, -M, true));  // R4

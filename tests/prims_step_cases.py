@@ -9,6 +9,7 @@ import numpy as np
 
 from cupyattn.features import Features
 from cupyattn.params import ATTN_PARAMS, pack
+from cupyattn.rounding import mul_down32
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, rng
 
@@ -45,7 +46,8 @@ def expected(group: int, causal: bool, window: bool) -> Callable[..., dict[str, 
         # By scale, row of a lane, lane: a lane has two of every eight keys.
         parts = X.reshape(2, 8, max(1, KEYS // group), -1, 4, 2).max(axis=(3, 5))
         largest = parts.transpose(2, 0, 1, 3).reshape(-1, 2, 32)
-        top = scores.reshape(2, 8, -1, 4, 2).max(axis=(2, 4)).reshape(2, 32)
+        down = np.where(may, mul_down32(X, factor), np.float32(-np.inf))
+        top = down.reshape(2, 8, -1, 4, 2).max(axis=(2, 4)).reshape(2, 32)
         return {"S": scores, "largest": largest, "top": top}
 
     return written
