@@ -454,7 +454,7 @@ def judged_rows(call: AttentionCall, seed: int = 0) -> Any:
     --------
     >>> video = AttentionCall(1, 24, 24, 118_800, 118_800, 128, "float16", 1.0)
     >>> judged_rows(video).size, judged_rows(replace(video, len_q=4096, len_kv=4096)).size
-    (48, 126)
+    (48, 127)
     """
     scores_of_row = call.batch * call.heads * call.len_kv
     if scores_of_row * call.len_q <= testing.SMALL_CELL:
