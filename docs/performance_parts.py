@@ -206,6 +206,8 @@ def components(record: Record) -> list[str]:
         "the whole kernel's time. An overlap of 1.5 says that the parts, one after the other,",
         "would take one and a half times as long as they do together; below 1 they wait for each",
         "other, and take longer together than apart. P V includes rounding P to 16 bits.",
+        "Of fa_int8 there are no rows: parts are left out by patches of a kernel's source, and",
+        "those of [experiments/left_out](../experiments/left_out) are of fa_tc alone.",
         "",
     ]
     table = []

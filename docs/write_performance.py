@@ -100,7 +100,7 @@ def claims_lines() -> list[str]:
         if found is None:
             continue
         links = ", ".join(f"[{n}](../experiments/results/{n}.json)" for n in claim.needs)
-        rows.append([claim.part, claim.says, claim.measured(*found), links])
+        rows.append([claim.part, claim.says, claim.measured(*found), links or "none"])
     header = ["of the notes", "they say", "measured", "record"]
     return [
         f"## {CLAIMS_TITLE}",
