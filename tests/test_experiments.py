@@ -27,9 +27,7 @@ from experiments import (
     ladder,
     numerics_claims,
     others,
-    others8,
     peers,
-    peers_int8,
     plots,
     precision_ablation,
     quantise,
@@ -307,23 +305,6 @@ def test_plots_are_seen_on_white_and_on_black() -> None:
         for page in ("#FFFFFF", "#0D1117"):
             dark, light = sorted(luminance(x) + 0.05 for x in (colour, page))
             assert light / dark > 3, f"{colour} on {page}: WCAG asks 3 of graphics"
-
-
-def test_8_bit_peers_run_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "peers_int8.json"
-    assert peers_int8.main(["--quick", "--json", str(file)]) == 0
-    record = json.loads(file.read_text())
-    ((found,), (compared,)) = record["problems"], record["compared"]
-    assert record["backend"] == "mirror" and all(row["ok"] for row in found["rows"])
-    ours = {f"{name}{given}" for name in peers_int8.QUANT for given in ("", others8.GIVEN)}
-    assert set(compared["errors"]) == {peers_int8.FULL, *ours}
-    errors = [compared["errors"][name] for name in (peers_int8.FULL, *peers_int8.QUANT)]
-    assert errors == sorted(errors)  # 16 bits, balanced, aggressive
-    assert all(one["ratio"] is None for one in compared["ratios"].values())
-    capsys.readouterr()
-    assert peers_int8.main(["--quick", "--accuracy"]) == 0
-    table = capsys.readouterr().out
-    assert all(name in table for name in peers_int8.DISTRIBUTIONS)
 
 
 def test_the_diffusion_shapes_run_in_small(tmp_path: Path) -> None:
