@@ -189,7 +189,7 @@ class Ladder:
         if self.backend == "cuda":
             measured = (
                 "-" if rung.seconds is None else format_seconds(rung.seconds),
-                "-" if rung.tflops is None else f"{rung.tflops:.3g}",
+                "-" if rung.tflops is None else format_rate(rung.tflops),
                 "-" if rung.share is None else format_share(rung.share),
             )
         if rung.interpreted is not None:
@@ -454,7 +454,7 @@ def judged_rows(call: AttentionCall, seed: int = 0) -> Any:
     --------
     >>> video = AttentionCall(1, 24, 24, 118_800, 118_800, 128, "float16", 1.0)
     >>> judged_rows(video).size, judged_rows(replace(video, len_q=4096, len_kv=4096)).size
-    (48, 126)
+    (48, 127)
     """
     scores_of_row = call.batch * call.heads * call.len_kv
     if scores_of_row * call.len_q <= testing.SMALL_CELL:
@@ -535,6 +535,17 @@ def format_share(share: float) -> str:
     ('26 %', '0.71 %')
     """
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
+
+
+def format_rate(rate: float) -> str:
+    """Return a rate with three digits, whole and with a comma from a thousand on.
+
+    Examples
+    --------
+    >>> format_rate(8.614), format_rate(999.7), format_rate(1012.3)
+    ('8.61', '1,000', '1,012')
+    """
+    return f"{rate:.3g}" if rate < 999.5 else f"{rate:,.0f}"
 
 
 def format_seconds(seconds: float) -> str:

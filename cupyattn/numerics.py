@@ -21,12 +21,14 @@ EX2_FLUSH = 2.0**-126
 #: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md, R3). The CUDA
 #: C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
 TANHF_ERROR = 2.0**-21
-#: That of ``sm90/attn_fa_int8.cu``; LARGEST_SUM of ``sm90/attn_fa_tc.cu`` and of
-#: ``attn_fa_int8.cu`` is 2 to its power.
-HEADROOM = 8
 #: LARGEST_SCORE of ``prims/score.cuh``, in log2 units: M is rounded to nearest below, and down from
 #: there on, where its rounding would make exponents of more than LARGEST_EXPONENT, which end there.
 LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
+#: How far weights may grow before an M that lags rises, in log2 units. P and its sums hold weights
+#: up to one number, whether M's rounding makes them or its lag. That of ``sm90/attn_fa_int8.cu``;
+#: LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_int8.cu`` and ``attn_fa_int8_fused.cu`` is 2 to
+#: its power.
+HEADROOM = LARGEST_EXPONENT
 #: Pieces along the keys that a tile of the Hopper forms is cut into, the last one excepted.
 MOST_PIECES = 16
 #: Codes of P by type: that of the largest exponential of a tile.

@@ -184,7 +184,8 @@ def softmax_perturbation(
 
 
 def sum_of_operand(P_plus: Array, rho: Array, theta: Array, lost: Array) -> Array:
-    """R5, R6: bound the relative error of l where it is a column of P.V, that of a V of ones.
+    """R5, R6: bound the relative error of l where it is a column of P.V: that of a V of one number,
+    divided out.
 
     Parameters
     ----------

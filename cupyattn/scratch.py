@@ -87,7 +87,8 @@ class Scratch:
     Parameters
     ----------
     arrays : mapping of str to array
-        On the host all of it; on a device what the host fills.
+        On the host all of it. On a device ``v_operand`` alone, if the call has one: CuPy converts V
+        into it; all else is known to kernels by its address.
     whole : MemoryPointer, optional
         On a device, the memory that all of it lies in, as a `Layout` says.
     """

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyattn.compile import KERNELS
-from cupyattn.measure import format_bytes, format_ratio, format_seconds, format_share
+from cupyattn.measure import (
+    format_bytes,
+    format_rate,
+    format_ratio,
+    format_seconds,
+    format_share,
+)
 from experiments import breakdown, counters
 from experiments.common import markdown
 from experiments.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
@@ -47,7 +53,7 @@ def rows_of(found: Record) -> dict[str, Record]:
 
 def rate(row: Record | None) -> str:
     """Return TFLOP/s of a row; a dash where it has none."""
-    return f"{row['tflops']:.0f}" if row and "tflops" in row else "-"
+    return f"{row['tflops']:,.0f}" if row and "tflops" in row else "-"
 
 
 def interval(value: Sequence[float]) -> str:
@@ -158,7 +164,7 @@ def rungs(ladder: Record) -> list[str]:
             if judged is None or "seconds" not in row:
                 continue
             table.append([
-                row["variant"], format_seconds(row["seconds"]), f"{row['tflops']:.3g}",
+                row["variant"], format_seconds(row["seconds"]), format_rate(row["tflops"]),
                 "-" if row.get("share") is None else format_share(row["share"]),
                 format_ratio(judged["j2"]), f"{judged['relative_error']:.1e}",
             ])  # fmt: skip
@@ -200,6 +206,8 @@ def components(record: Record) -> list[str]:
         "the whole kernel's time. An overlap of 1.5 says that the parts, one after the other,",
         "would take one and a half times as long as they do together; below 1 they wait for each",
         "other, and take longer together than apart. P V includes rounding P to 16 bits.",
+        "Of fa_int8 there are no rows: parts are left out by patches of a kernel's source, and",
+        "those of [experiments/left_out](../experiments/left_out) are of fa_tc alone.",
         "",
     ]
     table = []
@@ -508,19 +516,21 @@ def features(feature_costs: Record) -> list[str]:
     ]
 
 
-def quality(dit_quality: Record) -> list[str]:
+def quality(dit_quality: Record, dit_memory: Record) -> list[str]:
     """What INT8 attention does to images."""
     table = [
         [
             row["mode"],
             "-" if row.get("psnr to 16-bit") is None else interval(row["psnr to 16-bit"]),
-            interval(row["frechet"]), format_bytes(row["peak_bytes"]),
+            interval(row["frechet"]), format_bytes(dit_memory["peak_bytes"][row["mode"]]),
         ]
         for row in dit_quality["rows"]
     ]  # fmt: skip
-    header = ["mode", "PSNR to 16 bits, dB", "Fréchet distance to real crops", "peak memory"]
+    header = ["mode", "PSNR to 16 bits, dB", "Fréchet distance to real crops", "memory"]
     return [
         "A diffusion transformer trained on our own kernels; [QUALITY.md](QUALITY.md) says how.",
+        f"*Memory* is the most in use at once in sampling {dit_memory['images']} images, beside",
+        "the weights.",
         "",
         *markdown(header, table),
     ]
@@ -552,6 +562,6 @@ PARTS = (
     Part("Ablation: tiles", ("tile_sweep_fa_tc", "tile_sweep_fa_int8"), tile_choices),
     Part("Ablation: what was tried and lost", (), tried),
     Part("Ablation: features", ("feature_costs",), features),
-    Part("Quality of images", ("dit_quality",), quality,
+    Part("Quality of images", ("dit_quality", "dit_memory"), quality,
          (("book_timesteps", "Error of INT8 attention by timestep and source of scales"),)),
 )  # fmt: skip

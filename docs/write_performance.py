@@ -71,7 +71,7 @@ def source(name: str, record: Mapping[str, Any]) -> str:
 def images(names: Sequence[tuple[str, str]], *, drawn: Sequence[str]) -> list[str]:
     """Return the lines that show drawings, of those that can be drawn."""
     shown = [(name, text) for name, text in names if name in drawn]
-    return [f"![{text}]({name}.svg)" for name, text in shown]
+    return [f"![{text}]({name}.svg) ([PNG]({name}.png))" for name, text in shown]
 
 
 def drawable() -> list[str]:
@@ -100,7 +100,7 @@ def claims_lines() -> list[str]:
         if found is None:
             continue
         links = ", ".join(f"[{n}](../experiments/results/{n}.json)" for n in claim.needs)
-        rows.append([claim.part, claim.says, claim.measured(*found), links])
+        rows.append([claim.part, claim.says, claim.measured(*found), links or "none"])
     header = ["of the notes", "they say", "measured", "record"]
     return [
         f"## {CLAIMS_TITLE}",
@@ -129,7 +129,8 @@ def roofline_lines() -> list[str]:
     return [
         f"## {ROOFLINE_TITLE}",
         "",
-        f"![Rates against operations per byte, under measured ceilings]({ROOFLINE}.svg)",
+        *images([(ROOFLINE, "Rates against operations per byte, under measured ceilings")],
+                drawn=[ROOFLINE]),
         "",
         *(f"From {source(name, record)}." for name, record in zip(needs, found, strict=True)),
         "",

@@ -1,7 +1,7 @@
 """The drawings of docs/PERFORMANCE.md, each of records, on no background of their own.
 
-Text is grey and lines are of colours that people with any colour vision tell apart (Okabe and Ito),
-so that they can be read on white and on black.
+Text is grey and lines have the colours of `experiments.plots`, so that they can be read on white
+and on black.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import plot
+from cupyattn.measure import format_rate
 from experiments import plots, precision_ablation, timestep_ablation
-from experiments.others import CUDNN, FLASH_2, FLASH_3
 
 Record = Mapping[str, Any]
 FORMATS = (".svg", ".png")
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-OURS, PEER, LIMIT = COLOURS[0], "#8A8A8A", COLOURS[1]
+COLOURS = plots.COLOURS[:-1]
+OURS, PEER, LIMIT = COLOURS[0], plots.GREY, COLOURS[1]
 
 
 def figure_of(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
@@ -27,11 +27,7 @@ def figure_of(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, 
     figure = Figure(figsize=size, layout="constrained", facecolor="none")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes:
-        axis.set_facecolor("none")
-        axis.tick_params(labelsize=8, colors=plots.TEXT, which="both")
-        for side, spine in axis.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(plots.TEXT)
+        plots.bare(axis)
     return figure, axes
 
 
@@ -67,7 +63,7 @@ def bars(record: Record, value: Callable[[Record], float], axis_title: str, *, l
         axis.set_yticks(heights, names if axis is axes[0] else [""] * len(names))
         axis.invert_yaxis()
         for y, x in zip(heights, values, strict=True):
-            axis.annotate(f" {x:.3g}", (x, y), va="center", fontsize=7, color=plots.TEXT)
+            axis.annotate(f" {format_rate(x)}", (x, y), va="center", fontsize=7, color=plots.TEXT)
         axis.margins(x=0.2)
         if limit:
             axis.axvline(1.0, color=LIMIT, linewidth=1.2)
@@ -172,7 +168,7 @@ def roofline(ladder: Record, peers: Record, gemm: Record, decode: Record) -> Any
         if problem["causal"]:
             continue
         for row in timed(found):
-            if row["variant"] in ("fa_tc", CUDNN, FLASH_2, FLASH_3):
+            if row["variant"] in plots.LINES:
                 colour, marker, _ = plots.LINES[row["variant"]]
                 axis.plot(intensity(problem, row), row["tflops"], marker, color=colour,
                           markersize=4)  # fmt: skip
@@ -181,9 +177,9 @@ def roofline(ladder: Record, peers: Record, gemm: Record, decode: Record) -> Any
             if not row["peer"] and row["variant"] != "fa_tc":
                 axis.plot(intensity(found["problem"], row), row["tflops"], "D", color=COLOURS[4],
                           markersize=4)  # fmt: skip
-    for label, colour, marker in (
-        ("fa_tc", OURS, "o"), ("peers", COLOURS[1], "s"), ("other rungs", COLOURS[4], "D"),
-        ("fa_tc, few queries", COLOURS[3], "."),
+    for label, (colour, marker, _) in (
+        *plots.LINES.items(), ("other rungs", (COLOURS[4], "D", 0)),
+        ("fa_tc, few queries", (COLOURS[3], ".", 0)),
     ):  # fmt: skip
         axis.plot([], [], marker, color=colour, markersize=5, label=label)
     axis.set_xscale("log", base=2)
@@ -201,7 +197,7 @@ def intensity(problem: Record, row: Record) -> float:
 
 def timesteps(record: Record, path: str) -> None:
     """Draw error by timestep as `experiments.timestep_ablation` does."""
-    timestep_ablation.draw(record["rows"], path)
+    timestep_ablation.draw(record, path)
 
 
 #: Name of a drawing: the records that it needs, and what draws them.

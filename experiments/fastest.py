@@ -6,8 +6,9 @@ Measures     the median time of every rung, in the form that it takes by itself;
              that of fa_int8 as the classes "balanced" and "aggressive" quantise, that included
 Run          python -m experiments.fastest [--check]
 
-It writes cupyattn/measured.py, from which ``variant="auto"`` chooses; ``--check`` writes nothing
-and says whether that file is what the records say.
+It measures nothing, so that there is no ``--quick`` and no record: it is a generator. It writes
+cupyattn/measured.py, from which ``variant="auto"`` chooses; ``--check`` writes nothing and says
+whether that file is what the records say.
 """
 
 from __future__ import annotations

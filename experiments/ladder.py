@@ -153,7 +153,8 @@ def _full_table(shown: Mapping[str, Any]) -> list[str]:
         ]
         if timed and "seconds" in row:
             share = "" if row["share"] is None else measure.format_share(row["share"])
-            cells += [measure.format_seconds(row["seconds"]), f"{row['tflops']:.3g}", share]
+            rate = measure.format_rate(row["tflops"])
+            cells += [measure.format_seconds(row["seconds"]), rate, share]
         elif timed:
             cells += ["not timed", "", ""]
         rows.append(cells)
@@ -169,7 +170,7 @@ def _speed_table(record: Mapping[str, Any]) -> list[str]:
         header.append(f"hd{problem['head_dim']}{' causal' if problem['causal'] else ''}")
         columns.append({row["variant"]: row.get("tflops") for row in found["rows"]})
     rows = [
-        [name, *("" if c.get(name) is None else f"{c[name]:.3g}" for c in columns)]
+        [name, *("" if c.get(name) is None else measure.format_rate(c[name]) for c in columns)]
         for name in names
     ]
     return common.markdown(header, rows)

@@ -9,18 +9,22 @@ from typing import Any
 from cupyattn.cli import plot
 from experiments.others import CUDNN, FLASH_2, FLASH_3
 
-#: Colour, marker and width of each line. The plots have no background of their own: colours that
-#: people with any colour vision tell apart (Okabe and Ito), seen on white and on black.
+#: The plots have no background of their own: colours that are seen on white and on black, and that
+#: people with any colour vision tell apart. Those of Okabe and Ito which are neither too light nor
+#: too dark for that, two more, and grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#5A3CFF", "#D2003C", "#8A8A8A")
+GREY = COLOURS[-1]
+#: Colour, marker and width of each line.
 LINES = {
-    "fa_tc": ("#0072B2", "o", 2.2),
-    CUDNN: ("#D55E00", "s", 1.3),
-    FLASH_3: ("#009E73", "^", 1.3),
-    FLASH_2: ("#8A8A8A", "v", 1.0),
+    "fa_tc": (COLOURS[0], "o", 2.2),
+    CUDNN: (COLOURS[1], "s", 1.3),
+    FLASH_3: (COLOURS[2], "^", 1.3),
+    FLASH_2: (GREY, "v", 1.0),
 }
 #: The same of the backward pass.
 BACKWARD_LINES = {
     "atomic": LINES["fa_tc"],
-    "deterministic": ("#CC79A7", "D", 1.3),
+    "deterministic": (COLOURS[3], "D", 1.3),
     CUDNN: LINES[CUDNN],
     FLASH_2: LINES[FLASH_2],
 }
@@ -39,9 +43,12 @@ def check(folder: Path) -> None:
 
 
 def source(record: Mapping[str, Any]) -> str:
-    """Return in one line where the numbers of a device's record come from."""
+    """Return in one line where the numbers of a record come from."""
     environment = record["environment"]
-    parts = [environment["device"]["name"], f"driver {environment['device']['driver']}"]
+    facts = environment["device"]
+    parts = ["on the mirror, without a device"]
+    if facts is not None:
+        parts = [facts["name"], f"driver {facts['driver']}"]
     parts += [
         f"{x} {environment[x.lower()]}" for x in ("NVRTC", "torch") if x.lower() in environment
     ]
@@ -142,9 +149,14 @@ def panel(
     axis.set_xscale("log", base=2)
     axis.minorticks_off()
     axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axis.tick_params(labelsize=8, colors=TEXT)
-    axis.set_facecolor("none")
+    bare(axis)
     axis.grid(axis="y", color=TEXT, alpha=0.3, linewidth=0.6)
+
+
+def bare(axis: Any) -> None:
+    """Leave a panel no background, and of its frame the left and the lower side, in grey."""
+    axis.set_facecolor("none")
+    axis.tick_params(labelsize=8, colors=TEXT, which="both")
     for side, spine in axis.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(TEXT)

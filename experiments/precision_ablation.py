@@ -44,15 +44,15 @@ LAYER = 5
 TRANSFORMER, TRANSFORMER_LAYER, TRANSFORMER_STEPS = "diffusion transformer", 4, 50
 #: The architecture whose form rescales at every rise of the maximum, and whose lets it lag.
 RESCALED = {"rescaled at every rise": "sm_90", "rescaled past a margin": "sm_90a"}
-#: Colour of each kind of choice (Okabe and Ito).
+#: Colour of each kind of choice.
 COLOURS = {
-    "granularity": "#0072B2",
-    "offsets of Q and K": "#E69F00",
-    "P and V in 8 bits": "#009E73",
-    "bits of Q and K": "#F0E442",
-    "where codes come from": "#CC79A7",
-    "rescaling": "#56B4E9",
-    ENDS: "#D55E00",
+    "granularity": plots.COLOURS[0],
+    "offsets of Q and K": plots.COLOURS[4],
+    "P and V in 8 bits": plots.COLOURS[2],
+    "bits of Q and K": plots.COLOURS[5],
+    "where codes come from": plots.COLOURS[3],
+    "rescaling": plots.GREY,
+    ENDS: plots.COLOURS[1],
 }
 
 
@@ -189,8 +189,7 @@ def draw(record: Mapping[str, Any], path: str) -> None:
     figure = Figure(figsize=size, layout="constrained", facecolor="none")
     axes = figure.subplots(panels, columns, squeeze=False).ravel()
     for axis in axes:
-        axis.set_facecolor("none")
-        axis.tick_params(labelsize=8, colors=plots.TEXT, which="both")
+        plots.bare(axis)
         axis.grid(color=plots.TEXT, alpha=0.25, linewidth=0.5)
     if timed:
         for axis, one in zip(axes, found, strict=False):

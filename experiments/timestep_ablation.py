@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,13 +40,13 @@ Size = tuple[int, int]
 MODELS = ("raw", "scaled")
 #: What was recorded of a transformer, at its own schedule; scales are of the steps that are judged.
 TRANSFORMER, TRANSFORMER_LAYER, TRANSFORMER_BINS = "diffusion transformer", 1, 3
-#: Colour of each source of scales (Okabe and Ito).
+#: Colour of each source of scales.
 ARMS = {
-    "uniform static": "#D55E00",
-    "proportional static": "#CC79A7",
-    "static by bin": "#0072B2",
-    "dynamic": "#009E73",
-    "dynamic, policy": "#8A8A8A",
+    "uniform static": plots.COLOURS[1],
+    "proportional static": plots.COLOURS[3],
+    "static by bin": plots.COLOURS[0],
+    "dynamic": plots.COLOURS[2],
+    "dynamic, policy": plots.GREY,
 }
 #: What is printed: title, key of a row, format.
 COLUMNS = (
@@ -140,11 +140,12 @@ def rows(model: str, steps: Sequence[int], size: Size, seed: int) -> Iterator[di
             yield row
 
 
-def draw(found: Sequence[dict[str, Any]], path: str) -> None:
+def draw(record: Mapping[str, Any], path: str) -> None:
     """Plot error by timestep, a panel for each model of activations."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 3.9), layout="constrained", facecolor="none")
+    found = record["rows"]
     models = [*dict.fromkeys(row["activations"] for row in found)]
     axes = figure.subplots(1, len(models), sharey=True)
     for axis, model in zip(axes, models, strict=True):
@@ -153,18 +154,18 @@ def draw(found: Sequence[dict[str, Any]], path: str) -> None:
             steps, errors = ([r[key] for r in mine] for key in ("timestep", "error"))
             axis.plot(steps, errors, "o-", color=colour, label=name, markersize=3)
         axis.set_yscale("log")
-        axis.set_facecolor("none")
+        plots.bare(axis)
         title = model if model == TRANSFORMER else f"{model} activations"
         axis.set_title(title, fontsize=10, color=plots.TEXT)
-        axis.tick_params(colors=plots.TEXT, which="both", labelsize=8)
     axes[0].set_ylabel("relative L2 error", fontsize=9, color=plots.TEXT)
-    figure.supxlabel("timestep (0: most noise)", fontsize=9, color=plots.TEXT)
+    caption = plots.source(record)
+    figure.supxlabel(f"timestep (0: most noise)\n{caption}", fontsize=8, color=plots.TEXT)
     lines = axes[0].get_lines()
     figure.legend(
         lines, ARMS, loc="outside upper center", ncols=len(ARMS), frameon=False, fontsize=8,
         labelcolor=plots.TEXT,
     )  # fmt: skip
-    plot.save(figure, path)
+    plot.save(figure, path, source=caption)
 
 
 def table(
@@ -195,9 +196,9 @@ def run(args: argparse.Namespace) -> int:
         for title, key, form in COLUMNS:
             print(f"\n{title}")
             output.print_table(*table(mine, steps, key, form))
-    common.keep(args, "timestep_ablation", "mirror", {"rows": found})
+    record = common.keep(args, "timestep_ablation", "mirror", {"rows": found})
     if args.plot:
-        draw(found, args.plot)
+        draw(record, args.plot)
     return 0
 
 

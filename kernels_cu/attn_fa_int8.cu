@@ -7,9 +7,10 @@
 // Differs from attn_fa_tc: S1 and S2 load codes and scales, S3 multiplies integers, S4 lets M lag,
 //              S6 gives the keys' mean back to lse; V stays in 16 bits, S5 is that of fa_tc.
 //              (diff attn_fa_tc.cu attn_fa_int8.cu)
-//              One thing stands here for speed alone: M that lags. Most steps then look for no
-//              maximum and rescale nothing; but weights come before the maximum, in steps that do
-//              look for it once more after it, and so S4 is another one and packs P itself.
+//              Most of the diff is one thing that stands here for speed alone: M that lags. Most
+//              steps then look for no maximum and rescale nothing; but weights come before the
+//              maximum, in steps that do look for it once more after it, and so S4 is another one
+//              and packs P itself.
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP]. Zero
 //              points, where codes have them, leave the integer product in S3: whole numbers still.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), of fine scales times K scale, and the
@@ -41,7 +42,7 @@ constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row of V
 constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
 constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
-constexpr float LARGEST_SUM = 256.0f;       // of a lane's weights, or M rises
+constexpr float LARGEST_SUM = 256.0f;       // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 // Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
 constexpr int RESIDENT = HEAD_DIM <= 64 && BLOCK_KV <= 32 && NUM_WARPS == 4 ? 3 : 1;
 

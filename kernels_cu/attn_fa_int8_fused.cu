@@ -32,7 +32,7 @@ constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row of V
 constexpr int MMA_ROWS = WARP_Q / 16;       // row tiles of 16 per warp
 constexpr int MMA_KEYS = BLOCK_KV / 8;      // key tiles of 8 per step
 constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
-constexpr float LARGEST_SUM = 256.0f;       // of a lane's weights, or M rises
+constexpr float LARGEST_SUM = 256.0f;       // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 
 struct SharedStorage {
   alignas(128) int8_t Q[BLOCK_Q * CODES_PAD];

@@ -14,7 +14,8 @@
 //              The factors of rows lie in shared memory, and loads work out their thread anew: that
 //              leaves the loop the registers it needs.
 //              (diff attn_fa_int8.cu attn_fa_int8_pv8.cu)
-//              S4 has little in common: there M lags behind all tiles, here each has its own.
+//              The diff is the longest of all since S4 has little in common: there M lags behind
+//              all tiles, here each has its own.
 // Kept simple  one indexing for every granularity: the scale of a row is scale[row / GROUP], of a
 //              value V_scale[key / GROUP_V][channel].
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 M, up,

@@ -7,6 +7,9 @@
 // Differs from attn_fa_int8_pv8: S4 has one M for row and tile, a whole number, and l in whole
 //              numbers, too; S5 is one level of sums; S6 multiplies by V's scale and 1/l at once.
 //              (diff attn_fa_int8_pv8.cu attn_fa_int8_pv8_whole.cu)
+//              The diff is long since the state of a row is another one, and with it what is done
+//              to O between tiles. WholeState repeats the methods of ShiftState in integers: M as
+//              the bits of a float, and l that dp4a adds to, take fewer instructions.
 // Kept simple  P in u8, V in INT8 with one scale per channel, no zero points, no softcap, no bias:
 //              the rest is left to attn_fa_int8_pv8, and so are scales of V by tile, which are more
 //              accurate. Scores below -WHOLE, some -1.2e7 in log2 units, are not told apart.

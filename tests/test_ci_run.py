@@ -75,6 +75,20 @@ def test_without_all_there_is_one_python(checkout: Path) -> None:
     assert re.findall(r" s +(\w+)", table) == ["ok"] * 7
 
 
+@pytest.mark.parametrize("target", [".venv/.ready-browser", ".venv/.ready-frameworks"])
+@pytest.mark.parametrize(("options", "status"), [((), 0), (("--all",), 3)])
+def test_a_part_that_cannot_be_installed_is_not_run(
+    checkout: Path, target: str, options: tuple[str, ...], status: int
+) -> None:
+    """Nor is it ok with --all, though every interpreter and package be there."""
+    (checkout / "bin" / "fail").write_text(f"{target}\n")
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        executable(checkout / "bin" / f"python{version}", PYTHON)
+    found, table = start(checkout, *options)
+    assert found == status and table.count("NOT RUN, could not be installed") == 1
+    assert table.count(" ok ") == 6 + 8 * len(options)
+
+
 def test_what_is_not_there_is_not_run(checkout: Path) -> None:
     status, table = start(checkout, "--all")
     cells = [line for line in table.splitlines() if line.startswith("Python ")]

@@ -18,6 +18,7 @@ from cupyattn import compile as compiler
 from cupyattn import device, measure, timing
 from experiments import (
     backward,
+    book_plots,
     common,
     diffusion_shapes,
     first_call,
@@ -28,6 +29,7 @@ from experiments import (
     others,
     peers,
     plots,
+    precision_ablation,
     quantise,
     race,
     tile_order,
@@ -295,7 +297,11 @@ def test_plots_are_seen_on_white_and_on_black() -> None:
         linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in shares]
         return float(np.dot([0.2126, 0.7152, 0.0722], linear))
 
-    for colour in (plots.TEXT, *(colour for colour, *_ in plots.LINES.values())):
+    drawn = {plots.TEXT, *plots.COLOURS, *book_plots.COLOURS, book_plots.PEER}
+    drawn |= {*precision_ablation.COLOURS.values(), *timestep_ablation.ARMS.values()}
+    for lines in (plots.LINES, plots.BACKWARD_LINES):
+        drawn |= {colour for colour, *_ in lines.values()}
+    for colour in sorted(drawn):
         for page in ("#FFFFFF", "#0D1117"):
             dark, light = sorted(luminance(x) + 0.05 for x in (colour, page))
             assert light / dark > 3, f"{colour} on {page}: WCAG asks 3 of graphics"

@@ -246,7 +246,7 @@ def changed(left: str, right: str) -> tuple[int, int]:
         ("attn_fa_warps.cu", "attn_fa_tc.cu", 140),  # its header says why
         ("attn_fa_tc.cu", "attn_fa_int8.cu", 155),  # its header says why
         ("attn_fa_int8.cu", "attn_fa_int8_pv8.cu", 195),  # its header says why
-        ("attn_fa_int8_pv8.cu", "attn_fa_int8_pv8_whole.cu", 165),
+        ("attn_fa_int8_pv8.cu", "attn_fa_int8_pv8_whole.cu", 165),  # its header says why
         ("attn_fa_int8.cu", "attn_fa_int8_fused.cu", 100),
     ],
 )

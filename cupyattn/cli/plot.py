@@ -10,7 +10,7 @@ from typing import Any
 from cupyattn.checkpoints import Analysis
 from cupyattn.checkpoints.roles import INT8_ROLES
 from cupyattn.errors import UnsupportedError
-from cupyattn.measure import format_share
+from cupyattn.measure import format_rate, format_share
 
 #: Colours that people with any colour vision tell apart (Okabe and Ito).
 _RUNG, _PEER, _SECOND = "#0072B2", "#999999", "#E69F00"
@@ -149,7 +149,7 @@ def _draw_speed(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axis.barh(heights, values, 0.7, color=[_PEER if r.get("peer") else _RUNG for r in rows])
     for y, row, value in zip(heights, rows, values, strict=True):
         share = row.get("share")
-        text = f" {value:.3g}" if value else " not timed"
+        text = f" {format_rate(value)}" if value else " not timed"
         axis.text(
             value,
             y,

@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     seconds = _times(once, args.warmup, args.runs, nvtx=args.nvtx)
     operations = 4 * call.head_dim * call.batch * call.heads * measure.admitted_pairs(call)
     for i, s in enumerate(seconds):
-        print(f"run {i + 1}: {measure.format_seconds(s)}, {operations / s / 1e12:.3g} TFLOP/s")
+        rate = measure.format_rate(operations / s / 1e12)
+        print(f"run {i + 1}: {measure.format_seconds(s)}, {rate} TFLOP/s")
     record: dict[str, Any] = {"variant": variant.name, "input": given.name, "seconds": seconds}
     record |= {"operations": operations, "j2": judged.j2, "clocks": device.clocks()}
     if args.energy:

@@ -25,7 +25,6 @@ CLAIMED_LOSS = 0.005
 CLAIMED_PSNR = {
     modes.FULL: 36.2, modes.UNIFORM: 31.8, modes.BY_STEP: 33.1, modes.LATE: 34.5, modes.INT4: 29.2,
 }  # fmt: skip
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 Record = Mapping[str, Any]
 #: A claim of the notes, what was measured, and whether it holds.
 Claim = tuple[str, str, str]
@@ -221,7 +220,7 @@ def figure(trained: Record, record: Record, tuned: Record | None) -> Any:
 
     drawn = Figure(figsize=(8.4, 3.6), layout="constrained", facecolor="none")
     errors, losses = drawn.subplots(1, 2)
-    colours = iter(_COLOURS)
+    colours = iter(plots.COLOURS)
     for row in record["rows"]:
         if row["latent error"] and row["mode"] != modes.REFERENCE:
             errors.plot(row["latent error"], color=next(colours), linewidth=1, label=row["mode"])
@@ -231,17 +230,17 @@ def figure(trained: Record, record: Record, tuned: Record | None) -> Any:
     errors.legend(fontsize=6, frameon=False, labelcolor=plots.TEXT)
     each = trained["steps_of_a_figure"]
     steps = each * np.arange(len(trained["losses"]))
-    losses.plot(steps, trained["losses"], color=_COLOURS[0], linewidth=1, label="training, 16-bit")
+    first, *others = plots.COLOURS
+    losses.plot(steps, trained["losses"], color=first, linewidth=1, label="training, 16-bit")
     if tuned is not None:
-        for (name, curve), colour in zip(tuned["losses"].items(), _COLOURS[1:], strict=False):
+        for (name, curve), colour in zip(tuned["losses"].items(), others, strict=False):
             start = steps[-1] + tuned["steps_of_a_figure"] * np.arange(len(curve))
             losses.plot(start, curve, color=colour, linewidth=1, label=f"fine-tuning, {name}")
     losses.set_xlabel("step", fontsize=8, color=plots.TEXT)
     losses.set_title("loss", fontsize=9, color=plots.TEXT)
     losses.legend(fontsize=6, frameon=False, labelcolor=plots.TEXT)
     for axis in (errors, losses):
-        axis.set_facecolor("none")
-        axis.tick_params(labelsize=7, colors=plots.TEXT, which="both")
+        plots.bare(axis)
         axis.grid(color=plots.TEXT, alpha=0.25, linewidth=0.5)
     return drawn
 

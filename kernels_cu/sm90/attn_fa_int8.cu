@@ -6,10 +6,10 @@
 //              the keys that share one, best all of a step; M is lazy, so that most steps look for
 //              no maximum and rescale nothing, masked ones too; and where V leaves room for one
 //              more column, of numbers next to 1, the product with V sums the weights.
-// Differs from the Hopper form of fa_tc: S1 and S2 bring codes, S3 multiplies integers, S4 applies
-//              the scales, of which each lane reads one while it waits for its turn; O leaves by a
-//              place of its own, for it has twice the bytes of Q. Whether weights are small enough
-//              is asked of the largest pair of them, not of their sum.
+// Differs from the Hopper form of fa_tc: S1 and S2 bring codes, and S2 leaves K's scales beside K;
+//              S3 multiplies integers, S4 applies the scales; O leaves by a place of its own, for
+//              it has twice the bytes of Q. Whether weights are small enough is asked of the
+//              largest pair of them, not of their sum.
 //              (diff attn_fa_tc.cu attn_fa_int8.cu)
 //              Q may come as numbers: the warps that multiply its rows make codes of them, where
 //              no pass before has to write what this one reads back.
@@ -59,7 +59,9 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;  // or they are alike, and those of the last wave may be cut
-constexpr int HEADROOM = 8;       // M rises where a weight reaches 2 to the power of this
+// M rises where a weight reaches 2 to the power of this: P and its sums hold what is smaller, and
+// exponents that M's rounding makes end there, too.
+constexpr int HEADROOM = int(LARGEST_EXPONENT);
 
 // Warpgroups take turns at the tensor cores in every step. Where products are as short as at
 // HEAD_DIM 64 they keep out of each other's way by themselves.
@@ -144,14 +146,13 @@ __device__ __forceinline__ void admit_scores(
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int first = j * PART + 2 * h;
-      if (factor[j][h] == 0.0f || !mask.admits_any(first, first + PART - 3))
-        factor[j][h] = __int_as_float(1);
+      const int first = j * PART + 2 * h, last = first + PART - 3;  // of that row in the part
+      if (factor[j][h] == 0.0f || !mask.admits_any(first, last)) factor[j][h] = __int_as_float(1);
     }
 }
 
 // The largest scores of a lane's two rows, -inf where all are masked.
-__device__ __forceinline__ void largest_scores(
+__device__ __forceinline__ void row_maxima(
     float (&m)[2], const float (&S_acc)[BLOCK_KV / 2], const Factors& factor) {
   m[0] = m[1] = NEG_INF;
 #pragma unroll
@@ -205,8 +206,8 @@ __device__ __forceinline__ void softmax(
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
   const bool weighed = !FIRST && !masked && weigh<false>(M, dot, factor, P_frag, sum);
-  // NOTE: this ties them to the registers that P V reads. They else come to be in others, and a
-  // step has 16 moves.
+  // NOTE: this ties them to the registers that P V reads. Otherwise they land in others, and a step
+  // takes 16 moves.
   wgmma_use(P_frag);
   if (!weighed) {
     float S_acc[BLOCK_KV / 2];
@@ -215,7 +216,7 @@ __device__ __forceinline__ void softmax(
     wgmma_use(P_frag);
     if (!stays) {
       float m[2], alpha[2];
-      largest_scores(m, S_acc, factor);
+      row_maxima(m, S_acc, factor);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // row, then row + 8
         alpha[h] = state[h].advance(shfl_max<4>(m[h]));

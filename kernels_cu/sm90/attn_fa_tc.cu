@@ -45,7 +45,7 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = (CAUSAL && !STACKED) || WINDOW || VARLEN || BLOCK_MASK;
 constexpr bool PIECES = !UNEVEN;       // or they are alike, and those of the last wave may be cut
-constexpr float LARGEST_SUM = 256.0f;  // 2^8, of a lane's weights in a step: past it M rises
+constexpr float LARGEST_SUM = 256.0f;  // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 
 constexpr int ROW_BYTES = BOXES * BOX_BYTES;
 constexpr int Q_STAGES =
