@@ -172,15 +172,21 @@ def test_within_the_bound(backend: str, rung: str) -> None:
 
 
 def amid(rung: str) -> tuple[Arrays, tuple[Any, Any]]:
-    """Return sequences `AMID`; of codes fewer heads and columns, for time."""
-    return packed(AMID, 2, 1) if rung == "fa_tc@sm90" else packed(AMID, 1, 1, 32)
+    """Return sequences `AMID`; of codes fewer heads and columns, for time, and the last key of the
+    one that is looked at so long that M rises for a row along it, and for few others.
+    """
+    if rung == "fa_tc@sm90":
+        return packed(AMID, 2, 1)
+    inputs, ends = packed(AMID, 1, 1, 32)
+    inputs[1][KEYS][-1] *= 2.5
+    return inputs, ends
 
 
 def spoilt(rung: str, inputs: Arrays) -> Arrays:
     """Return operands that are NaN but for one sequence, amid more NaN.
 
-    Codes of NaN are 0: rows of Q are then like the sequence's last key, whose score outdoes all,
-    and 8-bit values are others.
+    Codes of NaN are 0: rows of Q are then along the sequence's last key, whose score outdoes all by
+    far, and 8-bit values are others.
     """
     wide = []
     for name, x, own in zip("qkv", inputs, (ROWS, KEYS, KEYS), strict=True):
