@@ -3,48 +3,48 @@
 Written by ``python -m experiments.fastest``.
 """
 
-#: Compute capability times ten, dtype, head_dim, length, causal, and microseconds by name.
-Rows = tuple[tuple[int, str, int, int, bool, dict[str, float]], ...]
+#: Compute capability times ten, dtype, head_dim, queries, keys, causal, and microseconds by name.
+Rows = tuple[tuple[int, str, int, int, int, bool, dict[str, float]], ...]
 
 #: Every rung: NVIDIA H200, revision 1164c3314c.
 RECORD = "experiments/results/ladder.json"
 MEASURED: Rows = (
-    (90, "float16", 64, 4096, False, {
+    (90, "float16", 64, 4096, 4096, False, {
         "unfused": 34421.1,
         "fa": 31935.0,
         "fa_warps": 13540.4,
         "fa_tc": 457.9,
         "fa_int8": 581.1,
     }),
-    (90, "float16", 64, 4096, True, {
+    (90, "float16", 64, 4096, 4096, True, {
         "unfused": 34422.8,
         "fa": 16634.0,
         "fa_warps": 7085.5,
         "fa_tc": 259.3,
         "fa_int8": 296.5,
     }),
-    (90, "float16", 128, 4096, False, {
+    (90, "float16", 128, 4096, 4096, False, {
         "unfused": 64850.9,
         "fa": 79001.3,
         "fa_warps": 23443.7,
         "fa_tc": 735.6,
         "fa_int8": 673.7,
     }),
-    (90, "float16", 128, 4096, True, {
+    (90, "float16", 128, 4096, 4096, True, {
         "unfused": 64854.3,
         "fa": 40238.7,
         "fa_warps": 12168.9,
         "fa_tc": 405.4,
         "fa_int8": 382.8,
     }),
-    (90, "float16", 256, 4096, False, {
+    (90, "float16", 256, 4096, 4096, False, {
         "unfused": 145566.7,
         "fa": 178907.2,
         "fa_warps": 76802.3,
         "fa_tc": 1394.8,
         "fa_int8": 1201.1,
     }),
-    (90, "float16", 256, 4096, True, {
+    (90, "float16", 256, 4096, 4096, True, {
         "unfused": 146073.1,
         "fa": 90678.0,
         "fa_warps": 38663.5,
@@ -56,97 +56,97 @@ MEASURED: Rows = (
 #: fa_tc, and fa_int8 as the classes of `auto.QUANT` quantise: NVIDIA H200, revision 1164c3314c.
 RECORD_8_BIT = "experiments/results/peers_int8.json"
 MEASURED_8_BIT: Rows = (
-    (90, "float16", 128, 512, False, {
+    (90, "float16", 128, 512, 512, False, {
         "fa_tc": 119.1,
         "balanced": 168.5,
         "aggressive": 185.7,
     }),
-    (90, "float16", 128, 1024, False, {
+    (90, "float16", 128, 1024, 1024, False, {
         "fa_tc": 210.8,
         "balanced": 230.9,
         "aggressive": 243.7,
     }),
-    (90, "float16", 128, 2048, False, {
+    (90, "float16", 128, 2048, 2048, False, {
         "fa_tc": 379.5,
         "balanced": 361.7,
         "aggressive": 371.3,
     }),
-    (90, "float16", 128, 4096, False, {
+    (90, "float16", 128, 4096, 4096, False, {
         "fa_tc": 738.2,
         "balanced": 654.3,
         "aggressive": 631.3,
     }),
-    (90, "float16", 128, 8192, False, {
+    (90, "float16", 128, 8192, 8192, False, {
         "fa_tc": 1403.5,
         "balanced": 1192.4,
         "aggressive": 1139.3,
     }),
-    (90, "float16", 128, 16384, False, {
+    (90, "float16", 128, 16384, 16384, False, {
         "fa_tc": 2764.6,
         "balanced": 2295.3,
         "aggressive": 2167.2,
     }),
-    (90, "float16", 128, 8192, True, {
+    (90, "float16", 128, 8192, 8192, True, {
         "fa_tc": 747.2,
         "balanced": 646.4,
         "aggressive": 665.2,
     }),
-    (90, "float16", 128, 16384, True, {
+    (90, "float16", 128, 16384, 16384, True, {
         "fa_tc": 1449.7,
         "balanced": 1204.5,
         "aggressive": 1180.2,
     }),
-    (90, "float16", 64, 4096, False, {
+    (90, "float16", 64, 4096, 4096, False, {
         "fa_tc": 897.0,
         "balanced": 913.2,
         "aggressive": 1030.7,
     }),
-    (90, "float16", 64, 8192, False, {
+    (90, "float16", 64, 8192, 8192, False, {
         "fa_tc": 1724.8,
         "balanced": 1678.7,
         "aggressive": 1801.8,
     }),
-    (90, "float16", 64, 16384, False, {
+    (90, "float16", 64, 16384, 16384, False, {
         "fa_tc": 3422.6,
         "balanced": 3254.5,
         "aggressive": 3405.3,
     }),
-    (90, "float16", 256, 4096, False, {
+    (90, "float16", 256, 4096, 4096, False, {
         "fa_tc": 708.7,
         "balanced": 589.9,
         "aggressive": 572.4,
     }),
-    (90, "float16", 256, 8192, False, {
+    (90, "float16", 256, 8192, 8192, False, {
         "fa_tc": 1385.5,
         "balanced": 1092.0,
         "aggressive": 1012.4,
     }),
-    (90, "float16", 256, 16384, False, {
+    (90, "float16", 256, 16384, 16384, False, {
         "fa_tc": 2728.6,
         "balanced": 2067.9,
         "aggressive": 1840.9,
     }),
-    (90, "float16", 128, 4608, False, {
+    (90, "float16", 128, 4608, 4608, False, {
         "fa_tc": 347.9,
         "balanced": 313.8,
         "aggressive": 305.5,
     }),
-    (90, "float16", 64, 4096, False, {
+    (90, "float16", 64, 4096, 4096, False, {
         "fa_tc": 152.4,
         "balanced": 172.1,
         "aggressive": 203.5,
     }),
-    (90, "float16", 128, 118800, False, {
+    (90, "float16", 128, 118800, 118800, False, {
         "fa_tc": 232820.5,
         "balanced": 199941.8,
         "aggressive": 170566.6,
     }),
-    (90, "float16", 96, 8192, False, {
+    (90, "float16", 96, 8192, 8192, False, {
         "fa_tc": 852.8,
         "balanced": 834.1,
         "aggressive": 814.4,
     }),
-    (90, "float16", 72, 16384, False, {
+    (90, "float16", 72, 16384, 16384, False, {
         "fa_tc": 2178.9,
         "balanced": 2158.8,
         "aggressive": 2217.3,

@@ -373,7 +373,12 @@ def _receiver(options: Options, call: AttentionCall, inputs: tuple[Any, ...]) ->
 def _choose(options: Options, call: AttentionCall, capability: int | None) -> auto.Choice:
     """Choose the rung of an accuracy class, or take fa_int8 quantising as the caller says."""
     quant, accuracy = options.quant, options.accuracy
-    choice = auto.choose(accuracy, call.dtype, call.head_dim, call.len_kv, call.causal, capability)
+    seen = call.len_kv  # by a row
+    if call.window and call.causal:  # a window of two sides
+        seen = min(seen, max(1, call.causal_shift - call.window_shift + 1))
+    choice = auto.choose(
+        accuracy, call.dtype, call.head_dim, seen, call.causal, capability, call.len_q
+    )
     wanted = {"balanced": ("16bit",), "aggressive": ("int8", "fp8")}.get(accuracy)
     if quant is None or wanted is None:
         return replace(choice, quant=quant or choice.quant)

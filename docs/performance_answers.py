@@ -46,7 +46,8 @@ def int8_by_length(record: Record) -> str:
     ratios = {}
     for found in record["problems"]:
         problem, row = found["problem"], rows_of(found)[INT8]
-        if problem["head_dim"] == 128 and not problem["causal"] and "speed_ratio" in row:
+        square = not problem["causal"] and not problem["length_kv"]
+        if problem["head_dim"] == 128 and square and "speed_ratio" in row:
             ratios[problem["length"]] = row["speed_ratio"][0]
     said = (f"{ratio:.2f} at {length:,}" for length, ratio in sorted(ratios.items()))
     return f"fa_int8 beside fa_tc: {', '.join(said)}"

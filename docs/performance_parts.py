@@ -133,6 +133,7 @@ def in_8_bits(peers_int8: Record) -> list[str]:
     titles = [
         "{batch} x {heads} x {length:,}, {head_dim}".format(**found["problem"])
         + (" causal" if found["problem"]["causal"] else "")
+        + (f", {found['problem']['length_kv']} keys" if found["problem"]["length_kv"] else "")
         for found in peers_int8["problems"]
     ]
     return [*lines, *markdown(["batch x heads x length, head_dim", *titles], table)]

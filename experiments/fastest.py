@@ -30,8 +30,8 @@ HEADER = '''"""Times of the rungs, from which ``variant="auto"`` chooses.
 Written by ``python -m experiments.fastest``.
 """
 
-#: Compute capability times ten, dtype, head_dim, length, causal, and microseconds by name.
-Rows = tuple[tuple[int, str, int, int, bool, dict[str, float]], ...]
+#: Compute capability times ten, dtype, head_dim, queries, keys, causal, and microseconds by name.
+Rows = tuple[tuple[int, str, int, int, int, bool, dict[str, float]], ...]
 '''
 TABLE = """
 #: {what}: {device}, revision {revision}.
@@ -87,11 +87,9 @@ def _table(
     ]  # fmt: skip
     for found in record["problems"]:
         problem = found["problem"]
-        if problem.get("length_kv"):
-            continue
         key = (
             device["capability"], problem["dtype"], problem["head_dim"], problem["length"],
-            problem["causal"],
+            problem.get("length_kv") or problem["length"], problem["causal"],
         )  # fmt: skip
         lines.append(f"    ({', '.join(map(_literal, key))}, {{\n")
         for row in found["rows"]:

@@ -1,7 +1,8 @@
 """How far is fa_int8 from the fastest 8-bit attention there is, and from 16 bits?
 
-Varies       shape: length in {512 ... 16384} at head_dim 128, 4,096 and more at 64 and 256, causal
-             at 8,192 and 16,384, shapes of diffusion models; with --accuracy the distribution
+Varies       shape: length in {512 ... 16384} at head_dim 64, 128 and 256, causal from 2,048 on, up
+             to 2,048 at 96, 4,096 queries of 77 keys, shapes of diffusion models; with --accuracy
+             the distribution
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, where the shape is not a model's;
              float16, N(0, 1)
 Measures     J2 of ours, relative error of all; time with quantising and with codes given; in the
@@ -13,7 +14,7 @@ Expect       balanced with quantising at least 1.0 of the fastest 8-bit library 
              1.15 of fa_tc from 8,192 on; aggressive at least 1.0 of cuDNN's kernel, 1.05 with
              quantising of the fastest library
 Run          python -m experiments.peers_int8 [--quick] [--json FILE] [--accuracy]
-             [--cells 128:4096 64:8192c ...] [--models NAME ...] [--stored]
+             [--cells 128:4096 64:8192c 64:4096x77 ...] [--models NAME ...] [--stored]
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from experiments.race import parse_cell
 
 CELLS = (
     *(f"128:{length}" for length in (512, 1024, 2048, 4096, 8192, 16_384)),
-    "128:8192c", "128:16384c",
-    *(f"{d}:{length}" for d in (64, 256) for length in (4096, 8192, 16_384)),
+    *(f"128:{length}c" for length in (2048, 4096, 8192, 16_384)),
+    *(f"{d}:{length}" for d in (64, 256) for length in (512, 1024, 2048, 4096, 8192, 16_384)),
+    *(f"96:{length}" for length in (512, 1024, 2048)),
+    "64:4096x77", "128:4096x77",
 )  # fmt: skip
 #: What errors are compared on.
 DISTRIBUTIONS = ("normal", "outlier", "key-bias", "value-bias", "tripled")
@@ -155,7 +158,9 @@ def again(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = common.parser(__doc__)
-    parser.add_argument("--cells", nargs="+", default=list(CELLS), metavar="HEAD_DIM:LENGTH[c]")
+    parser.add_argument(
+        "--cells", nargs="+", default=list(CELLS), metavar="HEAD_DIM:LENGTH[c|xKEYS]"
+    )
     parser.add_argument(
         "--models", nargs="*", default=[name for name, *_ in SHAPES], metavar="NAME",
         help="shapes of diffusion models",

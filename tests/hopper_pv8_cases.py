@@ -9,14 +9,15 @@ import numpy as np
 
 from cupyattn.block_mask import BlockMask
 from cupyattn.quant import QuantizedQKV
-from cupyattn.registry import lookup
 from tests import pv8_cases, runs
 from tests.runs import Arrays, normal
 
 #: With P in u8 and V in INT8; with both in e4m3.
 PV8, FP8 = RUNGS = ("fa_int8@sm90_pv8", "fa_int8@sm90_fp8")
+#: Both with every storage type that they take.
+CELLS = [(rung, dtype) for rung in RUNGS for dtype in runs.variant_of(rung).dtypes]
 #: Keys of a step, where Q and K are those of `exact`.
-BLOCK_KV = lookup("fa_int8").hopper_pv8_tiles[pv8_cases.HEAD_DIM].block_kv
+BLOCK_KV = pv8_cases.TILE[pv8_cases.HOPPER]
 
 
 def run(rung: str, inputs: Arrays, **options: Any) -> runs.Run:

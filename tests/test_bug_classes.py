@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,6 +35,7 @@ from cupyattn.rounding import as_float64
 from cupyattn.tiles import Tiles
 from tests.runs import bits, embedded, normal, on_both, run
 from tests.test_interpret_faults import far_apart
+from tests.test_kernels_compile import architectures, build
 
 BACKENDS = ("mirror", "interpret")
 PLAIN = [name for name, variant in VARIANTS.items() if variant.family != "int8"]
@@ -193,6 +195,55 @@ def test_7_missing_barriers(
         run_tiles = {"tiles": tiles} if tiles else {}
         operands = (quantize(*inputs, backend="interpret"),) if rung == "fa_int8" else inputs
         attention(*operands, variant=rung, backend="interpret", return_lse=True, **run_tiles)
+
+
+#: What ptxas is told for the machine code that differs most while nothing is spilled: other
+#: registers, another order. A limit of registers is no such thing: launch bounds overrule it.
+LEAST_OPTIMISED = "--ptxas-options=-O1"
+
+
+def machine_code(cubin: bytes) -> dict[str, bytes]:
+    """The sections of an ELF file that are code, by name."""
+    (start,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    names = cubin[headers[of_names][4] :]
+    found = {
+        names[name : names.index(b"\0", name)].decode(): cubin[offset : offset + length]
+        for name, _, _, _, offset, length in headers
+    }
+    return {name: code for name, code in found.items() if name.startswith(".text.")}
+
+
+@pytest.mark.parametrize(
+    ("rung", "form"), [(name, form) for name, one in VARIANTS.items() for form in one.forms]
+)
+def test_7_another_level_of_optimisation_is_other_code(
+    rung: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kernel compiles so; that it computes the same tests/gpu/test_bug_classes.py says."""
+    built = rung, form, architectures(form)[0], 64, "float16", True, True
+    usual = machine_code(build(*built)[1].cubin)
+    monkeypatch.setattr(kc, "OPTIONS", (*kc.OPTIONS, LEAST_OPTIMISED))
+    other = machine_code(build(*built)[1].cubin)
+    assert usual.keys() == other.keys() and usual
+    assert all(usual[name] != other[name] for name in usual)
+
+
+@pytest.mark.parametrize("len_kv", [1, 2, 3, 5, 16, 17, 64, 77])
+def test_8_smoothing_harms_no_short_sequence(len_kv: int) -> None:
+    """A mean of few keys is no mean of many: errors of 128 heads grow by a fiftieth at most, and
+    where K has an offset they fall. One key has no score to err in."""
+    q, k, v = normal((32, 4, 16, 64), (32, 4, len_kv, 64), seed=len_kv)
+    offset = 3 * normal((32, 4, 1, 64), (1, 1, 1, 1), seed=1)[0]
+    for keys, most in ((k, 1.02), (k + offset, 0.75)):
+        exact, error = attention_exact(q, keys, v), {}
+        for smooth_k in (False, True):
+            quant = QuantConfig(smooth_k=smooth_k)
+            o = attention(q, keys, v, variant="fa_int8", quant=quant, backend="mirror")
+            error[smooth_k] = np.linalg.norm(as_float64(o) - exact)
+        assert error[True] <= most * error[False], error
+        assert (error[False] == 0) == (len_kv == 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention
+from cupyattn import attention, registry
+from cupyattn.forms import QUANTIZED
+from cupyattn.preparation import EPS, Preparation
+from cupyattn.preparation import OPTIONS as PREPARATION
+from cupyattn.quant.operands import quantize_mirror, scale_tiles
 from tests.cross_cases import (
     AXES,
     CELLS,
@@ -20,6 +24,7 @@ from tests.cross_cases import (
     possible,
     rung_of,
 )  # fmt: skip
+from tests.quant_inputs import assert_mean
 from tests.runs import Run, bits, run, run_packed
 
 
@@ -75,12 +80,12 @@ def check_layout(case: Case, found: list[Run], rung: str, options: dict[str, Any
         *((number, "mirror") for number in range(len(QUANT_CELLS))),
         *(
             pytest.param(number, "interpret", marks=pytest.mark.slow)
-            for number in range(0, len(QUANT_CELLS), 4)
+            for number in range(len(QUANT_CELLS))
         ),
     ],
 )
 def test_every_way_to_quantise_is_within_its_bound(number: int, backend: str) -> None:
-    """With every feature, type and layout; on a device, where it is quick, all of them are run."""
+    """With every feature, type and layout, the codes by J1, and what comes of them by J2 and J3."""
     case = Case.of(QUANT_CELLS[number], number)
     quant, inputs = case.cell["quant"], case.laid()
     options = {"backend": backend, "quant": quant, **case.options}
@@ -90,4 +95,25 @@ def test_every_way_to_quantise_is_within_its_bound(number: int, backend: str) ->
         found = run_packed(rung_of(quant), inputs, case.ends, **options)
     for one in found:
         one.check()
+        check_operands(one)
     check_layout(case, found, "fa_int8", options)
+
+
+def check_operands(one: Run) -> None:
+    """J1: codes, scales and zero points of the very operands that J2 was of are the mirror's."""
+    got, (q, k, v) = one.quantized, one.inputs
+    assert got is not None
+    sizes = q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]
+    given = {"rope_interleaved": False, "rope_offset_q": 0, "qk_norm_eps": EPS, **one.options}
+    how = Preparation.of({name: given.get(name) for name in PREPARATION}, sizes)
+    tiles = scale_tiles(registry.lookup("fa_int8"), q.shape[3], got.config, None)
+    want = quantize_mirror(
+        q, k, v, got.config, tiles, k_mean=got.k_mean, v_mean=got.v_mean, preparation=how
+    )
+    for name in QUANTIZED:
+        found, expected = getattr(got, name), getattr(want, name)
+        assert (found is None) == (expected is None), name
+        assert found is None or (found.shape, bits(found)) == (expected.shape, bits(expected)), name
+    for mean, x in ((got.v_mean, v), (None if how else got.k_mean, k)):
+        if mean is not None and x.shape[2]:
+            assert_mean(mean, x)

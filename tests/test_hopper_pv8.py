@@ -16,6 +16,7 @@ from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference import attention_mirror
 from cupyattn.registry import lookup
 from tests import hopper_pv8_cases as cases
+from tests import pv8_cases
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import bits, normal
 
@@ -112,6 +113,15 @@ def test_whole_numbers_come_out_as_the_mirror_has_them(len_kv: int) -> None:
     expected, expected_lse = on_mirror(z, scale=LN2)
     assert bits(o) == bits(expected)
     assert np.abs(lse - expected_lse).max() <= 2.0**-20
+
+
+@pytest.mark.parametrize(("check", "p_type"), pv8_cases.HOPPER_CHECKS)
+def test_exactly(check: Any, p_type: str) -> None:
+    """The portable form's fixtures, in tiles of this one; both Hopper forms."""
+    z = pv8_cases.codes_of(np.zeros((8, 9)), np.zeros((9, 64)), np.asarray, p_type=p_type)
+    form = "sm90_fp8" if p_type == "e4m3" else "sm90_pv8"
+    assert f"fa_int8 ({form})" in str(explain(z, arch=pv8_cases.HOPPER))
+    check("interpret", p_type, np.asarray, pv8_cases.HOPPER)
 
 
 #: Sums that reach a quarter of their range once M has fallen: it rises again without a maximum.

@@ -119,17 +119,17 @@ def rate(machine: Machine, variant: str, call: AttentionCall) -> float:
         return machine.rates[variant]
     rows = [
         row for row in MEASURED
-        if row[0] == _CAPABILITY and row[4] == call.causal and variant in row[5]
+        if row[0] == _CAPABILITY and row[5] == call.causal and variant in row[6]
     ]  # fmt: skip
     if not rows:
         raise ValueError(
             f"no rate of {variant!r} is known: give Machine(rates={{{variant!r}: ...}})"
         )
     wide = [row for row in rows if row[2] >= call.head_dim] or rows
-    _, _, head_dim, length, causal, micros = min(
+    _, _, head_dim, len_q, len_kv, causal, micros = min(
         wide, key=lambda row: (abs(row[2] - call.head_dim), row[1] != call.dtype, -row[3])
     )
-    measured = AttentionCall(1, 1, 1, length, length, head_dim, "float16", 1.0, causal=causal)
+    measured = AttentionCall(1, 1, 1, len_q, len_kv, head_dim, "float16", 1.0, causal=causal)
     operations = 4 * head_dim * _MEASURED_HEADS * admitted_pairs(measured)
     # NOTE: a narrower head takes the tiles of the next wider one, and their time.
     return operations / (1e-6 * micros[variant]) * call.head_dim / max(head_dim, call.head_dim)

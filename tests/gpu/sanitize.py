@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import sys
 
+from tests import hopper_pv8_cases
 from tests.gpu.support import cupy, on_device, run
 from tests.runs import CELLS, normal
+
+#: Rungs in their forms, and types; on a Hopper device.
+ALL = [*CELLS, *hopper_pv8_cases.CELLS]
 
 
 def main() -> None:
     """Lengths with tails, both masks, a head size that pads; one line per rung."""
     cupy.cuda.set_allocator(None)
     cupy.cuda.set_pinned_memory_allocator(None)
-    for variant, dtype in CELLS:
+    for variant, dtype in ALL:
         for head_dim, causal in ((64, True), (36, False)):
             inputs = on_device(*normal((1, 2, 70, head_dim), (1, 1, 45, head_dim), dtype))
             run(variant, inputs, causal=causal)

@@ -1,7 +1,7 @@
 """Classes of mistakes that only a device can show; `tests/test_bug_classes.py` has all twelve.
 
 Elsewhere in this folder: 1 and 2 in `test_memory.py`, 3 in `test_attention.py` and `test_exact.py`,
-4 and 11 in `test_memory.py`, 5 in `test_all_lengths.py`, 6 in `test_attention.py`, 8 in
+4 and 11 in `test_memory.py`, 5 in `test_all_lengths.py`, 6 in `test_attention.py`, codes of 8 in
 `test_quantize.py`, 10 in `test_exact.py`.
 """
 
@@ -11,19 +11,25 @@ from typing import Any
 
 import pytest
 
+from cupyattn import compile as kc
 from cupyattn import plan
-from tests.gpu.support import arch_of, attend, form_taken, on_device, prebuild, specs_of
+from tests import hopper_pv8_cases
+from tests.gpu.support import arch_of, attend, form_taken, on_device, prebuild, run, specs_of
 from tests.gpu.test_streams import SPIN
-from tests.runs import RUNGS, bits, normal, variant_of
+from tests.runs import RUNGS, assert_same, bits, normal, variant_of
+from tests.test_bug_classes import LEAST_OPTIMISED
 
 cupy = pytest.importorskip("cupy")
+
+#: Every form that takes any call, the Hopper forms of 8-bit V among them.
+ALL = (*RUNGS, *hopper_pv8_cases.RUNGS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     prebuild(
         spec
-        for rung in RUNGS
+        for rung in ALL
         for lse in (False, True)
         for spec in specs_of(rung, "float16", 64, True, lse=lse)
     )
@@ -42,6 +48,41 @@ def test_7_a_thousand_runs_at_batch_60_are_one(rung: str) -> None:
         differing += (o.view("u2") != first.view("u2")).sum()
         differing += (lse.view("u4") != first_lse.view("u4")).sum()
     assert int(differing) == 0
+
+
+@pytest.mark.parametrize("rung", [*ALL, "fa_int8@fused", "fa_tc@split"])
+def test_7_another_level_of_optimisation_is_within_the_bound(
+    rung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other registers and another order of instructions: what no barrier orders shows, and what
+    was never written. Also in one result of fifty runs."""
+    len_q, len_kv = (5, 700) if rung == "fa_tc@split" else (65, 200)
+    inputs = on_device(*normal((20, 4, len_q, 64), (20, 2, len_kv, 64)))
+    usual = run(rung, inputs, causal=True)
+    assert usual.form == (rung.partition("@")[2] or "portable")
+    usual.check()
+    kc.cache_clear(disk=False)
+    try:
+        monkeypatch.setattr(kc, "OPTIONS", (*kc.OPTIONS, LEAST_OPTIMISED))
+        before = kc.cache_info()
+        other = run(rung, inputs, causal=True)
+        after = kc.cache_info()
+        assert after.compiled + after.disk_hits > before.compiled + before.disk_hits
+        other.check()
+        for _ in range(50):
+            assert_same(run(rung, inputs, causal=True), other)
+    finally:
+        kc.cache_clear(disk=False)  # what comes next is compiled as ever
+
+
+@pytest.mark.parametrize("rung", [one for one in ALL if variant_of(one).family != "unfused"])
+def test_8_more_than_160_000_tokens(rung: str) -> None:
+    """One head with a tail, of which sampled rows are judged, on the device."""
+    shape = 1, 1, 163_907, 64
+    found = run(rung, on_device(*normal(shape, shape)))
+    assert found.form == (rung.partition("@")[2] or "portable")
+    report = found.judge(host=False)
+    assert report.passed and report.rows >= 64, str(report)
 
 
 @pytest.fixture(scope="module")

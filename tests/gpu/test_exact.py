@@ -16,6 +16,7 @@ import pytest
 from cupyattn import bounds, reference
 from cupyattn.quant import QuantizedQKV
 from cupyattn.rounding import STORAGE, round_to
+from tests import hopper_pv8_cases
 from tests.gpu.support import attend, on_device, run
 from tests.runs import CELLS, PLAIN, bits, host_copy, normal, on_host, variant_of
 
@@ -25,8 +26,11 @@ LN2 = math.log(2.0)
 LEN_Q, LEN_KV, HEAD_DIM = 70, 150, 32
 #: Rungs whose scores are in log2 units; the unfused rung rounds natural scores.
 FUSED = [(name, dtype) for name, dtype in CELLS if variant_of(name).family != "unfused"]
-#: Those that hold V as it was given, in 16 or 32 bits; fixtures of 8-bit V are in test_pv8.py.
+#: Those that hold V as it was given, in 16 or 32 bits; fixtures of 8-bit V are in test_pv8.py and
+#: test_hopper_pv8.py.
 WHOLE_V = [(name, dtype) for name, dtype in CELLS if "@pv8" not in name]
+#: All, the Hopper forms of 8-bit V among them.
+ALL = [*CELLS, *hopper_pv8_cases.CELLS]
 
 
 def attend_whole(rung: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Any:
@@ -142,7 +146,7 @@ def test_minus_infinity_in_a_key_masks_it(variant: str) -> None:
     np.testing.assert_allclose(reference.attention_exact(q, masked, v), kept, rtol=1e-9)
 
 
-@pytest.mark.parametrize(("variant", "dtype"), CELLS)
+@pytest.mark.parametrize(("variant", "dtype"), ALL)
 def test_equal_keys_and_values_of_one(variant: str, dtype: str) -> None:
     """Weights sum to one: with V = 1 so does the output, up to l and the division in float32."""
     q, k, _ = normal((2, 2, 70, 64), (2, 2, 1, 64), dtype)
@@ -169,7 +173,7 @@ def test_one_hot_values_show_the_probabilities(variant: str, dtype: str) -> None
     np.testing.assert_allclose(P.sum(axis=-1)[:, :, attends], 1.0, atol=limit)
 
 
-@pytest.mark.parametrize(("variant", "dtype"), CELLS)
+@pytest.mark.parametrize(("variant", "dtype"), ALL)
 def test_parts_merge_by_their_log_sum_exp(variant: str, dtype: str) -> None:
     q, k, v = normal((2, 4, 70, 64), (2, 2, 200, 64), dtype)
     parts = [slice(0, 77), slice(77, 200)]
@@ -186,6 +190,7 @@ def test_parts_merge_by_their_log_sum_exp(variant: str, dtype: str) -> None:
         bound = bounds.attention(
             *((q, k[:, :, part], v[:, :, part]) if z is None else (None,) * 3),
             variant=variant_of(variant).name, quantized=None if z is None else host_copy(z),
+            form=r.form,
         )  # fmt: skip
         more = 0.0, 0.0
         if z is not None:

@@ -14,18 +14,21 @@ import pytest
 
 from cupyattn import attention
 from cupyattn.quant import QuantConfig
+from tests import hopper_pv8_cases
 from tests.cross_cases import AXES, CELLS, QUANT_CELLS, QUANTS, Case, drawn, rung_of
 from tests.gpu.support import arch_of, moved, on_device, run, run_packed
-from tests.runs import RUNGS, bits, variant_of
+from tests.runs import RUNGS, asked_for, bits
 
 cupy = pytest.importorskip("cupy")
 
 SEED = int(os.environ.get("CUPYATTN_FUZZ_SEED", time.time_ns() % 2**32))
 COUNT = int(os.environ.get("CUPYATTN_FUZZ_COUNT", 100))
-#: The axes of CI with larger arrays, and with the Hopper form.
+#: Every rung in every form, the Hopper forms of 8-bit V among them.
+ALL = (*RUNGS, *hopper_pv8_cases.RUNGS)
+#: The axes of CI with larger arrays, and with the Hopper forms.
 WIDE: dict[str, tuple[Any, ...]] = {
     **AXES,
-    "rung": tuple(RUNGS),
+    "rung": ALL,
     "head_dim": (16, 36, 64, 80, 128, 7, 200, 256),
     "lengths": ((150, 333), (64, 128), (129, 65), (1, 257), (300, 5), (7, 7)),
     "window": (*AXES["window"], (100, 3)),
@@ -49,8 +52,8 @@ def check(cell: dict[str, Any], seed: int) -> None:
     assert [bits(x) for x in inputs] == before
     if cell["layout"] == "BSHD" and case.ends is None:
         turned = (x.swapaxes(1, 2) for x in inputs)
-        name, arch = variant_of(cell["rung"]).name, arch_of(cell["rung"])
-        o = attention(*turned, variant=name, arch=arch, layout="BSHD", **options)
+        asked = {**asked_for(rung), **options}
+        o = attention(*turned, arch=arch_of(rung), layout="BSHD", **asked)
         assert bits(o.swapaxes(1, 2)) == bits(found[0].o)
 
 
@@ -79,8 +82,8 @@ def test_drawn_ways_to_quantise(number: int) -> None:
         check(cell, SEED + shift)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", ALL)
 def test_drawn_configurations(rung: str) -> None:
     print(f"CUPYATTN_FUZZ_SEED={SEED} CUPYATTN_FUZZ_COUNT={COUNT}")
-    for number, cell in enumerate(drawn({**WIDE, "rung": (rung,)}, SEED, COUNT // len(RUNGS))):
+    for number, cell in enumerate(drawn({**WIDE, "rung": (rung,)}, SEED, COUNT // len(ALL))):
         check(cell, SEED + number)

@@ -12,6 +12,7 @@ from cupyattn import attention
 from cupyattn.quant import QuantConfig
 from cupyattn.reference import attention_mirror
 from tests import hopper_pv8_cases as cases
+from tests import pv8_cases
 from tests.runs import Guarded, asked_for, bits, host_copy, normal, on_host
 
 cupy = pytest.importorskip("cupy")
@@ -35,8 +36,6 @@ def on_device(inputs: Any) -> Any:
 @pytest.mark.parametrize("case", range(4))
 def test_problems(case: int, rung: str) -> None:
     inputs, options = list(cases.problems(rung))[case]
-    if inputs[0].dtype.name not in ("float16", "float32"):
-        pytest.skip("CuPy has no bfloat16")
     cases.run(rung, on_device(inputs), **options).check()
 
 
@@ -46,6 +45,11 @@ def test_whole_numbers_come_out_as_the_mirror_has_them(len_kv: int) -> None:
     o = attention(z, arch="sm_90a", scale=LN2)
     expected = attention_mirror(host_copy(z), variant="fa_int8", form="sm90_pv8", scale=LN2)
     assert bits(o) == bits(expected)
+
+
+@pytest.mark.parametrize(("check", "p_type"), pv8_cases.HOPPER_CHECKS)
+def test_exactly(check: Any, p_type: str) -> None:
+    check("cuda", p_type, cupy.asarray, pv8_cases.HOPPER)
 
 
 @pytest.mark.parametrize("block_kv", [64, 128])

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import QuantConfig, attention, explain, plan
+from cupyattn import QuantConfig, attention, auto, explain, plan, quantize
 from cupyattn import compile as kc
 from cupyattn.errors import DeviceMemoryError, KernelLaunchError
+from cupyattn.forms import QUANTIZED
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import Tiles
+from tests import hopper_pv8_cases
 from tests.gpu.support import (
+    arch_of,
     attend,
     embedded,
     form_taken,
@@ -27,7 +30,7 @@ from tests.gpu.support import (
     run_into,
     specs_of,
 )
-from tests.runs import CELLS, RUNGS, SPILLED, bits, normal, on_host, variant_of
+from tests.runs import CELLS, RUNGS, SPILLED, asked_for, bits, normal, on_host, variant_of
 
 cupy = pytest.importorskip("cupy")
 
@@ -185,7 +188,7 @@ def far_apart(shape: tuple[int, ...], strides: tuple[int, ...], x: np.ndarray) -
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("variant", RUNGS)
+@pytest.mark.parametrize("variant", [*RUNGS, *hopper_pv8_cases.RUNGS])
 def test_offsets_past_two_to_the_31(variant: str, axis: int) -> None:
     """Batches, heads or rows more than 2^30 elements apart, in Q, K, V and O."""
     if cupy.cuda.runtime.memGetInfo()[0] < 30 * 2**30:
@@ -198,6 +201,8 @@ def test_offsets_past_two_to_the_31(variant: str, axis: int) -> None:
         views = tuple(far_apart(shape, (*strides, 1), x) for x in inputs)
         out = far_apart(shape, (*strides, 1), np.full(shape, np.nan, np.float16))
         expected = attend(variant, *on_device(*inputs), causal=True)
+        form = form_taken(variant, views, causal=True, out=out)
+        assert form == (variant.partition("@")[2] or "portable")
         attend(variant, *views, causal=True, out=out)
         assert bits(out) == bits(expected)
     finally:
@@ -225,6 +230,30 @@ def test_offsets_of_mask_and_bias_past_two_to_the_31(variant: str, axis: int) ->
         assert bits(attend(variant, *inputs, **views)) == bits(expected)
     finally:
         views = None
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.parametrize(
+    "rung", ["fa_int8", "fa_int8@pv8", "fa_int8@pv8_whole", "fa_int8@sm90", *hopper_pv8_cases.RUNGS]
+)
+def test_codes_past_two_to_the_31(rung: str) -> None:
+    """More than 2^31 codes of K, and of V where it has any: the last entry is as the first."""
+    if cupy.cuda.runtime.memGetInfo()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GB of device memory")
+    arch, batch = arch_of(rung), 2**11 + 1
+    q, k, v = on_device(*normal((1, 16, 3, 64), (1, 16, 1024, 64)))
+    one = quantize(q, k, v, quant=asked_for(rung).get("quant"), arch=arch)
+    few = {name: a for name in QUANTIZED if (a := getattr(one, name)) is not None}
+    try:
+        many = replace(one, **{name: cupy.concatenate([a] * batch) for name, a in few.items()})
+        values = many.v if many.v_codes is None else many.v_codes
+        assert many.k_codes.size > 2**31 and values.size > 2**31
+        expected = attend(rung, one, return_lse=True)
+        found = attend(rung, many, return_lse=True)
+        for whole, first in zip(found, expected, strict=True):
+            assert bits(whole[-1:]) == bits(first) == bits(whole[:1])
+    finally:
+        many = values = found = whole = None
         cupy.get_default_memory_pool().free_all_blocks()
 
 
@@ -269,7 +298,11 @@ def test_more_than_two_to_the_31_elements(variant: str) -> None:
 # ---- resources -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quant", [QuantConfig(), QuantConfig(pv="int8")], ids=["16bit", "int8"])
+@pytest.mark.parametrize(
+    "quant",
+    [QuantConfig(), QuantConfig(pv="int8"), *auto.QUANT.values()],
+    ids=["16bit", "int8", *auto.QUANT],
+)
 def test_quantising_takes_the_memory_that_explain_states(quant: QuantConfig) -> None:
     """Codes, padded for V, with scales and means; slices' sums; nothing else but O."""
     inputs = on_device(*normal((2, 4, 1000, 64), (2, 2, 2001, 64)))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.sanitize import ALL
 from tests.gpu.support import prebuild, specs_of
-from tests.runs import CELLS
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ def test_nothing_is_found(tool: str) -> None:
         pytest.skip("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
     prebuild(
         spec
-        for variant, dtype in CELLS
+        for variant, dtype in ALL
         for head_dim, causal in ((64, True), (36, False))
         for spec in specs_of(variant, dtype, head_dim, causal)
     )
@@ -38,4 +38,4 @@ def test_nothing_is_found(tool: str) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert result.stdout.count("ran ") == len(CELLS)
+    assert result.stdout.count("ran ") == len(ALL)
