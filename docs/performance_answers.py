@@ -99,6 +99,23 @@ def by_length(record: Record) -> str:
     )
 
 
+def _batch_16(shapes: Record) -> Record:
+    """Return the problem of 32 heads of 4,096 at batch 16."""
+    return next(p for p in shapes["problems"] if shapes["models"][p["problem"]["name"]]
+                == "batch 16")  # fmt: skip
+
+
+def _taken_apart(breakdown: Record) -> Record:
+    """Return the problem whose parts were left out in turn in the Hopper form."""
+    return next(p for p in breakdown["problems"] if p["form"] == "sm90" and "parts" in p)
+
+
+def _analysis(checkpoints: Record) -> Record:
+    """Return what the made-up checkpoint comes to, in all."""
+    totals: Record = next(row["totals"] for row in checkpoints["rows"] if row["step"] == "analyze")
+    return totals
+
+
 def _gain(record: Record, way: str, mode: str = "balanced") -> Record:
     """Return the row of a way of diffusion at batch 16, 32 heads of 4,096."""
     return next(row for row in record["rows"] if row["way"] == way and row["mode"] == mode
@@ -127,8 +144,7 @@ def guidance(record: Record) -> str:
 
 def latency(record: Record, gains: Record) -> str:
     int8 = _gain(gains, "calibrated scales")["seconds"]["dynamic"]
-    found = next(p for p in record["problems"] if record["models"][p["problem"]["name"]]
-                 == "batch 16")  # fmt: skip
+    found = _batch_16(record)
     rows = rows_of(found)
     return (
         f"{format_seconds(rows['fa_tc']['seconds'])} for fa_tc, {format_seconds(int8)} for fa_int8 "
@@ -139,7 +155,7 @@ def latency(record: Record, gains: Record) -> str:
 
 
 def parts_alone(record: Record, ladder: Record) -> str:
-    found = next(p for p in record["problems"] if p["form"] == "sm90" and "parts" in p)
+    found = _taken_apart(record)
     alone, problem = found["parts"]["alone"], found["problem"]
     said = ", ".join(f"{NAMES[part]} {format_share(alone[part])}" for part in PARTS)
     seconds = {frozenset(row["left_out"]): row["seconds"] for row in found["rows"]}
@@ -155,7 +171,7 @@ def parts_alone(record: Record, ladder: Record) -> str:
 
 
 def bottleneck(record: Record) -> str:
-    found = next(p for p in record["problems"] if p["form"] == "sm90" and "parts" in p)
+    found = _taken_apart(record)
     saved = found["parts"]["saved"]
     said = ", ".join(f"{NAMES[part]} {format_share(saved[part])}" for part in PARTS)
     return f"time that the Hopper form loses without it: {said}"
@@ -393,8 +409,7 @@ def four_bits_kept(record: Record) -> str:
 
 
 def by_batch(long: Record, ladder: Record, shapes: Record) -> str:
-    found = next(p for p in shapes["problems"] if shapes["models"][p["problem"]["name"]]
-                 == "batch 16")  # fmt: skip
+    found = _batch_16(shapes)
     one, four, sixteen = (
         rows["fa_tc"]["seconds"] for rows in (_at(long, 4096), _at(ladder, 4096), rows_of(found))
     )
@@ -406,7 +421,7 @@ def by_batch(long: Record, ladder: Record, shapes: Record) -> str:
 
 
 def checkpoint(record: Record) -> str:
-    total = next(row["totals"] for row in record["rows"] if row["step"] == "analyze")
+    total = _analysis(record)
     return (
         f"{format_share(total['savings'])} of a made-up checkpoint of "
         f"{total['elements'] / 1e9:.1f} billion parameters in 16 bits, of which 8 bits can save "
@@ -415,7 +430,7 @@ def checkpoint(record: Record) -> str:
 
 
 def kandinsky(record: Record, block: Record) -> str:
-    total = next(row["totals"] for row in record["rows"] if row["step"] == "analyze")
+    total = _analysis(record)
     pro = next(row for row in block["rows"] if row["name"] == "Pro")
     weights = [sum(p["count"] * p[key] for p in pro["parts"] if "attention" not in p["name"])
                for key in ("bytes_16", "bytes_int8")]  # fmt: skip
@@ -428,7 +443,7 @@ def kandinsky(record: Record, block: Record) -> str:
 
 
 def eligible(record: Record, block: Record) -> str:
-    total = next(row["totals"] for row in record["rows"] if row["step"] == "analyze")
+    total = _analysis(record)
     share = total["int8"]["elements"] / total["elements"]
     errors = [part["error_int8"] for row in block["rows"] for part in row["parts"]
               if "attention" not in part["name"]]  # fmt: skip

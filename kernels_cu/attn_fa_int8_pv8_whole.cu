@@ -373,7 +373,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       const float codes = shfl_sum<4>(float(state[r][h].l)) * power_of_two(-L_BITS);  // R6
       const float l = fmaf(M, 0.0f, codes);
       const float inverse_l = l == 0.0f ? 0.0f : 1.0f / l;
-      // NOTE: past 2^24 weights may be infinite, where M is in steps of more than 1.
+      // NOTE: past 2^24 weights may be infinite, where M is in steps of more than 1. The sum of
+      // codes in their place, as in ShiftState, spilled on compute capability 8.0.
       const float weights = fminf(shfl_sum<4>(exact_l(r, h)), 0x1.fffffep127f);
       const float sum_of_weights = fmaf(M, 0.0f, weights);  // R6
       const int row = row0 + r * 16 + g + h * 8;
