@@ -31,7 +31,7 @@ from cupyattn.numerics import (
     check_features,
 )
 from cupyattn.numerics import numerics as compose_numerics
-from cupyattn.operand_bounds import LARGEST, preparation, rotation
+from cupyattn.operand_bounds import preparation, rotation
 from cupyattn.perturbation import (
     gamma,
     half_ulp,
@@ -43,6 +43,7 @@ from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
 from cupyattn.registry import lookup
 from cupyattn.rope import Rope, check_turned_before
 from cupyattn.rounding import (
+    FINITE_MAX,
     NEG_INF,
     Array,
     array_namespace,
@@ -388,8 +389,8 @@ def _kernel_bound(
     elif n.online:
         r7 = ((1 + U) ** 2 - 1) * size + 2.0**-149
         stored = size + r7
-    r7 = r7 + half_ulp(stored, n.out_type)
-    size = stored + half_ulp(stored, n.out_type)
+    cost, fits = value_bounds.store(o, stored, n)
+    r7 = r7 + cost
 
     shares = _shares(P, score)
     terms = {tag: share * delta_o for tag, share in zip(TERMS, shares, strict=False)}
@@ -403,8 +404,6 @@ def _kernel_bound(
     # Non-finite and out of range: no promise, under the tag of what breaks first.
     attends = count > 0
     usable = score.usable & (l_least > 0)
-    largest = LARGEST[n.out_type]
-    fits = size <= min(largest, MAX_FLOAT)
     largest_weight = xp.maximum(xp.minimum(score.slack, 99.0), n.headroom)
     codes = 256.0 if n.by_tile else 1.0  # sums of codes are that much larger than of P
     fits &= total_v * codes * xp.exp2(largest_weight + 1)[..., None] <= MAX_FLOAT
@@ -616,7 +615,7 @@ def _value_rounding(values: Array, dtype: str, quantized: Any, block: ScoreBlock
         if v_type == dtype:
             return xp.zeros_like(values)
         error = half_ulp(xp.abs(values), v_type)
-        return xp.where(xp.abs(values) > LARGEST[v_type], xp.inf, error)
+        return xp.where(xp.abs(values) > FINITE_MAX[v_type], xp.inf, error)
     batch, head, _, _ = block.index
     by_key = value_scale_of_key(quantized.v_scale[batch, head], quantized.group_v, values.shape[-2])
     mean, subtraction = _of_block(quantized.v_mean, block), 0.0

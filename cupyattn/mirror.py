@@ -33,6 +33,7 @@ from cupyattn.rounding import (
     array_namespace,
     ex2,
     fma32,
+    from_sum,
     merge_heads,
     round_to,
     scale_of_row,
@@ -402,7 +403,8 @@ def attention_mirror(
             O, state = run(scores, V, n, tiles, steps if trace else None)
 
         # S6 store
-        o = merge_heads(round_to(O, n.out_type)).astype(STORAGE[n.out_type])  # R7
+        rounded = from_sum(O, n.out_type) if n.online else round_to(O, n.out_type)  # R7
+        o = merge_heads(rounded).astype(STORAGE[n.out_type])
         lse = merge_heads(state.lse())
         if quantized is not None and quantized.k_mean is not None:
             given_back = _smoothing_shift(quantized, quantized.k_mean, sigma)

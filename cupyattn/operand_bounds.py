@@ -9,11 +9,8 @@ import numpy as np
 from cupyattn.perturbation import gamma, half_ulp
 from cupyattn.preparation import Preparation
 from cupyattn.rope import Rope
-from cupyattn.rounding import Array, array_namespace, as_float64
+from cupyattn.rounding import FINITE_MAX, Array, array_namespace, as_float64
 from cupyattn.score_bounds import MAX_FLOAT, REFERENCE, U
-
-#: Largest finite number of each storage type.
-LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120, "float32": 2.0**128 - 2.0**104}
 
 
 def rotation(x: Array, rope: Rope, position: int) -> Array:
@@ -123,4 +120,4 @@ def _rounded(x: Array, error: Array, dtype: str) -> Array:
     size = xp.abs(x)
     with np.errstate(invalid="ignore"):
         error = (error + half_ulp(size + error, dtype)) * REFERENCE
-        return xp.where(size + error <= LARGEST[dtype], error, xp.inf)
+        return xp.where(size + error <= FINITE_MAX[dtype], error, xp.inf)

@@ -115,6 +115,26 @@ def round_to(x: npt.ArrayLike, fmt: str) -> npt.NDArray[np.float32]:
         return x.astype(STORAGE[fmt], copy=False).astype(np.float32, copy=False)
 
 
+def from_sum(x: npt.NDArray[np.float32], fmt: str) -> npt.NDArray[np.float32]:
+    """Round a mean of values to a storage type, as R7 of the fused rungs does, to float32.
+
+    Parameters
+    ----------
+    x : float32 array
+    fmt : {"float16", "bfloat16", "float32"}
+        Storage type. A finite number past the largest float16, which rounding of weights or codes
+        led to, becomes that; infinities and NaN stay.
+
+    Examples
+    --------
+    >>> from_sum(np.float32([65530, -7e4, np.inf]), "float16").tolist()
+    [65504.0, -65504.0, inf]
+    """
+    if fmt == "float16":
+        x = np.where(np.isfinite(x), np.clip(x, -FINITE_MAX[fmt], FINITE_MAX[fmt]), x)
+    return round_to(x, fmt)
+
+
 def fma32(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """Return fl32(a * b + c) for float32 operands.
 

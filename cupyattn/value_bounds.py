@@ -1,4 +1,4 @@
-"""What 8-bit P and V may do to an output: R5, R6 and R7 of ``"pv8"`` and its siblings.
+"""What 8-bit P and V may do to an output, R5 to R7 of ``"pv8"`` and its siblings, and the store.
 
 Proofs are in docs/MATH_REFERENCE.md, "8-bit P and V"; `cupyattn.bounds` uses them where P is codes.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn.numerics import FP8_ROUNDOFF, LANES, P_CODE_ONE, Numerics, Shifts
-from cupyattn.perturbation import gamma
-from cupyattn.rounding import Array, array_namespace
-from cupyattn.score_bounds import U
+from cupyattn.perturbation import gamma, half_ulp
+from cupyattn.rounding import FINITE_MAX, Array, array_namespace
+from cupyattn.score_bounds import MAX_FLOAT, U
 from cupyattn.tiles import Tiles
 
 #: Relative error of e4m3: half a unit in the last of 4 bits, and what scaling adds.
@@ -229,3 +229,26 @@ def with_mean(size: Array, mean: Any, pieces: int) -> tuple[Array, Array]:
     total = size + cost + xp.abs(mean)
     of_sum = gamma(pieces + 4 if pieces > 1 else 1, U) * total
     return cost + of_sum, total + of_sum
+
+
+def store(o: Array, stored: Array, n: Numerics) -> tuple[Array, Array]:
+    """R7: return what the store costs, and where it yields a finite number for certain.
+
+    Parameters
+    ----------
+    o : (..., rows, head_dim) array
+        What exact arithmetic yields: of codes, whose mean may be past the largest number.
+    stored : (..., rows, head_dim) array
+        What the magnitude of the number before the store may reach.
+    n : Numerics
+
+    Notes
+    -----
+    Where finite sums stay finite, the largest float16 takes the place of what is past it.
+    """
+    xp = array_namespace(o)
+    largest, fits = FINITE_MAX[n.out_type], stored <= MAX_FLOAT
+    cost = half_ulp(stored, n.out_type)
+    if n.online and n.out_type == "float16":
+        return cost + xp.maximum(xp.abs(o) - largest, 0.0), fits
+    return cost, fits & (stored < largest + half_ulp(xp.full_like(o, largest), n.out_type))

@@ -9,6 +9,7 @@
 //              chain over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
+#include "prims/finite.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
 #include "prims/rope.cuh"
@@ -124,6 +125,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa(
   for (int e = 0; e < ELEMENTS; ++e) {
     const int i = thread_id() + e * NUM_THREADS, row = i / HEAD_DIM, d = i % HEAD_DIM;
     if (i < BLOCK_Q * HEAD_DIM && q0 + row < p.len_q)
-      O[row * p.O_stride.len + d] = from_float<elem_t>(O_acc[e] * smem.alpha[row]);  // R7
+      O[row * p.O_stride.len + d] = from_sum<elem_t>(O_acc[e] * smem.alpha[row]);  // R7
   }
 }

@@ -9,6 +9,7 @@
 //              chain over keys, R7 times 1/l and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
+#include "prims/finite.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
 #include "prims/rope.cuh"
@@ -144,7 +145,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_warps(
     for (int c = 0; c < LANE_COLS; ++c) {
       const int d = lane_id() + c * WARP_SIZE;
       if (d < HEAD_DIM)
-        O[row * p.O_stride.len + d] = from_float<elem_t>(O_acc[r][c] * inverse_l);  // R7
+        O[row * p.O_stride.len + d] = from_sum<elem_t>(O_acc[r][c] * inverse_l);  // R7
     }
   }
 }

@@ -104,14 +104,20 @@ def call(form: Form, given: Arrays, backend: str, move: Move, **options: Any) ->
     return [on_host(x).astype(np.float32) for x in (found if type(found) is tuple else (found,))]
 
 
+def config(form: Form, *, smooth_k: bool = True, smooth_v: bool = False) -> QuantConfig:
+    """Return how a form quantises: keys are smoothed only where it can."""
+    quant = form.quant or {}
+    smooth_k = smooth_k and not quant.get("fused")
+    return QuantConfig(**quant, smooth_k=smooth_k, smooth_v=smooth_v)
+
+
 def check(
     name: str, kind: str, size: float, seed: int, backend: str, move: Move, **options: Any
 ) -> None:
     """Hold results of finite inputs to be finite, and rows to be means of their values."""
     form, smooth_k = ALL[name], options.pop("smooth_k")
     if form.quant is not None:
-        smooth_k = smooth_k and not form.quant.get("fused")
-        options["quant"] = QuantConfig(**form.quant, smooth_k=smooth_k)
+        options["quant"] = config(form, smooth_k=smooth_k)
     o, *lse = call(form, operands(kind, size, seed, form), backend, move, **options)
     assert np.isfinite(o).all()
     if name in FORMS:
@@ -133,3 +139,76 @@ def check_ties(name: str, size: float, seed: int, backend: str, move: Move) -> N
     given, expected = ties(ALL[name], size, seed)
     (o,) = call(ALL[name], given, backend, move)
     np.testing.assert_allclose(o, expected, rtol=TOLERANCE[ALL[name].dtype])
+
+
+#: Forms that store float16, all of which owe results within its range.
+OF_FLOAT16 = [name for name, form in ALL.items() if form.dtype == "float16"]
+VALUES = ("constant", "either sign", "one sign", "levels", "spike", "normal")
+
+
+def values(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Draw V of a kind, as large as float16 has numbers."""
+    rng = np.random.default_rng(seed)
+    v = np.full(shape, LARGEST)
+    if kind == "either sign":
+        v *= rng.choice([-1, 1], shape)
+    elif kind == "one sign":
+        v *= rng.uniform(0.99, 1, shape) * rng.choice([-1, 1], (1, 1, 1, HEAD_DIM))
+    elif kind == "levels":  # a mean between them, from which codes round past the larger one
+        v = np.where(rng.random(shape) < 0.02, -LARGEST, rng.uniform(0.98, 1, shape) * LARGEST)
+    elif kind == "spike":
+        v = np.where(rng.random(shape) < 0.02, LARGEST, 0.0)
+    elif kind == "normal":
+        v = np.clip(rng.standard_normal(shape) * LARGEST / 4, -LARGEST, LARGEST)
+    return v.astype(np.float16)
+
+
+def check_values(
+    name: str, kind: str, seed: int, backend: str, move: Move, *, smooth_v: bool = False
+) -> None:
+    """Hold rows of V up to the largest float16 to be finite, and near to means of them."""
+    form = ALL[name]
+    q, k, _ = operands("normal", 8.0, seed, form)
+    v = values(kind, k.shape, seed)
+    options: dict[str, Any] = {}
+    if form.quant is not None:
+        options["quant"] = config(form, smooth_v=smooth_v and "pv" in form.quant)
+    (o,) = call(form, (q, k, v), backend, move, **options)
+    assert np.isfinite(o).all()
+    x = v.astype(np.float32)
+    # Weights in e4m3 err by a sixteenth, which their sum does not know of; codes by half a step.
+    of_weights = 2.0**-4 if name.endswith(("e4m3", "fp8")) else 2.0**-7
+    slack = np.abs(x).max() * of_weights + (x.max() - x.min()) * 2.0**-7
+    assert o.min() >= x.min() - slack and o.max() <= x.max() + slack
+
+
+#: Forms with P in 16 bits, whose rounding the sum of weights need not have.
+ROUNDING = [n for n in OF_FLOAT16 if n.startswith("fa_") and n != "fa_warps"]
+#: How far keys are behind: P of most of them is rounded up in float16.
+BEHIND = (0.62109375, 1.3115234375, 1.34375, 2.001953125)
+#: Forms that multiply V as it is.
+OF_V = [name for name in OF_FLOAT16 if "pv" not in (ALL[name].quant or {})]
+
+
+def rounded_up(form: Form, behind: float) -> Arrays:
+    """Return keys one of which holds the maximum, all others being `behind`; V is constant."""
+    q, k = (np.zeros((1, 1, length, HEAD_DIM), np.float16) for length in form.lengths)
+    q[..., 0], k[:, :, 1:, 0] = 8.0, -behind
+    return q, k, np.full(k.shape, LARGEST, np.float16)
+
+
+def check_rounded_up(name: str, behind: float, backend: str, move: Move) -> None:
+    """Hold a constant V, the largest float16, to come back, rounded down by P at most."""
+    (o,) = call(ALL[name], rounded_up(ALL[name], behind), backend, move)
+    assert o.max() <= LARGEST and o.min() >= LARGEST * (1 - 2.0**-10)
+
+
+def check_infinite(name: str, value: float, backend: str, move: Move) -> None:
+    """Hold a channel of V with an infinity or a NaN to be that, and the others to be finite."""
+    form = ALL[name]
+    q, k, v = operands("normal", 1.0, 0, form)
+    v[:, :, 3, 5] = value
+    options = {} if form.quant is None else {"quant": config(form)}
+    (o,) = call(form, (q, k, v), backend, move, **options)
+    np.testing.assert_array_equal(o[..., 5], np.float32(value))
+    assert np.isfinite(np.delete(o, 5, axis=-1)).all()

@@ -24,6 +24,7 @@ from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, normal, rng
 from tests.prims_cluster_cases import CLUSTER_PRIMS
 from tests.prims_exp2_cases import EXP2_PRIMS
+from tests.prims_finite_cases import FINITE_PRIMS
 from tests.prims_gemm_cases import GEMM_PRIMS
 from tests.prims_gradient_cases import GRADIENT_PRIMS, GRADIENT_SM90_PRIMS
 from tests.prims_p_cases import P_PRIMS
@@ -553,6 +554,7 @@ PRIMS = [
         base_expected,
     ),
     *EXP2_PRIMS,
+    *FINITE_PRIMS,
     Prim("warp", "warp", "warp", 64, warp_arguments, warp_expected),
     Prim(
         "swizzle", "swizzle", "swizzle", 16,

@@ -18,7 +18,7 @@ from cupyattn.quant import QuantConfig, quantize
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.reference import attention_exact, attention_mirror, score_blocks
 from cupyattn.registry import VARIANTS
-from cupyattn.rounding import STORAGE, round_to
+from cupyattn.rounding import FINITE_MAX, STORAGE, round_to
 from cupyattn.testing import Report, attention_inputs, judge
 from cupyattn.tiles import Tiles
 
@@ -79,7 +79,7 @@ def test_mirror_is_within_its_bound_on_scales_far_apart(seed: int, cell: tuple[s
     """Rows, channels and whole operands of magnitudes that have nothing to do with each other."""
     variant, dtype = cell
     rng = np.random.default_rng(seed)
-    largest = bounds.LARGEST[dtype]
+    largest = FINITE_MAX[dtype]
 
     def draw(length: int, low: float, high: float) -> Array:
         x = rng.standard_normal((1, 2, length, 24)) * 10.0 ** rng.uniform(low, high)
@@ -375,7 +375,7 @@ def test_a_rounded_mean_is_not_taken_for_exact() -> None:
 @given(seeds, st.sampled_from(["float16", "bfloat16"]), st.integers(-150, 100))
 def test_half_ulp(seed: int, fmt: str, exponent: int) -> None:
     x = np.random.default_rng(seed).uniform(0.5, 2, 50) * 2.0**exponent
-    x = np.minimum(x, bounds.LARGEST[fmt]).astype(np.float32).astype(np.float64)
+    x = np.minimum(x, FINITE_MAX[fmt]).astype(np.float32).astype(np.float64)
     error = np.abs(round_to(x, fmt).astype(np.float64) - x)
     assert (error <= half_ulp(x, fmt)).all()
     assert (error <= half_ulp(x * 1.5, fmt)).all()
@@ -552,13 +552,20 @@ def test_nothing_is_promised_where_numbers_are_not_finite() -> None:
 
 
 def test_nothing_is_promised_past_the_range() -> None:
-    """A score of 2^27 in log2 units, beyond which exp2(S c - M) may overflow; values near 65504."""
+    """A score of 2^27 in log2 units, beyond which exp2(S c - M) may overflow; values of 2^125."""
     q, k, v = distributions.make("normal", 1, 1, 4, 6, 8, "float32", seed=0)
     bound = bounds.attention(1e5 * q, 1e5 * k, v)
     assert np.isinf(bound.total).any() and np.isinf(bound.terms["R4"]).any()
-    x = np.full((1, 1, 4, 8), 65504.0, np.float16)
-    bound = bounds.attention(0 * x, x, x, variant="fa_tc")
+    x = np.full((1, 1, 4, 8), 2.0**125, STORAGE["bfloat16"])
+    bound = bounds.attention(0 * x, 0 * x, x, variant="fa_tc")
     assert np.isinf(bound.terms["R7"]).all()
+
+
+@pytest.mark.parametrize("variant", ["unfused", "fa", "fa_warps", "fa_tc"])
+def test_values_as_large_as_float16_has_are_promised_to_be_finite(variant: str) -> None:
+    x = np.full((1, 1, 4, 8), 65504.0, np.float16)
+    total = bounds.attention(0 * x, x, x, variant=variant).total
+    assert total.max() < 100  # of 65504: what P in 16 bits may take from it, and a step
 
 
 def test_operands_must_fit_the_numerics() -> None:

@@ -49,3 +49,31 @@ def test_they_do_in_the_mirror(form: str, size: float) -> None:
     o, lse = attention_mirror(*given, variant=variant, form=taken, return_lse=True)
     np.testing.assert_allclose(o.astype(np.float32), expected, rtol=cases.TOLERANCE[dtype])
     assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("form", cases.OF_FLOAT16)
+@given(kind=st.sampled_from(cases.VALUES), seed=st.integers(0, 2**32 - 1), smooth_v=st.booleans())
+@example(kind="constant", seed=0, smooth_v=False)
+@example(kind="levels", seed=0, smooth_v=True)
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
+def test_values_of_any_size_give_finite_rows(form, kind, seed, smooth_v) -> None:
+    cases.check_values(form, kind, seed, "interpret", np.asarray, smooth_v=smooth_v)
+
+
+@pytest.mark.parametrize("form", cases.ROUNDING)
+@pytest.mark.parametrize("behind", cases.BEHIND)
+def test_weights_that_are_rounded_up_keep_rows_finite(form: str, behind: float) -> None:
+    cases.check_rounded_up(form, behind, "interpret", np.asarray)
+
+
+@pytest.mark.parametrize("behind", cases.BEHIND)
+def test_they_do_in_the_mirror_too(behind: float) -> None:
+    given = cases.rounded_up(cases.ALL["fa_tc"], behind)
+    o = attention_mirror(*given, variant="fa_tc").astype(np.float32)
+    assert o.max() <= cases.LARGEST and o.min() >= cases.LARGEST * (1 - 2.0**-10)
+
+
+@pytest.mark.parametrize("form", cases.OF_V)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays_so(form: str, value: float) -> None:
+    cases.check_infinite(form, value, "interpret", np.asarray)

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "prims/config.cuh"
+#include "prims/finite.cuh"
 #include "prims/mma.cuh"
 #include "prims/swizzle.cuh"
 #include "prims/warp.cuh"
@@ -132,13 +133,32 @@ __device__ __forceinline__ uint32_t load_pair(const T* row, int col) {
 
 // Two neighbouring columns of an output row, as one store where VEC allows it.
 template <typename T>
-__device__ __forceinline__ void store_pair(T* row, int col, float x, float y) {
+__device__ __forceinline__ void store_pair(T* row, int col, const Vec<T, 2>& x) {
   if constexpr (VEC >= 2) {
-    if (col < HEAD_DIM)
-      *reinterpret_cast<Vec<T, 2>*>(row + col) = Vec<T, 2>{{from_float<T>(x), from_float<T>(y)}};
+    if (col < HEAD_DIM) *reinterpret_cast<Vec<T, 2>*>(row + col) = x;
   } else {
-    if (col < HEAD_DIM) row[col] = from_float<T>(x);
-    if (col + 1 < HEAD_DIM) row[col + 1] = from_float<T>(y);
+    if (col < HEAD_DIM) row[col] = x.v[0];
+    if (col + 1 < HEAD_DIM) row[col + 1] = x.v[1];
+  }
+}
+template <typename T>
+__device__ __forceinline__ void store_pair(T* row, int col, float x, float y) {
+  store_pair(row, col, Vec<T, 2>{{from_float<T>(x), from_float<T>(y)}});
+}
+
+// R7: rounds and stores a lane's part of a row of O, columns 8 i + 2 (lane % 4) and the next.
+template <typename T, int COUNT>
+__device__ __forceinline__ void store_sums(T* row, const float (&x)[COUNT]) {
+  const int col = lane_id() % 4 * 2;
+  if constexpr (sizeof(T) == 2) {
+    uint32_t packed[COUNT / 2];
+    pack_sums<T>(packed, x);
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i)
+      store_pair(row, i * 8 + col, *reinterpret_cast<const Vec<T, 2>*>(&packed[i]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) store_pair(row, i * 8 + col, x[2 * i], x[2 * i + 1]);
   }
 }
 

@@ -384,11 +384,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       Q_at.advance();
       continue;
     }
-    OutputFragment<O_COLS> O_frag;
 #pragma unroll
-    for (int i = 0; i < O_COLS / 4; ++i)
-      O_frag[i / 2][i % 2] = pack_rn<elem_t>(
-          O_acc[2 * i] * inverse_l[i % 2], O_acc[2 * i + 1] * inverse_l[i % 2]);  // R7
+    for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= inverse_l[i / 2 % 2];  // R7
+    uint32_t packed[O_COLS / 4];
+    OutputFragment<O_COLS> O_frag;
+    pack_sums<elem_t>(packed, O_acc);  // R7
+#pragma unroll
+    for (int i = 0; i < O_COLS / 4; ++i) O_frag[i / 2][i % 2] = packed[i];
     const int q = tile.q0 + warp_row;
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
                 + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;

@@ -5,6 +5,7 @@
 // more than lanes (cupyattn/pieces.py), then lanes share the columns. The pieces are added in the
 // order of their keys, so that the result is the same on every run.
 #include "prims/config.cuh"
+#include "prims/finite.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
 #include "prims/pieces.cuh"
@@ -57,7 +58,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void merge_pieces(
 #pragma unroll
   for (int c = 0; c < LANE_COLS; ++c) {
     const int d = lane_id() + c * WARP_SIZE;
-    if (d < HEAD_DIM) O[d] = from_float<elem_t>(O_acc[c] * inverse_l);  // R7
+    if (d < HEAD_DIM) O[d] = from_sum<elem_t>(O_acc[c] * inverse_l);  // R7
   }
   if constexpr (LSE) {
     // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.

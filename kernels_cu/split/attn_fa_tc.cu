@@ -291,7 +291,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       if (split.parts > 1)
         split.O[at * HEAD_DIM + d] = o;
       else
-        O[d] = from_float<elem_t>(o * inverse_l);  // R7
+        O[d] = from_sum<elem_t>(o * inverse_l);  // R7
     }
     if (lane_id() > 0) continue;
     if (split.parts > 1)

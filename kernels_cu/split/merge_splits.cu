@@ -6,6 +6,7 @@
 // share the parts, lanes the columns, and all sums have one order, so that the result is the same
 // on every run.
 #include "prims/config.cuh"
+#include "prims/finite.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
 #include "prims/warp.cuh"
@@ -63,7 +64,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, SM_BLOCKS) void merge_split
   for (int d = thread; d < HEAD_DIM; d += row_warps * WARP_SIZE) {
     float o = 0.0f;
     for (int w = first; w < first + row_warps; ++w) o += smem.O[w][d];  // R6
-    O[d] = from_float<elem_t>(o * inverse_l);                           // R7
+    O[d] = from_sum<elem_t>(o * inverse_l);                             // R7
   }
   if constexpr (LSE)
     if (thread == 0) p.lse[row] = state.lse();

@@ -34,3 +34,25 @@ def test_the_largest_scores_share_a_row(form: str, size: float) -> None:
     need_device_of(form)
     for seed in range(4):
         cases.check_ties(form, size, seed, "cuda", cupy.asarray)
+
+
+@pytest.mark.parametrize("form", cases.OF_FLOAT16)
+@pytest.mark.parametrize("kind", cases.VALUES)
+def test_values_of_any_size_give_finite_rows(form: str, kind: str) -> None:
+    need_device_of(form)
+    for seed in range(8):
+        cases.check_values(form, kind, seed, "cuda", cupy.asarray, smooth_v=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("form", cases.ROUNDING)
+def test_weights_that_are_rounded_up_keep_rows_finite(form: str) -> None:
+    need_device_of(form)
+    for behind in cases.BEHIND:
+        cases.check_rounded_up(form, behind, "cuda", cupy.asarray)
+
+
+@pytest.mark.parametrize("form", cases.OF_V)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_so(form: str, value: float) -> None:
+    need_device_of(form)
+    cases.check_infinite(form, value, "cuda", cupy.asarray)
