@@ -303,10 +303,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       if (q0 + row >= p.len_q) continue;
       if constexpr (LSE)
         if (t == 0) lse_of(p, batch_head, head)[q0 + row] = state[r][h].lse();
-      float value[2 * MMA_COLS];
 #pragma unroll
-      for (int i = 0; i < 2 * MMA_COLS; ++i)
-        value[i] = O_acc[r][i / 2][2 * h + i % 2] * inverse_l;  // R7
-      store_sums(O + row * p.O_stride.len, value);
+      for (int c = 0; c < MMA_COLS; ++c)
+        store_sums(
+            O + row * p.O_stride.len, c * 8 + t * 2, O_acc[r][c][2 * h] * inverse_l,
+            O_acc[r][c][2 * h + 1] * inverse_l);  // R7
     }
 }

@@ -375,13 +375,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       const float* V_mean = values.V_mean  // [HEAD_DIM]
                             + (batch * p.heads_kv + head_kv) * HEAD_DIM;
       const bool has_mean = values.V_mean && inverse_l != 0.0f;  // a row without keys stays 0
-      float value[2 * MMA_COLS];
 #pragma unroll
-      for (int i = 0; i < 2 * MMA_COLS; ++i) {
-        const int col = min(i / 2 * 8 + t * 2 + i % 2, HEAD_DIM - 1);
-        value[i] =
-            fmaf(O_acc[r][i / 2][2 * h + i % 2], inverse_l, has_mean ? V_mean[col] : 0.0f);  // R7
+      for (int c = 0; c < MMA_COLS; ++c) {
+        const int col = c * 8 + t * 2;
+        const float mean0 = has_mean ? V_mean[min(col, HEAD_DIM - 1)] : 0.0f;
+        const float mean1 = has_mean ? V_mean[min(col + 1, HEAD_DIM - 1)] : 0.0f;
+        store_sums(
+            O + row * p.O_stride.len, col, fmaf(O_acc[r][c][2 * h], inverse_l, mean0),
+            fmaf(O_acc[r][c][2 * h + 1], inverse_l, mean1));  // R7
       }
-      store_sums(O + row * p.O_stride.len, value);
     }
 }

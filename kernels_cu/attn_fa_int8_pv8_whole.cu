@@ -402,14 +402,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
                             + (batch * p.heads_kv + head_kv) * HEAD_DIM;
       const bool has_scale = inverse_l != 0.0f;  // a row without keys stays 0
       const bool has_mean = values.V_mean && has_scale;
-      float value[2 * MMA_COLS];
 #pragma unroll
-      for (int i = 0; i < 2 * MMA_COLS; ++i) {
-        const int col = min(i / 2 * 8 + t * 2 + i % 2, HEAD_DIM - 1);
-        value[i] = fmaf(
-            float(O_acc[r][i / 2][2 * h + i % 2]), (has_scale ? V_scale[col] : 0.0f) * inverse_l,
-            has_mean ? V_mean[col] : 0.0f);  // R7
+      for (int c = 0; c < MMA_COLS; ++c) {
+        float value[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int col = min(c * 8 + t * 2 + j, HEAD_DIM - 1);
+          value[j] = fmaf(
+              float(O_acc[r][c][2 * h + j]), (has_scale ? V_scale[col] : 0.0f) * inverse_l,
+              has_mean ? V_mean[col] : 0.0f);  // R7
+        }
+        store_sums(O + row * p.O_stride.len, c * 8 + t * 2, value[0], value[1]);
       }
-      store_sums(O + row * p.O_stride.len, value);
     }
 }

@@ -14,7 +14,8 @@ constexpr bool IS_FLOAT16<__half> = true;
 
 // x, or the largest float16 of its sign where x is finite and past it.
 __device__ __forceinline__ float within_float16(float x) {
-  return fabsf(x) < -NEG_INF ? fminf(fmaxf(x, -LARGEST_FLOAT16), LARGEST_FLOAT16) : x;
+  const bool past = fabsf(x) > LARGEST_FLOAT16 && fabsf(x) < -NEG_INF;
+  return past ? copysignf(LARGEST_FLOAT16, x) : x;
 }
 
 // A sum, rounded to nearest even.

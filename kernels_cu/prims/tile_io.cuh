@@ -146,20 +146,10 @@ __device__ __forceinline__ void store_pair(T* row, int col, float x, float y) {
   store_pair(row, col, Vec<T, 2>{{from_float<T>(x), from_float<T>(y)}});
 }
 
-// R7: rounds and stores a lane's part of a row of O, columns 8 i + 2 (lane % 4) and the next.
-template <typename T, int COUNT>
-__device__ __forceinline__ void store_sums(T* row, const float (&x)[COUNT]) {
-  const int col = lane_id() % 4 * 2;
-  if constexpr (sizeof(T) == 2) {
-    uint32_t packed[COUNT / 2];
-    pack_sums<T>(packed, x);
-#pragma unroll
-    for (int i = 0; i < COUNT / 2; ++i)
-      store_pair(row, i * 8 + col, *reinterpret_cast<const Vec<T, 2>*>(&packed[i]));
-  } else {
-#pragma unroll
-    for (int i = 0; i < COUNT / 2; ++i) store_pair(row, i * 8 + col, x[2 * i], x[2 * i + 1]);
-  }
+// R7: the same of two sums, of which those that are finite stay so.
+template <typename T>
+__device__ __forceinline__ void store_sums(T* row, int col, float x, float y) {
+  store_pair(row, col, Vec<T, 2>{{from_sum<T>(x), from_sum<T>(y)}});
 }
 
 // Eight columns of 16 bits of an output row at a multiple of 16 bytes, as far as it goes.
