@@ -6,16 +6,17 @@ looked up and laid out once for each launch and device.
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from cupyattn import compile as compiler
-from cupyattn import tensor_map
+from cupyattn import replay, tensor_map
 from cupyattn.checks import data_address
 from cupyattn.errors import KernelLaunchError
 from cupyattn.plans import Launch, TensorMap, Workspace
@@ -244,13 +245,20 @@ def launch_all(
     import cupy
 
     handle = cupy.cuda.get_current_stream().ptr if stream is None else stream
-    for one, pick in launches:
-        one(pick(addresses), handle)
+    _enqueue(((one, pick(addresses)) for one, pick in launches), handle)
+
+
+def _enqueue(launches: Iterable[tuple[ReadyLaunch, Sequence[int]]], stream: int) -> None:
+    """Launch one kernel after the other on a stream, each with addresses of its own."""
+    import cupy
+
+    for one, addresses in launches:
+        one(addresses, stream)
         if one.waits:
-            cupy.cuda.runtime.streamSynchronize(handle)
+            cupy.cuda.runtime.streamSynchronize(stream)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReadyCall:
     """The launches of a call on one device, and where in scratch memory they find their buffers.
 
@@ -259,10 +267,13 @@ class ReadyCall:
     launches : sequence of (ReadyLaunch, Pick)
     layout : Layout
         Of the scratch memory.
+    copied : int
+        Address of what is copied into it where `layout` says.
     """
 
     launches: Sequence[tuple[ReadyLaunch, Pick]]
     layout: Layout
+    copied: int = 0
 
     @classmethod
     def of(cls, plan: Runnable, arch: str | None = None) -> ReadyCall:
@@ -285,13 +296,35 @@ class ReadyCall:
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
+        inner = {name: scratch + offset for name, offset in self.layout.offsets.items()}
+        known = {**addresses, **inner}
+        picked = tuple([pick(known) for _, pick in self.launches])
+        if self._is_replayed:
+            work = functools.partial(self._enqueue, picked, scratch)
+            replay.graphs().launch((self, scratch, picked), work, stream)
+        else:
+            self._enqueue(picked, scratch, stream)
+
+    @functools.cached_property
+    def _is_replayed(self) -> bool:
+        """Whether a graph of the call would save a launch, and nothing has to wait within it."""
+        layout = self.layout
+        several = len(self.launches) + bool(layout.zeros) + bool(layout.copied) > 1
+        return several and not any(one.waits for one, _ in self.launches)
+
+    def _enqueue(self, picked: Sequence[Sequence[int]], scratch: int, stream: int) -> None:
+        """Fill scratch memory and launch, each kernel with the addresses that it takes."""
         import cupy
 
-        layout = self.layout
+        layout, runtime = self.layout, cupy.cuda.runtime
         if layout.zeros:
-            cupy.cuda.runtime.memsetAsync(scratch, 0, layout.zeros, stream)
-        inner = {name: scratch + offset for name, offset in layout.offsets.items()}
-        launch_all(self.launches, {**addresses, **inner}, stream)
+            runtime.memsetAsync(scratch, 0, layout.zeros, stream)
+        if layout.copied:
+            to = scratch + layout.zeros
+            kind = runtime.memcpyDeviceToDevice
+            runtime.memcpyAsync(to, self.copied, layout.copied, kind, stream)
+        launches = [one for one, _ in self.launches]
+        _enqueue(zip(launches, picked, strict=True), stream)
 
 
 def _allocate(cupy: Any, work: Any) -> Any:

@@ -117,7 +117,7 @@ def test_host_times_run_in_small(tmp_path: Path) -> None:
     rows = json.loads(file.read_text())["rows"]
     of_torch = [row for row in rows if row["way"].startswith("torch")]
     assert len(of_torch) == (0 if find_spec("torch") is None else 3 * len(ca.VARIANTS))
-    assert len(rows) - len(of_torch) == 3 * len(ca.VARIANTS)
+    assert len(rows) - len(of_torch) == 4 * len(ca.VARIANTS)
     assert all(row["equal"] and not row["samples"] for row in rows)
     calls: list[int] = []
     assert host_time.sample(lambda: calls.append(1), 7, lambda: None) >= 0 and len(calls) == 7

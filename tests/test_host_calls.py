@@ -28,6 +28,7 @@ from cupyattn import (
     backward,
     executor,
     plan,
+    replay,
     tensor_map,
 )
 from cupyattn import compile as kc
@@ -58,16 +59,25 @@ def array(shape: tuple[int, ...], dtype: str = "float16", address: int = 0) -> A
 
 
 @dataclass
-class Driver:
-    """Stands in for the driver: keeps, for each launch, its stream and its parameters' bytes, and
-    what was filled: address, with what, bytes, stream.
+class Done:
+    """What was launched: kernel, stream, its parameters' bytes; and what was filled: address, with
+    what, bytes, stream.
     """
 
-    sizes: dict[str, list[int]] = field(default_factory=dict)
     launches: list[tuple[str, int, list[bytes]]] = field(default_factory=list)
     fills: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Driver(Done):
+    """Stands in for the driver: keeps what was done on streams, by launches and by graphs."""
+
+    sizes: dict[str, list[int]] = field(default_factory=dict)
     stream: int = 7
     names: dict[int, str] = field(default_factory=dict)
+    recording: dict[int, Done] = field(default_factory=dict)  # by a capturing stream's handle
+    graphs: list[Done] = field(default_factory=list)
+    replays: list[tuple[int, int]] = field(default_factory=list)  # graph, stream
 
     def kernel(self, entry: str) -> Any:
         handle = 1000 + len(self.names)
@@ -79,7 +89,31 @@ class Driver:
         entry = self.names[function]
         pointers = (ctypes.c_uint64 * len(self.sizes[entry])).from_address(parameters)
         values = [ctypes.string_at(p, n) for p, n in zip(pointers, self.sizes[entry], strict=True)]
-        self.launches.append((entry, stream, values))
+        self.recording.get(stream, self).launches.append((entry, stream, values))
+
+    def fill(self, address: int, value: int, count: int, stream: int) -> None:
+        self.recording.get(stream, self).fills.append((address, value, count, stream))
+
+    def new_stream(self, *, non_blocking: bool) -> Any:
+        """Return a stream that takes no part in what others wait for, to be captured."""
+        assert non_blocking
+        handle = 1_000_000 + len(self.graphs)
+
+        def end_capture() -> Any:
+            self.graphs.append(self.recording.pop(handle))
+            return SimpleNamespace(graphExec=len(self.graphs) - 1)
+
+        return SimpleNamespace(
+            ptr=handle,
+            begin_capture=lambda mode: self.recording.update({handle: Done()}),
+            end_capture=end_capture,
+        )
+
+    def replay(self, graph: int, stream: int) -> None:
+        self.replays.append((graph, stream))
+        done, to = self.graphs[graph], self.recording.get(stream, self)
+        to.launches += [(entry, stream, values) for entry, _, values in done.launches]
+        to.fills += [(*fill, stream) for *fill, _ in done.fills]  # type: ignore[misc]
 
     def expect(self, made: list[Plan]) -> None:
         """Note how long the parameters of the launches are."""
@@ -103,7 +137,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     )
     monkeypatch.setattr(backends, "on_device_of", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cupy, "asarray", lambda x, *_: x)
-    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda *fill: fake.fills.append(fill))
+    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", fake.fill)
+    monkeypatch.setattr(cupy.cuda.runtime, "graphLaunch", fake.replay)
+    monkeypatch.setattr(cupy.cuda.runtime, "streamIsCapturing", lambda x: x in fake.recording)
+    monkeypatch.setattr(cupy.cuda, "Stream", fake.new_stream)
+    monkeypatch.setattr(replay, "_exchange_mode", lambda: lambda mode: 0)
+    monkeypatch.setattr(replay, "_per_thread", replay._PerThread())
     monkeypatch.setattr(tensor_map, "encode", encoded)
     before = cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(lambda size: array((size,), "uint8").data)
