@@ -372,10 +372,9 @@ class OnDevice:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
-    """`cupyattn.interop.torch.calls` on tensors like these; `zeroed`: what is set to zero."""
+    """`cupyattn.interop.torch.calls` on tensors like these."""
     torch = pytest.importorskip("torch")
     module = importlib.import_module("cupyattn.interop.torch.calls")
-    zeroed: list[tuple[int, int, int]] = []
 
     def empty(shape: Any, *, dtype: Any, device: Any) -> OnDevice:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -386,10 +385,6 @@ def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=driver.stream)
     )
-    monkeypatch.setattr(
-        cupy.cuda.runtime, "memsetAsync",
-        lambda address, value, count, stream: zeroed.append((address, count, stream)),
-    )  # fmt: skip
     monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty(x.shape, dtype=x.dtype, device=0))
     for name, stand_in in (
         ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
@@ -403,7 +398,6 @@ def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
         forward=module.forward,
         gradients=module.backward_pass,
         Settings=module.Settings,
-        zeroed=zeroed,
     )
 
 
@@ -436,7 +430,7 @@ def test_a_call_on_tensors_is_launched_again_from_their_addresses(
         check(driver, made, known | {"o": o.array} | ({} if lse is None else {"lse": lse.array}))
         monkeypatch.setattr(calls.module, "resolve", lambda *_, **__: pytest.fail("planned again"))
     zeros = any(work.zeros for one in made for work in one.workspace)
-    assert len(calls.zeroed) == zeros and all(stream == 8 for *_, stream in calls.zeroed)
+    assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
     if added == "out":
         with pytest.raises(ValueError, match="out must not share memory with q"):
             calls.forward(calls.Settings(**options), given, given["q"])
@@ -469,10 +463,9 @@ def test_scales_that_a_caller_gives_arrive_by_one_copy(
         structs = [np.frombuffer(x, parameter[0])[0] for x, parameter in params]
         of_q, of_k = (int(x["static_scale"]) for x in structs[:2])
         assert [of_q, of_k] == [x.data.ptr for x in filled[-2:]] and of_k - of_q == 256
-        if turn == 2:  # launched on addresses
-            ((to, *rest),) = copies
-            assert rest == [of_q, 512, driver.stream]
-            assert [int(x["scale"]) for x in structs[:2]] == [to, to + 256]
+        *_, (to, *rest) = copies
+        assert len(copies) == turn + 1 and rest == [of_q, 512, driver.stream]
+        assert [int(x["scale"]) for x in structs[:2]] == [to, to + 256]
         check(driver, made, {"v": given["v"].array, "o": o.array})
         assert len(filled) == 2 * min(turn + 1, 2), "planned anew after a capture alone"
         capturing[0] = False
@@ -532,7 +525,7 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
         monkeypatch.setattr(backward, "resolve", lambda *_, **__: pytest.fail("planned again"))
     zeros = any(work.zeros for work in made[0].workspace)
     assert zeros == (added != "deterministic" or arch == "sm_90a")
-    assert [stream for *_, stream in calls.zeroed] == [7, 8] * zeros
+    assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
 
 
 def test_gradients_of_rows_that_are_turned_are_more_than_launches(driver: Driver) -> None:
