@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -38,6 +39,11 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def __del__(self) -> None:
+        if self._graphs and not sys.is_finalizing():  # a thread ended
+            with _relaxed():
+                self._graphs.clear()
 
     def launch(self, key: Hashable, enqueue: Callable[[int], object], stream: int) -> None:
         """Enqueue work on a stream of the current device, by a graph of it where there is one.
@@ -67,7 +73,7 @@ class Graphs:
             runtime.graphLaunch(graph.graphExec, stream)
         elif key in self._seen and self._has_room():
             del self._seen[key]
-            with _relaxed():  # the first launch of a graph may take memory of the device, too
+            with _relaxed():  # the first launch of a graph may take memory of the device as well
                 if len(self._graphs) >= MAX_GRAPHS:
                     self._graphs.popitem(last=False)
                 graph = _recorded(enqueue)
@@ -120,11 +126,10 @@ def _exchange_mode() -> Any:
 
 @contextlib.contextmanager
 def _relaxed() -> Iterator[None]:
-    """Let this thread take memory of the device while another thread captures.
+    """Let this thread take and return memory of the device while another thread captures.
 
     While one does so in CUDA's default mode, others may not: the driver refuses, and gives up that
-    thread's graph, since memory might be taken where the graph depends on it. No other graph
-    depends on what is taken for ours.
+    thread's graph, which might depend on the memory. None depends on what our graphs take.
     """
     import cupy
 

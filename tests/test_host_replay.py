@@ -224,7 +224,7 @@ def test_threads_record_graphs_of_their_own(driver: Driver) -> None:  # noqa: F8
 def graphs(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> replay.Graphs:  # noqa: F811
     monkeypatch.setattr(replay, "MAX_GRAPHS", 2)
     monkeypatch.setattr(replay, "HORIZON", 6)
-    return replay.Graphs()
+    return replay.graphs()
 
 
 def test_graphs_are_bounded_and_the_one_not_used_for_longest_makes_room(
@@ -302,3 +302,27 @@ def test_recording_may_take_memory_while_another_thread_captures(
     graphs.launch("c", lambda _: None, 7)
     with pytest.raises(KernelLaunchError, match=r"StreamCaptureMode\(2\) failed with error 3"):
         graphs.launch("c", lambda _: None, 7)
+
+
+def test_graphs_of_a_thread_that_ends_are_given_back_while_another_captures(
+    driver: Driver,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modes: list[int] = []
+    monkeypatch.setattr(
+        replay, "_exchange_mode", lambda: lambda mode: modes.append(mode._obj.value) or 0
+    )
+    relaxed = cupy.cuda.runtime.streamCaptureModeRelaxed
+
+    def work() -> None:
+        replay.graphs().launch("a", lambda _: None, 7)
+        assert not modes
+        replay.graphs().launch("a", lambda _: None, 7)
+        assert modes == [relaxed] * 2  # there and back: this driver leaves the mode as it is
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert modes == [relaxed] * 4
+        modes.clear()
