@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,10 +68,10 @@ class ReadyLaunch:
         self._launch = one
         self._kernel = module.kernel(one.entry)  # keeps the module loaded
         self._function = self._kernel.kernel.ptr
-        self._driver = cupy.cuda.driver
+        self._driver, self._runtime = cupy.cuda.driver, cupy.cuda.runtime
         self._shared = module.binary.smem_bytes if one.dynamic_shared else 0
         self._per_thread = threading.local()
-        #: Whether what goes wrong is to be told by this launch: as it was when this was made.
+        #: Whether it waits, so that what goes wrong is told here: as it was when this was made.
         self.waits = is_on("CUPYATTN_DEBUG")
 
         templates = one.templates
@@ -164,6 +164,8 @@ class ReadyLaunch:
                 f"{one.entry} cannot be launched with grid {one.grid}, block {one.block} and "
                 f"{self._shared} bytes of shared memory: {error}"
             ) from error
+        if self.waits:
+            self._runtime.streamSynchronize(stream)
 
     def _describe(
         self, words: memoryview[int], described: list[int], addresses: Sequence[int]
@@ -228,39 +230,35 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
 
 
 def launch_all(
-    launches: Sequence[tuple[ReadyLaunch, Pick]],
-    addresses: Mapping[str, int],
-    stream: int | None = None,
+    launches: Sequence[tuple[ReadyLaunch, Pick]], addresses: Mapping[str, int]
 ) -> None:
-    """Launch one kernel after the other, each with the addresses that it picks.
+    """Launch one kernel after the other on CuPy's current stream.
 
     Parameters
     ----------
     launches : sequence of (ReadyLaunch, Pick)
     addresses : mapping of str to int
-        Of all buffers.
-    stream : int, optional
-        Handle of a stream of the current device; CuPy's current one when omitted.
+        Of all buffers; each kernel picks its own.
     """
     import cupy
 
-    handle = cupy.cuda.get_current_stream().ptr if stream is None else stream
-    _enqueue(((one, pick(addresses)) for one, pick in launches), handle)
+    picked = [pick(addresses) for _, pick in launches]
+    _enqueue(launches, picked, cupy.cuda.get_current_stream().ptr)
 
 
-def _enqueue(launches: Iterable[tuple[ReadyLaunch, Sequence[int]]], stream: int) -> None:
-    """Launch one kernel after the other on a stream, each with addresses of its own."""
-    import cupy
-
-    for one, addresses in launches:
+def _enqueue(
+    launches: Sequence[tuple[ReadyLaunch, Pick]], picked: Sequence[Sequence[int]], stream: int
+) -> None:
+    """Launch one kernel after the other on a stream, each with the addresses picked for it."""
+    for (one, _), addresses in zip(launches, picked, strict=True):
         one(addresses, stream)
-        if one.waits:
-            cupy.cuda.runtime.streamSynchronize(stream)
 
 
 @dataclass(frozen=True, eq=False)
 class ReadyCall:
     """The launches of a call on one device, and where in scratch memory they find their buffers.
+
+    Several of them, at addresses that come again, are one launch of a graph (`cupyattn.replay`).
 
     Parameters
     ----------
@@ -313,18 +311,20 @@ class ReadyCall:
         return several and not any(one.waits for one, _ in self.launches)
 
     def _enqueue(self, picked: Sequence[Sequence[int]], scratch: int, stream: int) -> None:
-        """Fill scratch memory and launch, each kernel with the addresses that it takes."""
+        """Fill scratch memory and launch, each kernel with the addresses picked for it."""
+        if self.layout.zeros or self.layout.copied:
+            self._fill(scratch, stream)
+        _enqueue(self.launches, picked, stream)
+
+    def _fill(self, scratch: int, stream: int) -> None:
         import cupy
 
         layout, runtime = self.layout, cupy.cuda.runtime
         if layout.zeros:
             runtime.memsetAsync(scratch, 0, layout.zeros, stream)
         if layout.copied:
-            to = scratch + layout.zeros
-            kind = runtime.memcpyDeviceToDevice
+            to, kind = scratch + layout.zeros, runtime.memcpyDeviceToDevice
             runtime.memcpyAsync(to, self.copied, layout.copied, kind, stream)
-        launches = [one for one, _ in self.launches]
-        _enqueue(zip(launches, picked, strict=True), stream)
 
 
 def _allocate(cupy: Any, work: Any) -> Any:
