@@ -6,6 +6,7 @@ looked up and laid out once for each launch and device.
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupyattn import compile as compiler
-from cupyattn import tensor_map
+from cupyattn import replay, tensor_map
 from cupyattn.checks import data_address
 from cupyattn.errors import KernelLaunchError
 from cupyattn.plans import Launch, TensorMap, Workspace
@@ -67,10 +68,10 @@ class ReadyLaunch:
         self._launch = one
         self._kernel = module.kernel(one.entry)  # keeps the module loaded
         self._function = self._kernel.kernel.ptr
-        self._driver = cupy.cuda.driver
+        self._driver, self._runtime = cupy.cuda.driver, cupy.cuda.runtime
         self._shared = module.binary.smem_bytes if one.dynamic_shared else 0
         self._per_thread = threading.local()
-        #: Whether what goes wrong is to be told by this launch: as it was when this was made.
+        #: Whether it waits, so that what goes wrong is told here: as it was when this was made.
         self.waits = is_on("CUPYATTN_DEBUG")
 
         templates = one.templates
@@ -163,6 +164,8 @@ class ReadyLaunch:
                 f"{one.entry} cannot be launched with grid {one.grid}, block {one.block} and "
                 f"{self._shared} bytes of shared memory: {error}"
             ) from error
+        if self.waits:
+            self._runtime.streamSynchronize(stream)
 
     def _describe(
         self, words: memoryview[int], described: list[int], addresses: Sequence[int]
@@ -227,42 +230,48 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
 
 
 def launch_all(
-    launches: Sequence[tuple[ReadyLaunch, Pick]],
-    addresses: Mapping[str, int],
-    stream: int | None = None,
+    launches: Sequence[tuple[ReadyLaunch, Pick]], addresses: Mapping[str, int]
 ) -> None:
-    """Launch one kernel after the other, each with the addresses that it picks.
+    """Launch one kernel after the other on CuPy's current stream.
 
     Parameters
     ----------
     launches : sequence of (ReadyLaunch, Pick)
     addresses : mapping of str to int
-        Of all buffers.
-    stream : int, optional
-        Handle of a stream of the current device; CuPy's current one when omitted.
+        Of all buffers; each kernel picks its own.
     """
     import cupy
 
-    handle = cupy.cuda.get_current_stream().ptr if stream is None else stream
-    for one, pick in launches:
-        one(pick(addresses), handle)
-        if one.waits:
-            cupy.cuda.runtime.streamSynchronize(handle)
+    picked = [pick(addresses) for _, pick in launches]
+    _enqueue(launches, picked, cupy.cuda.get_current_stream().ptr)
 
 
-@dataclass(frozen=True)
+def _enqueue(
+    launches: Sequence[tuple[ReadyLaunch, Pick]], picked: Sequence[Sequence[int]], stream: int
+) -> None:
+    """Launch one kernel after the other on a stream, each with the addresses picked for it."""
+    for (one, _), addresses in zip(launches, picked, strict=True):
+        one(addresses, stream)
+
+
+@dataclass(frozen=True, eq=False)
 class ReadyCall:
     """The launches of a call on one device, and where in scratch memory they find their buffers.
+
+    Several of them, at addresses that come again, are one launch of a graph (`cupyattn.replay`).
 
     Parameters
     ----------
     launches : sequence of (ReadyLaunch, Pick)
     layout : Layout
         Of the scratch memory.
+    copied : int
+        Address of what is copied into it where `layout` says.
     """
 
     launches: Sequence[tuple[ReadyLaunch, Pick]]
     layout: Layout
+    copied: int = 0
 
     @classmethod
     def of(cls, plan: Runnable, arch: str | None = None) -> ReadyCall:
@@ -285,13 +294,37 @@ class ReadyCall:
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
+        inner = {name: scratch + offset for name, offset in self.layout.offsets.items()}
+        known = {**addresses, **inner}
+        picked = tuple([pick(known) for _, pick in self.launches])
+        if self._is_replayed:
+            work = functools.partial(self._enqueue, picked, scratch)
+            replay.graphs().launch((self, scratch, picked), work, stream)
+        else:
+            self._enqueue(picked, scratch, stream)
+
+    @functools.cached_property
+    def _is_replayed(self) -> bool:
+        """Whether a graph of the call would save a launch, and nothing has to wait within it."""
+        layout = self.layout
+        several = len(self.launches) + bool(layout.zeros) + bool(layout.copied) > 1
+        return several and not any(one.waits for one, _ in self.launches)
+
+    def _enqueue(self, picked: Sequence[Sequence[int]], scratch: int, stream: int) -> None:
+        """Fill scratch memory and launch, each kernel with the addresses picked for it."""
+        if self.layout.zeros or self.layout.copied:
+            self._fill(scratch, stream)
+        _enqueue(self.launches, picked, stream)
+
+    def _fill(self, scratch: int, stream: int) -> None:
         import cupy
 
-        layout = self.layout
+        layout, runtime = self.layout, cupy.cuda.runtime
         if layout.zeros:
-            cupy.cuda.runtime.memsetAsync(scratch, 0, layout.zeros, stream)
-        inner = {name: scratch + offset for name, offset in layout.offsets.items()}
-        launch_all(self.launches, {**addresses, **inner}, stream)
+            runtime.memsetAsync(scratch, 0, layout.zeros, stream)
+        if layout.copied:
+            to, kind = scratch + layout.zeros, runtime.memcpyDeviceToDevice
+            runtime.memcpyAsync(to, self.copied, layout.copied, kind, stream)
 
 
 def _allocate(cupy: Any, work: Any) -> Any:

@@ -37,10 +37,12 @@ class Prepared:
     """One call of `cupyattn.attention`, ready to run: what `cupyattn.plan` returns.
 
     Call it with arrays of the form that it was planned for: same shapes, strides, dtypes and
-    addresses modulo 16. Its scratch memory is its own, so a CUDA graph may capture the call and
-    replay it as long as the object lives, and two calls, or two graphs of it, must not run at the
-    same time on different streams: their results would be wrong, and blocks that wait for numbers
-    of the other call might wait for ever.
+    addresses modulo 16. Where it takes several launches and the same addresses come again, they are
+    one launch of a CUDA graph, which costs the host less and changes nothing else. Its scratch
+    memory is its own, so a CUDA graph may capture the call and replay it as long as the object
+    lives, and two calls, or two graphs of it, must not run at the same time on different streams:
+    their results would be wrong, and blocks that wait for numbers of the other call might wait for
+    ever.
 
     Parameters
     ----------
@@ -83,8 +85,6 @@ class Prepared:
         filled = any(work.name == "v_operand" for work in self._workspace)
         #: What `launch` needs; None where scratch memory takes more than zeros and scales before.
         self.scratch_bytes = None if filled else self._layout.nbytes
-        self._launches: list[tuple[executor.ReadyLaunch, executor.Pick]] = []
-        self._ready = executor.ReadyCall(self._launches, self._layout)
         self._scratch: Scratch | None = None
         self._device = -1
         #: CuPy's arrays, where the call is one on them.
@@ -97,9 +97,13 @@ class Prepared:
                 self._given_addresses = {
                     _of_the_caller(name): a.data.ptr for name, a in self._given.items()
                 }
-                for plan, names in zip(self.plans, map(dict, self._names), strict=True):
-                    launches = executor.ready(plan, request.options.arch)
-                    self._launches += [(one, one.pick(names)) for one in launches]
+                launches = [
+                    (one, one.pick(names))
+                    for plan, names in zip(self.plans, map(dict, self._names), strict=True)
+                    for one in executor.ready(plan, request.options.arch)
+                ]
+                scales = 0 if self._all_given is None else self._all_given.data.ptr
+                self._ready = executor.ReadyCall(launches, self._layout, scales)
                 try:
                     self._scratch = self._allocate() if keep else None
                 except MemoryError as error:
@@ -251,7 +255,6 @@ class Prepared:
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
-        self._copy_scales(scratch, stream)
         self._ready.launch({**addresses, **self._given_addresses}, scratch, stream)
 
     def _run(
@@ -314,15 +317,6 @@ class Prepared:
             return True
         cuda = self._xp.cuda
         return not cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr)
-
-    def _copy_scales(self, scratch: int, stream: int) -> None:
-        """Copy the caller's scales to where they are read and NaN is written, in one piece."""
-        if self._all_given is not None:
-            runtime = self._xp.cuda.runtime
-            runtime.memcpyAsync(
-                scratch + self._layout.zeros, self._all_given.data.ptr, self._layout.copied,
-                runtime.memcpyDeviceToDevice, stream,
-            )  # fmt: skip
 
     def _current(self) -> Any:
         """Return a context in which the device of the call is the current one."""

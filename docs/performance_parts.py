@@ -120,8 +120,15 @@ def in_8_bits(peers_int8: Record) -> list[str]:
     lines = [
         "TFLOP/s of all kernels of a call, and in brackets the relative error of its result.",
         "*Codes given* leaves quantising out; elsewhere it is part of the time.",
-        "",
+        "SageAttention 2 is not among them: PyPI has version 1 alone, and version 2 is compiled"
+        " from its sources.",
     ]
+    if any(found.get("in_graphs") for found in peers_int8["problems"]):
+        lines.append(
+            "*In graphs*: short calls, timed as CUDA graphs, ours and theirs. What Python takes for"
+            " them is left out; it is more than their kernels take where operands are cast first."
+        )
+    lines.append("")
     table = []
     for name in names:
         cells = [name]
@@ -134,6 +141,7 @@ def in_8_bits(peers_int8: Record) -> list[str]:
         "{batch} x {heads} x {length:,}, {head_dim}".format(**found["problem"])
         + (" causal" if found["problem"]["causal"] else "")
         + (f", {found['problem']['length_kv']} keys" if found["problem"]["length_kv"] else "")
+        + (", in graphs" if found.get("in_graphs") else "")
         for found in peers_int8["problems"]
     ]
     return [*lines, *markdown(["batch x heads x length, head_dim", *titles], table)]

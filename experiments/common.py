@@ -32,6 +32,7 @@ from cupyattn.cli.inputs import SAMPLE
 from cupyattn.errors import UnsupportedError
 from cupyattn.plans import Launch
 from cupyattn.rounding import array_namespace
+from experiments import graphs
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -238,14 +239,9 @@ def rung(
     name = name or (variant if tiles is None else f"{variant} {describe_tiles(tiles)}")
     name += "" if arch is None else f", {arch}"
     return Cell(
-        f"{name}, codes given" if codes_given else name,
-        variant,
-        run,
-        quantized(tiles, quant, arch) if codes_given else as_they_are,
-        tiles,
-        arch,
-        quant=quant,
-    )
+        f"{name}, codes given" if codes_given else name, variant, run,
+        quantized(tiles, quant, arch) if codes_given else as_they_are, tiles, arch, quant=quant,
+    )  # fmt: skip
 
 
 def resources(launch: Launch, arch: str) -> dict[str, int]:
@@ -278,6 +274,7 @@ def measure_problem(
     on_device: bool,
     baseline: str | None = None,
     inputs: tuple[Any, ...] | None = None,
+    in_graphs: bool = False,
 ) -> dict[str, Any]:
     """Judge every cell of a problem, then time those that hold their bound, in turns.
 
@@ -293,6 +290,8 @@ def measure_problem(
         Name of the cell that the others' times are divided by.
     inputs : three arrays, optional
         Q, K and V where they lie; drawn when omitted.
+    in_graphs : bool
+        Time CUDA graphs of the calls (`experiments.graphs`); the record says so.
 
     Returns
     -------
@@ -303,7 +302,8 @@ def measure_problem(
         inputs = problem.draw(on_device=on_device)
     found = judge_problem(problem, cells, inputs)
     if on_device:
-        _time(problem, cells, found["rows"], inputs, rounds, baseline)
+        _time(problem, cells, found["rows"], inputs, rounds, baseline, in_graphs)
+        found["in_graphs"] = in_graphs
     return found
 
 
@@ -378,6 +378,7 @@ def _time(
     inputs: tuple[Any, ...],
     rounds: int,
     baseline: str | None,
+    in_graphs: bool,
 ) -> None:
     """Add times to the rows that hold J2."""
     sets = timing.rotated(inputs)
@@ -385,9 +386,13 @@ def _time(
     for cell, row in zip(cells, rows, strict=True):
         if row["judgement"] is not None and row["judgement"]["j2"] <= 1:
             calls[cell.name] = rotating(cell.run, [cell.prepare(*operands) for operands in sets])
+    each = len(sets) if in_graphs else 1
+    if in_graphs:
+        calls = graphs.of_calls(calls, each)
     before = device.clocks()
     with output.progress(problem.name, rounds * len(calls)) as advance:
         samples = timing.time_interleaved(calls, rounds=rounds, advance=advance)
+    samples = {name: [seconds / each for seconds in found] for name, found in samples.items()}
     watched = {"before": before, "after": device.clocks()}
     for cell, row in zip(cells, rows, strict=True):
         if cell.name not in samples:
@@ -451,6 +456,7 @@ def run_grid(
     baseline: str | None = None,
     extra: Mapping[str, Any] | None = None,
     conclude: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] | None = None,
+    in_graphs: Callable[[Problem], bool] = lambda _: False,
 ) -> dict[str, Any]:
     """Measure a grid of problems, print a table for each, write the record after each.
 
@@ -469,6 +475,8 @@ def run_grid(
         More for the record.
     conclude : callable, optional
         Given the problems of the record, returns what follows from them, for the record too.
+    in_graphs : callable
+        As for `measure_problem`, of each problem.
 
     Returns
     -------
@@ -479,8 +487,9 @@ def run_grid(
     problems: list[dict[str, Any]] = []
     for problem, cells in grid:
         found = measure_problem(
-            problem, cells, rounds=args.rounds, on_device=not args.quick, baseline=baseline
-        )
+            problem, cells, rounds=args.rounds, on_device=not args.quick, baseline=baseline,
+            in_graphs=in_graphs(problem),
+        )  # fmt: skip
         problems.append(found)
         print(f"\n{problem.name}: {found['judged_rows']} rows of every head judged")
         output.print_table(*table(found, baseline))
@@ -581,7 +590,8 @@ def _cells(row: Mapping[str, Any], timed: bool, baseline: str | None) -> list[st
     if not timed:
         return cells
     if "seconds" not in row:
-        return [*cells, "missed its bound: not timed", *[""] * (3 + 2 * bool(baseline))]
+        why = "no CUDA graph" if judged["j2"] <= 1 else "missed its bound"
+        return [*cells, f"{why}: not timed", *[""] * (3 + 2 * bool(baseline))]
     low, high = row["seconds_interval"]
     share = "-" if row["share"] is None else measure.format_share(row["share"])
     cells += [

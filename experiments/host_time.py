@@ -1,7 +1,8 @@
 """How long does the host take for one call?
 
-Varies       rung; attention(), a prepared call, a prepared call with out=; where torch is installed
-             its function, that with a gradient, its operator, a CUDA graph
+Varies       rung; attention(), a prepared call, one with out=, one whose q lies elsewhere each time
+             (so that no replay serves it); where torch is installed its function, that with a
+             gradient, its operator, a CUDA graph
 Holds fixed  batch 1, 2 heads, length 64, head_dim 64, float16: kernels shorter than their launches
 Measures     equality with the first call; seconds of the host per call, the device running behind
 Run          python -m experiments.host_time [--quick] [--json FILE]
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +21,10 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import distributions, timing
+from cupyattn import distributions, replay, timing
 from cupyattn.arrays import on_host
 from cupyattn.cli import output
+from cupyattn.rounding import array_namespace
 from experiments import common
 
 #: Calls of one sample: few enough that the queue of the device never fills up.
@@ -31,12 +34,16 @@ CALLS = 100
 def ways(rung: str, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
     """Return the ways to make one call."""
     out = q.copy()
-    prepared = ca.plan(q, k, v, variant=rung)
+    prepared, elsewhere = (ca.plan(q, k, v, variant=rung) for _ in range(2))
     into = ca.plan(q, k, v, variant=rung, out=out)
+    xp = array_namespace(q)
+    # NOTE: more places in turn than a thread looks back.
+    places = itertools.cycle(list(xp.repeat(q[None], 2 * replay.HORIZON, axis=0)))
     return {
         "attention()": lambda: ca.attention(q, k, v, variant=rung),
         "prepared": lambda: prepared(q, k, v),
         "prepared, out=": lambda: into(q, k, v, out=out),
+        "prepared, other addresses": lambda: elsewhere(next(places), k, v),
     }
 
 

@@ -50,8 +50,9 @@ def of_another_revision(record: Mapping[str, Any]) -> str:
     ', but head_dim 256, which is of revision 0a'
     """
     others: dict[str, list[int]] = {}
+    own = record.get("environment", {}).get("revision")
     for found in record.get("problems", ()):
-        if "revision" in found:
+        if found.get("revision", own) != own:
             others.setdefault(found["revision"][:10], []).append(found["problem"]["head_dim"])
     return "".join(
         f", but head_dim {' and '.join(map(str, sorted(set(dims))))}, which is of revision {at}"

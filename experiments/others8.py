@@ -84,15 +84,15 @@ def cudnn_fp8(problem: Problem) -> list[Cell]:
     except ImportError:
         return []
     shape = (problem.batch, problem.heads, problem.length, problem.head_dim)
-    graphs: list[tuple[Any, dict[str, Any], Any]] = []
+    graphs: list[tuple[Any, dict[str, Any], Any, Any]] = []
 
-    def graph() -> tuple[Any, dict[str, Any], Any]:
+    def graph() -> tuple[Any, dict[str, Any], Any, Any]:
         if not graphs:
             graphs.append(_cudnn_graph(cudnn, problem))
         return graphs[0]
 
     def forward(codes: tuple[Any, ...], scales: Any, ones: tuple[Any, ...]) -> Any:
-        pygraph, handles, workspace = graph()
+        pygraph, handles, workspace, cudnn_handle = graph()
         p_scale, p_descale, spare = ones
         out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=spare.device)
         q_scale, k_scale, v_scale, o_scale = scales
@@ -101,7 +101,11 @@ def cudnn_fp8(problem: Problem) -> list[Cell]:
             "scale_s": p_scale, "descale_s": p_descale, "scale_o": o_scale,
             "o": out, "amax_s": spare, "amax_o": spare,
         }  # fmt: skip
-        pygraph.execute({handles[name]: x for name, x in given.items()}, workspace)
+        # Its kernels go to the stream of the handle, whichever is the current one.
+        cudnn.set_stream(handle=cudnn_handle, stream=torch.cuda.current_stream().cuda_stream)
+        pygraph.execute(
+            {handles[name]: x for name, x in given.items()}, workspace, handle=cudnn_handle
+        )
         return out, v_scale
 
     def constants(q: Any) -> tuple[Any, ...]:
@@ -125,14 +129,14 @@ def as_e4m3(codes: Any) -> Any:
     return torch.from_dlpack(codes).view(torch.float8_e4m3fn)
 
 
-def _cudnn_graph(cudnn: Any, problem: Problem) -> tuple[Any, dict[str, Any], Any]:
-    """Build cuDNN's graph of a problem: the graph, its tensors by name, its workspace."""
+def _cudnn_graph(cudnn: Any, problem: Problem) -> tuple[Any, dict[str, Any], Any, Any]:
+    """Build cuDNN's graph of a problem: it, its tensors by name, its workspace, its handle."""
     import torch
 
-    types = cudnn.data_type
+    types, handle = cudnn.data_type, cudnn.create_handle()
     graph = cudnn.pygraph(
         io_data_type=types.FP8_E4M3, intermediate_data_type=types.FLOAT,
-        compute_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT, handle=handle,
     )  # fmt: skip
 
     def strides(shape: tuple[int, ...]) -> list[int]:
@@ -171,7 +175,8 @@ def _cudnn_graph(cudnn: Any, problem: Problem) -> tuple[Any, dict[str, Any], Any
     except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as error:
         raise ca.UnsupportedError(f"{CUDNN_FP8}: {error}") from error
     size = max(graph.get_workspace_size(), 1)
-    return graph, handles | {"o": o}, torch.empty(size, dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    return graph, handles | {"o": o}, workspace, handle
 
 
 def _three_ways(

@@ -8,13 +8,18 @@ Holds fixed  16,384 tokens in all, heads x head_dim = 2048, where the shape is n
 Measures     J2 of ours, relative error of all; time with quantising and with codes given; in the
              same rounds, with its 95 % interval, the ratio to the fastest 8-bit library with its
              quantising, to cuDNN's FP8 kernel alone and to fa_tc
+Timing       in CUDA graphs, where the host would be slower than the device: below 10^12 operations
 Beside       SageAttention 1, FlashAttention-3 and cuDNN with FP8 operands: codes given, behind a
              casting pass of ours (experiments/cast_fp8.py) and behind torch's operators
 Expect       balanced with quantising at least 1.0 of the fastest 8-bit library from 4,096 on and
              1.15 of fa_tc from 8,192 on; aggressive at least 1.0 of cuDNN's kernel, 1.05 with
              quantising of the fastest library
 Run          python -m experiments.peers_int8 [--quick] [--json FILE] [--accuracy]
-             [--cells 128:4096 64:8192c 64:4096x77 ...] [--models NAME ...] [--stored]
+             [--cells 128:4096 64:8192c 64:4096x77 ...] [--models NAME ...]
+             [--stored [--merge FILE ...]]
+
+A whole run takes longer than some machines may be had for: ``--cells`` and ``--models`` take parts
+of it, ``--json`` writes them elsewhere, and ``--merge`` puts them into the committed record.
 """
 
 from __future__ import annotations
@@ -22,11 +27,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from cupyattn import auto
 from cupyattn.measure import align
-from experiments import common
+from experiments import common, merging
 from experiments.common import Cell, Problem
 from experiments.diffusion_shapes import SHAPES
 from experiments.others import fastest, format_comparison, ratio
@@ -45,6 +51,9 @@ DISTRIBUTIONS = ("normal", "outlier", "key-bias", "value-bias", "tripled")
 ACCURACY_LENGTHS = (4096, 16_384)
 FULL, BALANCED, AGGRESSIVE = "fa_tc", "fa_int8 balanced", "fa_int8 aggressive"
 QUANT = {BALANCED: auto.QUANT["balanced"], AGGRESSIVE: auto.QUANT["aggressive"]}
+#: Problems of fewer operations are timed in CUDA graphs: done within 2 ms, sooner than some
+#: library's Python.
+GRAPH_OPERATIONS = 1e12
 #: With quantising.
 PEERS = (SAGE, FLASH_3_FP8, CUDNN_FP8, f"{FLASH_3_FP8}{BY_TORCH}", f"{CUDNN_FP8}{BY_TORCH}")
 #: What is compared: a name for the ratio, whose time is divided, by whose.
@@ -143,14 +152,22 @@ def run(args: argparse.Namespace) -> int:
     record = common.run_grid(
         args, "accuracy_int8" if args.accuracy else "peers_int8", grid, baseline=FULL,
         conclude=lambda found: {"compared": compared(found)},
+        in_graphs=lambda problem: problem.operations < GRAPH_OPERATIONS,
     )  # fmt: skip
     print(f"\n{summary(record['compared'])}\n\n{errors(record['compared'])}")
     return 0 if common.passed(record) else 1
 
 
+def merged(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with the problems of another that it lacks, compared anew."""
+    whole = merging.with_missing(record, part)
+    return {**whole, "compared": compared(whole["problems"])}
+
+
 def again(args: argparse.Namespace) -> int:
-    """Report on the committed record."""
-    record = common.stored("accuracy_int8" if args.accuracy else "peers_int8")
+    """Report on the committed record; those in files are put into it first."""
+    name = "accuracy_int8" if args.accuracy else "peers_int8"
+    record = merging.record_with(name, args.merge, merged)
     print(f"{summary(record['compared'])}\n\n{errors(record['compared'])}")
     return 0
 
@@ -171,6 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stored", action="store_true", help="measure nothing: use the committed record"
     )
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", default=[], metavar="FILE",
+        help="with --stored: records of what that one lacks, put into it first",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     return common.guarded(again, args) if args.stored else common.main(run, args)
 

@@ -28,6 +28,7 @@ from cupyattn import (
     backward,
     executor,
     plan,
+    replay,
     tensor_map,
 )
 from cupyattn import compile as kc
@@ -58,16 +59,25 @@ def array(shape: tuple[int, ...], dtype: str = "float16", address: int = 0) -> A
 
 
 @dataclass
-class Driver:
-    """Stands in for the driver: keeps, for each launch, its stream and its parameters' bytes, and
-    what was filled: address, with what, bytes, stream.
+class Done:
+    """What was launched: kernel, stream, its parameters' bytes; and what was filled: address, with
+    what, bytes, stream.
     """
 
-    sizes: dict[str, list[int]] = field(default_factory=dict)
     launches: list[tuple[str, int, list[bytes]]] = field(default_factory=list)
     fills: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Driver(Done):
+    """Stands in for the driver: keeps what was done on streams, by launches and by graphs."""
+
+    sizes: dict[str, list[int]] = field(default_factory=dict)
     stream: int = 7
     names: dict[int, str] = field(default_factory=dict)
+    recording: dict[int, Done] = field(default_factory=dict)  # by a capturing stream's handle
+    graphs: list[Done] = field(default_factory=list)
+    replays: list[tuple[int, int]] = field(default_factory=list)  # graph, stream
 
     def kernel(self, entry: str) -> Any:
         handle = 1000 + len(self.names)
@@ -79,7 +89,31 @@ class Driver:
         entry = self.names[function]
         pointers = (ctypes.c_uint64 * len(self.sizes[entry])).from_address(parameters)
         values = [ctypes.string_at(p, n) for p, n in zip(pointers, self.sizes[entry], strict=True)]
-        self.launches.append((entry, stream, values))
+        self.recording.get(stream, self).launches.append((entry, stream, values))
+
+    def fill(self, address: int, value: int, count: int, stream: int) -> None:
+        self.recording.get(stream, self).fills.append((address, value, count, stream))
+
+    def new_stream(self, *, non_blocking: bool) -> Any:
+        """Return a stream that takes no part in what others wait for, to be captured."""
+        assert non_blocking
+        handle = 1_000_000 + len(self.graphs)
+
+        def end_capture() -> Any:
+            self.graphs.append(self.recording.pop(handle))
+            return SimpleNamespace(graphExec=len(self.graphs) - 1)
+
+        return SimpleNamespace(
+            ptr=handle,
+            begin_capture=lambda mode: self.recording.update({handle: Done()}),
+            end_capture=end_capture,
+        )
+
+    def replay(self, graph: int, stream: int) -> None:
+        self.replays.append((graph, stream))
+        done, to = self.graphs[graph], self.recording.get(stream, self)
+        to.launches += [(entry, stream, values) for entry, _, values in done.launches]
+        to.fills += [(*fill, stream) for *fill, _ in done.fills]  # type: ignore[misc]
 
     def expect(self, made: list[Plan]) -> None:
         """Note how long the parameters of the launches are."""
@@ -103,12 +137,18 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     )
     monkeypatch.setattr(backends, "on_device_of", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cupy, "asarray", lambda x, *_: x)
-    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", lambda *fill: fake.fills.append(fill))
+    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", fake.fill)
+    monkeypatch.setattr(cupy.cuda.runtime, "graphLaunch", fake.replay)
+    monkeypatch.setattr(cupy.cuda.runtime, "streamIsCapturing", lambda x: x in fake.recording)
+    monkeypatch.setattr(cupy.cuda, "Stream", fake.new_stream)
+    monkeypatch.setattr(replay, "_exchange_mode", lambda: lambda mode: 0)
+    monkeypatch.setattr(replay, "_per_thread", replay._PerThread())
     monkeypatch.setattr(tensor_map, "encode", encoded)
     before = cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(lambda size: array((size,), "uint8").data)
     kc.cache_clear(disk=False)  # plans keep what was made ready for them, here and afterwards
     yield fake
+    replay.graphs()._graphs.clear()  # before there is another driver
     kc.cache_clear(disk=False)
     cupy.cuda.set_allocator(before)
 
@@ -333,10 +373,9 @@ class OnDevice:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
-    """`cupyattn.interop.torch.calls` on tensors like these; `zeroed`: what is set to zero."""
+    """`cupyattn.interop.torch.calls` on tensors like these."""
     torch = pytest.importorskip("torch")
     module = importlib.import_module("cupyattn.interop.torch.calls")
-    zeroed: list[tuple[int, int, int]] = []
 
     def empty(shape: Any, *, dtype: Any, device: Any) -> OnDevice:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -347,10 +386,6 @@ def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=driver.stream)
     )
-    monkeypatch.setattr(
-        cupy.cuda.runtime, "memsetAsync",
-        lambda address, value, count, stream: zeroed.append((address, count, stream)),
-    )  # fmt: skip
     monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty(x.shape, dtype=x.dtype, device=0))
     for name, stand_in in (
         ("as_array", lambda x: x.array), ("as_own_tensor", OnDevice),
@@ -364,7 +399,6 @@ def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
         forward=module.forward,
         gradients=module.backward_pass,
         Settings=module.Settings,
-        zeroed=zeroed,
     )
 
 
@@ -397,7 +431,7 @@ def test_a_call_on_tensors_is_launched_again_from_their_addresses(
         check(driver, made, known | {"o": o.array} | ({} if lse is None else {"lse": lse.array}))
         monkeypatch.setattr(calls.module, "resolve", lambda *_, **__: pytest.fail("planned again"))
     zeros = any(work.zeros for one in made for work in one.workspace)
-    assert len(calls.zeroed) == zeros and all(stream == 8 for *_, stream in calls.zeroed)
+    assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
     if added == "out":
         with pytest.raises(ValueError, match="out must not share memory with q"):
             calls.forward(calls.Settings(**options), given, given["q"])
@@ -430,10 +464,9 @@ def test_scales_that_a_caller_gives_arrive_by_one_copy(
         structs = [np.frombuffer(x, parameter[0])[0] for x, parameter in params]
         of_q, of_k = (int(x["static_scale"]) for x in structs[:2])
         assert [of_q, of_k] == [x.data.ptr for x in filled[-2:]] and of_k - of_q == 256
-        if turn == 2:  # launched on addresses
-            ((to, *rest),) = copies
-            assert rest == [of_q, 512, driver.stream]
-            assert [int(x["scale"]) for x in structs[:2]] == [to, to + 256]
+        *_, (to, *rest) = copies
+        assert len(copies) == turn + 1 and rest == [of_q, 512, driver.stream]
+        assert [int(x["scale"]) for x in structs[:2]] == [to, to + 256]
         check(driver, made, {"v": given["v"].array, "o": o.array})
         assert len(filled) == 2 * min(turn + 1, 2), "planned anew after a capture alone"
         capturing[0] = False
@@ -493,7 +526,7 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
         monkeypatch.setattr(backward, "resolve", lambda *_, **__: pytest.fail("planned again"))
     zeros = any(work.zeros for work in made[0].workspace)
     assert zeros == (added != "deterministic" or arch == "sm_90a")
-    assert [stream for *_, stream in calls.zeroed] == [7, 8] * zeros
+    assert [stream for *_, stream in driver.fills] == [7, 8] * zeros
 
 
 def test_gradients_of_rows_that_are_turned_are_more_than_launches(driver: Driver) -> None:

@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "ptxas",
         "disk_cache",
         "tensor_map",
+        "replay",
         "arrays",
         "checks",
         "rope",

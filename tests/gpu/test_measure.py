@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import cli, device, timing, unfused
 from cupyattn.distributions import make
+from experiments import common, graphs
 
 cupy = pytest.importorskip("cupy")
 SMALL = ["--batch", "1", "--heads", "2", "--len", "256", "--head-dim", "64"]
@@ -89,6 +93,38 @@ def test_a_graph_of_calls_is_what_they_are() -> None:
     with pytest.raises(ZeroDivisionError):
         timing.captured(lambda i: 1 // i, 1)
     assert (prepared(q, k, v, out=results[0]).get() == expected[0]).all()
+
+
+def test_a_graph_of_an_experiment_has_memory_of_its_own() -> None:
+    """Results and scratch memory that calls take lie where nobody else's do, ours and torch's."""
+    sets = [on_device(*make("normal", 1, 8, 300, 300, 64, seed=seed)) for seed in range(3)]
+    calls: dict[str, Callable[..., Any]] = {
+        rung: functools.partial(ca.attention, variant=rung) for rung in ("unfused", "fa_int8")
+    }
+    torch = None if importlib.util.find_spec("torch") is None else importlib.import_module("torch")
+    if torch is not None:
+        calls["torch"] = lambda *arrays: torch.nn.functional.scaled_dot_product_attention(
+            *map(torch.from_dlpack, arrays)
+        )
+    made = graphs.of_calls({n: common.rotating(c, sets) for n, c in calls.items()}, len(sets))
+    assert made.keys() == calls.keys()
+    filled = [cupy.full(2**n, 0xFF, cupy.uint8) for n in range(10, 24)]
+    for graph in made.values():
+        graph(0)
+    assert all(bool((x == 0xFF).all()) for x in filled)
+
+
+def test_work_on_another_stream_is_not_in_a_graph() -> None:
+    x, other = cupy.zeros(100, "float32"), cupy.cuda.Stream(non_blocking=True)
+
+    def call(i: int) -> Any:
+        with other:
+            result = cupy.add(x, 1)
+        other.synchronize()
+        return result
+
+    with pytest.raises(RuntimeError, match="does not compute what the call does"):
+        graphs.recorded(call, 2)
 
 
 def test_the_environment_describes_the_device() -> None:
