@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -51,7 +53,17 @@ def test_they_do_in_the_mirror(form: str, size: float) -> None:
     assert np.isfinite(lse).all()
 
 
-@pytest.mark.parametrize("form", cases.OF_FLOAT16)
+#: The others have neighbours among these, whose last steps are the same.
+SOONER = {"fa_tc", "fa_tc, sm90", "fa_int8", "pv8_whole", "sm90_pv8", "sm90_fp8"}
+
+
+def forms(names: list[str]) -> list[Any]:
+    """Return forms as parameters, most of them slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(x, marks=[] if x in SOONER else [slow], id=x) for x in names]
+
+
+@pytest.mark.parametrize("form", forms(cases.OF_FLOAT16))
 @given(kind=st.sampled_from(cases.VALUES), seed=st.integers(0, 2**32 - 1), smooth_v=st.booleans())
 @example(kind="constant", seed=0, smooth_v=False)
 @example(kind="levels", seed=0, smooth_v=True)
@@ -60,8 +72,8 @@ def test_values_of_any_size_give_finite_rows(form, kind, seed, smooth_v) -> None
     cases.check_values(form, kind, seed, "interpret", np.asarray, smooth_v=smooth_v)
 
 
-@pytest.mark.parametrize("form", cases.ROUNDING)
-@pytest.mark.parametrize("behind", cases.BEHIND)
+@pytest.mark.parametrize("form", forms(cases.ROUNDING))
+@pytest.mark.parametrize("behind", cases.BEHIND[:2])
 def test_weights_that_are_rounded_up_keep_rows_finite(form: str, behind: float) -> None:
     cases.check_rounded_up(form, behind, "interpret", np.asarray)
 
@@ -73,7 +85,7 @@ def test_they_do_in_the_mirror_too(behind: float) -> None:
     assert o.max() <= cases.LARGEST and o.min() >= cases.LARGEST * (1 - 2.0**-10)
 
 
-@pytest.mark.parametrize("form", cases.OF_V)
+@pytest.mark.parametrize("form", forms(cases.OF_V))
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_stays_so(form: str, value: float) -> None:
     cases.check_infinite(form, value, "interpret", np.asarray)
