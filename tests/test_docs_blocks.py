@@ -3,7 +3,8 @@
 The convention: blocks marked ``python`` are run one after the other, in the names that those
 before have left. A block without a mark that follows is what is printed, and an exception that ends
 a block is its last line; ``...`` stands for anything. Pages with tests of their own, which look at
-more than what is printed, are left to these.
+more than what is printed, are left to these. Commands of ours run as well, unless the reader has to
+put in a name.
 """
 
 from __future__ import annotations
@@ -99,20 +100,46 @@ def test_a_block_that_prints_something_else_is_found(tmp_path: Path) -> None:
         check_page(page)
 
 
+def commands(page: Path) -> list[list[str]]:
+    """The words of every line of a page's blocks marked ``sh``."""
+    bodies = [block.body for block in blocks(page) if block.language == "sh"]
+    lines = "".join(bodies).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def is_whole(words: list[str]) -> bool:
+    """Whether a command names nothing that the reader has to put in, which is in capitals."""
+    return not any(re.fullmatch("[A-Z][A-Z0-9]+", word) for word in words)
+
+
+RUNNABLE = sorted(
+    {
+        tuple(words[1:])
+        for page in [*PAGES, ROOT / "README.md"]
+        for words in commands(page)
+        if words[0] == "cupyattn" and is_whole(words)
+    }
+)
+
+
+@pytest.mark.parametrize("words", RUNNABLE, ids=" ".join)
+def test_commands_of_the_pages_run(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(list(words)) == 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for block in blocks(page):
-        if block.language != "sh":
-            continue
-        for line in block.body.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if words[:1] == ["cupyattn"]:
-                cli.parser().parse_args(words[1:])
-            elif words[:1] == ["make"]:
-                assert re.search(rf"^{words[1]}[: ]", makefile, re.MULTILINE), line
-            elif words[:2] == ["python", "-m"] and not words[2].startswith("cupyattn"):
-                assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), line
+    for words in commands(page):
+        if words[:1] == ["cupyattn"]:
+            cli.parser().parse_args(words[1:])
+        elif words[:1] == ["make"]:
+            assert re.search(rf"^{words[1]}[: ]", makefile, re.MULTILINE), words
+        elif words[:2] == ["python", "-m"] and not words[2].startswith("cupyattn"):
+            assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), words
 
 
 def anchors(page: Path) -> set[str]:
