@@ -14,6 +14,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import cli
 from experiments import checkpoints, common, kandinsky_block
+from tests.checkpoint_files import source
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "CHECKPOINTS.md").read_text(encoding="utf-8")
@@ -33,6 +34,18 @@ def test_the_example_runs(
     assert ca.checkpoints.open_checkpoint(tmp_path / "back").tensors.keys() == {
         "blocks.0.mlp.fc1.weight"
     }
+
+
+def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = {"MODEL": str(source(tmp_path / "model")), "INT8": "int8", "BACK": "back"}
+    lines = re.findall(r"^cupyattn (.*?)(?: +#.*)?$", PAGE, re.MULTILINE)
+    runnable = [line for line in lines if "PIPELINE" not in line]  # test_checkpoint_kandinsky.py
+    assert [line.split()[0] for line in runnable] == ["analyze", "convert", "dequantize"]
+    for line in runnable:
+        assert cli.main([places.get(word, word) for word in line.split()]) == 0
+    before, after = (ca.checkpoints.open_checkpoint(x).tensors.keys() for x in ("model", "back"))
+    assert before == after
 
 
 def test_commands_and_settings_exist() -> None:
