@@ -61,8 +61,8 @@ SPILLED = {
     ("fa_int8@pv8", "float32", 64): 8,
     ("fa_int8@pv8", "float32", 256): 8,
 }
-#: The same by rung and head_dim, with a scale for every two rows and 16 keys, as a stack frame: what
-#: steps of the Hopper form need that are weighted again, those at the end of a row of keys.
+#: The same by rung and head_dim, with a scale for every two rows and 16 keys, as a stack frame:
+#: what steps of the Hopper form need that are weighted again, those at the end of a row of keys.
 SPILLED_FINE = {("fa_int8@sm90", 64): 224, ("fa_int8@pv8", 64): 16}
 #: The same where sequences are packed.
 SPILLED_PACKED = {("fa_int8@pv8", 64): 4, ("fa_int8@pv8", 128): 28}
