@@ -28,10 +28,13 @@ def record_of(name: str, file: Path) -> dict[str, Any]:
 def with_missing(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record of problems, and those of another that it lacks, by head_dim.
 
-    Each of these says at which revision, and by which command, it was measured.
+    Each of these says at which revision, by which command, and on which device it was measured.
     """
     known = {found["problem"]["name"] for found in record["problems"]}
-    of_part = {"command": part["command"], "revision": part["environment"].get("revision")}
+    environment = part["environment"]
+    of_part = {"command": part["command"], "revision": environment.get("revision")}
+    if "device" in environment:
+        of_part["device"] = environment["device"]["name"]
     problems = list(record["problems"])
     problems += [
         {**of_part, **found} for found in part["problems"] if found["problem"]["name"] not in known
@@ -50,14 +53,31 @@ def of_another_revision(record: Mapping[str, Any]) -> str:
     ', but head_dim 256, which is of revision 0a'
     """
     others: dict[str, list[int]] = {}
-    own = record.get("environment", {}).get("revision")
+    environment = record.get("environment", {})
+    own, own_device = environment.get("revision"), environment.get("device", {}).get("name")
     for found in record.get("problems", ()):
+        device = found.get("device", own_device)
         if found.get("revision", own) != own:
-            others.setdefault(found["revision"][:10], []).append(found["problem"]["head_dim"])
+            at = found["revision"][:10] + ("" if device == own_device else f" on {device}")
+            others.setdefault(at, []).append(found["problem"]["head_dim"])
     return "".join(
-        f", but head_dim {' and '.join(map(str, sorted(set(dims))))}, which is of revision {at}"
-        for at, dims in others.items()
+        f", but {_some_of(dims, record)}, which is of revision {at}" for at, dims in others.items()
     )
+
+
+def _some_of(dims: Sequence[int], record: Mapping[str, Any]) -> str:
+    """Return what to call problems of a record: by head_dim where that tells them from the others.
+
+    Examples
+    --------
+    >>> whole = {"problems": [{"problem": {"head_dim": dim}} for dim in (64, 64, 128)]}
+    >>> _some_of([128], whole), _some_of([64], whole)
+    ('head_dim 128', '1 of 3 problems')
+    """
+    every = [found["problem"]["head_dim"] for found in record["problems"]]
+    if sum(dim in dims for dim in every) == len(dims):
+        return f"head_dim {' and '.join(map(str, sorted(set(dims))))}"
+    return f"{len(dims)} of {len(every)} problems"
 
 
 def record_with(
