@@ -1,7 +1,8 @@
-"""Zero points in the Hopper form of fa_int8 with V in 16 bits, in the interpreter."""
+"""Zero points in the Hopper forms of fa_int8 with V in 16 bits and in e4m3, in the interpreter."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,17 @@ import pytest
 from cupyattn import BlockMask, Tiles, attention, attention_varlen, explain, launch, pieces
 from cupyattn import compile as kc
 from cupyattn.checks import GROUP_ALL
-from cupyattn.features import Features
+from cupyattn.interpret import KernelFault
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.quantizers import in_padded_rows
 from cupyattn.registry import lookup
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import bits, hopper_blocks, normal, packed, sequences
-from tests.test_kernels_compile import LATE
+from tests.test_kernels_compile import features_of
 from tests.test_zero_points import moved
 
-RUNG = "fa_int8@sm90"
+RUNG, FP8 = "fa_int8@sm90", "fa_int8@sm90_fp8"
 HOPPER: dict[str, Any] = {"arch": "sm_90a", "backend": "interpret"}
 
 
@@ -105,15 +106,18 @@ def test_the_largest_products_there_are() -> None:
 # ---- J2 and J3 -----------------------------------------------------------------------------------
 
 
-def check(granularity: str, head_dim: int = 64, dtype: str = "float16", **options: Any) -> None:
-    """J2 and J3 of numbers that lie to one side of 0."""
-    q, k, v = normal((1, 4, 40, head_dim), (1, 2, 150, head_dim), dtype)
+def check(
+    granularity: str, head_dim: int = 64, dtype: str = "float16", rung: str = RUNG, **options: Any
+) -> None:
+    """J2 and J3 of numbers that lie to one side of 0; two steps of keys at least."""
+    q, k, v = normal((1, 4, 40, head_dim), (1, 2, 200, head_dim), dtype)
     sides = np.where(np.arange(head_dim) % 2, 1, -1).astype(dtype)
-    rising = np.linspace(-3, 3, 150).astype(dtype)[:, None]
-    quant = QuantConfig(granularity, granularity, symmetric=False)
+    rising = np.linspace(-3, 3, 200).astype(dtype)[:, None]
+    given = {"pv": "fp8", "granularity_v": "channel"} if rung == FP8 else {}
+    quant = QuantConfig(granularity, granularity, symmetric=False, **given)
     inputs = (q + q.dtype.type(1), k + rising * sides, v)
-    one = runs.run(RUNG, inputs, quant=quant, **{**HOPPER, **options})
-    assert one.form == "sm90"
+    one = runs.run(rung, inputs, quant=quant, **{**HOPPER, **options})
+    assert one.form == rung.partition("@")[2]
     one.check()
 
 
@@ -138,6 +142,27 @@ def check(granularity: str, head_dim: int = 64, dtype: str = "float16", **option
 def test_within_the_bound(granularity, head_dim, dtype, options) -> None:
     for backend in ("mirror", "interpret"):
         check(granularity, head_dim, dtype, backend=backend, **options)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "head_dim", "dtype", "options"),
+    [
+        ("thread", 64, "float16", {"causal": True}),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("tensor", 128, "bfloat16", {}),
+                ("head", 96, "float32", {"causal": True}),
+                ("block", 128, "float16", {"window": (20, 30)}),
+            )
+        ),
+    ],
+)
+def test_within_the_bound_with_values_in_8_bit_floats(
+    granularity, head_dim, dtype, options
+) -> None:
+    for backend in ("mirror", "interpret"):
+        check(granularity, head_dim, dtype, FP8, backend=backend, **options)
 
 
 @pytest.mark.slow
@@ -204,6 +229,20 @@ def test_a_term_left_out_is_noticed(source, line, instead, tmp_path: Path, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("      zeros.begin(dot, K_at.stage);\n", "      zeros.begin(dot, V_at.stage);\n"),
+        ("Q_row[d] - zero,", "Q_row[d],"),
+    ],
+)
+def test_a_mistake_beside_8_bit_floats_is_noticed(line, instead, tmp_path, monkeypatch) -> None:
+    put_a_line_in_place("sm90/attn_fa_int8_fp8.cu", line, instead, tmp_path, monkeypatch)
+    with pytest.raises((AssertionError, KernelFault)):
+        check("thread", rung=FP8, causal=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("source", "line", "instead"),
     [
         (HEADER, " + tile.first * BLOCK_KV;", ";"),
@@ -221,15 +260,25 @@ def test_a_mistake_in_pieces_is_noticed(source, line, instead, tmp_path: Path, m
 
 @pytest.mark.parametrize("varlen", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("head_dim", [*LATE, 128])
-def test_default_tiles_spill_nothing(head_dim: int, causal: bool, varlen: bool) -> None:
+@pytest.mark.parametrize(
+    ("form", "head_dim"),
+    [
+        ("sm90", 128),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("sm90", 64), ("sm90", 256), ("sm90_fp8", 64), ("sm90_fp8", 96), ("sm90_fp8", 128),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_default_tiles_spill_nothing(form: str, head_dim: int, causal: bool, varlen: bool) -> None:
     """What goes with rows and keys leaves shared memory as late as it can."""
     variant = lookup("fa_int8")
-    features = Features(
-        "float16", head_dim, causal, True, 8, 64, 64, varlen=varlen, zero_points=True
-    )
-    tiles = variant.tiles_for(head_dim, form="sm90")
-    binary = kc.build(launch.module_spec(variant, features, tiles, "sm90"), "sm_90a")
+    plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
+    features = replace(plain, varlen=varlen, zero_points=True)
+    tiles = variant.tiles_for(head_dim, form=form)
+    binary = kc.build(launch.module_spec(variant, features, tiles, form), "sm_90a")
     (taken,) = binary.kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), taken
     kc.check_shared_memory(binary.smem_bytes, 227 * 1024, str(tiles))
@@ -243,7 +292,6 @@ def test_default_tiles_spill_nothing(head_dim: int, causal: bool, varlen: bool) 
     [
         (QuantConfig("token", "token", symmetric=False), "has one scale for 16 keys, or for a mul"),
         (QuantConfig(pv="int8", granularity_v="channel", symmetric=False), "takes no zero points"),
-        (QuantConfig(pv="fp8", granularity_v="channel", symmetric=False), "takes no zero points"),
     ],
 )
 def test_what_it_leaves_to_the_portable_form(quant: QuantConfig, reason: str) -> None:

@@ -40,7 +40,8 @@ struct SharedZeros {
   // V_STEPS: stages of a tile that hold V alone.
   template <int V_STEPS, typename SharedStorage>
   __device__ __forceinline__ void load_keys(
-      SharedStorage& smem, const AttnParams& call, const QuantParams& quant) {
+      SharedStorage& smem, Mbarrier (&full)[NUM_STAGES], Mbarrier (&empty)[NUM_STAGES],
+      const AttnParams& call, const QuantParams& quant) {
     RingPosition<Q_STAGES> Q_at;
     RingPosition<NUM_STAGES> at;
     while (true) {
@@ -72,7 +73,7 @@ struct SharedZeros {
         for (int i = 0; i < LANE_KEYS; ++i)
           sum[i] = code_sum[min(kv0 + i * WARP_SIZE + lane_id(), last)];
         const int of_keys = zero[uint32_t(min(kv0 + lane_id() * SCALE_KEYS, last)) / GROUP_KV];
-        mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
+        mbarrier_wait_parity(empty[at.stage], at.parity ^ 1);  // these were read
         KeyZeros& to = K[at.stage];
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; ++i)
@@ -80,7 +81,7 @@ struct SharedZeros {
             to.code_sum[KeyZeros::place(key)] = -sum[i];
         if (lane_id() < SCALES) to.zero[lane_id()] = -of_keys;
         __syncwarp();  // all lanes have written
-        if (lane_id() == 0) mbarrier_arrive(smem.full[at.stage]);
+        if (lane_id() == 0) mbarrier_arrive(full[at.stage]);
       }
     }
   }

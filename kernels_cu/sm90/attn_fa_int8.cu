@@ -267,7 +267,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if constexpr (ZERO_POINTS)
-      if (warp_id() == 1) zeros.load_keys<1>(smem, call, quant);
+      if (warp_id() == 1) zeros.load_keys<1>(smem, smem.full, smem.empty, call, quant);
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     TileRange tiles(call);
     RingPosition<Q_STAGES> Q_at;
