@@ -208,7 +208,9 @@ __device__ __forceinline__ void softmax(
     uint32_t (&P_frag)[BLOCK_KV / 16][4], int q, int kv0, int unmasked) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
-  const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+  // NOTE: of any of the warp's 16 rows, not of this lane's alone: its lanes vote on the weights.
+  const bool masked =
+      kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q - lane_id() / 4, 16));
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
   const bool weighed = !FIRST && !masked && weigh<false>(M, dot, factor, P_frag, sum);
