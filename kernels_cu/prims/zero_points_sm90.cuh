@@ -28,7 +28,8 @@ struct alignas(16) KeyZeros {
     return key / 16 * 16 + key % 8 / 2 * 4 + key / 8 % 2 * 2 + key % 2;
   }
 };
-// Who fills a stage: the thread that copies, and the warp that loads this.
+
+// Who arrives at a stage that is full: the thread that copies K, and the warp that loads this.
 constexpr int PRODUCERS = ZERO_POINTS ? 2 : 1;
 
 // Lies behind the kernel's own shared storage.
