@@ -462,8 +462,9 @@ def plan_int8(
     quantised: dict[str, Any] = {"group_q": group_q, "group_kv": group_kv}
     quantised["zero_points"] = zeros is not None
     on_hopper = form.startswith("sm90")
-    # NOTE: the log-sum-exp takes a product of codes of Q with the mean of the keys.
-    inside = on_hopper and group_q <= QUANTIZED_ROWS and not call.return_lse
+    # NOTE: the log-sum-exp takes a product of codes of Q with the mean of the keys, and zero points
+    # take the sums of codes.
+    inside = on_hopper and group_q <= QUANTIZED_ROWS and not call.return_lse and zeros is None
     inside = inside and call.head_dim <= QUANTIZED_HEAD_DIM and own_tiles
     if numbers is not None and (numbers.itemsize != 2 or hopper.out_of_reach({"q": numbers})):
         inside = False

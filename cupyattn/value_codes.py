@@ -179,8 +179,8 @@ def hopper_obstacle(
         As for `cupyattn.launch.plan_int8`.
     """
     found = ""
-    if zeros is not None:
-        found = "takes no zero points of codes"
+    if zeros is not None and values is not None and values.p_type != "e4m3":
+        found = "takes no zero points with P and V as INT8 codes"
     elif group_kv % HOPPER_SCALE_KEYS:
         found = f"has one scale for {HOPPER_SCALE_KEYS} keys, or for a multiple, got {group_kv}"
     elif values is not None and values.p_type == "s8":

@@ -1,5 +1,5 @@
-"""The kernels of ``prims/zero_points.cuh``, ``value_zeros.cuh``, ``quantize_tile.cuh`` and
-``quantize_q.cuh``.
+"""The kernels of ``prims/zero_points.cuh``, ``zero_points_sm90.cuh``, ``value_zeros.cuh``,
+``quantize_tile.cuh`` and ``quantize_q.cuh``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.features import Features
-from cupyattn.params import QUANT_PARAMS, pack
+from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, pack
 from cupyattn.quant.quantizers import quantize_affine, quantize_symmetric
 from cupyattn.rounding import STORAGE
 from cupyattn.tiles import Tiles
@@ -40,6 +40,38 @@ def zero_points_expected(
     z_q, z_k = Q_zero[1, rows // 2, None], K_zero[1, keys // 4]
     taken = z_q * K_code_sum[1, keys] + z_k * (Q_code_sum[1, rows, None] - HEAD_DIM * z_q)
     return {"dots": 1000 - taken, "of_rows": np.stack([z_q[:, 0], 0 * z_q[:, 0]])}
+
+
+#: Rows and keys of a head, not all of which tiles of 16 rows and 2 x 80 keys have.
+LEN_Q, LEN_KV = 29, 150
+
+
+def zero_points_sm90_arguments() -> Arguments:
+    numbers = rng()
+    strides = {
+        "Q_scale_stride_head": 15, "K_scale_stride_head": 10,
+        "Q_sum_stride_head": LEN_Q, "K_sum_stride_head": LEN_KV,
+    }  # fmt: skip
+    return {
+        "call": pack(ATTN_PARAMS, {"heads": 2, "len_q": LEN_Q, "len_kv": LEN_KV}, {}),
+        "given": pack(QUANT_PARAMS, strides, {}),
+        "Q_zero": numbers.integers(-128, 128, (2, 15)).astype(np.int32),
+        "K_zero": numbers.integers(-128, 128, (2, 10)).astype(np.int32),
+        "Q_code_sum": numbers.integers(-3072, 3072, (2, LEN_Q)).astype(np.int32),
+        "K_code_sum": numbers.integers(-3072, 3072, (2, LEN_KV)).astype(np.int32),
+        "dots": np.full((32, 160), 1 << 30, np.int32),
+        "of_rows": np.full(32, -999, np.int32),
+    }
+
+
+def zero_points_sm90_expected(
+    Q_zero: np.ndarray, K_zero: np.ndarray, Q_code_sum: np.ndarray, K_code_sum: np.ndarray, **_: Any
+) -> dict[str, np.ndarray]:
+    rows, keys = np.minimum(np.arange(32), LEN_Q - 1), np.minimum(np.arange(160), LEN_KV - 1)
+    there = np.arange(32) < LEN_Q
+    z_q, z_k = Q_zero[1, rows // 2, None], K_zero[1, keys // 16]
+    taken = z_q * K_code_sum[1, keys] + z_k * (Q_code_sum[1, rows, None] - HEAD_DIM * z_q)
+    return {"dots": -taken * there[:, None], "of_rows": z_q[:, 0] * there}
 
 
 def value_zeros_arguments() -> Arguments:
@@ -151,6 +183,14 @@ ZERO_PRIMS = [
         defines=defines(
             Tiles(16, 32, 1, 2),
             Features("float16", HEAD_DIM, vec=8, group_q=2, group_kv=4, zero_points=True),
+        ),
+    ),
+    Prim(
+        "zero_points_sm90", "zero_points_sm90", "zero_points_sm90", 64, zero_points_sm90_arguments,
+        zero_points_sm90_expected, hopper=True,
+        defines=defines(
+            Tiles(16, 80, 2, 2),
+            Features("float16", HEAD_DIM, vec=8, group_q=2, group_kv=16, zero_points=True),
         ),
     ),
     Prim(

@@ -38,6 +38,14 @@ def test_within_the_bound(rung: str, head_dim: int, dtype: str, options: dict[st
         one.check()
 
 
+def test_a_window_that_begins_among_the_rows_of_a_warp() -> None:
+    """Of some rows a step is masked and of others not: the lanes of the warp go one way."""
+    inputs = normal((1, 1, 40, 72), (1, 1, 200, 72))
+    one = runs.run(CODES, inputs, window=(90, 0), **HOPPER)
+    assert one.form == "sm90"
+    one.check()
+
+
 @pytest.mark.slow
 def test_sequences_of_codes_are_as_if_alone() -> None:
     tiles = Tiles(128, 64, 12, 2)

@@ -10,6 +10,12 @@
 #include "prims/varlen.cuh"
 #include "prims/warp.cuh"
 
+// The zero point of the rows that have the scale at `scale`: it lies as far from the first as that.
+__device__ __forceinline__ int zero_of(
+    const int32_t* first_zero, const float* first_scale, const float* scale) {
+  return first_zero[scale - first_scale];
+}
+
 // Lies behind the kernel's own shared storage.
 struct ZeroTiles {
   int2 Q[BLOCK_Q];               // of a row: z_q and sum c_q - HEAD_DIM z_q

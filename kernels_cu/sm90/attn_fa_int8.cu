@@ -13,6 +13,10 @@
 //              (diff attn_fa_tc.cu attn_fa_int8.cu)
 //              Q may come as numbers: the warps that multiply its rows make codes of them, where
 //              no pass before has to write what this one reads back.
+//              With zero points accumulators begin with what these take from a score
+//              (prims/zero_points_sm90.cuh): 1.7 to 2 instructions a score more, of about 5.5, and
+//              codes of Q by the pass. Predicted from the machine code: 1.05 to 1.15 times the
+//              kernel's time, 1.1 to 1.25 times the call's; to be measured.
 // Kept simple  At least 16 adjacent keys share a scale: finer ones are left to the portable form.
 //              Packed sequences and block masks as in the Hopper form of fa_tc.
 // Tried        Integers to floats before the exponentials, not among them: 0.97 at head_dim 128.
@@ -40,6 +44,7 @@
 #include "prims/step_scores.cuh"
 #include "prims/varlen.cuh"
 #include "prims/work_tile.cuh"
+#include "prims/zero_points_sm90.cuh"
 
 constexpr int WARPGROUP = 128;                           // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;                  // warpgroups that compute
@@ -85,7 +90,7 @@ struct SharedStorage {
   int kv0[NUM_STAGES];                           // first key of that K; not read unless BLOCK_MASK
   float K_scale[NUM_STAGES][SCALES];             // of its keys
 };
-extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + SHARED_ZEROS_BYTES;
 constexpr int K_BYTES = sizeof(SharedStorage::K[0]);  // that arrive for a step
 constexpr int V_BYTES = V_BOXES * sizeof(SharedStorage::V[0][0]);
 
@@ -107,7 +112,8 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
 }
 
-// S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
+// S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background. ZERO_POINTS: added to
+// what SharedZeros begins with.
 __device__ __forceinline__ void start_scores(
     int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
   wgmma_use(dot);
@@ -117,7 +123,7 @@ __device__ __forceinline__ void start_scores(
     const int box = k / 4, byte = k % 4 * 32;
     WgmmaS8<BLOCK_KV>::ss(
         dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);
+        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), ZERO_POINTS || k > 0);
   }
   wgmma_commit_group();
 }
@@ -202,7 +208,9 @@ __device__ __forceinline__ void softmax(
     uint32_t (&P_frag)[BLOCK_KV / 16][4], int q, int kv0, int unmasked) {
   Factors factor;
   make_factors(factor, Q_factor, K_scale);
-  const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+  // NOTE: of any of the warp's 16 rows, not of this lane's alone: its lanes vote on the weights.
+  const bool masked =
+      kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q - lane_id() / 4, 16));
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN
   float sum[2];                           // this lane's part
   const bool weighed = !FIRST && !masked && weigh<false>(M, dot, factor, P_frag, sum);
@@ -237,15 +245,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const __grid_constant__ ScheduleParams schedule, const __grid_constant__ PieceParams pieces) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  auto& zeros = *reinterpret_cast<SharedZeros*>(shared_bytes + sizeof(SharedStorage));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Q_STAGES; ++s) {
       mbarrier_init(smem.Q_full[s], 1);
-      mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
+      mbarrier_init(smem.Q_empty[s], CONSUMERS * 4 + PRODUCERS - 1);  // a lane of every other warp
     }
     for (int s = 0; s < NUM_STAGES; ++s) {
-      mbarrier_init(smem.full[s], 1);
+      mbarrier_init(smem.full[s], PRODUCERS);
       mbarrier_init(smem.empty[s], CONSUMERS * 4);
     }
     fence_mbarrier_init();
@@ -259,6 +268,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   __syncthreads();       // barriers and these boxes are there before anyone waits or multiplies
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if constexpr (ZERO_POINTS)
+      if (warp_id() == 1) zeros.load_keys<1>(smem, smem.full, smem.empty, call, quant);
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     TileRange tiles(call);
     RingPosition<Q_STAGES> Q_at;
@@ -373,6 +384,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
         Q_factor[h] = Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];
       Q_factor[h] *= p.scale_log2;  // R3
     }
+    zeros.load_rows(call, quant, Q_scale, tile, row, p.len_q);
 
     // The last steps of a causal tile are for rows of the other warpgroups.
     constexpr bool SOME_STEPS = CAUSAL && !VARLEN && !BLOCK_MASK;
@@ -383,6 +395,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     // The first scores, by themselves.
     mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K has arrived
     if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
+    zeros.begin(dot, at.stage);
     turn.take();
     start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
     turn.pass();
@@ -398,6 +411,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
       mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K and V have arrived
       kv0 = BLOCK_MASK ? smem.kv0[at.stage] : kv0 + BLOCK_KV;
+      zeros.begin(dot, at.stage);
       if (IN_TURN) turn.take();
       start_scores(dot, Q_rows, K_rows);
       start_output(O_acc, P_frag, V_rows);
@@ -459,8 +473,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
           const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                                 + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
                                 min(q, p.len_q - 1) * p.Q_stride.len;
+          const int zero = zeros.of_row(h);
           float mean_dot = 0.0f;
-          for (int d = t; d < HEAD_DIM; d += 4) mean_dot = fmaf(Q_row[d], K_mean[d], mean_dot);
+          for (int d = t; d < HEAD_DIM; d += 4)
+            mean_dot = fmaf(Q_row[d] - zero, K_mean[d], mean_dot);
           mean_dot = shfl_sum<4>(mean_dot);
           if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * mean_dot;  // R3
         }

@@ -6,6 +6,7 @@
 //              the factor of the tile. The error of the instruction is then that of one tile.
 // Differs from the Hopper form with P in u8: S4 has the maximum of the tile, and alpha and beta in
 //              the place of shifts, S5 is two levels of sums, S6 has no whole numbers to convert.
+//              Q and K may have zero points, as in the Hopper form with V in 16 bits.
 //              (diff attn_fa_int8_pv8.cu attn_fa_int8_fp8.cu)
 // Kept simple  One scale per channel of V; at least 16 adjacent keys share a scale; head_dim up to
 //              128, since past it registers hold no second level. The rest is left to the portable
@@ -29,6 +30,7 @@
 #include "prims/step_scores.cuh"
 #include "prims/varlen.cuh"
 #include "prims/work_tile.cuh"
+#include "prims/zero_points_sm90.cuh"
 
 constexpr int WARPGROUP = 128;                          // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;                 // warpgroups that compute
@@ -61,7 +63,7 @@ struct SharedStorage {
   float K_scale[NUM_STAGES][SCALES];  // of its keys
   ChannelScales<O_COLS> V_scales[CONSUMERS][Q_STAGES];
 };
-extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + SHARED_ZEROS_BYTES;
 
 static_assert(P_TYPE == PType::E4M3, "this form takes P in e4m3");
 static_assert(
@@ -82,7 +84,8 @@ __device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
   return round_down(kv_begin(p, q0), BLOCK_KV);
 }
 
-// S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
+// S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background. ZERO_POINTS: added to
+// what SharedZeros begins with.
 __device__ __forceinline__ void start_scores(
     int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
   wgmma_use(dot);
@@ -92,7 +95,7 @@ __device__ __forceinline__ void start_scores(
     const int box = k / 4, byte = k % 4 * 32;
     WgmmaS8<BLOCK_KV>::ss(
         dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
-        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);
+        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), ZERO_POINTS || k > 0);
   }
   wgmma_commit_group();
 }
@@ -199,15 +202,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  auto& zeros = *reinterpret_cast<SharedZeros*>(shared_bytes + sizeof(SharedStorage));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Q_STAGES; ++s) {
       mbarrier_init(smem.Q_full[s], 1);
-      mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
+      mbarrier_init(smem.Q_empty[s], CONSUMERS * 4 + PRODUCERS - 1);  // a lane of every other warp
     }
     for (int s = 0; s < NUM_STAGES; ++s) {
-      mbarrier_init(smem.K_full[s], 1);
+      mbarrier_init(smem.K_full[s], PRODUCERS);
       mbarrier_init(smem.V_full[s], 1);
       mbarrier_init(smem.K_empty[s], CONSUMERS * 4);
       mbarrier_init(smem.V_empty[s], CONSUMERS * 4);
@@ -217,6 +221,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
   __syncthreads();       // the barriers are initialised before anyone waits or arrives
   if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
     setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if constexpr (ZERO_POINTS)
+      if (warp_id() == 1) zeros.load_keys<0>(smem, smem.K_full, smem.K_empty, call, quant);
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     TileRange tiles(call);
     RingPosition<Q_STAGES> Q_at;
@@ -329,10 +335,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
         Q_factor[h] = Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];
       Q_factor[h] *= p.scale_log2;  // R3
     }
+    zeros.load_rows(call, quant, Q_scale, tile, row, p.len_q);
 
     // The first scores, by themselves.
     mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
     if (BLOCK_MASK) kv0 = smem.kv0[K_at.stage];
+    zeros.begin(dot, K_at.stage);
     turn.take();
     start_scores(dot, Q_rows, K_first.stage(K_at.stage, sizeof(smem.K[0])));
     turn.pass();
@@ -355,6 +363,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       const Descriptor V_rows = V_first.stage(V_at.stage, sizeof(smem.V[0]));
       mbarrier_wait_parity(smem.K_full[K_at.stage], K_at.parity);  // K has arrived
       kv0 = BLOCK_MASK ? smem.kv0[K_at.stage] : kv0 + BLOCK_KV;
+      zeros.begin(dot, K_at.stage);
       mbarrier_wait_parity(smem.V_full[V_at.stage], V_at.parity);  // V has arrived
       turn.take();
       start_scores(dot, Q_rows, K_rows);
@@ -404,8 +413,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
           const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                                 + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
                                 min(q, p.len_q - 1) * p.Q_stride.len;
+          const int zero = zeros.of_row(h);
           float mean_dot = 0.0f;
-          for (int d = t; d < HEAD_DIM; d += 4) mean_dot = fmaf(Q_row[d], K_mean[d], mean_dot);
+          for (int d = t; d < HEAD_DIM; d += 4)
+            mean_dot = fmaf(Q_row[d] - zero, K_mean[d], mean_dot);
           mean_dot = shfl_sum<4>(mean_dot);
           if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * mean_dot;  // R3
         }

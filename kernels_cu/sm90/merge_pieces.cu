@@ -10,6 +10,7 @@
 #include "prims/params.cuh"
 #include "prims/pieces.cuh"
 #include "prims/warp.cuh"
+#include "prims/zero_points.cuh"
 
 constexpr int LANE_COLS = ceil_div(HEAD_DIM, WARP_SIZE);  // columns of O per lane
 
@@ -66,6 +67,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void merge_pieces(
       const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
                              + batch * quant.Q_scale_stride_batch +
                              head * quant.Q_scale_stride_head;
+      int zero = 0;
+      if constexpr (ZERO_POINTS) zero = zero_of(quant.Q_zero, quant.Q_scale, Q_scale + q / GROUP_Q);
       const float* K_mean =
           quant.K_mean  // [HEAD_DIM]
           + (int64_t(batch) * p.heads_kv + head / (p.heads / p.heads_kv)) * HEAD_DIM;
@@ -74,7 +77,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void merge_pieces(
                             q * p.Q_stride.len;
       float mean_dot = 0.0f;
       for (int d = lane_id(); d < HEAD_DIM; d += WARP_SIZE)
-        mean_dot = fmaf(Q_row[d], K_mean[d], mean_dot);
+        mean_dot = fmaf(Q_row[d] - zero, K_mean[d], mean_dot);
       mean_dot = shfl_sum<WARP_SIZE>(mean_dot);
       if (state.M > NEG_INF)
         state.M += p.scale_log2 * Q_scale[q / max(GROUP_Q, 1)] * mean_dot;  // R3

@@ -7,14 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cupyattn import attention, quantize, testing
-from cupyattn.quant import QuantConfig
+from cupyattn import attention, explain, quantize
+from cupyattn.checks import GROUP_ALL
+from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.quant.operands import quantize_mirror
+from cupyattn.quant.quantizers import in_padded_rows
 from cupyattn.registry import lookup
 from cupyattn.tiles import Tiles
+from tests import runs
 from tests.quant_inputs import DTYPES, operand
-from tests.runs import bits, host_copy, normal, on_host
+from tests.runs import bits, host_copy, normal
+from tests.test_hopper_zero_points import pair
 from tests.test_zero_points import CODED, pairs
 
 cupy = pytest.importorskip("cupy")
@@ -38,17 +42,39 @@ def test_codes_scales_and_zero_points_equal_the_mirrors(head_dim, granularity, d
             assert (a is None and b is None) or bits(a) == bits(b), name
 
 
+def on_device(z: QuantizedQKV) -> QuantizedQKV:
+    """Return the same in device memory, rows of codes padded."""
+    arrays = {n: cupy.asarray(a) for n in vars(z) if hasattr(a := getattr(z, n), "dtype")}
+    rows = {n: in_padded_rows(arrays[n]) for n in ("q_codes", "k_codes")}
+    return replace(z, **arrays | rows)
+
+
 @pytest.mark.parametrize("pv", ["16bit", "int8"])
 def test_codes_moved_by_their_zero_points_change_no_bit(pv) -> None:
     for operands in pairs(pv, (150, 333)):
-        plain, shifted = (
-            replace(
-                z, **{n: cupy.asarray(a) for n in vars(z) if hasattr(a := getattr(z, n), "dtype")}
-            )
-            for z in operands
-        )
-        # Zero points have the portable form; operands without them could have the Hopper form.
+        plain, shifted = map(on_device, operands)
         given = {"return_lse": True, "causal": True, "arch": "sm_90"}
+        for a, b in zip(attention(plain, **given), attention(shifted, **given), strict=True):
+            assert bits(a) == bits(b)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "group_q", "group_kv"),
+    [(64, GROUP_ALL, GROUP_ALL), (72, 1, 16), (128, 2, GROUP_ALL), (256, GROUP_ALL, 16)],
+)
+def test_codes_moved_by_their_zero_points_change_no_bit_in_the_hopper_form(
+    head_dim, group_q, group_kv, causal
+) -> None:
+    """With many steps, tiles that are cut and tiles that are not: sums arrive before they are used,
+    and stay until they were.
+    """
+    if int(cupy.cuda.Device().compute_capability) != 90:
+        pytest.skip("the Hopper form needs compute capability 9.0")
+    for lengths in ((150, 333), (1500, 5000), (7000, 1111)):
+        plain, shifted = map(on_device, pair(head_dim, group_q, group_kv, lengths))
+        given = {"return_lse": True, "causal": causal}
+        assert "fa_int8 (sm90)" in str(explain(shifted, **given))
         for a, b in zip(attention(plain, **given), attention(shifted, **given), strict=True):
             assert bits(a) == bits(b)
 
@@ -58,12 +84,23 @@ def test_codes_moved_by_their_zero_points_change_no_bit(pv) -> None:
 def test_the_bound_holds(head_dim, pv) -> None:
     q, k, v = normal((2, 4, 300, head_dim), (2, 2, 500, head_dim))
     q, k, v = (a + np.float16(1) for a in (q, k, v))
-    z = quantize(*map(cupy.asarray, (q, k, v)), quant=QuantConfig(symmetric=False, pv=pv))
-    o, lse = attention(z, return_lse=True, causal=True)
-    testing.assert_within_bound(
-        on_host(o), q, k, v, variant="fa_int8", lse=on_host(lse), quantized=host_copy(z),
-        causal=True,
-    )  # fmt: skip
+    inputs = tuple(map(cupy.asarray, (q, k, v)))
+    rung = "fa_int8" if pv == "16bit" else "fa_int8@pv8"
+    runs.run(rung, inputs, quant=QuantConfig(symmetric=False, pv=pv), causal=True).check()
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "block", "thread"])
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"window": (90, 20)}], ids=str)
+def test_the_bound_holds_in_the_hopper_form(granularity, options) -> None:
+    if int(cupy.cuda.Device().compute_capability) != 90:
+        pytest.skip("the Hopper form needs compute capability 9.0")
+    q, k, v = normal((1, 6, 700, 128), (1, 2, 1111, 128))
+    inputs = tuple(cupy.asarray(a + np.float16(1)) for a in (q, k, v))
+    one = runs.run(
+        "fa_int8", inputs, quant=QuantConfig(granularity, granularity, symmetric=False), **options
+    )
+    assert one.form == "sm90"
+    one.check()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
