@@ -450,7 +450,7 @@ def plan_int8(
         )
     if arch == "sm_90a" and "sm90" in variant.forms:
         own = "sm90" if values is None else values.hopper_form
-        note = hopper_obstacle(variant, call.head_dim, group_kv, zeros, values)
+        note = hopper_obstacle(variant, call.head_dim, group_kv, zeros, values, tiles)
         note = note or hopper.obstacle(variant, call, q_codes, k_codes, v, o)
         form = form if note else own
     tiles = variant.tiles_for(

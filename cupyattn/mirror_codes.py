@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def by_tile(
     scores: Scores, quantized: Quantized, n: Numerics, tiles: Tiles, steps: list[Step]
 ) -> tuple[Float32, RowState]:
-    """The loop of ``"pv8"`` and ``"sm90_fp8"``: P as codes in units of its tile, V as codes."""
+    """The loop of ``"pv8"``, ``"sm90_pv8_by_tile"`` and ``"sm90_fp8"``: P as codes in units of its
+    tile, V as codes."""
     check_value_group(quantized.group_v, tiles)
     state = RowState(scores.rows, scores.subtracts_first)
     exact_l = state.l.copy()  # the sum of the weights, for lse; l is what O is divided by

@@ -197,12 +197,13 @@ def numerics(
     ----------
     family : {"unfused", "float32", "tensor_core", "int8"}
         What the variant computes with (`cupyattn.registry.Variant.family`).
-    form : {"portable", "sm90", "split", "pv8", "pv8_whole", "sm90_pv8", "sm90_fp8", "fused"}
-        Which form of the kernel. All have tensor cores of one roundoff; in the Hopper forms and in
-        those of ``int8`` with 16-bit P M does not follow every new maximum, the split form adds up
-        slices of the keys, the fused form rounds where the portable one does, and of the forms with
-        P and V in 8 bits ``"pv8_whole"`` and ``"sm90_pv8"`` have `Shifts`, the others sums of
-        tiles.
+    form : str
+        ``"portable"``, ``"sm90"``, ``"split"``, ``"pv8"``, ``"pv8_whole"``, ``"sm90_pv8"``,
+        ``"sm90_pv8_by_tile"``, ``"sm90_fp8"`` or ``"fused"``: which form of the kernel. All have
+        tensor cores of one roundoff; in the Hopper forms and in those of ``int8`` with 16-bit P M
+        does not follow every new maximum, the split form adds up slices of the keys, the fused form
+        rounds where the portable one does, and of the forms with P and V in 8 bits ``"pv8_whole"``
+        and ``"sm90_pv8"`` have `Shifts`, the others sums of tiles.
     dtype : {"float16", "bfloat16", "float32"}
         Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
     quant : QuantConfig, optional
@@ -227,7 +228,7 @@ def numerics(
     >>> numerics("tensor_core", "portable", "float16", softcap=True).scaling
     'natural'
     """
-    of_codes = ("pv8", "pv8_whole", "sm90_pv8", "sm90_fp8")
+    of_codes = ("pv8", "pv8_whole", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
     forms = ("portable", "sm90", "split", *of_codes, "fused")
     if form not in forms:
         raise ValueError(f"form must be one of {', '.join(forms)}, got {form!r}")

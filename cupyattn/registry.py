@@ -51,6 +51,9 @@ class Variant:
         of these, whichever tiles a call takes.
     hopper_fp8_tiles : mapping of int to Tiles
         The same for the Hopper form with P and V in e4m3, whose largest head_dim need not be 256.
+    hopper_by_tile_tiles : mapping of int to Tiles
+        The same for the Hopper form with P in u8 and V in INT8, a scale for every channel and tile
+        of keys. Granularity "block" of such V means the keys of these.
     fused_tiles : mapping of int to Tiles
         The same for the form that quantises by itself (``attn_<name>_fused.cu``); they divide the
         blocks of every block mask.
@@ -74,6 +77,7 @@ class Variant:
     pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_pv8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_fp8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+    hopper_by_tile_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     fused_tiles: Mapping[int, Tiles] = field(default_factory=dict)
 
     @property
@@ -84,7 +88,8 @@ class Variant:
     @property
     def forms(self) -> tuple[str, ...]:
         """Which forms exist of ``"portable"``, ``"sm90"`` (compute capability 9.0), ``"split"``,
-        ``"pv8"``, ``"pv8_whole"``, ``"sm90_pv8"``, ``"sm90_fp8"`` and ``"fused"``.
+        ``"pv8"``, ``"pv8_whole"``, ``"sm90_pv8"``, ``"sm90_pv8_by_tile"``, ``"sm90_fp8"`` and
+        ``"fused"``.
 
         A source of one's own has one form.
         """
@@ -98,8 +103,8 @@ class Variant:
             "portable": self.tiles, "sm90": self.hopper_tiles,
             "split": {limit: rising[0] for limit, rising in self.split_tiles.items()},
             "pv8": self.pv8_tiles, "pv8_whole": self.pv8_tiles,
-            "sm90_pv8": self.hopper_pv8_tiles, "sm90_fp8": self.hopper_fp8_tiles,
-            "fused": self.fused_tiles,
+            "sm90_pv8": self.hopper_pv8_tiles, "sm90_pv8_by_tile": self.hopper_by_tile_tiles,
+            "sm90_fp8": self.hopper_fp8_tiles, "fused": self.fused_tiles,
         }  # fmt: skip
 
     def form_for(
@@ -347,13 +352,22 @@ _HOPPER_FP8_TILES = {
     "fa_int8": {64: Tiles(128, 192, 12, 3), 96: Tiles(128, 128, 12, 3), 128: Tiles(128, 96, 12, 3)}
 }
 
+#: The same with P in u8 and V with a scale for every channel and tile: the keys of a tile are those
+#: that share a scale of V. Not measured.
+_HOPPER_BY_TILE_TILES = {
+    "fa_int8": {
+        64: Tiles(192, 128, 16, 3), 128: Tiles(192, 128, 16, 2), 256: Tiles(128, 128, 12, 2),
+    }
+}  # fmt: skip
+
 #: The same for the form that quantises by itself: few registers, since it waits for each tile.
 _FUSED_TILES = {"fa_int8": {256: Tiles(64, 64, 4, 1)}}
 
 #: Forms whose source and entry point are those of another form with a suffix: folder and suffix.
 SUFFIXED = {
     "pv8": ("", "_pv8"), "pv8_whole": ("", "_pv8_whole"), "sm90_pv8": ("sm90/", "_pv8"),
-    "sm90_fp8": ("sm90/", "_fp8"), "fused": ("", "_fused"),
+    "sm90_pv8_by_tile": ("sm90/", "_pv8_by_tile"), "sm90_fp8": ("sm90/", "_fp8"),
+    "fused": ("", "_fused"),
 }  # fmt: skip
 
 #: The rungs: name, the one idea, what it computes in, what it takes.
@@ -381,6 +395,7 @@ VARIANTS: dict[str, Variant] = {
         pv8_tiles=_PV8_TILES.get(name, {}),
         hopper_pv8_tiles=_HOPPER_PV8_TILES.get(name, {}),
         hopper_fp8_tiles=_HOPPER_FP8_TILES.get(name, {}),
+        hopper_by_tile_tiles=_HOPPER_BY_TILE_TILES.get(name, {}),
         fused_tiles=_FUSED_TILES.get(name, {}),
     )
     for name, idea, family, dtypes in _LADDER

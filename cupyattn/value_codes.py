@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 #: Keys that share a scale in the Hopper forms, or a multiple of them.
 HOPPER_SCALE_KEYS = 16
 
+#: Keys that share a scale of a channel of V there, or a multiple of them: those of a step.
+HOPPER_VALUE_KEYS = 128
+
 #: ``struct ValueParams`` of kernels_cu/prims/params.cuh, field by field.
 VALUE_PARAMS = np.dtype(
     [
@@ -140,7 +143,9 @@ class ValueCodes:
     @property
     def hopper_form(self) -> str:
         """The Hopper form for such codes, as far as there is one."""
-        return "sm90_fp8" if self.p_type == "e4m3" else "sm90_pv8"
+        if self.p_type == "e4m3":
+            return "sm90_fp8"
+        return "sm90_pv8" if self.group == GROUP_ALL else "sm90_pv8_by_tile"
 
     def box(self, v_codes: Operand, head_dim: int) -> tuple[str, str, Operand, int]:
         """Return what the copy engine moves: buffer, dtype, operand and channels at a time.
@@ -166,6 +171,7 @@ def hopper_obstacle(
     group_kv: int,
     zeros: ZeroPoints | None,
     values: ValueCodes | None,
+    tiles: Tiles | None,
 ) -> str:
     """Return why the Hopper forms do not take these codes, as a note for a plan; "" where they do.
 
@@ -175,20 +181,30 @@ def hopper_obstacle(
     head_dim : int
     group_kv : int
         Keys that share a scale.
-    zeros, values
+    zeros, values, tiles
         As for `cupyattn.launch.plan_int8`.
     """
-    found = ""
+    found, step = "", HOPPER_VALUE_KEYS if tiles is None else tiles.block_kv
     if zeros is not None and values is not None and values.p_type != "e4m3":
         found = "takes no zero points with P and V as INT8 codes"
     elif group_kv % HOPPER_SCALE_KEYS:
         found = f"has one scale for {HOPPER_SCALE_KEYS} keys, or for a multiple, got {group_kv}"
     elif values is not None and values.p_type == "s8":
         found = "takes P in u8, or in e4m3 with pv='fp8', got p_type 's8'"
-    elif values is not None and values.group != GROUP_ALL:
+    elif values is not None and values.group != GROUP_ALL and values.p_type == "e4m3":
         found = (
-            "takes one scale for a channel of V (granularity_v='channel'), got one for every "
-            f"{values.group} keys"
+            "for P and V in e4m3 takes one scale for a channel of V (granularity_v='channel'), got "
+            f"one for every {values.group} keys"
+        )
+    elif values is not None and values.group != GROUP_ALL and values.group % step:
+        found = (
+            f"has one scale of V for {step} keys, for a multiple or for all, got one for "
+            f"{values.group}: quantise V for it, with arch='sm_90a'"
+        )
+    elif values is not None and values.group != GROUP_ALL and not values.scale.allows(4):
+        found = (
+            "reads scales of V 16 bytes at a time, got "
+            f"16 n + {values.scale.misalignment} and strides {values.scale.strides}"
         )
     elif values is not None and head_dim > (
         largest := variant.largest_head_dim(values.hopper_form)

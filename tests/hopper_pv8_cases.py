@@ -9,15 +9,17 @@ import numpy as np
 
 from cupyattn.block_mask import BlockMask
 from cupyattn.quant import QuantizedQKV
+from cupyattn.value_codes import HOPPER_VALUE_KEYS
 from tests import pv8_cases, runs
 from tests.runs import Arrays, normal
 
-#: With P in u8 and V in INT8; with both in e4m3.
-PV8, FP8 = RUNGS = ("fa_int8@sm90_pv8", "fa_int8@sm90_fp8")
-#: Both with every storage type that they take.
+#: With P in u8 and V in INT8, of which a channel has one scale; with both in e4m3; as the first,
+#: but a scale for every channel and tile.
+PV8, FP8, BY_TILE = RUNGS = ("fa_int8@sm90_pv8", "fa_int8@sm90_fp8", "fa_int8@sm90_pv8_by_tile")
+#: All with every storage type that they take.
 CELLS = [(rung, dtype) for rung in RUNGS for dtype in runs.variant_of(rung).dtypes]
-#: Keys of a step, where Q and K are those of `exact`.
-BLOCK_KV = pv8_cases.TILE[pv8_cases.HOPPER]
+#: Keys of a step, where Q and K are those of `exact`; the same of `exact_by_tile`.
+BLOCK_KV, OF_TILE = pv8_cases.TILE[pv8_cases.HOPPER], HOPPER_VALUE_KEYS
 
 
 def run(rung: str, inputs: Arrays, **options: Any) -> runs.Run:
@@ -75,3 +77,16 @@ def exact(move: pv8_cases.Move, scores: np.ndarray, p_type: str = "u8") -> Quant
         -largest, largest + 1, (scores.shape[1], pv8_cases.HEAD_DIM)
     )
     return pv8_cases.codes_of(scores, v, move, p_type=p_type)
+
+
+def exact_by_tile(move: pv8_cases.Move, len_kv: int) -> QuantizedQKV:
+    """The same with a scale of V for every channel and tile, powers of two.
+
+    Scores of a row are even numbers apart, so that no weight is near a tie between two codes.
+    """
+    shape = 1, 1, -(-len_kv // OF_TILE), pv8_cases.HEAD_DIM
+    v_scale = np.exp2(np.random.default_rng(2).integers(-3, 4, shape)).astype(np.float32)
+    v = np.random.default_rng(1).integers(-127, 128, (len_kv, pv8_cases.HEAD_DIM))
+    scores = 2 * up_and_down(len_kv=len_kv, block_kv=OF_TILE)
+    given = {"v_scale": move(v_scale), "group_v": OF_TILE, "p_type": "u8"}
+    return pv8_cases.codes_of(scores, v, move, **given)

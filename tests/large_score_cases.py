@@ -54,6 +54,7 @@ FORMS = {
     "pv8, s8": Form("fa_int8", quant={"pv": "int8", "p_type": "s8"}),
     "pv8_whole": Form("fa_int8", quant={"pv": "int8", "granularity_v": "channel"}),
     "sm90_pv8": Form("fa_int8", "sm_90a", {"pv": "int8", "granularity_v": "channel"}),
+    "sm90_pv8_by_tile": Form("fa_int8", "sm_90a", {"pv": "int8"}),
 }
 #: Where such rows may come out as 0, but never as what is not finite: 8-bit floats, whose weights
 #: are summed as they are, and compute capability 8.0, where codes do not saturate.

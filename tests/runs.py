@@ -37,12 +37,13 @@ from cupyattn.value_codes import ValueCodes
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
 #: the Hopper form, ``"fa_int8@pv8"`` that with P and V in 8 bits. Lengths alone ask for the split
 #: form; ``"fa_int8@fused"`` has the bits of fa_int8 (tests/test_fused.py), ``"fa_int8@sm90_pv8"``
-#: has tests/test_hopper_pv8.py, and ``"fa_int8@sm90_fp8"`` tests/test_hopper_fp8.py.
+#: has tests/test_hopper_pv8.py, ``"fa_int8@sm90_pv8_by_tile"`` tests/test_hopper_by_tile.py, and
+#: ``"fa_int8@sm90_fp8"`` tests/test_hopper_fp8.py.
 RUNGS = [
     name if form == "portable" else f"{name}@{form}"
     for name, variant in VARIANTS.items()
     for form in variant.forms
-    if form not in ("split", "fused", "sm90_pv8", "sm90_fp8")
+    if form not in ("split", "fused", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
 ]
 
 
@@ -244,7 +245,7 @@ def revealing_zero_points(rung: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
 def asked_for(rung: str) -> dict[str, Any]:
     """Options of `attention` that choose the rung that is named, but for the architecture."""
     chosen: dict[str, Any] = {"variant": variant_of(rung).name}
-    if rung.endswith("@pv8"):
+    if rung.endswith(("@pv8", "@sm90_pv8_by_tile")):
         chosen["quant"] = QuantConfig(pv="int8")
     if rung.endswith("@pv8_whole"):
         chosen["quant"] = QuantConfig(pv="int8", granularity_v="channel")

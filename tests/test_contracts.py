@@ -40,6 +40,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "sm90/backward_queries_wide.cu": Tiles(64, 64, 12, 2),
     "sm90/attn_fa_int8.cu": Tiles(192, 128, 16, 3),
     "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 5),
+    "sm90/attn_fa_int8_pv8_by_tile.cu": Tiles(192, 128, 16, 3),
     "sm90/attn_fa_int8_fp8.cu": Tiles(128, 192, 12, 3),
     "split/attn_fa_tc.cu": Tiles(64, 32, 4, 4),
     "split/merge_splits.cu": Tiles(16, 32, 4, 3),
@@ -139,6 +140,9 @@ BROKEN = [
     ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 72}, "BLOCK_KV must be a multiple of 16 from 64 to 256"),
     ("sm90/attn_fa_int8.cu", {"GROUP_KV": 8}, "rows per scale, the latter a multiple of 16"),
     ("sm90/attn_fa_int8_pv8.cu", {"P_TYPE": 2}, "this form takes P in u8"),
+    ("sm90/attn_fa_int8_pv8_by_tile.cu", {"P_TYPE": 2}, "this form takes P in u8"),
+    ("sm90/attn_fa_int8_pv8_by_tile.cu", {"GROUP_V": 64}, "GROUP_V must be whole tiles"),
+    ("sm90/attn_fa_int8_pv8_by_tile.cu", {"HEAD_DIM": 30, "VEC": 2}, "a multiple of 4: scales"),
     ("sm90/attn_fa_int8_fp8.cu", {"P_TYPE": 1}, "this form takes P in e4m3"),
     ("sm90/attn_fa_int8_fp8.cu", {"HEAD_DIM": 136}, "HEAD_DIM must be 128 at most"),
     ("sm90/attn_fa_int8_pv8.cu", {"BLOCK_KV": 80}, "BLOCK_KV must be a multiple of 32 from 64 to"),
@@ -194,8 +198,8 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     rope = "half_split" if source == "rope.cu" else ""
     p_type = {"_pv8.cu": "u8", "_fp8.cu": "e4m3"}.get(source[-7:])
     values = {} if p_type is None else {"group_v": 64, "p_type": p_type}
-    if source.endswith("_whole.cu"):
-        values = {"group_v": GROUP_ALL, "p_type": "u8"}
+    if source.endswith(("_whole.cu", "_by_tile.cu")):
+        values = {"group_v": GROUP_ALL if "_whole" in source else 128, "p_type": "u8"}
     features: Features | GemmFeatures
     features = Features(
         "float16", 64, vec=8, group_q=16, group_kv=16, rope=rope,

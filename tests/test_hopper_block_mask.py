@@ -21,6 +21,7 @@ from tests.fault_patches import put_a_line_in_place
 from tests.runs import Arrays, asked_for, bits, normal, variant_of
 
 PV8, FP8 = "fa_int8@sm90_pv8", "fa_int8@sm90_fp8"
+BY_TILE = "fa_int8@sm90_pv8_by_tile"
 RUNGS = ("fa_tc@sm90", "fa_int8@sm90", PV8)
 IN_TURN = [*map(pytest.param, RUNGS[:2]), pytest.param(PV8, marks=pytest.mark.slow)]
 #: Two blocks of rows and five of keys, both with tails; grouped heads.
@@ -90,6 +91,8 @@ WINDOW = {"window": (70, 20), "causal_align": "top-left"}
         (PV8, "interpret", {"causal": True}), (PV8, "mirror", {}), (PV8, "mirror", WINDOW),
         pytest.param(PV8, "interpret", WINDOW, marks=pytest.mark.slow), (FP8, "mirror", WINDOW),
         pytest.param(FP8, "interpret", {"causal": True}, marks=pytest.mark.slow),
+        (BY_TILE, "mirror", WINDOW), (BY_TILE, "interpret", {"causal": True}),
+        pytest.param(BY_TILE, "interpret", WINDOW, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_block_mask_of_codes_is_a_mask(
@@ -119,7 +122,7 @@ def test_blocks_of_several_steps(head_dim: int, options: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", RUNGS[1:])
+@pytest.mark.parametrize("rung", [*RUNGS[1:], BY_TILE])
 def test_blocks_of_several_steps_of_codes(rung: str) -> None:
     tiles = Tiles(128, 64, 12, 3)
     mask = BlockMask(np.array([[1, 0, 1], [1, 1, 0]], bool)[None, None], 128, 128)
@@ -168,7 +171,7 @@ def test_dropped_keys_and_values_are_not_read(rung: str) -> None:
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", [*RUNGS, BY_TILE])
 def test_tiles_divide_the_blocks(rung: str) -> None:
     for head_dim in (1, 64, 65, 128, 129, 256):
         for block in ((128, 64), (128, 128)):
@@ -179,7 +182,7 @@ def test_tiles_divide_the_blocks(rung: str) -> None:
             assert block[1] == tiles.block_kv or block[1] == 64 or head_dim > 128
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", [*RUNGS, BY_TILE])
 def test_the_plan_of_a_block_mask(rung: str) -> None:
     plan = planned(BlockMask(KEPT[None], 128, 64), **asked_for(rung))
     assert (

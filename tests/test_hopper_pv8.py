@@ -168,7 +168,6 @@ def test_guarded_sums_and_rows_without_keys() -> None:
 @pytest.mark.parametrize(
     ("quant", "reason"),
     [
-        (QuantConfig(pv="int8"), "takes one scale for a channel of V"),
         (
             QuantConfig(pv="int8", granularity_v="channel", p_type="s8"),
             "takes P in u8, or in e4m3 with pv='fp8', got p_type 's8'",

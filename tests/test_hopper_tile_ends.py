@@ -13,8 +13,9 @@ from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import normal
 
-INT8, PV8, FP8 = "fa_int8@sm90", *cases.RUNGS
+INT8, PV8, FP8, BY_TILE = "fa_int8@sm90", *cases.RUNGS
 PV8_KERNEL, OUTPUT = "sm90/attn_fa_int8_pv8.cu", "prims/output.cuh"
+BY_TILE_KERNEL = "sm90/attn_fa_int8_pv8_by_tile.cu"
 
 pytestmark = pytest.mark.usefixtures("one_block")
 
@@ -25,7 +26,7 @@ def run(rung: str, length: int = 400, **options: Any) -> runs.Run:
     )
 
 
-@pytest.mark.parametrize("rung", [INT8, PV8, FP8])
+@pytest.mark.parametrize("rung", [INT8, PV8, FP8, BY_TILE])
 @pytest.mark.parametrize("options", [{}, {"causal": True}])
 def test_one_tile_after_another(rung: str, options: dict[str, Any]) -> None:
     run(rung, **options).check()
@@ -38,6 +39,10 @@ HAZARDS = {
     "scales under way": (PV8, PV8_KERNEL, "    cp_async_wait_group<0>();\n", "in flight"),
     "scales under way, P in e4m3": (
         FP8, "sm90/attn_fa_int8_fp8.cu", "    cp_async_wait_group<0>();\n", "in flight"),
+    "means under way, scales by tile": (
+        BY_TILE, BY_TILE_KERNEL, "    cp_async_wait_group<0>();\n", "in flight"),
+    "scales of a step that nobody counts": (
+        BY_TILE, BY_TILE_KERNEL, " + V_SCALE_BYTES", "deadlock"),
     "O over what the copy engine reads": (
         INT8, OUTPUT, "      if (lane_id() == 0) cp_async_bulk_wait_group_read();\n", "in flight"),
 }  # fmt: skip

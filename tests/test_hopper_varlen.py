@@ -36,6 +36,7 @@ from tests.runs import (
 )  # fmt: skip
 
 PV8, FP8 = "fa_int8@sm90_pv8", "fa_int8@sm90_fp8"
+BY_TILE = "fa_int8@sm90_pv8_by_tile"
 RUNGS = ("fa_tc@sm90", "fa_int8@sm90", PV8)
 IN_TURN = [*map(pytest.param, RUNGS[:2]), pytest.param(PV8, marks=pytest.mark.slow)]
 #: Two computing warpgroups, the fewest keys a step.
@@ -125,6 +126,7 @@ OF_STEPS, OF_HEADS = (
         ),
         pytest.param("fa_int8@sm90", 192, "float16", {"causal": True}, marks=pytest.mark.slow),
         (PV8, 32, "float16", {}), pytest.param(FP8, 32, "float16", {}, marks=pytest.mark.slow),
+        pytest.param(BY_TILE, 32, "float16", {}, marks=pytest.mark.slow),
         pytest.param(
             PV8, 72, "float32", {"causal": True, "window": (20, 9)}, marks=pytest.mark.slow
         ),
@@ -134,7 +136,7 @@ def test_every_sequence_of_codes_is_as_if_alone(
     rung: str, head_dim: int, dtype: str, options: dict[str, Any]
 ) -> None:
     """Means and scales of the keys are each sequence's own, those of 8-bit values as well."""
-    lengths = ((0, 0), (5, 70), (0, 9), (30 if rung in (PV8, FP8) else 130, 66), (0, 0))
+    lengths = ((0, 0), (5, 70), (0, 9), (30 if rung in (PV8, FP8, BY_TILE) else 130, 66), (0, 0))
     check_that_every_sequence_is_as_if_alone(rung, head_dim, lengths, options, dtype)
 
 
@@ -145,7 +147,11 @@ def check_that_a_sequence_may_have_no_keys(rung: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "rung", [RUNGS[1], *(pytest.param(rung, marks=pytest.mark.slow) for rung in (*RUNGS[2:], FP8))]
+    "rung",
+    [
+        RUNGS[1],
+        *(pytest.param(rung, marks=pytest.mark.slow) for rung in (*RUNGS[2:], FP8, BY_TILE)),
+    ],
 )
 def test_a_sequence_of_codes_may_have_no_keys(rung: str) -> None:
     check_that_a_sequence_may_have_no_keys(rung)
@@ -194,7 +200,7 @@ def spoilt(rung: str, inputs: Arrays) -> Arrays:
         wide.append(np.full(shape, np.nan, x.dtype)[:, :-1, 8:-8])
         if rung != "fa_tc@sm90" and name == "q":
             wide[-1][...] = inputs[1][KEYS][-1]
-        if rung in (PV8, FP8) and name == "v":
+        if rung in (PV8, FP8, BY_TILE) and name == "v":
             wide[-1][...] = 9 - 5 * x[::-1]
         wide[-1][own] = x[own]
     return tuple(wide)
@@ -235,7 +241,7 @@ def check_that_a_sequence_past_its_limit_is_cut(rung: str) -> None:
 @pytest.mark.parametrize(
     ("rung", "options"),
     [
-        ("fa_tc@sm90", {}), ("fa_int8@sm90", {}), (PV8, {}), (FP8, {}),
+        ("fa_tc@sm90", {}), ("fa_int8@sm90", {}), (PV8, {}), (FP8, {}), (BY_TILE, {}),
         *(
             pytest.param("fa_tc@sm90", options, marks=pytest.mark.slow)
             for options in (
@@ -280,7 +286,7 @@ def test_what_lies_between_codes_that_are_floats_is_zero(pv: Any, filled: list[s
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", [*RUNGS, BY_TILE])
 def test_the_plan_of_packed_sequences(rung: str) -> None:
     inputs, ends = packed(((100, 300), (0, 9), (700, 500)), 4, 2, 128)
     plan = planned(inputs, ends, **asked_for(rung))
@@ -290,7 +296,7 @@ def test_the_plan_of_packed_sequences(rung: str) -> None:
     assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
     maps = [param for param in launched.params if isinstance(param, plans.TensorMap)]
     shapes = [(1, 4, 800, 128), (1, 2, 809, 128), (1, 2, 809, 128), (1, 4, 800, 128)]
-    if rung == PV8:  # by channel, and each sequence in whole groups of VALUES_PAD keys
+    if rung in (PV8, BY_TILE):  # by channel, and each sequence in whole groups of VALUES_PAD keys
         shapes[2] = (1, 2, 128, (809 // VALUES_PAD + 3) * VALUES_PAD)
     assert [m.shape for m in maps] == shapes[: len(maps)] and len(maps) >= 3
 
@@ -413,6 +419,15 @@ WRONG_VALUES_TOO: dict[str, tuple[str, str, Check, type[Exception]]] = {
         for what in ("keys of the first sequence", "a scale where there is no key")
     },
 }  # fmt: skip
+#: And of codes of V whose scales change along the keys.
+WRONG_BY_TILE: dict[str, tuple[str, str, Check, type[Exception]]] = {
+    "scales of the values of the first sequence": (
+        " +\n                             first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch)"
+        " * HEAD_DIM", "", check_that_neighbours_have_no_influence, AssertionError),
+    "a scale of values where there is no key": (
+        "min(kv0, max(p.len_kv - 1, 0))", "min(kv0, p.len_kv - 1)",
+        check_that_a_sequence_may_have_no_keys, KernelFault),
+}  # fmt: skip
 ALL_WRONG = [
     *(pytest.param("fa_tc@sm90", *one, id=f"fa_tc, {what}") for what, one in WRONG.items()),
     *(pytest.param("fa_int8@sm90", *one, id=what) for what, one in WRONG_CODES.items()),
@@ -424,6 +439,10 @@ ALL_WRONG = [
     *(
         pytest.param(PV8, *one, id=f"pv8, {what}", marks=pytest.mark.slow)
         for what, one in WRONG_VALUES_TOO.items()
+    ),
+    *(
+        pytest.param(BY_TILE, *one, id=f"by tile, {what}", marks=pytest.mark.slow)
+        for what, one in WRONG_BY_TILE.items()
     ),
 ]
 

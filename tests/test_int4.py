@@ -34,6 +34,7 @@ CONFIGS = {
     "fa_int8": QuantConfig("head", "block", qk_bits=4),
     "fa_int8@sm90": QuantConfig(qk_bits=4),
     "fa_int8@pv8": QuantConfig(qk_bits=4, pv="int8"),
+    "fa_int8@sm90_pv8_by_tile": QuantConfig(qk_bits=4, pv="int8"),
     "fa_int8@sm90_fp8": QuantConfig(qk_bits=4, pv="fp8", granularity_v="channel"),
 }
 
@@ -125,6 +126,7 @@ def test_given_scales_saturate_at_7() -> None:
         ("fa_int8", "interpret"),
         pytest.param("fa_int8@sm90", "interpret", marks=pytest.mark.slow),
         pytest.param("fa_int8@pv8", "interpret", marks=pytest.mark.slow),
+        pytest.param("fa_int8@sm90_pv8_by_tile", "interpret", marks=pytest.mark.slow),
         pytest.param("fa_int8@sm90_fp8", "interpret", marks=pytest.mark.slow),
     ],
 )  # fmt: skip

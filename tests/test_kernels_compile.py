@@ -45,9 +45,10 @@ def features_of(
     vec = next(v for v in (8, 4, 2, 1) if v <= widest and head_dim % v == 0)
     group = 64 if variant.family == "int8" else 0
     values = {}
-    if form.endswith(("pv8", "whole", "fp8")):
+    if form.endswith(("pv8", "whole", "by_tile", "fp8")):
         p_type = "e4m3" if form == "sm90_fp8" else "u8"
-        values = {"group_v": 128 if form == "pv8" else GROUP_ALL, "p_type": p_type}
+        by_tile = form in ("pv8", "sm90_pv8_by_tile")
+        values = {"group_v": 128 if by_tile else GROUP_ALL, "p_type": p_type}
     return Features(dtype, head_dim, causal, lse, vec, group, group, **values)
 
 
@@ -70,7 +71,10 @@ def architectures(form: str) -> tuple[str, ...]:
 
 
 def taken(variant: Variant, form: str, head_dim: int) -> int:
-    """Return `head_dim`, or the largest that a Hopper form takes."""
+    """Return `head_dim`, or the largest that a Hopper form takes, or another where it takes none
+    that is no multiple of 4."""
+    if form == "sm90_pv8_by_tile" and head_dim % 4:
+        return 40
     return min(head_dim, variant.largest_head_dim(form))
 
 
@@ -178,6 +182,10 @@ def test_default_tiles_spill_nothing(
                 for head_dim in VARIANTS["fa_int8"].hopper_fp8_tiles
             ),
             *(
+                ("fa_int8", "sm90_pv8_by_tile", head_dim)
+                for head_dim in VARIANTS["fa_int8"].hopper_by_tile_tiles
+            ),
+            *(
                 ("fa_int8", form, head_dim)
                 for form in ("pv8", "pv8_whole")
                 for head_dim in (64, 128)
@@ -213,10 +221,18 @@ def test_steps_of_fewer_keys_spill_nothing(causal: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [*VARIANTS["fa_int8"].hopper_fp8_tiles])
-def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "head_dim"),
+    [
+        *(("sm90_fp8", head_dim) for head_dim in VARIANTS["fa_int8"].hopper_fp8_tiles),
+        *(("sm90_pv8_by_tile", head_dim) for head_dim in VARIANTS["fa_int8"].hopper_by_tile_tiles),
+    ],
+)
+def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(
+    form: str, head_dim: int
+) -> None:
     """Each of them takes two registers, and none is left over."""
-    variant, form = VARIANTS["fa_int8"], "sm90_fp8"
+    variant = VARIANTS["fa_int8"]
     features = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
     features = replace(features, group_kv=HOPPER_SCALE_KEYS)
     tiles = variant.tiles_for(head_dim, form=form)
@@ -230,6 +246,7 @@ def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(head_dim: int
     [
         ("fa_tc", "sm90"), ("fa_int8", "sm90"),
         pytest.param("fa_int8", "sm90_pv8", marks=pytest.mark.slow),
+        pytest.param("fa_int8", "sm90_pv8_by_tile", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("block_kv", [64, 128])

@@ -60,6 +60,11 @@ EXPECTED = {
                                  "O": "float16", "Q_codes": "int8",
                                  "tile": "uint8", **TOGETHER, "kv0": "int32", "K_scale": "float32",
                                  "V_scales": "uint8"},
+    "sm90/attn_fa_int8_pv8_by_tile.cu": {
+        "Q": "int8", "K": "int8", "V": "int8", "O": "float16", "Q_codes": "int8", "tile": "uint8",
+        **TOGETHER, "kv0": "int32", "K_scale": "float32", "V_scale": "float32",
+        "V_means": "uint8", "rows": "uint8",
+    },
     "sm90/attn_fa_int8_fp8.cu": {"Q": "int8", "K": "int8", "V": "int8",
                                  "O": "float16", "Q_codes": "int8",
                                  "tile": "uint8", **RINGS, "kv0": "int32", "K_scale": "float32",

@@ -16,7 +16,7 @@ from tests.runs import Arrays, bits, normal
 
 HOPPER: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90a", "backend": "interpret"}
 FP8 = QuantConfig("token", "block", pv="fp8", granularity_v="channel")
-CONFIGS = {**auto.QUANT, "fp8": FP8}
+CONFIGS = {**auto.QUANT, "fp8": FP8, "by tile": QuantConfig(pv="int8")}
 
 #: Codes are then made over those of the tile before.
 pytestmark = pytest.mark.usefixtures("one_block")

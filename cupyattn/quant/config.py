@@ -29,7 +29,7 @@ class QuantConfig:
     ----------
     granularity_q, granularity_k : {"tensor", "head", "block", "thread", "token"}
         Which rows share a scale: all of the array, those of one (batch, head), one tile of the
-        attention kernel in the form that runs (of P and V in 8 bits: in the portable form), 2
+        attention kernel in the form that runs (of P and V in e4m3: in the portable form), 2
         adjacent rows of Q or 16 adjacent keys, or one row.
     granularity_v : {"none", "channel", "block"}, optional
         V in 16 bits has no scale. V in 8 bits has one for each channel of a (batch, head), or for

@@ -318,8 +318,10 @@ def scale_tiles(
     if arch == "sm_90a" and "sm90" in variant.forms:
         if form == "portable":
             form = "sm90"
-        elif quant.granularity_v == "channel" and quant.value_p_type == "u8":
+        elif quant.value_p_type == "u8" and quant.granularity_v == "channel":
             form = "sm90_pv8"
+        elif quant.value_p_type == "u8" and not quant.zero_points:
+            form = "sm90_pv8_by_tile"
     return variant.default_tiles(head_dim, form)
 
 

@@ -6,6 +6,10 @@
 #include "prims/tile_io.cuh"
 #include "prims/varlen.cuh"
 
+// A channel has one scale. Otherwise a tile of keys has one, which its sum has met before it is
+// added to others: 1 is left.
+constexpr bool ONE_V_SCALE = GROUP_V == 1 << 30;
+
 // Zeros past HEAD_DIM, and where there is none: a sequence without keys has neither.
 template <int COLS>
 struct alignas(8) ChannelScales {
@@ -26,7 +30,10 @@ struct alignas(8) ChannelScales {
       const int col = col0 + threadIdx.x % THREADS;
       if (COLS % THREADS != 0 && col >= COLS) break;
       const bool given = col < HEAD_DIM && p.len_kv > 0;
-      cp_async<4>(&scale[col], V_scale + col, given);
+      if (ONE_V_SCALE)
+        cp_async<4>(&scale[col], V_scale + col, given);
+      else
+        scale[col] = 1.0f;
       cp_async<4>(&mean[col], V_mean + col, given && values.V_mean);
     }
     cp_async_commit_group();

@@ -121,7 +121,7 @@ __device__ __forceinline__ void start_output(
 #pragma unroll
   for (int k = 0; k < BLOCK_KV / 32; ++k) {  // 32 bytes of a channel, then the next box
     const int box = k / 4, byte = k % 4 * 32;
-    WgmmaU8<O_COLS>::rs(O_acc, P_frag[k], V_rows + (box * O_COLS * BOX_BYTES + byte));  // R6
+    WgmmaU8<O_COLS>::rs(O_acc, P_frag[k], V_rows + (box * O_COLS * BOX_BYTES + byte), true);  // R6
   }
   wgmma_commit_group();
 }

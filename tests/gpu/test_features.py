@@ -184,6 +184,7 @@ WITHOUT_MEANS = {
         rung: {"quant": QuantConfig(pv=pv, granularity_v="channel", smooth_k=False, smooth_v=False)}
         for rung, pv in (("fa_int8@sm90_pv8", "int8"), ("fa_int8@sm90_fp8", "fp8"))
     },
+    "fa_int8@sm90_pv8_by_tile": {"quant": QuantConfig(pv="int8", smooth_k=False, smooth_v=False)},
 }
 
 
@@ -195,15 +196,14 @@ WITHOUT_MEANS = {
 def test_a_block_mask_in_the_hopper_form(block_kv: int, rung: str, dtype: str) -> None:
     """NaN in dropped keys and values has no influence, and calls of late see their own mask.
 
-    8-bit values have one scale for a channel: other numbers there, within it.
+    8-bit values share a scale with keys that are kept: other numbers there, within it.
     """
     q, k, v = inputs_of(dtype)
     v[:, :, block_kv : 2 * block_kv] = 0
     rng, blocks = np.random.default_rng(3), (2, 4, 2, -(-SHAPE[3] // block_kv))
     spoilt = [x.copy() for x in (k, v)]
-    for x, value in zip(
-        spoilt, (np.nan, 0.5 if rung.endswith(("pv8", "whole", "fp8")) else np.nan), strict=True
-    ):
+    codes_of_v = rung.endswith(("pv8", "whole", "fp8", "by_tile"))
+    for x, value in zip(spoilt, (np.nan, 0.5 if codes_of_v else np.nan), strict=True):
         x[:, :, block_kv : 2 * block_kv] = value
     quant = WITHOUT_MEANS[rung]
     for options in (quant, {"causal": True, "window": (200, -1), **quant}):

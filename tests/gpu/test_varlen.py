@@ -39,17 +39,21 @@ cupy = pytest.importorskip("cupy")
 
 HOPPER, HOPPER_CODES, PV8 = "fa_tc@sm90", "fa_int8@sm90", "fa_int8@pv8"
 HOPPER_PV8, HOPPER_FP8 = "fa_int8@sm90_pv8", "fa_int8@sm90_fp8"
+BY_TILE = "fa_int8@sm90_pv8_by_tile"
 #: The mean of keys or values is summed in slices, as many as the longest needs.
 WITHOUT_MEANS = {
     "fa_int8": {"quant": QuantConfig(smooth_k=False)},
     HOPPER_CODES: {"quant": QuantConfig(smooth_k=False)},
-    PV8: {"quant": QuantConfig(pv="int8", smooth_k=False, smooth_v=False)},
+    **{
+        rung: {"quant": QuantConfig(pv="int8", smooth_k=False, smooth_v=False)}
+        for rung in (PV8, BY_TILE)
+    },
     **{
         rung: {"quant": QuantConfig(pv=pv, granularity_v="channel", smooth_k=False, smooth_v=False)}
         for rung, pv in ((HOPPER_PV8, "int8"), (HOPPER_FP8, "fp8"))
     },
 }
-HOPPER_FORMS = (HOPPER, HOPPER_CODES, HOPPER_PV8, HOPPER_FP8)
+HOPPER_FORMS = (HOPPER, HOPPER_CODES, HOPPER_PV8, HOPPER_FP8, BY_TILE)
 BOTH_FORMS = (*RUNGS, *HOPPER_FORMS)
 ALL_CELLS = [
     *CELLS, *((rung, dtype) for rung in HOPPER_FORMS for dtype in variant_of(rung).dtypes)
@@ -105,12 +109,13 @@ def test_masks_and_positions_are_those_of_a_sequence(rung: str, feature: str) ->
         assert bits(lse[:, rows]) == bits(expected_lse), rows
 
 
-@pytest.mark.parametrize("rung", ["fa_int8", HOPPER_CODES, PV8, HOPPER_PV8, HOPPER_FP8])
+@pytest.mark.parametrize("rung", ["fa_int8", HOPPER_CODES, PV8, HOPPER_PV8, HOPPER_FP8, BY_TILE])
 def test_quantised_operands_may_be_packed(rung: str, tmp_path: Path) -> None:
     host, host_ends = packed(LENGTHS, 4, 2)
     inputs, ends = on_device(*host), on_device(*host_ends)
     quant = WITHOUT_MEANS[rung]["quant"]
-    z = quantize(*inputs, quant=quant, **dict(zip(SEQUENCES, ends, strict=True)))
+    arch = arch_of(rung)
+    z = quantize(*inputs, quant=quant, arch=arch, **dict(zip(SEQUENCES, ends, strict=True)))
     expected = bits(varlen(rung, inputs, ends, quant=quant)[0])
     z.save(tmp_path / "packed.npz")
     loaded = QuantizedQKV.load(tmp_path / "packed.npz", namespace=cupy)
@@ -118,7 +123,7 @@ def test_quantised_operands_may_be_packed(rung: str, tmp_path: Path) -> None:
         assert bits(attention_varlen(one, arch=arch_of(rung))) == expected
         assert bits(plan(one, arch=arch_of(rung))(one)) == expected
     named = dict(zip(SEQUENCES, host_ends, strict=True))
-    on_host = quantize(*host, quant=quant, **named)
+    on_host = quantize(*host, quant=quant, arch=arch, **named)
     for found, wanted in zip(z.sequences(), on_host.sequences(), strict=True):
         assert bits(found.k_codes) == bits(wanted.k_codes)
         if found.v_codes is not None:

@@ -1,0 +1,475 @@
+// attn_fa_int8_pv8_by_tile -- Hopper form: both products by wgmma over codes, P and V tile by tile.
+//
+// Idea         The accurate arithmetic of 8-bit P and V. Codes of P are relative to the largest
+//              weight of their own tile, so that every tile uses all 8 bits, and V has a scale for
+//              every channel and tile. Sums of a tile are exact integers; they go to O in float32,
+//              with the factor of the tile and the scales of its channels.
+// Differs from the Hopper form that keeps O in whole numbers: S2 brings the scales of V with every
+//              step, S4 has the maximum of the tile, and alpha and beta in the place of shifts, S5
+//              is two levels of sums, a few columns of O at a time: the next ones are multiplied
+//              while these are added. S6 has no scales left to apply. No tile is cut into pieces.
+//              (diff attn_fa_int8_pv8.cu attn_fa_int8_pv8_by_tile.cu)
+// Kept simple  A warpgroup does one thing after the other, as there: the scores' integers are gone
+//              before the output's come, so that registers suffice up to head_dim 256. P in u8, V
+//              in INT8 with a scale for a multiple of BLOCK_KV keys and no zero points; at
+//              least 16 adjacent keys share a scale of K. The rest is left to the portable form.
+//              What rows carry from step to step lies in shared memory, each thread's for itself:
+//              with it in registers three warpgroups of 128 keys spilled.
+// Predicted    To be measured. Instructions a score in the steady loop (NVRTC 13.0), one scale of K
+//              for a tile and, in brackets, one for 16 keys: 7.8 (9.4) at head_dim 64, 10.2 (11.7)
+//              at 128, 14.7 (16.2) at 256. Those of attn_fa_int8_pv8.cu: 6.2 (7.9), 6.2 (7.8), 8.8
+//              (9.9); of attn_fa_int8_fp8.cu at 128 7.7. Of that 3.25 a step for each element of O:
+//              to float, factor, fma, a fourth of a load. By t = 0.75 t_mma + I / 128 the speed is
+//              0.85, 0.75 and 0.78 of that of attn_fa_int8_pv8.cu, 0.84 of the e4m3 form's at 128.
+// Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
+//              float (exact), the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P
+//              to 8 bits, R6 alpha, beta, its product with V's scale, l, of codes exact within a
+//              tile, and the sum over tiles, R7 1/l, plus the mean, and store
+//              (cupyattn/numerics.py)
+// Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
+#include "prims/channel_scales.cuh"
+#include "prims/config.cuh"
+#include "prims/named_barrier.cuh"
+#include "prims/online_softmax.cuh"
+#include "prims/output.cuh"
+#include "prims/p_codes.cuh"
+#include "prims/params.cuh"
+#include "prims/quantize_q.cuh"
+#include "prims/score.cuh"
+#include "prims/step_scores.cuh"
+#include "prims/varlen.cuh"
+#include "prims/work_tile.cuh"
+
+constexpr int WARPGROUP = 128;                          // threads
+constexpr int CONSUMERS = BLOCK_Q / 64;                 // warpgroups that compute
+constexpr int V_BOXES = ceil_div(BLOCK_KV, BOX_BYTES);  // per channel of V
+constexpr int O_COLS =
+    HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
+constexpr int SUM_COLS = 32;                       // of those, whose sums are in registers at once
+constexpr bool IN_TURN = HEAD_DIM > 64;            // at the exponentials
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+// Tiles differ in work: blocks take them as they come.
+constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK;
+
+constexpr int INPUT_BYTES =
+    BOX_BYTES * (Q_ROW_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES * BLOCK_KV + V_BOXES * O_COLS));
+// O leaves through shared memory where there is room for it.
+constexpr bool O_STAGED =
+    ELEM_IS_16_BIT && INPUT_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 208 * 1024;
+
+// What a lane's two rows carry from step to step, its part of their sums.
+struct alignas(8) OwnRows {
+  RowState state[2];
+  float exact_l[2];  // of the weights that codes round; for lse alone
+};
+
+struct SharedStorage {
+  alignas(1024) int8_t Q[Q_STAGES][Q_BOXES][BLOCK_Q * BOX_BYTES];
+  alignas(1024) int8_t K[NUM_STAGES][CODE_BOXES][BLOCK_KV * BOX_BYTES];
+  alignas(1024) int8_t V[NUM_STAGES][V_BOXES][O_COLS * BOX_BYTES];
+  alignas(1024) elem_t O[O_STAGED ? BLOCK_Q / STORE_ROWS * OWN_BOXES : 1];
+  alignas(QUANTIZE_Q ? 1024 : 1) int8_t Q_codes[CODE_BOXES][QUANTIZE_Q ? BLOCK_Q * BOX_BYTES : 1];
+  WorkTile tile[Q_STAGES];  // that Q belongs to
+  Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
+  Mbarrier full[NUM_STAGES], empty[NUM_STAGES];        // K, V and their scales of a step
+  int kv0[NUM_STAGES];                                 // its first key; not read unless BLOCK_MASK
+  float K_scale[NUM_STAGES][SCALES];                   // of its keys
+  alignas(16) float V_scale[NUM_STAGES][O_COLS];       // of its channels
+  ChannelScales<O_COLS> V_means[CONSUMERS][Q_STAGES];  // the scales are 1
+  OwnRows rows[CONSUMERS * WARPGROUP];                 // each thread's
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+constexpr int V_SCALE_BYTES = HEAD_DIM * sizeof(float);
+constexpr int STEP_BYTES =
+    sizeof(SharedStorage::K[0]) + sizeof(SharedStorage::V[0]) + V_SCALE_BYTES;
+
+static_assert(P_TYPE == PType::U8, "this form takes P in u8");
+static_assert(
+    BLOCK_Q == 128 || BLOCK_Q == 192,
+    "BLOCK_Q must be 128 or 192: two or three warpgroups of 64 rows fill the registers");
+static_assert(
+    NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
+    "NUM_WARPS must be 4 for every 64 rows of BLOCK_Q and 4 that copy");
+static_assert(
+    CONSUMERS == 2 || HEAD_DIM <= 128,
+    "BLOCK_Q must be 128 past HEAD_DIM 128: two warpgroups have registers for O");
+static_assert(
+    BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 32 == 0,
+    "BLOCK_KV must be a multiple of 32 from 64 to 256: columns of one wgmma, depth of another");
+static_assert(GROUP_V % BLOCK_KV == 0, "GROUP_V must be whole tiles: a tile has one V scale");
+static_assert(
+    HEAD_DIM % 4 == 0, "HEAD_DIM must be a multiple of 4: scales come 16 bytes at a time");
+
+// Key of a tile's first step.
+__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
+  return round_down(kv_begin(p, q0), BLOCK_KV);
+}
+
+// S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
+__device__ __forceinline__ void start_scores(
+    int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
+  wgmma_use(dot);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < ceil_div(HEAD_DIM, 32); ++k) {  // 32 bytes of a row, then the next box
+    const int box = k / 4, byte = k % 4 * 32;
+    WgmmaS8<BLOCK_KV>::ss(
+        dot, Q_rows + (box * BLOCK_Q * BOX_BYTES + byte),
+        K_rows + (box * BLOCK_KV * BOX_BYTES + byte), k > 0);
+  }
+  wgmma_commit_group();
+}
+
+// S4 softmax, its first half: the M of this tile, that of code 1, rounded up. It is NaN where a
+// scale is, and reaches l and O by way of beta: the code of NaN is 0. Keys that share a scale and
+// are all masked have no say: a scale that is NaN is nothing to rows that do not attend.
+template <bool MASKED>
+__device__ __forceinline__ void find_M(
+    const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2],
+    const Factors& factor, int q, int kv0) {
+  int largest[SCALES][2];
+  largest_dots<MASKED>(p, dot, largest, q, kv0);
+  tile_M[0] = tile_M[1] = NEG_INF;
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (!MASKED || largest[j][h] != NO_KEY)
+        tile_M[h] = max_nan(tile_M[h], M_of_codes(float(largest[j][h]), factor[j][h]));  // R4
+}
+// Returns whether scores are masked. `q` is the first of this lane's two rows, the other is q + 8.
+__device__ __forceinline__ bool choose_M(
+    const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2],
+    const float (&Q_factor)[2], const float (&K_scale)[SCALES], int q, int kv0, int unmasked) {
+  Factors factor;
+  make_factors(factor, Q_factor, K_scale);
+  const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+  if (masked)
+    find_M<true>(p, tile_M, dot, factor, q, kv0);
+  else
+    find_M<false>(p, tile_M, dot, factor, q, kv0);
+  tile_M[0] = shfl_max_nan<4>(tile_M[0]), tile_M[1] = shfl_max_nan<4>(tile_M[1]);
+  return masked;
+}
+
+// The row's M rises to that of the tile, and l and O follow.
+__device__ __forceinline__ void follow(
+    RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2],
+    float (&O_acc)[O_COLS / 2]) {
+  // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
+  if (__any_sync(FULL_WARP, tile_M[0] > state[0].M || tile_M[1] > state[1].M)) {
+    const float alpha[2] = {state[0].advance(tile_M[0]), state[1].advance(tile_M[1])};
+    if (LSE) exact_l[0] *= alpha[0], exact_l[1] *= alpha[1];  // R6
+#pragma unroll
+    for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= alpha[i / 2 % 2];  // R6
+  }
+}
+
+// Its second half: codes P of the scores' weights, those of four keys in a register, the left
+// operand of P V, where a key that is masked weighs 0. Beta brings the weights of the tile to the
+// unit of the row.
+// NOTE: integers become floats between the exponentials, which leave the other pipes free for most
+// of the time: before them they would take as long again. Factors are made anew: kept from the
+// first half on they would take two registers for every scale.
+template <bool MASKED>
+__device__ __forceinline__ void weigh(
+    const AttnParams& p, RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2],
+    float (&beta)[2], const int32_t (&dot)[BLOCK_KV / 2], const float (&Q_factor)[2],
+    const float (&K_scale)[SCALES], uint32_t (&P_frag)[BLOCK_KV / 32][4], int q, int kv0) {
+  const ScoreMask mask(p, q, kv0);
+  uint32_t sum[2] = {};            // of this lane's codes
+  float weight[2] = {0.0f, 0.0f};  // of this lane's keys, for lse alone
+  // NOTE: no key of the tile: any number that may be subtracted.
+  const float M[2] = {fmaxf(tile_M[0], -0x1p127f), fmaxf(tile_M[1], -0x1p127f)};
+#pragma unroll
+  for (int i = 0; i < BLOCK_KV / 8; ++i) {  // two key tiles, one row: four neighbours in V
+    const int h = i % 2, n = i / 2 * 8 + h * 2;
+    const float factor = Q_factor[h] * K_scale[n / PART];  // R3
+    float x[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int at = n + j / 2 * 4 + j % 2;
+      const float y = code_exponent(float(dot[at]), factor, -M[h]);     // R3, R4
+      x[j] = ex2_approx_ftz(MASKED && !mask.admits(at) ? NEG_INF : y);  // R4
+      if (LSE) weight[h] += x[j];                                       // R6
+    }
+    const uint32_t codes = pack_p_codes(x[0], x[1], x[2], x[3]);  // R5
+    P_frag[i / 4][i % 4] = codes;
+    sum[h] = __dp4a(codes, 0x01010101u, sum[h]);  // exact
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    beta[h] = ex2_approx_ftz(tile_M[h] - state[h].M_finite());   // R4
+    state[h].l = fmaf(float(sum[h]), beta[h], state[h].l);       // R6
+    if (LSE) exact_l[h] = fmaf(weight[h], beta[h], exact_l[h]);  // R6
+  }
+}
+
+// S5 output: sum [64, SUM_COLS] = P V of one tile and some columns, exact, in the background.
+__device__ __forceinline__ void start_output(
+    int32_t (&sum)[SUM_COLS / 2], uint32_t (&P_frag)[BLOCK_KV / 32][4], Descriptor V_rows) {
+  wgmma_use(sum);
+  wgmma_use(P_frag);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < BLOCK_KV / 32; ++k) {  // 32 bytes of a channel, then the next box
+    const int box = k / 4, byte = k % 4 * 32;
+    WgmmaU8<SUM_COLS>::rs(sum, P_frag[k], V_rows + (box * O_COLS * BOX_BYTES + byte), k > 0);
+  }
+  wgmma_commit_group();
+}
+
+// O += sum, columns `col0` on, with the scales of these channels in this tile, in the unit of M.
+__device__ __forceinline__ void add_tile(
+    float (&O_acc)[O_COLS / 2], const int32_t (&sum)[SUM_COLS / 2], const float (&beta)[2],
+    const float (&V_scale)[O_COLS], int col0) {
+#pragma unroll
+  for (int n = 0; n < SUM_COLS / 8; ++n) {
+    if (col0 + n * 8 >= HEAD_DIM) break;
+    int col = col0 + n * 8 + lane_id() % 4 * 2;
+    if (HEAD_DIM % 8 != 0) col = min(col, HEAD_DIM - 2);  // past it there are no scales
+    const float2 scale = *reinterpret_cast<const float2*>(&V_scale[col]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // two columns of row g, and of row g + 8
+      const float factor = beta[i / 2] * (i % 2 ? scale.y : scale.x);  // R6
+      float& x = O_acc[col0 / 2 + 4 * n + i];
+      x = fmaf(float(sum[4 * n + i]), factor, x);  // R6
+    }
+  }
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by_tile(
+    const __grid_constant__ AttnParams call, const __grid_constant__ QuantParams quant,
+    const __grid_constant__ ValueParams values, const __grid_constant__ TensorMap Q_map,
+    const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
+    const __grid_constant__ TensorMap O_map, const __grid_constant__ ScheduleParams schedule) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Q_STAGES; ++s) {
+      mbarrier_init(smem.Q_full[s], 1);
+      mbarrier_init(smem.Q_empty[s], CONSUMERS * 4);  // a lane of every consumer warp
+    }
+    for (int s = 0; s < NUM_STAGES; ++s) {
+      mbarrier_init(smem.full[s], 1);
+      mbarrier_init(smem.empty[s], CONSUMERS * 4);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();       // the barriers are initialised before anyone waits or arrives
+  if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
+    TileRange tiles(call);
+    RingPosition<Q_STAGES> Q_at;
+    RingPosition<NUM_STAGES> at;  // of K and V
+    int index = blockIdx.x;
+    while (true) {
+      if (!tiles.reach(call, index)) {
+        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // the last was read
+        smem.tile[Q_at.stage] = {{}, -1, 0, 0, 0, 0, 0, -1};
+        mbarrier_arrive(smem.Q_full[Q_at.stage]);
+        return;
+      }
+      const Sequences<VARLEN> sequences(call, tiles.sequence);
+      const auto& p = of_sequences<int8_t, int8_t>(call, sequences);
+      WorkTile tile =
+          work_tile<UNEVEN, sizeof(int8_t)>(p, sequences, tiles.sequence, index - tiles.first);
+      const KeptKeys keys(
+          p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
+      int number = round_down(keys.begin, BLOCK_KV);  // of a step, as KeptKeys counts
+      tile.steps = max(1, ceil_div(keys.end - number, BLOCK_KV));
+      // S1 load Q
+      {
+        mbarrier_wait_parity(smem.Q_empty[Q_at.stage], Q_at.parity ^ 1);  // this Q was read
+        smem.tile[Q_at.stage] = tile;
+        mbarrier_arrive_expect_tx(smem.Q_full[Q_at.stage], sizeof(smem.Q[0]));
+        for (int b = 0; b < Q_BOXES; ++b)
+          cp_async_bulk_tensor_4d(
+              smem.Q[Q_at.stage][b], Q_map, smem.Q_full[Q_at.stage], b * Q_BOX_COLS,
+              tile.first_row() + tile.q0, tile.head, tile.entry());
+        Q_at.advance();
+      }
+      // S2 load K, V
+      const int V_first = first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
+      const float* K_scale = quant.K_scale  // [ceil(len_kv / GROUP_KV)]
+                             + tile.batch * quant.K_scale_stride_batch +
+                             tile.head_kv * quant.K_scale_stride_head +
+                             first_scale<GROUP_KV>(call.cu_seqlens_k, tile.batch);
+      const float* V_scale = values.V_scale  // [ceil(len_kv / GROUP_V), HEAD_DIM]
+                             + tile.batch * values.V_scale_stride_batch +
+                             tile.head_kv * values.V_scale_stride_head +
+                             first_scale<GROUP_V>(call.cu_seqlens_k, tile.batch) * HEAD_DIM;
+      for (int step = 0; step < tile.steps; ++step, number += BLOCK_KV, at.advance()) {
+        // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box
+        // of codes of V begins at whole 16 bytes, or is an illegal instruction.
+        const int kv0 =
+            BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
+        float scale[SCALES];
+        load_scales(scale, K_scale, kv0, p.len_kv);
+        mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
+        if (BLOCK_MASK) smem.kv0[at.stage] = kv0;
+        copy_scales(smem.K_scale[at.stage], scale);
+        mbarrier_arrive_expect_tx(smem.full[at.stage], STEP_BYTES);
+        for (int b = 0; b < CODE_BOXES; ++b)
+          cp_async_bulk_tensor_4d(
+              smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_BYTES,
+              tile.first_key() + kv0, tile.head_kv, tile.entry());
+        for (int b = 0; b < V_BOXES; ++b)
+          cp_async_bulk_tensor_4d(
+              smem.V[at.stage][b], V_map, smem.full[at.stage], V_first + kv0 + b * BOX_BYTES, 0,
+              tile.head_kv, tile.entry());
+        // NOTE: a step that may be without keys gets any scales, as it does of K.
+        const int group = uint32_t(min(kv0, max(p.len_kv - 1, 0))) / GROUP_V;
+        cp_async_bulk(
+            smem.V_scale[at.stage], V_scale + int64_t(group) * HEAD_DIM, V_SCALE_BYTES,
+            smem.full[at.stage]);
+      }
+      index = UNEVEN ? gridDim.x + atomicAdd(schedule.next_tile, 1) : index + gridDim.x;
+    }
+  }
+
+  // ---- the consumers: S3 to S6
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
+  const int row0 = (warpgroup - 1) * 64;               // first row of this warpgroup in the tile
+  const int warp_row = row0 + warp_id() % 4 * 16;      // and of this warp
+  const int g = lane_id() / 4, t = lane_id() % 4;      // fragment coordinates, see prims/mma.cuh
+  const int row = warp_row + g;                        // this lane's rows of the tile: row, row + 8
+  const Turn<CONSUMERS> turn = {warpgroup - 1};        // at the exponentials
+  if (IN_TURN && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
+  RingPosition<Q_STAGES> Q_at;
+  RingPosition<NUM_STAGES> at;  // of K and V
+  const Descriptor K_first = uniform(descriptor_k_major(smem.K[0][0]));
+  const Descriptor V_first = uniform(descriptor_k_major(smem.V[0][0]));
+
+  while (true) {
+    // S0 locate
+    mbarrier_wait_parity(smem.Q_full[Q_at.stage], Q_at.parity);  // Q has arrived, and its tile
+    const WorkTile tile = uniform(smem.tile[Q_at.stage]);
+    if (tile.q0 < 0) break;
+    const auto& p = of_sequences<int8_t, int8_t>(call, tile);
+    int kv0 = first_key(p, tile.q0);
+    const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
+    const int own_end = kv_end(p, tile.q0 + row0, 64);  // of the keys of this warpgroup's rows
+    const int8_t* Q_codes =                             // [CODE_BOXES][BLOCK_Q, 128]
+        QUANTIZE_Q ? smem.Q_codes[0] : smem.Q[Q_at.stage][0];
+    const Descriptor Q_rows = uniform(descriptor_k_major(Q_codes + row0 * BOX_BYTES));
+    OwnRows& own_rows = smem.rows[threadIdx.x - WARPGROUP];
+    RowState(&state)[2] = own_rows.state;    // of row and row + 8
+    float (&exact_l)[2] = own_rows.exact_l;  // likewise
+    state[0] = state[1] = RowState();
+    exact_l[0] = exact_l[1] = 0.0f;
+    float O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
+    int32_t dot[BLOCK_KV / 2];     // [BLOCK_KV / 8][4]
+    int32_t sum[2][SUM_COLS / 2];  // [SUM_COLS / 8][4], of some columns and of the next
+    uint32_t P_frag[BLOCK_KV / 32][4];
+    float tile_M[2], beta[2];
+    float Q_factor[2];  // Q scale and softmax scale of row and row + 8
+    if constexpr (QUANTIZE_Q)
+      quantize_q(
+          Q_factor, smem.Q_codes, smem.Q[Q_at.stage], smem.Q_empty[Q_at.stage], warp_row,
+          p.len_q - tile.q0, CONSUMERS + warpgroup);
+    const float* Q_scale = quant.Q_scale  // [ceil(len_q / GROUP_Q)]
+                           + tile.batch * quant.Q_scale_stride_batch +
+                           tile.head * quant.Q_scale_stride_head +
+                           first_scale<GROUP_Q>(call.cu_seqlens_q, tile.batch);
+    ChannelScales<O_COLS>& V_means = smem.V_means[warpgroup - 1][Q_at.stage];
+    V_means.load<WARPGROUP>(p, values, tile.head_kv, tile.batch);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (!QUANTIZE_Q)
+        Q_factor[h] = Q_scale[min(tile.q0 + row + h * 8, p.len_q - 1) / GROUP_Q];
+      Q_factor[h] *= p.scale_log2;  // R3
+    }
+
+    for (int step = 0; step < tile.steps; ++step, kv0 += BLOCK_KV) {
+      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // K, V and their scales have arrived
+      if (BLOCK_MASK) kv0 = smem.kv0[at.stage];
+      if (CAUSAL && kv0 >= own_end) {  // the last steps are for rows of the other warpgroups
+        if (IN_TURN) turn.take(), turn.pass();
+        if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+        at.advance();
+        continue;
+      }
+      start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
+      wgmma_wait_group<0>();
+      wgmma_use(dot);
+      const float (&K_scale)[SCALES] = smem.K_scale[at.stage];
+      const bool masked = choose_M(p, tile_M, dot, Q_factor, K_scale, tile.q0 + row, kv0, unmasked);
+      follow(state, exact_l, tile_M, O_acc);
+      if (IN_TURN) turn.take();
+      if (masked)
+        weigh<true>(
+            p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
+      else
+        weigh<false>(
+            p, state, exact_l, tile_M, beta, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
+      if (IN_TURN) turn.pass();
+      const Descriptor V_rows = V_first.stage(at.stage, sizeof(smem.V[0]));
+      start_output(sum[0], P_frag, V_rows);
+#pragma unroll
+      for (int c = 0; c < HEAD_DIM; c += SUM_COLS) {
+        int32_t (&own)[SUM_COLS / 2] = sum[c / SUM_COLS % 2];
+        if (c + SUM_COLS < HEAD_DIM) {
+          const int next = c + SUM_COLS;
+          start_output(sum[next / SUM_COLS % 2], P_frag, V_rows + next * BOX_BYTES);
+          wgmma_wait_group<1>();  // the sums of these columns are there
+        } else {
+          wgmma_wait_group<0>();
+        }
+        wgmma_use(own);
+        add_tile(O_acc, own, beta, smem.V_scale[at.stage], c);
+      }
+      wgmma_use(P_frag);
+      __syncwarp();  // every lane has read its scales
+      if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+      at.advance();
+    }
+    if (!QUANTIZE_Q && lane_id() == 0) mbarrier_arrive(smem.Q_empty[Q_at.stage]);
+
+    // S6 store
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int q = tile.q0 + row + h * 8;
+      state[h].l = shfl_sum<4>(state[h].l);  // R6
+      if constexpr (LSE) {
+        exact_l[h] = shfl_sum<4>(exact_l[h]);  // R6
+        // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
+        if (quant.K_mean) {
+          const float* K_mean = quant.K_mean  // [HEAD_DIM]
+                                + (int64_t(tile.batch) * p.heads_kv + tile.head_kv) * HEAD_DIM;
+          const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
+                                + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
+                                min(q, p.len_q - 1) * p.Q_stride.len;
+          float mean_dot = 0.0f;
+          for (int d = t; d < HEAD_DIM; d += 4) mean_dot = fmaf(Q_row[d], K_mean[d], mean_dot);
+          mean_dot = shfl_sum<4>(mean_dot);
+          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * mean_dot;  // R3
+        }
+        RowState of_weights = state[h];
+        of_weights.l = finite_or(exact_l[h], state[h].l);
+        if (t == 0 && q < p.len_q)
+          lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = of_weights.lse();
+      }
+    }
+    cp_async_wait_group<0>();
+    // The scales that any thread loaded are there for all. And all have left the tile before, whose
+    // scales those of the next one replace.
+    named_barrier_sync(CONSUMERS + warpgroup, WARPGROUP);
+    float O_value[O_COLS / 2];                                       // [O_COLS / 8][4]
+    V_means.apply<false>(O_value, O_acc, {state[0].l, state[1].l});  // R7
+    const int q = tile.q0 + warp_row;
+    elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
+                + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
+    elem_t* O_rows = smem.O + uniform(warp_row) / STORE_ROWS * OWN_BOXES;  // [OWN_BOXES]
+    store_output<O_STAGED>(
+        O, p.O_stride.len, p.len_q - q, O_value, O_rows, O_map, tile.first_row() + q, tile.head,
+        tile.entry());
+    Q_at.advance();
+  }
+  if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
+  if (IN_TURN && turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
+}
