@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,13 @@ CELLS = (
 DISTRIBUTIONS = ("normal", "outlier", "key-bias", "value-bias", "tripled")
 ACCURACY_LENGTHS = (4096, 16_384)
 FULL, BALANCED, AGGRESSIVE = "fa_tc", "fa_int8 balanced", "fa_int8 aggressive"
-QUANT = {BALANCED: auto.QUANT["balanced"], AGGRESSIVE: auto.QUANT["aggressive"]}
+#: 8-bit P and V as accurate as they come: P by the maximum of its tile, scales of V by tile.
+BY_TILE = "fa_int8 by tile"
+QUANT = {
+    BALANCED: auto.QUANT["balanced"],
+    BY_TILE: replace(auto.QUANT["aggressive"], granularity_v="block"),
+    AGGRESSIVE: auto.QUANT["aggressive"],
+}
 #: Problems of fewer operations are timed in CUDA graphs: done within 2 ms, sooner than some
 #: library's Python.
 GRAPH_OPERATIONS = 1e12

@@ -2,9 +2,9 @@
 
 Varies       one choice at a time, from fa_int8's default: which rows of Q, which keys and which
              values share a scale; zero points; smoothing of K and of V; Q and K in 4 bits; P and V
-             in 16 bits, INT8 or e4m3; where codes are made; whose scales they have; how far the
-             maximum may lag before sums are rescaled (the portable form: not at all); beside them
-             what goes together, and fa_tc
+             in 16 bits, INT8 or e4m3; what codes of P are relative to, in both forms; where codes
+             are made; whose scales they have; how far the maximum may lag before sums are rescaled
+             (the portable form: not at all); beside them what goes together, and fa_tc
 Holds fixed  one batch entry, 16 heads, length 4096, head_dim 128, float16; the distributions of
              peers_int8.py, layer 5 of experiments/data and, where experiments.dit.capture has
              recorded it, a block of a diffusion transformer at the middle step
@@ -44,11 +44,17 @@ LAYER = 5
 TRANSFORMER, TRANSFORMER_LAYER, TRANSFORMER_STEPS = "diffusion transformer", 4, 50
 #: The architecture whose form rescales at every rise of the maximum, and whose lets it lag.
 RESCALED = {"rescaled at every rise": "sm_90", "rescaled past a margin": "sm_90a"}
+#: What codes of P are relative to: the largest weight of their tile, V with a scale for every
+#: channel and tile; or a maximum that runs, V with a scale for every channel.
+REFERENCES = {"its tile's maximum": "block", "the running maximum": "channel"}
+#: The architectures whose forms these run in: so form and arithmetic are told apart.
+FORMS = {"Hopper form": "sm_90a", "portable form": "sm_90"}
 #: Colour of each kind of choice.
 COLOURS = {
     "granularity": plots.COLOURS[0],
     "offsets of Q and K": plots.COLOURS[4],
     "P and V in 8 bits": plots.COLOURS[2],
+    "what P is relative to": "#A0741F",
     "bits of Q and K": plots.COLOURS[5],
     "where codes come from": plots.COLOURS[3],
     "rescaling": plots.GREY,
@@ -106,6 +112,12 @@ def cells(problem: Problem) -> list[Cell]:
     found = [cell(DEFAULT, ENDS, default)]
     for choice, some in CHOICES.items():
         found += [cell(name, choice, ca.QuantConfig(**fields)) for name, fields in some.items()]
+    for reference, granularity in REFERENCES.items():
+        quant = ca.QuantConfig(pv="int8", granularity_v=granularity)
+        found += [
+            cell(f"P by {reference}, {form}", "what P is relative to", quant, arch)
+            for form, arch in FORMS.items()
+        ]
     found.append(cell("scales given", "where codes come from", given_scales(problem)))
     found += [cell(name, "rescaling", default, arch) for name, arch in RESCALED.items()]
     return [*found, replace(common.rung("fa_tc", problem, name=FULL), facts={"choice": ENDS})]

@@ -26,7 +26,7 @@ def test_8_bit_peers_run_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[
     ours = {f"{name}{given}" for name in peers_int8.QUANT for given in ("", others8.GIVEN)}
     assert set(compared["errors"]) == {peers_int8.FULL, *ours}
     errors = [compared["errors"][name] for name in (peers_int8.FULL, *peers_int8.QUANT)]
-    assert errors == sorted(errors)  # 16 bits, balanced, aggressive
+    assert errors == sorted(errors)  # 16 bits, balanced, by tile, aggressive
     assert all(one["ratio"] is None for one in compared["ratios"].values())
     capsys.readouterr()
     assert peers_int8.main(["--quick", "--accuracy"]) == 0

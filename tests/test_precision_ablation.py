@@ -36,6 +36,11 @@ def test_choices_of_precision_run_in_small(tmp_path: Path, capsys: Any) -> None:
     assert lost["fa_tc, 16 bits"] < 0.2 < lost["Q and K per token"] < 1 < lost["Q and K per tensor"]
     assert lost["Q and K per head"] < lost["scales given"] and lost["INT8 P and V"] > 1
     assert lost["4 bits"] > 5
+    by_tile, running = (
+        [lost[f"P by {reference}, {form}"] for form in precision_ablation.FORMS]
+        for reference in precision_ablation.REFERENCES
+    )
+    assert 1 < max(by_tile) < min(running)
 
 
 def test_the_recorded_input_of_the_precisions_is_a_problem_like_others() -> None:
