@@ -33,7 +33,7 @@ def with_missing(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str
     known = {found["problem"]["name"] for found in record["problems"]}
     environment = part["environment"]
     of_part = {"command": part["command"], "revision": environment.get("revision")}
-    if "device" in environment:
+    if environment.get("device"):
         of_part["device"] = environment["device"]["name"]
     problems = list(record["problems"])
     problems += [
@@ -54,7 +54,7 @@ def of_another_revision(record: Mapping[str, Any]) -> str:
     """
     others: dict[str, list[int]] = {}
     environment = record.get("environment", {})
-    own, own_device = environment.get("revision"), environment.get("device", {}).get("name")
+    own, own_device = environment.get("revision"), (environment.get("device") or {}).get("name")
     for found in record.get("problems", ()):
         device = found.get("device", own_device)
         if found.get("revision", own) != own:
