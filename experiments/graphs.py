@@ -14,6 +14,10 @@ from typing import Any
 import cupyattn as ca
 from cupyattn import timing
 
+#: Of the sum of magnitudes, how far a graph's result may be from a call's: SageAttention 1 takes
+#: the mean off its caller's keys, in place, so that it has other operands each time.
+TOLERANCE = 0.01
+
 
 def of_calls(
     calls: Mapping[str, Callable[[int], Any]], count: int
@@ -64,7 +68,7 @@ def recorded(call: Callable[[int], Any], count: int) -> Callable[[int], object]:
     """
     import cupy
 
-    expected = as_bytes(call(count - 1)).copy()
+    expected = numbers(call(count - 1))
     memory: list[Any] = [cupy.cuda.MemoryPool()]
     results: list[Any] = []
     with contextlib.ExitStack() as stack:
@@ -83,20 +87,35 @@ def recorded(call: Callable[[int], Any], count: int) -> Callable[[int], object]:
 
         cupy.cuda.Device().synchronize()  # what the graph reads is there
         graph = timing.captured(on_the_same_stream, count)
-    found = as_bytes(results.pop())
-    found[...] = 0
+    result = results.pop()
+    as_bytes(result)[...] = 0
     graph(0)
-    if not bool((found == expected).all()):
+    difference = float(abs(numbers(result) - expected).sum())
+    if not difference <= TOLERANCE * float(abs(expected).sum()):  # NaN is not
         raise RuntimeError("the graph does not compute what the call does")
     return lambda i: (graph(i), memory)[0]  # which keep the memory as long as the graph
+
+
+def first_of(result: Any) -> Any:
+    """Return an array, or the first one of a tuple."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def as_bytes(result: Any) -> Any:
     """Return the bytes of what a call returned, as an array over the same memory."""
     import cupy
 
-    first = result[0] if isinstance(result, tuple) else result
+    first = first_of(result)
     if isinstance(first, cupy.ndarray):
         return first.view("uint8")
-    torch = sys.modules["torch"]
-    return cupy.from_dlpack(first.view(torch.uint8))
+    return cupy.from_dlpack(first.view(sys.modules["torch"].uint8))
+
+
+def numbers(result: Any) -> Any:
+    """Return a copy of what a call returned in float32, in CuPy's memory."""
+    import cupy
+
+    first = first_of(result)
+    if isinstance(first, cupy.ndarray):
+        return first.astype("float32")
+    return cupy.from_dlpack(first.float()).copy()
