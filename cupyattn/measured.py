@@ -6,7 +6,8 @@ Written by ``python -m experiments.fastest``.
 #: Compute capability times ten, dtype, head_dim, queries, keys, causal, and microseconds by name.
 Rows = tuple[tuple[int, str, int, int, int, bool, dict[str, float]], ...]
 
-#: Every rung: NVIDIA H200, revision 1164c3314c.
+#: Every rung:
+#: NVIDIA H200, revision 1164c3314c.
 RECORD = "experiments/results/ladder.json"
 MEASURED: Rows = (
     (90, "float16", 64, 4096, 4096, False, {
@@ -53,9 +54,82 @@ MEASURED: Rows = (
     }),
 )  # fmt: skip
 
-#: fa_tc, and fa_int8 as the classes of `auto.QUANT` quantise: NVIDIA H200, revision 1164c3314c.
+#: fa_tc, and fa_int8 as the classes of `auto.QUANT` quantise:
+#: NVIDIA H100 80GB HBM3, revision 99c27a7de3;
+#: NVIDIA H200, revision 1164c3314c;
+#: NVIDIA H100 80GB HBM3, revision fb53d40436.
 RECORD_8_BIT = "experiments/results/peers_int8.json"
 MEASURED_8_BIT: Rows = (
+    (90, "float16", 40, 4096, 4096, False, {
+        "fa_tc": 139.8,
+        "balanced": 150.1,
+        "aggressive": 157.6,
+    }),
+    (90, "float16", 64, 4096, 4096, False, {
+        "fa_tc": 897.0,
+        "balanced": 913.2,
+        "aggressive": 1030.7,
+    }),
+    (90, "float16", 64, 8192, 8192, False, {
+        "fa_tc": 1724.8,
+        "balanced": 1678.7,
+        "aggressive": 1801.8,
+    }),
+    (90, "float16", 64, 16384, 16384, False, {
+        "fa_tc": 3422.6,
+        "balanced": 3254.5,
+        "aggressive": 3405.3,
+    }),
+    (90, "float16", 64, 4096, 4096, False, {
+        "fa_tc": 152.4,
+        "balanced": 172.1,
+        "aggressive": 203.5,
+    }),
+    (90, "float16", 64, 512, 512, False, {
+        "fa_tc": 156.6,
+        "balanced": 233.0,
+        "aggressive": 300.2,
+    }),
+    (90, "float16", 64, 1024, 1024, False, {
+        "fa_tc": 274.6,
+        "balanced": 334.6,
+        "aggressive": 423.9,
+    }),
+    (90, "float16", 64, 2048, 2048, False, {
+        "fa_tc": 475.0,
+        "balanced": 519.6,
+        "aggressive": 597.4,
+    }),
+    (90, "float16", 64, 4096, 77, False, {
+        "fa_tc": 71.2,
+        "balanced": 90.3,
+        "aggressive": 105.1,
+    }),
+    (90, "float16", 64, 4096, 77, False, {
+        "fa_tc": 29.3,
+        "balanced": 42.4,
+        "aggressive": 48.1,
+    }),
+    (90, "float16", 64, 17776, 17776, False, {
+        "fa_tc": 6036.8,
+        "balanced": 5735.4,
+        "aggressive": 6230.5,
+    }),
+    (90, "float16", 72, 16384, 16384, False, {
+        "fa_tc": 2178.9,
+        "balanced": 2158.8,
+        "aggressive": 2217.3,
+    }),
+    (90, "float16", 96, 8192, 8192, False, {
+        "fa_tc": 852.8,
+        "balanced": 834.1,
+        "aggressive": 814.4,
+    }),
+    (90, "float16", 96, 512, 512, False, {
+        "fa_tc": 147.8,
+        "balanced": 214.3,
+        "aggressive": 230.9,
+    }),
     (90, "float16", 128, 512, 512, False, {
         "fa_tc": 119.1,
         "balanced": 168.5,
@@ -96,20 +170,30 @@ MEASURED_8_BIT: Rows = (
         "balanced": 1204.5,
         "aggressive": 1180.2,
     }),
-    (90, "float16", 64, 4096, 4096, False, {
-        "fa_tc": 897.0,
-        "balanced": 913.2,
-        "aggressive": 1030.7,
+    (90, "float16", 128, 4608, 4608, False, {
+        "fa_tc": 347.9,
+        "balanced": 313.8,
+        "aggressive": 305.5,
     }),
-    (90, "float16", 64, 8192, 8192, False, {
-        "fa_tc": 1724.8,
-        "balanced": 1678.7,
-        "aggressive": 1801.8,
+    (90, "float16", 128, 118800, 118800, False, {
+        "fa_tc": 232820.5,
+        "balanced": 199941.8,
+        "aggressive": 170566.6,
     }),
-    (90, "float16", 64, 16384, 16384, False, {
-        "fa_tc": 3422.6,
-        "balanced": 3254.5,
-        "aggressive": 3405.3,
+    (90, "float16", 128, 2048, 2048, True, {
+        "fa_tc": 229.5,
+        "balanced": 243.4,
+        "aggressive": 288.0,
+    }),
+    (90, "float16", 128, 4096, 4096, True, {
+        "fa_tc": 409.5,
+        "balanced": 382.7,
+        "aggressive": 424.0,
+    }),
+    (90, "float16", 128, 4096, 77, False, {
+        "fa_tc": 54.3,
+        "balanced": 63.3,
+        "aggressive": 67.7,
     }),
     (90, "float16", 256, 4096, 4096, False, {
         "fa_tc": 708.7,
@@ -126,29 +210,19 @@ MEASURED_8_BIT: Rows = (
         "balanced": 2067.9,
         "aggressive": 1840.9,
     }),
-    (90, "float16", 128, 4608, 4608, False, {
-        "fa_tc": 347.9,
-        "balanced": 313.8,
-        "aggressive": 305.5,
+    (90, "float16", 256, 512, 512, False, {
+        "fa_tc": 127.3,
+        "balanced": 200.0,
+        "aggressive": 245.5,
     }),
-    (90, "float16", 64, 4096, 4096, False, {
-        "fa_tc": 152.4,
-        "balanced": 172.1,
-        "aggressive": 203.5,
+    (90, "float16", 256, 1024, 1024, False, {
+        "fa_tc": 208.7,
+        "balanced": 241.0,
+        "aggressive": 280.1,
     }),
-    (90, "float16", 128, 118800, 118800, False, {
-        "fa_tc": 232820.5,
-        "balanced": 199941.8,
-        "aggressive": 170566.6,
-    }),
-    (90, "float16", 96, 8192, 8192, False, {
-        "fa_tc": 852.8,
-        "balanced": 834.1,
-        "aggressive": 814.4,
-    }),
-    (90, "float16", 72, 16384, 16384, False, {
-        "fa_tc": 2178.9,
-        "balanced": 2158.8,
-        "aggressive": 2217.3,
+    (90, "float16", 256, 2048, 2048, False, {
+        "fa_tc": 373.4,
+        "balanced": 365.9,
+        "aggressive": 385.7,
     }),
 )  # fmt: skip

@@ -34,7 +34,8 @@ Written by ``python -m experiments.fastest``.
 Rows = tuple[tuple[int, str, int, int, int, bool, dict[str, float]], ...]
 '''
 TABLE = """
-#: {what}: {device}, revision {revision}.
+#: {what}:
+{origins}
 {name} = "experiments/results/{record}.json"
 {rows}: Rows = (
 """
@@ -76,15 +77,12 @@ def _table(
     if record["backend"] != "cuda":
         raise ValueError("the record has no times: it was not made on a device")
     device, own = record["environment"]["device"], record["environment"]["revision"]
-    revision = ", ".join(
-        dict.fromkeys(found.get("revision", own)[:10] for found in record["problems"])
-    )
-    lines = [
-        TABLE.format(
-            what=what, device=device["name"], revision=revision, name=name, record=source,
-            rows=rows,
-        )
-    ]  # fmt: skip
+    origins = [
+        f"{found.get('device', device['name'])}, revision {found.get('revision', own)[:10]}"
+        for found in record["problems"]
+    ]
+    listed = ";\n".join(f"#: {origin}" for origin in dict.fromkeys(origins))
+    lines = [TABLE.format(what=what, origins=f"{listed}.", name=name, record=source, rows=rows)]
     for found in record["problems"]:
         problem = found["problem"]
         key = (
