@@ -5,6 +5,7 @@ A part has the records as arguments and is left out of the page where one of the
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,28 +124,51 @@ def in_8_bits(peers_int8: Record) -> list[str]:
         "SageAttention 2 is not among them: PyPI has version 1 alone, and version 2 is compiled"
         " from its sources.",
     ]
+    if any("device" in found for found in peers_int8["problems"]):
+        lines.append(
+            "Shapes behind which a device stands were measured on that one: compare within a row."
+        )
     if any(found.get("in_graphs") for found in peers_int8["problems"]):
         lines.append(
             "*In graphs*: short calls, timed as CUDA graphs, ours and theirs. What Python takes for"
             " them is left out; it is more than their kernels take where operands are cast first."
         )
-    lines.append("")
-    table = []
-    for name in names:
-        cells = [name]
-        for found in peers_int8["problems"]:
-            row = rows_of(found).get(name)
-            error = row and row["judgement"] and row["judgement"]["relative_error"]
-            cells.append(f"{rate(row)} ({error:.1e})" if row and "tflops" in row else "-")
-        table.append(cells)
-    titles = [
-        "{batch} x {heads} x {length:,}, {head_dim}".format(**found["problem"])
-        + (" causal" if found["problem"]["causal"] else "")
-        + (f", {found['problem']['length_kv']} keys" if found["problem"]["length_kv"] else "")
-        + (", in graphs" if found.get("in_graphs") else "")
-        for found in peers_int8["problems"]
-    ]
-    return [*lines, *markdown(["batch x heads x length, head_dim", *titles], table)]
+    ordered = sorted(peers_int8["problems"], key=_place)
+    for head_dim, group in itertools.groupby(ordered, lambda found: found["problem"]["head_dim"]):
+        some = list(group)
+        timed = [n for n in names if any("tflops" in rows_of(found).get(n, {}) for found in some)]
+        table = [[_shape(found), *(_rate_and_error(found, n) for n in timed)] for found in some]
+        lines += ["", f"**head_dim {head_dim}**", ""]
+        lines += markdown(["batch x heads x length", *timed], table)
+    return lines
+
+
+def _place(found: Record) -> tuple[int, ...]:
+    """Return where a problem stands: by head_dim, keys as many as queries first, by length."""
+    problem = found["problem"]
+    return (
+        problem["head_dim"], bool(problem["length_kv"]), problem["causal"], problem["length"],
+        -problem["batch"],
+    )  # fmt: skip
+
+
+def _shape(found: Record) -> str:
+    """Return what to call a problem among others of its head_dim."""
+    problem = found["problem"]
+    parts = ["{batch} x {heads} x {length:,}".format(**problem)]
+    parts += ["causal"] if problem["causal"] else []
+    parts += [f"{problem['length_kv']} keys"] if problem["length_kv"] else []
+    parts += ["in graphs"] if found.get("in_graphs") else []
+    parts += [found["device"].split()[1]] if "device" in found else []
+    return ", ".join(parts)
+
+
+def _rate_and_error(found: Record, name: str) -> str:
+    """Return a rate, and in brackets an error; "-" where there was no time."""
+    row = rows_of(found).get(name)
+    if not row or "tflops" not in row:
+        return "-"
+    return f"{rate(row)} ({row['judgement']['relative_error']:.1e})"
 
 
 def shapes(diffusion_shapes: Record) -> list[str]:
