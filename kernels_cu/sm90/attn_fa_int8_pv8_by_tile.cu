@@ -21,10 +21,10 @@
 //              attn_fa_int8_fp8.cu at 128 7.7. Of that 3.25 a step for each element of O: to float,
 //              factor, fma, a fourth of a load. By t = 0.75 t_mma + I / 128 the speed is 0.85, 0.75
 //              and 0.78 of that of attn_fa_int8_pv8.cu, 0.84 of the e4m3 form's at 128.
-// Seen         On an H100, one scale of K for a tile: 0.80 to 0.86, 0.73 to 0.79 (causal), 0.73 to
-//              0.83. One for 16 keys: 1.20, 0.97 and 0.73 of that form, whose 192 and 256 keys spill
-//              then, and 0.96 of the e4m3 form at 128. Two warpgroups at 128, with 2 or 3 stages:
-//              0.93 and 0.92 of a call.
+// Seen         On an H100, one scale of K for a tile: 0.80 to 0.86, 0.73 to 0.79 (causal), 0.73
+//              to 0.83. One for 16 keys: 1.20, 0.97 and 0.73 of that form, whose 192 and 256 keys
+//              spill then, and 0.96 of the e4m3 form at 128. Two warpgroups at 128, with 2 or 3
+//              stages: 0.93 and 0.92 of a call.
 // Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
 //              float (exact), the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P
 //              to 8 bits, R6 alpha, beta, its product with V's scale, l, of codes exact within a
