@@ -14,13 +14,14 @@ follow as factors 1 + theta.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from cupyattn import splits, value_bounds
 from cupyattn.block_mask import BlockMask
+from cupyattn.bound_parts import Bound, assemble, empty, exact, of_block
 from cupyattn.checks import check_dtype, check_limits, check_scale, check_shapes
 from cupyattn.codes import check_one_sequence, portable_form
 from cupyattn.numerics import (
@@ -39,23 +40,13 @@ from cupyattn.perturbation import (
     softmax_perturbation,
     sum_of_operand,
 )
-from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
+from cupyattn.quantisation_bounds import quantisation
+from cupyattn.reference import ScoreBlock, score_blocks
 from cupyattn.registry import lookup
 from cupyattn.rope import Rope, check_turned_before
-from cupyattn.rounding import (
-    FINITE_MAX,
-    NEG_INF,
-    Array,
-    array_namespace,
-    as_float64,
-    merge_heads,
-    scale_of_row,
-    split_heads,
-    value_scale_of_key,
-)
+from cupyattn.rounding import Array, array_namespace
 from cupyattn.score_bounds import (
     EX2_LOG_ERROR,
-    LEAST_P,
     LN2,
     LOG2E,
     MAX_FLOAT,
@@ -64,7 +55,6 @@ from cupyattn.score_bounds import (
     Perturbed,
     Scaling,
     U,
-    far_below,
     perturb,
     products,
     scaling_errors,
@@ -94,36 +84,6 @@ FLUSHED_WEIGHT = 2.0**9 * EX2_FLUSH
 #: Relative error of log2f: 1 ulp from the correctly rounded result (CUDA C++ Programming Guide,
 #: mathematical functions), hence 3/2 ulp.
 LOG2F_ERROR = 1.5 * 2.0**-23
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What an output may differ by, element by element.
-
-    Parameters
-    ----------
-    terms : dict of str to (batch, heads, rows, head_dim) array
-        One array for each rounding point; they sum to `total`.
-    lse : (batch, heads, rows) array
-        The same for the log-sum-exp.
-
-    Notes
-    -----
-    +inf means that nothing is promised: a non-finite score or value, or a number that leaves the
-    range of its type. A row without keys has bound 0, for O = 0 and lse = -inf are exact.
-    """
-
-    terms: dict[str, Array]
-    lse: Array
-
-    @property
-    def total(self) -> Array:
-        """The bound: (batch, heads, rows, head_dim), float64."""
-        return sum(self.terms.values())
-
-    def dominant(self, index: tuple[int, ...]) -> str:
-        """Return the tag with the largest share of one element of `total`."""
-        return max(self.terms, key=lambda tag: float(self.terms[tag][index]))
 
 
 def attention(
@@ -246,7 +206,7 @@ def attention(
     cut = None
     if n.splits:
         cut = splits.split(sizes, limits, tiles)
-    terms, lse = _empty(q, k, v, rows, TERMS)
+    terms, lse = empty(q, k, v, rows, TERMS)
     for block in score_blocks(
         q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
         softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
@@ -256,7 +216,7 @@ def attention(
         )
         for tag, term in found.items():
             terms[tag][block.index] = term
-    return _assemble(terms, lse)
+    return assemble(terms, lse)
 
 
 def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
@@ -268,33 +228,6 @@ def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
     check_one_sequence(quantized)
     q, k, v = replace(quantized, k_mean=None).dequantize("float64")
     return q, k, v
-
-
-def _empty(
-    q: Array, k: Array, v: Array, rows: Array | None, tags: tuple[str, ...]
-) -> tuple[dict[str, Array], Array]:
-    """Allocate terms and lse, query heads split by key head."""
-    xp = array_namespace(q, k, v)
-    batch, heads, heads_kv, len_q, _, head_dim = check_shapes(q.shape, k.shape, v.shape)
-    num_rows = len_q if rows is None else len(rows)
-    split = split_heads(xp.zeros((batch, heads, num_rows, head_dim)), heads_kv)
-    return {tag: xp.zeros(split.shape) for tag in tags}, xp.zeros(split.shape[:-1])
-
-
-def _assemble(terms: dict[str, Array], lse: Array) -> Bound:
-    """Merge the split heads; the bound's own float64 roundings are covered here."""
-    return Bound({tag: merge_heads(t) * REFERENCE for tag, t in terms.items()}, merge_heads(lse))
-
-
-def _exact(block: ScoreBlock) -> tuple[Array, Array, Array, Array, Array]:
-    """Return P, lse, finite values, the output and which channels hold a non-finite value."""
-    xp = array_namespace(block.S)
-    finite = xp.isfinite(block.v)
-    v = xp.where(finite, block.v, 0.0)
-    P, lse = softmax_exact(block.S)
-    # NOTE: a probability that underflows is still positive: a perturbation may make it the largest.
-    P = xp.where(xp.isfinite(P), xp.where(block.admitted, xp.maximum(P, LEAST_P), 0.0), 0.0)
-    return P, lse, v, P @ v, ~finite.all(axis=-2, keepdims=True)
 
 
 def _kernel_bound(
@@ -313,7 +246,7 @@ def _kernel_bound(
     if block.S.shape[-1] == 0:
         zero = xp.zeros((*block.S.shape[:-1], block.q.shape[-1]))
         return dict.fromkeys(TERMS, zero), xp.zeros(block.S.shape[:-1])
-    P, lse, v, o, spoilt = _exact(block)
+    P, lse, v, o, spoilt = exact(block)
     score = perturb(block, n, tiles, sigma, scaling, cut)
     count = block.admitted.sum(axis=-1).astype(np.float64)
     magnitude = xp.abs(v)
@@ -377,7 +310,7 @@ def _kernel_bound(
     flushed = flushed / share
     r6 = theta_o[..., None] * ((weighted + rounded) / share + flushed) + underflow / share
     if n.shifts:
-        r6 = r6 + value_bounds.dropped_by_shifts(unit, _of_block(v_scale, block))
+        r6 = r6 + value_bounds.dropped_by_shifts(unit, of_block(v_scale, block))
     size = xp.abs(o) + delta_o + flushed + r5 + r6
     r6 = r6 + by_l[..., None] * size
     size = size + by_l[..., None] * size
@@ -385,7 +318,7 @@ def _kernel_bound(
     # R7: 1/l, times 1/l, and the store.
     r7, stored = xp.zeros_like(o), size
     if n.by_tile:
-        r7, stored = value_bounds.with_mean(size, _of_block(v_mean, block), n.pieces)
+        r7, stored = value_bounds.with_mean(size, of_block(v_mean, block), n.pieces)
     elif n.online:
         r7 = ((1 + U) ** 2 - 1) * size + 2.0**-149
         stored = size + r7
@@ -414,14 +347,6 @@ def _kernel_bound(
     terms["R7"] = xp.where(attends[..., None] & ~fits, xp.inf, terms["R7"])
     delta_lse = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
     return terms, xp.where(overflows, xp.inf, delta_lse)
-
-
-def _of_block(mean: Any, block: ScoreBlock) -> Array | None:
-    """Return the mean of the keys or values of a block, (..., 1, head_dim)."""
-    if mean is None:
-        return None
-    batch, head, _, _ = block.index
-    return as_float64(mean)[batch, head][:, :, None, None, :]
 
 
 def _mantissa_share(score: Perturbed) -> Array:
@@ -466,7 +391,7 @@ def _lse_bound(
     log_l = log_l + LN2 * (score.slack + lower_M * REFERENCE)
     size, roundings = xp.abs(lse) + (log_l if n.subtracts_first else 0.0), 3
     if mean is not None:
-        mu = _of_block(mean, block)
+        mu = of_block(mean, block)
         dot = sigma * xp.abs((block.q * mu).sum(axis=-1))
         back = sigma * (xp.abs(block.q) * xp.abs(mu)).sum(axis=-1)
         # NOTE: the kernel adds to M, others to lse: both orders are covered.
@@ -475,165 +400,3 @@ def _lse_bound(
         size, roundings = size + log_l + dot + back * U, 5
     delta = delta + LOG2F_ERROR * log_l
     return (delta + ((1 + U) ** roundings - 1) * (size + delta)) * REFERENCE
-
-
-def quantisation(
-    q: Array,
-    k: Array,
-    v: Array,
-    quantized: Any,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    causal_align: str = "bottom-right",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: BlockMask | None = None,
-    rows: Array | None = None,
-    prepared: tuple[Array, Array] | None = None,
-) -> Bound:
-    r"""Bound |exact attention of INT8 operands - exact attention of the caller's arrays| (J3).
-
-    Parameters
-    ----------
-    q : (batch, heads, len_q, head_dim) array
-        The caller's arrays, before quantisation.
-    k, v : (batch, heads_kv, len_kv, head_dim) array
-    quantized : QuantizedQKV
-        What was made of them; its scales, zero points and mean are used, its codes are not.
-    scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
-        As for `cupyattn.reference.attention_exact`.
-    prepared : (array, array), optional
-        Where q and k are those that `cupyattn.preparation.Preparation.exact` returns, how far what
-        was quantised may be from them: `preparation`.
-
-    Returns
-    -------
-    Bound
-        One term, R1.
-
-    Notes
-    -----
-    Codes of scale s leave |x - s code| <= max(s/2 (1 + 2^-15), |x| - 127 s) =: Δ, where
-    the second number counts only if a static scale clips; with zero points the first is
-    s/2 (1 + 2^-12). Hence, with centred keys,
-
-    .. math:: |δS_{ij}| \le σ \sum_d Δq_{id} |k_{jd}| + (|q_{id}| + Δq_{id}) Δk_{jd}
-
-    where operands that were prepared add their error to Δ (Q7),
-    and V's own rounding to 16 bits adds Σ p'_j |δv_j|. A softcap is 1-Lipschitz and a bias the same
-    on both sides: neither adds anything.
-    """
-    xp = array_namespace(q, k, v)
-    head_dim = q.shape[-1]
-    sigma = check_scale(scale, head_dim)
-    chosen = xp.arange(q.shape[2]) if rows is None else xp.asarray(rows)
-    largest = quantized.config.largest_code
-    of_q, of_k = (
-        [
-            None if a is None else _row_scales(a, group, shape)
-            for a in (getattr(quantized, f"{name}_scale"), getattr(quantized, f"{name}_zero"))
-        ]
-        for name, group, shape in (
-            ("q", quantized.group_q, q.shape[:3]),
-            ("k", quantized.group_kv, k.shape[:3]),
-        )
-    )
-    q_scale, q_zero = (
-        None if a is None else split_heads(a[:, :, chosen], k.shape[1])[..., None] for a in of_q
-    )
-    k_scale, k_zero = (None if a is None else a[:, :, None, :, None] for a in of_k)
-    errors = None
-    if prepared is not None:
-        errors = split_heads(prepared[0][:, :, chosen], k.shape[1]), prepared[1][:, :, None]
-    terms, lse = _empty(q, k, v, rows, ("R1",))
-    check_smoothing(softcap, quantized.k_mean)
-    for block in score_blocks(
-        q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
-        softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
-    ):  # fmt: skip
-        if block.S.shape[-1] == 0:
-            continue
-        batch, head, _, _ = block.index
-        P, exact_lse, values, o, spoilt = _exact(block)
-        mean, subtraction = xp.zeros_like(block.k[..., :1, :]), 0.0
-        if quantized.k_mean is not None:
-            mean, subtraction = _of_block(quantized.k_mean, block), U  # R0
-        centred = block.k - mean
-        q_abs, k_abs = xp.abs(block.q), xp.abs(centred)
-        dq, dk = (0.0, 0.0) if errors is None else (errors[0][block.index], errors[1][batch, head])
-        dq = _code_rounding(block.q, dq, q_scale, q_zero, block.index, largest)
-        dk = dk + subtraction * (k_abs + dk)
-        dk = _code_rounding(centred, dk, k_scale, k_zero, (batch, head), largest)
-        d = sigma * (dq @ k_abs.swapaxes(-1, -2) + (q_abs + dq) @ dk.swapaxes(-1, -2))  # R1
-        float64 = (q_abs + dq) @ (xp.abs(block.k) + k_abs + dk).swapaxes(-1, -2)
-        d = (d + 2 * gamma(head_dim + 8, U64) * sigma * float64) * REFERENCE + 2.0**-45
-        fine = xp.isfinite(block.S) & xp.isfinite(d)
-        usable = (fine | ~block.admitted).all(axis=-1)
-        counts = block.admitted & fine
-        S = xp.where(counts, block.S, NEG_INF)
-        top = xp.where(counts.any(axis=-1), S.max(axis=-1), 0.0)
-        S = xp.where(counts, S, top[..., None])
-        d = xp.where(counts, d + 4 * U64 * xp.abs(S), 0.0)  # the softcap and the bias of float64
-        d = xp.where(far_below(S, top, d), 0.0, d)
-        delta_o, P_plus, delta_lse, _ = softmax_perturbation(P, d, values, o)
-        total = delta_o + gamma(2 * block.S.shape[-1] + 8, U64) * (P_plus @ xp.abs(values))
-        dv = _value_rounding(values, v.dtype.name, quantized, block)
-        total = total + P_plus @ xp.where(xp.isfinite(dv), dv, 0.0)
-        spoilt = spoilt | (~xp.isfinite(dv)).any(axis=-2, keepdims=True)
-        attends = block.admitted.any(axis=-1)
-        total = xp.where(usable[..., None] & ~spoilt, total, xp.inf)
-        terms["R1"][block.index] = xp.where(attends[..., None], total, 0.0)
-        delta_lse = delta_lse + REFERENCE * sigma * (dq * xp.abs(mean)).sum(axis=-1)
-        delta_lse = delta_lse + 2.0**-45 * (1 + xp.abs(xp.where(usable, exact_lse, 0.0)))
-        lse[block.index] = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
-    return _assemble(terms, lse)
-
-
-def _code_rounding(
-    x: Array, error: Any, scale: Array, zero: Array, index: Any, largest: int
-) -> Array:
-    """R1: what codes do to each number of a block of Q or K that had an error before."""
-    xp = array_namespace(x)
-    if zero is None:
-        size = xp.abs(x) + error
-        return error + value_bounds.rounding_to_codes(size, scale[index], largest)
-    ends = (
-        value_bounds.rounding_with_zero_points(x + e, scale[index], zero[index])
-        for e in (error, -error)
-    )
-    return error + xp.maximum(*ends)
-
-
-def _value_rounding(values: Array, dtype: str, quantized: Any, block: ScoreBlock) -> Array:
-    """R1 of V: what 16 bits or codes do to each value, infinite where they do not reach it."""
-    xp = array_namespace(values)
-    if quantized.form == "portable":
-        v_type = quantized.v.dtype.name
-        if v_type == dtype:
-            return xp.zeros_like(values)
-        error = half_ulp(xp.abs(values), v_type)
-        return xp.where(xp.abs(values) > FINITE_MAX[v_type], xp.inf, error)
-    batch, head, _, _ = block.index
-    by_key = value_scale_of_key(quantized.v_scale[batch, head], quantized.group_v, values.shape[-2])
-    mean, subtraction = _of_block(quantized.v_mean, block), 0.0
-    centred, scale = values, as_float64(by_key)[:, :, None]
-    if mean is not None:
-        centred, subtraction = values - mean, U  # R0
-    n = compose_numerics("int8", "pv8", dtype, quantized.config)
-    size, widened = xp.abs(centred), centred * (1 + subtraction)
-    if quantized.v_zero is None:
-        error = value_bounds.rounding_of_values(xp.abs(widened), scale, n)
-    else:
-        zero = quantized.v_zero[batch, head]
-        zero = value_scale_of_key(zero, quantized.group_v, values.shape[-2])[:, :, None]
-        error = value_bounds.rounding_with_zero_points(widened, scale, zero)
-    return error + subtraction * size
-
-
-def _row_scales(scale: Array, group: int, shape: tuple[int, ...]) -> Array:
-    """Return the scale of every row in float64, as (batch, heads, length)."""
-    xp = array_namespace(scale)
-    return xp.broadcast_to(scale_of_row(as_float64(scale), group, shape[2]), shape)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, target
 from hypothesis import strategies as st
 
-from cupyattn import bounds, distributions, mirror, score_bounds
+from cupyattn import bound_parts, bounds, distributions, mirror, score_bounds
 from cupyattn.numerics import numerics
 from cupyattn.perturbation import gamma, half_ulp, softmax_perturbation
 from cupyattn.quant import QuantConfig, quantize
@@ -352,7 +352,7 @@ def test_attended_keys_have_probabilities() -> None:
     q = np.full((1, 1, 3, 1), 100.0, np.float32)
     k = np.array([0.0, -100.0, 0.0], np.float32).reshape(1, 1, 3, 1)
     (block,) = score_blocks(q, k, k, causal=True)
-    P = bounds._exact(block)[0]
+    P = bound_parts.exact(block)[0]
     assert ((P > 0) == block.admitted).all()
 
 

@@ -66,6 +66,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "score_bounds",
         "value_bounds",
         "operand_bounds",
+        "bound_parts",
+        "quantisation_bounds",
         "bounds",
         "compile",
     ),
@@ -97,7 +99,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 NO_CUPY = {
     "errors", "tiles", "features", "numerics", "measured", "registry", "auto", "splits", "pieces",
     "rounding", "codes", "checks", "rope", "preparation", "scoring", "block_mask", "mirror",
-    "reference", "perturbation", "score_bounds", "value_bounds", "operand_bounds", "bounds",
+    "reference", "perturbation", "score_bounds", "value_bounds", "operand_bounds", "bound_parts",
+    "quantisation_bounds", "bounds",
     "includes", "nvrtc", "ptxas", "distributions", "strategies", "gradients", "backward_tiles",
     "nvml",
 }  # fmt: skip
