@@ -33,18 +33,19 @@ __device__ __forceinline__ uint32_t max_abs_f16x2(uint32_t x, uint32_t y) {
   return r;
 }
 
-// Pairs of sums, rounded to nearest even. NOTE: infinities are looked for once for all of them,
-// half an instruction for each sum, where from_sum takes four.
-template <typename T, int PAIRS>
-__device__ __forceinline__ void pack_sums(uint32_t (&packed)[PAIRS], const float (&x)[2 * PAIRS]) {
+// Pairs of sums, rounded to nearest even, to the first of a fragment. NOTE: infinities are looked
+// for once for all of them, half an instruction for each sum, where from_sum takes four.
+template <typename T, int COL_TILES, int COUNT>
+__device__ __forceinline__ void pack_sums(
+    uint32_t (&O_frag)[COL_TILES][2], const float (&x)[COUNT]) {
   uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-    packed[i] = pack_rn<T>(x[2 * i], x[2 * i + 1]);
-    if constexpr (IS_FLOAT16<T>) largest = max_abs_f16x2(largest, packed[i]);
+  for (int i = 0; i < COUNT / 2; ++i) {
+    const uint32_t pair = O_frag[i / 2][i % 2] = pack_rn<T>(x[2 * i], x[2 * i + 1]);
+    if constexpr (IS_FLOAT16<T>) largest = max_abs_f16x2(largest, pair);
   }
   if (!IS_FLOAT16<T> || packed_below<__half>(largest, 16)) return;
 #pragma unroll
-  for (int i = 0; i < PAIRS; ++i)
-    packed[i] = pack_rn<T>(within_float16(x[2 * i]), within_float16(x[2 * i + 1]));
+  for (int i = 0; i < COUNT / 2; ++i)
+    O_frag[i / 2][i % 2] = pack_rn<T>(within_float16(x[2 * i]), within_float16(x[2 * i + 1]));
 }

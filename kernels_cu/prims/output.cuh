@@ -91,10 +91,8 @@ __device__ __forceinline__ void store_output(
     elem_t* O, int64_t stride, int rows, const float (&x)[COUNT], elem_t* O_rows,
     const TensorMap& O_map, int row, int head, int batch) {
   if constexpr (ELEM_IS_16_BIT) {
-    uint32_t packed[COUNT / 2], O_frag[STORE_BOXES * STORE_COLS / 8][2] = {};
-    pack_sums<elem_t>(packed, x);  // R7
-#pragma unroll
-    for (int i = 0; i < COUNT / 2; ++i) O_frag[i / 2][i % 2] = packed[i];  // zeros past the last
+    uint32_t O_frag[STORE_BOXES * STORE_COLS / 8][2] = {};  // zeros past the last of COUNT
+    pack_sums<elem_t>(O_frag, x);                           // R7
     if constexpr (STAGED) {
       if (lane_id() == 0) cp_async_bulk_wait_group_read();
       __syncwarp();  // the copy engine has read what is overwritten now

@@ -386,11 +386,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     }
 #pragma unroll
     for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] *= inverse_l[i / 2 % 2];  // R7
-    uint32_t packed[O_COLS / 4];
     OutputFragment<O_COLS> O_frag;
-    pack_sums<elem_t>(packed, O_acc);  // R7
-#pragma unroll
-    for (int i = 0; i < O_COLS / 4; ++i) O_frag[i / 2][i % 2] = packed[i];
+    pack_sums<elem_t>(O_frag, O_acc);  // R7
     const int q = tile.q0 + warp_row;
     elem_t* O = static_cast<elem_t*>(p.O)  // [len_q - q, HEAD_DIM]
                 + tile.batch * p.O_stride.batch + tile.head * p.O_stride.head + q * p.O_stride.len;
