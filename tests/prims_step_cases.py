@@ -9,7 +9,6 @@ import numpy as np
 
 from cupyattn.features import Features
 from cupyattn.params import ATTN_PARAMS, pack
-from cupyattn.rounding import mul_down32
 from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, rng
 
@@ -27,8 +26,8 @@ def arguments(place: tuple[int, int], group: int) -> Callable[[], Arguments]:
             "X": rng().integers(-9999, 9999, (ROWS, KEYS)).astype(np.int32),
             "Q_scale": rng().uniform(0.5, 2, ROWS).astype(np.float32), "K_scale": scales,
             "S": np.zeros((ROWS, KEYS), np.float32),
-            "largest": np.zeros((max(1, KEYS // group), 2, 32), np.int32),
-            "top": np.zeros((2, 32), np.float32),
+            **{name: np.zeros((max(1, KEYS // group), 2, 32), np.int32)
+               for name in ("largest", "admitted")},
         }  # fmt: skip
 
     return made
@@ -43,12 +42,12 @@ def expected(group: int, causal: bool, window: bool) -> Callable[..., dict[str, 
         may = may & (~np.bool_(window) | (key >= row + WINDOW_SHIFT))
         factor = Q_scale[:, None] * K_scale[np.minimum(key, LEN_KV - 1) // group]
         scores = np.where(may, X.astype(np.float32) * factor, np.float32(-np.inf))
-        # By scale, row of a lane, lane: a lane has two of every eight keys.
-        parts = X.reshape(2, 8, max(1, KEYS // group), -1, 4, 2).max(axis=(3, 5))
-        largest = parts.transpose(2, 0, 1, 3).reshape(-1, 2, 32)
-        down = np.where(may, mul_down32(X, factor), np.float32(-np.inf))
-        top = down.reshape(2, 8, -1, 4, 2).max(axis=(2, 4)).reshape(2, 32)
-        return {"S": scores, "largest": largest, "top": top}
+        most = {"largest": X, "admitted": np.where(may, X, np.iinfo(np.int32).min)}
+        for name, x in most.items():
+            # By scale, row of a lane, lane: a lane has two of every eight keys.
+            parts = x.reshape(2, 8, max(1, KEYS // group), -1, 4, 2).max(axis=(3, 5))
+            most[name] = parts.transpose(2, 0, 1, 3).reshape(-1, 2, 32)
+        return {"S": scores, **most}
 
     return written
 

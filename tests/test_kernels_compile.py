@@ -21,7 +21,7 @@ from cupyattn.checks import GROUP_ALL
 from cupyattn.features import Features
 from cupyattn.registry import VARIANTS, Variant
 from cupyattn.value_codes import HOPPER_SCALE_KEYS
-from tests.runs import SPILLED, SPILLED_PACKED
+from tests.runs import SPILLED, SPILLED_FINE, SPILLED_PACKED
 
 #: Head sizes at which spills are looked for, beside 128, which is the likeliest to have some.
 LATE = [pytest.param(head_dim, marks=pytest.mark.slow) for head_dim in (64, 256)]
@@ -205,6 +205,31 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
         spilled = max(taken.spill_stores, taken.spill_loads)
         allowed = SPILLED_PACKED.get((rung_of(name, form), head_dim), 0)
         assert spilled <= allowed, f"{entry} takes {taken}: {spec}"
+
+
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("form", "head_dim"),
+    [
+        pytest.param(form, head_dim, marks=[] if head_dim == 128 else [pytest.mark.slow])
+        for form in ("sm90", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
+        for head_dim in (64, 80, 128, 256)
+        if head_dim <= VARIANTS["fa_int8"].largest_head_dim(form)
+    ],
+)
+def test_fine_scales_spill_nothing(form: str, head_dim: int, causal: bool) -> None:
+    """Those of 16 keys, as `QuantConfig` has them if it is not told, in the widest tiles too."""
+    variant = VARIANTS["fa_int8"]
+    others = variant.hopper_other_tiles.get(form, {}).get(head_dim, ())[:1]
+    for lse, tiles in itertools.product(
+        (False, True), (variant.tiles_for(head_dim, form=form), *others)
+    ):
+        features = features_of(variant, form, "float16", head_dim, causal, lse)
+        fine = replace(features, group_q=2, group_kv=16)
+        spec = launch.module_spec(variant, fine, tiles, form)
+        for entry, taken in kc.build(spec, "sm_90a").kernels.items():
+            allowed = SPILLED_FINE.get((rung_of("fa_int8", form), head_dim), 0)
+            assert taken.stack <= allowed, f"{entry} takes {taken}: {spec}"
 
 
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -42,40 +42,18 @@ __device__ __forceinline__ void make_factors(
     for (int h = 0; h < 2; ++h) factor[j][h] = Q_factor[h] * K_scale[j];  // R3
 }
 
-// The largest integers of each row, NO_KEY where all are masked: among integers, two comparisons
-// are one instruction, and products with a factor keep their order.
+// The largest integer of each row among the keys that share a scale, number `part` of the step's;
+// NO_KEY where all are masked. Among integers two comparisons are one instruction, and products
+// with a factor keep their order.
 constexpr int NO_KEY = -0x7fffffff - 1;  // less than any integer of Q K^T
 template <bool MASKED>
 __device__ __forceinline__ void largest_dots(
-    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], int (&largest)[SCALES][2], int q,
-    int kv0) {
-  const ScoreMask mask(p, q, kv0);
+    int (&largest)[2], const int32_t (&dot)[BLOCK_KV / 2], const ScoreMask& mask, int part) {
   auto admitted_dot = [&](int i) { return !MASKED || mask.admits(i) ? dot[i] : NO_KEY; };
 #pragma unroll
-  for (int i = 0; i < BLOCK_KV / 2; i += 2) {
-    int& x = largest[i / PART][i / 2 % 2];
-    const int pair = max(admitted_dot(i), admitted_dot(i + 1));
-    x = i % PART < 4 ? pair : max(pair, x);
+  for (int i = 0; i < PART; i += 2) {
+    const int at = part * PART + i, pair = max(admitted_dot(at), admitted_dot(at + 1));
+    int& x = largest[i / 2 % 2];
+    x = i < 4 ? pair : max(pair, x);
   }
-}
-
-// The largest scores of a lane's two rows, rounded down for an M that is a whole number below them,
-// -inf where all are masked. Keys that share a scale and are all masked get 0 for a factor: a scale
-// that is NaN is nothing to rows that do not attend.
-template <bool MASKED>
-__device__ __forceinline__ void largest_scores(
-    const AttnParams& p, const int32_t (&dot)[BLOCK_KV / 2], Factors& factor, float (&m)[2], int q,
-    int kv0) {
-  int largest[SCALES][2];
-  largest_dots<MASKED>(p, dot, largest, q, kv0);
-  m[0] = m[1] = NEG_INF;
-#pragma unroll
-  for (int j = 0; j < SCALES; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (MASKED && largest[j][h] == NO_KEY)
-        factor[j][h] = 0.0f;
-      else
-        m[h] = fmaxf(m[h], __fmul_rd(float(largest[j][h]), factor[j][h]));  // R3
-    }
 }

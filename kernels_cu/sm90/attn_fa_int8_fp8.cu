@@ -123,8 +123,8 @@ __device__ __forceinline__ bool choose_M(
   make_factors(factor, Q_factor, K_scale);
   tile_M[0] = tile_M[1] = NEG_INF;
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
+  const ScoreMask mask(p, q, kv0);
   if (masked) {
-    const ScoreMask mask(p, q, kv0);
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i) {
       const int h = i / 2 % 2;
@@ -132,13 +132,14 @@ __device__ __forceinline__ bool choose_M(
       tile_M[h] = fmaxf(tile_M[h], mask.admits(i) ? M : NEG_INF);
     }
   } else {
-    int largest[SCALES][2];
-    largest_dots<false>(p, dot, largest, q, kv0);
 #pragma unroll
-    for (int j = 0; j < SCALES; ++j)
+    for (int j = 0; j < SCALES; ++j) {
+      int largest[2];
+      largest_dots<false>(largest, dot, mask, j);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        tile_M[h] = fmaxf(tile_M[h], M_of_codes(float(largest[j][h]), factor[j][h]));  // R4
+        tile_M[h] = fmaxf(tile_M[h], M_of_codes(float(largest[h]), factor[j][h]));  // R4
+    }
   }
   tile_M[0] = shfl_max<4>(tile_M[0]), tile_M[1] = shfl_max<4>(tile_M[1]);
   return masked;

@@ -22,7 +22,9 @@
 //              tile ahead, 0.99; O by evict_first 1.00; two of 256 keys 1.06 and 1.05, as it is
 //              now. Of those: no turns 0.80; O shifted only where a row of the warp moves 0.98;
 //              scores in halves, the first behind P V of the step before and its maximum found
-//              beside the second, 0.98 (head_dim 64 0.96, 256 0.82). (experiments/results/NOTES.md)
+//              beside the second, 0.98 (head_dim 64 0.96, 256 0.82). A scale of K for every 16
+//              keys: all of them kept in registers 0.67 to 0.75, where 230 to 320 bytes spill; the
+//              few of 64 keys read anew 0.99. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
 //              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 8 bits,
 //              R6 l, and what shifts drop of O, R7 O to float, times the channel's scale, times
@@ -126,20 +128,45 @@ __device__ __forceinline__ void start_output(
   wgmma_commit_group();
 }
 
-// S4 softmax, its first half: M of the largest score of each row. Returns whether scores are
-// masked; `factor` is that of those that are not, `shift` what ShiftState::advance returns. `q` is
-// the first of this lane's two rows, the other is q + 8.
+// A few scales are kept in registers for a step. Of more, each is read from shared memory wherever
+// it is needed: scores and O leave no room for them.
+constexpr bool SCALES_KEPT = SCALES <= 4;
+__device__ __forceinline__ float scale_of(const float (&K_scale)[SCALES], int j) {
+  return SCALES_KEPT ? K_scale[j] : *const_cast<const volatile float*>(&K_scale[j]);
+}
+
+// S4 softmax, its first half: the largest scores of a lane's two rows, rounded down for an M that
+// is a whole number below them, -inf where all are masked. Keys that share a scale and are all
+// masked have no say: a scale that is NaN is nothing to rows that do not attend.
+template <bool MASKED>
+__device__ __forceinline__ void largest_scores(
+    const AttnParams& p, float (&m)[2], const int32_t (&dot)[BLOCK_KV / 2],
+    const float (&Q_factor)[2], const float (&K_scale)[SCALES], int q, int kv0) {
+  const ScoreMask mask(p, q, kv0);
+  m[0] = m[1] = NEG_INF;
+#pragma unroll
+  for (int j = 0; j < SCALES; ++j) {
+    const float scale = scale_of(K_scale, j);
+    int largest[2];
+    largest_dots<MASKED>(largest, dot, mask, j);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (!MASKED || largest[h] != NO_KEY)
+        m[h] = fmaxf(m[h], __fmul_rd(float(largest[h]), Q_factor[h] * scale));  // R3
+  }
+}
+// M of the largest score of each row. Returns whether scores are masked; `shift` is what
+// ShiftState::advance returns. `q` is the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    Factors& factor, int (&shift)[2], const float (&Q_factor)[2], const float (&K_scale)[SCALES],
-    int q, int kv0, int unmasked, bool watched) {
-  make_factors(factor, Q_factor, K_scale);
+    int (&shift)[2], const float (&Q_factor)[2], const float (&K_scale)[SCALES], int q, int kv0,
+    int unmasked, bool watched) {
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   float m[2];
   if (masked)
-    largest_scores<true>(p, dot, factor, m, q, kv0);
+    largest_scores<true>(p, m, dot, Q_factor, K_scale, q, kv0);
   else
-    largest_scores<false>(p, dot, factor, m, q, kv0);
+    largest_scores<false>(p, m, dot, Q_factor, K_scale, q, kv0);
   m[0] = shfl_max<4>(m[0]), m[1] = shfl_max<4>(m[1]);
   if (watched) state[0].keep_in_range(), state[1].keep_in_range();
 #pragma unroll
@@ -155,30 +182,37 @@ __device__ __forceinline__ bool choose_M(
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const Factors& factor, uint32_t (&P_frag)[BLOCK_KV / 32][4], int q, int kv0) {
+    const float (&Q_factor)[2], const float (&K_scale)[SCALES],
+    uint32_t (&P_frag)[BLOCK_KV / 32][4], int q, int kv0) {
   const ScoreMask mask(p, q, kv0);
   uint32_t sum[2] = {};  // of codes
+  float factor[2];       // of keys that share a scale
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 8; ++i) {  // two key tiles, one row: four neighbours in V
     const int h = i % 2, n = i / 2 * 8 + h * 2;
+    if (n % PART == 0) {
+      const float scale = scale_of(K_scale, n / PART);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        factor[r] = Q_factor[r] * scale;  // R3
+        if (!MASKED || mask.admits_any(n + 2 * r, n + 2 * r + PART - 3))
+          state[r].l = fmaf(factor[r], 0.0f, state[r].l);
+      }
+    }
     float x[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int at = n + j / 2 * 4 + j % 2;
-      const float y = fmaf(float(dot[at]), factor[at / PART][h], -state[h].M);  // R3
-      x[j] = ex2_approx_ftz(MASKED && !mask.admits(at) ? NEG_INF : y);          // R4
-      if (LSE) state[h].exact_l += x[j];                                        // R6
+      const float y = fmaf(float(dot[at]), factor[h], -state[h].M);     // R3
+      x[j] = ex2_approx_ftz(MASKED && !mask.admits(at) ? NEG_INF : y);  // R4
+      if (LSE) state[h].exact_l += x[j];                                // R6
     }
     const uint32_t codes = pack_u8(x[0], x[1], x[2], x[3]);  // R5
     P_frag[i / 4][i % 4] = codes;
     sum[h] = __dp4a(codes, 0x01010101u, sum[h]);  // exact
   }
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    state[h].l += float(sum[h]);  // R6
-#pragma unroll
-    for (int j = 0; j < SCALES; ++j) state[h].l = fmaf(factor[j][h], 0.0f, state[h].l);
-  }
+  for (int h = 0; h < 2; ++h) state[h].l += float(sum[h]);  // R6
 }
 
 // O to another M.
@@ -308,8 +342,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     int32_t O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];       // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 32][4];
-    float K_scale[SCALES];
-    Factors factor;
+    float kept_scale[SCALES];
     int shift[2];
     const bool may_overflow = p.len_kv >= 1 << (SUM_BITS - CODE_BITS - LOWER_BITS);
     float Q_factor[2];  // Q scale and softmax scale of row and row + 8
@@ -340,18 +373,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         continue;
       }
       start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
-      copy_scales(K_scale, smem.K_scale[at.stage]);
+      if (SCALES_KEPT) copy_scales(kept_scale, smem.K_scale[at.stage]);
+      const float (&K_scale)[SCALES] = SCALES_KEPT ? kept_scale : smem.K_scale[at.stage];
       wgmma_wait_group<0>();
       wgmma_use(dot);
       const bool masked = choose_M(
-          p, state, dot, factor, shift, Q_factor, K_scale, tile.q0 + row, kv0, unmasked,
+          p, state, dot, shift, Q_factor, K_scale, tile.q0 + row, kv0, unmasked,
           may_overflow && step % WATCH_STEPS == 0);
       shift_output(O_acc, shift);
       if (IN_TURN) turn.take();
       if (masked)
-        weigh<true>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
+        weigh<true>(p, state, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
       else
-        weigh<false>(p, state, dot, factor, P_frag, tile.q0 + row, kv0);
+        weigh<false>(p, state, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
       if (IN_TURN) turn.pass();
       start_output(O_acc, P_frag, V_first.stage(at.stage, sizeof(smem.V[0])));
       wgmma_wait_group<0>();

@@ -132,15 +132,17 @@ template <bool MASKED>
 __device__ __forceinline__ void find_M(
     const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2],
     const Factors& factor, int q, int kv0) {
-  int largest[SCALES][2];
-  largest_dots<MASKED>(p, dot, largest, q, kv0);
+  const ScoreMask mask(p, q, kv0);
   tile_M[0] = tile_M[1] = NEG_INF;
 #pragma unroll
-  for (int j = 0; j < SCALES; ++j)
+  for (int j = 0; j < SCALES; ++j) {
+    int largest[2];
+    largest_dots<MASKED>(largest, dot, mask, j);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (!MASKED || largest[j][h] != NO_KEY)
-        tile_M[h] = max_nan(tile_M[h], M_of_codes(float(largest[j][h]), factor[j][h]));  // R4
+      if (!MASKED || largest[h] != NO_KEY)
+        tile_M[h] = max_nan(tile_M[h], M_of_codes(float(largest[h]), factor[j][h]));  // R4
+  }
 }
 // Returns whether scores are masked. `q` is the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(

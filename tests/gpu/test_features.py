@@ -25,6 +25,7 @@ from tests.runs import (
     PLAIN,
     RUNGS,
     Guarded,
+    Run,
     asked_for,
     assert_same,
     bits,
@@ -94,13 +95,25 @@ def test_masks_by_a_very_negative_bias(rung: str, dtype: str, low: float) -> Non
     assert np.isfinite(as_float64(on_host(one.o))).all()
 
 
+def assert_same_weights(left: Run, right: Run) -> None:
+    """Alike to the bit, but for lse where codes of P are in units of 2^M.
+
+    M ends where the last step leaves it. Of two calls one may have steps without keys for a row,
+    over which M falls: M + log2(l), of which either is below 32, is rounded elsewhere then.
+    """
+    if left.form != "pv8_whole":
+        return assert_same(left, right)
+    assert bits(left.o) == bits(right.o)
+    np.testing.assert_allclose(on_host(left.lse), on_host(right.lse), rtol=0, atol=64 * 2.0**-24)
+
+
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if not rung.endswith("@sm90")])
 def test_what_masks_is_a_mask(rung: str) -> None:
     """A window; a bias of -inf; a mask of True masks nothing."""
     inputs = inputs_of()
     for options in ({"window": (70, 3)}, {"window": (100, -1), "causal": True}):
         mask = cupy.asarray(admitted((1, 1, *SHAPE[2:]), options))
-        assert_same(run(rung, inputs, **options), run(rung, inputs, mask=mask))
+        assert_same_weights(run(rung, inputs, **options), run(rung, inputs, mask=mask))
     rng = np.random.default_rng(1)
     mask, bias = rng.random((2, 1, 1, 333)) < 0.6, rng.standard_normal((150, 333)).astype("f4")
     masked = np.where(mask, bias, np.float32(-np.inf))
@@ -169,7 +182,7 @@ def test_a_block_mask_is_a_mask(rung: str, dtype: str) -> None:
         masked = run(rung, (q, k, v), block_mask=mask, **options)
         masked.check()
         dense = cupy.asarray(mask.to_dense(*SHAPE[2:]))
-        assert_same(masked, run(rung, (q, k, v), mask=dense, tiles=tiles, **options))
+        assert_same_weights(masked, run(rung, (q, k, v), mask=dense, tiles=tiles, **options))
         if rung in PLAIN:
             assert_same(masked, run(rung, (q, *spoilt), block_mask=mask, **options))
         on_its_device = BlockMask(cupy.asarray(kept), 64, 64)

@@ -11,7 +11,7 @@ extern "C" __global__ void step_scores(
     const float* K_scale,  // [ceil(len_kv / GROUP_KV)]
     float* S,              // [ROWS, BLOCK_KV]
     int32_t* largest,      // [SCALES, 2, 32], of what a lane has
-    float* top) {          // [2, 32], of its scores that are not masked
+    int32_t* admitted) {   // [SCALES, 2, 32], of what is not masked
   const int row = lane_id() / 4, col = lane_id() % 4 * 2, q = place[0] + row, kv0 = place[1];
   int32_t dot[BLOCK_KV / 2];
 #pragma unroll
@@ -28,14 +28,15 @@ extern "C" __global__ void step_scores(
   for (int i = 0; i < BLOCK_KV / 2; ++i)
     S[(row + i / 2 % 2 * 8) * BLOCK_KV + i / 4 * 8 + col + i % 2] =
         mask.admits(i) ? float(dot[i]) * factor[i / PART][i / 2 % 2] : NEG_INF;
-  int most[SCALES][2];
-  largest_dots<false>(p, dot, most, q, kv0);
-  float m[2];
-  largest_scores<true>(p, dot, factor, m, q, kv0);
 #pragma unroll
-  for (int h = 0; h < 2; ++h) top[h * WARP_SIZE + lane_id()] = m[h];
+  for (int j = 0; j < SCALES; ++j) {
+    int most[2], most_admitted[2];
+    largest_dots<false>(most, dot, mask, j);
+    largest_dots<true>(most_admitted, dot, mask, j);
 #pragma unroll
-  for (int j = 0; j < SCALES; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) largest[(j * 2 + h) * WARP_SIZE + lane_id()] = most[j][h];
+    for (int h = 0; h < 2; ++h) {
+      const int at = (j * 2 + h) * WARP_SIZE + lane_id();
+      largest[at] = most[h], admitted[at] = most_admitted[h];
+    }
+  }
 }
