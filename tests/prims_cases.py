@@ -21,7 +21,7 @@ from cupyattn.quant.nibbles import packed
 from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
-from tests.prim import Arguments, Prim, defines, normal, rng
+from tests.prim import Arguments, Prim, butterfly, defines, normal, rng
 from tests.prims_cluster_cases import CLUSTER_PRIMS
 from tests.prims_exp2_cases import EXP2_PRIMS
 from tests.prims_finite_cases import FINITE_PRIMS
@@ -50,15 +50,6 @@ def base_expected(**_: Any) -> dict[str, np.ndarray]:
         "integers": np.array([3, 2, 0, 48, 32, 8, 2, 1, 8, 8], np.int32),
         "floats": np.array(constants, np.float32),
     }
-
-
-def butterfly(x: np.ndarray, lanes: int, combine: Callable[..., np.ndarray]) -> np.ndarray:
-    """Combine over aligned groups of lanes, in the order of ``__shfl_xor_sync``."""
-    index, offset = np.arange(len(x)), lanes // 2
-    while offset:
-        x = combine(x, x[index ^ offset])
-        offset //= 2
-    return x
 
 
 def warp_arguments() -> Arguments:

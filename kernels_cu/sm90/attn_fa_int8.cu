@@ -35,6 +35,7 @@
 //              (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
+#include "prims/mean_dot.cuh"
 #include "prims/named_barrier.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/output.cuh"
@@ -474,12 +475,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
           const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                                 + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
                                 min(q, p.len_q - 1) * p.Q_stride.len;
-          const int zero = zeros.of_row(h);
-          float mean_dot = 0.0f;
-          for (int d = t; d < HEAD_DIM; d += 4)
-            mean_dot = fmaf(Q_row[d] - zero, K_mean[d], mean_dot);
-          mean_dot = shfl_sum<4>(mean_dot);
-          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * mean_dot;  // R3
+          const float dot = mean_dot<4>(Q_row, K_mean, zeros.of_row(h));
+          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * dot;  // R3
         }
         if (t == 0 && q < p.len_q)
           lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();
