@@ -109,11 +109,6 @@ static_assert(
     BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 16 == 0,
     "BLOCK_KV must be a multiple of 16 from 64 to 256, the columns of a wgmma");
 
-// Key of a tile's first step.
-__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
-  return round_down(kv_begin(p, q0), BLOCK_KV);
-}
-
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background. ZERO_POINTS: added to
 // what SharedZeros begins with.
 __device__ __forceinline__ void start_scores(
@@ -361,7 +356,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     // NOTE: M rises for all rows of a warp at once: those of the next sequence have no say.
     if (VARLEN && !QUANTIZE_Q)
       zero_rows<WARPGROUP>(smem.Q[Q_at.stage], max(row0, p.len_q - tile.q0), row0 + 64);
-    int kv0 = first_key(p, tile.q0) + tile.first * BLOCK_KV;
+    int kv0 = round_down(kv_begin(p, tile.q0), BLOCK_KV) + tile.first * BLOCK_KV;
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const int8_t* Q_codes =  // [CODE_BOXES][BLOCK_Q, 128]
         QUANTIZE_Q ? smem.Q_codes[0] : smem.Q[Q_at.stage][0];

@@ -93,11 +93,6 @@ static_assert(
     BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 32 == 0,
     "BLOCK_KV must be a multiple of 32 from 64 to 256: columns of one wgmma, depth of another");
 
-// Key of a tile's first step.
-__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
-  return round_down(kv_begin(p, q0), BLOCK_KV);
-}
-
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
 __device__ __forceinline__ void start_scores(
     int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
@@ -299,7 +294,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const WorkTile tile = uniform(smem.tile[Q_at.stage]);
     if (tile.q0 < 0) break;
     const auto& p = of_sequences<int8_t, int8_t>(call, tile);
-    int kv0 = first_key(p, tile.q0) + tile.first * BLOCK_KV;
+    int kv0 = round_down(kv_begin(p, tile.q0), BLOCK_KV) + tile.first * BLOCK_KV;
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const int own_end = kv_end(p, tile.q0 + row0, 64);  // of the keys of this warpgroup's rows
     const int8_t* Q_codes =                             // [CODE_BOXES][BLOCK_Q, 128]

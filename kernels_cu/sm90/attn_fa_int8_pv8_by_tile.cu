@@ -106,11 +106,6 @@ static_assert(GROUP_V % BLOCK_KV == 0, "GROUP_V must be whole tiles: a tile has 
 static_assert(
     HEAD_DIM % 4 == 0, "HEAD_DIM must be a multiple of 4: scales come 16 bytes at a time");
 
-// Key of a tile's first step.
-__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
-  return round_down(kv_begin(p, q0), BLOCK_KV);
-}
-
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
 __device__ __forceinline__ void start_scores(
     int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
@@ -356,7 +351,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
     const WorkTile tile = uniform(smem.tile[Q_at.stage]);
     if (tile.q0 < 0) break;
     const auto& p = of_sequences<int8_t, int8_t>(call, tile);
-    int kv0 = first_key(p, tile.q0);
+    int kv0 = round_down(kv_begin(p, tile.q0), BLOCK_KV);
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const int own_end = kv_end(p, tile.q0 + row0, 64);  // of the keys of this warpgroup's rows
     const int8_t* Q_codes =                             // [CODE_BOXES][BLOCK_Q, 128]
