@@ -20,8 +20,8 @@ from cupyattn.measure import (
     format_share,
 )
 from experiments import breakdown, counters
-from experiments.common import markdown
 from experiments.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
+from experiments.recording import markdown
 
 Record = Mapping[str, Any]
 

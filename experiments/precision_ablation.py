@@ -33,8 +33,8 @@ import cupyattn as ca
 from cupyattn.cli import output, plot
 from cupyattn.quant.choices import CHOICES
 from cupyattn.quant.quantizers import INT8_MAX
-from experiments import common, peers_int8, plots
-from experiments.common import Cell, Problem
+from experiments import captures, peers_int8, plots, recording
+from experiments.cells import REFUSALS, Cell, Problem, rung
 
 DEFAULT, FULL, RECORDED = "default", "fa_tc, 16 bits", "text encoder"
 #: The kind of these two, which are no choices.
@@ -68,7 +68,7 @@ class Recorded(Problem):
 
     def host(self) -> tuple[Any, ...]:
         """Return q, k and v as NumPy arrays."""
-        return tuple(x[:, : self.heads, : self.length] for x in common.recorded(LAYER))
+        return tuple(x[:, : self.heads, : self.length] for x in captures.recorded(LAYER))
 
 
 class Captured(Problem):
@@ -76,8 +76,8 @@ class Captured(Problem):
 
     def host(self) -> tuple[Any, ...]:
         """Return q, k and v as NumPy arrays."""
-        _, middle, _ = common.captured_steps(TRANSFORMER_STEPS)
-        found = common.captured(TRANSFORMER_LAYER, middle)
+        _, middle, _ = captures.captured_steps(TRANSFORMER_STEPS)
+        found = captures.captured(TRANSFORMER_LAYER, middle)
         return tuple(x[:, : self.heads, : self.length] for x in found)
 
 
@@ -88,7 +88,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
         recorded = {RECORDED: (Recorded, 12, 512, 32), TRANSFORMER: (Captured, 2, 1024, 64)}
         kind, heads, length, head_dim = recorded.get(name, (Problem, 16, 4096, 128))
         if args.quick:
-            heads, length, head_dim = 2, common.quick_length(args, length), min(head_dim, 64)
+            heads, length, head_dim = 2, recording.quick_length(args, length), min(head_dim, 64)
         return kind(1, heads, length, head_dim, distribution=name, seed=args.seed)
 
     return [problem(name) for name in args.distributions]
@@ -105,7 +105,7 @@ def cells(problem: Problem) -> list[Cell]:
     """Return the default, each choice, and fa_tc."""
 
     def cell(name: str, choice: str, quant: ca.QuantConfig, arch: str | None = None) -> Cell:
-        made = common.rung("fa_int8", problem, quant=quant, arch=arch, name=name)
+        made = rung("fa_int8", problem, quant=quant, arch=arch, name=name)
         return replace(made, name=name, facts={"choice": choice})
 
     default = ca.QuantConfig()
@@ -120,7 +120,7 @@ def cells(problem: Problem) -> list[Cell]:
         ]
     found.append(cell("scales given", "where codes come from", given_scales(problem)))
     found += [cell(name, "rescaling", default, arch) for name, arch in RESCALED.items()]
-    return [*found, replace(common.rung("fa_tc", problem, name=FULL), facts={"choice": ENDS})]
+    return [*found, replace(rung("fa_tc", problem, name=FULL), facts={"choice": ENDS})]
 
 
 def compile_all(problem: Problem, some: Sequence[Cell], threads: int) -> None:
@@ -130,7 +130,7 @@ def compile_all(problem: Problem, some: Sequence[Cell], threads: int) -> None:
     operands = [cupy.empty(problem.call.output_shape, problem.dtype) for _ in "qkv"]
 
     def prepare(cell: Cell) -> None:
-        with contextlib.suppress(*common.REFUSALS):
+        with contextlib.suppress(*REFUSALS):
             ca.plan(*operands, variant=cell.variant, quant=cell.quant, arch=cell.arch)
 
     with ThreadPoolExecutor(threads) as pool, output.progress("compiling", len(some)) as advance:
@@ -269,7 +269,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.quick:
         for problem, some in {(p.length, p.head_dim): (p, c) for p, c in grid}.values():
             compile_all(problem, some, args.threads)
-    record = common.run_grid(args, "precision_ablation", grid, baseline=DEFAULT, conclude=conclude)
+    record = recording.run_grid(
+        args, "precision_ablation", grid, baseline=DEFAULT, conclude=conclude
+    )
     for one in record["compared"]:
         if one["unbeaten"]:
             print(f"\n{one['problem']}: unbeaten in time and error: {', '.join(one['unbeaten'])}")
@@ -277,21 +279,21 @@ def run(args: argparse.Namespace) -> int:
         print("\nno device: no times, hence nothing to weigh errors against")
     if args.plot:
         draw(record, args.plot)
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     known = (*peers_int8.DISTRIBUTIONS, RECORDED)
-    known += (TRANSFORMER,) if common.CAPTURED.is_file() else ()
-    parser = common.parser(__doc__)
+    known += (TRANSFORMER,) if captures.CAPTURED.is_file() else ()
+    parser = recording.parser(__doc__)
     parser.add_argument(
         "--distributions", nargs="+", default=list(known), choices=known, metavar="NAME",
         help=", ".join(known),
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=8, help="compilations at a time")
     parser.add_argument("--plot", metavar="FILE", help="draw error against time")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from cupyattn import device, measure, timing
 from experiments import (
     backward,
     book_plots,
-    common,
     diffusion_shapes,
     first_call,
     framework_costs,
@@ -32,17 +31,18 @@ from experiments import (
     precision_ablation,
     quantise,
     race,
+    recording,
     tile_order,
     tile_sweep,
     timestep_ablation,
     token_pruning,
 )  # fmt: skip
-from experiments.common import Problem
+from experiments.cells import Cell, Problem, judge_cell, rung, time_cells
 
 FOLDER = Path(ladder.__file__).parent
 SHARED = (
-    "book_plots", "cast_fp8", "common", "graphs", "merging", "others", "others8", "patches",
-    "plots",
+    "book_plots", "captures", "cast_fp8", "cells", "graphs", "merging", "others", "others8",
+    "patches", "plots", "recording",
 )  # fmt: skip
 EXPERIMENTS = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in SHARED)
 SMALL = Problem(1, 1, 40, 16)
@@ -245,7 +245,7 @@ def test_the_committed_race_is_reported_and_drawn_again(
     for folder in folders:
         folder.mkdir()
         assert peers.main(["--stored", "--plot", str(folder)]) == 0
-    record = common.stored("peers")
+    record = recording.stored("peers")
     head_dims = {found["problem"]["head_dim"] for found in record["problems"]}
     first, second = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
     assert set(first) == {f"peers_hd{d}.svg" for d in head_dims} and first == second
@@ -256,7 +256,7 @@ def test_the_committed_race_is_reported_and_drawn_again(
 
 
 def test_the_plots_in_docs_are_of_the_committed_record() -> None:
-    record = common.stored("peers")
+    record = recording.stored("peers")
     for head_dim in {found["problem"]["head_dim"] for found in record["problems"]}:
         text = plots.path_of(FOLDER.parent / "docs", head_dim).read_text()
         told = "run python -m experiments.peers --stored --plot docs"
@@ -265,7 +265,7 @@ def test_the_plots_in_docs_are_of_the_committed_record() -> None:
 
 def test_a_plot_has_a_line_for_each_library_in_each_panel() -> None:
     pytest.importorskip("matplotlib")
-    some = [p for p in common.stored("peers")["problems"] if p["problem"]["head_dim"] == 128]
+    some = [p for p in recording.stored("peers")["problems"] if p["problem"]["head_dim"] == 128]
     plain, causal = plots._figure(some, "").axes
     for axis, masked in ((plain, False), (causal, True)):
         lines = {line.get_label(): line for line in axis.get_lines()}
@@ -358,7 +358,7 @@ def test_flash_attention_3_gets_packed_rows_and_both_ends(
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=fwd), raising=False)
     (cell,) = others.flash_attention_3(problem)
-    row = common._judge(problem, cell, problem.draw(on_device=False))
+    row = judge_cell(problem, cell, problem.draw(on_device=False))
     assert row["ok"] and row["peer"] and 0 < row["judgement"]["j2"] <= 1
 
 
@@ -373,7 +373,7 @@ def test_a_shape_that_a_library_refuses_is_reported_with_its_reason(
     monkeypatch.setenv(others.FLASH_3_LIBRARY, "somewhere.so")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=fwd), raising=False)
-    row = common._judge(SMALL, *others.flash_attention_3(SMALL), SMALL.draw(on_device=False))
+    row = judge_cell(SMALL, *others.flash_attention_3(SMALL), SMALL.draw(on_device=False))
     assert row["unsupported"] == "FlashAttention-3: this build takes head_dim 64"
     assert row["judgement"] is None
 
@@ -462,7 +462,7 @@ def test_a_candidate_brings_its_own_headers(tmp_path: Path) -> None:
     problem = race.parse_cell("64:512")
     assert "not found" not in str(race.compiled(candidate, problem))
     assert "mine" in str(race.compiled(candidate, problem))
-    assert isinstance(race.compiled(race.parse_candidate("now", tmp_path), problem), common.Cell)
+    assert isinstance(race.compiled(race.parse_candidate("now", tmp_path), problem), Cell)
 
 
 @pytest.mark.parametrize(
@@ -501,7 +501,7 @@ def test_a_race_is_told_in_pairs_of_the_same_rounds() -> None:
 
 
 def test_tiles_that_do_not_compile_are_reported_with_the_reason() -> None:
-    cell = common.rung("fa_tc", SMALL, tiles=ca.Tiles(24, 32, 4, 2))
+    cell = rung("fa_tc", SMALL, tiles=ca.Tiles(24, 32, 4, 2))
     reason = tile_sweep.compiled(SMALL, cell, "sm_90")
     assert reason == "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma"
 
@@ -529,23 +529,23 @@ def test_a_cell_that_misses_its_bound_is_not_timed(
     timed = fake_times(monkeypatch)
     problem = Problem(1, 1, 40, 16, dtype="float32")
     inputs = problem.draw(on_device=False)
-    good, absent = common.rung("fa", problem), common.rung("fa_tc", problem)
-    wrong = common.Cell("wrong", "fa", lambda q, k, v: np.float32(1.01) * good.run(q, k, v))
+    good, absent = rung("fa", problem), rung("fa_tc", problem)
+    wrong = Cell("wrong", "fa", lambda q, k, v: np.float32(1.01) * good.run(q, k, v))
     cells = [good, wrong, absent]
-    rows = [common._judge(problem, cell, inputs) for cell in cells]
-    common._time(problem, cells, rows, inputs, 15, "fa", in_graphs=False)
+    rows = [judge_cell(problem, cell, inputs) for cell in cells]
+    time_cells(problem, cells, rows, inputs, 15, "fa", in_graphs=False)
     assert timed == ["fa"]
     assert rows[0]["seconds"] == 1e-3 and rows[0]["speed_ratio"] == [1.0, 1.0, 1.0]
     assert rows[1]["judgement"]["j2"] > 1 and "seconds" not in rows[1]
     assert "takes float16, bfloat16" in rows[2]["unsupported"]
-    header, printed = common.table({"rows": rows}, "fa")
+    header, printed = recording.table({"rows": rows}, "fa")
     assert all(len(row) == len(header) for row in printed)
     assert "not timed" in " ".join(printed[1]) and "not supported" in printed[2]
-    assert not common.passed({"problems": [{"rows": rows}]})
+    assert not recording.passed({"problems": [{"rows": rows}]})
 
 
 def test_codes_are_given_before_the_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = common.rung("fa_int8", SMALL, codes_given=True)
+    cell = rung("fa_int8", SMALL, codes_given=True)
     (codes,) = cell.prepare(*SMALL.draw(on_device=False))
     monkeypatch.setattr(ca, "quantize", None)  # would raise if run called it
     assert isinstance(codes, ca.QuantizedQKV)
@@ -580,7 +580,7 @@ def made_up(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> None:
-    table = ladder.readme_table(made_up(common.stored("ladder")))
+    table = ladder.readme_table(made_up(recording.stored("ladder")))
     lines = table.splitlines()
     assert "Made up, driver 1.2" in lines[0]
     assert (
@@ -592,7 +592,7 @@ def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> Non
     assert widths == {10}
     readme = tmp_path / "README.md"
     readme.write_text(f"above\n{ladder.BEGIN}\nold\n{ladder.END}\nbelow\n")
-    ladder.update_readme(made_up(common.stored("ladder")), readme)
+    ladder.update_readme(made_up(recording.stored("ladder")), readme)
     assert readme.read_text() == f"above\n{ladder.BEGIN}\n{table}\n{ladder.END}\nbelow\n"
 
 
@@ -601,13 +601,13 @@ def test_a_readme_without_markers_is_left_alone(tmp_path: Path, text: str) -> No
     readme = tmp_path / "README.md"
     readme.write_text(text)
     with pytest.raises(ValueError, match="must hold"):
-        ladder.update_readme(common.stored("ladder"), readme)
+        ladder.update_readme(recording.stored("ladder"), readme)
     assert readme.read_text() == text
 
 
 def test_the_record_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    ladder.draw(made_up(common.stored("ladder")), str(tmp_path / "x.png"))
+    ladder.draw(made_up(recording.stored("ladder")), str(tmp_path / "x.png"))
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
@@ -625,7 +625,7 @@ def test_a_ladder_that_was_cut_off_takes_what_it_lacks_from_another(
             "problems": problems,
         }  # fmt: skip
 
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
     (tmp_path / "ladder.json").write_text(json.dumps(record("later", 64, 256)))
     earlier = tmp_path / "earlier.json"
     earlier.write_text(json.dumps(record("earlier", 64, 128)))

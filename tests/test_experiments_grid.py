@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments import common
-from experiments.common import Problem
+from experiments import recording
+from experiments.cells import Cell, Problem, rung
 
 SMALL = Problem(1, 1, 40, 16)
 
@@ -18,7 +18,7 @@ SMALL = Problem(1, 1, 40, 16)
 def test_too_few_rounds_are_refused() -> None:
     args = argparse.Namespace(quick=False, rounds=14, seed=0, json=None)
     with pytest.raises(ValueError, match="at least 15"):
-        common.run_grid(args, "x", [])
+        recording.run_grid(args, "x", [])
 
 
 def test_a_grid_is_written_once_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,10 +26,10 @@ def test_a_grid_is_written_once_a_problem(tmp_path: Path, monkeypatch: pytest.Mo
     args = argparse.Namespace(quick=True, rounds=15, seed=0, json=file)
     written = []
     monkeypatch.setattr(
-        common.output, "write_json", lambda path, record: written.append(len(record["problems"]))
+        recording.output, "write_json", lambda path, record: written.append(len(record["problems"]))
     )
-    grid = [(SMALL, [common.rung("fa", SMALL)])] * 3
-    record = common.run_grid(args, "x", grid, conclude=lambda found: {"seen": len(found)})
+    grid = [(SMALL, [rung("fa", SMALL)])] * 3
+    record = recording.run_grid(args, "x", grid, conclude=lambda found: {"seen": len(found)})
     assert written == [1, 2, 3]
     assert record["seen"] == len(record["problems"]) == 3
 
@@ -40,9 +40,9 @@ def test_a_grid_that_is_cut_off_leaves_what_it_has(tmp_path: Path) -> None:
 
     file = tmp_path / "x.json"
     args = argparse.Namespace(quick=True, rounds=15, seed=0, json=file)
-    grid = [(SMALL, [common.rung("fa", SMALL)]), (SMALL, [common.Cell("cut off", "fa", cut_off)])]
+    grid = [(SMALL, [rung("fa", SMALL)]), (SMALL, [Cell("cut off", "fa", cut_off)])]
     with pytest.raises(KeyboardInterrupt):
-        common.run_grid(args, "x", grid, conclude=lambda found: {"seen": len(found)})
+        recording.run_grid(args, "x", grid, conclude=lambda found: {"seen": len(found)})
     record = json.loads(file.read_text())
     assert record["seen"] == len(record["problems"]) == 1
     assert [row["variant"] for row in record["problems"][0]["rows"]] == ["fa"]
