@@ -19,9 +19,9 @@ from cupyattn.measure import (
     format_seconds,
     format_share,
 )
-from experiments import breakdown, counters
-from experiments.common import markdown
+from experiments import breakdown, counters, precision_ablation
 from experiments.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
+from experiments.recording import markdown
 
 Record = Mapping[str, Any]
 
@@ -516,7 +516,7 @@ def arithmetic(record: Record) -> list[str]:
             interval(row["speed_ratio"]) if row.get("speed_ratio") else "-",
         ]
         for found in record["problems"]
-        for row in found["rows"]
+        for row in precision_ablation.rows_of(found)
         if row["judgement"] is not None
     ]  # fmt: skip
     header = ["input", "choice", "rel. error", "J2", "J3", "time", "speed beside the default"]

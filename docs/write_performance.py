@@ -18,7 +18,7 @@ from typing import Any
 from cupyattn.files import replacing
 from docs.performance_claims import CLAIMS
 from docs.performance_parts import PARTS, Part
-from experiments import book_plots, common, merging
+from experiments import book_plots, merging, recording
 from experiments.book_plots import FIGURES, FILES
 
 PAGE = Path(__file__).with_name("PERFORMANCE.md")
@@ -44,7 +44,7 @@ ROOFLINE_TITLE = "Roofline"
 @cache
 def stored(name: str) -> dict[str, Any] | None:
     """Return a committed record; None where there is none."""
-    file = common.RESULTS / f"{name}.json"
+    file = recording.RESULTS / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
@@ -109,7 +109,7 @@ def claims_lines() -> list[str]:
         "and pseudo-code with figures for an A100, before there was a kernel. The record of each",
         "line names the device of what was measured.",
         "",
-        *common.markdown(header, rows),
+        *recording.markdown(header, rows),
         "",
     ]
 

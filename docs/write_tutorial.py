@@ -18,7 +18,7 @@ from typing import Any
 from cupyattn.compile import KERNELS
 from cupyattn.files import replacing
 from cupyattn.measure import format_seconds
-from experiments import common, merging
+from experiments import merging, recording
 
 PAGE = Path(__file__).with_name("TUTORIAL.md")
 #: A mark, what stands after it, and the end of that.
@@ -144,7 +144,7 @@ def written_times(page: str, record: Mapping[str, Any], left: str, right: str) -
         ]
         for head_dim, seconds in times(record).items()
     ]
-    return common.markdown(["head_dim", f"`{left}`", f"`{right}`", "times as fast"], rows)
+    return recording.markdown(["head_dim", f"`{left}`", f"`{right}`", "times as fast"], rows)
 
 
 WRITERS = {
@@ -158,7 +158,7 @@ WRITERS = {
 
 def renewed(page: str) -> str:
     """Return a page with what stands between its marks as it is now."""
-    record = common.stored("ladder")
+    record = recording.stored("ladder")
 
     def write(mark: re.Match[str]) -> str:
         lines = WRITERS[mark[2]](page, record, *mark[3].split())

@@ -30,8 +30,8 @@ from cupyattn.cli import output
 from cupyattn.gradients import backward_exact, judge_backward
 from cupyattn.measure import format_seconds, relative_error
 from cupyattn.rounding import array_namespace, as_float64
-from experiments import common, plots
-from experiments.common import Problem
+from experiments import plots, recording
+from experiments.cells import REFUSALS, Problem, reason
 from experiments.others import CUDNN, FLASH_2, format_comparison, ratio, refusing
 from experiments.peers import HEAD_DIMS, LENGTHS, problems
 
@@ -129,8 +129,8 @@ def measure(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
         row: dict[str, Any] = {"variant": name, "peer": name not in (ATOMIC, DETERMINISTIC)}
         try:
             row |= judge(problem, name, prepare(*given)(), given)
-        except common.REFUSALS as error:
-            row |= {"unsupported": common.reason(error), "ok": row["peer"]}
+        except REFUSALS as error:
+            row |= {"unsupported": reason(error), "ok": row["peer"]}
         rows.append(row)
     if on_device:
         sets = timing.rotated(given)
@@ -184,25 +184,25 @@ def report(record: Mapping[str, Any], folder: Path | None) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the experiment, print the table, write the record."""
-    common.check_rounds(args)
+    recording.check_rounds(args)
     if args.plot:
         plots.check(args.plot)
     found = [measure(problem, args) for problem in problems(args)]
     content = {"rounds": 0 if args.quick else args.rounds, "problems": found}
-    record = common.keep(args, "backward", "mirror" if args.quick else "cuda", content)
+    record = recording.keep(args, "backward", "mirror" if args.quick else "cuda", content)
     report(record, args.plot)
     return 0 if all(r["ok"] for one in found for r in one["rows"] if not r["peer"]) else 1
 
 
 def again(args: argparse.Namespace) -> int:
     """Report on the committed record."""
-    report(common.stored("backward"), args.plot)
+    report(recording.stored("backward"), args.plot)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), metavar="N")
     parser.add_argument(
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="measure nothing: use experiments/results/backward.json",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    return common.guarded(again, args) if args.stored else common.main(run, args)
+    return recording.guarded(again, args) if args.stored else recording.main(run, args)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from typing import Any
 from cupyattn import compile as compiler
 from cupyattn import device, measure, registry, timing
 from cupyattn.cli import output
-from experiments import common, patches, race
-from experiments.common import Cell, Problem
+from experiments import patches, race, recording
+from experiments.cells import Cell, Problem, judge_problem, rotating
 
 FOLDER = Path(__file__).parent / "left_out"
 PARTS = ("scores", "softmax", "output")
@@ -107,7 +107,7 @@ def compiled(form: str, problem: Problem, folder: Path, threads: int) -> list[Ce
 def timed(cells: Sequence[Cell], inputs: tuple[Any, ...], rounds: int) -> list[dict[str, Any]]:
     """Return times of the cells, in turns, and their ratios to the first."""
     sets = timing.rotated(inputs)
-    calls = {cell.name: common.rotating(cell.run, sets) for cell in cells}
+    calls = {cell.name: rotating(cell.run, sets) for cell in cells}
     samples = timing.time_interleaved(calls, rounds=rounds)
     whole = samples[cells[0].name]
     clocks = device.clocks()
@@ -159,7 +159,7 @@ def measured(form: str, problem: Problem, folder: Path, args: argparse.Namespace
     """Judge the whole of a form on a problem and time all that is left of it."""
     cells = compiled(form, problem, folder, args.threads)
     inputs = problem.draw(on_device=not args.quick)
-    found = common.judge_problem(problem, cells[:1], inputs)
+    found = judge_problem(problem, cells[:1], inputs)
     whole = found["rows"][0]
     rows: list[dict[str, Any]] = [
         {"variant": cell.name, "left_out": list(parts), **cell.facts}
@@ -182,12 +182,12 @@ def measured(form: str, problem: Problem, folder: Path, args: argparse.Namespace
 
 def run(args: argparse.Namespace) -> int:
     """Measure every form and problem, keep the record, print a table for each."""
-    common.check_rounds(args)
+    recording.check_rounds(args)
     backend = "mirror" if args.quick else "cuda"
     problems = [race.parse_cell(text, args.seed) for text in args.cells]
     if args.quick:
         problems = [
-            replace(p, batch=1, heads=1, length=common.quick_length(args, p.length))
+            replace(p, batch=1, heads=1, length=recording.quick_length(args, p.length))
             for p in problems
         ]
     found: list[dict[str, Any]] = []
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="cupyattn-breakdown-") as folder:
             found.append(measured(form, problem, Path(folder) / str(number), args))
         print_table(found[-1])
-        common.keep(args, "breakdown", backend, content)
+        recording.keep(args, "breakdown", backend, content)
     return 0 if all(x["ok"] for x in found) else 1
 
 
@@ -221,11 +221,11 @@ def print_table(found: Mapping[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=list(CELLS), metavar="CELL")
     parser.add_argument("--forms", nargs="+", choices=tuple(FORMS), default=list(FORMS))
     parser.add_argument("--threads", type=int, default=8, help="compilations at a time")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

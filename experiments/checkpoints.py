@@ -35,9 +35,9 @@ import cupyattn as ca
 from cupyattn import checkpoints, measure
 from cupyattn.checkpoints.header import TensorInfo, encode_header
 from cupyattn.cli import output
-from experiments import common
+from experiments import recording
 
-PAGE = common.ROOT / "docs" / "CHECKPOINTS.md"
+PAGE = recording.ROOT / "docs" / "CHECKPOINTS.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 #: Sizes of Kandinsky 5 Lite: model_dim, ff_dim, time_dim, head_dim.
 SIZES = (1792, 7168, 512, 64)
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         for what in STEPS:
             command = [sys.executable, "-m", "experiments.checkpoints", "--step", what]
             done = subprocess.run(
-                [*command, "--folder", name], cwd=common.ROOT, check=True, capture_output=True,
+                [*command, "--folder", name], cwd=recording.ROOT, check=True, capture_output=True,
                 text=True,
             )  # fmt: skip
             rows.append(json.loads(done.stdout))
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         "rows": rows,
     }
     output.print_table(*table(content))
-    record = common.keep(args, "checkpoints", "numpy", content)
+    record = recording.keep(args, "checkpoints", "numpy", content)
     if args.update_docs:
         update_page(record)
     (memory,) = (row["memory"] for row in rows if row["step"] == "analyze")
@@ -218,18 +218,18 @@ def section(record: Mapping[str, Any]) -> str:
         f"{record['cores']} cores with a load of {record['load']:.1f}, NumPy "
         f"{environment['numpy']}, revision {environment.get('revision', 'unknown')[:10]}.",
         "",
-        *common.markdown(header, rows),
+        *recording.markdown(header, rows),
     ])  # fmt: skip
 
 
 def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:
     """Write what was measured between the marks of docs/CHECKPOINTS.md."""
-    common.replace_between(path, BEGIN, END, section(record))
+    recording.replace_between(path, BEGIN, END, section(record))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--parameters", type=int, default=5 * 10**9, metavar="N")
     parser.add_argument("--folder", metavar="DIR", help="where the model is made")
     parser.add_argument("--update-docs", action="store_true", help="rewrite the table of the page")
@@ -240,9 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(step(args.step, Path(args.folder))))
         return 0
     if args.stored:
-        update_page(common.stored("checkpoints"))
+        update_page(recording.stored("checkpoints"))
         return 0
-    return common.guarded(run, args)
+    return recording.guarded(run, args)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from cupyattn import interpret
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import format_bytes, format_ratio, format_share
-from experiments import common
-from experiments.common import Problem, rung
+from experiments import recording
+from experiments.cells import Problem, judge_problem, rung
 
 #: Rung and the architecture that it runs as.
 WAYS = (
@@ -146,8 +146,9 @@ def watched(seed: int) -> list[list[dict[str, Any]]]:
 def _told(command: Sequence[str]) -> str:
     """Return what a command prints."""
     done = subprocess.run(
-        command, cwd=common.ROOT, capture_output=True, text=True, timeout=NCU_SECONDS, check=False
-    )
+        command, cwd=recording.ROOT, capture_output=True, text=True, timeout=NCU_SECONDS,
+        check=False,
+    )  # fmt: skip
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()[-3:]
         raise UnsupportedError(f"{Path(command[0]).name} failed: {' '.join(last)}")
@@ -212,7 +213,7 @@ def by_cell(kernels: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def run(args: argparse.Namespace) -> int:
     """Count in the interpreter, then on the device; keep the record and print the table."""
-    length, heads = (common.quick_length(args, LENGTH), 1 if args.quick else HEADS)
+    length, heads = (recording.quick_length(args, LENGTH), 1 if args.quick else HEADS)
     problem = Problem(1, heads, length, HEAD_DIM, seed=args.seed)
     if args.inside:
         call_each(problem)
@@ -223,23 +224,23 @@ def run(args: argparse.Namespace) -> int:
         else rung(variant, problem, arch=arch)
         for variant, arch in WAYS
     ]
-    content = common.judge_problem(problem, cells, problem.draw(on_device=not args.quick))
+    content = judge_problem(problem, cells, problem.draw(on_device=not args.quick))
     content["least_bytes"] = least_bytes(problem)
     for row, (variant, arch) in zip(content["rows"], WAYS, strict=True):
         row["interpreter"] = interpreted(variant, arch, args.seed)
     content = {"interpreted_length": INTERPRETED_LENGTH, "problems": [content]}
     backend = "mirror" if args.quick else "cuda"
     if not args.quick:
-        common.keep(args, "counters", backend, content)  # should ncu fail
+        recording.keep(args, "counters", backend, content)  # should ncu fail
         found = watched(args.seed)
         for row, kernels in zip(content["problems"][0]["rows"], found, strict=True):
             row["device"] = kernels
-    record = common.keep(args, "counters", backend, content)
+    record = recording.keep(args, "counters", backend, content)
     output.print_table(
         ["", "J2", "kernel", "passes", "conflicts", "device passes", "conflicts", "DRAM", "least"],
         [line for found in record["problems"] for line in table(found)],
     )
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def table(found: Mapping[str, Any]) -> list[list[str]]:
@@ -275,9 +276,9 @@ def share_of(conflicts: float, passes: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--inside", action="store_true", help="what ncu runs: one call of each")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

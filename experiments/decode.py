@@ -32,7 +32,8 @@ import numpy as np
 import cupyattn as ca
 from cupyattn import device, distributions, measure, splits, testing, timing
 from cupyattn.cli import output
-from experiments import common
+from experiments import recording
+from experiments.cells import describe_tiles, rotating
 
 #: Batch, key heads, len_kv: from 16 MB of K and V at head_dim 64 to 1 GB at 128.
 SHAPES = ((1, 8, 8192), (1, 8, 65_536), (16, 8, 8192), (64, 8, 4096), (8, 1, 32_768))
@@ -107,7 +108,7 @@ def prepared(
         exact=exact,
     )  # fmt: skip
     facts = {
-        "form": plan.form, "tiles": common.describe_tiles(plan.tiles), "note": plan.note,
+        "form": plan.form, "tiles": describe_tiles(plan.tiles), "note": plan.note,
         "j2": report.ratio, "ok": report.passed,
     }  # fmt: skip
     return facts, lambda q, k, v: call(q, k, v, out=o)
@@ -136,7 +137,7 @@ def measured(
     ways = {TAKEN: prepared(inputs, exact)}
     rows = splits.shared_rows(*sizes[1:4])
     for tiles in candidates(head_dim, rows) if raced and rows > 16 else ():
-        name = common.describe_tiles(tiles)
+        name = describe_tiles(tiles)
         with contextlib.suppress(ca.KernelCompileError), split_tiles(tiles):
             if name != ways[TAKEN][0]["tiles"]:
                 ways[name] = prepared(inputs, exact, arch="sm_90")  # not the Hopper form
@@ -159,11 +160,11 @@ def timed(
 
     sets = timing.rotated(inputs)
     count = len(sets) * math.ceil(GRAPH_CALLS / len(sets))
-    rotating = {name: common.rotating(call, sets) for name, call in calls.items()}
+    calls = {name: rotating(call, sets) for name, call in calls.items()}
     cupy.cuda.Device().synchronize()  # what the inputs wait for is not on the stream below
     with cupy.cuda.Stream(non_blocking=True):
-        graphs = {name: timing.captured(call, count) for name, call in rotating.items()}
-        samples = timing.time_interleaved({**graphs, PLAIN_COPY: rotating[COPY]}, rounds=rounds)
+        graphs = {name: timing.captured(call, count) for name, call in calls.items()}
+        samples = timing.time_interleaved({**graphs, PLAIN_COPY: calls[COPY]}, rounds=rounds)
     for name in graphs:
         samples[name] = [seconds / count for seconds in samples[name]]
     seconds = {name: timing.median(x).median for name, x in samples.items()}
@@ -197,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
         )
     titles = [*problem, "form", "tiles", "J2", "time, us", "of a copy", PORTABLE, "other tiles"]
     output.print_table(titles, [_line(row, len(problem)) for row in found])
-    common.keep(args, "decode", "mirror" if args.quick else "cuda", {"problems": found})
+    recording.keep(args, "decode", "mirror" if args.quick else "cuda", {"problems": found})
     return 0 if all(facts["ok"] for row in found for facts in row["ways"].values()) else 1
 
 
@@ -219,9 +220,9 @@ def _line(row: Mapping[str, Any], sizes: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--tiles", action="store_true", help="compare tiles of the split form, too")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ from cupyattn import device, timing
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import format_bytes, format_seconds
-from experiments import common
+from experiments import recording
 from experiments.others import format_comparison
 
-PAGE = common.ROOT / "docs" / "INTEROP.md"
+PAGE = recording.ROOT / "docs" / "INTEROP.md"
 BEGIN, END = "<!-- blocks: begin -->", "<!-- blocks: end -->"
 STEPS, QUICK_STEPS, LOOP_ROUNDS, PROMPT = 10, 2, 5, 512
 HEADER = ["", "pass", "of native", f"{STEPS} steps", "of native", "weights", "peak",
@@ -448,7 +448,7 @@ def section(record: Mapping[str, Any]) -> str:
     """Return what docs/INTEROP.md says was measured."""
     environment, lines = record["environment"], []
     for row in record["rows"]:
-        lines += [f"{title(row)}:", "", *common.markdown(HEADER, cells(row)), ""]
+        lines += [f"{title(row)}:", "", *recording.markdown(HEADER, cells(row)), ""]
     where = f"{environment['device']['name']}, revision {environment['revision'][:10]}"
     return "\n".join([*lines, f"`{record['command']}` on {where}, torch {record['torch']}, "
                       f"diffusers {record['diffusers']}."])  # fmt: skip
@@ -456,7 +456,7 @@ def section(record: Mapping[str, Any]) -> str:
 
 def update_page(record: Mapping[str, Any]) -> None:
     """Write what was measured between the marks of docs/INTEROP.md."""
-    common.replace_between(PAGE, BEGIN, END, section(record))
+    recording.replace_between(PAGE, BEGIN, END, section(record))
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ def update_page(record: Mapping[str, Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the models, print their tables, write the record."""
-    common.check_rounds(args)
+    recording.check_rounds(args)
     torch, diffusers = libraries()
     if not args.quick and not torch.cuda.is_available():
         raise UnsupportedError(f"torch {torch.__version__} has no CUDA device; --quick needs none")
@@ -488,7 +488,7 @@ def run(args: argparse.Namespace) -> int:
                "rounds": 0 if args.quick else args.rounds,
                "loop_rounds": 0 if args.quick else args.loop_rounds}  # fmt: skip
     backend = "mirror" if args.quick else "cuda"
-    record = common.keep(args, "diffusers_blocks", backend, content)
+    record = recording.keep(args, "diffusers_blocks", backend, content)
     if args.update_docs and not args.quick:
         update_page(record)
     return 0 if all(row["ok"] for row in rows) else 1
@@ -496,8 +496,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
-    parser.set_defaults(rounds=common.LEAST_ROUNDS)
+    parser = recording.parser(__doc__)
+    parser.set_defaults(rounds=recording.LEAST_ROUNDS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=DEFAULT, metavar="NAME",
                         help=", ".join(MODELS))  # fmt: skip
     parser.add_argument("--loop-rounds", type=int, default=LOOP_ROUNDS, metavar="N",
@@ -506,9 +506,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
     args = parser.parse_args(argv)
     if args.stored:
-        update_page(common.stored("diffusers_blocks"))
+        update_page(recording.stored("diffusers_blocks"))
         return 0
-    return common.main(run, args)
+    return recording.main(run, args)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,10 @@ from cupyattn.preparation import OPTIONS as PREPARATION
 from cupyattn.quant.operands import quantize_at
 from cupyattn.rotation import plan_preparation, prepares_of
 from cupyattn.rounding import array_namespace, as_float64
-from experiments import common, merging
+from experiments import merging, recording
+from experiments.cells import rotating
 
-PAGE = common.ROOT / "docs" / "DIFFUSION.md"
+PAGE = recording.ROOT / "docs" / "DIFFUSION.md"
 BEGIN, END = "<!-- gains: begin -->", "<!-- gains: end -->"
 HEADER = ["batch", "heads", "length", "mode", "way", "holds", "time", "against", "faster by",
           "of 1 / density"]  # fmt: skip
@@ -325,7 +326,7 @@ def measured(
     row |= {"mode": mode, "way": name}
     if on_device and row["ok"]:
         sets = timing.rotated(qkv)
-        calls = {n: common.rotating(one, sets) for n, one in {**plain, "way": way}.items()}
+        calls = {n: rotating(one, sets) for n, one in {**plain, "way": way}.items()}
         samples = timing.time_interleaved(calls, rounds=rounds)
         best = min(plain, key=lambda n: float(np.median(samples[n])))
         row["seconds"] = {n: float(np.median(x)) for n, x in samples.items()}
@@ -339,7 +340,7 @@ def measured(
 
 def run(args: argparse.Namespace) -> int:
     """Measure every problem, print the table, write the record."""
-    common.check_rounds(args)
+    recording.check_rounds(args)
     found: list[dict[str, Any]] = []
     missing: list[list[Any]] = []
     drawn: dict[Shape, tuple[Any, ...]] = {}
@@ -358,7 +359,9 @@ def run(args: argparse.Namespace) -> int:
     output.print_table(HEADER, table(found))
     content = {"rows": found, "missing": missing}
     if args.only is None or args.json is not None:  # some ways alone are no record of all
-        record = common.keep(args, "diffusion_gains", "mirror" if args.quick else "cuda", content)
+        record = recording.keep(
+            args, "diffusion_gains", "mirror" if args.quick else "cuda", content
+        )
         if args.update_docs and not args.quick:
             update_page(record)
     if missing:
@@ -380,7 +383,7 @@ def section(record: Mapping[str, Any]) -> str:
     environment = record["environment"]
     where = f"{environment['device']['name']}, revision {environment['revision'][:10]}"
     return "\n".join([
-        *common.markdown([HEADER[4], *HEADER[:4], *HEADER[6:]],
+        *recording.markdown([HEADER[4], *HEADER[:4], *HEADER[6:]],
                          [[row[4], *row[:4], *row[6:]] for row in named]),
         "", f"`{record['command']}` on {where}{apart(rows)}.",
     ])  # fmt: skip
@@ -409,7 +412,7 @@ def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def update_page(record: Mapping[str, Any]) -> None:
     """Write what was measured between the marks of docs/DIFFUSION.md."""
-    common.replace_between(PAGE, BEGIN, END, section(record))
+    recording.replace_between(PAGE, BEGIN, END, section(record))
 
 
 def from_record(args: argparse.Namespace) -> int:
@@ -429,8 +432,8 @@ def _gain(row: Mapping[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
-    parser.set_defaults(rounds=common.LEAST_ROUNDS)
+    parser = recording.parser(__doc__)
+    parser.set_defaults(rounds=recording.LEAST_ROUNDS)
     parser.add_argument(
         "--seconds", type=float, default=180.0, help="no comparison begins after so many"
     )
@@ -453,8 +456,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.only is not None and not any(name.startswith(args.only) for name in WAYS):
         parser.error(f"--only must be how one of {', '.join(WAYS)} begins, got {args.only!r}")
     if args.stored or args.merge:
-        return common.guarded(from_record, args)
-    return common.main(run, args)
+        return recording.guarded(from_record, args)
+    return recording.main(run, args)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from experiments import common, peers
-from experiments.common import Problem
+from experiments import peers, recording
+from experiments.cells import Problem
 
 #: (what it is, batch, heads, queries, keys, head_dim)
 SHAPES = (
@@ -40,7 +40,7 @@ def problems(args: argparse.Namespace) -> dict[Problem, list[str]]:
     for label, batch, heads, len_q, len_kv, head_dim in SHAPES:
         if args.quick:
             batch, heads = 1, 2
-        len_q, len_kv = common.quick_length(args, len_q), common.quick_length(args, len_kv)
+        len_q, len_kv = recording.quick_length(args, len_q), recording.quick_length(args, len_kv)
         length_kv = None if len_kv == len_q else len_kv
         problem = Problem(batch, heads, len_q, head_dim, seed=args.seed, length_kv=length_kv)
         found.setdefault(problem, []).append(label)
@@ -53,12 +53,12 @@ def run(args: argparse.Namespace) -> int:
     labels = {problem.name: ", ".join(some) for problem, some in found.items()}
     record = peers.measure(args, "diffusion_shapes", list(found), extra={"models": labels})
     print(f"\n{peers.summary(record['against_rival'], lambda name: f'{labels[name]}: {name}')}")
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    return common.main(run, common.parser(__doc__).parse_args(argv))
+    return recording.main(run, recording.parser(__doc__).parse_args(argv))
 
 
 if __name__ == "__main__":

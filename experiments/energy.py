@@ -24,8 +24,8 @@ import cupyattn as ca
 from cupyattn import device, energy, measure, nvml, timing
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
-from experiments import common
-from experiments.common import Cell, Problem, rung
+from experiments import recording
+from experiments.cells import Cell, Problem, judge_problem, rotating, rung
 from experiments.others import sdpa
 from experiments.peers import TOKENS
 
@@ -40,7 +40,7 @@ def grid(args: argparse.Namespace) -> list[tuple[Problem, list[Cell]]]:
     """Return the problems and what runs on each."""
     found = []
     for length, rungs in LENGTHS.items():
-        short = common.quick_length(args, length)
+        short = recording.quick_length(args, length)
         batch, heads = (1, 1) if args.quick else (TOKENS // length, HEADS)
         problem = Problem(batch, heads, short, HEAD_DIM, seed=args.seed)
         others = [] if args.quick else sdpa(problem)
@@ -53,7 +53,7 @@ def counted(problem: Problem, cell: Cell, inputs: Any, seconds: float) -> dict[s
     import cupy
 
     sets = [cell.prepare(*operands) for operands in timing.rotated(inputs)]
-    call = common.rotating(cell.run, sets)
+    call = rotating(cell.run, sets)
     (samples,) = timing.time_interleaved({cell.name: call}, rounds=3).values()
     typical = timing.median(samples).median
     with nvml.monitor(cupy.cuda.Device().pci_bus_id) as monitor:
@@ -101,20 +101,20 @@ def run(args: argparse.Namespace) -> int:
         content["idle"] = at_rest(args.seconds)
     for problem, cells in grid(args):
         inputs = problem.draw(on_device=not args.quick)
-        found = common.judge_problem(problem, cells, inputs)
+        found = judge_problem(problem, cells, inputs)
         content["problems"].append(found)
         for cell, row in zip(cells, found["rows"], strict=True):
             if not args.quick and row["judgement"] is not None and row["judgement"]["j2"] <= 1:
                 row |= counted(problem, cell, inputs, args.seconds)
                 row["joules_above_idle"] = above_idle(row, content["idle"]["watts"])
-            record = common.keep(args, "energy", "mirror" if args.quick else "cuda", content)
+            record = recording.keep(args, "energy", "mirror" if args.quick else "cuda", content)
     for found in record["problems"]:
         print(f"\n{found['problem']['name']}")
         output.print_table(
             ["", "J2", "J a call", "above idle", "W", "GFLOP/s per W", "SM MHz"],
             [line(row) for row in found["rows"]],
         )
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def line(row: Mapping[str, Any]) -> list[str]:
@@ -131,9 +131,9 @@ def line(row: Mapping[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=LEAST_SECONDS, help="of each window")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import cupyattn as ca
-from experiments import common, peers_int8
-from experiments.common import ROOT
+from experiments import peers_int8, recording
+from experiments.recording import ROOT
 
 TARGET = ROOT / "cupyattn" / "measured.py"
 LADDER, EIGHT_BIT = "ladder", "peers_int8"
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None, target: Path = TARGET) -> int:
     )
     parser.add_argument("--check", action="store_true", help="only compare")
     args = parser.parse_args(argv)
-    text = module_text(common.stored(LADDER), common.stored(EIGHT_BIT))
+    text = module_text(recording.stored(LADDER), recording.stored(EIGHT_BIT))
     if args.check:
         same = target.read_text(encoding="utf-8") == text
         print(f"{target.name} {'is' if same else 'is NOT'} what the records say")

@@ -35,8 +35,9 @@ from cupyattn.preparation import OPTIONS as PREPARATION
 from cupyattn.prepared import Prepared
 from cupyattn.quant import QuantConfig
 from cupyattn.rounding import array_namespace
-from experiments import common, merging
-from experiments.common import ROOT, Problem
+from experiments import merging, recording
+from experiments.cells import Problem, rotating
+from experiments.recording import ROOT
 
 PAGE = ROOT / "docs" / "FEATURES.md"
 RECORD = "experiments/results/feature_costs.json"
@@ -170,7 +171,7 @@ def measure_rung(
         })  # fmt: skip
         if on_device and report.passed:
             laid = [operands_of(feature, one) for one in sets]
-            calls[feature] = common.rotating(prepared, laid)
+            calls[feature] = rotating(prepared, laid)
     if not on_device:
         return rows
     with output.progress(f"{rung}, {problem.name}", rounds * len(calls)) as advance:
@@ -205,11 +206,11 @@ def measure_problem(problem: Problem, args: argparse.Namespace) -> dict[str, Any
 
 def run(args: argparse.Namespace) -> int:
     """Measure every rung on every problem; after each print its table and write the record."""
-    common.check_rounds(args)
+    recording.check_rounds(args)
     if args.update_docs:
         check_whole({(d, rung): set(FEATURES) for d in args.head_dims for rung in args.rungs})
     batch, heads = (1, 2) if args.quick else (4, 16)
-    length = common.quick_length(args, 4096)
+    length = recording.quick_length(args, 4096)
     backend = "mirror" if args.quick else "cuda"
     content: dict[str, Any] = {"rounds": 0 if args.quick else args.rounds, "problems": []}
     for head_dim in args.head_dims:
@@ -217,7 +218,7 @@ def run(args: argparse.Namespace) -> int:
         content["problems"].append(found)
         print(f"\n{found['problem']['name']}")
         output.print_table(*table(found))
-        record = common.keep(args, "feature_costs", backend, content)
+        record = recording.keep(args, "feature_costs", backend, content)
     if args.update_docs:
         update_page(record, PAGE)
     return 0 if all(row["ok"] for found in record["problems"] for row in found["rows"]) else 1
@@ -386,7 +387,7 @@ def page(record: Mapping[str, Any]) -> str:
         for row in rows:
             for i, rung in enumerate(header[1:], 1):
                 row[i] += " †" if (row[0], rung) in other else ""
-        lines += ["", f"## {found['problem']['name']}", "", *common.markdown(header, rows)]
+        lines += ["", f"## {found['problem']['name']}", "", *recording.markdown(header, rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -402,7 +403,7 @@ def update_page(record: Mapping[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
     parser.add_argument("--rungs", nargs="+", default=list(RUNGS), choices=RUNGS)
     parser.add_argument(
@@ -420,8 +421,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.stored or args.merge:
-        return common.guarded(from_record, args)
-    return common.main(run, args)
+        return recording.guarded(from_record, args)
+    return recording.main(run, args)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from cupyattn import api, distributions
 from cupyattn import compile as compiler
 from cupyattn.cli import output
 from cupyattn.request import Options, resolve
-from experiments import common
+from experiments import recording
 
 #: (rung, head_dim); fa_tc runs in its Hopper form where the device has one.
 CALLS = (("fa_tc", 64), ("fa_tc", 128), ("fa_tc", 256), ("fa_warps", 128), ("fa_int8", 128))
@@ -95,13 +95,13 @@ def run(args: argparse.Namespace) -> int:
         for r in rows
     ]  # fmt: skip
     output.print_table(["rung", "head_dim", "cache", "first call, ms", "second, ms"], cells)
-    common.keep(args, "first_call", "compile" if args.quick else "cuda", {"rows": rows})
+    recording.keep(args, "first_call", "compile" if args.quick else "cuda", {"rows": rows})
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    return common.main(run, common.parser(__doc__).parse_args(argv))
+    return recording.main(run, recording.parser(__doc__).parse_args(argv))
 
 
 if __name__ == "__main__":

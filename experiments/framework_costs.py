@@ -20,7 +20,7 @@ import numpy as np
 
 from cupyattn import timing
 from cupyattn.cli import output
-from experiments import common
+from experiments import recording
 
 #: Elements of each of three operands, in 16 bits.
 SIZES = (2**12, 2**23)
@@ -118,13 +118,13 @@ def run(args: argparse.Namespace) -> int:
         for r in rows
     ]
     output.print_table(["framework", "way", "bytes", "host time of a call, us"], cells)
-    common.keep(args, "framework_costs", "mirror", {"rows": rows})
+    recording.keep(args, "framework_costs", "mirror", {"rows": rows})
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    return run(common.parser(__doc__).parse_args(argv))
+    return run(recording.parser(__doc__).parse_args(argv))
 
 
 if __name__ == "__main__":

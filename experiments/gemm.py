@@ -35,7 +35,8 @@ from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles
 from cupyattn.rounding import array_namespace, as_float64
 from cupyattn.tiles import GemmTiles
-from experiments import common
+from experiments import recording
+from experiments.cells import rotating
 from experiments.others import format_comparison
 
 OWN, PORTABLE, LAYER = "int8_gemm", "int8_gemm, portable", "act_quant and int8_gemm"
@@ -189,14 +190,12 @@ def measure(
     # NOTE: codes alone must exceed the cache, or half as many bytes would stay where all do not.
     codes = timing.rotated(operands)
     sets = [(x.copy(), w.copy(), *some) for some in codes]
-    calls = {
-        name: common.rotating(way, sets) for name, way in own.items() if row["shares"][name] <= 1
-    }
+    calls = {name: rotating(way, sets) for name, way in own.items() if row["shares"][name] <= 1}
     if tiles is None and (peers := others(size)):
         import torch
 
         tensors = [tuple(torch.from_dlpack(array) for array in some) for some in sets]
-        calls |= {name: common.rotating(way, tensors) for name, way in peers.items()}
+        calls |= {name: rotating(way, tensors) for name, way in peers.items()}
     samples = timing.time_interleaved(calls, rounds=args.rounds)
     operations = 2 * size.m * size.n * size.k
     row["seconds"] = {name: timing.median(found).median for name, found in samples.items()}
@@ -232,8 +231,8 @@ def measure_pass(name: str, shape: tuple[int, int], args: argparse.Namespace) ->
     # NOTE: codes alone must exceed the cache, as above.
     sets = [(x.copy(), x.copy(), some) for some in timing.rotated(operands)]
     calls = {
-        name: common.rotating(lambda x, y, some: function(*some), sets),
-        "copy": common.rotating(lambda x, y, some: cupy.copyto(y, x), sets),
+        name: rotating(lambda x, y, some: function(*some), sets),
+        "copy": rotating(lambda x, y, some: cupy.copyto(y, x), sets),
     }
     samples = timing.time_interleaved(calls, rounds=args.rounds)
     moved = sum(array.nbytes for array in (*operands, *found))
@@ -326,12 +325,12 @@ def run_last_wave(args: argparse.Namespace) -> int:
 def _keep(args: argparse.Namespace, name: str, content: Mapping[str, Any]) -> None:
     """Write the record; that of some products alone only where the arguments name a file."""
     if args.only is None or args.json is not None:
-        common.keep(args, name, "mirror" if args.quick else "cuda", content)
+        recording.keep(args, name, "mirror" if args.quick else "cuda", content)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every product and pass over matrices, print the tables, write the record."""
-    common.check_rounds(args)
+    recording.check_rounds(args)
     if args.tails:
         if args.quick or not _is_hopper():
             raise ValueError("--tails needs a device of compute capability 9.0, and times on it")
@@ -373,13 +372,13 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tiles", action="store_true", help="time every tile beside the chosen")
     what.add_argument("--tails", action="store_true", help="time a last wave not shared, too")
     what.add_argument("--passes", action="store_true", help="the passes over matrices alone")
     parser.add_argument("--only", metavar="LABEL", help="products whose label begins so, alone")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from cupyattn import device, measure, timing
 from cupyattn.cli import output
 from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, on_hopper
 from cupyattn.tiles import GemmTiles
-from experiments import common
+from experiments import recording
+from experiments.cells import rotating
 from experiments.gemm import FP16, Size, draw, judge, others
 from experiments.others import format_comparison
 
@@ -121,13 +122,13 @@ def race(size: Size, args: argparse.Namespace) -> dict[str, Any]:
         return row
     sets = [(x.copy(), w.copy(), *some) for some in timing.rotated(operands)]
     good = {name: run for name, run in own.items() if row["shares"][name] <= 1}
-    calls = {name: common.rotating(run, sets) for name, run in good.items()}
+    calls = {name: rotating(run, sets) for name, run in good.items()}
     tensors, peers = [], others(size)
     if FP16 in peers:
         import torch
 
         tensors = [tuple(torch.from_dlpack(array) for array in some) for some in sets]
-        calls[FP16] = common.rotating(peers[FP16], tensors)
+        calls[FP16] = rotating(peers[FP16], tensors)
     row["samples"] = timing.time_interleaved(calls, rounds=args.rounds)
     if args.graphs and tensors:
         graphs = {name: graph_of(run, sets) for name, run in good.items()}
@@ -183,7 +184,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str
 
 def run(args: argparse.Namespace) -> int:
     """Race on every product, print the tables, write the record."""
-    common.check_rounds(args)
+    recording.check_rounds(args)
     counts = QUICK_ROWS if args.quick else args.rows
     rows = []
     for n, k in QUICK_LAYERS if args.quick else LAYERS:
@@ -191,19 +192,19 @@ def run(args: argparse.Namespace) -> int:
             rows.append(race(Size("few rows", m, n, k), args))
             output.print_table(*table(rows[-1]))
     output.print_table(*summary(rows))
-    common.keep(args, "gemm_few_rows", "mirror" if args.quick else "cuda", {"rows": rows})
+    recording.keep(args, "gemm_few_rows", "mirror" if args.quick else "cuda", {"rows": rows})
     return 0 if all(row["ok"] for row in rows) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of calls, too")
     parser.add_argument(
         "--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS, metavar="M,M"
     )
     parser.set_defaults(rounds=15)
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

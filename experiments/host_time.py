@@ -25,7 +25,7 @@ from cupyattn import distributions, replay, timing
 from cupyattn.arrays import on_host
 from cupyattn.cli import output
 from cupyattn.rounding import array_namespace
-from experiments import common
+from experiments import recording
 
 #: Calls of one sample: few enough that the queue of the device never fills up.
 CALLS = 100
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         for r in rows
     ]
     output.print_table(["rung", "way", "equal", "host time of a call, us"], cells)
-    common.keep(args, "host_time", "mirror" if args.quick else "cuda", {"rows": rows})
+    recording.keep(args, "host_time", "mirror" if args.quick else "cuda", {"rows": rows})
     return 0 if all(row["equal"] for row in rows) else 1
 
 
@@ -134,7 +134,7 @@ def _microseconds(seconds: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    return common.main(run, common.parser(__doc__).parse_args(argv))
+    return recording.main(run, recording.parser(__doc__).parse_args(argv))
 
 
 if __name__ == "__main__":

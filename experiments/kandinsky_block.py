@@ -26,7 +26,7 @@ import numpy as np
 from cupyattn.checkpoints import open_kandinsky
 from cupyattn.checkpoints.benchmark import HEADER, TEXT_TOKENS, TOKENS, Part, benchmark_block, total
 from cupyattn.cli import output
-from experiments import checkpoints, common
+from experiments import checkpoints, recording
 
 BEGIN, END = "<!-- block: begin -->", "<!-- block: end -->"
 #: model_dim, ff_dim, time_dim, head_dim.
@@ -74,7 +74,7 @@ def section(record: Mapping[str, Any]) -> str:
             f"tokens, {row['text_tokens']} of text; `{record['command']}` on "
             f"{environment['device']['name']}, revision {environment['revision'][:10]}:",
             "",
-            *common.markdown(HEADER, [part.cells for part in parts]),
+            *recording.markdown(HEADER, [part.cells for part in parts]),
             "",
             f"{total(parts)[0].upper()}{total(parts)[1:]}.",
             "",
@@ -84,12 +84,12 @@ def section(record: Mapping[str, Any]) -> str:
 
 def update_page(record: Mapping[str, Any], path: Path = checkpoints.PAGE) -> None:
     """Write what was measured between the marks of docs/CHECKPOINTS.md."""
-    common.replace_between(path, BEGIN, END, section(record))
+    recording.replace_between(path, BEGIN, END, section(record))
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every size, print the tables, write the record."""
-    common.check_rounds(args)
+    recording.check_rounds(args)
     rows = []
     for name, sizes in (QUICK_SIZES if args.quick else SIZES).items():
         rows.append(measure(name, sizes, args))
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         output.print_table(HEADER, [part.cells for part in parts])
         print(f"{total(parts)}\n")
     backend = "mirror" if args.quick else "cuda"
-    record = common.keep(args, "kandinsky_block", backend, {"rows": rows})
+    record = recording.keep(args, "kandinsky_block", backend, {"rows": rows})
     if args.update_docs and not args.quick:
         update_page(record)
     return 0 if all(part.ok for row in rows for part in parts_of(row)) else 1
@@ -106,15 +106,15 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="of the video")
     parser.add_argument("--update-docs", action="store_true", help="rewrite the table of the page")
     parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
     args = parser.parse_args(argv)
     if args.stored:
-        update_page(common.stored("kandinsky_block"))
+        update_page(recording.stored("kandinsky_block"))
         return 0
-    return common.main(run, args)
+    return recording.main(run, args)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ from cupyattn import auto, device, measure
 from cupyattn import compile as compiler
 from cupyattn.cli import plot
 from cupyattn.compile import HOPPER_CAPABILITY
-from experiments import common, merging
-from experiments.common import ROOT, Cell, Problem
+from experiments import merging, recording
+from experiments.cells import Cell, Problem, rung
 from experiments.others import FLASH_2, sdpa
+from experiments.recording import ROOT
 
 HEAD_DIMS = (64, 128, 256)
 README = ROOT / "README.md"
@@ -40,7 +41,7 @@ SHOWN = {"head_dim": 128, "causal": False}
 def problems(args: argparse.Namespace) -> list[Problem]:
     """Return the inputs."""
     batch, heads = (1, 2) if args.quick else (4, 16)
-    length = common.quick_length(args, 4096)
+    length = recording.quick_length(args, 4096)
     return [
         Problem(batch, heads, length, head_dim, causal, seed=args.seed)
         for head_dim in args.head_dims
@@ -50,14 +51,14 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 
 def cells(problem: Problem, *, on_device: bool) -> list[Cell]:
     """Return every rung, and on a device the other libraries."""
-    found = [common.rung(name, problem) for name in ca.VARIANTS]
+    found = [rung(name, problem) for name in ca.VARIANTS]
     if on_device:
         portable = portable_forms()
-        found += [common.rung(name, problem, arch=arch) for name, arch in portable.items()]
-        found.append(common.rung("fa_int8", problem, codes_given=True))
+        found += [rung(name, problem, arch=arch) for name, arch in portable.items()]
+        found.append(rung("fa_int8", problem, codes_given=True))
         for name, quant in auto.QUANT.items() if portable else ():
             found.append(
-                common.rung(
+                rung(
                     "fa_int8", problem, codes_given=True, arch=portable["fa_int8"], quant=quant,
                     name=f"fa_int8 {name}",
                 )
@@ -81,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
     """Run the experiment, then draw and write what was asked for."""
     grid = [(p, cells(p, on_device=not args.quick)) for p in problems(args)]
     baseline = FLASH_2 if any(cell.name == FLASH_2 for _, some in grid for cell in some) else None
-    record = common.run_grid(args, "ladder", grid, baseline=baseline)
+    record = recording.run_grid(args, "ladder", grid, baseline=baseline)
     if args.plot:
         draw(record, args.plot)
     if args.update_readme:
         update_readme(record)
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def draw(record: Mapping[str, Any], path: str) -> None:
@@ -158,7 +159,7 @@ def _full_table(shown: Mapping[str, Any]) -> list[str]:
         elif timed:
             cells += ["not timed", "", ""]
         rows.append(cells)
-    return common.markdown(header, rows)
+    return recording.markdown(header, rows)
 
 
 def _speed_table(record: Mapping[str, Any]) -> list[str]:
@@ -173,17 +174,17 @@ def _speed_table(record: Mapping[str, Any]) -> list[str]:
         [name, *("" if c.get(name) is None else measure.format_rate(c[name]) for c in columns)]
         for name in names
     ]
-    return common.markdown(header, rows)
+    return recording.markdown(header, rows)
 
 
 def update_readme(record: Mapping[str, Any], path: Path = README) -> None:
     """Replace what stands between the README's marks by the table of a record."""
-    common.replace_between(path, BEGIN, END, readme_table(record))
+    recording.replace_between(path, BEGIN, END, readme_table(record))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
     parser.add_argument("--plot", metavar="FILE", help="draw the record (.png, .svg or .pdf)")
     parser.add_argument(
@@ -206,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.update_readme:
             update_readme(record)
         return 0
-    return common.main(run, args)
+    return recording.main(run, args)
 
 
 if __name__ == "__main__":

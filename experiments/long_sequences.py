@@ -22,8 +22,8 @@ from typing import Any
 import cupyattn as ca
 from cupyattn.cli import output
 from cupyattn.measure import format_bytes, format_ratio, format_seconds
-from experiments import common
-from experiments.common import Problem, rung
+from experiments import recording
+from experiments.cells import Problem, measure_problem, rung
 from experiments.decode import draw
 from experiments.others import CUDNN, sdpa
 
@@ -40,7 +40,7 @@ def problem_of(length: int, args: argparse.Namespace) -> Problem:
     """Return the problem of a length."""
     heads = next((n for longest, n in HEADS.items() if length <= longest), 1)
     if args.quick:
-        return Problem(1, 1, common.quick_length(args, length), HEAD_DIM, seed=args.seed)
+        return Problem(1, 1, recording.quick_length(args, length), HEAD_DIM, seed=args.seed)
     return Problem(1, heads, length, HEAD_DIM, seed=args.seed)
 
 
@@ -67,7 +67,7 @@ def pool_bytes(variant: str, inputs: tuple[Any, ...]) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every length, keep the record, print one table."""
-    common.check_rounds(args)
+    recording.check_rounds(args)
     lengths = args.lengths[:1] if args.quick else args.lengths
     backend = "mirror" if args.quick else "cuda"
     problems: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         rivals = [] if args.quick else [cell for cell in sdpa(problem) if cell.name == CUDNN]
         cells = [*(rung(variant, problem) for variant in VARIANTS), *rivals]
         rounds = LONG_ROUNDS if length >= LONG else args.rounds
-        found = common.measure_problem(
+        found = measure_problem(
             problem, cells, rounds=rounds, on_device=not args.quick, baseline=CUDNN, inputs=inputs
         )
         found["rounds"] = 0 if args.quick else rounds
@@ -89,12 +89,12 @@ def run(args: argparse.Namespace) -> int:
                 row["pool_bytes"] = pool_bytes(row["rung"], inputs)
         problems.append(found)
         del inputs
-        record = common.keep(args, "long_sequences", backend, {"problems": problems})
+        record = recording.keep(args, "long_sequences", backend, {"problems": problems})
     output.print_table(
         ["length", "heads", "", "J2", "time", "TFLOP/s", "pool", "stated"],
         [line(found, row) for found in problems for row in found["rows"]],
     )
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def line(found: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
@@ -112,9 +112,9 @@ def line(found: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), metavar="N")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

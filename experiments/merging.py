@@ -8,7 +8,7 @@ from typing import Any
 
 from cupyattn import records
 from cupyattn.cli import output
-from experiments import common
+from experiments import recording
 
 
 def record_of(name: str, file: Path) -> dict[str, Any]:
@@ -86,9 +86,9 @@ def record_with(
     merged: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the committed record of an experiment; those in files are merged into it first."""
-    record = common.stored(name)
+    record = recording.stored(name)
     for file in files:
         record = merged(record, record_of(name, file))
     if files:
-        output.write_json(common.RESULTS / f"{name}.json", record)
+        output.write_json(recording.RESULTS / f"{name}.json", record)
     return record

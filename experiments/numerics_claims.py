@@ -21,7 +21,7 @@ import cupyattn as ca
 from cupyattn import distributions, measure
 from cupyattn.cli import output
 from cupyattn.rounding import as_float64
-from experiments import common
+from experiments import recording
 
 RUNGS = (("fa", "float16"), ("fa_tc", "float16"), ("fa_tc", "bfloat16"))
 
@@ -51,7 +51,7 @@ def lost_by_codes(granularity: str, distribution: str, length: int, seed: int) -
 
 def run(args: argparse.Namespace) -> int:
     """Compute both tables, print them and write the record."""
-    rows = common.quick_length(args, 1024)
+    rows = recording.quick_length(args, 1024)
     bounds = [
         {"variant": name, "dtype": dtype, "bound_over_rms": sharpness(name, dtype, 256, args.seed)}
         for name, dtype in RUNGS
@@ -64,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
     for table in (bounds, codes):
         cells = [[f"{x:.3g}" if isinstance(x, float) else x for x in r.values()] for r in table]
         output.print_table(list(table[0]), cells)
-    common.keep(args, "numerics_claims", "mirror", {"bounds": bounds, "codes": codes})
+    recording.keep(args, "numerics_claims", "mirror", {"bounds": bounds, "codes": codes})
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    return run(common.parser(__doc__).parse_args(argv))
+    return run(recording.parser(__doc__).parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 import cupyattn as ca
 from cupyattn import timing
-from experiments.common import Cell, Problem
+from experiments.cells import Cell, Problem
 
 FLASH_2, CUDNN = "torch SDPA, FlashAttention-2", "torch SDPA, cuDNN"
 FLASH_3 = "FlashAttention-3"

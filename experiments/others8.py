@@ -13,7 +13,7 @@ from typing import Any
 import cupyattn as ca
 from cupyattn.numerics import P_CODE_ONE
 from experiments.cast_fp8 import cast
-from experiments.common import Cell, Problem
+from experiments.cells import Cell, Problem
 from experiments.others import (
     flash_attention_3_forward,
     load_flash_3,

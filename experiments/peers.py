@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.measure import align
-from experiments import common, plots
-from experiments.common import Cell, Problem
+from experiments import plots, recording
+from experiments.cells import Cell, Problem, rung
 from experiments.others import (
     CUDNN,
     RIVALS,
@@ -45,7 +45,7 @@ LOST = 0.98
 def problems(args: argparse.Namespace) -> list[Problem]:
     """Return the inputs."""
     if args.quick:
-        length = common.quick_length(args, LENGTHS[0])
+        length = recording.quick_length(args, LENGTHS[0])
         return [
             Problem(1, 2, length, d, c, seed=args.seed)
             for d in args.head_dims
@@ -63,7 +63,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 
 def cells(problem: Problem, *, on_device: bool) -> list[Cell]:
     """Return fa_tc, and on a device the other libraries."""
-    found = [common.rung("fa_tc", problem)]
+    found = [rung("fa_tc", problem)]
     return found + (sdpa(problem) + flash_attention_3(problem) if on_device else [])
 
 
@@ -73,7 +73,7 @@ def measure(
     some: Sequence[Problem],
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run fa_tc and the other libraries on problems, as `common.run_grid` does.
+    """Run fa_tc and the other libraries on problems, as `recording.run_grid` does.
 
     Returns
     -------
@@ -82,7 +82,7 @@ def measure(
     """
     grid = [(p, cells(p, on_device=not args.quick)) for p in some]
     baseline = CUDNN if any(cell.name == CUDNN for _, found in grid for cell in found) else None
-    return common.run_grid(
+    return recording.run_grid(
         args, name, grid, baseline=baseline, extra=extra,
         conclude=lambda found: {"against_rival": compared(found)},
     )  # fmt: skip
@@ -163,18 +163,18 @@ def run(args: argparse.Namespace) -> int:
         plots.check(args.plot)
     record = measure(args, "peers", problems(args))
     report(args, record)
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def again(args: argparse.Namespace) -> int:
     """Report on the committed record."""
-    report(args, common.stored("peers"))
+    report(args, recording.stored("peers"))
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), metavar="N")
     parser.add_argument(
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--stored", action="store_true", help="measure nothing: use experiments/results/peers.json"
     )
     args = parser.parse_args(argv)
-    return common.guarded(again, args) if args.stored else common.main(run, args)
+    return recording.guarded(again, args) if args.stored else recording.main(run, args)
 
 
 if __name__ == "__main__":

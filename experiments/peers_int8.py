@@ -33,8 +33,8 @@ from typing import Any
 
 from cupyattn import auto
 from cupyattn.measure import align
-from experiments import common, merging
-from experiments.common import Cell, Problem
+from experiments import merging, recording
+from experiments.cells import Cell, Problem, rung
 from experiments.diffusion_shapes import SHAPES
 from experiments.others import fastest, format_comparison, ratio
 from experiments.others8 import BY_TORCH, CUDNN_FP8, FLASH_3_FP8, GIVEN, SAGE, eight_bit
@@ -77,7 +77,7 @@ COMPARISONS = {
 def problems(args: argparse.Namespace) -> list[Problem]:
     """Return the inputs."""
     if args.accuracy:
-        lengths = sorted({common.quick_length(args, length) for length in ACCURACY_LENGTHS})
+        lengths = sorted({recording.quick_length(args, length) for length in ACCURACY_LENGTHS})
         heads = 1 if args.quick else 8
         return [
             Problem(1, heads, length, 128, distribution=name, seed=args.seed)
@@ -85,7 +85,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
             for length in lengths
         ]
     if args.quick:
-        return [Problem(1, 1, common.quick_length(args, 4096), 64, seed=args.seed)]
+        return [Problem(1, 1, recording.quick_length(args, 4096), 64, seed=args.seed)]
     models = [
         Problem(batch, heads, len_q, d, seed=args.seed, length_kv=None if kv == len_q else kv)
         for name, batch, heads, len_q, kv, d in SHAPES
@@ -96,11 +96,11 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 
 def cells(problem: Problem, *, on_device: bool) -> list[Cell]:
     """Return our rungs, and on a device the other libraries."""
-    found = [common.rung(FULL, problem, name=FULL)]
+    found = [rung(FULL, problem, name=FULL)]
     for name, quant in QUANT.items():
         for given in (False, True):
             found.append(
-                common.rung(
+                rung(
                     "fa_int8", problem, codes_given=given, quant=quant, name=name
                 )
             )  # fmt: skip
@@ -156,13 +156,13 @@ def errors(found: Sequence[Mapping[str, Any]]) -> str:
 def run(args: argparse.Namespace) -> int:
     """Run the experiment and print what follows from it."""
     grid = [(p, cells(p, on_device=not args.quick)) for p in problems(args)]
-    record = common.run_grid(
+    record = recording.run_grid(
         args, "accuracy_int8" if args.accuracy else "peers_int8", grid, baseline=FULL,
         conclude=lambda found: {"compared": compared(found)},
         in_graphs=lambda problem: problem.operations < GRAPH_OPERATIONS,
     )  # fmt: skip
     print(f"\n{summary(record['compared'])}\n\n{errors(record['compared'])}")
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def merged(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def again(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument(
         "--cells", nargs="+", default=list(CELLS), metavar="HEAD_DIM:LENGTH[c|xKEYS]"
     )
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="with --stored: records of what that one lacks, put into it first",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    return common.guarded(again, args) if args.stored else common.main(run, args)
+    return recording.guarded(again, args) if args.stored else recording.main(run, args)
 
 
 if __name__ == "__main__":

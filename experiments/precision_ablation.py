@@ -14,7 +14,8 @@ Run          python -m experiments.precision_ablation [--quick] [--json FILE] [-
              [--distributions NAME ...]
 
 A choice may run in another form than the default, which its time is then of, too: the record says
-which. Without a device (``--quick``) there are no times: the plot has errors alone.
+which. What runs alike by two names is measured once, and its row has both. Without a device
+(``--quick``) there are no times: the plot has errors alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,10 +32,11 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn.cli import output, plot
+from cupyattn.compile import HOPPER_CAPABILITY, device_architecture
 from cupyattn.quant.choices import CHOICES
 from cupyattn.quant.quantizers import INT8_MAX
-from experiments import common, peers_int8, plots
-from experiments.common import Cell, Problem
+from experiments import captures, peers_int8, plots, recording
+from experiments.cells import REFUSALS, Cell, Problem, rung
 
 DEFAULT, FULL, RECORDED = "default", "fa_tc, 16 bits", "text encoder"
 #: The kind of these two, which are no choices.
@@ -68,7 +70,7 @@ class Recorded(Problem):
 
     def host(self) -> tuple[Any, ...]:
         """Return q, k and v as NumPy arrays."""
-        return tuple(x[:, : self.heads, : self.length] for x in common.recorded(LAYER))
+        return tuple(x[:, : self.heads, : self.length] for x in captures.recorded(LAYER))
 
 
 class Captured(Problem):
@@ -76,8 +78,8 @@ class Captured(Problem):
 
     def host(self) -> tuple[Any, ...]:
         """Return q, k and v as NumPy arrays."""
-        _, middle, _ = common.captured_steps(TRANSFORMER_STEPS)
-        found = common.captured(TRANSFORMER_LAYER, middle)
+        _, middle, _ = captures.captured_steps(TRANSFORMER_STEPS)
+        found = captures.captured(TRANSFORMER_LAYER, middle)
         return tuple(x[:, : self.heads, : self.length] for x in found)
 
 
@@ -88,7 +90,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
         recorded = {RECORDED: (Recorded, 12, 512, 32), TRANSFORMER: (Captured, 2, 1024, 64)}
         kind, heads, length, head_dim = recorded.get(name, (Problem, 16, 4096, 128))
         if args.quick:
-            heads, length, head_dim = 2, common.quick_length(args, length), min(head_dim, 64)
+            heads, length, head_dim = 2, recording.quick_length(args, length), min(head_dim, 64)
         return kind(1, heads, length, head_dim, distribution=name, seed=args.seed)
 
     return [problem(name) for name in args.distributions]
@@ -101,11 +103,11 @@ def given_scales(problem: Problem) -> ca.QuantConfig:
     return ca.QuantConfig("tensor", "tensor", smooth_k=False, scales=scales)
 
 
-def cells(problem: Problem) -> list[Cell]:
-    """Return the default, each choice, and fa_tc."""
+def cells(problem: Problem, own: str) -> list[Cell]:
+    """Return the default, each choice, and fa_tc; `own` is the architecture where none is named."""
 
     def cell(name: str, choice: str, quant: ca.QuantConfig, arch: str | None = None) -> Cell:
-        made = common.rung("fa_int8", problem, quant=quant, arch=arch, name=name)
+        made = rung("fa_int8", problem, quant=quant, arch=arch, name=name)
         return replace(made, name=name, facts={"choice": choice})
 
     default = ca.QuantConfig()
@@ -120,7 +122,24 @@ def cells(problem: Problem) -> list[Cell]:
         ]
     found.append(cell("scales given", "where codes come from", given_scales(problem)))
     found += [cell(name, "rescaling", default, arch) for name, arch in RESCALED.items()]
-    return [*found, replace(common.rung("fa_tc", problem, name=FULL), facts={"choice": ENDS})]
+    found.append(replace(rung("fa_tc", problem, name=FULL), facts={"choice": ENDS}))
+    alike: dict[Any, list[Cell]] = {}
+    for one in found:
+        alike.setdefault((one.variant, one.quant, one.arch or own), []).append(one)
+    return [
+        replace(first, facts={**first.facts, "also": {x.name: x.facts["choice"] for x in others}})
+        for first, *others in alike.values()
+    ]
+
+
+def own_architecture(quick: bool) -> str:
+    """Return the architecture of a call that names none: on the mirror the portable form's."""
+    if quick:
+        return FORMS["portable form"]
+    import cupy
+
+    capability = int(cupy.cuda.Device().compute_capability)
+    return device_architecture(capability, hopper=capability == HOPPER_CAPABILITY)
 
 
 def compile_all(problem: Problem, some: Sequence[Cell], threads: int) -> None:
@@ -130,7 +149,7 @@ def compile_all(problem: Problem, some: Sequence[Cell], threads: int) -> None:
     operands = [cupy.empty(problem.call.output_shape, problem.dtype) for _ in "qkv"]
 
     def prepare(cell: Cell) -> None:
-        with contextlib.suppress(*common.REFUSALS):
+        with contextlib.suppress(*REFUSALS):
             ca.plan(*operands, variant=cell.variant, quant=cell.quant, arch=cell.arch)
 
     with ThreadPoolExecutor(threads) as pool, output.progress("compiling", len(some)) as advance:
@@ -156,11 +175,19 @@ def unbeaten(points: Mapping[str, tuple[float, float]]) -> list[str]:
     return front
 
 
+def rows_of(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a problem, one that has several names by each of them."""
+    for row in found["rows"]:
+        yield row
+        for name, choice in row.get("also", {}).items():
+            yield row | {"variant": name, "choice": choice}
+
+
 def points_of(found: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Return time over the default's and relative error of the rows of a problem that have both."""
     return {
         row["variant"]: (1 / row["speed_ratio"][0], row["judgement"]["relative_error"])
-        for row in found["rows"]
+        for row in rows_of(found)
         if "speed_ratio" in row
     }
 
@@ -171,7 +198,7 @@ def conclude(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for one in found:
         errors = {
             row["variant"]: row["judgement"]["relative_error"]
-            for row in one["rows"]
+            for row in rows_of(one)
             if row["judgement"] is not None
         }
         result.append({
@@ -224,7 +251,7 @@ def draw(record: Mapping[str, Any], path: str) -> None:
 def _draw_times(axis: Any, one: Mapping[str, Any]) -> None:
     """Draw one problem: a point for each choice, a line through those that nothing beats."""
     points = points_of(one)
-    kinds = {row["variant"]: row["choice"] for row in one["rows"]}
+    kinds = {row["variant"]: row["choice"] for row in rows_of(one)}
     for name, (x, y) in points.items():
         axis.plot(x, y, "o", color=COLOURS[kinds[name]], markersize=4)
     front = unbeaten(points)
@@ -247,9 +274,9 @@ def _draw_times(axis: Any, one: Mapping[str, Any]) -> None:
 
 def _draw_errors(axis: Any, found: Sequence[Mapping[str, Any]]) -> None:
     """Draw the errors of every choice, a line for each of them, a colour for each input."""
-    names = [row["variant"] for row in found[0]["rows"]]
+    names = [row["variant"] for row in rows_of(found[0])]
     for one, colour in zip(found, COLOURS.values(), strict=False):
-        known = {row["variant"]: row["judgement"] for row in one["rows"] if row["judgement"]}
+        known = {row["variant"]: row["judgement"] for row in rows_of(one) if row["judgement"]}
         axis.plot(
             [known[name]["relative_error"] for name in names if name in known],
             [name for name in names if name in known],
@@ -265,11 +292,14 @@ def run(args: argparse.Namespace) -> int:
     """Measure every choice on every input, print the tables, write the record and the plot."""
     if args.plot:
         plot.check(args.plot)
-    grid = [(problem, cells(problem)) for problem in problems(args)]
+    own = own_architecture(args.quick)
+    grid = [(problem, cells(problem, own)) for problem in problems(args)]
     if not args.quick:
         for problem, some in {(p.length, p.head_dim): (p, c) for p, c in grid}.values():
             compile_all(problem, some, args.threads)
-    record = common.run_grid(args, "precision_ablation", grid, baseline=DEFAULT, conclude=conclude)
+    record = recording.run_grid(
+        args, "precision_ablation", grid, baseline=DEFAULT, conclude=conclude
+    )
     for one in record["compared"]:
         if one["unbeaten"]:
             print(f"\n{one['problem']}: unbeaten in time and error: {', '.join(one['unbeaten'])}")
@@ -277,21 +307,21 @@ def run(args: argparse.Namespace) -> int:
         print("\nno device: no times, hence nothing to weigh errors against")
     if args.plot:
         draw(record, args.plot)
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     known = (*peers_int8.DISTRIBUTIONS, RECORDED)
-    known += (TRANSFORMER,) if common.CAPTURED.is_file() else ()
-    parser = common.parser(__doc__)
+    known += (TRANSFORMER,) if captures.CAPTURED.is_file() else ()
+    parser = recording.parser(__doc__)
     parser.add_argument(
         "--distributions", nargs="+", default=list(known), choices=known, metavar="NAME",
         help=", ".join(known),
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=8, help="compilations at a time")
     parser.add_argument("--plot", metavar="FILE", help="draw error against time")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from cupyattn.quant import QuantConfig
 from cupyattn.quant.operands import quantize_mirror, scale_tiles
 from cupyattn.quant.plan import Part, parts, plan_quantize
 from cupyattn.quant.quantizers import rows_of_mean
-from experiments import common
+from experiments import recording
+from experiments.cells import rotating
 from experiments.others import format_comparison
 
 MODES = auto.QUANT
@@ -127,7 +128,7 @@ def measure(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
     sets: list[tuple[Any, ...]] = []
     if not args.quick:
         sets = timing.rotated((*operands, cupy.empty_like(operands[0])))
-        calls["copy"] = common.rotating(lambda q, k, v, to: cupy.copyto(to, q), sets)
+        calls["copy"] = rotating(lambda q, k, v, to: cupy.copyto(to, q), sets)
     for mode, quant in MODES.items():
         backend = "interpret" if args.quick else "cuda"
         arch = own_arch(backend, operands[0])
@@ -144,7 +145,7 @@ def measure(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
                 for buffer, (size, dtype) in part.buffers(name).items():
                     buffers[buffer] = cupy.empty(size, dtype)
             rows[mode]["buffers"] = buffers  # alive while they are written to
-            calls[mode] = common.rotating(pass_over(plan, buffers), sets)
+            calls[mode] = rotating(pass_over(plan, buffers), sets)
     if not calls:
         return list(rows.values())
     samples = timing.time_interleaved(calls, rounds=args.rounds)
@@ -180,20 +181,20 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
 
 def run(args: argparse.Namespace) -> int:
     """Measure every shape in both modes, print the table, write the record."""
-    common.check_rounds(args)
+    recording.check_rounds(args)
     rows = []
     for shape in QUICK_SHAPES if args.quick else SHAPES:
         found = measure(shape, args)
         rows += found
         output.print_table(*table(found))
     output.print_table(*table(rows))
-    common.keep(args, "quantise", "interpret" if args.quick else "cuda", {"rows": rows})
+    recording.keep(args, "quantise", "interpret" if args.quick else "cuda", {"rows": rows})
     return 0 if all(row["ok"] for row in rows) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    return common.main(run, common.parser(__doc__).parse_args(argv))
+    return recording.main(run, recording.parser(__doc__).parse_args(argv))
 
 
 if __name__ == "__main__":

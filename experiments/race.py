@@ -34,8 +34,8 @@ from cupyattn import executor, launch, registry
 from cupyattn.cli import output
 from cupyattn.measure import align
 from cupyattn.plans import Operand, Plan
-from experiments import common
-from experiments.common import Cell, Problem
+from experiments import recording
+from experiments.cells import Cell, Problem, describe_tiles, reason, resources
 from experiments.others import (
     FLASH_2,
     RIVALS,
@@ -186,9 +186,9 @@ def compiled(candidate: Candidate, problem: Problem) -> Cell | str:
     operand = Operand.contiguous(shape, 2)
     try:
         plan = plan_of(candidate, problem, operand, operand, operand, operand)
-        facts = common.resources(plan.launches[0], candidate.form.arch)
+        facts = resources(plan.launches[0], candidate.form.arch)
     except (ca.KernelCompileError, ca.UnsupportedError) as error:
-        return common.reason(error)
+        return reason(error)
     tiles = tiles_of(candidate, problem)
     return Cell(
         candidate.name, candidate.form.variant.name, runner(candidate, problem), tiles=tiles,
@@ -201,7 +201,7 @@ def taken(cell: Cell) -> str:
     facts = cell.facts
     tiles = ca.Tiles(**facts["tiles"])
     return (
-        f"{common.describe_tiles(tiles)}: {facts['registers']} registers, "
+        f"{describe_tiles(tiles)}: {facts['registers']} registers, "
         f"{facts['spill_bytes']} bytes spilled, {facts['shared_bytes']} bytes shared"
     )
 
@@ -276,7 +276,7 @@ def run(args: argparse.Namespace) -> int:
     problems = [parse_cell(text, args.seed) for text in args.cells]
     if args.quick:
         problems = [
-            replace(p, batch=1, heads=1, length=common.quick_length(args, p.length))
+            replace(p, batch=1, heads=1, length=recording.quick_length(args, p.length))
             for p in problems
         ]
     with tempfile.TemporaryDirectory(prefix="cupyattn-race-") as folder:
@@ -290,24 +290,24 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{problem.name}: {name} takes no part: {why}")
             rivals = [] if args.quick else form.rivals(problem)
             grid.append((problem, some + rivals))
-        record = common.run_grid(
+        record = recording.run_grid(
             args, "race", grid, baseline=names[0], extra={"rejected": rejected}
         )
     comparison = compared(record, names)
     print("\nspeed, with 95 % intervals:")
     print(summary(comparison, names))
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("candidates", nargs="+", metavar="CANDIDATE")
     parser.add_argument("--rung", default=HOPPER.variant.name, help="a 16 or 32-bit rung")
     parser.add_argument("--arch", default=HOPPER.arch, help="sm_90a: its Hopper form if it has one")
     parser.add_argument("--cells", nargs="+", default=list(CELLS), metavar="CELL")
     parser.add_argument("--threads", type=int, default=4, help="compilations at a time")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from cupyattn.distributed.model import H200, Costs, fastest, predict
 from cupyattn.distributed.start import TRANSPORTS, by_copies
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import format_bytes, format_ratio, format_seconds, format_share
-from experiments import common
+from experiments import recording
 
 #: Of strong scaling; the first alone in a quick run.
 LENGTHS = (32768, 131072, 1048576)
@@ -51,7 +51,7 @@ UNSMOOTHED = ca.QuantConfig(smooth_k=False)
 #: Rows of the check of memory.
 MANY = 2**20
 #: The page that says what was measured, and the marks it stands between.
-PAGE = common.ROOT / "docs" / "DISTRIBUTED.md"
+PAGE = recording.ROOT / "docs" / "DISTRIBUTED.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 HEADER = ["problem", "way", "devices", "transport", "J2", "time", "scaling", "on paper", "sent",
           "memory pool", "memory on paper"]  # fmt: skip
@@ -266,14 +266,14 @@ def predicted(way: Way, problem: Problem, ranks: int) -> Costs:
 def cells(args: argparse.Namespace, counts: Sequence[int]) -> list[tuple[Way, Problem, int]]:
     """Return what is measured: ways, problems, numbers of ranks."""
     if args.memory:
-        problem = Problem(1, HEADS, common.quick_length(args, MANY), True)
+        problem = Problem(1, HEADS, recording.quick_length(args, MANY), True)
         if args.quick:
             problem = replace(problem, heads=4, head_dim=32)
         ways = (way for way in STRONG[:3] if way.fits(max(counts)))
         some = ((way, way.name == "ring") for way in ways)
         return [(way, replace(problem, causal=causal), max(counts)) for way, causal in some]
     lengths = LENGTHS[:1] if args.quick else args.lengths
-    shrunk = [common.quick_length(args, length) for length in lengths]
+    shrunk = [recording.quick_length(args, length) for length in lengths]
     heads = 4 if args.quick else HEADS
     head_dim = 32 if args.quick else HEAD_DIM
     found = []
@@ -287,7 +287,7 @@ def cells(args: argparse.Namespace, counts: Sequence[int]) -> list[tuple[Way, Pr
                 for n in some
                 if way.fits(n) and not (way.axis == "heads" and heads % n)
             ]
-    length = common.quick_length(args, WEAK_LENGTH)
+    length = recording.quick_length(args, WEAK_LENGTH)
     weak_heads = 2 if args.quick else WEAK_HEADS
     found += [
         (way, Problem(n, weak_heads, length, False, head_dim=head_dim), n)
@@ -304,7 +304,7 @@ def run(args: argparse.Namespace) -> int:
         plot.check(args.plot)
     if not args.quick:
         if not args.memory:
-            common.check_rounds(args)
+            recording.check_rounds(args)
         check_devices(max(counts))
     rows = []
     judged: dict[Any, float] = {}
@@ -335,7 +335,7 @@ def run(args: argparse.Namespace) -> int:
         [[a["problem"], str(a["ranks"]), f"{a['ulysses']} x {a['ring']}",
           format_seconds(a["seconds"]), format_share(a["share"])] for a in ahead],
     )  # fmt: skip
-    record = common.keep(
+    record = recording.keep(
         args, "scaling_memory" if args.memory else "scaling", "mirror" if args.quick else "cuda",
         {"machine": asdict(H200), "transport": args.transport, "rows": rows, "ahead": ahead},
     )  # fmt: skip
@@ -425,13 +425,13 @@ def section(record: Mapping[str, Any]) -> str:
         f"{where.get('driver', 'none')}, NVRTC {environment.get('nvrtc', 'none')}, revision "
         f"{environment.get('revision', 'unknown')[:10]}:",
         "",
-        *common.markdown(HEADER, [cells_of(known | row) for row in record["rows"]]),
+        *recording.markdown(HEADER, [cells_of(known | row) for row in record["rows"]]),
     ])  # fmt: skip
 
 
 def update_page(record: Mapping[str, Any], path: Path = PAGE) -> None:
     """Write what was measured between the marks of docs/DISTRIBUTED.md."""
-    common.replace_between(path, BEGIN, END, section(record))
+    recording.replace_between(path, BEGIN, END, section(record))
 
 
 def figure(record: Any) -> Any:
@@ -457,7 +457,7 @@ def figure(record: Any) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4], metavar="N")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS[:2]), metavar="N")
     parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=[TRANSPORTS[0]])
@@ -467,9 +467,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
     args = parser.parse_args(argv)
     if args.stored:
-        update_page(common.stored("scaling"))
+        update_page(recording.stored("scaling"))
         return 0
-    return common.guarded(run, args)
+    return recording.guarded(run, args)
 
 
 if __name__ == "__main__":

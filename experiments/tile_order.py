@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from cupyattn import launch, registry
 from cupyattn.cli import output
 from cupyattn.tiles import Tiles
-from experiments import common
+from experiments import recording
 
 #: batch x heads, length, head_dim
 SHAPES = (
@@ -93,13 +93,13 @@ def run(args: argparse.Namespace) -> int:
             rows.append({**shape, "imbalance": found})
             table.append([*map(str, shape.values()), *(f"{x:.3f}" for x in found.values())])
     output.print_table(["batch x heads", "length", "head_dim", "rung", *ORDERS], table)
-    common.keep(args, "tile_order", "mirror", {"rows": rows})
+    recording.keep(args, "tile_order", "mirror", {"rows": rows})
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    return run(common.parser(__doc__).parse_args(argv))
+    return run(recording.parser(__doc__).parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from cupyattn import registry
 from cupyattn.api import plans
 from cupyattn.cli import output
 from cupyattn.request import Options, resolve
-from experiments import common
-from experiments.common import Cell, Problem
+from experiments import recording
+from experiments.cells import Cell, Problem, reason, resources, rung
 
 AXES = {
     "block_q": (16, 32, 64, 128),
@@ -51,9 +51,9 @@ def compiled(problem: Problem, cell: Cell, arch: str) -> Cell | str:
     options = Options(variant=cell.variant, causal=problem.causal, tiles=cell.tiles)
     launch = plans(resolve(q, k, v, options))[-1].launches[-1]
     try:
-        facts = common.resources(launch, arch)
+        facts = resources(launch, arch)
     except ca.KernelCompileError as error:
-        return common.reason(error)
+        return reason(error)
     return replace(cell, facts={**cell.facts, **facts})
 
 
@@ -63,9 +63,7 @@ def cells(
     """Return the rung with its own tiles, then every candidate that compiles; and the others."""
     variant = registry.lookup(args.variant)
     own = variant.default_tiles(problem.head_dim)
-    tried = [
-        common.rung(variant.name, problem, tiles=t) for t in candidates(variant, quick=args.quick)
-    ]
+    tried = [rung(variant.name, problem, tiles=t) for t in candidates(variant, quick=args.quick)]
     tried = [cell for cell in tried if cell.tiles != own]
     found: list[Cell] = []
     rejected: dict[str, str] = {}
@@ -79,7 +77,7 @@ def cells(
                 rejected[cell.name] = result
             else:
                 found.append(result)
-    first = compiled(problem, common.rung(variant.name, problem, tiles=own), arch)
+    first = compiled(problem, rung(variant.name, problem, tiles=own), arch)
     if isinstance(first, str):
         raise ValueError(f"{variant.name} does not compile with its own tiles: {first}")
     return [replace(first, name="own tiles", tiles=own), *found], rejected
@@ -90,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     registry.lookup(args.variant)
     arch = args.arch or _architecture(args.quick)
     batch, heads = (1, 1) if args.quick else (4, 16)
-    length = common.quick_length(args, 4096)
+    length = recording.quick_length(args, 4096)
     grid, rejected = [], {}
     for head_dim in args.head_dims:
         problem = Problem(batch, heads, length, head_dim, args.causal, seed=args.seed)
@@ -99,13 +97,13 @@ def run(args: argparse.Namespace) -> int:
         grid.append((problem, some))
         print(f"hd{head_dim}: {len(some)} tiles compile for {arch}, {len(others)} do not")
     if args.json is None and not args.quick:
-        args.json = common.RESULTS / f"tile_sweep_{args.variant}.json"
-    record = common.run_grid(
+        args.json = recording.RESULTS / f"tile_sweep_{args.variant}.json"
+    record = recording.run_grid(
         args, "tile_sweep", grid, baseline="own tiles", extra={"arch": arch, "rejected": rejected}
     )
     for found in record["problems"]:
         print(f"{found['problem']['name']}: {_winner(found['rows'])}")
-    return 0 if common.passed(record) else 1
+    return 0 if recording.passed(record) else 1
 
 
 def _architecture(quick: bool) -> str:
@@ -126,13 +124,13 @@ def _winner(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(ca.VARIANTS)}")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256], metavar="N")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--arch", help="to compile for (default: the device's; sm_90 with --quick)")
     parser.add_argument("--threads", type=int, default=4, help="compilations at a time")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

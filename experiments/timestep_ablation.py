@@ -30,7 +30,7 @@ from cupyattn import measure
 from cupyattn.cli import output, plot
 from cupyattn.quant.quantizers import INT8_MAX
 from cupyattn.rounding import as_float64
-from experiments import common, plots
+from experiments import captures, plots, recording
 
 STEPS, BINS, LAYER = 50, 8, 2
 #: Every so many steps are measured; calibration sees the others.
@@ -59,7 +59,7 @@ COLUMNS = (
 @functools.cache
 def signal(heads: int, length: int) -> tuple[Any, ...]:
     """Return Q, K and V without noise, float64."""
-    return tuple(x[:, :heads, :length].astype(np.float64) for x in common.recorded(LAYER))
+    return tuple(x[:, :heads, :length].astype(np.float64) for x in captures.recorded(LAYER))
 
 
 def schedule(model: str) -> Any:
@@ -69,13 +69,13 @@ def schedule(model: str) -> Any:
 
 def judged_steps(model: str, every: int) -> list[int]:
     """Return the steps that are measured: every so many, or those that were recorded."""
-    return [*common.captured_steps(STEPS)] if model == TRANSFORMER else [*range(0, STEPS, every)]
+    return [*captures.captured_steps(STEPS)] if model == TRANSFORMER else [*range(0, STEPS, every)]
 
 
 def activations(model: str, t: int, size: Size, seed: int) -> tuple[Any, Any, Any]:
     """Return Q, K and V at a step, float16."""
     if model == TRANSFORMER:
-        q, k, v = (x[:, : size[0], : size[1]] for x in common.captured(TRANSFORMER_LAYER, t))
+        q, k, v = (x[:, : size[0], : size[1]] for x in captures.captured(TRANSFORMER_LAYER, t))
         return q, k, v
     sigma = float(schedule(model)[t])
     q, k, v = signal(*size)
@@ -184,11 +184,11 @@ def run(args: argparse.Namespace) -> int:
     """Compute, print the table, write the record and the plot."""
     if args.plot:
         plot.check(args.plot)
-    size = 2 if args.quick else 12, common.quick_length(args, 512)
+    size = 2 if args.quick else 12, recording.quick_length(args, 512)
     every, found = EVERY * (3 if args.quick else 1), []
     groups: tuple[tuple[tuple[str, ...], Size], ...] = ((MODELS, size),)
-    if common.CAPTURED.is_file():
-        groups += (((TRANSFORMER,), (2, common.quick_length(args, 1024))),)
+    if captures.CAPTURED.is_file():
+        groups += (((TRANSFORMER,), (2, recording.quick_length(args, 1024))),)
     for models, size in groups:
         steps = judged_steps(models[0], every)
         mine = [row for model in models for row in rows(model, steps, size, args.seed)]
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
         for title, key, form in COLUMNS:
             print(f"\n{title}")
             output.print_table(*table(mine, steps, key, form))
-    record = common.keep(args, "timestep_ablation", "mirror", {"rows": found})
+    record = recording.keep(args, "timestep_ablation", "mirror", {"rows": found})
     if args.plot:
         draw(record, args.plot)
     return 0
@@ -204,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--plot", metavar="FILE", help="draw error by timestep")
     return run(parser.parse_args(argv))
 

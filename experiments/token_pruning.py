@@ -25,7 +25,7 @@ from cupyattn.diffusion import key_importance
 from cupyattn.diffusion.pruning import compact, kept_count
 from cupyattn.reference import attention_exact
 from cupyattn.rounding import as_float64
-from experiments import common
+from experiments import captures, recording
 
 BLOCK, STEPS, LAYERS = 4, 50, (0, 2, 5)
 RATIOS, ROWS = (0.1, 0.2, 0.4), (8, 32, 128, 512)
@@ -35,10 +35,10 @@ RANDOM = "random"
 def sources() -> dict[str, tuple[Any, ...]]:
     """Return Q, K and V by what they are of, float16."""
     found = {
-        f"transformer, step {step}": common.captured(BLOCK, step)
-        for step in common.captured_steps(STEPS)
+        f"transformer, step {step}": captures.captured(BLOCK, step)
+        for step in captures.captured_steps(STEPS)
     }
-    return found | {f"encoder, layer {n}": common.recorded(n) for n in LAYERS}
+    return found | {f"encoder, layer {n}": captures.recorded(n) for n in LAYERS}
 
 
 def losses(name: str, operands: Sequence[Any], seed: int) -> Iterator[dict[str, Any]]:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Compute, print the table, write the record."""
     found = []
     for name, operands in sources().items():
-        length = common.quick_length(args, operands[1].shape[2])
+        length = recording.quick_length(args, operands[1].shape[2])
         found += losses(name, [x[:, :, :length] for x in operands], args.seed)
     kinds = list(dict.fromkeys(row["rows"] for row in found))
     table = []
@@ -75,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
             errors = {r["rows"]: f"{r['error']:.2g}" for r in mine}
             table.append([name, f"{ratio:.0%}", *(errors.get(kind, "-") for kind in kinds)])
     output.print_table(["operands", "dropped", *(f"{kind} rows" for kind in kinds)], table)
-    common.keep(args, "token_pruning", "mirror", {"rows": found})
+    recording.keep(args, "token_pruning", "mirror", {"rows": found})
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    return run(common.parser(__doc__).parse_args(argv))
+    return run(recording.parser(__doc__).parse_args(argv))
 
 
 if __name__ == "__main__":

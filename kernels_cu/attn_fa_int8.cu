@@ -24,6 +24,7 @@
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/key_parts.cuh"
+#include "prims/mean_dot.cuh"
 #include "prims/mma.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
@@ -294,10 +295,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         const float* K_mean = quant.K_mean  // [HEAD_DIM]
                               + (batch * p.heads_kv + head_kv) * HEAD_DIM;
         const int8_t* Q_row = Q + min(row, p.len_q - 1 - q0) * p.Q_stride.len;  // [HEAD_DIM]
-        float dot = 0.0f;
-        const int zero = zeros.of_row(row, state[r][h].M > NEG_INF);
-        for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d] - zero, K_mean[d], dot);
-        dot = shfl_sum<4>(dot);
+        const float dot = mean_dot<4>(Q_row, K_mean, zeros.of_row(row, state[r][h].M > NEG_INF));
         if (state[r][h].M > NEG_INF) state[r][h].M += Q_factor[r][h] * dot;  // R3
       }
       if (q0 + row >= p.len_q) continue;

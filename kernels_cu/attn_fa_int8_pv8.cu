@@ -27,6 +27,7 @@
 //              codes of P are no longer what they are defined to be (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
+#include "prims/mean_dot.cuh"
 #include "prims/mma.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/p_codes.cuh"
@@ -362,10 +363,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                               + batch * p.Q_stride.batch + head * p.Q_stride.head +
                               min(q0 + row, p.len_q - 1) * p.Q_stride.len;
-        float dot = 0.0f;
-        const int zero = zeros.of_row(row, state[r][h].M > NEG_INF);
-        for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d] - zero, K_mean[d], dot);
-        dot = shfl_sum<4>(dot);
+        const float dot = mean_dot<4>(Q_row, K_mean, zeros.of_row(row, state[r][h].M > NEG_INF));
         if (state[r][h].M > NEG_INF) state[r][h].M += smem.Q_factor[row] * dot;  // R3
       }
       if (q0 + row >= p.len_q) continue;

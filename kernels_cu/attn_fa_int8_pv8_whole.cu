@@ -18,6 +18,7 @@
 //              channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
+#include "prims/mean_dot.cuh"
 #include "prims/mma.cuh"
 #include "prims/p_codes.cuh"
 #include "prims/params.cuh"
@@ -386,9 +387,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                               + batch * p.Q_stride.batch + head * p.Q_stride.head +
                               min(q0 + row, p.len_q - 1) * p.Q_stride.len;
-        float dot = 0.0f;
-        for (int d = t; d < HEAD_DIM; d += 4) dot = fmaf(Q_row[d], K_mean[d], dot);
-        dot = shfl_sum<4>(dot);
+        const float dot = mean_dot<4>(Q_row, K_mean);
         if (l > 0.0f) M += smem.Q_factor[row] * dot;  // R3
       }
       if (q0 + row >= p.len_q) continue;

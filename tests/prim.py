@@ -117,3 +117,12 @@ def rng() -> np.random.Generator:
 
 def normal(*shape: int) -> np.ndarray:
     return rng().normal(size=shape).astype(np.float32)
+
+
+def butterfly(x: np.ndarray, lanes: int, combine: Callable[..., np.ndarray]) -> np.ndarray:
+    """Combine over aligned groups of lanes, in the order of ``__shfl_xor_sync``."""
+    index, offset = np.arange(len(x)), lanes // 2
+    while offset:
+        x = combine(x, x[index ^ offset])
+        offset //= 2
+    return x

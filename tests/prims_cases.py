@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from cupyattn.features import Features
 from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, pack
-from cupyattn.plans import TensorMap
 from cupyattn.quant.nibbles import packed
 from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
 from cupyattn.rounding import STORAGE, ex2, round_to
 from cupyattn.tiles import Tiles
-from tests.prim import Arguments, Prim, defines, normal, rng
+from tests.prim import Arguments, Prim, butterfly, defines, normal, rng
 from tests.prims_cluster_cases import CLUSTER_PRIMS
 from tests.prims_exp2_cases import EXP2_PRIMS
 from tests.prims_finite_cases import FINITE_PRIMS
 from tests.prims_gemm_cases import GEMM_PRIMS
 from tests.prims_gradient_cases import GRADIENT_PRIMS, GRADIENT_SM90_PRIMS
+from tests.prims_hopper_cases import hopper_prims
+from tests.prims_mma_cases import MMA_PRIMS
 from tests.prims_p_cases import P_PRIMS
 from tests.prims_pieces_cases import PIECES_PRIMS
 from tests.prims_prepare_cases import prepare_prims
@@ -36,10 +35,7 @@ from tests.prims_score_cases import SCORE_PRIMS
 from tests.prims_shift_cases import SHIFT_PRIMS
 from tests.prims_step_cases import STEP_PRIMS
 from tests.prims_tile_end_cases import TILE_END_PRIMS
-from tests.prims_wgmma_cases import wgmma_prims
 from tests.prims_zero_cases import ZERO_PRIMS
-
-LANES = np.arange(32)
 
 # ---- base, warp ----------------------------------------------------------------------------------
 
@@ -50,15 +46,6 @@ def base_expected(**_: Any) -> dict[str, np.ndarray]:
         "integers": np.array([3, 2, 0, 48, 32, 8, 2, 1, 8, 8], np.int32),
         "floats": np.array(constants, np.float32),
     }
-
-
-def butterfly(x: np.ndarray, lanes: int, combine: Callable[..., np.ndarray]) -> np.ndarray:
-    """Combine over aligned groups of lanes, in the order of ``__shfl_xor_sync``."""
-    index, offset = np.arange(len(x)), lanes // 2
-    while offset:
-        x = combine(x, x[index ^ offset])
-        offset //= 2
-    return x
 
 
 def warp_arguments() -> Arguments:
@@ -77,74 +64,6 @@ def warp_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
         "sum32": butterfly(x, 32, np.add),
         "four": np.stack([thread // 4 * 16 + 4 * j + thread % 4 for j in range(4)]).astype("u4"),
     }
-
-
-# ---- swizzle -------------------------------------------------------------------------------------
-
-CHUNKS = range(2, 33, 2)
-
-
-def swizzle(chunks: int, row: int, chunk: int) -> int:
-    """Index of a 16-byte chunk in a tile of rows of `chunks` chunks."""
-    g = math.gcd(chunks, 8)
-    return row * chunks + (chunk ^ (row // (8 // g) % g))
-
-
-def swizzle_expected(**_: Any) -> dict[str, np.ndarray]:
-    index = [swizzle(n, row, chunk) for n in CHUNKS for row in range(16) for chunk in range(n)]
-    return {
-        "index": np.array(index, np.int32),
-        "from": np.array(index, np.int32),
-        "bytes": np.array([16 * swizzle(2, 3, 1), 16 * swizzle(2, 3, 0)], np.int32),
-    }
-
-
-# ---- tensor cores --------------------------------------------------------------------------------
-
-
-def pairs_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Two 16-bit patterns in one 32-bit register."""
-    return low.astype(np.uint32) | high.astype(np.uint32) << 16
-
-
-TILE = np.arange(256, dtype=np.uint16).reshape(16, 16)
-
-
-def ldmatrix_expected(tile: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-    r, c = LANES // 4, LANES % 4
-    quarters = [tile[i % 2 * 8 :, i // 2 * 8 :] for i in range(4)]
-    return {
-        "plain": np.stack([pairs_of(q[r, 2 * c], q[r, 2 * c + 1]) for q in quarters]),
-        "transposed": np.stack([pairs_of(q[2 * c, r], q[2 * c + 1, r]) for q in quarters]),
-    }
-
-
-def mma_arguments(dtype: Any, depth: int, largest: int, out: Any) -> Arguments:
-    """Whole numbers, so that every product and sum is exact in any order."""
-    A, B = (rng().integers(-largest, largest + 1, (n, depth)) for n in (16, 8))
-    stored = (x.astype(dtype).view(f"u{np.dtype(dtype).itemsize}") for x in (A, B))
-    return {"A": next(stored), "B": next(stored), "C": np.zeros((16, 8), out)}
-
-
-def mma_expected(dtype: Any) -> Callable[..., dict[str, np.ndarray]]:
-    def expected(A: np.ndarray, B: np.ndarray, C: np.ndarray) -> dict[str, np.ndarray]:
-        a, b = (x.view(dtype).astype(np.float64) for x in (A, B))
-        return {"C": (1 + a @ b.T).astype(C.dtype)}
-
-    return expected
-
-
-def pack_arguments() -> Arguments:
-    x = normal(2, 32) * 100
-    x[:, 0], x[:, 1] = 2049.0, 257.0  # ties of float16 and bfloat16
-    x[:, 2], x[:, 3] = 1e6, 1e-7  # past the largest float16, below the smallest normal one
-    return {"x": x, "f16": np.zeros(32, np.uint32), "bf16": np.zeros(32, np.uint32)}
-
-
-def pack_expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-    with np.errstate(over="ignore"):
-        stored = {"f16": x.astype(np.float16), "bf16": x.astype(ml_dtypes.bfloat16)}
-    return {name: pairs_of(*value.view(np.uint16)) for name, value in stored.items()}
 
 
 # ---- softmax and masks ---------------------------------------------------------------------------
@@ -401,147 +320,6 @@ def quant_expected(
     }
 
 
-# ---- Hopper: barriers, the copy engine, warpgroups -----------------------------------------------
-
-BOX_ROWS = 16
-#: (column, row, head, batch) of boxes of 64 columns: inside, over each end, before the first row,
-#: and wholly outside.
-BOXES = (
-    (0, 0, 0, 0), (0, 2, 1, 1), (64, 0, 2, 0), (0, 16, 0, 1), (64, 16, 1, 0), (0, -3, 2, 1),
-    (0, 0, 3, 0),
-)  # fmt: skip
-
-
-def ring_arguments() -> Arguments:
-    x = rng().integers(-1000, 1000, (9, 32)).astype(np.int32)
-    return {"x": x, "y": np.zeros_like(x)}
-
-
-def turns_arguments() -> Arguments:
-    return {"start": np.full(1, 5, np.int32), "seen": np.zeros((6, 96), np.int32)}
-
-
-def turns_expected(start: np.ndarray, seen: np.ndarray) -> dict[str, np.ndarray]:
-    """Warp w is the (3 round + w)-th to have its turn, and sees the number of those before it."""
-    turn = 3 * np.arange(6)[:, None] + np.arange(96) // 32
-    return {"seen": (start + turn).astype(np.int32)}
-
-
-def boxes_arguments(dtype: str) -> Callable[[], Arguments]:
-    """An array in a larger buffer that is all ones, by bits, where no box may look."""
-    shape, parent = (2, 3, 21, 72), (2, 4, 25, 80)
-    code = np.dtype("u1" if dtype == "int8" else "u2")
-    columns = 128 // code.itemsize
-
-    def arguments() -> Arguments:
-        X = np.full(parent, np.iinfo(code).max, code)
-        X[tuple(map(slice, shape))] = rng().integers(0, np.iinfo(code).max, shape)
-        box = (1, 1, BOX_ROWS, columns)
-        at = np.array([(column * columns // 64, *rest) for column, *rest in BOXES], np.int32)
-        return {
-            "X": X,
-            "X_map": TensorMap("X", dtype, shape, X.strides[:-1], box),
-            "at": at,
-            "tile": np.zeros((len(BOXES), BOX_ROWS * 128), np.uint8),
-            "elected": np.zeros(1, np.int32),
-        }
-
-    return arguments
-
-
-def boxes_expected(
-    X: np.ndarray, X_map: TensorMap, at: np.ndarray, tile: np.ndarray, **_: Any
-) -> dict[str, np.ndarray]:
-    array = X[tuple(map(slice, X_map.shape))]
-    _, _, rows, columns = X_map.box
-    chunks = np.zeros((len(at), rows * 8, 16), np.uint8)
-    for box, (column, row, head, batch) in zip(chunks, at, strict=True):
-        plain = np.zeros((rows, columns), X.dtype)
-        for i, j in np.ndindex(plain.shape):
-            index = (batch, head, row + i, column + j)
-            if all(0 <= k < n for k, n in zip(index, array.shape, strict=True)):
-                plain[i, j] = array[index]
-        for i, j in np.ndindex(rows, 8):
-            box[swizzle(8, i, j)] = plain.view(np.uint8)[i, 16 * j : 16 * j + 16]
-    return {"tile": chunks.reshape(tile.shape), "elected": np.ones(1, np.int32)}
-
-
-def stores_arguments() -> Arguments:
-    loaded = boxes_arguments("float16")()
-    Y = loaded["X"]
-    tile = rng().integers(0, 256, loaded["tile"].shape).astype(np.uint8)
-    at = np.abs(loaded["at"])  # no box may be stored from before the array
-    return {"Y": Y, "Y_map": replace(loaded["X_map"], buffer="Y"), "at": at, "tile": tile}
-
-
-def stores_expected(
-    Y: np.ndarray, Y_map: TensorMap, at: np.ndarray, tile: np.ndarray, **_: Any
-) -> dict[str, np.ndarray]:
-    Y = Y.copy()
-    array = Y[tuple(map(slice, Y_map.shape))]
-    _, _, rows, columns = Y_map.box
-    for box, (column, row, head, batch) in zip(tile.reshape(len(at), -1, 16), at, strict=True):
-        places = [[swizzle(8, i, j) for j in range(8)] for i in range(rows)]
-        plain = box[places].view(Y.dtype).reshape(rows, columns)
-        for i, j in np.ndindex(plain.shape):
-            index = (batch, head, row + i, column + j)
-            if all(0 <= k < n for k, n in zip(index, array.shape, strict=True)):
-                array[index] = plain[i, j]
-    return {"Y": Y}
-
-
-def counter_arguments() -> Arguments:
-    return {name: np.zeros(count, np.int32) for name, count in
-            (("counter", 1), ("written", 1), ("order", 8))}  # fmt: skip
-
-
-def counter_expected(**_: Any) -> dict[str, np.ndarray]:
-    eight = np.array([8], np.int32)
-    return {"counter": eight, "written": eight, "order": np.arange(8, dtype=np.int32)}
-
-
-def hopper_prims() -> Iterator[Prim]:
-    yield Prim("counter", "counter", "turns", 256, counter_arguments, counter_expected)
-    yield Prim(
-        "mbarrier", "mbarrier", "ring", 64, ring_arguments, lambda x, y: {"y": x[:, ::-1]},
-        hopper=True,
-    )  # fmt: skip
-    yield Prim(
-        "named_barrier", "named_barrier", "turns", 96, turns_arguments, turns_expected
-    )  # fmt: skip
-    for dtype in ("float16", "bfloat16", "int8"):
-        yield Prim(
-            f"tma-{dtype}", "tma", "boxes", 32, boxes_arguments(dtype), boxes_expected,
-            hopper=True,
-        )  # fmt: skip
-    yield Prim(
-        "tma_store", "tma", "stores", 32, stores_arguments, stores_expected, hopper=True
-    )  # fmt: skip
-    yield Prim(
-        "tma_bytes", "tma", "bytes", 32,
-        lambda: {
-            "from": rng().normal(size=64).astype(np.float32), "to": np.full(64, -7, np.float32)
-        },
-        lambda **given: {
-            "to": np.r_[np.full(4, -1), given["from"][8:48], np.full(20, -1)].astype(np.float32)
-        },
-        hopper=True,
-    )  # fmt: skip
-    yield Prim(
-        "stmatrix", "wgmma", "stmatrix", 32,
-        lambda: {
-            "fragment": ldmatrix_expected(TILE)["plain"], "tile": np.zeros((16, 16), np.uint16),
-        },
-        lambda **_: {"tile": TILE}, hopper=True,
-    )  # fmt: skip
-    yield from wgmma_prims()
-    yield Prim(
-        "registers", "wgmma", "registers", 384,
-        lambda: {"x": normal(200, 256), "y": np.zeros((200, 256), np.float32)},
-        lambda x, y: {"y": x[::-1]}, hopper=True,
-    )  # fmt: skip
-
-
 #: Every pair of 4-bit codes, neighbours in a row: 64 rows of 8.
 ALL_PAIRS = np.stack(np.indices((16, 16), np.int8) - np.int8(8), axis=-1).reshape(64, 8)
 
@@ -556,36 +334,7 @@ PRIMS = [
     *EXP2_PRIMS,
     *FINITE_PRIMS,
     Prim("warp", "warp", "warp", 64, warp_arguments, warp_expected),
-    Prim(
-        "swizzle", "swizzle", "swizzle", 16,
-        lambda: {
-            "index": np.zeros(16 * sum(CHUNKS), np.int32),
-            "from": np.zeros(16 * sum(CHUNKS), np.int32), "bytes": np.zeros(2, np.int32),
-        },
-        swizzle_expected,
-    ),
-    Prim(
-        "ldmatrix", "mma", "ldmatrix", 32,
-        lambda: {
-            "tile": TILE,
-            "plain": np.zeros((4, 32), np.uint32), "transposed": np.zeros((4, 32), np.uint32),
-        },
-        ldmatrix_expected,
-    ),
-    Prim(
-        "mma_f16", "mma", "mma_f16", 32,
-        lambda: mma_arguments(np.float16, 16, 15, np.float32), mma_expected(np.float16),
-    ),
-    Prim(
-        "mma_bf16", "mma", "mma_bf16", 32,
-        lambda: mma_arguments(ml_dtypes.bfloat16, 16, 15, np.float32),
-        mma_expected(ml_dtypes.bfloat16),
-    ),
-    Prim(
-        "mma_s8", "mma", "mma_s8", 32,
-        lambda: mma_arguments(np.int8, 32, 127, np.int32), mma_expected(np.int8),
-    ),
-    Prim("pack", "mma", "pack", 32, pack_arguments, pack_expected),
+    *MMA_PRIMS,
     Prim(
         "online_softmax", "online_softmax", "online_softmax", 32,
         online_softmax_arguments, online_softmax_expected, relative=2.0**-19, absolute=2.0**-19,

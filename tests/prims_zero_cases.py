@@ -1,5 +1,5 @@
 """The kernels of ``prims/zero_points.cuh``, ``zero_points_sm90.cuh``, ``value_zeros.cuh``,
-``quantize_tile.cuh`` and ``quantize_q.cuh``.
+``mean_dot.cuh``, ``quantize_tile.cuh`` and ``quantize_q.cuh``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 from cupyattn.features import Features
 from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, pack
 from cupyattn.quant.quantizers import quantize_affine, quantize_symmetric
-from cupyattn.rounding import STORAGE
+from cupyattn.rounding import STORAGE, fma32
 from cupyattn.tiles import Tiles
-from tests.prim import Arguments, Prim, defines, normal, rng
+from tests.prim import Arguments, Prim, butterfly, defines, normal, rng
 
 HEAD_DIM = 24
 
@@ -89,6 +89,30 @@ def value_zeros_expected(V_zero: np.ndarray, A: np.ndarray, **_: Any) -> dict[st
     g, t = np.arange(32) // 4, np.arange(32) % 4
     sums = np.stack([of_rows[g], of_lanes[g, t], of_rows[g + 8], of_lanes[g + 8, t]], axis=1)
     return {"pairs": V_zero[2, np.minimum(np.arange(32), HEAD_DIM - 1)], "sums": sums}
+
+
+def mean_dot_arguments() -> Arguments:
+    return {
+        "Q": rng().integers(-128, 128, (9, HEAD_DIM)).astype(np.int8),
+        "K_mean": normal(HEAD_DIM),
+        "zeros": rng().integers(-128, 128, 8).astype(np.int32),
+        "of_quads": np.zeros(32, np.float32),
+        "of_warp": np.zeros(32, np.float32),
+    }
+
+
+def mean_dot_expected(
+    Q: np.ndarray, K_mean: np.ndarray, zeros: np.ndarray, **_: Any
+) -> dict[str, np.ndarray]:
+    def dots(rows: np.ndarray, lanes: int) -> np.ndarray:
+        """Of each lane, whose columns are `lanes` apart; `rows` [32 / lanes, HEAD_DIM]."""
+        parts = np.zeros((len(rows), lanes), np.float32)
+        for d in range(HEAD_DIM):
+            parts[:, d % lanes] = fma32(rows[:, d], K_mean[d], parts[:, d % lanes])
+        return butterfly(parts.ravel(), lanes, np.add)
+
+    less_zeros = (Q[:8] - zeros[:, None]).astype(np.float32)
+    return {"of_quads": dots(less_zeros, 4), "of_warp": dots(Q[8:].astype(np.float32), 32)}
 
 
 def quant_arguments() -> Arguments:
@@ -200,6 +224,10 @@ ZERO_PRIMS = [
             Tiles(16, 32, 1, 2),
             Features("float16", HEAD_DIM, vec=8, group_v=32, p_type="u8", zero_points=True),
         ),
+    ),
+    Prim(
+        "mean_dot", "mean_dot", "mean_dots", 32, mean_dot_arguments, mean_dot_expected,
+        defines=defines(Tiles(16, 32, 1, 2), Features("float16", HEAD_DIM, vec=8)),
     ),
     Prim(
         "quant_zero", "quant", "quant_zero", 64, quant_arguments, quant_expected,

@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyattn.interpret.tensor_core import accumulation_error
 from tests.prim import Arguments, Prim, rng
-from tests.prims_cases import LANES, pairs_of
+from tests.prims_mma_cases import LANES, pairs_of
 
 COUNT = 64
 WORD = 2**32

@@ -12,7 +12,7 @@ from cupyattn import attention, auto, explain, measured
 from cupyattn.quant import QuantConfig
 from cupyattn.registry import VARIANTS
 from cupyattn.request import Options, resolve
-from experiments import common, fastest
+from experiments import fastest, recording
 from tests.runs import bits, normal
 
 
@@ -23,7 +23,7 @@ def test_the_tables_are_what_the_records_say(capsys: pytest.CaptureFixture[str])
         (measured.MEASURED_8_BIT, fastest.EIGHT_BIT, fastest.CLASSES),
     ):
         for (capability, dtype, head_dim, len_q, len_kv, causal, times), found in zip(
-            rows, common.stored(record)["problems"], strict=True
+            rows, recording.stored(record)["problems"], strict=True
         ):
             problem = found["problem"]
             assert (dtype, head_dim, len_q, causal) == tuple(

@@ -13,7 +13,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
-from experiments import checkpoints, common, kandinsky_block
+from experiments import checkpoints, kandinsky_block, recording
 from tests.checkpoint_files import source
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,7 @@ def test_the_examples_of_docstrings_are_true(name: str) -> None:
 
 def test_the_table_is_what_the_record_says() -> None:
     inside = PAGE.split(checkpoints.BEGIN)[1].split(checkpoints.END)[0]
-    assert inside == f"\n{checkpoints.section(common.stored('checkpoints'))}\n", (
+    assert inside == f"\n{checkpoints.section(recording.stored('checkpoints'))}\n", (
         "run python -m experiments.checkpoints --stored"
     )
 
@@ -77,7 +77,7 @@ def test_what_a_block_takes_is_what_its_record_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inside = PAGE.split(kandinsky_block.BEGIN)[1].split(kandinsky_block.END)[0]
-    assert inside == f"\n{kandinsky_block.section(common.stored('kandinsky_block'))}\n", (
+    assert inside == f"\n{kandinsky_block.section(recording.stored('kandinsky_block'))}\n", (
         "run python -m experiments.kandinsky_block --stored"
     )
     file = tmp_path / "block.json"

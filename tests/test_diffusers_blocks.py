@@ -19,7 +19,7 @@ from experiments.others import format_comparison
 
 def test_what_blocks_win_is_what_its_record_says() -> None:
     inside = experiment.PAGE.read_text().split(experiment.BEGIN)[1].split(experiment.END)[0]
-    assert inside == f"\n{experiment.section(experiment.common.stored('diffusers_blocks'))}\n", (
+    assert inside == f"\n{experiment.section(experiment.recording.stored('diffusers_blocks'))}\n", (
         "run python -m experiments.diffusers_blocks --stored"
     )
 

@@ -12,7 +12,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import device
 from cupyattn.diffusion import pruning
-from experiments import diffusion_gains
+from experiments import diffusion_gains, recording
 
 
 def test_gains_for_diffusion_run_in_small(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_ways_are_chosen_by_how_they_begin(tmp_path: Path, capsys: Any) -> None:
 def test_the_page_says_what_the_record_says() -> None:
     page = diffusion_gains.PAGE.read_text(encoding="utf-8")
     said = page.partition(diffusion_gains.BEGIN)[2].partition(diffusion_gains.END)[0]
-    assert said.strip() == diffusion_gains.section(diffusion_gains.common.stored("diffusion_gains"))
+    assert said.strip() == diffusion_gains.section(recording.stored("diffusion_gains"))
 
 
 def test_rows_measured_again_stand_in_place_of_the_old_and_say_so() -> None:

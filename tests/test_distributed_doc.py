@@ -130,7 +130,7 @@ def test_the_experiment_runs_in_small(tmp_path: Path) -> None:
 
 
 def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
-    record = scaling.common.RESULTS / "scaling.json"
+    record = scaling.recording.RESULTS / "scaling.json"
     said = PAGE.partition(scaling.BEGIN)[2].partition(scaling.END)[0].strip()
     if record.exists():
         assert said == scaling.section(json.loads(record.read_text()))

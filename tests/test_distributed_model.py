@@ -18,7 +18,7 @@ from cupyattn.cli.plan import shapes_alone
 from cupyattn.distributed import Mesh, Partition
 from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.model import H200, Machine, fastest, meshes, predict, rate
-from experiments.common import stored
+from experiments.recording import stored
 from tests.distributed_cases import asked_for
 from tests.runs import normal
 

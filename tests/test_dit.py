@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import common, precision_ablation, timestep_ablation
+from experiments import captures, precision_ablation, timestep_ablation
 from experiments.dit import (
     capture,
     checkpoint,
@@ -438,17 +438,17 @@ def test_what_is_captured_is_what_attention_gets(
 ) -> None:
     file = tmp_path / "qkv_dit.npz"
     assert capture.main(["--quick", "--output", str(file)]) == 0
-    monkeypatch.setattr(common, "CAPTURED", file)
+    monkeypatch.setattr(captures, "CAPTURED", file)
     for layer in capture.blocks_of(QUICK.depth):
-        for step in common.captured_steps(50):
-            q, k, v = common.captured(layer, step)
+        for step in captures.captured_steps(50):
+            q, k, v = captures.captured(layer, step)
             assert q.shape == k.shape == v.shape == (1, 2, QUICK.tokens, QUICK.head_dim)
             assert q.dtype == np.float16
             square = (q.astype(np.float64) ** 2).mean(axis=-1)
             assert square.min() > 0.5 and square.max() < 2, "normalised"
-    monkeypatch.setattr(common, "CAPTURED", tmp_path / "none.npz")
+    monkeypatch.setattr(captures, "CAPTURED", tmp_path / "none.npz")
     with pytest.raises(OSError, match="experiments.dit.capture makes it"):
-        common.captured(0, 1)
+        captures.captured(0, 1)
 
 
 def test_what_was_captured_is_the_input_of_ablations(
@@ -461,11 +461,11 @@ def test_what_was_captured_is_the_input_of_ablations(
             (1 + 7 * step / 50) * rng.standard_normal((1, 2, 1024, 64))
         ).astype(np.float16)
         for layer in (1, 4)
-        for step in common.captured_steps(50)
+        for step in captures.captured_steps(50)
         for name in "qkv"
     }
-    monkeypatch.setattr(common, "CAPTURED", tmp_path / "qkv_dit.npz")
-    np.savez(common.CAPTURED, **arrays)
+    monkeypatch.setattr(captures, "CAPTURED", tmp_path / "qkv_dit.npz")
+    np.savez(captures.CAPTURED, **arrays)
     name = precision_ablation.TRANSFORMER
     args = argparse.Namespace(quick=False, seed=0, distributions=[name])
     (problem,) = precision_ablation.problems(args)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,34 +13,31 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import compile as compiler
-from cupyattn import device, measure, timing
+from cupyattn import device
 from experiments import (
-    backward,
     book_plots,
-    common,
-    diffusion_shapes,
     first_call,
     framework_costs,
     host_time,
     ladder,
     numerics_claims,
     others,
-    peers,
     plots,
     precision_ablation,
     quantise,
     race,
+    recording,
     tile_order,
     tile_sweep,
     timestep_ablation,
     token_pruning,
 )  # fmt: skip
-from experiments.common import Problem
+from experiments.cells import Cell, Problem, rung
 
 FOLDER = Path(ladder.__file__).parent
 SHARED = (
-    "book_plots", "cast_fp8", "common", "graphs", "merging", "others", "others8", "patches",
-    "plots",
+    "book_plots", "captures", "cast_fp8", "cells", "graphs", "merging", "others", "others8",
+    "patches", "plots", "recording",
 )  # fmt: skip
 EXPERIMENTS = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in SHARED)
 SMALL = Problem(1, 1, 40, 16)
@@ -131,163 +126,6 @@ def test_costs_of_frameworks_run_in_small(tmp_path: Path) -> None:
     assert all(row["samples"][0] > 0 for row in rows)
 
 
-def test_the_gradients_run_in_small(tmp_path: Path) -> None:
-    file = tmp_path / "backward.json"
-    assert backward.main(["--quick", "--head-dims", "64", "--json", str(file)]) == 0
-    record = json.loads(file.read_text())
-    assert record["backend"] == "mirror" and len(record["problems"]) == 2
-    for found in record["problems"]:
-        assert [row["variant"] for row in found["rows"]] == [
-            backward.ATOMIC, backward.DETERMINISTIC
-        ]  # fmt: skip
-        assert all(row["ok"] and 0 < row["j2"] <= 1 for row in found["rows"])
-        assert found["deterministic beside atomic"] is None
-    lengths = [found["problem"]["length"] for found in record["problems"]]
-    assert found["operations"] == 5 * 64 * 2 * lengths[1] * (lengths[1] + 1)
-
-
-def test_another_library_is_held_to_the_gradients_of_exact_attention() -> None:
-    given = backward.received(SMALL, on_device=False)
-    exact = ca.gradients.backward_exact(*given[:4])
-    assert backward.judge(SMALL, others.CUDNN, exact, given)["ok"]
-    assert not backward.judge(SMALL, others.CUDNN, [1.02 * x for x in exact], given)["ok"]
-
-
-def test_gradients_are_compared_in_pairs_of_the_same_rounds_and_drawn(tmp_path: Path) -> None:
-    times = [1.0, 2.0, 4.0]
-    rows = [timed(others.CUDNN, *times), timed(backward.ATOMIC, *(x / 1.25 for x in times))]
-    rows.append(timed(backward.DETERMINISTIC, *(x / 1.25 / 0.8 for x in times)))
-    found = backward.compared(rows, backward.ATOMIC)
-    assert found["beside cuDNN"] == pytest.approx([1.25] * 3)
-    assert found["deterministic beside cuDNN"] == pytest.approx([1.0] * 3)
-    assert found["deterministic beside atomic"] == pytest.approx([0.8] * 3)
-    other = backward.compared(rows, backward.DETERMINISTIC)
-    assert other["beside cuDNN"] == other["deterministic beside cuDNN"]
-    pytest.importorskip("matplotlib")
-    for row in rows:
-        row["tflops"] = 1 / row["seconds"]
-    problems = [
-        {"problem": vars(Problem(1, 1, n, 64, c)), "rows": rows, **found}
-        for n in (512, 1024)
-        for c in (False, True)
-    ]
-    environment = {"device": {"name": "none", "driver": "0"}}
-    record = {"backend": "cuda", "environment": environment, "problems": problems}
-    (file,) = plots.draw_by_length(record, tmp_path, "backward", plots.BACKWARD_LINES)
-    assert file.name == "backward_hd64.svg" and "deterministic" in file.read_text()
-
-
-def test_the_peers_run_in_small(tmp_path: Path) -> None:
-    file = tmp_path / "peers.json"
-    assert peers.main(["--quick", "--json", str(file)]) == 0
-    record = json.loads(file.read_text())
-    assert record["backend"] == "mirror"
-    sizes = [(p["problem"]["head_dim"], p["problem"]["causal"]) for p in record["problems"]]
-    assert sizes == [(d, c) for d in (64, 128, 256) for c in (False, True)]
-    found = record["against_rival"]
-    assert len(found["cells"]) == 6 and found["geometric_mean"] == {}
-    assert not any(cell["ratio"] or cell["lost"] for cell in found["cells"])
-
-
-def timed(variant: str, *samples: float) -> dict[str, Any]:
-    return {"variant": variant, "seconds": float(np.median(samples)), "samples": list(samples)}
-
-
-def test_fa_tc_is_held_to_its_faster_rival_in_pairs_of_the_same_rounds() -> None:
-    rival = [1.0, 2.0, 4.0]
-    some = {
-        "won": [1.25, timed(others.FLASH_3, *rival), timed(others.CUDNN, 9.0, 9.0, 9.0)],
-        "lost": [0.8, timed(others.FLASH_3, 9.0, 9.0, 9.0), timed(others.CUDNN, *rival)],
-        "even": [0.98, timed(others.CUDNN, *rival)],
-        "not judged fit": [None, timed(others.CUDNN, *rival)],
-        "alone": [1.0, timed(others.FLASH_2, *rival)],
-    }
-    problems = []
-    for name, (speed, *rows) in some.items():
-        own = timed("fa_tc", *(x / speed for x in rival)) if speed else {"variant": "fa_tc"}
-        facts = {"name": name, "head_dim": 64 if name == "won" else 128}
-        problems.append({"problem": facts, "rows": [own, *rows]})
-    found = peers.compared(problems)
-    cells = {cell.pop("problem"): cell for cell in found["cells"]}
-    assert [cells[name]["rival"] for name in some] == [
-        others.FLASH_3, others.CUDNN, others.CUDNN, others.CUDNN, None
-    ]  # fmt: skip
-    assert [name for name in some if cells[name]["lost"]] == ["lost"]
-    assert cells["won"]["ratio"] == pytest.approx([1.25] * 3), "in pairs, so without spread"
-    assert cells["not judged fit"]["ratio"] is None and cells["alone"]["ratio"] is None
-    assert found["geometric_mean"] == pytest.approx({
-        "head_dim 64": 1.25, "head_dim 128": (0.8 * 0.98) ** 0.5,
-        "all": (1.25 * 0.8 * 0.98) ** (1 / 3),
-    })  # fmt: skip
-    text = peers.summary(peers.compared(problems), lambda name: f"the {name}")
-    lines = {line.split("  ")[0]: line for line in text.splitlines()}
-    assert "0.800 [0.800, 0.800]  lost" in lines["the lost"]
-    assert lines["the won"].endswith("1.250 [1.250, 1.250]")
-    assert lines["the not judged fit"].endswith("not timed")
-    assert lines["geometric mean, all"].endswith("0.993")
-    assert text.endswith("1 of 3 cells lost (interval below 0.98)")
-
-
-def test_a_cell_is_lost_only_where_its_whole_interval_is_below() -> None:
-    own = timed("fa_tc", *[1.0] * 15)
-    for slow, fast, lost in ((8, 7, False), (15, 0, True)):
-        rival = timed(others.CUDNN, *[0.9] * slow, *[1.1] * fast)
-        problem = {"name": "one", "head_dim": 64}
-        (cell,) = peers.compared([{"problem": problem, "rows": [own, rival]}])["cells"]
-        assert cell["ratio"][0] == pytest.approx(0.9) and cell["lost"] is lost
-
-
-def test_the_committed_race_is_reported_and_drawn_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    folders = tmp_path / "a", tmp_path / "b"
-    for folder in folders:
-        folder.mkdir()
-        assert peers.main(["--stored", "--plot", str(folder)]) == 0
-    record = common.stored("peers")
-    head_dims = {found["problem"]["head_dim"] for found in record["problems"]}
-    first, second = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
-    assert set(first) == {f"peers_hd{d}.svg" for d in head_dims} and first == second
-    printed = capsys.readouterr().out
-    assert printed.count(" hd128 ") == 2 * 12 and "geometric mean, all" in printed
-    assert peers.main(["--stored", "--plot", str(tmp_path / "nowhere")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
-
-
-def test_the_plots_in_docs_are_of_the_committed_record() -> None:
-    record = common.stored("peers")
-    for head_dim in {found["problem"]["head_dim"] for found in record["problems"]}:
-        text = plots.path_of(FOLDER.parent / "docs", head_dim).read_text()
-        told = "run python -m experiments.peers --stored --plot docs"
-        assert f"<dc:source>{plots.source(record)}</dc:source>" in text, told
-
-
-def test_a_plot_has_a_line_for_each_library_in_each_panel() -> None:
-    pytest.importorskip("matplotlib")
-    some = [p for p in common.stored("peers")["problems"] if p["problem"]["head_dim"] == 128]
-    plain, causal = plots._figure(some, "").axes
-    for axis, masked in ((plain, False), (causal, True)):
-        lines = {line.get_label(): line for line in axis.get_lines()}
-        assert set(lines) == set(plots.LINES)
-        for name, line in lines.items():
-            want = {
-                p["problem"]["length"]: row["tflops"]
-                for p in some
-                for row in p["rows"]
-                if p["problem"]["causal"] == masked and row["variant"] == name
-            }
-            assert dict(zip(*line.get_data(), strict=True)) == want and len(want) == 6
-
-
-def test_a_record_without_times_is_not_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    assert peers.main(["--quick", "--head-dims", "64", "--plot", str(tmp_path)]) == 2
-    assert "only a device's record can be drawn" in capsys.readouterr().err
-
-
 def test_plots_are_seen_on_white_and_on_black() -> None:
     def luminance(colour: str) -> float:
         shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -302,80 +140,6 @@ def test_plots_are_seen_on_white_and_on_black() -> None:
         for page in ("#FFFFFF", "#0D1117"):
             dark, light = sorted(luminance(x) + 0.05 for x in (colour, page))
             assert light / dark > 3, f"{colour} on {page}: WCAG asks 3 of graphics"
-
-
-def test_the_diffusion_shapes_run_in_small(tmp_path: Path) -> None:
-    file = tmp_path / "diffusion_shapes.json"
-    assert diffusion_shapes.main(["--quick", "--json", str(file)]) == 0
-    record = json.loads(file.read_text())
-    assert all(row["ok"] for found in record["problems"] for row in found["rows"])
-    sizes = {(p["problem"]["length_kv"], p["problem"]["head_dim"]) for p in record["problems"]}
-    assert sizes == {(None, d) for d in (40, 64, 72, 96, 128)} | {(77, 64)}
-    labels = ", ".join(record["models"].values()).split(", ")
-    assert sorted(labels) == sorted(label for label, *_ in diffusion_shapes.SHAPES)
-    assert [p["problem"]["name"] for p in record["problems"]] == list(record["models"])
-
-
-def test_every_diffusion_shape_is_drawn_as_it_is_and_judged_in_part() -> None:
-    found = diffusion_shapes.problems(argparse.Namespace(quick=False, seed=0))
-    for problem, shape in zip(found, diffusion_shapes.SHAPES, strict=True):
-        assert found[problem] == [shape[0]]
-        call = problem.call
-        sizes = call.batch, call.heads, call.len_q, call.len_kv, call.head_dim
-        assert sizes == shape[1:] and not problem.causal and call.dtype == "float16"
-        rows = measure.judged_rows(call)
-        assert {0, call.len_q - 1} <= set(rows.tolist()) and rows.size >= 40
-        assert call.batch * call.heads * rows.size * call.len_kv < 1.1 * measure.SAMPLED_SCORES
-
-
-def test_a_problem_may_have_two_lengths() -> None:
-    problem = Problem(1, 2, 40, 16, length_kv=24)
-    assert problem.name == "B1 H2 40x24 hd16 float16 normal" and SMALL.len_kv == 40
-    q, k, v = problem.draw(on_device=False)
-    assert (q.shape[2], k.shape[2], v.shape[2]) == (40, 24, 24)
-    assert problem.operations == 4 * 16 * 2 * 40 * 24
-    with pytest.raises(ValueError, match="must have one length, got 40 and 24"):
-        Problem(1, 2, 40, 16, causal=True, length_kv=24)
-
-
-@pytest.mark.parametrize("problem", [Problem(3, 2, 40, 16, length_kv=24), Problem(3, 2, 40, 16)])
-def test_flash_attention_3_gets_packed_rows_and_both_ends(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch = pytest.importorskip("torch")
-
-    def fwd(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
-        out, ends_q, ends_kv, (longest_q, longest_kv) = rest[3], rest[4], rest[5], rest[9:11]
-        assert (longest_q, longest_kv) == (problem.length, problem.len_kv)
-        for i in range(problem.batch):
-            rows, keys = slice(*ends_q[i : i + 2]), slice(*ends_kv[i : i + 2])
-            per_head = (x.transpose(0, 1).float() for x in (q[rows], k[keys], v[keys]))
-            o = torch.nn.functional.scaled_dot_product_attention(*per_head)
-            out[rows] = o.transpose(0, 1).half()
-        return [out]
-
-    monkeypatch.setenv(others.FLASH_3_LIBRARY, "somewhere.so")
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=fwd), raising=False)
-    (cell,) = others.flash_attention_3(problem)
-    row = common._judge(problem, cell, problem.draw(on_device=False))
-    assert row["ok"] and row["peer"] and 0 < row["judgement"]["j2"] <= 1
-
-
-def test_a_shape_that_a_library_refuses_is_reported_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch = pytest.importorskip("torch")
-
-    def fwd(*_: Any) -> None:
-        raise RuntimeError("this build takes head_dim 64\nat somewhere.cpp:1")
-
-    monkeypatch.setenv(others.FLASH_3_LIBRARY, "somewhere.so")
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=fwd), raising=False)
-    row = common._judge(SMALL, *others.flash_attention_3(SMALL), SMALL.draw(on_device=False))
-    assert row["unsupported"] == "FlashAttention-3: this build takes head_dim 64"
-    assert row["judgement"] is None
 
 
 def test_the_claims_are_those_of_the_record(capsys: pytest.CaptureFixture[str]) -> None:
@@ -462,7 +226,7 @@ def test_a_candidate_brings_its_own_headers(tmp_path: Path) -> None:
     problem = race.parse_cell("64:512")
     assert "not found" not in str(race.compiled(candidate, problem))
     assert "mine" in str(race.compiled(candidate, problem))
-    assert isinstance(race.compiled(race.parse_candidate("now", tmp_path), problem), common.Cell)
+    assert isinstance(race.compiled(race.parse_candidate("now", tmp_path), problem), Cell)
 
 
 @pytest.mark.parametrize(
@@ -501,60 +265,9 @@ def test_a_race_is_told_in_pairs_of_the_same_rounds() -> None:
 
 
 def test_tiles_that_do_not_compile_are_reported_with_the_reason() -> None:
-    cell = common.rung("fa_tc", SMALL, tiles=ca.Tiles(24, 32, 4, 2))
+    cell = rung("fa_tc", SMALL, tiles=ca.Tiles(24, 32, 4, 2))
     reason = tile_sweep.compiled(SMALL, cell, "sm_90")
     assert reason == "BLOCK_Q / NUM_WARPS must be a multiple of 16, the rows of an mma"
-
-
-def fake_times(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the harness believe that there is a device; return the names of what it times."""
-    timed: list[str] = []
-
-    def time_interleaved(calls: dict[str, Any], **_: Any) -> dict[str, list[float]]:
-        timed.extend(calls)
-        for call in calls.values():
-            call(0), call(1)
-        return {name: [1e-3 * (i + 1)] * 15 for i, name in enumerate(calls)}
-
-    monkeypatch.setattr(timing, "time_interleaved", time_interleaved)
-    monkeypatch.setattr(timing, "rotated", lambda arrays: [tuple(arrays)] * 2)
-    monkeypatch.setattr(device, "clocks", lambda *_: {})
-    monkeypatch.setattr(device, "device_ceiling", lambda family: 1e12)
-    return timed
-
-
-def test_a_cell_that_misses_its_bound_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    timed = fake_times(monkeypatch)
-    problem = Problem(1, 1, 40, 16, dtype="float32")
-    inputs = problem.draw(on_device=False)
-    good, absent = common.rung("fa", problem), common.rung("fa_tc", problem)
-    wrong = common.Cell("wrong", "fa", lambda q, k, v: np.float32(1.01) * good.run(q, k, v))
-    cells = [good, wrong, absent]
-    rows = [common._judge(problem, cell, inputs) for cell in cells]
-    common._time(problem, cells, rows, inputs, 15, "fa", in_graphs=False)
-    assert timed == ["fa"]
-    assert rows[0]["seconds"] == 1e-3 and rows[0]["speed_ratio"] == [1.0, 1.0, 1.0]
-    assert rows[1]["judgement"]["j2"] > 1 and "seconds" not in rows[1]
-    assert "takes float16, bfloat16" in rows[2]["unsupported"]
-    header, printed = common.table({"rows": rows}, "fa")
-    assert all(len(row) == len(header) for row in printed)
-    assert "not timed" in " ".join(printed[1]) and "not supported" in printed[2]
-    assert not common.passed({"problems": [{"rows": rows}]})
-
-
-def test_codes_are_given_before_the_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = common.rung("fa_int8", SMALL, codes_given=True)
-    (codes,) = cell.prepare(*SMALL.draw(on_device=False))
-    monkeypatch.setattr(ca, "quantize", None)  # would raise if run called it
-    assert isinstance(codes, ca.QuantizedQKV)
-    assert cell.run(codes).shape == codes.shape
-
-
-def test_operations_count_admitted_pairs_only() -> None:
-    assert Problem(2, 3, 10, 8).operations == 4 * 8 * 2 * 3 * 100
-    assert Problem(2, 3, 10, 8, causal=True).operations == 4 * 8 * 2 * 3 * 55
 
 
 def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -580,7 +293,7 @@ def made_up(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> None:
-    table = ladder.readme_table(made_up(common.stored("ladder")))
+    table = ladder.readme_table(made_up(recording.stored("ladder")))
     lines = table.splitlines()
     assert "Made up, driver 1.2" in lines[0]
     assert (
@@ -592,7 +305,7 @@ def test_the_readme_table_of_a_device_has_times_and_peers(tmp_path: Path) -> Non
     assert widths == {10}
     readme = tmp_path / "README.md"
     readme.write_text(f"above\n{ladder.BEGIN}\nold\n{ladder.END}\nbelow\n")
-    ladder.update_readme(made_up(common.stored("ladder")), readme)
+    ladder.update_readme(made_up(recording.stored("ladder")), readme)
     assert readme.read_text() == f"above\n{ladder.BEGIN}\n{table}\n{ladder.END}\nbelow\n"
 
 
@@ -601,13 +314,13 @@ def test_a_readme_without_markers_is_left_alone(tmp_path: Path, text: str) -> No
     readme = tmp_path / "README.md"
     readme.write_text(text)
     with pytest.raises(ValueError, match="must hold"):
-        ladder.update_readme(common.stored("ladder"), readme)
+        ladder.update_readme(recording.stored("ladder"), readme)
     assert readme.read_text() == text
 
 
 def test_the_record_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    ladder.draw(made_up(common.stored("ladder")), str(tmp_path / "x.png"))
+    ladder.draw(made_up(recording.stored("ladder")), str(tmp_path / "x.png"))
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
@@ -625,7 +338,7 @@ def test_a_ladder_that_was_cut_off_takes_what_it_lacks_from_another(
             "problems": problems,
         }  # fmt: skip
 
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
     (tmp_path / "ladder.json").write_text(json.dumps(record("later", 64, 256)))
     earlier = tmp_path / "earlier.json"
     earlier.write_text(json.dumps(record("earlier", 64, 128)))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cupyattn.errors import UnsupportedError
-from experiments import breakdown, common, counters, energy, long_sequences, patches, race
+from experiments import breakdown, counters, energy, long_sequences, patches, race, recording
+from experiments.cells import Problem
 
 PAGE = """==PROF== Profiling "next_cell" - 0: 0%....100% - 9 passes
 "ID","Kernel Name","Block Size",{metrics}
@@ -107,7 +108,7 @@ def test_without_nsight_compute_it_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_interpreter_counts_the_passes_of_a_kernel() -> None:
     found = counters.interpreted("fa_tc", "sm_90", 0)
     assert found["attn_fa_tc"]["passes"] > 0 == found["attn_fa_tc"]["conflicts"]
-    least = counters.least_bytes(common.Problem(1, 1, counters.INTERPRETED_LENGTH, 128))
+    least = counters.least_bytes(Problem(1, 1, counters.INTERPRETED_LENGTH, 128))
     assert found["attn_fa_tc"]["global_bytes"] >= least
 
 
@@ -126,6 +127,6 @@ def test_long_sequences_run_in_small(tmp_path: Path) -> None:
     (found,) = json.loads(file.read_text())["problems"]
     assert [row["variant"] for row in found["rows"]] == list(long_sequences.VARIANTS)
     for length in long_sequences.LENGTHS:
-        args = common.parser(None).parse_args([])
+        args = recording.parser(None).parse_args([])
         problem = long_sequences.problem_of(length, args)
         assert problem.length == length and problem.heads in long_sequences.HEADS.values()

@@ -11,8 +11,8 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.request import Options, resolve
-from experiments import common, feature_costs, merging
-from experiments.common import Problem
+from experiments import feature_costs, merging, recording
+from experiments.cells import Problem
 
 
 def test_it_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +180,7 @@ def test_no_page_has_holes(
         problems[0]["rows"] = [row for row in problems[0]["rows"] if row["rung"] != "fa_tc"]
     record["problems"] = {"head_dim": problems[:1], "all": []}.get(change, problems)
     written(tmp_path / "feature_costs.json", record)
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
     monkeypatch.setattr(feature_costs, "PAGE", tmp_path / "FEATURES.md")
     assert feature_costs.main(["--stored"]) == 2
     error = capsys.readouterr().err
@@ -209,12 +209,12 @@ def test_a_run_of_a_part_does_not_begin_to_write_the_page(
 
 
 def test_a_merged_record_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
     monkeypatch.setattr(feature_costs, "PAGE", tmp_path / "FEATURES.md")
     written(tmp_path / "feature_costs.json", record_with_times(128))
     other = written(tmp_path / "other.json", record_with_times(64, revision="f" * 40))
     assert feature_costs.main(["--merge", other]) == 0
-    record = common.stored("feature_costs")
+    record = recording.stored("feature_costs")
     assert [found["problem"]["head_dim"] for found in record["problems"]] == [64, 128]
     assert [row["rung"] for row in record["problems"][0]["rows"][::12]] == [*feature_costs.RUNGS]
     text = (tmp_path / "FEATURES.md").read_text()
@@ -238,7 +238,7 @@ def test_records_that_one_page_cannot_describe_are_not_merged(
     def refuse(*_: object) -> None:
         raise AssertionError("something was written")
 
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
     monkeypatch.setattr(feature_costs.output, "write_json", refuse)
     written(tmp_path / "feature_costs.json", record_with_times(64))
     mirror = record_with_times(128) | {"backend": "mirror"}
@@ -258,9 +258,9 @@ def test_records_that_one_page_cannot_describe_are_not_merged(
 
 def test_the_committed_page_is_what_the_committed_record_says() -> None:
     """Neither is there without the other."""
-    record = common.RESULTS / "feature_costs.json"
+    record = recording.RESULTS / "feature_costs.json"
     assert record.exists() == feature_costs.PAGE.exists()
     if record.exists():
         assert feature_costs.PAGE.read_text(encoding="utf-8") == feature_costs.page(
-            common.stored("feature_costs")
+            recording.stored("feature_costs")
         )

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from cupyattn import device, timing
-from experiments import common, graphs, others8, peers_int8
-from experiments.common import Problem
+from experiments import graphs, others8, peers_int8, recording
+from experiments.cells import Problem, judge_cell, rung, time_cells
 from experiments.diffusion_shapes import SHAPES
 
 
@@ -36,7 +36,7 @@ def test_8_bit_peers_run_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_every_shape_of_a_model_takes_part_and_short_calls_in_graphs() -> None:
     """What is done within two milliseconds, at a rate that fa_tc has there, is short."""
-    args = common.parser("").parse_args([])
+    args = recording.parser("").parse_args([])
     args.accuracy, args.cells, args.models = (
         False,
         ["128:4096", "128:8192"],
@@ -53,7 +53,7 @@ def test_parts_of_a_record_are_put_together(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A part's problems are compared with the others', and say of which run they are."""
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
     files = [tmp_path / name for name in ("peers_int8.json", "part.json")]
     for file, seed in zip(files, "12", strict=True):
         assert peers_int8.main(["--quick", "--seed", seed, "--json", str(file)]) == 0
@@ -121,8 +121,8 @@ def test_times_of_graphs_are_those_of_a_call(
     """One that cannot be captured has none, and its row says why."""
     problem = Problem(1, 1, 40, 16)
     inputs = problem.draw(on_device=False)
-    cells = [common.rung("fa", problem), common.rung("fa_tc", problem)]
-    rows = [common._judge(problem, cell, inputs) for cell in cells]
+    cells = [rung("fa", problem), rung("fa_tc", problem)]
+    rows = [judge_cell(problem, cell, inputs) for cell in cells]
 
     def recorded(call: Callable[[int], Any], count: int) -> Callable[[int], object]:
         assert count == 3
@@ -139,10 +139,10 @@ def test_times_of_graphs_are_those_of_a_call(
     )
     monkeypatch.setattr(device, "clocks", lambda *_: {})
     monkeypatch.setattr(device, "device_ceiling", lambda family: 1e12)
-    common._time(problem, cells, rows, inputs, 15, "fa", in_graphs=True)
+    time_cells(problem, cells, rows, inputs, 15, "fa", in_graphs=True)
     assert rows[0]["seconds"] == pytest.approx(1e-3) and rows[0]["samples"] == [1e-3] * 15
     assert "seconds" not in rows[1] and "fa_tc: no CUDA graph: it waits for the device" in (
         capsys.readouterr().err
     )
-    _, printed = common.table({"rows": rows}, "fa")
+    _, printed = recording.table({"rows": rows}, "fa")
     assert "no CUDA graph: not timed" in printed[1]

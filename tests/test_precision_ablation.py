@@ -41,6 +41,25 @@ def test_choices_of_precision_run_in_small(tmp_path: Path, capsys: Any) -> None:
         for reference in precision_ablation.REFERENCES
     )
     assert 1 < max(by_tile) < min(running)
+    # Without a device no architecture means the portable form.
+    assert by_tile[1] == lost["INT8 P and V"] and lost["rescaled at every rise"] == lost["default"]
+
+
+def test_what_runs_alike_is_measured_once() -> None:
+    """On Hopper a call that names no architecture runs the Hopper form, as one that names it."""
+    args = argparse.Namespace(quick=True, seed=0, distributions=["normal"])
+    (problem,) = precision_ablation.problems(args)
+    cells = precision_ablation.cells(problem, "sm_90a")
+    assert len({(cell.quant, cell.arch or "sm_90a") for cell in cells}) == len(cells)
+    assert {cell.name: cell.facts["also"] for cell in cells if cell.facts["also"]} == {
+        "default": {"rescaled past a margin": "rescaling"},
+        "INT8 P and V": {"P by its tile's maximum, Hopper form": "what P is relative to"},
+        "INT8 P and V, V per channel": {
+            "P by the running maximum, Hopper form": "what P is relative to"
+        },
+    }
+    rows = [{"variant": cell.name, **cell.facts} for cell in cells]
+    assert len([*precision_ablation.rows_of({"rows": rows})]) == len(cells) + 3
 
 
 def test_the_recorded_input_of_the_precisions_is_a_problem_like_others() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from cupyattn import compile as kc
 from tests.prim import FOLDER, Prim
-from tests.prims_cases import CHUNKS, PRIMS, swizzle
+from tests.prims_cases import PRIMS
+from tests.prims_mma_cases import CHUNKS, swizzle
 from tests.ptx_cases import PTX
 
 ALL = [*PRIMS, *PTX]

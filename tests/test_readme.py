@@ -11,7 +11,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import cli, registry
 from cupyattn.quant.gemm_reference import activate
-from experiments import common, ladder
+from experiments import ladder, recording
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_table_is_what_the_record_says() -> None:
     inside = README.split(ladder.BEGIN)[1].split(ladder.END)[0]
-    table = ladder.readme_table(common.stored("ladder"))
+    table = ladder.readme_table(recording.stored("ladder"))
     assert inside == f"\n{table}\n", "run python -m experiments.ladder --stored --update-readme"
 
 

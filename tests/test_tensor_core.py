@@ -30,7 +30,7 @@ from cupyattn.interpret.warpgroup import (
     swizzled_address,
 )
 from cupyattn.numerics import TENSOR_CORE_ROUNDOFF
-from tests.prims_cases import swizzle
+from tests.prims_mma_cases import swizzle
 
 NUMBERS: dict[str, Any] = {
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32,

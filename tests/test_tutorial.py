@@ -9,7 +9,7 @@ import pytest
 
 from cupyattn.registry import VARIANTS
 from docs import write_tutorial
-from experiments import common
+from experiments import recording
 from tests.test_structure import changed
 
 PAGE = write_tutorial.PAGE.read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ def test_no_line_is_lost_between_sections(step: tuple[str, str]) -> None:
 
 def test_the_sentences_fit_the_times() -> None:
     """What the page says in words of numbers that a new record could change."""
-    record = common.stored("ladder")
+    record = recording.stored("ladder")
     gains = {
         (left, right): {d: s[left] / s[right] for d, s in write_tutorial.times(record).items()}
         for left, right in STEPS

@@ -82,8 +82,32 @@ def through_the_forward_pass(
     return {name: kernel.total(name) + x for name, x in summed.items()}
 
 
-def same_bits(x: Any, y: np.ndarray) -> bool:
+def tensor(x: Any) -> Any:
+    """Return a tensor of an array's numbers; other things as they are."""
     from cupyattn.interop.torch import bridge
 
-    x = bridge.as_array(x)
+    if isinstance(x, tuple) and x and isinstance(x[0], np.ndarray):
+        return tuple(map(tensor, x))
+    if not isinstance(x, np.ndarray):
+        return x
+    return bridge.as_tensor(x.copy())
+
+
+def tensors(options: Options) -> Options:
+    return {name: tensor(x) for name, x in options.items()}
+
+
+def leaves(*inputs: np.ndarray) -> list[Any]:
+    return [tensor(x).requires_grad_() for x in inputs]
+
+
+def array(x: Any) -> np.ndarray:
+    from cupyattn.interop.torch import bridge
+
+    found: np.ndarray = bridge.as_array(x)
+    return found
+
+
+def same_bits(x: Any, y: np.ndarray) -> bool:
+    x = array(x)
     return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()

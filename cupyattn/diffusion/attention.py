@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from cupyattn import checks, registry
@@ -16,13 +15,14 @@ from cupyattn.api import attention
 from cupyattn.arrays import device_of, is_cupy, take
 from cupyattn.backends import on_device_of
 from cupyattn.diffusion import guidance, pruning
-from cupyattn.diffusion.arguments import check_count, check_number, check_timestep
+from cupyattn.diffusion.arguments import check_count, check_number
 from cupyattn.diffusion.kept_keys import KeptKeys, wants_key_sums
-from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode, middle_ratio
+from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.scales import StepScales
-from cupyattn.diffusion.schedules import Step, check_sigmas, compute_sigma_schedule, log_snr
+from cupyattn.diffusion.schedules import Step
 from cupyattn.diffusion.settings import Settings
+from cupyattn.diffusion.steps import Steps
 from cupyattn.errors import UnsupportedError
 from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
@@ -121,6 +121,7 @@ class Int8Attention:
 
     Examples
     --------
+    >>> import numpy as np
     >>> import cupyattn as ca
     >>> layer = ca.Int8Attention(num_heads=2, head_dim=16, num_timesteps=50)
     >>> q = k = v = np.ones((1, 2, 40, 16), np.float16)
@@ -163,8 +164,8 @@ class Int8Attention:
         self.num_timesteps = check_count("num_timesteps", num_timesteps)
         self.use_adaptive_scaling = bool(use_adaptive_scaling)
         self.enable_cfg_fusion = bool(enable_cfg_fusion)
-        self.sigmas = _schedule(sigmas, self.num_timesteps)
-        self._middle = middle_ratio(self.sigmas)
+        self._steps = Steps(sigmas, self.num_timesteps)
+        self.sigmas = self._steps.sigmas
         self.policy: PrecisionPolicy = as_policy(precision_policy, self.num_timesteps)
         self.quant = QuantConfig() if quant is None else quant
         if not isinstance(self.quant, QuantConfig):
@@ -204,26 +205,7 @@ class Int8Attention:
         ValueError, TypeError
             Otherwise.
         """
-        if (timestep is None) == (sigma is None):
-            raise TypeError(
-                f"give either timestep or sigma, got timestep={timestep!r} sigma={sigma!r}"
-            )
-        if sigma is not None:
-            ratio = check_number("sigma", sigma, "a noise-to-signal ratio", lambda x: x >= 0)
-            return Step(self._nearest(ratio), ratio, ratio / self._middle)
-        index = check_timestep("timestep", timestep, self.num_timesteps)
-        value = float(self.sigmas[index])
-        return Step(index, value, value / self._middle)
-
-    def _nearest(self, sigma: float) -> int:
-        """Return the entry of the schedule that is next to a ratio in log-SNR."""
-        rising, value = log_snr(self.sigmas), float(log_snr(sigma))
-        after = int(np.searchsorted(rising, value))
-        if after == self.num_timesteps:
-            return after - 1
-        if after == 0 or rising[after] == value:
-            return after
-        return after if rising[after] - value < value - rising[after - 1] else after - 1
+        return self._steps.find(timestep, sigma)
 
     def mode(self, timestep: int | None = None, *, sigma: float | None = None) -> str:
         """Return the mode that the policy takes at a step."""
@@ -568,19 +550,6 @@ class Int8Attention:
             return self._out_proj(restore(rows))
         weights = take("out_proj", self._out_proj)[0].astype(o.dtype, copy=False)
         return restore(product(rows, weights).astype(o.dtype))
-
-
-def _schedule(sigmas: Any, num_timesteps: int) -> npt.NDArray[np.float64]:
-    if sigmas is None or isinstance(sigmas, str):
-        return compute_sigma_schedule(num_timesteps, sigmas or "edm")
-    values = check_sigmas("sigmas", sigmas)
-    if values.shape != (num_timesteps,):
-        raise ValueError(
-            f"sigmas must have num_timesteps={num_timesteps} entries, got shape {values.shape}"
-        )
-    if (values[:-1] < values[1:]).any():
-        raise ValueError("sigmas must not rise: timestep 0 is that with most noise")
-    return values
 
 
 def _take_weights(qk_norm: Any) -> Any:

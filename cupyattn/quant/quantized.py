@@ -1,57 +1,35 @@
-"""`QuantizedQKV`: what INT8 attention runs on, and how it is kept in a file."""
+"""`QuantizedQKV`: what INT8 attention runs on."""
 
 from __future__ import annotations
 
-import json
 import os
-import zipfile
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cupyattn import checks
-from cupyattn.arrays import on_host
 from cupyattn.codes import codes_less_zero
-from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
-from cupyattn.files import replacing
-from cupyattn.quant import nibbles
+from cupyattn.quant import nibbles, quantized_file
 from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
 from cupyattn.quant.given import given_scale, given_value_scale, given_zero
 from cupyattn.quant.packed import check_sequences, packed_groups, rows_of_sequences, split
 from cupyattn.quant.quantizers import (
     VALUES_PAD,
     group_count,
-    in_padded_rows,
     numbers_of,
     stored_values,
     values_by_key,
 )  # fmt: skip
-from cupyattn.rounding import (
-    STORAGE,
-    Array,
-    array_namespace,
-    scale_of_row,
-    value_scale_of_key,
-)
+from cupyattn.rounding import Array, array_namespace, scale_of_row, value_scale_of_key
 
-_FILE_KIND, _FILE_VERSION = "cupyattn.QuantizedQKV", 2
-_ARRAYS = (
-    "q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean", "v_codes",
-    "v_scale", "v_mean", "v_zero", "cu_seqlens_q", "cu_seqlens_k",
-)  # fmt: skip
 #: Zero points, and sums of codes, which follow from the codes and are in no file.
 _ZEROS, _SUMS = ("q_zero", "k_zero", "v_zero"), ("q_code_sum", "k_code_sum")
+_ARRAYS = (*quantized_file.ARRAYS, *_SUMS)
 #: Where packed sequences begin and end.
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-#: What a damaged or foreign file makes NumPy, zipfile, json and the checks of the record raise.
-_UNREADABLE = (
-    ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error,
-    UnsupportedError,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +120,7 @@ class QuantizedQKV:
                     sums, ends = codes.sum(axis=-1, dtype=np.int32), getattr(self, offsets)
                     sums = sums if ends is None else rows_of_sequences(sums, ends)
                     object.__setattr__(self, name, sums)
-        present = {name: a for name in (*_ARRAYS, *_SUMS) if (a := getattr(self, name)) is not None}
+        present = {name: a for name in _ARRAYS if (a := getattr(self, name)) is not None}
         array_namespace(*present.values())
         for name, array in present.items():
             names = DTYPES[:2] if name == "v" else ("float32",)
@@ -316,7 +294,7 @@ class QuantizedQKV:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays together, without what pads rows of codes."""
-        arrays = (getattr(self, name) for name in (*_ARRAYS, *_SUMS))
+        arrays = (getattr(self, name) for name in _ARRAYS)
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
     def dequantize(self, dtype: str = "float32") -> tuple[Array, Array, Array]:
@@ -523,31 +501,7 @@ class QuantizedQKV:
         path : path
             Replaced if it exists. The format is NumPy's ``.npz``, without pickled objects.
         """
-        arrays: dict[str, Any] = {}
-        for name in _ARRAYS:
-            if getattr(self, name) is not None:
-                arrays[name] = on_host(getattr(self, name))
-        if self.config.static:
-            for name, scale in zip(("q", "k"), self.config.scales, strict=True):
-                arrays[f"config_{name}_scale"] = on_host(scale)
-        config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
-        header = {
-            "kind": _FILE_KIND,
-            "version": _FILE_VERSION,
-            "config": {**config, "scales": "static" if self.config.static else "dynamic"},
-            "v_dtype": None if self.v is None else self.v.dtype.name,
-            "out_dtype": self.out_dtype,
-            "group_q": self.group_q,
-            "group_kv": self.group_kv,
-            "group_v": self.group_v,
-            "max_len_q": self.max_len_q,
-            "max_len_k": self.max_len_k,
-        }
-        if "v" in arrays:  # NumPy's format has no name for bfloat16, so V travels as bits
-            arrays["v"] = arrays["v"].view(np.uint16)
-        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-        with replacing(path) as file:
-            np.savez(file, **arrays)
+        quantized_file.write(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, namespace: Any = np) -> QuantizedQKV:
@@ -571,34 +525,8 @@ class QuantizedQKV:
             If it is damaged, or something else, or of another version; the message has its name.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            header = json.loads(arrays.pop("header").tobytes())
-            if header["kind"] != _FILE_KIND:
-                raise ValueError(f"its kind is {header['kind']!r}")
-            if header["version"] != _FILE_VERSION:
-                raise ValueError(f"its version is {header['version']}, not {_FILE_VERSION}")
-            if header["v_dtype"] is not None:
-                arrays["v"] = arrays["v"].view(STORAGE[header["v_dtype"]])
-            arrays = {name: namespace.asarray(array) for name, array in arrays.items()}
-            for name in ("q_codes", "k_codes"):
-                if arrays[name].dtype.name == "int8":
-                    arrays[name] = in_padded_rows(arrays[name])
-            settings = header["config"]
-            if settings["scales"] == "static":
-                scales = arrays.pop("config_q_scale"), arrays.pop("config_k_scale")
-                settings["scales"] = tuple(x if x.ndim else float(x) for x in scales)
-            return cls(
-                config=QuantConfig(**settings),
-                out_dtype=header["out_dtype"],
-                group_q=header["group_q"],
-                group_kv=header["group_kv"],
-                group_v=header.get("group_v", 0),
-                max_len_q=header.get("max_len_q", 0),
-                max_len_k=header.get("max_len_k", 0),
-                **{"v": None, **arrays},
-            )
-        except _UNREADABLE as error:
+            return cls(**quantized_file.read(path, namespace))
+        except quantized_file.UNREADABLE as error:
             raise ValueError(
                 f"{os.fspath(path)!r} holds no usable QuantizedQKV: {error}"
             ) from error

@@ -18,7 +18,7 @@ import numpy as np
 
 from cupyattn.arrays import on_host
 from cupyattn.files import replacing
-from experiments import common
+from experiments import captures, recording
 from experiments.dit import modes
 from experiments.dit.attention import Kernels, Recorder
 from experiments.dit.model import Model
@@ -51,7 +51,7 @@ def capture(model: Model, weights: Parameters) -> dict[str, np.ndarray]:
         float16.
     """
     found: list[Any] = []
-    blocks, kept = blocks_of(model.shape.depth), common.captured_steps(STEPS)
+    blocks, kept = blocks_of(model.shape.depth), captures.captured_steps(STEPS)
 
     def at(step: int) -> Any:
         return Recorder(Kernels(), step, blocks if step in kept else (), found)
@@ -79,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", metavar="FILE", type=Path, default=common.CAPTURED)
+    parser.add_argument("--output", metavar="FILE", type=Path, default=captures.CAPTURED)
     parser.add_argument("--weights", metavar="FILE", type=Path, default=WEIGHTS)
     parser.add_argument("--quick", action="store_true", help="untrained and tiny, without a device")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.files import replacing
-from experiments import common
+from experiments import recording
 
-FOLDER = common.ROOT / "experiments" / "data" / "photographs"
+FOLDER = recording.ROOT / "experiments" / "data" / "photographs"
 FILE = FOLDER / "photographs.npz"
 #: Where each photograph is from, and which rows and columns of it are kept.
 SOURCES = {
@@ -121,7 +121,7 @@ def main() -> int:
         print(f"wrote {FILE}, {FILE.stat().st_size:,} bytes")
         return 0
 
-    return common.guarded(write, None)  # type: ignore[arg-type]
+    return recording.guarded(write, None)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

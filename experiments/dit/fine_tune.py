@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.cli import output
-from experiments import common
+from experiments import recording
 from experiments.dit import metrics
 from experiments.dit.attention import Kernels
 from experiments.dit.checkpoint import State
@@ -94,18 +94,18 @@ def run(args: argparse.Namespace) -> int:
         "losses": {name: curve(x) for name, x in losses.items()}, "held out": held_out,
         "held-out loss over 16-bit": over,
     }  # fmt: skip
-    common.keep(args, "dit_fine_tune", "mirror" if args.quick else "cuda", content)
+    recording.keep(args, "dit_fine_tune", "mirror" if args.quick else "cuda", content)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1e-4, help="highest learning rate")
     parser.add_argument("--weights", metavar="FILE", type=Path, default=WEIGHTS)
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

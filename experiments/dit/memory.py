@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.cli import output
-from experiments import common
+from experiments import recording
 from experiments.dit import modes
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters
@@ -83,16 +83,16 @@ def run(args: argparse.Namespace) -> int:
         [[n, "-" if x is None else f"{x / 2**20:,.0f} MiB"] for n, x in peaks.items()],
     )
     content = {"images": args.images, "peak_bytes": peaks}
-    common.keep(args, "dit_memory", "mirror" if args.quick else "cuda", content)
+    recording.keep(args, "dit_memory", "mirror" if args.quick else "cuda", content)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--images", type=int, default=BATCH, help="of the batch")
     parser.add_argument("--weights", metavar="FILE", type=Path, default=WEIGHTS)
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

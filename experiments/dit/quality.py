@@ -29,7 +29,7 @@ from cupyattn.arrays import on_host
 from cupyattn.cli import output
 from cupyattn.measure import format_seconds
 from cupyattn.rounding import array_namespace
-from experiments import common
+from experiments import recording
 from experiments.dit import data, features, metrics, modes, pictures, report
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters
@@ -235,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
         "steps": args.steps, "images": args.images, "features": sizes.features,
         "accuracy of the features": accuracy, "frechet of real crops": least, "rows": rows,
     }  # fmt: skip
-    common.keep(args, "dit_quality", "mirror" if args.quick else "cuda", content)
+    recording.keep(args, "dit_quality", "mirror" if args.quick else "cuda", content)
     grid = args.grid or (None if args.quick else report.GRID)
     if grid is not None:
         pictures.write_png(grid, pictures.grid(shown, SHOWN))
@@ -244,14 +244,14 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = common.parser(__doc__)
+    parser = recording.parser(__doc__)
     parser.add_argument("--images", type=int, default=256, help="of each mode")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--weights", metavar="FILE", type=Path, default=WEIGHTS)
     parser.add_argument("--grid", metavar="FILE", type=Path, help="picture, docs/quality_grid.png")
     parser.add_argument("--stored", action="store_true", help="write the page from the records")
     args = parser.parse_args(argv)
-    return (common.guarded if args.stored else common.main)(run, args)  # type: ignore[operator]
+    return (recording.guarded if args.stored else recording.main)(run, args)  # type: ignore[operator]
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ import numpy as np
 
 from cupyattn.cli import plot
 from cupyattn.measure import format_seconds
-from experiments import common, plots
+from experiments import plots, recording
 from experiments.dit import metrics, modes
 from experiments.dit.data import NAMES
 
-DOCS = common.ROOT / "docs"
+DOCS = recording.ROOT / "docs"
 PAGE, GRID, CURVES = (
     DOCS / name for name in ("QUALITY.md", "quality_grid.png", "quality_curves.svg")
 )
@@ -157,7 +157,7 @@ def page(trained: Record, record: Record, tuned: Record | None, memory: Record |
         "",
         f"Rows: {'; '.join(modes.NAMES)}. Columns: {', '.join(NAMES)}.",
         "",
-        *common.markdown(*_table(rows, memory)),
+        *recording.markdown(*_table(rows, memory)),
         "",
         "PSNR in dB and SSIM compare each image with that of 32-bit or 16-bit attention from the "
         "same noise; brackets are 95 % bootstrap intervals over seeds. *Frechet* is the Frechet "
@@ -180,7 +180,7 @@ def page(trained: Record, record: Record, tuned: Record | None, memory: Record |
         + ". Their fall from 36.2 to 33.1 dB, 3.1 dB, doubles the squared error; they call it "
         "0.63 dB and less than 1 %.",
         "",
-        *common.markdown(["claim", "measured here", "verdict"], claims(record, tuned, memory)),
+        *recording.markdown(["claim", "measured here", "verdict"], claims(record, tuned, memory)),
         "",
         "This model normalises q and k (QK-norm), so that their size hardly depends on the noise: "
         "what scales by timestep win shows in the table above, and can be more where a model does "
@@ -245,7 +245,7 @@ def figure(trained: Record, record: Record, tuned: Record | None) -> Any:
     return drawn
 
 
-def stored(name: str, folder: Path = common.RESULTS) -> dict[str, Any]:
+def stored(name: str, folder: Path = recording.RESULTS) -> dict[str, Any]:
     """Return a record, or raise OSError with the command that makes it."""
     path = folder / f"dit_{name}.json"
     if not path.is_file():
@@ -254,12 +254,12 @@ def stored(name: str, folder: Path = common.RESULTS) -> dict[str, Any]:
     return record
 
 
-def optional(name: str, folder: Path = common.RESULTS) -> dict[str, Any] | None:
+def optional(name: str, folder: Path = recording.RESULTS) -> dict[str, Any] | None:
     """Return a record, None where it was not made."""
     return stored(name, folder) if (folder / f"dit_{name}.json").is_file() else None
 
 
-def write(results: Path = common.RESULTS, docs: Path = DOCS) -> int:
+def write(results: Path = recording.RESULTS, docs: Path = DOCS) -> int:
     """Write the page and its curves from the records; return an exit status.
 
     Raises

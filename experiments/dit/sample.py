@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cupyattn.cli import output
-from experiments import common
+from experiments import recording
 from experiments.dit import data, modes, pictures
 from experiments.dit.model import Model
 from experiments.dit.sampler import BATCH, STEPS, sample_all
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--weights", metavar="FILE", type=Path, default=WEIGHTS)
     parser.add_argument("--quick", action="store_true", help="untrained and tiny, without a device")
-    return common.main(run, parser.parse_args(argv))
+    return recording.main(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 
 from cupyattn import device
 from cupyattn.cli import output
-from experiments import common
+from experiments import recording
 from experiments.dit import checkpoint, data
 from experiments.dit.attention import Attention, Kernels
 from experiments.dit.checkpoint import State
@@ -32,7 +32,7 @@ from experiments.dit.model import Model, Shape, initial, squared_error
 from experiments.dit.optim import AdamW
 from experiments.dit.parameters import Parameters
 
-FOLDER = common.ROOT / ".cache" / "dit"
+FOLDER = recording.ROOT / ".cache" / "dit"
 WEIGHTS = Path(__file__).with_name("weights.npz")
 #: Small enough for the mirror: 16 tokens.
 QUICK = Shape(size=8, patch=2, width=16, depth=2, heads=2, mlp=2)
@@ -266,7 +266,7 @@ def run(args: argparse.Namespace) -> int:
         "seconds": state.seconds, "steps_of_a_figure": STEPS_OF_A_FIGURE,
         "losses": curve(state.losses),
     }  # fmt: skip
-    common.keep(args, "dit_train", "mirror" if args.quick else "cuda", content)
+    recording.keep(args, "dit_train", "mirror" if args.quick else "cuda", content)
     return 0
 
 
@@ -289,7 +289,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    return common.main(run, parser().parse_args(argv))
+    return recording.main(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@
 //              (cupyattn/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
+#include "prims/mean_dot.cuh"
 #include "prims/named_barrier.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/output.cuh"
@@ -107,11 +108,6 @@ static_assert(
 static_assert(
     BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 16 == 0,
     "BLOCK_KV must be a multiple of 16 from 64 to 256, the columns of a wgmma");
-
-// Key of a tile's first step.
-__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
-  return round_down(kv_begin(p, q0), BLOCK_KV);
-}
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background. ZERO_POINTS: added to
 // what SharedZeros begins with.
@@ -360,7 +356,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     // NOTE: M rises for all rows of a warp at once: those of the next sequence have no say.
     if (VARLEN && !QUANTIZE_Q)
       zero_rows<WARPGROUP>(smem.Q[Q_at.stage], max(row0, p.len_q - tile.q0), row0 + 64);
-    int kv0 = first_key(p, tile.q0) + tile.first * BLOCK_KV;
+    int kv0 = round_down(kv_begin(p, tile.q0), BLOCK_KV) + tile.first * BLOCK_KV;
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const int8_t* Q_codes =  // [CODE_BOXES][BLOCK_Q, 128]
         QUANTIZE_Q ? smem.Q_codes[0] : smem.Q[Q_at.stage][0];
@@ -474,12 +470,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
           const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                                 + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
                                 min(q, p.len_q - 1) * p.Q_stride.len;
-          const int zero = zeros.of_row(h);
-          float mean_dot = 0.0f;
-          for (int d = t; d < HEAD_DIM; d += 4)
-            mean_dot = fmaf(Q_row[d] - zero, K_mean[d], mean_dot);
-          mean_dot = shfl_sum<4>(mean_dot);
-          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * mean_dot;  // R3
+          const float dot = mean_dot<4>(Q_row, K_mean, zeros.of_row(h));
+          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * dot;  // R3
         }
         if (t == 0 && q < p.len_q)
           lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();

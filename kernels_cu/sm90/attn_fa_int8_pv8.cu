@@ -32,6 +32,7 @@
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/channel_scales.cuh"
 #include "prims/config.cuh"
+#include "prims/mean_dot.cuh"
 #include "prims/named_barrier.cuh"
 #include "prims/exp2.cuh"
 #include "prims/output.cuh"
@@ -93,11 +94,6 @@ static_assert(
 static_assert(
     BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 32 == 0,
     "BLOCK_KV must be a multiple of 32 from 64 to 256: columns of one wgmma, depth of another");
-
-// Key of a tile's first step.
-__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
-  return round_down(kv_begin(p, q0), BLOCK_KV);
-}
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
 __device__ __forceinline__ void start_scores(
@@ -332,7 +328,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     const WorkTile tile = uniform(smem.tile[Q_at.stage]);
     if (tile.q0 < 0) break;
     const auto& p = of_sequences<int8_t, int8_t>(call, tile);
-    int kv0 = first_key(p, tile.q0) + tile.first * BLOCK_KV;
+    int kv0 = round_down(kv_begin(p, tile.q0), BLOCK_KV) + tile.first * BLOCK_KV;
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const int own_end = kv_end(p, tile.q0 + row0, 64);  // of the keys of this warpgroup's rows
     const int8_t* Q_codes =                             // [CODE_BOXES][BLOCK_Q, 128]
@@ -411,10 +407,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
           const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                                 + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
                                 min(q, p.len_q - 1) * p.Q_stride.len;
-          float mean_dot = 0.0f;
-          for (int d = t; d < HEAD_DIM; d += 4) mean_dot = fmaf(Q_row[d], K_mean[d], mean_dot);
-          mean_dot = shfl_sum<4>(mean_dot);
-          if (state[h].l > 0.0f) state[h].M += Q_factor[h] * mean_dot;  // R3
+          const float dot = mean_dot<4>(Q_row, K_mean);
+          if (state[h].l > 0.0f) state[h].M += Q_factor[h] * dot;  // R3
         }
         if (t == 0 && q < p.len_q)
           lse_of(p, int64_t(tile.batch) * p.heads + tile.head, tile.head)[q] = state[h].lse();

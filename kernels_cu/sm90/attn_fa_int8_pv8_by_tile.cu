@@ -33,6 +33,7 @@
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/channel_scales.cuh"
 #include "prims/config.cuh"
+#include "prims/mean_dot.cuh"
 #include "prims/named_barrier.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/output.cuh"
@@ -104,11 +105,6 @@ static_assert(
 static_assert(GROUP_V % BLOCK_KV == 0, "GROUP_V must be whole tiles: a tile has one V scale");
 static_assert(
     HEAD_DIM % 4 == 0, "HEAD_DIM must be a multiple of 4: scales come 16 bytes at a time");
-
-// Key of a tile's first step.
-__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
-  return round_down(kv_begin(p, q0), BLOCK_KV);
-}
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background.
 __device__ __forceinline__ void start_scores(
@@ -357,7 +353,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
     const WorkTile tile = uniform(smem.tile[Q_at.stage]);
     if (tile.q0 < 0) break;
     const auto& p = of_sequences<int8_t, int8_t>(call, tile);
-    int kv0 = first_key(p, tile.q0);
+    int kv0 = round_down(kv_begin(p, tile.q0), BLOCK_KV);
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const int own_end = kv_end(p, tile.q0 + row0, 64);  // of the keys of this warpgroup's rows
     const int8_t* Q_codes =                             // [CODE_BOXES][BLOCK_Q, 128]
@@ -450,10 +446,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
           const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                                 + tile.batch * p.Q_stride.batch + tile.head * p.Q_stride.head +
                                 min(q, p.len_q - 1) * p.Q_stride.len;
-          float mean_dot = 0.0f;
-          for (int d = t; d < HEAD_DIM; d += 4) mean_dot = fmaf(Q_row[d], K_mean[d], mean_dot);
-          mean_dot = shfl_sum<4>(mean_dot);
-          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * mean_dot;  // R3
+          const float dot = mean_dot<4>(Q_row, K_mean);
+          if (state[h].M > NEG_INF) state[h].M += Q_factor[h] * dot;  // R3
         }
         RowState of_weights = state[h];
         of_weights.l = finite_or(exact_l[h], state[h].l);

@@ -90,11 +90,6 @@ static_assert(
     BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 16 == 0,
     "BLOCK_KV must be a multiple of 16 from 64 to 256, the columns of a wgmma");
 
-// Key of a tile's first step.
-__device__ __forceinline__ int first_key(const AttnParams& p, int q0) {
-  return round_down(kv_begin(p, q0), BLOCK_KV);
-}
-
 // Tile `index` of a sequence or of all; its steps are still to be counted.
 __device__ __forceinline__ WorkTile
 work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
@@ -299,7 +294,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     const auto& p = of_sequences(call, tile);
     // NOTE: M rises for all rows of a warp at once: those of the next sequence have no say.
     if (VARLEN) zero_rows<WARPGROUP>(smem.Q[Q_at.stage], max(row0, p.len_q - tile.q0), row0 + 64);
-    int kv0 = first_key(p, tile.q0) + tile.first * BLOCK_KV;
+    int kv0 = round_down(kv_begin(p, tile.q0), BLOCK_KV) + tile.first * BLOCK_KV;
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
     const Descriptor Q_rows = uniform(descriptor_k_major(&smem.Q[Q_at.stage][0][row0 * BOX_COLS]));
     RowState state[2];             // of row and row + 8

@@ -6,6 +6,7 @@
 // order of their keys, so that the result is the same on every run.
 #include "prims/config.cuh"
 #include "prims/finite.cuh"
+#include "prims/mean_dot.cuh"
 #include "prims/online_softmax.cuh"
 #include "prims/params.cuh"
 #include "prims/pieces.cuh"
@@ -75,12 +76,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void merge_pieces(
       const int8_t* Q_row = static_cast<const int8_t*>(p.Q)  // [HEAD_DIM]
                             + batch * p.Q_stride.batch + head * p.Q_stride.head +
                             q * p.Q_stride.len;
-      float mean_dot = 0.0f;
-      for (int d = lane_id(); d < HEAD_DIM; d += WARP_SIZE)
-        mean_dot = fmaf(Q_row[d] - zero, K_mean[d], mean_dot);
-      mean_dot = shfl_sum<WARP_SIZE>(mean_dot);
-      if (state.M > NEG_INF)
-        state.M += p.scale_log2 * Q_scale[q / max(GROUP_Q, 1)] * mean_dot;  // R3
+      const float dot = mean_dot<WARP_SIZE>(Q_row, K_mean, zero);
+      if (state.M > NEG_INF) state.M += p.scale_log2 * Q_scale[q / max(GROUP_Q, 1)] * dot;  // R3
     }
     if (lane_id() == 0) p.lse[int64_t(batch_head) * p.len_q + q] = state.lse();
   }

@@ -16,7 +16,8 @@ import pytest
 import cupyattn as ca
 from cupyattn import cli, device, timing, unfused
 from cupyattn.distributions import make
-from experiments import common, graphs
+from experiments import graphs
+from experiments.cells import rotating
 
 cupy = pytest.importorskip("cupy")
 SMALL = ["--batch", "1", "--heads", "2", "--len", "256", "--head-dim", "64"]
@@ -106,7 +107,7 @@ def test_a_graph_of_an_experiment_has_memory_of_its_own() -> None:
         calls["torch"] = lambda *arrays: torch.nn.functional.scaled_dot_product_attention(
             *map(torch.from_dlpack, arrays)
         )
-    made = graphs.of_calls({n: common.rotating(c, sets) for n, c in calls.items()}, len(sets))
+    made = graphs.of_calls({n: rotating(c, sets) for n, c in calls.items()}, len(sets))
     assert made.keys() == calls.keys()
     filled = [cupy.full(2**n, 0xFF, cupy.uint8) for n in range(10, 24)]
     for graph in made.values():

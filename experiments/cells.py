@@ -1,26 +1,18 @@
-"""What every experiment shares: the gate, the timing, the record, the table, the command line.
+"""What experiments judge and time: cells, each a rung or a peer, on problems.
 
 An experiment names its cells and how to run one. Here each cell is first held to its error bound;
 one that misses it has no time. Cells that are compared take turns in one run, round by round, on
 inputs that rotate through more than the L2 cache; the figure is the median, and what is compared is
-the median of the ratios within a round, each with a 95 % bootstrap interval. Device, clocks,
-versions, revision, seed and tiles go into the JSON. ``--quick`` runs the grid in small on the
-mirror, without a device and without times.
+the median of the ratios within a round, each with a 95 % bootstrap interval.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 import cupyattn as ca
 from cupyattn import compile as compiler
@@ -28,18 +20,11 @@ from cupyattn import device, distributions, measure, registry, timing
 from cupyattn.api import kernel_form
 from cupyattn.checks import AttentionCall
 from cupyattn.cli import output
-from cupyattn.cli.inputs import SAMPLE
 from cupyattn.errors import UnsupportedError
 from cupyattn.plans import Launch
 from cupyattn.rounding import array_namespace
 from experiments import graphs
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "experiments" / "results"
-#: What `experiments.dit.capture` records of the diffusion transformer.
-CAPTURED = ROOT / "experiments" / "data" / "qkv_dit.npz"
-#: Fewer rounds than this are good for a look, not for a figure that is kept.
-LEAST_ROUNDS = 15
 #: What keeps a cell from running; its row says so.
 REFUSALS = (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError, ca.DeviceMemoryError)
 
@@ -113,37 +98,6 @@ class Problem:
         import cupy
 
         return tuple(cupy.asarray(array) for array in self.host())
-
-
-def recorded(layer: int) -> tuple[Any, ...]:
-    """Return Q, K and V of a layer of the text encoder in experiments/data, float16."""
-    with np.load(ROOT / "experiments" / "data" / SAMPLE) as file:
-        return tuple(file[f"layer{layer}_{name}"] for name in "qkv")
-
-
-def captured_steps(steps: int) -> tuple[int, int, int]:
-    """Return the steps of a sampler that are recorded: an early one, the middle and a late one.
-
-    Examples
-    --------
-    >>> captured_steps(50)
-    (1, 25, 48)
-    """
-    return 1, steps // 2, steps - 2
-
-
-def captured(layer: int, step: int) -> tuple[Any, ...]:
-    """Return Q, K and V of a block and a step of the diffusion transformer, float16.
-
-    Raises
-    ------
-    OSError
-        Where nothing was recorded; the message says what does.
-    """
-    if not CAPTURED.is_file():
-        raise OSError(f"there is no {CAPTURED}: python -m experiments.dit.capture makes it")
-    with np.load(CAPTURED) as file:
-        return tuple(file[f"layer{layer}_step{step}_{name}"] for name in "qkv")
 
 
 def as_they_are(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
@@ -302,7 +256,7 @@ def measure_problem(
         inputs = problem.draw(on_device=on_device)
     found = judge_problem(problem, cells, inputs)
     if on_device:
-        _time(problem, cells, found["rows"], inputs, rounds, baseline, in_graphs)
+        time_cells(problem, cells, found["rows"], inputs, rounds, baseline, in_graphs)
         found["in_graphs"] = in_graphs
     return found
 
@@ -317,11 +271,15 @@ def judge_problem(
     return {
         "problem": vars(problem) | {"name": problem.name},
         "judged_rows": int(judged_rows.size),
-        "rows": [_judge(problem, cell, inputs, rows=judged_rows, exact=exact) for cell in cells],
+        "rows": [
+            judge_cell(problem, cell, inputs, rows=judged_rows, exact=exact) for cell in cells
+        ],
     }
 
 
-def _judge(problem: Problem, cell: Cell, inputs: tuple[Any, ...], **options: Any) -> dict[str, Any]:
+def judge_cell(
+    problem: Problem, cell: Cell, inputs: tuple[Any, ...], **options: Any
+) -> dict[str, Any]:
     """Return the row of a cell with its judgement; ``unsupported`` says why there is none."""
     row: dict[str, Any] = {
         "variant": cell.name, "rung": cell.variant, "peer": cell.peer,
@@ -371,7 +329,7 @@ def _like(array: Any, result: Any) -> Any:
     return array_namespace(array).from_dlpack(result)
 
 
-def _time(
+def time_cells(
     problem: Problem,
     cells: Sequence[Cell],
     rows: list[dict[str, Any]],
@@ -414,226 +372,3 @@ def _time(
 def rotating(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[[int], Any]:
     """Return what `cupyattn.timing.time_interleaved` calls: one set of arrays after the other."""
     return lambda i: run(*sets[i % len(sets)])
-
-
-# ---- command line --------------------------------------------------------------------------------
-
-
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of every experiment."""
-    result = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    result.add_argument(
-        "--quick", action="store_true", help="small shapes on the mirror: no device, no times"
-    )
-    result.add_argument("--rounds", type=int, default=2 * LEAST_ROUNDS, help="timed samples")
-    result.add_argument("--seed", type=int, default=0)
-    result.add_argument("--json", metavar="FILE", type=Path, help="where to write the record")
-    return result
-
-
-def _lasting(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that a result depends on: not where it was written."""
-    kept = list(arguments)
-    for option in ("--json", "--plot", "--folder"):
-        while option in kept:
-            del kept[kept.index(option) : kept.index(option) + 2]
-    return kept
-
-
-def check_rounds(args: argparse.Namespace) -> None:
-    """Raise ValueError for too few rounds to be kept."""
-    if not args.quick and args.rounds < LEAST_ROUNDS:
-        raise ValueError(f"--rounds must be at least {LEAST_ROUNDS}, got {args.rounds}")
-
-
-def run_grid(
-    args: argparse.Namespace,
-    name: str,
-    grid: Sequence[tuple[Problem, Sequence[Cell]]],
-    *,
-    baseline: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    conclude: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] | None = None,
-    in_graphs: Callable[[Problem], bool] = lambda _: False,
-) -> dict[str, Any]:
-    """Measure a grid of problems, print a table for each, write the record after each.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-        Of `parser`. Without ``--json`` the record goes to experiments/results/NAME.json, or nowhere
-        with ``--quick``.
-    name : str
-        Of the experiment.
-    grid : sequence of (Problem, cells)
-        One or more.
-    baseline : str, optional
-        As for `measure_problem`.
-    extra : mapping, optional
-        More for the record.
-    conclude : callable, optional
-        Given the problems of the record, returns what follows from them, for the record too.
-    in_graphs : callable
-        As for `measure_problem`, of each problem.
-
-    Returns
-    -------
-    dict
-        The record.
-    """
-    check_rounds(args)
-    problems: list[dict[str, Any]] = []
-    for problem, cells in grid:
-        found = measure_problem(
-            problem, cells, rounds=args.rounds, on_device=not args.quick, baseline=baseline,
-            in_graphs=in_graphs(problem),
-        )  # fmt: skip
-        problems.append(found)
-        print(f"\n{problem.name}: {found['judged_rows']} rows of every head judged")
-        output.print_table(*table(found, baseline))
-        content = {
-            "rounds": 0 if args.quick else args.rounds,
-            **(extra or {}),
-            **(conclude(problems) if conclude else {}),
-            "problems": problems,
-        }
-        record = keep(args, name, "mirror" if args.quick else "cuda", content)
-    return record
-
-
-def keep(
-    args: argparse.Namespace, name: str, backend: str, content: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the record of an experiment, written where the arguments say.
-
-    A quick run is kept only where ``--json`` names a file.
-    """
-    record = {
-        "experiment": name,
-        "command": " ".join(["python -m", _module(name), *_lasting(sys.argv[1:])]),
-        "backend": backend,
-        "seed": args.seed,
-        "environment": device.environment(),
-        **content,
-    }
-    target = args.json or (None if args.quick else RESULTS / f"{name}.json")
-    if target is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        output.write_json(target, record)
-        print(f"\nwrote {target}")
-    return record
-
-
-def _module(name: str) -> str:
-    """Return the module that makes a record of this name: the one that is run, if one is.
-
-    Examples
-    --------
-    >>> _module("gemm"), _module("dit_train")
-    ('experiments.gemm', 'experiments.dit.train')
-    """
-    run = getattr(sys.modules["__main__"], "__spec__", None)
-    if run is not None and run.name.startswith("experiments."):
-        return str(run.name)
-    return f"experiments.{name.replace('dit_', 'dit.', 1)}"
-
-
-def stored(name: str) -> dict[str, Any]:
-    """Return the committed record of an experiment."""
-    record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return record
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table as a document has it."""
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
-
-
-def replace_between(path: Path, begin: str, end: str, text: str) -> None:
-    """Replace what stands between two marks of a document.
-
-    Raises
-    ------
-    ValueError
-        If the marks are not there, once each and in this order.
-    """
-    whole = path.read_text(encoding="utf-8")
-    before, first, rest = whole.partition(begin)
-    _, last, after = rest.partition(end)
-    if not (first and last) or begin in after or end in before:
-        raise ValueError(f"{path} must hold {begin!r} and {end!r} once each, in this order")
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
-
-
-def table(found: Mapping[str, Any], baseline: str | None) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of one problem's table."""
-    timed = any("seconds" in row for row in found["rows"])
-    header = ["", "J2", "J3", "rel. error"]
-    if timed:
-        header += ["time", "95 %", "TFLOP/s", "ceiling"]
-        header += [f"x {baseline}", "95 %"] if baseline else []
-    return header, [_cells(row, timed, baseline) for row in found["rows"]]
-
-
-def _cells(row: Mapping[str, Any], timed: bool, baseline: str | None) -> list[str]:
-    judged = row["judgement"]
-    if judged is None:
-        return [row["variant"], "not supported", *[""] * (2 + (4 + 2 * bool(baseline)) * timed)]
-    cells = [
-        row["variant"],
-        measure.format_ratio(judged["j2"]),
-        "-" if judged["j3"] is None else measure.format_ratio(judged["j3"]),
-        f"{judged['relative_error']:.2e}",
-    ]
-    if not timed:
-        return cells
-    if "seconds" not in row:
-        why = "no CUDA graph" if judged["j2"] <= 1 else "missed its bound"
-        return [*cells, f"{why}: not timed", *[""] * (3 + 2 * bool(baseline))]
-    low, high = row["seconds_interval"]
-    share = "-" if row["share"] is None else measure.format_share(row["share"])
-    cells += [
-        measure.format_seconds(row["seconds"]),
-        f"{measure.format_seconds(low)} .. {measure.format_seconds(high)}",
-        f"{row['tflops']:.4g}",
-        share,
-    ]
-    if baseline:
-        ratio = row.get("speed_ratio")
-        cells += ["-", "-"] if ratio is None else [
-            f"{ratio[0]:.2f}", f"{ratio[1]:.2f} .. {ratio[2]:.2f}"
-        ]  # fmt: skip
-    return cells
-
-
-def main(experiment: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run an experiment, on a device unless it is a quick run; errors as in `guarded`."""
-
-    def on_device(args: argparse.Namespace) -> int:
-        if not args.quick and (missing := device.device_missing()):
-            raise UnsupportedError(f"this needs a CUDA device ({missing}); --quick runs without")
-        return experiment(args)
-
-    return guarded(on_device, args)
-
-
-def guarded(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Return what `work` returns; a user's mistake is one line and exit status 2."""
-    try:
-        return work(args)
-    except (ValueError, TypeError, OSError, FloatingPointError, *REFUSALS) as error:
-        print(f"{' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-
-
-def passed(record: Mapping[str, Any]) -> bool:
-    """Whether every rung that ran holds its bounds; other libraries are reported, not judged."""
-    rows = (row for found in record["problems"] for row in found["rows"])
-    return all(row["ok"] for row in rows if row["judgement"] is not None and not row["peer"])
-
-
-def quick_length(args: argparse.Namespace, length: int) -> int:
-    """Return a length, or one that NumPy does in no time."""
-    return min(length, 192) if args.quick else length

@@ -1,0 +1,81 @@
+"""How a `QuantizedQKV` is kept in a file: NumPy's ``.npz``, its arrays and a header in JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+import zlib
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays import on_host
+from cupyattn.errors import UnsupportedError
+from cupyattn.files import replacing
+from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantizers import in_padded_rows
+from cupyattn.rounding import STORAGE
+
+_KIND, _VERSION = "cupyattn.QuantizedQKV", 2
+#: The record's arrays that a file has, under their names.
+ARRAYS = (
+    "q_codes", "k_codes", "v", "q_scale", "k_scale", "q_zero", "k_zero", "k_mean", "v_codes",
+    "v_scale", "v_mean", "v_zero", "cu_seqlens_q", "cu_seqlens_k",
+)  # fmt: skip
+#: Its other fields, beside its configuration, that the header has.
+_PLAIN = ("out_dtype", "group_q", "group_kv", "group_v", "max_len_q", "max_len_k")
+#: What a damaged or foreign file makes NumPy, zipfile, json and the checks of the record raise.
+UNREADABLE = (
+    ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error,
+    UnsupportedError,
+)  # fmt: skip
+
+
+def write(record: Any, path: str | os.PathLike[str]) -> None:
+    """Write a record to one file, whole or not at all."""
+    arrays: dict[str, Any] = {}
+    for name in ARRAYS:
+        if getattr(record, name) is not None:
+            arrays[name] = on_host(getattr(record, name))
+    config = record.config
+    if config.static:
+        for name, scale in zip(("q", "k"), config.scales, strict=True):
+            arrays[f"config_{name}_scale"] = on_host(scale)
+    settings = {f.name: getattr(config, f.name) for f in fields(config)}
+    header = {
+        "kind": _KIND,
+        "version": _VERSION,
+        "config": {**settings, "scales": "static" if config.static else "dynamic"},
+        "v_dtype": None if record.v is None else record.v.dtype.name,
+        **{name: getattr(record, name) for name in _PLAIN},
+    }
+    if "v" in arrays:  # NumPy's format has no name for bfloat16, so V travels as bits
+        arrays["v"] = arrays["v"].view(np.uint16)
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    with replacing(path) as file:
+        np.savez(file, **arrays)
+
+
+def read(path: str | os.PathLike[str], namespace: Any) -> dict[str, Any]:
+    """Return the fields of the record that a file has, arrays in a namespace; else UNREADABLE."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    header = json.loads(arrays.pop("header").tobytes())
+    if header["kind"] != _KIND:
+        raise ValueError(f"its kind is {header['kind']!r}")
+    if header["version"] != _VERSION:
+        raise ValueError(f"its version is {header['version']}, not {_VERSION}")
+    if header["v_dtype"] is not None:
+        arrays["v"] = arrays["v"].view(STORAGE[header["v_dtype"]])
+    arrays = {name: namespace.asarray(array) for name, array in arrays.items()}
+    for name in ("q_codes", "k_codes"):
+        if arrays[name].dtype.name == "int8":
+            arrays[name] = in_padded_rows(arrays[name])
+    settings = header["config"]
+    if settings["scales"] == "static":
+        scales = arrays.pop("config_q_scale"), arrays.pop("config_k_scale")
+        settings["scales"] = tuple(x if x.ndim else float(x) for x in scales)
+    plain = {name: header[name] for name in _PLAIN if name in header}
+    return {"v": None, **arrays, **plain, "config": QuantConfig(**settings)}
