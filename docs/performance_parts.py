@@ -21,6 +21,7 @@ from cupyattn.measure import (
 )
 from experiments import breakdown, counters, precision_ablation
 from experiments.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
+from experiments.others8 import GIVEN, SAGE_2
 from experiments.recording import markdown
 
 Record = Mapping[str, Any]
@@ -121,9 +122,17 @@ def in_8_bits(peers_int8: Record) -> list[str]:
     lines = [
         "TFLOP/s of all kernels of a call, and in brackets the relative error of its result.",
         "*Codes given* leaves quantising out; elsewhere it is part of the time.",
-        "SageAttention 2 is not among them: PyPI has version 1 alone, and version 2 is compiled"
-        " from its sources.",
     ]
+    if not {SAGE_2, f"{SAGE_2}{GIVEN}"} & names.keys():
+        lines.append(
+            f"{SAGE_2} is not among them: PyPI has version 1 alone, and version 2 is compiled from"
+            " its sources."
+        )
+    else:
+        lines.append(
+            f"{SAGE_2} is compiled from its sources, with its launches on torch's current stream,"
+            " for graphs ([how](../experiments/README.md))."
+        )
     if any("device" in found for found in peers_int8["problems"]):
         lines.append(
             "Shapes behind which a device stands were measured on that one: compare within a row."

@@ -140,8 +140,8 @@ def refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*prepared: Any) -> Any:
         try:
             return run(*prepared)
-        # "No available kernel", "head_size should be ..."
-        except (RuntimeError, AssertionError) as error:
+        # "No available kernel", "head_size should be ...", "Unsupported head_dim: 256"
+        except (RuntimeError, AssertionError, ValueError) as error:
             raise ca.UnsupportedError(f"{name}: {error}") from error
 
     return checked

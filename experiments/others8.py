@@ -7,7 +7,12 @@ at the speed of memory, and behind torch's operators. Each takes part where it c
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cupyattn as ca
@@ -21,7 +26,11 @@ from experiments.others import (
     refusing,
 )  # fmt: skip
 
-SAGE = "SageAttention 1"
+SAGE, SAGE_2 = "SageAttention 1", "SageAttention 2"
+#: Where SageAttention 2 lies: the folder of its package, built from its sources (README.md).
+SAGE_2_PACKAGE = "CUPYATTN_SAGE2"
+#: Its kernel for Hopper, by the name that its package calls it.
+SAGE_2_KERNEL = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
 FLASH_3_FP8, CUDNN_FP8 = "FlashAttention-3 FP8", "cuDNN FP8"
 #: What follows the name of a library whose codes are made beforehand, or by torch.
 GIVEN, BY_TORCH = ", codes given", ", cast by torch"
@@ -33,7 +42,9 @@ TOLERANCE = 0.25
 
 def eight_bit(problem: Problem) -> list[Cell]:
     """Return every 8-bit library that can be had."""
-    return [*sage(problem), *flash_attention_3_fp8(problem), *cudnn_fp8(problem)]
+    return [
+        *sage(problem), *sage_2(problem), *flash_attention_3_fp8(problem), *cudnn_fp8(problem),
+    ]  # fmt: skip
 
 
 def sage(problem: Problem) -> list[Cell]:
@@ -52,6 +63,66 @@ def sage(problem: Problem) -> list[Cell]:
         return sageattn(q, k, v, tensor_layout="HND", is_causal=problem.causal)
 
     return [_cell(SAGE, run, prepare)]
+
+
+def sage_2(problem: Problem) -> list[Cell]:
+    """Return SageAttention 2 (INT8 scores, e4m3 P V), codes given and its quantising included.
+
+    Both with the defaults of its call, which leaves its caller's arrays as they are.
+    """
+    package = load_sage_2()
+    if package is None:
+        return []
+    import torch
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return package.sageattn(q, k, v, tensor_layout="HND", is_causal=problem.causal)
+
+    def prepare(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(map(torch.from_dlpack, arrays))
+
+    def codes_given(*arrays: Any) -> tuple[Any, ...]:
+        """Return what its call gives its kernel: codes, O, scales, options."""
+        held: list[tuple[Any, ...]] = []
+        kernels = vars(package.core).get("sm90_compile")
+        holding = SimpleNamespace(**{SAGE_2_KERNEL: lambda *given: held.append(given)})
+        package.core.sm90_compile = holding
+        try:
+            call(*prepare(*arrays))
+        finally:
+            package.core.sm90_compile = kernels
+        if not held:
+            raise RuntimeError("its call runs another kernel than Hopper's here")
+        return held[0]
+
+    def kernel_alone(q: Any, k: Any, v: Any, out: Any, *scales_and_options: Any) -> Any:
+        o = torch.empty_like(out)
+        getattr(package.core.sm90_compile, SAGE_2_KERNEL)(q, k, v, o, *scales_and_options)
+        return o[..., : problem.head_dim]  # it is padded to 64 or 128
+
+    given = f"{SAGE_2}{GIVEN}"
+    return [_cell(given, kernel_alone, refusing(given, codes_given)), _cell(SAGE_2, call, prepare)]
+
+
+def load_sage_2() -> Any:
+    """Return SageAttention 2's package; None where its folder is not named.
+
+    Under a name of its own: version 1 is `sageattention`, too, and takes part beside it.
+    """
+    folder, name = os.environ.get(SAGE_2_PACKAGE), "sageattention2"
+    if not folder:
+        return None
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(folder) / "__init__.py")
+        assert spec is not None and spec.loader is not None  # of a file that ends in .py
+        package = importlib.util.module_from_spec(spec)
+        sys.modules[name] = package  # its modules import each other by it
+        try:
+            spec.loader.exec_module(package)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def flash_attention_3_fp8(problem: Problem) -> list[Cell]:

@@ -9,8 +9,9 @@ Measures     J2 of ours, relative error of all; time with quantising and with co
              same rounds, with its 95 % interval, the ratio to the fastest 8-bit library with its
              quantising, to cuDNN's FP8 kernel alone and to fa_tc
 Timing       in CUDA graphs, where the host would be slower than the device: below 10^12 operations
-Beside       SageAttention 1, FlashAttention-3 and cuDNN with FP8 operands: codes given, behind a
-             casting pass of ours (experiments/cast_fp8.py) and behind torch's operators
+Beside       SageAttention 1; SageAttention 2 where CUPYATTN_SAGE2 names its package, as its users
+             call it and codes given; FlashAttention-3 and cuDNN with FP8 operands: codes given,
+             behind a casting pass of ours (experiments/cast_fp8.py) and behind torch's operators
 Expect       balanced with quantising at least 1.0 of the fastest 8-bit library from 4,096 on and
              1.15 of fa_tc from 8,192 on; aggressive at least 1.0 of cuDNN's kernel, 1.05 with
              quantising of the fastest library
@@ -37,7 +38,7 @@ from experiments import merging, recording
 from experiments.cells import Cell, Problem, rung
 from experiments.diffusion_shapes import SHAPES
 from experiments.others import fastest, format_comparison, ratio
-from experiments.others8 import BY_TORCH, CUDNN_FP8, FLASH_3_FP8, GIVEN, SAGE, eight_bit
+from experiments.others8 import BY_TORCH, CUDNN_FP8, FLASH_3_FP8, GIVEN, SAGE, SAGE_2, eight_bit
 from experiments.race import parse_cell
 
 CELLS = (
@@ -62,7 +63,9 @@ QUANT = {
 #: library's Python.
 GRAPH_OPERATIONS = 1e12
 #: With quantising.
-PEERS = (SAGE, FLASH_3_FP8, CUDNN_FP8, f"{FLASH_3_FP8}{BY_TORCH}", f"{CUDNN_FP8}{BY_TORCH}")
+PEERS = (
+    SAGE, SAGE_2, FLASH_3_FP8, CUDNN_FP8, f"{FLASH_3_FP8}{BY_TORCH}", f"{CUDNN_FP8}{BY_TORCH}",
+)  # fmt: skip
 #: What is compared: a name for the ratio, whose time is divided, by whose.
 COMPARISONS = {
     "balanced / 8-bit": (PEERS, BALANCED),

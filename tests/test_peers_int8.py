@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from cupyattn import device, timing
 from experiments import graphs, others8, peers_int8, recording
-from experiments.cells import Problem, judge_cell, rung, time_cells
+from experiments.cells import Problem, judge_cell, judge_problem, rung, time_cells
 from experiments.diffusion_shapes import SHAPES
 
 
@@ -146,3 +147,113 @@ def test_times_of_graphs_are_those_of_a_call(
     )
     _, printed = recording.table({"rows": rows}, "fa")
     assert "no CUDA graph: not timed" in printed[1]
+
+
+# ---- SageAttention 2, from a folder that is named -----------------------------------------------
+
+#: A stand-in of its package, whose codes are those of a tensor and whose kernel knows head_dim 64.
+SAGE_2 = {
+    "__init__.py": "from .core import sageattn",
+    "kernels.py": """
+import torch
+
+def {kernel}(q, k, v, o, q_scale, k_scale, v_scale, layout, causal, granularity, scale, lse):
+    assert o.shape[-1] == 64 and (layout, granularity, lse) == (1, 3, 0)
+    q, k, v = q.float() * q_scale, k.float() * k_scale, v.float() * v_scale
+    o.copy_(torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=bool(causal), scale=scale))
+""",
+    "core.py": """
+import torch
+{imported}
+quantised = []
+
+def sageattn(q, k, v, tensor_layout, is_causal):
+    head_dim = q.shape[-1]
+    if head_dim > 64:
+        raise ValueError(f"Unsupported head_dim: {{head_dim}}")
+    q, k, v = (torch.nn.functional.pad(x, (0, 64 - head_dim)) for x in (q, k, v))
+    quantised.append(1)
+    scales = [x.abs().amax() / 127 for x in (q, k, v)]
+    codes = [(x / scale).round().to(torch.int8) for x, scale in zip((q, k, v), scales)]
+    o = torch.empty_like(q)
+    {called}(*codes, o, *scales, 1, int(is_causal), 3, head_dim**-0.5, 0)
+    return o[..., :head_dim]
+""",
+}
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], None]]:
+    """Return what writes the stand-in, with a module imported as a name, and names its folder."""
+    pytest.importorskip("torch")
+
+    def write(imported: str, called: str) -> None:
+        kernel = others8.SAGE_2_KERNEL
+        for name, text in SAGE_2.items():
+            said = text.format(kernel=kernel, imported=imported, called=f"{called}.{kernel}")
+            (tmp_path / name).write_text(said)
+        monkeypatch.setenv(others8.SAGE_2_PACKAGE, str(tmp_path))
+
+    yield write
+    for name in [n for n in sys.modules if n.partition(".")[0] == "sageattention2"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("head_dim", [64, 40])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sage_attention_2_is_timed_as_it_is_called_and_its_kernel_alone(
+    named: Callable[[str, str], None], head_dim: int, causal: bool
+) -> None:
+    named("from . import kernels as sm90_compile", "sm90_compile")
+    problem = Problem(1, 2, 40, head_dim, causal=causal)
+    cells = others8.sage_2(problem)
+    assert [cell.name for cell in cells] == [f"{others8.SAGE_2}{others8.GIVEN}", others8.SAGE_2]
+    inputs = problem.draw(on_device=False)
+    rows = judge_problem(problem, cells, inputs)["rows"]
+    assert all(row["ok"] and row["peer"] for row in rows)
+    assert rows[0]["judgement"] == rows[1]["judgement"]
+    assert 1e-3 < rows[0]["judgement"]["relative_error"] < 0.05  # of codes
+
+    core = others8.load_sage_2().core
+    assert core.__name__ == "sageattention2.core" and "sageattention" not in sys.modules
+    alone, whole = (cell.prepare(*inputs) for cell in cells)
+    before, k = len(core.quantised), whole[1].clone()
+    first, again = cells[0].run(*alone), cells[0].run(*alone)
+    assert len(core.quantised) == before and first is not again
+    assert (cells[1].run(*whole) == first).all() and (again == first).all()
+    assert len(core.quantised) == before + 1 and (whole[1] == k).all()
+
+
+def test_what_sage_attention_2_does_not_take_is_said(
+    named: Callable[[str, str], None],
+) -> None:
+    named("from . import kernels as sm90_compile", "sm90_compile")
+    problem = Problem(1, 1, 40, 128)
+    cells = others8.sage_2(problem)
+    rows = judge_problem(problem, cells, problem.draw(on_device=False))["rows"]
+    assert [row["unsupported"] for row in rows] == [
+        f"{cell.name}: Unsupported head_dim: 128" for cell in cells
+    ]
+
+
+def test_sage_attention_2_without_hopper_s_kernel_has_no_codes_given(
+    named: Callable[[str, str], None],
+) -> None:
+    named("from . import kernels as sm89_compile", "sm89_compile")
+    problem = Problem(1, 1, 40, 64)
+    cells = others8.sage_2(problem)
+    given, whole = judge_problem(problem, cells, problem.draw(on_device=False))["rows"]
+    assert whole["ok"] and "runs another kernel than Hopper's" in given["unsupported"]
+
+
+def test_sage_attention_2_takes_part_where_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(others8.SAGE_2_PACKAGE, raising=False)
+    assert others8.sage_2(Problem(1, 1, 40, 64)) == []
+    monkeypatch.setenv(others8.SAGE_2_PACKAGE, str(tmp_path))
+    for _ in range(2):  # a package that cannot be loaded is not there half
+        with pytest.raises(FileNotFoundError):
+            others8.sage_2(Problem(1, 1, 40, 64))
+    assert others8.SAGE_2 in peers_int8.PEERS

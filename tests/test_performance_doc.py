@@ -10,8 +10,9 @@ import pytest
 
 from docs import performance_parts, write_performance
 from docs.performance_claims import CLAIMS
-from docs.performance_parts import PARTS
+from docs.performance_parts import PARTS, in_8_bits
 from experiments import book_plots, breakdown, counters
+from experiments.others8 import GIVEN, SAGE_2
 
 ENVIRONMENT = {"device": {"name": "Made up", "driver": "1.2"}, "revision": "0123456789abcdef"}
 PROBLEM = {
@@ -133,3 +134,13 @@ def test_the_drawings_are_the_same_each_time(name: str, tmp_path: Path) -> None:
     first = [file.read_bytes() for file in book_plots.draw(name, records, tmp_path)]
     again = [file.read_bytes() for file in book_plots.draw(name, records, tmp_path)]
     assert first == again and all(len(content) > 10_000 for content in first)
+
+
+def test_the_page_says_whether_sage_attention_2_took_part() -> None:
+    """It is on PyPI in version 1 alone, so that most records are without it."""
+    without = {"problem": PROBLEM | {"length_kv": None}, "rows": [row("fa_tc")]}
+    with_it = {**without, "rows": [row("fa_tc"), row(f"{SAGE_2}{GIVEN}")]}
+    said = ["\n".join(in_8_bits({"problems": [without, one]})) for one in (without, with_it)]
+    absent, compiled = f"{SAGE_2} is not among them", f"{SAGE_2} is compiled from its sources"
+    assert absent in said[0] and compiled not in said[0]
+    assert compiled in said[1] and absent not in said[1]
