@@ -258,7 +258,7 @@ def _enqueue(
 class ReadyCall:
     """The launches of a call on one device, and where in scratch memory they find their buffers.
 
-    Several of them, at addresses that come again, are one launch of a graph (`cupyattn.replay`).
+    At addresses that come again they are one launch of a graph (`cupyattn.replay`).
 
     Parameters
     ----------
@@ -305,10 +305,8 @@ class ReadyCall:
 
     @functools.cached_property
     def _is_replayed(self) -> bool:
-        """Whether a graph of the call would save a launch, and nothing has to wait within it."""
-        layout = self.layout
-        several = len(self.launches) + bool(layout.zeros) + bool(layout.copied) > 1
-        return several and not any(one.waits for one, _ in self.launches)
+        """Whether nothing has to wait within the call, so that a graph may stand for it."""
+        return not any(one.waits for one, _ in self.launches)
 
     def _enqueue(self, picked: Sequence[Sequence[int]], scratch: int, stream: int) -> None:
         """Fill scratch memory and launch, each kernel with the addresses picked for it."""

@@ -37,12 +37,11 @@ class Prepared:
     """One call of `cupyattn.attention`, ready to run: what `cupyattn.plan` returns.
 
     Call it with arrays of the form that it was planned for: same shapes, strides, dtypes and
-    addresses modulo 16. Where it takes several launches and the same addresses come again, they are
-    one launch of a CUDA graph, which costs the host less and changes nothing else. Its scratch
-    memory is its own, so a CUDA graph may capture the call and replay it as long as the object
-    lives, and two calls, or two graphs of it, must not run at the same time on different streams:
-    their results would be wrong, and blocks that wait for numbers of the other call might wait for
-    ever.
+    addresses modulo 16. Where the same addresses come again, its launches are one launch of a CUDA
+    graph, which costs the host less and changes nothing else. Its scratch memory is its own, so a
+    CUDA graph may capture the call and replay it as long as the object lives, and two calls, or two
+    graphs of it, must not run at the same time on different streams: their results would be wrong,
+    and blocks that wait for numbers of the other call might wait for ever.
 
     Parameters
     ----------

@@ -1,8 +1,9 @@
-"""Work of several launches that comes again: one launch of a CUDA graph in their place.
+"""Launches that come again: one launch of a CUDA graph in their place.
 
-A launch costs the host several microseconds, a graph of a handful of them no more than one. What a
-kernel reads and writes it knows by addresses alone, so a graph of the same work at the same
-addresses computes what the launches would, whatever lies there by then.
+A launch costs the host several microseconds, a graph of one or a handful less: its parameters were
+laid out and checked beforehand. What a kernel reads and writes it knows by addresses alone, so a
+graph of the same work at the same addresses computes what the launches would, whatever lies there
+by then.
 
 The first time, work is launched; the second time it is recorded; from then on the record is
 launched. Every thread has graphs of its own, since the driver lets no two threads use one at once.

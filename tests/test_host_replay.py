@@ -29,8 +29,9 @@ from tests.test_host_calls import (  # noqa: F401
 
 cupy = pytest.importorskip("cupy")
 
-#: Calls of several launches: three kernels; two that quantise and one fill before the third.
-SEVERAL: dict[str, dict[str, Any]] = {
+#: Calls of one kernel; of three; of two that quantise and one fill before the third.
+CALLS: dict[str, dict[str, Any]] = {
+    "fa": {"variant": "fa", "arch": "sm_90"},
     "unfused": {"variant": "unfused", "arch": "sm_90"},
     "fa_int8": {
         "variant": "fa_int8", "arch": "sm_90", "quant": QuantConfig(granularity_k="tensor"),
@@ -43,14 +44,14 @@ def problem() -> tuple[list[Any], Any]:
     return [array(s) for s in SHAPES], array(SHAPES[0])
 
 
-@pytest.mark.parametrize("rung", SEVERAL)
+@pytest.mark.parametrize("rung", CALLS)
 def test_a_call_is_launched_then_recorded_then_replayed(
     driver: Driver,  # noqa: F811
     rung: str,
 ) -> None:
     """Each time the kernels get what the plan says, once, on the stream of that call."""
     inputs, out = problem()
-    options = SEVERAL[rung]
+    options = CALLS[rung]
     made = planned(inputs, out, **options)
     driver.expect(made)
     into = plan(*inputs, out=out, **options)
@@ -68,7 +69,7 @@ def test_a_call_is_launched_then_recorded_then_replayed(
 
 def test_other_addresses_are_other_calls(driver: Driver) -> None:  # noqa: F811
     """Whether it is an operand, the result or scratch memory that lies elsewhere."""
-    options = SEVERAL["unfused"]
+    options = CALLS["unfused"]
     problems = [problem() for _ in range(2)]
     made = planned(problems[0][0], problems[0][1], **options)
     driver.expect(made)
@@ -88,9 +89,9 @@ def test_other_addresses_are_other_calls(driver: Driver) -> None:  # noqa: F811
 
 def test_two_operands_that_change_places_are_another_call(driver: Driver) -> None:  # noqa: F811
     (q, k, v), out = problem()
-    made = planned((q, k, v), out, **SEVERAL["unfused"])
+    made = planned((q, k, v), out, **CALLS["unfused"])
     driver.expect(made)
-    into = plan(q, k, v, out=out, **SEVERAL["unfused"])
+    into = plan(q, k, v, out=out, **CALLS["unfused"])
     for turn in range(6):
         keys, values = (k, v) if turn % 2 else (v, k)
         into(q, keys, values, out=out)
@@ -104,10 +105,10 @@ def test_what_attention_remembers_is_replayed_where_the_pool_gives_the_same_memo
     pool: dict[int, Any] = {}
     cupy.cuda.set_allocator(lambda size: pool.setdefault(size, array((size,), "uint8").data))
     inputs, _ = problem()
-    made = planned(inputs, **SEVERAL["unfused"])
+    made = planned(inputs, **CALLS["unfused"])
     driver.expect(made)
     for _ in range(4):
-        o = attention(*inputs, **SEVERAL["unfused"])
+        o = attention(*inputs, **CALLS["unfused"])
         check(driver, made, {"q": inputs[0], "o": o})
     assert len(driver.graphs) == 1 and len(driver.replays) == 3
 
@@ -129,26 +130,16 @@ def test_gradients_are_replayed_too(driver: Driver) -> None:  # noqa: F811
     assert len(driver.graphs) == 1 and driver.replays
 
 
-def test_one_launch_is_no_graph(driver: Driver) -> None:  # noqa: F811
-    inputs, out = problem()
-    options: dict[str, Any] = {"variant": "fa", "arch": "sm_90"}
-    driver.expect(planned(inputs, out, **options))
-    into = plan(*inputs, out=out, **options)
-    for _ in range(4):
-        into(*inputs, out=out)
-    assert len(driver.launches) == 4 and not driver.graphs
-
-
-@pytest.mark.parametrize("rung", SEVERAL)
+@pytest.mark.parametrize("rung", CALLS)
 def test_a_graph_of_the_caller_gets_the_launches_themselves(
     driver: Driver,  # noqa: F811
     rung: str,
 ) -> None:
     """Recorded or not: a graph of ours within another could not be taken apart by its owner."""
     inputs, out = problem()
-    made = planned(inputs, out, **SEVERAL[rung])
+    made = planned(inputs, out, **CALLS[rung])
     driver.expect(made)
-    into = plan(*inputs, out=out, **SEVERAL[rung])
+    into = plan(*inputs, out=out, **CALLS[rung])
     for _ in range(3):
         into(*inputs, out=out)
     driver.launches.clear()
@@ -171,8 +162,8 @@ def test_a_call_that_has_to_wait_is_not_replayed(
     waited: list[int] = []
     monkeypatch.setattr(cupy.cuda.runtime, "streamSynchronize", waited.append)
     inputs, out = problem()
-    driver.expect(planned(inputs, out, **SEVERAL["unfused"]))
-    into = plan(*inputs, out=out, **SEVERAL["unfused"])
+    driver.expect(planned(inputs, out, **CALLS["unfused"]))
+    into = plan(*inputs, out=out, **CALLS["unfused"])
     for _ in range(3):
         into(*inputs, out=out)
     assert waited == [driver.stream] * 9 and not driver.graphs
@@ -201,8 +192,8 @@ def test_scales_that_a_caller_gives_are_copied_in_every_replay(
 def test_threads_record_graphs_of_their_own(driver: Driver) -> None:  # noqa: F811
     """The driver lets no two threads use one graph; what one has recorded the other launches."""
     inputs, out = problem()
-    driver.expect(planned(inputs, out, **SEVERAL["unfused"]))
-    into = plan(*inputs, out=out, **SEVERAL["unfused"])
+    driver.expect(planned(inputs, out, **CALLS["unfused"]))
+    into = plan(*inputs, out=out, **CALLS["unfused"])
 
     def work() -> None:
         for _ in range(3):

@@ -23,8 +23,9 @@
 //              now. Of those: no turns 0.80; O shifted only where a row of the warp moves 0.98;
 //              scores in halves, the first behind P V of the step before and its maximum found
 //              beside the second, 0.98 (head_dim 64 0.96, 256 0.82). A scale of K for every 16
-//              keys: all of them kept in registers 0.67 to 0.75, where 230 to 320 bytes spill; the
-//              few of 64 keys read anew 0.99. (experiments/results/NOTES.md)
+//              keys: all factors kept in registers 0.70 to 0.75, where 230 to 320 bytes spill. The
+//              few of 64 keys made anew, 0.99; their scales kept and not the factors, 0.88 at
+//              head_dim 256. (experiments/results/NOTES.md)
 // Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
 //              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 8 bits,
 //              R6 l, and what shifts drop of O, R7 O to float, times the channel's scale, times
@@ -124,12 +125,25 @@ __device__ __forceinline__ void start_output(
   wgmma_commit_group();
 }
 
-// A few scales are kept in registers for a step. Of more, each is read from shared memory wherever
-// it is needed: scores and O leave no room for them.
-constexpr bool SCALES_KEPT = SCALES <= 4;
-__device__ __forceinline__ float scale_of(const float (&K_scale)[SCALES], int j) {
-  return SCALES_KEPT ? K_scale[j] : *const_cast<const volatile float*>(&K_scale[j]);
-}
+// Factors of a step. A few are kept in registers; of more, each is made wherever it is needed, from
+// the scale in shared memory: scores and O leave no room for them.
+struct StepFactors {
+  static constexpr bool KEPT = SCALES <= 4;
+  Factors kept;          // not touched unless KEPT
+  const float* K_scale;  // [SCALES], of this step
+  float Q_factor[2];
+
+  __device__ __forceinline__ void begin(const float (&scales)[SCALES]) {
+    K_scale = scales;
+    if (KEPT) make_factors(kept, Q_factor, scales);
+  }
+  // Those of keys that share a scale, number `part` of the step's, for both rows.
+  __device__ __forceinline__ void of(float (&factor)[2], int part) const {
+    const float scale = KEPT ? 0.0f : *const_cast<const volatile float*>(&K_scale[part]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) factor[h] = KEPT ? kept[part][h] : Q_factor[h] * scale;  // R3
+  }
+};
 
 // S4 softmax, its first half: the largest scores of a lane's two rows, rounded down for an M that
 // is a whole number below them, -inf where all are masked. Keys that share a scale and are all
@@ -137,32 +151,32 @@ __device__ __forceinline__ float scale_of(const float (&K_scale)[SCALES], int j)
 template <bool MASKED>
 __device__ __forceinline__ void largest_scores(
     const AttnParams& p, float (&m)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const float (&Q_factor)[2], const float (&K_scale)[SCALES], int q, int kv0) {
+    const StepFactors& factors, int q, int kv0) {
   const ScoreMask mask(p, q, kv0);
   m[0] = m[1] = NEG_INF;
 #pragma unroll
   for (int j = 0; j < SCALES; ++j) {
-    const float scale = scale_of(K_scale, j);
+    float factor[2];
+    factors.of(factor, j);
     int largest[2];
     largest_dots<MASKED>(largest, dot, mask, j);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (!MASKED || largest[h] != NO_KEY)
-        m[h] = fmaxf(m[h], __fmul_rd(float(largest[h]), Q_factor[h] * scale));  // R3
+        m[h] = fmaxf(m[h], __fmul_rd(float(largest[h]), factor[h]));  // R3
   }
 }
 // M of the largest score of each row. Returns whether scores are masked; `shift` is what
 // ShiftState::advance returns. `q` is the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    int (&shift)[2], const float (&Q_factor)[2], const float (&K_scale)[SCALES], int q, int kv0,
-    int unmasked, bool watched) {
+    int (&shift)[2], const StepFactors& factors, int q, int kv0, int unmasked, bool watched) {
   const bool masked = kv0 + BLOCK_KV > unmasked || (WINDOW && kv0 < kv_unmasked_begin(p, q, 9));
   float m[2];
   if (masked)
-    largest_scores<true>(p, m, dot, Q_factor, K_scale, q, kv0);
+    largest_scores<true>(p, m, dot, factors, q, kv0);
   else
-    largest_scores<false>(p, m, dot, Q_factor, K_scale, q, kv0);
+    largest_scores<false>(p, m, dot, factors, q, kv0);
   m[0] = shfl_max<4>(m[0]), m[1] = shfl_max<4>(m[1]);
   if (watched) state[0].keep_in_range(), state[1].keep_in_range();
 #pragma unroll
@@ -178,8 +192,7 @@ __device__ __forceinline__ bool choose_M(
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
-    const float (&Q_factor)[2], const float (&K_scale)[SCALES],
-    uint32_t (&P_frag)[BLOCK_KV / 32][4], int q, int kv0) {
+    const StepFactors& factors, uint32_t (&P_frag)[BLOCK_KV / 32][4], int q, int kv0) {
   const ScoreMask mask(p, q, kv0);
   uint32_t sum[2] = {};  // of codes
   float factor[2];       // of keys that share a scale
@@ -187,13 +200,11 @@ __device__ __forceinline__ void weigh(
   for (int i = 0; i < BLOCK_KV / 8; ++i) {  // two key tiles, one row: four neighbours in V
     const int h = i % 2, n = i / 2 * 8 + h * 2;
     if (n % PART == 0) {
-      const float scale = scale_of(K_scale, n / PART);
+      factors.of(factor, n / PART);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        factor[r] = Q_factor[r] * scale;  // R3
+      for (int r = 0; r < 2; ++r)
         if (!MASKED || mask.admits_any(n + 2 * r, n + 2 * r + PART - 3))
           state[r].l = fmaf(factor[r], 0.0f, state[r].l);
-      }
     }
     float x[4];
 #pragma unroll
@@ -338,10 +349,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     int32_t O_acc[O_COLS / 2] = {};  // [O_COLS / 8][4]
     int32_t dot[BLOCK_KV / 2];       // [BLOCK_KV / 8][4]
     uint32_t P_frag[BLOCK_KV / 32][4];
-    float kept_scale[SCALES];
+    StepFactors factors;
     int shift[2];
     const bool may_overflow = p.len_kv >= 1 << (SUM_BITS - CODE_BITS - LOWER_BITS);
-    float Q_factor[2];  // Q scale and softmax scale of row and row + 8
+    auto& Q_factor = factors.Q_factor;  // Q scale and softmax scale of row and row + 8
     if constexpr (QUANTIZE_Q)
       quantize_q(
           Q_factor, smem.Q_codes, smem.Q[Q_at.stage], smem.Q_empty[Q_at.stage], warp_row,
@@ -369,19 +380,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
         continue;
       }
       start_scores(dot, Q_rows, K_first.stage(at.stage, sizeof(smem.K[0])));
-      if (SCALES_KEPT) copy_scales(kept_scale, smem.K_scale[at.stage]);
-      const float (&K_scale)[SCALES] = SCALES_KEPT ? kept_scale : smem.K_scale[at.stage];
+      factors.begin(smem.K_scale[at.stage]);
       wgmma_wait_group<0>();
       wgmma_use(dot);
       const bool masked = choose_M(
-          p, state, dot, shift, Q_factor, K_scale, tile.q0 + row, kv0, unmasked,
+          p, state, dot, shift, factors, tile.q0 + row, kv0, unmasked,
           may_overflow && step % WATCH_STEPS == 0);
       shift_output(O_acc, shift);
       if (IN_TURN) turn.take();
       if (masked)
-        weigh<true>(p, state, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
+        weigh<true>(p, state, dot, factors, P_frag, tile.q0 + row, kv0);
       else
-        weigh<false>(p, state, dot, Q_factor, K_scale, P_frag, tile.q0 + row, kv0);
+        weigh<false>(p, state, dot, factors, P_frag, tile.q0 + row, kv0);
       if (IN_TURN) turn.pass();
       start_output(O_acc, P_frag, V_first.stage(at.stage, sizeof(smem.V[0])));
       wgmma_wait_group<0>();

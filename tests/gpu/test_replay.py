@@ -10,13 +10,11 @@ import pytest
 
 from cupyattn import attention, plan, replay
 from tests.gpu.support import arch_of, on_device
-from tests.runs import RUNGS, asked_for, bits, normal, variant_of
+from tests.runs import RUNGS, asked_for, bits, normal
 
 cupy = pytest.importorskip("cupy")
 
 SHAPES = ((2, 4, 100, 64), (2, 2, 130, 64))
-#: Rungs of several launches.
-SEVERAL = [r for r in RUNGS if variant_of(r).family == "int8" or r == "unfused"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +49,10 @@ def test_a_replay_reads_what_lies_there_by_then(rung: str, default: bool) -> Non
             into(*inputs, out=out)
         stream.synchronize()
         assert bits(out) == expected
-    assert rung not in SEVERAL or len(replay.graphs()) >= 1
+    assert len(replay.graphs()) >= 1
 
 
-@pytest.mark.parametrize("rung", SEVERAL)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_addresses_in_turns(rung: str) -> None:
     """Each set of operands has a graph; what the pool hands out for results is part of it."""
     problems = [problem(seed) for seed in range(3)]
@@ -67,7 +65,7 @@ def test_addresses_in_turns(rung: str) -> None:
     assert len(replay.graphs()) >= 6
 
 
-@pytest.mark.parametrize("rung", SEVERAL)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_memory_that_was_used_for_something_else_between(rung: str) -> None:
     """Operands and results are given back to the pool, filled by others, and taken again."""
     wanted: dict[int, bytes] = {}
@@ -85,7 +83,7 @@ def test_memory_that_was_used_for_something_else_between(rung: str) -> None:
     assert len(set(wanted.values())) == 3
 
 
-@pytest.mark.parametrize("rung", SEVERAL)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_a_graph_of_the_caller_holds_the_kernels(rung: str) -> None:
     """Also of a call that has been replayed; its graph outlives what we recorded."""
     inputs = problem()
@@ -110,7 +108,7 @@ def test_a_graph_of_the_caller_holds_the_kernels(rung: str) -> None:
     assert bits(out) == expected
 
 
-@pytest.mark.parametrize("rung", SEVERAL)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_threads_replay_at_once(rung: str) -> None:
     """One remembered call, a stream and graphs of each thread's own."""
     problems = [problem(seed) for seed in range(8)]
@@ -131,7 +129,7 @@ def test_threads_replay_at_once(rung: str) -> None:
             assert found == {expected[i]} and graphs >= 1
 
 
-@pytest.mark.parametrize("rung", SEVERAL)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_recording_leaves_a_graph_alone_that_another_thread_captures(rung: str) -> None:
     """In CUDA's default mode, in which no other thread may take memory of the device."""
     inputs = problem()
@@ -162,7 +160,7 @@ def test_recording_leaves_a_graph_alone_that_another_thread_captures(rung: str) 
     assert recorded == 1 and bits(out) == expected and bool((theirs == 3).all())
 
 
-@pytest.mark.parametrize("rung", SEVERAL)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_what_graphs_take_is_bounded(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In number, and in memory of the device: less than a mebibyte each."""
     monkeypatch.setattr(replay, "MAX_GRAPHS", 16)
