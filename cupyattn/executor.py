@@ -45,8 +45,15 @@ class Runnable(Protocol):
         """What an executor keeps of this plan, by device."""
 
 
-#: Takes the addresses that a launch needs, in its order, from those of all buffers.
-Pick = Callable[[Mapping[str, int]], Sequence[int]]
+#: Takes some addresses, in its order, from those of all buffers.
+Pick = Callable[[Mapping[str, int]], tuple[int, ...]]
+
+
+def picking(names: Sequence[str]) -> Pick:
+    """Return what takes the addresses of these buffers."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return lambda addresses: tuple([addresses[name] for name in names])
 
 
 class ReadyLaunch:
@@ -102,19 +109,6 @@ class ReadyLaunch:
         self._nbytes = place
         self._pointers = [index for index, _ in pointers]
         self.buffers = (*(name for _, name in pointers), *(m.buffer for _, m in self._maps))
-
-    def pick(self, names: Mapping[str, str]) -> Pick:
-        """Return what takes this launch's addresses out of those of a call.
-
-        Parameters
-        ----------
-        names : mapping of str to str
-            What the call calls a buffer, where that differs.
-        """
-        outer = [names.get(name, name) for name in self.buffers]
-        if len(outer) == 1:
-            return lambda addresses: (addresses[outer[0]],)
-        return operator.itemgetter(*outer) if outer else lambda addresses: ()
 
     def _buffer(self) -> tuple[memoryview[int], int, list[int]]:
         """Return this thread's parameters as words, their address, and what their maps describe."""
@@ -226,12 +220,10 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
     scratch = [_allocate(cupy, work) for work in plan.workspace]
     for work, array in zip(plan.workspace, scratch, strict=True):
         addresses[work.name] = data_address(array)
-    launch_all([(one, one.pick({})) for one in ready(plan, arch)], addresses)
+    launch_all([(one, picking(one.buffers)) for one in ready(plan, arch)], addresses)
 
 
-def launch_all(
-    launches: Sequence[tuple[ReadyLaunch, Pick]], addresses: Mapping[str, int]
-) -> None:
+def launch_all(launches: Sequence[tuple[ReadyLaunch, Pick]], addresses: Mapping[str, int]) -> None:
     """Launch one kernel after the other on CuPy's current stream.
 
     Parameters
@@ -242,16 +234,9 @@ def launch_all(
     """
     import cupy
 
-    picked = [pick(addresses) for _, pick in launches]
-    _enqueue(launches, picked, cupy.cuda.get_current_stream().ptr)
-
-
-def _enqueue(
-    launches: Sequence[tuple[ReadyLaunch, Pick]], picked: Sequence[Sequence[int]], stream: int
-) -> None:
-    """Launch one kernel after the other on a stream, each with the addresses picked for it."""
-    for (one, _), addresses in zip(launches, picked, strict=True):
-        one(addresses, stream)
+    stream = cupy.cuda.get_current_stream().ptr
+    for one, pick in launches:
+        one(pick(addresses), stream)
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,21 +247,22 @@ class ReadyCall:
 
     Parameters
     ----------
-    launches : sequence of (ReadyLaunch, Pick)
+    launches : sequence of (ReadyLaunch, sequence of str)
+        Each with what the call calls its buffers, in order.
     layout : Layout
         Of the scratch memory.
     copied : int
         Address of what is copied into it where `layout` says.
     """
 
-    launches: Sequence[tuple[ReadyLaunch, Pick]]
+    launches: Sequence[tuple[ReadyLaunch, Sequence[str]]]
     layout: Layout
     copied: int = 0
 
     @classmethod
     def of(cls, plan: Runnable, arch: str | None = None) -> ReadyCall:
         """Make a plan ready on the current device, compiled for its own architecture or `arch`."""
-        launches = [(one, one.pick({})) for one in ready(plan, arch)]
+        launches = [(one, one.buffers) for one in ready(plan, arch)]
         return cls(launches, Layout.of(plan.workspace))
 
     @property
@@ -294,25 +280,36 @@ class ReadyCall:
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
-        inner = {name: scratch + offset for name, offset in self.layout.offsets.items()}
-        known = {**addresses, **inner}
-        picked = tuple([pick(known) for _, pick in self.launches])
         if self._is_replayed:
-            work = functools.partial(self._enqueue, picked, scratch)
-            replay.graphs().launch((self, scratch, picked), work, stream)
+            work = functools.partial(self._enqueue, addresses, scratch)
+            key = self, scratch, self._pick_outer(addresses)
+            replay.graphs().launch(key, work, stream)
         else:
-            self._enqueue(picked, scratch, stream)
+            self._enqueue(addresses, scratch, stream)
 
     @functools.cached_property
     def _is_replayed(self) -> bool:
         """Whether nothing has to wait within the call, so that a graph may stand for it."""
         return not any(one.waits for one, _ in self.launches)
 
-    def _enqueue(self, picked: Sequence[Sequence[int]], scratch: int, stream: int) -> None:
-        """Fill scratch memory and launch, each kernel with the addresses picked for it."""
+    @functools.cached_property
+    def _picks(self) -> list[tuple[ReadyLaunch, Pick]]:
+        return [(one, picking(names)) for one, names in self.launches]
+
+    @functools.cached_property
+    def _pick_outer(self) -> Pick:
+        """What takes the addresses that scratch memory does not give: what a graph is known by."""
+        names = dict.fromkeys(name for _, some in self.launches for name in some)
+        return picking([name for name in names if name not in self.layout.offsets])
+
+    def _enqueue(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
+        """Fill scratch memory and launch one kernel after the other."""
         if self.layout.zeros or self.layout.copied:
             self._fill(scratch, stream)
-        _enqueue(self.launches, picked, stream)
+        inner = {name: scratch + offset for name, offset in self.layout.offsets.items()}
+        known = {**addresses, **inner}
+        for one, pick in self._picks:
+            one(pick(known), stream)
 
     def _fill(self, scratch: int, stream: int) -> None:
         import cupy

@@ -97,7 +97,7 @@ class Prepared:
                     _of_the_caller(name): a.data.ptr for name, a in self._given.items()
                 }
                 launches = [
-                    (one, one.pick(names))
+                    (one, [names.get(name, name) for name in one.buffers])
                     for plan, names in zip(self.plans, map(dict, self._names), strict=True)
                     for one in executor.ready(plan, request.options.arch)
                 ]
@@ -254,7 +254,9 @@ class Prepared:
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
         """
-        self._ready.launch({**addresses, **self._given_addresses}, scratch, stream)
+        if self._given_addresses:
+            addresses = {**addresses, **self._given_addresses}
+        self._ready.launch(addresses, scratch, stream)
 
     def _run(
         self, operands: Mapping[str, Any], addresses: dict[str, int], out: Any

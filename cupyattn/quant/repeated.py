@@ -125,7 +125,7 @@ def remember(
         return
     if any(buffers[name].data.ptr != a.data.ptr for name, a in arrays.items()):
         return
-    launches = [(one, one.pick({})) for one in executor.ready(plan, arch)]
+    launches = [(one, executor.picking(one.buffers)) for one in executor.ready(plan, arch)]
     made = [(name, shape, buffers[name].dtype) for name, shape in results.items()]
     while len(_recent) >= MAX_RECENT:
         _recent.pop(next(iter(_recent)), None)
