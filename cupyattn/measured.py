@@ -56,8 +56,9 @@ MEASURED: Rows = (
 
 #: fa_tc, and fa_int8 as the classes of `auto.QUANT` quantise:
 #: NVIDIA H100 80GB HBM3, revision 99c27a7de3;
-#: NVIDIA H200, revision 1164c3314c;
-#: NVIDIA H100 80GB HBM3, revision fb53d40436.
+#: NVIDIA H100 80GB HBM3, revision ec6615b94d;
+#: NVIDIA H100 80GB HBM3, revision fb53d40436;
+#: NVIDIA H200, revision 1164c3314c.
 RECORD_8_BIT = "experiments/results/peers_int8.json"
 MEASURED_8_BIT: Rows = (
     (90, "float16", 40, 4096, 4096, False, {
@@ -66,24 +67,24 @@ MEASURED_8_BIT: Rows = (
         "aggressive": 157.6,
     }),
     (90, "float16", 64, 4096, 4096, False, {
-        "fa_tc": 897.0,
-        "balanced": 913.2,
-        "aggressive": 1030.7,
-    }),
-    (90, "float16", 64, 8192, 8192, False, {
-        "fa_tc": 1724.8,
-        "balanced": 1678.7,
-        "aggressive": 1801.8,
-    }),
-    (90, "float16", 64, 16384, 16384, False, {
-        "fa_tc": 3422.6,
-        "balanced": 3254.5,
-        "aggressive": 3405.3,
+        "fa_tc": 884.4,
+        "balanced": 922.0,
+        "aggressive": 1012.0,
     }),
     (90, "float16", 64, 4096, 4096, False, {
-        "fa_tc": 152.4,
-        "balanced": 172.1,
-        "aggressive": 203.5,
+        "fa_tc": 148.0,
+        "balanced": 169.5,
+        "aggressive": 197.4,
+    }),
+    (90, "float16", 64, 8192, 8192, False, {
+        "fa_tc": 1695.1,
+        "balanced": 1671.9,
+        "aggressive": 1745.8,
+    }),
+    (90, "float16", 64, 16384, 16384, False, {
+        "fa_tc": 3347.1,
+        "balanced": 3182.4,
+        "aggressive": 3329.3,
     }),
     (90, "float16", 64, 512, 512, False, {
         "fa_tc": 156.6,
@@ -120,15 +121,70 @@ MEASURED_8_BIT: Rows = (
         "balanced": 2158.8,
         "aggressive": 2217.3,
     }),
+    (90, "float16", 96, 1024, 1024, False, {
+        "fa_tc": 247.9,
+        "balanced": 291.5,
+        "aggressive": 298.6,
+    }),
+    (90, "float16", 96, 2048, 2048, False, {
+        "fa_tc": 398.7,
+        "balanced": 435.4,
+        "aggressive": 458.0,
+    }),
     (90, "float16", 96, 8192, 8192, False, {
-        "fa_tc": 852.8,
-        "balanced": 834.1,
-        "aggressive": 814.4,
+        "fa_tc": 830.8,
+        "balanced": 831.9,
+        "aggressive": 799.5,
     }),
     (90, "float16", 96, 512, 512, False, {
         "fa_tc": 147.8,
         "balanced": 214.3,
         "aggressive": 230.9,
+    }),
+    (90, "float16", 128, 4096, 4096, False, {
+        "fa_tc": 718.3,
+        "balanced": 647.1,
+        "aggressive": 644.0,
+    }),
+    (90, "float16", 128, 16384, 16384, False, {
+        "fa_tc": 2684.1,
+        "balanced": 2234.8,
+        "aggressive": 2125.8,
+    }),
+    (90, "float16", 128, 4608, 4608, False, {
+        "fa_tc": 338.9,
+        "balanced": 310.5,
+        "aggressive": 307.3,
+    }),
+    (90, "float16", 128, 1024, 1024, False, {
+        "fa_tc": 29.7,
+        "balanced": 49.1,
+        "aggressive": 43.8,
+    }),
+    (90, "float16", 128, 8192, 8192, False, {
+        "fa_tc": 1365.5,
+        "balanced": 1168.5,
+        "aggressive": 1142.7,
+    }),
+    (90, "float16", 128, 8192, 8192, True, {
+        "fa_tc": 728.6,
+        "balanced": 645.0,
+        "aggressive": 664.3,
+    }),
+    (90, "float16", 128, 16384, 16384, True, {
+        "fa_tc": 1412.7,
+        "balanced": 1193.7,
+        "aggressive": 1163.1,
+    }),
+    (90, "float16", 128, 4096, 4096, False, {
+        "fa_tc": 5613.2,
+        "balanced": 5005.0,
+        "aggressive": 5414.2,
+    }),
+    (90, "float16", 128, 32760, 32760, False, {
+        "fa_tc": 26637.9,
+        "balanced": 23983.6,
+        "aggressive": 20278.4,
     }),
     (90, "float16", 128, 512, 512, False, {
         "fa_tc": 119.1,
@@ -144,36 +200,6 @@ MEASURED_8_BIT: Rows = (
         "fa_tc": 379.5,
         "balanced": 361.7,
         "aggressive": 371.3,
-    }),
-    (90, "float16", 128, 4096, 4096, False, {
-        "fa_tc": 738.2,
-        "balanced": 654.3,
-        "aggressive": 631.3,
-    }),
-    (90, "float16", 128, 8192, 8192, False, {
-        "fa_tc": 1403.5,
-        "balanced": 1192.4,
-        "aggressive": 1139.3,
-    }),
-    (90, "float16", 128, 16384, 16384, False, {
-        "fa_tc": 2764.6,
-        "balanced": 2295.3,
-        "aggressive": 2167.2,
-    }),
-    (90, "float16", 128, 8192, 8192, True, {
-        "fa_tc": 747.2,
-        "balanced": 646.4,
-        "aggressive": 665.2,
-    }),
-    (90, "float16", 128, 16384, 16384, True, {
-        "fa_tc": 1449.7,
-        "balanced": 1204.5,
-        "aggressive": 1180.2,
-    }),
-    (90, "float16", 128, 4608, 4608, False, {
-        "fa_tc": 347.9,
-        "balanced": 313.8,
-        "aggressive": 305.5,
     }),
     (90, "float16", 128, 118800, 118800, False, {
         "fa_tc": 232820.5,
