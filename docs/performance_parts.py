@@ -5,11 +5,9 @@ A part has the records as arguments and is left out of the page where one of the
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cupyattn.compile import KERNELS
 from cupyattn.measure import (
@@ -19,12 +17,11 @@ from cupyattn.measure import (
     format_seconds,
     format_share,
 )
+from docs.performance_int8 import errors_by_distribution, in_8_bits
+from docs.performance_tables import Record, interval, range_of, rate, rows_of
 from experiments import breakdown, counters, precision_ablation
 from experiments.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
-from experiments.others8 import GIVEN, SAGE_2
 from experiments.recording import markdown
-
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,39 +43,6 @@ class Part:
     needs: tuple[str, ...]
     write: Callable[..., list[str]]
     plots: tuple[tuple[str, str], ...] = ()
-
-
-def rows_of(found: Record) -> dict[str, Record]:
-    """Return the rows of one problem by name."""
-    return {row["variant"]: row for row in found["rows"]}
-
-
-def rate(row: Record | None) -> str:
-    """Return TFLOP/s of a row; a dash where it has none."""
-    return f"{row['tflops']:,.0f}" if row and "tflops" in row else "-"
-
-
-def interval(value: Sequence[float]) -> str:
-    """Return a ratio with its interval.
-
-    Examples
-    --------
-    >>> interval([1.5, 1.25, 1.75])
-    '1.50 [1.25, 1.75]'
-    """
-    return "{:.2f} [{:.2f}, {:.2f}]".format(*value)
-
-
-def range_of(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """Return the least and the most of some numbers.
-
-    Examples
-    --------
-    >>> range_of([1.5, 1.0]), range_of([2.0])
-    ('1.00 to 1.50', '2.00')
-    """
-    least, most = (form.format(x) for x in (min(values), max(values)))
-    return least if least == most else f"{least} to {most}"
 
 
 # ---- latency and throughput ----------------------------------------------------------------------
@@ -112,72 +76,6 @@ def by_length(peers: Record) -> list[str]:
     means = peers["against_rival"]["geometric_mean"]
     said = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
     return [*lines, "", f"Geometric means of the ratios: {said}."]
-
-
-def in_8_bits(peers_int8: Record) -> list[str]:
-    """Rate and error of fa_int8 beside 8-bit kernels of other libraries."""
-    names: dict[str, None] = {}
-    for found in peers_int8["problems"]:
-        names |= dict.fromkeys(row["variant"] for row in found["rows"])
-    lines = [
-        "TFLOP/s of all kernels of a call, and in brackets the relative error of its result.",
-        "*Codes given* leaves quantising out; elsewhere it is part of the time.",
-    ]
-    if not {SAGE_2, f"{SAGE_2}{GIVEN}"} & names.keys():
-        lines.append(
-            f"{SAGE_2} is not among them: PyPI has version 1 alone, and version 2 is compiled from"
-            " its sources."
-        )
-    else:
-        lines.append(
-            f"{SAGE_2} is compiled from its sources, with its launches on torch's current stream,"
-            " for graphs ([how](../experiments/README.md))."
-        )
-    if any("device" in found for found in peers_int8["problems"]):
-        lines.append(
-            "Shapes behind which a device stands were measured on that one: compare within a row."
-        )
-    if any(found.get("in_graphs") for found in peers_int8["problems"]):
-        lines.append(
-            "*In graphs*: short calls, timed as CUDA graphs, ours and theirs. What Python takes for"
-            " them is left out; it is more than their kernels take where operands are cast first."
-        )
-    ordered = sorted(peers_int8["problems"], key=_place)
-    for head_dim, group in itertools.groupby(ordered, lambda found: found["problem"]["head_dim"]):
-        some = list(group)
-        timed = [n for n in names if any("tflops" in rows_of(found).get(n, {}) for found in some)]
-        table = [[_shape(found), *(_rate_and_error(found, n) for n in timed)] for found in some]
-        lines += ["", f"**head_dim {head_dim}**", ""]
-        lines += markdown(["batch x heads x length", *timed], table)
-    return lines
-
-
-def _place(found: Record) -> tuple[int, ...]:
-    """Return where a problem stands: by head_dim, keys as many as queries first, by length."""
-    problem = found["problem"]
-    return (
-        problem["head_dim"], bool(problem["length_kv"]), problem["causal"], problem["length"],
-        -problem["batch"],
-    )  # fmt: skip
-
-
-def _shape(found: Record) -> str:
-    """Return what to call a problem among others of its head_dim."""
-    problem = found["problem"]
-    parts = ["{batch} x {heads} x {length:,}".format(**problem)]
-    parts += ["causal"] if problem["causal"] else []
-    parts += [f"{problem['length_kv']} keys"] if problem["length_kv"] else []
-    parts += ["in graphs"] if found.get("in_graphs") else []
-    parts += [found["device"].split()[1]] if "device" in found else []
-    return ", ".join(parts)
-
-
-def _rate_and_error(found: Record, name: str) -> str:
-    """Return a rate, and in brackets an error; "-" where there was no time."""
-    row = rows_of(found).get(name)
-    if not row or "tflops" not in row:
-        return "-"
-    return f"{rate(row)} ({row['judgement']['relative_error']:.1e})"
 
 
 def shapes(diffusion_shapes: Record) -> list[str]:
@@ -586,6 +484,7 @@ PARTS = (
     Part("Latency and throughput by length", ("peers",), by_length,
          (("book_lengths", "TFLOP/s by length beside cuDNN and FlashAttention"),)),
     Part("8 bits by length", ("peers_int8",), in_8_bits),
+    Part("8 bits by what is attended to", ("accuracy_int8",), errors_by_distribution),
     Part("Shapes of diffusion models", ("diffusion_shapes",), shapes),
     Part("Gradients", ("backward",), gradients),
     Part("Components: Q K^T, softmax, P V by leaving one out", ("breakdown",), components),

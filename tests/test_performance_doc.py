@@ -10,7 +10,8 @@ import pytest
 
 from docs import performance_parts, write_performance
 from docs.performance_claims import CLAIMS
-from docs.performance_parts import PARTS, in_8_bits
+from docs.performance_int8 import in_8_bits
+from docs.performance_parts import PARTS
 from experiments import book_plots, breakdown, counters
 from experiments.others8 import GIVEN, SAGE_2
 

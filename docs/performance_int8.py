@@ -1,0 +1,101 @@
+"""The parts of docs/PERFORMANCE.md on 8-bit kernels, ours and others': rates and errors."""
+
+from __future__ import annotations
+
+import itertools
+
+from docs.performance_tables import Record, rate, rows_of
+from experiments import peers_int8
+from experiments.others8 import BY_TORCH, GIVEN, SAGE_2
+from experiments.recording import markdown
+
+
+def in_8_bits(peers_int8: Record) -> list[str]:
+    """Rate and error of fa_int8 beside 8-bit kernels of other libraries."""
+    names: dict[str, None] = {}
+    for found in peers_int8["problems"]:
+        names |= dict.fromkeys(row["variant"] for row in found["rows"])
+    lines = [
+        "TFLOP/s of all kernels of a call, and in brackets the relative error of its result.",
+        "*Codes given* leaves quantising out; elsewhere it is part of the time.",
+    ]
+    if not {SAGE_2, f"{SAGE_2}{GIVEN}"} & names.keys():
+        lines.append(
+            f"{SAGE_2} is not among them: PyPI has version 1 alone, and version 2 is compiled from"
+            " its sources."
+        )
+    else:
+        lines.append(
+            f"{SAGE_2} is compiled from its sources, with its launches on torch's current stream,"
+            " for graphs ([how](../experiments/README.md))."
+        )
+    if any("device" in found for found in peers_int8["problems"]):
+        lines.append(
+            "Shapes behind which a device stands were measured on that one: compare within a row."
+        )
+    if any(found.get("in_graphs") for found in peers_int8["problems"]):
+        lines.append(
+            "*In graphs*: short calls, timed as CUDA graphs, ours and theirs. What Python takes for"
+            " them is left out; it is more than their kernels take where operands are cast first."
+        )
+    ordered = sorted(peers_int8["problems"], key=_place)
+    for head_dim, group in itertools.groupby(ordered, lambda found: found["problem"]["head_dim"]):
+        some = list(group)
+        timed = [n for n in names if any("tflops" in rows_of(found).get(n, {}) for found in some)]
+        table = [[_shape(found), *(_rate_and_error(found, n) for n in timed)] for found in some]
+        lines += ["", f"**head_dim {head_dim}**", ""]
+        lines += markdown(["batch x heads x length", *timed], table)
+    return lines
+
+
+def _place(found: Record) -> tuple[int, ...]:
+    """Return where a problem stands: by head_dim, keys as many as queries first, by length."""
+    problem = found["problem"]
+    return (
+        problem["head_dim"], bool(problem["length_kv"]), problem["causal"], problem["length"],
+        -problem["batch"],
+    )  # fmt: skip
+
+
+def _shape(found: Record) -> str:
+    """Return what to call a problem among others of its head_dim."""
+    problem = found["problem"]
+    parts = ["{batch} x {heads} x {length:,}".format(**problem)]
+    parts += ["causal"] if problem["causal"] else []
+    parts += [f"{problem['length_kv']} keys"] if problem["length_kv"] else []
+    parts += ["in graphs"] if found.get("in_graphs") else []
+    parts += [found["device"].split()[1]] if "device" in found else []
+    return ", ".join(parts)
+
+
+def _rate_and_error(found: Record, name: str) -> str:
+    """Return a rate, and in brackets an error; "-" where there was no time."""
+    row = rows_of(found).get(name)
+    if not row or "tflops" not in row:
+        return "-"
+    return f"{rate(row)} ({row['judgement']['relative_error']:.1e})"
+
+
+def errors_by_distribution(accuracy_int8: Record) -> list[str]:
+    """Relative error of every 8-bit kernel by what inputs are drawn from."""
+    names: dict[str, None] = {}
+    for one in accuracy_int8["compared"]:
+        names |= dict.fromkeys(one["errors"])
+    names = {name: None for name in names if not name.endswith((GIVEN, BY_TORCH))}
+    shape = "{batch} x {heads} heads, head_dim {head_dim}".format(
+        **accuracy_int8["problems"][0]["problem"]
+    )
+    lines = [
+        f"Relative error of the result, {shape}, beside float64. *outlier* is N(0, 1) with",
+        "N(0, 100) added to 0.1 % of the entries of Q, K and V; *key-bias* and *value-bias* have",
+        "channels with means of N(0, 4); *tripled* has Q and K times three. Outliers of V are what",
+        "a scale for a whole channel pays for, and what scales by tile are for.",
+        "",
+    ]
+    table = []
+    for found, one in zip(accuracy_int8["problems"], accuracy_int8["compared"], strict=True):
+        problem = found["problem"]
+        errors = [f"{one['errors'][n]:.1e}" if n in one["errors"] else "-" for n in names]
+        table.append([problem["distribution"], f"{problem['length']:,}", *errors])
+    table.sort(key=lambda cells: peers_int8.DISTRIBUTIONS.index(cells[0]))
+    return [*lines, *markdown(["inputs", "keys", *names], table)]
