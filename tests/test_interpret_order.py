@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cupyattn.interpret.memory import GlobalMemory, duplicate, span
@@ -61,12 +61,15 @@ MEETING = st.one_of(
         ),
     ),
 )
+#: Lanes that count, two of each block.
+COUNTING_LANES = (0, 40, THREADS, LANES - 1)
 COUNTING = st.tuples(
     st.sampled_from(["release", "acquire"]),
-    st.tuples(st.sampled_from([0, 40, THREADS, LANES - 1]), st.integers(0, COUNTERS - 1)),
+    st.tuples(st.sampled_from(COUNTING_LANES), st.integers(0, COUNTERS - 1)),
 )
 
 
+@example([("warp", 3), ("release", (LANES - 1, 0)), ("acquire", (THREADS, 0))], 0)
 @given(st.lists(MEETING | COUNTING, max_size=16), st.integers(0, 2**32 - 1))
 def test_clocks_agree_with_plain_vector_clocks(steps: list[tuple[str, Any]], seed: int) -> None:
     """After each meeting, for every pair of threads and every time so far."""
@@ -91,6 +94,7 @@ def test_clocks_agree_with_plain_vector_clocks(steps: list[tuple[str, Any]], see
         clocks.now += 1  # an access, which nothing has ordered yet
         plain.now += 1
         lanes, others = draw.integers(0, LANES, (2, 200))
+        lanes[::2] = draw.choice(COUNTING_LANES, 100)
         times = draw.integers(1, plain.now + 1, 200).astype(np.int32)
         found = clocks.ordered(lanes, others, times)
         asked = zip(lanes, others, times, strict=True)

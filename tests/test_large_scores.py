@@ -16,7 +16,17 @@ FLAGS = {"smooth_k": True, "causal": False, "return_lse": True}
 HUGE = {**FLAGS, "smooth_k": False}
 
 
-@pytest.mark.parametrize("form", cases.ALL)
+#: The others have neighbours among these, whose last steps are the same.
+SOONER = {"fa", "fa_tc", "fa_tc, sm90", "fa_int8", "pv8_whole", "sm90_pv8", "sm90_fp8"}
+
+
+def forms(names: list[str]) -> list[Any]:
+    """Return forms as parameters, most of them slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(x, marks=[] if x in SOONER else [slow], id=x) for x in names]
+
+
+@pytest.mark.parametrize("form", forms(list(cases.ALL)))
 @given(
     kind=st.sampled_from(cases.KINDS),
     size=st.sampled_from([6e-8, 1e-4, 1.0, 30.0, 1e3, 3e3, 1e4, 3e4, cases.LARGEST]),
@@ -51,16 +61,6 @@ def test_they_do_in_the_mirror(form: str, size: float) -> None:
     o, lse = attention_mirror(*given, variant=variant, form=taken, return_lse=True)
     np.testing.assert_allclose(o.astype(np.float32), expected, rtol=cases.TOLERANCE[dtype])
     assert np.isfinite(lse).all()
-
-
-#: The others have neighbours among these, whose last steps are the same.
-SOONER = {"fa_tc", "fa_tc, sm90", "fa_int8", "pv8_whole", "sm90_pv8", "sm90_fp8"}
-
-
-def forms(names: list[str]) -> list[Any]:
-    """Return forms as parameters, most of them slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(x, marks=[] if x in SOONER else [slow], id=x) for x in names]
 
 
 @pytest.mark.parametrize("form", forms(cases.OF_FLOAT16))

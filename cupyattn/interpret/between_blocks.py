@@ -3,6 +3,8 @@
 A release (``red.release.gpu``) leaves at its address what its thread comes after: times of the
 threads of its block, and of those of blocks that it has heard of. An acquire (``ld.acquire.gpu``)
 of that address takes it up, and hands it on to whoever comes after that thread in its own block.
+Threads of one block may meet so, too: what such an address says of that block goes into the clocks
+that its threads have of each other.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class BetweenBlocks:
             found = self._at.get(address)
             if found is None:
                 continue
-            heard = self._heard.setdefault(self._block(clocks, lane), {})
+            block = self._block(clocks, lane)
+            if block in found:  # what threads of its own block left, here or by way of others
+                clocks.acquire(np.array([lane]), np.append(found[block], np.int32(0)))
+            heard = self._heard.setdefault(block, {})
             own = heard.setdefault(lane % clocks.threads, _Heard())
             own.known.append(_joined(own.known[-1] if own.known else {}, found))
             own.times.append(clocks.now)
