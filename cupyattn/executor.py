@@ -234,7 +234,13 @@ def launch_all(launches: Sequence[tuple[ReadyLaunch, Pick]], addresses: Mapping[
     """
     import cupy
 
-    stream = cupy.cuda.get_current_stream().ptr
+    _enqueue(launches, addresses, cupy.cuda.get_current_stream().ptr)
+
+
+def _enqueue(
+    launches: Sequence[tuple[ReadyLaunch, Pick]], addresses: Mapping[str, int], stream: int
+) -> None:
+    """Launch one kernel after the other on a stream; each picks its own of the addresses."""
     for one, pick in launches:
         one(pick(addresses), stream)
 
@@ -307,9 +313,7 @@ class ReadyCall:
         if self.layout.zeros or self.layout.copied:
             self._fill(scratch, stream)
         inner = {name: scratch + offset for name, offset in self.layout.offsets.items()}
-        known = {**addresses, **inner}
-        for one, pick in self._picks:
-            one(pick(known), stream)
+        _enqueue(self._picks, {**addresses, **inner}, stream)
 
     def _fill(self, scratch: int, stream: int) -> None:
         import cupy
