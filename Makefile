@@ -10,8 +10,10 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 DRIVER_CUDA := $(shell nvidia-smi 2>/dev/null \
 	| sed -n 's/.*CUDA[A-Za-z ]* Version: *\([0-9][0-9]*\).*/\1/p' | head -n 1)
 EXTRA ?= $(if $(filter 12,$(DRIVER_CUDA)),cuda12,cuda13)
-# Test workers; kernels compiled once stay in $(CUPYATTN_CACHE_DIR) between test runs.
-WORKERS ?= 2
+# Test workers: one for a core, each with its own context where there is a device. Kernels compiled
+# once stay in $(TEST_CACHE) between test runs.
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+WORKERS ?= $(shell echo $$(($(CORES) < 16 ? $(CORES) : 16)))
 TEST_CACHE ?= $(CURDIR)/.cache/kernels
 
 ifdef NO_VENV
@@ -33,9 +35,6 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 ladder: $(READY)
 	$(RUN) -m cupyattn ladder
-
-# One thread of NumPy's for each worker: those of several would take turns on the same cores.
-test-quick test-slow test-interop: export OPENBLAS_NUM_THREADS ?= 1
 
 test: lint test-quick
 

@@ -27,9 +27,14 @@ settings.load_profile(os.environ.get("CUPYATTN_TEST_PROFILE", "quick"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run a compile cache of its own, shared by its workers, unless one is named."""
+    """Give the run a compile cache of its own, shared by its workers, unless one is named.
+
+    And to each of several workers one thread of NumPy's: more would take turns on the same cores.
+    """
+    # NOTE: workers are children of this process and inherit its variables.
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if "CUPYATTN_CACHE_DIR" not in os.environ:
-        # NOTE: workers are children of this process and inherit the variable.
         folder = tempfile.TemporaryDirectory(prefix="cupyattn-test-cache-")
         os.environ["CUPYATTN_CACHE_DIR"] = folder.name
         config.add_cleanup(folder.cleanup)
@@ -37,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave tests/gpu out where no device is: 1,800 tests that would all be skipped."""
+    """Leave tests/gpu out where no device is: thousands of tests that would all be skipped."""
     return True if collection_path == GPU and device_missing() else None
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -95,23 +96,35 @@ def specs_of(
         yield from (one.module for one in plan.launches)
 
 
+def once(what: str, do: Callable[[], object]) -> None:
+    """Do something in one of the workers of a test run, while the others wait for it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"alone {os.getpid()}")
+    line = f"{run} {what}\n"
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / "done_once").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed
+        file.seek(0)
+        done = [other for other in file if other.startswith(run)]
+        if line not in done:
+            do()
+            file.truncate(0)
+            file.writelines([*done, line])
+
+
 def prebuild(specs: Iterable[kc.ModuleSpec]) -> None:
-    """Compile for this device, in as many threads as there are cores.
+    """Compile for this device, in as many threads as there are cores, in one worker for all.
 
     The tests then find everything in the cache, where compiling one after the other would take
-    most of their time. Of several test workers one compiles and the others wait for its files.
+    most of their time.
     """
     capability = int(cupy.cuda.Device().compute_capability)
-    wanted = dict.fromkeys(specs)
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with (cache_folder() / "prebuild.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file is closed
+    wanted = [(one, kc.device_architecture(capability, one.hopper)) for one in dict.fromkeys(specs)]
+
+    def build() -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(
-                pool.map(
-                    lambda s: kc.build(s, kc.device_architecture(capability, s.hopper)), wanted
-                )
-            )
+            list(pool.map(lambda one: kc.build(*one), wanted))
+
+    once(hashlib.sha256(repr(wanted).encode()).hexdigest(), build)
 
 
 def checked_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

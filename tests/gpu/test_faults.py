@@ -6,6 +6,7 @@ the interpreter, as their patches say.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from cupyattn.registry import VARIANTS
 from tests.fault_patches import FAULTS, FORMS, Fault, put_in_place
-from tests.gpu.support import embedded, moved, on_device, prebuild, run, run_packed, specs_of
+from tests.gpu.support import embedded, moved, on_device, once, prebuild, run, run_packed, specs_of
 from tests.runs import REVEALING, Run, packed, revealing, revealing_zero_points
 
 cupy = pytest.importorskip("cupy")
@@ -25,9 +26,11 @@ SEEN = [(fault, variant) for fault in CERTAIN for variant in fault.variants]
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A copy of the kernels for every mistake, compiled side by side."""
-    folder = tmp_path_factory.mktemp("faults")
-    copies = {fault.name: fault.plant(folder) for fault in CERTAIN}
+    """A copy of the kernels for every mistake, compiled side by side, the same for all workers."""
+    of_worker = tmp_path_factory.getbasetemp()
+    folder = (of_worker.parent if "PYTEST_XDIST_WORKER" in os.environ else of_worker) / "faults"
+    once(str(folder), lambda: [fault.plant(folder) for fault in CERTAIN])
+    copies = {fault.name: folder / fault.name for fault in CERTAIN}
     specs = []
     for fault, variant in SEEN:
         for causal in (False, True):
