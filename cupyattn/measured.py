@@ -7,50 +7,50 @@ Written by ``python -m experiments.fastest``.
 Rows = tuple[tuple[int, str, int, int, int, bool, dict[str, float]], ...]
 
 #: Every rung:
-#: NVIDIA H200, revision 1164c3314c.
+#: NVIDIA H100 80GB HBM3, revision 75339f1203.
 RECORD = "experiments/results/ladder.json"
 MEASURED: Rows = (
     (90, "float16", 64, 4096, 4096, False, {
-        "unfused": 34421.1,
-        "fa": 31935.0,
-        "fa_warps": 13540.4,
-        "fa_tc": 457.9,
-        "fa_int8": 581.1,
+        "unfused": 36151.1,
+        "fa": 31446.2,
+        "fa_warps": 13348.7,
+        "fa_tc": 450.0,
+        "fa_int8": 585.5,
     }),
     (90, "float16", 64, 4096, 4096, True, {
-        "unfused": 34422.8,
-        "fa": 16634.0,
-        "fa_warps": 7085.5,
-        "fa_tc": 259.3,
-        "fa_int8": 296.5,
+        "unfused": 36582.9,
+        "fa": 16568.2,
+        "fa_warps": 7079.0,
+        "fa_tc": 260.8,
+        "fa_int8": 299.4,
     }),
     (90, "float16", 128, 4096, 4096, False, {
-        "unfused": 64850.9,
-        "fa": 79001.3,
-        "fa_warps": 23443.7,
-        "fa_tc": 735.6,
-        "fa_int8": 673.7,
+        "unfused": 66593.4,
+        "fa": 77747.7,
+        "fa_warps": 23316.3,
+        "fa_tc": 722.0,
+        "fa_int8": 678.9,
     }),
     (90, "float16", 128, 4096, 4096, True, {
-        "unfused": 64854.3,
-        "fa": 40238.7,
-        "fa_warps": 12168.9,
-        "fa_tc": 405.4,
-        "fa_int8": 382.8,
+        "unfused": 67012.8,
+        "fa": 40140.9,
+        "fa_warps": 12302.2,
+        "fa_tc": 405.3,
+        "fa_int8": 391.1,
     }),
     (90, "float16", 256, 4096, 4096, False, {
-        "unfused": 145566.7,
-        "fa": 178907.2,
-        "fa_warps": 76802.3,
-        "fa_tc": 1394.8,
-        "fa_int8": 1201.1,
+        "unfused": 145764.4,
+        "fa": 178663.7,
+        "fa_warps": 76083.1,
+        "fa_tc": 1373.6,
+        "fa_int8": 1233.2,
     }),
     (90, "float16", 256, 4096, 4096, True, {
-        "unfused": 146073.1,
-        "fa": 90678.0,
-        "fa_warps": 38663.5,
-        "fa_tc": 735.9,
-        "fa_int8": 699.7,
+        "unfused": 146594.9,
+        "fa": 90062.2,
+        "fa_warps": 38573.1,
+        "fa_tc": 754.2,
+        "fa_int8": 744.6,
     }),
 )  # fmt: skip
 
