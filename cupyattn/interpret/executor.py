@@ -291,13 +291,14 @@ def _launch(
             memory=memory, params=params, symbols=symbols, dynamic_shared=shared, tensors=tensors,
             observers=observers, now=now,
         )  # fmt: skip
-        _run_batch(machine, observers)
-        now = machine.clocks.now
+        now = _run_batch(machine, observers)
 
 
-def _run_batch(machine: Machine, observers: tuple[Observer, ...]) -> None:
+def _run_batch(machine: Machine, observers: tuple[Observer, ...]) -> int:
+    """Run a batch to its end; return the time then."""
     try:
         machine.run()
+        return machine.clocks.now
     except KernelFault as fault:
         for observer in observers:
             observer.finding(fault.finding)
@@ -305,6 +306,7 @@ def _run_batch(machine: Machine, observers: tuple[Observer, ...]) -> None:
     finally:
         for observer in observers:
             observer.batch(machine)
+        machine.release()
 
 
 def block_bytes(ready: Program, block: int, dynamic_shared: int) -> int:

@@ -235,6 +235,14 @@ class Machine:
         if self.alive.any():
             self._report_deadlock()
 
+    def release(self) -> None:
+        """Let go of all parts, and be of no use any more.
+
+        The parts know the machine and it knows them: their memory, which may be gigabytes, would
+        wait for the garbage collector.
+        """
+        vars(self).clear()
+
     def _next(self) -> tuple[int, Lanes]:
         """Return where who goes on: as early as anybody is, or by the dice of a schedule."""
         dice = _dice.get()
