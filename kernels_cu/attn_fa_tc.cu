@@ -4,11 +4,11 @@
 //              registers through swizzled shared memory and ldmatrix, and the next K, V tiles
 //              arrive by cp.async while this one is worked on.
 // Differs from attn_fa_warps: the hardware prescribes which lane holds which element, so a row lies
-//              in the four lanes of a quad and S, P, O become fragments; every step but S0 changes
-//              for that one reason.  (diff attn_fa_warps.cu attn_fa_tc.cu)
-//              Two things stand here for speed alone, worth 1.4 and 1.05 times it: what a lane
-//              points ldmatrix at is worked out once, not each step, and O is rescaled only in
-//              steps in which a maximum of the warp rose.
+//              in the four lanes of a quad and S, P, O become fragments; every step changes for
+//              that one reason.  (diff attn_fa_warps.cu attn_fa_tc.cu)
+//              Three things stand here for speed alone: what a lane points ldmatrix at is worked
+//              out once, not each step (1.4 times as fast), O is rescaled only in steps in which a
+//              maximum of the warp rose (1.05), and the longest causal rows are taken first.
 // Kept simple  S of one step feeds P of the same step from registers; one barrier a step.
 // Rounding     R2 tensor core over HEAD_DIM, R3 softcap and bias, R4 exp2, R5 P to 16 bits, R6
 //              alpha, l and the tensor core over keys, R7 times 1/l, store (cupyattn/numerics.py)

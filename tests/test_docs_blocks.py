@@ -148,6 +148,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_formulas_are_whole() -> None:
+    """A backslash that a string took for the start of a control character has left that behind."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found = re.search(r"[\x00-\x09\x0b-\x1f]|\n(?:ho|ceil|floor|abla)\b", text)
+        assert found is None, f"{page.name}: {found}"
+
+
 @pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem
 )
