@@ -262,10 +262,17 @@ def check_broadcast(name: str, array: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_shapes(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    given: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[int, int, int, int, int, int]:
-    """Return (batch, heads, heads_kv, len_q, len_kv, head_dim) of three 4-D shapes."""
-    got = f"got q.shape={q} k.shape={k} v.shape={v}"
+    """Return (batch, heads, heads_kv, len_q, len_kv, head_dim) of three 4-D shapes.
+
+    Messages show the shapes that were `given`, where the caller has the axes in another order.
+    """
+    shown = given or (q, k, v)
+    got = f"got q.shape={shown[0]} k.shape={shown[1]} v.shape={shown[2]}"
     if not len(q) == len(k) == len(v) == 4:
         raise ValueError(f"q, k and v must have four axes (batch, heads, len, head_dim), {got}")
     if not q[0] == k[0] == v[0]:
@@ -520,8 +527,8 @@ def check_out(out: Any, call: AttentionCall, inputs: tuple[Any, ...]) -> None:
 def check_receiver(out: Any, shape: Sequence[int], dtype: str, read: Mapping[str, Any]) -> None:
     """Raise ValueError unless `out` can receive a result made of the arrays in `read`.
 
-    It has the shape and dtype of the result and a contiguous last axis, and overlaps neither itself
-    nor what is read.
+    It has the shape and dtype of the result and a contiguous last axis, may be written to, and
+    overlaps neither itself nor what is read.
     """
     if tuple(out.shape) != tuple(shape) or str(out.dtype) != dtype:
         raise ValueError(
@@ -534,6 +541,8 @@ def check_receiver(out: Any, shape: Sequence[int], dtype: str, read: Mapping[str
         raise ValueError(f"out must have a contiguous last axis, got strides {out.strides}")
     if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
         raise ValueError(f"out must not be a broadcast view, got strides {out.strides}")
+    if not getattr(out.flags, "writeable", True):  # CuPy's arrays have no such flag
+        raise ValueError("out must be an array that may be written to, got a read-only one")
     check_apart(
         meetings(out, read), {n: data_address(a) for n, a in read.items()}, data_address(out)
     )

@@ -138,7 +138,7 @@ def supported_architectures() -> tuple[str, ...]:
 
 def capability_of(arch: str) -> int:
     """Return the compute capability of an architecture times ten: 90 for ``"sm_90a"``."""
-    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    match = re.fullmatch(r"sm_(\d+)[af]?", arch) if isinstance(arch, str) else None
     if match is None:
         raise ValueError(f"arch must look like 'sm_80' or 'sm_90a', got {arch!r}")
     return int(match[1])
@@ -193,6 +193,7 @@ def translate(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
     Parameters, result and errors are those of `build`, without cubin and resources, and without the
     errors of ptxas.
     """
+    capability_of(arch)  # says what it should be
     return _compiled(spec, arch, arch.replace("sm_", "compute_"), source)
 
 

@@ -175,6 +175,8 @@ def make(
         raise ValueError(f"distribution must be one of {', '.join(NAMES)}, got {name!r}")
     if dtype not in STORAGE:
         raise ValueError(f"dtype must be one of {', '.join(STORAGE)}, got {dtype!r}")
+    if seed < 0:
+        raise ValueError(f"seed must be 0 or more, got {seed}")
     heads_kv = heads if heads_kv is None else heads_kv
     if heads and (heads_kv == 0 or heads % heads_kv):
         raise ValueError(f"heads_kv must divide heads, got {heads=} {heads_kv=}")

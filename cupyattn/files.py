@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and arrays read from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
 
 
 @contextmanager
@@ -51,3 +53,21 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of a file that `numpy.savez` wrote.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error
+        If it is something else, damaged or cut short.
+    """
+    with open(path, "rb") as raw:
+        if raw.read(2) != b"PK":  # NumPy takes any other file for a pickle
+            raise ValueError("it does not begin as a .npz file does")
+        raw.seek(0)
+        with np.load(raw, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}

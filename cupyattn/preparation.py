@@ -75,7 +75,9 @@ class Norm:
             )
         array_namespace(*qk_norm)
         if head_dim % 2:
-            raise ValueError(f"qk_norm takes an even head_dim, got {head_dim}: pad q, k and v")
+            raise ValueError(
+                f"qk_norm takes an even head_dim, got {head_dim}: normalise q and k before the call"
+            )
         laid = []
         for name, weight, count in zip("qk", qk_norm, (heads, heads_kv), strict=True):
             if weight.dtype not in STORAGE.values():

@@ -162,11 +162,12 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     named = zip("qkv", (q, k, v), strict=True)
     (q, restore), (k, _), (v, _) = (arrays.take(name, array) for name, array in named)
     array_namespace(q, k, v)
+    given = tuple(tuple(x.shape) for x in (q, k, v))
     if packed:
         options = replace(options, layout="BSHD")  # with a batch axis before, that is their order
         q, k, v = (one_entry(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
     q, k, v = (arrays.contiguous_last_axis(to_bhsd(a, options.layout)) for a in (q, k, v))
-    sizes = checks.check_shapes(*(tuple(a.shape) for a in (q, k, v)))
+    sizes = checks.check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape), given)
     sequences = None
     if packed:
         sequences = take_sequences(q, sizes[3:5], vars(options), look=options.check_finite)
@@ -363,6 +364,11 @@ def _receiver(options: Options, call: AttentionCall, inputs: tuple[Any, ...]) ->
     out, _ = arrays.take("out", options.out)
     array_namespace(out, *(x for x in inputs if x is not None))
     if call.packed is not None:
+        _, heads, rows, head_dim = call.output_shape
+        if tuple(out.shape) != (rows, heads, head_dim):
+            raise ValueError(
+                f"out must have shape {(rows, heads, head_dim)}, got shape {tuple(out.shape)}"
+            )
         out = one_entry("out", out)
     out = to_bhsd(out, options.layout)
     arrays.check_one_device(q=inputs[0], out=out)

@@ -38,7 +38,8 @@ def array_namespace(*arrays: Array) -> Any:
     Raises
     ------
     TypeError
-        If they are of different kinds, or of neither kind.
+        If they are of different kinds, or of neither kind, or in another byte order than this
+        machine's: neither kernels nor their interpreter would know.
 
     Examples
     --------
@@ -46,8 +47,16 @@ def array_namespace(*arrays: Array) -> Any:
     'numpy'
     """
     modules = {type(array).__module__.partition(".")[0] for array in arrays}
-    if len(modules) == 1 and modules <= {"numpy", "cupy"}:
-        return sys.modules[modules.pop()]
+    if modules == {"cupy"}:
+        return sys.modules["cupy"]
+    if modules == {"numpy"}:
+        for array in arrays:
+            if not array.dtype.isnative:
+                raise TypeError(
+                    f"arrays must be in this machine's byte order, got dtype {array.dtype.str}: "
+                    "pass x.astype(x.dtype.newbyteorder('='))"
+                )
+        return np
     kinds = ", ".join(f"{type(a).__module__}.{type(a).__qualname__}" for a in arrays)
     raise TypeError(f"expected NumPy arrays only or CuPy arrays only, got {kinds}")
 

@@ -134,7 +134,7 @@ class ValueCodes:
     def check(self, v_codes: Operand, tiles: Tiles) -> None:
         """Raise unless the kernel can read them in tiles of this size."""
         check_value_group(self.group, tiles)
-        if not v_codes.allows(16):
+        if 0 not in v_codes.shape and not v_codes.allows(16):
             raise ValueError(
                 "v_codes must be contiguous at an address that is a multiple of 16 bytes, got "
                 f"16 n + {v_codes.misalignment} and strides {v_codes.strides}"

@@ -318,6 +318,23 @@ def test_shards_that_were_finished_are_not_made_again(
     assert sorted(steps) == sorted(2 * [t.name for t in known.tensors])
 
 
+@pytest.mark.parametrize("damage", [lambda b: b[:-8], lambda b: b[:20] + b"?" + b[21:]])
+def test_shards_that_were_damaged_are_made_again(tmp_path: Path, damage: Any) -> None:
+    path, shards = source(tmp_path / "model"), tmp_path / "out.partial" / "model"
+    convert(path, tmp_path / "whole", SMALL, max_shard_bytes=20_000)
+
+    def stop(_: str) -> None:
+        if any(shards.glob("*.safetensors")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(path, tmp_path / "out", SMALL, max_shard_bytes=20_000, advance=stop)
+    (shard,) = shards.glob("*.safetensors")
+    shard.write_bytes(damage(shard.read_bytes()))
+    convert(path, tmp_path / "out", SMALL, max_shard_bytes=20_000)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
 def test_an_attempt_at_something_else_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

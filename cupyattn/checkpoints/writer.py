@@ -320,8 +320,9 @@ def _go_on(partial: Path, plan: Plan) -> None:
     except ValueError:
         known = None
     if known == {"key": plan.key} and model.is_dir():
+        shards = {shard.name: shard for shard in plan.shards}
         for file in model.iterdir():
-            if file.name not in {shard.name for shard in plan.shards}:
+            if file.name not in shards or not _is_shard(file, shards[file.name], plan):
                 file.unlink()
         return
     if known is not None:
@@ -331,6 +332,15 @@ def _go_on(partial: Path, plan: Plan) -> None:
     state.unlink(missing_ok=True)
     model.mkdir()
     _write_text(state, json.dumps({"key": plan.key}))
+
+
+def _is_shard(file: Path, shard: Shard, plan: Plan) -> bool:
+    """Whether a file is as long as a shard and has its header; it was read back when written."""
+    try:
+        found = SafetensorsCheckpoint(file, [file]).headers[file]
+    except (OSError, ValueError):
+        return False
+    return file.stat().st_size == plan.files[shard.name] and found == shard.header
 
 
 def _check_room(plan: Plan, partial: Path) -> None:

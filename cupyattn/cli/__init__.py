@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cupyattn import __version__
 from cupyattn.errors import (
@@ -56,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _check_folder(file: str | bool | None) -> None:
+    """Raise OSError where the file of ``--json`` could not be written, before the work for it."""
+    if isinstance(file, str) and not (folder := Path(file).absolute().parent).is_dir():
+        raise OSError(f"--json: there is no folder {str(folder)!r}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -75,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.arguments = arguments
     command = importlib.import_module(f"cupyattn.cli.{args.command}")
     try:
+        _check_folder(getattr(args, "json", None))
         status = command.run(args)
         sys.stdout.flush()
         return int(status)

@@ -16,6 +16,7 @@ from cupyattn import distributions
 from cupyattn.checkpoints.header import FLOATS
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.features import DTYPES
+from cupyattn.files import read_npz
 from cupyattn.rounding import STORAGE
 
 #: Q, K, V of three layers of a text encoder; README.md beside it says which.
@@ -199,8 +200,7 @@ def read_arrays(path: Path) -> dict[str, Any]:
     if path.suffix != ".npz":
         raise ValueError(f"--qkv takes a .npz or a .safetensors file, got {path}")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+        return read_npz(path)
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is no usable .npz file: {error}") from error
 

@@ -73,7 +73,8 @@ def key_importance(
     Raises
     ------
     TypeError, ValueError
-        For an unusable `rows` or `backend`, and for heads that key heads do not divide.
+        For an unusable `rows`, `scale` or `backend`, for heads that key heads do not divide, and
+        for q and k that differ in batch, head_dim or dtype.
     UnsupportedError
         For more than 2^30 keys, or heads than blocks can be counted, on the kernels.
 
@@ -126,14 +127,12 @@ def weigh_keys(
         return importance, more[0] if len(more) == 1 else None
     xp = array_namespace(q, k)
     backend = choose(backend, q)
-    batch, heads, len_q, head_dim = q.shape
+    rows, scale = check_count("rows", rows), _check_operands(q, k, scale)
+    batch, heads, len_q, _ = q.shape
     heads_kv, len_kv = k.shape[1:3]
-    rows = check_count("pruning_rows", rows)
     if 0 in q.shape or 0 in k.shape:
         return xp.full((batch, heads_kv, len_kv), 1 / max(len_kv, 1), np.float32), None
-    if heads % heads_kv:
-        raise ValueError(f"the heads of k must divide those of q, {heads}, got {heads_kv}")
-    scale, sampled = head_dim**-0.5 if scale is None else scale, sampled_rows(len_q, rows)
+    sampled = sampled_rows(len_q, rows)
     if not _kernels_weigh(backend, q, k):
         return _mean_probabilities(q, k, scale, sampled), None
     check_one_device(**given)
@@ -148,12 +147,33 @@ def weigh_keys(
             shapes |= {"row_M": states, "row_l": states}
         elif key_sums:
             shapes["partial_sum"] = key_sums_shape(of_k)
-        how = q.dtype.name, float(scale), sampled, arch, key_sums
+        how = q.dtype.name, scale, sampled, arch, key_sums
         plan = plan_key_importance(of_q, of_k, *how)
         buffers |= {name: xp.empty(shape, np.float32) for name, shape in shapes.items()}
         run(backend, plan, buffers, arch)
         remember(key, plan, arch, given, buffers, shapes)
     return buffers["importance"], buffers.get("partial_sum")
+
+
+def _check_operands(q: Array, k: Array, scale: float | None) -> float:
+    """Raise unless queries and keys belong together; return the scale of their scores."""
+    got = f"got q.shape={tuple(q.shape)} k.shape={tuple(k.shape)}"
+    if not q.ndim == k.ndim == 4:
+        raise ValueError(f"q and k must have four axes (batch, heads, len, head_dim), {got}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree on batch and head_dim, {got}")
+    if q.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+        raise ValueError(f"the heads of k must divide those of q, {got}")
+    if q.dtype != k.dtype or q.dtype.name not in (*STORAGE, "float64"):
+        raise TypeError(
+            f"q and k must both be one of {', '.join(STORAGE)} or float64, got {q.dtype} and "
+            f"{k.dtype}"
+        )
+    if scale is None:
+        return float(max(q.shape[3], 1) ** -0.5)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
 
 
 def _kernels_weigh(backend: str, q: Array, k: Array) -> bool:

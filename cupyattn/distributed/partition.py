@@ -126,8 +126,20 @@ class Partition:
         rank : int
         axis : int
             Of the rows.
+
+        Raises
+        ------
+        ValueError
+            For another number of rows, or a rank that there is not.
         """
         xp = array_namespace(array)
+        if array.shape[axis] != self.length:
+            raise ValueError(
+                f"an array for this partition must have {self.length} rows along axis {axis}, got "
+                f"shape {tuple(array.shape)}"
+            )
+        if not 0 <= rank < len(self.ranges):
+            raise ValueError(f"rank must be 0 to {len(self.ranges) - 1}, got {rank}")
         parts = [_slice(array, r, axis) for r in self.ranges[rank]] or [_slice(array, (0, 0), axis)]
         return xp.ascontiguousarray(xp.concatenate(parts, axis=axis))
 
@@ -140,7 +152,14 @@ class Partition:
             By rank.
         axis : int
             Of the rows.
+
+        Raises
+        ------
+        ValueError
+            For another number of parts than there are ranks.
         """
+        if len(parts) != len(self.ranges):
+            raise ValueError(f"{len(self.ranges)} ranks have a part each, got {len(parts)} parts")
         shape = list(parts[0].shape)
         shape[axis] = self.length
         whole = array_namespace(*parts).empty(shape, parts[0].dtype)

@@ -260,6 +260,7 @@ def block_max(magnitudes: Array, block_size: int) -> Array:
     """Return the largest of each `block_size` numbers along the last axis; NaN where one is."""
     xp = array_namespace(magnitudes)
     length = magnitudes.shape[-1]
+    block_size = min(block_size, max(length, 1))
     blocks = -(-length // block_size)
     if length != blocks * block_size:
         padded = xp.zeros((*magnitudes.shape[:-1], blocks * block_size), np.float32)
@@ -270,7 +271,7 @@ def block_max(magnitudes: Array, block_size: int) -> Array:
 
 
 def _by_column(scales: Array, block_size: int, columns: int) -> Array:
-    return scales.repeat(block_size, axis=-1)[..., :columns]
+    return scales.repeat(min(block_size, columns), axis=-1)[..., :columns]
 
 
 def _codes(values: Array, inverse: Array) -> Array:

@@ -121,6 +121,8 @@ def int8_gemm(
     if out is not None:
         _check_out(out, (*a.shape[:-1], b.shape[0]), out_dtype, given)
     if tiles is not None:
+        if not isinstance(tiles, GemmTiles):
+            raise TypeError(f"tiles must be GemmTiles, got {tiles!r:.60}")
         check_splits(tiles, a.shape[-1])
     shape, n = tuple(a.shape[:-1]), b.shape[0]
     for name in {"a", "a_scales", "a_16"} & given.keys():

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn.arrays import on_host
 from cupyattn.errors import UnsupportedError
-from cupyattn.files import replacing
+from cupyattn.files import read_npz, replacing
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantizers import in_padded_rows
 from cupyattn.rounding import STORAGE
@@ -60,8 +60,7 @@ def write(record: Any, path: str | os.PathLike[str]) -> None:
 
 def read(path: str | os.PathLike[str], namespace: Any) -> dict[str, Any]:
     """Return the fields of the record that a file has, arrays in a namespace; else UNREADABLE."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+    arrays = read_npz(path)
     header = json.loads(arrays.pop("header").tobytes())
     if header["kind"] != _KIND:
         raise ValueError(f"its kind is {header['kind']!r}")
