@@ -365,11 +365,9 @@ def _receiver(options: Options, call: AttentionCall, inputs: tuple[Any, ...]) ->
     array_namespace(out, *(x for x in inputs if x is not None))
     if call.packed is not None:
         _, heads, rows, head_dim = call.output_shape
-        if tuple(out.shape) != (rows, heads, head_dim):
-            raise ValueError(
-                f"out must have shape {(rows, heads, head_dim)}, got shape {tuple(out.shape)}"
-            )
-        out = one_entry("out", out)
+        given, out = tuple(out.shape), one_entry("out", out)
+        if given != (rows, heads, head_dim):
+            raise ValueError(f"out must have shape {(rows, heads, head_dim)}, got shape {given}")
     out = to_bhsd(out, options.layout)
     arrays.check_one_device(q=inputs[0], out=out)
     checks.check_out(out, call, inputs)

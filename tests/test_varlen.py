@@ -369,7 +369,7 @@ def test_what_has_no_meaning_is_refused() -> None:
     [
         ({"q": np.ones((1, 5, 2, 8), np.float16)}, "q must have three axes (total, heads, head_d"),
         ({"out": np.ones((5, 16), np.float16)}, "out must have three axes (total, heads, head_d"),
-        ({"out": np.ones((4, 2, 8), np.float16)}, "out must have shape (1, 2, 5, 8)"),
+        ({"out": np.ones((4, 2, 8), np.float16)}, "out must have shape (5, 2, 8)"),
         ({"cu_seqlens_q": np.array([0, 3, 4])}, "cu_seqlens_q must rise from 0 to 5, the rows"),
         ({"cu_seqlens_q": np.array([1, 3, 5])}, "cu_seqlens_q must rise from 0 to 5"),
         ({"cu_seqlens_q": np.array([0, 6, 5])}, "cu_seqlens_q must rise from 0 to 5"),
