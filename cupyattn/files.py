@@ -55,6 +55,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
+def check_folder(option: str, path: str | os.PathLike[str]) -> None:
+    """Raise OSError where an option's file could not be written, before the work for it."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise OSError(f"{option}: there is no folder {str(folder)!r}")
+
+
 def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays of a file that `numpy.savez` wrote.
 

@@ -7,7 +7,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from cupyattn import __version__
 from cupyattn.errors import (
@@ -16,6 +15,7 @@ from cupyattn.errors import (
     KernelLaunchError,
     UnsupportedError,
 )
+from cupyattn.files import check_folder
 from cupyattn.switches import is_on
 
 #: Sub-commands and what ``cupyattn --help`` says of them; each is a module of this package with
@@ -57,12 +57,6 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _check_folder(file: str | bool | None) -> None:
-    """Raise OSError where the file of ``--json`` could not be written, before the work for it."""
-    if isinstance(file, str) and not (folder := Path(file).absolute().parent).is_dir():
-        raise OSError(f"--json: there is no folder {str(folder)!r}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -82,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.arguments = arguments
     command = importlib.import_module(f"cupyattn.cli.{args.command}")
     try:
-        _check_folder(getattr(args, "json", None))
+        if getattr(args, "json", None):
+            check_folder("--json", args.json)
         status = command.run(args)
         sys.stdout.flush()
         return int(status)

@@ -12,7 +12,7 @@ from typing import Any
 from cupyattn import records
 from cupyattn import report as pages
 from cupyattn.cli import ladder, output
-from cupyattn.files import replacing
+from cupyattn.files import check_folder, replacing
 
 #: Of the ladder that is run where no records are given.
 SMALL = ["--heads", "1", "--len", "128", "--head-dim", "64"]
@@ -31,9 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    folder = args.out.parent
-    if not folder.is_dir():
-        raise OSError(f"--out: there is no folder {str(folder)!r}")
+    check_folder("--out", args.out)
     found = given(args.records) if args.records else run_ladder()
     with replacing(args.out) as file:
         file.write(pages.page(found).encode())
