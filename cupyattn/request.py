@@ -12,7 +12,6 @@ import numpy as np
 from cupyattn import arrays, auto, backends, checks, registry
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall
-from cupyattn.compile import capability_of
 from cupyattn.preparation import EPS, Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.operands import check_packed_quant
@@ -21,6 +20,7 @@ from cupyattn.rope import check_turned_before
 from cupyattn.rounding import array_namespace
 from cupyattn.scoring import check_smoothing
 from cupyattn.sequences import Sequences, one_entry, take_sequences
+from cupyattn.targets import capability_of, check_arch
 from cupyattn.tiles import Tiles
 
 
@@ -152,6 +152,7 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     _check_kind("block_mask", options.block_mask, BlockMask, "a cupyattn.BlockMask or None")
     _check_kind("causal", options.causal, (bool, np.bool_), "True or False")
     _check_kind("scale", options.scale, numbers.Real, "a number or None")
+    check_arch(options.arch)
     if options.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {options.layout!r}")
     if isinstance(q, QuantizedQKV):

@@ -28,6 +28,7 @@ from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
 from cupyattn.rounding import Array, array_namespace
 from cupyattn.scratch import saying_what_is_needed
+from cupyattn.targets import check_arch
 from cupyattn.tiles import Tiles
 
 _log = logging.getLogger("cupyattn")
@@ -191,6 +192,7 @@ class Int8Attention:
         self._out_proj = _check_projection(out_proj, self.num_heads * self.head_dim)
         self._scale = checks.check_scale(scale, self.head_dim)
         self._norm = {"qk_norm": _take_weights(qk_norm), "qk_norm_eps": qk_norm_eps}
+        check_arch(arch)
         self._where = {"backend": backend, "arch": arch}
         warn_without_effect([
             *self._scales.unused,

@@ -31,6 +31,7 @@ from cupyattn.diffusion.ranking import largest_of_rows
 from cupyattn.plans import Operand
 from cupyattn.quant.repeated import call_key, recall, remember
 from cupyattn.rounding import STORAGE, Array, array_namespace
+from cupyattn.targets import check_arch
 
 #: Query rows of each head that importance is estimated from.
 SAMPLE_ROWS = 32
@@ -125,6 +126,7 @@ def weigh_keys(
     if again is not None:
         importance, *more = again(addresses)  # sums of keys, or two row states
         return importance, more[0] if len(more) == 1 else None
+    check_arch(arch)
     xp = array_namespace(q, k)
     backend = choose(backend, q)
     rows, scale = check_count("rows", rows), _check_operands(q, k, scale)
