@@ -137,10 +137,9 @@ def _evaluate(expression: str, names: Mapping[str, str], values: dict[str, Any])
             return next((x for x in map(value, node.values) if bool(x) == short), not short)
         if isinstance(node, ast.IfExp):
             return value(node.body if value(node.test) else node.orelse)
-        function = _FUNCTIONS.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
-        if function is None:
-            raise _Unknown(expression)
-        return function(*map(value, node.args))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in _FUNCTIONS:
+            return _FUNCTIONS[ast.unparse(node.func)](*map(value, node.args))
+        raise _Unknown(expression)
 
     return value(tree.body)
 

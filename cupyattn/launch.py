@@ -200,7 +200,7 @@ def plan_attention(
         fused.check(tiles)
     features = features_of(call, widest(q, k, v, o), **(fused.features if fused else {}))
     spec = module_spec(variant, features, tiles, form)
-    if given is not None:
+    if given is not None or variant.source is not None:
         check_tiles(spec, tiles, f"{variant.name} ({form})")
     params = attn_params(call, q, k, v, o, mask, bias, kept_blocks)
     if math.prod(call.output_shape) == 0:

@@ -21,7 +21,7 @@ from cupyattn.rounding import array_namespace
 from cupyattn.scoring import check_smoothing
 from cupyattn.sequences import Sequences, one_entry, take_sequences
 from cupyattn.targets import capability_of, check_arch
-from cupyattn.tiles import Tiles
+from cupyattn.tiles import Tiles, check_kind
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention` says.
     """
-    _check_kind("tiles", options.tiles, Tiles, "a cupyattn.Tiles or None")
+    check_kind(options.tiles)
     _check_kind("quant", options.quant, QuantConfig, "a cupyattn.QuantConfig or None")
     _check_kind("block_mask", options.block_mask, BlockMask, "a cupyattn.BlockMask or None")
     _check_kind("causal", options.causal, (bool, np.bool_), "True or False")

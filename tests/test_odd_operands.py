@@ -28,7 +28,7 @@ Q, K, V = normal((1, 2, 40, 16), (1, 2, 40, 16), "float16")
         (Q[0], K[0], {}, ValueError, "must have four axes"),
         (Q, K.astype(np.float32), {}, TypeError, "got float16 and float32"),
         (Q.astype(np.int8), K.astype(np.int8), {}, TypeError, "got int8 and int8"),
-        (Q, K, {"scale": np.nan}, ValueError, "scale must be finite, got nan"),
+        (Q, K, {"scale": np.nan}, ValueError, "scale must be positive and finite, got nan"),
         (Q, K, {"rows": -1}, ValueError, "rows must be 1 or more"),
     ],
 )
@@ -119,5 +119,5 @@ def test_arch_and_tiles_are_of_their_types() -> None:
         translate(ModuleSpec("attn_fa.cu"), 90)  # type: ignore[arg-type]
     x = np.ones((8, 32), np.float32)
     a, b = ca.act_quant(x), ca.weight_quant(x)
-    with pytest.raises(TypeError, match="tiles must be GemmTiles, got Tiles"):
+    with pytest.raises(TypeError, match="tiles must be a cupyattn.GemmTiles or None, got Tiles"):
         ca.int8_gemm(*a, *b, tiles=ca.Tiles(64, 64, 4))  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cupyattn.errors import UnsupportedError
+
 #: Where code of this package lies.
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -105,6 +107,29 @@ def check_percentile(percentile: Any) -> float:
             "99 is the default"
         )
     return value
+
+
+def check_softmax_eps(softmax_eps: Any) -> None:
+    """Raise UnsupportedError unless it is 0."""
+    if check_number("softmax_eps", softmax_eps, "0 or more", lambda x: x >= 0):
+        raise UnsupportedError(
+            f"softmax_eps={softmax_eps!r} is not supported: a sum of exponentials is relative to a "
+            "maximum that each kernel keeps in its own way, so that it would mean something else "
+            "in each; use 0, rows without keys are zeros anyway"
+        )
+
+
+def check_projection(out_proj: Any, channels: int) -> Any:
+    """Return what is applied to so many channels of the output: a callable, an array or None."""
+    if out_proj is None or (callable(out_proj) and not hasattr(out_proj, "shape")):
+        return out_proj
+    shape = getattr(out_proj, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != channels:
+        raise ValueError(
+            f"out_proj must be callable or an array of shape (num_heads * head_dim = {channels}, "
+            f"channels), got {'no array' if shape is None else f'shape {tuple(shape)}'}"
+        )
+    return out_proj
 
 
 def warn_without_effect(sentences: list[str]) -> None:

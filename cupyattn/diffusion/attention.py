@@ -14,8 +14,16 @@ from cupyattn import checks, registry
 from cupyattn.api import attention
 from cupyattn.arrays import device_of, is_cupy, take
 from cupyattn.backends import on_device_of
+from cupyattn.compile import ModuleSpec
+from cupyattn.contracts import check_tiles
 from cupyattn.diffusion import guidance, pruning, unused
-from cupyattn.diffusion.arguments import check_count, check_number, warn_without_effect
+from cupyattn.diffusion.arguments import (
+    check_count,
+    check_number,
+    check_projection,
+    check_softmax_eps,
+    warn_without_effect,
+)
 from cupyattn.diffusion.kept_keys import KeptKeys, wants_key_sums
 from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode
 from cupyattn.diffusion.products import product
@@ -183,13 +191,19 @@ class Int8Attention:
             adaptive=use_adaptive_scaling,
         )  # fmt: skip
         self.calibration = self._scales.calibration
-        _check_softmax_eps(softmax_eps)
+        check_softmax_eps(softmax_eps)
         self._blocks = _check_blocks(block_q, block_k)
+        for variant in ("fa_tc", "fa_int8"):
+            tiles = self._tiles(variant, "portable")
+            if tiles is not None:
+                defines = {**tiles.defines(), "CFG_HEAD_DIM": self.head_dim, "CFG_VEC": 1}
+                spec = ModuleSpec(f"attn_{variant}.cu", tuple(sorted(defines.items())))
+                check_tiles(spec, tiles, f"{variant} (portable)")
         self._settings = Settings(
             attention_type, window_size, block_size, block_mask, enable_pruning, pruning_ratio,
             pruning_threshold, pruning_rows,
         )  # fmt: skip
-        self._out_proj = _check_projection(out_proj, self.num_heads * self.head_dim)
+        self._out_proj = check_projection(out_proj, self.num_heads * self.head_dim)
         self._scale = checks.check_scale(scale, self.head_dim)
         self._norm = {"qk_norm": _take_weights(qk_norm), "qk_norm_eps": qk_norm_eps}
         check_arch(arch)
@@ -589,29 +603,8 @@ def _take_weights(qk_norm: Any) -> Any:
     return tuple(take(name, weight)[0] for name, weight in zip(names, qk_norm, strict=True))
 
 
-def _check_softmax_eps(softmax_eps: Any) -> None:
-    if check_number("softmax_eps", softmax_eps, "0 or more", lambda x: x >= 0):
-        raise UnsupportedError(
-            f"softmax_eps={softmax_eps!r} is not supported: a sum of exponentials is relative to a "
-            "maximum that each kernel keeps in its own way, so that it would mean something else "
-            "in each; use 0, rows without keys are zeros anyway"
-        )
-
-
 def _check_blocks(block_q: Any, block_k: Any) -> tuple[int | None, int | None]:
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block is not None:
             check_count(name, block)
     return block_q, block_k
-
-
-def _check_projection(out_proj: Any, channels: int) -> Any:
-    if out_proj is None or (callable(out_proj) and not hasattr(out_proj, "shape")):
-        return out_proj
-    shape = getattr(out_proj, "shape", None)
-    if shape is None or len(shape) != 2 or shape[0] != channels:
-        raise ValueError(
-            f"out_proj must be callable or an array of shape (num_heads * head_dim = {channels}, "
-            f"channels), got {'no array' if shape is None else f'shape {tuple(shape)}'}"
-        )
-    return out_proj

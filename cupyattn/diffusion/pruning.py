@@ -14,7 +14,7 @@ import numpy as np
 
 from cupyattn.arrays import check_one_device, contiguous_last_axis
 from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
-from cupyattn.checks import data_address
+from cupyattn.checks import check_scale, data_address
 from cupyattn.diffusion.arguments import check_count, check_number
 from cupyattn.diffusion.key_passes import (
     IMPORTANCE_DTYPES,
@@ -171,11 +171,7 @@ def _check_operands(q: Array, k: Array, scale: float | None) -> float:
             f"q and k must both be one of {', '.join(STORAGE)} or float64, got {q.dtype} and "
             f"{k.dtype}"
         )
-    if scale is None:
-        return float(max(q.shape[3], 1) ** -0.5)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
+    return check_scale(scale, max(q.shape[3], 1))
 
 
 def _kernels_weigh(backend: str, q: Array, k: Array) -> bool:

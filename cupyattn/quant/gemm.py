@@ -17,7 +17,7 @@ from cupyattn.quant.gemm_reference import check_activation, gemm_mirror
 from cupyattn.quant.repeated import call_key, recall, remember
 from cupyattn.rounding import STORAGE, array_namespace
 from cupyattn.targets import check_arch
-from cupyattn.tiles import GemmTiles
+from cupyattn.tiles import GemmTiles, check_kind
 
 Array = Any
 
@@ -123,8 +123,7 @@ def int8_gemm(
     if out is not None:
         _check_out(out, (*a.shape[:-1], b.shape[0]), out_dtype, given)
     if tiles is not None:
-        if not isinstance(tiles, GemmTiles):
-            raise TypeError(f"tiles must be GemmTiles, got {tiles!r:.60}")
+        check_kind(tiles, GemmTiles)
         check_tiles_of(tiles, a.shape[-1], arch)
     shape, n = tuple(a.shape[:-1]), b.shape[0]
     for name in {"a", "a_scales", "a_16"} & given.keys():

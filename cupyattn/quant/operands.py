@@ -34,7 +34,7 @@ from cupyattn.rounding import Array, array_namespace
 from cupyattn.scratch import saying_what_is_needed
 from cupyattn.sequences import Sequences, one_entry, take_sequences
 from cupyattn.targets import check_arch
-from cupyattn.tiles import Tiles
+from cupyattn.tiles import Tiles, check_kind
 
 
 def quantize(
@@ -331,8 +331,7 @@ def scale_tiles(
 
 def check_rows_of(tiles: Tiles) -> None:
     """Raise unless tiles that are given for quantising are those of some INT8 kernel."""
-    if not isinstance(tiles, Tiles):
-        raise TypeError(f"tiles must be a cupyattn.Tiles or None, got {tiles!r:.60}")
+    check_kind(tiles)
     if tiles.block_q % 16 or tiles.block_kv % 16:
         raise ValueError(
             f"fa_int8 does not take {tiles}: block_q and block_kv must be multiples of 16, the "

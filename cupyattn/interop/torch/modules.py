@@ -20,7 +20,8 @@ from cupyattn.interop.torch.ops import how_seen
 from cupyattn.interop.torch.schema import number_of
 from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
-from cupyattn.tiles import Tiles
+from cupyattn.targets import check_arch
+from cupyattn.tiles import Tiles, check_kind
 
 
 class Attention(torch.nn.Module):
@@ -72,6 +73,8 @@ class Attention(torch.nn.Module):
             deterministic=deterministic, quant=quant, tiles=tiles, block_mask=block_mask,
             arch=arch, backend=backend,
         )  # fmt: skip
+        check_arch(arch)
+        check_kind(tiles)
         self._name_block_mask()
 
     def _name_block_mask(self) -> None:
