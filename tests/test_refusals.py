@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,11 @@ from cupyattn import compile as kc
 from cupyattn.checks import check_scale
 from cupyattn.contracts import check_tiles
 from cupyattn.diffusion.pruning import key_importance
+from cupyattn.distributed import Mesh, Partition, Shared
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant import QuantConfig
 from cupyattn.tiles import GemmTiles, Tiles
+from tests.distributed_cases import on_ranks
 
 WHERE = ["mirror", "interpret"]
 RNG = np.random.default_rng(0)
@@ -90,6 +93,41 @@ def test_architectures_before_the_first_that_is_supported(call: str, backend: st
 def test_architectures_that_exist(arch: str | None) -> None:
     for name, call in CALLS.items():
         assert call(arch=arch, backend="mirror") is not None, name
+
+
+def test_architectures_of_several_devices(monkeypatch) -> None:
+    monkeypatch.setattr("cupyattn.targets._known", tuple)
+    rows = Partition.contiguous(40, 2)
+    for given, error, message in (
+        ({"arch": "foo"}, ValueError, f"{NAMES}'foo'"),
+        ({"tiles": (1, 2, 3)}, TypeError, "tiles must be a cupyattn.Tiles or None, got (1, 2, 3)"),
+    ):
+        shared = Shared(Mesh(2, 1), rows, rows)
+        with pytest.raises(error) as caught:
+            on_ranks((Q, K, V), shared, **given)
+        assert str(caught.value) == message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_modules_of_torch_refuse_an_architecture_when_they_are_made() -> None:
+    import torch
+
+    from cupyattn.interop import torch as modules
+
+    linear = torch.nn.Linear(128, 8)
+    for make in (
+        lambda **o: modules.Attention(**o),
+        lambda **o: modules.Int8Attention(2, 16, 50, **o),
+        lambda **o: modules.Int8Linear.from_linear(linear, **o),
+    ):
+        assert message_of(ValueError, lambda make=make: make(arch="foo")).endswith("got 'foo'")
+        make(arch="sm_90a")
+
+
+def test_a_backend_that_does_not_exist() -> None:
+    for name in ("attention", "quantize", "int8_gemm", "Int8Attention", "key_importance"):
+        said = message_of(ValueError, lambda name=name: CALLS[name](backend="gpu"))
+        assert said == "backend must be 'cuda', 'mirror' or 'interpret', got 'gpu'"
 
 
 # ---- tiles ---------------------------------------------------------------------------------------

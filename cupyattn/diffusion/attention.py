@@ -13,7 +13,7 @@ import numpy.typing as npt
 from cupyattn import checks, registry
 from cupyattn.api import attention
 from cupyattn.arrays import device_of, is_cupy, take
-from cupyattn.backends import on_device_of
+from cupyattn.backends import check_backend, on_device_of
 from cupyattn.compile import ModuleSpec
 from cupyattn.contracts import check_tiles
 from cupyattn.diffusion import guidance, pruning, unused
@@ -207,6 +207,7 @@ class Int8Attention:
         self._scale = checks.check_scale(scale, self.head_dim)
         self._norm = {"qk_norm": _take_weights(qk_norm), "qk_norm_eps": qk_norm_eps}
         check_arch(arch)
+        check_backend(backend)
         self._where = {"backend": backend, "arch": arch}
         warn_without_effect([
             *self._scales.unused,
