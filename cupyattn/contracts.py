@@ -85,8 +85,8 @@ def _broken(text: str, spec: ModuleSpec) -> str | None:
         try:
             if not _evaluate(condition, names, values):
                 return sentence
-        except (_Unknown, ZeroDivisionError):
-            continue
+        except (_Unknown, ArithmeticError, ValueError, TypeError, RecursionError):
+            continue  # what cannot be evaluated here is left to the compiler
     return None
 
 

@@ -59,6 +59,14 @@ def module_spec(
     return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
 
 
+def _named(variant: Variant, form: str, note: str = "") -> str:
+    """Return a kernel's name for a message, with the reason where its form is not the Hopper one.
+
+    A `note` that gives such a reason begins with ``"portable form: "``.
+    """
+    return f"{variant.name} ({note if note.startswith('portable form') else form})"
+
+
 def widest(*operands: Operand) -> int:
     """Return how many elements an access may have that all of the operands allow."""
     return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
@@ -201,7 +209,7 @@ def plan_attention(
     features = features_of(call, widest(q, k, v, o), **(fused.features if fused else {}))
     spec = module_spec(variant, features, tiles, form)
     if given is not None or variant.source is not None:
-        check_tiles(spec, tiles, f"{variant.name} ({form})")
+        check_tiles(spec, tiles, _named(variant, form, note))
     params = attn_params(call, q, k, v, o, mask, bias, kept_blocks)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
@@ -481,7 +489,7 @@ def plan_int8(
     features = features_of(call, vec, **quantised)
     spec = module_spec(variant, features, tiles, form)
     if not own_tiles:
-        check_tiles(spec, tiles, f"{variant.name} ({form})")
+        check_tiles(spec, tiles, _named(variant, form, note))
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
     params = attn_params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)

@@ -69,8 +69,8 @@ class Variant:
 
     Raises
     ------
-    TypeError, ValueError
-        For a name, family, tiles or dtypes that are none.
+    ValueError
+        For a name, family, tiles or dtypes that cannot be.
     """
 
     name: str

@@ -183,6 +183,11 @@ REFUSED_TILES: list[tuple[dict[str, Any], str]] = [
         f"fa_tc (sm90) does not take {Tiles(64, 128, 12, 2)}: block_q must be 128 or 192: two or "
         f"three warpgroups of 64 rows fill the registers {OWN}",
     ),
+    (
+        {"tiles": Tiles(128, 128, 12, 2), "arch": "sm_90a", "softcap": 2.0},
+        "fa_tc (portable form: the Hopper form takes no softcap) does not take "
+        f"{Tiles(128, 128, 12, 2)}: {ROWS_OF_MMA} {OWN}",
+    ),
 ]  # fmt: skip
 
 

@@ -212,6 +212,12 @@ def test_options_with_an_effect_are_not_warned_of(options) -> None:
             {"pruning_ratio": 0.5},
             ["pruning_ratio has no effect beside pruning_threshold: leave one of them out"],
         ),
+        (
+            {"enable_pruning": True, "pruning_threshold": 0.5},
+            {"pruning_ratio": 0.5, "enable_pruning": True},
+            ["pruning_ratio has no effect beside pruning_threshold: leave one of them out"],
+        ),
+        ({}, {"block_size": 128, "attention_type": "dense"}, [BLOCKS]),
         ({}, {"pruning_ratio": 0.5, "enable_pruning": True}, []),
         ({}, {"pruning_ratio": 0.5, "enable_pruning": False}, []),
     ],

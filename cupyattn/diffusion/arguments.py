@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 from cupyattn.errors import UnsupportedError
 
 #: Where code of this package lies.
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def check_count(name: str, value: Any) -> int:

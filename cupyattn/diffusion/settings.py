@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -103,7 +103,7 @@ class Settings:
             if name not in known:
                 raise TypeError(f"a call may override {', '.join(known)}, got {name!r}")
         found = replace(self, **overrides)
-        if not overrides.keys() & {"enable_pruning", "attention_type"}:
+        if overrides.get("enable_pruning", True):
             warn_without_effect(found.unused(overrides))
         return found
 
@@ -112,7 +112,7 @@ class Settings:
         """Names of the settings that are not the default."""
         return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
 
-    def unused(self, given: Iterable[str]) -> list[str]:
+    def unused(self, given: Collection[str]) -> list[str]:
         """Return a sentence for each of the settings `given` that has no effect."""
         found = of_pruning(given, enabled=self.enable_pruning, threshold=self.pruning_threshold)
         if "block_size" in given and (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from cupyattn.diffusion.calibration import Calibration
@@ -99,12 +99,12 @@ def of_policy(
     return found
 
 
-def of_pruning(given: Iterable[str], *, enabled: bool, threshold: Any) -> list[str]:
+def of_pruning(given: Collection[str], *, enabled: bool, threshold: Any) -> list[str]:
     """Return a sentence for each option of pruning that has no effect.
 
     Parameters
     ----------
-    given : iterable of str
+    given : collection of str
         Names of the options that the caller gave.
     enabled : bool
         Whether keys are pruned.
