@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cupyattn.compile import KERNELS, ModuleSpec, read_source
+from cupyattn import compile as compiler
+from cupyattn.compile import ModuleSpec, read_source
 from cupyattn.errors import KernelCompileError
 from cupyattn.includes import headers_reached
 from cupyattn.tiles import GemmTiles, Tiles
@@ -93,8 +94,9 @@ def _broken(text: str, spec: ModuleSpec) -> str | None:
 @functools.lru_cache(maxsize=64)
 def _read(text: str, path: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
     """Return the constants and the contracts of a source and of the headers that it reaches."""
-    toolkit = KERNELS / "no toolkit"  # its headers hold no contract
-    headers = (content for _, content in headers_reached(path, text, KERNELS, toolkit))
+    kernels = compiler.KERNELS
+    toolkit = kernels / "no toolkit"  # its headers hold no contract
+    headers = (content for _, content in headers_reached(path, text, kernels, toolkit))
     constants: dict[str, str] = {}
     contracts: list[tuple[str, str]] = []
     for content in (text, *headers):
