@@ -24,6 +24,16 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready-$(EXTRA)
 endif
 
+# Other projects build one kernel by these variables. Here no kernel is built beforehand.
+ifeq ($(origin KERNEL),command line)
+$(error KERNEL=$(KERNEL) builds nothing, as each kernel is compiled when it is first called: \
+	run "cupyattn profile $(or $(KERNEL),fa)" to profile it)
+endif
+ifeq ($(origin NVCC_ARCH),command line)
+$(error NVCC_ARCH=$(NVCC_ARCH) has no effect, as kernels are compiled for the device that runs \
+	them: "cupyattn cache --warm fa_tc:hd128:fp16 --arch sm_$(NVCC_ARCH)" compiles one beforehand)
+endif
+
 # The wheel has a command but no module to run with -m, and the command may not be on the PATH.
 CLANG_FORMAT := $(RUN) -c 'from clang_format import clang_format; clang_format()'
 KERNELS := $(wildcard kernels_cu/*.cu kernels_cu/*/*.cu kernels_cu/*/*.cuh)

@@ -35,18 +35,23 @@ def choose(backend: str | None, array: Any) -> str:
         For another name, or one that does not take arrays of that kind.
     """
     kind = array_namespace(array).__name__
+    check_backend(backend)
     if backend is None:
         if kind == "cupy":
             return "cuda"
         return "interpret" if is_on("CUPYATTN_INTERPRET") else "mirror"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be 'cuda', 'mirror' or 'interpret', got {backend!r}")
     if _KIND[backend].lower() != kind:
         raise ValueError(
             f"backend={backend!r} takes {_KIND[backend]} arrays, got "
             f"{'CuPy' if kind == 'cupy' else 'NumPy'} arrays"
         )
     return backend
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise ValueError unless there is a backend of that name, or None is named."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be 'cuda', 'mirror' or 'interpret', got {backend!r}")
 
 
 def own_arch(backend: str, array: Any) -> str | None:

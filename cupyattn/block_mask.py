@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.checks import check_limits
+from cupyattn.checks import check_length, check_limits
 from cupyattn.rounding import Array, array_namespace
 
 #: Sizes of the blocks: multiples of the tiles that the kernels take for a block mask
@@ -67,9 +67,7 @@ class BlockMask:
                 "a block mask must have four axes (batch or 1, heads or 1, q_blocks, kv_blocks), "
                 f"got mask.shape={self.mask.shape}"
             )
-        for name in ("block_q", "block_kv"):
-            if getattr(self, name) not in BLOCK_SIZES:
-                raise ValueError(f"{name} must be 64 or 128, got {getattr(self, name)!r}")
+        _check_sizes(self.block_q, self.block_kv)
         mask = xp.array(self.mask, order="C", copy=True)
         if xp is np:
             mask.flags.writeable = False
@@ -100,6 +98,7 @@ class BlockMask:
             raise TypeError(f"mask must be bool (True: attend), got mask.dtype={mask.dtype}")
         if not 2 <= mask.ndim <= 4:
             raise ValueError(f"mask must have two to four axes, got mask.shape={mask.shape}")
+        _check_sizes(block_q, block_kv)
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         *outer, len_q, len_kv = mask.shape
         q_blocks, kv_blocks = -(-len_q // block_q), -(-len_kv // block_kv)
@@ -130,11 +129,18 @@ class BlockMask:
             as well.
         block_q, block_kv : {64, 128}
 
+        Raises
+        ------
+        TypeError, ValueError
+            For lengths, a window or blocks that are none.
+
         Examples
         --------
         >>> BlockMask.from_window(256, 256, (64, 0)).mask[0, 0].astype(int).tolist()
         [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
         """
+        len_q, len_kv = check_length("len_q", len_q), check_length("len_kv", len_kv)
+        _check_sizes(block_q, block_kv)
         first, last = check_limits(causal, causal_align, window, len_q, len_kv)
         q0 = np.arange(0, len_q, block_q)[:, None]
         kv0 = np.arange(0, len_kv, block_kv)
@@ -250,3 +256,10 @@ def _lists(mask: Array) -> Array:
     dropped_last = xp.where(mask, numbers, numbers + np.int32(mask.shape[3]))
     counts = mask.sum(axis=3, keepdims=True, dtype=np.int32)
     return xp.concatenate([counts, xp.sort(dropped_last, axis=3)], axis=3)
+
+
+def _check_sizes(block_q: Any, block_kv: Any) -> None:
+    """Raise ValueError unless blocks have sizes that the kernels take."""
+    for name, size in (("block_q", block_q), ("block_kv", block_kv)):
+        if isinstance(size, bool) or size not in BLOCK_SIZES:
+            raise ValueError(f"{name} must be 64 or 128, got {size!r}")

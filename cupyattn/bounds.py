@@ -61,7 +61,7 @@ from cupyattn.score_bounds import (
 )
 from cupyattn.scoring import check_smoothing
 from cupyattn.splits import Splits
-from cupyattn.tiles import Tiles
+from cupyattn.tiles import Tiles, check_kind
 
 __all__ = [
     "TERMS",
@@ -161,6 +161,8 @@ def attention(
     >>> bound.total.shape, bool((bound.total < 2e-3).all())
     ((1, 1, 8, 16), True)
     """
+    check_kind(tiles)
+    lookup(variant).check_form(form)
     if quantized is None:
         if q is None or k is None or v is None:
             raise TypeError("q, k and v may only be None where quantized is given")

@@ -26,6 +26,9 @@ from cupyattn.features import P_TYPES
 from cupyattn.includes import headers_reached
 from cupyattn.ptxas import Resources, parse_resources, parse_smem_bytes
 from cupyattn.switches import is_on
+from cupyattn.targets import ARCHITECTURES as ARCHITECTURES
+from cupyattn.targets import LEAST_CAPABILITY
+from cupyattn.targets import capability_of as capability_of
 
 if TYPE_CHECKING:
     import cupy
@@ -34,9 +37,6 @@ if TYPE_CHECKING:
 KERNELS = Path(__file__).resolve().parent / "kernels_cu"
 if not KERNELS.is_dir():
     KERNELS = Path(__file__).resolve().parents[1] / "kernels_cu"
-
-#: Architectures that every kernel is compiled for in the tests.
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
 #: Options of every compilation; they are part of the numerics (docs/MATH_REFERENCE.md).
 OPTIONS = (
@@ -136,14 +136,6 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(arch for arch in ARCHITECTURES if capability_of(arch) in known)
 
 
-def capability_of(arch: str) -> int:
-    """Return the compute capability of an architecture times ten: 90 for ``"sm_90a"``."""
-    match = re.fullmatch(r"sm_(\d+)[af]?", arch) if isinstance(arch, str) else None
-    if match is None:
-        raise ValueError(f"arch must look like 'sm_80' or 'sm_90a', got {arch!r}")
-    return int(match[1])
-
-
 # ---- build ---------------------------------------------------------------------------------------
 
 _memory: dict[str, Binary] = {}
@@ -193,7 +185,7 @@ def translate(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
     Parameters, result and errors are those of `build`, without cubin and resources, and without the
     errors of ptxas.
     """
-    capability_of(arch)  # says what it should be
+    capability_of(arch)  # raises for a name that is none
     return _compiled(spec, arch, arch.replace("sm_", "compute_"), source)
 
 
@@ -206,7 +198,6 @@ def _compiled(spec: ModuleSpec, arch: str, target: str, source: str | None) -> B
             f"NVRTC {_dotted(compiler.version)} does not know {arch}, only {known}: "
             "install a newer nvidia-cuda-nvrtc"
         )
-    _check_supported(capability_of(arch))
     if capability_of(arch) < (least := spec.least_capability):
         what, instead = {
             89: ("8-bit floats (pv='fp8')", "pv='int8' or pv='16bit'"),
@@ -522,7 +513,7 @@ def device_architecture(capability: int, hopper: bool = False) -> str:
 
 
 def _check_supported(capability: int) -> None:
-    if capability < 80:
+    if capability < LEAST_CAPABILITY:
         raise UnsupportedError(
             f"compute capability {capability / 10:.1f} is not supported, 8.0 and newer are: "
             "call with NumPy arrays to run the mirror"

@@ -12,6 +12,7 @@ from cupyattn import hopper, pieces, splits, stacking
 from cupyattn.checks import INT32_MAX, AttentionCall
 from cupyattn.codes import value_form
 from cupyattn.compile import ModuleSpec
+from cupyattn.contracts import check_tiles
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import Features
 from cupyattn.params import (
@@ -56,6 +57,14 @@ def module_spec(
     folder, suffix = SUFFIXED.get(form, ("" if form == "portable" else f"{form}/", ""))
     source = variant.source or f"{folder}attn_{variant.name}{suffix}.cu"
     return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
+
+
+def _named(variant: Variant, form: str, note: str = "") -> str:
+    """Return a kernel's name for a message, with the reason where its form is not the Hopper one.
+
+    A `note` that gives such a reason begins with ``"portable form: "``.
+    """
+    return f"{variant.name} ({note if note.startswith('portable form') else form})"
 
 
 def widest(*operands: Operand) -> int:
@@ -179,6 +188,7 @@ def plan_attention(
         raise UnsupportedError(
             f"{variant.name} takes operands that are turned already: run plan_rotation on q and k"
         )
+    given = tiles
     changed, note = call.scores_changed or call.packed is not None, ""
     form = "fused" if fused else variant.form_for(call.len_q, call.len_kv, tiles, changed=changed)
     if form == "split" and arch == "sm_90a" and tiles is None:
@@ -198,6 +208,8 @@ def plan_attention(
         fused.check(tiles)
     features = features_of(call, widest(q, k, v, o), **(fused.features if fused else {}))
     spec = module_spec(variant, features, tiles, form)
+    if given is not None or variant.source is not None:
+        check_tiles(spec, tiles, _named(variant, form, note))
     params = attn_params(call, q, k, v, o, mask, bias, kept_blocks)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
@@ -378,6 +390,7 @@ def plan_unfused_step(
     vec = widest(*rows) if rows else 1
     features = features_of(call, vec)
     spec = module_spec(variant, features, tiles)
+    check_tiles(spec, tiles, f"{variant.name} (portable)")
     absent = Operand((1, 1, 1, 1), (0, 0, 0, 0), 1, 0)
     q, k, v, o = (operands.get(name, absent) for name in "qkvo")
     of_scores = (operands.get(name) for name in ("mask", "bias", "kept_blocks"))
@@ -475,6 +488,8 @@ def plan_int8(
         quantised |= {"group_v": values.group, "p_type": values.p_type}
     features = features_of(call, vec, **quantised)
     spec = module_spec(variant, features, tiles, form)
+    if not own_tiles:
+        check_tiles(spec, tiles, _named(variant, form, note))
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
     params = attn_params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)

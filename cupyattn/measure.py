@@ -285,6 +285,11 @@ def ladder(
     )
     options: dict[str, Any] = {"scale": scale, "causal": causal, "causal_align": causal_align}
     call = checks.check_attention(q, k, v, **options)
+    if 0 in (*q.shape, *k.shape):
+        raise ValueError(
+            "q, k and v must hold 1 or more of every axis to be judged, got "
+            f"q.shape={tuple(q.shape)} and k.shape={tuple(k.shape)}"
+        )
     backend = "cuda" if arrays.is_cupy(q) else "mirror"
     chosen = [registry.lookup(n) for n in (registry.VARIANTS if variants is None else variants)]
     rows = judged_rows(call, seed)

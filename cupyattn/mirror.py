@@ -41,7 +41,7 @@ from cupyattn.rounding import (
     tanh,
 )
 from cupyattn.scoring import EVERYWHERE, Scoring, check_smoothing
-from cupyattn.tiles import Tiles
+from cupyattn.tiles import Tiles, check_kind
 
 
 @dataclass(frozen=True)
@@ -368,6 +368,8 @@ def attention_mirror(
     quant = None
     if quantized is not None:
         form, quant = form or portable_form(quantized, softcap, bias), quantized.config
+    check_kind(tiles)
+    rung.check_form(form)
     form = form or rung.form_for(len_q, len_kv, tiles, changed=changed)
     n = numerics or compose_numerics(rung.family, form, dtype, quant, **given)
     check_features(n, softcap, bias)

@@ -432,6 +432,7 @@ def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
     from cupyattn import reference
 
     options, z = request.options, request.quantized
+    form = form or stages(request).plans[-1].form  # first: it refuses what no kernel takes
     operands: tuple[Any, ...] = (request.q, request.k, request.v)
     if request.variant.family == "int8":
         z = z or quantize(
@@ -443,9 +444,9 @@ def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
     elif request.preparation is not None:
         operands = (*request.preparation.stored(request.q, request.k), request.v)
     o, lse = reference.attention_mirror(
-        *operands, variant=request.variant.name, tiles=options.tiles,
-        form=form or stages(request).plans[-1].form, scale=options.scale,
-        causal=options.causal, causal_align=options.causal_align, window=options.window,
+        *operands, variant=request.variant.name, tiles=options.tiles, form=form,
+        scale=options.scale, causal=options.causal, causal_align=options.causal_align,
+        window=options.window,
         softcap=options.softcap, mask=request.mask, bias=request.bias,
         block_mask=options.block_mask, return_lse=True,
     )  # fmt: skip

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cupyattn import splits
 from cupyattn.errors import UnsupportedError
+from cupyattn.features import DTYPES
 from cupyattn.tiles import Tiles
+
+#: What a rung computes with.
+FAMILIES = ("unfused", "float32", "tensor_core", "int8")
+#: The largest head size of the kernels.
+MOST_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +66,11 @@ class Variant:
         blocks of every block mask.
     source : Path, optional
         A ``.cu`` outside the package, given by `cupyattn.register`.
+
+    Raises
+    ------
+    ValueError
+        For a name, family, tiles or dtypes that cannot be.
     """
 
     name: str
@@ -79,6 +91,44 @@ class Variant:
     hopper_fp8_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     hopper_by_tile_tiles: Mapping[int, Tiles] = field(default_factory=dict)
     fused_tiles: Mapping[int, Tiles] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and re.fullmatch(r"[A-Za-z_]\w*", self.name, re.ASCII)):
+            raise ValueError(
+                "name must be letters, digits and underscores, as the kernel is called "
+                f"attn_<name>, got {self.name!r:.60}"
+            )
+        if self.family not in FAMILIES:
+            raise ValueError(
+                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {self.family!r:.60}"
+            )
+        if not (
+            isinstance(self.dtypes, tuple)
+            and self.dtypes
+            and all(isinstance(dtype, str) and dtype in DTYPES for dtype in self.dtypes)
+        ):
+            raise ValueError(
+                f"dtypes must be a tuple of some of {', '.join(map(repr, DTYPES))}, such as "
+                f"('float16',), got {self.dtypes!r:.60}"
+            )
+        self._check_tiles()
+
+    def _check_tiles(self) -> None:
+        """Raise unless the default tiles are those of every head size."""
+        table = self.tiles
+        limits = list(table) if isinstance(table, Mapping) else []
+        whole = all(type(limit) is int and limit > 0 for limit in limits)
+        if not (
+            limits
+            and whole
+            and limits == sorted(limits)
+            and limits[-1] == MOST_HEAD_DIM
+            and all(isinstance(tiles, Tiles) for tiles in table.values())
+        ):
+            raise ValueError(
+                "tiles must be a mapping of the largest head_dim to cupyattn.Tiles, rising and "
+                f"ending with {MOST_HEAD_DIM}, such as {{256: Tiles(32, 32, 4)}}, got {table!r:.90}"
+            )
 
     @property
     def entry_point(self) -> str:
@@ -123,6 +173,14 @@ class Variant:
         """
         fits = "split" in self.forms and tiles is None and not changed
         return "split" if fits and splits.applies(len_q, len_kv) else "portable"
+
+    def check_form(self, form: str | None) -> None:
+        """Raise ValueError unless there is such a form, or none is named."""
+        if form is not None and form not in self.forms:
+            raise ValueError(
+                f"form must be one of {', '.join(map(repr, self.forms))} for {self.name}, got "
+                f"{form!r:.60}"
+            )
 
     @property
     def turns_on_load(self) -> bool:
@@ -433,9 +491,13 @@ def register(variant: Variant, source: str | Path) -> Variant:
 
     Raises
     ------
+    TypeError
+        If `variant` is not a `Variant`.
     ValueError
         If the name is taken or the file does not exist.
     """
+    if not isinstance(variant, Variant):
+        raise TypeError(f"variant must be a cupyattn.Variant, got {variant!r:.60}")
     path = Path(source).resolve()
     if variant.name in VARIANTS:
         raise ValueError(f"a variant called {variant.name!r} is already registered")

@@ -12,7 +12,6 @@ import numpy as np
 from cupyattn import arrays, auto, backends, checks, registry
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import AttentionCall
-from cupyattn.compile import capability_of
 from cupyattn.preparation import EPS, Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.operands import check_packed_quant
@@ -21,7 +20,8 @@ from cupyattn.rope import check_turned_before
 from cupyattn.rounding import array_namespace
 from cupyattn.scoring import check_smoothing
 from cupyattn.sequences import Sequences, one_entry, take_sequences
-from cupyattn.tiles import Tiles
+from cupyattn.targets import capability_of, check_arch
+from cupyattn.tiles import Tiles, check_kind
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,12 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> Request:
     ValueError, TypeError, UnsupportedError
         As `cupyattn.attention` says.
     """
-    _check_kind("tiles", options.tiles, Tiles, "a cupyattn.Tiles or None")
+    check_kind(options.tiles)
     _check_kind("quant", options.quant, QuantConfig, "a cupyattn.QuantConfig or None")
     _check_kind("block_mask", options.block_mask, BlockMask, "a cupyattn.BlockMask or None")
     _check_kind("causal", options.causal, (bool, np.bool_), "True or False")
     _check_kind("scale", options.scale, numbers.Real, "a number or None")
+    check_arch(options.arch)
     if options.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {options.layout!r}")
     if isinstance(q, QuantizedQKV):

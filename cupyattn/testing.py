@@ -27,7 +27,7 @@ from cupyattn.registry import lookup
 from cupyattn.rounding import Array, array_namespace, as_float64
 from cupyattn.splits import wanted_rows
 from cupyattn.strategies import REGIMES, attention_inputs, make_regime
-from cupyattn.tiles import Tiles
+from cupyattn.tiles import Tiles, check_kind
 
 __all__ = [
     "REGIMES",
@@ -216,7 +216,8 @@ def judge(
     Raises
     ------
     ValueError
-        If `o` or `lse` does not have the shape that the inputs ask for.
+        If `o` or `lse` does not have the shape that the inputs ask for, or the rung has no such
+        `form`.
 
     Examples
     --------
@@ -226,6 +227,8 @@ def judge(
     >>> report.passed, report.rows
     (True, 8)
     """
+    check_kind(tiles)
+    lookup(variant).check_form(form)
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
     operands: tuple[Any, Any, Any] = (q, k, v)

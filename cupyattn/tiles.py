@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,8 +14,13 @@ class _Sizes:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
+            try:
+                size = 0 if isinstance(value, bool) else operator.index(value)
+            except TypeError:
+                size = 0
+            if size < 1:
                 raise ValueError(f"tiles.{field.name} must be a positive integer, got {value!r}")
+            object.__setattr__(self, field.name, size)
         if self.num_threads > 1024:
             raise ValueError(f"tiles.num_warps must be at most 32, got {self.num_threads // 32}")
 
@@ -50,8 +57,8 @@ class Tiles(_Sizes):
     Notes
     -----
     What a kernel needs of its tiles (divisibility, multiples of the instruction shape) is stated
-    once, as ``static_assert`` sentences in ``kernels_cu``; a tile that breaks one fails to compile
-    with that sentence in the `KernelCompileError`.
+    once, as ``static_assert`` sentences in ``kernels_cu``. A call with tiles that break one raises
+    a ValueError with that sentence, on every backend.
 
     Examples
     --------
@@ -114,3 +121,9 @@ class GemmTiles(_Sizes):
     def cluster(self) -> int:
         """Thread blocks of a cluster, which share a tile: 1 where none is shared."""
         return self.splits * self.tail_splits
+
+
+def check_kind(tiles: Any, kind: type[_Sizes] = Tiles) -> None:
+    """Raise TypeError unless tiles that a caller gave are a record of a kind, or None."""
+    if tiles is not None and not isinstance(tiles, kind):
+        raise TypeError(f"tiles must be a cupyattn.{kind.__name__} or None, got {tiles!r:.60}")

@@ -30,7 +30,7 @@ MODULES = (
     "cupyattn.interop.jax", "cupyattn.interop.diffusers", "cupyattn.interpret",
 )  # fmt: skip
 #: Sections of a docstring that list names with what they are.
-LISTS = ("Parameters", "Returns", "Yields", "Raises", "Attributes")
+LISTS = ("Parameters", "Returns", "Yields", "Raises", "Warns", "Attributes")
 PROSE = ("Notes", "See Also", "References")
 
 HEAD = (
@@ -208,7 +208,7 @@ def _section(title: str, lines: list[str]) -> Iterator[str]:
             yield f"  {_code(line.strip())}"
         elif line:
             name, _, kind = line.partition(" : ")
-            plain = title == "Raises" or not kind
+            plain = title in ("Raises", "Warns") or not kind
             yield f"- `{name}`" + ("" if plain else f": {_code(kind)}") + "  "
 
 

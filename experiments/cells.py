@@ -319,7 +319,14 @@ def reason(error: Exception) -> str:
     """Return what an error says in one line that means the same on every machine."""
     text = str(error).replace(f"{compiler.KERNELS}{os.sep}", "")
     sentence = re.search(r'static assertion failed with "([^"]+)"', text)
-    return sentence[1] if sentence else text.splitlines()[0]
+    if sentence:
+        return sentence[1]
+    sentence = re.search(r"does not take Tiles\(.*?\): (.*) \(tiles=None", text)
+    if sentence is None:
+        return text.splitlines()[0]
+    # NOTE: in the words of the kernel, as the compiler says the same.
+    sizes = r"\b(?:block_(?:q|kv|m|n)|num_warps|num_stages|head_dim)\b"
+    return re.sub(sizes, lambda size: size[0].upper(), sentence[1])
 
 
 def _like(array: Any, result: Any) -> Any:

@@ -156,7 +156,8 @@ def runner(candidate: Candidate, problem: Problem) -> Callable[[Any, Any, Any], 
     def run(q: Any, k: Any, v: Any) -> Any:
         if hasattr(q, "__array_interface__"):
             return ca.attention(
-                q, k, v, variant=candidate.form.variant.name, causal=problem.causal, tiles=tiles
+                q, k, v, variant=candidate.form.variant.name, causal=problem.causal, tiles=tiles,
+                arch=candidate.form.arch,
             )
         import cupy
 
@@ -187,7 +188,7 @@ def compiled(candidate: Candidate, problem: Problem) -> Cell | str:
     try:
         plan = plan_of(candidate, problem, operand, operand, operand, operand)
         facts = resources(plan.launches[0], candidate.form.arch)
-    except (ca.KernelCompileError, ca.UnsupportedError) as error:
+    except (ca.KernelCompileError, ca.UnsupportedError, ValueError) as error:
         return reason(error)
     tiles = tiles_of(candidate, problem)
     return Cell(

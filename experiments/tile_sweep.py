@@ -49,10 +49,10 @@ def compiled(problem: Problem, cell: Cell, arch: str) -> Cell | str:
     small = replace(problem, batch=1, heads=1, length=128)
     q, k, v = small.draw(on_device=False)
     options = Options(variant=cell.variant, causal=problem.causal, tiles=cell.tiles)
-    launch = plans(resolve(q, k, v, options))[-1].launches[-1]
     try:
+        launch = plans(resolve(q, k, v, options))[-1].launches[-1]
         facts = resources(launch, arch)
-    except ca.KernelCompileError as error:
+    except (ca.KernelCompileError, ValueError) as error:
         return reason(error)
     return replace(cell, facts={**cell.facts, **facts})
 

@@ -344,13 +344,21 @@ def test_a_missing_source_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_75x", "compute_80", "90"])
 def test_a_malformed_architecture_is_a_value_error(arch: str) -> None:
-    with pytest.raises(ValueError, match=f"arch must look like 'sm_80'.*{arch}"):
+    with pytest.raises(ValueError, match=f"^arch must be sm_80, .*got '{arch}'"):
         kc.build(ADD, arch)
 
 
-def test_an_unknown_architecture_names_those_that_are_known() -> None:
-    with pytest.raises(UnsupportedError, match=r"does not know sm_999, only .*sm_80"):
-        kc.build(ADD, "sm_999")
+def test_an_architecture_that_this_nvrtc_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(nvrtc.load().__dict__, "capabilities", (80, 86, 90))
+    with pytest.raises(UnsupportedError, match=r"does not know sm_100, only sm_80, sm_86, sm_90: "):
+        kc.build(ADD, "sm_100")
+
+
+def test_an_architecture_that_a_newer_nvrtc_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="got 'sm_130'"):
+        kc.capability_of("sm_130")
+    monkeypatch.setitem(nvrtc.load().__dict__, "capabilities", (80, 86, 90, 130))
+    assert kc.capability_of("sm_130") == 130
 
 
 def test_an_older_nvrtc_only_lists_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:

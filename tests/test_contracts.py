@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cupyattn import compile as kc
 from cupyattn.checks import GROUP_ALL
 from cupyattn.compile import KERNELS, ModuleSpec
+from cupyattn.contracts import check_tiles
 from cupyattn.errors import KernelCompileError
 from cupyattn.features import Features
 from cupyattn.quant.gemm_plan import GemmFeatures
@@ -250,3 +252,56 @@ def test_every_contract_is_tripped() -> None:
     for path in sorted(KERNELS.rglob("*.cu*")):
         for found in re.findall(r'static_assert\([^;]*?"([^"]+)"\s*\);', path.read_text()):
             assert any(sentence in found for sentence in tested), f"{path.name}: {found}"
+
+
+# ---- the same sentences without a compiler -------------------------------------------------------
+
+TILE_SIZES = {"BLOCK_Q", "BLOCK_KV", "NUM_WARPS", "NUM_STAGES", "BLOCK_M", "BLOCK_N", "HEAD_DIM"}
+OF_TILES = [
+    (source, changes, sentence)
+    for source, changes, sentence in BROKEN
+    if changes.keys() <= TILE_SIZES and ("attn_" in source or "gemm_" in source)
+]
+
+
+@pytest.mark.parametrize("source", GOOD)
+def test_tiles_that_compile_are_not_refused_beforehand(source: str) -> None:
+    check_tiles(spec_of(source, {}), GOOD[source], source)
+
+
+@pytest.mark.parametrize(("source", "changes", "sentence"), OF_TILES)
+def test_tiles_are_refused_beforehand_with_the_sentence_of_the_compiler(
+    source: str, changes: dict[str, int], sentence: str
+) -> None:
+    """The mirror compiles nothing: it evaluates what `translate` above reports."""
+    spec, tiles = spec_of(source, changes), GOOD[source]
+    with pytest.raises(ValueError) as caught:
+        check_tiles(spec, tiles, "the kernel")
+    said = str(caught.value)
+    assert said.startswith(f"the kernel does not take {tiles}: ")
+    assert sentence.lower() in said.lower() and said.endswith("(tiles=None takes its own)")
+
+
+def test_contracts_of_tiles_are_many() -> None:
+    assert len(OF_TILES) > 30
+
+
+@pytest.mark.parametrize("variant", ["fa_warps", "fa_tc"])
+def test_the_evaluation_agrees_with_the_compiler(variant: str) -> None:
+    """On tiles that were drawn, most of which break a contract."""
+    rng, source, refused = np.random.default_rng(1), f"attn_{variant}.cu", 0
+    for _ in range(12):
+        block_q, block_kv = (int(rng.choice([16, 32, 33, 64])) for _ in "qk")
+        tiles = Tiles(block_q, block_kv, int(rng.integers(1, 3)), int(rng.integers(1, 4)))
+        spec = ModuleSpec(
+            source, tuple(sorted({**dict(spec_of(source, {}).defines), **tiles.defines()}.items()))
+        )
+        try:
+            check_tiles(spec, tiles, variant)
+        except ValueError:
+            refused += 1
+            with pytest.raises(KernelCompileError, match="static assertion failed"):
+                kc.translate(spec, "sm_80")
+        else:
+            kc.translate(spec, "sm_80")
+    assert 0 < refused < 12

@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "codes",
         "includes",
         "nvrtc",
+        "targets",
         "ptxas",
         "disk_cache",
         "tensor_map",
@@ -70,6 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "quantisation_bounds",
         "bounds",
         "compile",
+        "contracts",
     ),
     (
         "interpret",
@@ -101,7 +103,8 @@ NO_CUPY = {
     "rounding", "codes", "checks", "rope", "preparation", "scoring", "block_mask", "mirror",
     "reference", "perturbation", "score_bounds", "value_bounds", "operand_bounds", "bound_parts",
     "quantisation_bounds", "bounds",
-    "includes", "nvrtc", "ptxas", "distributions", "strategies", "gradients", "backward_tiles",
+    "includes", "nvrtc", "targets", "contracts", "ptxas", "distributions", "strategies",
+    "gradients", "backward_tiles",
     "nvml",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.

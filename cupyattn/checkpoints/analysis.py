@@ -281,11 +281,17 @@ def analyze(
     ------
     OSError, ValueError, UnsupportedError
         As `open_checkpoint`, and where a file changes while it is read.
+    TypeError
+        For a `model` that is neither, or another `config`.
 
     Notes
     -----
     Memory: one tensor, and about ten megabytes.
     """
+    if not (isinstance(model, (str, os.PathLike)) or hasattr(model, "tensors")):
+        raise TypeError(f"model must be a path or a Source of open_checkpoint, got {model!r:.60}")
+    if not isinstance(config, Int8Config | None):
+        raise TypeError(f"config must be a cupyattn.Int8Config or None, got {config!r:.60}")
     source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
     config = config or Int8Config()
     reports = []

@@ -45,6 +45,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.threads < 1:
         raise ValueError(f"--threads must be at least 1, got {args.threads}")
+    for arch in args.arch or ():
+        compiler.capability_of(arch)
+    if args.arch and not args.warm:
+        raise ValueError("--arch is for --warm: give --warm SPEC too, or leave --arch out")
     architectures = args.arch or _architectures()
     jobs = [
         (spec, arch)

@@ -124,6 +124,12 @@ def choose(args: argparse.Namespace, *, large: bool) -> Input:
     if args.dtype:
         # NOTE: float16 to bfloat16 goes by way of float32, which holds both.
         found = [a.astype(np.float32).astype(STORAGE[args.dtype]) for a in found]
+    for letter, array in zip("qkv", found, strict=True):
+        if not array.size:
+            raise ValueError(
+                f"{letter} of {path} holds nothing, as its shape is {array.shape}: give arrays of "
+                "1 or more rows"
+            )
     name = f"{path.name if args.qkv else 'text encoder'}{f', {prefix}' if prefix else ''}"
     return Input(name, *found)
 
@@ -141,8 +147,9 @@ def random(args: argparse.Namespace, *, large: bool) -> Input:
         "heads_kv": args.heads_kv,
     }
     for name, size in sizes.items():
-        if size is not None and size < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {size}")
+        if size is not None and size < 1:
+            given = "len" if name.startswith("len") and getattr(args, name) is None else name
+            raise ValueError(f"--{given.replace('_', '-')} must be 1 or more, got {size}")
     name = args.distribution or "normal"
     drawn = distributions.make(name, **sizes, dtype=args.dtype or "float16", seed=args.seed)
     return Input(f"{name}, seed {args.seed}", *drawn)

@@ -66,9 +66,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    for name in ("batch", "heads", "len", "head_dim", "devices", "per_host"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("batch", "heads", "len", "len_kv", "head_dim", "devices", "per_host"):
+        size = getattr(args, name)
+        if size is not None and size < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
     arch = args.arch or (_ARCH if device.device_missing() else own_arch())
     whole = _call(args)
     lengths = whole.len_q, whole.len_kv

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import numbers
 import operator
+import os
+import sys
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from cupyattn.errors import UnsupportedError
+
+#: Where code of this package lies.
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def check_count(name: str, value: Any) -> int:
@@ -16,13 +25,18 @@ def check_count(name: str, value: Any) -> int:
     TypeError, ValueError
         For anything else.
     """
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r:.60}") from None
+    count = check_whole(name, value)
     if isinstance(value, bool) or count < 1:
         raise ValueError(f"{name} must be 1 or more, got {value!r}")
     return count
+
+
+def check_whole(name: str, value: Any) -> int:
+    """Return a whole number; TypeError for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r:.60}") from None
 
 
 def check_number(name: str, value: Any, said: str, allowed: Callable[[float], bool]) -> float:
@@ -63,3 +77,68 @@ def check_timestep(name: str, value: Any, count: int) -> int:
     if not 0 <= index < count:
         raise ValueError(f"{name} must be 0 to num_timesteps - 1 = {count - 1}, got {index}")
     return index
+
+
+def check_percentile(percentile: Any) -> float:
+    """Return a percentile, which is in per cent: above 1 and at most 100.
+
+    Raises
+    ------
+    TypeError
+        For what is not a number.
+    ValueError
+        For a number outside that range. One of at most 1 is a fraction in nearly every case.
+
+    Examples
+    --------
+    >>> check_percentile(99.9)
+    99.9
+    """
+    if isinstance(percentile, bool) or not isinstance(percentile, numbers.Real):
+        raise TypeError(f"percentile must be a number of per cent, got {percentile!r:.60}")
+    value = float(percentile)
+    if 0.01 < value <= 1:
+        raise ValueError(
+            f"percentile is in per cent, above 1 and at most 100, got {percentile!r}: "
+            f"give {100 * value:.12g} for that"
+        )
+    if not 1 < value <= 100:
+        raise ValueError(
+            f"percentile is in per cent, above 1 and at most 100, got {percentile!r}: "
+            "99 is the default"
+        )
+    return value
+
+
+def check_softmax_eps(softmax_eps: Any) -> None:
+    """Raise UnsupportedError unless it is 0."""
+    if check_number("softmax_eps", softmax_eps, "0 or more", lambda x: x >= 0):
+        raise UnsupportedError(
+            f"softmax_eps={softmax_eps!r} is not supported: a sum of exponentials is relative to a "
+            "maximum that each kernel keeps in its own way, so that it would mean something else "
+            "in each; use 0, rows without keys are zeros anyway"
+        )
+
+
+def check_projection(out_proj: Any, channels: int) -> Any:
+    """Return what is applied to so many channels of the output: a callable, an array or None."""
+    if out_proj is None or (callable(out_proj) and not hasattr(out_proj, "shape")):
+        return out_proj
+    shape = getattr(out_proj, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != channels:
+        raise ValueError(
+            f"out_proj must be callable or an array of shape (num_heads * head_dim = {channels}, "
+            f"channels), got {'no array' if shape is None else f'shape {tuple(shape)}'}"
+        )
+    return out_proj
+
+
+def warn_without_effect(sentences: list[str]) -> None:
+    """Warn of options without effect, at the line outside this package that gave them."""
+    if not sentences:
+        return
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    for sentence in sentences:
+        warnings.warn(sentence, UserWarning, stacklevel=level)

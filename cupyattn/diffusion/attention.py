@@ -13,21 +13,30 @@ import numpy.typing as npt
 from cupyattn import checks, registry
 from cupyattn.api import attention
 from cupyattn.arrays import device_of, is_cupy, take
-from cupyattn.backends import on_device_of
-from cupyattn.diffusion import guidance, pruning
-from cupyattn.diffusion.arguments import check_count, check_number
+from cupyattn.backends import check_backend, on_device_of
+from cupyattn.compile import ModuleSpec
+from cupyattn.contracts import check_tiles
+from cupyattn.diffusion import guidance, pruning, unused
+from cupyattn.diffusion.arguments import (
+    check_count,
+    check_number,
+    check_projection,
+    check_softmax_eps,
+    warn_without_effect,
+)
 from cupyattn.diffusion.kept_keys import KeptKeys, wants_key_sums
 from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.scales import StepScales
 from cupyattn.diffusion.schedules import Step
-from cupyattn.diffusion.settings import Settings
+from cupyattn.diffusion.settings import Settings, wants_mask
 from cupyattn.diffusion.steps import Steps
 from cupyattn.errors import UnsupportedError
 from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
 from cupyattn.rounding import Array, array_namespace
 from cupyattn.scratch import saying_what_is_needed
+from cupyattn.targets import check_arch
 from cupyattn.tiles import Tiles
 
 _log = logging.getLogger("cupyattn")
@@ -43,15 +52,16 @@ class Int8Attention:
         Of the queries; keys and values may have fewer heads, a divisor of `num_heads`.
     num_timesteps : int
         Entries of the schedule.
-    use_adaptive_scaling : bool
-        Static scales follow the timestep: a `Calibration` gives those of the step's bin, and static
-        scales of `quant`, which are those of the schedule's middle, are multiplied by a factor of
-        the step. False: one scale for all steps, the largest of all bins, or that of `quant`.
+    use_adaptive_scaling : bool, optional
+        True, or omitted: static scales follow the timestep. A `Calibration` gives those of the
+        step's bin. Static scales of `quant`, which are those of the schedule's middle, are
+        multiplied by a factor of the step. False: one scale for all steps, the largest of all bins,
+        or that of `quant`. Without static scales it has no effect.
     timestep_scales : array, (num_timesteps,), Calibration or path, optional
         Factors, positive, as `compute_adaptive_scales` returns them (which is called for them where
         they are needed and omitted), or a calibration or its file. Scales are dynamic, every
-        call's own, unless it is a calibration or `quant` has static ones: factors then change
-        nothing.
+        call's own, unless this is a calibration or `quant` has static ones. Factors have no effect
+        on dynamic scales.
     block_q, block_k : int, optional
         Query rows and keys of the kernels' tiles; what was measured best when omitted.
     softmax_eps : float
@@ -114,6 +124,12 @@ class Int8Attention:
     UnsupportedError
         For a `softmax_eps` that is not 0, or pruning with sparse attention.
 
+    Warns
+    -----
+    UserWarning
+        For an option that has no effect beside the others, such as `timestep_scales` with dynamic
+        scales, `pruning_ratio` without `enable_pruning`, or `block_size` with dense attention.
+
     Notes
     -----
     What INT8 does not take falls back to 16 bits, is logged by the logger ``cupyattn`` and counted
@@ -134,7 +150,7 @@ class Int8Attention:
         num_heads: int,
         head_dim: int,
         num_timesteps: int = 1000,
-        use_adaptive_scaling: bool = True,
+        use_adaptive_scaling: bool | None = None,
         timestep_scales: Any = None,
         block_q: int | None = None,
         block_k: int | None = None,
@@ -162,7 +178,7 @@ class Int8Attention:
         self.num_heads = check_count("num_heads", num_heads)
         self.head_dim = check_count("head_dim", head_dim)
         self.num_timesteps = check_count("num_timesteps", num_timesteps)
-        self.use_adaptive_scaling = bool(use_adaptive_scaling)
+        self.use_adaptive_scaling = use_adaptive_scaling is None or bool(use_adaptive_scaling)
         self.enable_cfg_fusion = bool(enable_cfg_fusion)
         self._steps = Steps(sigmas, self.num_timesteps)
         self.sigmas = self._steps.sigmas
@@ -172,19 +188,34 @@ class Int8Attention:
             raise TypeError(f"quant must be a cupyattn.QuantConfig or None, got {quant!r:.60}")
         self._scales = StepScales(
             self.quant, timestep_scales, self.sigmas, self.num_heads, self.head_dim,
-            adaptive=self.use_adaptive_scaling,
+            adaptive=use_adaptive_scaling,
         )  # fmt: skip
         self.calibration = self._scales.calibration
-        _check_softmax_eps(softmax_eps)
+        check_softmax_eps(softmax_eps)
         self._blocks = _check_blocks(block_q, block_k)
+        for variant in ("fa_tc", "fa_int8"):
+            tiles = self._tiles(variant, "portable")
+            if tiles is not None:
+                defines = {**tiles.defines(), "CFG_HEAD_DIM": self.head_dim, "CFG_VEC": 1}
+                spec = ModuleSpec(f"attn_{variant}.cu", tuple(sorted(defines.items())))
+                check_tiles(spec, tiles, f"{variant} (portable)")
         self._settings = Settings(
             attention_type, window_size, block_size, block_mask, enable_pruning, pruning_ratio,
             pruning_threshold, pruning_rows,
         )  # fmt: skip
-        self._out_proj = _check_projection(out_proj, self.num_heads * self.head_dim)
+        self._out_proj = check_projection(out_proj, self.num_heads * self.head_dim)
         self._scale = checks.check_scale(scale, self.head_dim)
         self._norm = {"qk_norm": _take_weights(qk_norm), "qk_norm_eps": qk_norm_eps}
+        check_arch(arch)
+        check_backend(backend)
         self._where = {"backend": backend, "arch": arch}
+        warn_without_effect([
+            *self._scales.unused,
+            *unused.of_policy(self.policy, quant, timestep_scales, self.num_timesteps),
+            *self._settings.unused(self._settings.given),
+            *(["qk_norm_eps has no effect without qk_norm: give qk_norm, or leave it out"]
+              if qk_norm is None and qk_norm_eps != EPS else []),
+        ])  # fmt: skip
         self._fallbacks: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -260,7 +291,7 @@ class Int8Attention:
         timestep: int | None = None,
         *,
         sigma: float | None = None,
-        return_mask: bool = False,
+        return_mask: bool | None = None,
         mask: Any = None,
         rope: Any = None,
         rope_interleaved: bool = False,
@@ -277,8 +308,9 @@ class Int8Attention:
             Index into the schedule, 0 = most noise.
         sigma : float
             Noise-to-signal ratio in place of `timestep`.
-        return_mask : bool
-            Return which keys were kept, too.
+        return_mask : bool, optional
+            Return which keys were kept, too. When omitted: only if this call has
+            ``enable_pruning=True``. Pruning that was set at construction does not count.
         mask, rope, rope_interleaved
             As for `cupyattn.attention`; not with pruning.
         **overrides
@@ -291,13 +323,23 @@ class Int8Attention:
         o : array, (batch, num_heads, len_q, head_dim)
             Kind and dtype of q; with `out_proj` what that makes of it.
         kept : array, bool, (batch, num_heads, len_kv)
-            With `return_mask`; all True without pruning.
+            Where `return_mask` says so: True for the keys that were kept. All True without pruning.
 
         Raises
         ------
         ValueError, TypeError, UnsupportedError
-            As the class and `cupyattn.attention`.
+            As the class and `cupyattn.attention`. There is no ``return_lse``.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> q = k = v = np.ones((2, 1, 40, 16), np.float16)
+        >>> layer = Int8Attention(1, 16, 50)
+        >>> o, kept = layer(q, k, v, 3, enable_pruning=True, pruning_ratio=0.25)
+        >>> o.shape, kept.shape, kept.sum(axis=2).tolist()
+        ((2, 1, 40, 16), (2, 1, 40), [[30], [30]])
         """
+        return_mask = wants_mask(return_mask, overrides)
         settings, step = self._settings.changed(overrides), self.step(timestep, sigma)
         (q, restore), (k, _), (v, _) = (take(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
         given = {"mask": mask, "rope": rope, "rope_interleaved": rope_interleaved}
@@ -324,7 +366,7 @@ class Int8Attention:
         guidance_scale: float = 7.5,
         *,
         sigma: float | None = None,
-        return_mask: bool = False,
+        return_mask: bool | None = None,
         mask: Any = None,
         rope: Any = None,
         rope_interleaved: bool = False,
@@ -343,8 +385,9 @@ class Int8Attention:
         guidance_scale : float
             Changes nothing here, since guidance combines outputs of the network, not of a layer;
             `cupyattn.diffusion.guided` is the expression that would combine these.
-        return_mask : bool
-            Return which keys were kept, too.
+        return_mask : bool, optional
+            Return which keys were kept, too. When omitted, as for a call: if it has
+            ``enable_pruning=True``.
 
         Returns
         -------
@@ -352,7 +395,7 @@ class Int8Attention:
             As of two calls: to the bit, unless `quant` has one dynamic scale for all of Q
             (granularity "tensor") or keys are pruned.
         kept : array, bool
-            With `return_mask`: (batch or 2 batch, num_heads, len_kv), as k has.
+            Where `return_mask` says so: (batch or 2 batch, num_heads, len_kv), as k has.
 
         Raises
         ------
@@ -360,6 +403,7 @@ class Int8Attention:
             As a call.
         """
         check_number("guidance_scale", guidance_scale, "a finite number", math.isfinite)
+        return_mask = wants_mask(return_mask, overrides)
         settings, step = self._settings.changed(overrides), self.step(timestep, sigma)
         named = {"q_cond": q_cond, "q_uncond": q_uncond, "k": k, "v": v}
         (q_cond, restore), (q_uncond, _), (k, _), (v, _) = (take(n, a) for n, a in named.items())
@@ -560,29 +604,8 @@ def _take_weights(qk_norm: Any) -> Any:
     return tuple(take(name, weight)[0] for name, weight in zip(names, qk_norm, strict=True))
 
 
-def _check_softmax_eps(softmax_eps: Any) -> None:
-    if check_number("softmax_eps", softmax_eps, "0 or more", lambda x: x >= 0):
-        raise UnsupportedError(
-            f"softmax_eps={softmax_eps!r} is not supported: a sum of exponentials is relative to a "
-            "maximum that each kernel keeps in its own way, so that it would mean something else "
-            "in each; use 0, rows without keys are zeros anyway"
-        )
-
-
 def _check_blocks(block_q: Any, block_k: Any) -> tuple[int | None, int | None]:
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block is not None:
             check_count(name, block)
     return block_q, block_k
-
-
-def _check_projection(out_proj: Any, channels: int) -> Any:
-    if out_proj is None or (callable(out_proj) and not hasattr(out_proj, "shape")):
-        return out_proj
-    shape = getattr(out_proj, "shape", None)
-    if shape is None or len(shape) != 2 or shape[0] != channels:
-        raise ValueError(
-            f"out_proj must be callable or an array of shape (num_heads * head_dim = {channels}, "
-            f"channels), got {'no array' if shape is None else f'shape {tuple(shape)}'}"
-        )
-    return out_proj

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cupyattn.arrays import on_host, take
 from cupyattn.diffusion import storage
-from cupyattn.diffusion.arguments import check_timestep
+from cupyattn.diffusion.arguments import check_percentile, check_timestep
 from cupyattn.diffusion.schedules import SnrBins, check_sigmas, compute_sigma_schedule
 from cupyattn.quant.quantizers import channel_mean, scale_of_absmax
 from cupyattn.rounding import Array, array_namespace
@@ -53,7 +53,8 @@ class Calibration:
     Raises
     ------
     ValueError
-        If shapes do not fit together or a scale is not positive and finite.
+        If shapes do not fit together, a scale is not positive and finite, or `percentile` is not
+        above 1 and at most 100.
     """
 
     q_scale: Float32
@@ -77,6 +78,7 @@ class Calibration:
                 )
             if not (np.isfinite(scale) & (scale > 0)).all():
                 raise ValueError(f"{name} must be positive and finite")
+        check_percentile(self.percentile)
         if len(self.batches) != self.bins.count:
             raise ValueError(f"{self.bins.count} bins have {len(self.batches)} counts of batches")
 
@@ -186,8 +188,9 @@ def calibrate_quantization_scales(
         Q (batch, heads, len, head_dim) and K (batch, heads_kv, len, head_dim) as `Int8Attention`
         would get them, after any rotary embedding; NumPy, CuPy or DLPack. V has no static scales.
     percentile : float
-        0 < percentile <= 100. The scale's code 127 stands for this percentile, by nearest rank: the
-        smallest number that so many per cent do not exceed. What exceeds it saturates.
+        In per cent, above 1 and at most 100: 99.9 for all but a thousandth. The scale's code 127
+        stands for this percentile, by nearest rank: the smallest number that so many per cent do
+        not exceed. Larger values saturate.
     of : {"maxima", "values"}
         Percentile of the batches' absolute maxima (with fewer than 100 batches 99 is the largest),
         or of all absolute values, rounded up to 8 significant bits.
@@ -208,7 +211,10 @@ def calibrate_quantization_scales(
     Raises
     ------
     ValueError
-        For a bin without a batch, a batch that is not finite, or shapes that do not fit together.
+        For a `percentile` of at most 1 or above 100, a bin without a batch, a batch that is not
+        finite, or shapes that do not fit together.
+    TypeError
+        For a `percentile` that is not a number.
 
     Examples
     --------
@@ -217,8 +223,7 @@ def calibrate_quantization_scales(
     >>> found.q_scale, found.heads, found.head_dim
     (array([[2., 1.]], dtype=float32), 2, 2)
     """
-    if not 0 < percentile <= 100:
-        raise ValueError(f"percentile must be above 0 and at most 100, got {percentile!r}")
+    check_percentile(percentile)
     if of not in _OF:
         raise ValueError(f"of must be 'maxima' or 'values', got {of!r}")
     schedule = compute_sigma_schedule() if sigmas is None else check_sigmas("sigmas", sigmas)

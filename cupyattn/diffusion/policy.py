@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from cupyattn.diffusion.arguments import check_whole
 from cupyattn.diffusion.schedules import Float64
 
 #: "aggressive": INT8 Q.K^T and 8-bit P.V; "balanced": INT8 Q.K^T and 16-bit P.V; "precision": the
@@ -50,7 +51,9 @@ class SigmaPolicy:
     Raises
     ------
     ValueError
-        If the thresholds cross, or one is negative or NaN.
+        If the thresholds cross, or one is negative or NaN, or `late_steps` is negative.
+    TypeError
+        If `late_steps` is not a whole number.
 
     Examples
     --------
@@ -69,6 +72,9 @@ class SigmaPolicy:
                 f"precision_below={self.precision_below!r} "
                 f"aggressive_above={self.aggressive_above!r}"
             )
+
+        if self.late_steps is not None and check_whole("late_steps", self.late_steps) < 0:
+            raise ValueError(f"late_steps must be 0 or more, got {self.late_steps!r}")
 
     def mode(self, timestep: int, ratio: float) -> str:
         """Return the mode of a step, as `PrecisionPolicy` says."""

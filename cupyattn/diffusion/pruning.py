@@ -14,7 +14,7 @@ import numpy as np
 
 from cupyattn.arrays import check_one_device, contiguous_last_axis
 from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
-from cupyattn.checks import data_address
+from cupyattn.checks import check_scale, data_address
 from cupyattn.diffusion.arguments import check_count, check_number
 from cupyattn.diffusion.key_passes import (
     IMPORTANCE_DTYPES,
@@ -31,6 +31,7 @@ from cupyattn.diffusion.ranking import largest_of_rows
 from cupyattn.plans import Operand
 from cupyattn.quant.repeated import call_key, recall, remember
 from cupyattn.rounding import STORAGE, Array, array_namespace
+from cupyattn.targets import check_arch
 
 #: Query rows of each head that importance is estimated from.
 SAMPLE_ROWS = 32
@@ -125,6 +126,7 @@ def weigh_keys(
     if again is not None:
         importance, *more = again(addresses)  # sums of keys, or two row states
         return importance, more[0] if len(more) == 1 else None
+    check_arch(arch)
     xp = array_namespace(q, k)
     backend = choose(backend, q)
     rows, scale = check_count("rows", rows), _check_operands(q, k, scale)
@@ -169,11 +171,7 @@ def _check_operands(q: Array, k: Array, scale: float | None) -> float:
             f"q and k must both be one of {', '.join(STORAGE)} or float64, got {q.dtype} and "
             f"{k.dtype}"
         )
-    if scale is None:
-        return float(max(q.shape[3], 1) ** -0.5)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
+    return check_scale(scale, max(q.shape[3], 1))
 
 
 def _kernels_weigh(backend: str, q: Array, k: Array) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from typing import Any
@@ -11,13 +10,11 @@ import numpy as np
 
 from cupyattn import auto
 from cupyattn.arrays import on_host, take
-from cupyattn.diffusion import guidance
+from cupyattn.diffusion import guidance, unused
 from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.schedules import Float64, Step, compute_adaptive_scales
 from cupyattn.quant import QuantConfig
 from cupyattn.rounding import Array
-
-_log = logging.getLogger("cupyattn")
 
 #: The row of a calibration that stands for all steps.
 _UNIFORM = -1
@@ -39,8 +36,13 @@ class StepScales:
     sigmas : array, (num_timesteps,)
         The schedule.
     num_heads, head_dim : int
-    adaptive : bool
-        Whether static scales follow the timestep.
+    adaptive : bool or None
+        Whether static scales follow the timestep; None: they do, and the caller said nothing.
+
+    Attributes
+    ----------
+    unused : list of str
+        A sentence for each of these options that has no effect.
 
     Raises
     ------
@@ -56,9 +58,9 @@ class StepScales:
         num_heads: int,
         head_dim: int,
         *,
-        adaptive: bool,
+        adaptive: bool | None,
     ) -> None:
-        self.quant, self.adaptive = quant, adaptive
+        self.quant = quant
         self.calibration: Calibration | None = None
         self._factors: Any = None
         if isinstance(given, (str, os.PathLike)):
@@ -73,9 +75,9 @@ class StepScales:
             self.calibration = given
         elif given is not None:
             self._factors = _check_factors(given, sigmas.size)
-            if not quant.static:
-                _log.info("timestep_scales change nothing: the scales of quant are dynamic")
-        elif quant.static and adaptive:
+        self.unused = unused.of_scales(quant, self._factors, self.calibration, adaptive)
+        self.adaptive = adaptive is not False
+        if quant.static and self.adaptive and given is None:
             self._factors = compute_adaptive_scales(sigmas)
         if quant.static and not quant.symmetric:
             raise ValueError("static scales of quant need symmetric=True")

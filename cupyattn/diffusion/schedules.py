@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.diffusion.arguments import check_count, check_number
+from cupyattn.diffusion.arguments import check_count, check_number, warn_without_effect
 
 Float64 = npt.NDArray[np.float64]
 
@@ -68,6 +68,11 @@ def compute_sigma_schedule(
     ValueError
         For another kind, or numbers that make no schedule.
 
+    Warns
+    -----
+    UserWarning
+        For an argument of another kind of schedule, which has no effect.
+
     Notes
     -----
     EDM (Karras et al. 2022, equation 5), i = 0 ... n - 1::
@@ -88,6 +93,23 @@ def compute_sigma_schedule(
     array([inf,  9.,  3.,  1.])
     """
     n = check_count("timesteps", timesteps)
+    given = {
+        "edm": {
+            "sigma_min": sigma_min != EDM_SIGMA_MIN, "sigma_max": sigma_max != EDM_SIGMA_MAX,
+            "rho": rho != EDM_RHO,
+        },
+        "flow": {"shift": shift != 1.0},
+        "ddpm": {
+            "beta_start": beta_start != DDPM_BETA_START, "beta_end": beta_end != DDPM_BETA_END,
+            "beta_schedule": beta_schedule != "linear",
+            "train_timesteps": train_timesteps != DDPM_TRAIN_STEPS,
+        },
+    }  # fmt: skip
+    warn_without_effect([
+        f"{name} has no effect with kind={kind!r}: it is for kind={of!r}, so leave it out"
+        for of, options in given.items() if kind in KINDS and of != kind
+        for name, is_given in options.items() if is_given
+    ])  # fmt: skip
     if kind == "edm":
         low, high, bend = (
             _positive(name, value)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cupyattn.block_mask import BLOCK_SIZES, BlockMask
 from cupyattn.diffusion import pruning
-from cupyattn.diffusion.arguments import check_count
+from cupyattn.diffusion.arguments import check_count, warn_without_effect
 from cupyattn.diffusion.guidance import BRANCHES, for_both_branches
 from cupyattn.diffusion.policy import MODES, check_mode
+from cupyattn.diffusion.unused import of_pruning
 from cupyattn.errors import UnsupportedError
 from cupyattn.rounding import Array
 
@@ -101,7 +102,27 @@ class Settings:
         for name in overrides:
             if name not in known:
                 raise TypeError(f"a call may override {', '.join(known)}, got {name!r}")
-        return replace(self, **overrides)
+        found = replace(self, **overrides)
+        if overrides.get("enable_pruning", True):
+            warn_without_effect(found.unused(overrides))
+        return found
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the settings that are not the default."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+
+    def unused(self, given: Collection[str]) -> list[str]:
+        """Return a sentence for each of the settings `given` that has no effect."""
+        found = of_pruning(given, enabled=self.enable_pruning, threshold=self.pruning_threshold)
+        if "block_size" in given and (
+            self.attention_type != "block_sparse" or self.block_mask is not None
+        ):
+            found.append(
+                "block_size has no effect without attention_type='block_sparse' and window_size: "
+                "give both, or leave it out"
+            )
+        return found
 
     @functools.cached_property
     def _of_modes(self) -> dict[str, Settings]:
@@ -136,6 +157,24 @@ def _blocks_of_window(
 ) -> BlockMask:
     """Return the mask of a window once: it keeps what kernels read of it."""
     return BlockMask.from_window(len_q, len_kv, window, block_q=block_size, block_kv=block_size)
+
+
+def wants_mask(return_mask: bool | None, overrides: dict[str, Any]) -> bool:
+    """Return whether a call returns which keys were kept.
+
+    Parameters
+    ----------
+    return_mask : bool or None
+        As the caller gave it. None: with ``enable_pruning=True`` among the overrides.
+    overrides : dict
+        Settings of this call alone.
+    """
+    if "return_lse" in overrides:
+        raise TypeError(
+            "Int8Attention has no return_lse: cupyattn.attention(q, k, v, quant=..., "
+            "return_lse=True) returns the log-sum-exp"
+        )
+    return bool(overrides.get("enable_pruning") if return_mask is None else return_mask)
 
 
 def check_window_size(window_size: Any) -> tuple[int, int]:

@@ -7,7 +7,7 @@ Scale and code are those of `cupyattn.quant.quantizers.quantize_symmetric`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +96,15 @@ class Int8Config:
                 f"got {self.fallback_dtype!r}"
             )
         patterns = self.fp32_patterns
-        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
-            raise ValueError(f"fp32_patterns must be a sequence of str, got {patterns!r}")
+        if (
+            isinstance(patterns, (str, bytes))
+            or not isinstance(patterns, Iterable)
+            or not all(isinstance(p, str) for p in patterns)
+        ):
+            raise ValueError(
+                "fp32_patterns must be a sequence of str, such as ('blocks.0.*',), got "
+                f"{patterns!r:.60}"
+            )
         object.__setattr__(self, "fp32_patterns", tuple(patterns))
 
 

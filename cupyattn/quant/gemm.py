@@ -12,11 +12,12 @@ from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.checks import MAX_LENGTH, check_receiver
 from cupyattn.plans import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape
-from cupyattn.quant.gemm_plan import check_splits, on_hopper, plan_gemm, where_shared
+from cupyattn.quant.gemm_plan import check_tiles_of, on_hopper, plan_gemm, where_shared
 from cupyattn.quant.gemm_reference import check_activation, gemm_mirror
 from cupyattn.quant.repeated import call_key, recall, remember
 from cupyattn.rounding import STORAGE, array_namespace
-from cupyattn.tiles import GemmTiles
+from cupyattn.targets import check_arch
+from cupyattn.tiles import GemmTiles, check_kind
 
 Array = Any
 
@@ -112,6 +113,7 @@ def int8_gemm(
     if again is not None:
         made = again(addresses)
         return made[0] if out is None else out
+    check_arch(arch)
     xp = array_namespace(*given.values())
     check_one_device(**given)
     arrays = dict(given)
@@ -121,9 +123,8 @@ def int8_gemm(
     if out is not None:
         _check_out(out, (*a.shape[:-1], b.shape[0]), out_dtype, given)
     if tiles is not None:
-        if not isinstance(tiles, GemmTiles):
-            raise TypeError(f"tiles must be GemmTiles, got {tiles!r:.60}")
-        check_splits(tiles, a.shape[-1])
+        check_kind(tiles, GemmTiles)
+        check_tiles_of(tiles, a.shape[-1], arch)
     shape, n = tuple(a.shape[:-1]), b.shape[0]
     for name in {"a", "a_scales", "a_16"} & given.keys():
         given[name] = given[name].reshape(math.prod(shape), given[name].shape[-1])

@@ -12,6 +12,7 @@ import numpy as np
 
 from cupyattn.checks import INT32_MAX
 from cupyattn.compile import ModuleSpec
+from cupyattn.contracts import check_tiles
 from cupyattn.errors import UnsupportedError
 from cupyattn.features import DTYPES
 from cupyattn.launch import HOPPER_BLOCKS, tensor_map_of
@@ -359,11 +360,8 @@ def plan_gemm(
         raise UnsupportedError(f"tiles of the Hopper form do not go with the {note}")
     if note:
         _log.info("int8_gemm: %s", note)
-    if tiles is not None and form == "portable" and tiles.tail_splits > 1:
-        raise UnsupportedError(
-            "tiles.tail_splits must be 1 in the portable form, whose blocks take a tile each, got "
-            f'{tiles.tail_splits}: use arch="sm_90a", or tiles.splits'
-        )
+    if tiles is not None:
+        _check_form(tiles, form)
     if tiles is None:
         tiles = choose_tiles(m, n, k, PORTABLE_TILES if form == "portable" else HOPPER_TILES)
     features = GemmFeatures(
@@ -417,8 +415,18 @@ def plan_gemm(
     return plan
 
 
-def check_splits(tiles: GemmTiles, k: int) -> None:
-    """Raise ValueError unless every block that shares a tile has a slice of codes."""
+def check_tiles_of(tiles: GemmTiles, k: int, arch: str | None) -> None:
+    """Raise ValueError unless a caller's tiles suit the kernel and every block has work.
+
+    Parameters
+    ----------
+    tiles : GemmTiles
+    k : int
+        Codes of a row. Every block that shares a tile needs a slice of them.
+    arch : str or None
+        On ``"sm_90a"`` the tiles are those of the Hopper form.
+    """
+    _check_form(tiles, "sm90" if arch == "sm_90a" else "portable")
     most = max(min(_slices(k), MOST_SPLITS), 1)
     if tiles.cluster > most:
         name = "splits" if tiles.splits > 1 else "tail_splits"
@@ -426,6 +434,18 @@ def check_splits(tiles: GemmTiles, k: int) -> None:
             f"tiles.{name} must be 1 to {most}: at most {MOST_SPLITS}, and one for every "
             f"{BLOCK_SIZE} codes of k={k}, got {tiles.cluster}"
         )
+
+
+def _check_form(tiles: GemmTiles, form: str) -> None:
+    """Raise unless the kernel of a form, ``"portable"`` or ``"sm90"``, takes tiles."""
+    if form == "portable" and tiles.tail_splits > 1:
+        raise UnsupportedError(
+            "tiles.tail_splits must be 1 in the portable form, whose blocks take a tile each, got "
+            f'{tiles.tail_splits}: use arch="sm_90a", or tiles.splits'
+        )
+    folder = "" if form == "portable" else f"{form}/"
+    spec = ModuleSpec(f"{folder}gemm_int8.cu", tuple(sorted(tiles.defines().items())))
+    check_tiles(spec, tiles, f"int8_gemm ({form})")
 
 
 def _hopper_obstacle(operands: dict[str, tuple[Operand, str]]) -> str:

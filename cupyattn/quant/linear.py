@@ -289,8 +289,14 @@ def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]
 
 
 def _columns(columns: Sequence[int], channels: int) -> npt.NDArray[np.int32]:
-    """Return columns as an array, or raise ValueError."""
-    found = np.asarray(columns, np.int64).reshape(-1)
+    """Return columns as an array; TypeError or ValueError for what names none."""
+    given = np.asarray(columns)
+    if given.size and given.dtype.kind not in "iu":
+        raise TypeError(
+            "outlier_columns must be whole numbers, such as np.flatnonzero(mask) of a mask, got "
+            f"{columns!r:.60} of {given.dtype}"
+        )
+    found = given.astype(np.int64).reshape(-1)
     if found.size and (found.min() < 0 or found.max() >= channels):
         raise ValueError(f"outlier_columns must be 0 to {channels - 1}, got {columns!r}")
     if np.unique(found).size != found.size:

@@ -33,7 +33,8 @@ from cupyattn.rotation import prepares_of
 from cupyattn.rounding import Array, array_namespace
 from cupyattn.scratch import saying_what_is_needed
 from cupyattn.sequences import Sequences, one_entry, take_sequences
-from cupyattn.tiles import Tiles
+from cupyattn.targets import check_arch
+from cupyattn.tiles import Tiles, check_kind
 
 
 def quantize(
@@ -152,6 +153,9 @@ def _tiles_of(
     q: Array, quant: QuantConfig, tiles: Tiles | None, arch: str | None, backend: str
 ) -> Tiles:
     """Return the tiles of the attention kernel, checked against how V is quantised."""
+    check_arch(arch)
+    if tiles is not None:
+        check_rows_of(tiles)
     arch = arch or own_arch(backend, q)
     if tiles is None:
         tiles = scale_tiles(registry.lookup("fa_int8"), q.shape[3], quant, arch)
@@ -323,6 +327,16 @@ def scale_tiles(
         elif quant.value_p_type == "u8" and not quant.zero_points:
             form = "sm90_pv8_by_tile"
     return variant.default_tiles(head_dim, form)
+
+
+def check_rows_of(tiles: Tiles) -> None:
+    """Raise unless tiles that are given for quantising are those of some INT8 kernel."""
+    check_kind(tiles)
+    if tiles.block_q % 16 or tiles.block_kv % 16:
+        raise ValueError(
+            f"fa_int8 does not take {tiles}: block_q and block_kv must be multiples of 16, the "
+            "rows of a matrix product (tiles=None takes its own)"
+        )
 
 
 def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:

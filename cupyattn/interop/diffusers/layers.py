@@ -241,9 +241,11 @@ class Layer:
         form = heads, head_dim, scale
         if form not in self._attention:
             falling = None if schedule is None else schedule.falling
+            # A fixed mode is given in every call, so the policy is not asked.
+            policy = "adaptive" if self._fixed else self._policy
             self._attention[form] = Int8Attention(
                 heads, head_dim, _ANY_STEPS if falling is None else falling.size, sigmas=falling,
-                precision_policy=self._policy, quant=self._settings.quant, scale=scale,
+                precision_policy=policy, quant=self._settings.quant, scale=scale,
                 backend=self._settings.backend, arch=self._settings.arch,
             )  # fmt: skip
         return self._attention[form]

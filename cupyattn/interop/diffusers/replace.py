@@ -23,6 +23,7 @@ from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
 from cupyattn.interop.selection import Patterns, Selection, compiled
 from cupyattn.quant import QuantConfig
+from cupyattn.targets import check_arch
 
 #: Shorter calls stay native: quantising and a launch cost more than they can win.
 MIN_LENGTH = 128
@@ -140,6 +141,7 @@ def replace_attention_with_int8(
     1 attention module: 1 calls by cupyattn (1 balanced), 0 native
     transformer_blocks.0.attn: 1 balanced
     """
+    check_arch(arch)
     settings = Settings(check_count("min_length", min_length), quant, backend, arch)
     selection, policies = Selection.of(include, exclude), _policies(policy)
     owner, models = _models(pipe_or_model, scheduler)

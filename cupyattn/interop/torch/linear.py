@@ -23,6 +23,7 @@ from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.quant.gemm import form_of
 from cupyattn.quant.gemm_plan import plan_gemm
 from cupyattn.quant.gemm_reference import check_activation
+from cupyattn.targets import check_arch
 
 #: Layers on tensors of late, by the forms of these; the oldest make room.
 _recent: dict[Any, _Ready] = {}
@@ -230,6 +231,7 @@ class Int8Linear(torch.nn.Module):
             raise ValueError(
                 f"bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}"
             )
+        check_arch(arch)
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", weight_scale)
         if bias is not None and not isinstance(bias, torch.nn.Parameter):

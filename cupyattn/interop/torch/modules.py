@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from cupyattn.interop.torch.ops import how_seen
 from cupyattn.interop.torch.schema import number_of
 from cupyattn.preparation import EPS
 from cupyattn.quant import QuantConfig
-from cupyattn.tiles import Tiles
+from cupyattn.targets import check_arch
+from cupyattn.tiles import Tiles, check_kind
 
 
 class Attention(torch.nn.Module):
@@ -71,6 +73,8 @@ class Attention(torch.nn.Module):
             deterministic=deterministic, quant=quant, tiles=tiles, block_mask=block_mask,
             arch=arch, backend=backend,
         )  # fmt: skip
+        check_arch(arch)
+        check_kind(tiles)
         self._name_block_mask()
 
     def _name_block_mask(self) -> None:
@@ -184,7 +188,7 @@ class Int8Attention(torch.nn.Module):
         """Move or convert tensors, as ``to`` does."""
         super()._apply(*args, **kwargs)
         if self.q_norm_weight is not None:
-            self._make_layer()
+            self._remake_layer()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,7 +198,13 @@ class Int8Attention(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make it again."""
         super().__setstate__(state)
-        self._make_layer()
+        self._remake_layer()
+
+    def _remake_layer(self) -> None:
+        """Make it of options that were warned about when the module was constructed."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            self._make_layer()
 
     def mode(self, timestep: int | None = None, *, sigma: float | None = None) -> str:
         """Return the mode that the policy takes at a step."""
@@ -213,7 +223,7 @@ class Int8Attention(torch.nn.Module):
         timestep: int | None = None,
         *,
         sigma: float | None = None,
-        return_mask: bool = False,
+        return_mask: bool | None = None,
         mask: Tensor | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         rope_interleaved: bool = False,
@@ -234,7 +244,7 @@ class Int8Attention(torch.nn.Module):
         o : Tensor
             Shape of q, or what `out_proj` makes of it.
         kept : Tensor, bool, (batch, num_heads, len_kv)
-            With `return_mask`.
+            With `return_mask`, or ``enable_pruning=True`` in the call and no `return_mask`.
 
         Raises
         ------
@@ -249,9 +259,11 @@ class Int8Attention(torch.nn.Module):
                 self._layer, "qkv", tensors, rope_interleaved, timestep=timestep, sigma=sigma,
                 return_mask=return_mask, **overrides,
             )  # fmt: skip
-            return (self._project(found[0]), found[1]) if return_mask else self._project(found)
+            if isinstance(found, tuple):
+                return self._project(found[0]), found[1]
+            return self._project(found)
         if return_mask or overrides:
-            asked = ", ".join([*["return_mask"] * return_mask, *overrides])
+            asked = ", ".join([*["return_mask"] * bool(return_mask), *overrides])
             raise UnsupportedError(
                 f"{asked}: not supported where torch traces or differentiates a call; make a "
                 "module of those settings, or compute under torch.no_grad() and outside of "
@@ -275,7 +287,7 @@ class Int8Attention(torch.nn.Module):
         guidance_scale: float = 7.5,
         *,
         sigma: float | None = None,
-        return_mask: bool = False,
+        return_mask: bool | None = None,
         mask: Tensor | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         rope_interleaved: bool = False,
@@ -293,7 +305,7 @@ class Int8Attention(torch.nn.Module):
         -------
         o_cond, o_uncond : Tensor
         kept : Tensor
-            With `return_mask`.
+            With `return_mask`, or ``enable_pruning=True`` in the call and no `return_mask`.
 
         Raises
         ------
