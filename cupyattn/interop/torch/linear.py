@@ -16,6 +16,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.executor import ReadyCall
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
+from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.plans import Operand
 from cupyattn.quant import act_quant, int8_gemm, weight_quant
 from cupyattn.quant.activations import plan_act_quant
@@ -145,8 +146,20 @@ def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         weight, weight_scale = ctx.saved_tensors
         d_x = (d_y @ dequantised(weight, weight_scale, d_y.dtype)).to(ctx.dtype)
     if ctx.needs_input_grad[3]:
-        d_bias = d_y.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias)
+        d_bias = d_y.to(torch.float32)
+        if d_y.dim() > 1:
+            d_bias = d_bias.sum(tuple(range(d_y.dim() - 1)))
+        d_bias = d_bias.to(ctx.bias)
     return d_x, None, None, d_bias, None, None, None
+
+
+def _join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
+    """Run a layer on an x with a mapped axis: it takes any number of axes in front."""
+    x_axis, *others = in_dims
+    if x_axis is None or any(axis is not None for axis in others):
+        return None
+    x, *rest = arguments
+    return int8_linear(first_axis(x, x_axis), *rest)
 
 
 def dequantised(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -163,7 +176,7 @@ int8_linear = define(
     "str? backend",
     "Tensor", run, _fake,
 )  # fmt: skip
-differentiate(int8_linear, _derivative, _save)
+differentiate(int8_linear, _derivative, _save, _join)
 
 
 class Int8Linear(torch.nn.Module):
