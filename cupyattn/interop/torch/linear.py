@@ -146,10 +146,8 @@ def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         weight, weight_scale = ctx.saved_tensors
         d_x = (d_y @ dequantised(weight, weight_scale, d_y.dtype)).to(ctx.dtype)
     if ctx.needs_input_grad[3]:
-        d_bias = d_y.to(torch.float32)
-        if d_y.dim() > 1:
-            d_bias = d_bias.sum(tuple(range(d_y.dim() - 1)))
-        d_bias = d_bias.to(ctx.bias)
+        rows = d_y if d_y.dim() > 1 else d_y[None]
+        d_bias = rows.sum(tuple(range(rows.dim() - 1)), dtype=torch.float32).to(ctx.bias)
     return d_x, None, None, d_bias, None, None, None
 
 

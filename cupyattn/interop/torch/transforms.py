@@ -20,7 +20,6 @@ from torch.utils import _pytree
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.mapped import joins_the_batch
-from cupyattn.interop.torch.calls import Settings
 
 #: Applied by `vmap`: (size of the mapped axis, mapped axis of each argument or None, arguments) to
 #: results whose first axis is the mapped one. None: each entry needs a call of its own.
@@ -158,7 +157,7 @@ def _entry_by_entry(
 
 
 def join_batch(
-    operator: Callable[[], Any], names: Sequence[str], settings: Callable[[Sequence[Any]], Settings]
+    operator: Callable[[], Any], names: Sequence[str], settings: Callable[[Sequence[Any]], Any]
 ) -> Join:
     """Return the rule that lets a mapped axis join the batch of q, k and v.
 
@@ -169,7 +168,7 @@ def join_batch(
     names : sequence of str
         Of its tensors, which are its first arguments.
     settings : callable
-        Returns the settings among all arguments.
+        Returns the `calls.Settings` among all arguments.
     """
 
     def join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
@@ -179,7 +178,7 @@ def join_batch(
         if tables or not joins_the_batch(own.quant, own.block_mask):
             return None
         q_axis, q = axes["q"], arguments[names.index("q")]
-        batch = (q if q_axis is None else q.movedim(q_axis, 0)[0]).shape[0]
+        batch = (q if q_axis is None else q.movedim(q_axis, -1)).shape[0]
 
         def joined(name: str, x: Tensor | None) -> Tensor | None:
             if x is None or name in _TABLES:
