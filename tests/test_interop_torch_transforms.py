@@ -43,7 +43,9 @@ LINEAR = linear()
 #: Every function that has a derivative, and an input of it.
 FUNCTIONS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "attention": (lambda x: interop.attention(x, x, 0.5 * x, causal=True), heads(2)),
-    "attention_varlen": (lambda x: interop.attention_varlen(x, x, x, ENDS, ENDS), heads()[:, :5].swapaxes(0, 1)),
+    "attention_varlen": (
+        lambda x: interop.attention_varlen(x, x, x, ENDS, ENDS), heads()[:, :5].swapaxes(0, 1)
+    ),
     "int8_attention": (lambda x: interop.int8_attention(x, x, x), heads(2)),
     "scaled_dot_product_attention": (
         lambda x: interop.scaled_dot_product_attention(x, x, x, is_causal=True), heads()
@@ -205,7 +207,8 @@ def test_parameters_of_a_model_are_differentiated_for_each_sample() -> None:
         for name, parameter in block.named_parameters():
             expected = parameter.grad.double()
             error = (each[name][i].double() - expected).abs().max()
-            assert 0 < error + expected.abs().max() and error <= 0.01 * expected.abs().max()
+            # Sums of float16 products in another order: a few roundings of 2^-11 each.
+            assert expected.abs().max() > 0 and error <= 0.01 * expected.abs().max()
 
 
 def test_a_layer_of_one_row_has_a_gradient_of_the_bias() -> None:

@@ -37,7 +37,7 @@ def active() -> bool:
 
 def forward_mode() -> bool:
     """Return whether a level of dual tensors is open, in which tensors may have tangents."""
-    return forward_ad._current_level >= 0
+    return bool(forward_ad._current_level >= 0)
 
 
 def refuse_tangents(operator: Any, arguments: Iterable[Any]) -> None:
