@@ -295,6 +295,8 @@ class Int8Linear(torch.nn.Module):
             For an x of another shape, or on another device.
         TypeError
             For another type.
+        UnsupportedError
+            For a gradient with `activation`, and for forward-mode derivatives.
         """
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise RuntimeError(
