@@ -80,9 +80,9 @@ def _define(name: str, schema: Schema) -> Any:
     )  # fmt: skip
     join = join_of_backward = None
     if "cu_seqlens_q" not in schema.tensors:
-        join = join_batch(lambda: operator, schema.tensors, schema.settings)
+        join = join_batch(operator, schema.tensors, schema.settings)
         join_of_backward = join_batch(
-            lambda: backward_operator, ("d_out", "o", "lse", *schema.tensors),
+            backward_operator, ("d_out", "o", "lse", *schema.tensors),
             lambda arguments: schema.settings(arguments[3:]),
         )  # fmt: skip
     differentiate(operator, derivative, save, join)

@@ -157,14 +157,13 @@ def _entry_by_entry(
 
 
 def join_batch(
-    operator: Callable[[], Any], names: Sequence[str], settings: Callable[[Sequence[Any]], Any]
+    operator: Any, names: Sequence[str], settings: Callable[[Sequence[Any]], Any]
 ) -> Join:
     """Return the rule that lets a mapped axis join the batch of q, k and v.
 
     Parameters
     ----------
-    operator : callable
-        Returns the operator.
+    operator : OpOverload
     names : sequence of str
         Of its tensors, which are its first arguments.
     settings : callable
@@ -194,7 +193,7 @@ def join_batch(
             return every.expand(size, own_batch, *every.shape[2:]).flatten(0, 1)
 
         operands = [joined(n, x) for n, x in zip(names, arguments, strict=False)]
-        found = operator()(*operands, *arguments[len(names) :])
+        found = operator(*operands, *arguments[len(names) :])
         return tuple(
             x.unflatten(0, (size, batch)) if x.ndim > 1 else x.new_empty((size, 0)) for x in found
         )
