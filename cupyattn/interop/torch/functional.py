@@ -91,7 +91,9 @@ def attention(
     Notes
     -----
     Gradients are those of `cupyattn.attention_backward`, after an INT8 forward pass
-    straight-through, under ``torch.func.grad``, ``vmap`` and ``jacrev``, too. A CUDA graph may capture a call once the same call has run outside of it.
+    straight-through. The transforms ``grad``, ``vjp``, ``jacrev`` and ``vmap`` of ``torch.func``
+    are supported.
+    A CUDA graph may capture a call once the same call has run outside of it.
 
     Examples
     --------
