@@ -256,6 +256,21 @@ def test_what_broadcasts_stays_native() -> None:
     assert handle.report().native == {"operands that broadcast": 1}
 
 
+def test_tangents_are_those_of_the_models_own_attention() -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    model, x = calling(lambda q: attend(q, q, q)), torch.randn(1, 64, 32)
+
+    def tangent() -> Any:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), torch.no_grad():
+            return torch.func.jvp(model["attn"], (x,), (torch.ones_like(x),))[1]
+
+    expected = tangent()
+    with interop.replace_attention_with_int8(model, policy="balanced", **SHORT) as handle:
+        assert torch.equal(tangent(), expected) and expected.abs().sum() > 0
+    reason = "a transform of torch.func, or forward-mode derivatives"
+    assert handle.report().native == {reason: 1}
+
+
 # ---- the noise level -----------------------------------------------------------------------------
 
 DDPM = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

@@ -23,6 +23,7 @@ from cupyattn import api, backward
 from cupyattn.arrays import on_host
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop import xla_ffi
+from cupyattn.interop.mapped import joins_the_batch
 from cupyattn.request import Options, resolve
 from cupyattn.rounding import array_namespace
 
@@ -321,7 +322,7 @@ def _entries(
     mapped = {name: x.shape[:front] for name, x in operands.items()}
     whole, batch = results[0].shape[:front], operands["q"].shape[front]
     tables = any(math.prod(mapped[name]) > 1 for name in _TABLES if name in mapped)
-    if not tables and _joins_the_batch(options):
+    if not tables and joins_the_batch(options.get("quant"), options.get("block_mask")):
         joined = {name: _joined(name, x, whole, batch) for name, x in operands.items()}
         yield joined, [x.reshape(math.prod(whole) * batch, *x.shape[front + 1 :]) for x in results]
         return
@@ -331,17 +332,6 @@ def _entries(
             for name, x in operands.items()
         }
         yield one, [x[entry] for x in results]
-
-
-def _joins_the_batch(options: Mapping[str, Any]) -> bool:
-    """Whether entries of a batch have nothing in common and no place of their own in `options`."""
-    quant, block_mask = options.get("quant"), options.get("block_mask")
-    if block_mask is not None and block_mask.mask.shape[0] > 1:
-        return False
-    if quant is None:
-        return True
-    granularities = quant.granularity_q, quant.granularity_k, quant.granularity_v
-    return quant.scales == "dynamic" and "tensor" not in granularities
 
 
 def _joined(name: str, x: Any, whole: tuple[int, ...], batch: int) -> Any:

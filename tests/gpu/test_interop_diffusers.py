@@ -54,7 +54,7 @@ def test_sixteen_bits(mode: str, dtype: Any) -> None:
         latents = cases.generate(pipe, "flux", steps=3)
     assert handle.report().modes == {mode: 12}
     changed = 3 * torch.finfo(dtype).eps * float(native.double().norm())
-    contribution = distance(without(pipe, "flux", handle.modules), native)
+    contribution = distance(without(pipe, "flux", handle.replaced), native)
     assert distance(latents, native) <= changed + SHARE * contribution
 
 

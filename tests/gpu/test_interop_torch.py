@@ -428,3 +428,69 @@ def test_int8_forward_with_given_scales() -> None:
     poisoned[0][0, 0, 0, 0] = np.nan  # writes NaN over the copy alone
     assert interop.int8_attention(*on_device(*poisoned), quant=quant).isnan().all()
     assert same_bits(interop.int8_attention(*on_device(*inputs), quant=quant), expected)
+
+
+# ---- transforms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "bias", "rope"])
+def test_transforms_have_the_gradients_of_autograd(name: str) -> None:
+    """`grad`, `vmap(grad)` and `jacrev` on the device; tests/test_interop_torch_transforms.py."""
+    options = tensors(options_of(9, 9, 16, 2)[name])
+    several = torch.randn(3, 2, 2, 9, 16, device="cuda", dtype=torch.float16)
+
+    def loss(x: Any) -> Any:
+        own = interop.attention(x, x, 0.5 * x, deterministic=True, **options)
+        return own.float().square().sum()
+
+    expected = []
+    for x in several:
+        leaf = x.clone().requires_grad_()
+        expected += torch.autograd.grad(loss(leaf), leaf)
+    found = torch.func.vmap(torch.func.grad(loss))(several)
+    for i, one in enumerate(expected):
+        assert one.abs().sum() > 0 and torch.equal(torch.func.grad(loss)(several[i]), one)
+        # A larger batch may split keys otherwise, and sum in another order.
+        assert (found[i] - one).abs().max() <= 0.01 * one.abs().max()
+    leaf = several[0].clone().requires_grad_()
+    o = interop.attention(leaf, leaf, leaf, deterministic=True, **options)
+    rows = torch.func.jacrev(
+        lambda x: interop.attention(x, x, x, deterministic=True, **options)[0, 0, 0, :4]
+    )(several[0])
+    for i in range(4):
+        (row,) = torch.autograd.grad(o[0, 0, 0, i], leaf, retain_graph=True)
+        assert (rows[i] - row).abs().max() <= 0.01 * row.abs().max()
+
+
+def test_a_mapped_layer_of_codes_is_that_of_its_rows() -> None:
+    layer = interop.Int8Linear.from_linear(torch.nn.Linear(256, 40).half().cuda())
+    x = torch.randn(3, 5, 256, device="cuda", dtype=torch.float16)
+    y = torch.func.vmap(layer)(x)
+    assert all(torch.equal(y[i], layer(x[i])) for i in range(3))
+    loss = lambda x: layer(x).float().square().sum()  # noqa: E731
+    leaf = x[1].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    assert torch.equal(torch.func.grad(loss)(x[1]), expected)
+
+
+def test_forward_mode_and_second_derivatives_are_refused() -> None:
+    x = torch.randn(1, 2, 9, 16, device="cuda", dtype=torch.float16)
+    layer = interop.Int8Linear.from_linear(torch.nn.Linear(16, 16).half().cuda())
+    ends = torch.tensor([0, 4, 9], device="cuda", dtype=torch.int32)
+    for call in (
+        lambda x: interop.attention(x, x, x), lambda x: interop.int8_attention(x, x, x),
+        lambda x: interop.scaled_dot_product_attention(x, x, x), layer,
+        lambda x: interop.attention_varlen(*[x[0].transpose(0, 1)] * 3, ends, ends),
+    ):  # fmt: skip
+        for refused in (
+            lambda f=call: torch.func.jvp(f, (x,), (x,)), lambda f=call: torch.func.jacfwd(f)(x),
+        ):  # fmt: skip
+            with pytest.raises(ca.UnsupportedError, match="forward-mode derivatives"):
+                refused()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            with pytest.raises(ca.UnsupportedError, match="forward-mode derivatives"):
+                call(dual)
+    inner = torch.func.grad(lambda x: interop.attention(x, x, x).float().sum())
+    with pytest.raises(ca.UnsupportedError, match="attention has no second derivative"):
+        torch.func.grad(lambda x: inner(x).float().sum())(x)

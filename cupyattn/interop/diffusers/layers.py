@@ -19,7 +19,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.diffusers import backends, interception
 from cupyattn.interop.diffusers.noise import Noise, Schedule
 from cupyattn.interop.diffusers.report import LayerReport
-from cupyattn.interop.torch import calls
+from cupyattn.interop.torch import calls, transforms
 from cupyattn.quant import QuantConfig
 
 _log = logging.getLogger("cupyattn")
@@ -185,6 +185,8 @@ class Layer:
             return "dropout"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return "gradients"
+        if transforms.active() or transforms.forward_mode():
+            return "a transform of torch.func, or forward-mode derivatives"
         if not all(type(x) is Tensor for x in (q, k, v)):
             return f"operands of type {type(q).__name__}"
         if not q.ndim == k.ndim == v.ndim == 4:

@@ -21,6 +21,7 @@ from cupyattn.interop.diffusers import backends, interception
 from cupyattn.interop.diffusers.layers import Layer, Settings, Step
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
+from cupyattn.interop.handle import Handle, target_of
 from cupyattn.interop.selection import Patterns, Selection, compiled
 from cupyattn.quant import QuantConfig
 from cupyattn.targets import check_arch
@@ -31,39 +32,39 @@ _ATTENTION = (Attention, MochiAttention, AttentionModuleMixin)
 _replaced: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Int8Replacement:
-    """Attention modules that run in INT8, until they are restored; a context manager, too.
+class Int8Replacement(Handle):
+    """A pipeline or a model whose attention modules run in INT8, until they are restored.
 
-    `replace_attention_with_int8` makes it.
+    `replace_attention_with_int8` makes it. Calls and attributes go to the pipeline or the model;
+    `target`, `replaced`, `report` and `restore` are the handle's own. A method that returns the
+    pipeline, such as ``to``, returns the handle. As a context manager it restores at the end.
     """
 
-    def __init__(self, layers: Sequence[Layer], hooks: Sequence[Any]) -> None:
-        self._layers, self._hooks = tuple(layers), list(hooks)
+    __slots__ = ("_handle_hooks", "_handle_layers")
+
+    def __init__(self, target: Any, layers: Sequence[Layer], hooks: Sequence[Any]) -> None:
+        super().__init__(target)
+        object.__setattr__(self, "_handle_layers", tuple(layers))
+        object.__setattr__(self, "_handle_hooks", list(hooks))
 
     @property
-    def modules(self) -> tuple[str, ...]:
+    def replaced(self) -> tuple[str, ...]:
         """Names of the modules that were chosen."""
-        return tuple(layer.name for layer in self._layers)
+        return tuple(layer.name for layer in self._handle_layers)
 
     def report(self) -> Report:
         """Return what ran where since attention was replaced."""
-        return Report(tuple(layer.report() for layer in self._layers))
+        return Report(tuple(layer.report() for layer in self._handle_layers))
 
     def restore(self) -> None:
-        """Give the modules their own attention back; what was counted stays. Twice is once."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        """Give the modules their own attention back. Counts stay; a second call does nothing."""
+        while self._handle_hooks:
+            self._handle_hooks.pop().remove()
         interception.forget_interrupted()
-        for layer in self._layers:
+        for layer in self._handle_layers:
             if layer.module in _replaced:
                 _replaced.discard(layer.module)
                 layer.release()
-
-    def __enter__(self) -> Int8Replacement:
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self.restore()
 
 
 def replace_attention_with_int8(
@@ -83,7 +84,7 @@ def replace_attention_with_int8(
     Parameters
     ----------
     pipe_or_model : DiffusionPipeline or torch.nn.Module
-        Of a pipeline, all models that take a timestep.
+        Of a pipeline, all models that take a timestep. Modified in place.
     include, exclude : str or sequence of str, optional
         Regular expressions; a module is taken where one of `include` is found in its name (all are,
         when omitted) and none of `exclude`. Names begin with the pipeline's component,
@@ -104,7 +105,8 @@ def replace_attention_with_int8(
     Returns
     -------
     Int8Replacement
-        With `restore()` and `report()`.
+        Used like the pipeline or the model, with `restore()` and `report()` of its own:
+        ``pipe = replace_attention_with_int8(pipe)``, then ``pipe(prompt).images[0]``.
 
     Raises
     ------
@@ -144,6 +146,7 @@ def replace_attention_with_int8(
     check_arch(arch)
     settings = Settings(check_count("min_length", min_length), quant, backend, arch)
     selection, policies = Selection.of(include, exclude), _policies(policy)
+    pipe_or_model = target_of(pipe_or_model)
     owner, models = _models(pipe_or_model, scheduler)
     chosen = [
         (model, name, module)
@@ -177,7 +180,7 @@ def replace_attention_with_int8(
         hooks.append(layer.module.register_forward_pre_hook(layer.before))
         hooks.append(layer.module.register_forward_hook(layer.after, always_call=True))
         _replaced.add(layer.module)
-    return Int8Replacement(layers, hooks)
+    return Int8Replacement(pipe_or_model, layers, hooks)
 
 
 def _models(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
+from cupyattn.interop.torch import transforms
 
 #: Operands whose rows kernels read in vectors.
 _ROWS = ("q", "k", "v")
@@ -51,6 +52,8 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
     if len({x.dtype for x in rows.values()}) > 1:
         found = " and ".join(f"{argument}.dtype: {x.dtype}" for argument, x in rows.items())
         raise RuntimeError(f"Expected q, k and v to have the same dtype, but got {found}")
+    if transforms.active():  # strides of wrapped tensors: vmap copies those that have to be
+        return
     for argument, x in rows.items():
         if x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1:
             raise RuntimeError(

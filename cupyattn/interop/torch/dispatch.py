@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupyattn.interop.torch import eager, ops
+from cupyattn.interop.torch import eager, ops, transforms
 from cupyattn.interop.torch.calls import Settings, forward
 from cupyattn.interop.torch.checks import check_device, check_differentiable, check_tensors
 
@@ -53,7 +53,8 @@ def call(settings: Settings, tensors: dict[str, Any], out: Tensor | None = None)
             "attention(): functions with out=... arguments don't support automatic "
             "differentiation or tracing: leave it out, results come from torch's allocator"
         )
-    with_lse = differentiable or settings.return_lse
+    # A transform may differentiate tensors that do not say so: vmap wraps those of an outer grad.
+    with_lse = differentiable or transforms.active() or settings.return_lse
     settings, wanted = settings._replace(return_lse=with_lse), settings.return_lse
     o, lse = (ops if watched else eager).attend(settings, tensors)
     return (o, lse) if wanted else o

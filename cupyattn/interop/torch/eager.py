@@ -34,7 +34,7 @@ class _Attention(torch.autograd.Function):
         o, lse, *given = ctx.saved_tensors
         tensors = dict(zip(ctx.names, given, strict=True))
         # What watches now sees an operator; where a second derivative is wanted, that refuses it.
-        if torch.is_grad_enabled() or ops.watched() or type(d_out) not in ops.PLAIN:
+        if torch.is_grad_enabled() or ops.watched() or not ops.has_memory(d_out):
             found = ops.backward_of(ctx.settings, tensors, d_out, o, lse)
         else:
             found = backward_pass(ctx.settings, tensors, d_out, o, lse)

@@ -83,14 +83,17 @@ def attention(
         For other devices, meta among them.
     UnsupportedError
         For what is not offered; also where float32, or anything but q, k and v, requires a
-        gradient.
+        gradient, for forward-mode derivatives (``torch.func.jvp``, dual tensors), and for second
+        derivatives.
     ValueError, TypeError
         As `cupyattn.attention`.
 
     Notes
     -----
     Gradients are those of `cupyattn.attention_backward`, after an INT8 forward pass
-    straight-through. A CUDA graph may capture a call once the same call has run outside of it.
+    straight-through. The transforms ``grad``, ``vjp``, ``jacrev`` and ``vmap`` of ``torch.func``
+    are supported.
+    A CUDA graph may capture a call once the same call has run outside of it.
 
     Examples
     --------

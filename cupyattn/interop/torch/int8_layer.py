@@ -160,6 +160,7 @@ def _backward(d_out: Tensor, o: Tensor, lse: Tensor, *arguments: Any) -> tuple[T
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *_, rope_interleaved, return_lse, number = inputs
+    _layer_of(number).check_operator(_given(inputs), differentiable=True)
     need_lse(ctx, output, return_lse=return_lse)
     ctx.save_for_backward(*output, *inputs[: len(TENSORS)])
     ctx.rest = rope_interleaved, number

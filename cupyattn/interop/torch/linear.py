@@ -16,6 +16,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.executor import ReadyCall
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
+from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.plans import Operand
 from cupyattn.quant import act_quant, int8_gemm, weight_quant
 from cupyattn.quant.activations import plan_act_quant
@@ -146,8 +147,18 @@ def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         weight, weight_scale = ctx.saved_tensors
         d_x = (d_y @ dequantised(weight, weight_scale, d_y.dtype)).to(ctx.dtype)
     if ctx.needs_input_grad[3]:
-        d_bias = d_y.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias)
+        rows = d_y if d_y.dim() > 1 else d_y[None]
+        d_bias = rows.sum(tuple(range(rows.dim() - 1)), dtype=torch.float32).to(ctx.bias)
     return d_x, None, None, d_bias, None, None, None
+
+
+def _join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
+    """Run a layer on an x with a mapped axis: it takes any number of axes in front."""
+    x_axis, *others = in_dims
+    if x_axis is None or any(axis is not None for axis in others):
+        return None
+    x, *rest = arguments
+    return int8_linear(first_axis(x, x_axis), *rest)
 
 
 def dequantised(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -164,7 +175,7 @@ int8_linear = define(
     "str? backend",
     "Tensor", run, _fake,
 )  # fmt: skip
-differentiate(int8_linear, _derivative, _save)
+differentiate(int8_linear, _derivative, _save, _join)
 
 
 class Int8Linear(torch.nn.Module):
@@ -286,6 +297,8 @@ class Int8Linear(torch.nn.Module):
             For an x of another shape, or on another device.
         TypeError
             For another type.
+        UnsupportedError
+            For a gradient with `activation`, and for forward-mode derivatives.
         """
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise RuntimeError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from cupyattn.checkpoints.header import FLOATS
 from cupyattn.checkpoints.layout import QUANTIZATION, WEIGHT, pair_scales
 from cupyattn.checkpoints.source import Source
 from cupyattn.errors import UnsupportedError
+from cupyattn.interop.handle import Handle, target_of
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
@@ -28,22 +28,45 @@ from cupyattn.quant.blocks import BLOCK_SIZE
 ORIGINALS = ("cpu", "device", "drop")
 
 
-@dataclass
-class Replacement:
-    """What `replace_linear_with_int8` did, and the way back.
+#: A layer that was replaced: its parent, its name there, the layer, and what took its place.
+_Place = tuple[nn.Module, str, nn.Linear, Int8Linear]
 
-    Parameters
-    ----------
-    replaced : dict of str to str
-        Layers that are INT8 now, and why.
-    kept : dict of str to str
-        Linear layers that are not, and why.
+
+class Replacement(Handle):
+    """A model whose linear layers are INT8, until they are restored.
+
+    `replace_linear_with_int8` makes it. Calls and attributes go to the model; `target`, `replaced`,
+    `kept`, `report` and `restore` are the handle's own. A method that returns the model, such as
+    ``to`` or ``eval``, returns the handle. As a context manager it restores at the end.
     """
 
-    replaced: dict[str, str]
-    kept: dict[str, str]
-    _places: list[tuple[nn.Module, str, nn.Linear, Int8Linear]] = field(repr=False)
-    _originals: str = field(repr=False)
+    __slots__ = ("_handle_kept", "_handle_originals", "_handle_places", "_handle_replaced")
+    _handle_replaced: dict[str, str]
+    _handle_kept: dict[str, str]
+
+    def __init__(
+        self,
+        target: nn.Module,
+        replaced: dict[str, str],
+        kept: dict[str, str],
+        places: list[_Place],
+        originals: str,
+    ) -> None:
+        super().__init__(target)
+        object.__setattr__(self, "_handle_replaced", replaced)
+        object.__setattr__(self, "_handle_kept", kept)
+        object.__setattr__(self, "_handle_places", places)
+        object.__setattr__(self, "_handle_originals", originals)
+
+    @property
+    def replaced(self) -> dict[str, str]:
+        """Layers that became INT8, and why."""
+        return self._handle_replaced
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """Linear layers that did not, and why."""
+        return self._handle_kept
 
     def restore(self) -> None:
         """Put back the layers that were replaced, on the devices where their codes are now.
@@ -53,30 +76,24 @@ class Replacement:
         RuntimeError
             If they were dropped, or something else has taken their places since.
         """
-        if self._originals == "drop":
+        if self._handle_originals == "drop":
             raise RuntimeError(
                 "the layers were dropped: replace with originals='cpu' to restore them"
             )
-        for parent, name, _, layer in self._places:
+        for parent, name, _, layer in self._handle_places:
             if parent._modules.get(name) is not layer:
                 raise RuntimeError(f"{name!r} of {type(parent).__name__} is another layer by now")
-        for parent, name, linear, layer in self._places:
+        for parent, name, linear, layer in self._handle_places:
             linear.weight.data = linear.weight.data.to(layer.weight.device)
             linear.bias = layer.bias  # one parameter, which may have been trained or moved
             parent._modules[name] = linear
-        self._places.clear()
+        self._handle_places.clear()
 
     def report(self) -> str:
         """Return a line for each linear layer: what it became, and why."""
         lines = [f"{name}: INT8, {why}" for name, why in self.replaced.items()]
         lines += [f"{name}: kept, {why}" for name, why in self.kept.items()]
         return "\n".join(lines)
-
-    def __enter__(self) -> Replacement:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
 
 
 def replace_linear_with_int8(
@@ -114,7 +131,8 @@ def replace_linear_with_int8(
     Returns
     -------
     Replacement
-        With `.restore()` and `.report()`; as a context manager it restores at the end.
+        Used like the model, with `restore()` and `report()` of its own; as a context manager it
+        restores at the end.
 
     Raises
     ------
@@ -140,6 +158,7 @@ def replace_linear_with_int8(
     >>> type(model[0]).__name__
     'Linear'
     """
+    model = target_of(model)
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}: of a pipeline give the "
@@ -171,7 +190,7 @@ def replace_linear_with_int8(
             linear.weight.data = linear.weight.data.to("cpu")
     if originals == "drop":
         places.clear()
-    return Replacement(reasons, kept, places, originals)
+    return Replacement(model, reasons, kept, places, originals)
 
 
 def load_int8(
@@ -210,6 +229,7 @@ def load_int8(
     UnsupportedError
         For blocks of another size than 128 x 128.
     """
+    model = target_of(model)
     source = open_checkpoint(checkpoint)
     scales_of = _scales_of(source)
     made_here = isinstance(model, type)
@@ -343,9 +363,7 @@ def _layer_of(
     return layer
 
 
-def _put(
-    model: nn.Module, made: dict[int, Int8Linear]
-) -> list[tuple[nn.Module, str, nn.Linear, Int8Linear]]:
+def _put(model: nn.Module, made: dict[int, Int8Linear]) -> list[_Place]:
     """Put layers in the places of those of these identities; return places, old and new layers."""
     places = []
     for parent in model.modules():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cupyattn.block_mask import BlockMask
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch import int8_layer
+from cupyattn.interop.torch import int8_layer, transforms
 from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.calls import Settings
 from cupyattn.interop.torch.checks import check_tensors
@@ -272,8 +272,9 @@ class Int8Attention(torch.nn.Module):
         check_tensors("Int8Attention", tensors)
         self._layer.check_operator(tensors, differentiable=differentiable)
         operands = [tensors.get(name) for name in int8_layer.TENSORS]
+        return_lse = differentiable or transforms.active()  # which may differentiate unseen
         o, _ = int8_layer.int8_attention(
-            *operands, timestep, sigma, rope_interleaved, differentiable, self._number
+            *operands, timestep, sigma, rope_interleaved, return_lse, self._number
         )
         return self._project(o)
 

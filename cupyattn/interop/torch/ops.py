@@ -1,7 +1,8 @@
 """``torch.ops.cupyattn``: the calls as torch's dispatcher knows them.
 
 Each operator has kernels for CPU and CUDA, one for fake tensors, which says shapes alone, and a
-derivative: `torch.compile` keeps them in its graph, and autograd goes through them.
+derivative: `torch.compile` keeps them in its graph, and autograd and the transforms of
+``torch.func`` go through them. A forward-mode derivative is refused.
 """
 
 from __future__ import annotations
@@ -15,8 +16,17 @@ from torch._library.autograd import Info, make_autograd_impl
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.calls import Settings, backward_pass, forward
-from cupyattn.interop.torch.checks import check_tensors
+from cupyattn.interop.torch.checks import check_differentiable, check_tensors
 from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_QKV, ATTENTION_VARLEN, Schema
+from cupyattn.interop.torch.transforms import (
+    Join,
+    active,
+    forward_mode,
+    is_mapped_by_autograd,
+    join_batch,
+    refuse_tangents,
+    transform,
+)
 
 #: Tensors with memory of their own; those of other classes know what they do with an operator.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -52,6 +62,7 @@ def _define(name: str, schema: Schema) -> Any:
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         settings, operands = schema.settings(inputs), len(schema.tensors)
+        check_differentiable("attention", schema.given(inputs))
         need_lse(ctx, output, return_lse=settings.return_lse)
         ctx.save_for_backward(*output, *inputs[:operands])
         ctx.rest = inputs[operands:]
@@ -67,8 +78,15 @@ def _define(name: str, schema: Schema) -> Any:
         f"{name}_backward", f"Tensor d_out, Tensor o, Tensor lse, {schema}",
         "(Tensor dq, Tensor dk, Tensor dv)", backward, backward_fake,
     )  # fmt: skip
-    differentiate(operator, derivative, save)
-    refuse_derivative(backward_operator)
+    join = join_of_backward = None
+    if "cu_seqlens_q" not in schema.tensors:
+        join = join_batch(operator, schema.tensors, schema.settings)
+        join_of_backward = join_batch(
+            backward_operator, ("d_out", "o", "lse", *schema.tensors),
+            lambda arguments: schema.settings(arguments[3:]),
+        )  # fmt: skip
+    differentiate(operator, derivative, save, join)
+    refuse_derivative(backward_operator, join_of_backward)
     return operator
 
 
@@ -92,23 +110,37 @@ def define(name: str, arguments: str, results: str, kernel: Any, fake: Any) -> A
     return operator
 
 
-def differentiate(operator: Any, derivative: Any, save: Any = None) -> None:
-    """Give an operator its derivative, and what saves what that needs.
+def differentiate(
+    operator: Any, derivative: Any, save: Any = None, join: Join | None = None
+) -> None:
+    """Register the derivative of an operator, for autograd and for ``torch.func``.
 
-    What torch makes of a derivative costs every call some 9 us, where it has none to take, too: it
-    goes through the dispatcher once more. Where nobody looks a call goes straight to the kernel.
+    The autograd kernel that torch makes of a derivative costs every call some 9 us, also where no
+    gradient is wanted: it dispatches the call a second time. A call that is neither differentiated
+    nor watched skips it and runs the kernel directly.
+
+    Parameters
+    ----------
+    operator : OpOverload
+        Made by `define`.
+    derivative, save : callable
+        As `torch.library.register_autograd` takes them.
+    join : Join, optional
+        Runs all entries of an axis that `torch.func.vmap` maps in one call.
     """
     torch.library.register_autograd(operator, derivative, setup_context=save, lib=library)
     kernel = _kernels[operator]
     differentiated = make_autograd_impl(operator, Info(derivative, save))
 
     def straight(keyset: Any, *arguments: Any) -> Any:
+        refuse_tangents(operator, arguments)
         if any(how_seen(arguments)):
             return differentiated(keyset, *arguments)
         return kernel(*arguments)
 
     for device in ("CPU", "CUDA"):
         library.impl(operator, straight, f"Autograd{device}", with_keyset=True)
+    transform(library, operator, derivative, save, join)
 
 
 def how_seen(arguments: Iterable[Any]) -> tuple[bool, bool]:
@@ -122,13 +154,22 @@ def how_seen(arguments: Iterable[Any]) -> tuple[bool, bool]:
     return differentiable and torch.is_grad_enabled(), seen
 
 
-def refuse_derivative(operator: Any) -> None:
-    """Let an operator's derivative raise UnsupportedError, in place of passing nothing on."""
+def has_memory(gradient: Tensor) -> bool:
+    """Return whether kernels may read a gradient where it lies, without an operator."""
+    return type(gradient) in PLAIN and not is_mapped_by_autograd(gradient)
+
+
+def refuse_derivative(operator: Any, join: Join | None = None) -> None:
+    """Let the derivative of a backward pass raise UnsupportedError, in place of a silent zero."""
 
     def refuse(ctx: Any, *_: Any) -> Any:
-        raise UnsupportedError(f"the derivative for '{operator.name()}' is not implemented")
+        raise UnsupportedError(
+            f"the derivative for '{operator.name()}' is not implemented: attention has no second "
+            "derivative here, torch's own scaled_dot_product_attention has one on "
+            "SDPBackend.MATH"
+        )
 
-    differentiate(operator, refuse)
+    differentiate(operator, refuse, join=join)
 
 
 def no_lse(o: Tensor) -> Tensor:
@@ -180,9 +221,10 @@ def _operator_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def watched() -> bool:
-    """Return whether a compiler, a mode or a transform has to see operators."""
+    """Return whether a compiler, a mode, a transform or forward-mode AD has to see operators."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        or active()
+        or forward_mode()
     )

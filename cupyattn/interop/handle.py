@@ -1,0 +1,146 @@
+"""A handle that stands in for the pipeline or the model in which layers were replaced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, NoReturn
+
+
+class Handle:
+    """Forwards calls and attributes to what was modified; a context manager that restores it.
+
+    Subclasses add `restore` and `report`. The names that a subclass defines are its own: they hide
+    attributes of `target` with the same names, which are then read as ``handle.target.name``, and
+    cannot be set. All other attributes are read, set and deleted on `target`.
+
+    Parameters
+    ----------
+    target : object
+        A pipeline or a model.
+
+    Notes
+    -----
+    A method that returns `target`, such as ``to``, ``eval`` or ``half``, returns the handle. A
+    handle is no instance of the target's class, and cannot be copied or pickled.
+
+    Examples
+    --------
+    >>> class Model:
+    ...     def __call__(self, x): return x + 1
+    ...     def to(self, device): self.device = device; return self
+    >>> handle = Handle(Model())
+    >>> handle.to("cuda") is handle, handle.device, handle(1)
+    (True, 'cuda', 2)
+    """
+
+    __slots__ = ("__weakref__", "_handle_target")
+
+    def __init__(self, target: Any) -> None:
+        object.__setattr__(self, "_handle_target", target)
+
+    @property
+    def target(self) -> Any:
+        """The pipeline or the model that was modified."""
+        return object.__getattribute__(self, "_handle_target")
+
+    def restore(self) -> None:
+        """Undo the replacement."""
+        raise NotImplementedError(f"{type(self).__name__} does not define restore()")
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    # ---- forwarded -------------------------------------------------------------------------------
+
+    def _of_target(self, found: Any) -> Any:
+        """Return what the target gave; the handle where that is the target itself."""
+        return self if found is self.target else found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the target."""
+        return self._of_target(self.target(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.target, name)
+        if not (isinstance(found, MethodType) and found.__self__ is self.target):
+            return self._of_target(found)
+
+        @functools.wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._of_target(found(*args, **kwargs))
+
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            raise AttributeError(
+                f"{name!r} belongs to the {type(self).__name__}: set handle.target.{name} for the "
+                f"attribute of the {type(self.target).__name__}"
+            )
+        setattr(self.target, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            raise AttributeError(
+                f"{name!r} belongs to the {type(self).__name__}: delete handle.target.{name} for "
+                f"the attribute of the {type(self.target).__name__}"
+            )
+        delattr(self.target, name)
+
+    @classmethod
+    def _is_own(cls, name: str) -> bool:
+        return any(name in kind.__dict__ for kind in cls.__mro__[:-1])
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.target)})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self.target!r}"
+
+    def __bool__(self) -> bool:
+        return bool(self.target)
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.target)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.target
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.target[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.target[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.target[key]
+
+    # ---- refused ---------------------------------------------------------------------------------
+
+    def __copy__(self) -> NoReturn:
+        self._refuse("copied")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self._refuse("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickled")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be {what}, since one handle restores one "
+            f"{type(self.target).__name__}: use handle.target, or call restore() first"
+        )
+
+
+def target_of(given: Any) -> Any:
+    """Return what a handle stands for; anything else as it is."""
+    return given.target if isinstance(given, Handle) else given
