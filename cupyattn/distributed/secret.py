@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from cupyattn.disk_cache import cache_folder
+from cupyattn.disk_cache import cache_folder, make_folder
 from cupyattn.files import check_private, open_regular, replacing
 
 #: The secret itself, and a file that holds it.
@@ -108,7 +108,7 @@ class Handover:
             If it cannot be written, or others than this user may enter its folder.
         """
         folder = self.path.parent
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
         check_private(folder, folder.lstat())
         with replacing(self.path, mode=0o600) as file:
