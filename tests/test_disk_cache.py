@@ -62,7 +62,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     binary, entry = cached(cold_cache)
     content = entry.read_bytes()
     cold_cache.chmod(mode)
-    assert_compiled_again(binary, caplog, f"the cache {cold_cache} is not used: other users may wri")
+    assert_compiled_again(binary, caplog, f"the cache {cold_cache} is not used: other users may")
     assert entry.read_bytes() == content
     kc.build(ADD, "sm_86")
     assert len(list(cold_cache.iterdir())) == 1, "nothing is written there"

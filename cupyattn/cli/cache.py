@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{references} references, {format_bytes(size)}")
     if args.json:
         found = {"folder": str(info.folder), "kernels": info.entries, "kernel_bytes": info.bytes}
-        found |= {"not_used": unused, "compiled": info.compiled, "references": references, "reference_bytes": size}
+        found |= {"compiled": info.compiled, "references": references, "reference_bytes": size}
+        found["not_used"] = unused
         output.write_json(args.json, found)
     return 0
 
