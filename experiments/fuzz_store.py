@@ -3,7 +3,7 @@
 Varies       the message: strangers' bytes, half messages and floods; joins with a wrong secret, a
              repeated one or a wrong rank; authentic messages of a member that make no sense
 Holds fixed  three ranks on loopback that gather words and exchange arrays all the while
-Measures     answers, closed connections, seconds until either, rounds of the group, growth of memory
+Measures     answers, closed connections, seconds until either; rounds of the group, memory used
 Run          python -m experiments.fuzz_store [--count 5000] [--seed 0] [--quick] [--json FILE]
 """
 
@@ -250,14 +250,11 @@ class Fuzzer:
 
     def member_bytes(self) -> str:
         deep = self.random.choice((10**3, 10**5, LIMITS.words // 2))
-        return self.member(
-            self.random.choice(
-                (
-                    b"", b"\xff" * 9, b"[" * deep + b"]" * deep, b'{"a":' * 10**5, b"5", b"null", b"[]",
-                    b'"ask"', b"1" * 10**5, b'{"ask": "check"', self.random.randbytes(100), b"\0" * 99,
-                )
-            )
+        words = (
+            b"", b"\xff" * 9, b"[" * deep + b"]" * deep, b'{"a":' * 10**5, b"5", b"null", b"[]",
+            b'"ask"', b"1" * 10**5, b'{"ask": "check"', self.random.randbytes(100), b"\0" * 99,
         )  # fmt: skip
+        return self.member(self.random.choice(words))
 
     def member_code(self) -> str:
         said = json.dumps({"ask": "fail", "of": 0, "cause": "was told to"}).encode()
