@@ -189,8 +189,13 @@ def translate(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
     return _compiled(spec, arch, arch.replace("sm_", "compute_"), source)
 
 
-def _compiled(spec: ModuleSpec, arch: str, target: str, source: str | None) -> Binary:
-    """Compile for an architecture or, with the virtual one as `target`, to PTX; or read it."""
+def _compiled(
+    spec: ModuleSpec, arch: str, target: str, source: str | None, *, anew: bool = False
+) -> Binary:
+    """Compile for an architecture or, with the virtual one as `target`, to PTX; or read it.
+
+    `anew`: compile whatever the cache holds, and replace it.
+    """
     compiler = nvrtc.load()
     if capability_of(arch) not in compiler.capabilities:
         known = ", ".join(f"sm_{value}" for value in compiler.capabilities)
@@ -216,10 +221,10 @@ def _compiled(spec: ModuleSpec, arch: str, target: str, source: str | None) -> B
     with _state_lock:
         lock = _key_locks.setdefault(key, threading.Lock())
     with lock:
-        binary = _memory.get(key)
+        binary = None if anew else _memory.get(key)
         if binary is not None:
             return _count("memory_hits", binary)
-        binary = _read_entry(key)
+        binary = None if anew else _read_entry(key, arch, compiler.version, target == arch)
         if binary is not None:
             _count("disk_hits", binary)
         else:
@@ -354,16 +359,49 @@ def cache_clear(*, disk: bool = True) -> int:
     return deleted
 
 
-def _read_entry(key: str) -> Binary | None:
-    """Return an entry of the cache, None where there is none."""
+#: What an entry raises that is not what `_write_entry` wrote.
+_RUBBISH = (
+    ValueError, TypeError, KeyError, AttributeError, RecursionError, KernelCompileError,
+)  # fmt: skip
+
+
+def _read_entry(key: str, arch: str, version: tuple[int, int], machine: bool) -> Binary | None:
+    """Return an entry of the cache, None where there is none or it is no kernel of this kind."""
     payload = disk_cache.read(key)
     if payload is None:
         return None
+    try:
+        return _parse_entry(payload, arch, version, machine)
+    except _RUBBISH as error:
+        _log.warning("the cache's entry %s is no kernel (%s): compiling again", key, error)
+        return None
+
+
+def _parse_entry(payload: bytes, arch: str, version: tuple[int, int], machine: bool) -> Binary:
+    """Return the binary of an entry; ValueError and others where it cannot be one.
+
+    Everything that the compiler's output tells is compared with it.
+    """
     head, _, cubin = payload.partition(b"\n")
     facts = json.loads(head)
     facts["nvrtc_version"] = tuple(facts["nvrtc_version"])
     facts["kernels"] = {name: Resources(**values) for name, values in facts["kernels"].items()}
-    return Binary(cubin=cubin, **facts)
+    binary = Binary(cubin=cubin, **facts)
+    if (binary.arch, binary.nvrtc_version) != (arch, version):
+        raise ValueError(f"made by {binary.nvrtc_version} for {binary.arch}")
+    entries = set(re.findall(r"^\s*(?:\.visible )?\.entry ([\w$]+)\(", binary.ptx, re.MULTILINE))
+    if ".version " not in binary.ptx or f".target {arch}" not in binary.ptx or not entries:
+        raise ValueError("its PTX has no version, target or entry point")
+    if binary.smem_bytes != parse_smem_bytes(binary.ptx):
+        raise ValueError("its shared memory is not that of its PTX")
+    known = entries if machine else set()
+    if binary.kernels != parse_resources(binary.log) or not set(binary.kernels) <= known:
+        raise ValueError("its kernels are not those of its PTX and its log")
+    if cubin.startswith(b"\x7fELF") != machine or (cubin and not machine):
+        raise ValueError("its machine code is no ELF file" if machine else "it has machine code")
+    if missing := [name for name in entries if machine and name.encode() not in cubin]:
+        raise ValueError(f"its machine code lacks {missing[0]}")
+    return binary
 
 
 def _write_entry(key: str, binary: Binary) -> None:
@@ -452,13 +490,25 @@ def load(spec: ModuleSpec, arch: str | None = None) -> Module:
     check_shared_memory(binary.smem_bytes + static, limit, str(spec))
     with _load_lock:
         if slot not in _modules:
-            _modules[slot] = _load_module(binary)
+            _modules[slot] = _loaded(spec, chosen, binary)
         return _modules[slot]
 
 
 def generation() -> int:
     """Return how often the cache was cleared: what was loaded in another generation is stale."""
     return _generation[0]
+
+
+def _loaded(spec: ModuleSpec, arch: str, binary: Binary) -> Module:
+    """Load a binary; where the device refuses one from the cache, compile it once more."""
+    try:
+        return _load_module(binary)
+    except Exception as error:  # CuPy's, of the driver
+        fresh = _compiled(spec, arch, arch, None, anew=True)
+        if fresh == binary:
+            raise
+        _log.warning("the device refuses the cache's entry of %s (%s): compiled again", spec, error)
+        return _load_module(fresh)
 
 
 def _load_module(binary: Binary) -> Module:

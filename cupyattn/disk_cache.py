@@ -1,6 +1,7 @@
 """Files of compiled kernels: whole or absent, checked when read, in one folder.
 
-An entry is one file; one that does not read back correctly counts as absent.
+An entry is one file; one that does not read back correctly counts as absent. A kernel is code, so a
+folder or an entry that another user owns or may write to is not used.
 """
 
 from __future__ import annotations
@@ -8,13 +9,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import stat
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
-from cupyattn.files import replacing
+from cupyattn.files import open_regular, replacing, writable_by_others
 
 #: Changes when the layout of an entry, or what goes into its key, changes.
-FORMAT = 1
+FORMAT = 2
+#: Bytes of an entry that are read at most: kernels have a few million.
+MOST = 2**28
 _MAGIC = b"cupyattn-binary-%d\n" % FORMAT
 
 _log = logging.getLogger("cupyattn")
@@ -32,21 +37,87 @@ def cache_folder() -> Path:
 
 def entries() -> list[Path]:
     """Return the files of the cache."""
-    return list(cache_folder().glob("*.bin"))
+    return regular_files(cache_folder(), ".bin")
+
+
+def regular_files(folder: Path, suffix: str) -> list[Path]:
+    """Return the regular files of a folder with this suffix: no links, pipes or folders."""
+    try:
+        with os.scandir(folder) as found:
+            return [
+                Path(entry.path)
+                for entry in found
+                if entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False)
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def why_unused(folder: Path) -> str | None:
+    """Return why a folder is not used as a cache, None where it is or does not exist."""
+    try:
+        status, target = folder.lstat(), folder.stat()
+    except OSError:
+        return None  # opening a file in it says what is wrong
+    # NOTE: whoever owns a link decides where it leads.
+    return writable_by_others(status) or writable_by_others(target)
+
+
+def open_own(path: Path) -> BinaryIO:
+    """Open a file of a cache to read it.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it is not there, or its folder is not used, of which a warning has told.
+    OSError
+        If it is no regular file, or another user owns it or may write to it.
+    """
+    if why := why_unused(path.parent):
+        _warn_once(path.parent, f"the cache {path.parent} is not used: {why}")
+        raise FileNotFoundError(str(path))
+    file = open_regular(path, follow_links=False)
+    why = writable_by_others(os.fstat(file.fileno()))
+    if why is not None:
+        file.close()
+        raise OSError(f"{str(path)!r} is not used: {why}")
+    return file
+
+
+def make_folder(folder: Path) -> bool:
+    """Make the cache folder, or one in it, writable by this user alone.
+
+    Returns
+    -------
+    bool
+        Whether it may be used: it may have existed with other permissions.
+
+    Raises
+    ------
+    OSError
+        If it cannot be made.
+    """
+    for made in (cache_folder(), folder):
+        made.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if why := why_unused(folder):
+        _warn_once(folder, f"the cache {folder} is not used: {why}")
+        return False
+    return True
 
 
 def read(key: str) -> bytes | None:
     """Return what was written under a key, None where there is nothing or it is damaged."""
     path = cache_folder() / f"{key}.bin"
     try:
-        content = path.read_bytes()
+        with open_own(path) as file:
+            content = file.read(MOST)
     except FileNotFoundError:
         return None
     except OSError as error:
         _log.warning("cannot read %s (%s): compiling again", path, error)
         return None
     checksum, payload = content[len(_MAGIC) : len(_MAGIC) + 32], content[len(_MAGIC) + 32 :]
-    if not content.startswith(_MAGIC) or hashlib.sha256(payload).digest() != checksum:
+    if not content.startswith(_MAGIC) or _checksum(key, payload) != checksum:
         _log.warning("%s is damaged: compiling again", path)
         return None
     return payload
@@ -56,12 +127,29 @@ def write(key: str, payload: bytes) -> None:
     """Write an entry whole, or warn once that the folder does not take it."""
     folder = cache_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not make_folder(folder):
+            return
         with replacing(folder / f"{key}.bin") as file:
-            file.write(_MAGIC + hashlib.sha256(payload).digest() + payload)
+            own_alone(file)
+            file.write(_MAGIC + _checksum(key, payload) + payload)
     except OSError as error:
-        with _lock:
-            first = folder not in _warned_folders
-            _warned_folders.add(folder)
-        if first:
-            _log.warning("cannot keep compiled kernels in %s: %s", folder, error)
+        _warn_once(folder, f"cannot keep compiled kernels in {folder}: {error}")
+
+
+def own_alone(file: BinaryIO) -> None:
+    """Let nobody but this user write to a new file, whatever the umask says."""
+    if hasattr(os, "fchmod"):
+        os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~0o022)
+
+
+def _checksum(key: str, payload: bytes) -> bytes:
+    """Return a hash of the key too: an entry that was renamed is another kernel."""
+    return hashlib.sha256(key.encode() + b"\n" + payload).digest()
+
+
+def _warn_once(folder: Path, message: str) -> None:
+    with _lock:
+        first = folder not in _warned_folders
+        _warned_folders.add(folder)
+    if first:
+        _log.warning("%s", message)

@@ -1,9 +1,10 @@
-"""Files that are written whole or not at all, and arrays read from them."""
+"""Files: written whole or not at all, opened only if regular, and who else may write to them."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a new file that takes the place of another, or a free place, once all is written.
 
     Where anything goes wrong before that, what stood there stays, and nothing is left beside it.
@@ -23,11 +24,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     ----------
     path : path
         Its folder must exist.
+    mode : int
+        Permissions of the file, of which the umask takes some away.
 
     Yields
     ------
     file : binary file
-        Beside `path`, with the permissions of any new file of this user.
+        Beside `path`; by default with the permissions of any new file of this user.
 
     Raises
     ------
@@ -48,11 +51,102 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     # NOTE: not by tempfile, whose files nobody but the user may read, whatever the umask says.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> BinaryIO:
+    """Open a file to read it, and nothing that is no regular file.
+
+    A pipe would wait for a writer, a socket cannot be read, and a device may do anything.
+
+    Parameters
+    ----------
+    path : path
+    follow_links : bool
+        Whether the last part of the path may be a symbolic link.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened, or is something else.
+
+    Examples
+    --------
+    >>> open_regular(os.curdir)
+    Traceback (most recent call last):
+    OSError: '.' is a folder, a regular file is needed
+    """
+    name = os.fspath(path)
+    # NOTE: Windows has none of these flags but the first.
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags |= getattr(os, "O_NONBLOCK", 0)  # or opening a pipe waits
+    if not follow_links:
+        if os.path.islink(name):
+            raise OSError(f"{name!r} is a symbolic link, a regular file is needed")
+        flags |= getattr(os, "O_NOFOLLOW", 0)  # and it has not become a link since
+    before = os.stat(name).st_mode
+    if not stat.S_ISREG(before):  # a device may act on being opened, a socket cannot be opened
+        raise OSError(f"{name!r} is {_kind(before)}, a regular file is needed")
+    descriptor = os.open(name, flags)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(f"{name!r} is {_kind(mode)}, a regular file is needed")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    }  # fmt: skip
+    return kinds.get(stat.S_IFMT(mode), "no file")
+
+
+def writable_by_others(status: os.stat_result) -> str | None:
+    """Return why another user could change a file or a folder, None where none could.
+
+    This user and root are trusted. Folders above are not looked at: whoever replaces a folder owns
+    the new one. Where there are no users by number (Windows) the answer is None.
+
+    Parameters
+    ----------
+    status : os.stat_result
+        Of an open file, of what a link leads to, or of the link.
+    """
+    if not hasattr(os, "getuid"):
+        return None
+    if status.st_uid not in (os.getuid(), 0):
+        return f"user {status.st_uid} owns it, this is user {os.getuid()}"
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISLNK(status.st_mode) and mode & 0o022:
+        return f"other users may write to it (mode {mode:04o}, chmod go-w ends that)"
+    return None
+
+
+def check_private(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    """Raise OSError where another user could read or change a file or a folder.
+
+    Parameters
+    ----------
+    path : path
+        For the message.
+    status : os.stat_result
+        As for `writable_by_others`.
+    """
+    why = writable_by_others(status)
+    mode = stat.S_IMODE(status.st_mode)
+    if why is None and hasattr(os, "getuid") and mode & 0o077:
+        why = f"other users may use it (mode {mode:04o}, chmod go= ends that)"
+    if why is not None:
+        raise OSError(f"{os.fspath(path)!r} is not private: {why}")
 
 
 def check_folder(option: str, path: str | os.PathLike[str]) -> None:

@@ -377,9 +377,12 @@ def test_info_names_versions_folders_and_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUPYATTN_GROUP_SECRET", "not for a bug report")
     file = tmp_path / "info.json"
     assert status("info", "--json", str(file)) == 0
     printed = capsys.readouterr().out
+    assert "CUPYATTN_GROUP_SECRET" in printed and "(set, not shown)" in printed
+    assert "not for a bug report" not in printed + file.read_text()
     for word in ("cupyattn", "numpy", "nvrtc", "architectures", "device", str(kc.KERNELS)):
         assert word in printed
     assert ["CUPYATTN_CACHE_DIR", str(tmp_path)] in [line.split() for line in printed.splitlines()]

@@ -27,6 +27,7 @@ from cupyattn.distributed.store import Board
 from cupyattn.distributed.tcp import TcpServer, TcpStore
 
 ROOT = Path(__file__).parents[1]
+SECRET = b"a secret of these tests"
 
 
 # ---- threads -------------------------------------------------------------------------------------
@@ -152,14 +153,14 @@ def test_one_thread_that_waits_for_nobody_does_not_keep_the_others() -> None:
 
 @contextlib.contextmanager
 def server(size: int) -> Iterator[TcpServer]:
-    found = TcpServer(size)
+    found = TcpServer(size, secret=SECRET)
     yield found
     found.close(0.0)
 
 
 def test_a_store_behind_a_socket_does_what_a_board_does() -> None:
     with server(2) as board:
-        stores = [TcpStore(rank, board.address, 5) for rank in range(2)]
+        stores = [TcpStore(rank, board.address, 5, secret=SECRET) for rank in range(2)]
         found: list[Any] = [None, None]
 
         def gather(rank: int) -> None:

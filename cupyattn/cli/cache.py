@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import numpy as np
 
 from cupyattn import compile as compiler
-from cupyattn import device, registry
+from cupyattn import device, disk_cache, registry
 from cupyattn.api import plans
 from cupyattn.cli import output, verify
 from cupyattn.compile import HOPPER_CAPABILITY, ModuleSpec
@@ -63,12 +63,14 @@ def run(args: argparse.Namespace) -> int:
         warm(list(dict.fromkeys(jobs)), args.threads)
     info = compiler.cache_info()
     references, size = verify.reference_info()
-    print(f"{info.folder}")
+    unused = disk_cache.why_unused(info.folder)
+    print(f"{info.folder}" + (f" is not used: {unused}" if unused else ""))
     print(f"{info.entries} kernels, {format_bytes(info.bytes)}")
     print(f"{references} references, {format_bytes(size)}")
     if args.json:
         found = {"folder": str(info.folder), "kernels": info.entries, "kernel_bytes": info.bytes}
         found |= {"compiled": info.compiled, "references": references, "reference_bytes": size}
+        found["not_used"] = unused
         output.write_json(args.json, found)
     return 0
 

@@ -58,7 +58,8 @@ def collect() -> dict[str, Any]:
     facts["cache"] = f"{cache.folder}: {cache.entries} kernels, {format_bytes(cache.bytes)}"
     settings = sorted(name for name in os.environ if name.startswith("CUPYATTN_"))
     for name in settings:
-        facts[name] = os.environ[name]
+        # A bug report must not publish the secret of a group.
+        facts[name] = "(set, not shown)" if name.endswith("_SECRET") else os.environ[name]
     if not settings:
         facts["settings"] = "no CUPYATTN_* variable is set"
     return {name: str(value) for name, value in facts.items()}

@@ -19,6 +19,7 @@ import numpy as np
 from cupyattn import (
     backends,
     device,
+    disk_cache,
     distributions,
     measure,
     reference,
@@ -29,7 +30,6 @@ from cupyattn import (
 from cupyattn.api import attention, kernel_form
 from cupyattn.arrays import on_host
 from cupyattn.cli import output
-from cupyattn.disk_cache import cache_folder
 from cupyattn.features import DTYPES
 from cupyattn.files import replacing
 from cupyattn.measure import Judgement
@@ -214,7 +214,7 @@ def operands_equal(z: QuantizedQKV, host: tuple[Any, Any, Any]) -> bool:
 
 
 def _folder() -> Path:
-    return cache_folder() / "reference"
+    return disk_cache.cache_folder() / "reference"
 
 
 def cached_exact(
@@ -237,10 +237,10 @@ def cached_exact(
         raise ValueError("cached_exact always returns lse")
     path = _folder() / f"{_key((q, k, v, rows), options)}.npz"
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with disk_cache.open_own(path) as raw, np.load(raw, allow_pickle=False) as file:
             o, lse = file["o"], file["lse"]
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
-        # Not there, or cut short by a crash: computed, and written again.
+        # Not there, cut short by a crash, or another user's: computed, and written again.
         o, lse = reference.attention_exact(q, k, v, rows=rows, return_lse=True, **options)
         _write(path, on_host(o), on_host(lse))
         return o, lse
@@ -277,8 +277,10 @@ def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
 def _write(path: Path, o: Any, lse: Any) -> None:
     """Write a reference whole; a folder that cannot be written to is no reason to fail."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not disk_cache.make_folder(path.parent):
+            return
         with replacing(path) as file:
+            disk_cache.own_alone(file)
             np.savez(file, o=o, lse=lse)
     except OSError as error:
         LOG.warning("cannot keep references in %s: %s", path.parent, error)
@@ -286,13 +288,13 @@ def _write(path: Path, o: Any, lse: Any) -> None:
 
 def reference_info() -> tuple[int, int]:
     """Return how many references are kept, and their size in bytes."""
-    sizes = [path.stat().st_size for path in _folder().glob("*.npz")]
+    sizes = [path.stat().st_size for path in disk_cache.regular_files(_folder(), ".npz")]
     return len(sizes), sum(sizes)
 
 
 def clear_references() -> int:
     """Forget every reference; return how many there were."""
-    paths = list(_folder().glob("*.npz"))
+    paths = disk_cache.regular_files(_folder(), ".npz")
     for path in paths:
         path.unlink(missing_ok=True)
     return len(paths)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from cupyattn.distributed.store import Store
+from cupyattn.distributed.store import Store, check_rank
 from cupyattn.errors import RankError
 
 #: A kind of group.
@@ -93,8 +93,7 @@ class Group(abc.ABC):
     namespace: ClassVar[str]
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
-        if not 0 <= rank < size:
-            raise ValueError(f"rank must be between 0 and size - 1, got rank={rank} size={size}")
+        check_rank(rank, size)
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
@@ -125,7 +124,7 @@ class Group(abc.ABC):
         own = json.dumps([what, value]).encode()
         about = f"{what}, call {key}"
         found = self.store.gather(key, self.rank, own, self.timeout, about)
-        said = [json.loads(x) for x in found]
+        said = [_said(rank, x, about) for rank, x in enumerate(found)]
         for rank, (asked, _) in enumerate(said):
             if asked != said[0][0]:
                 raise RankError(rank, f"called {asked}, rank 0 called {said[0][0]}")
@@ -377,9 +376,10 @@ class _OfHost:
         self._receives, self._keys = [], []
         for (peer, array, _), key in zip(receives, keys, strict=True):
             header, _, raw = group.store.take(key, peer, group.timeout).partition(b"\n")
-            wanted = [list(array.shape), array.dtype.name]
-            if json.loads(header) != wanted:
-                group.store.fail(peer, f"sent {header.decode()}, rank {group.rank} wants {wanted}")
+            wanted = json.dumps([list(array.shape), array.dtype.name])
+            if header != wanted.encode() or len(raw) != array.nbytes:
+                sent = f"{header[:200].decode(errors='replace')} in {len(raw)} bytes"
+                group.store.fail(peer, f"sent {sent}, rank {group.rank} wants {wanted}")
                 group.store.check()
             array[...] = np.frombuffer(raw, array.dtype).reshape(array.shape)
 
@@ -400,6 +400,15 @@ def _cupy() -> Any:
     import cupy
 
     return cupy
+
+
+def _said(rank: int, said: bytes, about: str) -> tuple[str, Any]:
+    """Return what a rank calls and says, from the bytes that it left."""
+    try:
+        asked, value = json.loads(said)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RankError(rank, f"left {said[:40]!r} for {about!r}: not written here") from error
+    return asked, value
 
 
 def _short(value: Any) -> str:

@@ -13,7 +13,8 @@ from cupyattn.device import device_missing
 from cupyattn.distributed.copies import CopyGroup, reach_each_other
 from cupyattn.distributed.group import TIMEOUT, Group, HostGroup
 from cupyattn.distributed.nccl import NcclGroup
-from cupyattn.distributed.store import Board
+from cupyattn.distributed.secret import ADVICE, Handover, given, make
+from cupyattn.distributed.store import Board, check_rank
 from cupyattn.distributed.tcp import Address, TcpServer, TcpStore
 from cupyattn.errors import RankError
 
@@ -129,6 +130,7 @@ def connect(
     *,
     device: int | None = None,
     timeout: float = TIMEOUT,
+    secret: str | None = None,
 ) -> Group:
     """Join a group of processes, on one host or several, by the store that rank 0 holds.
 
@@ -137,13 +139,17 @@ def connect(
     rank, size : int
         Which of how many this process is.
     address : str or (str, int)
-        ``"host:port"`` of rank 0, as all ranks reach it. It listens there alone, and trusts whoever
-        can reach it: an address within the cluster.
+        ``"host:port"`` of rank 0, as all ranks reach it. It listens there alone.
     device : int, optional
         This rank's CUDA device, which becomes the current one and whose arrays travel by NCCL;
         without one arrays are NumPy's.
     timeout : float
         Seconds that a rank waits for another before all of them raise.
+    secret : str, optional
+        The secret of the group, at least 16 characters, the same on all ranks. By default
+        ``CUPYATTN_GROUP_SECRET`` or the content of ``CUPYATTN_GROUP_SECRET_FILE``. Without any of
+        them rank 0 makes one, and leaves it in a private file under the cache folder for the other
+        ranks.
 
     Returns
     -------
@@ -154,15 +160,17 @@ def connect(
     Raises
     ------
     RankError
-        If a rank does not come within the timeout.
+        If a rank does not come within the timeout, or has another secret.
+    ValueError, OSError
+        If the secret is too short, or its file is not private.
     """
+    check_rank(rank, size)
     if isinstance(address, str):
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"address must look like 'host:29400', got {address!r}")
         address = host, int(port)
-    server = TcpServer(size, address) if rank == 0 else None
-    return _of_processes(server, address, rank, size, device, timeout)
+    return _connect(rank, size, address, device, timeout, given(secret, os.environ))
 
 
 def from_environment(
@@ -180,7 +188,8 @@ def from_environment(
     environ : mapping
         Where launchers say what they know: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, or the
         variables of Slurm or Open MPI; ``MASTER_ADDR`` and ``MASTER_PORT``, without which rank 0
-        is on the first host of Slurm's job, or of this one where all ranks are here.
+        is on the first host of Slurm's job, or of this one where all ranks are here; and the secret
+        of the group, as for `connect`.
 
     Returns
     -------
@@ -198,7 +207,8 @@ def from_environment(
         device = None if device_missing() else _local_device(local)
     elif isinstance(device, str):
         raise ValueError(f"device must be a number, None or 'auto', got {device!r}")
-    return connect(rank, size, rendezvous(environ), device=device, timeout=timeout)
+    check_rank(rank, size)
+    return _connect(rank, size, rendezvous(environ), device, timeout, given(None, environ))
 
 
 def from_mpi(
@@ -209,8 +219,8 @@ def from_mpi(
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, optional
-        ``COMM_WORLD`` when omitted. It tells the ranks where rank 0's store is, and no more: what a
-        rank that has ended would hang does not travel by MPI.
+        ``COMM_WORLD`` when omitted. It tells the ranks where rank 0's store is, and the secret that
+        rank 0 has made. Nothing else travels by MPI, where a rank that has ended hangs the others.
     device, timeout
         As for `from_environment`.
 
@@ -229,14 +239,20 @@ def from_mpi(
         comm = MPI.COMM_WORLD
     rank, size = int(comm.Get_rank()), int(comm.Get_size())
     host = socket.gethostname()
-    server = TcpServer(size, (host, 0)) if rank == 0 else None
-    address = comm.bcast(None if server is None else server.address, root=0)
+    server, told = None, None
+    if rank == 0:
+        secret = make()
+        server = TcpServer(size, (host, 0), secret=secret)
+        told = [*server.address, secret.decode()]
+    *address, secret_text = comm.bcast(told, root=0)
     if device == "auto":
         hosts = comm.allgather(host)
         device = None if device_missing() else _local_device(hosts[:rank].count(host))
     elif isinstance(device, str):
         raise ValueError(f"device must be a number, None or 'auto', got {device!r}")
-    return _of_processes(server, tuple(address), rank, size, device, timeout)
+    host, port = address
+    store = TcpStore(rank, (host, port), timeout, server, secret=secret_text.encode())
+    return _of_processes(store, rank, size, device, timeout)
 
 
 def rendezvous(environ: Mapping[str, str]) -> Address:
@@ -254,16 +270,34 @@ def rendezvous(environ: Mapping[str, str]) -> Address:
     return host or "localhost", int(environ.get("MASTER_PORT", port))
 
 
-def _of_processes(
-    server: TcpServer | None,
-    address: Address,
-    rank: int,
-    size: int,
-    device: int | None,
-    timeout: float,
+def _connect(
+    rank: int, size: int, address: Address, device: int | None, timeout: float, known: bytes | None
 ) -> Group:
-    """Return the group of this process, which holds the server where it is rank 0."""
-    store = TcpStore(rank, address, timeout, server)
+    """Return the group of this process by a secret that is known, or that rank 0 makes."""
+    if rank:
+        store = TcpStore(rank, address, timeout, secret=known or Handover(address))
+        return _of_processes(store, rank, size, device, timeout)
+    handover = Handover(address) if known is None and size > 1 else None
+    secret = known or make()
+    server = TcpServer(size, address, secret=secret)
+    if handover is not None:
+        try:
+            handover.leave(secret)
+        except OSError as error:
+            server.close(0.0)
+            raise OSError(f"cannot leave the other ranks a secret ({error}): {ADVICE}") from error
+    try:
+        store = TcpStore(rank, address, timeout, server, secret=secret)
+        return _of_processes(store, rank, size, device, timeout)
+    finally:
+        if handover is not None:  # all ranks have joined, or never will
+            handover.remove()
+
+
+def _of_processes(
+    store: TcpStore, rank: int, size: int, device: int | None, timeout: float
+) -> Group:
+    """Return the group of this process."""
     try:
         group: Group
         if device is None:

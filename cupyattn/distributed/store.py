@@ -16,6 +16,12 @@ from typing import Any, Protocol
 from cupyattn.errors import RankError
 
 
+def check_rank(rank: int, size: int) -> None:
+    """Raise ValueError for a rank that a group of this size does not have."""
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be between 0 and size - 1, got rank={rank} size={size}")
+
+
 class Store(Protocol):
     """What ranks share. Every method raises `RankError` once a rank has failed."""
 
@@ -65,10 +71,19 @@ class Board:
         self._failure: RankError | None = None
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
-        """Leave a value under a key that all ranks name; return those of all, by rank."""
+        """Leave a value under a key that all ranks name; return those of all, by rank.
+
+        Raises
+        ------
+        ValueError
+            If the group has no such rank, or the rank has left a value there already.
+        """
+        check_rank(rank, self.size)
         with self._changed:
             self._check()
             values = self._gathered.setdefault(key, {})
+            if rank in values:
+                raise ValueError(f"rank {rank} has already left a value for {about!r}, key {key!r}")
             values[rank] = value
             self._changed.notify_all()
 
@@ -81,6 +96,12 @@ class Board:
             if self._fetched[key] == self.size:
                 del self._fetched[key], self._gathered[key]
             return [values[rank] for rank in range(self.size)]
+
+    @property
+    def keys(self) -> int:
+        """How many keys hold a value."""
+        with self._changed:
+            return len(self._gathered) + len(self._left)
 
     def put(self, key: str, value: Any) -> None:
         """Leave a value for whoever takes it."""
