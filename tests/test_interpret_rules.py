@@ -58,7 +58,7 @@ def check_deadlock_or_rule(rule: Rule, fault: KernelFault) -> None:
 # ---- barriers of a block -------------------------------------------------------------------------
 
 SYNC = 'asm volatile("bar.sync %0, %1;" ::"r"({}), "r"({}) : "memory");'
-#: Numbers and counts come out of x, whose first elements are 1, 2, 3: the compiler cannot know them.
+#: Numbers and counts come out of x, which begins with 1, 2, 3: the compiler cannot know them.
 BARRIERS = [
     Rule("a number above 15", f"""
   {SYNC.format("x[0] + 15", 64)}  // wrong
@@ -377,7 +377,7 @@ def test_what_a_guard_keeps_from_happening_is_no_access() -> None:
 
 @pytest.mark.parametrize("block", [160, 256])
 def test_a_warpgroup_beside_other_warps(block: int) -> None:
-    """The last warps of the block are no whole warpgroup, or do nothing; every block counts anew."""
+    """The last warps of the block are no whole warpgroup, or a second one that exits."""
     text = WGMMA.replace(".maxntid 128", f".maxntid {block}").replace("tile[2048]", "tile[4096]")
     leave = "setp.ge.u32 %p2, %r1, 128;\n@%p2 ret;\n"
     ptx = text.format(body=f"{leave}{FENCE}\n{mma()}\n{DONE}\n", zeros=ZEROS)
@@ -414,12 +414,13 @@ SET_REGISTERS = [
     Rule("dec to more", f"""
   if (i < 128) {registers(176)}  // wrong
   if (i < 128) {registers(168)}  // right
-""", "invalid operand", "setmaxnreg.dec to 176 registers is more than 168, which each thread holds"),
+""", "invalid operand", "setmaxnreg.dec to 176 registers is more than 168, which each thread "
+         "holds"),
     Rule("inc to fewer", f"""
   if (i < 128) {registers(160, "inc")}  // wrong
   if (i < 128) {registers(168, "inc")}  // right
-""", "invalid operand", "setmaxnreg.inc to 160 registers is fewer than 168, which each thread holds"
-         ),
+""", "invalid operand", "setmaxnreg.inc to 160 registers is fewer than 168, which each thread "
+         "holds"),
     Rule("more is asked for than is given up", f"""
   if (i < 128) {registers(32)}  // wrong
   if (i < 128) {registers(24)}  // right

@@ -519,9 +519,10 @@ class Machine:
 
     def _report_deadlock(self) -> None:
         """Say who waits for whom, from where the first of them wait."""
-        for self.place, mask in self._parked.items():
-            step = self.program.steps[self.place]
+        for place, mask in self._parked.items():
+            step = self.program.steps[place]
             if step.warps > 1:
+                self.place = place
                 message = f"not all warps of a warpgroup come to {step.instruction.name}"
                 self.report("divergence", message, self.lane, mask)
         waiting = dict(self._parked)
