@@ -541,7 +541,8 @@ def test_the_mended_kernel_has_none(case: Case, tmp_path: Path) -> None:
 
 
 def test_every_kind_has_a_case() -> None:
-    assert {case.kind for case in CASES} == set(KINDS)
+    elsewhere = {"invalid operand"}  # tests/test_interpret_rules.py
+    assert {case.kind for case in CASES} | elsewhere == set(KINDS)
     assert len({case.name for case in CASES}) == len(CASES)
 
 

@@ -127,9 +127,9 @@ class Clusters:
             if (mask & ~freed).any():
                 self._waiting[place] = mask & ~freed
 
-    def sleepers(self) -> list[tuple[int, Bools]]:
-        """Return the places where lanes wait, with the lanes."""
-        return list(self._waiting.items())
+    def sleepers(self) -> list[tuple[int, Bools, str]]:
+        """Return the places where lanes wait, with the lanes, and what they wait at."""
+        return [(*one, "the barrier of their cluster") for one in self._waiting.items()]
 
     def _mask(self, index: Ints) -> Bools:
         mask = np.zeros(self._machine.size, np.bool_)

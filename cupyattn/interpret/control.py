@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from cupyattn.interpret.cluster import cluster_barrier
 from cupyattn.interpret.ptx import Immediate, Instruction, Negated
+from cupyattn.interpret.register_pools import GROUP
 from cupyattn.interpret.semantics import Execute, Step, instruction, reader, whole_warp
 
 if TYPE_CHECKING:
@@ -92,9 +91,21 @@ def fence(inst: Instruction) -> Execute | None:
 
 
 @instruction("setmaxnreg")
-def set_registers(inst: Instruction) -> Step:
-    """Ask for another number of registers: a whole warp does, and none run out here."""
-    return Step(inst, lambda machine, lanes: None, together=whole_warp)
+def set_registers(inst: Instruction) -> Step | None:
+    """Ask for more registers, or give some up."""
+    first = inst.operands[0]
+    action, *rest = inst.modifiers
+    if action not in ("inc", "dec") or rest != ["sync", "aligned", "u32"]:
+        return None
+    if not isinstance(first, Immediate):
+        return None
+    more, count = action == "inc", first.bits
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        machine.met(lanes)
+        machine.register_pools.change(count, lanes, more=more)
+
+    return Step(inst, execute, together=whole_warp, warps=GROUP, leaves=True)
 
 
 @instruction("bar", "barrier")
@@ -111,20 +122,11 @@ def barrier(inst: Instruction) -> Step | None:
     aligned = inst.opcode == "bar" or "aligned" in inst.modifiers
     number = reader(inst.operands[0], "u32")
     count = reader(inst.operands[1], "u32") if len(inst.operands) > 1 else None
-    fixed = isinstance(inst.operands[0], Immediate)
     wait = modifiers == ("sync",)
 
     def execute(machine: Machine, lanes: Lanes) -> None:
-        wanted = (
-            None
-            if count is None
-            else int(np.broadcast_to(count(machine), machine.size)[lanes.index[0]])
-        )
-        if fixed:
-            machine.arrive(int(number(machine)), wanted, lanes, wait=wait)
-            return
-        numbers = number(machine)
-        for one in np.unique(numbers[lanes.index]):
-            machine.arrive(int(one), wanted, lanes.where(numbers == one), wait=wait)
+        numbers = machine.each(number(machine))
+        counts = None if count is None else machine.each(count(machine))
+        machine.barriers.meet(numbers, counts, lanes, wait=wait, aligned=aligned)
 
     return Step(inst, execute, together=whole_warp if aligned else None, leaves=True)

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from cupyattn.interpret.access import Copies
+from cupyattn.interpret.barriers import Barriers
 from cupyattn.interpret.bulk import Engine, Tensor
 from cupyattn.interpret.cluster import Clusters
 from cupyattn.interpret.findings import Finding, KernelFault
@@ -36,6 +37,7 @@ from cupyattn.interpret.observe import Observer
 from cupyattn.interpret.ordering import WARP, Bools, Clocks, Ints
 from cupyattn.interpret.program import Program, Segment
 from cupyattn.interpret.ptx import Register
+from cupyattn.interpret.register_pools import RegisterPools
 from cupyattn.interpret.semantics import Read, Values, not_known, register_type
 from cupyattn.interpret.wgmma import Warpgroups
 
@@ -204,7 +206,8 @@ class Machine:
             **{p.name: p.offset for p in program.kernel.parameters},
         }  # fmt: skip
         self._special: dict[str, Values] = {}
-        self._barriers: dict[int, Barrier] = {}
+        self.barriers = Barriers(self)
+        self.register_pools = RegisterPools(self)
         self.go(0, self.alive)
 
     # ---- running ---------------------------------------------------------------------------------
@@ -338,7 +341,7 @@ class Machine:
             needed = Lanes(self.alive, self.alive).bits
             missing = (lanes.bits & needed) != needed
             if warps > 1:
-                missing = np.repeat(missing.reshape(-1, warps).any(axis=1), warps)
+                missing = self._of_groups(missing, warps)
             late = np.repeat(missing, WARP) & lanes.mask
         else:
             lanes, late = self._of_one_mask(self.each(named), lanes)
@@ -346,6 +349,16 @@ class Machine:
             return lanes
         self._parked[self.place] = late
         return Lanes(lanes.mask & ~late, self.alive)
+
+    def _of_groups(self, missing: Bools, warps: int) -> Bools:
+        """Return, for every warp, whether it or another one of its group is `missing`.
+
+        The last group of a block may have fewer warps than the others.
+        """
+        of_block = missing.reshape(self.blocks, -1)
+        first = np.arange(0, of_block.shape[1], warps)
+        groups = np.logical_or.reduceat(of_block, first, axis=1)
+        return np.repeat(groups, warps, axis=1)[:, : of_block.shape[1]].ravel()
 
     def _of_one_mask(self, named: Values, lanes: Lanes) -> tuple[Lanes, Bools]:
         """Choose lanes that name the same partners: one set in each warp. The others come next.
@@ -480,56 +493,6 @@ class Machine:
             within = address[some] - WINDOWS.get(which, 0)
             yield self.spaces[which], within, None if len(some) == len(kinds) else some
 
-    # ---- barriers --------------------------------------------------------------------------------
-
-    def arrive(self, number: int, count: int | None, lanes: Lanes, *, wait: bool) -> None:
-        """Let lanes arrive at a barrier of their blocks, and wait there until all have come.
-
-        Parameters
-        ----------
-        number : int
-            Which barrier.
-        count : int or None
-            Threads that it waits for; None: all of the block.
-        lanes : Lanes
-        wait : bool
-            Whether they stop there; otherwise they only count.
-        """
-        here = self.place + 1
-        barrier = self._barriers.setdefault(number, Barrier(self.size))
-        barrier.arrived |= lanes.mask
-        if wait:
-            barrier.resume[lanes.index] = here
-        arrived = barrier.arrived.reshape(self.blocks, -1).sum(axis=1)
-        complete = np.flatnonzero(arrived == (self.block if count is None else count))
-        if (arrived > (self.block if count is None else count)).any():
-            message = f"more threads arrive at barrier {number} than the {count} it waits for"
-            self.report("divergence", message, self.lane, lanes.mask)
-        everybody = count is None or count == self.block
-        if not everybody:  # what they did before is handed on to those who wait
-            for block in np.unique(lanes.index // self.threads):
-                some = lanes.index[lanes.index // self.threads == block]
-                view = self.clocks.views(some).max(axis=0)
-                barrier.views[int(block)] = np.maximum(barrier.views.get(int(block), 0), view)
-        if not wait:
-            self.go(here, lanes)
-        if not len(complete):
-            return
-        if everybody:
-            self.clocks.meet_blocks(complete)
-        freed = np.zeros(self.size, np.bool_)
-        freed.reshape(self.blocks, -1)[complete] = True
-        freed &= barrier.arrived
-        barrier.arrived &= ~freed
-        freed &= barrier.resume >= 0
-        if not everybody:
-            for block in complete:
-                some = np.flatnonzero(freed & (self.lane // self.threads == block))
-                self.clocks.acquire(some, barrier.views.pop(int(block)))
-        for place in np.unique(barrier.resume[freed]):
-            self.go(int(place), freed & (barrier.resume == place))
-        barrier.resume[freed] = -1
-
     # ---- findings --------------------------------------------------------------------------------
 
     def report(
@@ -556,6 +519,12 @@ class Machine:
 
     def _report_deadlock(self) -> None:
         """Say who waits for whom, from where the first of them wait."""
+        for place, mask in self._parked.items():
+            step = self.program.steps[place]
+            if step.warps > 1:
+                self.place = place
+                message = f"not all warps of a warpgroup come to {step.instruction.name}"
+                self.report("divergence", message, self.lane, mask)
         waiting = dict(self._parked)
         parts = [
             f"{mask.sum()} at {self.program.steps[place].instruction.name}"
@@ -564,18 +533,13 @@ class Machine:
         for place, mask in self._resting.items():
             waiting[place - 1] = mask
             parts.append(f"{mask.sum()} at {self.program.steps[place - 1].instruction.name}")
-        for number, barrier in self._barriers.items():
-            at = barrier.resume >= 0
-            if at.any():
-                first = int(barrier.resume[at].min())
-                waiting[first - 1] = barrier.resume == first
-                parts.append(f"{at.sum()} at barrier {number}")
         for place, lanes in self.mbarriers.sleepers():
             waiting[place] = np.isin(self.lane, lanes)
             parts.append(f"{len(lanes)} at an mbarrier")
-        for place, mask in self.clusters.sleepers():
+        others = (self.barriers, self.clusters, self.register_pools)
+        for place, mask, at in (one for part in others for one in part.sleepers()):
             waiting[place] = mask
-            parts.append(f"{mask.sum()} at the barrier of their cluster")
+            parts.append(f"{mask.sum()} at {at}")
         self.place = min(waiting)
         gone = int((~self.alive).sum() - (self.threads - self.block) * self.blocks)
         message = (
@@ -583,12 +547,3 @@ class Machine:
             f"{gone} have exited)"
         )
         self.report("deadlock", message, self.lane, waiting[self.place])
-
-
-class Barrier:
-    """One of the barriers of every block of a batch."""
-
-    def __init__(self, size: int) -> None:
-        self.arrived = np.zeros(size, np.bool_)
-        self.resume = np.full(size, -1, np.int64)  # where a waiting lane goes on
-        self.views: dict[int, Any] = {}  # by block: what the arrivals had seen

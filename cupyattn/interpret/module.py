@@ -211,6 +211,10 @@ class Kernel:
         Of a block, by ``.maxntid`` or ``.reqntid``.
     cluster : int
         Blocks of a cluster, by ``.reqnctapercluster``; 1 without clusters.
+    min_blocks : int
+        Blocks that an SM must have room for, by ``.minnctapersm``; 1 without it.
+    max_registers : int or None
+        Of a thread, by ``.maxnreg``.
     """
 
     name: str
@@ -221,6 +225,8 @@ class Kernel:
     variables: dict[str, Variable]
     max_threads: int | None
     cluster: int = 1
+    min_blocks: int = 1
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,7 +111,8 @@ _PARAMETER = re.compile(
 _TUNING = re.compile(
     r"\.(?:maxntid|reqntid)\s+(?P<threads>\d+(?:\s*,\s*\d+)*)|\.explicitcluster"
     r"|\.reqnctapercluster\s+(?P<cluster>\d+(?:\s*,\s*\d+)*)"
-    r"|\.(?:minnctapersm|maxnctapersm|maxnreg|maxclusterrank)\s+[\d\s,]+"
+    r"|\.maxnreg\s+(?P<max_registers>\d+)|\.minnctapersm\s+(?P<min_blocks>\d+)"
+    r"|\.(?:maxnctapersm|maxclusterrank)\s+[\d\s,]+"
     r'|\.pragma\s+"[^"]*"\s*;'
 )
 _VARIABLE = re.compile(
@@ -290,12 +291,15 @@ def _kernel(
     name = header[1]
     parameters = _parameters(text, header[2] or "")
     body = _Body(text, {*variables, *(parameter.name for parameter in parameters)}, files)
-    max_threads, cluster = _tuning(text, *header.span(3))
+    tuning = _tuning(text, *header.span(3))
     end = body.read(name, header.end())
     text.where = header.start()
     registers, instructions = tuple(body.registers), tuple(body.instructions)
-    labels, own = body.labels, body.variables
-    kernel = Kernel(name, parameters, registers, instructions, labels, own, max_threads, cluster)
+    kernel = Kernel(
+        name, parameters, registers, instructions, body.labels, body.variables,
+        tuning.get("threads"), tuning.get("cluster", 1), tuning.get("min_blocks", 1),
+        tuning.get("max_registers"),
+    )  # fmt: skip
     return kernel, end
 
 
@@ -315,20 +319,19 @@ def _parameters(text: _Text, declarations: str) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-def _tuning(text: _Text, start: int, end: int) -> tuple[int | None, int]:
-    """Read what stands between parameters and body: most threads, and blocks of a cluster."""
-    threads, cluster = None, 1
+def _tuning(text: _Text, start: int, end: int) -> dict[str, int]:
+    """Read the directives between parameters and body, by the group of `_TUNING` that each has."""
+    found: dict[str, int] = {}
     offset = text.skip_blanks(start)
     while offset < end:
         match = _TUNING.match(text.text, offset)
         if match is None:
             text.fail("unknown directive before the body of a kernel")
-        if match["threads"]:
-            threads = math.prod(int(number) for number in match["threads"].split(","))
-        if match["cluster"]:
-            cluster = math.prod(int(number) for number in match["cluster"].split(","))
+        for name, numbers in match.groupdict().items():
+            if numbers:
+                found[name] = math.prod(int(number) for number in numbers.split(","))
         offset = text.skip_blanks(match.end())
-    return threads, cluster
+    return found
 
 
 # ---- the body of a kernel ------------------------------------------------------------------------

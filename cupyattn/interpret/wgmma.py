@@ -2,7 +2,12 @@
 
 A product happens when its group is waited for: until then the accumulators hold what they held,
 and whoever reads or writes them, changes a fragment of A, or writes to an operand in shared memory
-has a hazard. ``wgmma.fence`` must stand between a change of a register and a product that uses it.
+has a hazard.
+
+PTX ISA, "wgmma.fence": a fence stands before the first product of a warpgroup, and between any
+access to a register and a product that uses the register as accumulator or as fragment of A.
+Products of one shape may follow each other on the same accumulators without a fence. Two reads do
+not conflict, so a fragment of A may be read again without a fence, too.
 """
 
 from __future__ import annotations
@@ -17,9 +22,10 @@ import numpy.typing as npt
 
 from cupyattn.interpret import tensor_core
 from cupyattn.interpret.memory import SHARED_BASE
-from cupyattn.interpret.ordering import WARP, Bools, Ints
+from cupyattn.interpret.ordering import WARP, Ints
 from cupyattn.interpret.ptx import Immediate, Instruction, Operand, Register, Vector
-from cupyattn.interpret.registers import read, registers_in, written
+from cupyattn.interpret.register_pools import GROUP
+from cupyattn.interpret.registers import executing, read, registers_in, written
 from cupyattn.interpret.semantics import (
     Read,
     Step,
@@ -32,9 +38,6 @@ from cupyattn.interpret.warpgroup import Wgmma, find_wgmma, operand_addresses
 
 if TYPE_CHECKING:
     from cupyattn.interpret.machine import Lanes, Machine
-
-#: Warps of a warpgroup.
-GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Form:
     """One ``wgmma.mma_async`` instruction."""
 
     product: Wgmma
-    registers: tuple[int, ...]  # accumulators and fragments of A
+    accumulators: tuple[int, ...]  # registers
+    fragments: tuple[int, ...]  # registers of A, none where A lies in shared memory
     read_c: Callable[[Machine, Ints], npt.NDArray[np.uint32]]
     write_d: Callable[[Machine, npt.NDArray[np.uint32], Lanes], None]
     a: Shared | Callable[[Machine, Ints], npt.NDArray[np.uint32]]
@@ -78,13 +82,23 @@ class Form:
     accumulate: Read
     sign: int
 
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Accumulators and fragments of A."""
+        return (*self.accumulators, *self.fragments)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Columns and depth."""
+        return self.product.columns, self.product.depth
+
 
 @dataclass(eq=False)
 class Product:
     """One product of one warpgroup, under way."""
 
     form: Form
-    group: int  # the warpgroup, numbered through the batch
+    first_warp: int  # of the warpgroup, numbered through the batch
     number: int  # of the group of products that it is committed with
     a: Ints | None  # where A lies in shared memory, None for registers
     b: Ints
@@ -97,7 +111,7 @@ class Product:
 
     def happen(self, machine: Machine, lanes: Lanes) -> None:
         """Compute D."""
-        form, warps = self.form, np.arange(GROUP) + self.group * GROUP
+        form, warps = self.form, np.arange(GROUP) + self.first_warp
         if isinstance(form.a, Shared) and self.a is not None:
             a = form.a.values(machine, self.a)
         elif isinstance(form.a, Shared):
@@ -116,12 +130,17 @@ class Warpgroups:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        groups = machine.size // (GROUP * WARP)
-        self._committed = np.zeros(groups, np.int64)
+        warps = machine.size // WARP
+        self._warps = machine.threads // WARP  # of a block
+        self._committed = np.zeros(warps, np.int64)  # by the first warp of a warpgroup
         self._under_way: list[Product] = []
-        self._fenced = np.zeros(machine.size // WARP, np.int64)  # time of each warp's last fence
+        self._fenced = np.zeros(warps, np.int64)  # time of each warp's last fence, 0: none yet
         self._held: dict[int, npt.NDArray[np.int16]] = {}  # register: products, for each lane
-        self._changed: dict[int, npt.NDArray[np.int64]] = {}  # register: time, for each lane
+        # Times by register, for each lane: of its last change by a thread, and of its last read.
+        self._changed: dict[int, npt.NDArray[np.int64]] = {}
+        self._read: dict[int, npt.NDArray[np.int64]] = {}
+        # The last product that used a register, by register and first warp, and its time.
+        self._last_use: dict[tuple[int, int], tuple[Form, int]] = {}
 
     def fence(self, lanes: Lanes) -> None:
         """Order the registers of warps before their next products."""
@@ -129,10 +148,10 @@ class Warpgroups:
 
     def commit(self, lanes: Lanes) -> None:
         """Close the open group of each warpgroup."""
-        self._committed[self._groups(lanes)] += 1
+        self._committed[self._first_warps(lanes)] += 1
 
     def touch(self, used: tuple[int, ...], changed: tuple[int, ...], lanes: Lanes) -> None:
-        """Report a register that a product holds; note which are changed."""
+        """Report a register that a product holds; note which are read and which are changed."""
         machine = self._machine
         for index in used if self._under_way else ():
             held = self._held.get(index)
@@ -140,23 +159,26 @@ class Warpgroups:
                 name = machine.program.kernel.registers[index].name
                 message = f"{name} is used while a wgmma that holds it is not waited for"
                 machine.report("in flight", message, machine.lane, bad)
-        for index in changed:
-            times = self._changed.setdefault(index, np.zeros(machine.size, np.int64))
-            times[lanes.index] = machine.clocks.now
+        for index in used:
+            times = self._changed if index in changed else self._read
+            of_lanes = times.setdefault(index, np.zeros(machine.size, np.int64))
+            of_lanes[lanes.index] = machine.clocks.now
 
     def start(self, form: Form, lanes: Lanes) -> None:
         """Begin the products of an instruction."""
         machine, shared = self._machine, self._machine.shared
-        for group in self._groups(lanes).tolist():
-            own = np.arange(group * GROUP * WARP, (group + 1) * GROUP * WARP)
-            self._hold(form, own)
-            lane = int(own[0])
+        for warp in self._first_warps(lanes).tolist():
+            self._check_fence(form, warp)
+            lane = warp * WARP
+            for index in form.registers:
+                held = self._held.setdefault(index, np.zeros(machine.size, np.int16))
+                held[lane : lane + GROUP * WARP] += 1
             a = None
             if isinstance(form.a, Shared):
                 a = form.a.offsets(machine, machine.value(form.a.descriptor, lane), lane)
             b = form.b.offsets(machine, machine.value(form.b.descriptor, lane), lane)
             counts = bool(machine.value(form.accumulate, lane))
-            product = Product(form, group, int(self._committed[group]), a, b, counts)
+            product = Product(form, warp, int(self._committed[warp]), a, b, counts)
             granules = product.granules(machine)
             who = np.full(len(granules), lane)
             shared.shadow.before_read(granules, who, machine.clocks, machine.report)
@@ -167,46 +189,93 @@ class Warpgroups:
             machine.traffic["shared", "load"] += size
             self._under_way.append(product)
 
-    def _hold(self, form: Form, own: Ints) -> None:
+    def _check_fence(self, form: Form, warp: int) -> None:
+        """Report a product without the ``wgmma.fence`` that its registers need."""
         machine = self._machine
-        fenced = np.repeat(self._fenced[own[::WARP] // WARP], WARP)
+        own = np.arange(warp * WARP, (warp + GROUP) * WARP)
+        fenced = np.repeat(self._fenced[warp : warp + GROUP], WARP)
         for index in form.registers:
             changed = self._changed.get(index)
             if changed is not None and (late := changed[own] > fenced).any():
-                name = machine.program.kernel.registers[index].name
+                name = self._name(index)
                 message = f"no wgmma.fence stands between a change of {name} and its product"
                 machine.report("race", message, own, late)
-            held = self._held.setdefault(index, np.zeros(machine.size, np.int16))
-            held[own] += 1
+        for index in form.accumulators:
+            read = self._read.get(index)
+            if read is not None and (late := read[own] > fenced).any():
+                message = (
+                    f"no wgmma.fence stands between a read of {self._name(index)} and the product "
+                    "that writes it"
+                )
+                machine.report("race", message, own, late)
+        if (late := fenced == 0).any():
+            message = "no wgmma.fence stands before the first wgmma of a warpgroup"
+            machine.report("race", message, own, late)
+        for index in form.registers:
+            self._check_last_use(form, index, own, fenced)
+            self._last_use[index, warp] = form, machine.clocks.now
+
+    def _check_last_use(self, form: Form, index: int, own: Ints, fenced: Ints) -> None:
+        """Report a register that the product uses in another way than the one before."""
+        machine, warp = self._machine, int(own[0]) // WARP
+        if (index, warp) not in self._last_use:
+            return
+        before, time = self._last_use[index, warp]
+        accumulates, accumulated = index in form.accumulators, index in before.accumulators
+        if not accumulates and not accumulated:
+            return
+        held = self._held[index][own] > 0
+        if (accumulates != accumulated) and held.any():
+            use, other = "reads", "accumulates in"
+            if accumulates:
+                use, other = "accumulates in", "reads"
+            message = f"a wgmma {use} {self._name(index)} while one that {other} it is under way"
+            machine.report("in flight", message, own, held)
+        if accumulates and accumulated and form.shape == before.shape:
+            return
+        if (late := fenced < time).any():
+            message = (
+                f"no wgmma.fence stands between two wgmma that use {self._name(index)} and are not "
+                "of one shape with the same accumulators"
+            )
+            machine.report("race", message, own, late)
+
+    def _name(self, index: int) -> str:
+        return self._machine.program.kernel.registers[index].name
 
     def wait(self, lanes: Lanes, pending: int) -> None:
         """Let all but the last `pending` groups of each warpgroup happen."""
         machine = self._machine
-        groups, left = set(self._groups(lanes).tolist()), []
+        warps, left = set(self._first_warps(lanes).tolist()), []
         for product in self._under_way:
-            last = self._committed[product.group] - pending
-            if product.group not in groups or product.number >= last:
+            warp = product.first_warp
+            if warp not in warps or product.number >= self._committed[warp] - pending:
                 left.append(product)
                 continue
-            own = np.arange(product.group * GROUP * WARP, (product.group + 1) * GROUP * WARP)
-            product.happen(machine, lanes.where(machine.lane // (GROUP * WARP) == product.group))
+            own = slice(warp * WARP, (warp + GROUP) * WARP)
+            mask = np.zeros(machine.size, np.bool_)
+            mask[own] = True
+            product.happen(machine, lanes.where(mask))
             for index in product.form.registers:
                 self._held[index][own] -= 1
             # One lane speaks for each warp: all of them wait here.
             granules = product.granules(machine)
-            machine.shared.shadow.give_back(granules, own[::WARP], machine.clocks)
+            speakers = machine.lane[own][::WARP]
+            machine.shared.shadow.give_back(granules, speakers, machine.clocks)
         self._under_way = left
 
-    def _groups(self, lanes: Lanes) -> Ints:
-        """Return the warpgroups that are here; report one of which warps are missing."""
-        groups, count = np.unique(lanes.warps // GROUP, return_counts=True)
+    def _first_warps(self, lanes: Lanes) -> Ints:
+        """Return the first warp of each warpgroup here; report one of which warps are missing."""
+        warps = lanes.warps
+        first = warps - warps % self._warps % GROUP
+        firsts: Ints
+        firsts, count = np.unique(first, return_counts=True)
         if (count < GROUP).any():
-            mask: Bools = lanes.mask & np.isin(
-                self._machine.lane // (GROUP * WARP), groups[count < GROUP]
-            )
+            mask = np.zeros(self._machine.size, np.bool_)
+            mask.reshape(-1, WARP)[warps[np.isin(first, firsts[count < GROUP])]] = True
             message = "an instruction of a warpgroup, and not all of its warps are here"
             self._machine.report("divergence", message, self._machine.lane, mask)
-        return groups
+        return firsts
 
 
 @instruction("wgmma")
@@ -260,7 +329,8 @@ def _multiply(inst: Instruction, product: Wgmma) -> Step | None:
 
     form = Form(
         product,
-        tuple(_indices((*registers_in(target), *registers_in(a)))),
+        tuple(_indices(registers_in(target))),
+        tuple(_indices(registers_in(a))) if in_registers else (),
         fragment_reader(target),
         fragment_writer(target),
         fragment_reader(a) if in_registers else shared(a, 64, product.a_type, k_major[0]),
@@ -306,7 +376,7 @@ def watched(step: Step, held: set[int]) -> Step:
         return step
 
     def execute(machine: Machine, lanes: Lanes) -> None:
-        machine.warpgroups.touch(used, changed, lanes)
+        machine.warpgroups.touch(used, changed, executing(machine, inst, lanes))
         step.execute(machine, lanes)
 
     return replace(step, execute=execute)
