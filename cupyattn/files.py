@@ -1,11 +1,13 @@
-"""Files that are written whole or not at all, and arrays read from them."""
+"""Files that are written whole or not at all, and files that are opened only if regular."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,6 +55,58 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> BufferedReader:
+    """Open a file to read it, and nothing that is no regular file.
+
+    A pipe would wait for a writer, a socket cannot be read, and a device may do anything.
+
+    Parameters
+    ----------
+    path : path
+    follow_links : bool
+        Whether the last part of the path may be a symbolic link.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened, or is something else.
+
+    Examples
+    --------
+    >>> open_regular(os.curdir)
+    Traceback (most recent call last):
+    OSError: '.' is a folder, a regular file is needed
+    """
+    name = os.fspath(path)
+    # NOTE: Windows has none of these flags but the first.
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags |= getattr(os, "O_NONBLOCK", 0)  # or opening a pipe waits
+    if not follow_links:
+        if os.path.islink(name):
+            raise OSError(f"{name!r} is a symbolic link, a regular file is needed")
+        flags |= getattr(os, "O_NOFOLLOW", 0)  # and it has not become a link since
+    before = os.stat(name).st_mode
+    if not stat.S_ISREG(before):  # a device may act on being opened, a socket cannot be opened
+        raise OSError(f"{name!r} is {_kind(before)}, a regular file is needed")
+    descriptor = os.open(name, flags)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(f"{name!r} is {_kind(mode)}, a regular file is needed")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    }  # fmt: skip
+    return kinds.get(stat.S_IFMT(mode), "no file")
 
 
 def check_folder(option: str, path: str | os.PathLike[str]) -> None:
