@@ -213,7 +213,8 @@ def mixed(dtype: np.dtype) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
         "rnn.weight_ih_l0": normal(512, 128).astype(dtype),
         "patch_embed.proj.weight": normal(96, 3, 14, 14).astype(dtype),
         "heavy.weight": heavy().astype(dtype), "far.weight": far().astype(dtype),
-        "empty.weight": np.zeros((0, 8), dtype), "steps": np.arange(7), "scale": normal().reshape(()),
+        "empty.weight": np.zeros((0, 8), dtype), "steps": np.arange(7),
+        "scale": normal().reshape(()),
         "double.weight": normal(80, 80).astype(np.float64),
     }  # fmt: skip
 

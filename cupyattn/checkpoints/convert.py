@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ _WIDENED = (("BF16", "F32"), ("F16", "F32"))
 #: float32 product of at most 128 units, 2^-17 (Q6), and a difference of at most one, 2^-25.
 HALF_STEP = np.float32(0.5 + 2.0**-15)
 
+LOG = logging.getLogger("cupyattn")
+
 Advance = Callable[[str], None]
 
 
@@ -59,12 +62,15 @@ class Conversion:
         What became of each tensor; None for `dequantize`.
     written : bool
         False for a dry run.
+    left_out : dict of str to str
+        Entries of the model's folder that are not copied, links out of it for one, and why.
     """
 
     target: Path
     files: dict[str, int]
     analysis: Analysis | None
     written: bool
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +86,7 @@ class Conversion:
         """Return everything, JSON-ready."""
         return {
             "target": str(self.target), "files": self.files, "bytes": self.nbytes,
-            "written": self.written,
+            "written": self.written, "left_out": self.left_out,
             "analysis": None if self.analysis is None else self.analysis.to_dict(),
         }  # fmt: skip
 
@@ -259,7 +265,9 @@ def _write(
     dry_run: bool,
     advance: Advance | None,
 ) -> Conversion:
-    done = Conversion(target, plan.files, analysis, not dry_run)
+    for name, why in plan.left_out.items():
+        LOG.warning("%s is not copied: %s", name, why)
+    done = Conversion(target, plan.files, analysis, not dry_run, plan.left_out)
     if not dry_run:
         writer.write(plan, work, target, advance or (lambda name: None))
     return done
