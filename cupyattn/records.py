@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn import timing
+from cupyattn.files import open_regular
 from cupyattn.timing import Estimate
 
 #: What identifies a cell, in the order in which its name has it; all else is a result.
@@ -28,6 +29,10 @@ COMPARED = (
     "device", "driver", "nvrtc", "cupy", "cupyattn", "revision", "dirty", "torch", "cudnn", "numpy",
     "python",
 )  # fmt: skip
+#: Times of a call, seconds, that a record may have: ratios of any two are finite.
+LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e9
+#: How deep lists and objects of a record may lie in each other; those of experiments are 8 deep.
+DEPTH = 64
 VERDICTS = ("faster", "slower", "same", "undecided")
 
 
@@ -85,26 +90,56 @@ class Compared:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a record.
+    """Read a record, and check all that `cells` and the reports rely on.
 
     Raises
     ------
     OSError
-        If it cannot be read.
+        If it cannot be read, or is no regular file.
     ValueError
         If it is no JSON, or no record.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        with open_regular(path) as file:
+            record = json.loads(file.read().decode("utf-8"))
+        _check_depth(record)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON that a record could be: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get("environment"), dict):
         raise ValueError(f'{path} is no record: it has no "environment"')
+    environment = record["environment"]
+    for name, value, kind in (
+        ("environment.device", environment.get("device"), dict),
+        ("environment.revision", environment.get("revision"), str),
+        ("command", record.get("command"), str),
+    ):
+        if value is not None and not isinstance(value, kind):
+            wanted = "an object" if kind is dict else "text"
+            raise ValueError(f"{path} is no record: {name} must be {wanted}, got {value!r:.60}")
+    try:
+        cells(record)
+    except ValueError as error:
+        raise ValueError(f"{path} is no record: {error}") from error
     return record
+
+
+def _check_depth(node: Any, left: int = DEPTH) -> None:
+    """Raise ValueError where lists and objects lie deeper in each other than in any record."""
+    if isinstance(node, (dict, list)):
+        if not left:
+            raise ValueError(f"its lists and objects are more than {DEPTH} deep")
+        for item in node.values() if isinstance(node, dict) else node:
+            _check_depth(item, left - 1)
 
 
 def cells(record: Mapping[str, Any]) -> dict[str, Cell]:
     """Return the cells of a record by name; of two with one name the second has `` #2``.
+
+    Raises
+    ------
+    ValueError
+        For a time that is no number of seconds within `LEAST_SECONDS` and `MOST_SECONDS`, or a
+        malformed interval or judgement.
 
     Examples
     --------
@@ -114,10 +149,12 @@ def cells(record: Mapping[str, Any]) -> dict[str, Cell]:
     [('small, fa', 2.0)]
     """
     found: dict[str, Cell] = {}
+    numbers: dict[str, int] = {}
     for cell in _cells(record, ()):
-        named, number = cell, 1
+        named, number = cell, numbers.get(cell.name, 1)
         while named.name in found:
             number += 1
+            numbers[cell.name] = number
             *above, last = cell.names or ("",)
             named = replace(cell, names=(*above, f"{last} #{number}"))
         found[named.name] = named
@@ -132,6 +169,7 @@ def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
         return
     names = above + tuple(own_names(node))
     judgement = node.get("judgement")
+    judgement = judgement if isinstance(judgement, dict) else None
     samples, seconds = node.get("samples"), node.get("seconds")
     if isinstance(samples, dict):
         for name, some in samples.items():
@@ -140,8 +178,7 @@ def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
     elif isinstance(samples, list) and _is_samples(samples):
         yield _timed(names, samples, judgement)
     elif isinstance(seconds, (int, float)) and not isinstance(seconds, bool):
-        low, high = node.get("seconds_interval") or (seconds, seconds)
-        yield Cell(names, Estimate(seconds, low, high), (), judgement)
+        yield Cell(names, _estimate(names, seconds, node.get("seconds_interval")), (), judgement)
     for name, item in node.items():
         if name not in ("samples", "environment", "clocks", "judgement") and isinstance(
             item, (dict, list)
@@ -162,14 +199,40 @@ def own_names(node: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(value, int):
             yield f"{key} {value}"
         elif key == "left_out" and isinstance(value, list):
-            yield f"without {' and '.join(value)}" if value else "whole"
+            yield f"without {' and '.join(map(str, value))}" if value else "whole"
 
 
 def _is_samples(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(x, float) for x in value)
 
 
+def _estimate(names: tuple[str, ...], seconds: float, interval: Any) -> Estimate:
+    """Return a time with its interval, both as a record has them."""
+    low, high = (seconds, seconds) if not interval else interval if _is_pair(interval) else (0, 0)
+    if not LEAST_SECONDS <= low <= seconds <= high <= MOST_SECONDS:
+        raise ValueError(
+            f"the time of {', '.join(names)!r:.80} must be seconds from {LEAST_SECONDS:g} to "
+            f"{MOST_SECONDS:g} within an interval [low, high], got {seconds!r:.40} and "
+            f"{interval!r:.60}"
+        )
+    return Estimate(float(seconds), float(low), float(high))
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value)
+    )
+
+
 def _timed(names: tuple[str, ...], samples: list[float], judgement: Any) -> Cell:
+    for seconds in samples:
+        if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+            raise ValueError(
+                f"the samples of {', '.join(names)!r:.80} must be seconds from {LEAST_SECONDS:g} "
+                f"to {MOST_SECONDS:g}, got {seconds!r}"
+            )
     return Cell(names, timing.median(samples), tuple(samples), judgement)
 
 
@@ -198,7 +261,9 @@ def compare(
     """
     names = [record.get("experiment") for record in (first, second)]
     if names[0] != names[1]:
-        raise ValueError(f"the records are of two experiments, {names[0]!r} and {names[1]!r}")
+        raise ValueError(
+            f"the records are of two experiments, {names[0]!r:.60} and {names[1]!r:.60}"
+        )
     mine, other = cells(first), cells(second)
     common = [name for name in mine if name in other]
     if not common:

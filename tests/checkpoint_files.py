@@ -19,7 +19,7 @@ from cupyattn.checkpoints.header import DTYPES, TensorInfo, encode_header
 Arrays = dict[str, npt.NDArray[Any]]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 #: Rules by which the small models here have weights to quantise.
-SMALL = ca.Int8Config(block_size=16, min_elements_for_int8=100)
+SMALL = ca.Int8Config(min_elements_for_int8=100)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -61,6 +61,51 @@ def test_compressed_tensors_takes_the_configuration(tmp_path: Path) -> None:
     assert schemes == set(record["config_groups"]["group_0"]["targets"])
 
 
+@pytest.mark.parametrize("symmetric", [False, True], ids=["zero points", "symmetric"])
+@pytest.mark.parametrize("form", ["int8", "packed, 8 bits", "packed, 4 bits"])
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group", "block"])
+def test_what_compressed_tensors_wrote_is_read_as_it_reads_it(
+    tmp_path: Path, strategy: str, form: str, symmetric: bool
+) -> None:
+    """Codes, zero points and packed words made by the library; numbers as it dequantises them."""
+    torch = pytest.importorskip("torch")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    library = pytest.importorskip("safetensors.torch")
+    bits, packed = 4 if "4" in form else 8, "packed" in form
+    name = "pack-quantized" if packed else "int-quantized"
+    shape, block = (40, 96), {"group": (1, 32), "block": (16, 40)}.get(strategy)
+    rows, columns = block or {"tensor": (40, 96), "channel": (1, 96)}[strategy]
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    if strategy == "group":
+        weights["group_size"] = 32
+    if strategy == "block":
+        weights["block_structure"] = [16, 40]
+    group = {"targets": ["Linear"], "weights": weights, "format": name}
+    scheme = quantization.QuantizationScheme(**group)
+    generator = torch.Generator().manual_seed(0)
+    of_scales = (1,) if strategy == "tensor" else (-(-40 // rows), -(-96 // columns))
+    state = {
+        "weight": torch.randn(shape, generator=generator),
+        "weight_scale": 0.02 + 0.02 * torch.rand(of_scales, generator=generator),
+        "weight_zero_point": torch.randint(-8, 8, of_scales, generator=generator).to(torch.int8),
+    }
+    if symmetric:
+        state["weight_zero_point"].zero_()
+    codec = compressors.BaseCompressor.get_value_from_registry(name)
+    compressed = codec.compress(state, scheme)
+    theirs = codec.decompress(dict(compressed), scheme)["weight"]
+    (tmp_path / "x").mkdir()
+    tensors = {f"fc.{key}": x.contiguous() for key, x in compressed.items()}
+    library.save_file(tensors, tmp_path / "x" / "model.safetensors", {"format": "pt"})
+    config = {"quant_method": "compressed-tensors", "format": name, "config_groups": {"g": group}}
+    (tmp_path / "x" / "config.json").write_text(json.dumps({"quantization_config": config}))
+    dequantize(tmp_path / "x", tmp_path / "back", dtype="float32")
+    mine = open_checkpoint(tmp_path / "back")
+    assert set(mine.tensors) == {"fc.weight"}
+    np.testing.assert_array_equal(mine.read("fc.weight"), theirs.numpy())
+
+
 def models() -> dict[str, dict[str, Any]]:
     """Return small models of the true classes: arguments by class, and variant where there are two.
 

@@ -301,8 +301,6 @@ def test_what_replacing_refuses(tmp_path: Path) -> None:
         (ValueError, "originals must be cpu or device or drop", {"originals": "disk"}),
         (ValueError, r"include must be a regular expression or", {"include": "("}),
         (ValueError, "no linear layer of the model becomes INT8", {"include": "^nowhere"}),
-        (UnsupportedError, "blocks of 128, got config.block_size=64",
-         {"config": Int8Config(block_size=64)}),
         (FileNotFoundError, "nowhere", {"checkpoint": tmp_path / "nowhere"}),
     ]  # fmt: skip
     for error, message, changed in cases:
@@ -369,12 +367,32 @@ def test_what_loading_refuses(converted: tuple[Any, Path], tmp_path: Path) -> No
             interop.load_int8(changed(change), folder)
     with pytest.raises(TypeError, match="Model cannot be made by a config.json"):
         interop.load_int8(Model, folder)
-    with pytest.raises(ValueError, match="neither its files nor quantization_config"):
+    with pytest.raises(ValueError, match="has no weights with scales"):
         interop.load_int8(Model(), save(model(), tmp_path / "plain"))
-    config = Int8Config(block_size=64)
-    ca.checkpoints.convert(tmp_path / "plain", tmp_path / "int8_64", config=config)
-    with pytest.raises(UnsupportedError, match="products take blocks of 128, these are of 64"):
-        interop.load_int8(Model(), tmp_path / "int8_64")
+
+
+@pytest.mark.parametrize("kind", ["in blocks of 64 x 64", "with zero points", "with scales of"])
+def test_codes_that_the_products_do_not_take_are_refused(tmp_path: Path, kind: str) -> None:
+    size = 64 if "64" in kind else 128
+    scales = torch.ones(256 // size, 256 // size)
+    tensors = {"fc.weight": torch.ones(256, 256, dtype=torch.int8), "fc.weight_scale": scales}
+    if "zero" in kind:
+        tensors["fc.weight_zero_point"] = torch.ones(scales.shape, dtype=torch.int8)
+    if "scales" in kind:
+        tensors["fc.weight_scale"] = scales.bfloat16()
+    (tmp_path / "x").mkdir()
+    torch.save(tensors, tmp_path / "x" / "model.bin")
+    weights = {
+        "strategy": "block",
+        "block_structure": [size, size],
+        "symmetric": "zero" not in kind,
+    }
+    group = {"targets": ["Linear"], "weights": weights}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    text = json.dumps({"quantization_config": {**config, "config_groups": {"g": group}}})
+    (tmp_path / "x" / "config.json").write_text(text)
+    with pytest.raises(UnsupportedError, match=f"products take .* 'fc.weight' are {kind}"):
+        interop.load_int8(nn.ModuleDict({"fc": nn.Linear(256, 256)}), tmp_path / "x")
 
 
 @pytest.mark.slow

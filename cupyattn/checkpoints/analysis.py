@@ -10,14 +10,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
-from cupyattn.checkpoints.roles import INT8_ROLES, PRECISE_ROLES, family_of, role_of
+from cupyattn.checkpoints.roles import INT8_ROLES, LAYER_ROLES, PRECISE_ROLES, family_of, role_of
 from cupyattn.checkpoints.source import Array, Source, open_checkpoint
+from cupyattn.errors import UnsupportedError
+from cupyattn.files import open_regular
 from cupyattn.measure import format_bytes, format_share
 from cupyattn.quant.blocks import (
     Int8Config,
@@ -130,7 +131,11 @@ class Analysis:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Tensors, elements and bytes before and after, in all and by verdict."""
+        """Tensors, elements and bytes before and after, in all and by verdict.
+
+        Bytes are those of the tensors, to the byte what `convert` writes; headers of files and
+        small files come on top.
+        """
 
         def total(some: Sequence[TensorReport]) -> dict[str, int]:
             return {
@@ -148,26 +153,9 @@ class Analysis:
             **{v: total([t for t in self.tensors if t.verdict == v]) for v in VERDICTS},
         }
 
-    def with_config(self, config: Int8Config, *, linear_only: bool = False) -> Analysis:
-        """Return the same findings judged by another configuration.
-
-        Parameters
-        ----------
-        config : Int8Config
-        linear_only : bool
-            As for `judge`.
-
-        Raises
-        ------
-        ValueError
-            If its blocks have another size: the errors would be others.
-        """
-        if config.block_size != self.config.block_size:
-            raise ValueError(
-                f"the analysis was made with block_size={self.config.block_size}, "
-                f"{config.block_size} needs another"
-            )
-        judged = (judge(t, config, linear_only=linear_only) for t in self.tensors)
+    def with_config(self, config: Int8Config) -> Analysis:
+        """Return the same findings judged by another configuration."""
+        judged = (judge(t, config) for t in self.tensors)
         return replace(self, config=config, tensors=tuple(judged))
 
     # ---- as text
@@ -233,7 +221,7 @@ class Analysis:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Analysis:
-        """Read what ``cupyattn analyze --output`` wrote.
+        """Read what ``cupyattn analyze --output`` wrote, and judge it.
 
         Raises
         ------
@@ -243,7 +231,8 @@ class Analysis:
             If it is something else, damaged, or of a later version.
         """
         try:
-            record = json.loads(Path(path).read_bytes())
+            with open_regular(path) as file:
+                record = json.loads(file.read())
             if record["kind"] != _KIND or record["version"] > _VERSION:
                 raise ValueError(f"it is {record['kind']!r}, version {record['version']!r}")
             tensors = tuple(
@@ -252,8 +241,12 @@ class Analysis:
             found = cls(record["source"], Int8Config(**record["config"]), tensors)
             if found.sha256 != record["sha256"]:
                 raise ValueError("its tensors are not those that its hash was made of")
-            return found
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            # An earlier version may have judged the same findings in another way.
+            return found.with_config(found.config)
+        except (
+            ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError,
+            UnsupportedError,
+        ) as error:  # fmt: skip
             raise ValueError(f"{path} holds no usable analysis: {error}") from error
 
 
@@ -302,21 +295,13 @@ def analyze(
     return Analysis(source.path.name, config, tuple(reports))
 
 
-def judge(report: TensorReport, config: Int8Config, *, linear_only: bool = False) -> TensorReport:
+def judge(report: TensorReport, config: Int8Config) -> TensorReport:
     """Return a report with verdict, reason and size by a configuration.
 
-    Parameters
-    ----------
-    report : TensorReport
-    config : Int8Config
-    linear_only : bool
-        Convolutions get 16 bits: the layouts that other libraries read have linear layers alone.
+    `analyze` prints this verdict and `convert` executes it, so that both give the same sizes.
     """
     verdict, dtype_out, reason = _verdict(report, config)
     info = report.info
-    if linear_only and verdict == "int8" and len(info.shape) != 2:
-        why = "convolution: files for other libraries have INT8 for linear layers alone"
-        verdict, dtype_out, reason = _in_16_bits(report, config, why)
     nbytes_out = info.elements * DTYPES[dtype_out].itemsize
     if verdict == "int8":
         rows, columns = scale_shape(info.shape, config.block_size)
@@ -339,7 +324,7 @@ def _verdict(report: TensorReport, config: Int8Config) -> tuple[str, str, str]:
             return "keep", dtype, f"fp32_patterns: {pattern}"
     if report.role in PRECISE_ROLES:
         return "keep", dtype, report.role
-    if report.role not in INT8_ROLES:
+    if report.role not in LAYER_ROLES:
         return "keep", dtype, "no weight of a layer"
     elements = report.info.elements
     ratio, sqnr = report.outlier_ratio, report.inlier_sqnr_db
@@ -349,6 +334,8 @@ def _verdict(report: TensorReport, config: Int8Config) -> tuple[str, str, str]:
         why = f"outliers: {format_share(ratio)}, more than {format_share(config.max_outlier_ratio)}"
     elif sqnr is not None and sqnr < config.min_sqnr_db:
         why = f"noisy codes: {sqnr:.1f} dB without outliers, below {config.min_sqnr_db:g}"
+    elif report.role not in INT8_ROLES:
+        why = f"{report.role}: the files have INT8 for linear layers only"
     else:
         return "int8", "I8", report.role
     return _in_16_bits(report, config, why)

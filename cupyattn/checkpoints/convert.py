@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import numpy as np
 from cupyattn import __version__
 from cupyattn.checkpoints import layout, writer
 from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze, sha256_of
+from cupyattn.checkpoints.codes import check_codes, dequantize_codes
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSION, SCALE_NAMES
+from cupyattn.checkpoints.schemes import find_codes
 from cupyattn.checkpoints.source import (
     Array,
     SafetensorsCheckpoint,
@@ -35,9 +38,13 @@ from cupyattn.quant.blocks import (
     strips,
 )
 
+#: Types that a tensor has in a converted model and had before: `convert` narrows no other.
+_WIDENED = (("BF16", "F32"), ("F16", "F32"))
 #: The bound of a code's error in units of its scale, 1/2 + 2^-16 (Q1), with room for rounding a
 #: float32 product of at most 128 units, 2^-17 (Q6), and a difference of at most one, 2^-25.
 HALF_STEP = np.float32(0.5 + 2.0**-15)
+
+LOG = logging.getLogger("cupyattn")
 
 Advance = Callable[[str], None]
 
@@ -55,12 +62,15 @@ class Conversion:
         What became of each tensor; None for `dequantize`.
     written : bool
         False for a dry run.
+    left_out : dict of str to str
+        Entries of the model's folder that are not copied, links out of it for one, and why.
     """
 
     target: Path
     files: dict[str, int]
     analysis: Analysis | None
     written: bool
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +86,7 @@ class Conversion:
         """Return everything, JSON-ready."""
         return {
             "target": str(self.target), "files": self.files, "bytes": self.nbytes,
-            "written": self.written,
+            "written": self.written, "left_out": self.left_out,
             "analysis": None if self.analysis is None else self.analysis.to_dict(),
         }  # fmt: skip
 
@@ -148,7 +158,7 @@ def convert(
     if analysis is None:
         analysis = analyze(source, config, advance=advance)
     _same_tensors(source, analysis)
-    analysis = analysis.with_config(config or analysis.config, linear_only=True)
+    analysis = analysis.with_config(config or analysis.config)
     if analysis.nonfinite:
         first, *others = analysis.nonfinite
         raise ValueError(
@@ -157,10 +167,12 @@ def convert(
         )
     work = _ToInt8(source, analysis, export, dict(notes or {}))
     items = [work.item(t) for t in analysis.tensors]
-    record[QUANTIZATION] = layout.quantization_config(
-        export, analysis.config.block_size, work.layers(int8=True), work.layers(int8=False)
-    )
-    plan = writer.plan(source, items, work, record, max_shard_bytes)
+    int8 = work.layers(int8=True)
+    if int8:  # else the model has no codes, and is none that was quantised
+        record[QUANTIZATION] = layout.quantization_config(
+            export, analysis.config.block_size, int8, work.layers(int8=False)
+        )
+    plan = writer.plan(source, items, work, record or None, max_shard_bytes)
     return _write(plan, work, target, analysis, dry_run, advance)
 
 
@@ -173,12 +185,14 @@ def dequantize(
     dry_run: bool = False,
     advance: Advance | None = None,
 ) -> Conversion:
-    """Write a model of INT8 blocks as one that every loader takes.
+    """Write a quantised model as one that every loader takes.
 
     Parameters
     ----------
     model : path or Source
-        What `convert` wrote, or another library in one of its two layouts.
+        What `convert` wrote, or another library in one of its two layouts: INT8 codes, with or
+        without zero points, or codes of 2, 4 or 8 bits packed into words; a scale for each tensor,
+        channel, group or block.
     output : path
         A folder that does not exist, or is empty.
     dtype : {"float32", "bfloat16", "float16"}, optional
@@ -196,7 +210,15 @@ def dequantize(
     OSError
         As `convert`.
     ValueError
-        If the model is damaged, or has no INT8 blocks.
+        If the model is damaged, has no codes, or contradicts its configuration.
+    UnsupportedError
+        For formats and settings that are not read, by name.
+
+    Notes
+    -----
+    A weight is ``(codes - zero points) * scales``. Every weight is read back and compared with a
+    second computation in float64. Scales of activations are dropped, as all that belongs to the
+    quantisation.
     """
     source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
     target = _target(output)
@@ -205,10 +227,10 @@ def dequantize(
         raise ValueError(f"dtype must be {' or '.join(map(repr, wanted))}, got {dtype!r}")
     record = writer.read_config(source)
     work = _FromInt8(source, layout_of(source), None if dtype is None else wanted[dtype])
-    items = [work.item(name) for name in source.tensors if name not in work.weight_of]
     had_config = bool(record)
     record.pop(QUANTIZATION, None)
-    plan = writer.plan(source, items, work, record if had_config else None, max_shard_bytes)
+    config = record if had_config else None
+    plan = writer.plan(source, work.items(), work, config, max_shard_bytes)
     return _write(plan, work, target, None, dry_run, advance)
 
 
@@ -219,6 +241,8 @@ def layout_of(source: Source) -> layout.Layout:
     ------
     ValueError
         As `layout.read_layout`.
+    UnsupportedError
+        As `layout.read_layout`.
     """
     headers = source.headers.values() if isinstance(source, SafetensorsCheckpoint) else ()
     records = [h.metadata[RECORD] for h in headers if RECORD in h.metadata]
@@ -227,6 +251,8 @@ def layout_of(source: Source) -> layout.Layout:
 
 def _target(output: str | os.PathLike[str]) -> Path:
     target = Path(os.path.abspath(output))
+    if target.is_symlink() and target.is_dir():
+        target = target.resolve()  # the folder takes the name, not the link
     writer.check_target(target)
     return target
 
@@ -239,7 +265,9 @@ def _write(
     dry_run: bool,
     advance: Advance | None,
 ) -> Conversion:
-    done = Conversion(target, plan.files, analysis, not dry_run)
+    for name, why in plan.left_out.items():
+        LOG.warning("%s is not copied: %s", name, why)
+    done = Conversion(target, plan.files, analysis, not dry_run, plan.left_out)
     if not dry_run:
         writer.write(plan, work, target, advance or (lambda name: None))
     return done
@@ -335,43 +363,54 @@ class _ToInt8:
 
 
 class _FromInt8:
-    """Codes times scales, in the type that weights had before; the rest as it was."""
+    """Codes as numbers, in the type that weights had before; the rest as it was."""
 
     def __init__(self, source: Source, known: layout.Layout, dtype: str | None) -> None:
         self.source = source
         self.known = known
         self.dtype = dtype
-        self.scales_of = layout.pair_scales(source, known.block_size)
-        self.weight_of = {scales: weight for weight, scales in self.scales_of.items()}
+        found, self.parts = find_codes(source, known.schemes, ours=known.ours)
+        if not found and not known.ours:
+            raise ValueError(
+                f"{source.path} has no weights with scales, X.weight or X.weight_packed and "
+                f"{' or '.join(f'X.{name}' for name in layout.SCALE_NAMES.values())}"
+            )
+        self.codes = {one.codes: one for one in found.values()}
 
-    def item(self, name: str) -> Item:
-        info = self.source.tensors[name]
-        before = self.known.dtypes.get(name, "BF16" if name in self.scales_of else info.dtype)
-        if name in self.scales_of and self.dtype is not None:
-            before = self.dtype
-        if before not in FLOATS and before != info.dtype:
-            raise ValueError(f"{self.source.path}: {name!r} cannot have had type {before!r}")
-        return Item(name, {name: TensorInfo(before, info.shape)})
+    def items(self) -> list[Item]:
+        """Return one item for each tensor of the model that is written."""
+        return [self._item(name) for name in self.source.tensors if name not in self.parts]
+
+    def _item(self, name: str) -> Item:
+        info, codes = self.source.tensors[name], self.codes.get(name)
+        if codes is None:
+            dtype = self.known.dtypes.get(name, info.dtype)
+            if dtype != info.dtype and (info.dtype, dtype) not in _WIDENED:
+                raise ValueError(f"{self.source.path}: {name!r} cannot have had type {dtype!r}")
+            return Item(name, {name: TensorInfo(dtype, info.shape)})
+        dtype = self.dtype or self.known.dtypes.get(codes.weight, "BF16")
+        if dtype not in FLOATS:
+            raise ValueError(f"{self.source.path}: {name!r} cannot have had type {dtype!r}")
+        return Item(name, {codes.weight: TensorInfo(dtype, codes.shape)})
 
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
         return {}
 
     def make(self, item: Item) -> dict[str, Array]:
-        name, dtype = item.name, item.outputs[item.name].dtype
-        tensor = self.source.read(name)
-        if name not in self.scales_of:
-            return {name: tensor.astype(DTYPES[dtype], copy=False)}
-        scales = self.source.read(self.scales_of[name])
-        if not np.isfinite(scales).all():
-            raise ValueError(f"{self.source.path}: {self.scales_of[name]!r} is not finite")
-        w = dequantize_blocks(tensor, scales, self.known.block_size, FLOATS[dtype])
-        if not all(np.isfinite(w.reshape(-1)[part]).all() for part in strips(w.size, 2**20)):
-            raise ValueError(f"{self.source.path}: {name!r} does not fit into {FLOATS[dtype]}")
-        return {name: w}
+        ((weight, info),) = item.outputs.items()
+        codes = self.codes.get(item.name)
+        if codes is not None:
+            return {weight: dequantize_codes(self.source, codes, FLOATS[info.dtype])}
+        return {weight: self.source.read(item.name).astype(DTYPES[info.dtype], copy=False)}
 
     def check(self, item: Item, found: Mapping[str, Array]) -> str | None:
-        made = self.make(item)[item.name]
-        return None if _same_bytes(made, found[item.name]) else "its bytes are others"
+        (w,) = found.values()
+        codes = self.codes.get(item.name)
+        if codes is not None:
+            return check_codes(self.source, codes, w)
+        tensor = self.source.read(item.name)  # types are only widened, which can be undone
+        same = _same_bytes(w.astype(tensor.dtype, copy=False), tensor)
+        return None if same else "its bytes are others"
 
 
 def _same_bytes(a: Array, b: Array) -> bool:

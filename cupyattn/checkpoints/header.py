@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import ml_dtypes
 import numpy as np
 
+from cupyattn.files import open_regular
+
 #: The types of the format that NumPy (with ml_dtypes) holds, by their names there.
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -117,12 +119,12 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     Raises
     ------
     OSError
-        If it cannot be read.
+        If it cannot be read, or is no regular file: pipes, sockets and devices are not opened.
     ValueError
         If it is no safetensors file, or is damaged or cut short: the message has its name and the
         place. Overlapping tensors, gaps, names that come twice and unknown types are damage.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(_LENGTH_BYTES)
         if len(start) < _LENGTH_BYTES:

@@ -20,6 +20,7 @@ from cupyattn.checkpoints.convert import Advance, Conversion, convert
 from cupyattn.checkpoints.source import SAFETENSORS, Source, open_checkpoint
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, read_config
 from cupyattn.errors import UnsupportedError
+from cupyattn.files import open_regular
 from cupyattn.quant.blocks import Int8Config
 
 #: Folders of a pipeline that may hold the transformer: diffusers', and the publishers'.
@@ -226,12 +227,14 @@ def _check_sizes(source: Source, found: KandinskyModel, config: dict[str, Any]) 
 def _read(path: Path) -> dict[str, Any]:
     """Read a configuration, YAML or JSON; nothing that YAML names is built but plain data."""
     try:
+        with open_regular(path) as file:
+            text = file.read()
         if path.suffix == ".json":
-            found = json.loads(path.read_bytes())
+            found = json.loads(text)
         else:
             yaml = importlib.import_module("yaml")
             try:
-                found = yaml.safe_load(path.read_bytes())
+                found = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 raise ValueError(str(error)) from error
         model = found.get("model", {})

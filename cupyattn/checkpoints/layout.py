@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cupyattn.checkpoints.source import Source
-from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
+from cupyattn.checkpoints.schemes import Scheme, read_schemes, square
 
 #: What is added to the name of a layer for its scales, by export.
 SCALE_NAMES = {"compressed-tensors": "weight_scale", "deepseek": "weight_scale_inv"}
@@ -32,43 +31,6 @@ def scale_name(weight: str, export: str) -> str:
     'blocks.0.fc.weight_scale'
     """
     return f"{weight.removesuffix(WEIGHT)}.{SCALE_NAMES[export]}"
-
-
-def pair_scales(source: Source, block_size: int) -> dict[str, str]:
-    """Return the name of the scales of every weight that is codes.
-
-    Parameters
-    ----------
-    source : Source
-        A model in one of the two layouts.
-    block_size : int
-
-    Raises
-    ------
-    ValueError
-        Where there is none, or codes and scales do not fit together.
-    """
-    found = {}
-    for name, info in source.tensors.items():
-        for export in SCALE_NAMES:
-            scales = scale_name(name, export)
-            if not name.endswith(WEIGHT) or scales not in source.tensors:
-                continue
-            of_scales = source.tensors[scales]
-            expected = scale_shape(info.shape, block_size) if len(info.shape) == 2 else None
-            if (info.dtype, of_scales.dtype, of_scales.shape) != ("I8", "F32", expected):
-                raise ValueError(
-                    f"{source.path}: {name!r} must be INT8 codes in blocks of {block_size} with "
-                    f"F32 scales {expected}, got {info.dtype} {info.shape} and {scales!r}, "
-                    f"{of_scales.dtype} {of_scales.shape}"
-                )
-            found[name] = scales
-    if not found:
-        raise ValueError(
-            f"{source.path} has no weights with scales, X.weight and "
-            f"{' or '.join(f'X.{name}' for name in SCALE_NAMES.values())}"
-        )
-    return found
 
 
 def quantization_config(
@@ -118,17 +80,21 @@ class Layout:
 
     Parameters
     ----------
-    block_size : int
+    schemes : tuple of Scheme
+        How weights are stored; empty where nothing says it.
     dtypes : dict of str to str
         The types that tensors had before they were converted, where that is known.
+    ours : bool
+        Whether `convert` wrote the model.
     """
 
-    block_size: int
+    schemes: tuple[Scheme, ...]
     dtypes: dict[str, str]
+    ours: bool
 
 
 def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> Layout:
-    """Return block size and former types by ``config.json`` and our own records.
+    """Return schemes and former types by ``config.json`` and our own records.
 
     Parameters
     ----------
@@ -141,7 +107,9 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
     Raises
     ------
     ValueError
-        If a record is damaged or of a later version, or no block size can be found.
+        If a record or a setting is damaged, or a record is of a later version.
+    UnsupportedError
+        As `read_schemes`.
     """
     dtypes: dict[str, str] = {}
     sizes = set()
@@ -154,22 +122,8 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
             sizes.add(record["config"]["block_size"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{where}: its record of {RECORD!r} is damaged: {error}") from error
-    if not sizes:
-        sizes = _block_sizes(config.get(QUANTIZATION))
-    if len(sizes) != 1 or not isinstance(size := sizes.pop(), int) or size < 1:
-        raise ValueError(
-            f"{where}: neither its files nor {QUANTIZATION} in config.json name square blocks, "
-            f"e.g. of {BLOCK_SIZE} x {BLOCK_SIZE}"
-        )
-    return Layout(size, dtypes)
-
-
-def _block_sizes(config: Any) -> set[Any]:
-    """Return what a quantization_config names as the sizes of blocks."""
-    try:
-        if "weight_block_size" in config:
-            return set(config["weight_block_size"])
-        groups = config["config_groups"].values()
-        return {size for group in groups for size in group["weights"]["block_structure"]}
-    except (KeyError, TypeError, AttributeError):
-        return set()
+    if not records:
+        return Layout(read_schemes(config.get(QUANTIZATION), where), dtypes, ours=False)
+    if len(sizes) != 1 or type(size := sizes.pop()) is not int or size < 1:
+        raise ValueError(f"{where}: its record of {RECORD!r} is damaged: it names no block_size")
+    return Layout((square(size),), dtypes, ours=True)

@@ -16,6 +16,7 @@ import numpy as np
 from cupyattn.checkpoints.header import DTYPES, TensorInfo
 from cupyattn.checkpoints.source import Array, files_by_name
 from cupyattn.errors import UnsupportedError
+from cupyattn.files import open_regular
 
 #: Types of torch by the names that safetensors has for them.
 _NAMES = {
@@ -76,6 +77,7 @@ class PickledCheckpoint:
 
 def _load(path: Path) -> dict[str, Any]:
     """Return what a file holds, its tensors left on the disk where the file's kind allows it."""
+    open_regular(path).close()  # torch would wait for the writer of a pipe
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:

@@ -10,8 +10,10 @@ import re
 
 #: Roles whose weights are few and set what all others work on: never narrowed.
 PRECISE_ROLES = ("norm", "embedding", "modulation", "time", "final")
-#: Roles whose weights may become INT8.
-INT8_ROLES = ("attention", "feed_forward", "linear", "convolution")
+#: Roles whose weights may become INT8: those of linear layers.
+INT8_ROLES = ("attention", "feed_forward", "linear")
+#: Roles whose weights may be narrowed. Other libraries read INT8 for linear layers only.
+LAYER_ROLES = (*INT8_ROLES, "convolution")
 
 _WORD = r"(?:^|[._])(?:{})(?:[._]|$)"
 #: Searched in this order: the linear layer of an adaptive norm is modulation, and no norm.
@@ -56,7 +58,7 @@ def role_of(name: str, shape: tuple[int, ...]) -> str:
     Returns
     -------
     str
-        One of `PRECISE_ROLES` and `INT8_ROLES`, "vector" (biases, and whatever else has one axis)
+        One of `PRECISE_ROLES` and `LAYER_ROLES`, "vector" (biases, and whatever else has one axis)
         or "other" (what is no layer's ``weight``, too).
 
     Examples

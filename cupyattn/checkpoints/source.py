@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupyattn.checkpoints.header import DTYPES, Header, TensorInfo, read_header
+from cupyattn.files import open_regular
 
 Array = Any
 
@@ -101,7 +102,7 @@ class SafetensorsCheckpoint:
         info, path = self.tensors[name], self._file_of[name]
         header = self.headers[path]
         content = np.empty(info.nbytes, np.uint8)
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(header.data_start + info.begin)
             count = file.readinto(content.data)
@@ -182,7 +183,8 @@ def _open_files(path: Path, files: list[Path]) -> Source:
 def _open_index(path: Path, index: Path) -> Source:
     """Open the files that an index names, once it is known to name files of its own folder."""
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        with open_regular(index) as text:
+            weight_map = json.loads(text.read())["weight_map"]
         file_of = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is no index of a checkpoint: {error!r}") from error

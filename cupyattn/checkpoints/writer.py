@@ -16,8 +16,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -31,6 +31,7 @@ from cupyattn.checkpoints.source import (
     Source,
     open_checkpoint,
 )
+from cupyattn.files import open_regular
 from cupyattn.measure import format_bytes
 
 #: Largest sum of tensors in a file, where nothing is said.
@@ -40,6 +41,8 @@ CONFIG = "config.json"
 #: Endings of weights in other formats, which are not taken along.
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx")
 _LOCK, _STATE, _MODEL = "lock", "state.json", "model"
+#: A lock is no link, and no pipe that waits for a reader.
+_LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _SHARD_NUMBER = re.compile(r"-\d+-of-\d+$")
 
 LOG = logging.getLogger("cupyattn")
@@ -106,13 +109,16 @@ class Plan:
     shards : tuple of Shard
     texts : dict of str to str
         Small files, by name.
-    copies : tuple of Path
-        Files to take along.
+    copies : dict of str to Path
+        Files to copy, by the names that they get; the paths have no links left in them.
+    left_out : dict of str to str
+        Entries of the source's folder that are not copied, and why.
     """
 
     shards: tuple[Shard, ...]
     texts: dict[str, str]
-    copies: tuple[Path, ...]
+    copies: dict[str, Path]
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, int]:
@@ -120,7 +126,7 @@ class Plan:
         return {
             **{shard.name: shard.header.file_size for shard in self.shards},
             **{name: len(text.encode()) for name, text in self.texts.items()},
-            **{path.name: path.stat().st_size for path in self.copies},
+            **{name: path.stat().st_size for name, path in self.copies.items()},
         }
 
     @property
@@ -190,7 +196,8 @@ def plan(
         total = sum(item.nbytes for item in items)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         texts[f"{stem}{SAFETENSORS}{INDEX}"] = json.dumps(index, indent=2) + "\n"
-    return Plan(tuple(shards), texts, tuple(_companions(source.path)))
+    copies, left_out = _companions(source.path)
+    return Plan(tuple(shards), texts, copies, left_out)
 
 
 def _stem(source: Source) -> str:
@@ -201,13 +208,39 @@ def _stem(source: Source) -> str:
     return "model"
 
 
-def _companions(path: Path) -> Iterator[Path]:
-    """Yield the small files of a model's folder: tokens, schedules, licences, no other weights."""
-    if path.is_dir():
-        left = (SAFETENSORS, *PICKLES, *_OTHER_WEIGHTS, INDEX, CONFIG)
-        for file in sorted(path.iterdir()):
-            if file.is_file() and not file.name.startswith(".") and not file.name.endswith(left):
-                yield file
+def _companions(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """Return the small files of a model's folder by name, and which entries stay behind and why.
+
+    Small files are tokens, schedules and licences; weights of any format are not among them.
+    """
+    copies: dict[str, Path] = {}
+    left_out: dict[str, str] = {}
+    if not folder.is_dir():
+        return copies, left_out
+    weights = (SAFETENSORS, *PICKLES, *_OTHER_WEIGHTS, INDEX, CONFIG)
+    for file in sorted(folder.iterdir()):
+        if file.name.startswith(".") or file.name.endswith(weights):
+            continue
+        if _leads_out(file):
+            left_out[file.name] = f"it is a link out of the folder, to {os.path.realpath(file)}"
+        elif file.is_file():
+            copies[file.name] = Path(os.path.realpath(file))
+        elif not file.is_dir():
+            left_out[file.name] = "it is no regular file"
+    return copies, left_out
+
+
+def _leads_out(file: Path) -> bool:
+    """Whether a file is a link to a place outside of its folder.
+
+    A snapshot in the cache of Hugging Face consists of links to the folder ``blobs`` of the same
+    model, which therefore counts as a part of the snapshot.
+    """
+    folder, real = Path(os.path.realpath(file.parent)), Path(os.path.realpath(file))
+    homes = [folder]
+    if folder.parent.name == "snapshots":
+        homes.append(folder.parent.parent / "blobs")
+    return not any(real.is_relative_to(home) for home in homes)
 
 
 def read_config(source: Source) -> dict[str, Any]:
@@ -215,14 +248,22 @@ def read_config(source: Source) -> dict[str, Any]:
 
     Raises
     ------
+    OSError
+        If it cannot be read, or is no regular file.
     ValueError
-        If it is no JSON object.
+        If it is no JSON object, or a link out of the folder.
     """
     path = source.path / CONFIG
-    if not source.path.is_dir() or not path.is_file():
+    if not source.path.is_dir() or not os.path.lexists(path):
         return {}
+    if _leads_out(path):
+        raise ValueError(
+            f"{path} is a link out of the folder, to {os.path.realpath(path)}, and its content "
+            "would be copied: replace the link by the file"
+        )
     try:
-        found = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            found = json.loads(file.read())
         if not isinstance(found, dict):
             raise ValueError("it holds no object")
         return found
@@ -242,11 +283,16 @@ def check_target(target: Path) -> None:
     """
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {str(target.parent)!r} to write into")
-    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+    if _is_taken(target):
         partial = _partial(target)
-        if partial.is_dir() and {p.name for p in partial.iterdir()} <= {_LOCK, _STATE}:
-            _forget(partial)  # left by a kill between the last steps
+        if partial.is_dir():  # a kill between the last steps leaves it
+            with suppress(OSError), _locked(partial):
+                _forget(partial)
         raise FileExistsError(f"{target} exists already: nothing is overwritten, name another")
+
+
+def _is_taken(target: Path) -> bool:
+    return os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir()))
 
 
 def write(plan: Plan, work: Work, target: Path, advance: Callable[[str], None]) -> None:
@@ -272,6 +318,11 @@ def write(plan: Plan, work: Work, target: Path, advance: Callable[[str], None]) 
     if not partial.exists():
         _check_room(plan, partial)  # before anything is left behind
     with _locked(partial):
+        if _is_taken(target):
+            _forget(partial)
+            raise FileExistsError(
+                f"another process has written {target} meanwhile: this one wrote nothing"
+            )
         model = partial / _MODEL
         _go_on(partial, plan)
         _check_room(plan, partial)
@@ -284,13 +335,21 @@ def write(plan: Plan, work: Work, target: Path, advance: Callable[[str], None]) 
             _write_shard(model / shard.name, shard, work, advance)
         for name, text in plan.texts.items():
             _write_text(model / name, text)
-        for path in plan.copies:
-            shutil.copyfile(path, model / path.name)
+        for name, path in plan.copies.items():
+            with open_regular(path, follow_links=False) as file, open(model / name, "wb") as copy:
+                shutil.copyfileobj(file, copy)
         _check_whole(model, plan)
         _sync(model)
-        os.rename(model, target)
+        try:
+            os.rename(model, target)
+        except OSError as error:
+            if not _is_taken(target):
+                raise
+            raise FileExistsError(
+                f"{target} was made by something else meanwhile: the new model is {model}"
+            ) from error
         _sync(target.parent)
-    _forget(partial)
+        _forget(partial)
 
 
 def _partial(target: Path) -> Path:
@@ -299,17 +358,54 @@ def _partial(target: Path) -> Path:
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Keep a second process from writing the same model; a process that is killed lets go."""
-    partial.mkdir(exist_ok=True)
-    strange = sorted({p.name for p in partial.iterdir()} - {_LOCK, _STATE, f"{_STATE}.tmp", _MODEL})
-    if strange:
-        raise FileExistsError(f"{partial} holds {strange[0]!r}, which no conversion left there")
-    with open(partial / _LOCK, "wb") as lock:
+    """Hold the lock of the folder in which a model is written; a killed process releases it.
+
+    The process that writes the model removes the folder at its end, while it still holds the lock.
+    Another process may have opened the lock before; it then locks a file without a name, sees that,
+    and begins again.
+
+    Raises
+    ------
+    BlockingIOError
+        If another process writes the same model.
+    FileExistsError
+        If the folder holds something that no conversion wrote.
+    """
+    known = {_LOCK, _STATE, f"{_STATE}.tmp", _MODEL}
+    while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(f"another process is writing {partial}") from error
-        yield
+            partial.mkdir(exist_ok=True)
+            strange = sorted({p.name for p in partial.iterdir()} - known)
+            if strange:
+                raise FileExistsError(
+                    f"{partial} holds {strange[0]!r}, which no conversion left there"
+                )
+            lock = os.open(partial / _LOCK, _LOCK_FLAGS, 0o666)
+        except FileNotFoundError:
+            if not partial.parent.is_dir():
+                raise
+            continue  # removed between two of these steps
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BlockingIOError(
+                    f"another process is writing {partial}: this one wrote nothing, wait for it "
+                    "or name another output"
+                ) from error
+            if _is_named(lock, partial / _LOCK):
+                yield
+                return
+        finally:
+            os.close(lock)
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one that has a name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _go_on(partial: Path, plan: Plan) -> None:
@@ -425,7 +521,16 @@ def _sync(folder: Path) -> None:
 
 
 def _forget(partial: Path) -> None:
-    """Take away what is left once the model has its name."""
-    for name in (_STATE, _LOCK):
+    """Remove what is left once the model has its name; the caller holds the lock.
+
+    The lock goes last: from then on another process may begin, and keeps the folder.
+    """
+    if (partial / _MODEL).exists():  # of another attempt, which may go on
+        return
+    for name in (f"{_STATE}.tmp", _STATE, _LOCK):
         (partial / name).unlink(missing_ok=True)
-    partial.rmdir()
+    try:
+        partial.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise

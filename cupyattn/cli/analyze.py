@@ -29,10 +29,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add the options that `limits` reads."""
-    rules = parser.add_argument_group("what becomes INT8 (of linear layers and convolutions)")
+    rules = parser.add_argument_group("which linear layers become INT8")
     rules.add_argument(
-        "--max-outliers", type=float, metavar="SHARE", help="largest share of outliers (0.01)"
-    )
+        "--max-outliers", type=float, metavar="FRACTION",
+        help="largest share of outliers, from 0 to 1 (0.01)",
+    )  # fmt: skip
     rules.add_argument(
         "--min-elements", type=int, metavar="N", help="least elements of a weight (4096)"
     )
@@ -40,7 +41,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         "--min-sqnr", type=float, metavar="DB", help="least signal to quantisation noise (20)"
     )
     rules.add_argument(
-        "--block-size", type=int, metavar="N", help="rows and columns that share a scale (128)"
+        "--block-size", type=int, metavar="N", help="rows and columns that share a scale: 128"
     )
     rules.add_argument(
         "--fallback-dtype", choices=FALLBACK_DTYPES, help="of other float32 weights (bf16)"

@@ -7,6 +7,7 @@ Scale and code are those of `cupyattn.quant.quantizers.quantize_symmetric`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +35,14 @@ class Int8Config:
     Parameters
     ----------
     block_size : int
-        Rows and columns of a weight that share a scale.
+        Rows and columns of a weight that share a scale: 128, the size that `cupyattn.int8_gemm` and
+        `cupyattn.Int8Linear` take.
     min_elements_for_int8 : int
         Weights with fewer elements are not quantised.
     max_outlier_ratio : float
-        Largest share of outliers, elements beyond `cupyattn.checkpoints.OUTLIER_RMS` times the root
-        mean square of their block, that a weight to be quantised may have.
+        Largest share of outliers, a fraction from 0 to 1, that a weight to be quantised may have.
+        Outliers are elements beyond `cupyattn.checkpoints.OUTLIER_RMS` times the root mean square
+        of their block.
     symmetric : bool
         Codes -127 to 127 without zero points; nothing else is offered for blocks.
     fallback_dtype : {"bf16", "fp16"}
@@ -57,7 +60,7 @@ class Int8Config:
     ValueError
         For a value out of its range.
     UnsupportedError
-        For ``symmetric=False``.
+        For ``symmetric=False``, and for a ``block_size`` other than 128.
 
     Examples
     --------
@@ -75,17 +78,26 @@ class Int8Config:
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
+        if self.block_size != BLOCK_SIZE:
+            raise UnsupportedError(
+                f"block_size must be {BLOCK_SIZE}, got {self.block_size}: the INT8 products take "
+                f"weights in blocks of {BLOCK_SIZE} x {BLOCK_SIZE} only"
+            )
         if not _is_integer(self.min_elements_for_int8) or self.min_elements_for_int8 < 0:
             raise ValueError(
                 "min_elements_for_int8 must be an integer of at least 0, got "
                 f"{self.min_elements_for_int8!r}"
             )
-        if not (isinstance(self.max_outlier_ratio, (int, float)) and self.max_outlier_ratio >= 0):
+        if not _is_number(self.max_outlier_ratio) or not 0 <= self.max_outlier_ratio <= 1:
             raise ValueError(
-                f"max_outlier_ratio must be a share of 0 or more, got {self.max_outlier_ratio!r}"
+                "max_outlier_ratio (--max-outliers) must be a fraction from 0 to 1, got "
+                f"{self.max_outlier_ratio!r}: write 0.02 for 2 %"
             )
-        if not isinstance(self.min_sqnr_db, (int, float)) or self.min_sqnr_db != self.min_sqnr_db:
-            raise ValueError(f"min_sqnr_db must be a number, got {self.min_sqnr_db!r}")
+        if not _is_number(self.min_sqnr_db) or not math.isfinite(self.min_sqnr_db):
+            raise ValueError(
+                "min_sqnr_db (--min-sqnr) must be a finite number of decibels, got "
+                f"{self.min_sqnr_db!r}"
+            )
         if self.symmetric is not True:
             raise UnsupportedError(
                 f"symmetric={self.symmetric!r} is not supported for blocks: use symmetric=True"
@@ -326,3 +338,7 @@ def check_block_size(block_size: int) -> None:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

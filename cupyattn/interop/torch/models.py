@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from cupyattn.checkpoints import TensorInfo, analyze, open_checkpoint
 from cupyattn.checkpoints.convert import layout_of
 from cupyattn.checkpoints.header import FLOATS
-from cupyattn.checkpoints.layout import QUANTIZATION, WEIGHT, pair_scales
+from cupyattn.checkpoints.layout import QUANTIZATION, WEIGHT
+from cupyattn.checkpoints.schemes import find_codes
 from cupyattn.checkpoints.source import Source
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import Handle, target_of
@@ -307,10 +308,6 @@ def _quantised(
     candidates: dict[str, nn.Linear], config: Int8Config | None, options: dict[str, Any]
 ) -> Made:
     """Return layers for those weights that may be codes, why they may, and why others may not."""
-    if config is not None and config.block_size != BLOCK_SIZE:
-        raise UnsupportedError(
-            f"products take blocks of {BLOCK_SIZE}, got config.block_size={config.block_size}"
-        )
     made, reasons, kept = {}, {}, {}
     for report in analyze(_Weights(candidates), config).tensors:
         name = report.name.removesuffix(WEIGHT)
@@ -337,13 +334,26 @@ def _from_checkpoint(candidates: dict[str, nn.Linear], path: Path, options: dict
 
 
 def _scales_of(source: Source) -> dict[str, str]:
-    size = layout_of(source).block_size
-    if size != BLOCK_SIZE:
+    """Return the scales of the weights that are codes as `Int8Linear` takes them."""
+    known = layout_of(source)
+    found, _ = find_codes(source, known.schemes, ours=known.ours)
+    if not found:
+        raise ValueError(f"{source.path} has no weights with scales: is it a model of INT8 codes?")
+    for one in found.values():
+        if (one.scheme.rows, one.scheme.columns) != (BLOCK_SIZE, BLOCK_SIZE):
+            kind = f"in blocks of {one.block[0]} x {one.block[1]}"
+        elif one.scheme.packed or one.zero_points:
+            kind = "packed" if one.scheme.packed else "with zero points"
+        elif (dtype := source.tensors[one.scales].dtype) != "F32":
+            kind = f"with scales of type {dtype}"
+        else:
+            continue
         raise UnsupportedError(
-            f"{source.path}: products take blocks of {BLOCK_SIZE}, these are of {size}; convert "
-            f"the model with block_size={BLOCK_SIZE}, or dequantize it"
+            f"{source.path}: products take blocks of {BLOCK_SIZE} without zero points, with "
+            f"float32 scales; the codes of {one.weight!r} are {kind}: dequantize the model, and "
+            "convert the result"
         )
-    return pair_scales(source, size)
+    return {weight: one.scales for weight, one in found.items()}
 
 
 def _layer_of(

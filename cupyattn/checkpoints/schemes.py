@@ -1,0 +1,431 @@
+"""Which tensors of a quantised checkpoint are codes, and what turns each into numbers.
+
+A weight is ``(codes - zero points) * scales``. Every strategy is a block of rows and columns that
+share a scale: per tensor the whole weight, per channel one row, per group a part of a row. What is
+not understood in full is refused by name: a setting that is skipped would give wrong numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.checkpoints.header import FLOATS, TensorInfo
+from cupyattn.checkpoints.source import Source
+from cupyattn.errors import UnsupportedError
+
+METHOD = "compressed-tensors"
+#: Formats of compressed-tensors by whether the codes are packed into int32 words.
+FORMATS = {"int-quantized": False, "naive-quantized": False, "pack-quantized": True}
+#: Bits of packed codes. Libraries disagree on the layout of widths that do not divide 32.
+PACKED_BITS = (2, 4, 8)
+WORD_BITS = 32
+STRATEGIES = ("tensor", "channel", "group", "block")
+#: Settings of the weights of a group. Those of the observer describe the past, not the files.
+_OF_WEIGHTS = {
+    "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic",
+    "actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
+}  # fmt: skip
+#: Settings of a whole quantization_config.
+_OF_CONFIG = {
+    "quant_method", "format", "config_groups", "ignore", "quantization_status",
+    "global_compression_ratio", "sparsity_config", "version",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of one group of layers are stored.
+
+    Parameters
+    ----------
+    rows, columns : int or None
+        How many of a weight share a scale; None stands for all.
+    bits : int
+    symmetric : bool
+        Without zero points.
+    packed : bool
+        Codes lie in int32 words as ``weight_packed``.
+    packed_zeros : bool
+        Zero points lie in int32 words, too.
+    targets : tuple of str
+        Names of layers, ``re:`` and a pattern of names, or classes; empty for every layer.
+    """
+
+    rows: int | None
+    columns: int | None
+    bits: int = 8
+    symmetric: bool = True
+    packed: bool = False
+    packed_zeros: bool = False
+    targets: tuple[str, ...] = ()
+
+    @property
+    def storage(self) -> tuple[Any, ...]:
+        """Everything but the layers that it is for."""
+        return (
+            self.rows, self.columns, self.bits, self.symmetric, self.packed, self.packed_zeros
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Codes:
+    """One weight that is stored as codes.
+
+    Parameters
+    ----------
+    weight : str
+        The name that the weight gets.
+    codes, scales : str
+        Tensors.
+    zero_points : str or None
+    shape : (int, int)
+        Of the weight.
+    block : (int, int)
+        Rows and columns that share a scale.
+    scheme : Scheme
+    """
+
+    weight: str
+    codes: str
+    scales: str
+    zero_points: str | None
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    scheme: Scheme
+
+    @property
+    def scale_shape(self) -> tuple[int, int]:
+        """How many blocks there are, down and across."""
+        return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
+
+
+def square(size: int) -> Scheme:
+    """Return the scheme of blocks of `size` x `size`."""
+    return Scheme(size, size)
+
+
+def read_schemes(config: Any, where: str) -> tuple[Scheme, ...]:
+    """Return the schemes of a ``quantization_config``; none where it names no blocks.
+
+    Parameters
+    ----------
+    config : object
+        What ``config.json`` has under that name.
+    where : str
+        The model's name, for messages.
+
+    Raises
+    ------
+    ValueError
+        If a setting is malformed.
+    UnsupportedError
+        For a setting that `dequantize` does not implement.
+    """
+    if not isinstance(config, dict):
+        return ()
+    method = config.get("quant_method")
+    if method == METHOD or (method is None and "config_groups" in config):
+        return tuple(_groups(config, f"{where}: {METHOD}"))
+    if method not in (None, "blockwise_int8"):
+        raise UnsupportedError(
+            f"{where}: quant_method {method!r:.60} is not read, only {METHOD!r} and "
+            "'blockwise_int8'"
+        )
+    if "weight_block_size" not in config:
+        return ()
+    return (Scheme(*_pair(config["weight_block_size"], f"{where}: weight_block_size")),)
+
+
+def _groups(config: dict[str, Any], where: str) -> Iterator[Scheme]:
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise UnsupportedError(f"{where}: sparsity_config {sparsity!r:.80} is not read")
+    _check_known(config, _OF_CONFIG, where)
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict):
+        raise ValueError(f"{where}: config_groups must be an object, got {groups!r:.60}")
+    for name, group in groups.items():
+        here = f"{where}: config_groups[{name!r:.60}]"
+        if not isinstance(group, dict):
+            raise UnsupportedError(f"{here} is not an object that lists targets and weights")
+        weights = group.get("weights")
+        if weights is None:
+            continue  # only activations are quantised
+        if not isinstance(weights, dict):
+            raise ValueError(f"{here}.weights must be an object, got {weights!r:.60}")
+        form = group.get("format") or config.get("format")
+        if form not in tuple(FORMATS):
+            raise UnsupportedError(
+                f"{here}: format {form!r:.60} is not read, only {', '.join(FORMATS)}"
+            )
+        targets = group.get("targets", [])
+        if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+            raise ValueError(f"{here}.targets must be a list of names, got {targets!r:.60}")
+        yield _scheme(weights, FORMATS[form], tuple(targets), f"{here}.weights")
+
+
+def _scheme(weights: dict[str, Any], packed: bool, targets: tuple[str, ...], where: str) -> Scheme:
+    """Return the scheme that the settings of a group's weights describe."""
+    _check_known(weights, _OF_WEIGHTS, where)
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    if kind != "int":
+        raise UnsupportedError(f"{where}: type {kind!r:.40} is not read, only 'int'")
+    allowed = PACKED_BITS if packed else tuple(range(2, 9))
+    if type(bits) is not int or bits not in allowed:
+        raise UnsupportedError(
+            f"{where}: num_bits {bits!r:.40} is not read in this format, only "
+            f"{', '.join(map(str, allowed))}"
+        )
+    symmetric = weights.get("symmetric", True)
+    if not isinstance(symmetric, bool):
+        raise ValueError(f"{where}: symmetric must be true or false, got {symmetric!r:.40}")
+    if weights.get("dynamic"):
+        raise UnsupportedError(f"{where}: dynamic weights have no scales in the files")
+    order = weights.get("actorder")
+    if order not in (None, False, "weight", "static"):
+        raise UnsupportedError(
+            f"{where}: actorder {order!r:.40} is not read: it needs the order of columns in "
+            "weight_g_idx"
+        )
+    strategy = weights.get("strategy") or _strategy(weights.get("group_size"))
+    if strategy not in STRATEGIES:
+        raise UnsupportedError(
+            f"{where}: strategy {strategy!r:.40} is not read, only {', '.join(STRATEGIES)}"
+        )
+    rows: int | None = None
+    columns: int | None = None
+    if strategy == "channel":
+        rows = 1
+    elif strategy == "group":
+        rows, columns = 1, weights.get("group_size")
+        if not _is_size(columns):
+            raise ValueError(f"{where}: group_size must be 1 or more, got {columns!r:.40}")
+    elif strategy == "block":
+        rows, columns = _pair(weights.get("block_structure"), f"{where}: block_structure")
+    zeros = packed and not symmetric and strategy in ("channel", "group")
+    return Scheme(rows, columns, bits, symmetric, packed, zeros, targets)
+
+
+def _strategy(group_size: Any) -> str:
+    """Return the strategy that compressed-tensors infers where none is named."""
+    if group_size is None:
+        return "tensor"
+    return "channel" if group_size == -1 else "group"
+
+
+def _check_known(settings: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Raise UnsupportedError where a setting says something that is not known here."""
+    for name, value in settings.items():
+        if name not in known and value not in (None, False, [], {}):
+            raise UnsupportedError(f"{where}: the setting {name!r:.60} is not read")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 2**31
+
+
+def _pair(value: Any, what: str) -> tuple[int, int]:
+    """Return rows and columns of a block."""
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", value):
+        value = [int(size) for size in value.split("x")]
+    if not isinstance(value, list) or len(value) != 2 or not all(map(_is_size, value)):
+        raise ValueError(f"{what} must be two sizes, [rows, columns], got {value!r:.60}")
+    return value[0], value[1]
+
+
+# ---- the tensors ---------------------------------------------------------------------------------
+
+#: What is added to the name of a layer.
+_CODES = ("weight", "weight_packed")
+_SCALES = ("weight_scale", "weight_scale_inv")
+_SHAPE, _ZEROS = "weight_shape", "weight_zero_point"
+#: Of the quantisation of activations, which a weight in 16 bits does not have.
+ACTIVATIONS = frozenset(
+    f"{of}_{what}"
+    for of in ("input", "output")
+    for what in ("scale", "zero_point", "global_scale")
+)  # fmt: skip
+
+
+def find_codes(
+    source: Source, schemes: tuple[Scheme, ...], *, ours: bool
+) -> tuple[dict[str, Codes], frozenset[str]]:
+    """Return the weights that are stored as codes, by name, and the tensors that go with them.
+
+    Parameters
+    ----------
+    source : Source
+    schemes : tuple of Scheme
+    ours : bool
+        Whether cupyattn wrote the files; tensors of others whose names speak of quantisation must
+        all be understood.
+
+    Returns
+    -------
+    codes : dict of str to Codes
+        Empty where there are none.
+    parts : frozenset of str
+        Scales, zero points and the like: everything that ends in the weights.
+
+    Raises
+    ------
+    ValueError
+        Where codes and scales do not fit together.
+    UnsupportedError
+        For tensors that `dequantize` does not understand.
+    """
+    found: dict[str, Codes] = {}
+    parts: set[str] = set()
+    for name in source.tensors:
+        layer, dot, last = name.rpartition(".")
+        scales = [f"{layer}.{end}" for end in _SCALES if f"{layer}.{end}" in source.tensors]
+        if not dot or last not in _CODES or not scales:
+            continue
+        codes = _codes(source, layer, name, scales[0], _scheme_of(layer, schemes, source))
+        if codes.weight in found:
+            raise ValueError(f"{source.path}: {layer!r} has both weight and weight_packed")
+        found[codes.weight] = codes
+        parts |= {scales[0], f"{layer}.{_ZEROS}", f"{layer}.{_SHAPE}"}
+        parts |= {f"{layer}.{end}" for end in ACTIVATIONS}
+    parts &= set(source.tensors)
+    if not ours:
+        _check_nothing_is_left(source, found, parts)
+    return found, frozenset(parts)
+
+
+def _check_nothing_is_left(source: Source, found: dict[str, Codes], parts: set[str]) -> None:
+    """Raise for tensors of a quantised layer that no weight has used."""
+    used = parts | {one.codes for one in found.values()}
+    for name, info in source.tensors.items():
+        last = name.rpartition(".")[2]
+        if name in used:
+            continue
+        if last == "weight_g_idx":
+            raise UnsupportedError(
+                f"{source.path}: {name!r} is not read: weights whose columns are in another order "
+                "(act-order) are not supported"
+            )
+        if last.startswith("weight_"):
+            raise UnsupportedError(
+                f"{source.path}: {name!r} is not read: no weight with codes and scales uses it"
+            )
+        if last == "weight" and info.dtype == "I8" and found:
+            raise ValueError(f"{source.path}: {name!r} is INT8 and has no scales")
+
+
+def _scheme_of(layer: str, schemes: tuple[Scheme, ...], source: Source) -> Scheme:
+    """Return the scheme of a layer: by its name, by a pattern of names, or by its class."""
+    if not schemes:
+        raise ValueError(
+            f"{source.path}: neither its files nor quantization_config in config.json say which "
+            "rows and columns of a weight share a scale, e.g. blocks of 128 x 128"
+        )
+    if len({scheme.storage for scheme in schemes}) == 1:
+        return schemes[0]
+    by_name = [s for s in schemes if layer in s.targets]
+    by_pattern = [
+        s for s in schemes
+        if any(t.startswith("re:") and _matches(t[3:], layer, source) for t in s.targets)
+    ]  # fmt: skip
+    for some in (by_name, by_pattern, [s for s in schemes if "Linear" in s.targets]):
+        if len({scheme.storage for scheme in some}) == 1:
+            return some[0]
+        if some:
+            raise ValueError(f"{source.path}: several groups of quantization_config name {layer!r}")
+    raise ValueError(f"{source.path}: no group of quantization_config names {layer!r}")
+
+
+def _matches(pattern: str, layer: str, source: Source) -> bool:
+    try:
+        return re.match(pattern, layer) is not None
+    except (re.error, RecursionError) as error:
+        raise ValueError(f"{source.path}: the target 're:{pattern:.60}' is no pattern") from error
+
+
+def _codes(source: Source, layer: str, name: str, scales: str, scheme: Scheme) -> Codes:
+    """Return how a weight is stored, once types and shapes agree with its scheme."""
+    info = source.tensors[name]
+    packed = name.endswith("_packed")
+    wanted = "I32" if packed else "I8"
+    if packed != scheme.packed or info.dtype != wanted or len(info.shape) != 2:
+        kind = "weight_packed, I32 words," if scheme.packed else "weight, INT8 codes,"
+        raise ValueError(
+            f"{source.path}: {layer!r} must have {kind} of two axes by its quantization_config, "
+            f"got {name!r}, {info.dtype} {info.shape}"
+        )
+    shape = _shape(source, layer, info, scheme)
+    block = tuple(
+        max(1, size) if part is None else part
+        for part, size in zip((scheme.rows, scheme.columns), shape, strict=True)
+    )
+    zeros = f"{layer}.{_ZEROS}"
+    there = zeros in source.tensors
+    if not there and not scheme.symmetric:
+        raise ValueError(
+            f"{source.path}: {layer!r} is not symmetric by its quantization_config, and there is "
+            f"no {zeros!r}"
+        )
+    found = Codes(
+        f"{layer}.weight", name, scales, zeros if there else None, shape, (block[0], block[1]),
+        scheme,
+    )  # fmt: skip
+    _check_scales(source, found)
+    if there and scheme.symmetric:
+        if np.any(source.read(zeros)):
+            raise ValueError(
+                f"{source.path}: {layer!r} is symmetric by its quantization_config, and "
+                f"{zeros!r} has values other than 0"
+            )
+        return Codes(**{**vars(found), "zero_points": None})
+    return found
+
+
+def _shape(source: Source, layer: str, info: TensorInfo, scheme: Scheme) -> tuple[int, int]:
+    """Return the shape of a weight, which packed codes have in a tensor of its own."""
+    if not scheme.packed:
+        return info.shape[0], info.shape[1]
+    name = f"{layer}.{_SHAPE}"
+    of_shape = source.tensors.get(name)
+    if of_shape is None or of_shape.dtype not in ("I64", "I32") or of_shape.shape != (2,):
+        said = "is missing" if of_shape is None else f"is {of_shape.dtype} {of_shape.shape}"
+        raise ValueError(f"{source.path}: {name!r} must be two integers, it {said}")
+    rows, columns = map(int, source.read(name))
+    words = -(-columns * scheme.bits // WORD_BITS)
+    if min(rows, columns) < 0 or (rows, words) != info.shape:
+        raise ValueError(
+            f"{source.path}: {name!r} says {rows} x {columns}, of which codes of {scheme.bits} "
+            f"bits take {words} words a row, but the packed weight has shape {info.shape}"
+        )
+    return rows, columns
+
+
+def _check_scales(source: Source, codes: Codes) -> None:
+    """Raise ValueError unless scales and zero points fit a weight."""
+    scheme, (down, across) = codes.scheme, codes.scale_shape
+    shapes: list[tuple[int, ...]] = [(down, across)]
+    if across == 1 and scheme.columns is None:
+        shapes += [(down,)] if scheme.rows == 1 else [(), (1,)]
+    info = source.tensors[codes.scales]
+    if info.dtype not in FLOATS or info.shape not in shapes:
+        raise ValueError(
+            f"{source.path}: a weight {codes.shape} in blocks of {codes.block[0]} x "
+            f"{codes.block[1]} must have scales {shapes[0]} of type {' or '.join(FLOATS)}, got "
+            f"{codes.scales!r}, {info.dtype} {info.shape}"
+        )
+    if codes.zero_points is None:
+        return
+    info = source.tensors[codes.zero_points]
+    if scheme.packed_zeros:
+        shapes = [(-(-down * scheme.bits // WORD_BITS), across)]
+    wanted = "I32" if scheme.packed_zeros else "I8"
+    if info.dtype != wanted or info.shape not in shapes:
+        raise ValueError(
+            f"{source.path}: the zero points of a weight {codes.shape} in blocks of "
+            f"{codes.block[0]} x {codes.block[1]} must be {wanted} {shapes[0]}, got "
+            f"{codes.zero_points!r}, {info.dtype} {info.shape}"
+        )
