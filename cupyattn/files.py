@@ -7,6 +7,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,7 +59,7 @@ def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Bi
         temporary.unlink(missing_ok=True)
 
 
-def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> BufferedReader:
     """Open a file to read it, and nothing that is no regular file.
 
     A pipe would wait for a writer, a socket cannot be read, and a device may do anything.
