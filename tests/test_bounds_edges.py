@@ -13,7 +13,6 @@ from cupyattn import bounds
 from cupyattn.perturbation import ratio_to_bound
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference import attention_exact, attention_mirror
-from cupyattn.registry import lookup
 from cupyattn.testing import Report
 from cupyattn.testing import judge as judge_output
 
