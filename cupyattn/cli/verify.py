@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
         else "in the interpreter, as CUPYATTN_INTERPRET says",
     }
     print(f"Running {where[backend]}.\n")
-    shapes = SHAPES
+    shapes: tuple[Shape, ...] = SHAPES
     if own:
         shapes = SMALL_SHAPES if backend == "interpret" else (*SHAPES, BELOW)
     plan = [
