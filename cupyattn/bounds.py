@@ -319,13 +319,18 @@ def _kernel_bound(
 
     # R7: 1/l, times 1/l, and the store.
     r7, stored = xp.zeros_like(o), size
+    block_mean = of_block(v_mean, block)
     if n.by_tile:
-        r7, stored = value_bounds.with_mean(size, of_block(v_mean, block), n.pieces)
+        r7, stored = value_bounds.with_mean(size, block_mean, n.pieces)
     elif n.online:
         r7 = ((1 + U) ** 2 - 1) * size + 2.0**-149
         stored = size + r7
-    cost, fits = value_bounds.store(o, stored, n)
+    # NOTE: the number that is stored has the mean of V, o has not.
+    exact_o = o if block_mean is None else o + block_mean
+    cost, fits = value_bounds.store(exact_o, stored, n)
     r7 = r7 + cost
+    if n.pieces > 1 and n.shifts and block_mean is not None:  # a piece leaves l times the mean
+        fits &= xp.abs(block_mean) * 2.0**n.shifts.sum_bits <= MAX_FLOAT
 
     shares = _shares(P, score)
     terms = {tag: share * delta_o for tag, share in zip(TERMS, shares, strict=False)}

@@ -35,6 +35,8 @@ Exact = Callable[..., tuple[Any, Any]]
 
 #: Rows of queries and keys, of one head, that `ladder` runs in the interpreter.
 INTERPRETED_ROWS = 64
+#: How the note of a rung begins that could not be run.
+NOT_RUN = "not run: "
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Rung:
     note : str
     interpreted : Interpreted or None
         A run of the kernels on the first rows of the input.
+    ran : {"", "device", "mirror", "interpreter"}
+        What the judgement is of; "interpreter" means the first rows alone. "": nothing was run.
     """
 
     variant: str
@@ -117,6 +121,7 @@ class Rung:
     ceiling: float | None = None
     note: str = ""
     interpreted: Interpreted | None = None
+    ran: str = ""
 
     @property
     def tflops(self) -> float | None:
@@ -160,9 +165,11 @@ class Ladder:
 
     @property
     def ok(self) -> bool:
-        """Whether every rung that takes the input passes J2 and J3, interpreted as well."""
+        """Whether every rung that takes the input was run and passes J2 and J3."""
         judged = [r.judgement for r in self.rungs]
         judged += [r.interpreted.judgement for r in self.rungs if r.interpreted]
+        if any(r.note.startswith(NOT_RUN) for r in self.rungs):
+            return False
         return all(judgement is None or judgement.ok for judgement in judged)
 
     @property
@@ -171,9 +178,10 @@ class Ladder:
         measured: tuple[str, ...] = ()
         if self.backend == "cuda":
             measured = ("time", "TFLOP/s", "ceiling")
-        elif self.interpreted:
+        elif any(rung.interpreted for rung in self.rungs):
             measured = ("PTX J2", "instructions", "global", "shared")
-        return ("rung", "J2", "J3", "rel. error", *measured, "memory", "one idea")
+        ran = () if self.backend == "cuda" else ("run by",)
+        return ("rung", *ran, "J2", "J3", "rel. error", *measured, "memory", "one idea")
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
@@ -185,7 +193,7 @@ class Ladder:
         if judged is None:
             blank = len(self.header) - 2
             return (rung.variant, *("-",) * blank, rung.note)
-        measured: tuple[str, ...] = ()
+        measured: tuple[str, ...] = ("-",) * (len(self.header) - 6 - (self.backend != "cuda"))
         if self.backend == "cuda":
             measured = (
                 "-" if rung.seconds is None else format_seconds(rung.seconds),
@@ -201,6 +209,7 @@ class Ladder:
             )
         return (
             rung.variant,
+            *(() if self.backend == "cuda" else (rung.ran,)),
             format_ratio(judged.j2),
             "-" if judged.j3 is None else format_ratio(judged.j3),
             f"{judged.relative_error:.2e}",
@@ -244,7 +253,9 @@ def ladder(
     Parameters
     ----------
     q : array, (batch, heads, len_q, head_dim)
-        CuPy arrays run on their device and are timed; NumPy arrays run on the mirror.
+        CuPy arrays run on their device and are timed; NumPy arrays run on the mirror. A rung from
+        `cupyattn.register` runs in the interpreter then, on the rows that `interpret` names: the
+        mirror knows nothing of its source.
     k, v : array, (batch, heads_kv, len_kv, head_dim)
     variants : sequence of str, optional
         Rungs to run; all that are registered when omitted.
@@ -270,7 +281,9 @@ def ladder(
     Raises
     ------
     KernelFault
-        With `interpret`, at a kernel's first hazard.
+        At the first hazard of a kernel that is interpreted.
+    KernelCompileError
+        If a kernel that is interpreted or runs on a device does not compile.
 
     Examples
     --------
@@ -302,6 +315,11 @@ def ladder(
             note = f"takes {', '.join(variant.dtypes)}"
             rungs.append(Rung(variant.name, variant.idea, None, note=note))
             continue
+        if backend == "mirror" and variant.source is not None:
+            rungs.append(_registered(variant, (q, k, v), quant, options))
+            if advance is not None:
+                advance(f"{variant.name} interpreted")
+            continue
         z = None
         if variant.family == "int8":
             z = quantize(q, k, v, quant=quant, backend=backend)
@@ -317,7 +335,8 @@ def ladder(
         given = options if z is None else {**options, "quant": quant}
         memory = _memory_bytes((q, k, v), variant, call, given)
         operations = 4 * call.head_dim * call.batch * call.heads * admitted_pairs(call)
-        rung = Rung(variant.name, variant.idea, judged, memory, operations=operations)
+        ran = "device" if backend == "cuda" else "mirror"
+        rung = Rung(variant.name, variant.idea, judged, memory, operations=operations, ran=ran)
         del o, z, operands
         if advance is not None:
             advance(f"{variant.name} judged")
@@ -333,6 +352,32 @@ def ladder(
     return Ladder(tuple(rungs), call, backend, quant, int(rows.size), interpreted)
 
 
+def _registered(
+    variant: Variant,
+    inputs: tuple[Any, Any, Any],
+    quant: QuantConfig | None,
+    options: Mapping[str, Any],
+) -> Rung:
+    """Compile the kernel of a registered rung and run it in the interpreter."""
+    missing = device.compiler_missing()
+    if missing:
+        return Rung(variant.name, variant.idea, None, note=f"{NOT_RUN}{missing}")
+    found = _interpreted(variant, inputs, quant, options)
+    given = {**options, "quant": quant} if variant.family == "int8" else options
+    corner = _corner(inputs)
+    call = checks.check_attention(*corner, **options)
+    memory = _memory_bytes(corner, variant, call, given)
+    return Rung(
+        variant.name, variant.idea, found.judgement, memory, interpreted=found, ran="interpreter"
+    )
+
+
+def _corner(inputs: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Return the first rows of the first head, which the interpreter runs on."""
+    q, k, v = (a[:1, :1, :INTERPRETED_ROWS] for a in inputs)
+    return q, k, v
+
+
 def _interpreted(
     variant: Variant,
     inputs: tuple[Any, Any, Any],
@@ -342,7 +387,7 @@ def _interpreted(
     """Run the kernels of a rung in the interpreter on a corner of the input."""
     from cupyattn.interpret import Profile, observe
 
-    corner = tuple(a[:1, :1, :INTERPRETED_ROWS] for a in inputs)
+    corner = _corner(inputs)
     profile = Profile()
     with observe(profile):
         z = None

@@ -21,8 +21,12 @@ from cupyattn.rounding import (
     split_heads,
     value_scale_of_key,
 )
-from cupyattn.score_bounds import REFERENCE, U64, U, far_below
+from cupyattn.score_bounds import REFERENCE, U64, U, far_below, far_keys
 from cupyattn.scoring import check_smoothing
+
+#: What float64 may lose of a product of a probability and a value where it underflows, in both
+#: results and in the bound.
+FLOAT64_UNDERFLOW = 2.0**-1060
 
 
 def quantisation(
@@ -125,9 +129,12 @@ def quantisation(
         top = xp.where(counts.any(axis=-1), S.max(axis=-1), 0.0)
         S = xp.where(counts, S, top[..., None])
         d = xp.where(counts, d + 4 * U64 * xp.abs(S), 0.0)  # the softcap and the bias of float64
-        d = xp.where(far_below(S, top, d), 0.0, d)
+        far = counts & far_below(S, top, d)
+        d = xp.where(far, 0.0, d)
         delta_o, P_plus, delta_lse, _ = softmax_perturbation(P, d, values, o)
-        total = delta_o + gamma(2 * block.S.shape[-1] + 8, U64) * (P_plus @ xp.abs(values))
+        total = delta_o + far_keys(far, values)
+        total = total + gamma(2 * block.S.shape[-1] + 8, U64) * (P_plus @ xp.abs(values))
+        total = total + FLOAT64_UNDERFLOW * block.S.shape[-1]
         dv = _value_rounding(values, v.dtype.name, quantized, block)
         total = total + P_plus @ xp.where(xp.isfinite(dv), dv, 0.0)
         spoilt = spoilt | (~xp.isfinite(dv)).any(axis=-2, keepdims=True)

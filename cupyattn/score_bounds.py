@@ -247,10 +247,37 @@ def every_step(S: Array, block_kv: int) -> tuple[Array, Array]:
 
 
 def far_below(S: Array, top: Array, d: Array) -> Array:
-    """Whether a score stays so far below the largest that its probability is below LEAST_P."""
+    """Whether a score stays so far below the largest that its probability is below LEAST_P.
+
+    A caller that sets d to 0 for these keys owes `far_keys` of the output.
+    """
     xp = array_namespace(S)
     at_top = xp.where(top[..., None] == S, d, 0.0).max(axis=-1, keepdims=True)
     return S - top[..., None] + d + at_top <= -FAR_BELOW
+
+
+def far_keys(far: Array, values: Array) -> Array:
+    """E5: bound what keys that are `far_below` may do to an output while their d is 0.
+
+    Parameters
+    ----------
+    far : (..., rows, keys) array of bool
+    values : (..., keys, head_dim) array
+        Finite.
+
+    Returns
+    -------
+    (..., rows, head_dim) array
+
+    Notes
+    -----
+    Each has a probability of at most LEAST_P before and after, and moves a mean of values by that
+    times their span at most.
+    """
+    if far.shape[-1] == 0:
+        return 0.0 * (far @ values)
+    span = values.max(axis=-2, keepdims=True) - values.min(axis=-2, keepdims=True)
+    return LEAST_P * far.sum(axis=-1)[..., None] * span
 
 
 def count_rises(

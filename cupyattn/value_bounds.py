@@ -237,14 +237,16 @@ def store(o: Array, stored: Array, n: Numerics) -> tuple[Array, Array]:
     Parameters
     ----------
     o : (..., rows, head_dim) array
-        What exact arithmetic yields: of codes, whose mean may be past the largest number.
+        Exact attention of the operands, with the mean of V: with codes of V it may exceed the
+        largest number of the type.
     stored : (..., rows, head_dim) array
         What the magnitude of the number before the store may reach.
     n : Numerics
 
     Notes
     -----
-    Where finite sums stay finite, the largest float16 takes the place of what is past it.
+    A finite sum past the largest float16 is stored as that number. Clamping is a projection, so it
+    moves the result no farther from `o` than `o` itself lies past that number.
     """
     xp = array_namespace(o)
     largest, fits = FINITE_MAX[n.out_type], stored <= MAX_FLOAT

@@ -37,7 +37,7 @@ def test_every_rung_holds_its_bounds(dtype: str) -> None:
         assert (judged.j3 is not None) == (rung.variant == "fa_int8")
         assert rung.seconds is None and rung.tflops is None and rung.share is None
     lines = str(table).splitlines()
-    assert len(lines) == 6 and lines[0].split()[:3] == ["rung", "J2", "J3"]
+    assert len(lines) == 6 and lines[0].split()[:5] == ["rung", "run", "by", "J2", "J3"]
 
 
 @pytest.mark.parametrize("quant", [None, ca.QuantConfig(pv="int8", symmetric=False)])

@@ -91,5 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         if is_on("CUPYATTN_DEBUG"):
             raise
-        print(f"cupyattn: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, KernelCompileError):  # the whole log follows the first error
+            text = text.partition("\n")[0]
+        print(f"cupyattn: {' '.join(text.split())}", file=sys.stderr)
         return 2

@@ -1,6 +1,8 @@
 """Hold every rung to float64 on every distribution: J1 (operands to the bit), J2 (the kernel
-against its bound, output and log-sum-exp), J3 (quantisation against its bound). Exit status 1 where
-one fails. The float64 references are kept in the cache folder."""
+against its bound, output and log-sum-exp), J3 (quantisation against its bound). A path to a .cu
+file holds a kernel of your own to J2: on the device, or in the interpreter if there is none. Exit
+status 1 if a check fails, 2 if nothing can be run. The float64 references are kept in the cache
+folder."""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import argparse
 import hashlib
 import inspect
 import logging
+import math
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -29,9 +32,10 @@ from cupyattn import (
 )
 from cupyattn.api import attention, kernel_form
 from cupyattn.arrays import on_host
-from cupyattn.cli import output
+from cupyattn.cli import output, own_kernel
 from cupyattn.features import DTYPES
 from cupyattn.files import replacing
+from cupyattn.interpret import KernelFault
 from cupyattn.measure import Judgement
 from cupyattn.quant import QuantizedQKV, quantize
 from cupyattn.quant.operands import quantize_mirror
@@ -51,6 +55,8 @@ class Shape:
     len_kv: int
     head_dim: int
     causal: bool
+    offset_q: float = 0.0  #: added to Q
+    offset_k: float = 0.0
 
 
 #: A plain square, and everything awkward at once: grouped heads, tails, a head_dim to pad, a mask.
@@ -58,11 +64,23 @@ SHAPES = (
     Shape("square", 2, 2, 256, 256, 64, False),
     Shape("ragged, grouped, causal", 4, 2, 77, 131, 40, True),
 )
+#: For a kernel in a file: a maximum that begins at 0 goes wrong here alone.
+BELOW = Shape("scores far below 0", 1, 1, 20, 40, 64, False, 3.0, -7.0)
+#: SHAPES for a kernel in the interpreter, which is slow: several steps, tails, one row.
+SMALL_SHAPES = (
+    Shape("square", 1, 1, 64, 64, 16, False),
+    Shape("ragged, grouped, causal", 4, 2, 35, 83, 24, True),
+    Shape("one row", 1, 1, 1, 70, 8, False),
+    BELOW,
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("variant", nargs="?", metavar="VARIANT", help="one rung (default: all)")
+    parser.add_argument(
+        "variant", nargs="?", metavar="VARIANT", help="one rung, or a .cu file (default: all rungs)"
+    )
+    own_kernel.add_arguments(parser)
     parser.add_argument("--distribution", choices=distributions.NAMES, help="one only")
     parser.add_argument("--dtype", choices=DTYPES, help="one only")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the inputs (0)")
@@ -79,31 +97,64 @@ class Cell:
     shape: str
     judgement: Judgement
     operands_equal: bool | None
+    finding: str = ""  #: of the interpreter
 
     @property
     def ok(self) -> bool:
-        """Whether all three judgements are passed."""
-        return self.judgement.ok and self.operands_equal is not False
+        """Whether all three judgements are passed and the interpreter found no fault."""
+        return self.judgement.ok and self.operands_equal is not False and not self.finding
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    if own_kernel.is_file(args.variant):
+        before = dict(registry.VARIANTS)
+        try:
+            variant, assumed = own_kernel.from_file(args)
+            return _run_own(args, variant, assumed)
+        finally:
+            registry.VARIANTS.clear()
+            registry.VARIANTS.update(before)
+    for option in ("name", "family", "dtypes", "tiles"):
+        if getattr(args, option) is not None:
+            raise ValueError(f"--{option} describes a kernel in a .cu file: give its path")
     variants = [registry.lookup(args.variant)] if args.variant else list(registry.VARIANTS.values())
+    return _run(args, variants)
+
+
+def _run_own(args: argparse.Namespace, variant: Variant, assumed: list[str]) -> int:
+    """Compile and verify a kernel in a file."""
+    if assumed:
+        print(f"Assumed: {'; '.join(assumed)}.")
+    archs = own_kernel.compile_everywhere(variant)
+    print(f"attn_{variant.name} compiles for {', '.join(archs)}.")
+    return _run(args, [variant])
+
+
+def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
     names = [args.distribution] if args.distribution else list(distributions.NAMES)
     dtypes = [args.dtype] if args.dtype else list(DTYPES)
     missing = device.device_missing()
     backend = backends.choose(None, np.empty(0)) if missing else "cuda"
+    own = all(variant.source for variant in variants)
+    if missing and own:
+        backend = "interpret"
     where = {
         "cuda": "on the device",
         "mirror": f"on the mirror: no CUDA device ({missing})",
-        "interpret": "in the interpreter, as CUPYATTN_INTERPRET says",
+        "interpret": f"in the interpreter: no CUDA device ({missing})"
+        if own
+        else "in the interpreter, as CUPYATTN_INTERPRET says",
     }
     print(f"Running {where[backend]}.\n")
+    shapes: tuple[Shape, ...] = SHAPES
+    if own:
+        shapes = SMALL_SHAPES if backend == "interpret" else (*SHAPES, BELOW)
     plan = [
         (variant, name, dtype, shape)
         for name in names
         for dtype in dtypes
-        for shape in SHAPES
+        for shape in shapes
         for variant in variants
         if dtype in variant.dtypes
     ]
@@ -117,8 +168,8 @@ def run(args: argparse.Namespace) -> int:
     output.print_table(_HEADER, list(_summary(cells)))
     failed = [cell for cell in cells if not cell.ok]
     print(
-        f"\n{len(cells)} cells: {len(DTYPES if not args.dtype else dtypes)} dtypes or fewer by "
-        f"{len(SHAPES)} shapes for each row; the worst is shown."
+        f"\n{len(cells)} cells: {len({cell.dtype for cell in cells})} dtypes or fewer by "
+        f"{len(shapes)} shapes for each row; the worst is shown."
     )
     for cell in failed:
         print(
@@ -135,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-_HEADER = ("rung", "distribution", "J1", "J2", "J3", "rel. error")
+_HEADER = ("rung", "distribution", "J1", "J2", "J3", "rel. error", "verdict")
 
 
 def _summary(cells: list[Cell]) -> Iterator[tuple[str, ...]]:
@@ -154,6 +205,7 @@ def _summary(cells: list[Cell]) -> Iterator[tuple[str, ...]]:
             measure.format_ratio(max(c.judgement.j2 for c in some)),
             measure.format_ratio(max(j3)) if j3 else "-",
             f"{max(c.judgement.relative_error for c in some):.2e}",
+            "holds" if all(c.ok for c in some) else "FAILED",
         )
 
 
@@ -163,12 +215,18 @@ def _verdict(cell: Cell) -> str:
         words.append(f"J3 {measure.format_ratio(cell.judgement.j3)}")
     if cell.operands_equal is False:
         words.append("J1: codes or scales differ from the mirror's")
+    if cell.finding:
+        words = [f"the interpreter found: {cell.finding}"]
     return ", ".join(words)
 
 
 def _verify(variant: Variant, name: str, dtype: str, shape: Shape, seed: int, backend: str) -> Cell:
     q, k, v = distributions.make(
         name, 1, shape.heads, shape.len_q, shape.len_kv, shape.head_dim, dtype, seed, shape.heads_kv
+    )
+    q, k = (
+        (x + x.dtype.type(offset)).astype(x.dtype) if offset else x
+        for x, offset in ((q, shape.offset_q), (k, shape.offset_k))
     )
     host = q, k, v
     if backend == "cuda":
@@ -177,9 +235,13 @@ def _verify(variant: Variant, name: str, dtype: str, shape: Shape, seed: int, ba
         q, k, v = (cupy.asarray(a) for a in host)
     z = quantize(q, k, v, backend=backend) if variant.family == "int8" else None
     operands = (q, k, v) if z is None else (z,)
-    o, lse = attention(
-        *operands, variant=variant.name, causal=shape.causal, return_lse=True, backend=backend
-    )
+    try:
+        o, lse = attention(
+            *operands, variant=variant.name, causal=shape.causal, return_lse=True, backend=backend
+        )
+    except KernelFault as fault:
+        nothing = Judgement(math.inf, None, math.inf)
+        return Cell(variant.name, name, dtype, shape.name, nothing, None, str(fault))
     judged = measure.judge(
         o, q, k, v, variant=variant.name, lse=lse, quantized=z, causal=shape.causal,
         exact=cached_exact,

@@ -1,0 +1,111 @@
+"""A user's kernel in a ``.cu`` file, registered and compiled for ``cupyattn verify``.
+
+`from_file` finds the name in the source and takes what is not given from the nearest rung.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import numpy as np
+
+from cupyattn import compile as compiler
+from cupyattn import device, registry
+from cupyattn.api import plan
+from cupyattn.errors import UnsupportedError
+from cupyattn.registry import Variant
+from cupyattn.rounding import STORAGE
+from cupyattn.tiles import Tiles
+
+#: The rung whose family, types and tiles are assumed.
+NEAREST = {"unfused": "unfused", "float32": "fa", "tensor_core": "fa_tc"}
+#: The entry point of a kernel: its name follows ``attn_``.
+ENTRY_POINT = re.compile(r'extern\s+"C"\s+__global__\s+[^;{]*?\battn_(\w+)\s*\(')
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a kernel in a file."""
+    group = parser.add_argument_group("a kernel in a .cu file")
+    group.add_argument("--name", metavar="NAME", help="its entry point is attn_NAME")
+    group.add_argument(
+        "--family", choices=tuple(NEAREST), help="where it rounds (default: float32, as fa)"
+    )
+    group.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="types that it takes")
+    group.add_argument(
+        "--tiles", nargs=3, type=int, metavar=("BLOCK_Q", "BLOCK_KV", "NUM_WARPS"),
+        help="its tiles, at every head_dim up to 256",
+    )  # fmt: skip
+
+
+def is_file(text: str | None) -> bool:
+    """Whether an argument names a source file rather than a rung."""
+    return text is not None and (text.endswith(".cu") or "/" in text)
+
+
+def from_file(args: argparse.Namespace) -> tuple[Variant, list[str]]:
+    """Return the variant that the arguments describe, and what was assumed of it, in words.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be read, or if its entry point cannot be told.
+    """
+    path = Path(args.variant)
+    try:
+        source = COMMENT.sub(" ", path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {args.variant}: {error}") from None
+    found = list(dict.fromkeys(ENTRY_POINT.findall(source)))
+    assumed = []
+    name = args.name
+    if name is None:
+        if len(found) != 1:
+            has = f"has {', '.join('attn_' + n for n in found)}" if found else "has none"
+            raise ValueError(
+                f'{args.variant} must have one entry point extern "C" __global__ ... attn_NAME(, '
+                f"and {has}: give --name NAME"
+            )
+        name = found[0]
+        assumed.append(f"entry point attn_{name}")
+    family = args.family or "float32"
+    nearest = registry.lookup(NEAREST[family])
+    if args.family is None:
+        assumed.append("family float32 (--family)")
+    if args.dtypes is None:
+        assumed.append(f"types {', '.join(nearest.dtypes)} (--dtypes)")
+    if args.tiles is None:
+        assumed.append(f"the tiles of {nearest.name} (--tiles)")
+    tiles = nearest.tiles if args.tiles is None else {256: Tiles(*args.tiles)}
+    if name in registry.VARIANTS:
+        raise ValueError(
+            f"{args.variant} has the entry point of the rung {name!r}: give its kernel another "
+            "name, attn_NAME"
+        )
+    dtypes = nearest.dtypes if args.dtypes is None else tuple(args.dtypes)
+    variant = Variant(name, f"from {path.name}", family, tiles, dtypes=dtypes)
+    return registry.register(variant, source=path), assumed
+
+
+def compile_everywhere(variant: Variant) -> tuple[str, ...]:
+    """Compile a registered kernel for every architecture that NVRTC knows; return these.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no NVRTC.
+    KernelCompileError
+        With the compiler's first error.
+    """
+    missing = device.compiler_missing()
+    if missing:
+        raise UnsupportedError(f"{variant.source} was not compiled or run: {missing}")
+    x = np.ones((1, 1, 8, 64), STORAGE[variant.dtypes[0]])
+    prepared = plan(x, x, x, variant=variant.name, backend="interpret")
+    archs = compiler.supported_architectures()
+    for launch in (launch for one in prepared.plans for launch in one.launches):
+        for arch in archs:
+            compiler.build(launch.module, arch)
+    return archs
