@@ -357,9 +357,11 @@ def _copy(inst: Instruction) -> Execute | None:
             rows = np.flatnonzero(wanted == count)
             for memory, within, some in machine.space("global", address[rows], "load", int(count)):
                 part = rows if some is None else rows[some]
-                # NOTE: the source of a copy is as aligned as the whole copy.
+                # NOTE: the source must be as aligned as the whole copy, however few bytes it reads.
                 unit = min(int(count) & -int(count), width, 8)
-                values = memory.load(within, unit, int(count) // unit, index[part])
+                values = memory.load(
+                    within, unit, int(count) // unit, index[part], alignment=width
+                )
                 data[part, :count] = np.ascontiguousarray(values.T).view(np.uint8)
         target = targets(machine)[index]
         machine.traffic["shared", "copy"] += width * len(index)
