@@ -343,8 +343,8 @@ def int8_gemm(case: Case) -> None:
     kind = case.pick(*DTYPES)
     c = ca.int8_gemm(*map(case.sent, (a, scales[0], b, scales[1])), out_dtype=kind,
                      **case.options())  # fmt: skip
-    A, B = (x * _spread(f64(s), x.shape, across=across)
-            for x, s, across in ((f64(a), scales[0], False), (f64(b), scales[1], True)))  # fmt: skip
+    A = f64(a) * _spread(f64(scales[0]), a.shape, across=False)
+    B = f64(b) * _spread(f64(scales[1]), b.shape, across=True)
     size, exact = abs(A) @ abs(B).T, A @ B.T
     with np.errstate(over="ignore"):
         exact = np.where(abs(exact) > 65000, exact.astype(DTYPES[kind]).astype(np.float64), exact)
@@ -418,7 +418,7 @@ def run_case(name: str, number: int, seed: int, backend: str) -> tuple[str, str]
             return "failed", str(wrong)
         good = ours and said and "\n" not in said
         return ("refused" if good else "failed"), f"{type(error).__name__}: {said}"
-    except Exception as error:  # any other is what this looks for
+    except Exception as error:  # noqa: BLE001 - any other kind is what this looks for
         return "failed", f"{type(error).__name__}: {error}"
     return "right", ""
 
@@ -453,8 +453,9 @@ def main(arguments: list[str] | None = None) -> int:
         counts[name] = dict(found)
         print(name, dict(found), flush=True)
     if args.json:
-        record = {"experiment": "fuzz", "backend": args.backend, "seed": args.seed, "start": args.start,
-                  "environment": device.environment(), "counts": counts, "failed": failed}  # fmt: skip
+        record = {"experiment": "fuzz", "backend": args.backend, "seed": args.seed,
+                  "start": args.start, "environment": device.environment(), "counts": counts,
+                  "failed": failed}  # fmt: skip
         output.write_json(args.json, record)
     return int(bool(failed))
 
