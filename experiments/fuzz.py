@@ -263,7 +263,7 @@ def backward(case: Case) -> None:
     """Gradients, with the output and lse of the forward pass."""
     q, k, v = operands(case, ("float16", "bfloat16"))
     d_out = case.normal(*q.shape, dtype=q.dtype.name)
-    causal = {"causal": case.chance(0.5)}
+    causal: dict[str, Any] = {"causal": case.chance(0.5)}
     o, lse = ca.attention(*map(case.sent, (q, k, v)), return_lse=True, **causal, **case.options())
     sent = [case.sent(x) for x in (d_out, q, k, v)]
     found = ca.attention_backward(*sent, o, lse, **causal, **case.options())
@@ -320,7 +320,7 @@ def act_quant(case: Case) -> None:
     codes, scales = ca.act_quant(case.sent(x), **case.options())
     step = _spread(case.host(scales), x.shape, across=False)
     near("x", case.host(codes) * step, f64(x), 0.501 * step)
-    near("largest code", abs(case.host(codes)).max(), np.float64(127), 0)
+    near("largest code", abs(case.host(codes)).max(), np.array(127.0), 0)
 
 
 def weight_quant(case: Case) -> None:
@@ -341,7 +341,7 @@ def int8_gemm(case: Case) -> None:
     scales = [abs(case.normal(*s, dtype="float32")) + 0.01
               for s in ((rows, blocks), (-(-n // 128), blocks))]  # fmt: skip
     kind = case.pick(*DTYPES)
-    c = ca.int8_gemm(*map(case.sent, (a, scales[0], b, scales[1])), out_dtype=kind,
+    c = ca.int8_gemm(*map(case.sent, (a, scales[0], b, scales[1])), kind,
                      **case.options())  # fmt: skip
     A = f64(a) * _spread(f64(scales[0]), a.shape, across=False)
     B = f64(b) * _spread(f64(scales[1]), b.shape, across=True)
