@@ -33,6 +33,8 @@ from cupyattn.diffusion import key_importance
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 #: Largest relative error of one rounding.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+#: The library, whose calls are made with arguments of any kind.
+api: Any = ca
 #: Kinds of exceptions that are refusals.
 REFUSALS = (ValueError, TypeError, ca.UnsupportedError)
 #: Keys whose scores lie further below the maximum have no weight in float32.
@@ -229,7 +231,7 @@ def attention(case: Case) -> None:
     sent = [case.sent(x.swapaxes(1, 2) if back else x) for x in (q, k, v)]
     if case.chance(0.3) and case.backend != "cuda":
         given["out"] = np.zeros_like(q.swapaxes(1, 2) if back else q)
-    found = ca.attention(*sent, variant=variant, layout="BSHD" if back else "BHSD",
+    found = api.attention(*sent, variant=variant, layout="BSHD" if back else "BHSD",
                          return_lse=True, **given, **case.options())  # fmt: skip
     o = case.host(found[0])
     limit = limits(S, size, heads, dtype, off) + value_error
@@ -247,7 +249,7 @@ def varlen(case: Case) -> None:
     ends = [np.concatenate([[0], np.cumsum(n)]).astype(case.pick("int32", "int64")) for n in counts]
     q, k, v = (case.normal(int(e[-1]), 2, dim, dtype=dtype) for e in (ends[0], ends[1], ends[1]))
     causal = case.chance(0.5)
-    o = case.host(ca.attention_varlen(*map(case.sent, (q, k, v, *ends)), causal=causal,
+    o = case.host(api.attention_varlen(*map(case.sent, (q, k, v, *ends)), causal=causal,
                                       **case.options()))  # fmt: skip
     for (a, b), (c, d) in zip(*(zip(e[:-1], e[1:], strict=True) for e in ends), strict=True):
         x, y, z = (f64(t).swapaxes(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d]))
@@ -264,9 +266,9 @@ def backward(case: Case) -> None:
     q, k, v = operands(case, ("float16", "bfloat16"))
     d_out = case.normal(*q.shape, dtype=q.dtype.name)
     causal: dict[str, Any] = {"causal": case.chance(0.5)}
-    o, lse = ca.attention(*map(case.sent, (q, k, v)), return_lse=True, **causal, **case.options())
+    o, lse = api.attention(*map(case.sent, (q, k, v)), return_lse=True, **causal, **case.options())
     sent = [case.sent(x) for x in (d_out, q, k, v)]
-    found = ca.attention_backward(*sent, o, lse, **causal, **case.options())
+    found = api.attention_backward(*sent, o, lse, **causal, **case.options())
     group, scale = q.shape[1] // k.shape[1], q.shape[3] ** -0.5
     Q, K, V, G = f64(q), *(np.repeat(f64(x), group, axis=1) for x in (k, v)), f64(d_out)
     S = Q @ K.swapaxes(2, 3) * scale
@@ -301,7 +303,7 @@ def quantize(case: Case) -> None:
     """Codes times scales are the operands, but for half a step."""
     q, k, v = operands(case)
     config = ca.QuantConfig(granularity_q="token", granularity_k="token", smooth_k=False)
-    z = ca.quantize(*map(case.sent, (q, k, v)), quant=config, **case.options())
+    z = api.quantize(*map(case.sent, (q, k, v)), quant=config, **case.options())
     for x, codes, scale in ((q, z.q_codes, z.q_scale), (k, z.k_codes, z.k_scale)):
         step = case.host(scale)[..., None]
         if x.size:
@@ -317,7 +319,7 @@ def _spread(x: np.ndarray, shape: tuple[int, ...], *, across: bool) -> np.ndarra
 def act_quant(case: Case) -> None:
     """Rows of activations in blocks of 128."""
     x = case.normal(case.pick(1, 3, 17), case.pick(1, 100, 128, 300), dtype=case.pick(*DTYPES))
-    codes, scales = ca.act_quant(case.sent(x), **case.options())
+    codes, scales = api.act_quant(case.sent(x), **case.options())
     step = _spread(case.host(scales), x.shape, across=False)
     near("x", case.host(codes) * step, f64(x), 0.501 * step)
     near("largest code", abs(case.host(codes)).max(), np.array(127.0), 0)
@@ -326,10 +328,10 @@ def act_quant(case: Case) -> None:
 def weight_quant(case: Case) -> None:
     """A weight in blocks of 128 by 128, there and back."""
     w = case.normal(case.pick(1, 130, 200), case.pick(1, 100, 300), dtype=case.pick(*DTYPES))
-    codes, scales = ca.weight_quant(case.sent(w), **case.options())
+    codes, scales = api.weight_quant(case.sent(w), **case.options())
     step = _spread(case.host(scales), w.shape, across=True)
     near("w", case.host(codes) * step, f64(w), 0.501 * step)
-    again = case.host(ca.weight_dequant(codes, scales, **case.options()))
+    again = case.host(api.weight_dequant(codes, scales, **case.options()))
     near("dequantised", again, case.host(codes) * step, 2.0**-23 * 128 * step)
 
 
@@ -341,7 +343,7 @@ def int8_gemm(case: Case) -> None:
     scales = [abs(case.normal(*s, dtype="float32")) + 0.01
               for s in ((rows, blocks), (-(-n // 128), blocks))]  # fmt: skip
     kind = case.pick(*DTYPES)
-    c = ca.int8_gemm(*map(case.sent, (a, scales[0], b, scales[1])), kind,
+    c = api.int8_gemm(*map(case.sent, (a, scales[0], b, scales[1])), kind,
                      **case.options())  # fmt: skip
     A = f64(a) * _spread(f64(scales[0]), a.shape, across=False)
     B = f64(b) * _spread(f64(scales[1]), b.shape, across=True)
