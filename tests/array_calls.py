@@ -56,7 +56,7 @@ def _planned(given: dict[str, Any]) -> Any:
 
 
 def _unpruned(given: dict[str, Any]) -> Any:
-    return ca.Int8Attention(2, 16, num_timesteps=4)(*(given[n] for n in "qkv"), 1)
+    return ca.Int8Attention(2, 16, num_timesteps=4)(given["q"], given["k"], given["v"], 1)
 
 
 #: (arrays by name, call). A name stands for a function of `cupyattn`, or of one of its modules.
@@ -119,7 +119,7 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
     "diffusion.key_importance": ({"q": Q, "k": K}, lambda g: diffusion.key_importance(**g)),
     "diffusion.pruning.compact": (
         {"k": K, "v": V, "importance": IMPORTANCE},
-        lambda g: pruning.compact(*(g[n] for n in ("k", "v", "importance")), 3),
+        lambda g: pruning.compact(g["k"], g["v"], g["importance"], 3),
     ),
     "Int8Attention": (QKV, _unpruned),
     "calibrate_quantization_scales": (
