@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from cupyattn.interpret.access import address_reader, copy_async
-from cupyattn.interpret.memory import WINDOWS
+from cupyattn.interpret.memory import WINDOWS, GlobalMemory
 from cupyattn.interpret.ordering import Ints
 from cupyattn.interpret.ptx import Address, Immediate, Instruction, Operand
 from cupyattn.interpret.semantics import Execute, instruction, reader
@@ -161,7 +161,7 @@ class Engine:
     def bring_bytes(self, source: int, target: int, nbytes: int, barrier: int, lane: int) -> None:
         """Begin a copy of bytes that lie side by side; they count off an mbarrier."""
         if source % 16 or target % 16 or nbytes % 16:
-            name = self._machine.spaces["global"].name_at(source)
+            name = cast(GlobalMemory, self._machine.spaces["global"]).name_at(source)
             message = (
                 f"a bulk copy of {nbytes} bytes from {name} "
                 f"at {source:#x} to shared address {target}: all three have to be multiples of 16"
