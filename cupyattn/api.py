@@ -81,7 +81,9 @@ def attention(
     ----------
     q : array, (batch, heads, len_q, head_dim), or QuantizedQKV
         Queries, float16, bfloat16 or float32: CuPy, NumPy, or anything with DLPack. Any strides;
-        an array whose last axis is not contiguous is copied. A `QuantizedQKV` carries all three
+        an array whose last axis is not contiguous is copied, and so is one whose elements do not
+        lie at multiples of their size. Of NumPy's subclasses `numpy.memmap` alone is taken. A
+        `QuantizedQKV` carries all three
         operands and runs ``fa_int8`` on them.
     k, v : array, (batch, heads_kv, len_kv, head_dim)
         Keys and values; `heads_kv` divides `heads` (grouped heads).
@@ -133,7 +135,7 @@ def attention(
     return_lse : bool
         Return the log-sum-exp too.
     out : array, optional
-        Receives O; shape and dtype of the result, sharing memory with no input.
+        Receives O; shape and dtype of the result, aligned elements, sharing memory with no input.
     quant : QuantConfig, optional
         How ``fa_int8`` quantises.
     tiles : Tiles, optional

@@ -1,7 +1,7 @@
 """Arrays of any library in, arrays of the same library out.
 
 NumPy and CuPy arrays are taken as they are. Anything else comes in by DLPack, without a copy, and
-goes back the same way.
+goes back the same way. An array that kernels cannot read where it lies is copied (`operand`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.checks import data_address
-from cupyattn.rounding import array_namespace
+from cupyattn.checks import check_aligned, is_aligned
+from cupyattn.rounding import array_namespace, check_kind
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
@@ -50,7 +50,7 @@ def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     Returns
     -------
     array : numpy.ndarray or cupy.ndarray
-        The same memory.
+        The same memory, or an aligned copy: see `operand`.
     restore : callable
         Turns a NumPy or CuPy result into the kind of array that was taken; leaves it as it is
         where the library of that array has no ``from_dlpack``.
@@ -60,6 +60,60 @@ def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     TypeError
         If it is no such array.
     """
+    array, restore = _imported(name, array)
+    return operand(name, array), restore
+
+
+def take_receiver(name: str, array: Any) -> Any:
+    """Take a caller's array to write to, as `take` does, but never a copy of it.
+
+    Raises
+    ------
+    TypeError
+        If it is no such array.
+    ValueError
+        If its elements are not aligned.
+    """
+    array, _ = _imported(name, array)
+    array_namespace(array)
+    check_aligned(name, array)
+    return array
+
+
+def operand(name: str, array: Any) -> Any:
+    """Return a NumPy or CuPy array that kernels can read: the array itself, or an aligned copy.
+
+    Raises
+    ------
+    TypeError
+        If it is an array of another kind, such as a masked array.
+    """
+    if type(array).__module__.partition(".")[0] != "cupy":
+        check_kind(name, array)
+    return array if is_aligned(array) else _aligned_copy(array)
+
+
+def misaligned(array: Any) -> Any:
+    """Return a caller's array, imported, if `operand` would copy it; else None."""
+    if array is None:
+        return None
+    array, _ = _imported("the array", array)
+    return None if is_aligned(array) else array
+
+
+def _aligned_copy(array: Any) -> Any:
+    """Return a copy in C order, made without a misaligned access."""
+    if isinstance(array, np.ndarray):
+        return np.array(array, order="C", copy=True)
+    cupy, size = sys.modules["cupy"], int(array.dtype.itemsize)
+    # NOTE: a copy of elements would read them at their misaligned addresses, hence bytes.
+    shape, strides = (*array.shape, size), (*array.strides, 1)
+    found = cupy.ndarray(shape, "uint8", array.data, strides).copy(order="C")
+    return found.view(array.dtype).reshape(array.shape)
+
+
+def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a NumPy or CuPy array of the same memory, and the way back, as `take` does."""
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array, lambda result: result
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
@@ -104,12 +158,5 @@ def contiguous_last_axis(array: Any) -> Any:
 
 
 def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
-    """Return a view of `array` in a shape that it broadcasts to.
-
-    It is a copy only where elements do not lie at multiples of their size, as in fields of packed
-    records; everything else is taken with the strides it has.
-    """
-    size, xp = array.dtype.itemsize, array_namespace(array)
-    if data_address(array) % size or any(s % size for s in array.strides):
-        array = xp.ascontiguousarray(array)
-    return xp.broadcast_to(array, shape)
+    """Return a view of an aligned `array` in a shape that it broadcasts to."""
+    return array_namespace(array).broadcast_to(array, shape)

@@ -527,14 +527,15 @@ def check_out(out: Any, call: AttentionCall, inputs: tuple[Any, ...]) -> None:
 def check_receiver(out: Any, shape: Sequence[int], dtype: str, read: Mapping[str, Any]) -> None:
     """Raise ValueError unless `out` can receive a result made of the arrays in `read`.
 
-    It has the shape and dtype of the result and a contiguous last axis, may be written to, and
-    overlaps neither itself nor what is read.
+    It has the shape and dtype of the result, aligned elements and a contiguous last axis, may be
+    written to, and overlaps neither itself nor what is read.
     """
     if tuple(out.shape) != tuple(shape) or str(out.dtype) != dtype:
         raise ValueError(
             f"out must have shape {tuple(shape)} and dtype {dtype}, "
             f"got shape {tuple(out.shape)} and dtype {out.dtype}"
         )
+    check_aligned("out", out)
     if not out.size:
         return  # strides of an array of nothing mean nothing, and it shares no memory
     if out.shape[-1] > 1 and out.strides[-1] != out.dtype.itemsize:
@@ -586,6 +587,26 @@ def byte_range(array: Any) -> tuple[int, int]:
     reach = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
     low = address + sum(r for r in reach if r < 0)
     return low, address + sum(r for r in reach if r > 0) + int(array.dtype.itemsize)
+
+
+def is_aligned(array: Any) -> bool:
+    """Whether every element of a NumPy or CuPy array lies at a multiple of its size."""
+    size = int(array.dtype.itemsize)
+    if size == 1:
+        return True
+    odd = any(s % size for s, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    return not odd and data_address(array) % size == 0
+
+
+def check_aligned(name: str, array: Any) -> None:
+    """Raise ValueError unless an array that receives a result has aligned elements."""
+    if not is_aligned(array):
+        size = int(array.dtype.itemsize)
+        raise ValueError(
+            f"{name} must have its elements at multiples of their {size} bytes, got address "
+            f"{size} n + {data_address(array) % size} and strides {tuple(array.strides)}: pass an "
+            "array of its own memory, as empty() returns, and copy the result"
+        )
 
 
 def data_address(array: Any) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays import operand
 from cupyattn.features import DTYPES
 from cupyattn.rope import Rope, aligned_table
 from cupyattn.rounding import STORAGE, Array, array_namespace, as_float64
@@ -73,6 +74,8 @@ class Norm:
             raise TypeError(
                 f"qk_norm must be a pair (q_weight, k_weight) of arrays, got {qk_norm!r:.60}"
             )
+        names = "q_weight", "k_weight"
+        qk_norm = tuple(operand(n, x) for n, x in zip(names, qk_norm, strict=True))
         array_namespace(*qk_norm)
         if head_dim % 2:
             raise ValueError(

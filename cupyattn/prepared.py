@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import backends, checks, executor
-from cupyattn.arrays import is_cupy
+from cupyattn.arrays import is_cupy, misaligned
 from cupyattn.checks import AttentionCall, data_address
 from cupyattn.errors import DeviceMemoryError
 from cupyattn.forms import QUANTIZED, Form, direct_operands
@@ -62,6 +62,11 @@ class Prepared:
         self._added = {
             name: a for name, a in operands_of(request).items() if keep and name in ADDED
         }
+        # NOTE: a mask or bias that had to be copied is read again, from the caller's memory.
+        for name in self._added.keys() & {"mask", "bias", *SEQUENCES}:
+            given = misaligned(getattr(request.options, name))
+            if given is not None:
+                self._added[name] = given
         self._stages = stages(request)
         self._xp = array_namespace(request.q)
         self._forms = {name: Form.of(array) for name, array in operands_of(request).items()}
@@ -195,8 +200,13 @@ class Prepared:
                 operands = direct_operands(q, k, v)
             if operands is not None:
                 operands |= self._added
-                o, lse = self._run(operands, self.check(operands, out), out)
-                return o if lse is None else (o, lse)
+                try:
+                    addresses = self.check(operands, out)
+                except ValueError:
+                    pass  # What must be copied first goes the long way, which raises for the rest.
+                else:
+                    o, lse = self._run(operands, addresses, out)
+                    return o if lse is None else (o, lse)
         names: tuple[str, ...] = ("mask", "bias", *SEQUENCES)
         others = zip(names, (mask, bias, cu_seqlens_q, cu_seqlens_k), strict=True)
         given = {name: a for name, a in others if a is not None}

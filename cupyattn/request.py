@@ -336,7 +336,7 @@ def _contiguous(quantized: QuantizedQKV) -> QuantizedQKV:
     tidy = {}
     for name in (*by_row, *whole_too, *zeros, *offsets):
         a = getattr(quantized, name)
-        if a is not None:
+        if a is not None:  # aligned since __post_init__
             whole = array_namespace(a).ascontiguousarray
             tidy[name] = (arrays.contiguous_last_axis if name in by_row else whole)(a)
     changed = {name: a for name, a in tidy.items() if a is not getattr(quantized, name)}
@@ -362,7 +362,7 @@ def _check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
 def _receiver(options: Options, call: AttentionCall, inputs: tuple[Any, ...]) -> Any:
     if options.out is None:
         return None
-    out, _ = arrays.take("out", options.out)
+    out = arrays.take_receiver("out", options.out)
     array_namespace(out, *(x for x in inputs if x is not None))
     if call.packed is not None:
         _, heads, rows, head_dim = call.output_shape

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays import operand
 from cupyattn.checks import INT32_MAX, data_address
 from cupyattn.features import DTYPES
 from cupyattn.rounding import STORAGE, Array, array_namespace, as_float64
@@ -79,6 +80,7 @@ class Rope:
         if not (isinstance(rope, (tuple, list)) and len(rope) == 2):
             raise TypeError(f"rope must be a pair (cos, sin) of arrays, got {rope!r:.60}")
         cos, sin = rope
+        cos, sin = operand("cos", cos), operand("sin", sin)
         array_namespace(cos, sin)
         if head_dim % 2:
             raise ValueError(f"rope turns pairs of channels: head_dim must be even, got {head_dim}")

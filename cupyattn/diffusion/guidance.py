@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from cupyattn.arrays import operand
 from cupyattn.block_mask import BlockMask
 from cupyattn.rounding import Array, array_namespace
 
@@ -54,6 +55,7 @@ def join_batches(cond: Array, uncond: Array) -> Array:
 def _side_by_side(cond: Array, uncond: Array, axis: int) -> Array:
     """Return both along a new axis."""
     # NOTE: two plain copies. CuPy's concatenate may bring a list of addresses from the host.
+    cond, uncond = operand("cond", cond), operand("uncond", uncond)
     xp, shape = array_namespace(cond, uncond), list(cond.shape)
     shape.insert(axis, BRANCHES)
     both = xp.empty(shape, cond.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import check_one_device, contiguous_last_axis
+from cupyattn.arrays import check_one_device, contiguous_last_axis, operand
 from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.checks import check_scale, data_address
 from cupyattn.diffusion.arguments import check_count, check_number
@@ -127,6 +127,7 @@ def weigh_keys(
         importance, *more = again(addresses)  # sums of keys, or two row states
         return importance, more[0] if len(more) == 1 else None
     check_arch(arch)
+    q, k = operand("q", q), operand("k", k)
     xp = array_namespace(q, k)
     backend = choose(backend, q)
     rows, scale = check_count("rows", rows), _check_operands(q, k, scale)
@@ -139,7 +140,8 @@ def weigh_keys(
         return _mean_probabilities(q, k, scale, sampled), None
     check_one_device(**given)
     with on_device_of(q):
-        buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
+        read = {"q": q, "k": k}
+        buffers = {name: as_input(contiguous_last_axis(x)) for name, x in read.items()}
         of_q, of_k = (Operand.of(buffers[name]) for name in given)
         arch = arch or own_arch(backend, q)
         shapes: dict[str, tuple[int, ...]] = {"importance": (batch, heads_kv, len_kv)}
@@ -284,6 +286,8 @@ def compact(
     UnsupportedError
         For more than 2^30 keys, or rows than blocks can be counted, on the kernels.
     """
+    named = {"k": k, "v": v, "importance": importance}
+    k, v, importance = (operand(name, array) for name, array in named.items())
     array_namespace(k, v, importance)
     backend = choose(backend, k)
     if not _kernels_move(backend, k, v, count):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.arrays import operand
 from cupyattn.block_mask import BLOCK_SIZES, BlockMask
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import sorted_rows
@@ -95,6 +96,7 @@ class VideoMask:
         ValueError
             If the lengths are not those of the grid.
         """
+        q, k = operand("q", q), operand("k", k)
         xp = array_namespace(q, k)
         tokens = math.prod(self.grid) * self.block_size
         if not q.shape[2] == k.shape[2] == tokens:
@@ -160,6 +162,7 @@ def block_probabilities(q: Array, k: Array, block_size: int) -> Array:
     -------
     array, float32, (batch, heads, q_blocks, kv_blocks)
     """
+    q, k = operand("q", q), operand("k", k)
     xp = array_namespace(q, k)
 
     def means(x: Array) -> Array:
@@ -195,6 +198,7 @@ def top_cdf(probabilities: Array, mass: float) -> Array:
     >>> top_cdf(np.array([0.1, 0.6, 0.3]), 0.7)
     array([False,  True,  True])
     """
+    probabilities = operand("probabilities", probabilities)
     xp = array_namespace(probabilities)
     values = probabilities.astype(np.float32)
     ranked = sorted_rows(values)[..., ::-1]

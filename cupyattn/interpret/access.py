@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from cupyattn.interpret.shadow import spread
 
 if TYPE_CHECKING:
     from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.memory import GlobalMemory
 
 #: Modifiers that are hints, or say how an access is ordered with others at this scope: they change
 #: no value here, where every access happens in order.
@@ -357,9 +358,11 @@ def _copy(inst: Instruction) -> Execute | None:
             rows = np.flatnonzero(wanted == count)
             for memory, within, some in machine.space("global", address[rows], "load", int(count)):
                 part = rows if some is None else rows[some]
-                # NOTE: the source of a copy is as aligned as the whole copy.
+                # NOTE: the source must be as aligned as the whole copy, however few bytes it reads.
                 unit = min(int(count) & -int(count), width, 8)
-                values = memory.load(within, unit, int(count) // unit, index[part])
+                values = cast("GlobalMemory", memory).load(
+                    within, unit, int(count) // unit, index[part], alignment=width
+                )
                 data[part, :count] = np.ascontiguousarray(values.T).view(np.uint8)
         target = targets(machine)[index]
         machine.traffic["shared", "copy"] += width * len(index)

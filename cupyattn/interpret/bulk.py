@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from cupyattn.interpret.access import address_reader, copy_async
-from cupyattn.interpret.memory import WINDOWS
+from cupyattn.interpret.memory import WINDOWS, GlobalMemory
 from cupyattn.interpret.ordering import Ints
 from cupyattn.interpret.ptx import Address, Immediate, Instruction, Operand
 from cupyattn.interpret.semantics import Execute, instruction, reader
@@ -122,7 +122,14 @@ class Engine:
         words = machine.spaces["param"].load(within, 8, 2, lanes).ravel()
         if int(words[0]) != TENSOR_MAP_MARK:
             self._fail("there is no tensor map at this parameter", lane)
-        return self._tensors[int(words[1])]
+        found = self._tensors[int(words[1])]
+        if found.base % 16 or any(stride % 16 for stride in found.strides):
+            message = (
+                f"the tensor map of {found.name} has address {found.base:#x} and strides "
+                f"{found.strides}: all of them have to be multiples of 16 bytes"
+            )
+            self._misaligned(message, lane)
+        return found
 
     def _fail(self, message: str, lane: int) -> None:
         self._machine.report("out of bounds", message, np.array([lane]), np.ones(1, np.bool_))
@@ -154,9 +161,10 @@ class Engine:
     def bring_bytes(self, source: int, target: int, nbytes: int, barrier: int, lane: int) -> None:
         """Begin a copy of bytes that lie side by side; they count off an mbarrier."""
         if source % 16 or target % 16 or nbytes % 16:
+            name = cast(GlobalMemory, self._machine.spaces["global"]).name_at(source)
             message = (
-                f"a bulk copy of {nbytes} bytes from {source:#x} to shared address {target}: all "
-                "three have to be multiples of 16"
+                f"a bulk copy of {nbytes} bytes from {name} "
+                f"at {source:#x} to shared address {target}: all three have to be multiples of 16"
             )
             self._misaligned(message, lane)
         place = np.arange(0, nbytes, 8)

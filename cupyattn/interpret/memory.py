@@ -208,16 +208,27 @@ class GlobalMemory:
         return [array.name for array in changed]
 
     def load(
-        self, address: Ints, unit: int, count: int, lanes: Ints, strong: bool = False
+        self,
+        address: Ints,
+        unit: int,
+        count: int,
+        lanes: Ints,
+        strong: bool = False,
+        alignment: int | None = None,
     ) -> Units:
-        """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
+        """Return `count` units of `unit` bytes for each lane: (count, lanes).
+
+        `alignment` is what addresses must be a multiple of; all bytes of an access when omitted.
+        """
         array = self._owner(address, lanes)
         if array is None:
             values = np.empty((count, len(lanes)), f"u{unit}")
             for some in self._by_owner(address):
-                values[:, some] = self.load(address[some], unit, count, lanes[some], strong)
+                values[:, some] = self.load(
+                    address[some], unit, count, lanes[some], strong, alignment
+                )
             return values
-        offset = self._offset(array, address, unit * count, lanes)
+        offset = self._offset(array, address, unit * count, lanes, alignment)
         if array.shadow is not None:
             size = self._granule_bytes
             array.shadow.before_read(
@@ -276,9 +287,16 @@ class GlobalMemory:
             self._report("out of bounds", message, lanes, np.ones(len(lanes), np.bool_))
         return self.arrays[first - 1]
 
-    def _offset(self, array: Array, address: Ints, width: int, lanes: Ints) -> Ints:
+    def name_at(self, address: int) -> str:
+        """Return the name of the array in whose region an address lies."""
+        number = address >> REGION_BITS
+        return self.arrays[number - 1].name if 1 <= number <= len(self.arrays) else "no array"
+
+    def _offset(
+        self, array: Array, address: Ints, width: int, lanes: Ints, alignment: int | None = None
+    ) -> Ints:
         """Return offsets into the array's data after checking them."""
-        check_aligned(address, width, lanes, self._report, array.name, array.base)
+        check_aligned(address, alignment or width, lanes, self._report, array.name, array.base)
         within = address - array.base
         outside = (within < 0) | (within + width > array.nbytes)
         if outside.any():

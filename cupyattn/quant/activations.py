@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import contiguous_last_axis
+from cupyattn.arrays import contiguous_last_axis, operand
 from cupyattn.backends import as_input, choose, on_device_of, run
 from cupyattn.checks import INT32_MAX
 from cupyattn.compile import ModuleSpec
@@ -83,6 +83,8 @@ def act_quant(
     if again is not None:
         codes, scales = again(addresses)
         return codes, scales
+    if (taken := operand("x", x)) is not x:
+        x, key = taken, None  # a call whose operand is copied is not remembered
     backend = choose(backend, x)
     if backend == "interpret" and block_size != BLOCK_SIZE:
         raise UnsupportedError(
@@ -125,6 +127,8 @@ def act_quant_but(
     if again is not None:
         codes, scales, kept = again(addresses)
         return codes, scales, kept
+    if (taken := operand("x", x)) is not x:
+        x, key = taken, None
     backend = choose(backend, x)
     if backend != "mirror":
         return _run(x, (columns.shape[0], place, dtype), backend, key)

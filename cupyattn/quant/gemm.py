@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import check_one_device, contiguous_last_axis
+from cupyattn.arrays import check_one_device, contiguous_last_axis, operand
 from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.checks import MAX_LENGTH, check_receiver
 from cupyattn.plans import Operand
@@ -114,10 +114,13 @@ def int8_gemm(
         made = again(addresses)
         return made[0] if out is None else out
     check_arch(arch)
-    xp = array_namespace(*given.values())
-    check_one_device(**given)
     arrays = dict(given)
     given.pop("c", None)
+    given = {name: operand(name, array) for name, array in given.items()}
+    a, a_scales, b, b_scales = (given[n] for n in ("a", "a_scales", "b", "b_scales"))
+    bias = given.get("bias")
+    xp = array_namespace(*given.values(), *([] if out is None else [out]))
+    check_one_device(**given, out=out)
     backend, activation = choose(backend, a), activation or ""
     _check(given, out_dtype, activation)
     if out is not None:

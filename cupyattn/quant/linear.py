@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.arrays import operand
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant.activations import act_quant, act_quant_but, padded, places
 from cupyattn.quant.blocks import BLOCK_SIZE, check_codes
@@ -84,6 +85,8 @@ class Int8Linear:
                 f"products take blocks of {BLOCK_SIZE}, got block_size={block_size!r}: quantise "
                 "the weight again"
             )
+        codes, scales = operand("codes", codes), operand("scales", scales)
+        bias = None if bias is None else operand("bias", bias)
         check_codes(codes, scales, BLOCK_SIZE)
         if codes.ndim != 2:
             raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
@@ -100,6 +103,7 @@ class Int8Linear:
             raise ValueError("outlier_columns and outlier_weight go together")
         if weight is None:
             return
+        weight = operand("outlier_weight", weight)
         xp = array_namespace(self.codes, weight)
         expected = (self.codes.shape[0], columns.size)
         if tuple(weight.shape) != expected or weight.dtype.name not in ("float16", "bfloat16"):
@@ -141,6 +145,7 @@ class Int8Linear:
         TypeError, ValueError
             As for `weight_quant` and `Int8Linear`.
         """
+        weight = operand("weight", weight)
         if weight.ndim != 2:
             raise ValueError(f"weight must have two axes, got shape {tuple(weight.shape)}")
         if outlier_dtype is None:
@@ -192,6 +197,7 @@ class Int8Linear:
                 f"x must have shape (..., {self.codes.shape[1]}), got "
                 f"{tuple(getattr(x, 'shape', ()))}"
             )
+        x = operand("x", x)
         out_dtype = x.dtype.name if out_dtype is None else out_dtype
         outliers = None
         if self.outlier_weight is None:
@@ -236,6 +242,7 @@ class Int8Linear:
         slope; the product adds `gemm_error`. docs/MATH_REFERENCE.md, "Block-wise products".
         """
         out_dtype = x.dtype.name if out_dtype is None else out_dtype
+        x, weight = operand("x", x), operand("weight", weight)
         rows = x.reshape(-1, x.shape[-1])
         kept = self.outlier_columns
         if self.outlier_weight is None:
@@ -282,6 +289,7 @@ def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]
     >>> outlier_columns(np.float32([[1, -7, 0], [6, 2, 0]]))
     [0, 1]
     """
+    x = operand("x", x)
     xp = array_namespace(x)
     largest = xp.abs(x.reshape(-1, x.shape[-1]).astype(np.float32)).max(axis=0)
     found: list[int] = xp.flatnonzero(~(largest < threshold)).tolist()

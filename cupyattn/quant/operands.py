@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import checks, registry
-from cupyattn.arrays import contiguous_last_axis
+from cupyattn.arrays import contiguous_last_axis, operand
 from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
 from cupyattn.errors import UnsupportedError
 from cupyattn.plans import Operand
@@ -115,6 +115,7 @@ def quantize(
     >>> x.q_scale.shape, x.k_scale.shape
     ((1, 2, 40), (1, 2, 1))
     """
+    q, k, v = (operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
     array_namespace(q, k, v)
     backend = choose(backend, q)
     checks.check_dtype(q, k, v)
@@ -206,6 +207,7 @@ def quantize_at(
     ValueError, TypeError, UnsupportedError, DeviceMemoryError
         As `quantize`.
     """
+    q, k, v = (operand(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
     checks.check_dtype(q, k, v)
     tiles = _tiles_of(q, quant, tiles, arch, backend)
     found = _quantize_kernels(q, k, v, quant, tiles, backend, None, None, places, key_sums)
@@ -399,6 +401,8 @@ def static_scales(
     ):
         batch = shape[0] if sequences is None else sequences
         wanted = scale_shape((batch, *shape[1:]), group, granularity)
+        if hasattr(given, "dtype"):
+            given = operand(f"the static {name}_scale", given)
         array = xp.asarray(given, np.float32)
         if array.ndim == 0:
             array = array.reshape(1, 1, 1)

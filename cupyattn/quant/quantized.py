@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import checks
+from cupyattn.arrays import operand
 from cupyattn.codes import codes_less_zero
 from cupyattn.features import DTYPES
 from cupyattn.quant import nibbles, quantized_file
@@ -112,6 +113,9 @@ class QuantizedQKV:
     max_len_k: int = 0
 
     def __post_init__(self) -> None:
+        for name in _ARRAYS:
+            if (array := getattr(self, name)) is not None:
+                object.__setattr__(self, name, operand(name, array))
         check_sequences(self)
         if self.q_zero is not None and self.k_zero is not None:
             each = zip(_SUMS, (self.q_codes, self.k_codes), _OFFSETS, strict=True)
@@ -452,6 +456,8 @@ class QuantizedQKV:
         ValueError
             If shapes, dtypes, scales, zero points or groups do not fit together.
         """
+        named = {"q_codes": q_codes, "k_codes": k_codes, "v": v}
+        q_codes, k_codes, v = (operand(name, array) for name, array in named.items())
         xp = array_namespace(q_codes, k_codes, v)
         q_scale, group_q, granularity_q = given_scale(xp, "q", q_scale, group_q, THREAD_ROWS_Q)
         k_scale, group_kv, granularity_k = given_scale(xp, "k", k_scale, group_kv, THREAD_ROWS_K)

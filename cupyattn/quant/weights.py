@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import check_one_device, contiguous_last_axis
+from cupyattn.arrays import check_one_device, contiguous_last_axis, operand
 from cupyattn.backends import as_input, choose, on_device_of, run
 from cupyattn.checks import INT32_MAX, MAX_LENGTH
 from cupyattn.compile import ModuleSpec
@@ -94,6 +94,7 @@ def weight_quant(
     if again is not None:
         codes, scales = again(addresses)
         return codes, scales
+    given, w = {"w": w}, operand("w", w)
     backend = choose(backend, w)
     check_values("w", w, least_axes=2)
     if not _takes_kernel(backend, block_size):
@@ -109,7 +110,7 @@ def weight_quant(
         shapes = {"codes": tuple(w.shape), "scales": buffers["scales"].shape}
         plan = _plan_of("weight_quant", buffers, block_size)
         run(backend, plan, buffers)
-        remember(key, plan, None, {"w": w}, buffers, shapes)
+        remember(key, plan, None, given, buffers, shapes)
     return buffers["codes"].reshape(w.shape), buffers["scales"]
 
 
@@ -155,6 +156,7 @@ def weight_dequant(
     again = recall(key)
     if again is not None:
         return again(addresses)[0]
+    codes, scales = operand("codes", codes), operand("scales", scales)
     xp = array_namespace(codes, scales)
     check_one_device(**given)
     backend = choose(backend, codes)
