@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.backward_plan import COARSE_ROWS
+from cupyattn.compile import KERNELS
 from cupyattn.gradients import backward_bound, judge_backward
+from cupyattn.gradients.exact import COARSE_LSE
 from tests.backward_cases import FORMS, HOPPER_FORMS, interpreted_as
 from tests.coarse_cases import LOWEST, VALUES, biased, check, defined, large_products
 
@@ -21,6 +24,12 @@ KINDS = [
 def judged(found: Any, inputs: Any, **options: Any) -> None:
     report = judge_backward(found, *inputs, **options)
     assert report.passed, str(report)
+
+
+def test_constants_are_those_of_the_kernels() -> None:
+    source = (KERNELS / "prims/gradient.cuh").read_text()
+    assert f"COARSE_LSE = {COARSE_LSE}f;" in source
+    assert f"COARSE_ROWS = {COARSE_ROWS};" in source
 
 
 @pytest.mark.parametrize("value", [-1e6, -1e7, -1e9, LOWEST])

@@ -328,7 +328,7 @@ def _score_errors(
         lse_error = xp.where(block.lse == block.softmax_lse, 0.0, lse_error)
     if lse_error is not None:
         d = d + lse_error[..., None]
-    d = xp.where((S < lse) & (error - distance < FLUSHED), 0.0, d)
+    d = xp.where((lse > S) & (error - distance < FLUSHED), 0.0, d)
     coarse = coarse_rows(block.lse)
     if problem.all_keys and coarse.any():
         d = xp.where(coarse[..., None], _normalised_errors(block, problem, capped), d)

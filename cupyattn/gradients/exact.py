@@ -15,7 +15,6 @@ from cupyattn.checks import check_backward_shapes, check_scale
 from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
 from cupyattn.rounding import NEG_INF, Array, array_namespace, as_float64, merge_heads, split_heads
 
-
 #: A row is coarse if its log-sum-exp is at least this far from zero: COARSE_LSE of
 #: kernels_cu/prims/gradient.cuh.
 COARSE_LSE = 1024.0
