@@ -30,9 +30,9 @@ BACKWARD_PARAMS = np.dtype(
     [
         ("dO", "u8"), ("dQ", "u8"), ("dK", "u8"), ("dV", "u8"),
         ("dO_stride", "i8", 3), ("dQ_stride", "i8", 3), ("dK_stride", "i8", 3),
-        ("dV_stride", "i8", 3), ("row_M", "u8"), ("row_factor", "u8"), ("coarse", "u8"), ("delta", "u8"),
-        ("dQ_sum", "u8"), ("rows", "i8"), ("kept_rows", "u8"), ("kept_rows_stride", "i8", 3),
-        ("turns", "u8"), ("next_block", "u8"), ("all_keys", "i4"),
+        ("dV_stride", "i8", 3), ("row_M", "u8"), ("row_factor", "u8"), ("coarse", "u8"),
+        ("delta", "u8"), ("dQ_sum", "u8"), ("rows", "i8"), ("kept_rows", "u8"),
+        ("kept_rows_stride", "i8", 3), ("turns", "u8"), ("next_block", "u8"), ("all_keys", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -129,8 +129,8 @@ def plan_backward(
     gradients = {
         "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv",
         "dO_stride": d_out.row_strides, "dQ_stride": dq.row_strides, "dK_stride": dk.row_strides,
-        "dV_stride": dv.row_strides, "row_M": "row_M", "row_factor": "row_factor", "coarse": "coarse",
-        "delta": "delta",
+        "dV_stride": dv.row_strides, "row_M": "row_M", "row_factor": "row_factor",
+        "coarse": "coarse", "delta": "delta",
         "dQ_sum": "dQ_sum" if dq_of_keys else None, "rows": rows,
         "kept_rows": "kept_rows" if kept_rows else None,
         "kept_rows_stride": kept_rows.row_strides if kept_rows else (0, 0, 0),
