@@ -225,7 +225,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const bool products = scores.are_products(q0, HALF_ROWS, kv0 + key0, 16);
     uint32_t P_frag[HALF_ROWS / 16][4], dS_frag[HALF_ROWS / 16][4];
     const float *row_M = &smem.row_M[at.stage][row0], *delta = &smem.delta[at.stage][row0];
-    if (any_coarse<HALF_ROWS>(&smem.coarse[at.stage][row0 / COARSE_ROWS]))
+    // NOTE: with block masks the flags of all rows, or ptxas spills 12 bytes; elsewhere those of
+    // this half, or it spills 172 bytes in packed sequences with a window.
+    constexpr int FLAG_ROWS = BLOCK_MASK ? BLOCK_Q : HALF_ROWS;
+    const int flag_row = BLOCK_MASK ? 0 : row0;
+    if (any_coarse<FLAG_ROWS>(&smem.coarse[at.stage][flag_row / COARSE_ROWS]))
       weights_and_slopes<true>(
           scores, S_acc, dP_acc, row_M, delta, &smem.row_factor[at.stage][row0], q0, key, products,
           P_frag, dS_frag);
