@@ -73,7 +73,8 @@ def attention_backward(
     out, lse : array
         What the forward pass returned with ``return_lse=True``: O, of q's shape and dtype, and the
         log-sum-exp, float32, (batch, heads, len_q). P is recomputed from `lse`; nothing of the size
-        len_q x len_kv is stored.
+        len_q x len_kv is stored. From 1024 away from zero on, a float32 `lse` is too coarse for
+        that: P is then the softmax of the row's scores, for which k must be all keys of the row.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, layout
         As in the forward pass. `bias` gets no gradient. Cost follows the blocks that are kept.
     rope, rope_interleaved, rope_offset_q
@@ -222,6 +223,35 @@ def attention_varlen_backward(
     return _run(resolve(q, k, v, options), (d_out, out, lse), deterministic)
 
 
+def backward_of_part(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
+    deterministic: bool | None = None, **options: Any,
+) -> Gradients:  # fmt: skip
+    """Gradients of rows that may have other keys elsewhere: every lse is taken as it is.
+
+    Parameters
+    ----------
+    d_out, q, k, v, out, lse, deterministic, **options
+        As for `attention_backward`, or with `cu_seqlens_q` and `cu_seqlens_k` for
+        `attention_varlen_backward`; out and lse are those of all keys of a row.
+
+    Notes
+    -----
+    A row whose lse is coarse cannot be normalised again from some of its keys.
+    """
+    check_offered(q, None, deterministic)
+    call = None
+    if "cu_seqlens_q" not in options:
+        settings = (deterministic, *sorted(options.items()))
+        call = _Call.known(
+            ("of a part", *settings), None, q, k, v, d_out=d_out, o=out, lse=lse
+        )  # fmt: skip
+    if call is not None and (ready := recall(call.key)) is not None:
+        return cast(Gradients, ready(call.operands))
+    request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
+    return _run(request, (d_out, out, lse), deterministic, call, all_keys=False)
+
+
 @dataclass(frozen=True)
 class _Call:
     """A call on CuPy arrays: its key, and its arrays by the names of a plan's buffers."""
@@ -269,6 +299,7 @@ def _run(
     given: tuple[Any, Any, Any],
     deterministic: bool | None,
     call: _Call | None = None,
+    all_keys: bool = True,
 ) -> Gradients:
     """Run the backward pass of a request on d_out, out and lse; remember how, for such a call."""
     operands = _take(*given, request)
@@ -276,9 +307,9 @@ def _run(
     with backends.on_device_of(request.q), _saying_what_is_needed(request, operands):
         results = {name: _result(operands[name[1:]], layout) for name in Gradients._fields}
         if request.backend == "mirror":
-            _mirror(request, operands, results, deterministic)
+            _mirror(request, operands, results, deterministic, all_keys)
         else:
-            _launch(request, operands, results, deterministic, call)
+            _launch(request, operands, results, deterministic, call, all_keys)
     return Gradients(*(request.restore(results[name]) for name in Gradients._fields))
 
 
@@ -317,6 +348,7 @@ def _launch(
     results: dict[str, Any],
     deterministic: bool | None,
     call: _Call | None,
+    all_keys: bool,
 ) -> None:
     """Run the kernels."""
     rope = _rope_of(request)
@@ -326,7 +358,7 @@ def _launch(
     del by_name["out"]
     added = _of_scores(request)
     described = {name: Operand.of(a) for name, a in {**by_name, **results, **added}.items()}
-    plan = _plan(request, described, deterministic)
+    plan = _plan(request, described, deterministic, all_keys)
     sequences = {name: getattr(request, name) for name in SEQUENCES}
     read = {**by_name, **added, **sequences}
     inputs = {name: backends.as_input(a) for name, a in read.items() if a is not None}
@@ -353,11 +385,19 @@ def _of_scores(request: Request) -> dict[str, Any]:
     return {name: array for name, array in found.items() if array is not None}
 
 
-def _plan(request: Request, described: dict[str, Operand], deterministic: bool | None) -> Plan:
+def _plan(
+    request: Request,
+    described: dict[str, Operand],
+    deterministic: bool | None,
+    all_keys: bool = True,
+) -> Plan:
     """Plan the kernels for operands, results and what changes scores."""
     described = {name: x for name, x in described.items() if name != "lse"}
     call = replace(request.call, rope="", rope_offset_q=0)
-    return plan_backward(call, **described, deterministic=deterministic, arch=architecture(request))
+    return plan_backward(
+        call, **described, deterministic=deterministic, all_keys=all_keys,
+        arch=architecture(request),
+    )  # fmt: skip
 
 
 def ready_backward(
@@ -479,7 +519,11 @@ def _turned(request: Request, operands: dict[str, Any], rope: Rope) -> dict[str,
 
 
 def _mirror(
-    request: Request, operands: dict[str, Any], results: dict[str, Any], deterministic: bool | None
+    request: Request,
+    operands: dict[str, Any],
+    results: dict[str, Any],
+    deterministic: bool | None,
+    all_keys: bool,
 ) -> None:
     """Run the mirror, on every sequence by itself where they are packed."""
     options, rope = request.options, _rope_of(request)
@@ -491,6 +535,7 @@ def _mirror(
     def run(given: dict[str, Any], **own: Any) -> Gradients:
         if rope is not None:
             given = {**given, **dict(zip("qk", rope.turned(given["q"], given["k"]), strict=True))}
+        own["all_keys"] = all_keys
         found = backward_mirror(**given, **shared, **own, deterministic=bool(deterministic))
         if rope is None:
             return found

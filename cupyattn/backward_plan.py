@@ -30,14 +30,17 @@ BACKWARD_PARAMS = np.dtype(
     [
         ("dO", "u8"), ("dQ", "u8"), ("dK", "u8"), ("dV", "u8"),
         ("dO_stride", "i8", 3), ("dQ_stride", "i8", 3), ("dK_stride", "i8", 3),
-        ("dV_stride", "i8", 3), ("row_M", "u8"), ("delta", "u8"), ("dQ_sum", "u8"), ("rows", "i8"),
-        ("kept_rows", "u8"), ("kept_rows_stride", "i8", 3), ("turns", "u8"), ("next_block", "u8"),
+        ("dV_stride", "i8", 3), ("row_M", "u8"), ("row_factor", "u8"), ("coarse", "u8"),
+        ("delta", "u8"), ("dQ_sum", "u8"), ("rows", "i8"), ("kept_rows", "u8"),
+        ("kept_rows_stride", "i8", 3), ("turns", "u8"), ("next_block", "u8"), ("all_keys", "i4"),
     ],
     align=True,
 )  # fmt: skip
 
 #: ROW_PAD of kernels_cu/prims/gradient.cuh.
 ROW_PAD = 128
+#: COARSE_ROWS of it: rows that share a flag.
+COARSE_ROWS = 16
 #: Of the passes over query rows, ``backward_delta.cu`` and ``backward_sums.cu``.
 _PASS_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 #: Blocks of the first of them for ROW_PAD rows.
@@ -65,6 +68,7 @@ def plan_backward(
     bias: Operand | None = None,
     kept_blocks: Operand | None = None,
     kept_rows: Operand | None = None,
+    all_keys: bool = True,
     arch: str | None = None,
 ) -> Plan:
     """Plan the gradients of a call.
@@ -85,6 +89,9 @@ def plan_backward(
     kept_rows : Operand, optional
         The buffer ``"kept_rows"``, as ``block_mask.transposed.kept_blocks`` makes it, where the
         call has a block mask.
+    all_keys : bool
+        Whether the rows attend to no keys but these. False takes every lse as it is; True
+        normalises rows again whose lse is too coarse to give P.
     arch : str, optional
         Architecture that it will run on: on ``"sm_90a"`` the form is ``"sm90_atomic"`` or
         ``"sm90_deterministic"`` where that takes the call (past head_dim 128 always the latter);
@@ -122,19 +129,23 @@ def plan_backward(
     gradients = {
         "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv",
         "dO_stride": d_out.row_strides, "dQ_stride": dq.row_strides, "dK_stride": dk.row_strides,
-        "dV_stride": dv.row_strides, "row_M": "row_M", "delta": "delta",
+        "dV_stride": dv.row_strides, "row_M": "row_M", "row_factor": "row_factor",
+        "coarse": "coarse", "delta": "delta",
         "dQ_sum": "dQ_sum" if dq_of_keys else None, "rows": rows,
         "kept_rows": "kept_rows" if kept_rows else None,
         "kept_rows_stride": kept_rows.row_strides if kept_rows else (0, 0, 0),
         "turns": "turns" if in_order else None,
-        "next_block": "next_block" if in_order else None,
+        "next_block": "next_block" if in_order else None, "all_keys": int(all_keys),
     }  # fmt: skip
     structs = (
         (ATTN_PARAMS, attn_params(call, q, k, v, o, mask, bias, kept_blocks)),
         (BACKWARD_PARAMS, gradients),
     )
     kernels = _Kernels(features, structs)
-    workspace = [Workspace(name, (lists, rows), "float32") for name in ("row_M", "delta")]
+    workspace = [
+        *(Workspace(name, (lists, rows), "float32") for name in ("row_M", "row_factor", "delta")),
+        Workspace("coarse", (lists, rows // COARSE_ROWS), "int32"),
+    ]
     heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
     launches = kernels.launch(
         "delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads, dq=dq_of_keys if in_order else None

@@ -129,6 +129,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const uint32_t Q_tile = Q_lane + stage * sizeof(smem.Q[0]);
     const uint32_t Q_columns = Q_trans + stage * sizeof(smem.Q[0]);
     const Scores scores(p, batch, head);
+    const int64_t padded = padded_row(call, grad, batch, head) + q0;
+    const bool coarse = any_coarse<BLOCK_Q>(grad.coarse + padded / COARSE_ROWS);
     cp_async_wait_group<NUM_STAGES - 2>();
     __syncthreads();  // this step's tiles are visible, the stage filled next is no longer read
     // S2 load Q, dO
@@ -176,29 +178,48 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     // S4 P and dS
     const bool products = scores.are_products(q0, BLOCK_Q, kv0 + key0, WARP_KV);
     uint32_t P_frag[MMA_KEYS][BLOCK_Q / 16][4], dS_frag[MMA_KEYS][BLOCK_Q / 16][4];
+    using Pair = Vec<float, 2>;  // of the two rows that this lane has of a tile
+    float slope_of[SOFTCAP ? MMA_KEYS : 1][SOFTCAP ? MMA_Q : 1][4];
 #pragma unroll
     for (int n = 0; n < MMA_Q; ++n) {
-      using Pair = Vec<float, 2>;  // of the two rows that this lane has of a tile
       const Pair M = *reinterpret_cast<const Pair*>(&smem.row_M[stage][n * 8 + t * 2]);
+#pragma unroll
+      for (int r = 0; r < MMA_KEYS; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float S = S_acc[r][n][i];
+          if (!products) {
+            const int row = q0 + n * 8 + t * 2 + i % 2;
+            const int key = kv0 + key0 + r * 16 + g + i / 2 * 8;
+            if constexpr (NATURAL_SCORES) {
+              if (SOFTCAP) slope_of[r][n][i] = scores.slope(S * p.scale);  // R11
+              S = scores.of(S * p.scale, row, key);                        // R9
+            }
+            if (!scores.admit(row, key)) S = NEG_INF;
+          }
+          S_acc[r][n][i] = probability(S, p.scale_log2, M.v[i % 2]);
+        }
+    }
+    if (coarse) {
+#pragma unroll
+      for (int n = 0; n < MMA_Q; ++n) {
+        const Pair factor =
+            *reinterpret_cast<const Pair*>(&grad.row_factor[padded + n * 8 + t * 2]);
+#pragma unroll
+        for (int r = 0; r < MMA_KEYS; ++r)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) S_acc[r][n][i] = normalised(S_acc[r][n][i], factor.v[i % 2]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < MMA_Q; ++n) {
       const Pair delta = *reinterpret_cast<const Pair*>(&smem.delta[stage][n * 8 + t * 2]);
 #pragma unroll
       for (int r = 0; r < MMA_KEYS; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float S = S_acc[r][n][i], slope = 1.0f;
-          if (!products) {
-            const int row = q0 + n * 8 + t * 2 + i % 2;
-            const int key = kv0 + key0 + r * 16 + g + i / 2 * 8;
-            if constexpr (NATURAL_SCORES) {
-              slope = scores.slope(S * p.scale);     // R11
-              S = scores.of(S * p.scale, row, key);  // R9
-            }
-            if (!scores.admit(row, key)) S = NEG_INF;
-          }
-          const float P = probability(S, p.scale_log2, M.v[i % 2]);
-          const float dS = P * (dP_acc[r][n][i] - delta.v[i % 2]);  // R11
-          S_acc[r][n][i] = P;
-          dP_acc[r][n][i] = NATURAL_SCORES ? dS * slope : dS;  // R11
+          const float dS = S_acc[r][n][i] * (dP_acc[r][n][i] - delta.v[i % 2]);  // R11
+          dP_acc[r][n][i] = SOFTCAP ? dS * slope_of[r][n][i] : dS;               // R11
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {              // two tiles of rows are one k step

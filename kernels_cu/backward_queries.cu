@@ -113,6 +113,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries(
       M[r][h] = grad.row_M[padded + r * 16 + g + h * 8];
       delta[r][h] = grad.delta[padded + r * 16 + g + h * 8];
     }
+  const bool coarse = any_coarse<WARP_Q>(grad.coarse + padded / COARSE_ROWS);
   float dQ_acc[MMA_ROWS][MMA_COLS][4] = {};
   for (int step = first_step; step < num_steps; ++step) {
     const int kv0 = keys.key(step * BLOCK_KV);
@@ -163,24 +164,42 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries(
 
     // S4 P and dS
     const bool products = scores.are_products(q0 + row0, WARP_Q, kv0, BLOCK_KV);
+    float slope_of[SOFTCAP ? MMA_ROWS : 1][SOFTCAP ? MMA_KEYS : 1][4];
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
       for (int n = 0; n < MMA_KEYS; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float S = S_acc[r][n][i], slope = 1.0f;
+          float S = S_acc[r][n][i];
           if (!products) {
             const int row = q0 + row0 + r * 16 + g + i / 2 * 8, key = kv0 + n * 8 + t * 2 + i % 2;
             if constexpr (NATURAL_SCORES) {
-              slope = scores.slope(S * p.scale);     // R11
-              S = scores.of(S * p.scale, row, key);  // R9
+              if (SOFTCAP) slope_of[r][n][i] = scores.slope(S * p.scale);  // R11
+              S = scores.of(S * p.scale, row, key);                        // R9
             }
             if (!scores.admit(row, key)) S = NEG_INF;
           }
-          const float P = probability(S, p.scale_log2, M[r][i / 2]);
-          const float dS = P * (dP_acc[r][n][i] - delta[r][i / 2]);  // R11
-          dP_acc[r][n][i] = NATURAL_SCORES ? dS * slope : dS;        // R11
+          S_acc[r][n][i] = probability(S, p.scale_log2, M[r][i / 2]);
+        }
+    if (coarse) {
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float factor = grad.row_factor[padded + r * 16 + g + i / 2 * 8];
+#pragma unroll
+          for (int n = 0; n < MMA_KEYS; ++n) S_acc[r][n][i] = normalised(S_acc[r][n][i], factor);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+      for (int n = 0; n < MMA_KEYS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float dS = S_acc[r][n][i] * (dP_acc[r][n][i] - delta[r][i / 2]);  // R11
+          dP_acc[r][n][i] = SOFTCAP ? dS * slope_of[r][n][i] : dS;                // R11
         }
 
     // S5 dQ

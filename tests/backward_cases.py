@@ -75,7 +75,7 @@ def run_backward(
 
 def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str, Any]]]:
     """Yield problems that bring mistakes to light: tails, several tiles of keys and of rows,
-    grouped heads, causal masks, windows, block masks, softcap, mask and bias."""
+    grouped heads, causal masks, windows, block masks, softcap, mask and bias, small and large."""
     q, k, v = normal((1, 4, 75, head_dim), (1, 2, 140, head_dim))
     k = (k * 2 + 1).astype(k.dtype)
     shape = (1, 4, 75, 140)
@@ -90,6 +90,7 @@ def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str,
         {"causal": True, "causal_align": "top-left", "window": (20, -1)},
         {"block_mask": BlockMask(kept, 64, 64), "causal": True},
         {"softcap": 1.5, "mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32)},
+        {"bias": np.full((1, 1, 1, 140), -1e9, np.float32)},  # lse is coarse
     )
     for options in some:
         yield received(q, k, v, **options), options

@@ -79,6 +79,10 @@ def parallel_attention_backward(
 
     Notes
     -----
+    A float32 lse at least 1024 from zero is too coarse to give P. Where a rank has all keys of its
+    heads (method "ulysses") such rows are normalised again, as in `cupyattn.attention_backward`. In
+    a ring P is taken from lse as it is, off by up to :math:`2^{-22} |lse|` of itself.
+
     In a ring the gradients of keys and values follow these in float32, and come home with them.
 
     Examples

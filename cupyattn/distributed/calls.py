@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.api import attention, attention_varlen
-from cupyattn.backward import attention_backward, attention_varlen_backward
+from cupyattn.backward import attention_backward, attention_varlen_backward, backward_of_part
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.partition import Range
 from cupyattn.distributed.ring import Part
@@ -56,7 +56,10 @@ class Calls:
 
         `given` are d_out, q, k, v, out and lse.
         """
-        return _backward(given, self._of_backward(self.places, deterministic), self.packed)
+        options = self._of_backward(self.places, deterministic)
+        if not self.packed:
+            return attention_backward(*given, **options)
+        return _of_packed(attention_varlen_backward, given, {**self.packed, **options})
 
     def parts_backward(
         self, given: tuple[Any, ...], blocks: Iterable[Block], deterministic: bool
@@ -66,7 +69,12 @@ class Calls:
             where = [slice(*(keys if name in "kv" else rows)) for name in "gqkvol"]
             some = tuple(x[:, :, at] for x, at in zip(given, where, strict=True))
             options = self._of_backward(places, deterministic)
-            yield Block(rows, keys), _backward(some, options, packed)
+            found = (
+                _of_packed(backward_of_part, some, {**packed, **options})
+                if packed
+                else backward_of_part(*some, **options)
+            )
+            yield Block(rows, keys), found
 
     def _of_backward(self, places: dict[str, Any], deterministic: bool) -> dict[str, Any]:
         shared = {n: value for n, value in self.options.items() if n not in _FORWARD_ONLY}
@@ -130,11 +138,11 @@ def _forward(
     return _heads_first(o), lse[None]
 
 
-def _backward(given: tuple[Any, ...], options: dict[str, Any], packed: dict[str, Any]) -> Any:
-    if not packed:
-        return attention_backward(*given, **options)
+def _of_packed(
+    backward: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
     d_out, q, k, v, out = (_rows_first(x) for x in given[:5])
-    found = attention_varlen_backward(d_out, q, k, v, out, given[5][0], **packed, **options)
+    found = backward(d_out, q, k, v, out, given[5][0], **options)
     return tuple(_heads_first(x) for x in found)
 
 

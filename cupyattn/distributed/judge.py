@@ -155,7 +155,7 @@ def judge_backward(
     for of_q, of_kv in shared.sequences():
         one = [x[:, :, slice(*of_q)] for x in (d_out, q, out, lse)]
         some = one[0], one[1], *(x[:, :, slice(*of_kv)] for x in (k, v)), one[2], one[3]
-        found = backward_exact(*some, **options)
+        found = backward_exact(*some, all_keys=False, **options)
         for name, span in (("dq", of_q), ("dk", of_kv), ("dv", of_kv)):
             exact[name][:, :, slice(*span)] = getattr(found, name)
     for heads in _heads(shared, q, k):
@@ -165,8 +165,8 @@ def judge_backward(
                 where = {"dq": at[0], "dk": at[1], "dv": at[1]}
                 some = d_out[at[0]], q[at[0]], k[at[1]], v[at[1]], out[at[0]], lse[at[0]]
                 how = {**rest, **piece.options}
-                found = backward_exact(*some, **how)
-                bound = backward_bound(*some, **how)
+                found = backward_exact(*some, all_keys=False, **how)
+                bound = backward_bound(*some, all_keys=False, **how)
                 for name, place in where.items():
                     total = bound.total(name)
                     errors[name][place] += total

@@ -6,15 +6,15 @@ beside it here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cupyattn.backward_tiles import backward_tiles
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_backward, check_scale
-from cupyattn.gradients.exact import GradientBlock, gradient_blocks, over_rows
-from cupyattn.numerics import EX2_FLUSH, Numerics, numerics
+from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks, over_rows
+from cupyattn.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.perturbation import gamma, half_ulp
 from cupyattn.rounding import (
     FINITE_MAX,
@@ -41,6 +41,8 @@ from cupyattn.score_bounds import (
 TERMS = ("R8", "R9", "R10", "R11", "R12")
 #: Perturbations of a score past this are worth no exponential.
 MAX_EXPONENT = 300.0
+#: Exponents certainly below this, in natural units, are flushed: 2^-126 is e^-87.3.
+FLUSHED = -200.0
 #: Roundings of Delta beside one for each channel: lanes of a warp add up.
 LANE_SUMS = 5
 
@@ -83,6 +85,7 @@ class _Problem:
     scaling: Scaling
     softcap: float
     dtype: str
+    all_keys: bool
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,11 @@ def backward_bound(
     mask: Array | None = None,
     bias: Array | None = None,
     block_mask: BlockMask | None = None,
+    all_keys: bool = True,
 ) -> GradientBounds:
     r"""Bound \|kernel - `backward_exact`\| of the operands that the kernels received (J2).
+
+    `backward_exact` is then given `out` but no `lse`: P is the softmax of the scores.
 
     Parameters
     ----------
@@ -124,7 +130,11 @@ def backward_bound(
     out_error, lse_error : array, optional
         Bounds of the errors of `out` and `lse` themselves, such as `cupyattn.bounds.attention`
         gives. With them the bound is about the gradients of exact attention, which
-        `backward_exact` returns without out and lse. R8 and R9 then hold what they cost.
+        `backward_exact` returns without out and lse. R8 and R9 then hold what they cost. Without
+        `lse_error` the error of lse is measured, in float64.
+    all_keys : bool
+        Whether the rows attend to no keys but these. If not, the bound is about `backward_exact`
+        with the same lse and ``all_keys=False``.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `cupyattn.reference.attention_exact`.
 
@@ -146,7 +156,7 @@ def backward_bound(
     _, _, heads_kv, len_q, len_kv, head_dim = sizes
     sigma = check_scale(scale, head_dim)
     n = numerics("tensor_core", "portable", dtype, softcap=bool(softcap), bias=bias is not None)
-    problem = _Problem(n, sigma, scaling_errors(n, sigma, None, softcap), softcap, dtype)
+    problem = _Problem(n, sigma, scaling_errors(n, sigma, None, softcap), softcap, dtype, all_keys)
     keys_tiles, _ = backward_tiles(head_dim, (0, 0) if block_mask is None else block_mask.blocks)
     key_blocks = -(-len_kv // keys_tiles.block_kv)
     group = q.shape[1] // heads_kv if heads_kv else 0
@@ -166,12 +176,15 @@ def backward_bound(
     for block in gradient_blocks(
         d_out, q, k, v, out, lse, scale=scale, causal=causal, causal_align=causal_align,
         window=window, softcap=softcap, mask=mask, bias=bias, block_mask=block_mask,
+        all_keys=all_keys,
     ):  # fmt: skip
+        if all_keys:
+            block = replace(block, P=block.softmax)
         index, at = block.scores.index, block.scores.index[:2]
         e = _errors(
             block, problem,
             0.0 if extra_out is None else as_float64(extra_out[index]),
-            0.0 if extra_lse is None else as_float64(extra_lse[index]),
+            None if extra_lse is None else as_float64(extra_lse[index]),
         )  # fmt: skip
         admitted = block.scores.admitted
         magnitude_k, magnitude_q = xp.abs(block.scores.k), xp.abs(block.scores.q)
@@ -230,7 +243,7 @@ def _stored(error: Array, size: Array, sigma: float | None, dtype: str, bad: Arr
 
 
 def _errors(
-    block: GradientBlock, problem: _Problem, out_error: Array | float, lse_error: Array | float
+    block: GradientBlock, problem: _Problem, out_error: Array | float, lse_error: Array | None
 ) -> _Errors:
     """R8 to R11 of one block: bounds of the errors of P and dS as the tensor cores take them."""
     xp = array_namespace(block.P)
@@ -285,19 +298,19 @@ def _errors(
 
 
 def _score_errors(
-    block: GradientBlock, problem: _Problem, lse_error: Array | float
+    block: GradientBlock, problem: _Problem, lse_error: Array | None
 ) -> tuple[Array, Array | float]:
-    """R9: bound the error of score - lse, and of a softcap's slope."""
+    """R9: bound the error of log P, and of a softcap's slope."""
     xp = array_namespace(block.P)
     scores, scaling, sigma = block.scores, problem.scaling, problem.sigma
     head_dim, natural = scores.q.shape[-1], problem.n.subtracts_first
-    admitted = scores.admitted & (block.lse != NEG_INF)[..., None]
+    admitted = scores.admitted
     magnitude = xp.abs(scores.q) @ xp.abs(scores.k).swapaxes(-1, -2)
     dot = (products("tensor_core", head_dim) + gamma(head_dim + 4, U64)) * magnitude
     dot = dot + 2 * head_dim * 2.0**-149
     S = xp.where(admitted, scores.S, 0.0)
     unbiased = xp.where(admitted, xp.abs(scores.unbiased), 0.0)
-    lse = xp.where(admitted, block.lse[..., None], 0.0)
+    lse = xp.where(admitted & (block.lse != NEG_INF)[..., None], block.lse[..., None], 0.0)
     capped = (1 + scaling.own) * sigma * dot + scaling.own * unbiased + scaling.tiny
     error = (1 + scaling.added) * capped + scaling.added * xp.abs(S)
     distance = xp.abs(S - lse)
@@ -309,11 +322,55 @@ def _score_errors(
         error = error + scaling.common * (xp.abs(S) + error) + of_lse * xp.abs(lse)
         error = error + U * (distance + error)
     d = (error + EX2_LOG_ERROR + 2.0**-125) * REFERENCE
-    if not isinstance(lse_error, float):
+    if lse_error is None and problem.all_keys:
+        with np.errstate(invalid="ignore"):
+            lse_error = xp.abs(block.lse - block.softmax_lse)
+        lse_error = xp.where(block.lse == block.softmax_lse, 0.0, lse_error)
+    if lse_error is not None:
         d = d + lse_error[..., None]
+    d = xp.where((lse > S) & (error - distance < FLUSHED), 0.0, d)
+    coarse = coarse_rows(block.lse)
+    if problem.all_keys and coarse.any():
+        d = xp.where(coarse[..., None], _normalised_errors(block, problem, capped), d)
     d = xp.where(magnitude * max(1.0, sigma) <= MAX_FLOAT, d, xp.inf)
     if not problem.softcap:
         return d, 0.0
     t = unbiased / problem.softcap
     off = capped / problem.softcap
     return d, (2 * t + off) * off + U * (1 + (2 * t + off) * off)
+
+
+def _normalised_errors(block: GradientBlock, problem: _Problem, capped: Array) -> Array:
+    """R9 of coarse rows: bound the error of log P where M and the sum are those of the scores.
+
+    `capped` bounds the error of a score before its bias is added.
+    """
+    xp = array_namespace(block.P)
+    scores, scaling, P = block.scores, problem.scaling, block.softmax
+    admitted, natural = scores.admitted, problem.n.subtracts_first
+    S = xp.where(admitted, scores.S, 0.0)
+    low, high = -capped, capped + xp.zeros_like(S)
+    if problem.n.bias:  # rounding is monotone: what it does to the ends bounds what it does
+        wide = capped + 2.0**-50 * xp.abs(S)
+        with np.errstate(over="ignore"):
+            low, high = (as_float64((S + x).astype(np.float32)) - S for x in (-wide, wide))
+    top = xp.where(admitted, S + high, NEG_INF).max(axis=-1, keepdims=True)
+    least_top = xp.where(admitted, S + low, NEG_INF).max(axis=-1, keepdims=True)
+    top, least_top = (xp.where(xp.isfinite(x), x, 0.0) for x in (top, least_top))
+    distance = xp.maximum(top - (S + low), 0.0)
+    if natural:
+        relative = (1 + U) ** 2 * (1 + scaling.common) - 1
+    else:
+        relative = (1 + U) * (1 + scaling.common) - 1
+    error = relative * distance + (0.0 if natural else 4 * U * U * xp.abs(top))
+    flushed = ~admitted | (S + high + error - least_top < FLUSHED)
+    low = xp.where(flushed, 0.0, xp.maximum(low - error, -2 * MAX_EXPONENT))
+    high = xp.where(flushed, 0.0, xp.minimum(high + error, 2 * MAX_EXPONENT))
+    sums = [(P * xp.exp(x)).sum(axis=-1, keepdims=True) for x in (low, high)]
+    least, most = (xp.log(xp.where(x > 0, x, 1.0)) for x in sums)
+    count = admitted.sum(axis=-1, keepdims=True).astype(np.float64)
+    d = xp.maximum(high - least, most - low) + 2 * EX2_LOG_ERROR
+    d = (d + 2 * gamma(count + 8, U) + count * 2.0**-110) * REFERENCE
+    # NOTE: from LARGEST_SCORE on exponents are capped, which may make weights equal.
+    large = 0.0 if natural else xp.abs(top) * LOG2E
+    return xp.where(flushed, 0.0, xp.where(large < LARGEST_SCORE, d, xp.inf))

@@ -15,6 +15,17 @@ from cupyattn.checks import check_backward_shapes, check_scale
 from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
 from cupyattn.rounding import NEG_INF, Array, array_namespace, as_float64, merge_heads, split_heads
 
+#: A row is coarse if its log-sum-exp is at least this far from zero: COARSE_LSE of
+#: kernels_cu/prims/gradient.cuh.
+COARSE_LSE = 1024.0
+
+
+def coarse_rows(lse: Array) -> Array:
+    """Return whether a float32 log-sum-exp is too coarse to give P; neither -inf nor NaN is."""
+    xp = array_namespace(lse)
+    size = xp.abs(as_float64(lse))
+    return (size >= COARSE_LSE) & (size < np.inf)
+
 
 class Gradients(NamedTuple):
     """Gradients of a number that depends on O alone, with respect to Q, K and V."""
@@ -38,6 +49,8 @@ class GradientBlock:
     lse : (batch, heads_kv, group, rows) array, float64
         The same.
     P, dP : (batch, heads_kv, group, rows, len_kv) array, float64
+    softmax, softmax_lse
+        P and lse of the scores of this block alone, whatever lse was given.
     delta : (batch, heads_kv, group, rows) array, float64
     slope : (batch, heads_kv, group, rows, len_kv) array or float
         The derivative of a score by scale q.k.
@@ -48,6 +61,8 @@ class GradientBlock:
     out: Array
     lse: Array
     P: Array
+    softmax: Array
+    softmax_lse: Array
     dP: Array
     delta: Array
     slope: Array | float
@@ -67,13 +82,14 @@ def gradient_blocks(
     lse: Array | None,
     *,
     softcap: float = 0.0,
+    all_keys: bool = True,
     **options: Any,
 ) -> Iterator[GradientBlock]:
     """Yield all scores and what follows from them, in float64, a bounded number at a time.
 
     Parameters
     ----------
-    d_out, q, k, v, out, lse, softcap, **options
+    d_out, q, k, v, out, lse, softcap, all_keys, **options
         As for `backward_exact`.
     """
     xp = array_namespace(q, k, v, d_out)
@@ -83,20 +99,24 @@ def gradient_blocks(
     given_lse = None if lse is None else split_heads(lse, heads_kv)
     for block in score_blocks(q, k, v, softcap=softcap, **options):
         dO = as_float64(d_out[block.index])
-        P, row_lse = softmax_exact(block.S)
+        softmax, softmax_lse = softmax_exact(block.S)
+        P, row_lse = softmax, softmax_lse
         if given_lse is not None:
             row_lse = as_float64(given_lse[block.index])
             attends = block.admitted & (row_lse != NEG_INF)[..., None]
             exponent = xp.where(attends, block.S, 0.0) - xp.where(attends, row_lse[..., None], 0.0)
             with np.errstate(over="ignore"):
                 P = xp.where(attends, xp.exp(exponent), 0.0)
+            if all_keys:
+                P = xp.where(coarse_rows(row_lse)[..., None], softmax, P)
         O = P @ block.v if given_out is None else as_float64(given_out[block.index])
         slope: Array | float = 1.0
         if softcap:
             slope = xp.where(block.admitted, 1.0 - (block.unbiased / softcap) ** 2, 1.0)
         yield GradientBlock(
-            block, dO, O, row_lse, P, dO @ block.v.swapaxes(-1, -2), (dO * O).sum(axis=-1), slope
-        )
+            block, dO, O, row_lse, P, softmax, softmax_lse, dO @ block.v.swapaxes(-1, -2),
+            (dO * O).sum(axis=-1), slope,
+        )  # fmt: skip
 
 
 def backward_exact(
@@ -115,6 +135,7 @@ def backward_exact(
     mask: Array | None = None,
     bias: Array | None = None,
     block_mask: BlockMask | None = None,
+    all_keys: bool = True,
 ) -> Gradients:
     r"""Gradients of attention, in float64.
 
@@ -127,8 +148,11 @@ def backward_exact(
     out : (batch, heads, len_q, head_dim) array, optional
         O as a forward pass left it; exact where omitted.
     lse : (batch, heads, len_q) array, optional
-        The log-sum-exp, likewise. With both the result is what the backward kernels compute from
-        the operands that they receive, but for their own rounding.
+        The log-sum-exp. With both the result is what the backward kernels compute from the operands
+        that they receive, without their own rounding.
+    all_keys : bool
+        Whether the rows attend to no keys but these. If so, P of a row whose lse is at least
+        `COARSE_LSE` from zero is the softmax of its scores, and lse is not used.
 
     Returns
     -------
@@ -169,6 +193,7 @@ def backward_exact(
     for block in gradient_blocks(
         d_out, q, k, v, out, lse, scale=scale, causal=causal, causal_align=causal_align,
         window=window, softcap=softcap, mask=mask, bias=bias, block_mask=block_mask,
+        all_keys=all_keys,
     ):  # fmt: skip
         index, dS = block.scores.index, block.dS
         dq[index] = sigma * (dS @ block.scores.k)

@@ -80,6 +80,9 @@ def judge_backward(
 ) -> GradientReport:
     """Compare gradients with those of the operands that the kernels received (J2).
 
+    P is the softmax of the scores in float64. `lse` only widens the bound, by its own error, and
+    not at all in rows where the kernels do not use it.
+
     Parameters
     ----------
     gradients : (dq, dk, dv)
@@ -107,7 +110,7 @@ def judge_backward(
     True
     """
     received = d_out, q, k, v, out, lse
-    exact = backward_exact(*received, **options)
+    exact = backward_exact(d_out, q, k, v, out, **options)
     bound = backward_bound(*received, **options)
     shares = []
     for name, found, expected in zip(Gradients._fields, gradients, exact, strict=True):

@@ -3,7 +3,7 @@
 As in `cupyattn.mirror`, the order inside one product or one sum is NumPy's.
 """
 
-# ruff: noqa: E741  (O is the paper's letter)
+# ruff: noqa: E741  (O and l are the paper's letters)
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy as np
 from cupyattn.backward_tiles import backward_tiles
 from cupyattn.block_mask import BlockMask
 from cupyattn.checks import check_backward, check_scale
-from cupyattn.gradients.exact import Gradients
+from cupyattn.gradients.exact import Gradients, coarse_rows
 from cupyattn.mirror import prepare_scores, require_numpy
-from cupyattn.mirror_state import Float32
-from cupyattn.numerics import numerics
+from cupyattn.mirror_state import Float32, row_maximum
+from cupyattn.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.rounding import (
     NEG_INF,
     STORAGE,
@@ -48,6 +48,7 @@ def backward_mirror(
     mask: Array | None = None,
     bias: Array | None = None,
     block_mask: BlockMask | None = None,
+    all_keys: bool = True,
 ) -> Gradients:
     """Gradients of attention as the kernels compute them, on NumPy.
 
@@ -60,6 +61,8 @@ def backward_mirror(
         Form to mirror: it decides how many keys dQ takes at a time.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `cupyattn.reference.attention_exact`.
+    all_keys : bool
+        As for `cupyattn.gradients.backward_exact`.
 
     Returns
     -------
@@ -91,7 +94,7 @@ def backward_mirror(
         head_dim, (0, 0) if block_mask is None else block_mask.blocks
     )
     heads_kv = k.shape[1]
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         scores = prepare_scores(q, k, sigma, scoring, n, None)
         Q, dO, O = (split_heads(round_to(x, dtype), heads_kv) for x in (q, d_out, out))
         V = round_to(v, dtype)[:, :, None]
@@ -100,13 +103,34 @@ def backward_mirror(
         M = split_heads(lse, heads_kv) * to_log2  # R9
         M = np.where(split_heads(lse, heads_kv) == NEG_INF, np.float32(np.inf), M)[..., None]
 
-        def of_keys(kv0: int, kv1: int) -> tuple[Float32, Float32]:
-            """Return P and dS of some keys, as operands."""
+        coarse = coarse_rows(split_heads(lse, heads_kv))[..., None] & all_keys
+
+        def exponentials(kv0: int, kv1: int) -> Float32:
             S = scores.block(kv0, kv1)
             if n.subtracts_first:
-                P = ex2((S - M) * scores.exponent_factor)  # R9
-            else:
-                P = ex2(fma32(S, scores.exponent_factor, -M))  # R9
+                return ex2((S - M) * scores.exponent_factor)  # R9
+            return ex2(fma32(S, scores.exponent_factor, -M))  # R9
+
+        def capped(kv0: int, kv1: int) -> Float32:
+            return np.minimum(exponentials(kv0, kv1), np.float32(2.0**LARGEST_EXPONENT))
+
+        step, factor = keys_tiles.block_kv, np.ones_like(M)
+        if coarse.any():
+            blocks = [(kv0, min(kv0 + step, len_kv)) for kv0 in range(0, len_kv, step)]
+            m = np.full_like(M, NEG_INF)
+            for ends in blocks:
+                m = np.fmax(m, np.fmax.reduce(scores.block(*ends), axis=-1, keepdims=True))
+            if not n.subtracts_first:
+                m = row_maximum(m, scores.exponent_factor)
+            M = np.where(coarse, np.where(m == NEG_INF, np.float32(np.inf), m), M)  # R9
+            sums = [capped(*ends).sum(axis=-1, keepdims=True, dtype=np.float32) for ends in blocks]
+            l = np.sum(sums, axis=0, dtype=np.float32)  # R9
+            factor = np.where(coarse, np.where(l == 0, np.float32(0), np.float32(1) / l), factor)
+
+        def of_keys(kv0: int, kv1: int) -> tuple[Float32, Float32]:
+            """Return P and dS of some keys, as operands."""
+            P = exponentials(kv0, kv1)
+            P = np.where(coarse, capped(kv0, kv1) * factor, P) if coarse.any() else P  # R9
             dP = dO @ V[..., kv0:kv1, :].swapaxes(-1, -2)  # R10
             dS = P * (dP - delta[..., None]) * scores.slope(kv0, kv1)  # R11
             return round_to(P, dtype), round_to(dS, dtype)  # R9, R11

@@ -1,5 +1,6 @@
 // gradient.cuh -- what the kernels of the backward pass have in common: numbers of the query rows
-// that a first kernel works out once, and the weight of a key from the log-sum-exp of its row.
+// that a first kernel works out once, and the weight of a key from the log-sum-exp of its row, or
+// from the row's maximum and sum if the log-sum-exp is coarse.
 #pragma once
 
 #include "prims/config.cuh"
@@ -8,10 +9,18 @@
 #include "prims/score.cuh"
 #include "prims/tile_io.cuh"
 #include "prims/varlen.cuh"
+#include "prims/warp.cuh"
 
 // Rows of a head are padded to a multiple of this: steps read them without asking how many there
 // are. A row past the end, or without keys, has M = +inf, so that every key weighs nothing.
 constexpr int ROW_PAD = 128;
+
+// A row is coarse if its log-sum-exp is at least this far from zero. Rounding lse and M then
+// changes P by up to 2.2 * 2^-24 * |lse| of itself: below the limit less than 2^-12, half of what
+// rounding P to float16 does.
+constexpr float COARSE_LSE = 1024.0f;
+// Rows that share a flag. Four flags are 16 bytes, which the bulk copy engine needs.
+constexpr int COARSE_ROWS = 16;
 
 // The first row of a head among the padded rows of all.
 __device__ __forceinline__ int64_t
@@ -30,6 +39,33 @@ __device__ __forceinline__ float row_maximum_from(float lse) {
 // exp(score - lse): P of a score, `to_log2` being what brings it to log2 units.
 __device__ __forceinline__ float probability(float S, float to_log2, float M) {
   return ex2_approx_ftz(exponent(S, to_log2, -M));  // R9
+}
+
+// Must the row be normalised again? Neither -inf, a row without keys, nor NaN is coarse.
+__device__ __forceinline__ bool is_coarse(const BackwardParams& grad, float lse) {
+  const float size = fabsf(lse);
+  return grad.all_keys && size >= COARSE_LSE && size < -NEG_INF;
+}
+
+// The exponential of a score less M of its row, unless that is too large for 16 bits: as in the
+// forward pass, M may be rounded down and the exponent is capped.
+__device__ __forceinline__ float capped(float exponential) {
+  constexpr float LARGEST = 1 << int(LARGEST_EXPONENT);
+  return min_nan(exponential, LARGEST);
+}
+
+// P of a coarse row, from that exponential.
+__device__ __forceinline__ float normalised(float exponential, float factor) {
+  return capped(exponential) * factor;  // R9
+}
+
+// Is one of ROWS rows coarse? The flags are those of the rows, in global or shared memory.
+template <int ROWS>
+__device__ __forceinline__ bool any_coarse(const int32_t* flags) {
+  int32_t found = 0;
+#pragma unroll
+  for (int i = 0; i < ceil_div(ROWS, COARSE_ROWS); ++i) found |= flags[i];
+  return found != 0;
 }
 
 // COUNT numbers of the rows [row0, row0 + COUNT) to shared memory, in the background.

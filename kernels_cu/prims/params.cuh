@@ -129,15 +129,18 @@ struct BackwardParams {
   Strides dQ_stride;
   Strides dK_stride;
   Strides dV_stride;
-  float* row_M;   // [batch, heads, rows], what is subtracted from the scores of a row
-  float* delta;   // [batch, heads, rows], the sum of dO times O
-  float* dQ_sum;  // [batch, heads, len_q, HEAD_DIM], zero beforehand unless ORDERED; not read
-                  // unless SUMS_DQ
-  int64_t rows;   // len_q rounded up to ROW_PAD; VARLEN: of all sequences, each rounded up
+  float* row_M;       // [batch, heads, rows], what is subtracted from the scores of a row
+  float* row_factor;  // [batch, heads, rows], then multiplies their exponentials; 1: not coarse
+  int32_t* coarse;    // [batch, heads, rows / COARSE_ROWS], nonzero: a row of these is coarse
+  float* delta;       // [batch, heads, rows], the sum of dO times O
+  float* dQ_sum;      // [batch, heads, len_q, HEAD_DIM], zero beforehand unless ORDERED; not read
+                      // unless SUMS_DQ
+  int64_t rows;       // len_q rounded up to ROW_PAD; VARLEN: of all sequences, each rounded up
   const int32_t* kept_rows;  // [batch, heads, kv_blocks, 1 + q_blocks]: as kept_blocks, rows of a
                              // block of keys; not read unless BLOCK_MASK
   Strides kept_rows_stride;  // len: from one block of keys to the next
   int32_t* turns;  // [batch, heads, rows / 64], zero beforehand: blocks of keys that have added
                    // to dQ_sum; not read unless ORDERED
   int32_t* next_block;  // [1], zero beforehand: blocks that have begun; not read unless ORDERED
+  int32_t all_keys;     // 0: a row may have keys elsewhere, and lse is taken as it is
 };

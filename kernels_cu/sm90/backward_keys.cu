@@ -52,6 +52,7 @@ struct SharedStorage {
   alignas(1024) elem_t dS[2][Q_BOXES][BLOCK_KV * BOX_COLS];  // transposed: [BLOCK_KV, BLOCK_Q]
   alignas(16) float row_M[NUM_STAGES][BLOCK_Q];
   alignas(16) float delta[NUM_STAGES][BLOCK_Q];
+  alignas(16) int32_t coarse[NUM_STAGES][BLOCK_Q / COARSE_ROWS];
   Mbarrier KV_full;
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // Q, dO, M and Delta of a step
   Mbarrier dS_full[2], dS_empty[2];              // dS of a step, of all keys
@@ -102,6 +103,17 @@ __device__ __forceinline__ void weights(
 #pragma unroll
     for (int i = 4 * n; i < 4 * n + 4; ++i)
       S_acc[i] = probability(S_acc[i], scores.p.scale_log2, M.v[i % 2]);  // R9
+  }
+}
+
+// P of the rows from `factors` on, some of them coarse, from what `weights` left.
+__device__ __forceinline__ void normalise(float (&S_acc)[BLOCK_Q / 2], const float* factors) {
+  using Pair = Vec<float, 2>;
+#pragma unroll
+  for (int n = 0; n < BLOCK_Q / 8; ++n) {
+    const Pair factor = *reinterpret_cast<const Pair*>(&factors[n * 8 + lane_id() % 4 * 2]);
+#pragma unroll
+    for (int i = 4 * n; i < 4 * n + 4; ++i) S_acc[i] = normalised(S_acc[i], factor.v[i % 2]);  // R9
   }
 }
 
@@ -268,7 +280,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       const int64_t padded = padded_row(call, grad, batch, steps.head) + steps.q0();
       Mbarrier& full = smem.full[at.stage];
       mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
-      mbarrier_arrive_expect_tx(full, 2 * STAGE_BYTES + 2 * sizeof(smem.row_M[0]));
+      mbarrier_arrive_expect_tx(
+          full, 2 * STAGE_BYTES + 2 * sizeof(smem.row_M[0]) + sizeof(smem.coarse[0]));
       for (int b = 0; b < BOXES; ++b) {
         cp_async_bulk_tensor_4d(
             smem.Q[at.stage][b], Q_map, full, b * BOX_COLS, row, steps.head, entry);
@@ -277,6 +290,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       }
       cp_async_bulk(smem.row_M[at.stage], grad.row_M + padded, sizeof(smem.row_M[0]), full);
       cp_async_bulk(smem.delta[at.stage], grad.delta + padded, sizeof(smem.delta[0]), full);
+      cp_async_bulk(
+          smem.coarse[at.stage], grad.coarse + padded / COARSE_ROWS, sizeof(smem.coarse[0]), full);
     }
     return;
   }
@@ -360,6 +375,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     wgmma_wait_group<1>();
     wgmma_use(S_acc);
     weights(scores, S_acc, smem.row_M[at.stage], q0, key, products);
+    if (any_coarse<BLOCK_Q>(smem.coarse[at.stage]))
+      normalise(S_acc, grad.row_factor + padded_row(call, grad, batch, steps.head) + q0);
     wgmma_wait_group<0>();
     wgmma_use(dP_acc);
     slopes(S_acc, dP_acc, smem.delta[at.stage], P_frag, dS_frag);

@@ -37,6 +37,8 @@ struct SharedStorage {
   alignas(1024) elem_t dS[BLOCK_KV * BOX_COLS];
   alignas(16) float row_M[NUM_STAGES][BLOCK_Q];
   alignas(16) float delta[NUM_STAGES][BLOCK_Q];
+  alignas(16) float row_factor[NUM_STAGES][BLOCK_Q];
+  alignas(16) int32_t coarse[NUM_STAGES][BLOCK_Q / COARSE_ROWS];
   Mbarrier KV_full;
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // Q, dO, M and Delta of a step
   Mbarrier P_full, P_empty;                      // P and dS of a step, of all its rows
@@ -64,10 +66,11 @@ __device__ __forceinline__ void start_half(
 }
 
 // S4 P and dS of the scores, transposed and in 16 bits: rows are keys, from `key` on, columns the
-// query rows from q0 on.
+// query rows from q0 on. ANY_COARSE: P gets the factors of its rows, too.
+template <bool ANY_COARSE>
 __device__ __forceinline__ void weights_and_slopes(
     const Scores& scores, float (&S_acc)[HALF_ROWS / 2], const float (&dP_acc)[HALF_ROWS / 2],
-    const float* row_M, const float* delta_of, int q0, int key, bool products,
+    const float* row_M, const float* delta_of, const float* factors, int q0, int key, bool products,
     uint32_t (&P_frag)[HALF_ROWS / 16][4], uint32_t (&dS_frag)[HALF_ROWS / 16][4]) {
   const int t = lane_id() % 4;
   if (!products)
@@ -79,14 +82,17 @@ __device__ __forceinline__ void weights_and_slopes(
     using Pair = Vec<float, 2>;  // of the two rows that this lane has of a tile
     const Pair M = *reinterpret_cast<const Pair*>(&row_M[n * 8 + t * 2]);
     const Pair delta = *reinterpret_cast<const Pair*>(&delta_of[n * 8 + t * 2]);
+    Pair factor;
+    if constexpr (ANY_COARSE) factor = *reinterpret_cast<const Pair*>(&factors[n * 8 + t * 2]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {  // key, then key + 8
       float P[2], dS[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = 4 * n + 2 * h + i;
-        P[i] = probability(S_acc[at], scores.p.scale_log2, M.v[i]);  // R9
-        dS[i] = P[i] * (dP_acc[at] - delta.v[i]);                    // R11
+        P[i] = probability(S_acc[at], scores.p.scale_log2, M.v[i]);      // R9
+        if constexpr (ANY_COARSE) P[i] = normalised(P[i], factor.v[i]);  // R9
+        dS[i] = P[i] * (dP_acc[at] - delta.v[i]);                        // R11
       }
       P_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(P[0], P[1]);     // R9
       dS_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(dS[0], dS[1]);  // R11
@@ -146,7 +152,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
       const int64_t padded = padded_row(call, grad, batch, steps.head) + steps.q0();
       Mbarrier& full = smem.full[at.stage];
       mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
-      mbarrier_arrive_expect_tx(full, 2 * STAGE_BYTES + 2 * sizeof(smem.row_M[0]));
+      mbarrier_arrive_expect_tx(
+          full, 2 * STAGE_BYTES + 3 * sizeof(smem.row_M[0]) + sizeof(smem.coarse[0]));
       for (int b = 0; b < BOXES; ++b) {
         cp_async_bulk_tensor_4d(
             smem.Q[at.stage][b], Q_map, full, b * BOX_COLS, row, steps.head, entry);
@@ -155,6 +162,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
       }
       cp_async_bulk(smem.row_M[at.stage], grad.row_M + padded, sizeof(smem.row_M[0]), full);
       cp_async_bulk(smem.delta[at.stage], grad.delta + padded, sizeof(smem.delta[0]), full);
+      cp_async_bulk(
+          smem.row_factor[at.stage], grad.row_factor + padded, sizeof(smem.row_factor[0]), full);
+      cp_async_bulk(
+          smem.coarse[at.stage], grad.coarse + padded / COARSE_ROWS, sizeof(smem.coarse[0]), full);
     }
     return;
   }
@@ -213,9 +224,18 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const Scores scores(p, batch, head);
     const bool products = scores.are_products(q0, HALF_ROWS, kv0 + key0, 16);
     uint32_t P_frag[HALF_ROWS / 16][4], dS_frag[HALF_ROWS / 16][4];
-    weights_and_slopes(
-        scores, S_acc, dP_acc, &smem.row_M[at.stage][row0], &smem.delta[at.stage][row0], q0, key,
-        products, P_frag, dS_frag);
+    const float *row_M = &smem.row_M[at.stage][row0], *delta = &smem.delta[at.stage][row0];
+    // NOTE: with block masks the flags of all rows, or ptxas spills 12 bytes; elsewhere those of
+    // this half, or it spills 172 bytes in packed sequences with a window.
+    constexpr int FLAG_ROWS = BLOCK_MASK ? BLOCK_Q : HALF_ROWS;
+    const int flag_row = BLOCK_MASK ? 0 : row0;
+    if (any_coarse<FLAG_ROWS>(&smem.coarse[at.stage][flag_row / COARSE_ROWS]))
+      weights_and_slopes<true>(
+          scores, S_acc, dP_acc, row_M, delta, &smem.row_factor[at.stage][row0], q0, key, products,
+          P_frag, dS_frag);
+    else
+      weights_and_slopes<false>(
+          scores, S_acc, dP_acc, row_M, delta, nullptr, q0, key, products, P_frag, dS_frag);
     mbarrier_wait_parity(smem.P_empty, P_at.parity ^ 1);  // those of the step before were read
 #pragma unroll
     for (int k = 0; k < HALF_ROWS / 16; ++k) {

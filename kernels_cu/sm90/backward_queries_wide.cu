@@ -124,6 +124,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
     M[h] = grad.row_M[padded + h * 8];
     delta[h] = grad.delta[padded + h * 8];
   }
+  const bool coarse = any_coarse<COARSE_ROWS>(grad.coarse + padded / COARSE_ROWS);
   float dQ_acc[COLS / 2] = {};                      // [COLS / 8][4]
   float S_acc[BLOCK_KV / 2], dP_acc[BLOCK_KV / 2];  // [BLOCK_KV / 8][4], then P and dP
   uint32_t dS_frag[BLOCK_KV / 16][4];
@@ -154,6 +155,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i)
       S_acc[i] = probability(S_acc[i], p.scale_log2, M[i / 2 % 2]);  // R9
+    if (coarse)
+#pragma unroll
+      for (int i = 0; i < BLOCK_KV / 2; ++i)
+        S_acc[i] = normalised(S_acc[i], grad.row_factor[padded + i / 2 % 2 * 8]);  // R9
     wgmma_wait_group<0>();
     wgmma_use(dP_acc);
 #pragma unroll

@@ -28,6 +28,7 @@ from tests.backward_cases import (
     run_backward,
     run_packed_backward,
 )
+from tests.coarse_cases import LOWEST, biased, check, defined, large_products
 from tests.gpu.support import arch_of, embedded, guarded, moved, on_device
 from tests.runs import bits, normal, on_host, rope_tables
 from tests.test_all_lengths import MOST, SHAPES
@@ -246,3 +247,22 @@ def test_more_than_two_to_the_31_elements_of_a_head_stride() -> None:
     near = [on_host(x) for x in inputs]
     report = judge_backward([on_host(x) for x in one.gradients], *near)
     assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["even", "masked", "padded"])
+@pytest.mark.parametrize("value", [-1e4, -1e6, -1e7, -1e9, LOWEST])
+def test_rows_under_a_large_negative_bias(value: float, kind: str, deterministic: bool) -> None:
+    inputs, options = biased(value, kind)
+    bias = options["bias"]
+    one = run_backward(on_device(*inputs), bias=on_device(bias)[0], deterministic=deterministic)
+    check([on_host(x) for x in one.gradients], defined(inputs, bias))
+    one.check()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_rows_of_large_products(head_dim: int, deterministic: bool) -> None:
+    inputs = large_products(head_dim)
+    one = run_backward(on_device(*inputs), scale=1 / 8, deterministic=deterministic)
+    check([on_host(x) for x in one.gradients], defined(inputs, scale=1 / 8), columns=1)
