@@ -131,45 +131,59 @@ def _run_own(args: argparse.Namespace, variant: Variant, assumed: list[str]) -> 
     return _run(args, [variant])
 
 
+#: Of each backend, with the reason why there is no device.
+_WHERE = {
+    "cuda": "on the device",
+    "mirror": "on the mirror, as there is no CUDA device ({})",
+    "interpret": "in the interpreter, as there is no CUDA device ({})",
+}
+
+
+def _backend(variant: Variant, missing: str) -> str:
+    """Return where a rung runs: where no device is, a kernel of a user's own is interpreted."""
+    if not missing:
+        return "cuda"
+    # NOTE: the mirror reads no source, so that it would judge nothing of such a kernel.
+    return "interpret" if variant.source else backends.choose(None, np.empty(0))
+
+
+def _shapes(variant: Variant, backend: str) -> tuple[Shape, ...]:
+    """Return the shapes that a rung is held to."""
+    if not variant.source:
+        return SHAPES
+    return SMALL_SHAPES if backend == "interpret" else (*SHAPES, BELOW)
+
+
 def _run(args: argparse.Namespace, variants: list[Variant]) -> int:
     names = [args.distribution] if args.distribution else list(distributions.NAMES)
     dtypes = [args.dtype] if args.dtype else list(DTYPES)
     missing = device.device_missing()
-    backend = backends.choose(None, np.empty(0)) if missing else "cuda"
-    own = all(variant.source for variant in variants)
-    if missing and own:
-        backend = "interpret"
-    where = {
-        "cuda": "on the device",
-        "mirror": f"on the mirror: no CUDA device ({missing})",
-        "interpret": f"in the interpreter: no CUDA device ({missing})"
-        if own
-        else "in the interpreter, as CUPYATTN_INTERPRET says",
-    }
-    print(f"Running {where[backend]}.\n")
-    shapes: tuple[Shape, ...] = SHAPES
-    if own:
-        shapes = SMALL_SHAPES if backend == "interpret" else (*SHAPES, BELOW)
+    backends_of = {variant.name: _backend(variant, missing) for variant in variants}
+    for backend in dict.fromkeys(backends_of.values()):
+        rungs = ", ".join(name for name, its in backends_of.items() if its == backend)
+        print(f"Running {_WHERE[backend].format(missing)}: {rungs}.")
+    print()
     plan = [
         (variant, name, dtype, shape)
         for name in names
         for dtype in dtypes
-        for shape in shapes
         for variant in variants
         if dtype in variant.dtypes
+        for shape in _shapes(variant, backends_of[variant.name])
     ]
     if not plan:
         raise ValueError(f"{args.variant} takes {', '.join(variants[0].dtypes)}, not {args.dtype}")
     cells = []
     with output.progress("verifying", len(plan)) as advance:
         for variant, name, dtype, shape in plan:
+            backend = backends_of[variant.name]
             cells.append(_verify(variant, name, dtype, shape, args.seed, backend))
             advance(f"{variant.name}, {name}, {dtype}")
     output.print_table(_HEADER, list(_summary(cells)))
     failed = [cell for cell in cells if not cell.ok]
     print(
         f"\n{len(cells)} cells: {len({cell.dtype for cell in cells})} dtypes or fewer by "
-        f"{len(shapes)} shapes for each row; the worst is shown."
+        f"{len({cell.shape for cell in cells})} shapes or fewer for each row; the worst is shown."
     )
     for cell in failed:
         print(
