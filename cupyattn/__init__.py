@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from cupyattn.version import __version__
 
 if TYPE_CHECKING:
     from cupyattn import (
@@ -27,42 +31,30 @@ if TYPE_CHECKING:
         testing,
         unfused,
     )
-    from cupyattn.api import attention, attention_varlen, explain, plan
-    from cupyattn.backward import (
-        attention_backward,
-        attention_varlen_backward,
-        explain_backward,
-    )
-    from cupyattn.block_mask import BlockMask
-    from cupyattn.diffusion import (
-        Calibration,
-        Int8Attention,
-        calibrate_quantization_scales,
-        compute_adaptive_scales,
-        compute_sigma_schedule,
-    )
+    from cupyattn.diffusion.attention import Int8Attention
+    from cupyattn.diffusion.calibration import Calibration, calibrate_quantization_scales
+    from cupyattn.diffusion.schedules import compute_adaptive_scales, compute_sigma_schedule
     from cupyattn.errors import (
         DeviceMemoryError,
         KernelCompileError,
         KernelLaunchError,
         UnsupportedError,
     )
-    from cupyattn.measure import ladder
-    from cupyattn.quant import (
-        Int8Config,
-        Int8Linear,
-        QuantConfig,
-        QuantizedQKV,
-        act_quant,
-        int8_gemm,
-        quantize,
-        weight_dequant,
-        weight_quant,
-    )
-    from cupyattn.registry import VARIANTS, Variant, register
-    from cupyattn.tiles import GemmTiles, Tiles
-
-__version__ = "0.1.0"
+    from cupyattn.kernels.ladder import VARIANTS, Variant, register
+    from cupyattn.kernels.tiles import GemmTiles, Tiles
+    from cupyattn.measure.rungs import ladder
+    from cupyattn.ops.act_quant import act_quant
+    from cupyattn.ops.attention import attention, attention_varlen, plan
+    from cupyattn.ops.backward import attention_backward, attention_varlen_backward
+    from cupyattn.ops.explain import explain, explain_backward
+    from cupyattn.ops.gemm import int8_gemm
+    from cupyattn.ops.linear import Int8Linear
+    from cupyattn.ops.quantize import quantize
+    from cupyattn.ops.weights import weight_dequant, weight_quant
+    from cupyattn.problem.block_mask import BlockMask
+    from cupyattn.quant.blocks import Int8Config
+    from cupyattn.quant.config import QuantConfig
+    from cupyattn.quant.quantized import QuantizedQKV
 
 __all__ = [
     "VARIANTS",
@@ -110,68 +102,71 @@ __all__ = [
     "weight_quant",
 ]
 
-#: Where each name lives; an empty string: it is a module itself.
-_HOME = {
-    "attention": "api",
-    "attention_varlen": "api",
-    "explain": "api",
-    "plan": "api",
-    "attention_backward": "backward",
-    "explain_backward": "backward",
-    "attention_varlen_backward": "backward",
-    "BlockMask": "block_mask",
-    "Calibration": "diffusion",
-    "Int8Attention": "diffusion",
-    "calibrate_quantization_scales": "diffusion",
-    "compute_adaptive_scales": "diffusion",
-    "compute_sigma_schedule": "diffusion",
-    "KernelCompileError": "errors",
-    "DeviceMemoryError": "errors",
-    "KernelLaunchError": "errors",
-    "UnsupportedError": "errors",
-    "ladder": "measure",
-    "Int8Config": "quant",
-    "Int8Linear": "quant",
-    "QuantConfig": "quant",
-    "QuantizedQKV": "quant",
-    "act_quant": "quant",
-    "int8_gemm": "quant",
-    "quantize": "quant",
-    "weight_dequant": "quant",
-    "weight_quant": "quant",
-    "VARIANTS": "registry",
-    "Variant": "registry",
-    "register": "registry",
-    "GemmTiles": "tiles",
-    "Tiles": "tiles",
-    "bounds": "",
-    "checkpoints": "",
-    "diffusion": "",
-    "distributed": "",
-    "distributions": "",
-    "gradients": "",
-    "quant": "",
-    "reference": "",
-    "testing": "",
-    "unfused": "",
-}
+
+def lazy_face(
+    package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package that imports names at first use.
+
+    Parameters
+    ----------
+    package : str
+        Its ``__name__``.
+    homes : mapping of str to sequence of str
+        Public names by the module that defines them, relative to `cupyattn`.
+    modules : sequence of str
+        Submodules of the package that are public themselves.
+    """
+    home_of = {name: f"cupyattn.{home}" for home, names in homes.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name in home_of:
+            value = getattr(importlib.import_module(home_of[name]), name)
+        elif name in modules:
+            value = importlib.import_module(f"{package}.{name}")
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        vars(sys.modules[package])[name] = value
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *home_of, *modules})
+
+    return get, names
+
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {
+        "diffusion.attention": ("Int8Attention",),
+        "diffusion.calibration": ("Calibration", "calibrate_quantization_scales"),
+        "diffusion.schedules": ("compute_adaptive_scales", "compute_sigma_schedule"),
+        "errors": (
+            "DeviceMemoryError", "KernelCompileError", "KernelLaunchError", "UnsupportedError",
+        ),
+        "kernels.ladder": ("VARIANTS", "Variant", "register"),
+        "kernels.tiles": ("GemmTiles", "Tiles"),
+        "measure.rungs": ("ladder",),
+        "ops.act_quant": ("act_quant",),
+        "ops.attention": ("attention", "attention_varlen", "plan"),
+        "ops.backward": ("attention_backward", "attention_varlen_backward"),
+        "ops.explain": ("explain", "explain_backward"),
+        "ops.gemm": ("int8_gemm",),
+        "ops.linear": ("Int8Linear",),
+        "ops.quantize": ("quantize",),
+        "ops.weights": ("weight_dequant", "weight_quant"),
+        "problem.block_mask": ("BlockMask",),
+        "quant.blocks": ("Int8Config",),
+        "quant.config": ("QuantConfig",),
+        "quant.quantized": ("QuantizedQKV",),
+    },
+    modules=(
+        "bounds", "checkpoints", "diffusion", "distributed", "distributions", "gradients",
+        "quant", "reference", "testing", "unfused",
+    ),
+)  # fmt: skip
 
 if os.environ.get("CUPYATTN_LOG"):
     from cupyattn.switches import start_log
 
     start_log()
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'cupyattn' has no attribute {name!r}")
-    home = _HOME[name]
-    module = importlib.import_module(f"cupyattn.{home or name}")
-    value = getattr(module, name) if home else module
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))

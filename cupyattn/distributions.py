@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.rounding import FINITE_MAX, STORAGE
+from cupyattn.arrays.kinds import FINITE_MAX, STORAGE
 
 Float64 = npt.NDArray[np.float64]
 Triple = tuple[Float64, Float64, Float64]

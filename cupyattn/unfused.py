@@ -15,11 +15,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn import arrays, backends, checks, launch, reference, registry
-from cupyattn.block_mask import BlockMask
-from cupyattn.checks import AttentionCall
-from cupyattn.plans import Operand
-from cupyattn.rounding import array_namespace
+from cupyattn.arrays import interchange, memory
+from cupyattn.arrays.kinds import array_namespace
+from cupyattn.compiler import target
+from cupyattn.kernels import ladder, limits
+from cupyattn.ops import run
+from cupyattn.plans import attention
+from cupyattn.plans.records import Operand
+from cupyattn.problem import checks
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.call import AttentionSpec
+from cupyattn.reference import mirror
 
 
 def scores(
@@ -69,20 +75,20 @@ def scores(
     >>> scores(x, x, causal=True)[0, 0].tolist()
     [[0.5, -inf], [0.5, 0.5]]
     """
-    (q, restore), (k, _) = arrays.take("q", q), arrays.take("k", k)
+    (q, restore), (k, _) = interchange.take("q", q), interchange.take("k", k)
     added = {name: a for name, a in (("mask", mask), ("bias", bias)) if a is not None}
-    added = {name: arrays.take(name, array)[0] for name, array in added.items()}
-    xp, backend = array_namespace(q, k, *added.values()), backends.choose(None, q)
+    added = {name: interchange.take(name, array)[0] for name, array in added.items()}
+    xp, backend = array_namespace(q, k, *added.values()), target.choose(None, q)
     options: dict[str, Any] = {
         "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
         "softcap": softcap, "block_mask": block_mask, **added,
     }  # fmt: skip
     call = checks.check_attention(q, k, k, **options)
     if backend == "mirror":
-        return restore(reference.scores_mirror(q, k, **options))
-    q, k = arrays.contiguous_last_axis(q), arrays.contiguous_last_axis(k)
-    added = {name: arrays.broadcast(array, call.score_shape) for name, array in added.items()}
-    with backends.on_device_of(q):
+        return restore(mirror.scores_mirror(q, k, **options))
+    q, k = interchange.contiguous_last_axis(q), interchange.contiguous_last_axis(k)
+    added = {name: interchange.broadcast(array, call.score_shape) for name, array in added.items()}
+    with memory.on_device_of(q):
         S = xp.empty(call.score_shape, "float32")
         if block_mask is not None:
             added["kept_blocks"] = block_mask.kept_blocks(q)
@@ -120,18 +126,18 @@ def softmax(S: Any, *, return_lse: bool = False) -> Any:
     >>> softmax(np.zeros((1, 1, 1, 4), np.float32)).tolist()
     [[[[0.25, 0.25, 0.25, 0.25]]]]
     """
-    S, restore = arrays.take("S", S)
+    S, restore = interchange.take("S", S)
     _check_float32("S", S)
-    xp, backend = array_namespace(S), backends.choose(None, S)
+    xp, backend = array_namespace(S), target.choose(None, S)
     if backend == "mirror":
-        P, lse = reference.softmax_mirror(S)
+        P, lse = mirror.softmax_mirror(S)
         return (restore(P), restore(lse)) if return_lse else restore(P)
     # NOTE: the kernel reads only S; head_dim and dtype say nothing here.
-    call = AttentionCall(
+    call = AttentionSpec(
         S.shape[0], S.shape[1], S.shape[1], S.shape[2], S.shape[3], 1, "float32", 1.0,
         return_lse=return_lse,
     )  # fmt: skip
-    with backends.on_device_of(S):
+    with memory.on_device_of(S):
         P = xp.array(S, order="C", copy=True)
         lse = xp.empty(call.lse_shape, "float32")
         _run("softmax", backend, call, {}, {"S": P, "lse": lse} if return_lse else {"S": P})
@@ -164,7 +170,7 @@ def weighted_sum(P: Any, v: Any) -> Any:
     >>> weighted_sum(np.full((1, 1, 1, 4), 0.25, np.float32), v).item()
     1.5
     """
-    (P, _), (v, restore) = arrays.take("P", P), arrays.take("v", v)
+    (P, _), (v, restore) = interchange.take("P", P), interchange.take("v", v)
     _check_float32("P", P)
     dtype = checks.check_dtype(v, v, v)
     if P.ndim != 4 or v.ndim != 4 or P.shape[0] != v.shape[0] or P.shape[3] != v.shape[2]:
@@ -173,15 +179,15 @@ def weighted_sum(P: Any, v: Any) -> Any:
             f"on batch and len_kv, got P.shape={P.shape} v.shape={v.shape}"
         )
     q_shape = (*P.shape[:3], v.shape[3])
-    sizes = checks.check_shapes(q_shape, v.shape, v.shape)
-    xp, backend = array_namespace(P, v), backends.choose(None, v)
+    sizes = limits.check_shapes(q_shape, v.shape, v.shape)
+    xp, backend = array_namespace(P, v), target.choose(None, v)
     if backend == "mirror":
-        return restore(reference.weighted_sum_mirror(P, v))
-    call = AttentionCall(*sizes, dtype, 1.0)
-    v = arrays.contiguous_last_axis(v)
-    with backends.on_device_of(v):
+        return restore(mirror.weighted_sum_mirror(P, v))
+    call = AttentionSpec(*sizes, dtype, 1.0)
+    v = interchange.contiguous_last_axis(v)
+    with memory.on_device_of(v):
         o = xp.empty(q_shape, v.dtype)
-        S = backends.as_input(xp.ascontiguousarray(P))
+        S = memory.as_input(xp.ascontiguousarray(P))
         _run("weighted_sum", backend, call, {"v": v, "o": o}, {"S": S})
     return restore(o)
 
@@ -198,12 +204,12 @@ def _check_float32(name: str, array: Any) -> None:
 def _run(
     step: str,
     backend: str,
-    call: AttentionCall,
+    call: AttentionSpec,
     operands: dict[str, Any],
     others: dict[str, Any],
 ) -> None:
     """Run one kernel of ``attn_unfused.cu``."""
     described = {name: Operand.of(array) for name, array in operands.items()}
-    plan = launch.plan_unfused_step(step, registry.lookup("unfused"), call, described)
-    inputs = {name: backends.as_input(operands[name]) for name in operands if name != "o"}
-    backends.run(backend, plan, {**operands, **inputs, **others})
+    plan = attention.plan_unfused_step(step, ladder.lookup("unfused"), call, described)
+    inputs = {name: memory.as_input(operands[name]) for name in operands if name != "o"}
+    run.run(backend, plan, {**operands, **inputs, **others})

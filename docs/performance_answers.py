@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cupyattn.measure import format_bytes, format_rate, format_seconds, format_share
+from cupyattn.measure.words import format_bytes, format_rate, format_seconds, format_share
 from docs.performance_tables import range_of, rows_of
 from experiments.breakdown import NAMES, PARTS
 from experiments.others import CUDNN, FLASH_2, geometric_mean

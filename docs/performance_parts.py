@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cupyattn.compile import KERNELS
-from cupyattn.measure import (
+from cupyattn.compiler.modules import KERNELS
+from cupyattn.measure.words import (
     format_bytes,
     format_rate,
     format_ratio,

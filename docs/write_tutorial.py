@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cupyattn.compile import KERNELS
+from cupyattn.compiler.modules import KERNELS
 from cupyattn.files import replacing
-from cupyattn.measure import format_seconds
+from cupyattn.measure.words import format_seconds
 from experiments import merging, recording
 
 PAGE = Path(__file__).with_name("TUTORIAL.md")

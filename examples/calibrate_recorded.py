@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn.device import device_missing
+from cupyattn.measure.device import device_missing
 
 STEPS = 50
 RECORDED = Path(__file__).parents[1] / "experiments" / "data" / "qkv_dit.npz"

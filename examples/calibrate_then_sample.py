@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn.device import device_missing
+from cupyattn.measure.device import device_missing
 
 HEADS, HEAD_DIM = 4, 64
 #: Denoises x of (1, heads, samples, head_dim) at a step.

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import device, timing
+from cupyattn.arrays.kinds import array_namespace, as_float64
 from cupyattn.cli import output
 from cupyattn.gradients import backward_exact, judge_backward
-from cupyattn.measure import format_seconds, relative_error
-from cupyattn.rounding import array_namespace, as_float64
+from cupyattn.measure import device, timing
+from cupyattn.measure.rungs import relative_error
+from cupyattn.measure.words import format_seconds
 from experiments import plots, recording
 from experiments.cells import REFUSALS, Problem, reason
 from experiments.others import CUDNN, FLASH_2, format_comparison, ratio, refusing

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import plot
-from cupyattn.measure import format_rate
+from cupyattn.measure.words import format_rate
 from experiments import plots, precision_ablation, timestep_ablation
 
 Record = Mapping[str, Any]

@@ -27,9 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cupyattn import compile as compiler
-from cupyattn import device, measure, registry, timing
+from cupyattn import errors
 from cupyattn.cli import output
+from cupyattn.compiler import modules as compiler
+from cupyattn.kernels import ladder
+from cupyattn.measure import device, timing, words
 from experiments import patches, race, recording
 from experiments.cells import Cell, Problem, judge_problem, rotating
 
@@ -46,7 +48,7 @@ CELLS = ("128:4096", "128:4096c", "128:16384")
 MOST_SPILLED = 8
 FORMS = {
     "sm90": race.HOPPER,
-    "portable": race.Form(registry.lookup("fa_tc"), "sm_90"),
+    "portable": race.Form(ladder.lookup("fa_tc"), "sm_90"),
 }
 
 
@@ -100,7 +102,7 @@ def compiled(form: str, problem: Problem, folder: Path, threads: int) -> list[Ce
         cells = list(pool.map(lambda c: race.compiled(c, problem), candidates(form, folder)))
     for cell, parts in zip(cells, LEFT_OUT, strict=True):
         if isinstance(cell, str):
-            raise compiler.KernelCompileError(f"{form} {called(parts)}: {cell}")
+            raise errors.KernelCompileError(f"{form} {called(parts)}: {cell}")
     return [cell for cell in cells if isinstance(cell, Cell)]
 
 
@@ -169,7 +171,7 @@ def measured(form: str, problem: Problem, folder: Path, args: argparse.Namespace
     spilled = [row["spill_bytes"] - rows[0]["spill_bytes"] for row in rows]
     if max(spilled) > MOST_SPILLED:
         worst = rows[spilled.index(max(spilled))]
-        raise compiler.KernelCompileError(
+        raise errors.KernelCompileError(
             f"{form} {worst['variant']} spills {worst['spill_bytes']} bytes at {problem.name}: its "
             "time would be that of the spills"
         )
@@ -207,7 +209,7 @@ def print_table(found: Mapping[str, Any]) -> None:
     for row in found["rows"]:
         rows.append([
             row["variant"], str(row["registers"]), str(row["spill_bytes"]),
-            measure.format_seconds(row["seconds"]) if "seconds" in row else "-",
+            words.format_seconds(row["seconds"]) if "seconds" in row else "-",
             "{:.3f} [{:.3f}, {:.3f}]".format(*row["of_whole"]) if "of_whole" in row else "-",
         ])  # fmt: skip
     output.print_table(["", "registers", "spilled", "time", "of the whole"], rows)

@@ -15,14 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import cupyattn as ca
-from cupyattn import compile as compiler
-from cupyattn import device, distributions, measure, registry, timing
-from cupyattn.api import kernel_form
-from cupyattn.checks import AttentionCall
+from cupyattn import distributions
+from cupyattn.arrays import kinds
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.cli import output
+from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
-from cupyattn.plans import Launch
-from cupyattn.rounding import array_namespace
+from cupyattn.kernels import ladder
+from cupyattn.measure import device, rungs, timing
+from cupyattn.ops.explain import kernel_form
+from cupyattn.plans.records import Launch
+from cupyattn.problem.call import AttentionSpec
 from experiments import graphs
 
 #: What keeps a cell from running; its row says so.
@@ -73,15 +76,15 @@ class Problem:
         )
 
     @property
-    def call(self) -> AttentionCall:
+    def call(self) -> AttentionSpec:
         """Sizes of the call."""
         sizes = self.batch, self.heads, self.heads, self.length, self.len_kv, self.head_dim
-        return AttentionCall(*sizes, self.dtype, self.head_dim**-0.5, self.causal)
+        return AttentionSpec(*sizes, self.dtype, self.head_dim**-0.5, self.causal)
 
     @property
     def operations(self) -> int:
         """Floating-point or integer operations of both products."""
-        pairs = measure.admitted_pairs(self.call)
+        pairs = rungs.admitted_pairs(self.call)
         return 4 * self.head_dim * self.batch * self.heads * pairs
 
     def host(self) -> tuple[Any, ...]:
@@ -266,8 +269,8 @@ def judge_problem(
 ) -> dict[str, Any]:
     """Return what `measure_problem` does, without times; on a device if the inputs are there."""
     xp = array_namespace(inputs[0])
-    judged_rows = xp.asarray(measure.judged_rows(problem.call, problem.seed))
-    exact = measure.remembered()
+    judged_rows = xp.asarray(rungs.judged_rows(problem.call, problem.seed))
+    exact = rungs.remembered()
     return {
         "problem": vars(problem) | {"name": problem.name},
         "judged_rows": int(judged_rows.size),
@@ -287,7 +290,7 @@ def judge_cell(
     }  # fmt: skip
     q, k, v = inputs
     operands = None
-    if cell.tolerance is None and registry.lookup(cell.variant).family == "int8":
+    if cell.tolerance is None and ladder.lookup(cell.variant).family == "int8":
         (operands,) = quantized(cell.tiles, cell.quant, cell.arch)(q, k, v)
     try:
         result = cell.run(*cell.prepare(q, k, v))
@@ -298,8 +301,8 @@ def judge_cell(
         exact, _ = options["exact"](
             q, k, v, rows=options["rows"], return_lse=True, causal=problem.causal
         )
-        error = measure.relative_error(measure.as_float64(o[:, :, options["rows"]]), exact)
-        judged = measure.Judgement(error / cell.tolerance, None, error)
+        error = rungs.relative_error(kinds.as_float64(o[:, :, options["rows"]]), exact)
+        judged = rungs.Judgement(error / cell.tolerance, None, error)
         return row | {"judgement": vars(judged), "ok": judged.ok}
     form: dict[str, Any] = {}
     if not cell.peer:  # a peer is held to the bound of the portable form
@@ -307,7 +310,7 @@ def judge_cell(
             *((q, k, v) if operands is None else (operands,)), variant=cell.variant,
             causal=problem.causal, tiles=cell.tiles, arch=cell.arch,
         )  # fmt: skip
-    judged = measure.judge(
+    judged = rungs.judge(
         o, q, k, v, variant=cell.variant, quantized=operands, causal=problem.causal, **form,
         **options,
     )  # fmt: skip
@@ -367,7 +370,7 @@ def time_cells(
         row["seconds_interval"] = [estimate.low, estimate.high]
         row["samples"] = samples[cell.name]
         row["tflops"] = problem.operations / estimate.median / 1e12
-        ceiling = device.device_ceiling(registry.lookup(cell.variant).family)
+        ceiling = device.device_ceiling(ladder.lookup(cell.variant).family)
         row["share"] = None if ceiling is None else row["tflops"] * 1e12 / ceiling
         row["clocks"] = watched
         if baseline in samples:
@@ -377,5 +380,6 @@ def time_cells(
 
 
 def rotating(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[[int], Any]:
-    """Return what `cupyattn.timing.time_interleaved` calls: one set of arrays after the other."""
+    """Return what `cupyattn.measure.timing.time_interleaved` calls: one set of arrays after the
+    other."""
     return lambda i: run(*sets[i % len(sets)])

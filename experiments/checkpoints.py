@@ -32,9 +32,10 @@ import ml_dtypes
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import checkpoints, measure
+from cupyattn import checkpoints
 from cupyattn.checkpoints.header import TensorInfo, encode_header
 from cupyattn.cli import output
+from cupyattn.measure import words
 from experiments import recording
 
 PAGE = recording.ROOT / "docs" / "CHECKPOINTS.md"
@@ -166,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
                 text=True,
             )  # fmt: skip
             rows.append(json.loads(done.stdout))
-            print(f"{what}: {measure.format_seconds(rows[-1]['seconds'])}", flush=True)
+            print(f"{what}: {words.format_seconds(rows[-1]['seconds'])}", flush=True)
     content = {
         "parameters": sum(t.elements for t in source.tensors.values()),
         "bytes": sum(t.nbytes for t in source.tensors.values()),
@@ -193,16 +194,16 @@ def table(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     reading = next((r["seconds"] for r in record["rows"] if r["step"] == "read"), None)
     for row in record["rows"]:
         after, memory = row.get("bytes_out"), row.get("memory")
-        share = f" ({measure.format_share(after / record['bytes'])})" if after else ""
+        share = f" ({words.format_share(after / record['bytes'])})" if after else ""
         rows.append([
             row["step"],
-            measure.format_seconds(row["seconds"]),
+            words.format_seconds(row["seconds"]),
             f"{row['seconds'] / reading:.1f}" if reading else "",
-            measure.format_seconds(row["cpu"]) if "cpu" in row else "",
-            f"{measure.format_bytes(int(record['bytes'] / row['seconds']))}",
-            measure.format_bytes(memory) if memory else "",
+            words.format_seconds(row["cpu"]) if "cpu" in row else "",
+            f"{words.format_bytes(int(record['bytes'] / row['seconds']))}",
+            words.format_bytes(memory) if memory else "",
             f"{memory / record['largest']:.2f}" if memory else "",
-            f"{measure.format_bytes(after)}{share}" if after else "",
+            f"{words.format_bytes(after)}{share}" if after else "",
         ])  # fmt: skip
     return header, rows
 
@@ -213,8 +214,8 @@ def section(record: Mapping[str, Any]) -> str:
     environment = record["environment"]
     return "\n".join([
         f"`{record['command']}`: {record['parameters'] / 1e9:.2f} billion parameters, bfloat16, "
-        f"{measure.format_bytes(record['bytes'])}, largest tensor "
-        f"{measure.format_bytes(record['largest'])}; one process on a machine of "
+        f"{words.format_bytes(record['bytes'])}, largest tensor "
+        f"{words.format_bytes(record['largest'])}; one process on a machine of "
         f"{record['cores']} cores with a load of {record['load']:.1f}, NumPy "
         f"{environment['numpy']}, revision {environment.get('revision', 'unknown')[:10]}.",
         "",

@@ -31,7 +31,7 @@ import cupyattn as ca
 from cupyattn import interpret
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
-from cupyattn.measure import format_bytes, format_ratio, format_share
+from cupyattn.measure.words import format_bytes, format_ratio, format_share
 from experiments import recording
 from experiments.cells import Problem, judge_problem, rung
 

@@ -30,8 +30,11 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import device, distributions, measure, splits, testing, timing
+from cupyattn import distributions
 from cupyattn.cli import output
+from cupyattn.kernels import splits
+from cupyattn.measure import device, rungs, timing
+from cupyattn.testing import verdict
 from experiments import recording
 from experiments.cells import describe_tiles, rotating
 
@@ -49,7 +52,7 @@ JUDGED_ROWS = 2**11
 GRAPH_CALLS = 8
 COPY, PLAIN_COPY = "copy of K and V", "copy of K and V, no graph"
 TAKEN, PORTABLE = "fa_tc", "fa_tc, portable"
-#: Tiles of the split form beside those of cupyattn/registry.py: other steps, more stages.
+#: Tiles of the split form beside those of cupyattn/kernels/ladder.py: other steps, more stages.
 CANDIDATES = {
     64: (ca.Tiles(64, 64, 4, 3), ca.Tiles(128, 32, 4, 8)),
     128: (ca.Tiles(64, 16, 4, 6), ca.Tiles(128, 16, 4, 12), ca.Tiles(128, 32, 4, 4)),
@@ -92,7 +95,7 @@ def draw(sizes: Sequence[int], seed: int, *, on_device: bool) -> tuple[Any, ...]
 
 
 def prepared(
-    inputs: tuple[Any, ...], exact: measure.Exact, **options: Any
+    inputs: tuple[Any, ...], exact: rungs.Exact, **options: Any
 ) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Plan a call, run it and hold it to its bound; return what is known of it, and the call."""
     q, k, v = inputs
@@ -103,7 +106,7 @@ def prepared(
     count = max(1, min(len_q, JUDGED_ROWS // (batch * heads)))
     rows = np.unique(np.linspace(len_q - 1, 0, count).astype(np.int64))
     plan = call.plans[-1]
-    report = testing.judge(
+    report = verdict.judge(
         o, q, k, v, variant="fa_tc", causal=True, form=plan.form, tiles=plan.tiles, rows=rows,
         exact=exact,
     )  # fmt: skip
@@ -133,7 +136,7 @@ def measured(
     sizes = batch, heads_kv * group, heads_kv, len_q, len_kv, head_dim
     inputs = draw(sizes, seed, on_device=on_device)
     _, k, v = inputs
-    kv_bytes, exact = int(k.nbytes + v.nbytes), measure.remembered()
+    kv_bytes, exact = int(k.nbytes + v.nbytes), rungs.remembered()
     ways = {TAKEN: prepared(inputs, exact)}
     rows = splits.shared_rows(*sizes[1:4])
     for tiles in candidates(head_dim, rows) if raced and rows > 16 else ():

@@ -30,10 +30,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cupyattn import device, timing
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
-from cupyattn.measure import format_bytes, format_seconds
+from cupyattn.measure import device, timing
+from cupyattn.measure.words import format_bytes, format_seconds
 from experiments import recording
 from experiments.others import format_comparison
 

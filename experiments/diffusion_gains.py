@@ -31,11 +31,10 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import backends, device, distributions, testing, timing
-from cupyattn import measure as measuring
-from cupyattn.api import kernel_form
-from cupyattn.checks import check_attention
+from cupyattn import distributions
+from cupyattn.arrays.kinds import array_namespace, as_float64
 from cupyattn.cli import output
+from cupyattn.compiler import target
 from cupyattn.diffusion import key_importance
 from cupyattn.diffusion.importance_bounds import importance_bound
 from cupyattn.diffusion.pruning import (
@@ -45,12 +44,17 @@ from cupyattn.diffusion.pruning import (
     kept_count,
     weigh_keys,
 )
-from cupyattn.plans import Operand
-from cupyattn.preparation import EPS, Preparation
-from cupyattn.preparation import OPTIONS as PREPARATION
-from cupyattn.quant.operands import quantize_at
-from cupyattn.rotation import plan_preparation, prepares_of
-from cupyattn.rounding import array_namespace, as_float64
+from cupyattn.measure import device, timing, words
+from cupyattn.measure import rungs as measuring
+from cupyattn.ops import run as backends
+from cupyattn.ops.explain import kernel_form
+from cupyattn.ops.quantize import quantize_at
+from cupyattn.plans.prepare_rows import plan_preparation, prepares_of
+from cupyattn.plans.records import Operand
+from cupyattn.problem.checks import check_attention
+from cupyattn.problem.row_preparation import EPS, Preparation
+from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
+from cupyattn.testing import verdict
 from experiments import merging, recording
 from experiments.cells import rotating
 
@@ -83,12 +87,12 @@ def holds_bound(o: Any, qkv: Sequence[Any], mode: str, **options: Any) -> float:
     if mode == "precision":
         given = {**options, "variant": "fa_tc"}
         form = kernel_form(*qkv, **given)
-        return float(testing.judge(o, *qkv, rows=rows, **given, **form).ratio)
+        return float(verdict.judge(o, *qkv, rows=rows, **given, **form).ratio)
     given = {**options, "variant": "fa_int8"}
     form = kernel_form(*qkv, quant=quant, **given)
     prepared = {name: options[name] for name in PREPARATION if name in options}
     z = z or ca.quantize(*qkv, quant=quant, tiles=form["tiles"], **prepared)
-    report = testing.judge(o, *qkv, quantized=z, rows=rows, **given, **form)
+    report = verdict.judge(o, *qkv, quantized=z, rows=rows, **given, **form)
     return max(float(report.ratio), float(report.quantisation or 0.0))
 
 
@@ -161,7 +165,7 @@ def pruning(qkv: Sequence[Any], mode: str) -> Comparison:
 def kept_codes(qkv: Sequence[Any], count: int, quant: ca.QuantConfig, **where: Any) -> Any:
     """Return what a pruned call attends to where it quantises kept keys from where they lie."""
     q, k, v = qkv
-    where = {"backend": backends.choose(None, q), "arch": None} | where
+    where = {"backend": target.choose(None, q), "arch": None} | where
     weighed, sums = weigh_keys(q, k, scale=None, rows=SAMPLE_ROWS, key_sums=True, **where)
     few_v, _, places = compact_values(k, v, weighed, count, backend=where["backend"])
     return quantize_at(q, k, few_v, places, quant=quant, key_sums=sums, **where)
@@ -184,8 +188,8 @@ def choosing(qkv: Sequence[Any], mode: str) -> Comparison:
 def weighing(qkv: Sequence[Any], mode: str) -> Comparison:
     """The importance of keys alone: read once where the device can, beside read twice."""
     q, k, _ = qkv
-    backend = backends.choose(None, q)
-    twice = {"arch": "sm_90"} if backends.own_arch(backend, q) else {}
+    backend = target.choose(None, q)
+    twice = {"arch": "sm_90"} if target.own_arch(backend, q) else {}
     exact, bound = importance_bound(
         *(as_float64(x[:1]) for x in (q, k)), scale=HEAD_DIM**-0.5, rows=SAMPLE_ROWS,
         rounded_to="float16" if backend == "mirror" else "",
@@ -426,7 +430,7 @@ def _gain(row: Mapping[str, Any]) -> list[str]:
         return ["-"] * 4
     middle, low, high = row["speed_ratio"]
     share = f"{row['of 1 / density'][0]:.0%}" if "of 1 / density" in row else "-"
-    took = measuring.format_seconds(row["seconds"]["way"])
+    took = words.format_seconds(row["seconds"]["way"])
     return [took, row["against"], f"{middle:.2f} [{low:.2f}, {high:.2f}]", share]
 
 

@@ -21,9 +21,9 @@ from dataclasses import asdict
 from typing import Any
 
 import cupyattn as ca
-from cupyattn import device, energy, measure, nvml, timing
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
+from cupyattn.measure import device, energy, nvml, timing, words
 from experiments import recording
 from experiments.cells import Cell, Problem, judge_problem, rotating, rung
 from experiments.others import sdpa
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 def line(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of one row of the table."""
-    j2 = "-" if row["judgement"] is None else measure.format_ratio(row["judgement"]["j2"])
+    j2 = "-" if row["judgement"] is None else words.format_ratio(row["judgement"]["j2"])
     if "watts" not in row:
         return [row["variant"], j2, *["-"] * 5]
     return [

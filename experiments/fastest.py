@@ -7,8 +7,8 @@ Measures     the median time of every rung, in the form that it takes by itself;
 Run          python -m experiments.fastest [--check]
 
 It measures nothing, so that there is no ``--quick`` and no record: it is a generator. It writes
-cupyattn/measured.py, from which ``variant="auto"`` chooses; ``--check`` writes nothing and says
-whether that file is what the records say.
+cupyattn/kernels/measured_times.py, from which ``variant="auto"`` chooses; ``--check`` writes
+nothing and says whether that file is what the records say.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import cupyattn as ca
 from experiments import peers_int8, recording
 from experiments.recording import ROOT
 
-TARGET = ROOT / "cupyattn" / "measured.py"
+TARGET = ROOT / "cupyattn" / "kernels" / "measured_times.py"
 LADDER, EIGHT_BIT = "ladder", "peers_int8"
 HEADER = '''"""Times of the rungs, from which ``variant="auto"`` chooses.
 
@@ -46,7 +46,7 @@ CLASSES = {
 
 
 def module_text(ladder: Mapping[str, Any], eight_bit: Mapping[str, Any]) -> str:
-    """Return the text of cupyattn/measured.py for the records of both experiments.
+    """Return the text of cupyattn/kernels/measured_times.py for the records of both experiments.
 
     Raises
     ------

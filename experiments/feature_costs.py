@@ -26,15 +26,20 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import compile as compiler
-from cupyattn import measure, request, testing, timing
-from cupyattn.api import plans
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.cli import cache, output
 from cupyattn.cli.plan import own_arch
-from cupyattn.preparation import OPTIONS as PREPARATION
-from cupyattn.prepared import Prepared
+from cupyattn.compiler import architectures
+from cupyattn.compiler import modules as compiler
+from cupyattn.measure import rungs as measure
+from cupyattn.measure import timing, words
+from cupyattn.ops.explain import plans
+from cupyattn.ops.prepared import Prepared
+from cupyattn.problem import request as problem_request
+from cupyattn.problem import resolve
+from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig
-from cupyattn.rounding import array_namespace
+from cupyattn.testing import verdict
 from experiments import merging, recording
 from experiments.cells import Problem, rotating
 from experiments.recording import ROOT
@@ -107,10 +112,10 @@ def kernels(
 
     Quantising beforehand, as `judged` does, takes no other kernels than a call that quantises.
     """
-    capability = compiler.capability_of(arch)
+    capability = architectures.capability_of(arch)
     calls = (
-        request.resolve(
-            *operands_of(feature, inputs), request.Options(variant=rung, arch=arch, **given)
+        resolve.resolve(
+            *operands_of(feature, inputs), problem_request.Options(variant=rung, arch=arch, **given)
         )
         for rung in rungs
         for feature, given in options.items()
@@ -140,7 +145,7 @@ def judged(prepared: Prepared, problem: Problem, inputs: tuple[Any, ...], option
     if packed:
         o = o.reshape(q.shape[0], -1, *o.shape[1:]).swapaxes(1, 2)
     rows = measure.judged_rows(problem.call, problem.seed)
-    return testing.judge(
+    return verdict.judge(
         o, q, k, v, variant=prepared.variant, lse=lse, quantized=quantized, rows=rows,
         **({} if packed or with_lse else options),
     )  # fmt: skip
@@ -336,9 +341,9 @@ def _cell(row: Mapping[str, Any]) -> str:
     if not row["ok"]:
         return "misses its bound"
     if "seconds" not in row:
-        return f"J2 {measure.format_ratio(row['j2'])}"
+        return f"J2 {words.format_ratio(row['j2'])}"
     if row["feature"] == PLAIN or "ratio" not in row:
-        return measure.format_seconds(row["seconds"])
+        return words.format_seconds(row["seconds"])
     ratio, low, high = row["ratio"]
     return f"x {ratio:.2f} [{low:.2f}, {high:.2f}]"
 

@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import cupyattn as ca
-from cupyattn import api, distributions
-from cupyattn import compile as compiler
+from cupyattn import distributions
 from cupyattn.cli import output
-from cupyattn.request import Options, resolve
+from cupyattn.compiler import modules as compiler
+from cupyattn.ops import explain
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from experiments import recording
 
 #: (rung, head_dim); fa_tc runs in its Hopper form where the device has one.
@@ -38,7 +40,7 @@ def timed_call(rung: str, head_dim: int, on_device: bool) -> dict[str, float]:
     """
     arrays: tuple[Any, ...] = distributions.make("normal", 1, 2, 256, 256, head_dim, "float16", 0)
     if not on_device:
-        plans = api.plans(resolve(*arrays, Options(variant=rung)))
+        plans = explain.plans(resolve(*arrays, Options(variant=rung)))
         specs = [one.module for plan in plans for one in plan.launches]
 
         def call() -> None:

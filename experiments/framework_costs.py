@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import timing
 from cupyattn.cli import output
+from cupyattn.measure import timing
 from experiments import recording
 
 #: Elements of each of three operands, in 16 bits.

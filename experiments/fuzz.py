@@ -26,9 +26,10 @@ import ml_dtypes
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import device, unfused
+from cupyattn import unfused
 from cupyattn.cli import output
 from cupyattn.diffusion import key_importance
+from cupyattn.measure import device
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 #: Largest relative error of one rounding.

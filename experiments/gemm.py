@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import device, timing
-from cupyattn.arrays import on_host
+from cupyattn.arrays.interchange import on_host
+from cupyattn.arrays.kinds import array_namespace, as_float64
 from cupyattn.cli import output
-from cupyattn.compile import HOPPER_CAPABILITY
+from cupyattn.compiler.target import HOPPER_CAPABILITY
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.measure import device, timing
+from cupyattn.plans.gemm import HOPPER_TILES, PORTABLE_TILES, choose_tiles
 from cupyattn.quant import gemm_error, gemm_exact
 from cupyattn.quant.blocks import BLOCK_SIZE
-from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles
-from cupyattn.rounding import array_namespace, as_float64
-from cupyattn.tiles import GemmTiles
 from experiments import recording
 from experiments.cells import rotating
 from experiments.others import format_comparison

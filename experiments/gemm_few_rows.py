@@ -9,7 +9,7 @@ Beside       torch.matmul, FP16
 Expect       no loss to FP16; the default at most 3 % behind the best
 Run          python -m experiments.gemm_few_rows [--rows M,M] [--graphs] [--quick] [--json FILE]
 
-``choose_tiles`` and ``on_hopper`` of cupyattn/quant/gemm_plan.py are what its result is for.
+``choose_tiles`` and ``on_hopper`` of cupyattn/plans/gemm.py are what its result is for.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import device, measure, timing
 from cupyattn.cli import output
-from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, on_hopper
-from cupyattn.tiles import GemmTiles
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.measure import device, timing, words
+from cupyattn.plans.gemm import HOPPER_TILES, PORTABLE_TILES, on_hopper
 from experiments import recording
 from experiments.cells import rotating
 from experiments.gemm import FP16, Size, draw, judge, others
@@ -157,9 +157,9 @@ def table(row: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         of_graph = timing.median(graphs[name]).median if name in graphs else None
         lines.append([
             name, f"{row['shares'][name]:.3f}",
-            measure.format_seconds(seconds[name]) if name in seconds else "-",
+            words.format_seconds(seconds[name]) if name in seconds else "-",
             format_comparison(ratio(samples, name, FP16)),
-            measure.format_seconds(of_graph) if of_graph else "-",
+            words.format_seconds(of_graph) if of_graph else "-",
             format_comparison(ratio(graphs, name, FP16)),
         ])  # fmt: skip
     title = f"{row['m']} x {row['n']} x {row['k']}"

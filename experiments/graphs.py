@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import cupyattn as ca
-from cupyattn import timing
+from cupyattn.measure import timing
 
 #: Of the sum of magnitudes, how far a graph's result may be from a call's: SageAttention 1 takes
 #: the mean off its caller's keys, in place, so that it has other operands each time.
@@ -22,7 +22,7 @@ TOLERANCE = 0.01
 def of_calls(
     calls: Mapping[str, Callable[[int], Any]], count: int
 ) -> dict[str, Callable[[int], object]]:
-    """Return graphs of calls, in place of what `cupyattn.timing.time_interleaved` takes.
+    """Return graphs of calls, in place of what `cupyattn.measure.timing.time_interleaved` takes.
 
     Parameters
     ----------

@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import distributions, replay, timing
-from cupyattn.arrays import on_host
+from cupyattn import distributions
+from cupyattn.arrays.interchange import on_host
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.cli import output
-from cupyattn.rounding import array_namespace
+from cupyattn.measure import timing
+from cupyattn.runtime import replay
 from experiments import recording
 
 #: Calls of one sample: few enough that the queue of the device never fills up.

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import cupyattn as ca
-from cupyattn import auto, device, measure
-from cupyattn import compile as compiler
 from cupyattn.cli import plot
-from cupyattn.compile import HOPPER_CAPABILITY
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.target import HOPPER_CAPABILITY
+from cupyattn.measure import device, words
+from cupyattn.problem import choose
 from experiments import merging, recording
 from experiments.cells import Cell, Problem, rung
 from experiments.others import FLASH_2, sdpa
@@ -56,7 +57,7 @@ def cells(problem: Problem, *, on_device: bool) -> list[Cell]:
         portable = portable_forms()
         found += [rung(name, problem, arch=arch) for name, arch in portable.items()]
         found.append(rung("fa_int8", problem, codes_given=True))
-        for name, quant in auto.QUANT.items() if portable else ():
+        for name, quant in choose.QUANT.items() if portable else ():
             found.append(
                 rung(
                     "fa_int8", problem, codes_given=True, arch=portable["fa_int8"], quant=quant,
@@ -148,14 +149,14 @@ def _full_table(shown: Mapping[str, Any]) -> list[str]:
             rows.append([*cells, "not supported", *[""] * (len(header) - 4)])
             continue
         cells += [
-            measure.format_ratio(float(judged["j2"])),
-            "" if judged["j3"] is None else measure.format_ratio(float(judged["j3"])),
+            words.format_ratio(float(judged["j2"])),
+            "" if judged["j3"] is None else words.format_ratio(float(judged["j3"])),
             f"{float(judged['relative_error']):.1e}",
         ]
         if timed and "seconds" in row:
-            share = "" if row["share"] is None else measure.format_share(row["share"])
-            rate = measure.format_rate(row["tflops"])
-            cells += [measure.format_seconds(row["seconds"]), rate, share]
+            share = "" if row["share"] is None else words.format_share(row["share"])
+            rate = words.format_rate(row["tflops"])
+            cells += [words.format_seconds(row["seconds"]), rate, share]
         elif timed:
             cells += ["not timed", "", ""]
         rows.append(cells)
@@ -171,7 +172,7 @@ def _speed_table(record: Mapping[str, Any]) -> list[str]:
         header.append(f"hd{problem['head_dim']}{' causal' if problem['causal'] else ''}")
         columns.append({row["variant"]: row.get("tflops") for row in found["rows"]})
     rows = [
-        [name, *("" if c.get(name) is None else measure.format_rate(c[name]) for c in columns)]
+        [name, *("" if c.get(name) is None else words.format_rate(c[name]) for c in columns)]
         for name in names
     ]
     return recording.markdown(header, rows)

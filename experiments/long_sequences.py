@@ -21,7 +21,7 @@ from typing import Any
 
 import cupyattn as ca
 from cupyattn.cli import output
-from cupyattn.measure import format_bytes, format_ratio, format_seconds
+from cupyattn.measure.words import format_bytes, format_ratio, format_seconds
 from experiments import recording
 from experiments.cells import Problem, measure_problem, rung
 from experiments.decode import draw

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cupyattn import records
 from cupyattn.cli import output
+from cupyattn.measure import records
 from experiments import recording
 
 

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import distributions, measure
+from cupyattn import distributions
+from cupyattn.arrays.kinds import as_float64
 from cupyattn.cli import output
-from cupyattn.rounding import as_float64
+from cupyattn.measure import rungs
 from experiments import recording
 
 RUNGS = (("fa", "float16"), ("fa_tc", "float16"), ("fa_tc", "bfloat16"))
@@ -44,8 +45,8 @@ def lost_by_codes(granularity: str, distribution: str, length: int, seed: int) -
     scores, scores_hat = (a @ b.swapaxes(-1, -2) for a, b in ((q, k), (q_hat, k_hat)))
     codes, codes_hat = np.concatenate([q, k]), np.concatenate([q_hat, k_hat])
     return {
-        "codes": measure.relative_error(codes_hat, codes),
-        "scores": measure.relative_error(scores_hat, scores),
+        "codes": rungs.relative_error(codes_hat, codes),
+        "scores": rungs.relative_error(scores_hat, scores),
     }
 
 

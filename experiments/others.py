@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cupyattn as ca
-from cupyattn import timing
+from cupyattn.measure import timing
 from experiments.cells import Cell, Problem
 
 FLASH_2, CUDNN = "torch SDPA, FlashAttention-2", "torch SDPA, cuDNN"

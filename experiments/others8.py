@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cupyattn as ca
-from cupyattn.numerics import P_CODE_ONE
+from cupyattn.kernels.numerics import P_CODE_ONE
 from experiments.cast_fp8 import cast
 from experiments.cells import Cell, Problem
 from experiments.others import (

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cupyattn.measure import align
+from cupyattn.measure.words import align
 from experiments import plots, recording
 from experiments.cells import Cell, Problem, rung
 from experiments.others import (

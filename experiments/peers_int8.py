@@ -32,8 +32,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cupyattn import auto
-from cupyattn.measure import align
+from cupyattn.measure.words import align
+from cupyattn.problem import choose
 from experiments import merging, recording
 from experiments.cells import Cell, Problem, rung
 from experiments.diffusion_shapes import SHAPES
@@ -55,9 +55,9 @@ FULL, BALANCED, AGGRESSIVE = "fa_tc", "fa_int8 balanced", "fa_int8 aggressive"
 #: 8-bit P and V as accurate as they come: P by the maximum of its tile, scales of V by tile.
 BY_TILE = "fa_int8 by tile"
 QUANT = {
-    BALANCED: auto.QUANT["balanced"],
-    BY_TILE: replace(auto.QUANT["aggressive"], granularity_v="block"),
-    AGGRESSIVE: auto.QUANT["aggressive"],
+    BALANCED: choose.QUANT["balanced"],
+    BY_TILE: replace(choose.QUANT["aggressive"], granularity_v="block"),
+    AGGRESSIVE: choose.QUANT["aggressive"],
 }
 #: Problems of fewer operations are timed in CUDA graphs: done within 2 ms, sooner than some
 #: library's Python.

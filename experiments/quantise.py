@@ -1,8 +1,9 @@
 """How near does quantising Q, K and V come to the speed of memory?
 
 Varies       the mode: Q and K (balanced), V too (aggressive); head_dim; batch, heads and length
-Holds fixed  N(0, 1) operands in float16, grouped and smoothed as the classes of `cupyattn.auto`
-Measures     codes and scales of the first head against the mirror, to the bit; time and launches;
+Holds fixed  N(0, 1) operands in float16, grouped and smoothed as the classes of
+`cupyattn.problem.choose` Measures     codes and scales of the first head against the mirror, to the
+bit; time and launches;
              the bytes that the pass has to move (Q once, K once and a quarter of it again, V twice,
              codes and scales once) per second, and as a share of what a copy of Q moves in the same
              rounds
@@ -21,21 +22,24 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import auto, device, executor, registry, timing
-from cupyattn.arrays import on_host
-from cupyattn.backends import own_arch
-from cupyattn.checks import data_address
+from cupyattn.arrays.interchange import on_host
+from cupyattn.arrays.memory import data_address
 from cupyattn.cli import output
-from cupyattn.plans import Operand, Plan
+from cupyattn.compiler.target import own_arch
+from cupyattn.kernels import ladder
+from cupyattn.measure import device, timing
+from cupyattn.plans.quantize import Part, parts, plan_quantize, scale_tiles
+from cupyattn.plans.records import Operand, Plan
+from cupyattn.problem import choose
 from cupyattn.quant import QuantConfig
-from cupyattn.quant.operands import quantize_mirror, scale_tiles
-from cupyattn.quant.plan import Part, parts, plan_quantize
 from cupyattn.quant.quantizers import rows_of_mean
+from cupyattn.reference.quantize import quantize_mirror
+from cupyattn.runtime import ready
 from experiments import recording
 from experiments.cells import rotating
 from experiments.others import format_comparison
 
-MODES = auto.QUANT
+MODES = choose.QUANT
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def plan_of(shape: Shape, quant: QuantConfig, arch: str | None) -> tuple[dict[st
     """Return what becomes of contiguous operands, and how."""
     sizes = shape.batch, shape.heads, shape.length, shape.head_dim
     x = Operand.contiguous(sizes, 2)
-    tiles = scale_tiles(registry.lookup("fa_int8"), shape.head_dim, quant, arch)
+    tiles = scale_tiles(ladder.lookup("fa_int8"), shape.head_dim, quant, arch)
     found = parts(quant, tiles, dict.fromkeys("qkv", x), dict.fromkeys("qkv"))
     return found, plan_quantize("float16", **found, p_type=quant.value_p_type)
 
@@ -83,7 +87,7 @@ def equal_to_mirror(
 ) -> bool:
     """Compare codes and scales of the first head with the mirror's, which takes the means."""
     first = [on_host(x[:1, :1]) for x in operands]
-    tiles = scale_tiles(registry.lookup("fa_int8"), first[0].shape[-1], quant, arch)
+    tiles = scale_tiles(ladder.lookup("fa_int8"), first[0].shape[-1], quant, arch)
     means = {
         name: None if a is None else on_host(a[:1, :1])
         for name, a in (("k_mean", made.k_mean), ("v_mean", made.v_mean))
@@ -101,7 +105,7 @@ def pass_over(plan: Plan, buffers: Mapping[str, Any]) -> Callable[..., None]:
     """Return the pass alone on q, k and v: launches into buffers that are there."""
     import cupy
 
-    call = executor.ReadyCall.of(plan)
+    call = ready.ReadyCall.of(plan)
     scratch = cupy.empty(call.scratch_bytes, np.uint8)
     fixed = {name: data_address(a) for name, a in buffers.items()}
 

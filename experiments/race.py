@@ -29,11 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import cupyattn as ca
-from cupyattn import compile as compiler
-from cupyattn import executor, launch, registry
 from cupyattn.cli import output
-from cupyattn.measure import align
-from cupyattn.plans import Operand, Plan
+from cupyattn.compiler import modules as compiler
+from cupyattn.kernels import ladder
+from cupyattn.measure.words import align
+from cupyattn.plans import attention
+from cupyattn.plans.records import Operand, Plan
+from cupyattn.runtime import ready
 from experiments import recording
 from experiments.cells import Cell, Problem, describe_tiles, reason, resources
 from experiments.others import (
@@ -55,7 +57,7 @@ CELLS = ("128:512", "128:1024", "128:4096", "128:16384", "128:4096c", "64:4096")
 class Form:
     """One form of a rung: what the candidates are for."""
 
-    variant: registry.Variant
+    variant: ladder.Variant
     arch: str
 
     @property
@@ -77,7 +79,7 @@ class Form:
         return [*cudnn, *flash_attention_3(problem)]
 
 
-HOPPER = Form(registry.lookup("fa_tc"), "sm_90a")
+HOPPER = Form(ladder.lookup("fa_tc"), "sm_90a")
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def parse_cell(text: str, seed: int = 0) -> Problem:
 def plan_of(candidate: Candidate, problem: Problem, *operands: Operand) -> Plan:
     """Return the plan of the form with a candidate's source and tiles."""
     form = candidate.form
-    plan = launch.plan_attention(
+    plan = attention.plan_attention(
         form.variant, problem.call, *operands, tiles=candidate.tiles, arch=form.arch
     )
     if plan.form != form.name:
@@ -165,7 +167,7 @@ def runner(candidate: Candidate, problem: Problem) -> Callable[[Any, Any, Any], 
         operands = tuple(Operand.of(x) for x in (q, k, v, o))
         if operands not in plans:
             plans[operands] = plan_of(candidate, problem, *operands)
-        executor.run(plans[operands], {"q": q, "k": k, "v": v, "o": o}, candidate.form.arch)
+        ready.run(plans[operands], {"q": q, "k": k, "v": v, "o": o}, candidate.form.arch)
         return o
 
     tiles = tiles_of(candidate, problem)
@@ -273,7 +275,7 @@ def run(args: argparse.Namespace) -> int:
     names = [text.partition("=")[0].partition("@")[0] for text in args.candidates]
     if len(set(names)) < len(names):
         raise ValueError(f"two candidates have one name: {', '.join(names)}")
-    form = Form(registry.lookup(args.rung), args.arch)
+    form = Form(ladder.lookup(args.rung), args.arch)
     problems = [parse_cell(text, args.seed) for text in args.cells]
     if args.quick:
         problems = [

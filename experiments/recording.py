@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cupyattn import device, measure
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
+from cupyattn.measure import device, words
 from experiments.cells import REFUSALS, Cell, Problem, measure_problem
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -188,8 +188,8 @@ def _cells(row: Mapping[str, Any], timed: bool, baseline: str | None) -> list[st
         return [row["variant"], "not supported", *[""] * (2 + (4 + 2 * bool(baseline)) * timed)]
     cells = [
         row["variant"],
-        measure.format_ratio(judged["j2"]),
-        "-" if judged["j3"] is None else measure.format_ratio(judged["j3"]),
+        words.format_ratio(judged["j2"]),
+        "-" if judged["j3"] is None else words.format_ratio(judged["j3"]),
         f"{judged['relative_error']:.2e}",
     ]
     if not timed:
@@ -198,10 +198,10 @@ def _cells(row: Mapping[str, Any], timed: bool, baseline: str | None) -> list[st
         why = "no CUDA graph" if judged["j2"] <= 1 else "missed its bound"
         return [*cells, f"{why}: not timed", *[""] * (3 + 2 * bool(baseline))]
     low, high = row["seconds_interval"]
-    share = "-" if row["share"] is None else measure.format_share(row["share"])
+    share = "-" if row["share"] is None else words.format_share(row["share"])
     cells += [
-        measure.format_seconds(row["seconds"]),
-        f"{measure.format_seconds(low)} .. {measure.format_seconds(high)}",
+        words.format_seconds(row["seconds"]),
+        f"{words.format_seconds(low)} .. {words.format_seconds(high)}",
         f"{row['tflops']:.4g}",
         share,
     ]

@@ -27,14 +27,16 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import device, distributed, distributions, timing
-from cupyattn.checks import AttentionCall
+from cupyattn import distributed, distributions
+from cupyattn.arrays.interchange import on_host
 from cupyattn.cli import output, plot
 from cupyattn.distributed import Group, Mesh, Partition, Shared
 from cupyattn.distributed.model import H200, Costs, fastest, predict
 from cupyattn.distributed.start import TRANSPORTS, by_copies
 from cupyattn.errors import UnsupportedError
-from cupyattn.measure import format_bytes, format_ratio, format_seconds, format_share
+from cupyattn.measure import device, timing
+from cupyattn.measure.words import format_bytes, format_ratio, format_seconds, format_share
+from cupyattn.problem.call import AttentionSpec
 from experiments import recording
 
 #: Of strong scaling; the first alone in a quick run.
@@ -114,11 +116,11 @@ class Problem:
         return f"B{self.batch} H{self.heads} {self.length}{' causal' if self.causal else ''}"
 
     @property
-    def call(self) -> AttentionCall:
+    def call(self) -> AttentionSpec:
         """Its sizes as the model takes them."""
         heads_kv = self.heads_kv or self.heads
         sizes = self.batch, self.heads, heads_kv, self.length, self.length, self.head_dim
-        return AttentionCall(*sizes, "float16", self.head_dim**-0.5, causal=self.causal)
+        return AttentionSpec(*sizes, "float16", self.head_dim**-0.5, causal=self.causal)
 
     def partition(self, ranks: int) -> Partition:
         """Which rank has which rows."""
@@ -173,8 +175,8 @@ def judge(way: Way, causal: bool, ranks: int | Sequence[int], transport: str, se
         call = call_of(way, problem, group)
         if way.axis:
             o = call(*distributed.share(*given, group, way.axis))
-            return ca.arrays.on_host(distributed.gather(o, group, way.axis))
-        return ca.arrays.on_host(call(*(rows.take(x, group.rank) for x in given)))
+            return on_host(distributed.gather(o, group, way.axis))
+        return on_host(call(*(rows.take(x, group.rank) for x in given)))
 
     found = distributed.run(on_rank, ranks, transport=transport)
     options: dict[str, Any] = {"variant": way.variant, "causal": causal}

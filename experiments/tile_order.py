@@ -17,9 +17,10 @@ import heapq
 import sys
 from collections.abc import Iterator, Sequence
 
-from cupyattn import launch, registry
 from cupyattn.cli import output
-from cupyattn.tiles import Tiles
+from cupyattn.kernels import ladder
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans import assemble
 from experiments import recording
 
 #: batch x heads, length, head_dim
@@ -63,7 +64,7 @@ def work(length: int, tiles: Tiles, sizes: Sequence[int]) -> Iterator[float]:
             yield from [steps + OVERHEAD] * heads
 
 
-def imbalance(tiles: Sequence[float], blocks: int = launch.HOPPER_BLOCKS) -> float:
+def imbalance(tiles: Sequence[float], blocks: int = assemble.HOPPER_BLOCKS) -> float:
     """Return when the last block ends, over the mean work of a block.
 
     Examples
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     rows, table = [], []
     for heads, length, head_dim in SHAPES[: 2 if args.quick else None]:
         for rung, size in BYTES.items():
-            tiles = registry.lookup(rung).tiles_for(
+            tiles = ladder.lookup(rung).tiles_for(
                 head_dim, form="sm90", lengths=(length, length), causal=True
             )
             found = {}

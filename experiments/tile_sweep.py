@@ -4,7 +4,7 @@ Varies       block_q, block_kv, warps, stages; head_dim in {64, 128, 256}
 Holds fixed  the rung; batch 4, 16 heads, length 4096, float16, N(0, 1)
 Measures     J2, relative error; registers, spills, shared memory; time, TFLOP/s, ratio to the
              rung's own tiles
-Expect       the tiles of cupyattn/registry.py at the top; a tile that spills, lower
+Expect       the tiles of cupyattn/kernels/ladder.py at the top; a tile that spills, lower
 Run          python -m experiments.tile_sweep fa_tc [--quick] [--head-dims 64 128] [--json FILE]
 """
 
@@ -19,11 +19,12 @@ from dataclasses import replace
 from typing import Any
 
 import cupyattn as ca
-from cupyattn import compile as compiler
-from cupyattn import registry
-from cupyattn.api import plans
 from cupyattn.cli import output
-from cupyattn.request import Options, resolve
+from cupyattn.compiler import modules as compiler
+from cupyattn.kernels import ladder
+from cupyattn.ops.explain import plans
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from experiments import recording
 from experiments.cells import Cell, Problem, reason, resources, rung
 
@@ -36,7 +37,7 @@ AXES = {
 QUICK_AXES = {"block_q": (64, 128), "block_kv": (32,), "num_warps": (4,), "num_stages": (2,)}
 
 
-def candidates(variant: registry.Variant, *, quick: bool) -> list[ca.Tiles]:
+def candidates(variant: ladder.Variant, *, quick: bool) -> list[ca.Tiles]:
     """Return the tiles to try; rungs without a pipeline ignore the number of stages."""
     axes = dict(QUICK_AXES if quick else AXES)
     if variant.family in ("unfused", "float32"):
@@ -61,7 +62,7 @@ def cells(
     args: argparse.Namespace, problem: Problem, arch: str
 ) -> tuple[list[Cell], dict[str, str]]:
     """Return the rung with its own tiles, then every candidate that compiles; and the others."""
-    variant = registry.lookup(args.variant)
+    variant = ladder.lookup(args.variant)
     own = variant.default_tiles(problem.head_dim)
     tried = [rung(variant.name, problem, tiles=t) for t in candidates(variant, quick=args.quick)]
     tried = [cell for cell in tried if cell.tiles != own]
@@ -85,7 +86,7 @@ def cells(
 
 def run(args: argparse.Namespace) -> int:
     """Run the experiment and say which tiles won."""
-    registry.lookup(args.variant)
+    ladder.lookup(args.variant)
     arch = args.arch or _architecture(args.quick)
     batch, heads = (1, 1) if args.quick else (4, 16)
     length = recording.quick_length(args, 4096)

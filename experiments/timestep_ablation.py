@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import measure
+from cupyattn.arrays.kinds import as_float64
 from cupyattn.cli import output, plot
+from cupyattn.measure import rungs
 from cupyattn.quant.quantizers import INT8_MAX
-from cupyattn.rounding import as_float64
 from experiments import captures, plots, recording
 
 STEPS, BINS, LAYER = 50, 8, 2
@@ -129,7 +129,7 @@ def rows(model: str, steps: Sequence[int], size: Size, seed: int) -> Iterator[di
         for name, attend in attend_by.items():
             row: dict[str, Any] = {"activations": model, "scales": name, "timestep": t}
             row |= {"sigma": sigma, "mode": attend.mode(t)}
-            row["error"] = measure.relative_error(as_float64(attend(q, k, v, t)), exact)
+            row["error"] = rungs.relative_error(as_float64(attend(q, k, v, t)), exact)
             if row["mode"] != "precision":
                 quant = attend.quant_config(q, k, t, mode=row["mode"])
                 z = ca.quantize(q, k, v, quant=quant)

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import measure
+from cupyattn.arrays.kinds import as_float64
 from cupyattn.cli import output
 from cupyattn.diffusion import key_importance
 from cupyattn.diffusion.pruning import compact, kept_count
-from cupyattn.reference import attention_exact
-from cupyattn.rounding import as_float64
+from cupyattn.measure import rungs
+from cupyattn.reference.exact import attention_exact
 from experiments import captures, recording
 
 BLOCK, STEPS, LAYERS = 4, 50, (0, 2, 5)
@@ -57,7 +57,7 @@ def losses(name: str, operands: Sequence[Any], seed: int) -> Iterator[dict[str, 
             o = attention_exact(*map(as_float64, (q, *few)))
             yield {
                 "operands": name, "length": length, "ratio": ratio, "rows": rows,
-                "error": measure.relative_error(o, exact),
+                "error": rungs.relative_error(o, exact),
             }  # fmt: skip
 
 

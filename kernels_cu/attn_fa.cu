@@ -6,7 +6,7 @@
 // Kept simple  float32 everywhere; S is a tile in shared memory that any thread may touch, so a
 //              barrier stands between any two steps, and one thread walks each row in S4.
 // Rounding     R2 FMA chain over HEAD_DIM, R3 softcap and bias, R4 exp2, R6 alpha, l and the FMA
-//              chain over keys, R7 times 1/l and store (cupyattn/numerics.py)
+//              chain over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/finite.cuh"

@@ -15,7 +15,7 @@
 //              points, where codes have them, leave the integer product in S3: whole numbers still.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), of fine scales times K scale, and the
 //              factor of both scales within R4's fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the
-//              tensor core over keys, R7 times 1/l and store (cupyattn/numerics.py)
+//              tensor core over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
 // Tried, lost  Sums of codes that start at the bits of 1.5 * 2^23, and so are floats as they come:
 //              1.03 times as fast, but M is then a whole number, one key alone no longer gives its
 //              value to the bit, and the factor has 22 bits. Taken off again by an addition, in

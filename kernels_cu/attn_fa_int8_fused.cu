@@ -11,7 +11,7 @@
 // Kept simple  the same bits as quantize.cu and attn_fa_int8 with the same tiles.
 // Rounding     R1 by prims/quantize_tile.cuh, then as in attn_fa_int8: R3 the factor of both
 //              scales, within R4's fma; R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor core
-//              over keys, R7 times 1/l and store (cupyattn/numerics.py)
+//              over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/key_parts.cuh"

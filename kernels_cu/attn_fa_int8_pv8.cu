@@ -21,7 +21,7 @@
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 M, up,
 //              and exp2, R5 P to 8 bits, R6 alpha, beta, the sum over tiles and l, of integer codes
 //              exact within a tile, R7 V's scale, times 1/l, plus the mean, and store
-//              (cupyattn/numerics.py)
+//              (cupyattn/kernels/numerics.py)
 // Tried, lost  Sums of codes that start at 1.5 * 2^23, and so are floats as they come: 1.04 times
 //              as fast, but the offset rounds the maximum of a tile up by 1.5 units of Q K^T, and
 //              codes of P are no longer what they are defined to be (experiments/results/NOTES.md).

@@ -15,7 +15,7 @@
 //              accurate. Scores below -WHOLE, some -1.2e7 in log2 units, are not told apart.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 exp2,
 //              R5 P to 8 bits, R6 l, and what shifts drop of it and of O, R7 O to float, times the
-//              channel's scale, times 1/l, plus the mean, and store (cupyattn/numerics.py)
+//              channel's scale, times 1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mean_dot.cuh"

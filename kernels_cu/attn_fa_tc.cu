@@ -11,7 +11,8 @@
 //              maximum of the warp rose (1.05), and the longest causal rows are taken first.
 // Kept simple  S of one step feeds P of the same step from registers; one barrier a step.
 // Rounding     R2 tensor core over HEAD_DIM, R3 softcap and bias, R4 exp2, R5 P to 16 bits, R6
-//              alpha, l and the tensor core over keys, R7 times 1/l, store (cupyattn/numerics.py)
+//              alpha, l and the tensor core over keys, R7 times 1/l, store
+//              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"

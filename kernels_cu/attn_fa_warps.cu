@@ -6,7 +6,7 @@
 //              and S5; what is left guards K and V.  (diff attn_fa.cu attn_fa_warps.cu)
 // Kept simple  float32 FMA as before; each element of K and V that a lane reads serves WARP_Q rows.
 // Rounding     R2 FMA chain over HEAD_DIM, R3 softcap and bias, R4 exp2, R6 alpha, l and the FMA
-//              chain over keys, R7 times 1/l and store (cupyattn/numerics.py)
+//              chain over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/finite.cuh"

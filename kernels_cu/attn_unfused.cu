@@ -6,7 +6,7 @@
 // Memory       4 batch heads len_q len_kv bytes for S, overwritten by P; VARLEN: the longest
 //              lengths, whatever a sequence needs.
 // Rounding     R2 FMA chain over HEAD_DIM, R3 S times scale, softcap and bias, R4 exp2, R6 sum
-//              of a row, P / l and the FMA chain over keys, R7 store (cupyattn/numerics.py)
+//              of a row, P / l and the FMA chain over keys, R7 store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/online_softmax.cuh"

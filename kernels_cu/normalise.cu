@@ -6,7 +6,7 @@
 // Kept simple  The operand plays Q's part in config.cuh: BLOCK_Q rows to a block.
 // Rounding     R0 sum of squares, root, inverse, two products; two products and their sum or
 //              difference; then the operand's type
-// Mirror       cupyattn.preparation.Preparation.stored, to the bit
+// Mirror       cupyattn.problem.row_preparation.Preparation.stored, to the bit
 // Bound        cupyattn.bounds.preparation
 #include "prims/config.cuh"
 #include "prims/prepare.cuh"

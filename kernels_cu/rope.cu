@@ -6,7 +6,7 @@
 // Kept simple  The operand plays Q's part in config.cuh: BLOCK_Q rows to a block. The float32 rungs
 //              do the same as they load (prims/rope.cuh) and need no pass.
 // Rounding     R0 two products and their sum or difference, then the operand's type
-// Mirror       cupyattn.rope.Rope.turned, to the bit    Bound  cupyattn.bounds.rotation
+// Mirror       cupyattn.problem.rope.Rope.turned, to the bit    Bound  cupyattn.bounds.rotation
 #include "prims/config.cuh"
 #include "prims/rope.cuh"
 #include "prims/varlen.cuh"

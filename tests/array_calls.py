@@ -10,7 +10,7 @@ import numpy as np
 import cupyattn as ca
 from cupyattn import diffusion, unfused
 from cupyattn.diffusion import pruning
-from cupyattn.quant import linear
+from cupyattn.ops import linear
 
 Arrays = Mapping[str, Any]
 Call = Callable[[dict[str, Any]], Any]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from cupyattn import attention_backward, attention_varlen, attention_varlen_backward
-from cupyattn.block_mask import BlockMask
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.gradients import GradientReport, Gradients, judge_backward
-from cupyattn.reference import attention_mirror
-from cupyattn.rounding import STORAGE
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.reference.mirror import attention_mirror
 from tests.runs import ADDED, normal, of_sequence, on_host, packed
 
 #: What `cupyattn.attention_backward` takes: d_out, q, k, v, out, lse.

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cupyattn import compile as kc
-from cupyattn.device import device_missing
+from cupyattn.compiler import modules as kc
+from cupyattn.measure.device import device_missing
 from tests.runs import hopper_blocks
 
 #: Tests that need a device.

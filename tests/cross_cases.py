@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.quant import QuantConfig
-from cupyattn.registry import VARIANTS
 from tests import feature_cases
 from tests.runs import normal, packed, rope_tables, variant_of
 

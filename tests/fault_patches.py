@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn import compile as compiler
-from cupyattn import registry
-from cupyattn.compile import KERNELS
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.modules import KERNELS
+from cupyattn.kernels import ladder
 from experiments import patches
 from experiments.patches import Hunk
 
@@ -71,8 +71,8 @@ def put_in_place(folder: Path, rung: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(compiler, "KERNELS", folder)
         return
     source = folder / f"attn_{variant}.cu"
-    wrong = replace(registry.VARIANTS[variant], source=source, hopper_tiles={})
-    monkeypatch.setitem(registry.VARIANTS, variant, wrong)
+    wrong = replace(ladder.VARIANTS[variant], source=source, hopper_tiles={})
+    monkeypatch.setitem(ladder.VARIANTS, variant, wrong)
 
 
 def put_a_line_in_place(

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.block_mask import BlockMask
-from cupyattn.rounding import STORAGE
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.problem.block_mask import BlockMask
 
 #: What each option is drawn from; masks and biases by their shapes.
 AXES: dict[str, tuple[Any, ...]] = {

@@ -10,11 +10,11 @@ import numpy as np
 
 import cupyattn as ca
 from cupyattn import interpret
-from cupyattn.plans import Operand
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans.gemm import plan_gemm, where_shared
+from cupyattn.plans.records import Operand
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
-from cupyattn.quant.gemm_plan import plan_gemm, where_shared
-from cupyattn.rounding import STORAGE, as_float64
-from cupyattn.tiles import GemmTiles
 from tests.quant_inputs import operand
 
 #: Regimes of operands whose products stay in the range of float32.

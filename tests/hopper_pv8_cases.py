@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.block_mask import BlockMask
+from cupyattn.plans.codes import HOPPER_VALUE_KEYS
+from cupyattn.problem.block_mask import BlockMask
 from cupyattn.quant import QuantizedQKV
-from cupyattn.value_codes import HOPPER_VALUE_KEYS
 from tests import pv8_cases, runs
 from tests.runs import Arrays, normal
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.compile import Binary, ModuleSpec
+from cupyattn.compiler.modules import Binary, ModuleSpec
 from cupyattn.interpret import executor
-from cupyattn.plans import Launch
+from cupyattn.plans.records import Launch
 
 ENTRY = """
 .version 8.0

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import attention
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.quant import QuantConfig
-from cupyattn.rounding import STORAGE
 from tests.runs import bits, on_host
 
 HEAD_DIM = 64

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.compile import ModuleSpec
-from cupyattn.features import Features
-from cupyattn.plans import TensorMap
-from cupyattn.tiles import Tiles
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.records import TensorMap
 
 FOLDER = Path(__file__).parent / "kernels"
 #: Arguments of a kernel by name, in its order.

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.features import Features
-from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, pack
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, pack
 from cupyattn.quant.nibbles import packed
 from cupyattn.quant.quantizers import scale_of_absmax, scale_of_static
-from cupyattn.rounding import STORAGE, ex2, round_to
-from cupyattn.tiles import Tiles
+from cupyattn.reference.rounding import ex2, round_to
 from tests.prim import Arguments, Prim, butterfly, defines, normal, rng
 from tests.prims_cluster_cases import CLUSTER_PRIMS
 from tests.prims_exp2_cases import EXP2_PRIMS

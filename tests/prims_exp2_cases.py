@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.numerics import EX2_APPROX_ERROR, UNIT_ROUNDOFF
-from cupyattn.rounding import ex2
+from cupyattn.kernels.numerics import EX2_APPROX_ERROR, UNIT_ROUNDOFF
+from cupyattn.reference.rounding import ex2
 from tests.prim import Arguments, Prim, rng
 
 

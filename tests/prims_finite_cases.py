@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.rounding import from_sum
+from cupyattn.reference.rounding import from_sum
 from tests.prim import Arguments, Prim, rng
 
 THREADS = 32

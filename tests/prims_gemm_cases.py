@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.params import pack
-from cupyattn.quant.gemm_plan import GEMM_PARAMS, GemmFeatures
-from cupyattn.quant.gemm_reference import ACTIVATION_ERROR, activate
-from cupyattn.rounding import STORAGE, as_float64
-from cupyattn.tiles import GemmTiles
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.bounds.products import ACTIVATION_ERROR
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans.gemm import GEMM_PARAMS, GemmFeatures
+from cupyattn.plans.structs import pack
+from cupyattn.reference.gemm import activate
 from tests.prim import Arguments, Prim, rng
 
 TILES = GemmTiles(block_m=64, block_n=128, num_warps=2, num_stages=3)

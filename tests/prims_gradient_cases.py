@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.backward_plan import BACKWARD_PARAMS, ROW_PAD
-from cupyattn.block_mask import BlockMask
-from cupyattn.features import Features
-from cupyattn.numerics import EX2_APPROX_ERROR
-from cupyattn.params import ATTN_PARAMS, pack
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import Tiles
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.numerics import EX2_APPROX_ERROR
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.backward import BACKWARD_PARAMS, ROW_PAD
+from cupyattn.plans.structs import ATTN_PARAMS, pack
+from cupyattn.problem.block_mask import BlockMask
 from tests.prim import Arguments, Prim, defines, rng
 
 TILES = Tiles(16, 16, 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.plans import TensorMap
+from cupyattn.plans.records import TensorMap
 from tests.prim import Arguments, Prim, normal, rng
 from tests.prims_mma_cases import TILE, ldmatrix_expected, swizzle
 from tests.prims_wgmma_cases import wgmma_prims

@@ -8,10 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupyattn.features import Features
-from cupyattn.numerics import P_CODE_ONE
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.numerics import P_CODE_ONE
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import GROUP_ALL
-from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, rng
 
 #: NumPy's types of the codes of P, and of V that go with them.

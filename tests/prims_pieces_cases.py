@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.params import PIECE_PARAMS, pack
-from cupyattn.pieces import Pieces, share_out
+from cupyattn.kernels.tile_pieces import Pieces, share_out
+from cupyattn.plans.structs import PIECE_PARAMS, pack
 from tests.prim import Arguments, Prim
 
 BLOCKS, NO_TILE = 32, 2**31 - 1

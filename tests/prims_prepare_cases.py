@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.features import Features
-from cupyattn.params import pack
-from cupyattn.preparation import Norm, Preparation
-from cupyattn.rope import Rope
-from cupyattn.rotation import NORM_PARAMS
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import Tiles
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.prepare_rows import NORM_PARAMS
+from cupyattn.plans.structs import pack
+from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import Norm, Preparation
 from tests.prim import Arguments, Prim, defines, rng
 
 ROWS, ROW0, POSITION, EPS = 11, 3, 5, 0.125

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.features import Features
-from cupyattn.params import pack
-from cupyattn.quant.plan import QUANTIZE_PARAMS, STEPS, TURN_PARAMS
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.quantize import QUANTIZE_PARAMS, STEPS, TURN_PARAMS
+from cupyattn.plans.structs import pack
 from cupyattn.quant.quantizers import padded_columns
-from cupyattn.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, rng
 
 HEAD_DIM = 24

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.features import Features
-from cupyattn.params import ATTN_PARAMS, pack
-from cupyattn.rope import Rope
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import Tiles
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.structs import ATTN_PARAMS, pack
+from cupyattn.problem.rope import Rope
 from tests.prim import Arguments, Prim, defines, rng
 
 ROWS, ROWS_VALID, POSITION = 16, 11, 5

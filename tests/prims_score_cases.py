@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.features import Features
-from cupyattn.params import ATTN_PARAMS, pack
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import Tiles
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.structs import ATTN_PARAMS, pack
 from tests.prim import Arguments, Prim, defines, rng
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.mirror_state import ShiftState
-from cupyattn.numerics import Shifts
+from cupyattn.kernels.numerics import Shifts
+from cupyattn.reference.softmax_state import ShiftState
 from tests.prim import Arguments, Prim, rng
 
 STEPS, WATCHED, LANES = 6, 4, 4

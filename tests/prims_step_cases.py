@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.features import Features
-from cupyattn.params import ATTN_PARAMS, pack
-from cupyattn.tiles import Tiles
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.structs import ATTN_PARAMS, pack
 from tests.prim import Arguments, Prim, defines, rng
 
 ROWS, KEYS, LEN_KV, SHIFT, WINDOW_SHIFT = 16, 64, 150, 60, -20

@@ -9,9 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupyattn.features import Features
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import Tiles
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
 from tests.prim import Arguments, Prim, defines, rng
 
 WGMMA_DEPTH, WGMMA_KEYS = 80, 48

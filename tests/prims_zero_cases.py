@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.features import Features
-from cupyattn.params import ATTN_PARAMS, QUANT_PARAMS, pack
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, pack
 from cupyattn.quant.quantizers import quantize_affine, quantize_symmetric
-from cupyattn.rounding import STORAGE, fma32
-from cupyattn.tiles import Tiles
+from cupyattn.reference.rounding import fma32
 from tests.prim import Arguments, Prim, butterfly, defines, normal, rng
 
 HEAD_DIM = 24

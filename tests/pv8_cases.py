@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 
 from cupyattn import attention
-from cupyattn.numerics import P_CODE_ONE
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.numerics import P_CODE_ONE
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
-from cupyattn.reference import attention_mirror
-from cupyattn.registry import lookup
+from cupyattn.reference.mirror import attention_mirror
 from tests.runs import bits, host_copy, on_host
 
 LN2 = math.log(2.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.compile import ModuleSpec
+from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.interpret.executor import run_kernel
 
 #: What every kernel begins with.

@@ -12,27 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import (
-    api,
-    arrays,
-    attention,
-    attention_varlen,
-    backends,
-    checks,
-    launch,
-    quantize,
-    testing,
-)  # fmt: skip
-from cupyattn.block_mask import BlockMask
-from cupyattn.forms import QUANTIZED
-from cupyattn.plans import Operand
-from cupyattn.preparation import OPTIONS as PREPARATION
+from cupyattn import attention, attention_varlen, quantize
+from cupyattn.arrays import interchange, memory
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.ladder import VARIANTS, Variant, lookup
+from cupyattn.kernels.splits import wanted_rows
+from cupyattn.ops import explain
+from cupyattn.ops import run as backends
+from cupyattn.ops.call_operands import QUANTIZED
+from cupyattn.plans import assemble, attention_int8
+from cupyattn.plans import attention as plans_attention
+from cupyattn.plans.codes import ValueCodes
+from cupyattn.plans.records import Operand
+from cupyattn.problem import checks
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
+from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig, QuantizedQKV
-from cupyattn.registry import VARIANTS, Variant, lookup
-from cupyattn.request import Options, resolve
-from cupyattn.rounding import STORAGE
-from cupyattn.splits import wanted_rows
-from cupyattn.value_codes import ValueCodes
+from cupyattn.testing import verdict  # fmt: skip
 
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
 #: the Hopper form, ``"fa_int8@pv8"`` that with P and V in 8 bits. Lengths alone ask for the split
@@ -269,10 +267,10 @@ def attend(rung: str, *operands: Any, **options: Any) -> Any:
 @contextmanager
 def hopper_blocks(count: int) -> Iterator[None]:
     """Let Hopper forms of attention run in so many blocks, and plan anew before and after."""
-    planners = launch.plan_attention, launch.plan_int8
+    planners = plans_attention.plan_attention, attention_int8.plan_int8
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch, "HOPPER_BLOCKS", count)
+            patch.setattr(assemble, "HOPPER_BLOCKS", count)
             for planner in planners:
                 planner.cache_clear()
             yield
@@ -284,7 +282,7 @@ def hopper_blocks(count: int) -> Iterator[None]:
 def form_taken(rung: str, inputs: Arrays, **options: Any) -> str:
     """Return the form that these arrays get: the Hopper form does not take all of them."""
     asked = Options(**{**asked_for(rung), **options})
-    return api.plans(resolve(*inputs, asked))[-1].form
+    return explain.plans(resolve(*inputs, asked))[-1].form
 
 
 @dataclass(frozen=True)
@@ -299,7 +297,7 @@ class Run:
     o: Any
     lse: Any
 
-    def judge(self, *, host: bool = True) -> testing.Report:
+    def judge(self, *, host: bool = True) -> verdict.Report:
         """J2, and J3 where the operands were quantised; on the host unless told otherwise."""
         move = on_host if host else (lambda array: array)
         z = self.quantized if self.quantized is None or not host else host_copy(self.quantized)
@@ -319,12 +317,12 @@ class Run:
         for name in ("rope", "qk_norm"):
             if options.get(name):
                 options[name] = tuple(map(move, options[name]))
-        return testing.judge(
+        return verdict.judge(
             move(self.o), q, k, v, variant=variant.name, lse=move(self.lse), quantized=z,
             form=self.form, tiles=options.pop("tiles", tiles), **options,
         )  # fmt: skip
 
-    def check(self) -> testing.Report:
+    def check(self) -> verdict.Report:
         """Raise unless every judgement holds."""
         report = self.judge()
         assert report.passed, str(report)
@@ -430,7 +428,7 @@ def run_packed(
     o, lse = attention_varlen(*inputs, *ends, return_lse=True, **asked)
     o = o.swapaxes(0, 1)[None]
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
-    plan = api.plans(resolve(*inputs, Options(**asked, **named)))[-1]
+    plan = explain.plans(resolve(*inputs, Options(**asked, **named)))[-1]
     judged = {**options, "tiles": plan.tiles}
     found = []
     for number, (rows, one) in enumerate(sequences(inputs, ends)):
@@ -456,12 +454,12 @@ def run_into(
     call = checks.check_attention(*inputs, return_lse=True, **options)
     variant = variant_of(rung)
     form = form_taken(rung, inputs, arch=arch, backend=backend, **options)
-    added = {n: arrays.broadcast(options[n], call.score_shape) for n in ADDED if n in options}
+    added = {n: interchange.broadcast(options[n], call.score_shape) for n in ADDED if n in options}
     described = {name: Operand.of(array) for name, array in added.items()}
     z = quantized(rung, inputs, backend, options, arch=arch)
     if z is None:
         operands = dict(zip("qkv", inputs, strict=True))
-        plan = launch.plan_attention(
+        plan = plans_attention.plan_attention(
             variant, call, *map(Operand.of, (*inputs, o)), **described, arch=arch
         )
     else:
@@ -470,11 +468,11 @@ def run_into(
         if z.v_codes is not None:
             v = z.v_codes
             values = ValueCodes(Operand.of(z.v_scale), z.group_v, z.config.p_type, True)
-        plan = launch.plan_int8(
+        plan = attention_int8.plan_int8(
             variant, call, *map(Operand.of, (z.q_codes, z.k_codes, v, o, *scales)),
             group_q=z.group_q, group_kv=z.group_kv, smoothed=z.k_mean is not None, values=values,
             **described, arch=arch,
         )  # fmt: skip
-    buffers = {name: backends.as_input(array) for name, array in (operands | added).items()}
+    buffers = {name: memory.as_input(array) for name, array in (operands | added).items()}
     backends.run(backend, plan, {**buffers, "o": o, "lse": lse}, arch)
     return Run(rung, form, inputs, options, z, o, lse)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
 
 #: What a field of a C type is in a NumPy record.
 TYPES = {"int32_t": "i4", "int64_t": "i8", "float": "f4", "Strides": "(3,)i8"}

@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupyattn import api
-from cupyattn.registry import VARIANTS
-from cupyattn.request import Options, resolve
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.ops import explain
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from tests.runs import Run, normal, quantized, run, variant_of
 
 HEAD_DIM, MOST = 16, 300
@@ -54,7 +55,7 @@ def test_the_plan_at_every_length(rung: str) -> None:
         request = resolve(
             q[:, :, :len_q], k[:, :, :len_kv], v[:, :, :len_kv], Options(variant=rung)
         )
-        (*_, made) = api.plans(request)
+        (*_, made) = explain.plans(request)
         if len_q == 0:
             assert made.launches == ()
             continue

@@ -12,23 +12,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyattn import (
-    attention,
-    attention_varlen,
-    bounds,
-    explain,
-    plan,
-    reference,
-    registry,
-    unfused,
-)
-from cupyattn import compile as kc
+from cupyattn import attention, attention_varlen, explain, plan, unfused
+from cupyattn.bounds import kernel, quantised
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
-from cupyattn.features import Features
-from cupyattn.launch import module_spec
+from cupyattn.kernels import ladder
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.ladder import VARIANTS, register
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.assemble import module_spec
 from cupyattn.quant import QuantConfig, quantize
-from cupyattn.registry import VARIANTS, register
-from cupyattn.tiles import Tiles
+from cupyattn.reference import exact as reference
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 CELLS = [(name, dtype) for name, variant in VARIANTS.items() for dtype in variant.dtypes]
@@ -62,11 +56,11 @@ def test_every_rung_computes_attention(variant: str, dtype: str, causal: bool) -
     exact, exact_lse = reference.attention_exact(q, k, v, causal=causal, return_lse=True)
     if variant == "fa_int8":
         codes = quantize(q, k, v)
-        bound = bounds.attention(None, None, None, variant=variant, causal=causal, quantized=codes)
-        cost = bounds.quantisation(q, k, v, codes, causal=causal)
+        bound = kernel.attention(None, None, None, variant=variant, causal=causal, quantized=codes)
+        cost = quantised.quantisation(q, k, v, codes, causal=causal)
         limit, lse_limit = bound.total + cost.total, bound.lse + cost.lse
     else:
-        bound = bounds.attention(q, k, v, variant=variant, causal=causal)
+        bound = kernel.attention(q, k, v, variant=variant, causal=causal)
         limit, lse_limit = bound.total, bound.lse
     assert (np.abs(o.astype(np.float64) - exact) <= limit).all()
     assert (np.abs(lse.astype(np.float64) - exact_lse) <= lse_limit).all()
@@ -398,9 +392,9 @@ def test_arrays_of_a_nameless_library_come_back_as_numpy() -> None:
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> registry.Variant:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ladder.Variant:
     """attn_fa_warps.cu, copied and renamed in a user's own folder, registered in one call."""
-    monkeypatch.setattr(registry, "VARIANTS", registry.VARIANTS)
+    monkeypatch.setattr(ladder, "VARIANTS", ladder.VARIANTS)
     source = tmp_path / "attn_mine.cu"
     text = (kc.KERNELS / "attn_fa_warps.cu").read_text()
     source.write_text(text.replace("void attn_fa_warps(", "void attn_mine("))
@@ -409,7 +403,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> registry.Variant:
     del VARIANTS["mine"]
 
 
-def test_a_registered_rung_is_a_rung(mine: registry.Variant) -> None:
+def test_a_registered_rung_is_a_rung(mine: ladder.Variant) -> None:
     inputs = normal()
     features = Features("float16", 16, lse=True, vec=8)
     binary = kc.build(module_spec(mine, features, mine.default_tiles(16)), "sm_80")
@@ -418,7 +412,7 @@ def test_a_registered_rung_is_a_rung(mine: registry.Variant) -> None:
     assert_bits_equal(attention(*inputs, variant="mine"), attention(*inputs, variant="fa_warps"))
 
 
-def test_a_name_is_registered_once_and_from_a_file(mine: registry.Variant, tmp_path: Path) -> None:
+def test_a_name_is_registered_once_and_from_a_file(mine: ladder.Variant, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'mine' is already registered"):
         register(mine, tmp_path / "attn_mine.cu")
     with pytest.raises(ValueError, match=r"must be an existing \.cu file, got .*attn_other\.cu"):

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, auto, explain, measured
+from cupyattn import attention, explain
+from cupyattn.kernels import measured_times
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.problem import choose
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
-from cupyattn.registry import VARIANTS
-from cupyattn.request import Options, resolve
 from experiments import fastest, recording
 from tests.runs import bits, normal
 
@@ -19,8 +22,8 @@ from tests.runs import bits, normal
 def test_the_tables_are_what_the_records_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert fastest.main(["--check"]) == 0, capsys.readouterr().out
     for rows, record, names in (
-        (measured.MEASURED, fastest.LADDER, {name: name for name in VARIANTS}),
-        (measured.MEASURED_8_BIT, fastest.EIGHT_BIT, fastest.CLASSES),
+        (measured_times.MEASURED, fastest.LADDER, {name: name for name in VARIANTS}),
+        (measured_times.MEASURED_8_BIT, fastest.EIGHT_BIT, fastest.CLASSES),
     ):
         for (capability, dtype, head_dim, len_q, len_kv, causal, times), found in zip(
             rows, recording.stored(record)["problems"], strict=True
@@ -40,7 +43,8 @@ def test_the_tables_are_what_the_records_say(capsys: pytest.CaptureFixture[str])
 def test_a_table_that_was_written_by_hand_is_noticed(tmp_path: Any) -> None:
     copy = tmp_path / "measured.py"
     assert fastest.main([], copy) == 0 and fastest.main(["--check"], copy) == 0
-    for rows, name in ((measured.MEASURED, "fa_tc"), (measured.MEASURED_8_BIT, "balanced")):
+    tables = (measured_times.MEASURED, "fa_tc"), (measured_times.MEASURED_8_BIT, "balanced")
+    for rows, name in tables:
         text = copy.read_text()
         number = str(rows[0][-1][name])
         assert number in text
@@ -61,7 +65,7 @@ def test_the_fastest_of_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch)
         (90, "float16", 128, *2 * (4096,), False, {"fa": 5.0, "fa_int8": 1.0, "fa_tc": 4.0}),
         (80, "float32", 128, *2 * (4096,), False, {"fa": 5.0, "fa_warps": 8.0}),
     )
-    monkeypatch.setattr(auto, "MEASURED", rows)
+    monkeypatch.setattr(choose, "MEASURED", rows)
     for arguments, rung in (
         (("float16", 64, 1000, False, 90), "fa"),
         (("float16", 40, 5000, False, 90), "fa_warps"),
@@ -72,12 +76,12 @@ def test_the_fastest_of_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch)
         (("float32", 128, 4096, False, 90), "fa_warps"),
         (("float32", 128, 0, False, None), "fa_warps"),
     ):
-        assert auto.choose("full", *arguments).variant == rung, arguments
-    assert auto.choose("full", "float16", 64, 1024, False, 90).why == (
+        assert choose.choose("full", *arguments).variant == rung, arguments
+    assert choose.choose("full", "float16", 64, 1024, False, 90).why == (
         "the fastest rung of accuracy class 'full' for float16, 1 us at hd64 1024 on compute "
-        f"capability 9.0 in {measured.RECORD}"
+        f"capability 9.0 in {measured_times.RECORD}"
     )
-    rule = auto.choose("full", "float16", 64, 1024, False, 89).why
+    rule = choose.choose("full", "float16", 64, 1024, False, 89).why
     assert rule.endswith("by rule: nothing was measured on compute capability 8.9 in float16")
 
 
@@ -90,20 +94,20 @@ def test_eight_bits_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) 
         (90, "float16", 64, 4096, 4096, False, fast),
         (90, "float16", 64, 8192, 8192, False, middling),
     )
-    monkeypatch.setattr(auto, "MEASURED_8_BIT", rows)
+    monkeypatch.setattr(choose, "MEASURED_8_BIT", rows)
     for accuracy, length, name in (
         ("balanced", 1024, None), ("balanced", 4096, "balanced"), ("balanced", 8192, "balanced"),
         ("aggressive", 1024, None), ("aggressive", 4095, None),
         ("aggressive", 4096, "aggressive"), ("aggressive", 8191, "aggressive"),
         ("aggressive", 9000, "balanced"),
     ):  # fmt: skip
-        choice = auto.choose(accuracy, "float16", 64, length, False, 90)
+        choice = choose.choose(accuracy, "float16", 64, length, False, 90)
         assert choice.variant == ("fa_int8" if name else "fa_tc"), (accuracy, length)
-        assert choice.quant == (auto.QUANT[name] if name else None)
-        assert choice.why.endswith(f"on compute capability 9.0 in {measured.RECORD_8_BIT}")
+        assert choice.quant == (choose.QUANT[name] if name else None)
+        assert choice.why.endswith(f"on compute capability 9.0 in {measured_times.RECORD_8_BIT}")
     for capability, dtype in ((80, "float16"), (90, "float32"), (None, "float16")):
-        for accuracy, quant in auto.QUANT.items():
-            choice = auto.choose(accuracy, dtype, 64, 1024, False, capability)
+        for accuracy, quant in choose.QUANT.items():
+            choice = choose.choose(accuracy, dtype, 64, 1024, False, capability)
             assert (choice.variant, choice.quant) == ("fa_int8", quant)
             assert ", by rule: " in choice.why
 
@@ -117,8 +121,8 @@ def test_a_row_answers_for_calls_that_are_no_shorter(monkeypatch: pytest.MonkeyP
         (90, "float16", 64, 4096, 4096, True, loss),
         (90, "float16", 128, 4096, 4096, True, gain),
     )
-    monkeypatch.setattr(auto, "MEASURED_8_BIT", rows)
-    by_rule = "nothing up to hd{} is in " + measured.RECORD_8_BIT
+    monkeypatch.setattr(choose, "MEASURED_8_BIT", rows)
+    by_rule = "nothing up to hd{} is in " + measured_times.RECORD_8_BIT
     for head_dim, len_q, len_kv, causal, said in (
         (64, 1024, 1024, False, "hd64 1024 on"),
         (64, 8192, 8192, False, "hd64 1024 on"),  # and no causal one
@@ -134,7 +138,7 @@ def test_a_row_answers_for_calls_that_are_no_shorter(monkeypatch: pytest.MonkeyP
         (128, 4096, 4096, True, "hd128 4096 causal on"),
         (96, 8192, 8192, True, "hd128 4096 causal on"),
     ):
-        choice = auto.choose("balanced", "float16", head_dim, len_kv, causal, 90, len_q)
+        choice = choose.choose("balanced", "float16", head_dim, len_kv, causal, 90, len_q)
         assert said in choice.why, choice.why
         gained = said in ("hd64 1024 on", "hd128 4096 causal on")
         assert choice.variant == ("fa_int8" if gained else "fa_tc"), said
@@ -143,19 +147,19 @@ def test_a_row_answers_for_calls_that_are_no_shorter(monkeypatch: pytest.MonkeyP
 LENGTHS = (1, 16, 77, 512, 1024, 2048, 4096, 8192, 16_384, 118_800)
 
 
-@pytest.mark.parametrize("accuracy", auto.QUANT)
+@pytest.mark.parametrize("accuracy", choose.QUANT)
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 72, 80, 96, 128, 192, 256])
 def test_no_choice_is_slower_than_fa_tc_as_recorded(accuracy: str, head_dim: int) -> None:
     """8 bits have a row of no more queries and keys in which they were the faster."""
     for len_q, len_kv, causal in itertools.product(LENGTHS, LENGTHS, (False, True)):
-        choice = auto.choose(accuracy, "float16", head_dim, len_kv, causal, 90, len_q)
+        choice = choose.choose(accuracy, "float16", head_dim, len_kv, causal, 90, len_q)
         if choice.quant is None:
             assert choice.variant == "fa_tc"
             continue
-        (name,) = (name for name, quant in auto.QUANT.items() if quant == choice.quant)
+        (name,) = (name for name, quant in choose.QUANT.items() if quant == choice.quant)
         held = [
             times
-            for *_, d, q, k, masked, times in measured.MEASURED_8_BIT
+            for *_, d, q, k, masked, times in measured_times.MEASURED_8_BIT
             if d in nearest_head_dims(head_dim) and q <= len_q and k <= len_kv
             and (causal if masked else max(q / len_q, k / len_kv) <= (0.5 if causal else 1))
             if times["fa_tc"] > times[name] and f"{times[name]:.0f} us at hd{d}" in choice.why
@@ -165,12 +169,12 @@ def test_no_choice_is_slower_than_fa_tc_as_recorded(accuracy: str, head_dim: int
 
 def nearest_head_dims(head_dim: int) -> set[int]:
     """Head sizes that were measured, with none between them and this one."""
-    known = {row[2] for row in measured.MEASURED_8_BIT}
+    known = {row[2] for row in measured_times.MEASURED_8_BIT}
     below, above = ({d for d in known if sign * d >= sign * head_dim} for sign in (-1, 1))
     return {*sorted(below)[-1:], *sorted(above)[:1]}
 
 
-@pytest.mark.parametrize("accuracy", auto.QUANT)
+@pytest.mark.parametrize("accuracy", choose.QUANT)
 def test_what_is_asked_for_is_the_call_s(accuracy: str) -> None:
     """Queries, and of a window the keys that a row sees, count as keys do."""
 
@@ -195,7 +199,7 @@ def test_a_rung_of_ones_own_is_never_chosen(monkeypatch: pytest.MonkeyPatch, tmp
     source.write_text("")
     mine = type(VARIANTS["fa_tc"])(**{**VARIANTS["fa_tc"].__dict__, "name": "m", "source": source})
     monkeypatch.setitem(VARIANTS, "m", mine)
-    assert auto.choose("full", "float16", 64, 64, False).variant == "fa_tc"
+    assert choose.choose("full", "float16", 64, 64, False).variant == "fa_tc"
 
 
 def test_full_accuracy_is_never_left_for_speed() -> None:
@@ -210,7 +214,7 @@ def test_full_accuracy_is_never_left_for_speed() -> None:
 def test_a_class_quantises_as_it_says() -> None:
     q, k, v = normal((1, 2, 40, 64), (1, 2, 70, 64))
     outputs = []
-    for accuracy, quant in auto.QUANT.items():
+    for accuracy, quant in choose.QUANT.items():
         outputs.append(attention(q, k, v, accuracy=accuracy))
         assert bits(outputs[-1]) == bits(attention(q, k, v, variant="fa_int8", quant=quant))
     assert bits(outputs[0]) != bits(outputs[1])

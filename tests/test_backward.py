@@ -14,8 +14,9 @@ from hypothesis import given, target
 from hypothesis import strategies as st
 
 import cupyattn as ca
-from cupyattn import bounds, distributions, operand_bounds
-from cupyattn.checks import check_attention
+from cupyattn import distributions
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.bounds import kernel, prepared, quantised
 from cupyattn.errors import UnsupportedError
 from cupyattn.gradients import (
     Gradients,
@@ -24,12 +25,13 @@ from cupyattn.gradients import (
     backward_mirror,
     judge_backward,
 )
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.checks import check_attention
+from cupyattn.problem.rope import Rope
 from cupyattn.quant import QuantConfig
-from cupyattn.reference import attention_exact, attention_mirror
-from cupyattn.rope import Rope
-from cupyattn.rounding import STORAGE, as_float64
-from cupyattn.testing import attention_inputs
-from cupyattn.tiles import Tiles
+from cupyattn.reference.exact import attention_exact
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.testing.strategies import attention_inputs
 from tests.backward_cases import (
     FORMS,
     Received,
@@ -139,10 +141,10 @@ def test_with_the_bounds_of_a_forward_pass_the_gradients_are_the_true_ones(
     quantized = ca.quantize(q, k, v) if variant == "fa_int8" else None
     operands = (q, k, v) if quantized is None else (quantized,)
     out, lse = attention_mirror(*operands, variant=variant, return_lse=True)
-    forward = bounds.attention(q, k, v, variant=variant, quantized=quantized)
+    forward = kernel.attention(q, k, v, variant=variant, quantized=quantized)
     out_error, lse_error = forward.total, forward.lse
     if quantized is not None:  # straight-through: what quantising costs comes on top
-        cost = bounds.quantisation(q, k, v, quantized)
+        cost = quantised.quantisation(q, k, v, quantized)
         out_error, lse_error = out_error + cost.total, lse_error + cost.lse
     d_out = np.random.default_rng(6).standard_normal(q.shape).astype(q.dtype)
     inputs = (d_out, q, k, v, out, lse)
@@ -285,7 +287,7 @@ def test_gradients_of_a_rotary_embedding(form: str, interleaved: bool) -> None:
         found = ca.attention_backward(*given, backend=backend, **asked)
         for n, (gradient, position) in enumerate(zip(found[:2], (14, 0), strict=True)):
             largest = (np.abs(exact[n]) + totals[n]).astype(np.float16)
-            rounding = operand_bounds.rotation(largest, turn, position)
+            rounding = prepared.rotation(largest, turn, position)
             assert (np.abs(as_float64(gradient) - expected[n]) <= spread[n] + rounding).all()
         assert (np.abs(as_float64(found.dv) - exact.dv) <= bound.total("dv")).all()
     unturned = backward_exact(*given, causal=True)
@@ -375,7 +377,7 @@ def test_memory_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     def nothing(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("cupyattn.backends.run", nothing)
+    monkeypatch.setattr("cupyattn.ops.run.run", nothing)
     inputs = small()
     message = "attention_backward needs .* of them for 'dQ_sum'.* split the batch"
     with pytest.raises(ca.DeviceMemoryError, match=message):

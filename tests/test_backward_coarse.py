@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.backward_plan import COARSE_ROWS
-from cupyattn.compile import KERNELS
+from cupyattn.compiler.modules import KERNELS
 from cupyattn.gradients import backward_bound, judge_backward
 from cupyattn.gradients.exact import COARSE_LSE
+from cupyattn.plans.backward import COARSE_ROWS
 from tests.backward_cases import FORMS, HOPPER_FORMS, interpreted_as
 from tests.coarse_cases import LOWEST, VALUES, biased, check, defined, large_products
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn import compile as compiler
+from cupyattn.compiler import modules as compiler
 from cupyattn.interpret import schedule
 from cupyattn.interpret.findings import KINDS
 from tests.backward_cases import (

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from cupyattn import attention_varlen, attention_varlen_backward, explain_backward, interpret
-from cupyattn import compile as kc
-from cupyattn.backward_plan import plan_backward
-from cupyattn.backward_tiles import SUMMED
-from cupyattn.block_mask import BlockMask
-from cupyattn.checks import Packed
+from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients
-from cupyattn.plans import Operand
+from cupyattn.kernels.backward_tiles import SUMMED
+from cupyattn.plans.backward import plan_backward
+from cupyattn.plans.records import Operand
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.call import Packed
 from tests.backward_cases import (
     FORMS,
     HOPPER_FORMS,

@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import backends, interpret
-from cupyattn import compile as kc
-from cupyattn.backward_plan import ROW_PAD, plan_backward
-from cupyattn.block_mask import BlockMask
-from cupyattn.checks import AttentionCall, Packed, check_attention
+from cupyattn import interpret
+from cupyattn.arrays import memory
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.compiler import modules as kc
+from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.gradients import Gradients
-from cupyattn.plans import Operand, Plan
-from cupyattn.reference import attention_mirror
-from cupyattn.rounding import STORAGE, as_float64
+from cupyattn.ops import run
+from cupyattn.plans.backward import ROW_PAD, plan_backward
+from cupyattn.plans.records import Operand, Plan
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.call import AttentionSpec, Packed
+from cupyattn.problem.checks import check_attention
+from cupyattn.reference.mirror import attention_mirror
 from tests.backward_cases import (
     FORMS,
     BackwardRun,
@@ -34,14 +38,14 @@ SOURCES = sorted(kc.KERNELS.rglob("backward_*.cu"))
 SMALLEST_LIMIT = 99 * 1024
 
 
-def call_of(len_q: int, len_kv: int, head_dim: int = 64, **options: Any) -> AttentionCall:
+def call_of(len_q: int, len_kv: int, head_dim: int = 64, **options: Any) -> AttentionSpec:
     """A call of four heads that share two key heads, its arrays never made."""
     sizes = (1, 4, 2, len_q, len_kv, head_dim)
     options = {"dtype": "float16", "causal": False, "causal_shift": 0, **options}
-    return AttentionCall(*sizes, scale=0.125, return_lse=True, **options)
+    return AttentionSpec(*sizes, scale=0.125, return_lse=True, **options)
 
 
-def plan_of(call: AttentionCall, *, deterministic: bool) -> Plan:
+def plan_of(call: AttentionSpec, *, deterministic: bool) -> Plan:
     q = Operand.contiguous((call.batch, call.heads, call.len_q, call.head_dim), 2)
     k = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 2)
     kept = None if call.block_mask == (0, 0) else Operand.contiguous((1, 1, 5, 6), 4)
@@ -88,7 +92,7 @@ def test_kernels_spill_nothing_and_fit_in_shared_memory(
 
 @pytest.mark.parametrize("arch", ["sm_120", pytest.param("sm_90", marks=pytest.mark.slow)])
 def test_kernels_compile_for_other_architectures(arch: str) -> None:
-    if arch not in kc.supported_architectures():
+    if arch not in target.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
     (_, launch, _) = plan_of(call_of(200, 300, 40), deterministic=False).launches
     assert launch.entry in kc.build(launch.module, arch).kernels
@@ -137,7 +141,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
 def test_a_grid_past_what_a_launch_takes_is_told() -> None:
     call = call_of(2**30, 2**30)
     with pytest.raises(UnsupportedError, match="backward_delta takes .* blocks, more than"):
-        plan_of(AttentionCall(**{**vars(call), "heads": 2**10}), deterministic=True)
+        plan_of(AttentionSpec(**{**vars(call), "heads": 2**10}), deterministic=True)
 
 
 #: Of `revealing_backward`, what is interpreted in every run of the tests.
@@ -201,7 +205,7 @@ def run_into(
 ) -> None:
     """Plan and run by hand, into the arrays given."""
     names = ("d_out", "q", "k", "v", "o", "lse")
-    buffers = {n: backends.as_input(x) for n, x in zip(names, inputs, strict=True)}
+    buffers = {n: memory.as_input(x) for n, x in zip(names, inputs, strict=True)}
     call = check_attention(*inputs[1:4], return_lse=True, **options)
     if (block_mask := options.get("block_mask")) is not None:
         buffers["kept_blocks"] = block_mask.kept_blocks(inputs[1])
@@ -209,7 +213,7 @@ def run_into(
     arrays = {**buffers, **results._asdict()}
     operands = {n: Operand.of(x) for n, x in arrays.items() if n != "lse"}
     plan = plan_backward(call, **operands, deterministic=deterministic, arch=arch)
-    backends.run("interpret", plan, arrays, arch)
+    run.run("interpret", plan, arrays, arch)
 
 
 @pytest.mark.parametrize("form", FORMS)

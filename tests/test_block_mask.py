@@ -17,20 +17,21 @@ from cupyattn import (
     attention,
     explain,
     interpret,
-    launch,
     plan,
-    plans,
     quantize,
-    testing,
-    unfused,
-)  # fmt: skip
-from cupyattn.checks import check_limits
+    unfused,  # fmt: skip
+)
+from cupyattn.arrays.kinds import as_float64
 from cupyattn.distributions import make
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.plans import attention as plans_attention
+from cupyattn.plans import records
+from cupyattn.problem.checks import check_limits
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
-from cupyattn.reference import attention_exact
-from cupyattn.registry import VARIANTS
-from cupyattn.request import Options, resolve
-from cupyattn.rounding import as_float64
+from cupyattn.reference.exact import attention_exact
+from cupyattn.testing import verdict
 from tests import runs
 from tests.runs import bits
 
@@ -149,7 +150,7 @@ def test_a_mask_on_a_device_and_operands_on_the_host_are_one_sentence() -> None:
     o = attention(q, k, v, variant="fa", block_mask=BlockMask(mask.mask.get(), 64, 64))
     for call in (
         lambda: attention(q, k, v, variant="fa", block_mask=mask),
-        lambda: testing.judge(o, q, k, v, variant="fa", block_mask=mask),
+        lambda: verdict.judge(o, q, k, v, variant="fa", block_mask=mask),
     ):
         with pytest.raises(TypeError, match=r"goes with CuPy operands, got NumPy's: .* mask.get()"):
             call()
@@ -414,13 +415,15 @@ def test_explain_says_what_is_kept_and_why_not_the_hopper_form() -> None:
 
 def test_it_is_compiled_in_only_where_there_is_one() -> None:
     inputs = arrays()
-    operands = [plans.Operand.of(x) for x in (*inputs, inputs[0])]
+    operands = [records.Operand.of(x) for x in (*inputs, inputs[0])]
 
     def macros(**options: Any) -> tuple[int, int]:
         request = resolve(*inputs, Options(**options))
         kept = request.kept_blocks
-        described = None if kept is None else plans.Operand.of(kept)
-        made = launch.plan_attention(VARIANTS["fa"], request.call, *operands, kept_blocks=described)
+        described = None if kept is None else records.Operand.of(kept)
+        made = plans_attention.plan_attention(
+            VARIANTS["fa"], request.call, *operands, kept_blocks=described
+        )
         defines = dict(made.launches[0].module.defines)
         return defines["CFG_BLOCK_MASK_Q"], defines["CFG_BLOCK_MASK_KV"]
 

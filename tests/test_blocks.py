@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyattn as ca
+from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant import weight_error
 from cupyattn.quant.quantizers import quantize_symmetric
-from cupyattn.rounding import STORAGE, as_float64
 from tests.quant_inputs import DTYPES, operand
 
 seeds = st.integers(0, 2**32 - 1)

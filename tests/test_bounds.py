@@ -11,16 +11,21 @@ import pytest
 from hypothesis import given, target
 from hypothesis import strategies as st
 
-from cupyattn import bound_parts, bounds, distributions, mirror, score_bounds
-from cupyattn.numerics import numerics
-from cupyattn.perturbation import gamma, half_ulp, softmax_perturbation
+from cupyattn import distributions
+from cupyattn.arrays.kinds import FINITE_MAX, STORAGE
+from cupyattn.bounds import kernel, parts, quantised, scores
+from cupyattn.bounds.perturbation import gamma, half_ulp, softmax_perturbation
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.kernels.numerics import numerics
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.quant.config import GRANULARITIES
-from cupyattn.reference import attention_exact, attention_mirror, score_blocks
-from cupyattn.registry import VARIANTS
-from cupyattn.rounding import FINITE_MAX, STORAGE, round_to
-from cupyattn.testing import Report, attention_inputs, judge
-from cupyattn.tiles import Tiles
+from cupyattn.reference import mirror, rounding
+from cupyattn.reference.exact import attention_exact, score_blocks
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.reference.rounding import round_to
+from cupyattn.testing.strategies import attention_inputs
+from cupyattn.testing.verdict import Report, judge
 
 Array = npt.NDArray[Any]
 
@@ -101,7 +106,7 @@ def test_mirror_with_the_worst_exp2_is_within_its_bound(
 ) -> None:
     """R4: an exp2 that errs by 2^-22, up or down at random, is what the PTX ISA allows."""
     rng = np.random.default_rng(5)
-    correct = mirror.ex2
+    correct = rounding.ex2
 
     def erring(x: Array) -> Array:
         y = correct(x).astype(np.float64)
@@ -124,8 +129,8 @@ def test_bound_is_a_few_percent_of_the_output(variant: str, dtype: str, head_dim
     """At len 256 on normal data, of every row: 5 % with 16-bit P, far less with float32."""
     q, k, v = distributions.make("normal", 1, 2, 32, 256, head_dim, dtype, seed=head_dim)
     quantized = quantize(q, k, v) if variant == "fa_int8" else None
-    operands = bounds.kernel_operands(quantized) if quantized else (q, k, v)
-    total = bounds.attention(q, k, v, variant=variant, quantized=quantized).total
+    operands = kernel.kernel_operands(quantized) if quantized else (q, k, v)
+    total = kernel.attention(q, k, v, variant=variant, quantized=quantized).total
     expected = attention_exact(*operands)
     share = np.sqrt((total**2).mean(axis=-1) / (expected**2).mean(axis=-1))
     limits = {"float32": 0.001, "float16": 0.008, "bfloat16": 0.05}
@@ -208,13 +213,13 @@ def test_causal_off_by_one_breaks_the_bound(dtype: str) -> None:
 def test_wrong_scale_group_breaks_the_bound(dtype: str) -> None:
     q, k, v = distributions.make("normal", 1, 2, 16, 256, 64, dtype, seed=4)
     quantized = quantize(q, k, v, quant=QuantConfig(granularity_q="token", granularity_k="thread"))
-    operands = bounds.kernel_operands(quantized)
+    operands = kernel.kernel_operands(quantized)
     judged = {"variant": "fa_int8", "quantized": quantized}
     assert judge(attention_exact(*operands), q, k, v, **judged).passed
     for name in ("q_scale", "k_scale"):
         wrong = np.roll(getattr(quantized, name), 1, axis=-1)
         fields = {**quantized.__dict__, name: wrong}
-        slipped = bounds.kernel_operands(type(quantized)(**fields))
+        slipped = kernel.kernel_operands(type(quantized)(**fields))
         assert judge(attention_exact(*slipped), q, k, v, **judged).ratio > 1, name
 
 
@@ -287,7 +292,7 @@ def test_weights_are_those_of_scores_perturbed_by_d(
     size: float, head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R2 to R4: P times all later alphas is exp(s + delta), |delta| <= d but for a common shift."""
-    correct = mirror.ex2
+    correct = rounding.ex2
 
     def erring(x: Array) -> Array:
         """Too large in alpha, which is one number a row; too small in p."""
@@ -308,8 +313,8 @@ def test_weights_are_those_of_scores_perturbed_by_d(
     W = np.concatenate(weights[::-1], axis=-1)
     (block,) = score_blocks(q, k, v)
     n, sigma = numerics("float32", "portable", dtype), head_dim**-0.5
-    scaling = score_bounds.scaling_errors(n, sigma, None)
-    score = score_bounds.perturb(block, n, tiles, sigma, scaling)
+    scaling = scores.scaling_errors(n, sigma, None)
+    score = scores.perturb(block, n, tiles, sigma, scaling)
     S, d = block.S[:, :, 0], score.d[:, :, 0]
     kept = W > 2.0**-100
     delta = np.where(kept, np.log(np.where(kept, W, 1.0)) - S, 0.0)
@@ -330,7 +335,7 @@ def test_scaling_errors() -> None:
             granularity_q="tensor", granularity_k="tensor", scales=(float(q_scale), 1.0)
         )
         sigma = float(rng.uniform(0.1, 0.4))
-        scaling = score_bounds.scaling_errors(n, sigma, quantize(q, k, v, quant=quant))
+        scaling = scores.scaling_errors(n, sigma, quantize(q, k, v, quant=quant))
         k_scale = rng.uniform(1, 2, 20000).astype(np.float32)
         dot = rng.integers(1, 2**18, 20000)
         row = np.float32(sigma * math.log2(math.e)) * q_scale
@@ -340,10 +345,10 @@ def test_scaling_errors() -> None:
         assert error <= (1 + scaling.common) * (1 + scaling.own) - 1
         worst = max(worst, error)
     assert worst > 2.2 * 2.0**-24
-    log2e = score_bounds.LOG2E
+    log2e = scores.LOG2E
     for family, constants in (("float32", (0.3 * log2e,)), ("unfused", (0.3, log2e))):
         common = math.prod(float(np.float32(x)) / x for x in constants) - 1
-        scaling = score_bounds.scaling_errors(numerics(family, "portable", "float16"), 0.3, None)
+        scaling = scores.scaling_errors(numerics(family, "portable", "float16"), 0.3, None)
         assert abs(common) <= scaling.common <= 2 * 2.0**-24
 
 
@@ -352,7 +357,7 @@ def test_attended_keys_have_probabilities() -> None:
     q = np.full((1, 1, 3, 1), 100.0, np.float32)
     k = np.array([0.0, -100.0, 0.0], np.float32).reshape(1, 1, 3, 1)
     (block,) = score_blocks(q, k, k, causal=True)
-    P = bound_parts.exact(block)[0]
+    P = parts.exact(block)[0]
     assert ((P > 0) == block.admitted).all()
 
 
@@ -433,7 +438,7 @@ def test_rises_are_counted(seed: int) -> None:
     rescaled = sum((step.alpha != 1) & (step.alpha != 0) for step in steps)
     S = q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2) * 0.5
     known = np.full(S.shape, 1e-5)
-    after, rises, running, drift = score_bounds.count_rises(
+    after, rises, running, drift = scores.count_rises(
         S, known, np.ones(S.shape, bool), tiles.block_kv
     )
     np.testing.assert_allclose(drift, 1e-5, rtol=1e-9)
@@ -467,7 +472,7 @@ def test_static_scales_that_clip_are_within_their_bound(
     scale = share * 4.0 / 127
     quant = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(scale, scale))
     quantized = quantize(q, k, v, quant=quant)
-    o = attention_exact(*bounds.kernel_operands(quantized))
+    o = attention_exact(*kernel.kernel_operands(quantized))
     report = judge(o, q, k, v, variant="fa_int8", quantized=quantized)
     assert report.quantisation is not None and report.quantisation <= 1
 
@@ -477,7 +482,7 @@ def test_lse_pays_for_the_mean_that_codes_of_q_meet() -> None:
     q, k, v = distributions.make("normal", 1, 1, 20, 30, 16, "float16", seed=0)
     k[...] = np.round(40 * k[:, :, :1])
     quantized = quantize(q, k, v)
-    bound = bounds.quantisation(q, k, v, quantized)
+    bound = quantised.quantisation(q, k, v, quantized)
     exact = attention_exact(q, k, v, return_lse=True)
     operands = attention_exact(*quantized.dequantize("float64"), return_lse=True)
     error = np.abs(operands[1] - exact[1])
@@ -491,7 +496,7 @@ def test_quantisation_bound_shrinks_with_the_groups() -> None:
     for granularity in ("tensor", "block", "token"):
         quant = QuantConfig(granularity_q=granularity, granularity_k=granularity)
         quantized = quantize(q, k, v, quant=quant, tiles=SMALL_TILES)
-        totals.append(np.median(bounds.quantisation(q, k, v, quantized).total))
+        totals.append(np.median(quantised.quantisation(q, k, v, quantized).total))
     assert totals[0] > totals[1] > totals[2]
 
 
@@ -500,13 +505,13 @@ def test_quantisation_bound_shrinks_with_the_groups() -> None:
 
 def test_terms_sum_to_the_total_and_rows_select() -> None:
     q, k, v = distributions.make("normal", 2, 4, 33, 40, 16, "float16", seed=0, heads_kv=2)
-    whole = bounds.attention(q, k, v, variant="fa_tc", causal=True)
-    assert tuple(whole.terms) == bounds.TERMS and whole.total.shape == q.shape
+    whole = kernel.attention(q, k, v, variant="fa_tc", causal=True)
+    assert tuple(whole.terms) == kernel.TERMS and whole.total.shape == q.shape
     assert all((term >= 0).all() for term in whole.terms.values())
     np.testing.assert_allclose(sum(whole.terms.values()), whole.total)
     assert whole.lse.shape == q.shape[:3]
     rows = np.array([32, 0, 7])
-    some = bounds.attention(q, k, v, variant="fa_tc", causal=True, rows=rows)
+    some = kernel.attention(q, k, v, variant="fa_tc", causal=True, rows=rows)
     np.testing.assert_allclose(some.total, whole.total[:, :, rows], rtol=1e-9)
     np.testing.assert_allclose(some.lse, whole.lse[:, :, rows], rtol=1e-9)
 
@@ -516,7 +521,7 @@ def test_terms_follow_numerics(variant: str, dtype: str) -> None:
     """A rounding point that a kernel does not have costs nothing."""
     q, k, v = distributions.make("normal", 1, 1, 16, 48, 16, dtype, seed=0)
     quantized = quantize(q, k, v) if variant == "fa_int8" else None
-    terms = bounds.attention(q, k, v, variant=variant, quantized=quantized).terms
+    terms = kernel.attention(q, k, v, variant=variant, quantized=quantized).terms
     assert (terms["R5"].max() > 0) == (variant in ("fa_tc", "fa_int8"))
     assert terms["R2"].max() > 0 and terms["R4"].min() > 0 and terms["R6"].min() > 0
     if variant == "fa_int8":
@@ -525,17 +530,17 @@ def test_terms_follow_numerics(variant: str, dtype: str) -> None:
 
 def test_rows_without_keys_have_no_error() -> None:
     q, k, v = distributions.make("normal", 1, 1, 8, 3, 16, "float16", seed=0)
-    bound = bounds.attention(q, k, v, causal=True)  # rows 0 to 4 see nothing
+    bound = kernel.attention(q, k, v, causal=True)  # rows 0 to 4 see nothing
     assert (bound.total[:, :, :5] == 0).all() and (bound.lse[:, :, :5] == 0).all()
     assert (bound.total[:, :, 5:] > 0).all()
-    nothing = bounds.attention(q, k[:, :, :0], v[:, :, :0])
+    nothing = kernel.attention(q, k[:, :, :0], v[:, :, :0])
     assert nothing.total.shape == q.shape and not nothing.total.any() and not nothing.lse.any()
 
 
 def test_one_key_costs_only_sums_and_store() -> None:
     """With one key, o = v whatever the score: R2 to R4 have nothing to perturb."""
     q, k, v = distributions.make("normal", 1, 1, 4, 1, 16, "float32", seed=0)
-    terms = bounds.attention(1000 * q, k, v).terms
+    terms = kernel.attention(1000 * q, k, v).terms
     assert max(terms[tag].max() for tag in ("R2", "R3")) < 1e-30
     assert terms["R4"].max() < 1e-30
 
@@ -543,36 +548,36 @@ def test_one_key_costs_only_sums_and_store() -> None:
 def test_nothing_is_promised_where_numbers_are_not_finite() -> None:
     q, k, v = distributions.make("normal", 1, 1, 4, 6, 8, "float32", seed=0)
     k[0, 0, 5, 0] = np.nan
-    total = bounds.attention(q, k, v, causal=True).total  # rows 0..3 see keys 0..2, .. 0..5
+    total = kernel.attention(q, k, v, causal=True).total  # rows 0..3 see keys 0..2, .. 0..5
     assert np.isfinite(total[0, 0, :3]).all() and np.isinf(total[0, 0, 3]).all()
     k[0, 0, 5, 0] = 0
     v[0, 0, 5, 1] = np.inf
-    total = bounds.attention(q, k, v).total
+    total = kernel.attention(q, k, v).total
     assert np.isinf(total[..., 1]).all() and np.isfinite(total[..., 0]).all()
 
 
 def test_nothing_is_promised_past_the_range() -> None:
     """A score of 2^27 in log2 units, beyond which exp2(S c - M) may overflow; values of 2^125."""
     q, k, v = distributions.make("normal", 1, 1, 4, 6, 8, "float32", seed=0)
-    bound = bounds.attention(1e5 * q, 1e5 * k, v)
+    bound = kernel.attention(1e5 * q, 1e5 * k, v)
     assert np.isinf(bound.total).any() and np.isinf(bound.terms["R4"]).any()
     x = np.full((1, 1, 4, 8), 2.0**125, STORAGE["bfloat16"])
-    bound = bounds.attention(0 * x, 0 * x, x, variant="fa_tc")
+    bound = kernel.attention(0 * x, 0 * x, x, variant="fa_tc")
     assert np.isinf(bound.terms["R7"]).all()
 
 
 @pytest.mark.parametrize("variant", ["unfused", "fa", "fa_warps", "fa_tc"])
 def test_values_as_large_as_float16_has_are_promised_to_be_finite(variant: str) -> None:
     x = np.full((1, 1, 4, 8), 65504.0, np.float16)
-    total = bounds.attention(0 * x, x, x, variant=variant).total
+    total = kernel.attention(0 * x, x, x, variant=variant).total
     assert total.max() < 100  # of 65504: what P in 16 bits may take from it, and a step
 
 
 def test_operands_must_fit_the_numerics() -> None:
     q, k, v = distributions.make("normal", 1, 1, 4, 6, 8, "float16", seed=0)
     with pytest.raises(ValueError, match="fa_int8 works on quantised operands: give"):
-        bounds.attention(q, k, v, variant="fa_int8")
+        kernel.attention(q, k, v, variant="fa_int8")
     with pytest.raises(TypeError, match="quantized"):
-        bounds.attention(None, None, None)
+        kernel.attention(None, None, None)
     with pytest.raises(ValueError, match="fa_tc works on q, k and v as they are: leave"):
-        bounds.attention(q, k, v, variant="fa_tc", quantized=quantize(q, k, v))
+        kernel.attention(q, k, v, variant="fa_tc", quantized=quantize(q, k, v))

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupyattn import bounds
-from cupyattn.perturbation import ratio_to_bound
+from cupyattn.bounds import kernel, quantised
+from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.quant import QuantConfig, quantize
-from cupyattn.reference import attention_exact, attention_mirror
-from cupyattn.testing import Report
-from cupyattn.testing import judge as judge_output
+from cupyattn.reference.exact import attention_exact
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.testing.verdict import Report
+from cupyattn.testing.verdict import judge as judge_output
 
 Array = npt.NDArray[Any]
 
@@ -82,8 +83,8 @@ def test_keys_about_700_below_the_maximum_are_charged(pv: str) -> None:
         given: Any = {} if pv == "16bit" else {"pv": pv, "smooth_v": False}
         z = quantize(q, k, v, quant=QuantConfig("token", "token", smooth_k=False, **given))
         codes, exact = (
-            attention_exact(*x, bias=bias) for x in (bounds.kernel_operands(z), (q, k, v))
+            attention_exact(*x, bias=bias) for x in (kernel.kernel_operands(z), (q, k, v))
         )
-        bound = bounds.quantisation(q, k, v, z, bias=bias).total
+        bound = quantised.quantisation(q, k, v, z, bias=bias).total
         assert ratio_to_bound(codes, exact, bound).max() <= 1, below
         assert bound.max() < 1e-290, below

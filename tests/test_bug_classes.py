@@ -19,20 +19,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import api, arrays, attention, quantize, registry
-from cupyattn import compile as kc
-from cupyattn.checks import AttentionCall
+from cupyattn import attention, quantize
+from cupyattn.arrays import interchange
+from cupyattn.arrays.kinds import as_float64
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import plan_attention
-from cupyattn.params import pack
-from cupyattn.plans import Operand
+from cupyattn.kernels import ladder
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops import attention as api
+from cupyattn.ops import explain
+from cupyattn.plans.attention import plan_attention
+from cupyattn.plans.records import Operand
+from cupyattn.plans.structs import pack
+from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
-from cupyattn.reference import attention_exact
-from cupyattn.registry import VARIANTS
-from cupyattn.request import Options, resolve
-from cupyattn.rounding import as_float64
-from cupyattn.tiles import Tiles
+from cupyattn.reference.exact import attention_exact
 from tests.runs import bits, embedded, normal, on_both, run
 from tests.test_interpret_faults import far_apart
 from tests.test_kernels_compile import architectures, build
@@ -63,7 +68,7 @@ def test_1_offsets_past_32_bits(rung: str) -> None:
 @pytest.mark.parametrize("rung", PLAIN)
 def test_1_strides_of_huge_arrays_reach_the_kernel_whole(rung: str) -> None:
     shape = (40, 32, 2**20, 128)  # 1.7e11 elements
-    call = AttentionCall(*shape[:2], 32, 2**20, 2**20, 128, "float16", 0.1)
+    call = AttentionSpec(*shape[:2], 32, 2**20, 2**20, 128, "float16", 0.1)
     x = Operand.contiguous(shape, 2)
     if rung == "unfused":  # S alone would have 1.4e15 elements
         with pytest.raises(UnsupportedError, match="blocks, more than"):
@@ -79,13 +84,13 @@ def test_1_strides_of_huge_arrays_reach_the_kernel_whole(rung: str) -> None:
 def test_2_grids_past_65535(rung: str) -> None:
     """All blocks lie along x: 80,000 heads take as many blocks, and heads past 65,535 are right."""
     q, k, v = normal((40_000, 2, 2, 4), (40_000, 1, 3, 4))
-    plans = api.plans(resolve(q, k, v, Options(variant=rung)))
+    plans = explain.plans(resolve(q, k, v, Options(variant=rung)))
     for one in itertools.chain.from_iterable(p.launches for p in plans):
         assert isinstance(one.grid, int) and 2**15 < one.grid < 2**31
     assert any(one.grid >= 80_000 for p in plans for one in p.launches)
     tail = attention(q[-3:], k[-3:], v[-3:], variant=rung)
     assert bits(attention(q, k, v, variant=rung)[-3:]) == bits(tail)
-    call = AttentionCall(2**20, 2**12, 2**12, 1, 1, 4, "float16", 0.5)
+    call = AttentionSpec(2**20, 2**12, 2**12, 1, 1, 4, "float16", 0.5)
     x = Operand.contiguous((2**20, 2**12, 1, 4), 2)
     with pytest.raises(UnsupportedError, match="blocks, more than"):
         plan_attention(VARIANTS["fa" if rung == "fa_int8" else rung], call, x, x, x, x)
@@ -188,7 +193,7 @@ def test_7_missing_barriers(
     at = places[number]
     source = tmp_path / f"attn_{rung}.cu"
     source.write_text(text[:at] + text[at:].replace("__syncthreads();", ";", 1))
-    monkeypatch.setitem(registry.VARIANTS, rung, replace(VARIANTS[rung], source=source))
+    monkeypatch.setitem(ladder.VARIANTS, rung, replace(VARIANTS[rung], source=source))
     inputs = normal((1, 1, 40, 24), (1, 1, 150, 24))
     tiles = Tiles(64, 32, 4, 2) if VARIANTS[rung].family in ("tensor_core", "int8") else None
     with pytest.raises(KernelFault):
@@ -292,16 +297,17 @@ def test_9_streams_and_devices() -> None:
     That it is the right one tests/gpu/test_streams.py and test_bug_classes.py say; arrays of two
     devices are refused.
     """
-    folder = Path(api.__file__).parent
+    folder = Path(api.__file__).parents[1]
     texts = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.py")}
-    assert [name for name, text in texts.items() if "launchKernel(" in text] == ["executor.py"]
-    launching = texts["executor.py"].split("def launch_all(")[1].split("\ndef ")[0]
+    launchers = [name for name, text in texts.items() if "launchKernel(" in text]
+    assert launchers == ["runtime/launches.py"]
+    launching = texts["runtime/ready.py"].split("def launch_all(")[1].split("\ndef ")[0]
     assert "cupy.cuda.get_current_stream()" in launching
 
     q, k, v = normal((1, 1, 2, 4), (1, 1, 3, 4))
     places = {id(q): 0, id(k): 1, id(v): 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrays, "device_of", lambda array: places[id(array)])
+        patch.setattr(interchange, "device_of", lambda array: places[id(array)])
         with pytest.raises(ValueError, match="must lie on one device, got q on 0, k on 1, v on 0"):
             attention(q, k, v)
         places[id(k)] = 0

@@ -19,12 +19,12 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
+from cupyattn.arrays.kinds import as_float64
 from cupyattn.checkpoints import analyze, convert, dequantize, open_checkpoint
 from cupyattn.quant import weight_error
-from cupyattn.rounding import as_float64
 from tests.checkpoint_files import BF16, SMALL, content, model, source, tensors, write
 
-conversion = sys.modules["cupyattn.checkpoints.convert"]
+conversion = sys.modules["cupyattn.checkpoints.conversion"]
 writer = sys.modules["cupyattn.checkpoints.writer"]
 
 

@@ -14,7 +14,7 @@ from cupyattn import Int8Config, cli
 from cupyattn.checkpoints import convert, dequantize, layout
 from tests.checkpoint_files import BF16, SMALL, model, source, tensors, write
 
-conversion = sys.modules["cupyattn.checkpoints.convert"]
+conversion = sys.modules["cupyattn.checkpoints.conversion"]
 
 
 def codes(folder: Path, config: Any, **arrays: Any) -> Path:

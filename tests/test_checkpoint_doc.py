@@ -18,7 +18,7 @@ from tests.checkpoint_files import source
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "CHECKPOINTS.md").read_text(encoding="utf-8")
-MODULES = ["quant.blocks", "quant.weights"] + [
+MODULES = ["quant.blocks", "ops.weights"] + [
     f"checkpoints.{path.stem}" for path in (ROOT / "cupyattn" / "checkpoints").glob("[a-z]*.py")
 ]
 

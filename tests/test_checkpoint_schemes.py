@@ -16,7 +16,7 @@ from cupyattn.checkpoints import dequantize, open_checkpoint
 from cupyattn.errors import UnsupportedError
 from tests.checkpoint_files import BF16, tensors, write
 
-conversion = sys.modules["cupyattn.checkpoints.convert"]
+conversion = sys.modules["cupyattn.checkpoints.conversion"]
 Array = npt.NDArray[Any]
 STRATEGIES = ("tensor", "channel", "group", "block")
 

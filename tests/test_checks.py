@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import checks
+from cupyattn.arrays import memory as arrays_memory
 from cupyattn.errors import UnsupportedError
+from cupyattn.kernels import limits
+from cupyattn.problem import checks
 
 
 def arrays(
@@ -82,7 +84,7 @@ def test_shapes_that_do_not_fit(
 ) -> None:
     v = k if v is None else v
     with pytest.raises(error, match=sentence) as caught:
-        checks.check_shapes(q, k, v)
+        limits.check_shapes(q, k, v)
     assert f"got q.shape={q} k.shape={k} v.shape={v}" in str(caught.value)
 
 
@@ -90,7 +92,7 @@ def test_shapes_that_do_not_fit(
     ("q", "k"), [((0, 4, 5, 8), (0, 2, 7, 8)), ((2, 0, 5, 8), (2, 0, 7, 8)), ((1, 1, 0, 1),) * 2]
 )
 def test_empty_shapes_fit(q: tuple[int, ...], k: tuple[int, ...]) -> None:
-    assert checks.check_shapes(q, k, k) == (q[0], q[1], k[1], q[2], k[2], q[3])
+    assert limits.check_shapes(q, k, k) == (q[0], q[1], k[1], q[2], k[2], q[3])
 
 
 @pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf")])
@@ -160,14 +162,14 @@ def any_view(draw: st.DrawFn) -> np.ndarray:
 
 @given(array=any_view())
 def test_byte_range_is_the_hull_of_the_elements(array: np.ndarray) -> None:
-    low, high = checks.byte_range(array)
+    low, high = arrays_memory.byte_range(array)
     if array.size == 0:
         assert low == high
         return
     single = (array[tuple(slice(i, i + 1) for i in index)] for index in np.ndindex(array.shape))
-    addresses = [checks.data_address(element) for element in single]
+    addresses = [arrays_memory.data_address(element) for element in single]
     assert (low, high) == (min(addresses), max(addresses) + array.itemsize)
 
 
 def test_address_of_a_device_array_is_its_pointer() -> None:
-    assert checks.data_address(SimpleNamespace(data=SimpleNamespace(ptr=4096))) == 4096
+    assert arrays_memory.data_address(SimpleNamespace(data=SimpleNamespace(ptr=4096))) == 4096

@@ -14,12 +14,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyattn import cli, device, measure, reference, registry
-from cupyattn import compile as kc
-from cupyattn.block_mask import BlockMask
+from cupyattn import cli
 from cupyattn.cli import cache, inputs, plot, profile, verify
-from cupyattn.measure import Judgement
-from cupyattn.testing import Report
+from cupyattn.compiler import modules as kc
+from cupyattn.kernels import ladder as registry
+from cupyattn.measure import device
+from cupyattn.measure import rungs as measure
+from cupyattn.measure.rungs import Judgement
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.reference import exact
+from cupyattn.reference import mirror as reference_mirror
+from cupyattn.testing.verdict import Report
 
 SMALL = ["--heads", "2", "--len", "40", "--head-dim", "24"]
 no_device = pytest.mark.skipif(not device.device_missing(), reason="there is a device")
@@ -85,7 +90,7 @@ def test_ladder_writes_json_that_says_what_it_printed(
 def test_ladder_fails_where_a_rung_misses_its_bound(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mirror = reference.attention_mirror
+    mirror = reference_mirror.attention_mirror
 
     def broken(*args: Any, variant: str, **options: Any) -> Any:
         o, lse = mirror(*args, variant=variant, **options)
@@ -94,7 +99,7 @@ def test_ladder_fails_where_a_rung_misses_its_bound(
             o[0, 1, 7, 3] += 0.01
         return o, lse
 
-    monkeypatch.setattr(reference, "attention_mirror", broken)
+    monkeypatch.setattr(reference_mirror, "attention_mirror", broken)
     assert status("ladder", *SMALL) == 1
     printed = capsys.readouterr().out
     assert "FAILED" in printed
@@ -307,7 +312,7 @@ def test_verify_computes_a_reference_once(own_cache: Path, monkeypatch: pytest.M
     arguments = ["verify", "fa", "--distribution", "normal", "--dtype", "float16"]
     assert status(*arguments) == 0
     assert verify.reference_info()[0] == len(verify.SHAPES)
-    monkeypatch.setattr(reference, "attention_exact", None)  # would raise if it were called
+    monkeypatch.setattr(exact, "attention_exact", None)  # would raise if it were called
     assert status(*arguments) == 0
 
 
@@ -337,7 +342,7 @@ def test_references_differ_by_values_options_and_rows(own_cache: Path) -> None:
     )  # fmt: skip
     for q, options in ((y, {}), *((x, one) for one in options_of)):
         o, lse = verify.cached_exact(q, x, x, **options)
-        want_o, want_lse = reference.attention_exact(q, x, x, return_lse=True, **options)
+        want_o, want_lse = exact.attention_exact(q, x, x, return_lse=True, **options)
         np.testing.assert_array_equal(o, want_o)
         np.testing.assert_array_equal(lse, want_lse)
     assert verify.reference_info()[0] == 1 + len(options_of)
@@ -467,7 +472,7 @@ def test_version() -> None:
 def test_reports_become_judgements(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log-sum-exp that misses its bound is a miss of J2."""
     x = np.ones((1, 1, 4, 8), np.float16)
-    o, lse = reference.attention_mirror(x, x, x, variant="fa", return_lse=True)
+    o, lse = reference_mirror.attention_mirror(x, x, x, variant="fa", return_lse=True)
     assert measure.judge(o, x, x, x, variant="fa", lse=lse).ok
     judged = measure.judge(o, x, x, x, variant="fa", lse=lse + np.float32(0.01))
     assert judged.j2 > 1 and not judged.ok

@@ -8,10 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupyattn import cli, device, measure, registry
-from cupyattn import compile as kc
+from cupyattn import cli
 from cupyattn.cli import verify
-from cupyattn.measure import Judgement
+from cupyattn.compiler import modules as kc
+from cupyattn.compiler import target
+from cupyattn.kernels import ladder
+from cupyattn.measure import device
+from cupyattn.measure import rungs as measure
+from cupyattn.measure.rungs import Judgement
 from tests.fault_patches import FAULTS
 
 SMALL = ["--len", "40", "--head-dim", "16"]
@@ -28,7 +32,7 @@ def plant(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kc, "KERNELS", fault.plant(folder))
 
 
-@pytest.mark.parametrize("variant", registry.VARIANTS)
+@pytest.mark.parametrize("variant", ladder.VARIANTS)
 def test_a_rung_is_run_judged_and_counted(
     variant: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -50,7 +54,7 @@ def test_a_rung_is_run_judged_and_counted(
         assert entries == {"quantize", "attn_fa_int8"}
 
 
-@pytest.mark.skipif("sm_90a" not in kc.supported_architectures(), reason="NVRTC is too old")
+@pytest.mark.skipif("sm_90a" not in target.supported_architectures(), reason="NVRTC is too old")
 def test_the_hopper_form_runs_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert status("interpret", "fa_tc", *SMALL, "--arch", "sm_90a") == 0
     printed = capsys.readouterr().out
@@ -156,7 +160,7 @@ def test_the_ladder_interprets_every_rung(
     (table,) = json.loads(file.read_text())["ladders"]
     assert table["interpreted"] and table["backend"] == "mirror"
     counts = {r["variant"]: r["interpreted"] for r in table["rungs"]}
-    assert list(counts) == list(registry.VARIANTS)
+    assert list(counts) == list(ladder.VARIANTS)
     for found in counts.values():
         assert 0 < found["judgement"]["j2"] <= 1
         assert found["global_bytes"] >= 3 * 40 * 16 * 2 and found["shared_bytes"] > 0

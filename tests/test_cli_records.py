@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cupyattn import cli, records, timing
+from cupyattn import cli
+from cupyattn.measure import records, timing
 
 SMALL = ["--heads", "1", "--len", "40", "--head-dim", "24"]
 

@@ -15,11 +15,11 @@ from typing import ClassVar
 
 import pytest
 
-from cupyattn import compile as kc
-from cupyattn import nvrtc
+from cupyattn.compiler import architectures, nvrtc, target
+from cupyattn.compiler import modules as kc
+from cupyattn.compiler.includes import headers_reached
+from cupyattn.compiler.ptxas import parse_resources, parse_smem_bytes
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
-from cupyattn.includes import headers_reached
-from cupyattn.ptxas import parse_resources, parse_smem_bytes
 
 SOURCES = Path(__file__).parent / "kernels"
 ADD = kc.ModuleSpec(SOURCES / "compile_add.cu", (("CFG_COUNT", 64),))
@@ -42,9 +42,9 @@ def compiled() -> int:
 # ---- what comes out ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", kc.ARCHITECTURES)
+@pytest.mark.parametrize("arch", architectures.ARCHITECTURES)
 def test_every_architecture_gives_ptx_and_a_whole_cubin(arch: str) -> None:
-    if arch not in kc.supported_architectures():
+    if arch not in target.supported_architectures():
         version = ".".join(map(str, nvrtc.load().version))
         pytest.skip(f"NVRTC {version} does not know {arch}")
     binary = kc.build(ADD, arch)
@@ -356,14 +356,14 @@ def test_an_architecture_that_this_nvrtc_does_not_know(monkeypatch: pytest.Monke
 
 def test_an_architecture_that_a_newer_nvrtc_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="got 'sm_130'"):
-        kc.capability_of("sm_130")
+        architectures.capability_of("sm_130")
     monkeypatch.setitem(nvrtc.load().__dict__, "capabilities", (80, 86, 90, 130))
-    assert kc.capability_of("sm_130") == 130
+    assert architectures.capability_of("sm_130") == 130
 
 
 def test_an_older_nvrtc_only_lists_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(nvrtc.load().__dict__, "capabilities", (70, 80, 86, 90))
-    assert kc.supported_architectures() == ("sm_80", "sm_86", "sm_90", "sm_90a")
+    assert target.supported_architectures() == ("sm_80", "sm_86", "sm_90", "sm_90a")
 
 
 def test_a_given_nvrtc_that_is_none_is_named(

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupyattn import compile as kc
-from cupyattn.checks import GROUP_ALL
-from cupyattn.compile import KERNELS, ModuleSpec
-from cupyattn.contracts import check_tiles
+from cupyattn.compiler import modules as kc
+from cupyattn.compiler.contracts import check_tiles
+from cupyattn.compiler.modules import KERNELS, ModuleSpec
 from cupyattn.errors import KernelCompileError
-from cupyattn.features import Features
-from cupyattn.quant.gemm_plan import GemmFeatures
-from cupyattn.quant.plan import STEPS
-from cupyattn.tiles import GemmTiles, Tiles
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.limits import GROUP_ALL
+from cupyattn.kernels.tiles import GemmTiles, Tiles
+from cupyattn.plans.gemm import GemmFeatures
+from cupyattn.plans.quantize import STEPS
 
 #: A kernel's defines that hold every contract, by source.
 GOOD: dict[str, Tiles | GemmTiles] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn import registry
+from cupyattn.kernels import ladder
 from tests.test_packaging import configuration
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ def test_four_lines_add_a_rung(
     (tmp_path / "kernels_cu").symlink_to(ROOT / "kernels_cu")
     subprocess.run(["sh", "-ec", copy], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "VARIANTS", dict(registry.VARIANTS))
+    monkeypatch.setattr(ladder, "VARIANTS", dict(ladder.VARIANTS))
     exec(code, {})
     printed = capsys.readouterr().out
     row = r"^mine +(interpreter +)?0\.\d+ .*the one idea"

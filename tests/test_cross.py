@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, registry
-from cupyattn.forms import QUANTIZED
-from cupyattn.preparation import EPS, Preparation
-from cupyattn.preparation import OPTIONS as PREPARATION
-from cupyattn.quant.operands import quantize_mirror, scale_tiles
+from cupyattn import attention
+from cupyattn.kernels import ladder
+from cupyattn.ops.call_operands import QUANTIZED
+from cupyattn.plans.quantize import scale_tiles
+from cupyattn.problem.row_preparation import EPS, Preparation
+from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
+from cupyattn.reference.quantize import quantize_mirror
 from tests.cross_cases import (
     AXES,
     CELLS,
@@ -106,7 +108,7 @@ def check_operands(one: Run) -> None:
     sizes = q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]
     given = {"rope_interleaved": False, "rope_offset_q": 0, "qk_norm_eps": EPS, **one.options}
     how = Preparation.of({name: given.get(name) for name in PREPARATION}, sizes)
-    tiles = scale_tiles(registry.lookup("fa_int8"), q.shape[3], got.config, None)
+    tiles = scale_tiles(ladder.lookup("fa_int8"), q.shape[3], got.config, None)
     want = quantize_mirror(
         q, k, v, got.config, tiles, k_mean=got.k_mean, v_mean=got.v_mean, preparation=how
     )

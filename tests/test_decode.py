@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import timing
+from cupyattn.measure import timing
 from experiments import decode
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cupyattn.measure import format_seconds
+from cupyattn.measure.words import format_seconds
 from experiments import diffusers_blocks as experiment
 from experiments.diffusers_blocks import DEFAULT, MODELS, NATIVE, QUICK_MODELS, WAYS
 from experiments.others import format_comparison

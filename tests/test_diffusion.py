@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyattn as ca
-from cupyattn.api import plans
 from cupyattn.diffusion import MODES, guided
 from cupyattn.diffusion.guidance import split_branches, stack_queries
 from cupyattn.distributions import make
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.explain import plans
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
-from cupyattn.request import Options, resolve
-from cupyattn.tiles import Tiles
 from tests.diffusion_cases import (
     HEAD_DIM,
     HEADS,
@@ -331,7 +333,7 @@ def test_block_sizes_reach_the_tiles() -> None:
     q, k, v = example()
     attend = layer(block_q=64, block_k=32)
     for mode, variant in (("balanced", "fa_int8"), ("precision", "fa_tc")):
-        own = ca.registry.lookup(variant).default_tiles(HEAD_DIM, "portable")
+        own = lookup(variant).default_tiles(HEAD_DIM, "portable")
         tiles = Tiles(64, 32, own.num_warps, own.num_stages)
         given = {"variant": variant, "tiles": tiles}
         assert_same(attend(q, k, v, STEP_OF[mode]), ca.attention(q, k, v, **given))

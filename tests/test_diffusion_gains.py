@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import device
 from cupyattn.diffusion import pruning
+from cupyattn.measure import device
 from experiments import diffusion_gains, recording
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyattn as ca
-from cupyattn.api import kernel_form
 from cupyattn.diffusion import MODES, VideoMask, block_order, key_importance, top_cdf
 from cupyattn.diffusion import pruning as prune
 from cupyattn.diffusion.video import block_probabilities, window_3d
+from cupyattn.ops.explain import kernel_form
 from tests import runs
 from tests.diffusion_cases import (
     HEAD_DIM,

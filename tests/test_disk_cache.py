@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import compile as kc
-from cupyattn import disk_cache, files, reference
+from cupyattn import files
 from cupyattn.cli import main, verify
+from cupyattn.compiler import disk_cache
+from cupyattn.compiler import modules as kc
+from cupyattn.reference import exact
 
 ADD = kc.ModuleSpec(Path(__file__).parent / "kernels" / "compile_add.cu", (("CFG_COUNT", 64),))
 #: A user that is neither this one nor root.
@@ -196,7 +198,7 @@ def test_what_is_no_file_is_not_opened(
 @pytest.mark.parametrize("kind", KINDS)
 def test_nor_is_a_reference(cold_cache: Path, kind: str) -> None:
     q = np.random.default_rng(0).standard_normal((1, 1, 4, 8)).astype(np.float16)
-    expected = reference.attention_exact(q, q, q)
+    expected = exact.attention_exact(q, q, q)
     verify.cached_exact(q, q, q)
     (path,) = (cold_cache / "reference").glob("*.npz")
     path.unlink()

@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn import cli, distributed
-from cupyattn.checks import AttentionCall
 from cupyattn.cli.plan import shapes_alone
 from cupyattn.distributed import Mesh, Partition
 from cupyattn.distributed.choice import choose_mesh
 from cupyattn.distributed.model import H200, Machine, fastest, meshes, predict, rate
+from cupyattn.problem.call import AttentionSpec
 from experiments.recording import stored
 from tests.distributed_cases import asked_for
 from tests.runs import normal
 
 #: B 1, 32 heads of 8 key heads, 131,072 rows of 128 channels in 16 bits.
-CALL = AttentionCall(1, 32, 8, 131072, 131072, 128, "float16", 0.1)
+CALL = AttentionSpec(1, 32, 8, 131072, 131072, 128, "float16", 0.1)
 #: Rates that are easy to divide by.
 ROUND = Machine(
     "round numbers", 4, 1e9, 1e8, 1e9, 0.0, 10**12, {"fa_tc": 1e12, "fa_int8": 1e12}, 1.0
@@ -122,7 +122,7 @@ def test_auto_exchanges_heads_within_a_host_and_passes_keys_between() -> None:
 @pytest.mark.parametrize("heads_kv", [8, 2, 1])
 def test_ranks_send_what_the_model_says(mesh: Mesh, heads_kv: int) -> None:
     """The first rank sends most."""
-    call = AttentionCall(2, 8, heads_kv, 64, 128, 16, "float16", 0.25)
+    call = AttentionSpec(2, 8, heads_kv, 64, 128, 16, "float16", 0.25)
     q, k = normal((2, 8, 64, 16), (2, heads_kv, 128, 16))[:2]
     rows, keys = Partition.contiguous(64, mesh.size), Partition.contiguous(128, mesh.size)
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn.checks import check_limits
 from cupyattn.distributed.blocks import Span, blocks
 from cupyattn.distributed.mesh import Mesh, shares_of_heads
 from cupyattn.distributed.partition import Partition, places
+from cupyattn.problem.checks import check_limits
 from tests.distributed_cases import partitions
 
 SIZES = st.integers(1, 8)

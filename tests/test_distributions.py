@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from cupyattn import distributions
+from cupyattn.arrays.kinds import FINITE_MAX, STORAGE, as_float64
 from cupyattn.distributions import NAMES, make
-from cupyattn.reference import attention_exact, score_blocks, softmax_exact
-from cupyattn.rounding import FINITE_MAX, STORAGE, as_float64
+from cupyattn.reference.exact import attention_exact, score_blocks, softmax_exact
 
 
 def probabilities(name: str, head_dim: int = 64) -> tuple[Any, Any]:

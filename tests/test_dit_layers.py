@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cupyattn.gradients import backward_exact
-from cupyattn.reference import attention_exact
+from cupyattn.reference.exact import attention_exact
 from experiments.dit import data, layers, model
 from experiments.dit.attention import ByTimestep, Kernels
 from experiments.dit.parameters import Parameters

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import compile as compiler
-from cupyattn import device
+from cupyattn.compiler import modules as compiler
+from cupyattn.measure import device
 from experiments import (
     book_plots,
     first_call,

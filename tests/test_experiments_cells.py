@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import device, timing
+from cupyattn.measure import device, timing
 from experiments import recording
 from experiments.cells import Cell, Problem, judge_cell, rung, time_cells
 

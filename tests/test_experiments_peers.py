@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import measure
+from cupyattn.measure import rungs
 from experiments import backward, diffusion_shapes, others, peers, plots, recording
 from experiments.cells import Problem, judge_cell
 
@@ -195,9 +195,9 @@ def test_every_diffusion_shape_is_drawn_as_it_is_and_judged_in_part() -> None:
         call = problem.call
         sizes = call.batch, call.heads, call.len_q, call.len_kv, call.head_dim
         assert sizes == shape[1:] and not problem.causal and call.dtype == "float16"
-        rows = measure.judged_rows(call)
+        rows = rungs.judged_rows(call)
         assert {0, call.len_q - 1} <= set(rows.tolist()) and rows.size >= 40
-        assert call.batch * call.heads * rows.size * call.len_kv < 1.1 * measure.SAMPLED_SCORES
+        assert call.batch * call.heads * rows.size * call.len_kv < 1.1 * rungs.SAMPLED_SCORES
 
 
 @pytest.mark.parametrize("problem", [Problem(3, 2, 40, 16, length_kv=24), Problem(3, 2, 40, 16)])

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from cupyattn import compile as kc
-from cupyattn import launch
-from cupyattn.checks import GROUP_ALL
-from cupyattn.features import Features
+from cupyattn.compiler import modules as kc
 from cupyattn.interpret.findings import KINDS
-from cupyattn.registry import VARIANTS
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.kernels.limits import GROUP_ALL
+from cupyattn.plans import assemble
 from tests.fault_patches import FAULTS, FORMS, Fault, Hunk
 
 #: What a mistake may show in: features are compiled in or not at all.
@@ -46,7 +46,7 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
     tiles = rung.tiles_for(  # of the split form those of several warps to a slice
         64, form=form or "portable", block_mask=features.block_mask, rows=64
     )
-    spec = launch.module_spec(rung, features, tiles, form or "portable")
+    spec = assemble.module_spec(rung, features, tiles, form or "portable")
     sources = [spec.source, "split/merge_splits.cu"] if form == "split" else [spec.source]
     arch = "sm_90a" if form == "sm90" else "sm_80"
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.request import Options, resolve
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from experiments import feature_costs, merging, recording
 from experiments.cells import Problem
 
@@ -132,7 +133,7 @@ def test_quantising_for_the_judge_compiles_nothing_more(
         run.extend(launch.module for launch in plan.launches)
         raise InterruptedError
 
-    monkeypatch.setattr("cupyattn.quant.operands.run", stop)
+    monkeypatch.setattr("cupyattn.ops.quantize.run", stop)
     given = feature_costs.quantising(options[feature])
     with pytest.raises(InterruptedError):
         quantize(*inputs, **given)

@@ -14,16 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import attention, explain, launch, plan, plans, quantize, registry, unfused
-from cupyattn.checks import check_limits
+from cupyattn import attention, explain, plan, quantize, unfused
+from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.distributions import make
-from cupyattn.numerics import TANHF_ERROR, numerics
+from cupyattn.kernels import ladder
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.kernels.numerics import TANHF_ERROR, numerics
+from cupyattn.plans import attention as plans_attention
+from cupyattn.plans import records
+from cupyattn.problem.checks import check_limits
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
-from cupyattn.reference import attention_exact, attention_mirror
-from cupyattn.registry import VARIANTS
-from cupyattn.request import Options, resolve
-from cupyattn.rounding import STORAGE, as_float64
-from cupyattn.testing import judge
+from cupyattn.reference.exact import attention_exact
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.testing.verdict import judge
 from tests import runs
 from tests.feature_cases import CELLS, admitted, options_of
 from tests.runs import Run, assert_same, bits
@@ -338,9 +343,9 @@ def test_mask_and_bias_are_taken_as_they_lie() -> None:
     request = resolve(q, k, v, Options(mask=mask, bias=bias))
     assert request.mask.shape == request.bias.shape == SHAPE
     assert np.shares_memory(request.mask, mask) and np.shares_memory(request.bias, bias)
-    values = launch.plan_attention(
-        request.variant, request.call, *(plans.Operand.of(x) for x in (q, k, v, q)),
-        mask=plans.Operand.of(request.mask), bias=plans.Operand.of(request.bias),
+    values = plans_attention.plan_attention(
+        request.variant, request.call, *(records.Operand.of(x) for x in (q, k, v, q)),
+        mask=records.Operand.of(request.mask), bias=records.Operand.of(request.bias),
     ).launches[0].params[0][1]  # fmt: skip
     assert values["mask_stride"] == (0, 0, 166, 2)
     assert values["bias_stride"] == (0, 45 * 83, 1, 45)
@@ -464,12 +469,14 @@ def test_the_steps_of_the_unfused_rung_take_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_features_are_compiled_in_only_where_they_are_asked_for() -> None:
-    q, k, v = (plans.Operand.of(x) for x in arrays())
+    q, k, v = (records.Operand.of(x) for x in arrays())
 
     def defines(**options: Any) -> dict[str, int]:
         request = resolve(*arrays(), Options(**options))
-        added = {n: plans.Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
-        made = launch.plan_attention(registry.lookup("fa"), request.call, q, k, v, q, **added)
+        added = {n: records.Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
+        made = plans_attention.plan_attention(
+            ladder.lookup("fa"), request.call, q, k, v, q, **added
+        )
         return {n: x for n, x in made.launches[0].module.defines if n in FEATURE_MACROS and x}
 
     assert defines() == {}

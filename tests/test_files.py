@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupyattn import disk_cache, quantize
+from cupyattn import quantize
 from cupyattn.cli import output
+from cupyattn.compiler import disk_cache
 from cupyattn.diffusion import storage
 from cupyattn.files import replacing
 

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, attention_varlen, explain, plan, quantize
-from cupyattn import compile as kc
-from cupyattn.block_mask import BlockMask
+from cupyattn.compiler import modules as kc
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.stages import stages
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
+from cupyattn.problem.rope import Rope
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.config import GRANULARITIES
-from cupyattn.registry import lookup
-from cupyattn.request import Options, resolve
-from cupyattn.rope import Rope
-from cupyattn.stages import stages
-from cupyattn.tiles import Tiles
 from tests.runs import bits, embedded, normal, packed, rope_tables, run
 from tests.test_kernels_compile import LATE
 

@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyattn as ca
-from cupyattn import compile as kc
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.compiler import architectures, target
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.plans import Operand
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans.gemm import GEMM_PARAMS, PORTABLE_TILES, choose_tiles, plan_gemm
+from cupyattn.plans.records import Operand
+from cupyattn.quant.activation import ACTIVATION_SLOPE, ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
-from cupyattn.quant.gemm_plan import GEMM_PARAMS, PORTABLE_TILES, choose_tiles, plan_gemm
-from cupyattn.quant.gemm_reference import ACTIVATION_SLOPE, ACTIVATIONS, activate
-from cupyattn.rounding import STORAGE, as_float64
-from cupyattn.tiles import GemmTiles
+from cupyattn.reference.gemm import activate
 from tests.fault_patches import put_a_line_in_place
 from tests.gemm_cases import REGIMES, Product, product
 from tests.structs import check_struct
@@ -219,12 +221,12 @@ def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # t
             marks=[] if (tiles, arch) == (PORTABLE_TILES[0], "sm_80") else [pytest.mark.slow],
         )
         for tiles in PORTABLE_TILES
-        for arch in kc.ARCHITECTURES
+        for arch in architectures.ARCHITECTURES
         if arch in ("sm_80", "sm_90") or tiles is PORTABLE_TILES[0]
     ],
 )  # fmt: skip
 def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
-    if arch not in kc.supported_architectures():
+    if arch not in target.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
     for options in ({"bias": "bfloat16", "activation": "gelu"}, {"outliers": True}):
         (one,) = planned(4096, 4096, 4096, tiles=tiles, **options).launches

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.quant.gemm_plan import HOPPER_TILES, PORTABLE_TILES, choose_tiles, on_hopper
-from cupyattn.quant.gemm_reference import ACTIVATIONS, MOST_SPLITS
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import GemmTiles
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans.gemm import HOPPER_TILES, PORTABLE_TILES, choose_tiles, on_hopper
+from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from tests.fault_patches import put_a_line_in_place
 from tests.gemm_cases import REGIMES, Product, product
 from tests.test_gemm import planned

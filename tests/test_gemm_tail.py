@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from cupyattn import interpret
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import HOPPER_BLOCKS
-from cupyattn.quant.gemm_plan import HOPPER_TILES, choose_tiles, tiles_alone, where_shared
-from cupyattn.tiles import GemmTiles
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans.assemble import HOPPER_BLOCKS
+from cupyattn.plans.gemm import HOPPER_TILES, choose_tiles, tiles_alone, where_shared
 from tests.fault_patches import put_a_line_in_place
 from tests.gemm_cases import product
 from tests.test_gemm import planned

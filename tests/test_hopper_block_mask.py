@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, quantize
+from cupyattn import BlockMask, QuantConfig, Tiles, attention, quantize
 from cupyattn.interpret import KernelFault
-from cupyattn.plans import Plan
-from cupyattn.reference import attention_mirror
-from cupyattn.request import Options, resolve
+from cupyattn.ops import explain
+from cupyattn.plans.records import Plan
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
+from cupyattn.reference.mirror import attention_mirror
 from tests import hopper_pv8_cases as cases
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
@@ -52,7 +54,7 @@ def without_means(rung: str) -> dict[str, Any]:
 
 def planned(block_mask: BlockMask, head_dim: int = 64, **options: Any) -> Plan:
     asked = Options(block_mask=block_mask, arch="sm_90a", **{"variant": "fa_tc", **options})
-    return api.plans(resolve(*arrays(head_dim), asked))[-1]
+    return explain.plans(resolve(*arrays(head_dim), asked))[-1]
 
 
 # ---- what the kernel makes of it -----------------------------------------------------------------

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import QuantizedQKV, Tiles, attention, explain, numerics, testing
+from cupyattn import QuantizedQKV, Tiles, attention, explain
 from cupyattn.interpret import KernelFault
+from cupyattn.kernels import numerics
+from cupyattn.kernels.ladder import lookup
+from cupyattn.plans.codes import HOPPER_VALUE_KEYS
 from cupyattn.quant import QuantConfig, quantize
-from cupyattn.reference import attention_exact, attention_mirror
-from cupyattn.registry import lookup
-from cupyattn.value_codes import HOPPER_VALUE_KEYS
+from cupyattn.reference.exact import attention_exact
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.testing import strategies, verdict
 from tests import hopper_pv8_cases as cases
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import bits, normal
@@ -53,12 +56,12 @@ def test_a_tile_has_the_keys_that_share_a_scale() -> None:
         assert z.group_v == tiles.block_kv and z.v_scale.shape == (1, 1, 3, head_dim)
 
 
-@pytest.mark.parametrize("regime", testing.REGIMES)
+@pytest.mark.parametrize("regime", strategies.REGIMES)
 def test_kinds_of_values(regime: str) -> None:
-    inputs = testing.make_regime(regime, (1, 1, 17, 32), (1, 1, 400, 32), "float16", seed=1)
+    inputs = strategies.make_regime(regime, (1, 1, 17, 32), (1, 1, 400, 32), "float16", seed=1)
     z = for_hopper(*inputs)
     o, lse = attention_mirror(z, return_lse=True, **FORM)
-    report = testing.judge(o, *inputs, lse=lse, quantized=z, **FORM)
+    report = verdict.judge(o, *inputs, lse=lse, quantized=z, **FORM)
     assert report.passed, str(report)
     assert np.isfinite(o.astype(np.float32)).all()
 

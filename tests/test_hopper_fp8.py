@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupyattn import attention, explain, numerics, testing
+from cupyattn import attention, explain
 from cupyattn.interpret import tensor_core, warpgroup
+from cupyattn.kernels import numerics
 from cupyattn.quant import QuantConfig, quantize
-from cupyattn.reference import attention_mirror
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.testing import strategies, verdict
 from tests import hopper_pv8_cases as cases
 from tests.runs import normal
 
@@ -35,12 +37,12 @@ def test_it_rounds_as_the_portable_form_does_with_one_scale_for_a_channel() -> N
     assert numerics.numerics("int8", "sm90_fp8", "float16") == hopper
 
 
-@pytest.mark.parametrize("regime", testing.REGIMES)
+@pytest.mark.parametrize("regime", strategies.REGIMES)
 def test_kinds_of_values(regime: str) -> None:
-    inputs = testing.make_regime(regime, (1, 1, 17, 32), (1, 1, 400, 32), "float16", seed=1)
+    inputs = strategies.make_regime(regime, (1, 1, 17, 32), (1, 1, 400, 32), "float16", seed=1)
     z = quantize(*inputs, quant=CHANNEL, backend="mirror")
     o, lse = attention_mirror(z, return_lse=True, **FORM)
-    report = testing.judge(o, *inputs, lse=lse, quantized=z, **FORM)
+    report = verdict.judge(o, *inputs, lse=lse, quantized=z, **FORM)
     assert report.passed, str(report)
     assert np.isfinite(o.astype(np.float32)).all()
 
@@ -49,7 +51,7 @@ def test_the_error_is_a_fortieth_of_the_output() -> None:
     q, k, v = normal((1, 2, 64, 64), (1, 2, 256, 64))
     z = quantize(q, k, v, quant=CHANNEL, backend="mirror")
     o, lse = attention_mirror(z, return_lse=True, **FORM)
-    report = testing.judge(o, q, k, v, lse=lse, quantized=z, **FORM)
+    report = verdict.judge(o, q, k, v, lse=lse, quantized=z, **FORM)
     assert report.passed and 0.02 < report.ratio < 1 and report.relative_l2 < 1 / 40
 
 

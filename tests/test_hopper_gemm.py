@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.launch import HOPPER_BLOCKS
-from cupyattn.plans import Operand, TensorMap
-from cupyattn.quant import gemm_plan
-from cupyattn.quant.gemm_plan import HOPPER_TILES, plan_gemm
-from cupyattn.tiles import GemmTiles
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans import gemm
+from cupyattn.plans.assemble import HOPPER_BLOCKS
+from cupyattn.plans.gemm import HOPPER_TILES, plan_gemm
+from cupyattn.plans.records import Operand, TensorMap
 from tests.fault_patches import put_a_line_in_place
 from tests.gemm_cases import Product, product
 from tests.test_gemm import planned
@@ -48,7 +48,7 @@ def test_a_block_takes_one_tile_after_the_other(monkeypatch) -> None:
 
     Outliers, too, are steps of the ring.
     """
-    monkeypatch.setattr(gemm_plan, "HOPPER_BLOCKS", 1)
+    monkeypatch.setattr(gemm, "HOPPER_BLOCKS", 1)
     plan_gemm.cache_clear()
     try:
         p = product(4, (70, 190, 160), outliers=72, activation="silu")

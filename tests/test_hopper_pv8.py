@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, explain, testing
-from cupyattn.numerics import Shifts
+from cupyattn import attention, explain
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.numerics import Shifts
 from cupyattn.quant import QuantConfig, quantize
-from cupyattn.reference import attention_mirror
-from cupyattn.registry import lookup
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.testing import strategies, verdict
 from tests import hopper_pv8_cases as cases
 from tests import pv8_cases
 from tests.fault_patches import put_a_line_in_place
@@ -55,7 +56,7 @@ def test_sums_of_many_keys_stay_in_their_range() -> None:
     limit = 2.0**BY.sum_bits + 2.0**BY.code_bits * lookup("fa_int8").hopper_pv8_tiles[64].block_kv
     assert 2.0**BY.sum_bits / 4 < max(step.l.max() for step in steps) <= limit
     assert steps[-1].m.max() > steps[0].m.max() and BY.guards(2048) and not BY.guards(2047)
-    report = testing.judge(o, q * 0, k, v + 2, lse=lse, quantized=z, **FORM)
+    report = verdict.judge(o, q * 0, k, v + 2, lse=lse, quantized=z, **FORM)
     assert report.passed, str(report)
 
 
@@ -75,12 +76,12 @@ def test_steps_are_wide_where_lengths_fill_them() -> None:
     assert z.k_scale.shape[-1] == -(-600 // narrow.block_kv)
 
 
-@pytest.mark.parametrize("regime", testing.REGIMES)
+@pytest.mark.parametrize("regime", strategies.REGIMES)
 def test_kinds_of_values(regime: str) -> None:
-    inputs = testing.make_regime(regime, (1, 1, 17, 32), (1, 1, 400, 32), "float16", seed=1)
+    inputs = strategies.make_regime(regime, (1, 1, 17, 32), (1, 1, 400, 32), "float16", seed=1)
     z = quantize(*inputs, quant=CHANNEL, backend="mirror")
     o, lse = on_mirror(z)
-    report = testing.judge(o, *inputs, lse=lse, quantized=z, **FORM)
+    report = verdict.judge(o, *inputs, lse=lse, quantized=z, **FORM)
     assert report.passed, str(report)
     assert np.isfinite(o.astype(np.float32)).all()
 
@@ -89,7 +90,7 @@ def test_the_bound_is_a_third_of_the_output_and_the_error_a_seventieth() -> None
     q, k, v = normal((1, 2, 64, 64), (1, 2, 256, 64))
     z = quantize(q, k, v, quant=CHANNEL, backend="mirror")
     o, lse = on_mirror(z)
-    report = testing.judge(o, q, k, v, lse=lse, quantized=z, **FORM)
+    report = verdict.judge(o, q, k, v, lse=lse, quantized=z, **FORM)
     assert 0.05 < report.ratio < 1 and report.tightness < 1 / 3 and report.relative_l2 < 1 / 70
 
 

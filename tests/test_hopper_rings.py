@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from cupyattn import api
-from cupyattn import compile as compiler
+from cupyattn.compiler import modules as compiler
 from cupyattn.interpret.findings import KINDS
-from cupyattn.quant import gemm_plan
-from cupyattn.request import Options, resolve
-from cupyattn.tiles import GemmTiles
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.ops import explain
+from cupyattn.plans import gemm
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from tests.backward_cases import HOPPER_FORMS, interpreted_as, received, run_backward
 from tests.fault_patches import FOLDER, Fault, parse
 from tests.gemm_cases import product
@@ -44,7 +45,7 @@ def in_one_block(rung: str, **options: Any) -> Run:
     inputs = normal((1, TILES, 40, 64), (1, 1, 200, 64))
     with hopper_blocks(1):
         asked = {**asked_for(rung), "arch": "sm_90a", "backend": "interpret", **options}
-        plan = api.plans(resolve(*inputs, Options(**asked)))[-1]
+        plan = explain.plans(resolve(*inputs, Options(**asked)))[-1]
         steps = -(-inputs[1].shape[2] // plan.tiles.block_kv)
         loads = TILES * (steps + 1)  # K of a step and V of the one before
         assert plan.form == rung.partition("@")[2] and plan.launches[0].grid == 1
@@ -55,10 +56,10 @@ def in_one_block(rung: str, **options: Any) -> Run:
 @contextmanager
 def products_in_one_block() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm_plan, "HOPPER_BLOCKS", 1)
-        gemm_plan.plan_gemm.cache_clear()
+        patch.setattr(gemm, "HOPPER_BLOCKS", 1)
+        gemm.plan_gemm.cache_clear()
         yield
-    gemm_plan.plan_gemm.cache_clear()
+    gemm.plan_gemm.cache_clear()
 
 
 class Held:

@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, QuantConfig, Tiles, api, attention, attention_varlen, plans
-from cupyattn.compile import KERNELS
+from cupyattn import BlockMask, QuantConfig, Tiles, attention, attention_varlen
+from cupyattn.compiler.modules import KERNELS
 from cupyattn.interpret import KernelFault
-from cupyattn.plans import Plan
+from cupyattn.ops import explain
+from cupyattn.plans import records
+from cupyattn.plans.records import Plan
+from cupyattn.plans.stages import stages
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
+from cupyattn.problem.rope import Rope
 from cupyattn.quant.quantizers import VALUES_PAD
-from cupyattn.request import Options, resolve
-from cupyattn.rope import Rope
-from cupyattn.stages import stages
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import (
     Arrays,
@@ -59,7 +62,7 @@ def varlen(rung: str, inputs: Arrays, ends: Any, **options: Any) -> tuple[np.nda
 def planned(inputs: Arrays, ends: Any, **options: Any) -> Plan:
     named = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
     options = {"variant": "fa_tc", "arch": "sm_90a", "backend": "interpret", **options}
-    return api.plans(resolve(*inputs, Options(**options, **named)))[-1]
+    return explain.plans(resolve(*inputs, Options(**options, **named)))[-1]
 
 
 # ---- each sequence is as if alone ----------------------------------------------------------------
@@ -233,7 +236,7 @@ def check_that_a_sequence_past_its_limit_is_cut(rung: str) -> None:
     inputs, ends = packed(((5, 9), (40, 70)), 2, 1)
     out = Guarded.empty(inputs[0].shape, "float16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cupyattn.checks.check_cu_seqlens", lambda *_: None)
+        patch.setattr("cupyattn.kernels.limits.check_cu_seqlens", lambda *_: None)
         varlen(rung, inputs, ends, max_len_q=33, max_len_k=40, out=out.array)
     assert np.isfinite(out.array[: 5 + 33]).all() and np.isnan(out.array[5 + 33 :]).all()
 
@@ -294,7 +297,7 @@ def test_the_plan_of_packed_sequences(rung: str) -> None:
     assert plan.form == rung.partition("@")[2] and plan.features.varlen and not plan.note
     assert launched.grid == -(-700 // plan.tiles.block_q) * 4 * 3
     assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
-    maps = [param for param in launched.params if isinstance(param, plans.TensorMap)]
+    maps = [param for param in launched.params if isinstance(param, records.TensorMap)]
     shapes = [(1, 4, 800, 128), (1, 2, 809, 128), (1, 2, 809, 128), (1, 4, 800, 128)]
     if rung in (PV8, BY_TILE):  # by channel, and each sequence in whole groups of VALUES_PAD keys
         shapes[2] = (1, 2, 128, (809 // VALUES_PAD + 3) * VALUES_PAD)

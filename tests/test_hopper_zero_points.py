@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, Tiles, attention, attention_varlen, explain, launch, pieces
-from cupyattn import compile as kc
-from cupyattn.checks import GROUP_ALL
+from cupyattn import BlockMask, Tiles, attention, attention_varlen, explain
+from cupyattn.compiler import modules as kc
 from cupyattn.interpret import KernelFault
+from cupyattn.kernels import tile_pieces
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.limits import GROUP_ALL
+from cupyattn.plans import assemble
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.quantizers import in_padded_rows
-from cupyattn.registry import lookup
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import bits, hopper_blocks, normal, packed, sequences
@@ -77,7 +79,7 @@ def test_codes_moved_by_their_zero_points_change_no_bit(head_dim, group_q, group
 def check_pieces() -> None:
     plain, shifted = pair(64, 2, GROUP_ALL, (40, 400))
     with pytest.MonkeyPatch.context() as patch, hopper_blocks(3):
-        patch.setattr(pieces, "LEAST_SAVED", 1)
+        patch.setattr(tile_pieces, "LEAST_SAVED", 1)
         assert "merge_pieces" in str(explain(shifted, return_lse=True, arch="sm_90a"))
         given = {"return_lse": True, **HOPPER}
         for a, b in zip(attention(plain, **given), attention(shifted, **given), strict=True):
@@ -278,7 +280,7 @@ def test_default_tiles_spill_nothing(form: str, head_dim: int, causal: bool, var
     plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
     features = replace(plain, varlen=varlen, zero_points=True)
     tiles = variant.tiles_for(head_dim, form=form)
-    binary = kc.build(launch.module_spec(variant, features, tiles, form), "sm_90a")
+    binary = kc.build(assemble.module_spec(variant, features, tiles, form), "sm_90a")
     (taken,) = binary.kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), taken
     kc.check_shared_memory(binary.smem_bytes, 227 * 1024, str(tiles))

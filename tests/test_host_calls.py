@@ -19,30 +19,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import (
-    QuantConfig,
-    attention,
-    attention_backward,
-    attention_varlen,
-    backends,
-    backward,
-    executor,
-    plan,
-    replay,
-    tensor_map,
-)
-from cupyattn import compile as kc
-from cupyattn.backward_plan import plan_backward
-from cupyattn.block_mask import BlockMask
-from cupyattn.checks import check_attention
-from cupyattn.params import pack
-from cupyattn.plans import Operand, Plan, TensorMap
-from cupyattn.registry import VARIANTS
-from cupyattn.request import Options, resolve
-from cupyattn.stages import stages
+from cupyattn import QuantConfig, attention, attention_backward, attention_varlen, plan
+from cupyattn.arrays import memory as arrays_memory
+from cupyattn.compiler import modules as kc
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.ops import backward
+from cupyattn.plans.backward import plan_backward
+from cupyattn.plans.records import Operand, Plan, TensorMap
+from cupyattn.plans.stages import stages
+from cupyattn.plans.structs import pack
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.checks import check_attention
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
+from cupyattn.runtime import ready as runtime_ready
+from cupyattn.runtime import replay, tensor_map
 
 cupy = pytest.importorskip("cupy")
-prepared_module = importlib.import_module("cupyattn.prepared")
+prepared_module = importlib.import_module("cupyattn.ops.prepared")
 
 SHAPES = ((1, 4, 33, 64), (1, 2, 70, 64), (1, 2, 70, 64))
 #: Rungs, and the architecture that chooses their form.
@@ -135,7 +129,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(
         cupy.cuda, "get_current_stream", lambda *_: SimpleNamespace(ptr=fake.stream)
     )
-    monkeypatch.setattr(backends, "on_device_of", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(arrays_memory, "on_device_of", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cupy, "asarray", lambda x, *_: x)
     monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", fake.fill)
     monkeypatch.setattr(cupy.cuda.runtime, "graphLaunch", fake.replay)
@@ -508,8 +502,8 @@ def test_gradients_of_tensors_are_launched_again_from_their_addresses(
         return ready(plan, arch)
 
     made: list[Any] = []
-    ready = executor.ReadyCall.of
-    monkeypatch.setattr(executor.ReadyCall, "of", plan_of)
+    ready = runtime_ready.ReadyCall.of
+    monkeypatch.setattr(runtime_ready.ReadyCall, "of", plan_of)
     assert backward.ready_backward(**fresh(), **options) is not None
     driver.expect(made)
     settings = calls.Settings(**options)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import UnsupportedError, forms
+from cupyattn import UnsupportedError
+from cupyattn.runtime import recent
 from tests.test_host_calls import (  # noqa: F401
     Driver,
     OnDevice,
@@ -145,7 +146,7 @@ def test_what_a_model_hands_over_transposed_is_copied_first(
             return copied[-1]
 
     layer._step.noise = Schedule(RATIOS, None), 0.25
-    monkeypatch.setattr(forms, "remember", lambda *_: None)
+    monkeypatch.setattr(recent, "remember", lambda *_: None)
     q, k = Tensor(), Transposed()
     given = layer._run(q, k, Tensor(), None)
     made = planned(example[:3], example[3], variant="fa_tc", arch="sm_90")

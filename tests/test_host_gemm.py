@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import executor, tensor_map
-from cupyattn.plans import TensorMap
-from cupyattn.quant import activations, gemm, repeated, weights
-from cupyattn.quant.activations import act_quant_but
+from cupyattn.ops import act_quant, gemm, weights
+from cupyattn.ops.act_quant import act_quant_but
+from cupyattn.plans.records import TensorMap
+from cupyattn.runtime import launches, repeated, tensor_map
 from tests.test_host_calls import Driver, OnDevice, array, driver  # noqa: F401
 
 cupy = pytest.importorskip("cupy")
@@ -76,7 +76,7 @@ def watched(
 @pytest.fixture
 def host(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:  # noqa: F811
     planners = (
-        (gemm, "plan_gemm"), (activations, "plan_act_quant"), (weights, "plan_weight_blocks"),
+        (gemm, "plan_gemm"), (act_quant, "plan_act_quant"), (weights, "plan_weight_blocks"),
     )  # fmt: skip
     with watched(driver, monkeypatch, *planners) as found:
         yield found
@@ -135,7 +135,7 @@ def test_a_map_is_encoded_once_for_each_address(
         assert found["a of a map"] == given["a"].data.ptr
         assert found["b of a map"] == given["b"].data.ptr
     assert sorted(made) == sorted(x[name].data.ptr for x in layers for name in "ab")
-    monkeypatch.setattr(executor, "_MAX_ENCODED", 3)  # the fourth begins anew
+    monkeypatch.setattr(launches, "_MAX_ENCODED", 3)  # the fourth begins anew
     ca.int8_gemm(*operands(5).values(), arch="sm_90a")
     ca.int8_gemm(*layers[0].values(), arch="sm_90a")
     assert len(made) == 6 + 4

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
 from cupyattn.diffusion import key_importance, pruning
-from cupyattn.quant import repeated
+from cupyattn.runtime import repeated
 from tests.test_host_calls import Driver, array, driver  # noqa: F401
 from tests.test_host_gemm import Host, watched
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import QuantConfig, attention, attention_backward, plan, replay
-from cupyattn.backward_plan import plan_backward
-from cupyattn.checks import check_attention
+from cupyattn import QuantConfig, attention, attention_backward, plan
 from cupyattn.errors import KernelLaunchError
-from cupyattn.plans import Operand
+from cupyattn.plans.backward import plan_backward
+from cupyattn.plans.records import Operand
+from cupyattn.problem.checks import check_attention
+from cupyattn.runtime import replay
 from tests.test_host_calls import (  # noqa: F401
     SHAPES,
     Done,

@@ -18,13 +18,14 @@ from cupyattn import (
     interpret,
     plan,
     quantize,
-    testing,
-)  # fmt: skip
-from cupyattn import compile as kc
-from cupyattn.plans import Operand
+)
+from cupyattn.compiler import modules as kc
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans import unpack
+from cupyattn.plans.records import Operand
 from cupyattn.quant import nibbles
-from cupyattn.quant.operands import quantize_mirror
-from cupyattn.tiles import Tiles
+from cupyattn.reference.quantize import quantize_mirror
+from cupyattn.testing import verdict  # fmt: skip
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import bits, normal, packed, sequences
@@ -54,7 +55,7 @@ def test_what_is_packed_comes_back(head_dim: int) -> None:
 def run_unpack(halves: np.ndarray, head_dim: int) -> np.ndarray:
     """What ``unpack.cu`` makes of it."""
     found = np.full((*halves.shape[:3], -(-head_dim // 16) * 16), 99, np.int8)
-    made = nibbles.plan_unpack(Operand.of(halves), head_dim)
+    made = unpack.plan_unpack(Operand.of(halves), head_dim)
     interpret.run(made, {"nibbles": halves, "codes": found})
     return found
 
@@ -85,7 +86,7 @@ def test_the_struct_is_the_table() -> None:
     for line in body.splitlines():
         if found := re.match(r"\s*(const \w+\*|\w+\*?) +([\w, ]+);", line):
             declared += [(name, np.dtype(kinds[found[1]])) for name in found[2].split(", ")]
-    table = nibbles.UNPACK_PARAMS
+    table = unpack.UNPACK_PARAMS
     assert [(name, table[name]) for name in table.names or ()] == declared
 
 
@@ -112,7 +113,7 @@ def test_given_scales_saturate_at_7() -> None:
         z = quantize(*inputs, quant=quant, backend=backend)
         assert np.abs(z.unpacked().q_codes).max() == 7
         o, lse = attention(z, return_lse=True, backend=backend)
-        report = testing.judge(o, *inputs, variant="fa_int8", lse=lse, quantized=z)
+        report = verdict.judge(o, *inputs, variant="fa_int8", lse=lse, quantized=z)
         assert report.passed, str(report)
 
 

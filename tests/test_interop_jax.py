@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.rounding import STORAGE
+from cupyattn.arrays.kinds import STORAGE
 from tests.runs import bits
 
 jax = pytest.importorskip("jax")

@@ -64,7 +64,7 @@ def test_a_tensor_and_its_array_are_one_memory(dtype: str) -> None:
 
 def test_importing_the_library_imports_no_torch() -> None:
     script = (
-        "import sys, cupyattn, cupyattn.api, cupyattn.diffusion, cupyattn.checkpoints, "
+        "import sys, cupyattn, cupyattn.ops.attention, cupyattn.diffusion, cupyattn.checkpoints, "
         "cupyattn.interop; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

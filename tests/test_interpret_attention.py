@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cupyattn import testing
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.interpret import executor
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.quant.config import GRANULARITIES
-from cupyattn.quant.operands import quantize_mirror
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import Tiles
+from cupyattn.reference.quantize import quantize_mirror
+from cupyattn.testing import strategies
 from tests import runs
 from tests.quant_inputs import DTYPES, assert_mean, operand
 from tests.runs import (
@@ -79,8 +79,8 @@ def test_drawn_problems(rung: str, dtype: str, data: Any) -> None:
     heads_kv, group = (data.draw(st.integers(1, 2)) for _ in range(2))
     len_q, len_kv = data.draw(lengths), data.draw(lengths)
     head_dim = data.draw(st.sampled_from((64, 36)))
-    inputs = testing.make_regime(
-        data.draw(st.sampled_from(testing.REGIMES)),
+    inputs = strategies.make_regime(
+        data.draw(st.sampled_from(strategies.REGIMES)),
         (1, heads_kv * group, len_q, head_dim),
         (1, heads_kv, len_kv, head_dim),
         dtype,
@@ -100,9 +100,9 @@ def test_kinds_of_values(rung: str) -> None:
     """Within the bound on all of them, and not a hundred times below it on each."""
     ratios = {}
     head_dim, _ = head_dims(rung)
-    for regime in testing.REGIMES:
+    for regime in strategies.REGIMES:
         shapes = (1, 1, 17, head_dim), (1, 1, 70, head_dim)
-        inputs = testing.make_regime(regime, *shapes, "float16", seed=1)
+        inputs = strategies.make_regime(regime, *shapes, "float16", seed=1)
         ratios[regime] = run(rung, inputs).check().ratio
     assert max(ratios.values()) >= 0.05, ratios
 

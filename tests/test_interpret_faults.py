@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cupyattn.interpret import Finding, KernelFault
-from cupyattn.registry import VARIANTS
+from cupyattn.kernels.ladder import VARIANTS
 from tests.fault_patches import FAULTS, Fault, put_in_place
 from tests.runs import (
     REVEALING,

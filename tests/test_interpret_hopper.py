@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupyattn.compile import ModuleSpec
+from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.interpret import KernelFault
 from cupyattn.interpret.executor import run_kernel
-from cupyattn.plans import TensorMap
+from cupyattn.plans.records import TensorMap
 from tests.prim import FOLDER, Prim
 from tests.prims_cases import PRIMS
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
 from cupyattn.interpret.executor import run_kernel
-from cupyattn.plans import TensorMap
+from cupyattn.plans.records import TensorMap
 from tests.prim import Prim
 from tests.prims_cases import PRIMS
 from tests.ptx_cases import PTX

@@ -11,8 +11,8 @@ import pytest
 
 from cupyattn import QuantConfig, attention, interpret
 from cupyattn.interpret.executor import run_kernel
-from cupyattn.quant import gemm_plan
-from cupyattn.tiles import GemmTiles
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans import gemm
 from tests.backward_cases import interpreted_as, received, run_backward
 from tests.gemm_cases import product
 from tests.raw_kernels import arrays, source, spec
@@ -93,13 +93,13 @@ def test_nor_do_those_of_gradients(seed: int, head_dim: int, lengths: tuple[int,
 @pytest.mark.parametrize("seed", range(2))
 def test_nor_do_products_of_codes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several tiles of one block, whose ring of stages goes on."""
-    monkeypatch.setattr(gemm_plan, "HOPPER_BLOCKS", 2)
-    gemm_plan.plan_gemm.cache_clear()
+    monkeypatch.setattr(gemm, "HOPPER_BLOCKS", 2)
+    gemm.plan_gemm.cache_clear()
     p, tiles = product(3, (200, 190, 400), bias=True), GemmTiles(64, 64, 8, 2)
     with interpret.schedule(seed):
         found = p.run(backend="interpret", tiles=tiles, arch="sm_90a")
     assert found.tobytes() == p.mirror().tobytes()
-    gemm_plan.plan_gemm.cache_clear()
+    gemm.plan_gemm.cache_clear()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cupyattn import cli
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
 from cupyattn.interpret.findings import KINDS
 from tests.fault_patches import FAULTS
 

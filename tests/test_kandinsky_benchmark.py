@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import cli, device
+from cupyattn import cli
 from cupyattn.checkpoints import benchmark, open_kandinsky
 from cupyattn.cli import kandinsky
+from cupyattn.measure import device
 from cupyattn.quant import Int8Linear
 from tests.checkpoint_files import write
 from tests.test_checkpoint_kandinsky import transformer

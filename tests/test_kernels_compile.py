@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from cupyattn import compile as kc
-from cupyattn import launch, nvrtc
-from cupyattn.checks import GROUP_ALL
-from cupyattn.features import Features
-from cupyattn.registry import VARIANTS, Variant
-from cupyattn.value_codes import HOPPER_SCALE_KEYS
+from cupyattn.compiler import architectures as compiler_architectures
+from cupyattn.compiler import modules as kc
+from cupyattn.compiler import nvrtc, target
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.ladder import VARIANTS, Variant
+from cupyattn.kernels.limits import GROUP_ALL
+from cupyattn.plans import assemble
+from cupyattn.plans.codes import HOPPER_SCALE_KEYS
 from tests.runs import SPILLED, SPILLED_FINE, SPILLED_PACKED
 
 #: Head sizes at which spills are looked for, beside 128, which is the likeliest to have some.
@@ -67,7 +69,7 @@ def choices(variant: Variant) -> list[tuple[int, str, bool, bool]]:
 
 
 def architectures(form: str) -> tuple[str, ...]:
-    return ("sm_90a",) if form.startswith("sm90") else kc.ARCHITECTURES
+    return ("sm_90a",) if form.startswith("sm90") else compiler_architectures.ARCHITECTURES
 
 
 def taken(variant: Variant, form: str, head_dim: int) -> int:
@@ -97,13 +99,13 @@ def oldest(arch: str) -> list[pytest.MarkDecorator]:
 def build(
     name: str, form: str, arch: str, head_dim: int, dtype: str, causal: bool, lse: bool
 ) -> tuple[kc.ModuleSpec, kc.Binary]:
-    if arch not in kc.supported_architectures():
+    if arch not in target.supported_architectures():
         version = ".".join(map(str, nvrtc.load().version))
         pytest.skip(f"NVRTC {version} does not know {arch}")
     variant = VARIANTS[name]
     features = features_of(variant, form, dtype, head_dim, causal, lse)
     tiles = variant.tiles_for(head_dim, form=form)
-    spec = launch.module_spec(variant, features, tiles, form)
+    spec = assemble.module_spec(variant, features, tiles, form)
     return spec, kc.build(spec, arch)
 
 
@@ -199,7 +201,7 @@ def test_packed_sequences_spill_nothing(name: str, form: str, head_dim: int, cau
     plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
     features = replace(plain, varlen=True)
     tiles = variant.tiles_for(head_dim, form=form)
-    spec = launch.module_spec(variant, features, tiles, form)
+    spec = assemble.module_spec(variant, features, tiles, form)
     arch = "sm_90a" if form.startswith("sm90") else "sm_80"
     for entry, taken in kc.build(spec, arch).kernels.items():
         spilled = max(taken.spill_stores, taken.spill_loads)
@@ -230,7 +232,7 @@ def test_fine_scales_spill_nothing(form: str, head_dim: int, causal: bool) -> No
     ):
         features = features_of(variant, form, "float16", head_dim, causal, lse)
         fine = replace(features, group_q=2, group_kv=16)
-        spec = launch.module_spec(variant, fine, tiles, form)
+        spec = assemble.module_spec(variant, fine, tiles, form)
         for entry, taken in kc.build(spec, "sm_90a").kernels.items():
             allowed = SPILLED_FINE.get((rung_of("fa_int8", form), head_dim), 0)
             assert taken.stack <= allowed, f"{entry} takes {taken}: {spec}"
@@ -244,7 +246,7 @@ def test_steps_of_fewer_keys_spill_nothing(causal: bool) -> None:
         features = features_of(variant, form, "float16", head_dim, causal, lse=True)
         tiles = variant.default_tiles(head_dim, form)
         assert tiles != variant.tiles_for(head_dim, form=form)
-        spec = launch.module_spec(variant, features, tiles, form)
+        spec = assemble.module_spec(variant, features, tiles, form)
         (taken,) = kc.build(spec, "sm_90a").kernels.values()
         assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
 
@@ -265,7 +267,7 @@ def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(
     features = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
     features = replace(features, group_kv=HOPPER_SCALE_KEYS)
     tiles = variant.tiles_for(head_dim, form=form)
-    spec = launch.module_spec(variant, features, tiles, form)
+    spec = assemble.module_spec(variant, features, tiles, form)
     (taken,) = kc.build(spec, "sm_90a").kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
 
@@ -288,7 +290,7 @@ def test_block_masks_spill_nothing_in_the_hopper_forms(
     plain = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
     features = replace(plain, window=True, block_mask=blocks)
     tiles = variant.tiles_for(head_dim, form=form, block_mask=blocks)
-    spec = launch.module_spec(variant, features, tiles, form)
+    spec = assemble.module_spec(variant, features, tiles, form)
     (taken,) = kc.build(spec, "sm_90a").kernels.values()
     assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
 
@@ -299,4 +301,4 @@ def test_rotation_meets_every_choice() -> None:
         met = [set(column) for column in zip(*(c for c in rotated() if c[0] == name), strict=True)]
         assert met[3] == set(HEAD_DIMS) and met[4] == set(variant.dtypes)
         assert met[5] == met[6] == {False, True}
-        assert set(kc.ARCHITECTURES) <= met[2]
+        assert set(compiler_architectures.ARCHITECTURES) <= met[2]

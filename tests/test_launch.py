@@ -14,23 +14,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import compile as kc
-from cupyattn import launch, plans, registry
-from cupyattn.backward_plan import BACKWARD_PARAMS
-from cupyattn.checks import (
-    AttentionCall,
+from cupyattn.arrays.memory import (
     byte_range,
-    check_attention,
-    check_shapes,
-    data_address,
-)  # fmt: skip
+    data_address,  # fmt: skip
+)
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
-from cupyattn.params import ATTN_PARAMS, PIECE_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, pack
-from cupyattn.plans import Operand, Plan
+from cupyattn.kernels import ladder
+from cupyattn.kernels.limits import check_shapes
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans import assemble, attention, attention_int8, records
+from cupyattn.plans.backward import BACKWARD_PARAMS
+from cupyattn.plans.codes import VALUE_PARAMS
+from cupyattn.plans.records import Operand, Plan
+from cupyattn.plans.structs import ATTN_PARAMS, PIECE_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, pack
+from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import check_attention
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantizedQKV
-from cupyattn.request import Options, resolve
-from cupyattn.tiles import Tiles
-from cupyattn.value_codes import VALUE_PARAMS
 
 HALF_PRECISION_RUNGS = ("unfused", "fa", "fa_warps", "fa_tc")
 
@@ -43,30 +45,30 @@ def call_of(
     head_dim: int = 8,
     dtype: str = "float16",
     **options: Any,
-) -> AttentionCall:
+) -> AttentionSpec:
     heads_kv = options.pop("heads_kv", heads)
     scale = options.pop("scale", head_dim**-0.5)
-    return AttentionCall(batch, heads, heads_kv, len_q, len_kv, head_dim, dtype, scale, **options)
+    return AttentionSpec(batch, heads, heads_kv, len_q, len_kv, head_dim, dtype, scale, **options)
 
 
-def contiguous_operands(call: AttentionCall) -> tuple[Operand, Operand, Operand, Operand]:
+def contiguous_operands(call: AttentionSpec) -> tuple[Operand, Operand, Operand, Operand]:
     itemsize = 4 if call.dtype == "float32" else 2
     q = Operand.contiguous(call.output_shape, itemsize)
     kv = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), itemsize)
     return q, kv, kv, q
 
 
-def plan_of(call: AttentionCall, variant: str = "fa_tc", **options: Any) -> Plan:
+def plan_of(call: AttentionSpec, variant: str = "fa_tc", **options: Any) -> Plan:
     if variant != "fa_int8":
         operands = contiguous_operands(call)
-        return launch.plan_attention(registry.lookup(variant), call, *operands, **options)
+        return attention.plan_attention(ladder.lookup(variant), call, *operands, **options)
     codes = Operand.contiguous(call.output_shape, 1)
     k_codes = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 1)
     v, o = (Operand.contiguous(x.shape, 2) for x in (k_codes, codes))
     q_scale = Operand.contiguous((call.batch, call.heads, max(1, call.len_q)), 4)
     k_scale = Operand.contiguous((call.batch, call.heads_kv, max(1, call.len_kv)), 4)
-    return launch.plan_int8(
-        registry.lookup(variant), call, codes, k_codes, v, o, q_scale, k_scale,
+    return attention_int8.plan_int8(
+        ladder.lookup(variant), call, codes, k_codes, v, o, q_scale, k_scale,
         group_q=1, group_kv=1, smoothed=False, **options,
     )  # fmt: skip
 
@@ -229,7 +231,7 @@ def test_a_grid_that_does_not_exist_is_an_error(variant: str) -> None:
 
 def test_blocks_of_a_hopper_form_never_count_past_32_bits() -> None:
     """Each goes on until it is given a tile past the last: numbers up to tiles + blocks."""
-    last = 2**31 - 1 - launch.HOPPER_BLOCKS
+    last = 2**31 - 1 - assemble.HOPPER_BLOCKS
     assert plan_of(call_of(last, 1, 1, 1, head_dim=8), "fa_tc", arch="sm_90a").form == "sm90"
     call = call_of(last + 1, 1, 1, 1, head_dim=8)
     with pytest.raises(UnsupportedError, match=f"{last + 1} blocks, more than {last}: split"):
@@ -250,16 +252,16 @@ def test_the_hopper_form_is_planned_where_it_takes_the_call() -> None:
     assert plan.form == "sm90" and not plan.note
     (launched,) = plan.launches
     assert launched.module.hopper and launched.grid == 2 * 3 * 2
-    maps = [param for param in launched.params if isinstance(param, plans.TensorMap)]
+    maps = [param for param in launched.params if isinstance(param, records.TensorMap)]
     assert [m.buffer for m in maps] == ["q", "k", "v", "o"]
     assert maps[0].box == (1, 1, plan.tiles.block_q, 64) and maps[1].shape == (2, 3, 500, 64)
-    assert maps[3].box == (1, 1, launch.HOPPER_STORE_ROWS, 64)
+    assert maps[3].box == (1, 1, assemble.HOPPER_STORE_ROWS, 64)
     assert not plan.workspace  # tiles of equal work are dealt out beforehand
     for uneven in ({"causal": True}, {"window": True}):
         plan = plan_of(call_of(2, 3, 300, 500, head_dim=64, **uneven), "fa_tc", arch="sm_90a")
         assert [w.name for w in plan.workspace if w.zeros] == ["next_tile"]
     many = plan_of(call_of(64, 64, 4096, 4096, head_dim=64), "fa_tc", arch="sm_90a")
-    assert many.launches[0].grid == launch.HOPPER_BLOCKS
+    assert many.launches[0].grid == assemble.HOPPER_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_the_hopper_form_is_planned_where_it_takes_the_call() -> None:
         (call_of(1, 1, 64, 64, head_dim=36), "multiples of 16 bytes, got q at"),
     ],
 )
-def test_a_note_says_why_the_hopper_form_was_left_out(call: AttentionCall, reason: str) -> None:
+def test_a_note_says_why_the_hopper_form_was_left_out(call: AttentionSpec, reason: str) -> None:
     plan = plan_of(call, "fa_tc", arch="sm_90a")
     assert plan.form == "portable" and reason in plan.note and reason in str(plan)
     assert not plan_of(call, "fa_tc").note
@@ -288,7 +290,7 @@ def test_short_sequences_get_tiles_that_fit_them(
 ) -> None:
     call = call_of(1, 1, len_q, len_kv, head_dim=head_dim, causal=causal)
     assert plan_of(call, "fa_tc", arch="sm_90a").tiles.block_q == block_q
-    asked = registry.lookup("fa_tc").default_tiles(128, "sm90")
+    asked = ladder.lookup("fa_tc").default_tiles(128, "sm90")
     given = plan_of(call_of(1, 1, len_q, len_kv, head_dim=128), tiles=asked, arch="sm_90a")
     assert given.tiles == asked
 
@@ -298,7 +300,7 @@ def test_the_hopper_form_stores_where_the_copy_engine_can() -> None:
     x = Operand.contiguous((1, 2, 64, 64), 2)
     odd = replace(x, strides=(2 * 64 * 65, 64 * 65, 65, 1))
     for o, form in ((x, "sm90"), (odd, "portable")):
-        plan = launch.plan_attention(registry.VARIANTS["fa_tc"], call, x, x, x, o, arch="sm_90a")
+        plan = attention.plan_attention(ladder.VARIANTS["fa_tc"], call, x, x, x, o, arch="sm_90a")
         assert plan.form == form and ("got o at" in plan.note) == (form == "portable")
 
 
@@ -382,7 +384,7 @@ def test_one_narrow_operand_narrows_them_all() -> None:
     ):
         narrow = replace(operands[i], **change)
         mixed = [*operands[:i], narrow, *operands[i + 1 :]]
-        assert launch.plan_attention(registry.lookup("fa"), call, *mixed).features.vec == vec
+        assert attention.plan_attention(ladder.lookup("fa"), call, *mixed).features.vec == vec
 
 
 @given(head_dim=st.integers(1, 256), offset=st.sampled_from([0, 2, 4, 8]))
@@ -392,8 +394,8 @@ def test_int8_codes_move_twice_as_many_elements(head_dim: int, offset: int) -> N
     codes = Operand(call.output_shape, Operand.contiguous(call.output_shape, 1).strides, 1, offset)
     halves = Operand.contiguous(call.output_shape, 2)
     scale = Operand.contiguous((1, 1, 4), 4)
-    plan = launch.plan_int8(
-        registry.lookup("fa_int8"), call, codes, codes, halves, halves, scale, scale,
+    plan = attention_int8.plan_int8(
+        ladder.lookup("fa_int8"), call, codes, codes, halves, halves, scale, scale,
         group_q=1, group_kv=1, smoothed=False,
     )  # fmt: skip
     vec = plan.features.vec
@@ -404,7 +406,7 @@ def test_int8_codes_move_twice_as_many_elements(head_dim: int, offset: int) -> N
 # ---- index arithmetic ----------------------------------------------------------------------------
 
 
-def located(plan: Plan, call: AttentionCall) -> list[tuple[int, int, int]]:
+def located(plan: Plan, call: AttentionSpec) -> list[tuple[int, int, int]]:
     """Step S0 of the fused kernels, for every block: (batch, head, first query row)."""
     q_blocks = -(-call.len_q // plan.tiles.block_q)
     blocks = range(plan.launches[-1].grid)
@@ -420,8 +422,8 @@ def test_blocks_cover_every_row_once_and_stay_inside(array: np.ndarray, block_q:
     batch, heads, len_q, head_dim = array.shape
     call = call_of(batch, heads, len_q, len_q, head_dim, str(array.dtype))
     operand = Operand.of(array)
-    plan = launch.plan_attention(
-        registry.lookup("fa"), call, *[operand] * 4, tiles=Tiles(block_q, 8, 1)
+    plan = attention.plan_attention(
+        ladder.lookup("fa"), call, *[operand] * 4, tiles=Tiles(block_q, 8, 1)
     )
     stride = plan.launches[0].params[0][1]["Q_stride"]
     low, high = byte_range(array)
@@ -446,7 +448,7 @@ def test_offsets_past_two_to_the_31_keep_their_bits() -> None:
         assert int(packed[name][0] @ last) + 255 == 2**32 - 1
 
 
-@pytest.mark.parametrize("variant", registry.VARIANTS)
+@pytest.mark.parametrize("variant", ladder.VARIANTS)
 def test_kernels_step_through_memory_in_64_bits(variant: str) -> None:
     """An index that multiplies a length or a stride starts from a 64-bit number."""
     text = (kc.KERNELS / f"attn_{variant}.cu").read_text()
@@ -462,8 +464,8 @@ def test_int8_codes_at_odd_addresses() -> None:
     call = call_of(head_dim=64)
     codes = replace(Operand.contiguous(call.output_shape, 1), misalignment=1)
     halves, scale = Operand.contiguous(call.output_shape, 2), Operand.contiguous((1, 1, 4), 4)
-    plan = launch.plan_int8(
-        registry.lookup("fa_int8"), call, codes, codes, halves, halves, scale, scale,
+    plan = attention_int8.plan_int8(
+        ladder.lookup("fa_int8"), call, codes, codes, halves, halves, scale, scale,
         group_q=1, group_kv=1, smoothed=False,
     )  # fmt: skip
     assert plan.launches
@@ -471,9 +473,9 @@ def test_int8_codes_at_odd_addresses() -> None:
 
 def test_a_kernel_of_ones_own_has_one_form(tmp_path: Path) -> None:
     """A copy of a rung with a Hopper form must not get that form's parameters and tiles."""
-    mine = replace(registry.lookup("fa_tc"), name="mine", source=tmp_path / "attn_mine.cu")
+    mine = replace(ladder.lookup("fa_tc"), name="mine", source=tmp_path / "attn_mine.cu")
     call = call_of(len_q=64, len_kv=64, head_dim=64)
-    plan = launch.plan_attention(mine, call, *contiguous_operands(call), arch="sm_90a")
+    plan = attention.plan_attention(mine, call, *contiguous_operands(call), arch="sm_90a")
     assert plan.form == "portable"
 
 

@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import bounds, launch, registry, testing
-from cupyattn import compile as kc
-from cupyattn.checks import check_attention
+from cupyattn.bounds import kernel
+from cupyattn.compiler import modules as kc
 from cupyattn.interpret import executor as interpreter
 from cupyattn.interpret.findings import KernelFault
-from cupyattn.numerics import HEADROOM, numerics
-from cupyattn.plans import Operand
-from cupyattn.reference import attention_mirror
-from cupyattn.tiles import Tiles
+from cupyattn.kernels import ladder
+from cupyattn.kernels.numerics import HEADROOM, numerics
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans import assemble, attention
+from cupyattn.plans.records import Operand
+from cupyattn.problem.checks import check_attention
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.testing import verdict
 
 SOURCE = kc.KERNELS / "sm90" / "attn_fa_tc.cu"
 #: Two computing warpgroups, the fewest keys a step.
@@ -55,7 +58,7 @@ def test_weights_keep_to_the_headroom_and_m_lags_behind(slope: float) -> None:
 def test_the_mirror_keeps_its_bound(slope: float) -> None:
     q, k, v = rising(slope)
     o, lse = attention_mirror(q, k, v, variant="fa_tc", form="sm90", tiles=TILES, return_lse=True)
-    report = testing.judge(o, q, k, v, lse=lse, variant="fa_tc", form="sm90", tiles=TILES)
+    report = verdict.judge(o, q, k, v, lse=lse, variant="fa_tc", form="sm90", tiles=TILES)
     assert report.passed and report.tightness < 0.05
 
 
@@ -67,7 +70,7 @@ def test_the_first_keys_of_a_row_may_come_late() -> None:
     o, lse = attention_mirror(
         q, k, v, variant="fa_tc", form="sm90", tiles=TILES, return_lse=True, **options
     )
-    assert testing.judge(
+    assert verdict.judge(
         o, q, k, v, lse=lse, variant="fa_tc", form="sm90", tiles=TILES, **options
     ).passed
 
@@ -78,7 +81,7 @@ def test_the_first_keys_of_a_row_may_come_late() -> None:
 def test_headroom_costs_a_bound_and_never_tightens_it() -> None:
     q, k, v = rising(0.1)
     eager, lazy = (
-        bounds.attention(
+        kernel.attention(
             q, k, v, numerics=replace(numerics("tensor_core", "sm90", "float16"), headroom=n),
             tiles=TILES,
         )
@@ -99,8 +102,8 @@ def run(
     """Run the Hopper form, or the changed one in a folder, in the interpreter."""
     call = check_attention(q, k, v, return_lse=True, **options)
     o, lse = np.full_like(q, np.nan), np.full(q.shape[:3], np.nan, np.float32)
-    plan = launch.plan_attention(
-        registry.lookup("fa_tc"), call, *map(Operand.of, (q, k, v, o)), tiles=tiles, arch="sm_90a"
+    plan = attention.plan_attention(
+        ladder.lookup("fa_tc"), call, *map(Operand.of, (q, k, v, o)), tiles=tiles, arch="sm_90a"
     )
     assert plan.form == "sm90"
     if folder is not None:
@@ -125,7 +128,7 @@ def changed(folder: Path, line: str, instead: str) -> Path:
 def test_the_kernel_keeps_the_bound(slope: float) -> None:
     q, k, v = rising(slope, len_q=64, len_kv=200)
     o, lse = run(q, k, v)
-    testing.assert_within_bound(o, q, k, v, lse=lse, variant="fa_tc", form="sm90", tiles=TILES)
+    verdict.assert_within_bound(o, q, k, v, lse=lse, variant="fa_tc", form="sm90", tiles=TILES)
 
 
 #: What may be wrong with the lazy M, as (line of the kernel, what stands there instead).
@@ -148,23 +151,23 @@ def test_what_goes_wrong_is_seen(what: str, tmp_path: Path) -> None:
         q[:, :, :8] = 0.0  # the first rows of every pair do not rise
         q[:, :, 16:24] = q[:, :, 32:40] = q[:, :, 48:56] = q[:, :, 64:] = 0.0
     o, lse = run(q, k, v, changed(tmp_path, *WRONG[what]))
-    report = testing.judge(o, q, k, v, lse=lse, variant="fa_tc", form="sm90", tiles=TILES)
+    report = verdict.judge(o, q, k, v, lse=lse, variant="fa_tc", form="sm90", tiles=TILES)
     assert not report.passed
 
 
 def test_blocks_that_take_one_tile_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next Q arrives during this tile, and O leaves through the place of its Q."""
-    monkeypatch.setattr(launch, "HOPPER_BLOCKS", 1)
-    launch.plan_attention.cache_clear()
+    monkeypatch.setattr(assemble, "HOPPER_BLOCKS", 1)
+    attention.plan_attention.cache_clear()
     try:
         q, k, v = rising(0.05, len_q=200, len_kv=100)
         for options in ({}, {"causal": True}):
             o, lse = run(q, k, v, **options)
-            testing.assert_within_bound(
+            verdict.assert_within_bound(
                 o, q, k, v, lse=lse, variant="fa_tc", form="sm90", tiles=TILES, **options
             )
     finally:
-        launch.plan_attention.cache_clear()
+        attention.plan_attention.cache_clear()
 
 
 #: Hazards between one tile and the next, and what the interpreter says of each.
@@ -186,11 +189,11 @@ def test_hazards_between_tiles_are_found(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line, instead, kind = HAZARDS[what]
-    monkeypatch.setattr(launch, "HOPPER_BLOCKS", 1)
-    launch.plan_attention.cache_clear()
+    monkeypatch.setattr(assemble, "HOPPER_BLOCKS", 1)
+    attention.plan_attention.cache_clear()
     try:
         q, k, v = rising(0.0, len_q=270, len_kv=64)
         with pytest.raises(KernelFault, match=kind):
             run(q, k, v, changed(tmp_path, line, instead))
     finally:
-        launch.plan_attention.cache_clear()
+        attention.plan_attention.cache_clear()

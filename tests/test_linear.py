@@ -12,22 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyattn as ca
-from cupyattn import compile as kc
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.plans import Operand
-from cupyattn.quant import gemm_plan
-from cupyattn.quant.activations import (
-    ACT_QUANT_PARAMS,
-    act_quant_but,
-    padded,
-    places,
-    plan_act_quant,
-)
-from cupyattn.quant.gemm_reference import ACTIVATIONS, activate
-from cupyattn.quant.linear import outlier_columns
-from cupyattn.rounding import STORAGE, as_float64
-from cupyattn.tiles import GemmTiles
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.ops.act_quant import act_quant_but, places
+from cupyattn.ops.linear import outlier_columns
+from cupyattn.plans import gemm
+from cupyattn.plans.act_quant import ACT_QUANT_PARAMS, padded, plan_act_quant
+from cupyattn.plans.records import Operand
+from cupyattn.quant.activation import ACTIVATIONS
+from cupyattn.reference.gemm import activate
 from tests.fault_patches import put_a_line_in_place
 from tests.quant_inputs import DTYPES, operand
 from tests.structs import check_struct
@@ -94,8 +90,8 @@ def test_kept_columns_take_the_outliers_out_of_the_error() -> None:
 
 @pytest.mark.parametrize("kept", [0, 9])
 def test_the_kernels_are_the_mirror(kept: int, monkeypatch) -> None:
-    monkeypatch.setattr(gemm_plan, "PORTABLE_TILES", (SMALL,))
-    gemm_plan.plan_gemm.cache_clear()
+    monkeypatch.setattr(gemm, "PORTABLE_TILES", (SMALL,))
+    gemm.plan_gemm.cache_clear()
     rng = np.random.default_rng(1)
     w = rng.standard_normal((40, 200)).astype(np.float16)
     x = activations(2, DTYPES[0], 6, 200, "outlier channel").reshape(2, 3, 200)
@@ -109,7 +105,7 @@ def test_the_kernels_are_the_mirror(kept: int, monkeypatch) -> None:
         assert (np.abs(y - exact) <= layer.error(x, w)).all()
     else:
         assert y.tobytes() == layer(x).tobytes()
-    gemm_plan.plan_gemm.cache_clear()
+    gemm.plan_gemm.cache_clear()
 
 
 def test_a_value_that_is_not_finite_poisons_its_row() -> None:
@@ -206,12 +202,12 @@ def test_more_blocks_than_32_bits_count_are_refused() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "tiles",
-        "quant.activations",
-        "quant.gemm",
-        "quant.gemm_plan",
-        "quant.gemm_reference",
-        "quant.linear",
+        "kernels.tiles",
+        "ops.act_quant",
+        "ops.gemm",
+        "plans.gemm",
+        "reference.gemm",
+        "ops.linear",
     ],
 )
 def test_the_examples_of_docstrings_are_true(name: str) -> None:

@@ -14,14 +14,17 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import device, energy, measure, nvml, registry, testing, timing
-from cupyattn.checks import AttentionCall
+from cupyattn import testing as cupyattn_testing
 from cupyattn.distributions import make
+from cupyattn.kernels import ladder
+from cupyattn.measure import device, energy, nvml, timing
+from cupyattn.measure import rungs as measure
+from cupyattn.problem.call import AttentionSpec
 
 
-def call(**options: Any) -> AttentionCall:
+def call(**options: Any) -> AttentionSpec:
     sizes = {"batch": 2, "heads": 4, "heads_kv": 2, "len_q": 6, "len_kv": 9, "head_dim": 8}
-    return AttentionCall(**{**sizes, "dtype": "float16", "scale": 0.5, **options})
+    return AttentionSpec(**{**sizes, "dtype": "float16", "scale": 0.5, **options})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -94,7 +97,7 @@ def test_large_inputs_are_judged_in_part() -> None:
         assert {0, 10**5 - 1} <= set(huge.tolist()) and least <= huge.size < 60
     small = call(len_q=500, len_kv=500)
     assert measure.judged_rows(small).tolist() == list(range(500))
-    for variant in registry.VARIANTS.values():
+    for variant in ladder.VARIANTS.values():
         for tiles in variant.tiles.values():
             assert measure.EDGE_ROWS % tiles.block_q == 0
 
@@ -272,7 +275,7 @@ def test_the_ceiling_is_the_harmonic_mean_of_both_products() -> None:
     mixed = 2 / (1 / fp16 + 1 / int8)
     assert device.ceiling("int8", 90, 132, 1.98e9) == pytest.approx(mixed)
     assert device.ceiling("int8", 86, 82, 1.7e9) is None
-    for variant in registry.VARIANTS.values():
+    for variant in ladder.VARIANTS.values():
         assert device.ceiling(variant.family, 80, 108, 1.41e9) is not None
 
 
@@ -380,6 +383,6 @@ def test_every_public_name_is_there() -> None:
     for name in ca.__all__:
         assert getattr(ca, name) is not None
     assert set(ca.__all__) <= set(dir(ca))
-    assert callable(ca.ladder) and ca.testing is testing
+    assert callable(ca.ladder) and ca.testing is cupyattn_testing
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = ca.nonsense

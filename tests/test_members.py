@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import KernelCompileError
 from cupyattn.interpret.members import Member, member_names, shared_members
 from tests.test_contracts import GOOD, arch_of, spec_of

@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import backends
-from cupyattn import compile as kc
+from cupyattn.arrays import memory
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.compiler import modules as kc
 from cupyattn.distributed.bounds import Expected, merged
 from cupyattn.distributed.merging import MERGE_PARAMS, Partial, merge_mirror, plan_merge
 from cupyattn.interpret import KernelFault
-from cupyattn.perturbation import ratio_to_bound
-from cupyattn.plans import Operand
-from cupyattn.rounding import STORAGE
+from cupyattn.ops import run
+from cupyattn.plans.records import Operand
 from tests.structs import check_struct
 
 
@@ -150,11 +151,11 @@ def test_mistakes_are_noticed(fault: str, tmp_path: Path) -> None:
     (launch,) = plan.launches
     module = kc.ModuleSpec(tmp_path / "merge_partials.cu", launch.module.defines)
     plan = replace(plan, launches=(replace(launch, module=module),))
-    read = {"part_O": backends.as_input(parts[1][0]), "part_lse": backends.as_input(parts[1][1])}
+    read = {"part_O": memory.as_input(parts[1][0]), "part_lse": memory.as_input(parts[1][1])}
     partial: Any = Partial(parts[0][0], "interpret")
     partial.o, partial.lse = o, lse
     with pytest.raises((AssertionError, KernelFault)):
-        backends.run("interpret", plan, {"O": o, "lse": lse, **read})
+        run.run("interpret", plan, {"O": o, "lse": lse, **read})
         assert_within(partial, exactly(parts, "float16"))
 
 

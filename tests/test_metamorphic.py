@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from cupyattn import attention
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.quant import QuantizedQKV
-from cupyattn.registry import VARIANTS
-from cupyattn.rounding import STORAGE
 from tests.runs import bits
 
 LN2 = math.log(2.0)

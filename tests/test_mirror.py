@@ -17,20 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
-from cupyattn import distributions, numerics
-from cupyattn.numerics import HALF_SUBNORMAL, UNIT_ROUNDOFF
-from cupyattn.reference import (
-    attention_exact,
+from cupyattn import distributions
+from cupyattn.arrays.groups import merge_heads, split_heads
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.kernels import numerics
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.kernels.numerics import HALF_SUBNORMAL, UNIT_ROUNDOFF
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.reference.exact import attention_exact, score_blocks, softmax_exact
+from cupyattn.reference.mirror import (
     attention_mirror,
-    score_blocks,
     scores_mirror,
-    softmax_exact,
     softmax_mirror,
     weighted_sum_mirror,
 )
-from cupyattn.registry import VARIANTS
-from cupyattn.rounding import STORAGE, as_float64, ex2, fma32, merge_heads, round_to, split_heads
-from cupyattn.tiles import Tiles
+from cupyattn.reference.rounding import ex2, fma32, round_to
 from tests.problems import Problem, problems
 
 FLOAT_RUNGS = [name for name, variant in VARIANTS.items() if variant.family != "int8"]

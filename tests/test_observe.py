@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn import interpret
-from cupyattn.compile import KERNELS
+from cupyattn.compiler.modules import KERNELS
 from cupyattn.distributions import make
 from cupyattn.interpret import (
     Break,
@@ -248,7 +248,7 @@ def test_observers_see_the_same_result_and_nest() -> None:
 
 
 def observe_active() -> tuple[Observer, ...]:
-    from cupyattn.interpret.observe import active
+    from cupyattn.interpret.observer import active
 
     return active()
 

@@ -10,7 +10,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
-from cupyattn.compile import ModuleSpec, translate
+from cupyattn.compiler.modules import ModuleSpec, translate
 from cupyattn.diffusion import key_importance
 from cupyattn.distributed import Partition
 from tests.runs import normal

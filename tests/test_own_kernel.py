@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupyattn import Tiles, Variant, cli, device, ladder, register, registry
-from cupyattn.compile import KERNELS
+from cupyattn import Tiles, Variant, cli, ladder, register
+from cupyattn.compiler.modules import KERNELS
 from cupyattn.errors import KernelCompileError
-from cupyattn.measure import NOT_RUN
+from cupyattn.kernels import ladder as registry
+from cupyattn.measure import device
+from cupyattn.measure.rungs import NOT_RUN
 from tests.fault_patches import FAULTS, Fault
 
 pytestmark = pytest.mark.skipif(not device.device_missing(), reason="there is a device")

@@ -60,7 +60,9 @@ def test_the_mapped_folders_hold_what_the_package_data_names() -> None:
     assert list((ROOT / "experiments" / "data").glob("*.npz"))
 
 
-@pytest.mark.parametrize("module", ["cupyattn", "cupyattn.compile", "cupyattn.registry"])
+@pytest.mark.parametrize(
+    "module", ["cupyattn", "cupyattn.compiler.modules", "cupyattn.kernels.ladder"]
+)
 def test_importing_needs_no_extra(module: str) -> None:
     """No GPU's part and no tool's part is imported before it is asked for."""
     extras = ("cupy", "torch", "jax", "matplotlib", "rich", "hypothesis", "pytest")

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, attention_varlen, bounds, explain, plan, quantize, testing
-from cupyattn.forms import QUANTIZED
-from cupyattn.mirror import attention_mirror
+from cupyattn import attention, attention_varlen, explain, plan, quantize
+from cupyattn.bounds import kernel as bounds
+from cupyattn.ops.call_operands import QUANTIZED
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.quantizers import padded_length, values_by_key
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.testing import verdict
 from tests.runs import Arrays, bits, packed, sequences
 
 #: Empty ones, several groups, more than one lot of 128 codes of V, and one that begins amid a lot.
@@ -127,7 +129,7 @@ def test_attention_of_it_is_that_of_the_arrays(quant: QuantConfig, backend: str)
     assert bits(o) == bits(expected) and bits(lse) == bits(expected_lse)
     for part, (rows, one) in zip(z.sequences(), sequences(inputs, ends), strict=True):
         if rows.start < rows.stop:
-            report = testing.judge(
+            report = verdict.judge(
                 o[rows].swapaxes(0, 1)[None], *one, variant="fa_int8", lse=lse[None, :, rows],
                 quantized=part, causal=True,
             )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import device, timing
+from cupyattn.measure import device, timing
 from experiments import graphs, others8, peers_int8, recording
 from experiments.cells import Problem, judge_cell, judge_problem, rung, time_cells
 from experiments.diffusion_shapes import SHAPES

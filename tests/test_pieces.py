@@ -11,11 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import QuantConfig, api, launch, pieces, stages
-from cupyattn.numerics import MOST_PIECES
-from cupyattn.params import PIECE_PARAMS
-from cupyattn.pieces import LEAST_SAVED, share_out
-from cupyattn.request import Options, resolve
+from cupyattn import QuantConfig
+from cupyattn.kernels import tile_pieces
+from cupyattn.kernels import tiles as kernels_tiles
+from cupyattn.kernels.numerics import MOST_PIECES
+from cupyattn.kernels.tile_pieces import LEAST_SAVED, share_out
+from cupyattn.ops import explain
+from cupyattn.plans import stages
+from cupyattn.plans.structs import PIECE_PARAMS
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from tests import runs
 from tests.runs import Guarded, bits
 
@@ -36,7 +41,7 @@ def test_every_step_of_a_tile_that_is_cut_is_taken_once(
     found = share_out(tiles, steps, blocks, keys)
     assert found.whole + found.cut == tiles
     if not found.cut:
-        assert not found.slots and not found.buffers(launch.Tiles(128, 64, 12), 64)
+        assert not found.slots and not found.buffers(kernels_tiles.Tiles(128, 64, 12), 64)
         return
     assert found.whole % blocks == 0 and found.cut < blocks
     used = -(-found.cut * steps // found.share)  # blocks that have any
@@ -64,13 +69,13 @@ def test_steps_of_many_keys_save_more() -> None:
 def few_blocks() -> Iterator[None]:
     """Four blocks, and cutting pays from the first step on."""
     with pytest.MonkeyPatch.context() as patch, runs.hopper_blocks(4):
-        patch.setattr(pieces, "LEAST_SAVED", 1)
+        patch.setattr(tile_pieces, "LEAST_SAVED", 1)
         yield
 
 
 def planned(rung: str, inputs: Any, **options: Any) -> Any:
     asked = Options(**runs.asked_for(rung), arch="sm_90a", backend="interpret", **options)
-    return api.plans(resolve(*inputs, asked))[-1]
+    return explain.plans(resolve(*inputs, asked))[-1]
 
 
 #: rung, batch, heads, heads_kv, len_q, len_kv, head_dim, dtype: tails of rows and of keys; where

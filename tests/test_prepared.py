@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import QuantConfig, attention, plan, quantize, scratch
-from cupyattn import prepared as prepared_calls
+from cupyattn import QuantConfig, attention, plan, quantize
 from cupyattn.errors import DeviceMemoryError, UnsupportedError
-from cupyattn.forms import direct_operands
-from cupyattn.prepared import Prepared
+from cupyattn.ops import prepared as prepared_calls
+from cupyattn.ops.call_operands import direct_operands
+from cupyattn.ops.prepared import Prepared
+from cupyattn.runtime import scratch
 from tests.runs import in_turn, on_both
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
 from tests.prim import FOLDER, Prim
 from tests.prims_cases import PRIMS
 from tests.prims_mma_cases import CHUNKS, swizzle

@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import compile as kc
-from cupyattn import registry
+from cupyattn.compiler import modules as kc
 from cupyattn.diffusion import key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
 from cupyattn.diffusion.key_passes import cluster_tiles, reads_keys_once
 from cupyattn.diffusion.pruning import compact
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault, Profile, observe
-from cupyattn.plans import Operand
-from cupyattn.quant import operands as operand_maker
-from cupyattn.quant.operands import quantize_at, quantize_mirror
+from cupyattn.kernels import ladder
+from cupyattn.ops import quantize as operand_maker
+from cupyattn.ops.quantize import quantize_at
+from cupyattn.plans import quantize
+from cupyattn.plans.records import Operand
+from cupyattn.reference.quantize import quantize_mirror
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.test_pruning_kernels import BF16, F16, operands
@@ -211,7 +213,7 @@ def test_codes_with_the_mean_of_all_keys(dtype: Any, quant: Any, spared: bool) -
         assert (runs.bits(found.k_mean) == runs.bits(of_all)) == spared
     moved = ca.quantize(q, few_k, few_v, **given)
     want = quantize_mirror(
-        q, few_k, few_v, quant, registry.lookup("fa_int8").default_tiles(24, quant.form),
+        q, few_k, few_v, quant, ladder.lookup("fa_int8").default_tiles(24, quant.form),
         k_mean=found.k_mean, v_mean=found.v_mean,
     )  # fmt: skip
     for field in ("q_codes", "k_codes", "q_scale", "k_scale", "k_zero", "k_mean", "v_codes"):
@@ -240,7 +242,7 @@ def test_a_sum_that_is_not_finite_takes_no_mean() -> None:
 def test_a_layer_reads_the_kept_keys_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = operands((4, 2), (12, 90), 16)
     entries: list[str] = []
-    own = operand_maker.plan_quantize
+    own = quantize.plan_quantize
     monkeypatch.setattr(
         operand_maker, "plan_quantize",
         lambda *given, **named: (

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import compile as kc
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.compiler import modules as kc
 from cupyattn.diffusion import kept_keys, key_importance, key_passes, pruning
 from cupyattn.diffusion.importance_bounds import importance_bound
 from cupyattn.diffusion.pruning import compact, kept_count
 from cupyattn.diffusion.ranking import largest_of_rows
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.plans import Operand
-from cupyattn.quant.operands import quantize_at
-from cupyattn.rounding import STORAGE
+from cupyattn.ops.quantize import quantize_at
+from cupyattn.plans.records import Operand
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.structs import check_struct

@@ -8,7 +8,8 @@ import struct
 
 import pytest
 
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
+from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import ptx
 from cupyattn.interpret.ptx import (
@@ -373,7 +374,7 @@ every_kernel = pytest.mark.parametrize(("source", "arch"), SHIPPED)
 def skip_unknown_architectures(request: pytest.FixtureRequest) -> None:
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
     arch = parameters.get("arch")
-    if arch is not None and arch not in kc.supported_architectures():
+    if arch is not None and arch not in target.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
 
 

@@ -15,17 +15,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cupyattn import attention, attention_varlen, explain, plan, testing
+from cupyattn import attention, attention_varlen, explain, plan
+from cupyattn.arrays.groups import value_scale_of_key
+from cupyattn.bounds.values import E4M3_RELATIVE
 from cupyattn.errors import UnsupportedError
-from cupyattn.numerics import P_CODE_ONE
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.numerics import P_CODE_ONE
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import GROUP_ALL, QuantConfig, QuantizedQKV, quantize
-from cupyattn.quant.operands import quantize_mirror
 from cupyattn.quant.quantizers import group_count, numbers_of, quantize_values, values_by_key
-from cupyattn.reference import attention_exact
-from cupyattn.registry import lookup
-from cupyattn.rounding import value_scale_of_key
-from cupyattn.tiles import Tiles
-from cupyattn.value_bounds import E4M3_RELATIVE
+from cupyattn.reference.exact import attention_exact
+from cupyattn.reference.quantize import quantize_mirror
+from cupyattn.testing import strategies, verdict
 from tests import pv8_cases
 from tests.quant_inputs import DTYPES, assert_mean, operand
 from tests.runs import ADDED, bits, normal, packed, sequences
@@ -144,7 +145,7 @@ def test_exactly(backend: str, check: Any, p_type: str) -> None:
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 def test_drawn_problems_on_the_mirror(data) -> None:
     features = ("window", "softcap", "mask", "bias")
-    drawn = testing.attention_inputs(
+    drawn = strategies.attention_inputs(
         tiles=TILES, max_head_dim=80, max_scores=2**13, features=features
     )
     q, k, v, options = data.draw(drawn)
@@ -159,7 +160,7 @@ def test_drawn_problems_on_the_mirror(data) -> None:
     )
     z = quantize(q, k, v, quant=quant, tiles=TILES)
     o, lse = attention(z, tiles=TILES, return_lse=True, **options)
-    testing.assert_within_bound(
+    verdict.assert_within_bound(
         o, q, k, v, variant="fa_int8", lse=lse, quantized=z, tiles=TILES, **options
     )
 
@@ -181,7 +182,7 @@ def test_modes_and_tiles_in_the_interpreter(tiles, granularity, p_type) -> None:
     q, k, v = normal((1, 2, 40, 36), (1, 1, 150, 36), "float32")
     z = quantize(q, k, v + 1, quant=quant, tiles=tiles, backend="interpret")
     o, lse = attention(z, tiles=tiles, return_lse=True, causal=True, backend="interpret")
-    testing.assert_within_bound(
+    verdict.assert_within_bound(
         o, q, k, v + 1, variant="fa_int8", lse=lse, quantized=z, tiles=tiles, causal=True
     )
 
@@ -191,13 +192,13 @@ def test_the_bound_is_a_tenth_of_the_output() -> None:
     q, k, v = normal((1, 2, 64, 64), (1, 2, 256, 64))
     z = quantize(q, k, v, quant=QuantConfig(pv="int8"))
     o = attention(z)
-    report = testing.judge(o, q, k, v, variant="fa_int8", quantized=z)
+    report = verdict.judge(o, q, k, v, variant="fa_int8", quantized=z)
     assert report.passed and report.tightness <= 0.12
-    assert not testing.judge(0 * o, q, k, v, variant="fa_int8", quantized=z).passed
+    assert not verdict.judge(0 * o, q, k, v, variant="fa_int8", quantized=z).passed
     k[:, :, -1] = 3 * q.mean(axis=2)
     shorter = attention(q, k[:, :, :-1], v[:, :, :-1], variant="fa_int8", quant=z.config)
     z = quantize(q, k, v, quant=z.config)
-    assert not testing.judge(shorter, q, k, v, variant="fa_int8", quantized=z).passed
+    assert not verdict.judge(shorter, q, k, v, variant="fa_int8", quantized=z).passed
 
 
 def test_values_with_a_bias_need_their_mean() -> None:
@@ -316,7 +317,7 @@ def test_codes_of_another_origin() -> None:
     assert np.array_equal(x.dequantize("float64")[2], codes[2] * 0.5 + 3)
     o = attention(x)
     assert o.dtype == ml_dtypes.bfloat16
-    testing.assert_within_bound(o, None, None, None, variant="fa_int8", quantized=x)
+    verdict.assert_within_bound(o, None, None, None, variant="fa_int8", quantized=x)
     one = QuantizedQKV.from_codes(*codes, 0.01, 0.02, v_scale=0.5)
     assert (one.group_v, one.out_dtype, one.config.granularity_v) == (
         GROUP_ALL,

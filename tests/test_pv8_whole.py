@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, explain
-from cupyattn.compile import KERNELS
-from cupyattn.numerics import WHOLE
+from cupyattn.compiler.modules import KERNELS
+from cupyattn.kernels.numerics import WHOLE
 from cupyattn.quant import QuantConfig, quantize
-from cupyattn.reference import attention_exact, attention_mirror
+from cupyattn.reference.exact import attention_exact
+from cupyattn.reference.mirror import attention_mirror
 from tests import hopper_pv8_cases as cases
 from tests import pv8_cases
 from tests.fault_patches import put_a_line_in_place

@@ -1,8 +1,8 @@
 """RMS-normalised and turned rows of Q and K: what they mean, to the bit, on every rung.
 
-J1 is that rows are prepared as `cupyattn.preparation.Preparation` says: rounded to their type
-before most rungs, and in float32 as ``fa_int8`` quantises them, in its own launch. What that
-rounds is `cupyattn.bounds.preparation` (R0), and J3 holds with it.
+J1 is that rows are prepared as `cupyattn.problem.row_preparation.Preparation` says: rounded to
+their type before most rungs, and in float32 as ``fa_int8`` quantises them, in its own launch. What
+that rounds is `cupyattn.bounds.preparation` (R0), and J3 holds with it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import attention, backends, bounds, explain, plan, quantize, registry
-from cupyattn import compile as kc
-from cupyattn.features import DTYPES, Features
+from cupyattn import attention, explain, plan, quantize
+from cupyattn.arrays import memory
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.bounds import prepared as bounds_prepared
+from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.compiler import modules as kc
 from cupyattn.interpret.findings import KernelFault
-from cupyattn.plans import Operand
-from cupyattn.preparation import Preparation
+from cupyattn.kernels import ladder
+from cupyattn.kernels.features import DTYPES, Features
+from cupyattn.ops import run as backends
+from cupyattn.plans.prepare_rows import NORM_PARAMS, Prepares, plan_normalising
+from cupyattn.plans.quantize import PREPARED_PARAMS, Part, plan_quantize, scale_tiles
+from cupyattn.plans.records import Operand
+from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
-from cupyattn.quant.operands import quantize_mirror, scale_tiles
-from cupyattn.quant.plan import PREPARED_PARAMS, Part, plan_quantize
-from cupyattn.rotation import NORM_PARAMS, Prepares, plan_normalising
-from cupyattn.rounding import STORAGE, as_float64
-from cupyattn.testing import ratio_to_bound
+from cupyattn.reference.quantize import quantize_mirror
 from tests import runs
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import bits, embedded, normal, rope_tables
@@ -126,7 +130,8 @@ def test_the_bound_of_r0_holds(dtype: str, seed: int, half: int, kind: str, magn
     how = preparation(2 * half, **options_of(2 * half, kind))
     for stored, make in ((False, how.in_float32), (True, how.stored)):
         for found, exact, bound in zip(
-            make(q, k), how.exact(q, k), bounds.preparation(how, q, k, stored=stored), strict=True
+            make(q, k), how.exact(q, k),
+            bounds_prepared.preparation(how, q, k, stored=stored), strict=True
         ):
             assert ratio_to_bound(as_float64(found), exact, bound).max() <= 1
             assert np.isfinite(bound[np.abs(exact) < 1e4]).all()
@@ -136,7 +141,7 @@ def test_the_bound_of_r0_notices_mistakes() -> None:
     q, k, _ = arrays(head_dim=32)
     right = options_of(32, "both, interleaved, by head")
     how = preparation(32, **right)
-    of_q, of_k = bounds.preparation(how, q, k)
+    of_q, of_k = bounds_prepared.preparation(how, q, k)
     exact_q, exact_k = how.exact(q, k)
     w_q, w_k = right["qk_norm"]
     for slip in (
@@ -163,7 +168,7 @@ def test_rows_that_are_not_finite_or_too_large_are_nan() -> None:
     y, _ = how.in_float32(x, x[:, :HEADS_KV])
     assert np.isnan(y[0, 0, 1:4]).all() and (y[0, 0, 4] == 0).all()
     assert np.isfinite(y[0, 1:]).all()
-    assert np.isinf(bounds.preparation(how, x, x[:, :HEADS_KV])[0][0, 0, 3]).all()
+    assert np.isinf(bounds_prepared.preparation(how, x, x[:, :HEADS_KV])[0][0, 0, 3]).all()
 
 
 # ---- as they are quantised (J1) ------------------------------------------------------------------
@@ -175,7 +180,7 @@ def assert_codes_are_the_mirrors(
     q, k, v = inputs
     head_dim = q.shape[3]
     z = quantize(q, k, v, quant=quant, backend="interpret", **options).unpacked()
-    tiles = scale_tiles(registry.lookup("fa_int8"), head_dim, quant, None)
+    tiles = scale_tiles(ladder.lookup("fa_int8"), head_dim, quant, None)
     how = preparation(head_dim, **options)
     mirror = quantize_mirror(
         q, k, v, quant, tiles, k_mean=z.k_mean, v_mean=z.v_mean, preparation=how
@@ -348,13 +353,13 @@ def test_the_pass_prepares_to_the_bit(dtype: str, head_dim: int, pad: int, kind:
         laid = embedded(x, pad) if pad else x
         made = plan_normalising(Operand.of(laid), dtype, prepares(how)["qk"[i]])
         turned = np.empty(x.shape, x.dtype)
-        buffers = {name: backends.as_input(a) for name, a in {"x": laid, **how.buffers}.items()}
+        buffers = {name: memory.as_input(a) for name, a in {"x": laid, **how.buffers}.items()}
         backends.run("interpret", made, {**buffers, "turned": turned})
         assert bits(turned) == bits(expected)
 
 
 def prepares(how: Preparation) -> dict[str, Any]:
-    from cupyattn.rotation import prepares_of
+    from cupyattn.plans.prepare_rows import prepares_of
 
     return prepares_of(how)
 

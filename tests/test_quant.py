@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cupyattn.arrays.groups import scale_of_row
 from cupyattn.errors import DeviceMemoryError, UnsupportedError
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import GROUP_ALL, QuantConfig, quantize
 from cupyattn.quant.config import GRANULARITIES
-from cupyattn.quant.operands import quantize_mirror, scale_shape
 from cupyattn.quant.quantizers import (
     channel_mean,
     group_count,
     quantize_symmetric,
     scale_of_absmax,
 )
-from cupyattn.rounding import scale_of_row
-from cupyattn.tiles import Tiles
+from cupyattn.quant.static_scales import scale_shape
+from cupyattn.reference.quantize import quantize_mirror
 from tests.quant_inputs import DTYPES, operand
 
 TILES = Tiles(32, 16, 4)
@@ -347,7 +348,7 @@ def test_codes_that_do_not_fit_say_how_much_they_need(monkeypatch: pytest.Monkey
         raise MemoryError
 
     q = k = v = np.zeros((1, 2, 64, 16), np.float16)
-    monkeypatch.setattr("cupyattn.quant.operands.run", full)
+    monkeypatch.setattr("cupyattn.ops.quantize.run", full)
     message = "quantize needs .* 2,048 of them for 'q_codes', and more than can be had: split the"
     with pytest.raises(DeviceMemoryError, match=message):
         quantize(q, k, v, backend="interpret")

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import compile as kc
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.compiler import architectures, target
+from cupyattn.compiler import modules as kc
+from cupyattn.compiler.ptxas import Resources
 from cupyattn.errors import UnsupportedError
-from cupyattn.features import DTYPES
-from cupyattn.params import pack
-from cupyattn.plans import Operand, Plan
-from cupyattn.preparation import Preparation
-from cupyattn.ptxas import Resources
-from cupyattn.quant import GROUP_ALL, QuantConfig
-from cupyattn.quant.plan import (
+from cupyattn.kernels.features import DTYPES
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.prepare_rows import prepares_of
+from cupyattn.plans.quantize import (
     QUANTIZE_PARAMS,
     STEPS,
     TURN_PARAMS,
@@ -31,10 +31,11 @@ from cupyattn.quant.plan import (
     plan_quantize,
     value_columns,
 )
+from cupyattn.plans.records import Operand, Plan
+from cupyattn.plans.structs import pack
+from cupyattn.problem.row_preparation import Preparation
+from cupyattn.quant import GROUP_ALL, QuantConfig
 from cupyattn.quant.quantizers import rows_of_mean
-from cupyattn.rotation import prepares_of
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import Tiles
 from tests.structs import check_struct
 
 GROUPS = (1, 2, 16, 64, 128, GROUP_ALL)
@@ -305,7 +306,7 @@ NO_SPILLS = pytest.mark.parametrize(
 
 def resources(plan: Plan, arch: str) -> list[Resources]:
     """Compile what a plan launches, and nothing else; return what each launch takes."""
-    if arch not in kc.supported_architectures():
+    if arch not in target.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
     found = []
     for launch in plan.launches:
@@ -315,9 +316,9 @@ def resources(plan: Plan, arch: str) -> list[Resources]:
     return found
 
 
-@pytest.mark.parametrize("arch", kc.ARCHITECTURES)
+@pytest.mark.parametrize("arch", architectures.ARCHITECTURES)
 def test_compiles_for_every_architecture(arch) -> None:
-    dtype, head_dim, group = CELLS[kc.ARCHITECTURES.index(arch) % len(CELLS)]
+    dtype, head_dim, group = CELLS[architectures.ARCHITECTURES.index(arch) % len(CELLS)]
     x = operand(dtype, head_dim)
     k, v = Part(x, group, smooth=True), Part(x, 64, smooth=True)
     assert len(resources(plan_quantize(dtype, Part(x, 2), k, v, "u8"), arch)) == 1

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupyattn import compile as compiler
-from cupyattn.compile import KERNELS
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.modules import KERNELS
 from cupyattn.interpret import KernelFault
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
-from cupyattn.quant.operands import quantize_mirror
 from cupyattn.quant.packed import split
 from cupyattn.quant.quantizers import of_mean, rows_of_mean
-from cupyattn.tiles import Tiles
+from cupyattn.reference.quantize import quantize_mirror
 from tests.quant_inputs import DTYPES, assert_mean, operand
 
 TILES = Tiles(64, 64, 4, 2)

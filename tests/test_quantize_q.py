@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, attention, attention_varlen, auto, explain, stages
+from cupyattn import BlockMask, attention, attention_varlen, explain
 from cupyattn.interpret import KernelFault
+from cupyattn.plans import stages
+from cupyattn.problem import choose
 from cupyattn.quant import QuantConfig
 from tests.fault_patches import put_a_line_in_place
 from tests.runs import Arrays, bits, normal
 
 HOPPER: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90a", "backend": "interpret"}
 FP8 = QuantConfig("token", "block", pv="fp8", granularity_v="channel")
-CONFIGS = {**auto.QUANT, "fp8": FP8, "by tile": QuantConfig(pv="int8")}
+CONFIGS = {**choose.QUANT, "fp8": FP8, "by tile": QuantConfig(pv="int8")}
 
 #: Codes are then made over those of the tile before.
 pytestmark = pytest.mark.usefixtures("one_block")
@@ -60,7 +62,7 @@ def test_rows_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = normal((1, 1, 70, 64), (1, 1, 90, 64))
     q[0, 0, 0], q[0, 0, 3, 5], q[0, 0, 8, 1] = 0, np.inf, np.nan
     q[0, 0, 13], q[0, 0, 21] = 6e-8, 65504
-    given = {"quant": auto.QUANT["balanced"]}
+    given = {"quant": choose.QUANT["balanced"]}
     found = attention(q, k, v, **HOPPER, **given)
     by_the_pass(monkeypatch)
     assert bits(found) == bits(attention(q, k, v, **HOPPER, **given))
@@ -83,7 +85,7 @@ def test_packed_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bits(found) == bits(attend())
 
 
-@pytest.mark.parametrize("name", auto.QUANT)
+@pytest.mark.parametrize("name", choose.QUANT)
 def test_block_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = normal((1, 1, 300, 64), (1, 1, 256, 64))
     kept = np.array([[[[1, 0], [0, 0], [0, 1]]]], bool)
@@ -139,4 +141,4 @@ def test_hazards_are_found(what: str, tmp_path: Path, monkeypatch: pytest.Monkey
     inputs = normal((1, 2, 400, 64), (1, 2, 70, 64))
     put_a_line_in_place("prims/quantize_q.cuh", line, instead, tmp_path, monkeypatch)
     with pytest.raises(KernelFault, match=kind):
-        attention(*inputs, **HOPPER, quant=auto.QUANT["aggressive"])
+        attention(*inputs, **HOPPER, quant=choose.QUANT["aggressive"])

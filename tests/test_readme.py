@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import cli, registry
-from cupyattn.quant.gemm_reference import activate
+from cupyattn import cli
+from cupyattn.kernels import ladder as registry
+from cupyattn.reference.gemm import activate
 from experiments import ladder, recording
 
 ROOT = Path(__file__).parents[1]
@@ -65,10 +66,11 @@ def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (block,) = code("Add a rung in four lines")
     assert len([line for line in block.splitlines() if line]) <= 4
     exec(block, {})
-    from cupyattn import compile as kc
-    from cupyattn.api import plans
+    from cupyattn.compiler import modules as kc
     from cupyattn.distributions import make
-    from cupyattn.request import Options, resolve
+    from cupyattn.ops.explain import plans
+    from cupyattn.problem.request import Options
+    from cupyattn.problem.resolve import resolve
 
     q, k, v = make("normal", 1, 2, 40, 40, 24)
     table = ca.ladder(q, k, v, variants=["fa", "mine"])

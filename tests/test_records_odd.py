@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cupyattn import cli, records
+from cupyattn import cli
+from cupyattn.measure import records
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 ROW = {"variant": "fa", "samples": [1e-3, 2e-3, 3e-3], "judgement": {"j2": 0.5}}

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.special import logsumexp, softmax
 
-from cupyattn import distributions, reference
+from cupyattn import distributions
+from cupyattn.arrays.groups import split_heads
 from cupyattn.errors import UnsupportedError
-from cupyattn.reference import attention_exact, score_blocks, softmax_exact
-from cupyattn.rounding import split_heads
+from cupyattn.reference import exact
+from cupyattn.reference.exact import attention_exact, score_blocks, softmax_exact
 from tests.problems import Problem, problems
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
@@ -148,7 +149,7 @@ def test_score_blocks_cover_every_score_once(problem: Problem, room: int) -> Non
     q, k, v = problem.arrays()
     whole = attention_exact(q, k, v, **problem.options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "BLOCK_ELEMENTS", room)
+        patch.setattr(exact, "BLOCK_ELEMENTS", room)
         visits = np.zeros((*split_heads(q, problem.heads_kv).shape[:4], problem.len_kv), int)
         for block in score_blocks(q, k, v, **problem.options):
             visits[block.index] += 1

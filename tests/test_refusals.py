@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import VARIANTS, Variant, bounds, checkpoints, cli, reference, testing
-from cupyattn import compile as kc
-from cupyattn.checks import check_scale
-from cupyattn.contracts import check_tiles
+from cupyattn import VARIANTS, Variant, checkpoints, cli
+from cupyattn.bounds import kernel
+from cupyattn.compiler import architectures
+from cupyattn.compiler import modules as kc
+from cupyattn.compiler.contracts import check_tiles
 from cupyattn.diffusion.pruning import key_importance
 from cupyattn.distributed import Mesh, Partition, Shared
 from cupyattn.errors import UnsupportedError
+from cupyattn.kernels.tiles import GemmTiles, Tiles
+from cupyattn.problem.checks import check_scale
 from cupyattn.quant import QuantConfig
-from cupyattn.tiles import GemmTiles, Tiles
+from cupyattn.reference import mirror
+from cupyattn.testing import verdict
 from tests.distributed_cases import on_ranks
 
 WHERE = ["mirror", "interpret"]
@@ -74,7 +78,7 @@ def message_of(error: type[Exception], call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("arch", ["sm_9000", "foo", "sm_91", "sm_80a", "sm_90f", "SM_90", "90", 90])
 def test_architectures_that_do_not_exist(call: str, arch: Any, backend: str, monkeypatch) -> None:
-    monkeypatch.setattr("cupyattn.targets._known", tuple)
+    monkeypatch.setattr("cupyattn.compiler.architectures._known", tuple)
     said = message_of(ValueError, lambda: CALLS[call](arch=arch, backend=backend))
     assert said == f"{NAMES}{arch!r}"
 
@@ -89,14 +93,14 @@ def test_architectures_before_the_first_that_is_supported(call: str, backend: st
     )
 
 
-@pytest.mark.parametrize("arch", [*kc.ARCHITECTURES, "sm_100a", "sm_100f", "sm_121a", None])
+@pytest.mark.parametrize("arch", [*architectures.ARCHITECTURES, "sm_100a", "sm_100f", "sm_121a", None])
 def test_architectures_that_exist(arch: str | None) -> None:
     for name, call in CALLS.items():
         assert call(arch=arch, backend="mirror") is not None, name
 
 
 def test_architectures_of_several_devices(monkeypatch) -> None:
-    monkeypatch.setattr("cupyattn.targets._known", tuple)
+    monkeypatch.setattr("cupyattn.compiler.architectures._known", tuple)
     rows = Partition.contiguous(40, 2)
     for given, error, message in (
         ({"arch": "foo"}, ValueError, f"{NAMES}'foo'"),
@@ -272,9 +276,9 @@ def test_tiles_that_are_no_record(backend: str) -> None:
         lambda: ca.plan(Q, K, V, **given),
         lambda: ca.explain(Q, K, V, **given),
         lambda: ca.quantize(Q, K, V, **given),
-        lambda: testing.judge(OUT, Q, K, V, variant="fa_tc", tiles=given["tiles"]),
-        lambda: bounds.attention(Q, K, V, tiles=given["tiles"]),
-        lambda: reference.attention_mirror(Q, K, V, tiles=given["tiles"]),
+        lambda: verdict.judge(OUT, Q, K, V, variant="fa_tc", tiles=given["tiles"]),
+        lambda: kernel.attention(Q, K, V, tiles=given["tiles"]),
+        lambda: mirror.attention_mirror(Q, K, V, tiles=given["tiles"]),
     ):
         assert message_of(TypeError, call) == wanted
 
@@ -407,10 +411,10 @@ COLUMNS = "outlier_columns must be whole numbers, such as np.flatnonzero(mask) o
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: testing.judge(OUT, Q, K, V, variant="fa_tc", form="zz"), ValueError, FORM),
-        (lambda: bounds.attention(Q, K, V, variant="fa_tc", form="zz"), ValueError, FORM),
+        (lambda: verdict.judge(OUT, Q, K, V, variant="fa_tc", form="zz"), ValueError, FORM),
+        (lambda: kernel.attention(Q, K, V, variant="fa_tc", form="zz"), ValueError, FORM),
         (
-            lambda: reference.attention_mirror(Q, K, V, variant="fa_tc", form="zz"),
+            lambda: mirror.attention_mirror(Q, K, V, variant="fa_tc", form="zz"),
             ValueError, FORM,
         ),
         (
@@ -527,7 +531,7 @@ EMPTY = "must be 1 or more, got 0"
     ],
 )
 def test_commands_say_the_same(words: str, message: str, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("cupyattn.targets._known", tuple)
+    monkeypatch.setattr("cupyattn.compiler.architectures._known", tuple)
     words = words.replace("plan fa", "plan --variant fa")
     assert cli.main(words.split()) != 0
     said = capsys.readouterr().err.strip().splitlines()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cupyattn import cli, records, report
+from cupyattn import cli
+from cupyattn.measure import records, report
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 #: Elements without an end.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn import records, report
+from cupyattn.measure import records, report
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 PHONES, DESK = (360, 412), 1280

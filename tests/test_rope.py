@@ -1,7 +1,7 @@
 """Rotary embeddings: what they mean, to the bit, and that every rung applies them.
 
-J1 is that Q and K are turned as `cupyattn.rope.Rope.turned` says; J2 is then about attention of the
-turned operands. What turning them rounds is `cupyattn.bounds.rotation` (R0).
+J1 is that Q and K are turned as `cupyattn.problem.rope.Rope.turned` says; J2 is then about
+attention of the turned operands. What turning them rounds is `cupyattn.bounds.rotation` (R0).
 """
 
 from __future__ import annotations
@@ -14,19 +14,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import attention, backends, bounds, explain, launch, plan, quantize, registry
-from cupyattn import compile as kc
+from cupyattn import attention, explain, plan, quantize
+from cupyattn.arrays import memory
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.bounds import kernel
+from cupyattn.bounds import prepared as bounds_prepared
+from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
-from cupyattn.features import DTYPES, Features
-from cupyattn.plans import Operand
+from cupyattn.kernels import ladder
+from cupyattn.kernels.features import DTYPES, Features
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.ops import run
+from cupyattn.plans import attention as plans_attention
+from cupyattn.plans.prepare_rows import ROPE_PARAMS, plan_rotation
+from cupyattn.plans.records import Operand
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
+from cupyattn.problem.rope import Rope
 from cupyattn.quant import QuantConfig
-from cupyattn.reference import attention_exact, attention_mirror
-from cupyattn.registry import VARIANTS
-from cupyattn.request import Options, resolve
-from cupyattn.rope import Rope
-from cupyattn.rotation import ROPE_PARAMS, plan_rotation
-from cupyattn.rounding import STORAGE, as_float64
-from cupyattn.testing import ratio_to_bound
+from cupyattn.reference.exact import attention_exact
+from cupyattn.reference.mirror import attention_mirror
 from tests import runs
 from tests.runs import RUNGS, bits, embedded, normal, rope_tables, variant_of
 from tests.structs import check_struct
@@ -100,7 +108,7 @@ def test_the_bound_of_r0_holds(
     for x, found, exact, first in zip(
         (q, k), rope.turned(q, k), rope.exact(q, k), (2, 0), strict=True
     ):
-        bound = bounds.rotation(x, rope, first)
+        bound = bounds_prepared.rotation(x, rope, first)
         assert np.isfinite(bound).all()
         assert ratio_to_bound(as_float64(found), exact, bound).max() <= 1
 
@@ -110,16 +118,17 @@ def test_the_bound_of_r0_notices_mistakes() -> None:
     rope = Rope.of(TABLES, False, 3, *SIZES)
     exact, _ = rope.exact(q, k)
     right, _ = rope.turned(q, k)
-    assert 0.9 < ratio_to_bound(as_float64(right), exact, bounds.rotation(q, rope, 3)).max() <= 1
+    bound = bounds_prepared.rotation(q, rope, 3)
+    assert 0.9 < ratio_to_bound(as_float64(right), exact, bound).max() <= 1
     for wrong in (
         Rope.of(TABLES, True, 3, *SIZES),
         Rope.of(TABLES, False, 2, *SIZES),
         Rope.of((TABLES[0], -TABLES[1]), False, 3, *SIZES),
     ):
         found, _ = wrong.turned(q, k)
-        assert ratio_to_bound(as_float64(found), exact, bounds.rotation(q, rope, 3)).max() > 100
+        assert ratio_to_bound(as_float64(found), exact, bound).max() > 100
     too_large = np.full((1, 1, 2, HEAD_DIM), 65504, np.float16)
-    assert np.isinf(bounds.rotation(too_large, rope, 50)).any()
+    assert np.isinf(bounds_prepared.rotation(too_large, rope, 50)).any()
 
 
 # ---- the pass (J1) -------------------------------------------------------------------------------
@@ -155,8 +164,8 @@ def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, pairs: s
     made = plan_rotation(Operand.of(laid), dtype, pairs, 9)
     turned = np.empty(x.shape, x.dtype)
     buffers = {"x": laid, "rope_cos": rope.cos, "rope_sin": rope.sin}
-    buffers = {name: backends.as_input(array) for name, array in buffers.items()}
-    backends.run("interpret", made, {**buffers, "turned": turned})
+    buffers = {name: memory.as_input(array) for name, array in buffers.items()}
+    run.run("interpret", made, {**buffers, "turned": turned})
     expected, _ = rope.turned(x, x[:, :, :0])
     nan = np.isnan(expected.astype(np.float32))
     np.testing.assert_array_equal(np.isnan(turned.astype(np.float32)), nan)
@@ -424,7 +433,7 @@ def test_quantised_operands_are_turned_beforehand() -> None:
         ):
             call(z, variant="fa_int8", rope=TABLES)
     with pytest.raises(ValueError, match="rope and qk_norm come before quantising"):
-        bounds.attention(None, None, None, variant="fa_int8", quantized=z, rope=TABLES)
+        kernel.attention(None, None, None, variant="fa_int8", quantized=z, rope=TABLES)
 
 
 def test_a_rung_that_takes_turned_operands_is_not_planned_on_others() -> None:
@@ -432,7 +441,7 @@ def test_a_rung_that_takes_turned_operands_is_not_planned_on_others() -> None:
     call = resolve(q, k, v, Options(rope=TABLES)).call
     operands = [Operand.of(x) for x in (q, k, v, q)]
     with pytest.raises(UnsupportedError, match="fa_tc takes operands that are turned already"):
-        launch.plan_attention(registry.lookup("fa_tc"), call, *operands)
+        plans_attention.plan_attention(ladder.lookup("fa_tc"), call, *operands)
 
 
 def test_every_family_turns_somewhere() -> None:

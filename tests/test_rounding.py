@@ -11,18 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from cupyattn.numerics import EX2_FLUSH, HALF_SUBNORMAL, UNIT_ROUNDOFF
-from cupyattn.rounding import (
-    FINITE_MAX,
-    STORAGE,
-    array_namespace,
-    as_float64,
-    ex2,
-    fma32,
-    merge_heads,
-    round_to,
-    split_heads,
-)
+from cupyattn.arrays.groups import merge_heads, split_heads
+from cupyattn.arrays.kinds import FINITE_MAX, STORAGE, array_namespace, as_float64
+from cupyattn.kernels.numerics import EX2_FLUSH, HALF_SUBNORMAL, UNIT_ROUNDOFF
+from cupyattn.reference.rounding import ex2, fma32, round_to
 
 floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

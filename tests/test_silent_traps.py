@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.arrays.kinds import Array
 from cupyattn.diffusion import SigmaPolicy
 from cupyattn.quant import QuantConfig
-from cupyattn.rounding import Array
 
 STEPS = 50
 STATIC = QuantConfig("tensor", "tensor", scales=(0.05, 0.05))

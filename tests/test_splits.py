@@ -10,27 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import (
-    BlockMask,
-    Tiles,
-    attention,
-    attention_varlen,
-    explain,
-    interpret,
-    plan,
-    splits,
-)  # fmt: skip
-from cupyattn import compile as kc
-from cupyattn.checks import check_attention, check_limits
+from cupyattn import BlockMask, Tiles, attention, attention_varlen, explain, interpret, plan
+from cupyattn.arrays.kinds import as_float64
+from cupyattn.compiler import modules as kc
 from cupyattn.distributions import make
-from cupyattn.features import Features
 from cupyattn.interpret import executor
-from cupyattn.launch import module_spec, plan_attention
-from cupyattn.plans import Operand
-from cupyattn.reference import attention_exact
-from cupyattn.registry import VARIANTS
-from cupyattn.rounding import as_float64
-from cupyattn.testing import judge
+from cupyattn.kernels import splits  # fmt: skip
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.plans.assemble import module_spec
+from cupyattn.plans.attention import plan_attention
+from cupyattn.plans.records import Operand
+from cupyattn.problem.checks import check_attention, check_limits
+from cupyattn.reference.exact import attention_exact
+from cupyattn.testing.verdict import judge
 from tests import runs
 from tests.runs import SPILLED_SPLIT, Run, bits
 

@@ -9,8 +9,8 @@ import pytest
 
 from cupyattn import attention, explain, plan
 from cupyattn.distributions import make
-from cupyattn.plans import Operand
-from cupyattn.stacking import LEAST_ROWS
+from cupyattn.plans.records import Operand
+from cupyattn.plans.stacking import LEAST_ROWS
 from tests import runs
 from tests.runs import bits
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn.compile import KERNELS
-from cupyattn.numerics import numerics
-from cupyattn.registry import SUFFIXED, VARIANTS
+from cupyattn.compiler.modules import KERNELS
+from cupyattn.kernels.ladder import SUFFIXED, VARIANTS
+from cupyattn.kernels.numerics import numerics
+from docs import write_house
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cupyattn"
@@ -33,79 +34,38 @@ FUSED = [
     for form in variant.forms
     if variant.family != "unfused" and variant.source is None and not form.startswith("sm90")
 ]
-#: Who may import whom: a module imports only what stands above it, or beside it without a cycle.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "tiles", "features", "numerics", "measured", "files", "switches", "backward_tiles"),
-    (
-        "registry",
-        "splits",
-        "pieces",
-        "rounding",
-        "codes",
-        "includes",
-        "nvrtc",
-        "targets",
-        "ptxas",
-        "disk_cache",
-        "tensor_map",
-        "replay",
-        "arrays",
-        "checks",
-        "rope",
-        "preparation",
-        "scoring",
-        "block_mask",
-        "distributions",
-        "strategies",
-    ),
-    (
-        "mirror",
-        "mirror_state",
-        "mirror_codes",
-        "reference",
-        "perturbation",
-        "score_bounds",
-        "value_bounds",
-        "operand_bounds",
-        "bound_parts",
-        "quantisation_bounds",
-        "bounds",
-        "compile",
-        "contracts",
-    ),
-    (
-        "interpret",
-        "params",
-        "launch",
-        "plans",
-        "stacking",
-        "hopper",
-        "value_codes",
-        "rotation",
-        "executor",
-        "gradients",
-        "scratch",
-    ),
-    ("backends", "sequences", "backward_plan"),
-    ("backward_prepared",),
+#: Which package may import which: one imports what stands above it, never what stands below or
+#: beside it (on the same line). README.md and docs/DESIGN.md show the same list.
+HOUSE: tuple[tuple[str, ...], ...] = (
+    ("errors", "files", "switches", "version"),
+    ("arrays",),
+    ("distributions", "kernels"),
     ("quant",),
-    ("request", "auto", "forms", "unfused"),
-    ("stages",),
-    ("prepared",),
-    ("api", "testing", "backward"),
-    ("device", "timing", "measure", "nvml", "energy", "records", "report"),
-    ("diffusion", "checkpoints", "interop", "distributed"),
-    ("cli", "__main__"),
+    ("compiler",),
+    ("problem",),
+    ("reference", "plans"),
+    ("bounds", "runtime"),
+    ("gradients",),
+    ("testing",),
+    ("interpret",),
+    ("ops",),
+    ("unfused", "measure"),
+    ("checkpoints",),
+    ("distributed",),
+    ("diffusion",),
+    ("interop",),
+    ("cli",),
+    ("__main__",),
 )
+#: What stands in no folder.
+FLAT = {"errors", "files", "switches", "version", "unfused", "distributions", "__main__"}
+#: Packages whose public names are defined elsewhere: their faces import at first use, and name
+#: modules below them for type checkers only.
+FACES = {"quant", "interpret"}
 #: Take the array namespace from their arguments, or know no arrays at all: never import CuPy.
 NO_CUPY = {
-    "errors", "tiles", "features", "numerics", "measured", "registry", "auto", "splits", "pieces",
-    "rounding", "codes", "checks", "rope", "preparation", "scoring", "block_mask", "mirror",
-    "reference", "perturbation", "score_bounds", "value_bounds", "operand_bounds", "bound_parts",
-    "quantisation_bounds", "bounds",
-    "includes", "nvrtc", "targets", "contracts", "ptxas", "distributions", "strategies",
-    "gradients", "backward_tiles",
-    "nvml",
+    "errors", "files", "switches", "distributions", "kernels", "quant", "problem", "reference",
+    "plans", "bounds", "gradients", "testing", "interpret",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.
 EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")
@@ -285,88 +245,119 @@ def test_the_cuda_files_fit_the_screen() -> None:
 # ---- Python --------------------------------------------------------------------------------------
 
 
-def module_name(path: Path) -> str:
-    """``"quant"`` for cupyattn/quant/anything.py, ``"api"`` for cupyattn/api.py."""
+def place(path: Path) -> str:
+    """``"quant"`` for cupyattn/quant/anything.py, ``"files"`` for cupyattn/files.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path, *, anywhere: bool) -> Iterator[str]:
-    """Yield the dotted names of the modules that a file imports (type checking aside)."""
+def dotted(path: Path) -> str:
+    """``"cupyattn.quant.config"`` for cupyattn/quant/config.py."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, *, lazy: bool = True, types: bool = False) -> Iterator[str]:
+    """Yield the dotted names of the modules that a file imports.
+
+    `lazy` includes imports inside functions, `types` yields those under TYPE_CHECKING instead.
+    """
     tree = ast.parse(path.read_text())
     guards = [
         node for node in ast.walk(tree)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     ]  # fmt: skip
-    skipped = {id(child) for guard in guards for child in ast.walk(guard)}
+    guarded = {id(child) for guard in guards for child in ast.walk(guard)}
     inside = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    if not anywhere:
-        functions = [node for node in ast.walk(tree) if isinstance(node, inside)]
-        skipped |= {id(child) for f in functions for child in ast.walk(f)}
-    package = ("cupyattn", *path.relative_to(PACKAGE).parts[:-1])
+    functions = [node for node in ast.walk(tree) if isinstance(node, inside)]
+    delayed = {id(child) for function in functions for child in ast.walk(function)}
     for node in ast.walk(tree):
-        if id(node) in skipped:
+        if (id(node) in guarded) != types or (id(node) in delayed and not lazy):
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            source = ".".join(filter(None, (base, node.module)))
-            # `from cupyattn import launch` imports the module cupyattn.launch
-            yield from (
-                f"{source}.{a.name}" if source == "cupyattn" else source for a in node.names
-            )
+            assert not node.level, f"{path}: imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in NAMED else str(node.module)
 
 
-def own_imports(path: Path) -> set[str]:
-    found = (name.split(".") for name in imports(path, anywhere=False))
-    return {parts[1] for parts in found if parts[0] == "cupyattn" and len(parts) > 1}
-
-
-LAYER_OF = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
+NAMED = {dotted(path): path for path in PYTHON}
 MODULES = [path for path in PYTHON if path != PACKAGE / "__init__.py"]
+RANK = {name: rank for rank, line in enumerate(HOUSE) for name in line}
 
 
-def test_every_module_has_its_layer() -> None:
-    assert {module_name(path) for path in MODULES} <= set(LAYER_OF)
+def packages_of(names: Iterator[str]) -> set[str]:
+    """The packages, or flat modules, of those of the names that are ours."""
+    return {name.split(".")[1] for name in names if name.startswith("cupyattn.")}
+
+
+def test_every_module_has_its_place() -> None:
+    assert {place(path) for path in MODULES} == set(RANK)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == FLAT | {"__init__"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=names(MODULES, PACKAGE))
-def test_imports_point_down(path: Path) -> None:
-    rank = LAYER_OF[module_name(path)]
-    upward = {name for name in own_imports(path) if LAYER_OF.get(name, rank) > rank}
-    assert not upward, f"{module_name(path)} may not import {upward}"
+def test_imports_point_up_the_list(path: Path) -> None:
+    """Also imports inside functions; under TYPE_CHECKING a package may name its own modules."""
+    own = place(path)
+    below = {name for name in packages_of(imports(path)) if RANK[name] >= RANK[own]} - {own}
+    assert not below, f"{own} may not import {below}"
+    if not (own in FACES and path.name == "__init__.py"):
+        typed = packages_of(imports(path, types=True))
+        assert not {name for name in typed if RANK[name] >= RANK[own]} - {own}
 
 
-def test_imports_have_no_cycle() -> None:
-    graph: dict[str, set[str]] = {}
-    for path in MODULES:
-        graph.setdefault(module_name(path), set()).update(own_imports(path) - {module_name(path)})
-    TopologicalSorter(graph).prepare()  # raises CycleError, naming the cycle
+def test_modules_import_each_other_in_no_circle() -> None:
+    graph = {
+        name: {other for other in imports(path) if other in NAMED} - {name, "cupyattn"}
+        for name, path in NAMED.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, naming the circle
+
+
+@pytest.mark.parametrize("package", ["cupyattn", *sorted(FACES)])
+def test_importing_a_face_imports_no_module_of_it(package: str) -> None:
+    full = package if package == "cupyattn" else f"cupyattn.{package}"
+    script = (
+        f"import sys, {full}; own = {{n for n in sys.modules if n.startswith('cupyattn')}}; "
+        f"own -= {{'cupyattn', 'cupyattn.version', {full!r}}}; sys.exit(repr(own) if own else 0)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=names(MODULES, PACKAGE))
 def test_extras_are_imported_only_when_asked_for(path: Path) -> None:
-    core = LAYER_OF[module_name(path)] <= LAYER_OF["api"] and module_name(path) != "testing"
-    top = {name.partition(".")[0] for name in imports(path, anywhere=False)}
+    own = place(path)
+    core = RANK[own] <= RANK["ops"] and own != "testing"
+    top = {name.partition(".")[0] for name in imports(path, lazy=False)}
     forbidden = set(EXTRAS if core else ("cupy", "torch", "jax"))
-    if module_name(path) == "interop":  # each of its parts is for the library of its name
+    if own == "interop":  # each of its parts is for the library of its name
         forbidden = set(EXTRAS) - set(path.relative_to(PACKAGE).with_suffix("").parts[1:2])
         forbidden -= set() if "diffusers" in forbidden else {"torch"}  # which it is made of
     assert not top & forbidden, path
-    if module_name(path) in NO_CUPY:
-        assert "cupy" not in {name.partition(".")[0] for name in imports(path, anywhere=True)}
+    if own in NO_CUPY:
+        assert "cupy" not in {name.partition(".")[0] for name in imports(path)}
 
 
 def test_raw_module_is_mentioned_in_one_file() -> None:
-    assert [p.name for p in PYTHON if "RawModule" in p.read_text()] == ["compile.py"]
+    found = [path for path in PYTHON if "RawModule" in path.read_text()]
+    assert found == [PACKAGE / "compiler" / "modules.py"]
 
 
 def test_the_package_imports_where_no_extra_is_installed() -> None:
     blocked = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))"
-    modules = [m for m in LAYER_OF if m != "testing" and LAYER_OF[m] <= LAYER_OF["api"]]
-    present = [m for m in modules if (PACKAGE / m).is_dir() or (PACKAGE / f"{m}.py").is_file()]
-    script = "; ".join([blocked, "import cupyattn", *(f"import cupyattn.{m}" for m in present)])
+    core = [m for p, m in zip(MODULES, map(dotted, MODULES), strict=True)
+            if RANK[place(p)] <= RANK["ops"] and place(p) != "testing"]  # fmt: skip
+    script = "; ".join([blocked, "import cupyattn", *(f"import {m}" for m in core)])
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
+
+
+def test_the_picture_of_the_house_is_current() -> None:
+    packages = tuple(name for line in HOUSE for name in line if name not in FLAT)
+    assert packages == write_house.ORDER
+    drawn = write_house.PICTURE.read_text()
+    assert write_house.picture() == drawn, "run python -m docs.write_house"
 
 
 def test_no_assert_and_no_leftovers_in_the_package() -> None:

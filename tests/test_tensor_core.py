@@ -29,7 +29,7 @@ from cupyattn.interpret.warpgroup import (
     operand_addresses,
     swizzled_address,
 )
-from cupyattn.numerics import TENSOR_CORE_ROUNDOFF
+from cupyattn.kernels.numerics import TENSOR_CORE_ROUNDOFF
 from tests.prims_mma_cases import swizzle
 
 NUMBERS: dict[str, Any] = {

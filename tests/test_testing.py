@@ -11,20 +11,14 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from cupyattn import distributions
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import quantize
-from cupyattn.reference import attention_exact, attention_mirror
-from cupyattn.rounding import STORAGE
-from cupyattn.testing import (
-    REGIMES,
-    SAMPLED_ROWS,
-    assert_within_bound,
-    attention_inputs,
-    judge,
-    make_regime,
-    ratio_to_bound,
-    sample_rows,
-)
-from cupyattn.tiles import Tiles
+from cupyattn.reference.exact import attention_exact
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.testing.strategies import REGIMES, attention_inputs, make_regime
+from cupyattn.testing.verdict import SAMPLED_ROWS, assert_within_bound, judge, sample_rows
 
 INF, NAN = np.inf, np.nan
 

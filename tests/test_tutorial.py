@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from cupyattn.registry import VARIANTS
+from cupyattn.kernels.ladder import VARIANTS
 from docs import write_tutorial
 from experiments import recording
 from tests.test_structure import changed

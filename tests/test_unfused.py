@@ -10,11 +10,13 @@ import pytest
 import scipy.special
 
 import cupyattn as ca
-from cupyattn import compile as kc
-from cupyattn import launch, plans, registry, unfused
-from cupyattn.checks import AttentionCall
+from cupyattn import unfused
+from cupyattn.compiler import modules as kc
 from cupyattn.distributions import make
-from cupyattn.plans import Operand
+from cupyattn.kernels import ladder
+from cupyattn.plans import attention, records
+from cupyattn.plans.records import Operand
+from cupyattn.problem.call import AttentionSpec
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -88,18 +90,18 @@ def test_what_does_not_fit_is_refused(error: type[Exception], call: Any) -> None
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def step(name: str, **buffers: Any) -> plans.Plan:
-    sizes = AttentionCall(2, 4, 2, 70, 50, 24, "float16", 0.2, return_lse=name == "softmax")
+def step(name: str, **buffers: Any) -> records.Plan:
+    sizes = AttentionSpec(2, 4, 2, 70, 50, 24, "float16", 0.2, return_lse=name == "softmax")
     operands = {n: Operand.of(a) for n, a in buffers.items()}
-    return launch.plan_unfused_step(name, registry.lookup("unfused"), sizes, operands)
+    return attention.plan_unfused_step(name, ladder.lookup("unfused"), sizes, operands)
 
 
 def test_steps_launch_what_the_whole_launches() -> None:
     q, k, v = make("normal", 2, 4, 70, 50, 24, heads_kv=2)
     o = np.empty_like(q)
-    sizes = AttentionCall(2, 4, 2, 70, 50, 24, "float16", 0.2, return_lse=True)
+    sizes = AttentionSpec(2, 4, 2, 70, 50, 24, "float16", 0.2, return_lse=True)
     operands = {name: Operand.of(array) for name, array in zip("qkvo", (q, k, v, o), strict=True)}
-    whole = launch.plan_attention(registry.lookup("unfused"), sizes, *operands.values())
+    whole = attention.plan_attention(ladder.lookup("unfused"), sizes, *operands.values())
     parts = [step("scores", q=q, k=k), step("softmax"), step("weighted_sum", v=v, o=o)]
     for want, part in zip(whole.launches, parts, strict=True):
         (got,) = part.launches

@@ -24,13 +24,14 @@ from cupyattn import (
     plan,
     quantize,
 )  # fmt: skip
-from cupyattn.checks import check_limits, check_packed
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
+from cupyattn.problem.checks import check_limits, check_packed
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from cupyattn.quant.config import GRANULARITIES, GROUP_ALL
 from cupyattn.quant.packed import packed_groups
 from cupyattn.quant.quantizers import VALUES_PAD, group_count
-from cupyattn.request import Options, resolve
 from tests import runs
 from tests.feature_cases import admitted
 from tests.runs import (
@@ -418,7 +419,7 @@ def test_kinds_of_arguments_are_checked() -> None:
 
 def test_a_sequence_past_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody looked at the offsets, no kernel leaves the arrays that were made for it."""
-    monkeypatch.setattr("cupyattn.checks.check_cu_seqlens", lambda *_: None)
+    monkeypatch.setattr("cupyattn.kernels.limits.check_cu_seqlens", lambda *_: None)
     inputs, ends = packed(((5, 9), (40, 70)), 2, 1)
     for rung in RUNGS:
         out = Guarded.empty(inputs[0].shape, "float16")
@@ -428,7 +429,7 @@ def test_a_sequence_past_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_offsets_past_the_arrays_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cupyattn.checks.check_cu_seqlens", lambda *_: None)
+    monkeypatch.setattr("cupyattn.kernels.limits.check_cu_seqlens", lambda *_: None)
     inputs, ends = packed(((5, 9), (40, 70)), 2, 1)
     for rung in RUNGS:
         with pytest.raises(KernelFault, match="out of bounds"):

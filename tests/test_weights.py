@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import compile as kc
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
-from cupyattn.plans import Operand
-from cupyattn.quant.weights import MOST_BLOCK, WEIGHT_PARAMS, plan_weight_blocks
-from cupyattn.rounding import STORAGE
+from cupyattn.ops.weights import MOST_BLOCK
+from cupyattn.plans.records import Operand
+from cupyattn.plans.weight_blocks import WEIGHT_PARAMS, plan_weight_blocks
 from tests.fault_patches import put_a_line_in_place
 from tests.quant_inputs import DTYPES, operand
 from tests.structs import check_struct

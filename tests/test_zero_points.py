@@ -15,13 +15,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cupyattn import attention, attention_varlen, explain, launch, plan, testing
-from cupyattn import compile as kc
+from cupyattn import attention, attention_varlen, explain, plan
+from cupyattn.arrays.groups import scale_of_row, value_scale_of_key
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
-from cupyattn.features import Features
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans import assemble
 from cupyattn.quant import GROUP_ALL, QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.config import GRANULARITIES
-from cupyattn.quant.operands import quantize_mirror
 from cupyattn.quant.quantizers import (
     group_count,
     quantize_affine,
@@ -29,9 +32,8 @@ from cupyattn.quant.quantizers import (
     quantize_values_affine,
     values_by_key,
 )
-from cupyattn.registry import lookup
-from cupyattn.rounding import scale_of_row, value_scale_of_key
-from cupyattn.tiles import Tiles
+from cupyattn.reference.quantize import quantize_mirror
+from cupyattn.testing import strategies, verdict
 from tests.quant_inputs import DTYPES, operand
 from tests.runs import ADDED, bits, normal, packed, sequences
 from tests.test_kernels_compile import LATE
@@ -305,7 +307,7 @@ def test_constant_values_come_back(backend) -> None:
     z = quantize(q, k, v, quant=quant, backend=backend)
     assert np.abs(z.centred_values() - v).max() <= 9 * 2.0**-21
     o = attention(z, backend=backend)
-    testing.assert_within_bound(o, q, k, v, variant="fa_int8", quantized=z)
+    verdict.assert_within_bound(o, q, k, v, variant="fa_int8", quantized=z)
 
 
 # ---- J2 and J3 -----------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ def test_constant_values_come_back(backend) -> None:
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_drawn_problems_on_the_mirror(data) -> None:
     features = ("window", "softcap", "mask", "bias")
-    drawn = testing.attention_inputs(
+    drawn = strategies.attention_inputs(
         tiles=TILES, max_head_dim=80, max_scores=2**13, features=features
     )
     q, k, v, options = data.draw(drawn)
@@ -333,7 +335,7 @@ def test_drawn_problems_on_the_mirror(data) -> None:
     )
     z = quantize(q, k, v, quant=quant, tiles=TILES)
     o, lse = attention(z, tiles=TILES, return_lse=True, **options)
-    testing.assert_within_bound(
+    verdict.assert_within_bound(
         o, q, k, v, variant="fa_int8", lse=lse, quantized=z, tiles=TILES, **options
     )
 
@@ -356,7 +358,7 @@ def test_features_in_the_interpreter(pv, dtype) -> None:
         given = {"tiles": tiles, **options}
         z = quantize(q, k, v, quant=quant, tiles=tiles, backend="interpret")
         o, lse = attention(z, return_lse=True, backend="interpret", **given)
-        testing.assert_within_bound(o, q, k, v, variant="fa_int8", lse=lse, quantized=z, **given)
+        verdict.assert_within_bound(o, q, k, v, variant="fa_int8", lse=lse, quantized=z, **given)
 
 
 @pytest.mark.slow
@@ -392,11 +394,11 @@ def test_the_bound_notices_a_zero_point_off_by_one() -> None:
     q, k, v = normal((1, 2, 64, 64), (1, 2, 256, 64))
     z = quantize(q + np.float16(1), k, v, quant=QuantConfig(symmetric=False))
     o = attention(z)
-    assert testing.judge(o, None, None, None, variant="fa_int8", quantized=z).passed
+    assert verdict.judge(o, None, None, None, variant="fa_int8", quantized=z).passed
     k_zero = z.k_zero.copy()
     k_zero[0, 1, 3] += 1
     wrong = replace(z, k_zero=k_zero)
-    assert not testing.judge(o, None, None, None, variant="fa_int8", quantized=wrong).passed
+    assert not verdict.judge(o, None, None, None, variant="fa_int8", quantized=wrong).passed
 
 
 # ---- the call and the record ---------------------------------------------------------------------
@@ -452,7 +454,7 @@ def test_codes_of_another_origin() -> None:
     for hat, (code, s, z) in zip(x.dequantize("float64"), by_hand, strict=True):
         assert np.array_equal(hat, float(np.float32(s)) * (code.astype(float) - z))
     o, lse = attention(x, return_lse=True, backend="interpret")
-    testing.assert_within_bound(o, None, None, None, variant="fa_int8", quantized=x, lse=lse)
+    verdict.assert_within_bound(o, None, None, None, variant="fa_int8", quantized=x, lse=lse)
     # One zero point a head, a scale for all: both get the shape of the zero points.
     by_head = np.array([[[5], [9]]], np.int64)
     y = QuantizedQKV.from_codes(*codes[:2], codes[2].astype(np.float16), 0.01, 0.02, k_zero=by_head)
@@ -460,7 +462,7 @@ def test_codes_of_another_origin() -> None:
     assert not y.q_zero.any() and y.q_zero.shape == (1, 1, 1)
     assert np.array_equal(y.k_code_sum, codes[1].sum(axis=-1))
     o = attention(y, backend="interpret")
-    testing.assert_within_bound(o, None, None, None, variant="fa_int8", quantized=y)
+    verdict.assert_within_bound(o, None, None, None, variant="fa_int8", quantized=y)
 
 
 def test_zero_points_that_do_not_fit_are_refused() -> None:
@@ -520,7 +522,7 @@ def test_default_tiles_spill_next_to_nothing(head_dim, form) -> None:
             "float16", head_dim, causal, True, 8, group_q=2, group_kv=16, varlen=varlen,
             zero_points=True, **values,
         )  # fmt: skip
-        spec = launch.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
+        spec = assemble.module_spec(variant, features, variant.default_tiles(head_dim, form), form)
         binary = kc.build(spec, "sm_80")
         for taken in binary.kernels.values():
             full = head_dim == 128 or (form, head_dim) == ("pv8", 64)

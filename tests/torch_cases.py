@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import bounds
+from cupyattn.arrays.groups import merge_heads, split_heads
+from cupyattn.arrays.kinds import as_float64
+from cupyattn.bounds import kernel as bounds
 from cupyattn.gradients import backward_bound
-from cupyattn.rounding import as_float64, merge_heads, split_heads
 from tests.runs import normal
 
 #: Options of `attention`, by what they are about; arrays are NumPy's.

@@ -23,7 +23,7 @@ def main(expected_sources: list[str]) -> None:
         importlib.import_module(f"cupyattn.{name}")
     print("imported", *modules)
 
-    from cupyattn import compile as kc
+    from cupyattn.compiler import modules as kc
 
     package = Path(importlib.import_module("cupyattn").__file__ or "").parent
     check("site-packages" in package.parts, f"{package} is the installed package")
@@ -37,12 +37,14 @@ def main(expected_sources: list[str]) -> None:
     check(any((package / "data").glob("*.npz")), "sample data is there")
     check((package / "py.typed").is_file(), "type hints are declared")
 
-    from cupyattn import bounds, reference
+    from cupyattn.bounds import kernel
+    from cupyattn.reference import exact as reference
+    from cupyattn.reference import mirror as reference_mirror
 
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 2, 48, 32)).astype(np.float16)
     exact = reference.attention_exact(q, k, v)
-    mirror = reference.attention_mirror(q, k, v, variant="fa")
-    bound = bounds.attention(q, k, v, variant="fa").total
+    mirror = reference_mirror.attention_mirror(q, k, v, variant="fa")
+    bound = kernel.attention(q, k, v, variant="fa").total
     check(bool(np.all(np.abs(mirror.astype(np.float64) - exact) <= bound)), "mirror within bound")
     check("cupy" not in sys.modules, "CuPy was not needed")
 

@@ -3,12 +3,19 @@
 Nothing here needs torch, or more memory than a model's largest tensor three times.
 """
 
-from cupyattn.checkpoints.analysis import OUTLIER_RMS, Analysis, TensorReport, analyze
-from cupyattn.checkpoints.convert import Conversion, convert, dequantize
-from cupyattn.checkpoints.header import Header, TensorInfo, encode_header, read_header
-from cupyattn.checkpoints.kandinsky import KandinskyModel, open_kandinsky, optimize_kandinsky
-from cupyattn.checkpoints.roles import role_of
-from cupyattn.checkpoints.source import open_checkpoint
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cupyattn import lazy_face
+
+if TYPE_CHECKING:
+    from cupyattn.checkpoints.analysis import OUTLIER_RMS, Analysis, TensorReport, analyze
+    from cupyattn.checkpoints.conversion import Conversion, convert, dequantize
+    from cupyattn.checkpoints.header import Header, TensorInfo, encode_header, read_header
+    from cupyattn.checkpoints.kandinsky import KandinskyModel, open_kandinsky, optimize_kandinsky
+    from cupyattn.checkpoints.roles import role_of
+    from cupyattn.checkpoints.source import open_checkpoint
 
 __all__ = [
     "OUTLIER_RMS",
@@ -28,3 +35,15 @@ __all__ = [
     "read_header",
     "role_of",
 ]
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {
+        "checkpoints.analysis": ("Analysis", "OUTLIER_RMS", "TensorReport", "analyze"),
+        "checkpoints.conversion": ("Conversion", "convert", "dequantize"),
+        "checkpoints.header": ("Header", "TensorInfo", "encode_header", "read_header"),
+        "checkpoints.kandinsky": ("KandinskyModel", "open_kandinsky", "optimize_kandinsky"),
+        "checkpoints.roles": ("role_of",),
+        "checkpoints.source": ("open_checkpoint",),
+    },
+)  # fmt: skip

@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.kinds import FINITE_MAX
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
 from cupyattn.checkpoints.roles import INT8_ROLES, LAYER_ROLES, PRECISE_ROLES, family_of, role_of
-from cupyattn.checkpoints.source import Array, Source, open_checkpoint
+from cupyattn.checkpoints.shards import Array, Source
+from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.errors import UnsupportedError
 from cupyattn.files import open_regular
-from cupyattn.measure import format_bytes, format_share
+from cupyattn.measure.words import format_bytes, format_share
 from cupyattn.quant.blocks import (
     Int8Config,
     as_matrix,
@@ -30,7 +32,6 @@ from cupyattn.quant.blocks import (
     scale_shape,
     strips,
 )
-from cupyattn.rounding import FINITE_MAX
 
 #: An outlier is an element beyond so many times the root mean square of its block. Of normal data
 #: one in 16,000 is; more than one in 16 can never be.

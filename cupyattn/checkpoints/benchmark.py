@@ -10,17 +10,19 @@ from typing import Any
 
 import numpy as np
 
-import cupyattn as ca
-from cupyattn import measure, testing, timing
-from cupyattn.api import kernel_form
-from cupyattn.arrays import on_host
+from cupyattn.arrays.interchange import on_host
+from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
 from cupyattn.checkpoints.kandinsky import KandinskyModel
-from cupyattn.checkpoints.source import Source
-from cupyattn.checks import check_attention
+from cupyattn.checkpoints.shards import Source
 from cupyattn.errors import UnsupportedError
-from cupyattn.measure import format_bytes, format_seconds
-from cupyattn.quant import Int8Linear
-from cupyattn.rounding import STORAGE, Array, array_namespace, as_float64
+from cupyattn.measure import rungs, timing
+from cupyattn.measure.words import format_bytes, format_seconds
+from cupyattn.ops.attention import attention, plan
+from cupyattn.ops.explain import kernel_form
+from cupyattn.ops.linear import Int8Linear
+from cupyattn.ops.quantize import quantize
+from cupyattn.problem.checks import check_attention
+from cupyattn.testing import verdict
 
 #: What a block is asked to do: video tokens, and those of the text that they attend to.
 TOKENS, TEXT_TOKENS = 16_384, 256
@@ -172,10 +174,10 @@ def _layer(name: str, count: int, x: Array, w: Array, activation: str, rounds: i
     rows = x[:: max(1, x.shape[0] // JUDGED_ROWS)]
     host_rows, host_w = on_host(rows), on_host(w)
     exact = as_float64(host_rows) @ as_float64(host_w).T
-    off_16 = measure.relative_error(as_float64(on_host(product16(rows, w))), exact)
+    off_16 = rungs.relative_error(as_float64(on_host(product16(rows, w))), exact)
     coded = as_float64(on_host(plain(rows)))
     bound = Int8Linear.from_weight(host_w).error(host_rows, host_w)
-    off_8 = measure.relative_error(coded, exact)
+    off_8 = rungs.relative_error(coded, exact)
     ok = bool((abs(coded - exact) <= bound).all()) and off_16 <= ERROR_16
     seconds = _timed(lambda: product16(x, w), lambda: layer(x), rounds, x) if ok else (None, None)
     size = layer.codes.nbytes + layer.scales.nbytes
@@ -187,27 +189,27 @@ def _attention(
 ) -> Part:
     """Compare attention of normalised heads: the fastest rung of 16 bits, and INT8 Q.K^T."""
     xp = array_namespace(*qkv)
-    rows = xp.asarray(measure.judged_rows(check_attention(*qkv)))
+    rows = xp.asarray(rungs.judged_rows(check_attention(*qkv)))
     errors, memory, held, plain = [], [], [], {}
     for variant in ("fa_tc", "fa_int8"):
         form = kernel_form(*qkv, variant=variant, **options)
         given: dict[str, Any] = {**form, **options, "variant": variant, "rows": rows}
         if variant == "fa_int8":
-            given["quantized"] = ca.quantize(*qkv, tiles=form["tiles"], **options)
-        o = ca.attention(*qkv, variant=variant, **options)
-        report = testing.judge(o, *qkv, **given)
+            given["quantized"] = quantize(*qkv, tiles=form["tiles"], **options)
+        o = attention(*qkv, variant=variant, **options)
+        report = verdict.judge(o, *qkv, **given)
         held.append(report.passed and (report.quantisation or 0) <= 1)
         if variant == "fa_tc":
             plain = given
         else:  # that of its codes says nothing of what they cost: as if it were the other's output
-            report = testing.judge(o, *qkv, **plain)
+            report = verdict.judge(o, *qkv, **plain)
         errors.append(float(report.relative_l2))
-        memory.append(int(ca.plan(*qkv, variant=variant, **options).workspace_bytes))
+        memory.append(int(plan(*qkv, variant=variant, **options).workspace_bytes))
     seconds: tuple[float | None, float | None] = (None, None)
     if all(held):
         seconds = _timed(
-            lambda: ca.attention(*qkv, variant="fa_tc", **options),
-            lambda: ca.attention(*qkv, variant="fa_int8", **options), rounds, qkv[0],
+            lambda: attention(*qkv, variant="fa_tc", **options),
+            lambda: attention(*qkv, variant="fa_int8", **options), rounds, qkv[0],
         )  # fmt: skip
     return Part(name, 1, memory[0], memory[1], errors[0], errors[1], all(held), *seconds)
 

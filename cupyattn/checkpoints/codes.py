@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.bounds.perturbation import half_ulp
 from cupyattn.checkpoints.schemes import WORD_BITS, Codes
-from cupyattn.checkpoints.source import Array, Source
-from cupyattn.perturbation import half_ulp
+from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.quant.blocks import strips
-from cupyattn.rounding import STORAGE
 
 #: Elements that are in work at a time.
 _PART = 2**17

@@ -37,7 +37,7 @@ DTYPES = {
     "F64": np.dtype(np.float64),
     "C64": np.dtype(np.complex64),
 }
-#: The types that hold weights at full width, by the names that `cupyattn.rounding.STORAGE` has.
+#: The types that hold weights at full width, by the names that `cupyattn.arrays.kinds.STORAGE` has.
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 #: The longest header that the format allows.
 MAX_HEADER_BYTES = 100_000_000

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cupyattn.checkpoints.convert import Advance, Conversion, convert
-from cupyattn.checkpoints.source import SAFETENSORS, Source, open_checkpoint
+from cupyattn.checkpoints.conversion import Advance, Conversion, convert
+from cupyattn.checkpoints.shards import Source
+from cupyattn.checkpoints.source import SAFETENSORS, open_checkpoint
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, read_config
 from cupyattn.errors import UnsupportedError
 from cupyattn.files import open_regular

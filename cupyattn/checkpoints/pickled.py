@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.checkpoints.header import DTYPES, TensorInfo
-from cupyattn.checkpoints.source import Array, files_by_name
+from cupyattn.checkpoints.shards import Array, files_by_name
 from cupyattn.errors import UnsupportedError
 from cupyattn.files import open_regular
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
-from cupyattn.checkpoints.source import Source
+from cupyattn.checkpoints.shards import Source
 from cupyattn.errors import UnsupportedError
 
 METHOD = "compressed-tensors"

@@ -22,17 +22,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from cupyattn.checkpoints.header import Header, TensorInfo, encode_header
+from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import (
     INDEX,
     PICKLES,
     SAFETENSORS,
-    Array,
     SafetensorsCheckpoint,
-    Source,
     open_checkpoint,
 )
 from cupyattn.files import open_regular
-from cupyattn.measure import format_bytes
+from cupyattn.measure.words import format_bytes
 
 #: Largest sum of tensors in a file, where nothing is said.
 MAX_SHARD_BYTES = 5 * 10**9

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cupyattn import __version__
 from cupyattn.errors import (
     DeviceMemoryError,
     KernelCompileError,
@@ -17,6 +16,7 @@ from cupyattn.errors import (
 )
 from cupyattn.files import check_folder
 from cupyattn.switches import is_on
+from cupyattn.version import __version__
 
 #: Sub-commands and what ``cupyattn --help`` says of them; each is a module of this package with
 #: ``configure(parser)`` and ``run(args) -> exit status``.

@@ -10,15 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cupyattn import checks, device, measure, registry, timing
-from cupyattn.api import attention, kernel_form
-from cupyattn.checks import AttentionCall
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.cli import inputs, output
 from cupyattn.errors import UnsupportedError
-from cupyattn.measure import format_ratio, format_seconds
-from cupyattn.quant import QuantConfig, quantize
+from cupyattn.kernels import ladder
+from cupyattn.measure import device, rungs, timing
+from cupyattn.measure.words import format_ratio, format_seconds
+from cupyattn.ops.attention import attention
+from cupyattn.ops.explain import kernel_form
+from cupyattn.ops.quantize import quantize
+from cupyattn.problem import checks
+from cupyattn.problem.call import AttentionSpec
 from cupyattn.quant.choices import CHOICES
-from cupyattn.rounding import array_namespace
+from cupyattn.quant.config import QuantConfig
 
 RUNGS, DEFAULT = "rungs", "fa_int8"
 #: What a part is called on the command line: the kind of choice.
@@ -80,7 +84,7 @@ def choices(parts: list[str]) -> list[Choice]:
             raise ValueError(f"NAME must be one of {RUNGS}, {', '.join(PARTS)}, got {part!r}")
     found = [Choice(DEFAULT, RUNGS, DEFAULT, QuantConfig())]
     if not parts or RUNGS in parts:
-        others = [name for name in registry.VARIANTS if name != DEFAULT]
+        others = [name for name in ladder.VARIANTS if name != DEFAULT]
         found = [*(Choice(name, RUNGS, name) for name in others), *found]
     for part, kind in PARTS.items():
         if not parts or part in parts:
@@ -104,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
         given = given.on_device()
     qkv, options = (given.q, given.k, given.v), inputs.call_options(args)
     call = checks.check_attention(*qkv, **options)
-    rows = array_namespace(given.q).asarray(measure.judged_rows(call, args.seed))
-    exact = measure.remembered()
+    rows = array_namespace(given.q).asarray(rungs.judged_rows(call, args.seed))
+    exact = rungs.remembered()
     found = []
     with output.progress(given.name, len(wanted)) as advance:
         for choice in wanted:
@@ -144,15 +148,15 @@ def run(args: argparse.Namespace) -> int:
 def judged(
     choice: Choice,
     qkv: tuple[Any, Any, Any],
-    call: AttentionCall,
+    call: AttentionSpec,
     options: Mapping[str, Any],
     rows: Any,
-    exact: measure.Exact,
+    exact: rungs.Exact,
 ) -> dict[str, Any]:
     """Return the row of a choice with its judgement; ``unsupported`` says why there is none."""
     row: dict[str, Any] = {"variant": choice.name, "choice": choice.kind, "judgement": None}
-    if call.dtype not in registry.lookup(choice.variant).dtypes:
-        return row | {"unsupported": f"takes {', '.join(registry.lookup(choice.variant).dtypes)}"}
+    if call.dtype not in ladder.lookup(choice.variant).dtypes:
+        return row | {"unsupported": f"takes {', '.join(ladder.lookup(choice.variant).dtypes)}"}
     try:
         z = None if choice.quant is None else quantize(*qkv, quant=choice.quant)
         o = choice.call(*qkv, **options)
@@ -162,7 +166,7 @@ def judged(
     except UnsupportedError as error:
         return row | {"unsupported": str(error)}
     q, k, v = qkv
-    found = measure.judge(
+    found = rungs.judge(
         o, q, k, v, variant=choice.variant, quantized=z, rows=rows, exact=exact, **form, **options
     )
     return row | {"judgement": asdict(found), "ok": found.ok, "form": form["form"]}

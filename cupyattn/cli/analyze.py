@@ -7,10 +7,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from cupyattn.checkpoints import analyze, open_checkpoint
+from cupyattn.checkpoints.analysis import analyze
+from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.cli import output
-from cupyattn.quant import Int8Config
-from cupyattn.quant.blocks import FALLBACK_DTYPES
+from cupyattn.quant.blocks import FALLBACK_DTYPES, Int8Config
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

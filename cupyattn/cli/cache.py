@@ -12,14 +12,19 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 
-from cupyattn import compile as compiler
-from cupyattn import device, disk_cache, registry
-from cupyattn.api import plans
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.cli import output, verify
-from cupyattn.compile import HOPPER_CAPABILITY, ModuleSpec
-from cupyattn.measure import format_bytes
-from cupyattn.request import Options, resolve
-from cupyattn.rounding import STORAGE
+from cupyattn.compiler import architectures as compiler_architectures
+from cupyattn.compiler import disk_cache, target
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.compiler.target import HOPPER_CAPABILITY
+from cupyattn.kernels import ladder
+from cupyattn.measure import device
+from cupyattn.measure.words import format_bytes
+from cupyattn.ops.explain import plans
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -46,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads < 1:
         raise ValueError(f"--threads must be at least 1, got {args.threads}")
     for arch in args.arch or ():
-        compiler.capability_of(arch)
+        compiler_architectures.capability_of(arch)
     if args.arch and not args.warm:
         raise ValueError("--arch is for --warm: give --warm SPEC too, or leave --arch out")
     architectures = args.arch or _architectures()
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _architectures() -> list[str]:
     if device.device_missing():
-        return list(compiler.supported_architectures())
+        return list(target.supported_architectures())
     import cupy
 
     capability = int(cupy.cuda.Device().compute_capability)
@@ -119,7 +124,7 @@ def parse_spec(text: str, arch: str | None = None) -> list[ModuleSpec]:
     """
     name, _, rest = text.partition(":")
     size, dtype, *flags = (rest or ":").split(":")
-    registry.lookup(name)
+    ladder.lookup(name)
     matched = re.fullmatch(r"hd(\d+)", size)
     if matched is None or dtype not in _DTYPES or not set(flags) <= {"causal", "lse"}:
         raise ValueError(

@@ -7,9 +7,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cupyattn import records
 from cupyattn.cli import output
-from cupyattn.measure import format_seconds
+from cupyattn.measure import records
+from cupyattn.measure.words import format_seconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

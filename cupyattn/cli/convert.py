@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 
-from cupyattn.checkpoints import Analysis, Conversion, convert, open_checkpoint
+from cupyattn.checkpoints.analysis import Analysis
+from cupyattn.checkpoints.conversion import Conversion, convert
 from cupyattn.checkpoints.layout import SCALE_NAMES
+from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES
 from cupyattn.cli import output
 from cupyattn.cli.analyze import add_limits, limits

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 
-from cupyattn.checkpoints import dequantize, open_checkpoint
+from cupyattn.checkpoints.conversion import dequantize
 from cupyattn.checkpoints.header import FLOATS
+from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.cli import output
 from cupyattn.cli.convert import add_writing, report
 

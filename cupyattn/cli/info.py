@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cupyattn import compile as compiler
-from cupyattn import device, nvrtc
 from cupyattn.cli import output
+from cupyattn.compiler import architectures, nvrtc, target
+from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
-from cupyattn.measure import format_bytes
+from cupyattn.measure import device
+from cupyattn.measure.words import format_bytes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def collect() -> dict[str, Any]:
     facts: dict[str, Any] = {"cupyattn": known["cupyattn"]}
     if "revision" in known:
         facts["revision"] = known["revision"] + (" (with changes)" if known["dirty"] else "")
-    facts["package"] = Path(device.__file__).parent
+    facts["package"] = Path(device.__file__).parents[1]
     facts["python"], facts["numpy"] = known["python"], known["numpy"]
     facts["cupy"] = known["cupy"] or "not installed"
     facts |= _compiler()
@@ -68,10 +69,10 @@ def collect() -> dict[str, Any]:
 def _compiler() -> dict[str, Any]:
     try:
         library = nvrtc.load()
-        known = compiler.supported_architectures()
+        known = target.supported_architectures()
     except UnsupportedError as error:
         return {"nvrtc": f"none: {error}"}
-    unknown = [arch for arch in compiler.ARCHITECTURES if arch not in known]
+    unknown = [arch for arch in architectures.ARCHITECTURES if arch not in known]
     facts = {
         "nvrtc": f"{'.'.join(map(str, library.version))}, {library.path}",
         "architectures": ", ".join(known) + (f" (not {', '.join(unknown)})" if unknown else ""),

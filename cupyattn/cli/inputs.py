@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from cupyattn import distributions
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.checkpoints.header import FLOATS
 from cupyattn.checkpoints.source import open_checkpoint
-from cupyattn.features import DTYPES
 from cupyattn.files import read_npz
-from cupyattn.rounding import STORAGE
+from cupyattn.kernels.features import DTYPES
 
 #: Q, K, V of three layers of a text encoder; README.md beside it says which.
 SAMPLE = "qkv_text_encoder.npz"

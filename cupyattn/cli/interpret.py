@@ -14,19 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyattn import device, interpret, measure, registry
-from cupyattn.api import attention, explain, plans
+from cupyattn import interpret
 from cupyattn.cli import inputs, output
-from cupyattn.interpret import Break, Finding, KernelFault, Observer, Profile, Stop, Trace
-from cupyattn.interpret.findings import KINDS, describe
+from cupyattn.interpret.findings import KINDS, Finding, KernelFault, describe
 from cupyattn.interpret.members import element_at, shared_members
-from cupyattn.quant import quantize
-from cupyattn.request import Options, resolve
+from cupyattn.interpret.observer import Observer
+from cupyattn.interpret.profile import Profile
+from cupyattn.interpret.stops import Break, Stop
+from cupyattn.interpret.trace import Trace
+from cupyattn.kernels import ladder
+from cupyattn.measure import device, rungs
+from cupyattn.measure import words as measure_words
+from cupyattn.ops.attention import attention
+from cupyattn.ops.explain import explain, plans
+from cupyattn.ops.quantize import quantize
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
     from cupyattn.interpret.program import Program
-    from cupyattn.plans import Launch
+    from cupyattn.plans.records import Launch
 
 #: What is run where nothing else is asked for.
 SHAPE = {"batch": 1, "heads": 1, "len": 64, "head_dim": 64}
@@ -36,7 +45,7 @@ LINES = 16
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(registry.VARIANTS)}")
+    parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(ladder.VARIANTS)}")
     parser.add_argument(
         "--arch", metavar="NAME", help="architecture to compile for (default sm_80)"
     )
@@ -59,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    variant = registry.lookup(args.variant)
+    variant = ladder.lookup(args.variant)
     profile, where = Profile(), _Where()
     observers: list[Observer] = [profile, where]
     if args.trace:
@@ -93,13 +102,13 @@ def run(args: argparse.Namespace) -> int:
             output.write_json(args.json, {**record, "finding": str(fault.finding)})
         return 1
     plan = plans(resolve(q, k, v, Options(**asked)))[-1]
-    judged = measure.judge(
+    judged = rungs.judge(
         o, q, k, v, variant=variant.name, lse=lse, quantized=z, tiles=plan.tiles, form=plan.form,
         **options,
     )  # fmt: skip
-    words = f"J2 {measure.format_ratio(judged.j2)}"
+    words = f"J2 {measure_words.format_ratio(judged.j2)}"
     if judged.j3 is not None:
-        words += f", J3 {measure.format_ratio(judged.j3)}"
+        words += f", J3 {measure_words.format_ratio(judged.j3)}"
     print(f"\n{words}, relative error {judged.relative_error:.2e}")
     print("No findings." if judged.ok else "FAILED: no findings, but the result misses its bound.")
     print_profile(profile)

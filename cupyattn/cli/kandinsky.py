@@ -9,14 +9,14 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from cupyattn import device
-from cupyattn.checkpoints import KandinskyModel, open_kandinsky, optimize_kandinsky
 from cupyattn.checkpoints.benchmark import HEADER, TOKENS, benchmark_block, total
-from cupyattn.checkpoints.source import Source
+from cupyattn.checkpoints.kandinsky import KandinskyModel, open_kandinsky, optimize_kandinsky
+from cupyattn.checkpoints.shards import Source
 from cupyattn.cli import output
 from cupyattn.cli.analyze import add_limits, limits
 from cupyattn.cli.convert import add_export, add_writing, report
 from cupyattn.errors import UnsupportedError
+from cupyattn.measure import device
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

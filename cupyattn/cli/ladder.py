@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from cupyattn import device, measure, registry
 from cupyattn.cli import inputs, output
 from cupyattn.cli.inputs import Input
-from cupyattn.interpret import KernelFault
-from cupyattn.measure import Ladder
+from cupyattn.interpret.findings import KernelFault
+from cupyattn.kernels import ladder
+from cupyattn.measure import device, rungs
+from cupyattn.measure.rungs import Ladder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, given: Input, *, interpret: bool) -> Ladder:
-    names = args.variants or list(registry.VARIANTS)
+    names = args.variants or list(ladder.VARIANTS)
     on_device = type(given.q).__module__.startswith("cupy")
     steps = len(names) * (1 + interpret + (args.rounds if on_device else 0))
     with output.progress(given.name, steps) as advance:
-        return measure.ladder(
+        return rungs.ladder(
             given.q, given.k, given.v, variants=names, seed=args.seed, rounds=args.rounds,
             interpret=interpret, advance=advance, **inputs.call_options(args),
         )  # fmt: skip
@@ -107,7 +108,7 @@ def _legend(table: Ladder) -> str:
     if table.interpreted:
         lines += [
             "PTX J2, instructions, global, shared: the kernels themselves, run by the interpreter",
-            f"on the first {measure.INTERPRETED_ROWS} rows of one head: J2 of the result, warp",
+            f"on the first {rungs.INTERPRETED_ROWS} rows of one head: J2 of the result, warp",
             "instructions executed, bytes that moved to and from either memory.",
         ]
     if table.backend == "cuda":

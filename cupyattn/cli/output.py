@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cupyattn.files import replacing
-from cupyattn.measure import align
+from cupyattn.measure.words import align
 
 
 def _rich(stream: Any) -> Any:

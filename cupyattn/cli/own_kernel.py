@@ -11,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from cupyattn import compile as compiler
-from cupyattn import device, registry
-from cupyattn.api import plan
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
-from cupyattn.registry import Variant
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import Tiles
+from cupyattn.kernels import ladder
+from cupyattn.kernels.ladder import Variant
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.measure import device
+from cupyattn.ops.attention import plan
 
 #: The rung whose family, types and tiles are assumed.
 NEAREST = {"unfused": "unfused", "float32": "fa", "tensor_core": "fa_tc"}
@@ -71,7 +73,7 @@ def from_file(args: argparse.Namespace) -> tuple[Variant, list[str]]:
         name = found[0]
         assumed.append(f"entry point attn_{name}")
     family = args.family or "float32"
-    nearest = registry.lookup(NEAREST[family])
+    nearest = ladder.lookup(NEAREST[family])
     if args.family is None:
         assumed.append("family float32 (--family)")
     if args.dtypes is None:
@@ -79,14 +81,14 @@ def from_file(args: argparse.Namespace) -> tuple[Variant, list[str]]:
     if args.tiles is None:
         assumed.append(f"the tiles of {nearest.name} (--tiles)")
     tiles = nearest.tiles if args.tiles is None else {256: Tiles(*args.tiles)}
-    if name in registry.VARIANTS:
+    if name in ladder.VARIANTS:
         raise ValueError(
             f"{args.variant} has the entry point of the rung {name!r}: give its kernel another "
             "name, attn_NAME"
         )
     dtypes = nearest.dtypes if args.dtypes is None else tuple(args.dtypes)
     variant = Variant(name, f"from {path.name}", family, tiles, dtypes=dtypes)
-    return registry.register(variant, source=path), assumed
+    return ladder.register(variant, source=path), assumed
 
 
 def compile_everywhere(variant: Variant) -> tuple[str, ...]:
@@ -104,7 +106,7 @@ def compile_everywhere(variant: Variant) -> tuple[str, ...]:
         raise UnsupportedError(f"{variant.source} was not compiled or run: {missing}")
     x = np.ones((1, 1, 8, 64), STORAGE[variant.dtypes[0]])
     prepared = plan(x, x, x, variant=variant.name, backend="interpret")
-    archs = compiler.supported_architectures()
+    archs = target.supported_architectures()
     for launch in (launch for one in prepared.plans for launch in one.launches):
         for arch in archs:
             compiler.build(launch.module, arch)

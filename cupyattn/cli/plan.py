@@ -11,17 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import device
-from cupyattn.checks import AttentionCall, check_limits
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.cli import output
-from cupyattn.compile import HOPPER_CAPABILITY, device_architecture
+from cupyattn.compiler.modules import device_architecture
+from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.model import H200, Costs, Machine, meshes, predict
-from cupyattn.features import DTYPES
-from cupyattn.measure import format_bytes, format_seconds, format_share
-from cupyattn.request import Options, Request, resolve
-from cupyattn.rounding import STORAGE
-from cupyattn.stages import stages
+from cupyattn.kernels.features import DTYPES
+from cupyattn.measure import device
+from cupyattn.measure.words import format_bytes, format_seconds, format_share
+from cupyattn.plans.stages import stages
+from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.checks import check_limits
+from cupyattn.problem.request import Options, Request
+from cupyattn.problem.resolve import resolve
 
 #: What is planned for where there is no device.
 _ARCH = "sm_90a"
@@ -94,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _on_several(
     args: argparse.Namespace,
-    whole: AttentionCall,
+    whole: AttentionSpec,
     variant: str,
     alone: Costs,
     options: dict[str, Any],
@@ -150,21 +153,21 @@ def _print_memory(title: str, memory: dict[str, int], machine: Machine | None = 
         print(f"  {name}: {count:,} bytes")
 
 
-def _call(args: argparse.Namespace) -> AttentionCall:
+def _call(args: argparse.Namespace) -> AttentionSpec:
     """Return the sizes of the whole call."""
     heads_kv = args.heads if args.heads_kv is None else args.heads_kv
     len_kv = args.len if args.len_kv is None else args.len_kv
     if heads_kv < 1 or args.heads % heads_kv:
         raise ValueError(f"--heads-kv must divide --heads, got {heads_kv} and {args.heads}")
     _, last = check_limits(args.causal, "bottom-right", (-1, -1), args.len, len_kv)
-    return AttentionCall(
+    return AttentionSpec(
         args.batch, args.heads, heads_kv, args.len, len_kv, args.head_dim, args.dtype,
         args.head_dim**-0.5, causal=last is not None, causal_shift=last or 0,
     )  # fmt: skip
 
 
 def shapes_alone(
-    call: AttentionCall, heads: int, heads_kv: int, lengths: tuple[int, int]
+    call: AttentionSpec, heads: int, heads_kv: int, lengths: tuple[int, int]
 ) -> tuple[Any, Any, Any]:
     """Return q, k and v that have the shapes and strides of contiguous arrays, and no memory.
 
@@ -185,7 +188,7 @@ def _scratch(request: Request) -> int:
     return sum(work.nbytes for work in stages(request).workspace)
 
 
-def _local_scratch(whole: AttentionCall, mesh: Mesh, options: dict[str, Any]) -> int:
+def _local_scratch(whole: AttentionSpec, mesh: Mesh, options: dict[str, Any]) -> int:
     """Return the scratch memory of the largest call of a rank."""
     rows = -(-whole.len_q // mesh.ring), -(-whole.len_kv // mesh.ring)
     group = whole.heads // whole.heads_kv

@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cupyattn.checkpoints import Analysis
+from cupyattn.checkpoints.analysis import Analysis
 from cupyattn.checkpoints.roles import INT8_ROLES
 from cupyattn.errors import UnsupportedError
-from cupyattn.measure import format_rate, format_share
+from cupyattn.measure.words import format_rate, format_share
 
 #: Colours that people with any colour vision tell apart (Okabe and Ito).
 _RUNG, _PEER, _SECOND = "#0072B2", "#999999", "#E69F00"
@@ -48,8 +48,8 @@ def draw_ladder(ladders: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path
     Parameters
     ----------
     ladders : sequence of (title, rows)
-        Each row as `cupyattn.measure.Rung.to_dict` makes it; rows with ``"peer": True`` are other
-        libraries, drawn in grey below the rungs.
+        Each row as `cupyattn.measure.rungs.Rung.to_dict` makes it; rows with ``"peer": True`` are
+        other libraries, drawn in grey below the rungs.
     path : str
         Ends in .png, .svg or .pdf.
     """

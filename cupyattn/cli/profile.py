@@ -14,12 +14,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cupyattn import checks, device, energy, measure, nvml, registry, timing
-from cupyattn import compile as compiler
-from cupyattn.api import attention, explain, kernel_form
 from cupyattn.cli import inputs, output
+from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
-from cupyattn.quant import quantize
+from cupyattn.kernels import ladder
+from cupyattn.measure import device, energy, nvml, rungs, timing, words
+from cupyattn.ops.attention import attention
+from cupyattn.ops.explain import explain, kernel_form
+from cupyattn.ops.quantize import quantize
+from cupyattn.problem import checks
 
 NVTX_RANGE = "cupyattn profile"
 #: Energy is counted over at least this long.
@@ -28,7 +31,7 @@ ENERGY_SECONDS = 3.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(registry.VARIANTS)}")
+    parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(ladder.VARIANTS)}")
     parser.add_argument(
         "--warmup", type=int, metavar="N", default=2, help="runs before those that count (2)"
     )
@@ -47,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    variant = registry.lookup(args.variant)
+    variant = ladder.lookup(args.variant)
     if args.warmup < 0 or args.runs < 1:
         raise ValueError(f"--warmup >= 0 and --runs >= 1, got {args.warmup} and {args.runs}")
     missing = device.device_missing()
@@ -64,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
     print(f"{given.name}\n{explain(*operands, variant=variant.name, **options)}\n")
 
     o, lse = attention(*operands, variant=variant.name, return_lse=True, **options)
-    judged = measure.judge(
+    judged = rungs.judge(
         o, q, k, v, variant=variant.name, lse=lse, quantized=z,
-        rows=measure.judged_rows(call, args.seed), **options,
+        rows=rungs.judged_rows(call, args.seed), **options,
         **kernel_form(*operands, variant=variant.name, **options),
     )  # fmt: skip
     del o, lse
-    print(f"J2 {measure.format_ratio(judged.j2)}, relative error {judged.relative_error:.2e}")
+    print(f"J2 {words.format_ratio(judged.j2)}, relative error {judged.relative_error:.2e}")
     if not judged.j2 <= 1:
         print("FAILED: the rung misses its bound, so it is not timed")
         return 1
@@ -84,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
         return attention(*sets[i % len(sets)], variant=variant.name, **options)
 
     seconds = _times(once, args.warmup, args.runs, nvtx=args.nvtx)
-    operations = 4 * call.head_dim * call.batch * call.heads * measure.admitted_pairs(call)
+    operations = 4 * call.head_dim * call.batch * call.heads * rungs.admitted_pairs(call)
     for i, s in enumerate(seconds):
-        rate = measure.format_rate(operations / s / 1e12)
-        print(f"run {i + 1}: {measure.format_seconds(s)}, {rate} TFLOP/s")
+        rate = words.format_rate(operations / s / 1e12)
+        print(f"run {i + 1}: {words.format_seconds(s)}, {rate} TFLOP/s")
     record: dict[str, Any] = {"variant": variant.name, "input": given.name, "seconds": seconds}
     record |= {"operations": operations, "j2": judged.j2, "clocks": device.clocks()}
     if args.energy:

@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cupyattn import records
-from cupyattn import report as pages
 from cupyattn.cli import ladder, output
 from cupyattn.files import check_folder, replacing
+from cupyattn.measure import records
+from cupyattn.measure import report as pages
 
 #: Of the ladder that is run where no records are given.
 SMALL = ["--heads", "1", "--len", "128", "--head-dim", "64"]

@@ -19,27 +19,27 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import (
-    backends,
-    device,
-    disk_cache,
-    distributions,
-    measure,
-    reference,
-    registry,
-    rounding,
-    scoring,
-)
-from cupyattn.api import attention, kernel_form
-from cupyattn.arrays import on_host
+from cupyattn import distributions
+from cupyattn.arrays import kinds
+from cupyattn.arrays.interchange import on_host
 from cupyattn.cli import output, own_kernel
-from cupyattn.features import DTYPES
+from cupyattn.compiler import disk_cache, target
 from cupyattn.files import replacing
-from cupyattn.interpret import KernelFault
-from cupyattn.measure import Judgement
-from cupyattn.quant import QuantizedQKV, quantize
-from cupyattn.quant.operands import quantize_mirror
-from cupyattn.registry import Variant
+from cupyattn.interpret.findings import KernelFault
+from cupyattn.kernels import ladder
+from cupyattn.kernels.features import DTYPES
+from cupyattn.kernels.ladder import Variant
+from cupyattn.measure import device
+from cupyattn.measure import rungs as measure
+from cupyattn.measure import words as measure_words
+from cupyattn.measure.rungs import Judgement
+from cupyattn.ops.attention import attention
+from cupyattn.ops.explain import kernel_form
+from cupyattn.ops.quantize import quantize
+from cupyattn.problem import scoring
+from cupyattn.quant.quantized import QuantizedQKV
+from cupyattn.reference import exact, rounding
+from cupyattn.reference.quantize import quantize_mirror
 
 LOG = logging.getLogger("cupyattn")
 
@@ -108,17 +108,17 @@ class Cell:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if own_kernel.is_file(args.variant):
-        before = dict(registry.VARIANTS)
+        before = dict(ladder.VARIANTS)
         try:
             variant, assumed = own_kernel.from_file(args)
             return _run_own(args, variant, assumed)
         finally:
-            registry.VARIANTS.clear()
-            registry.VARIANTS.update(before)
+            ladder.VARIANTS.clear()
+            ladder.VARIANTS.update(before)
     for option in ("name", "family", "dtypes", "tiles"):
         if getattr(args, option) is not None:
             raise ValueError(f"--{option} describes a kernel in a .cu file: give its path")
-    variants = [registry.lookup(args.variant)] if args.variant else list(registry.VARIANTS.values())
+    variants = [ladder.lookup(args.variant)] if args.variant else list(ladder.VARIANTS.values())
     return _run(args, variants)
 
 
@@ -144,7 +144,7 @@ def _backend(variant: Variant, missing: str) -> str:
     if not missing:
         return "cuda"
     # NOTE: the mirror reads no source, so that it would judge nothing of such a kernel.
-    return "interpret" if variant.source else backends.choose(None, np.empty(0))
+    return "interpret" if variant.source else target.choose(None, np.empty(0))
 
 
 def _shapes(variant: Variant, backend: str) -> tuple[Shape, ...]:
@@ -207,7 +207,7 @@ def _summary(cells: list[Cell]) -> Iterator[tuple[str, ...]]:
     """Yield one row for each rung and distribution: the worst over dtypes and shapes."""
     keys = dict.fromkeys((cell.variant, cell.distribution) for cell in cells)
     for variant, distribution in sorted(
-        keys, key=lambda key: list(registry.VARIANTS).index(key[0])
+        keys, key=lambda key: list(ladder.VARIANTS).index(key[0])
     ):
         some = [c for c in cells if (c.variant, c.distribution) == (variant, distribution)]
         j3 = [c.judgement.j3 for c in some if c.judgement.j3 is not None]
@@ -216,17 +216,17 @@ def _summary(cells: list[Cell]) -> Iterator[tuple[str, ...]]:
             variant,
             distribution,
             ("equal" if all(equal) else "DIFFER") if equal else "-",
-            measure.format_ratio(max(c.judgement.j2 for c in some)),
-            measure.format_ratio(max(j3)) if j3 else "-",
+            measure_words.format_ratio(max(c.judgement.j2 for c in some)),
+            measure_words.format_ratio(max(j3)) if j3 else "-",
             f"{max(c.judgement.relative_error for c in some):.2e}",
             "holds" if all(c.ok for c in some) else "FAILED",
         )
 
 
 def _verdict(cell: Cell) -> str:
-    words = [f"J2 {measure.format_ratio(cell.judgement.j2)}"]
+    words = [f"J2 {measure_words.format_ratio(cell.judgement.j2)}"]
     if cell.judgement.j3 is not None:
-        words.append(f"J3 {measure.format_ratio(cell.judgement.j3)}")
+        words.append(f"J3 {measure_words.format_ratio(cell.judgement.j3)}")
     if cell.operands_equal is False:
         words.append("J1: codes or scales differ from the mirror's")
     if cell.finding:
@@ -277,7 +277,7 @@ def operands_equal(z: QuantizedQKV, host: tuple[Any, Any, Any]) -> bool:
         any order.
     """
     mean = None if z.k_mean is None else on_host(z.k_mean)
-    tiles = registry.lookup("fa_int8").default_tiles(z.head_dim)
+    tiles = ladder.lookup("fa_int8").default_tiles(z.head_dim)
     mirror = quantize_mirror(*host, z.config, tiles, k_mean=mean)
     names = ("q_codes", "k_codes", "q_scale", "k_scale", "v")
     return all(
@@ -317,17 +317,17 @@ def cached_exact(
             o, lse = file["o"], file["lse"]
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
         # Not there, cut short by a crash, or another user's: computed, and written again.
-        o, lse = reference.attention_exact(q, k, v, rows=rows, return_lse=True, **options)
+        o, lse = exact.attention_exact(q, k, v, rows=rows, return_lse=True, **options)
         _write(path, on_host(o), on_host(lse))
         return o, lse
-    xp = rounding.array_namespace(q)
+    xp = kinds.array_namespace(q)
     return xp.asarray(o), xp.asarray(lse)
 
 
 #: An option that is left out and one that is given its default are one call.
 _DEFAULTS = {
     name: parameter.default
-    for name, parameter in inspect.signature(reference.attention_exact).parameters.items()
+    for name, parameter in inspect.signature(exact.attention_exact).parameters.items()
 }
 
 
@@ -338,7 +338,7 @@ def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
     named = given.pop("mask", None), given.pop("bias", None), *(rope or (None, None)), *of_blocks
     plain = {name: x for name, x in given.items() if x != _DEFAULTS[name]}
     digest = hashlib.sha256(repr(sorted(plain.items())).encode())
-    for source in (reference.__file__, rounding.__file__, scoring.__file__):
+    for source in (exact.__file__, rounding.__file__, scoring.__file__):
         digest.update(Path(source).read_bytes())
     for array in (*operands, *named):
         if array is None:

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from cupyattn import checks, registry
-from cupyattn.api import attention
-from cupyattn.arrays import device_of, is_cupy, take
-from cupyattn.backends import check_backend, on_device_of
-from cupyattn.compile import ModuleSpec
-from cupyattn.contracts import check_tiles
+from cupyattn.arrays.interchange import device_of, is_cupy, take
+from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.arrays.memory import on_device_of
+from cupyattn.compiler.architectures import check_arch
+from cupyattn.compiler.contracts import check_tiles
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.compiler.target import check_backend
 from cupyattn.diffusion import guidance, pruning, unused
 from cupyattn.diffusion.arguments import (
     check_count,
@@ -32,12 +33,13 @@ from cupyattn.diffusion.schedules import Step
 from cupyattn.diffusion.settings import Settings, wants_mask
 from cupyattn.diffusion.steps import Steps
 from cupyattn.errors import UnsupportedError
-from cupyattn.preparation import EPS
-from cupyattn.quant import QuantConfig
-from cupyattn.rounding import Array, array_namespace
-from cupyattn.scratch import saying_what_is_needed
-from cupyattn.targets import check_arch
-from cupyattn.tiles import Tiles
+from cupyattn.kernels import ladder, limits
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.attention import attention
+from cupyattn.problem import checks
+from cupyattn.problem.row_preparation import EPS
+from cupyattn.quant.config import QuantConfig
+from cupyattn.runtime.scratch import saying_what_is_needed
 
 _log = logging.getLogger("cupyattn")
 Result = TypeVar("Result")
@@ -493,7 +495,7 @@ class Int8Attention:
     def _check(self, q: Array, k: Array, v: Array, branches: int) -> None:
         array_namespace(q, k, v)
         checks.check_dtype(q, k, v)
-        checks.check_shapes(*(tuple(x.shape) for x in (q, k, v)))
+        limits.check_shapes(*(tuple(x.shape) for x in (q, k, v)))
         heads, head_dim = q.shape[1] // branches, q.shape[3]
         if (heads, head_dim) != (self.num_heads, self.head_dim):
             raise ValueError(
@@ -582,7 +584,7 @@ class Int8Attention:
         block_q, block_k = self._blocks
         if block_q is None and block_k is None:
             return None
-        own = registry.lookup(variant).default_tiles(self.head_dim, form)
+        own = ladder.lookup(variant).default_tiles(self.head_dim, form)
         return Tiles(block_q or own.block_q, block_k or own.block_kv, own.num_warps, own.num_stages)
 
     def _projected(self, o: Array, restore: Callable[[Any], Any]) -> Any:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.arrays import on_host, take
+from cupyattn.arrays.interchange import on_host, take
+from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.diffusion import storage
 from cupyattn.diffusion.arguments import check_percentile, check_timestep
 from cupyattn.diffusion.schedules import SnrBins, check_sigmas, compute_sigma_schedule
 from cupyattn.quant.quantizers import channel_mean, scale_of_absmax
-from cupyattn.rounding import Array, array_namespace
 
 Float32 = npt.NDArray[np.float32]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from cupyattn.arrays import operand
-from cupyattn.block_mask import BlockMask
-from cupyattn.rounding import Array, array_namespace
+from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.problem.block_mask import BlockMask
 
 #: Conditional and unconditional.
 BRANCHES = 2

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from cupyattn.arrays.kinds import Array, as_float64
+from cupyattn.bounds.perturbation import gamma
+from cupyattn.bounds.scores import products
 from cupyattn.diffusion.key_passes import importance_tiles, sampled_rows
-from cupyattn.numerics import HALF_SUBNORMAL, UNIT_ROUNDOFF
-from cupyattn.perturbation import gamma
-from cupyattn.rounding import Array, as_float64
-from cupyattn.score_bounds import products
+from cupyattn.kernels.numerics import HALF_SUBNORMAL, UNIT_ROUNDOFF
 
 _U = UNIT_ROUNDOFF["float32"]
 #: Relative error of the base-2 exponential.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.api import attention
-from cupyattn.arrays import is_cupy
-from cupyattn.backends import choose
+from cupyattn.arrays.interchange import is_cupy
+from cupyattn.arrays.kinds import Array
+from cupyattn.compiler.target import choose
 from cupyattn.diffusion import pruning
+from cupyattn.ops.attention import attention
+from cupyattn.ops.quantize import quantize_at
 from cupyattn.quant.config import QuantConfig
-from cupyattn.quant.operands import quantize_at
-from cupyattn.rounding import Array
-from cupyattn.scratch import saying_what_is_needed
+from cupyattn.runtime.scratch import saying_what_is_needed
 
 
 def wants_key_sums(quant: QuantConfig | None, backend: str | None, k: Array, v: Array) -> bool:

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.checks import MAX_LENGTH
-from cupyattn.compile import ModuleSpec
+from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
-from cupyattn.features import Features
-from cupyattn.launch import LOG2E, check_grid, widest
-from cupyattn.plans import Launch, Operand
-from cupyattn.quant.gemm_plan import Launches
-from cupyattn.tiles import Tiles
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.limits import MAX_LENGTH
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.assemble import LOG2E, check_grid, widest
+from cupyattn.plans.gemm import Launches
+from cupyattn.plans.records import Launch, Operand
 
 #: ``struct ImportanceParams`` of kernels_cu/key_importance.cu, field by field.
 IMPORTANCE_PARAMS = np.dtype(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn.rounding import Array
+from cupyattn.arrays.kinds import Array
 
 
 def product(a: Array, b: Array) -> Array:

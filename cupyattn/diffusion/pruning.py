@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import check_one_device, contiguous_last_axis, operand
-from cupyattn.backends import as_input, choose, on_device_of, own_arch, run
-from cupyattn.checks import check_scale, data_address
+from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
+from cupyattn.arrays.kinds import STORAGE, Array, array_namespace
+from cupyattn.arrays.memory import as_input, data_address, on_device_of
+from cupyattn.compiler.architectures import check_arch
+from cupyattn.compiler.target import choose, own_arch
 from cupyattn.diffusion.arguments import check_count, check_number
 from cupyattn.diffusion.key_passes import (
     IMPORTANCE_DTYPES,
@@ -28,10 +30,10 @@ from cupyattn.diffusion.key_passes import (
 )
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import largest_of_rows
-from cupyattn.plans import Operand
-from cupyattn.quant.repeated import call_key, recall, remember
-from cupyattn.rounding import STORAGE, Array, array_namespace
-from cupyattn.targets import check_arch
+from cupyattn.ops.run import run
+from cupyattn.plans.records import Operand
+from cupyattn.problem.checks import check_scale
+from cupyattn.runtime.repeated import call_key, recall, remember
 
 #: Query rows of each head that importance is estimated from.
 SAMPLE_ROWS = 32

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from cupyattn.rounding import Array, array_namespace
+from cupyattn.arrays.kinds import Array, array_namespace
 
 _FLOAT_BITS = np.uint64(32)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import auto
-from cupyattn.arrays import on_host, take
+from cupyattn.arrays.interchange import on_host, take
+from cupyattn.arrays.kinds import Array
 from cupyattn.diffusion import guidance, unused
 from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.schedules import Float64, Step, compute_adaptive_scales
-from cupyattn.quant import QuantConfig
-from cupyattn.rounding import Array
+from cupyattn.problem import choose
+from cupyattn.quant.config import QuantConfig
 
 #: The row of a calibration that stands for all steps.
 _UNIFORM = -1
@@ -142,7 +142,7 @@ class StepScales:
         if branches == guidance.BRANCHES and hasattr(scales[0], "shape"):
             scales = guidance.repeat_heads(scales[0], 1), scales[1]
         eight = mode == "aggressive"
-        values = quant if eight == (quant.pv != "16bit") else auto.QUANT[mode]
+        values = quant if eight == (quant.pv != "16bit") else choose.QUANT[mode]
         of_values = {n: getattr(values, n) for n in ("pv", "granularity_v", "smooth_v", "p_type")}
         return QuantConfig(
             *granularities, symmetric=quant.symmetric, smooth_k=smooth_k, qk_bits=quant.qk_bits,

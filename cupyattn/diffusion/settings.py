@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from cupyattn.block_mask import BLOCK_SIZES, BlockMask
+from cupyattn.arrays.kinds import Array
 from cupyattn.diffusion import pruning
 from cupyattn.diffusion.arguments import check_count, warn_without_effect
 from cupyattn.diffusion.guidance import BRANCHES, for_both_branches
 from cupyattn.diffusion.policy import MODES, check_mode
 from cupyattn.diffusion.unused import of_pruning
 from cupyattn.errors import UnsupportedError
-from cupyattn.rounding import Array
+from cupyattn.problem.block_mask import BLOCK_SIZES, BlockMask
 
 ATTENTION_TYPES = ("dense", "local", "block_sparse")
 

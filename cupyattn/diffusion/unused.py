@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.policy import PrecisionPolicy, SigmaPolicy, TablePolicy
-from cupyattn.quant import QuantConfig
+from cupyattn.quant.config import QuantConfig
 
 
 def of_scales(

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.arrays import operand
-from cupyattn.block_mask import BLOCK_SIZES, BlockMask
+from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import sorted_rows
-from cupyattn.rounding import Array, array_namespace
+from cupyattn.problem.block_mask import BLOCK_SIZES, BlockMask
 
 Bools = npt.NDArray[np.bool_]
 

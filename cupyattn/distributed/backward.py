@@ -8,18 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import arrays, backends, checks
-from cupyattn.backward import check_offered
+from cupyattn.arrays import interchange, memory
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.call import Asked, ShardedCall, resolve_sharded
 from cupyattn.distributed.forward import Kinds, by_step, forms_of_keys
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.mesh import Heads
 from cupyattn.distributed.ring import differentiate
-from cupyattn.gradients import Gradients
-from cupyattn.request import Request, to_bhsd
-from cupyattn.rounding import array_namespace
-from cupyattn.sequences import one_entry
+from cupyattn.gradients.exact import Gradients
+from cupyattn.ops.backward import check_offered
+from cupyattn.problem import checks
+from cupyattn.problem.request import Request
+from cupyattn.problem.resolve import to_bhsd
+from cupyattn.problem.sequences import one_entry
 
 
 def parallel_attention_backward(
@@ -177,7 +179,7 @@ def _run(asked: Asked, group: Group, given: tuple[Any, ...], deterministic: bool
     call = resolve_sharded(asked, group, q, k, v, extra)
     request, (of_out, out, lse) = call.request, taken
     given = of_out, request.q, request.k, request.v, out, lse
-    with group.failing_together(asked.what), backends.on_device_of(request.q):
+    with group.failing_together(asked.what), memory.on_device_of(request.q):
         operands = tuple(map(array_namespace(request.q).ascontiguousarray, given))
         found = _compute(call, operands, bool(deterministic))
         group.finish()
@@ -186,14 +188,14 @@ def _run(asked: Asked, group: Group, given: tuple[Any, ...], deterministic: bool
 
 def _take(asked: Asked, request: Request, named: dict[str, Any]) -> list[Any]:
     """Return d_out, out and lse in layout BHSD, checked against q."""
-    found = {name: arrays.take(name, array)[0] for name, array in named.items()}
+    found = {name: interchange.take(name, array)[0] for name, array in named.items()}
     array_namespace(request.q, *found.values())
     if asked.offsets is not None:
         found = {n: a[None] if n == "lse" else one_entry(n, a) for n, a in found.items()}
     layout = request.options.layout
     found = {n: a if n == "lse" else to_bhsd(a, layout) for n, a in found.items()}
     checks.check_backward(**found, q=request.q, k=request.k, v=request.v)
-    arrays.check_one_device(q=request.q, **found)
+    interchange.check_one_device(q=request.q, **found)
     return list(found.values())
 
 

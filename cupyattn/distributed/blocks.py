@@ -43,7 +43,7 @@ class Span:
     q, kv : (int, int)
         Its rows and its keys, from one up to another.
     limits : (int or None, int or None)
-        As `cupyattn.checks.check_limits` has them.
+        As `cupyattn.problem.checks.check_limits` has them.
     """
 
     q: Range

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import arrays, checks
+from cupyattn.arrays import interchange
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import Block, Span, blocks
 from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.choice import choose_mesh
@@ -20,9 +21,11 @@ from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.partition import Partition, Range
 from cupyattn.distributed.ulysses import Neighbours, merged_ranges
 from cupyattn.errors import UnsupportedError
-from cupyattn.request import Options, Request, resolve
-from cupyattn.rounding import array_namespace
-from cupyattn.sequences import one_entry
+from cupyattn.kernels import limits as kernels_limits
+from cupyattn.problem import checks
+from cupyattn.problem.request import Options, Request
+from cupyattn.problem.resolve import resolve
+from cupyattn.problem.sequences import one_entry
 
 METHODS = ("auto", "ulysses", "ring", "mixed")
 #: Names that `Partition` makes of lengths.
@@ -204,7 +207,7 @@ def _own_request(asked: Asked, group: Group, q: Any, k: Any, v: Any) -> Request:
     layout = asked.layout
     if asked.offsets is not None:
         layout = "BSHD"
-        taken = (arrays.take(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
+        taken = (interchange.take(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
         (q, restore), (k, _), (v, _) = taken
         q, k, v = (one_entry(n, a) for n, a in zip("qkv", (q, k, v), strict=True))
     request = resolve(q, k, v, Options(**asked.options, **asked.places, layout=layout))
@@ -222,7 +225,7 @@ def _offsets(asked: Asked) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for name, given in zip("qk", asked.offsets, strict=True):
-        taken = arrays.on_host(arrays.take(f"cu_seqlens_{name}", given)[0])
+        taken = interchange.on_host(interchange.take(f"cu_seqlens_{name}", given)[0])
         if taken.ndim != 1 or taken.size < 1 or taken.dtype.kind != "i":
             raise ValueError(
                 f"cu_seqlens_{name} must be int32 or int64 of shape (batch + 1,), "
@@ -256,7 +259,7 @@ def _partitions(
                 f"the partition gives ranks {list(rows.lengths)} rows of {name}, they have {have}"
             )
         if packed:
-            checks.check_cu_seqlens(
+            kernels_limits.check_cu_seqlens(
                 name, packed[f"cu_seqlens_{name}"], sum(have), packed[f"max_len_{name}"]
             )
     return found[0], found[1]

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.api import attention, attention_varlen
-from cupyattn.backward import attention_backward, attention_varlen_backward, backward_of_part
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.partition import Range
 from cupyattn.distributed.ring import Part
+from cupyattn.ops.attention import attention, attention_varlen
+from cupyattn.ops.backward import attention_backward, attention_varlen_backward, backward_of_part
 
 #: Options of a forward call that its backward call does not have.
 _FORWARD_ONLY = ("variant", "quant", "tiles")

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cupyattn.checks import AttentionCall
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.model import H200, fastest
+from cupyattn.problem.call import AttentionSpec
 
 #: The rung by whose rate a variant without one is judged: all meshes compute the same.
 _STAND_IN = "fa_tc"
@@ -17,7 +17,7 @@ _STAND_IN = "fa_tc"
 def choose_mesh(
     method: str,
     ulysses: int | None,
-    call: AttentionCall,
+    call: AttentionSpec,
     variant: str,
     hosts: Sequence[str],
     *,
@@ -31,7 +31,7 @@ def choose_mesh(
     method : {"auto", "ulysses", "ring", "mixed"}
     ulysses : int or None
         With ``"mixed"``.
-    call : AttentionCall
+    call : AttentionSpec
         Of the whole sequence.
     variant : str
         The rung.
@@ -49,7 +49,7 @@ def choose_mesh(
 
     Examples
     --------
-    >>> call = AttentionCall(1, 8, 8, 65536, 65536, 128, "float16", 0.1)
+    >>> call = AttentionSpec(1, 8, 8, 65536, 65536, 128, "float16", 0.1)
     >>> choose_mesh("auto", None, call, "fa_tc", ["one host"] * 4, balanced=False)
     Mesh(size=4, ulysses=4)
     """

@@ -10,14 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cupyattn.api import attention
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import blocks
 from cupyattn.distributed.call import ShardedCall
 from cupyattn.distributed.partition import Range, places
-from cupyattn.distributed.ring import Form, Part
-from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
+from cupyattn.distributed.ring import MessageForm, Part
+from cupyattn.ops.attention import attention
+from cupyattn.ops.quantize import quantize
+from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.quantizers import group_count, in_padded_rows, padded_length
-from cupyattn.rounding import array_namespace
 
 #: Fields of `QuantizedQKV` that belong to the keys, and the axis that follows their number.
 _AXES = {
@@ -51,7 +53,7 @@ class TravellingCodes:
             x for place in places(keys, keys) for x in self._fields(self._quantized((0, 0), place))
         ]
 
-    def forms(self, owner: int) -> list[Form]:
+    def forms(self, owner: int) -> list[MessageForm]:
         """Return shape and dtype of the arrays of the rank at an index of the circle."""
         return [
             form
@@ -92,7 +94,7 @@ class TravellingCodes:
         contiguous = array_namespace(z.k_codes).ascontiguousarray
         return [contiguous(getattr(z, name)) for name in self._names]
 
-    def _forms_of_length(self, length: int) -> Iterator[Form]:
+    def _forms_of_length(self, length: int) -> Iterator[MessageForm]:
         z = self._template
         of_k = group_count(length, z.group_kv)
         of_v = group_count(length, z.group_v) if z.group_v else 0

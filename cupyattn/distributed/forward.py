@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.kinds import NEG_INF, STORAGE, array_namespace
 from cupyattn.distributed.call import ShardedCall
 from cupyattn.distributed.codes import TravellingCodes
 from cupyattn.distributed.group import Message, Work
 from cupyattn.distributed.mesh import Heads, shares_of_heads
 from cupyattn.distributed.partition import Range
-from cupyattn.distributed.ring import Form, Part, attend, circulate
+from cupyattn.distributed.ring import MessageForm, Part, attend, circulate
 from cupyattn.distributed.ulysses import Neighbours
-from cupyattn.rounding import NEG_INF, STORAGE, array_namespace
 
 #: Arrays, and which of rows and keys, query heads and key heads they have.
 Kinds = Sequence[tuple[Any, str]]
@@ -142,10 +142,10 @@ def _of_heads(call: ShardedCall, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     return attend(q, coming, parts, backend)
 
 
-def forms_of_keys(call: ShardedCall, k: Any) -> Callable[[int], list[Form]]:
+def forms_of_keys(call: ShardedCall, k: Any) -> Callable[[int], list[MessageForm]]:
     """Return what says shape and dtype of K and V of the rank at an index of the circle."""
 
-    def forms(owner: int) -> list[Form]:
+    def forms(owner: int) -> list[MessageForm]:
         length = sum(end - begin for begin, end in call.keys[owner])
         return [((*k.shape[:2], length, k.shape[3]), k.dtype)] * 2
 

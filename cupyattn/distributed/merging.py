@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import backends
-from cupyattn.compile import ModuleSpec
+from cupyattn.arrays import memory
+from cupyattn.arrays.kinds import NEG_INF, STORAGE, array_namespace
+from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.distributed.partition import Range
-from cupyattn.features import DTYPES, Features
-from cupyattn.launch import check_grid
-from cupyattn.plans import Launch, Operand, Plan
-from cupyattn.rounding import NEG_INF, STORAGE, array_namespace
-from cupyattn.tiles import Tiles
+from cupyattn.kernels.features import DTYPES, Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops import run
+from cupyattn.plans.assemble import check_grid
+from cupyattn.plans.records import Launch, Operand, Plan
 
 #: ``struct MergeParams`` of kernels_cu/merge_partials.cu, field by field.
 MERGE_PARAMS = np.dtype(
@@ -100,15 +101,15 @@ class Partial:
         dtypes = tuple(str(x.dtype) for x in (before, after))
         alike = before.dtype == after.dtype  # then they are one array
         plan = plan_merge(*operands, self._like.dtype.name, *dtypes, alike)
-        read = {"part_O": backends.as_input(part_o), "part_lse": backends.as_input(part_lse)}
+        read = {"part_O": memory.as_input(part_o), "part_lse": memory.as_input(part_lse)}
         if not alike:
-            read["before_O"] = backends.as_input(before)
-        backends.run(self.backend, plan, {"O": after, "lse": lse, **read})
+            read["before_O"] = memory.as_input(before)
+        run.run(self.backend, plan, {"O": after, "lse": lse, **read})
 
     def _nothing(self) -> tuple[Any, Any]:
         """Return O and lse of rows that have attended to nothing yet."""
         like, xp = self._like, array_namespace(self._like)
-        with backends.on_device_of(like):
+        with memory.on_device_of(like):
             o = xp.zeros(like.shape, STORAGE[like.dtype.name])
             return o, xp.full(like.shape[:3], NEG_INF, np.float32)
 

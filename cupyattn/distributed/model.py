@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cupyattn.checks import AttentionCall
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.distributed.mesh import Mesh, shares_of_heads
-from cupyattn.measure import admitted_pairs
-from cupyattn.measured import MEASURED
-from cupyattn.rounding import STORAGE
+from cupyattn.kernels.measured_times import MEASURED
+from cupyattn.measure.rungs import admitted_pairs
+from cupyattn.problem.call import AttentionSpec
 
-#: Batch entries times heads of the calls in `cupyattn.measured`.
+#: Batch entries times heads of the calls in `cupyattn.kernels.measured_times`.
 _MEASURED_HEADS = 64
 #: Compute capability whose times are taken.
 _CAPABILITY = 90
@@ -42,7 +42,8 @@ class Machine:
     memory : int
         Bytes of a device's memory.
     rates : dict of str to float
-        Operations per second of a rung, where they are not those of `cupyattn.measured`.
+        Operations per second of a rung, where they are not those of
+        `cupyattn.kernels.measured_times`.
     ring_rate : float
         Share of a rung's rate that remains in the steps of a ring: on some of the keys each, while
         the next ones are written to memory.
@@ -106,12 +107,12 @@ class Costs:
         return sum(self.memory.values())
 
 
-def rate(machine: Machine, variant: str, call: AttentionCall) -> float:
+def rate(machine: Machine, variant: str, call: AttentionSpec) -> float:
     """Return operations per second of a rung on one device.
 
     Examples
     --------
-    >>> call = AttentionCall(1, 1, 1, 4096, 4096, 128, "float16", 0.1)
+    >>> call = AttentionSpec(1, 1, 1, 4096, 4096, 128, "float16", 0.1)
     >>> 600e12 < rate(H200, "fa_tc", call) < 989e12
     True
     """
@@ -129,14 +130,14 @@ def rate(machine: Machine, variant: str, call: AttentionCall) -> float:
     _, _, head_dim, len_q, len_kv, causal, micros = min(
         wide, key=lambda row: (abs(row[2] - call.head_dim), row[1] != call.dtype, -row[3])
     )
-    measured = AttentionCall(1, 1, 1, len_q, len_kv, head_dim, "float16", 1.0, causal=causal)
+    measured = AttentionSpec(1, 1, 1, len_q, len_kv, head_dim, "float16", 1.0, causal=causal)
     operations = 4 * head_dim * _MEASURED_HEADS * admitted_pairs(measured)
     # NOTE: a narrower head takes the tiles of the next wider one, and their time.
     return operations / (1e-6 * micros[variant]) * call.head_dim / max(head_dim, call.head_dim)
 
 
 def predict(
-    call: AttentionCall,
+    call: AttentionSpec,
     mesh: Mesh,
     machine: Machine = H200,
     *,
@@ -147,7 +148,7 @@ def predict(
 
     Parameters
     ----------
-    call : AttentionCall
+    call : AttentionSpec
         Of the whole sequence.
     mesh : Mesh
     machine : Machine
@@ -169,7 +170,7 @@ def predict(
 
     Examples
     --------
-    >>> call = AttentionCall(1, 32, 8, 131072, 131072, 128, "float16", 0.1)
+    >>> call = AttentionSpec(1, 32, 8, 131072, 131072, 128, "float16", 0.1)
     >>> four = predict(call, Mesh(4, 4))
     >>> round(predict(call, Mesh(1, 1)).seconds / (4 * four.seconds), 3)
     0.992
@@ -215,7 +216,7 @@ def meshes(size: int) -> list[Mesh]:
 
 
 def fastest(
-    call: AttentionCall,
+    call: AttentionSpec,
     size: int,
     machine: Machine = H200,
     *,
@@ -227,7 +228,7 @@ def fastest(
     Examples
     --------
     >>> from dataclasses import replace
-    >>> call = AttentionCall(1, 32, 8, 131072, 131072, 128, "float16", 0.1, causal=True)
+    >>> call = AttentionSpec(1, 32, 8, 131072, 131072, 128, "float16", 0.1, causal=True)
     >>> fastest(call, 8).mesh, fastest(replace(call, heads=2, heads_kv=2), 8, balanced=True).mesh
     (Mesh(size=8, ulysses=8), Mesh(size=8, ulysses=2))
     """
@@ -255,7 +256,7 @@ class _Sizes:
     memory: dict[str, int]
 
     @classmethod
-    def of(cls, call: AttentionCall, mesh: Mesh, variant: str) -> _Sizes:
+    def of(cls, call: AttentionSpec, mesh: Mesh, variant: str) -> _Sizes:
         item, batch, wide = STORAGE[call.dtype].itemsize, call.batch, call.head_dim
         own_q, own_kv = (-(-length // mesh.size) for length in (call.len_q, call.len_kv))
         all_q, all_kv = own_q * mesh.ulysses, own_kv * mesh.ulysses

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn import backends
+from cupyattn.arrays import memory
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.call import Asked, resolve_sharded
 from cupyattn.distributed.forward import compute
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.recall import recall, remember
-from cupyattn.quant import QuantConfig
-from cupyattn.request import to_bhsd
-from cupyattn.rounding import array_namespace
-from cupyattn.tiles import Tiles
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.resolve import to_bhsd
+from cupyattn.quant.config import QuantConfig
 
 
 def parallel_attention(
@@ -91,7 +91,7 @@ def parallel_attention(
 
     With ``"ulysses"`` every head is computed as `cupyattn.attention` computes it alone. A ring
     rounds the result for some keys to the type of q, and brings these together in float32:
-    `cupyattn.distributed.judge` knows the bound. The same group gives the same bits on every run.
+    `cupyattn.distributed.verdict` knows the bound. The same group gives the same bits on every run.
 
     Examples
     --------
@@ -190,7 +190,7 @@ def _run(asked: Asked, group: Group, operands: tuple[Any, Any, Any], return_lse:
     else:
         layout = call.request.options.layout
         operands = tuple(to_bhsd(x, layout) for x in operands)
-    with group.failing_together(asked.what), backends.on_device_of(operands[0]):
+    with group.failing_together(asked.what), memory.on_device_of(operands[0]):
         q, k, v = map(array_namespace(*operands).ascontiguousarray, operands)
         o, lse = compute(call, q, k, v, return_lse)
         group.finish()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from cupyattn.rounding import array_namespace
+from cupyattn.arrays.kinds import array_namespace
 
 #: Rows from one number up to another.
 Range = tuple[int, int]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import device_of, is_cupy
+from cupyattn.arrays.interchange import device_of, is_cupy
 from cupyattn.distributed.call import Asked, ShardedCall
 from cupyattn.distributed.group import Group
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.merging import Partial
 from cupyattn.distributed.partition import Range
-from cupyattn.rounding import array_namespace
 
 #: Shape and dtype of an array that is to come.
-Form = tuple[tuple[int, ...], Any]
+MessageForm = tuple[tuple[int, ...], Any]
 #: Rows of a partial result, O and lse.
 Part = tuple[Range, Any, Any]
 
@@ -29,7 +29,7 @@ def circulate(
     group: Group,
     circle: Sequence[int],
     own: Sequence[Any],
-    forms: Callable[[int], Sequence[Form]],
+    forms: Callable[[int], Sequence[MessageForm]],
 ) -> Iterator[tuple[int, Sequence[Any]]]:
     """Yield the arrays of every rank of a ring, this rank's first; the next ones come beside what
     the caller then launches.
@@ -105,7 +105,7 @@ def differentiate(
     circle: Sequence[int],
     q: Any,
     keys: Sequence[Any],
-    forms: Callable[[int], Sequence[Form]],
+    forms: Callable[[int], Sequence[MessageForm]],
     parts: Callable[[int, Sequence[Any]], Iterator[tuple[Block, Any]]],
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of local rows and of local keys and values, float32.
@@ -144,7 +144,7 @@ def differentiate(
     return dq, *sums
 
 
-def empty_like_forms(x: Any, forms: Sequence[Form]) -> list[Any]:
+def empty_like_forms(x: Any, forms: Sequence[MessageForm]) -> list[Any]:
     """Return arrays of these shapes and dtypes, of the kind of `x`, not filled."""
     xp = array_namespace(x)
     return [xp.empty(shape, dtype) for shape, dtype in forms]

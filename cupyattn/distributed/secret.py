@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from cupyattn.disk_cache import cache_folder, make_folder
+from cupyattn.compiler.disk_cache import cache_folder, make_folder
 from cupyattn.files import check_private, open_regular, replacing
 
 #: The secret itself, and a file that holds it.

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cupyattn.device import device_missing
 from cupyattn.distributed.copies import CopyGroup, reach_each_other
 from cupyattn.distributed.group import TIMEOUT, Group, HostGroup
 from cupyattn.distributed.nccl import NcclGroup
@@ -17,6 +16,7 @@ from cupyattn.distributed.secret import ADVICE, Handover, given, make
 from cupyattn.distributed.store import Board, check_rank
 from cupyattn.distributed.tcp import Address, TcpServer, TcpStore
 from cupyattn.errors import RankError
+from cupyattn.measure.device import device_missing
 
 T = TypeVar("T")
 TRANSPORTS = ("auto", "nccl", "copies")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.group import Group, Message
 from cupyattn.distributed.partition import Partition, Range, places
-from cupyattn.rounding import array_namespace
 
 #: Batch entries and heads lie apart.
 _OUTER = 2

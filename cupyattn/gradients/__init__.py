@@ -7,10 +7,15 @@ element, and `judge_backward` holds them to it. `cupyattn.attention_backward` ru
 
 from __future__ import annotations
 
-from cupyattn.gradients.bounds import GradientBounds, backward_bound
-from cupyattn.gradients.exact import Gradients, backward_exact
-from cupyattn.gradients.judge import GradientReport, judge_backward
-from cupyattn.gradients.mirror import backward_mirror
+from typing import TYPE_CHECKING
+
+from cupyattn import lazy_face
+
+if TYPE_CHECKING:
+    from cupyattn.gradients.bounds import GradientBounds, backward_bound
+    from cupyattn.gradients.exact import Gradients, backward_exact
+    from cupyattn.gradients.judge import GradientReport, judge_backward
+    from cupyattn.gradients.mirror import backward_mirror
 
 __all__ = [
     "GradientBounds",
@@ -21,3 +26,13 @@ __all__ = [
     "backward_mirror",
     "judge_backward",
 ]
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {
+        "gradients.bounds": ("GradientBounds", "backward_bound"),
+        "gradients.exact": ("Gradients", "backward_exact"),
+        "gradients.judge": ("GradientReport", "judge_backward"),
+        "gradients.mirror": ("backward_mirror",),
+    },
+)  # fmt: skip

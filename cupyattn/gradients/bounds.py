@@ -10,22 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cupyattn.backward_tiles import backward_tiles
-from cupyattn.block_mask import BlockMask
-from cupyattn.checks import check_backward, check_scale
-from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks, over_rows
-from cupyattn.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
-from cupyattn.perturbation import gamma, half_ulp
-from cupyattn.rounding import (
-    FINITE_MAX,
-    NEG_INF,
-    Array,
-    array_namespace,
-    as_float64,
-    merge_heads,
-    split_heads,
-)
-from cupyattn.score_bounds import (
+from cupyattn.arrays.groups import merge_heads, split_heads
+from cupyattn.arrays.kinds import FINITE_MAX, NEG_INF, Array, array_namespace, as_float64
+from cupyattn.bounds.perturbation import gamma, half_ulp
+from cupyattn.bounds.scores import (
     EX2_LOG_ERROR,
     LOG2E,
     MAX_FLOAT,
@@ -36,6 +24,11 @@ from cupyattn.score_bounds import (
     products,
     scaling_errors,
 )
+from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks, over_rows
+from cupyattn.kernels.backward_tiles import backward_tiles
+from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.checks import check_backward, check_scale
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.block_mask import BlockMask
-from cupyattn.checks import check_backward_shapes, check_scale
-from cupyattn.reference import ScoreBlock, score_blocks, softmax_exact
-from cupyattn.rounding import NEG_INF, Array, array_namespace, as_float64, merge_heads, split_heads
+from cupyattn.arrays.groups import merge_heads, split_heads
+from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.checks import check_backward_shapes, check_scale
+from cupyattn.reference.exact import ScoreBlock, score_blocks, softmax_exact
 
 #: A row is coarse if its log-sum-exp is at least this far from zero: COARSE_LSE of
 #: kernels_cu/prims/gradient.cuh.

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.kinds import Array, as_float64
+from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.gradients.bounds import backward_bound
 from cupyattn.gradients.exact import Gradients, backward_exact
-from cupyattn.perturbation import ratio_to_bound
-from cupyattn.rounding import Array, as_float64
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """How the backward kernels compute gradients: the same blocks, rounded at the same points.
 
-As in `cupyattn.mirror`, the order inside one product or one sum is NumPy's.
+As in `cupyattn.reference.mirror`, the order inside one product or one sum is NumPy's.
 """
 
 # ruff: noqa: E741  (O and l are the paper's letters)
@@ -11,24 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.backward_tiles import backward_tiles
-from cupyattn.block_mask import BlockMask
-from cupyattn.checks import check_backward, check_scale
+from cupyattn.arrays.groups import merge_heads, split_heads
+from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array
 from cupyattn.gradients.exact import Gradients, coarse_rows
-from cupyattn.mirror import prepare_scores, require_numpy
-from cupyattn.mirror_state import Float32, row_maximum
-from cupyattn.numerics import LARGEST_EXPONENT, numerics
-from cupyattn.rounding import (
-    NEG_INF,
-    STORAGE,
-    Array,
-    ex2,
-    fma32,
-    merge_heads,
-    round_to,
-    split_heads,
-)
-from cupyattn.scoring import Scoring
+from cupyattn.kernels.backward_tiles import backward_tiles
+from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.checks import check_backward, check_scale
+from cupyattn.problem.scoring import Scoring
+from cupyattn.reference.mirror import require_numpy
+from cupyattn.reference.rounding import ex2, fma32, round_to
+from cupyattn.reference.scores import prepare_scores
+from cupyattn.reference.softmax_state import Float32, row_maximum
 
 
 def backward_mirror(

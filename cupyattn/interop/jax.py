@@ -19,13 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from cupyattn import api, backward
-from cupyattn.arrays import on_host
+from cupyattn.arrays.interchange import on_host
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop import xla_ffi
 from cupyattn.interop.mapped import joins_the_batch
-from cupyattn.request import Options, resolve
-from cupyattn.rounding import array_namespace
+from cupyattn.ops import attention as api
+from cupyattn.ops import backward, explain
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 
 #: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
 _PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
@@ -257,7 +259,7 @@ def _check_gradient(call: _Call, operands: Mapping[str, Any], o: Any, lse: Any) 
         name: x for name, x in _options_of_backward(_options[call.key]).items() if name != "backend"
     }
     q, k, v, o = (known[name] for name in ("q", "k", "v", "o"))
-    backward.explain_backward(o, q, k, v, o, known["lse"], **constants, **_paired(known))
+    explain.explain_backward(o, q, k, v, o, known["lse"], **constants, **_paired(known))
 
 
 def _options_of_backward(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cupyattn.block_mask import BlockMask
-from cupyattn.quant import QuantConfig
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.quant.config import QuantConfig
 
 
 def joins_the_batch(quant: QuantConfig | None, block_mask: BlockMask | None) -> bool:

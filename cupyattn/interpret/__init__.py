@@ -1,13 +1,20 @@
 """Runs the compiled kernels' PTX on NumPy: no GPU needed, and stricter than one."""
 
-from cupyattn.interpret.debug import attention
-from cupyattn.interpret.executor import run
-from cupyattn.interpret.findings import Finding, KernelFault
-from cupyattn.interpret.machine import schedule
-from cupyattn.interpret.observe import Observer, observe
-from cupyattn.interpret.profile import Profile
-from cupyattn.interpret.stops import Break, Stop
-from cupyattn.interpret.trace import Trace
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cupyattn import lazy_face
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.executor import run
+    from cupyattn.interpret.findings import Finding, KernelFault
+    from cupyattn.interpret.machine import schedule
+    from cupyattn.interpret.observer import Observer, observe
+    from cupyattn.interpret.profile import Profile
+    from cupyattn.interpret.stops import Break, Stop
+    from cupyattn.interpret.trace import Trace
+    from cupyattn.ops.interpreted import attention
 
 __all__ = [
     "Break",
@@ -22,3 +29,17 @@ __all__ = [
     "run",
     "schedule",
 ]
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {
+        "interpret.executor": ("run",),
+        "interpret.findings": ("Finding", "KernelFault"),
+        "interpret.machine": ("schedule",),
+        "interpret.observer": ("Observer", "observe"),
+        "interpret.profile": ("Profile",),
+        "interpret.stops": ("Break", "Stop"),
+        "interpret.trace": ("Trace",),
+        "ops.interpreted": ("attention",),
+    },
+)  # fmt: skip

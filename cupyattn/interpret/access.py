@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.interpret.lanes import Values
 from cupyattn.interpret.memory import scatter
 from cupyattn.interpret.operation import DTYPES
 from cupyattn.interpret.ordering import Ints
@@ -17,7 +18,6 @@ from cupyattn.interpret.semantics import (
     ACCESSES,
     Execute,
     Read,
-    Values,
     instruction,
     reader,
     register_type,
@@ -26,7 +26,8 @@ from cupyattn.interpret.semantics import (
 from cupyattn.interpret.shadow import spread
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
     from cupyattn.interpret.memory import GlobalMemory
 
 #: Modifiers that are hints, or say how an access is ordered with others at this scope: they change

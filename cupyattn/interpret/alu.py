@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 
+from cupyattn.arrays.kinds import Array
 from cupyattn.interpret import convert, floating, integer
 from cupyattn.interpret.exact import FORMATS, flush
 from cupyattn.interpret.floating import APPROXIMATION_ERROR
@@ -20,7 +21,6 @@ from cupyattn.interpret.operation import (
     halves,
     match,
 )
-from cupyattn.rounding import Array
 
 __all__ = ["APPROXIMATION_ERROR", "DTYPES", "Operation", "lookup", "pack", "unpack"]
 

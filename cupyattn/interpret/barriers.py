@@ -14,7 +14,8 @@ import numpy.typing as npt
 from cupyattn.interpret.ordering import WARP, Bools, Ints
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
 #: Barriers of a block.
 BARRIERS = 16

@@ -22,7 +22,8 @@ from cupyattn.interpret.semantics import Execute, instruction, reader
 from cupyattn.interpret.warpgroup import swizzled_address
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
 #: First words of a tensor map of the interpreter; the second one is its number.
 TENSOR_MAP_MARK = 0x7465_6E73_6F72_6D61
@@ -41,8 +42,8 @@ class Tensor:
     itemsize : int
         Bytes of an element.
     shape, strides, box : tuple of int
-        As of `cupyattn.plans.TensorMap`: slowest axis first, strides in bytes of all axes but the
-        last.
+        As of `cupyattn.plans.records.TensorMap`: slowest axis first, strides in bytes of all axes
+        but the last.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Tensor:
     strides: tuple[int, ...]
     box: tuple[int, ...]
 
-    #: Bytes over which shared memory is swizzled, as `cupyattn.tensor_map` asks for.
+    #: Bytes over which shared memory is swizzled, as `cupyattn.runtime.tensor_map` asks for.
     SWIZZLE = 128
 
     def elements(self, corner: Sequence[int]) -> tuple[Ints, npt.NDArray[np.bool_], Ints]:

@@ -22,7 +22,8 @@ from cupyattn.interpret.semantics import Execute, Step, instruction, reader, who
 from cupyattn.interpret.shadow import spread
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
 #: log2 of the distance between the ranks of an address; shared memory is smaller.
 RANK_BITS = 24

@@ -10,7 +10,8 @@ from cupyattn.interpret.register_pools import GROUP
 from cupyattn.interpret.semantics import Execute, Step, instruction, reader, whole_warp
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
 
 @instruction("bra")

@@ -8,12 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cupyattn.arrays.kinds import Array
 from cupyattn.interpret import exact
 from cupyattn.interpret.exact import FORMATS
 from cupyattn.interpret.floating import ROUNDINGS, rectify, saturate
 from cupyattn.interpret.integer import saturate as saturate_integer
 from cupyattn.interpret.operation import DTYPES, Evaluate, Maker, Operation, halves, match, packed
-from cupyattn.rounding import Array
 
 INTEGERS = "u8|u16|u32|u64|s8|s16|s32|s64"
 FLOATS = "f16|bf16|f32|f64"

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.kinds import Array
 from cupyattn.interpret.operation import DTYPES, Evaluate
-from cupyattn.rounding import Array
 
 
 @dataclass(frozen=True)

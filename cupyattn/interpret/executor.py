@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn import compile as compiler
-from cupyattn import tensor_map
-from cupyattn.compile import Binary, ModuleSpec
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.modules import Binary, ModuleSpec
+from cupyattn.compiler.ptxas import parse_smem_bytes
 from cupyattn.errors import KernelLaunchError
 from cupyattn.interpret.bulk import TENSOR_MAP_MARK, Tensor
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.interpret.machine import Machine
 from cupyattn.interpret.memory import GlobalMemory, duplicate
-from cupyattn.interpret.observe import Observer, active
+from cupyattn.interpret.observer import Observer, active
 from cupyattn.interpret.program import Program, program
 from cupyattn.interpret.ptx import Parameter
-from cupyattn.plans import Launch, TensorMap
-from cupyattn.ptxas import parse_smem_bytes
+from cupyattn.plans.records import Launch, TensorMap
+from cupyattn.runtime import tensor_map
 
 if TYPE_CHECKING:
-    from cupyattn.executor import Runnable
+    from cupyattn.runtime.ready import Runnable
 
 #: Bytes that the blocks of one batch may take together; one block always runs.
 MEMORY_BUDGET = 512 << 20

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.kinds import Array
 from cupyattn.interpret import exact
 from cupyattn.interpret.exact import FORMATS, Format
 from cupyattn.interpret.operation import (
@@ -18,8 +19,7 @@ from cupyattn.interpret.operation import (
     match,
     on_halves,
 )
-from cupyattn.numerics import EX2_APPROX_ERROR
-from cupyattn.rounding import Array
+from cupyattn.kernels.numerics import EX2_APPROX_ERROR
 
 ROUNDINGS = "rn|rz|rm|rp"
 #: The forms of PTX's floating-point instructions, as patterns of their modifiers.

@@ -6,6 +6,7 @@ from functools import cache, partial, reduce
 
 import numpy as np
 
+from cupyattn.arrays.kinds import Array
 from cupyattn.interpret.operation import (
     DTYPES,
     Evaluate,
@@ -14,7 +15,6 @@ from cupyattn.interpret.operation import (
     match,
     on_halves,
 )
-from cupyattn.rounding import Array
 
 INTEGERS = "u16|u32|u64|s16|s32|s64"
 SIGNED = "s16|s32|s64"

@@ -13,7 +13,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
@@ -24,6 +23,7 @@ from cupyattn.interpret.barriers import Barriers
 from cupyattn.interpret.bulk import Engine, Tensor
 from cupyattn.interpret.cluster import Clusters
 from cupyattn.interpret.findings import Finding, KernelFault
+from cupyattn.interpret.lanes import Lanes, Values
 from cupyattn.interpret.mbarrier import Mbarriers
 from cupyattn.interpret.memory import (
     WINDOWS,
@@ -33,12 +33,12 @@ from cupyattn.interpret.memory import (
     SharedMemory,
     Space,
 )
-from cupyattn.interpret.observe import Observer
+from cupyattn.interpret.observer import Observer
 from cupyattn.interpret.ordering import WARP, Bools, Clocks, Ints
 from cupyattn.interpret.program import Program, Segment
 from cupyattn.interpret.ptx import Register
 from cupyattn.interpret.register_pools import RegisterPools
-from cupyattn.interpret.semantics import Read, Values, not_known, register_type
+from cupyattn.interpret.semantics import Read, not_known, register_type
 from cupyattn.interpret.wgmma import Warpgroups
 
 FULL_WARP = 0xFFFFFFFF
@@ -75,50 +75,6 @@ def schedule(seed: int) -> Iterator[None]:
         yield
     finally:
         _dice.reset(token)
-
-
-class Lanes:
-    """Some lanes of the batch: the group that an instruction is executed for.
-
-    Parameters
-    ----------
-    mask : numpy.ndarray of bool
-        For every lane of the batch.
-    alive : numpy.ndarray of bool
-        Lanes that have not exited.
-    """
-
-    def __init__(self, mask: Bools, alive: Bools) -> None:
-        self.mask = mask
-        self._alive = alive
-
-    @cached_property
-    def index(self) -> Ints:
-        """Their numbers, rising."""
-        return np.flatnonzero(self.mask)
-
-    @cached_property
-    def full(self) -> bool:
-        """Whether no living lane is missing."""
-        return bool((self.mask >= self._alive).all())
-
-    @cached_property
-    def warps(self) -> Ints:
-        """Warps (numbered through the batch) of which at least one lane is here."""
-        return np.flatnonzero(self.mask.reshape(-1, WARP).any(axis=1))
-
-    @cached_property
-    def bits(self) -> npt.NDArray[np.uint32]:
-        """For every warp of the batch, its lanes here as the bits of a mask."""
-        packed = np.packbits(self.mask.reshape(-1, WARP), axis=1, bitorder="little")
-        return packed.view(np.uint32).ravel()
-
-    def __bool__(self) -> bool:
-        return bool(self.mask.any())
-
-    def where(self, condition: Values) -> Lanes:
-        """Return those for which a condition holds."""
-        return Lanes(self.mask & condition, self._alive)
 
 
 class Machine:

@@ -19,7 +19,8 @@ from cupyattn.interpret.ptx import Instruction, Operand, Sink
 from cupyattn.interpret.semantics import ACCESSES, Execute, Step, instruction, reader, writer
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
 #: Modifiers that say at which scope, in which window, and how strongly an operation orders.
 _SCOPES = {

@@ -16,8 +16,8 @@ from functools import lru_cache
 import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 
-from cupyattn import compile as compiler
-from cupyattn.compile import ModuleSpec
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.interpret.ptx import parse
 
 #: NumPy names of element types; what is none of them counts as uint64 or as bytes.

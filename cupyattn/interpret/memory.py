@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.checks import data_address
-from cupyattn.interpret.between_blocks import BetweenBlocks
-from cupyattn.interpret.ordering import Bools, Clocks, Ints
+from cupyattn.arrays.memory import data_address
+from cupyattn.interpret.ordering import BetweenBlocks, Bools, Clocks, Ints
 from cupyattn.interpret.shadow import Report, Shadow, spread
 
 #: log2 of the bytes between the regions of two arrays.

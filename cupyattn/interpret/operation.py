@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupyattn.rounding import Array
+from cupyattn.arrays.kinds import Array
 
 #: One result, or a tuple of them where an instruction has several.
 Evaluate = Callable[..., Any]

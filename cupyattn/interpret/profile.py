@@ -13,7 +13,7 @@ from cupyattn.interpret import banks
 from cupyattn.interpret.access import address_reader
 from cupyattn.interpret.findings import short
 from cupyattn.interpret.memory import WINDOWS
-from cupyattn.interpret.observe import Observer
+from cupyattn.interpret.observer import Observer
 from cupyattn.interpret.ordering import WARP, Ints
 from cupyattn.interpret.ptx import Instruction, Location
 from cupyattn.interpret.registers import executing
@@ -21,9 +21,10 @@ from cupyattn.interpret.semantics import access_width
 from cupyattn.interpret.warp import matrix_tiles
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
     from cupyattn.interpret.program import Program
-    from cupyattn.plans import Launch
+    from cupyattn.plans.records import Launch
 
 #: Fetches the addresses of an access to shared memory, and the lanes that they belong to.
 _Fetch = Callable[["Machine", "Lanes"], tuple[Ints, Ints]]
@@ -98,7 +99,7 @@ class KernelProfile:
 
 
 class Profile(Observer):
-    """Counts what kernels do: an observer for `cupyattn.interpret.observe`.
+    """Counts what kernels do: an observer for `cupyattn.interpret.observer`.
 
     Everything is counted for a warp at once, as a device's profiler does: an instruction that some
     lanes of a warp execute counts once, and once more for those that come by another way. Of a

@@ -17,7 +17,8 @@ from cupyattn.interpret.module import Kernel
 from cupyattn.interpret.ordering import WARP, Bools, Ints
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
 #: 32-bit registers of an SM.
 SM_REGISTERS = 65536

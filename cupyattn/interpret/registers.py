@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cupyattn.interpret import alu
+from cupyattn.interpret.lanes import Values
 from cupyattn.interpret.operation import DTYPES
 from cupyattn.interpret.ptx import (
     Address,
@@ -16,10 +17,11 @@ from cupyattn.interpret.ptx import (
     Register,
     Vector,
 )
-from cupyattn.interpret.semantics import Values, reader
+from cupyattn.interpret.semantics import reader
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
 #: Opcodes whose first operand is no result, though it may be a register.
 _WITHOUT_RESULT = {"bar", "barrier", "nanosleep"}

@@ -14,7 +14,8 @@ from cupyattn.interpret.ptx import Address, Instruction, Operand, Pair, Special,
 from cupyattn.interpret.semantics import Execute, instruction, reader, writer
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
 
 def arithmetic(inst: Instruction) -> Execute | None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret.findings import describe
+from cupyattn.interpret.lanes import Values
 from cupyattn.interpret.operation import DTYPES
 from cupyattn.interpret.ptx import (
     Immediate,
@@ -28,9 +28,9 @@ from cupyattn.interpret.ptx import (
 )
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
-Values = npt.NDArray[Any]
 Read = Callable[["Machine"], Values]
 Write = Callable[["Machine", Values, "Lanes"], None]
 Execute = Callable[["Machine", "Lanes"], None]

@@ -11,15 +11,16 @@ import numpy.typing as npt
 
 from cupyattn.interpret.findings import short
 from cupyattn.interpret.members import Member, shared_members
-from cupyattn.interpret.observe import Observer
+from cupyattn.interpret.observer import Observer
 from cupyattn.interpret.ordering import WARP, Ints
 from cupyattn.interpret.ptx import Instruction, Register
 from cupyattn.interpret.registers import read, value, written
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
     from cupyattn.interpret.program import Program
-    from cupyattn.plans import Launch
+    from cupyattn.plans.records import Launch
 
 
 class Stop:
@@ -132,7 +133,7 @@ def _neighbours(numbers: Ints) -> list[Ints]:
 
 
 class Break(Observer):
-    """Calls back at a source line: an observer for `cupyattn.interpret.observe`.
+    """Calls back at a source line: an observer for `cupyattn.interpret.observer`.
 
     Parameters
     ----------

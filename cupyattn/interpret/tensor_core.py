@@ -28,11 +28,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.arrays.kinds import Array
 from cupyattn.interpret import exact
 from cupyattn.interpret.exact import FORMATS
 from cupyattn.interpret.operation import match
-from cupyattn.numerics import TENSOR_CORE_ROUNDOFF
-from cupyattn.rounding import Array
+from cupyattn.kernels.numerics import TENSOR_CORE_ROUNDOFF
 
 Index = npt.NDArray[np.intp]
 
@@ -167,7 +167,7 @@ def accumulation_error(
     magnitude : array
         |c| + sum |a b|.
     roundoff : float
-        Of the addition: `cupyattn.numerics.FP8_ROUNDOFF` for ``wgmma`` over 8-bit floats.
+        Of the addition: `cupyattn.kernels.numerics.FP8_ROUNDOFF` for ``wgmma`` over 8-bit floats.
     d_type : {"f32", "f16"}
         Type of the result.
 

@@ -10,23 +10,24 @@ import ml_dtypes
 import numpy as np
 
 from cupyattn.interpret.findings import Finding, describe
-from cupyattn.interpret.observe import Observer
+from cupyattn.interpret.observer import Observer
 from cupyattn.interpret.operation import DTYPES
 from cupyattn.interpret.ordering import WARP
 from cupyattn.interpret.ptx import Instruction, Register
 from cupyattn.interpret.registers import executing, read, result_type, value, written
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
     from cupyattn.interpret.program import Program
-    from cupyattn.plans import Launch
+    from cupyattn.plans.records import Launch
 
 #: Types of two numbers packed into a register, and the type of one of them.
 _PAIRS = {"f16x2": np.dtype(np.float16), "bf16x2": np.dtype(ml_dtypes.bfloat16)}
 
 
 class Trace(Observer):
-    """Writes what one warp executes: an observer for `cupyattn.interpret.observe`.
+    """Writes what one warp executes: an observer for `cupyattn.interpret.observer`.
 
     Parameters
     ----------

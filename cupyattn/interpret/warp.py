@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.interpret import access, tensor_core
+from cupyattn.interpret.lanes import Values
 from cupyattn.interpret.operation import DTYPES
 from cupyattn.interpret.ordering import WARP, Bools, Ints
 from cupyattn.interpret.ptx import Instruction, Operand, Pair, Sink
@@ -17,7 +18,6 @@ from cupyattn.interpret.semantics import (
     Execute,
     Read,
     Step,
-    Values,
     Write,
     instruction,
     reader,
@@ -26,7 +26,8 @@ from cupyattn.interpret.semantics import (
 )
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
 Bits = npt.NDArray[np.uint32]
 

@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
+from cupyattn.arrays.kinds import Array
 from cupyattn.interpret.operation import match
 from cupyattn.interpret.tensor_core import (
     ELEMENT_BITS,
@@ -22,7 +23,6 @@ from cupyattn.interpret.tensor_core import (
     elements,
     fragment_a,
 )
-from cupyattn.rounding import Array
 
 # ---- operands in shared memory -------------------------------------------------------------------
 

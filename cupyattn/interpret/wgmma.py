@@ -37,7 +37,8 @@ from cupyattn.interpret.warp import fragment_reader, fragment_writer
 from cupyattn.interpret.warpgroup import Wgmma, find_wgmma, operand_addresses
 
 if TYPE_CHECKING:
-    from cupyattn.interpret.machine import Lanes, Machine
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,24 @@
 Beside attention's operands, weights and activations of linear layers in blocks.
 """
 
-from cupyattn.quant.activations import act_quant
-from cupyattn.quant.blocks import Int8Config, weight_error
-from cupyattn.quant.config import GROUP_ALL, QuantConfig
-from cupyattn.quant.gemm import int8_gemm
-from cupyattn.quant.gemm_reference import gemm_error, gemm_exact, gemm_mirror
-from cupyattn.quant.linear import Int8Linear, outlier_columns
-from cupyattn.quant.operands import quantize
-from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.quant.weights import weight_dequant, weight_quant
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cupyattn import lazy_face
+
+if TYPE_CHECKING:
+    from cupyattn.bounds.products import gemm_error, weight_error
+    from cupyattn.kernels.limits import GROUP_ALL
+    from cupyattn.ops.act_quant import act_quant
+    from cupyattn.ops.gemm import int8_gemm
+    from cupyattn.ops.linear import Int8Linear, outlier_columns
+    from cupyattn.ops.quantize import quantize
+    from cupyattn.ops.weights import weight_dequant, weight_quant
+    from cupyattn.quant.blocks import Int8Config
+    from cupyattn.quant.config import QuantConfig
+    from cupyattn.quant.quantized import QuantizedQKV
+    from cupyattn.reference.gemm import gemm_exact, gemm_mirror
 
 __all__ = [
     "GROUP_ALL",
@@ -30,3 +39,20 @@ __all__ = [
     "weight_error",
     "weight_quant",
 ]
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {
+        "bounds.products": ("gemm_error", "weight_error"),
+        "kernels.limits": ("GROUP_ALL",),
+        "ops.act_quant": ("act_quant",),
+        "ops.gemm": ("int8_gemm",),
+        "ops.linear": ("Int8Linear", "outlier_columns"),
+        "ops.quantize": ("quantize",),
+        "ops.weights": ("weight_dequant", "weight_quant"),
+        "quant.blocks": ("Int8Config",),
+        "quant.config": ("QuantConfig",),
+        "quant.quantized": ("QuantizedQKV",),
+        "reference.gemm": ("gemm_exact", "gemm_mirror"),
+    },
+)  # fmt: skip

@@ -14,11 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.errors import UnsupportedError
-from cupyattn.perturbation import half_ulp
 from cupyattn.quant.quantizers import scale_of_absmax
-from cupyattn.rounding import STORAGE, array_namespace, as_float64
-from cupyattn.value_bounds import rounding_to_codes
 
 Array = Any
 
@@ -166,37 +164,6 @@ def dequantize_blocks(
             values *= _by_column(scales[blocks], block_size, values.shape[2])[:, None, :]
             w[part] = values.astype(STORAGE[out_dtype], copy=False).reshape(-1, values.shape[2])
     return w.reshape(codes.shape)
-
-
-def weight_error(
-    w: Array, scales: Array, block_size: int = BLOCK_SIZE, out_dtype: str = "float32"
-) -> Array:
-    """Return how far each element of ``weight_dequant(*weight_quant(w))`` may be from `w`.
-
-    Parameters
-    ----------
-    w : array, (out, in) or (out, in, ...)
-        The weight, with finite elements below 2^127.
-    scales : array, (out blocks, in blocks), float32
-    block_size : int
-    out_dtype : {"float32", "bfloat16", "float16"}
-        As for `weight_dequant`.
-
-    Returns
-    -------
-    array, as w, float64
-
-    Notes
-    -----
-    With the error of the codes Δ (Q1), the float32 product, of at most ``|w| + Δ``, is rounded by
-    ``u (|w| + Δ) + 2^-150`` at most, and then to `out_dtype`: docs/MATH_REFERENCE.md, Q6.
-    """
-    size = abs(as_float64(as_matrix(w)))
-    scale = as_float64(_by_column(scales, block_size, size.shape[1]))
-    scale = scale.repeat(block_size, axis=0)[: size.shape[0]]
-    error = rounding_to_codes(size, scale)
-    error = error + 2.0**-24 * (size + error) + 2.0**-150
-    return (error + half_ulp(size + error, out_dtype)).reshape(w.shape)
 
 
 def as_matrix(w: Array) -> Array:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from cupyattn.checks import GROUP_ALL as GROUP_ALL
 from cupyattn.errors import UnsupportedError
-from cupyattn.tiles import Tiles
+from cupyattn.kernels.limits import GROUP_ALL as GROUP_ALL
+from cupyattn.kernels.tiles import Tiles
 
 #: Rows of Q, and keys, that share a scale at granularity "thread".
 THREAD_ROWS_Q, THREAD_ROWS_K = 2, 16

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import checks
+from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.kernels import limits
 from cupyattn.quant.quantizers import VALUES_PAD, group_count, in_padded_rows
-from cupyattn.rounding import Array, array_namespace
 
 
 def packed_groups(total: int, batch: int, group: int) -> int:
@@ -80,10 +80,10 @@ def check_sequences(z: Any) -> None:
             f"(batch + 1,), got {z.q_codes.shape[0]}, {shapes[0]} and {shapes[1]}"
         )
     for name, limit, codes in zip("qk", longest, (z.q_codes, z.k_codes), strict=True):
-        limit = checks.check_length(f"max_len_{name}", limit)
+        limit = limits.check_length(f"max_len_{name}", limit)
         ends = getattr(z, f"cu_seqlens_{name}")
         if isinstance(ends, np.ndarray):
-            checks.check_cu_seqlens(name, ends, codes.shape[2], limit)
+            limits.check_cu_seqlens(name, ends, codes.shape[2], limit)
 
 
 class _Lot(NamedTuple):
@@ -156,7 +156,7 @@ def join(parts: Sequence[Any], template: Any, sequences: Any) -> Any:
     parts : sequence of QuantizedQKV
     template : QuantizedQKV
         One like them, where there may be none.
-    sequences : cupyattn.sequences.Sequences
+    sequences : cupyattn.problem.sequences.Sequences
     """
     ends = (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
     found = {}

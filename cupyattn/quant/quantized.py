@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import checks
-from cupyattn.arrays import operand
-from cupyattn.codes import codes_less_zero
-from cupyattn.features import DTYPES
+from cupyattn.arrays.groups import scale_of_row, value_scale_of_key
+from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.kernels import limits
+from cupyattn.kernels.features import DTYPES
 from cupyattn.quant import nibbles, quantized_file
+from cupyattn.quant.caller_scales import given_scale, given_value_scale, given_zero
 from cupyattn.quant.config import GROUP_ALL, THREAD_ROWS_K, THREAD_ROWS_Q, QuantConfig
-from cupyattn.quant.given import given_scale, given_value_scale, given_zero
+from cupyattn.quant.operand_protocol import codes_less_zero
 from cupyattn.quant.packed import check_sequences, packed_groups, rows_of_sequences, split
 from cupyattn.quant.quantizers import (
     VALUES_PAD,
@@ -24,7 +26,6 @@ from cupyattn.quant.quantizers import (
     stored_values,
     values_by_key,
 )  # fmt: skip
-from cupyattn.rounding import Array, array_namespace, scale_of_row, value_scale_of_key
 
 #: Zero points, and sums of codes, which follow from the codes and are in no file.
 _ZEROS, _SUMS = ("q_zero", "k_zero", "v_zero"), ("q_code_sum", "k_code_sum")
@@ -149,7 +150,7 @@ class QuantizedQKV:
         columns = self.head_dim if self.has_nibbles else self.k_codes.shape[3]
         keys = (*rows[1], columns)
         v_shape = keys if self.v is None else self.v.shape
-        checks.check_shapes(self.shape, keys, v_shape)
+        limits.check_shapes(self.shape, keys, v_shape)
         bytes_of_codes = {self.q_codes.shape[3], self.k_codes.shape[3]}
         if self.has_nibbles and bytes_of_codes != {nibbles.packed_bytes(columns)}:
             raise ValueError(

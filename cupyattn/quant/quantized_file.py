@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import on_host
+from cupyattn.arrays.interchange import on_host
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.errors import UnsupportedError
 from cupyattn.files import read_npz, replacing
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantizers import in_padded_rows
-from cupyattn.rounding import STORAGE
 
 _KIND, _VERSION = "cupyattn.QuantizedQKV", 2
 #: The record's arrays that a file has, under their names.

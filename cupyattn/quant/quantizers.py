@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.arrays.groups import scale_of_row, value_scale_of_key
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.quant.config import GROUP_ALL
-from cupyattn.rounding import array_namespace, scale_of_row, value_scale_of_key
 
 Array = Any
 Float32 = npt.NDArray[np.float32]

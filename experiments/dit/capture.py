@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import on_host
+from cupyattn.arrays.interchange import on_host
 from cupyattn.files import replacing
 from experiments import captures, recording
 from experiments.dit import modes

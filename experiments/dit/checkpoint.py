@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import on_host
+from cupyattn.arrays.interchange import on_host
 from cupyattn.files import replacing
 from experiments.dit.model import Shape, initial
 from experiments.dit.optim import LossScale

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import on_host
-from cupyattn.rounding import array_namespace
+from cupyattn.arrays.interchange import on_host
+from cupyattn.arrays.kinds import array_namespace
 from experiments.dit import data, layers
 from experiments.dit.optim import AdamW
 from experiments.dit.parameters import Parameters

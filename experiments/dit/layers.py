@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.rounding import array_namespace
+from cupyattn.arrays.kinds import array_namespace
 
 Array = Any
 Saved = Any

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cupyattn.rounding import array_namespace
+from cupyattn.arrays.kinds import array_namespace
 
 Array = Any
 

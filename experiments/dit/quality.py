@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import timing
-from cupyattn.arrays import on_host
+from cupyattn.arrays.interchange import on_host
+from cupyattn.arrays.kinds import array_namespace
 from cupyattn.cli import output
-from cupyattn.measure import format_seconds
-from cupyattn.rounding import array_namespace
+from cupyattn.measure import timing
+from cupyattn.measure.words import format_seconds
 from experiments import recording
 from experiments.dit import data, features, metrics, modes, pictures, report
 from experiments.dit.model import Model

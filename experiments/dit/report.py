@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.cli import plot
-from cupyattn.measure import format_seconds
+from cupyattn.measure.words import format_seconds
 from experiments import plots, recording
 from experiments.dit import metrics, modes
 from experiments.dit.data import NAMES

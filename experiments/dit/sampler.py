@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import on_host
+from cupyattn.arrays.interchange import on_host
 from experiments.dit.attention import Attention
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import device
 from cupyattn.cli import output
+from cupyattn.measure import device
 from experiments import recording
 from experiments.dit import checkpoint, data
 from experiments.dit.attention import Attention, Kernels

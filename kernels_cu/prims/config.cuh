@@ -1,5 +1,5 @@
-// config.cuh -- the only place where a CFG_* macro is read. cupyattn/tiles.py and
-// cupyattn/features.py write them; every kernel sees typed constants.
+// config.cuh -- the only place where a CFG_* macro is read. cupyattn/kernels/tiles.py and
+// cupyattn/kernels/features.py write them; every kernel sees typed constants.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -131,7 +131,7 @@ constexpr int VALUES_PAD = 128;  // codes of a channel of V are padded with 0 to
 
 // What a launch of quantize*.cu does for an operand: sums of its slices, their minima and maxima
 // too, or in quantize_reduce.cu the maxima of groups of rows; in quantize.cu codes of whole groups,
-// codes with scales from elsewhere, or codes of V. cupyattn/quant/plan.py chooses.
+// codes with scales from elsewhere, or codes of V. cupyattn/plans/quantize.py chooses.
 enum class Step { NONE, SUMS, EXTREMA, REACH, ROWS, CODES, VALUES };
 constexpr Step STEP_Q = Step(CFG_STEP_Q);
 constexpr Step STEP_K = Step(CFG_STEP_K);

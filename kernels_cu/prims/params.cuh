@@ -1,5 +1,5 @@
 // params.cuh -- what the host passes to every attention kernel, by value.
-// cupyattn/params.py packs it from one table of (name, type); a test compares the two.
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 #pragma once
 
 #include "prims/base.cuh"

@@ -1,7 +1,7 @@
 // prepare.cuh -- what becomes of rows of Q and K before they are quantised: divided by their root
 // mean square and weighed (QK_NORM), then turned by their positions (ROPE), all of it in float32.
 // Every operation is one IEEE rounding, named, so that none is contracted and all equal NumPy's:
-// cupyattn/preparation.py does the same, bit for bit.
+// cupyattn/problem/row_preparation.py does the same, bit for bit.
 #pragma once
 
 #include "prims/config.cuh"
@@ -24,7 +24,7 @@ struct PrepareParams<true> {
   int32_t position;            // of row 0
 };
 
-// normalise.cu takes it; cupyattn/rotation.py packs it from one table of (name, type).
+// normalise.cu takes it; cupyattn/plans/prepare_rows.py packs it from one table of (name, type).
 struct NormParams : PrepareParams<true> {
   const void* X;  // [batch, heads, length, HEAD_DIM], the operand
   void* Y;        // [batch, heads, length, HEAD_DIM], contiguous: X, every row prepared

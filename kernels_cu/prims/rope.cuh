@@ -1,13 +1,13 @@
 // rope.cuh -- rotary position embedding: pairs of columns of a row of Q or K, turned by the angles
 // of the row's position. Every operation is one IEEE rounding, named, so that none is contracted
-// and all equal NumPy's: cupyattn/rope.py does the same, bit for bit.
+// and all equal NumPy's: cupyattn/problem/rope.py does the same, bit for bit.
 #pragma once
 
 #include "prims/config.cuh"
 #include "prims/params.cuh"
 #include "prims/tile_io.cuh"
 
-// rope.cu takes it; cupyattn/rotation.py packs it from one table of (name, type).
+// rope.cu takes it; cupyattn/plans/prepare_rows.py packs it from one table of (name, type).
 struct RopeParams {
   const void* X;     // [batch, heads, length, HEAD_DIM], the operand
   void* Y;           // [batch, heads, length, HEAD_DIM], contiguous: X, every row turned

@@ -3,7 +3,7 @@
 
 #include "prims/mbarrier.cuh"
 
-// Filled by cuTensorMapEncodeTiled on the host (cupyattn/tensor_map.py).
+// Filled by cuTensorMapEncodeTiled on the host (cupyattn/runtime/tensor_map.py).
 struct alignas(64) TensorMap {
   uint8_t bytes[128];
 };

@@ -32,7 +32,7 @@
 // Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
 //              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 16 bits,
 //              R6 alpha, l and the tensor core over keys, R7 times 1/l and store
-//              (cupyattn/numerics.py)
+//              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mean_dot.cuh"

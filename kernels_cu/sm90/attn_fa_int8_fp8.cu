@@ -16,7 +16,8 @@
 // Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
 //              float (exact), the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P
 //              to e4m3, R6 alpha, beta, l, the tensor core within a tile and the sum over tiles, R7
-//              times the channel's scale and 1/l, plus the mean, and store (cupyattn/numerics.py)
+//              times the channel's scale and 1/l, plus the mean, and store
+//              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/channel_scales.cuh"
 #include "prims/config.cuh"

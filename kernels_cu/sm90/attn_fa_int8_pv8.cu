@@ -29,7 +29,7 @@
 // Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
 //              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 8 bits,
 //              R6 l, and what shifts drop of O, R7 O to float, times the channel's scale, times
-//              1/l, plus the mean, and store (cupyattn/numerics.py)
+//              1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/channel_scales.cuh"
 #include "prims/config.cuh"

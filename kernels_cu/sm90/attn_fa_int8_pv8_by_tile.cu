@@ -29,7 +29,7 @@
 //              float (exact), the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P
 //              to 8 bits, R6 alpha, beta, its product with V's scale, l, of codes exact within a
 //              tile, and the sum over tiles, R7 1/l, plus the mean, and store
-//              (cupyattn/numerics.py)
+//              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/channel_scales.cuh"
 #include "prims/config.cuh"

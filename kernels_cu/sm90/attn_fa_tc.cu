@@ -21,7 +21,7 @@
 //              causal mask: 0.75 to 0.9. A Q of its own for each warpgroup: no change. The next
 //              tile fetched into L2 ahead: 0.8 at length 512. (experiments/results/NOTES.md)
 // Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
-//              core over keys, R7 times 1/l and store (cupyattn/numerics.py)
+//              core over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/named_barrier.cuh"

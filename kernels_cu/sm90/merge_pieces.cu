@@ -2,7 +2,8 @@
 //
 // A piece has a maximum M, a sum l and an output O of its own; times 2^(M - the largest M) they may
 // be added. A warp takes one query row: first a lane looks at each piece, of which there are no
-// more than lanes (cupyattn/pieces.py), then lanes share the columns. The pieces are added in the
+// more than lanes (cupyattn/kernels/tile_pieces.py), then lanes share the columns. The pieces are
+// added in the
 // order of their keys, so that the result is the same on every run.
 #include "prims/config.cuh"
 #include "prims/finite.cuh"

@@ -12,7 +12,7 @@
 //              past the end are computed with the others, and not stored.
 // Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
 //              core over keys, then the sums over slices and over blocks, R7 times 1/l, store
-//              (cupyattn/numerics.py)
+//              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
 #include "prims/mma.cuh"
@@ -25,7 +25,8 @@
 
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
 constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row
-// Of Q and O, 64 columns of 16 rows take 48 registers of every lane. cupyattn/splits.py knows, too.
+// Of Q and O, 64 columns of 16 rows take 48 registers of every lane. cupyattn/kernels/splits.py
+// knows, too.
 constexpr int MOST_WARP_ROWS = HEAD_DIM_PAD <= 128 ? 32 : 16;
 constexpr int WARP_ROWS = BLOCK_Q < MOST_WARP_ROWS ? BLOCK_Q : MOST_WARP_ROWS;
 constexpr int ROW_TILES = WARP_ROWS / 16;       // of a warp, each the rows of an mma

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import api
-from cupyattn import compile as kc
-from cupyattn.disk_cache import cache_folder
-from cupyattn.request import Options, resolve
-from cupyattn.rounding import STORAGE
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.compiler import modules as kc
+from cupyattn.compiler.disk_cache import cache_folder
+from cupyattn.ops import attention, explain
+from cupyattn.problem import resolve as problem_resolve
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from tests import runs
 from tests.runs import Arrays, Guarded, Run
 
@@ -92,7 +94,7 @@ def specs_of(
         return
     x = cupy.empty((1, 1, 64, head_dim + 2 * pad), STORAGE[dtype])[..., pad : pad + head_dim]
     asked = Options(**runs.asked_for(rung), causal=causal, return_lse=lse, arch=arch_of(rung))
-    for plan in api.plans(resolve(x, x, x, asked)):
+    for plan in explain.plans(resolve(x, x, x, asked)):
         yield from (one.module for one in plan.launches)
 
 
@@ -131,6 +133,6 @@ def checked_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that grows with every call that is checked; none is known beforehand."""
     kc.cache_clear(disk=False)
     checked: list[Any] = []
-    resolve = api.resolve
-    monkeypatch.setattr(api, "resolve", lambda *call: checked.append(call) or resolve(*call))
+    resolve = problem_resolve.resolve
+    monkeypatch.setattr(attention, "resolve", lambda *call: checked.append(call) or resolve(*call))
     return checked

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cupyattn import testing
-from cupyattn.rounding import STORAGE
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.testing import strategies
 from tests.gpu.support import attend, on_device, prebuild, run, specs_of
 from tests.runs import CELLS, PLAIN, normal, on_host
 
@@ -56,8 +56,8 @@ def test_head_sizes(variant: str, dtype: str, head_dim: int) -> None:
 def test_kinds_of_values(variant: str, dtype: str) -> None:
     """Within the bound on all of them, and not a hundred times below it on each."""
     ratios = {}
-    for regime in testing.REGIMES:
-        inputs = testing.make_regime(regime, (1, 2, 70, 64), (1, 1, 200, 64), dtype, seed=1)
+    for regime in strategies.REGIMES:
+        inputs = strategies.make_regime(regime, (1, 2, 70, 64), (1, 1, 200, 64), dtype, seed=1)
         ratios[regime] = run(variant, on_device(*inputs)).check().ratio
     print(variant, dtype, {name: f"{ratio:.3f}" for name, ratio in ratios.items()})
     assert max(ratios.values()) >= 0.05
@@ -82,8 +82,8 @@ def test_drawn_problems(variant: str, dtype: str, data: Any) -> None:
     batch, heads_kv, group = (data.draw(st.integers(1, 3)) for _ in range(3))
     len_q, len_kv = data.draw(lengths), data.draw(lengths)
     head_dim = data.draw(st.sampled_from(DRAWN_HEAD_DIMS))
-    inputs = testing.make_regime(
-        data.draw(st.sampled_from(testing.REGIMES)),
+    inputs = strategies.make_regime(
+        data.draw(st.sampled_from(strategies.REGIMES)),
         (batch, heads_kv * group, len_q, head_dim),
         (batch, heads_kv, len_kv, head_dim),
         dtype,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, attention_backward
-from cupyattn import compile as kc
-from cupyattn.backward_plan import plan_backward
-from cupyattn.checks import check_attention
-from cupyattn.executor import run as run_plan
+from cupyattn.arrays.kinds import as_float64
+from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients, judge_backward
-from cupyattn.plans import Operand
-from cupyattn.rounding import as_float64
+from cupyattn.plans.backward import plan_backward
+from cupyattn.plans.records import Operand
+from cupyattn.problem.checks import check_attention
+from cupyattn.runtime.ready import run as run_plan
 from tests.backward_cases import (
     FORMS,
     HOPPER_FORMS,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.quant import weight_error
-from cupyattn.rounding import STORAGE
 from tests.gpu.support import on_device
 from tests.quant_inputs import DTYPES, operand
 

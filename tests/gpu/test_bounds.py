@@ -7,10 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cupyattn import bounds, distributions
+from cupyattn import distributions
+from cupyattn.bounds import kernel
 from cupyattn.quant import quantize
-from cupyattn.reference import attention_mirror
-from cupyattn.testing import judge
+from cupyattn.reference.mirror import attention_mirror
+from cupyattn.testing.verdict import judge
 
 
 @pytest.mark.parametrize("variant", ["unfused", "fa", "fa_tc", "fa_int8"])
@@ -28,9 +29,9 @@ def test_bounds_and_judge_on_the_device(variant: str) -> None:
         operands = (quantized,)
     o, lse = attention_mirror(*operands, variant=variant, causal=True, return_lse=True)
     options = {"variant": variant, "causal": True}
-    here = bounds.attention(q, k, v, quantized=quantized, **options)
-    there = bounds.attention(*on_device, quantized=quantized_there, **options)
-    for tag in bounds.TERMS:
+    here = kernel.attention(q, k, v, quantized=quantized, **options)
+    there = kernel.attention(*on_device, quantized=quantized_there, **options)
+    for tag in kernel.TERMS:
         np.testing.assert_allclose(there.terms[tag].get(), here.terms[tag], rtol=1e-6, atol=1e-18)
     np.testing.assert_allclose(there.lse.get(), here.lse, rtol=1e-6)
     report = judge(o, q, k, v, lse=lse, quantized=quantized, **options)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cupyattn import compile as kc
 from cupyattn import plan
+from cupyattn.compiler import modules as kc
 from tests import hopper_pv8_cases
 from tests.gpu.support import arch_of, attend, form_taken, on_device, prebuild, run, specs_of
 from tests.gpu.test_streams import SPIN

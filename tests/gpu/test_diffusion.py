@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import executor, registry
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.diffusion import MODES, VideoMask, key_importance, pruning
 from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.diffusion.importance_bounds import importance_bound
 from cupyattn.diffusion.key_passes import plan_key_importance, row_states_shape, sampled_rows
 from cupyattn.diffusion.pruning import compact
 from cupyattn.distributions import make
-from cupyattn.plans import Operand
-from cupyattn.quant.operands import quantize_at, quantize_mirror
-from cupyattn.rounding import STORAGE
+from cupyattn.kernels import ladder
+from cupyattn.ops.quantize import quantize_at
+from cupyattn.plans.records import Operand
+from cupyattn.reference.quantize import quantize_mirror
+from cupyattn.runtime import ready
 from tests.gpu.support import guarded
 from tests.runs import bits
 
@@ -124,7 +126,7 @@ def test_codes_with_the_mean_of_all_keys_are_the_mirrors(head_dim, dtype, quant)
     how = {"scale": None, "rows": 32, "backend": None, "arch": None}
     importance, sums = pruning.weigh_keys(q, k, **how, key_sums=True)
     few_v, kept, places = pruning.compact_values(k, v, importance, 1700, backend="cuda")
-    tiles = registry.lookup("fa_int8").default_tiles(head_dim, quant.form)
+    tiles = ladder.lookup("fa_int8").default_tiles(head_dim, quant.form)
     given = {"quant": quant, "tiles": tiles}
     found = quantize_at(q, k, few_v, places, backend="cuda", key_sums=sums, **given)
     of_all = k.get().astype(np.float64).mean(axis=2)
@@ -183,7 +185,7 @@ def test_keys_read_once_weigh_what_those_read_twice_do(len_kv, head_dim, dtype) 
         states = row_states_shape(of_k, q.shape[1] // k.shape[1], len(sampled))
         rows = {name: guarded(states, "float32") for name in ("row_M", "row_l")}
         buffers = {"q": q, "k": k, "importance": result.array}
-        executor.run(plan, buffers | {name: x.array for name, x in rows.items()}, arch)
+        ready.run(plan, buffers | {name: x.array for name, x in rows.items()}, arch)
         result.check()
         assert (np.abs(result.array.get() - exact) <= bound).all()
         found.append(bits(result.array))

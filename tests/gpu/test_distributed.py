@@ -17,15 +17,16 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import distributed
-from cupyattn.checks import AttentionCall
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.distributed import Mesh, Partition, Shared
 from cupyattn.distributed.group import Message
 from cupyattn.distributed.merging import Partial
 from cupyattn.distributed.mesh import shares_of_heads
 from cupyattn.distributed.model import predict
-from cupyattn.request import Options, resolve
-from cupyattn.rounding import STORAGE
-from cupyattn.stages import stages
+from cupyattn.plans.stages import stages
+from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from tests.distributed_cases import asked_for, entry, packed
 from tests.runs import bits, normal
 from tests.test_merge_partials import assert_within, exactly, parts_of
@@ -225,7 +226,7 @@ def test_memory_is_what_the_model_says(mesh: Mesh) -> None:
     """All of a rank's pool: operands, results, what travels; scratch memory comes on top, twice
     where the pool cuts the results of a step out of what the step before has given back."""
     length, heads = 16384, 8
-    call = AttentionCall(1, heads, heads, length, length, 128, "float16", 0.1)
+    call = AttentionSpec(1, heads, heads, length, length, 128, "float16", 0.1)
     costs = predict(call, mesh)
     heads_of_a_step = shares_of_heads(heads, heads, mesh.ulysses)[0][0].q[1]
     if mesh.ulysses == 1:

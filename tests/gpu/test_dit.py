@@ -10,7 +10,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cupyattn.arrays import on_host
+from cupyattn.arrays.interchange import on_host
 from experiments.dit import checkpoint, features, memory, modes, quality, train
 from experiments.dit.attention import Kernels
 from experiments.dit.checkpoint import State

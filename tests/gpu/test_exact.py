@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import bounds, reference
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.bounds import kernel, quantised
 from cupyattn.quant import QuantizedQKV
-from cupyattn.rounding import STORAGE, round_to
+from cupyattn.reference import exact as reference
+from cupyattn.reference.rounding import round_to
 from tests import hopper_pv8_cases
 from tests.gpu.support import attend, on_device, run
 from tests.runs import CELLS, PLAIN, bits, host_copy, normal, on_host, variant_of
@@ -187,14 +189,14 @@ def test_parts_merge_by_their_log_sum_exp(variant: str, dtype: str) -> None:
     error, error_lse = [], []
     for part, r in zip(parts, runs, strict=True):
         z = r.quantized
-        bound = bounds.attention(
+        bound = kernel.attention(
             *((q, k[:, :, part], v[:, :, part]) if z is None else (None,) * 3),
             variant=variant_of(variant).name, quantized=None if z is None else host_copy(z),
             form=r.form,
         )  # fmt: skip
         more = 0.0, 0.0
         if z is not None:
-            cost = bounds.quantisation(q, k[:, :, part], v[:, :, part], host_copy(z))
+            cost = quantised.quantisation(q, k[:, :, part], v[:, :, part], host_copy(z))
             more = cost.total, cost.lse
         error.append(bound.total + more[0])
         error_lse.append(bound.lse + more[1])

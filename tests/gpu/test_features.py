@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import BlockMask, QuantConfig, api, attention, plan, unfused
-from cupyattn import compile as kc
-from cupyattn.reference import attention_exact
-from cupyattn.request import Options, resolve
-from cupyattn.rounding import as_float64
+from cupyattn import BlockMask, QuantConfig, attention, plan, unfused
+from cupyattn.arrays.kinds import as_float64
+from cupyattn.compiler import modules as kc
+from cupyattn.ops import explain
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
+from cupyattn.reference.exact import attention_exact
 from tests import feature_cases
 from tests.feature_cases import admitted, options_of
 from tests.gpu.support import arch_of, moved, on_device, prebuild, run
@@ -58,7 +60,7 @@ def specs() -> Iterator[kc.ModuleSpec]:
         for number, cell in enumerate(feature_cases.CELLS):
             options = moved(options_of(cell, (1, 2, 8, 8), number))
             asked = Options(**asked_for(rung), return_lse=True, arch=arch_of(rung), **options)
-            for made in api.plans(resolve(*inputs, asked)):
+            for made in explain.plans(resolve(*inputs, asked)):
                 yield from (one.module for one in made.launches)
 
 

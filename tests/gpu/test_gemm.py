@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyattn as ca
-from cupyattn.launch import HOPPER_BLOCKS
-from cupyattn.quant.blocks import BLOCK_SIZE
-from cupyattn.quant.gemm_plan import (
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans.assemble import HOPPER_BLOCKS
+from cupyattn.plans.gemm import (
     HOPPER_TILES,
     PORTABLE_TILES,
     choose_tiles,
@@ -21,9 +22,8 @@ from cupyattn.quant.gemm_plan import (
     tiles_alone,
     where_shared,
 )
-from cupyattn.quant.gemm_reference import ACTIVATIONS
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import GemmTiles
+from cupyattn.quant.activation import ACTIVATIONS
+from cupyattn.quant.blocks import BLOCK_SIZE
 from tests.gemm_cases import REGIMES, Product, product
 from tests.gpu.support import arch_of, cupy, on_device
 from tests.quant_inputs import operand

@@ -10,7 +10,7 @@ import pytest
 
 from cupyattn import attention
 from cupyattn.quant import QuantConfig
-from cupyattn.reference import attention_mirror
+from cupyattn.reference.mirror import attention_mirror
 from tests import hopper_pv8_cases as cases
 from tests import pv8_cases
 from tests.runs import Guarded, asked_for, bits, host_copy, normal, on_host

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import BlockMask, QuantConfig, forms
+from cupyattn import BlockMask, QuantConfig
+from cupyattn.runtime import recent
 from tests.gpu.support import arch_of, moved
 from tests.runs import RUNGS, asked_for, bits, normal
 from tests.torch_cases import options_of, problem, through_the_forward_pass
@@ -148,7 +149,7 @@ def test_work_goes_to_torchs_stream(rung: str) -> None:
     inputs = [torch.full_like(x, float("nan")) for x in sources]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
-    forms._recent.clear()
+    recent._recent.clear()
     with torch.cuda.stream(stream):
         for _ in range(2):  # planned anew, then found again
             for x in inputs:
@@ -257,7 +258,7 @@ def test_gradients(dtype: str, variant: str) -> None:
 @pytest.mark.parametrize("added", ["", "block_mask", "packed"])
 def test_gradients_that_come_again_are_launched_on_the_new_tensors(added: str) -> None:
     """The first pass is planned, the second found again, the third on another stream."""
-    forms._recent.clear()
+    recent._recent.clear()
     for seed, stream in ((0, None), (1, None), (2, torch.cuda.Stream())):
         shape = (300, 2, 64) if added == "packed" else (1, 2, 300, 64)
         rng = np.random.default_rng(seed)
@@ -290,7 +291,7 @@ def test_gradients_that_come_again_are_launched_on_the_new_tensors(added: str) -
                 own[3], *own[:3], o_, lse, deterministic=True, **options
             )
         assert all(map(same_bits, found, expected))
-    assert sum("gradients" in str(key[1]) for key in forms._recent) == 1
+    assert sum("gradients" in str(key[1]) for key in recent._recent) == 1
 
 
 def test_operators_are_what_they_say() -> None:

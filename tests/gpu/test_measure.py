@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn import cli, device, timing, unfused
+from cupyattn import cli, unfused
 from cupyattn.distributions import make
+from cupyattn.measure import device, timing
 from experiments import graphs
 from experiments.cells import rotating
 

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import QuantConfig, attention, auto, explain, plan, quantize
-from cupyattn import compile as kc
+from cupyattn import QuantConfig, attention, explain, plan, quantize
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.compiler import modules as kc
 from cupyattn.errors import DeviceMemoryError, KernelLaunchError
-from cupyattn.forms import QUANTIZED
-from cupyattn.rounding import STORAGE
-from cupyattn.tiles import Tiles
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.call_operands import QUANTIZED
+from cupyattn.problem import choose
 from tests import hopper_pv8_cases
 from tests.gpu.support import (
     arch_of,
@@ -310,8 +311,8 @@ def test_more_than_two_to_the_31_elements(variant: str) -> None:
 
 @pytest.mark.parametrize(
     "quant",
-    [QuantConfig(), QuantConfig(pv="int8"), *auto.QUANT.values()],
-    ids=["16bit", "int8", *auto.QUANT],
+    [QuantConfig(), QuantConfig(pv="int8"), *choose.QUANT.values()],
+    ids=["16bit", "int8", *choose.QUANT],
 )
 def test_quantising_takes_the_memory_that_explain_states(quant: QuantConfig) -> None:
     """Codes, padded for V, with scales and means; slices' sums; nothing else but O."""

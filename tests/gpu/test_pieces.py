@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from cupyattn import api
-from cupyattn.request import Options, resolve
+from cupyattn.ops import explain
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from tests.gpu.support import arch_of, attend, cupy, guarded, on_device, run
 from tests.runs import Arrays, asked_for, bits, normal, variant_of
 
@@ -28,7 +29,7 @@ def inputs_of(cell: tuple[Any, ...]) -> Arrays:
 
 def entries(rung: str, inputs: Arrays) -> list[str]:
     asked = Options(**asked_for(rung), arch=arch_of(rung))
-    return [one.entry for one in api.plans(resolve(*inputs, asked))[-1].launches]
+    return [one.entry for one in explain.plans(resolve(*inputs, asked))[-1].launches]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cupyattn import attention, plan, quantize
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
 from tests.gpu.support import arch_of, checked_calls, on_device
 from tests.runs import RUNGS, bits, normal, variant_of
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import compile as kc
-from cupyattn import tensor_map
-from cupyattn.plans import TensorMap
+from cupyattn.compiler import modules as kc
+from cupyattn.plans.records import TensorMap
+from cupyattn.runtime import tensor_map
 from tests.prim import Prim
 from tests.prims_cases import PRIMS
 from tests.ptx_cases import PTX

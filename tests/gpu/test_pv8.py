@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cupyattn import attention
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import QuantConfig, quantize
-from cupyattn.quant.operands import quantize_mirror
-from cupyattn.testing import assert_within_bound
-from cupyattn.tiles import Tiles
+from cupyattn.reference.quantize import quantize_mirror
+from cupyattn.testing.verdict import assert_within_bound
 from tests import pv8_cases
 from tests.quant_inputs import DTYPES, assert_mean, operand
 from tests.runs import bits, normal

@@ -9,12 +9,12 @@ import numpy.typing as npt
 import pytest
 
 from cupyattn import plan
-from cupyattn.preparation import Preparation
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.config import GRANULARITIES
-from cupyattn.quant.operands import quantize_mirror
-from cupyattn.registry import lookup
-from cupyattn.tiles import Tiles
+from cupyattn.reference.quantize import quantize_mirror
 from tests import runs
 from tests.quant_inputs import DTYPES, assert_mean, operand
 from tests.runs import bits, normal

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import auto, launch, plan, stages
+from cupyattn import plan
+from cupyattn.plans import attention_int8, stages
+from cupyattn.problem import choose
 from cupyattn.quant import QuantConfig
 from tests.runs import bits, normal
 
 cupy = pytest.importorskip("cupy")
 
 CONFIGS = {
-    **auto.QUANT, "fp8": QuantConfig("token", "block", pv="fp8", granularity_v="channel"),
+    **choose.QUANT, "fp8": QuantConfig("token", "block", pv="fp8", granularity_v="channel"),
 }  # fmt: skip
 
 
@@ -32,7 +34,7 @@ def within_and_before(inputs: Any, name: str, **options: Any) -> tuple[Any, Any]
         patch.setattr(stages, "_numbers", lambda *_: None)
         before = plan(*inputs, **given)
     made = [p.plans[-1].features.quantize_q for p in (within, before)]
-    assert made == [inputs[0].shape[-1] <= launch.QUANTIZED_HEAD_DIM, False]
+    assert made == [inputs[0].shape[-1] <= attention_int8.QUANTIZED_HEAD_DIM, False]
     return within, before
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.diffusion import key_importance
-from cupyattn.tiles import GemmTiles, Tiles
+from cupyattn.kernels.tiles import GemmTiles, Tiles
 from tests.gpu.support import on_device
 
 cupy = pytest.importorskip("cupy")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cupyattn import attention, plan, replay
+from cupyattn import attention, plan
+from cupyattn.runtime import replay
 from tests.gpu.support import arch_of, on_device
 from tests.runs import RUNGS, asked_for, bits, normal
 

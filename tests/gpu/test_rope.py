@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, backends, plan
-from cupyattn.plans import Operand
-from cupyattn.rope import Rope
-from cupyattn.rotation import plan_rotation
+from cupyattn import attention, plan
+from cupyattn.ops import run as backends
+from cupyattn.plans.prepare_rows import plan_rotation
+from cupyattn.plans.records import Operand
+from cupyattn.problem.rope import Rope
 from tests.gpu.support import arch_of, attend, embedded, on_device, run
 from tests.runs import (
     CELLS,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cupyattn import Tiles, attention, plan
-from cupyattn import compile as kc
-from cupyattn.features import Features
-from cupyattn.launch import module_spec
-from cupyattn.registry import VARIANTS
+from cupyattn.compiler import modules as kc
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.plans.assemble import module_spec
 from tests import runs
 from tests.gpu.support import arch_of, embedded, guarded, on_device
 from tests.runs import SPILLED_SPLIT, bits, normal, on_host

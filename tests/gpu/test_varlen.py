@@ -14,14 +14,15 @@ import pytest
 from cupyattn import (
     QuantConfig,
     QuantizedQKV,
-    api,
     attention,
     attention_varlen,
     plan,
-    quantize,
-)  # fmt: skip
-from cupyattn.prepared import SEQUENCES
-from cupyattn.request import Options, resolve
+    quantize,  # fmt: skip
+)
+from cupyattn.ops import explain
+from cupyattn.ops.prepared import SEQUENCES
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
 from tests.gpu.support import arch_of, attend, checked_calls, moved, on_device, run_packed
 from tests.runs import (
     Arrays,
@@ -71,7 +72,7 @@ def hopper_tiles(rung: str, inputs: Arrays, ends: Any, **options: Any) -> dict[s
     """Return the tiles of a packed call in the Hopper form, which a call by itself may not have."""
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
     asked = Options(variant=variant_of(rung).name, arch=arch_of(rung), **named, **options)
-    planned = api.plans(resolve(*inputs, asked))[-1]
+    planned = explain.plans(resolve(*inputs, asked))[-1]
     return {"tiles": planned.tiles} if planned.form.startswith("sm90") else {}
 
 

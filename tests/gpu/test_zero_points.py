@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, explain, quantize
-from cupyattn.checks import GROUP_ALL
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.limits import GROUP_ALL
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.config import GRANULARITIES
-from cupyattn.quant.operands import quantize_mirror
 from cupyattn.quant.quantizers import in_padded_rows
-from cupyattn.registry import lookup
-from cupyattn.tiles import Tiles
+from cupyattn.reference.quantize import quantize_mirror
 from tests import runs
 from tests.quant_inputs import DTYPES, operand
 from tests.runs import bits, host_copy, normal

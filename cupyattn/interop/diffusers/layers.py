@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupyattn.diffusion import MODES, Int8Attention, schedules
+from cupyattn.diffusion import schedules
+from cupyattn.diffusion.attention import Int8Attention
+from cupyattn.diffusion.policy import MODES
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.diffusers import backends, interception
 from cupyattn.interop.diffusers.noise import Noise, Schedule
 from cupyattn.interop.diffusers.report import LayerReport
 from cupyattn.interop.torch import calls, transforms
-from cupyattn.quant import QuantConfig
+from cupyattn.quant.config import QuantConfig
 
 _log = logging.getLogger("cupyattn")
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from cupyattn.diffusion import noise_to_signal
-from cupyattn.diffusion.schedules import Float64
+from cupyattn.diffusion.schedules import Float64, noise_to_signal
 from cupyattn.errors import UnsupportedError
 
 #: Schedulers whose sigmas say nothing of themselves, by how their names begin: a share of noise, or

@@ -14,17 +14,16 @@ import torch
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_processor import Attention, MochiAttention
 
-from cupyattn.diffusion import MODES
+from cupyattn.compiler.architectures import check_arch
 from cupyattn.diffusion.arguments import check_count
-from cupyattn.diffusion.policy import as_policy
+from cupyattn.diffusion.policy import MODES, as_policy
 from cupyattn.interop.diffusers import backends, interception
 from cupyattn.interop.diffusers.layers import Layer, Settings, Step
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
 from cupyattn.interop.handle import Handle, target_of
 from cupyattn.interop.selection import Patterns, Selection, compiled
-from cupyattn.quant import QuantConfig
-from cupyattn.targets import check_arch
+from cupyattn.quant.config import QuantConfig
 
 #: Shorter calls stay native: quantising and a launch cost more than they can win.
 MIN_LENGTH = 128

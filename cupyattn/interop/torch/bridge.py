@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cupyattn.rounding import STORAGE
+from cupyattn.arrays.kinds import STORAGE
 
 
 def as_array(tensor: Tensor) -> Any:

@@ -9,18 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cupyattn import backward, registry
-from cupyattn import compile as compiler
-from cupyattn.checks import data_address
-from cupyattn.executor import ReadyCall
-from cupyattn.forms import recall, remember
+from cupyattn.arrays.memory import data_address
+from cupyattn.compiler import modules as compiler
 from cupyattn.interop.torch.bridge import as_array, as_own_tensor, on_device_of
 from cupyattn.interop.torch.checks import check_tensors
-from cupyattn.preparation import EPS
-from cupyattn.prepared import Prepared, operands_of, run_mirror
-from cupyattn.quant import QuantConfig
-from cupyattn.request import Options, resolve
-from cupyattn.tiles import Tiles
+from cupyattn.kernels import ladder
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops import backward
+from cupyattn.ops.mirrored import run_mirror
+from cupyattn.ops.prepared import Prepared, operands_of
+from cupyattn.problem.request import Options
+from cupyattn.problem.resolve import resolve
+from cupyattn.problem.row_preparation import EPS
+from cupyattn.quant.config import QuantConfig
+from cupyattn.runtime.ready import ReadyCall
+from cupyattn.runtime.recent import recall, remember
 
 #: Tensors of a call, by the names that plans have for them.
 TENSORS = (
@@ -124,7 +127,7 @@ def _find(
         return None, None
     key: list[Any] = [
         f"torch, {what}",
-        registry.VARIANTS.get(settings.variant),
+        ladder.VARIANTS.get(settings.variant),
         compiler.generation(),
     ]
     mask, places = settings.block_mask, tensors if out is None else {**tensors, "out": out}

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupyattn.block_mask import BlockMask
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.calls import Settings
 from cupyattn.interop.torch.dispatch import call
-from cupyattn.preparation import EPS
-from cupyattn.quant import QuantConfig
-from cupyattn.tiles import Tiles
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.row_preparation import EPS
+from cupyattn.quant.config import QuantConfig
 
 
 def attention(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupyattn.diffusion import Int8Attention
+from cupyattn.diffusion.attention import Int8Attention
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import as_array, as_own_tensor, as_tensor, on_device_of
 from cupyattn.interop.torch.calls import Settings, backward_pass

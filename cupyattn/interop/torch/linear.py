@@ -10,21 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupyattn import compile as compiler
-from cupyattn.backends import as_input
+from cupyattn.arrays.memory import as_input
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.architectures import check_arch
 from cupyattn.errors import UnsupportedError
-from cupyattn.executor import ReadyCall
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.ops import define, differentiate, how_seen
 from cupyattn.interop.torch.transforms import first_axis
-from cupyattn.plans import Operand
-from cupyattn.quant import act_quant, int8_gemm, weight_quant
-from cupyattn.quant.activations import plan_act_quant
+from cupyattn.ops.act_quant import act_quant
+from cupyattn.ops.gemm import form_of, int8_gemm
+from cupyattn.ops.weights import weight_quant
+from cupyattn.plans.act_quant import plan_act_quant
+from cupyattn.plans.gemm import plan_gemm
+from cupyattn.plans.records import Operand
+from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE
-from cupyattn.quant.gemm import form_of
-from cupyattn.quant.gemm_plan import plan_gemm
-from cupyattn.quant.gemm_reference import check_activation
-from cupyattn.targets import check_arch
+from cupyattn.runtime.ready import ReadyCall
 
 #: Layers on tensors of late, by the forms of these; the oldest make room.
 _recent: dict[Any, _Ready] = {}

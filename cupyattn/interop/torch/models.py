@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cupyattn.checkpoints import TensorInfo, analyze, open_checkpoint
-from cupyattn.checkpoints.convert import layout_of
-from cupyattn.checkpoints.header import FLOATS
+from cupyattn.checkpoints.analysis import analyze
+from cupyattn.checkpoints.conversion import layout_of
+from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import QUANTIZATION, WEIGHT
 from cupyattn.checkpoints.schemes import find_codes
-from cupyattn.checkpoints.source import Source
+from cupyattn.checkpoints.shards import Source
+from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import Handle, target_of
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.linear import Int8Linear
-from cupyattn.quant import Int8Config
-from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
 
 #: What becomes of the weights that are replaced.
 ORIGINALS = ("cpu", "device", "drop")
@@ -115,7 +115,7 @@ def replace_linear_with_int8(
     model : Module
         Modified in place.
     checkpoint : path, optional
-        What `cupyattn.checkpoints.convert` wrote: its codes are taken, and of layers that it has
+        What `cupyattn.checkpoints.conversion` wrote: its codes are taken, and of layers that it has
         none of nothing becomes INT8. Otherwise each weight is analysed and quantised, as
         `convert` would.
     include, exclude : str or sequence of str, optional
@@ -210,7 +210,7 @@ def load_int8(
         transformers, which is made by the ``config.json`` of the folder, without memory for weights
         of its own.
     checkpoint : path
-        What `cupyattn.checkpoints.convert` wrote, or another library in one of its two layouts.
+        What `cupyattn.checkpoints.conversion` wrote, or another library in one of its two layouts.
     arch, backend : str, optional
         As for `cupyattn.int8_gemm`.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupyattn.block_mask import BlockMask
+from cupyattn.compiler.architectures import check_arch
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch import int8_layer, transforms
 from cupyattn.interop.torch.bridge import as_array
@@ -18,10 +18,10 @@ from cupyattn.interop.torch.dispatch import call, in_region
 from cupyattn.interop.torch.functional import named, pair
 from cupyattn.interop.torch.ops import how_seen
 from cupyattn.interop.torch.schema import number_of
-from cupyattn.preparation import EPS
-from cupyattn.quant import QuantConfig
-from cupyattn.targets import check_arch
-from cupyattn.tiles import Tiles, check_kind
+from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.row_preparation import EPS
+from cupyattn.quant.config import QuantConfig
 
 
 class Attention(torch.nn.Module):

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cupyattn.block_mask import BlockMask
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.calls import TENSORS, Settings
-from cupyattn.quant import QuantConfig
-from cupyattn.tiles import Tiles
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.quant.config import QuantConfig
 
 #: Types of the first fields of `Settings`; the last two are for packed sequences.
 _NUMBERS = ("float? scale", "SymInt rope_offset_q", "bool return_lse", "SymInt? max_len_q",

@@ -1,0 +1,1 @@
+"""NumPy or CuPy: kinds of arrays, addresses, overlaps, and the form of an array."""

@@ -1,0 +1,162 @@
+"""Arrays of any library in, arrays of the same library out.
+
+NumPy and CuPy arrays are taken as they are. Anything else comes in by DLPack, without a copy, and
+goes back the same way. An array that kernels cannot read where it lies is copied (`operand`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.kinds import array_namespace, check_kind
+from cupyattn.arrays.memory import check_aligned, is_aligned
+
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2
+
+
+def is_cupy(array: Any) -> bool:
+    """Whether `array` is a CuPy array, decided without importing CuPy."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
+def device_of(array: Any) -> int:
+    """Return the number of the device that holds a CuPy array, -1 for the host."""
+    return int(array.data.device_id) if is_cupy(array) else -1
+
+
+def check_one_device(**named: Any) -> None:
+    """Raise ValueError unless the arrays that are given (None: not) lie on one device."""
+    places = {name: device_of(array) for name, array in named.items() if array is not None}
+    if len(set(places.values())) > 1:
+        where = ", ".join(f"{name} on {number}" for name, number in places.items())
+        raise ValueError(f"all arrays of a call must lie on one device, got {where}")
+
+
+def take(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Take a caller's array.
+
+    Parameters
+    ----------
+    name : str
+        What the caller calls it, for the message.
+    array : array
+        NumPy, CuPy, or anything with ``__dlpack__`` on a CPU or a CUDA device.
+
+    Returns
+    -------
+    array : numpy.ndarray or cupy.ndarray
+        The same memory, or an aligned copy: see `operand`.
+    restore : callable
+        Turns a NumPy or CuPy result into the kind of array that was taken; leaves it as it is
+        where the library of that array has no ``from_dlpack``.
+
+    Raises
+    ------
+    TypeError
+        If it is no such array.
+    """
+    array, restore = _imported(name, array)
+    return operand(name, array), restore
+
+
+def take_receiver(name: str, array: Any) -> Any:
+    """Take a caller's array to write to, as `take` does, but never a copy of it.
+
+    Raises
+    ------
+    TypeError
+        If it is no such array.
+    ValueError
+        If its elements are not aligned.
+    """
+    array, _ = _imported(name, array)
+    array_namespace(array)
+    check_aligned(name, array)
+    return array
+
+
+def operand(name: str, array: Any) -> Any:
+    """Return a NumPy or CuPy array that kernels can read: the array itself, or an aligned copy.
+
+    Raises
+    ------
+    TypeError
+        If it is an array of another kind, such as a masked array.
+    """
+    if type(array).__module__.partition(".")[0] != "cupy":
+        check_kind(name, array)
+    return array if is_aligned(array) else _aligned_copy(array)
+
+
+def misaligned(array: Any) -> Any:
+    """Return a caller's array, imported, if `operand` would copy it; else None."""
+    if array is None:
+        return None
+    array, _ = _imported("the array", array)
+    return None if is_aligned(array) else array
+
+
+def _aligned_copy(array: Any) -> Any:
+    """Return a copy in C order, made without a misaligned access."""
+    if isinstance(array, np.ndarray):
+        return np.array(array, order="C", copy=True)
+    cupy, size = sys.modules["cupy"], int(array.dtype.itemsize)
+    # NOTE: a copy of elements would read them at their misaligned addresses, hence bytes.
+    shape, strides = (*array.shape, size), (*array.strides, 1)
+    found = cupy.ndarray(shape, "uint8", array.data, strides).copy(order="C")
+    return found.view(array.dtype).reshape(array.shape)
+
+
+def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a NumPy or CuPy array of the same memory, and the way back, as `take` does."""
+    if isinstance(array, np.ndarray) or is_cupy(array):
+        return array, lambda result: result
+    if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
+        raise TypeError(
+            f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {type(array).__name__}"
+        )
+    device = int(array.__dlpack_device__()[0])
+    if device == _DLPACK_CUDA:
+        import cupy
+
+        return cupy.from_dlpack(array), _importer(array)
+    if device == _DLPACK_CPU:
+        try:
+            return np.from_dlpack(array), _importer(array)
+        except RuntimeError as error:
+            raise TypeError(
+                f"{name} on a CPU must have a type that NumPy's from_dlpack reads, got "
+                f"{getattr(array, 'dtype', type(array).__name__)}: NumPy has no bfloat16, give an "
+                "array of ml_dtypes.bfloat16"
+            ) from error
+    raise TypeError(f"{name} must lie on a CPU or a CUDA device, got DLPack device type {device}")
+
+
+def _importer(array: Any) -> Callable[[Any], Any]:
+    """Return the ``from_dlpack`` of the library that an array belongs to."""
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__().from_dlpack  # type: ignore[no-any-return]
+    library = sys.modules[type(array).__module__.partition(".")[0]]
+    return getattr(library, "from_dlpack", lambda result: result)
+
+
+def on_host(array: Any) -> np.ndarray:
+    """Return a NumPy array of the same numbers: of a CuPy array a copy, else the array itself."""
+    return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
+def contiguous_last_axis(array: Any) -> Any:
+    """Return `array`, or a copy in C order where its last axis is not contiguous."""
+    if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
+        return array_namespace(array).ascontiguousarray(array)
+    return array
+
+
+def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return a view of an aligned `array` in a shape that it broadcasts to."""
+    return array_namespace(array).broadcast_to(array, shape)

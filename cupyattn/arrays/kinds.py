@@ -1,0 +1,89 @@
+"""Which library an array belongs to, and the types that arrays are stored in."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+#: An array of NumPy or of CuPy; neither is imported for its type.
+Array = Any
+
+#: Classes of NumPy whose arrays are taken.
+_PLAIN = (np.ndarray, np.memmap)
+
+#: The score of a masked key.
+NEG_INF = float("-inf")
+
+#: Storage types by the names that `cupyattn.kernels.numerics.Numerics` uses.
+STORAGE = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+
+#: Largest number of each storage type.
+FINITE_MAX = {
+    "float16": 65504.0,
+    "bfloat16": 2.0**127 * (2 - 2.0**-7),
+    "float32": 2.0**127 * (2 - 2.0**-23),
+}
+
+
+def array_namespace(*arrays: Array) -> Any:
+    """Return the module, NumPy or CuPy, that all of `arrays` belong to.
+
+    Raises
+    ------
+    TypeError
+        If they are of different kinds, or of neither kind, or what `check_kind` refuses.
+
+    Examples
+    --------
+    >>> array_namespace(np.zeros(3)).__name__
+    'numpy'
+    """
+    modules = {
+        "numpy" if isinstance(array, np.ndarray) else type(array).__module__.partition(".")[0]
+        for array in arrays
+    }
+    if modules == {"cupy"}:
+        return sys.modules["cupy"]
+    if modules == {"numpy"}:
+        for array in arrays:
+            check_kind("arrays", array)
+        return np
+    kinds = ", ".join(f"{type(a).__module__}.{type(a).__qualname__}" for a in arrays)
+    raise TypeError(f"expected NumPy arrays only or CuPy arrays only, got {kinds}")
+
+
+def check_kind(name: str, array: Array) -> None:
+    """Raise TypeError unless an array of NumPy means to kernels what it means to NumPy.
+
+    `numpy.ndarray` and `numpy.memmap` do, in this machine's byte order. Other subclasses may have a
+    mask, a unit or operators of their own, which a kernel would ignore.
+    """
+    kind = type(array)
+    if kind not in _PLAIN and not isinstance(array, np.generic):
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name} must hold no masked array, whose mask would be ignored: pass x.filled(0) "
+                "or x.data, and give attention the keys that count as mask= (True: attend)"
+            )
+        said = f"{kind.__module__}.{kind.__qualname__}"
+        way_out = ": pass np.asarray(x)" if isinstance(array, np.ndarray) else ""
+        raise TypeError(f"{name} must be of numpy.ndarray or numpy.memmap, got {said}{way_out}")
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"{name} must be in this machine's byte order, got dtype {array.dtype.str}: "
+            "pass x.astype(x.dtype.newbyteorder('='))"
+        )
+
+
+def as_float64(x: Array) -> Array:
+    """Return `x` as float64, exactly; bfloat16 goes through float32, which holds all of it."""
+    if x.dtype.name == "bfloat16":
+        x = x.astype(np.float32)
+    return x.astype(np.float64, copy=False)

@@ -1,0 +1,396 @@
+"""How far a kernel may be from exact attention: element-wise a-priori bounds, in float64.
+
+`attention` bounds what the kernel itself may do to the operands that it received (judgement J2,
+rounding points R2 to R7); `quantisation` bounds what INT8 operands may do to the caller's arrays
+(J3, R1). Both are computed from the actual inputs and scales, never from an output, on whichever
+kind of array they are given.
+
+Every formula is proved in docs/MATH_REFERENCE.md under the tag that stands beside it here. In
+short: all that happens to the scores is collected into one number d_j per score, a bound of the
+perturbation of the score that the kernel in effect used (R2, R3, R4). `softmax_perturbation` turns
+d into a bound on the output. The roundings of P, of the two sums and of the result (R5, R6, R7)
+follow as factors 1 + theta.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.bounds import values
+from cupyattn.bounds.parts import Bound, assemble, empty, exact, of_block
+from cupyattn.bounds.perturbation import (
+    gamma,
+    rounding_of_mean,
+    softmax_perturbation,
+    sum_of_operand,
+)
+from cupyattn.bounds.scores import (
+    EX2_LOG_ERROR,
+    LN2,
+    LOG2E,
+    MAX_FLOAT,
+    REFERENCE,
+    U64,
+    Perturbed,
+    Scaling,
+    U,
+    perturb,
+    products,
+    scaling_errors,
+)
+from cupyattn.kernels import splits
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.limits import check_shapes
+from cupyattn.kernels.numerics import (
+    EX2_FLUSH,
+    HALF_SUBNORMAL,
+    UNIT_ROUNDOFF,
+    Numerics,
+    check_features,
+)
+from cupyattn.kernels.numerics import numerics as compose_numerics
+from cupyattn.kernels.splits import Splits
+from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.checks import check_dtype, check_limits, check_scale
+from cupyattn.problem.rope import Rope, check_turned_before
+from cupyattn.problem.scoring import check_smoothing
+from cupyattn.quant.operand_protocol import check_one_sequence, portable_form
+from cupyattn.reference.exact import ScoreBlock, score_blocks
+
+#: The terms of `attention`, in the order in which a kernel rounds.
+TERMS = ("R2", "R3", "R4", "R5", "R6", "R7")
+
+#: What flushing and underflow may take from the weight of one key: the flush of ex2, once for p and
+#: once for alpha, times a p of at most 2^8.
+FLUSHED_WEIGHT = 2.0**9 * EX2_FLUSH
+#: Relative error of log2f: 1 ulp from the correctly rounded result (CUDA C++ Programming Guide,
+#: mathematical functions), hence 3/2 ulp.
+LOG2F_ERROR = 1.5 * 2.0**-23
+
+
+def attention(
+    q: Array | None,
+    k: Array | None,
+    v: Array | None,
+    *,
+    variant: str = "fa",
+    numerics: Numerics | None = None,
+    tiles: Tiles | None = None,
+    form: str | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: BlockMask | None = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
+    rows: Array | None = None,
+    quantized: Any = None,
+) -> Bound:
+    r"""Bound |kernel - exact attention| of the operands that the kernel received (J2).
+
+    Parameters
+    ----------
+    q : (batch, heads, len_q, head_dim) array or None
+        float16, bfloat16 or float32. Not looked at where `quantized` is given.
+    k, v : (batch, heads_kv, len_kv, head_dim) array or None
+        Of the same type.
+    variant : str
+        The rung; it gives `numerics` and `tiles` where they are not given.
+    numerics : Numerics, optional
+        Where the kernel rounds, and to what: all that the bound knows of a kernel.
+    tiles : Tiles, optional
+        Block sizes; only ``block_kv`` counts, the keys between two rescalings.
+    form : {"portable", "sm90", "split"}, optional
+        Form of the kernel; the one that takes calls of these lengths and tiles when omitted, the
+        Hopper form aside, which needs its tiles alone.
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
+        As for `cupyattn.reference.attention_exact`.
+    rope, rope_interleaved, rope_offset_q
+        As for `cupyattn.attention`: the bound is about attention of the operands as the kernel
+        turns them, `cupyattn.problem.rope.Rope.turned`. `rotation` bounds what that rounds (R0).
+    quantized : QuantizedQKV, optional
+        INT8 operands: the bound is then about attention of ``quantized.dequantize()``.
+
+    Returns
+    -------
+    Bound
+        Terms R2 to R7, each (batch, heads, len(rows), head_dim), float64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For operands or options that do not fit together.
+
+    Notes
+    -----
+    With W_j the weight that the kernel in effect gives key j and p'_j = W_j / Σ W, the output is
+
+    .. math:: fl\left(\frac{(1+ε_1)(1+ε_2)}{1+θ_l} \sum_j p'_j (1+ρ_j)(1+θ_j) v_j\right)
+
+    p' is a softmax of scores perturbed by R2, R3 and R4 (`softmax_perturbation`; its bound is
+    split among them in proportion to Σ p_j d_j); ρ is R5; θ and θ_l are R6; ε and the final
+    rounding are R7. Each bound is multiplied out, never cut at first order.
+
+    Examples
+    --------
+    >>> x = np.ones((1, 1, 8, 16), np.float16)
+    >>> bound = attention(x, x, x, variant="fa_tc")
+    >>> bound.total.shape, bool((bound.total < 2e-3).all())
+    ((1, 1, 8, 16), True)
+    """
+    check_kind(tiles)
+    lookup(variant).check_form(form)
+    if quantized is None:
+        if q is None or k is None or v is None:
+            raise TypeError("q, k and v may only be None where quantized is given")
+        dtype = check_dtype(q, k, v)
+    else:
+        dtype, quantized = quantized.out_dtype, quantized.unpacked()
+        q, k, v = kernel_operands(quantized)
+        form = form or portable_form(quantized, softcap, bias)
+        if quantized.v_codes is not None:  # the kernel sums V without its mean
+            v = quantized.centred_values()
+    sizes = check_shapes(q.shape, k.shape, v.shape)
+    changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
+    form = form or lookup(variant).form_for(*sizes[3:5], tiles, changed=changed)
+    turn = Rope.of(rope, rope_interleaved, rope_offset_q, *sizes[3:])
+    if turn is not None:
+        check_turned_before(quantized)
+        q, k = turn.turned(q, k)
+    n = numerics or compose_numerics(
+        lookup(variant).family, form, dtype, quantized and quantized.config,
+        softcap=bool(softcap), bias=bias is not None,
+    )  # fmt: skip
+    check_features(n, softcap, bias)
+    if (quantized is None) != (n.scaling != "dequantised"):
+        way_out = (
+            "works on quantised operands: give quantized=cupyattn.quantize(q, k, v), with the "
+            "quant of the call"
+            if quantized is None
+            else "works on q, k and v as they are: leave quantized out, or name fa_int8"
+        )
+        raise ValueError(f"{variant} {way_out}")
+    blocks = (0, 0) if block_mask is None else block_mask.blocks
+    limits = check_limits(causal, causal_align, window, *sizes[3:5])
+    tiles = tiles or lookup(variant).tiles_for(
+        q.shape[-1], form=form, lengths=sizes[3:5], causal=limits[1] is not None,
+        block_mask=blocks, rows=splits.wanted_rows(*sizes[:4]),
+    )  # fmt: skip
+    sigma = check_scale(scale, q.shape[-1])
+    scaling = scaling_errors(n, sigma, quantized, softcap)
+    mean = None if quantized is None else quantized.k_mean
+    v_mean = quantized.v_mean if n.by_tile else None
+    v_scale = quantized.v_scale[:, :, 0] if n.shifts else None
+    check_smoothing(softcap, mean)
+    cut = None
+    if n.splits:
+        cut = splits.split(sizes, limits, tiles)
+    terms, lse = empty(q, k, v, rows, TERMS)
+    for block in score_blocks(
+        q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
+        softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
+    ):  # fmt: skip
+        found, lse[block.index] = _kernel_bound(
+            block, n, tiles, sigma, scaling, mean, v_mean, v_scale, cut
+        )
+        for tag, term in found.items():
+            terms[tag][block.index] = term
+    return assemble(terms, lse)
+
+
+def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
+    """Return the operands that an INT8 kernel multiplies: dequantised, in float64, without mean.
+
+    The mean that smoothing took from the keys shifts all scores of a row by sigma q.mean; the
+    kernel gives it back to lse alone.
+    """
+    check_one_sequence(quantized)
+    q, k, v = replace(quantized, k_mean=None).dequantize("float64")
+    return q, k, v
+
+
+def _kernel_bound(
+    block: ScoreBlock,
+    n: Numerics,
+    tiles: Tiles,
+    sigma: float,
+    scaling: Scaling,
+    mean: Any,
+    v_mean: Any,
+    v_scale: Any,
+    cut: Splits | None,
+) -> tuple[dict[str, Array], Array]:
+    """R2 to R7 of one block of rows: the terms of O, and the bound of lse."""
+    xp = array_namespace(block.S)
+    if block.S.shape[-1] == 0:
+        zero = xp.zeros((*block.S.shape[:-1], block.q.shape[-1]))
+        return dict.fromkeys(TERMS, zero), xp.zeros(block.S.shape[:-1])
+    P, lse, v, o, spoilt = exact(block)
+    score = perturb(block, n, tiles, sigma, scaling, cut)
+    count = block.admitted.sum(axis=-1).astype(np.float64)
+    magnitude = xp.abs(v)
+    total_v = magnitude.sum(axis=-2, keepdims=True)
+    delta_o, P_plus, delta_lse, Z_minus = softmax_perturbation(P, score.d, v, o)
+
+    # What l is at least, in units of its final maximum: the largest key has weight 2^-slack, and
+    # the sum cannot be less than e^(lse - s_max) but for the perturbations.
+    with np.errstate(invalid="ignore", over="ignore"):
+        drop = xp.where(count > 0, lse - score.reach, 0.0) - LN2 * score.slack
+    by_sum = Z_minus * xp.exp(xp.where(xp.isfinite(drop), xp.minimum(drop, 60.0), -60.0))
+    by_max = 0.999 * xp.exp2(-2.0 * xp.minimum(score.slack, 99.0))
+    l_least = xp.maximum(by_sum, by_max) * xp.exp(-EX2_LOG_ERROR * score.rises) / REFERENCE
+    inverse_l = (1.0 / l_least)[..., None]
+
+    # R5: P as an operand: half a unit in its last place, or half a subnormal but no more than P.
+    rho = xp.zeros_like(P)
+    if n.shifts:
+        unit = values.units(P_plus, n.shifts, tiles)
+        rho = values.shifted_rounding(P_plus, unit, tiles)
+    elif n.by_tile:
+        rho = values.code_rounding(P_plus, n, tiles, score.slack)
+    elif n.p_type != "float32":
+        subnormal = HALF_SUBNORMAL[n.p_type] * inverse_l
+        # NOTE: with headroom M is not known from the scores, nor then where p lies in its binade.
+        known = n.online and not n.headroom
+        relative = UNIT_ROUNDOFF[n.p_type] * (_mantissa_share(score) if known else 1.0)
+        rho = xp.maximum(relative * P_plus, xp.minimum(subnormal, P_plus))
+    weighted = P_plus @ magnitude
+    r5 = rho @ magnitude
+
+    # R4: weights flushed to zero; then R6: the sums, in any order.
+    flushed = FLUSHED_WEIGHT * total_v * inverse_l
+    if n.shifts:
+        theta_o = xp.zeros_like(count)  # whole numbers
+    elif n.by_tile:
+        theta_o = values.accumulation(count, block.S.shape[-1], n, tiles)
+    else:
+        theta_o = products(n.values, count, xp.minimum(count, -(-block.S.shape[-1] // 16)))
+    further = (not n.online) + max(0, (n.pieces if cut is None else cut.slices) - 1)  # sums
+    theta_o = (1 + theta_o) * (1 + gamma(score.rises + further, U)) - 1
+    theta_l = gamma(xp.maximum(count - 1, 0.0) + score.rises + n.by_tile, U)
+    theta_l = xp.minimum(theta_l + (1 + theta_l) * count * FLUSHED_WEIGHT / l_least, 1.0)
+    least = 2.0**-142 if n.by_tile else 2.0**-148
+    underflow = (count + score.rises + further + 2)[..., None] * least
+    lost = (count * FLUSHED_WEIGHT + underflow[..., 0]) / l_least
+    theta_n, rounded, share = theta_l, r5, xp.ones_like(count)
+    if n.sums_operand and n.by_tile and not n.shifts:  # of codes, by the roundings of O
+        r5, share = rounding_of_mean(rho, v, o, delta_o)
+        theta_n = theta_o + (1 + theta_o) * lost / share
+        theta_n = xp.where(rho.sum(axis=-1) < 1, xp.minimum(theta_n, 1.0), 1.0)
+    elif n.sums_operand:  # in P.V itself, or of codes, step by step
+        if n.shifts:
+            lost = lost + values.dropped_of_l(unit, n.shifts)
+        theta = theta_l if n.shifts else theta_o + (1 + theta_o) * U  # the factor is divided out
+        theta_n = sum_of_operand(P_plus, rho, theta, lost)
+    share = share[..., None]
+    with np.errstate(divide="ignore"):
+        by_l = (1.0 if n.online else 1.0 + U) / (1.0 - theta_n) - 1.0
+    underflow = underflow * inverse_l if n.online else underflow + 2.0**-149 * total_v
+    flushed = flushed / share
+    r6 = theta_o[..., None] * ((weighted + rounded) / share + flushed) + underflow / share
+    if n.shifts:
+        r6 = r6 + values.dropped_by_shifts(unit, of_block(v_scale, block))
+    size = xp.abs(o) + delta_o + flushed + r5 + r6
+    r6 = r6 + by_l[..., None] * size
+    size = size + by_l[..., None] * size
+
+    # R7: 1/l, times 1/l, and the store.
+    r7, stored = xp.zeros_like(o), size
+    block_mean = of_block(v_mean, block)
+    if n.by_tile:
+        r7, stored = values.with_mean(size, block_mean, n.pieces)
+    elif n.online:
+        r7 = ((1 + U) ** 2 - 1) * size + 2.0**-149
+        stored = size + r7
+    # NOTE: the number that is stored has the mean of V, o has not.
+    exact_o = o if block_mean is None else o + block_mean
+    cost, fits = values.store(exact_o, stored, n)
+    r7 = r7 + cost
+    if n.pieces > 1 and n.shifts and block_mean is not None:  # a piece leaves l times the mean
+        fits &= xp.abs(block_mean) * 2.0**n.shifts.sum_bits <= MAX_FLOAT
+
+    shares = _shares(P, score)
+    terms = {tag: share * delta_o for tag, share in zip(TERMS, shares, strict=False)}
+    terms["R4"] = terms["R4"] + flushed
+    terms |= {"R5": r5, "R6": r6, "R7": r7}
+
+    delta_lse = delta_lse + score.shift - xp.log1p(-xp.minimum(theta_l, 1 - U64))
+    delta_lse = _lse_bound(block, lse, delta_lse, score, sigma, mean, scaling, n)
+    overflows = xp.isinf(delta_lse)
+
+    # Non-finite and out of range: no promise, under the tag of what breaks first.
+    attends = count > 0
+    usable = score.usable & (l_least > 0)
+    largest_weight = xp.maximum(xp.minimum(score.slack, 99.0), n.headroom)
+    codes = 256.0 if n.by_tile else 1.0  # sums of codes are that much larger than of P
+    fits &= total_v * codes * xp.exp2(largest_weight + 1)[..., None] <= MAX_FLOAT
+    for tag, term in terms.items():
+        terms[tag] = xp.where((attends & usable)[..., None], term, 0.0)
+    terms["R4"] = xp.where((attends & ~usable)[..., None], xp.inf, terms["R4"])
+    terms["R6"] = xp.where(spoilt, xp.inf, terms["R6"])
+    terms["R7"] = xp.where(attends[..., None] & ~fits, xp.inf, terms["R7"])
+    delta_lse = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
+    return terms, xp.where(overflows, xp.inf, delta_lse)
+
+
+def _mantissa_share(score: Perturbed) -> Array:
+    """R5: bound half_ulp(p) / (u p), between 1/2 and 1, where the binade of p is known.
+
+    p lies within a factor 2^±uncertain of 2^exponent, in the units of its own step.
+    """
+    xp = array_namespace(score.drift)
+    uncertain = (score.d + score.drift) / LN2 + score.slack[..., None]
+    upper = score.exponent + uncertain
+    share = xp.exp2(xp.minimum(2 * uncertain - (upper - xp.floor(upper)), 0.0))
+    return share * REFERENCE
+
+
+def _shares(P: Array, score: Perturbed) -> list[Array]:
+    """Split the effect of the scores' perturbation among R2, R3 and R4, by Σ p_j d_j."""
+    xp = array_namespace(P)
+    parts = [(P * r).sum(axis=-1, keepdims=True) for r in (score.r2, score.r3, score.r4)]
+    whole = sum(parts)
+    return [xp.where(whole > 0, part / xp.where(whole > 0, whole, 1.0), 1 / 3) for part in parts]
+
+
+def _lse_bound(
+    block: ScoreBlock,
+    lse: Array,
+    delta: Array,
+    score: Perturbed,
+    sigma: float,
+    mean: Any,
+    scaling: Scaling,
+    n: Numerics,
+) -> Array:
+    """R7 of the log-sum-exp: fl(fl(M + log2 l) LN2), and what smoothing gives back to it.
+
+    Where M is in natural units: fl(fma(log2 l, LN2, M)). `delta` is what perturbed scores and the
+    rounding of l do to it.
+    """
+    xp = array_namespace(lse)
+    lse = xp.where(xp.isfinite(lse), lse, 0.0)
+    log_l = xp.abs(lse - score.top) + delta + score.shift + score.top_drift  # |log l|
+    lower_M = n.headroom + (0 if n.subtracts_first else n.code_log2)
+    log_l = log_l + LN2 * (score.slack + lower_M * REFERENCE)
+    size, roundings = xp.abs(lse) + (log_l if n.subtracts_first else 0.0), 3
+    if mean is not None:
+        mu = of_block(mean, block)
+        dot = sigma * xp.abs((block.q * mu).sum(axis=-1))
+        back = sigma * (xp.abs(block.q) * xp.abs(mu)).sum(axis=-1)
+        # NOTE: the kernel adds to M, others to lse: both orders are covered.
+        delta = delta + (gamma(block.q.shape[-1] + 8, U) + scaling.common) * back
+        delta = xp.where(back * LOG2E <= MAX_FLOAT, delta, xp.inf)
+        size, roundings = size + log_l + dot + back * U, 5
+    delta = delta + LOG2F_ERROR * log_l
+    return (delta + ((1 + U) ** roundings - 1) * (size + delta)) * REFERENCE

@@ -1,0 +1,77 @@
+"""What bounds are made of: `Bound`, and what exact attention makes of a block of scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cupyattn.arrays.groups import merge_heads, split_heads
+from cupyattn.arrays.kinds import Array, array_namespace, as_float64
+from cupyattn.bounds.scores import LEAST_P, REFERENCE
+from cupyattn.kernels.limits import check_shapes
+from cupyattn.reference.exact import ScoreBlock, softmax_exact
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What an output may differ by, element by element.
+
+    Parameters
+    ----------
+    terms : dict of str to (batch, heads, rows, head_dim) array
+        One array for each rounding point; they sum to `total`.
+    lse : (batch, heads, rows) array
+        The same for the log-sum-exp.
+
+    Notes
+    -----
+    +inf means that nothing is promised: a non-finite score or value, or a number that leaves the
+    range of its type. A row without keys has bound 0, for O = 0 and lse = -inf are exact.
+    """
+
+    terms: dict[str, Array]
+    lse: Array
+
+    @property
+    def total(self) -> Array:
+        """The bound: (batch, heads, rows, head_dim), float64."""
+        return sum(self.terms.values())
+
+    def dominant(self, index: tuple[int, ...]) -> str:
+        """Return the tag with the largest share of one element of `total`."""
+        return max(self.terms, key=lambda tag: float(self.terms[tag][index]))
+
+
+def empty(
+    q: Array, k: Array, v: Array, rows: Array | None, tags: tuple[str, ...]
+) -> tuple[dict[str, Array], Array]:
+    """Allocate terms and lse, query heads split by key head."""
+    xp = array_namespace(q, k, v)
+    batch, heads, heads_kv, len_q, _, head_dim = check_shapes(q.shape, k.shape, v.shape)
+    num_rows = len_q if rows is None else len(rows)
+    split = split_heads(xp.zeros((batch, heads, num_rows, head_dim)), heads_kv)
+    return {tag: xp.zeros(split.shape) for tag in tags}, xp.zeros(split.shape[:-1])
+
+
+def assemble(terms: dict[str, Array], lse: Array) -> Bound:
+    """Merge the split heads; the bound's own float64 roundings are covered here."""
+    return Bound({tag: merge_heads(t) * REFERENCE for tag, t in terms.items()}, merge_heads(lse))
+
+
+def exact(block: ScoreBlock) -> tuple[Array, Array, Array, Array, Array]:
+    """Return P, lse, finite values, the output and which channels hold a non-finite value."""
+    xp = array_namespace(block.S)
+    finite = xp.isfinite(block.v)
+    v = xp.where(finite, block.v, 0.0)
+    P, lse = softmax_exact(block.S)
+    # NOTE: a probability that underflows is still positive: a perturbation may make it the largest.
+    P = xp.where(xp.isfinite(P), xp.where(block.admitted, xp.maximum(P, LEAST_P), 0.0), 0.0)
+    return P, lse, v, P @ v, ~finite.all(axis=-2, keepdims=True)
+
+
+def of_block(mean: Any, block: ScoreBlock) -> Array | None:
+    """Return the mean of the keys or values of a block, (..., 1, head_dim)."""
+    if mean is None:
+        return None
+    batch, head, _, _ = block.index
+    return as_float64(mean)[batch, head][:, :, None, None, :]

@@ -1,0 +1,123 @@
+"""What preparing Q and K may do to them, element by element (R0): norms and rotary embeddings."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cupyattn.arrays.kinds import FINITE_MAX, Array, array_namespace, as_float64
+from cupyattn.bounds.perturbation import gamma, half_ulp
+from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U
+from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import Preparation
+
+
+def rotation(x: Array, rope: Rope, position: int) -> Array:
+    r"""Bound |operand as the kernels turn it - operand turned exactly|, element by element (R0).
+
+    Parameters
+    ----------
+    x : (batch, heads, length, head_dim) array
+        Q or K in float16, bfloat16 or float32, before it is turned.
+    rope : Rope
+        The tables, which count as exact.
+    position : int
+        Of row 0.
+
+    Returns
+    -------
+    array, float64, shaped as x
+        +inf where the turned operand may leave the range of its type.
+
+    Notes
+    -----
+    x c - y s meets two roundings of each product, :math:`((1 + u)^2 - 1)(|x c| + |y s|)`, what
+    underflows and the rounding to the storage type. Times σ and the other operand it perturbs the
+    scores as the codes of INT8 do (docs/MATH_REFERENCE.md, R0 and Q3).
+    """
+    exact = as_float64(x)
+    return _rounded(
+        *_turned(exact, array_namespace(x).zeros(x.shape), rope, position), x.dtype.name
+    )
+
+
+def preparation(
+    how: Preparation, q: Array, k: Array, *, stored: bool = False
+) -> tuple[Array, Array]:
+    r"""Bound |operands as the kernels prepare them - `Preparation.exact`|, element by element (R0).
+
+    Parameters
+    ----------
+    how : Preparation
+        Weights and tables count as exact.
+    q, k : array
+        The caller's.
+    stored : bool
+        The operands are rounded to their storage type at the end, as all rungs but ``fa_int8``
+        take them.
+
+    Returns
+    -------
+    q, k : array, float64, shaped as the operands
+        +inf where a number may leave its range.
+
+    Notes
+    -----
+    A mean square of D numbers meets ``n = 6 + ceil(log2(D / 2))`` roundings, underflow included,
+    its root's inverse :math:`(1 - γ_n)^{-1/2}(1 + u)/(1 - u)`, and the two products
+    :math:`(1 + u)^2`. What that leaves of error turns with the numbers. docs/MATH_REFERENCE.md, R0.
+    """
+    found = []
+    for i, x in enumerate((q, k)):
+        xp = array_namespace(x)
+        exact, error = as_float64(x), xp.zeros(x.shape)
+        if how.norm is not None:
+            weight = as_float64((how.norm.q_weight, how.norm.k_weight)[i])[:, None]
+            exact, error = _normalised(exact, weight, how.norm.eps)
+        if how.rope is not None:
+            exact, error = _turned(exact, error, how.rope, how.rope.offset_q if i == 0 else 0)
+        found.append(_rounded(exact, error, x.dtype.name if stored else "float32"))
+    return found[0], found[1]
+
+
+def _normalised(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """Return rows normalised exactly, and the error of that in float32."""
+    xp, head_dim = array_namespace(x), x.shape[-1]
+    with np.errstate(invalid="ignore"):
+        squares = (x * x).sum(axis=-1, keepdims=True)
+        exact = x / np.sqrt(squares / head_dim + eps) * weight
+    roundings = gamma(6 + math.ceil(math.log2(head_dim / 2)), U)
+    relative = (1 - roundings) ** -0.5 * (1 + U) ** 3 / (1 - U) - 1
+    error = relative * xp.abs(exact) + 2.0**-149 * (1 + xp.abs(weight))
+    fits = squares * (1 + roundings) * REFERENCE <= MAX_FLOAT
+    return exact, xp.where(fits, error, xp.inf)
+
+
+def _turned(x: Array, error: Array, rope: Rope, position: int) -> tuple[Array, Array]:
+    """Return rows turned exactly, and the error of that in float32 where they have one already."""
+    xp = array_namespace(x)
+    size, turned, carried = (xp.empty(x.shape, np.float64) for _ in range(3))
+    cos, sin = (as_float64(table) for table in rope.angles(x.shape[2], position))
+    (first, second), (of_first, of_second) = rope.split(x), rope.split(error)
+    with np.errstate(invalid="ignore"):
+        for sizes, values, errors, one, other, e, f in zip(
+            rope.split(size), rope.split(turned), rope.split(carried),
+            (first * cos, second * cos), (-second * sin, first * sin),
+            (of_first * xp.abs(cos), of_second * xp.abs(cos)),
+            (of_second * xp.abs(sin), of_first * xp.abs(sin)), strict=True,
+        ):  # fmt: skip
+            sizes[...], values[...] = xp.abs(one) + xp.abs(other), one + other
+            errors[...] = e + f
+        carried = xp.where(xp.isnan(carried), xp.inf, carried)  # an infinite error times 0
+        rounded = ((1 + U) ** 2 - 1) * (size + carried) + 2.0**-148
+    return turned, carried + rounded
+
+
+def _rounded(x: Array, error: Array, dtype: str) -> Array:
+    """Return the error of numbers that are rounded to a type with one already; +inf past it."""
+    xp = array_namespace(x)
+    size = xp.abs(x)
+    with np.errstate(invalid="ignore"):
+        error = (error + half_ulp(size + error, dtype)) * REFERENCE
+        return xp.where(size + error <= FINITE_MAX[dtype], error, xp.inf)

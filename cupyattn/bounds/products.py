@@ -1,0 +1,105 @@
+"""Bounds of INT8 matrix products: quantised weights, and the kernel's rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cupyattn.arrays.kinds import FINITE_MAX, as_float64
+from cupyattn.bounds.perturbation import gamma, half_ulp
+from cupyattn.bounds.scores import REFERENCE, U, products
+from cupyattn.bounds.values import rounding_to_codes
+from cupyattn.quant.activation import ACTIVATION_SLOPE, MOST_SPLITS
+from cupyattn.quant.blocks import BLOCK_SIZE, Array, _by_column, as_matrix
+from cupyattn.reference.gemm import Float64, _slices, activate
+
+#: G4: error of a computed activation, of |x| and absolute.
+ACTIVATION_ERROR, ACTIVATION_TINY = 8 * U, 2.0**-118
+
+#: Half the smallest subnormal of float32.
+TINY = 2.0**-150
+
+
+def gemm_error(
+    a: Array, a_scales: Array, b: Array, b_scales: Array, out_dtype: str = "float16", *,
+    bias: Array | None = None, activation: str = "",
+    outliers: tuple[Array, Array] | None = None,
+) -> Float64:  # fmt: skip
+    """Return how far each element of a computed product may be from `gemm_exact`.
+
+    Parameters
+    ----------
+    a, a_scales, b, b_scales, out_dtype, bias, activation, outliers
+        As for `gemm_mirror`.
+
+    Returns
+    -------
+    array, (m, n), float64
+        +inf where the result may leave the range of `out_dtype`.
+
+    Notes
+    -----
+    With f the product of both scales and S = Σ |dot| f over K = ceil(k / 128) slices: G1 and G2
+    give ``γ_{K+1} S`` and what underflows, however many blocks share a tile; outliers
+    ``γ_{r + ceil(r/16)}(2^-23)`` of everything so far, for r columns, and the sums from block to
+    block ``γ_7``; G3 one rounding; G4 passes on its largest slope times all of that and adds
+    ``8 u |x| + 2^-118``; G5 half a unit of the last place. docs/MATH_REFERENCE.md, "Block-wise
+    products".
+    """
+    shape = a.shape[0], b.shape[0]
+    size, whole, c = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for dot, of_a, of_b in _slices(a, a_scales, b, b_scales):
+            terms = as_float64(dot) * (as_float64(of_a) * as_float64(of_b))
+            c += terms
+            size += np.abs(terms)
+            whole += np.abs(as_float64(dot))
+        slices = a_scales.shape[1]
+        error = gamma(slices + 1, U) * size + 2 * TINY * (whole + slices)  # G1, G2
+        if outliers is not None:
+            x, w = map(as_float64, outliers)
+            c += x @ w.T
+            size += np.abs(x) @ np.abs(w).T
+            error = error + products("tensor_core", x.shape[1]) * (size + error)  # G2
+            error = error + 4 * TINY * x.shape[1]
+            error = error + gamma(MOST_SPLITS - 1, U) * (size + error)  # G2, from block to block
+        if bias is not None:
+            c += as_float64(bias)
+            error = error + U * (np.abs(c) + error)  # G3
+        error = error * REFERENCE
+        if activation:
+            own = ACTIVATION_ERROR * (np.abs(c) + error) + ACTIVATION_TINY  # G4
+            error = ACTIVATION_SLOPE[activation] * error + own
+            c = activate(c, activation)
+        error = error + half_ulp(np.abs(c) + error, out_dtype)  # G5
+        return np.where(np.abs(c) + error <= FINITE_MAX[out_dtype], error, np.inf)
+
+
+def weight_error(
+    w: Array, scales: Array, block_size: int = BLOCK_SIZE, out_dtype: str = "float32"
+) -> Array:
+    """Return how far each element of ``weight_dequant(*weight_quant(w))`` may be from `w`.
+
+    Parameters
+    ----------
+    w : array, (out, in) or (out, in, ...)
+        The weight, with finite elements below 2^127.
+    scales : array, (out blocks, in blocks), float32
+    block_size : int
+    out_dtype : {"float32", "bfloat16", "float16"}
+        As for `weight_dequant`.
+
+    Returns
+    -------
+    array, as w, float64
+
+    Notes
+    -----
+    With the error of the codes Δ (Q1), the float32 product, of at most ``|w| + Δ``, is rounded by
+    ``u (|w| + Δ) + 2^-150`` at most, and then to `out_dtype`: docs/MATH_REFERENCE.md, Q6.
+    """
+    size = abs(as_float64(as_matrix(w)))
+    scale = as_float64(_by_column(scales, block_size, size.shape[1]))
+    scale = scale.repeat(block_size, axis=0)[: size.shape[0]]
+    error = rounding_to_codes(size, scale)
+    error = error + 2.0**-24 * (size + error) + 2.0**-150
+    return (error + half_ulp(size + error, out_dtype)).reshape(w.shape)

@@ -1,0 +1,186 @@
+"""What INT8 operands may do to exact attention of the caller's arrays: J3, rounding point R1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyattn.arrays.groups import scale_of_row, split_heads, value_scale_of_key
+from cupyattn.arrays.kinds import FINITE_MAX, NEG_INF, Array, array_namespace, as_float64
+from cupyattn.bounds import values as value_bounds
+from cupyattn.bounds.parts import Bound, assemble, empty, exact, of_block
+from cupyattn.bounds.perturbation import gamma, half_ulp, softmax_perturbation
+from cupyattn.bounds.scores import REFERENCE, U64, U, far_below, far_keys
+from cupyattn.kernels.numerics import numerics as compose_numerics
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.checks import check_scale
+from cupyattn.problem.scoring import check_smoothing
+from cupyattn.reference.exact import ScoreBlock, score_blocks
+
+#: What float64 may lose of a product of a probability and a value where it underflows, in both
+#: results and in the bound.
+FLOAT64_UNDERFLOW = 2.0**-1060
+
+
+def quantisation(
+    q: Array,
+    k: Array,
+    v: Array,
+    quantized: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: BlockMask | None = None,
+    rows: Array | None = None,
+    prepared: tuple[Array, Array] | None = None,
+) -> Bound:
+    r"""Bound |exact attention of INT8 operands - exact attention of the caller's arrays| (J3).
+
+    Parameters
+    ----------
+    q : (batch, heads, len_q, head_dim) array
+        The caller's arrays, before quantisation.
+    k, v : (batch, heads_kv, len_kv, head_dim) array
+    quantized : QuantizedQKV
+        What was made of them; its scales, zero points and mean are used, its codes are not.
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
+        As for `cupyattn.reference.attention_exact`.
+    prepared : (array, array), optional
+        Where q and k are those that `cupyattn.problem.row_preparation.Preparation.exact` returns,
+        how far what was quantised may be from them: `preparation`.
+
+    Returns
+    -------
+    Bound
+        One term, R1.
+
+    Notes
+    -----
+    Codes of scale s leave |x - s code| <= max(s/2 (1 + 2^-15), |x| - 127 s) =: Δ, where
+    the second number counts only if a static scale clips; with zero points the first is
+    s/2 (1 + 2^-12). Hence, with centred keys,
+
+    .. math:: |δS_{ij}| \le σ \sum_d Δq_{id} |k_{jd}| + (|q_{id}| + Δq_{id}) Δk_{jd}
+
+    where operands that were prepared add their error to Δ (Q7),
+    and V's own rounding to 16 bits adds Σ p'_j |δv_j|. A softcap is 1-Lipschitz and a bias the same
+    on both sides: neither adds anything.
+    """
+    xp = array_namespace(q, k, v)
+    head_dim = q.shape[-1]
+    sigma = check_scale(scale, head_dim)
+    chosen = xp.arange(q.shape[2]) if rows is None else xp.asarray(rows)
+    largest = quantized.config.largest_code
+    of_q, of_k = (
+        [
+            None if a is None else _row_scales(a, group, shape)
+            for a in (getattr(quantized, f"{name}_scale"), getattr(quantized, f"{name}_zero"))
+        ]
+        for name, group, shape in (
+            ("q", quantized.group_q, q.shape[:3]),
+            ("k", quantized.group_kv, k.shape[:3]),
+        )
+    )
+    q_scale, q_zero = (
+        None if a is None else split_heads(a[:, :, chosen], k.shape[1])[..., None] for a in of_q
+    )
+    k_scale, k_zero = (None if a is None else a[:, :, None, :, None] for a in of_k)
+    errors = None
+    if prepared is not None:
+        errors = split_heads(prepared[0][:, :, chosen], k.shape[1]), prepared[1][:, :, None]
+    terms, lse = empty(q, k, v, rows, ("R1",))
+    check_smoothing(softcap, quantized.k_mean)
+    for block in score_blocks(
+        q, k, v, scale=scale, causal=causal, causal_align=causal_align, window=window,
+        softcap=softcap, mask=mask, bias=bias, block_mask=block_mask, rows=rows,
+    ):  # fmt: skip
+        if block.S.shape[-1] == 0:
+            continue
+        batch, head, _, _ = block.index
+        P, exact_lse, values, o, spoilt = exact(block)
+        mean, subtraction = xp.zeros_like(block.k[..., :1, :]), 0.0
+        if quantized.k_mean is not None:
+            mean, subtraction = of_block(quantized.k_mean, block), U  # R0
+        centred = block.k - mean
+        q_abs, k_abs = xp.abs(block.q), xp.abs(centred)
+        dq, dk = (0.0, 0.0) if errors is None else (errors[0][block.index], errors[1][batch, head])
+        dq = _code_rounding(block.q, dq, q_scale, q_zero, block.index, largest)
+        dk = dk + subtraction * (k_abs + dk)
+        dk = _code_rounding(centred, dk, k_scale, k_zero, (batch, head), largest)
+        d = sigma * (dq @ k_abs.swapaxes(-1, -2) + (q_abs + dq) @ dk.swapaxes(-1, -2))  # R1
+        float64 = (q_abs + dq) @ (xp.abs(block.k) + k_abs + dk).swapaxes(-1, -2)
+        d = (d + 2 * gamma(head_dim + 8, U64) * sigma * float64) * REFERENCE + 2.0**-45
+        fine = xp.isfinite(block.S) & xp.isfinite(d)
+        usable = (fine | ~block.admitted).all(axis=-1)
+        counts = block.admitted & fine
+        S = xp.where(counts, block.S, NEG_INF)
+        top = xp.where(counts.any(axis=-1), S.max(axis=-1), 0.0)
+        S = xp.where(counts, S, top[..., None])
+        d = xp.where(counts, d + 4 * U64 * xp.abs(S), 0.0)  # the softcap and the bias of float64
+        far = counts & far_below(S, top, d)
+        d = xp.where(far, 0.0, d)
+        delta_o, P_plus, delta_lse, _ = softmax_perturbation(P, d, values, o)
+        total = delta_o + far_keys(far, values)
+        total = total + gamma(2 * block.S.shape[-1] + 8, U64) * (P_plus @ xp.abs(values))
+        total = total + FLOAT64_UNDERFLOW * block.S.shape[-1]
+        dv = _value_rounding(values, v.dtype.name, quantized, block)
+        total = total + P_plus @ xp.where(xp.isfinite(dv), dv, 0.0)
+        spoilt = spoilt | (~xp.isfinite(dv)).any(axis=-2, keepdims=True)
+        attends = block.admitted.any(axis=-1)
+        total = xp.where(usable[..., None] & ~spoilt, total, xp.inf)
+        terms["R1"][block.index] = xp.where(attends[..., None], total, 0.0)
+        delta_lse = delta_lse + REFERENCE * sigma * (dq * xp.abs(mean)).sum(axis=-1)
+        delta_lse = delta_lse + 2.0**-45 * (1 + xp.abs(xp.where(usable, exact_lse, 0.0)))
+        lse[block.index] = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
+    return assemble(terms, lse)
+
+
+def _code_rounding(
+    x: Array, error: Any, scale: Array, zero: Array, index: Any, largest: int
+) -> Array:
+    """R1: what codes do to each number of a block of Q or K that had an error before."""
+    xp = array_namespace(x)
+    if zero is None:
+        size = xp.abs(x) + error
+        return error + value_bounds.rounding_to_codes(size, scale[index], largest)
+    ends = (
+        value_bounds.rounding_with_zero_points(x + e, scale[index], zero[index])
+        for e in (error, -error)
+    )
+    return error + xp.maximum(*ends)
+
+
+def _value_rounding(values: Array, dtype: str, quantized: Any, block: ScoreBlock) -> Array:
+    """R1 of V: what 16 bits or codes do to each value, infinite where they do not reach it."""
+    xp = array_namespace(values)
+    if quantized.form == "portable":
+        v_type = quantized.v.dtype.name
+        if v_type == dtype:
+            return xp.zeros_like(values)
+        error = half_ulp(xp.abs(values), v_type)
+        return xp.where(xp.abs(values) > FINITE_MAX[v_type], xp.inf, error)
+    batch, head, _, _ = block.index
+    by_key = value_scale_of_key(quantized.v_scale[batch, head], quantized.group_v, values.shape[-2])
+    mean, subtraction = of_block(quantized.v_mean, block), 0.0
+    centred, scale = values, as_float64(by_key)[:, :, None]
+    if mean is not None:
+        centred, subtraction = values - mean, U  # R0
+    n = compose_numerics("int8", "pv8", dtype, quantized.config)
+    size, widened = xp.abs(centred), centred * (1 + subtraction)
+    if quantized.v_zero is None:
+        error = value_bounds.rounding_of_values(xp.abs(widened), scale, n)
+    else:
+        zero = quantized.v_zero[batch, head]
+        zero = value_scale_of_key(zero, quantized.group_v, values.shape[-2])[:, :, None]
+        error = value_bounds.rounding_with_zero_points(widened, scale, zero)
+    return error + subtraction * size
+
+
+def _row_scales(scale: Array, group: int, shape: tuple[int, ...]) -> Array:
+    """Return the scale of every row in float64, as (batch, heads, length)."""
+    xp = array_namespace(scale)
+    return xp.broadcast_to(scale_of_row(as_float64(scale), group, shape[2]), shape)

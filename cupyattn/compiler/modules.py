@@ -1,0 +1,603 @@
+"""From ``.cu`` to a loaded kernel: NVRTC, a cache keyed by everything that matters, RawModule.
+
+`build` turns a `ModuleSpec` into a `Binary` with no GPU, no driver and no CuPy; `load` puts that
+binary on the current device. This is the only file that mentions ``cupy.RawModule``.
+
+The cache is keyed by the source, every header that an ``#include`` reaches, the options, the
+version of NVRTC and the architecture, so that an edited header is never answered with an old
+binary. `cupyattn.compiler.disk_cache` keeps the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import tempfile
+import threading
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cupyattn.compiler import disk_cache, nvrtc
+from cupyattn.compiler.architectures import ARCHITECTURES as ARCHITECTURES
+from cupyattn.compiler.architectures import LEAST_CAPABILITY
+from cupyattn.compiler.architectures import capability_of as capability_of
+from cupyattn.compiler.includes import headers_reached
+from cupyattn.compiler.ptxas import Resources, parse_resources, parse_smem_bytes
+from cupyattn.compiler.target import HOPPER_CAPABILITY
+from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
+from cupyattn.kernels.features import P_TYPES
+from cupyattn.switches import is_on
+
+if TYPE_CHECKING:
+    import cupy
+
+#: Folder of the kernels: inside the package where installed, beside it in a checkout.
+KERNELS = Path(__file__).resolve().parents[1] / "kernels_cu"
+if not KERNELS.is_dir():
+    KERNELS = Path(__file__).resolve().parents[2] / "kernels_cu"
+
+#: Options of every compilation; they are part of the numerics (docs/MATH_REFERENCE.md).
+OPTIONS = (
+    "-std=c++17",
+    "-ftz=false",
+    "-fmad=true",
+    "-prec-div=true",
+    "-lineinfo",
+    "--ptxas-options=-v",
+)
+
+
+_log = logging.getLogger("cupyattn")
+
+
+# ---- what to compile, and what comes out ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """One source, specialised by macros.
+
+    Parameters
+    ----------
+    source : str or Path
+        A ``.cu`` file, relative to `KERNELS` or absolute.
+    defines : tuple of (str, int)
+        Macros, in the order in which they reach the compiler.
+
+    Examples
+    --------
+    >>> ModuleSpec("attn_fa.cu", (("CFG_BLOCK_Q", 32),)).path.name
+    'attn_fa.cu'
+    """
+
+    source: str | Path
+    defines: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The source file, absolute."""
+        return KERNELS / self.source
+
+    @property
+    def hopper(self) -> bool:
+        """Whether this is a Hopper form: its source lies in a folder called ``sm90``."""
+        return self.path.parent.name == "sm90"
+
+    @property
+    def least_capability(self) -> int:
+        """Least compute capability times ten: e4m3 came with 8.9, clusters of blocks with 9.0."""
+        e4m3 = ("CFG_P_TYPE", P_TYPES.index("e4m3")) in self.defines
+        shared = any(name.endswith("SPLITS") and value > 1 for name, value in self.defines)
+        return 90 if shared else 89 if e4m3 else 80
+
+    def __str__(self) -> str:
+        return f"{self.source} [{' '.join(f'{name}={value}' for name, value in self.defines)}]"
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled source.
+
+    Parameters
+    ----------
+    arch : str
+        Architecture, for example ``"sm_90a"``.
+    nvrtc_version : (int, int)
+        Compiler that made it.
+    ptx : str
+        PTX text.
+    cubin : bytes
+        Machine code, complete: drivers load it and disassemblers read it. Empty from `translate`.
+    log : str
+        The compiler's messages, ptxas' report among them.
+    kernels : dict of str to Resources
+        By entry point; none from `translate`.
+    smem_bytes : int
+        Dynamic shared memory that the source asks for
+        (``extern "C" __device__ int smem_bytes = sizeof(SharedStorage);``), 0 where it names none.
+    """
+
+    arch: str
+    nvrtc_version: tuple[int, int]
+    ptx: str
+    cubin: bytes
+    log: str
+    kernels: dict[str, Resources] = field(hash=False)
+    smem_bytes: int
+
+
+# ---- build ---------------------------------------------------------------------------------------
+
+_memory: dict[str, Binary] = {}
+_key_locks: dict[str, threading.Lock] = {}
+_state_lock = threading.Lock()
+_counts = {"memory_hits": 0, "disk_hits": 0, "compiled": 0}
+
+
+def build(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
+    """Compile a source for an architecture, or fetch it from the cache.
+
+    Parameters
+    ----------
+    spec : ModuleSpec
+        What to compile.
+    arch : str
+        Architecture, for example ``"sm_80"``.
+    source : str, optional
+        Text to compile as if it stood in the spec's file; that file's own by default.
+
+    Returns
+    -------
+    Binary
+
+    Raises
+    ------
+    KernelCompileError
+        If the source does not compile, or an included file is missing.
+    UnsupportedError
+        If there is no NVRTC, or it does not know the architecture, or that lacks the instructions.
+    ValueError
+        If `arch` is not the name of an architecture.
+
+    Notes
+    -----
+    Safe from several threads (one compiles, the others wait for it) and several processes (each
+    may compile, the last rename wins, and every file is whole).
+    """
+    return _compiled(spec, arch, arch, source)
+
+
+def translate(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
+    """Compile a source to PTX alone, which is all that the interpreter reads.
+
+    Machine code and the report of ptxas take two fifths of the time of `build`.
+
+    Parameters, result and errors are those of `build`, without cubin and resources, and without the
+    errors of ptxas.
+    """
+    capability_of(arch)  # raises for a name that is none
+    return _compiled(spec, arch, arch.replace("sm_", "compute_"), source)
+
+
+def _compiled(
+    spec: ModuleSpec, arch: str, target: str, source: str | None, *, anew: bool = False
+) -> Binary:
+    """Compile for an architecture or, with the virtual one as `target`, to PTX; or read it.
+
+    `anew`: compile whatever the cache holds, and replace it.
+    """
+    compiler = nvrtc.load()
+    if capability_of(arch) not in compiler.capabilities:
+        known = ", ".join(f"sm_{value}" for value in compiler.capabilities)
+        raise UnsupportedError(
+            f"NVRTC {_dotted(compiler.version)} does not know {arch}, only {known}: "
+            "install a newer nvidia-cuda-nvrtc"
+        )
+    if capability_of(arch) < (least := spec.least_capability):
+        what, instead = {
+            89: ("8-bit floats (pv='fp8')", "pv='int8' or pv='16bit'"),
+            90: ("tiles that several blocks share (splits)", "splits=1"),
+        }[least]
+        raise UnsupportedError(
+            f"{what} need compute capability {least / 10} or later, got {arch}: use {instead}"
+        )
+    folder = nvrtc.headers(compiler)
+    source = read_source(spec) if source is None else source
+    options = [*OPTIONS, f"-arch={target}"]
+    options += [f"-D{name}={value}" for name, value in spec.defines]
+    if is_on("CUPYATTN_DEBUG"):
+        options.append("-DCUPYATTN_DEBUG=1")
+    key = _key(spec, source, options, compiler, folder)
+    with _state_lock:
+        lock = _key_locks.setdefault(key, threading.Lock())
+    with lock:
+        binary = None if anew else _memory.get(key)
+        if binary is not None:
+            return _count("memory_hits", binary)
+        binary = None if anew else _read_entry(key, arch, compiler.version, target == arch)
+        if binary is not None:
+            _count("disk_hits", binary)
+        else:
+            binary = _count("compiled", _compile(spec, source, arch, options, compiler, folder))
+            _write_entry(key, binary)
+        _memory[key] = binary
+        return binary
+
+
+def _count(what: str, binary: Binary) -> Binary:
+    with _state_lock:
+        _counts[what] += 1
+    return binary
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def read_source(spec: ModuleSpec) -> str:
+    """Return the text of a spec's file, or raise `KernelCompileError`."""
+    try:
+        return spec.path.read_text()
+    except OSError as error:
+        raise KernelCompileError(f"cannot read the source of {spec}: {error}") from error
+
+
+def _compile(
+    spec: ModuleSpec,
+    source: str,
+    arch: str,
+    options: list[str],
+    compiler: nvrtc.Nvrtc,
+    folder: Path,
+) -> Binary:
+    includes = [f"-I{path}" for path in (spec.path.parent, KERNELS, folder)]
+    _log.info("compiling %s for %s", spec, arch)
+    try:
+        output = compiler.compile(source, str(spec.path), [*options, *includes])
+        if output.cubin and len(parse_resources(output.log)) < output.ptx.count(".entry "):
+            # NOTE: where a driver is installed NVRTC keeps a cache of its own, and what it answers
+            # from there comes without the report of ptxas.
+            output = compiler.compile(source, str(spec.path), [*options, *includes, "--no-cache"])
+    except nvrtc.NvrtcError as error:
+        raise KernelCompileError(
+            f"NVRTC {_dotted(compiler.version)} rejected {spec.source} for {arch}: "
+            f"{_first_error(error)}\n  defines: {str(spec).partition(' ')[2]}\n"
+            f"  options: {' '.join(options)}\n{error.log}".rstrip()
+        ) from error
+    # How long ptxas took is no property of the binary: without it, equal input gives equal entries.
+    log = "".join(
+        line for line in output.log.splitlines(keepends=True) if "Compile time" not in line
+    )
+    kernels = parse_resources(log)
+    smem_bytes = parse_smem_bytes(output.ptx)
+    return Binary(arch, compiler.version, output.ptx, output.cubin, log, kernels, smem_bytes)
+
+
+def _first_error(error: nvrtc.NvrtcError) -> str:
+    """Return the first line of a log that states an error, with its file and line."""
+    for line in error.log.splitlines():
+        if re.search(r"\berror\b", line):
+            return line.strip()
+    return str(error)
+
+
+# ---- the key -------------------------------------------------------------------------------------
+
+
+def _key(
+    spec: ModuleSpec,
+    source: str,
+    options: list[str],
+    compiler: nvrtc.Nvrtc,
+    folder: Path,
+) -> str:
+    # NOTE: the paths are in the key because -lineinfo writes them into the binary.
+    facts = [disk_cache.FORMAT, compiler.build, options, str(spec.path), str(KERNELS)]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    digest.update(source.encode())
+    for path, content in headers_reached(spec.path, source, KERNELS, folder):
+        digest.update(f"\0{path}\0{content}".encode())
+    return digest.hexdigest()
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """State of the compile cache: its folder, what lies there, what this process did."""
+
+    folder: Path
+    entries: int
+    bytes: int
+    memory_hits: int
+    disk_hits: int
+    compiled: int
+
+
+def cache_info() -> CacheInfo:
+    """Return what the compile cache holds and how often it answered in this process."""
+    folder = disk_cache.cache_folder()
+    sizes = [path.stat().st_size for path in disk_cache.entries()]
+    with _state_lock:
+        return CacheInfo(folder, len(sizes), sum(sizes), **_counts)
+
+
+def cache_clear(*, disk: bool = True) -> int:
+    """Forget every compiled kernel.
+
+    Parameters
+    ----------
+    disk : bool
+        Delete the files too; otherwise only this process forgets, and loads anew what it needs.
+
+    Returns
+    -------
+    int
+        Files deleted.
+    """
+    with _state_lock:
+        _memory.clear()
+    with _load_lock:
+        _modules.clear()
+        _generation[0] += 1
+    deleted = 0
+    if disk:
+        for path in disk_cache.entries():
+            path.unlink(missing_ok=True)
+            deleted += 1
+    return deleted
+
+
+#: What an entry raises that is not what `_write_entry` wrote.
+_RUBBISH = (
+    ValueError, TypeError, KeyError, AttributeError, RecursionError, KernelCompileError,
+)  # fmt: skip
+
+
+def _read_entry(key: str, arch: str, version: tuple[int, int], machine: bool) -> Binary | None:
+    """Return an entry of the cache, None where there is none or it is no kernel of this kind."""
+    payload = disk_cache.read(key)
+    if payload is None:
+        return None
+    try:
+        return _parse_entry(payload, arch, version, machine)
+    except _RUBBISH as error:
+        _log.warning("the cache's entry %s is no kernel (%s): compiling again", key, error)
+        return None
+
+
+def _parse_entry(payload: bytes, arch: str, version: tuple[int, int], machine: bool) -> Binary:
+    """Return the binary of an entry; ValueError and others where it cannot be one.
+
+    Everything that the compiler's output tells is compared with it.
+    """
+    head, _, cubin = payload.partition(b"\n")
+    facts = json.loads(head)
+    facts["nvrtc_version"] = tuple(facts["nvrtc_version"])
+    facts["kernels"] = {name: Resources(**values) for name, values in facts["kernels"].items()}
+    binary = Binary(cubin=cubin, **facts)
+    if (binary.arch, binary.nvrtc_version) != (arch, version):
+        raise ValueError(f"made by {binary.nvrtc_version} for {binary.arch}")
+    entries = set(re.findall(r"^\s*(?:\.visible )?\.entry ([\w$]+)\(", binary.ptx, re.MULTILINE))
+    if ".version " not in binary.ptx or f".target {arch}" not in binary.ptx or not entries:
+        raise ValueError("its PTX has no version, target or entry point")
+    if binary.smem_bytes != parse_smem_bytes(binary.ptx):
+        raise ValueError("its shared memory is not that of its PTX")
+    known = entries if machine else set()
+    if binary.kernels != parse_resources(binary.log) or not set(binary.kernels) <= known:
+        raise ValueError("its kernels are not those of its PTX and its log")
+    if cubin.startswith(b"\x7fELF") != machine or (cubin and not machine):
+        raise ValueError("its machine code is no ELF file" if machine else "it has machine code")
+    if missing := [name for name in entries if machine and name.encode() not in cubin]:
+        raise ValueError(f"its machine code lacks {missing[0]}")
+    return binary
+
+
+def _write_entry(key: str, binary: Binary) -> None:
+    facts = {name: value for name, value in asdict(binary).items() if name != "cubin"}
+    disk_cache.write(key, json.dumps(facts).encode() + b"\n" + binary.cubin)
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+_modules: dict[tuple[ModuleSpec, str | None, int], Module] = {}
+_generation = [0]
+_load_lock = threading.Lock()
+
+
+class Module:
+    """A binary on a device: its kernels, ready to launch.
+
+    Parameters
+    ----------
+    binary : Binary
+        What was loaded.
+    raw : cupy.RawModule
+        The module that holds it.
+    """
+
+    def __init__(self, binary: Binary, raw: cupy.RawModule) -> None:
+        self.binary = binary
+        self._kernels = {name: raw.get_function(name) for name in binary.kernels}
+        for kernel in self._kernels.values():
+            if binary.smem_bytes:
+                kernel.max_dynamic_shared_size_bytes = binary.smem_bytes
+
+    def kernel(self, entry: str) -> cupy.RawKernel:
+        """Return a kernel, its dynamic shared memory already allowed.
+
+        Raises
+        ------
+        ValueError
+            If there is none of that name.
+        """
+        try:
+            return self._kernels[entry]
+        except KeyError:
+            names = ", ".join(sorted(self._kernels))
+            raise ValueError(f"entry must be one of {names}, got {entry!r}") from None
+
+
+def load(spec: ModuleSpec, arch: str | None = None) -> Module:
+    """Compile a source for the current device and load it there.
+
+    Parameters
+    ----------
+    spec : ModuleSpec
+        What to load.
+    arch : str, optional
+        Architecture; by default the device's own (`device_architecture`).
+
+    Returns
+    -------
+    Module
+        The same one for every call with this spec on this device. An edited source is seen by
+        `build` at once, by `load` after `cache_clear`.
+
+    Raises
+    ------
+    KernelCompileError
+        If the source does not compile.
+    KernelLaunchError
+        If it needs more shared memory than the device has.
+    UnsupportedError
+        If the device is older than compute capability 8.0, or cannot run `arch`.
+    """
+    import cupy
+
+    device = cupy.cuda.Device()
+    slot = (spec, arch, device.id)
+    module = _modules.get(slot)
+    if module is not None:
+        return module
+    capability = int(device.compute_capability)
+    chosen = device_architecture(capability, spec.hopper) if arch is None else arch
+    check_runs_on(chosen, capability)
+    binary = build(spec, chosen)
+    limit = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
+    static = max((kernel.static_smem for kernel in binary.kernels.values()), default=0)
+    check_shared_memory(binary.smem_bytes + static, limit, str(spec))
+    with _load_lock:
+        if slot not in _modules:
+            _modules[slot] = _loaded(spec, chosen, binary)
+        return _modules[slot]
+
+
+def generation() -> int:
+    """Return how often the cache was cleared: what was loaded in another generation is stale."""
+    return _generation[0]
+
+
+def _loaded(spec: ModuleSpec, arch: str, binary: Binary) -> Module:
+    """Load a binary; where the device refuses one from the cache, compile it once more."""
+    try:
+        return _load_module(binary)
+    except Exception as error:  # CuPy's, of the driver
+        fresh = _compiled(spec, arch, arch, None, anew=True)
+        if fresh == binary:
+            raise
+        _log.warning("the device refuses the cache's entry of %s (%s): compiled again", spec, error)
+        return _load_module(fresh)
+
+
+def _load_module(binary: Binary) -> Module:
+    import cupy
+
+    # NOTE: RawModule takes a path and may open it again for each kernel that it hands out, and on
+    # each device. Modules are made per device here and hand out all their kernels at once, so the
+    # file need not outlive this call.
+    with tempfile.TemporaryDirectory(prefix="cupyattn-") as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(binary.cubin)
+        return Module(binary, cupy.RawModule(path=str(path)))
+
+
+def device_architecture(capability: int, hopper: bool = False) -> str:
+    """Return what to compile for a device.
+
+    Parameters
+    ----------
+    capability : int
+        Compute capability times ten: 90 for an H100 or H200.
+    hopper : bool
+        Whether the source uses instructions that exist on compute capability 9.0 alone.
+
+    Returns
+    -------
+    str
+        The newest architecture of the same generation, not newer than the device, that the NVRTC
+        of this environment knows; its binary runs on the device.
+
+    Raises
+    ------
+    UnsupportedError
+        If the device is too old, or too new for this NVRTC, or not a Hopper where one is needed.
+    """
+    _check_supported(capability)
+    if hopper:
+        if capability != HOPPER_CAPABILITY:
+            raise UnsupportedError(
+                f"the Hopper form runs on compute capability 9.0 alone, this device has "
+                f"{capability / 10:.1f}: use the portable form"
+            )
+        return "sm_90a"
+    compiler = nvrtc.load()
+    usable = [c for c in compiler.capabilities if c // 10 == capability // 10 and c <= capability]
+    if not usable:
+        raise UnsupportedError(
+            f"NVRTC {_dotted(compiler.version)} does not know compute capability "
+            f"{capability / 10:.1f}: install a newer nvidia-cuda-nvrtc"
+        )
+    return f"sm_{max(usable)}"
+
+
+def _check_supported(capability: int) -> None:
+    if capability < LEAST_CAPABILITY:
+        raise UnsupportedError(
+            f"compute capability {capability / 10:.1f} is not supported, 8.0 and newer are: "
+            "call with NumPy arrays to run the mirror"
+        )
+
+
+def check_runs_on(arch: str, capability: int) -> None:
+    """Raise where a device cannot run the machine code of an architecture."""
+    needed = capability_of(arch)
+    exact = arch.endswith("a")
+    same_generation = needed // 10 == capability // 10 and needed <= capability
+    if needed != capability and (exact or not same_generation):
+        raise UnsupportedError(
+            f"machine code for {arch} does not run on compute capability {capability / 10:.1f}: "
+            "leave arch out to compile for the device"
+        )
+
+
+def check_shared_memory(smem_bytes: int, limit: int, what: str) -> None:
+    """Raise where a block needs more shared memory than a device has.
+
+    Parameters
+    ----------
+    smem_bytes : int
+        Bytes that a block needs.
+    limit : int
+        Bytes that the device allows a block (``MaxSharedMemoryPerBlockOptin``).
+    what : str
+        Which kernel, with its tiles.
+
+    Raises
+    ------
+    KernelLaunchError
+        Naming both numbers and the tile to reduce.
+
+    Examples
+    --------
+    >>> check_shared_memory(49152, 101376, "attn_fa.cu")
+    """
+    if smem_bytes > limit:
+        raise KernelLaunchError(
+            f"{what} needs {smem_bytes} bytes of shared memory per block, this device allows "
+            f"{limit}: reduce tiles.block_kv or tiles.num_stages first, then tiles.block_q"
+        )

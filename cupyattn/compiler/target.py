@@ -1,0 +1,66 @@
+"""Where kernels run: backends, architectures and compute capabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyattn.arrays.kinds import array_namespace
+from cupyattn.compiler import nvrtc
+from cupyattn.compiler.architectures import ARCHITECTURES as ARCHITECTURES
+from cupyattn.compiler.architectures import capability_of as capability_of
+from cupyattn.switches import is_on
+
+BACKENDS = ("cuda", "mirror", "interpret")
+
+#: Libraries by the backends that take their arrays.
+_KIND = {"cuda": "CuPy", "mirror": "NumPy", "interpret": "NumPy"}
+
+
+def choose(backend: str | None, array: Any) -> str:
+    """Return the backend of a call.
+
+    Parameters
+    ----------
+    backend : {"cuda", "mirror", "interpret"} or None
+        What the caller asks for. None: ``cuda`` for CuPy arrays; for NumPy arrays ``mirror``, or
+        ``interpret`` where the environment says ``CUPYATTN_INTERPRET=1``.
+    array : numpy.ndarray or cupy.ndarray
+
+    Raises
+    ------
+    ValueError
+        For another name, or one that does not take arrays of that kind.
+    """
+    kind = array_namespace(array).__name__
+    check_backend(backend)
+    if backend is None:
+        if kind == "cupy":
+            return "cuda"
+        return "interpret" if is_on("CUPYATTN_INTERPRET") else "mirror"
+    if _KIND[backend].lower() != kind:
+        raise ValueError(
+            f"backend={backend!r} takes {_KIND[backend]} arrays, got "
+            f"{'CuPy' if kind == 'cupy' else 'NumPy'} arrays"
+        )
+    return backend
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise ValueError unless there is a backend of that name, or None is named."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be 'cuda', 'mirror' or 'interpret', got {backend!r}")
+
+
+def own_arch(backend: str, array: Any) -> str | None:
+    """Return ``"sm_90a"`` where an array lies on a device that runs the Hopper forms, else None."""
+    hopper = backend == "cuda" and int(array.device.compute_capability) == HOPPER_CAPABILITY
+    return "sm_90a" if hopper else None
+
+#: Compute capability times ten of the devices that the Hopper forms are for.
+HOPPER_CAPABILITY = 90
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Return those of `ARCHITECTURES` that the NVRTC of this environment compiles for."""
+    known = nvrtc.load().capabilities
+    return tuple(arch for arch in ARCHITECTURES if capability_of(arch) in known)

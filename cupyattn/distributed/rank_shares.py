@@ -1,0 +1,102 @@
+"""Batch entries or heads shared among ranks: nothing to exchange but results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyattn.arrays.kinds import array_namespace
+from cupyattn.distributed.group import Group, Message
+from cupyattn.distributed.partition import Partition
+
+#: Axes of layout BHSD by name.
+AXES = {"batch": 0, "heads": 1}
+
+
+def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[Any, Any, Any]:
+    """Return this rank's batch entries, or heads, as `cupyattn.attention` takes them.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, len_q, head_dim)
+    k, v : array, (batch, heads_kv, len_kv, head_dim)
+        Of all ranks.
+    group : Group
+    axis : {"batch", "heads"}
+        What is shared, one behind the other; the first ranks get one more where it does not divide.
+
+    Returns
+    -------
+    q, k, v : array
+        Views.
+
+    Raises
+    ------
+    ValueError
+        For another axis, or if `heads_kv` is no multiple of the ranks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import distributed
+    >>> x = np.ones((3, 2, 4, 8), np.float16)
+    >>> distributed.run(lambda group: share(x, x, x, group)[0].shape[0], 2)
+    [2, 1]
+    """
+    if axis not in AXES:
+        raise ValueError(f"axis must be 'batch' or 'heads', got {axis!r}")
+    if axis == "heads" and k.shape[1] % group.size:
+        raise ValueError(
+            f"heads_kv must be a multiple of the {group.size} ranks to be shared, got "
+            f"k.shape={tuple(k.shape)}: parallel_attention(method='ulysses') shares any heads"
+        )
+
+    def own(x: Any) -> Any:
+        ranges = Partition.contiguous(x.shape[AXES[axis]], group.size).ranges[group.rank]
+        begin, end = ranges[0] if ranges else (0, 0)
+        return x[begin:end] if axis == "batch" else x[:, begin:end]
+
+    return own(q), own(k), own(v)
+
+
+def gather(x: Any, group: Group, axis: str = "batch") -> Any:
+    """Return the arrays of all ranks as one, on every rank.
+
+    Parameters
+    ----------
+    x : array, (batch, heads, ...)
+        This rank's; those of the others differ in the length of the axis alone.
+    group : Group
+    axis : {"batch", "heads"}
+
+    Raises
+    ------
+    RankError
+        If they differ in more, or a rank does not come.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import distributed
+    >>> def on_rank(group):
+    ...     return gather(np.full((group.rank + 1, 1), group.rank), group)
+    >>> distributed.run(on_rank, 2)[0].ravel().tolist()
+    [0, 1, 1]
+    """
+    number = AXES[axis]
+
+    def facts() -> dict[str, Any]:
+        shape = [None if i == number else n for i, n in enumerate(x.shape)]
+        return {"same": {"shape": shape, "dtype": x.dtype.name}, "length": x.shape[number]}
+
+    lengths = [said["length"] for said in group.agree("gather", facts)]
+    xp = array_namespace(x)
+    own = xp.ascontiguousarray(x)
+    shapes = [(*x.shape[:number], length, *x.shape[number + 1 :]) for length in lengths]
+    parts = [
+        own if rank == group.rank else xp.empty(shape, x.dtype) for rank, shape in enumerate(shapes)
+    ]
+    others = [Message(rank, a) for rank, a in enumerate(parts) if rank != group.rank]
+    with group.failing_together("gather"):
+        group.exchange([message._replace(array=own) for message in others], others).wait()
+        group.finish()
+    return Partition.contiguous(lengths).join(parts, axis=number)

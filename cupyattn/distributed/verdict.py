@@ -1,0 +1,298 @@
+"""J2 of results that several ranks computed: as fractions of their bounds, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.kinds import NEG_INF, Array, as_float64
+from cupyattn.bounds import kernel
+from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.distributed.blocks import Span, blocks
+from cupyattn.distributed.bounds import Expected, merged, summed
+from cupyattn.distributed.codes import with_keys_of
+from cupyattn.distributed.mesh import Heads, Mesh, shares_of_heads
+from cupyattn.distributed.partition import Partition, Range
+from cupyattn.distributed.ulysses import merged_ranges
+from cupyattn.gradients.bounds import backward_bound
+from cupyattn.gradients.exact import backward_exact
+from cupyattn.ops.quantize import quantize
+from cupyattn.problem.checks import check_limits
+from cupyattn.quant.config import QuantConfig
+from cupyattn.reference.exact import attention_exact
+from cupyattn.testing.verdict import mean_score
+
+#: Options of `cupyattn.attention` that say where a row may attend.
+PLACES = ("causal", "causal_align", "window")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How a call was shared among ranks.
+
+    Parameters
+    ----------
+    mesh : Mesh
+    rows_q, rows_kv : Partition
+    cu_seqlens_q, cu_seqlens_k : array, optional
+        Of packed sequences; arrays are then one entry (1, heads, total, head_dim).
+    """
+
+    mesh: Mesh
+    rows_q: Partition
+    rows_kv: Partition
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k: Array | None = None
+
+    def sequences(self) -> Iterator[tuple[Range, Range]]:
+        """Yield rows and keys of every sequence."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            yield (0, self.rows_q.length), (0, self.rows_kv.length)
+            return
+        ends = (np.asarray(x).tolist() for x in (self.cu_seqlens_q, self.cu_seqlens_k))
+        yield from zip(*map(pairwise, ends), strict=True)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One call: rows and keys among those of all ranks, and the options that place them."""
+
+    rows: Array
+    keys: Array
+    options: dict[str, Any]
+
+
+def judge(
+    o: Array, q: Array, k: Array, v: Array, shared: Shared, *, variant: str,
+    lse: Array | None = None, quant: QuantConfig | None = None, form: str | None = None,
+    **options: Any,
+) -> float:  # fmt: skip
+    """Return the largest error of a result of several ranks as a fraction of its bound (J2).
+
+    Parameters
+    ----------
+    o : array, (batch, heads, len_q, head_dim)
+        What all ranks returned, joined (`Partition.join`).
+    q, k, v : array
+        The operands of all ranks, NumPy.
+    shared : Shared
+        How the call was shared.
+    variant : str
+        The rung that ran.
+    lse : array, (batch, heads, len_q), optional
+        To be judged, too.
+    quant : QuantConfig, optional
+        Of ``fa_int8``, whose codes each rank made of its own rows and keys. A device adds up the
+        mean of smoothed keys in another order than NumPy, and codes may differ: J2 of codes made
+        on a device needs ``smooth_k=False``.
+    form : str, optional
+        As for `cupyattn.bounds.attention`.
+    **options
+        scale, causal, causal_align, window, softcap of the call.
+
+    Returns
+    -------
+    float
+        It must not exceed 1.
+    """
+    places_of = {name: options[name] for name in PLACES if name in options}
+    rest = {name: value for name, value in options.items() if name not in PLACES}
+    int8 = variant == "fa_int8"
+    worst, dtype = 0.0, q.dtype.name
+    exact_o, exact_lse = _exact(q, k, v, shared, options) if not int8 else (None, None)
+    for rows, pieces in _pieces(shared, places_of, whole_keys=int8):
+        found = []
+        for piece in pieces:
+            some = q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys]
+            how = {**rest, **piece.options}
+            if int8:  # a scale of granularity "tensor" is that of the heads of one call
+                each = [
+                    _of_codes(_some_heads(some, h), quant, form, how) for h in _heads(shared, q, k)
+                ]
+                one = _beside(each) if each else _nothing(some[0].shape)
+            else:
+                one = _of_arrays(some, variant, form, how)
+            found.append(_spread(one, piece.rows, rows, q.shape))
+        if not found:
+            found = [_nothing((*q.shape[:2], rows.size, q.shape[3]))]
+        whole = merged(found, dtype)
+        expected = whole.o if exact_o is None else exact_o[:, :, rows]
+        expected_lse = whole.lse if exact_lse is None else exact_lse[:, :, rows]
+        worst = max(worst, _worst(o[:, :, rows], expected, whole.bound))
+        if lse is not None:
+            worst = max(worst, _worst(lse[:, :, rows], expected_lse, whole.lse_bound))
+    return worst
+
+
+def judge_backward(
+    gradients: Any, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
+    shared: Shared, **options: Any,
+) -> float:  # fmt: skip
+    """Return the largest error of gradients of several ranks as a fraction of its bound (J2).
+
+    Parameters
+    ----------
+    gradients : (dq, dk, dv)
+        What all ranks returned, joined.
+    d_out, q, k, v, out, lse : array
+        What all ranks were given, joined: the gradients are those at this O and lse.
+    shared : Shared
+    **options
+        As for the call: scale, causal, causal_align, window, softcap.
+
+    Returns
+    -------
+    float
+        It must not exceed 1.
+    """
+    places_of = {name: options[name] for name in PLACES if name in options}
+    rest = {name: value for name, value in options.items() if name not in PLACES}
+    exact = {name: np.zeros(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    errors, sizes = ({n: np.zeros(x.shape) for n, x in exact.items()} for _ in range(2))
+    terms, ends = ({n: np.zeros(x.shape, int) for n, x in exact.items()} for _ in range(2))
+    for of_q, of_kv in shared.sequences():
+        one = [x[:, :, slice(*of_q)] for x in (d_out, q, out, lse)]
+        some = one[0], one[1], *(x[:, :, slice(*of_kv)] for x in (k, v)), one[2], one[3]
+        found = backward_exact(*some, all_keys=False, **options)
+        for name, span in (("dq", of_q), ("dk", of_kv), ("dv", of_kv)):
+            exact[name][:, :, slice(*span)] = getattr(found, name)
+    for heads in _heads(shared, q, k):
+        for _, pieces in _pieces(shared, places_of):
+            for piece in pieces:
+                at = _cell(heads.q, piece.rows), _cell(heads.kv, piece.keys)
+                where = {"dq": at[0], "dk": at[1], "dv": at[1]}
+                some = d_out[at[0]], q[at[0]], k[at[1]], v[at[1]], out[at[0]], lse[at[0]]
+                how = {**rest, **piece.options}
+                found = backward_exact(*some, all_keys=False, **how)
+                bound = backward_bound(*some, all_keys=False, **how)
+                for name, place in where.items():
+                    total = bound.total(name)
+                    errors[name][place] += total
+                    sizes[name][place] += np.abs(getattr(found, name)) + total
+                    terms[name][place] += 1
+        for name, span, count in (("dq", heads.q, shared.rows_q.length),
+                                  ("dk", heads.kv, shared.rows_kv.length),
+                                  ("dv", heads.kv, shared.rows_kv.length)):  # fmt: skip
+            ends[name][_cell(span, np.arange(count))] += 1
+    worst = 0.0
+    for name, value in zip(exact, gradients, strict=True):
+        # A ring rounds the sum of each rank's heads, and what several ranks have is rounded again.
+        rounded = ends[name] * (shared.mesh.ring > 1) + (ends[name] > 1)
+        bound = summed(errors[name], sizes[name], terms[name], rounded, q.dtype.name)
+        worst = max(worst, _worst(value, exact[name], bound))
+    return worst
+
+
+def _heads(shared: Shared, q: Array, k: Array) -> Iterator[Heads]:
+    """Yield the heads that are computed together."""
+    if shared.mesh.ulysses == 1:
+        yield Heads((0, q.shape[1]), (0, k.shape[1]))
+        return
+    for of_rank in shares_of_heads(q.shape[1], k.shape[1], shared.mesh.ulysses):
+        yield from (heads for heads in of_rank if heads.q[0] < heads.q[1])
+
+
+def _cell(heads: Range, rows: Array) -> Any:
+    """Index some heads of some rows."""
+    return slice(None), slice(*heads), rows
+
+
+def _pieces(
+    shared: Shared, places_of: dict[str, Any], *, whole_keys: bool = False
+) -> Iterator[tuple[Array, list[_Piece]]]:
+    """Yield rows that are computed together, and the calls that they take part in.
+
+    With `whole_keys` no call has keys of several ranges.
+    """
+    sequences = list(shared.sequences())
+    if shared.mesh.ring == 1:
+        for of_q, of_kv in sequences:
+            yield np.arange(*of_q), [_Piece(np.arange(*of_q), np.arange(*of_kv), places_of)]
+        return
+    spans = []
+    placing = {"causal": False, "causal_align": "bottom-right", "window": (-1, -1), **places_of}
+    for of_q, of_kv in sequences:
+        limits = check_limits(**placing, len_q=of_q[1] - of_q[0], len_kv=of_kv[1] - of_kv[0])
+        spans.append(Span(of_q, of_kv, limits))
+    groups = [shared.mesh.neighbours(first) for first in shared.mesh.circle(0)]
+    for index in range(len(groups)):
+        rows = merged_ranges(shared.rows_q, groups[index])
+        found = []
+        for step in range(len(groups)):
+            keys = merged_ranges(shared.rows_kv, groups[(index - step) % len(groups)])
+            each = [(rows, keys)] if not whole_keys else [((x,), (y,)) for y in keys for x in rows]
+            for some_rows, some_keys in each:
+                for block in blocks(some_rows, some_keys, spans):
+                    options = {"window": block.window, "causal_align": "top-left"}
+                    numbers = _numbers(some_rows)[slice(*block.q)]
+                    found.append(_Piece(numbers, _numbers(some_keys)[slice(*block.kv)], options))
+        yield _numbers(rows), found
+
+
+def _numbers(ranges: tuple[Range, ...]) -> Array:
+    return np.concatenate([np.arange(0), *(np.arange(*r) for r in ranges)])
+
+
+def _exact(q: Array, k: Array, v: Array, shared: Shared, options: Any) -> tuple[Array, Array]:
+    o, lse = np.zeros(q.shape), np.full(q.shape[:3], NEG_INF)
+    for rows, keys in shared.sequences():
+        here, there = slice(*rows), slice(*keys)
+        o[:, :, here], lse[:, :, here] = attention_exact(
+            q[:, :, here], k[:, :, there], v[:, :, there], return_lse=True, **options
+        )
+    return o, lse
+
+
+def _of_arrays(some: Any, variant: str, form: str | None, options: dict[str, Any]) -> Expected:
+    o, lse = attention_exact(*some, return_lse=True, **options)
+    bound = kernel.attention(*some, variant=variant, form=form, **options)
+    return Expected(o, lse, bound.total, bound.lse)
+
+
+def _of_codes(
+    some: Any, quant: QuantConfig | None, form: str | None, options: dict[str, Any]
+) -> Expected:
+    """Attention of the codes that ranks made of rows and of keys."""
+    q, k, v = some
+    no_rows, no_keys = q[:, :, :0], (k[:, :, :0], v[:, :, :0])
+    z = with_keys_of(quantize(q, *no_keys, quant=quant), quantize(no_rows, k, v, quant=quant))
+    operands = kernel.kernel_operands(z)
+    o, lse = attention_exact(*operands, return_lse=True, **options)
+    if z.k_mean is not None:
+        lse = lse + mean_score(operands[0], z, np.arange(q.shape[2]), options.get("scale"))
+    bound = kernel.attention(None, None, None, variant="fa_int8", quantized=z, form=form, **options)
+    return Expected(o, lse, bound.total, bound.lse)
+
+
+def _some_heads(some: Any, heads: Heads) -> Any:
+    q, k, v = some
+    return q[:, slice(*heads.q)], k[:, slice(*heads.kv)], v[:, slice(*heads.kv)]
+
+
+def _beside(each: list[Expected]) -> Expected:
+    """Return what is known of all heads, from what is of some each."""
+    names = ("o", "lse", "bound", "lse_bound")
+    return Expected(*(np.concatenate([getattr(one, n) for one in each], axis=1) for n in names))
+
+
+def _nothing(shape: tuple[int, ...]) -> Expected:
+    return Expected(
+        np.zeros(shape), np.full(shape[:3], NEG_INF), np.zeros(shape), np.zeros(shape[:3])
+    )
+
+
+def _spread(one: Expected, some: Array, rows: Array, shape: tuple[int, ...]) -> Expected:
+    """Return what is known of some rows as of all: the others attend to nothing here."""
+    found = _nothing((*shape[:2], rows.size, shape[3]))
+    at = np.searchsorted(rows, some)
+    for name in ("o", "lse", "bound", "lse_bound"):
+        getattr(found, name)[:, :, at] = getattr(one, name)
+    return found
+
+
+def _worst(value: Array, expected: Array, bound: Array) -> float:
+    return float(ratio_to_bound(as_float64(value), expected, bound).max(initial=0.0))

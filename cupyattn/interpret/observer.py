@@ -1,0 +1,91 @@
+"""Watching kernels run: what an observer is told, and for how long it is.
+
+>>> import numpy as np, cupyattn as ca
+>>> from cupyattn import interpret
+>>> q = np.ones((1, 1, 16, 16), np.float16)
+>>> profile = interpret.Profile()
+>>> with interpret.observe(profile):
+...     o = ca.attention(q, q, q, variant="fa_tc", backend="interpret")
+>>> profile.kernels["attn_fa_tc"].blocks
+1
+
+An observer that is not there costs nothing: the machine asks once for each segment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from cupyattn.interpret.findings import Finding
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.lanes import Lanes
+    from cupyattn.interpret.machine import Machine
+    from cupyattn.interpret.program import Program
+    from cupyattn.plans.records import Launch
+
+
+class Observer:
+    """Is told what the interpreter does. Each method does nothing until a subclass defines it."""
+
+    def start(self) -> None:
+        """Called when `observe` begins: a fault in what was asked for is raised here."""
+
+    def launch(self, one: Launch, program: Program, arch: str) -> None:
+        """Called before a kernel is launched."""
+
+    def before(self, machine: Machine, lanes: Lanes) -> None:
+        """Called before lanes run the instruction at ``machine.place``."""
+
+    def after(self, machine: Machine, lanes: Lanes) -> None:
+        """Called after that."""
+
+    def batch(self, machine: Machine) -> None:
+        """Called when the blocks of a machine have ended, or a finding has stopped them."""
+
+    def finding(self, finding: Finding) -> None:
+        """Called with a hazard, before it is raised."""
+
+    def finish(self) -> None:
+        """Called when `observe` ends without an exception."""
+
+    def close(self) -> None:
+        """Called when `observe` ends, after all else."""
+
+
+_ACTIVE: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
+
+
+def active() -> tuple[Observer, ...]:
+    """Return the observers of the calls that this thread makes now."""
+    return _ACTIVE.get()
+
+
+@contextlib.contextmanager
+def observe(*observers: Observer) -> Iterator[None]:
+    """Let observers watch every kernel that this thread interprets within the ``with`` block.
+
+    Parameters
+    ----------
+    *observers : Observer
+        `Profile`, `Trace`, `Break`, or one of your own. Those of an outer block go on watching.
+
+    Raises
+    ------
+    ValueError
+        At the end, where a `Break` names a line that no kernel has instructions of.
+    OSError
+        At the start, where a `Trace` cannot write its file.
+    """
+    with contextlib.ExitStack() as stack:
+        for observer in observers:
+            observer.start()
+            stack.callback(observer.close)
+        token = _ACTIVE.set((*active(), *observers))
+        stack.callback(_ACTIVE.reset, token)
+        yield
+        for observer in observers:
+            observer.finish()

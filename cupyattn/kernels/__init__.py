@@ -1,0 +1,1 @@
+"""The catalogue of kernels: ladder, tiles, features, numerics, splits, measured times."""

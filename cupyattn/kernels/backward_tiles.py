@@ -1,0 +1,61 @@
+"""Tile sizes of the backward kernels, chosen among those that do not spill and fit in 99 KB."""
+
+from __future__ import annotations
+
+from cupyattn.kernels.tiles import Tiles
+
+#: By largest head_dim: of ``backward_keys.cu``, a block of keys and query rows that come by; and of
+#: ``backward_queries.cu``, a block of query rows and keys that come by. They were not swept.
+_TILES = {
+    64: (Tiles(64, 128, 8, 2), Tiles(128, 32, 4, 2)),
+    128: (Tiles(32, 64, 4, 2), Tiles(128, 16, 4, 2)),
+    256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
+}
+
+#: Those of the Hopper kernels; past head_dim 128, where there are two, of both.
+HOPPER_TILES = {
+    64: Tiles(128, 128, 12, 2),
+    128: Tiles(64, 128, 12, 2),
+    256: Tiles(64, 64, 12, 2),
+}
+#: The largest head_dim of which the Hopper form can sum up dQ in memory.
+SUMMED = 128
+#: Where turns at dQ are faster than atomic additions (experiments/results/backward.json): past this
+#: head_dim, and up to so many keys, twice as many under a causal mask.
+IN_ORDER_PAST, IN_ORDER_KEYS = 64, 1024
+
+#: Of the portable kernels for block masks, whose blocks of 64 in either direction they divide.
+_BLOCK_MASK_TILES = {
+    64: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    128: (Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
+}
+
+
+def backward_tiles(head_dim: int, block_mask: tuple[int, int] = (0, 0)) -> tuple[Tiles, Tiles]:
+    """Return the tiles of the kernel that keeps keys and of the one that keeps query rows.
+
+    Parameters
+    ----------
+    head_dim : int
+    block_mask : (int, int)
+        Rows and keys of a block of the call's block mask; (0, 0): there is none.
+
+    Examples
+    --------
+    >>> backward_tiles(72)[0].block_kv, backward_tiles(40)[0].block_kv
+    (64, 128)
+    """
+    table = _TILES if block_mask == (0, 0) else _BLOCK_MASK_TILES
+    return next(tiles for limit, tiles in table.items() if head_dim <= limit)
+
+
+def hopper_backward_tiles(head_dim: int) -> Tiles:
+    """Return the tiles of the Hopper form.
+
+    Examples
+    --------
+    >>> hopper_backward_tiles(72).block_q
+    64
+    """
+    return next(tiles for limit, tiles in HOPPER_TILES.items() if head_dim <= limit)

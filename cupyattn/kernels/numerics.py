@@ -1,0 +1,284 @@
+"""Where each kernel rounds, and to what: the record that drives mirror and bound.
+
+The tags R0 to R7 are those of docs/MATH_REFERENCE.md; a kernel's header and body, its mirror in
+`cupyattn.reference` and its bound in `cupyattn.bounds` carry the same tags.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+#: Unit roundoff of each storage type: half the distance from 1 to the next number.
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+#: Absolute rounding error in the subnormal range: half the smallest subnormal.
+HALF_SUBNORMAL = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
+#: Relative error of ``ex2.approx.ftz.f32`` (PTX ISA, "ex2": 2^-22 over the full range).
+EX2_APPROX_ERROR = 2.0**-22
+#: Results of ``ex2.approx.ftz.f32`` below this are flushed to zero.
+EX2_FLUSH = 2.0**-126
+#: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md, R3). The CUDA
+#: C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
+TANHF_ERROR = 2.0**-21
+#: LARGEST_SCORE of ``prims/score.cuh``, in log2 units: M is rounded to nearest below, and down from
+#: there on, where its rounding would make exponents of more than LARGEST_EXPONENT, which end there.
+LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
+#: How far weights may grow before an M that lags rises, in log2 units. P and its sums hold weights
+#: up to one number, whether M's rounding makes them or its lag. That of ``sm90/attn_fa_int8.cu``;
+#: LARGEST_SUM of ``sm90/attn_fa_tc.cu``, ``attn_fa_int8.cu`` and ``attn_fa_int8_fused.cu`` is 2 to
+#: its power.
+HEADROOM = LARGEST_EXPONENT
+#: Pieces along the keys that a tile of the Hopper forms is cut into, the last one excepted.
+MOST_PIECES = 16
+#: Codes of P by type: that of the largest exponential of a tile.
+P_CODE_ONE = {"u8": 255.0, "s8": 127.0, "e4m3": 448.0}
+
+
+@dataclass(frozen=True)
+class Shifts:
+    """R4 to R6 of the kernels that keep O whole: what their constants of these names are.
+
+    Those of ``sm90/attn_fa_int8_pv8.cu`` by default; `WHOLE` has ``attn_fa_int8_pv8_whole.cu``'s.
+
+    Parameters
+    ----------
+    code_bits : int
+        The largest weight of a tile is below 2^code_bits, and no less than half of that.
+    lower_bits : int
+        How far M may lie below the highest that a row had.
+    watch_steps : int
+        Steps after which l is looked at.
+    sum_bits : int
+        l stays below 2^sum_bits: where it is looked at, M is kept so high that l, as it is, is
+        below a quarter of that, and the weights until the next time are less than the rest.
+    l_bits : int, optional
+        l is whole, too, in units of 2^(M - l_bits) in each of `LANES` lanes; None: a float.
+    """
+
+    code_bits: int = 8
+    lower_bits: int = 4
+    watch_steps: int = 6
+    sum_bits: int = 23
+    l_bits: int | None = None
+
+    def guards(self, len_kv: int) -> bool:
+        """Whether M has to be kept from falling so low that l would leave its range."""
+        return len_kv >= 1 << (self.sum_bits - self.code_bits - self.lower_bits)
+
+
+#: Those of ``attn_fa_int8_pv8_whole.cu``.
+WHOLE = Shifts(watch_steps=12, l_bits=7)
+#: Lanes that share a row, each with two neighbours of eight keys.
+LANES = 4
+
+#: Unit roundoff of a tensor-core accumulation step (they truncate and align; Blanchard et al. 2020,
+#: Khattak and Mikaitis, arXiv 2512.07004).
+TENSOR_CORE_ROUNDOFF = 2.0**-23
+#: Unit roundoff of that over 8-bit floats: a sum keeps 13 bits of its fraction.
+FP8_ROUNDOFF = 2.0**-13
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Rounding points of one kernel.
+
+    Parameters
+    ----------
+    q_type, k_type, v_type : str
+        Storage types of the operands, ``"int8"`` for codes with scales.
+    out_type : str
+        Storage type of O.
+    scores : {"fma", "tensor_core", "int32"}
+        R2, how Q.K^T accumulates over head_dim.
+    scaling : {"natural", "folded", "dequantised"}
+        R3. ``natural``: S = fl(dot * scale) is rounded, then exp2(fma(S, log2 e, -M)).
+        ``folded``: S = dot, then exp2(fma(S, scale_log2, -M)), no rounding of its own.
+        ``dequantised``: S = fl(fl(dot * k_scale) * fl(scale_log2 * q_scale)) in log2 units, then
+        exp2(S - M); with softcap or bias the same with `scale`, in natural units.
+    p_type : str
+        R5, storage type of P as an operand; ``"float32"`` means that it is not rounded again. Codes
+        ``"u8"`` and ``"s8"`` are multiples of 1/255 and 1/127 of the largest exponential of a tile;
+        ``"e4m3"`` is an 8-bit float, 448 for that exponential.
+    values : {"fma", "tensor_core", "int32", "fp8"}
+        R6, how P.V accumulates over the keys. ``int32``: exactly within a tile, then in float32;
+        ``fp8``: within a tile on tensor cores that keep 14 bits.
+    online : bool
+        R6. True: l and O are rescaled by alpha as the maximum rises, O is divided by l at the end
+        (R7). False: the whole row is known, P is divided by l before P.V.
+    softcap : bool
+        R3. S = fl(softcap * tanhf(fl(S * fl(1 / softcap)))).
+    bias : bool
+        R3. S = fl(S + bias), last of all.
+    headroom : int
+        R4. M stays while weights are at most 2^headroom, and then rises to the largest score of the
+        step. 0: M is the largest score so far.
+    splits : bool
+        R6. Slices of the keys have an online recurrence each, and a weighted sum of them follows.
+    pieces : int
+        R6. Into how many pieces along the keys a row may be cut, each with a recurrence of its own,
+        a weighted sum of which follows; 0 or 1: none.
+    sums_operand : bool
+        R6, R7. True: O is divided by the sum of P as the operand of P.V, a column of that product
+        or a sum of codes; lse has the sum of P before it was rounded.
+    shifts : Shifts, optional
+        R4 to R6. M is a whole number and follows the largest score of each tile down as well as up;
+        codes of P are multiples of 2^M, and O stays in int32, brought to another M by shifts.
+    scales_last : bool
+        R6, R7. The scale of a channel of V, one for all tiles, multiplies the sum of all and not
+        that of each.
+    """
+
+    q_type: str
+    k_type: str
+    v_type: str
+    out_type: str
+    scores: Literal["fma", "tensor_core", "int32"]
+    scaling: Literal["natural", "folded", "dequantised"]
+    p_type: str
+    values: Literal["fma", "tensor_core", "int32", "fp8"]
+    online: bool
+    softcap: bool = False
+    bias: bool = False
+    headroom: int = 0
+    splits: bool = False
+    pieces: int = 0
+    sums_operand: bool = False
+    shifts: Shifts | None = None
+    scales_last: bool = False
+
+    @property
+    def subtracts_first(self) -> bool:
+        """R4. True: exp2(fl(fl(S - m) * log2 e)), m the largest score itself, in natural units.
+
+        So it is with softcap and bias: a bias of -1e9 in a whole block of keys, subtracted after
+        scaling, would leave exponents of the size of its rounding.
+        """
+        return self.softcap or self.bias
+
+    @property
+    def by_tile(self) -> bool:
+        """R4, R5. True: exponentials are taken against the largest score of their own tile.
+
+        They are in units of code 1, so that they are codes but for rounding: M is log2 of the
+        largest code below that score, rounded up; with softcap or bias it is the score. A factor
+        beta = exp2(M_tile - M) brings what a tile adds to l and O to the row's M.
+        """
+        return self.p_type in P_CODE_ONE
+
+    @property
+    def code_log2(self) -> float:
+        """R4. How far exponents may lie above 0, in log2 units: that of the largest code."""
+        return math.log2(P_CODE_ONE[self.p_type]) if self.by_tile and not self.shifts else 0.0
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The rounding points at which this kernel rounds, e.g. ``("R2", "R4", ...)``."""
+        tags = ["R1"] if self.q_type == "int8" else []
+        tags += [] if self.scores == "int32" else ["R2"]
+        tags += [] if self.scaling == "folded" else ["R3"]
+        tags += ["R4"]
+        tags += [] if self.p_type == "float32" else ["R5"]
+        return (*tags, "R6", "R7")
+
+
+def numerics(
+    family: str,
+    form: str,
+    dtype: str,
+    quant: Any = None,
+    *,
+    softcap: bool = False,
+    bias: bool = False,
+) -> Numerics:
+    """Compose the rounding points of a kernel.
+
+    Parameters
+    ----------
+    family : {"unfused", "float32", "tensor_core", "int8"}
+        What the variant computes with (`cupyattn.kernels.ladder.Variant.family`).
+    form : str
+        ``"portable"``, ``"sm90"``, ``"split"``, ``"pv8"``, ``"pv8_whole"``, ``"sm90_pv8"``,
+        ``"sm90_pv8_by_tile"``, ``"sm90_fp8"`` or ``"fused"``: which form of the kernel. All have
+        tensor cores of one roundoff; in the Hopper forms and in those of ``int8`` with 16-bit P M
+        does not follow every new maximum, the split form adds up slices of the keys, the fused form
+        rounds where the portable one does, and of the forms with P and V in 8 bits ``"pv8_whole"``
+        and ``"sm90_pv8"`` have `Shifts`, the others sums of tiles.
+    dtype : {"float16", "bfloat16", "float32"}
+        Storage type of the caller's arrays. ``int8`` with float32 takes V and P to float16.
+    quant : QuantConfig, optional
+        Which codes of P the forms with P and V in 8 bits take: when omitted unsigned, but e4m3 in
+        the form that takes nothing else.
+    softcap, bias : bool
+        Features that change a score; window and masks only select, which rounds nothing.
+
+    Returns
+    -------
+    Numerics
+
+    Raises
+    ------
+    ValueError
+        If family, form or dtype is not one of those above.
+
+    Examples
+    --------
+    >>> numerics("tensor_core", "portable", "float16").tags
+    ('R2', 'R4', 'R5', 'R6', 'R7')
+    >>> numerics("tensor_core", "portable", "float16", softcap=True).scaling
+    'natural'
+    """
+    of_codes = ("pv8", "pv8_whole", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
+    forms = ("portable", "sm90", "split", *of_codes, "fused")
+    if form not in forms:
+        raise ValueError(f"form must be one of {', '.join(forms)}, got {form!r}")
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
+    features: dict[str, Any] = {"softcap": softcap, "bias": bias, "splits": form == "split"}
+    folded: Literal["natural", "folded"] = "natural" if softcap or bias else "folded"
+    if family == "unfused":
+        return Numerics(
+            dtype, dtype, dtype, dtype, "fma", "natural", "float32", "fma", False, **features
+        )
+    if family == "float32":
+        return Numerics(
+            dtype, dtype, dtype, dtype, "fma", folded, "float32", "fma", True, **features
+        )
+    if family == "tensor_core":
+        return Numerics(
+            dtype, dtype, dtype, dtype, "tensor_core", folded, dtype, "tensor_core", True,
+            **features, headroom=HEADROOM if form == "sm90" else 0,
+            pieces=MOST_PIECES + 1 if form == "sm90" else 0,
+        )  # fmt: skip
+    if family == "int8" and form in of_codes:
+        by_form = "e4m3" if form == "sm90_fp8" else "u8"
+        p_type = by_form if quant is None else quant.p_type
+        fp8 = p_type == "e4m3"
+        one_scale = quant is not None and quant.granularity_v == "channel"
+        return Numerics(
+            "int8", "int8", "e4m3" if fp8 else "int8", dtype, "int32", "dequantised", p_type,
+            "fp8" if fp8 else "int32", True, **features,
+            sums_operand=not fp8, shifts={"sm90_pv8": Shifts(), "pv8_whole": WHOLE}.get(form),
+            pieces=MOST_PIECES + 1 if form == "sm90_pv8" else 0,
+            scales_last=form == "sm90_fp8" or (form == "pv8" and one_scale),
+        )  # fmt: skip
+    if family == "int8":
+        value = "float16" if dtype == "float32" else dtype
+        return Numerics(
+            "int8", "int8", value, dtype, "int32", "dequantised", value, "tensor_core", True,
+            **features, headroom=0 if softcap or bias else HEADROOM,
+            sums_operand=form == "sm90", pieces=MOST_PIECES + 1 if form == "sm90" else 0,
+        )  # fmt: skip
+    raise ValueError(
+        f"family must be 'unfused', 'float32', 'tensor_core' or 'int8', got {family!r}"
+    )
+
+
+def check_features(n: Numerics, softcap: float, bias: object) -> Numerics:
+    """Return `n` if it rounds where a call with this softcap and bias does; raise if not."""
+    if n.softcap != bool(softcap) or n.bias != (bias is not None):
+        raise ValueError(
+            f"numerics says softcap={n.softcap}, bias={n.bias}, the call has softcap={softcap} and "
+            f"{'no bias' if bias is None else 'a bias'}"
+        )
+    return n

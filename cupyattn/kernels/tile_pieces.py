@@ -1,0 +1,84 @@
+"""How tiles of one size are shared among the blocks of a persistent kernel: whole, in waves, and
+those of the last wave cut into pieces along the keys, where whole ones would leave blocks idle.
+
+Which rows come out of pieces follows from the sizes of a call, its batch and heads among them; that
+changes how float32 sums are rounded, not more (docs/MATH_REFERENCE.md, E6′).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cupyattn.kernels.numerics import MOST_PIECES
+from cupyattn.kernels.tiles import Tiles
+
+#: Steps of up to `STEP_KEYS` keys that cutting has to save: what is left to be merged, by a second
+#: kernel, costs about ten.
+#: There are as many pieces of a tile as lanes of a warp at most: MOST_PIECES and one.
+LEAST_SAVED, STEP_KEYS = 16, 128
+#: Numbers of steps stay well within an int.
+MOST_STEPS = 2**30
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Which tiles are cut, and how.
+
+    Parameters
+    ----------
+    whole, cut : int
+        The first tiles are whole, the rest are cut.
+    steps : int
+        Over the keys of a tile.
+    share : int
+        Steps that a block takes of the tiles that are cut, which lie in one row for that.
+    """
+
+    whole: int
+    cut: int
+    steps: int
+    share: int
+
+    @property
+    def slots(self) -> int:
+        """Places for what pieces came to: one more for every block and for every tile."""
+        return -(-self.cut * self.steps // self.share) + self.cut - 1 if self.cut else 0
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """``struct PieceParams``, buffers by name."""
+        sizes = {"whole": self.whole, "cut": self.cut, "steps": self.steps, "share": self.share}
+        return sizes | {"O": "piece_O", "rows": "piece_rows"} if self.cut else sizes
+
+    def buffers(self, tiles: Tiles, head_dim: int) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """Return name, shape and dtype of the scratch memory."""
+        if not self.cut:
+            return ()
+        rows = self.slots, tiles.block_q
+        return (("piece_O", (*rows, head_dim), "float32"), ("piece_rows", (*rows, 3), "float32"))
+
+
+def share_out(tiles: int, steps: int, blocks: int, step_keys: int = STEP_KEYS) -> Pieces:
+    """Cut the tiles of the last wave so that every block takes as many of their steps.
+
+    Parameters
+    ----------
+    tiles, steps, blocks : int
+        Tiles, the steps of each, and blocks that take them.
+    step_keys : int
+        Keys of a step.
+
+    Examples
+    --------
+    >>> share_out(1376, 205, 132)  # 10.4 waves
+    Pieces(whole=1320, cut=56, steps=205, share=87)
+    >>> share_out(1320, 205, 132)
+    Pieces(whole=1320, cut=0, steps=205, share=205)
+    """
+    cut = tiles % blocks
+    share = max(-(-cut * steps // blocks), -(-steps // MOST_PIECES), 1)
+    least = max(1, LEAST_SAVED // max(1, step_keys // STEP_KEYS))
+    if not cut or steps - share < least or max(tiles, blocks) * steps > MOST_STEPS:
+        return Pieces(tiles, 0, max(steps, 1), max(steps, 1))
+    return Pieces(tiles - cut, cut, steps, share)

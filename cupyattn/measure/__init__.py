@@ -1,0 +1,1 @@
+"""Times, energy and errors of the rungs on a device, and records of them."""

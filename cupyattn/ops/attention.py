@@ -1,0 +1,417 @@
+"""`attention` and `explain`: the two functions that most callers need."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, ParamSpec, TypeVar
+
+from cupyattn.arrays.form import same_place
+from cupyattn.errors import UnsupportedError
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.call_operands import direct_operands, operands_key
+from cupyattn.ops.mirrored import run_mirror
+from cupyattn.ops.prepared import Prepared, operands_of
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.request import Options, Request
+from cupyattn.problem.resolve import as_given, resolve
+from cupyattn.problem.row_preparation import EPS
+from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantized import QuantizedQKV
+from cupyattn.runtime.recent import recall, remember
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DROPOUT = "leave it out, no weight is dropped here; torch's scaled_dot_product_attention has it"
+_PAGES = "gather the keys and values of a sequence, and pack sequences for attention_varlen"
+#: Arguments that other libraries have, and what to do in their place.
+NOT_OFFERED = {
+    "dropout": _DROPOUT, "dropout_p": _DROPOUT, "block_table": _PAGES, "page_table": _PAGES,
+}  # fmt: skip
+
+
+def _says_what_is_not_offered(function: Callable[P, R]) -> Callable[P, R]:
+    """Let arguments that only other libraries have raise UnsupportedError with the way out."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:  # looked into here alone: calls that are right pay nothing for it
+            for name in NOT_OFFERED.keys() & kwargs.keys():
+                message = f"{name} is not supported: {NOT_OFFERED[name]}"
+                raise UnsupportedError(message) from None
+            raise
+
+    return called
+
+
+@_says_what_is_not_offered
+def attention(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    variant: str = "auto",
+    accuracy: str = "full",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Any = None,
+    bias: Any = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
+    qk_norm: Any = None,
+    qk_norm_eps: float = EPS,
+    block_mask: BlockMask | None = None,
+    layout: str = "BHSD",
+    return_lse: bool = False,
+    out: Any = None,
+    quant: QuantConfig | None = None,
+    tiles: Tiles | None = None,
+    arch: str | None = None,
+    backend: str | None = None,
+    check_finite: bool = False,
+) -> Any:
+    """Scaled dot-product attention, ``softmax(scale * Q K^T) V``.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, len_q, head_dim), or QuantizedQKV
+        Queries, float16, bfloat16 or float32: CuPy, NumPy, or anything with DLPack. Any strides;
+        an array whose last axis is not contiguous is copied, and so is one whose elements do not
+        lie at multiples of their size. Of NumPy's subclasses `numpy.memmap` alone is taken. A
+        `QuantizedQKV` carries all three
+        operands and runs ``fa_int8`` on them.
+    k, v : array, (batch, heads_kv, len_kv, head_dim)
+        Keys and values; `heads_kv` divides `heads` (grouped heads).
+    variant : {"auto", "unfused", "fa", "fa_warps", "fa_tc", "fa_int8"} or a registered name
+        The rung. One asked for by name is never replaced.
+    accuracy : {"full", "balanced", "aggressive"}
+        What ``variant="auto"`` may take: the input's own 16/32-bit arithmetic alone; INT8 Q.K^T
+        too; or 8-bit P.V too. Of that runs what was the fastest where it was measured
+        (`cupyattn.problem.choose.choose`); `explain` says where that was.
+    scale : float, optional
+        Softmax scale; ``head_dim ** -0.5`` when omitted.
+    causal : bool
+        Query i attends key j only where ``j <= i + shift``.
+    causal_align : {"bottom-right", "top-left"}
+        ``shift = len_kv - len_q``, or 0.
+    window : (int, int)
+        Query i attends key j only where ``i + shift - left <= j <= i + shift + right``; -1: no
+        limit on that side. With `causal`, right is 0.
+    softcap : float
+        Not 0: scores become ``softcap * tanh(score / softcap)``, before bias and masks. ``fa_int8``
+        then does not smooth the keys.
+    mask : array, bool, optional
+        True: attend. Broadcasts to (batch, heads, len_q, len_kv), in any layout of q, without a
+        copy; combined with `causal` and `window` by AND.
+    bias : array, optional
+        float16, bfloat16 or float32, added to the scores in natural units; broadcasts likewise.
+        -inf masks the key.
+    rope : (array, array), optional
+        Cosines and sines, ``(positions, head_dim / 2)`` in float32, float16 or bfloat16: Q and K
+        are turned by their positions first, i of key i. The result is attention of the turned
+        operands, rounded to their type (`cupyattn.problem.rope.Rope.turned`); q and k stay as they
+        are.
+    rope_interleaved : bool
+        Angle d turns channels 2 d and 2 d + 1; otherwise d and d + head_dim / 2.
+    rope_offset_q : int
+        Position of query row 0: ``len_kv - len_q`` where the queries are the last of the keys.
+    qk_norm : (array, array), optional
+        Weights of Q and of K, ``(head_dim,)`` or ``(heads, head_dim)``, in float32, float16 or
+        bfloat16: rows of Q and K are divided by their root mean square and multiplied by these,
+        before they are turned (`cupyattn.problem.row_preparation.Preparation`). ``fa_int8`` does
+        both as it quantises, without rounding to 16 bits between.
+    qk_norm_eps : float
+        Added to the mean square.
+    block_mask : BlockMask, optional
+        Which blocks of 64 or 128 keys a block of query rows attends to, combined with all of the
+        above by AND. What it drops is neither loaded nor computed: cost follows the blocks kept.
+        The Hopper forms take blocks of 128 query rows.
+    layout : {"BHSD", "BSHD"}
+        Order of the axes of q, k, v and the result.
+    return_lse : bool
+        Return the log-sum-exp too.
+    out : array, optional
+        Receives O; shape and dtype of the result, aligned elements, sharing memory with no input.
+    quant : QuantConfig, optional
+        How ``fa_int8`` quantises.
+    tiles : Tiles, optional
+        Tile sizes in place of the rung's own, those of its portable form.
+    arch : str, optional
+        Architecture to compile for, for example ``"sm_90"``; the device's own when omitted. On
+        ``"sm_90a"`` (an H100 or H200's own) a rung with a Hopper form runs in that form where it
+        takes the call; `explain` says so.
+    backend : {"cuda", "mirror", "interpret"}, optional
+        ``cuda`` for CuPy arrays. For NumPy arrays ``mirror`` (same blocks and rounding points), or
+        ``interpret``: the kernels themselves, compiled and executed on NumPy, every access
+        checked. ``CUPYATTN_INTERPRET=1`` makes that the default.
+    check_finite : bool
+        Raise if q, k or v holds a NaN or an infinity (waits for the device).
+
+    Returns
+    -------
+    o : array, (batch, heads, len_q, head_dim)
+        Dtype and kind of q, on its device and the current stream.
+    lse : array, float32, (batch, heads, len_q)
+        With `return_lse`: natural logarithm of the sum of ``exp(score)``. A row that may attend to
+        nothing has ``o = 0`` and ``lse = -inf``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For arguments that do not fit together; the message gives the values.
+    UnsupportedError
+        For what the rung cannot do; the message says what is supported.
+    KernelFault
+        With ``backend="interpret"``: a kernel's first hazard.
+
+    Notes
+    -----
+    docs/MATH_REFERENCE.md derives the error bound that every rung is held to, per element.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn as ca
+    >>> q = k = v = np.ones((1, 1, 4, 8), np.float16)
+    >>> ca.attention(q, k, v, causal=True)[0, 0, :, 0]
+    array([1., 1., 1., 1.], dtype=float16)
+    """
+    if isinstance(q, QuantizedQKV) and q.cu_seqlens_q is not None:
+        raise ValueError("this QuantizedQKV holds packed sequences: call attention_varlen")
+    given = direct_operands(
+        q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope, qk_norm=qk_norm
+    )
+    key = None
+    if given is not None and out is None and layout == "BHSD" and not check_finite:
+        key = operands_key(
+            (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
+             rope_offset_q, qk_norm_eps, return_lse, quant, tiles, arch, backend),
+            given, q, block_mask=block_mask,
+        )  # fmt: skip
+        ready = recall(key)
+        if ready is not None:
+            o, lse = ready.run(given, None)
+            return (o, lse) if return_lse else o
+    options = Options(
+        variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
+        rope_interleaved, rope_offset_q, block_mask, layout, return_lse, out, quant, tiles, arch,
+        backend, check_finite, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps,
+    )  # fmt: skip
+    return _run(resolve(q, k, v, options), key, given or {})
+
+
+@_says_what_is_not_offered
+def attention_varlen(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    *,
+    max_len_q: int | None = None,
+    max_len_k: int | None = None,
+    variant: str = "auto",
+    accuracy: str = "full",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Any = None,
+    bias: Any = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
+    qk_norm: Any = None,
+    qk_norm_eps: float = EPS,
+    block_mask: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    quant: QuantConfig | None = None,
+    tiles: Tiles | None = None,
+    arch: str | None = None,
+    backend: str | None = None,
+    check_finite: bool = False,
+) -> Any:
+    """Attention within each of several sequences, packed one behind the other without padding.
+
+    The result is that of `attention` on every sequence by itself, in the same form and on the same
+    tiles bit for bit but for the mean that ``fa_int8`` subtracts from the keys, whose last bits
+    depend on `max_len_k`. The tiles of the Hopper form of ``fa_tc`` follow the mean lengths.
+
+    Parameters
+    ----------
+    q : array, (total_q, heads, head_dim), or QuantizedQKV
+        Queries of all sequences; kinds of arrays, dtypes and strides as for `attention`. A
+        `QuantizedQKV` that `quantize` made of packed sequences carries all operands and offsets.
+    k, v : array, (total_k, heads_kv, head_dim)
+        Keys and values; `heads_kv` divides `heads`.
+    cu_seqlens_q, cu_seqlens_k : array, (batch + 1,), int32 or int64
+        Sequence i is rows ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]`` of q, and likewise of k
+        and v. They start at 0, never fall, and end with the totals; a sequence may be empty, in q,
+        in k or in both. On the host or on the device; int32 on the device needs no copy.
+    max_len_q, max_len_k : int, optional
+        Upper limits of the lengths: how many thread blocks there are, and how much scratch memory
+        (``unfused`` takes ``4 batch heads max_len_q max_len_k`` bytes). Without one of them the
+        offsets are looked at, which waits for the device where they lie there; a `QuantizedQKV` has
+        its own.
+    causal, causal_align, window
+        As for `attention`, by each sequence's own lengths: ``shift = len_kv - len_q`` or 0.
+    rope, rope_interleaved, rope_offset_q
+        As for `attention`, with positions that begin anew in each sequence: `rope_offset_q` is that
+        of its first query. The tables reach as far as the longest sequence.
+    qk_norm, qk_norm_eps
+        As for `attention`.
+    mask, bias, block_mask
+        As for `attention` on a padded batch, ``len_q = max_len_q`` and ``len_kv = max_len_k``: of
+        entry i sequence i takes the top left corner, as far as its lengths reach. Without limits
+        they have the longest lengths.
+    out : array, optional
+        Receives O; shape and dtype of the result, sharing memory with no input.
+    check_finite : bool
+        Raise if q, k or v holds a NaN or an infinity, or if the offsets are wrong, wherever they
+        lie (waits for the device).
+    quant : QuantConfig, optional
+        How ``fa_int8`` quantises, with means and scales of each sequence's own ("tensor": one for
+        all heads of a sequence); given scales go with granularity "tensor" and "head", and are
+        those of a batch of so many entries.
+    variant, accuracy, scale, softcap, return_lse, tiles, arch, backend
+        As for `attention`.
+
+    Returns
+    -------
+    o : array, (total_q, heads, head_dim)
+        Dtype and kind of q, on its device and the current stream.
+    lse : array, float32, (heads, total_q)
+        With `return_lse`: natural logarithm of the sum of ``exp(score)``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For arguments that do not fit together; the message gives the values.
+    UnsupportedError
+        For what is not offered; the message says what is.
+    KernelFault
+        With ``backend="interpret"``: a kernel's first hazard.
+
+    Notes
+    -----
+    Offsets on the host are always checked. On the device they are looked at without `max_len_q` or
+    `max_len_k`, or with `check_finite`; otherwise nothing waits for them, and offsets that do not
+    end with the totals make a kernel read and write past the arrays. A sequence longer than its
+    limit is cut to it: rows of O past the limit are not written. ``CUPYATTN_DEBUG=1`` stops the
+    kernel there.
+
+    `cupyattn.plan` and `cupyattn.explain` take `cu_seqlens_q`, `cu_seqlens_k`, `max_len_q` and
+    `max_len_k` by name.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn as ca
+    >>> q = k = v = np.ones((5, 1, 8), np.float16)
+    >>> ends = np.array([0, 2, 2, 5])
+    >>> o, lse = ca.attention_varlen(q, k, v, ends, ends, scale=1.0, return_lse=True)
+    >>> o.shape, (lse[0] - 8).round(2).tolist()
+    ((5, 1, 8), [0.6899999976158142, 0.6899999976158142, 1.100000023841858, ...])
+    """
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    limits = max_len_q, max_len_k
+    coded = isinstance(q, QuantizedQKV)
+    if coded and q.cu_seqlens_q is None:
+        raise ValueError(
+            "this QuantizedQKV holds no packed sequences: call attention, or quantize with "
+            "cu_seqlens_q and cu_seqlens_k"
+        )
+    if not coded and cu_seqlens_q is cu_seqlens_k is None:
+        raise TypeError("attention_varlen needs cu_seqlens_q and cu_seqlens_k beside arrays")
+    given = direct_operands(
+        q, k, v, mask=mask, bias=bias, block_mask=block_mask, rope=rope, qk_norm=qk_norm, **packed
+    )
+    key = None
+    known = coded or None not in limits
+    if given is not None and out is None and not check_finite and known:
+        key = operands_key(
+            (variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
+             rope_offset_q, qk_norm_eps, return_lse, quant, tiles, arch, backend, limits),
+            given, q, block_mask=block_mask,
+        )  # fmt: skip
+        ready = recall(key)
+        if ready is not None:
+            entry = {} if coded else {n: given[n][None].swapaxes(1, 2) for n in "qkv"}
+            o, lse = ready.run({**given, **entry}, None)
+            o = as_given(o, "BSHD", packed=True)
+            return (o, lse) if return_lse else o
+    options = Options(
+        variant, accuracy, scale, causal, causal_align, window, softcap, mask, bias, rope,
+        rope_interleaved, rope_offset_q, block_mask, return_lse=return_lse, out=out, quant=quant,
+        tiles=tiles, arch=arch, backend=backend, check_finite=check_finite, max_len_q=max_len_q,
+        max_len_k=max_len_k, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, **packed,
+    )  # fmt: skip
+    return _run(resolve(q, k, v, options), key, given or {})
+
+
+def _run(request: Request, key: Any, given: dict[str, Any]) -> Any:
+    """Run a call; keep it under its key if its operands are those `given`, none of them copied."""
+    if request.backend == "mirror":
+        o, lse = run_mirror(request)
+    else:
+        ready = Prepared(request, keep=False)
+        operands = operands_of(request)
+        o, lse = ready.run(operands, request.receiver)
+        # NOTE: mask and bias are broadcast views; where they were copied they lie elsewhere, as
+        # the tables of rope do.
+        copied = any(not same_place(operands[n], a) for n, a in given.items())
+        if key is not None and ready.is_complete and not copied:
+            remember(key, ready)
+    out = request.options.out
+    result = request.restore(o) if out is None else out
+    return (result, request.restore_lse(lse)) if request.call.return_lse else result
+
+
+@_says_what_is_not_offered
+def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
+    """Prepare a call of `attention` once, to run it many times.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As for `attention`, or with `cu_seqlens_q` and `cu_seqlens_k` for `attention_varlen`. Only
+        their shapes, strides, dtypes, addresses modulo 16 and device count; with ``out=`` each
+        call is given one.
+
+    Returns
+    -------
+    Prepared
+        Call it with ``(q, k, v)`` of the same form: it checks little, plans nothing, and owns its
+        scratch memory, so a CUDA graph may capture it. ``str()`` says what runs.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = np.ones((1, 1, 4, 8), np.float16)
+    >>> prepared = plan(q, q, q, causal=True)
+    >>> prepared(q, q, q)[0, 0, :, 0]
+    array([1., 1., 1., 1.], dtype=float16)
+    """
+    return Prepared(resolve(q, k, v, _options("plan", options)))
+
+
+def _options(function: str, options: dict[str, Any]) -> Options:
+    """Return keyword arguments of `attention` as given to another function."""
+    known = {field.name for field in fields(Options)}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return Options(**options)

@@ -1,0 +1,161 @@
+"""Says what a call would do, without doing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyattn.ops.attention import _options, _says_what_is_not_offered
+from cupyattn.ops.backward import _plan_of, _take, check_offered
+from cupyattn.plans.records import Plan
+from cupyattn.plans.stages import stages
+from cupyattn.problem.request import Options, Request
+from cupyattn.problem.resolve import resolve
+
+
+@_says_what_is_not_offered
+def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> str:
+    """Say what `attention` would do with the same arguments, without doing it.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As for `attention`, or with `cu_seqlens_q` and `cu_seqlens_k` for `attention_varlen`.
+
+    Returns
+    -------
+    str
+        Rung and why, where it runs, what a pass before the rung leaves to it with sizes in bytes,
+        and for every plan: form, tiles, features, launches with grid and block, workspace bytes.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = np.ones((1, 1, 4, 8), np.float16)
+    >>> print(explain(q, q, q).splitlines()[0])
+    fa_tc: the fastest rung of accuracy class 'full' for float16, by rule: it runs on no device
+    """
+    request = resolve(q, k, v, _options("explain", options))
+    where = {
+        "cuda": "runs on the device",
+        "mirror": "runs in NumPy, with the blocks and the rounding of these launches",
+        "interpret": "runs these launches in the interpreter, on NumPy",
+    }
+    lines = [f"{request.variant.name}: {request.why}", where[request.backend]]
+    lines += score_lines(request)
+    found = stages(request)
+    return "\n".join([*lines, *found.memory, *map(str, found.plans)])
+
+
+def score_lines(request: Request) -> list[str]:
+    """Say what happens to the scores and to what makes them, in a line each where anything does."""
+    call, said = request.call, []
+    if call.causal or call.window:
+        aligned = call.packed is not None and call.packed.bottom_right
+        row = "i + len_kv - len_q " if aligned else "i"
+        ends = [f"{row}{call.window_shift:+d} <= j"] if call.window else []
+        ends += [f"j <= {row}{call.causal_shift:+d}"] if call.causal else []
+        where = " of its sequence" if call.packed else ""
+        said += [f"row i attends key j{where} where {' and '.join(ends)}"]
+    said += [f"softcap {call.softcap:g}"] if call.softcap else []
+    for name in ("mask", "bias"):
+        array = getattr(request.options, name)
+        if array is not None:
+            said += [f"{name} of shape {tuple(array.shape)}"]
+    block_mask = request.options.block_mask
+    if block_mask is not None:
+        said += [
+            f"block mask of {block_mask.block_q} x {block_mask.block_kv} blocks, "
+            f"{block_mask.density:.1%} of them kept"
+        ]
+    lines = ["scores: " + "; ".join(said)] if said else []
+    where = request.prepared_when
+    if call.qk_norm:
+        lines += [f"qk_norm: rows of q and k are divided by their root mean square {where}"]
+    if call.rope:
+        lines += [
+            f"rope: {call.rope.replace('_', '-')} channels of q and k are turned {where}; query "
+            f"row i has the position i+{call.rope_offset_q}"
+        ]
+    return lines
+
+
+def plans(request: Request) -> list[Plan]:
+    """Plan a request from shapes and strides alone: the quantising passes, then attention."""
+    return stages(request).plans
+
+
+def kernel_form(q: Any, k: Any = None, v: Any = None, **options: Any) -> dict[str, Any]:
+    """Return which kernel `attention` runs with the same arguments, as its judges take it.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As for `attention`.
+
+    Returns
+    -------
+    dict
+        ``form`` and ``tiles``, as `cupyattn.testing.judge` and `cupyattn.bounds.attention` take
+        them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = np.ones((1, 1, 4, 8), np.float16)
+    >>> kernel_form(q, q, q, variant="fa")["form"]
+    'portable'
+    """
+    plan = plans(resolve(q, k, v, _options("kernel_form", options)))[-1]
+    return {"form": plan.form, "tiles": plan.tiles}
+
+
+def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> str:
+    """Say what `attention_backward` would do with the same arguments, without doing it.
+
+    Parameters
+    ----------
+    d_out, q, k, v, out, lse, **options
+        As for `attention_backward`, or with `cu_seqlens_q` and `cu_seqlens_k` for
+        `attention_varlen_backward`.
+
+    Returns
+    -------
+    str
+        The form and why, what happens to the scores, and the plan: tiles, launches, workspace.
+
+    Raises
+    ------
+    ValueError, TypeError, UnsupportedError
+        As `attention_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn as ca
+    >>> x = np.ones((1, 1, 4, 8), np.float16)
+    >>> o, lse = ca.attention(x, x, x, return_lse=True)
+    >>> print(ca.explain_backward(x, x, x, x, o, lse).splitlines()[0])
+    atomic: blocks of keys add up dQ in memory; deterministic=True has the same bits on every run
+    """
+    deterministic = options.pop("deterministic", None)
+    check_offered(q, options.pop("qk_norm", None), deterministic)
+    request = resolve(q, k, v, Options(variant="fa_tc", return_lse=True, **options))
+    plan = _plan_of(request, _take(d_out, out, lse, request), deterministic)
+    if plan.form.endswith("atomic"):
+        why = (
+            "blocks of keys add up dQ in memory; deterministic=True has the same bits on every run"
+        )
+    else:
+        in_turns = any(work.name == "turns" for work in plan.workspace)
+        how = "blocks of keys take turns at dQ" if in_turns else "a kernel of its own makes dQ"
+        reason = "past head_dim 128 Hopper has no other form"
+        if deterministic:
+            reason = "asked for"
+        elif in_turns:
+            reason = "faster here"
+        why = f"{reason}; {how}"
+    return "\n".join([f"{plan.form}: {why}", *score_lines(request), str(plan)])

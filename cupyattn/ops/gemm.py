@@ -1,0 +1,228 @@
+"""`int8_gemm`: a matrix product of INT8 codes with block-wise scales."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
+from cupyattn.arrays.kinds import STORAGE, array_namespace
+from cupyattn.arrays.memory import as_input, check_receiver, on_device_of
+from cupyattn.compiler.architectures import check_arch
+from cupyattn.compiler.target import choose, own_arch
+from cupyattn.kernels.limits import MAX_LENGTH
+from cupyattn.kernels.tiles import GemmTiles, check_kind
+from cupyattn.ops.run import run
+from cupyattn.plans.gemm import check_tiles_of, on_hopper, plan_gemm, where_shared
+from cupyattn.plans.records import Operand
+from cupyattn.quant.activation import check_activation
+from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape
+from cupyattn.reference.gemm import gemm_mirror
+from cupyattn.runtime.repeated import call_key, recall, remember
+
+Array = Any
+
+
+def int8_gemm(
+    a: Array,
+    a_scales: Array,
+    b: Array,
+    b_scales: Array,
+    out_dtype: str = "float16",
+    *,
+    bias: Array | None = None,
+    activation: str | None = None,
+    outliers: tuple[Array, Array] | None = None,
+    tiles: GemmTiles | None = None,
+    arch: str | None = None,
+    backend: str | None = None,
+    out: Array | None = None,
+) -> Array:
+    """Multiply activations by a weight, both in INT8 codes: ``activation(a b^T + bias)``.
+
+    Parameters
+    ----------
+    a : array, (..., k), int8
+        Codes of activations, as `act_quant` makes them. NumPy or CuPy. Leading axes that do not
+        follow each other evenly in memory are copied.
+    a_scales : array, (..., ceil(k / 128)), float32
+    b : array, (n, k), int8
+        Codes of a weight, as `weight_quant` makes them.
+    b_scales : array, (ceil(n / 128), ceil(k / 128)), float32
+    out_dtype : {"float16", "bfloat16", "float32"}
+    bias : array, (n,), float16, bfloat16 or float32, optional
+    activation : {"gelu", "gelu_tanh", "silu"}, optional
+        `cupyattn.reference.gemm.activate` defines them.
+    outliers : (array, array), optional
+        (..., r) and (n, r), both float16 or both bfloat16: r further columns along k that were not
+        quantised.
+    tiles : GemmTiles, optional
+        Chosen by the shape when omitted; of the portable form, unless `arch` is ``"sm_90a"``. Where
+        several blocks share a tile (`GemmTiles.splits`, `GemmTiles.tail_splits`), the bits follow
+        from that number, too.
+    arch : str, optional
+        Architecture to compile for, which decides the form: ``"sm_90a"`` names the Hopper form.
+    backend : {"cuda", "mirror", "interpret"}, optional
+        As for `cupyattn.attention`.
+    out : array, (..., n), out_dtype, optional
+        Receives the result, in C order; shares no memory with the operands.
+
+    Returns
+    -------
+    array, (..., n), out_dtype
+        `out` where it is given, else a new one of the kind that came in. A NaN scale makes the
+        elements NaN that it belongs to.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays that do not fit together, unknown names, and `tiles` that are shared by more
+        blocks than k has slices of 128.
+    UnsupportedError
+        For `tiles` of the Hopper form and operands that it does not take, for tiles that are
+        shared on an architecture without clusters, and for a shared last wave in the portable form.
+
+    Notes
+    -----
+    The Hopper form runs on compute capability 9.0 with more than 32 rows, or more than 16 of a wide
+    layer (`cupyattn.plans.gemm.on_hopper`), where addresses and rows are multiples of 16
+    bytes; where they are not, the portable form runs, and the logger ``cupyattn`` says why. At
+    level DEBUG it says form, tiles and launches of every new call.
+
+    The scales of a slice of 128 codes are applied to its exact sum, in float32:
+    ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order; with few rows, and in the last wave
+    of many, the blocks of a cluster may share the slices of a tile, and add up their sums in order.
+    So the bits of a result depend on the sizes of the product, the form and `tiles`, and on nothing
+    else.
+    `cupyattn.quant.gemm_error` bounds the result element by element.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> x, w = (rng.standard_normal(s).astype(np.float32) for s in ((3, 200), (5, 200)))
+    >>> from cupyattn.quant import act_quant, weight_quant
+    >>> c = int8_gemm(*act_quant(x), *weight_quant(w), "float32")
+    >>> float(np.linalg.norm(c - x @ w.T) / np.linalg.norm(x @ w.T)) < 0.02
+    True
+    """
+    given = {"a": a, "a_scales": a_scales, "b": b, "b_scales": b_scales}
+    given |= {} if bias is None else {"bias": bias}
+    given |= {} if outliers is None else dict(zip(("a_16", "b_16"), outliers, strict=True))
+    given |= {} if out is None else {"c": out}
+    key, addresses = call_key(("int8_gemm", out_dtype, activation, tiles, arch, backend), given)
+    again = recall(key)
+    if again is not None:
+        made = again(addresses)
+        return made[0] if out is None else out
+    check_arch(arch)
+    arrays = dict(given)
+    given.pop("c", None)
+    given = {name: operand(name, array) for name, array in given.items()}
+    a, a_scales, b, b_scales = (given[n] for n in ("a", "a_scales", "b", "b_scales"))
+    bias = given.get("bias")
+    xp = array_namespace(*given.values(), *([] if out is None else [out]))
+    check_one_device(**given, out=out)
+    backend, activation = choose(backend, a), activation or ""
+    _check(given, out_dtype, activation)
+    if out is not None:
+        _check_out(out, (*a.shape[:-1], b.shape[0]), out_dtype, given)
+    if tiles is not None:
+        check_kind(tiles, GemmTiles)
+        check_tiles_of(tiles, a.shape[-1], arch)
+    shape, n = tuple(a.shape[:-1]), b.shape[0]
+    for name in {"a", "a_scales", "a_16"} & given.keys():
+        given[name] = given[name].reshape(math.prod(shape), given[name].shape[-1])
+    if backend == "mirror":
+        pair = (given["a_16"], given["b_16"]) if outliers is not None else None
+        sharing: dict[str, Any] = {}
+        if tiles is not None and tiles.cluster > 1:
+            sharing = {"splits": tiles.cluster, "shared": where_shared(math.prod(shape), n, tiles)}
+        c = gemm_mirror(
+            given["a"], given["a_scales"], b, b_scales, out_dtype, bias=bias,
+            activation=activation, outliers=pair, **sharing,
+        )  # fmt: skip
+        if out is None:
+            return c.reshape(*shape, n)
+        out[...] = c.reshape(*shape, n)
+        return out
+    arch, tiles = form_of(a, b, tiles, arch, backend)
+    with on_device_of(a):
+        buffers = {name: as_input(contiguous_last_axis(x)) for name, x in given.items()}
+        rows = (math.prod(shape), n)
+        c = xp.empty(rows, STORAGE[out_dtype]) if out is None else out.reshape(rows)
+        buffers["c"] = c
+        of = {name: Operand.of(x) for name, x in buffers.items() if name != "bias"}
+        plan = plan_gemm(
+            of["a"], of["a_scales"], of["b"], of["b_scales"], of["c"], out_dtype,
+            bias="" if bias is None else bias.dtype.name, activation=activation,
+            outliers=None if outliers is None else (of["a_16"], of["b_16"], _type(outliers)),
+            tiles=tiles, arch=arch,
+        )  # fmt: skip
+        run(backend, plan, buffers, arch)
+        if out is None:
+            remember(key, plan, arch, arrays, buffers, {"c": (*shape, n)})
+        else:
+            remember(key, plan, arch, arrays, buffers, {}, receiver="c")
+    return c.reshape(*shape, n) if out is None else out
+
+
+def form_of(
+    a: Array, b: Array, tiles: GemmTiles | None, arch: str | None, backend: str
+) -> tuple[str | None, GemmTiles | None]:
+    """Return architecture and tiles of a product: the caller's, or those for a Hopper device."""
+    if arch is None and tiles is None and own_arch(backend, a):
+        return on_hopper(math.prod(a.shape[:-1]), *b.shape)
+    return arch, tiles
+
+
+def _type(outliers: tuple[Array, Array]) -> str:
+    return str(outliers[0].dtype.name)
+
+
+def _check_out(out: Array, shape: tuple[int, ...], out_dtype: str, read: dict[str, Array]) -> None:
+    check_receiver(out, shape, out_dtype, read)
+    if not out.flags.c_contiguous:
+        raise ValueError(f"out must lie in C order, got strides {out.strides} of {shape}")
+
+
+def _check(given: dict[str, Array], out_dtype: str, activation: str) -> None:
+    """Raise unless the operands of a product fit together."""
+    check_out_dtype(out_dtype)
+    check_activation(activation)
+    a, b = given["a"], given["b"]
+    for name, dtype in (("a", "int8"), ("b", "int8"), ("a_scales", "float32"),
+                        ("b_scales", "float32")):  # fmt: skip
+        if given[name].dtype != np.dtype(dtype):
+            raise TypeError(f"{name} must be {dtype}, got {given[name].dtype}")
+    if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[1]:
+        raise ValueError(
+            "a must be (..., k) and b (n, k), got a.shape="
+            f"{tuple(a.shape)} and b.shape={tuple(b.shape)}"
+        )
+    expected = {
+        "a_scales": (*a.shape[:-1], -(-a.shape[-1] // BLOCK_SIZE)),
+        "b_scales": scale_shape(b.shape, BLOCK_SIZE),
+        "bias": (b.shape[0],),
+    }
+    if "a_16" in given:
+        columns = given["a_16"].shape[-1] if given["a_16"].ndim else 0
+        expected |= {"a_16": (*a.shape[:-1], columns), "b_16": (b.shape[0], columns)}
+        types = {given[name].dtype.name for name in ("a_16", "b_16")}
+        if len(types) > 1 or not types < {"float16", "bfloat16"}:
+            raise TypeError(
+                "outliers must both be float16 or both bfloat16, got "
+                f"{given['a_16'].dtype.name} and {given['b_16'].dtype.name}"
+            )
+    for name in expected.keys() & given.keys():
+        if tuple(given[name].shape) != expected[name]:
+            raise ValueError(
+                f"{name} must have shape {expected[name]} for a.shape={tuple(a.shape)} and "
+                f"b.shape={tuple(b.shape)}, got {tuple(given[name].shape)}"
+            )
+    if "bias" in given and given["bias"].dtype.name not in STORAGE:
+        raise TypeError(f"bias must be {' or '.join(STORAGE)}, got {given['bias'].dtype.name}")
+    largest = max(math.prod(a.shape[:-1]), a.shape[-1], b.shape[0])
+    if largest > MAX_LENGTH:
+        raise ValueError(f"rows, columns and k must be at most 2^30, got {largest}")

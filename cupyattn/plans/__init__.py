@@ -1,0 +1,1 @@
+"""Which kernels a call launches, with which parameters: pure data."""

@@ -1,0 +1,165 @@
+"""From a checked call to a `cupyattn.plans.records.Plan`. The only file that casts scalars for a
+kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.errors import UnsupportedError
+from cupyattn.kernels import tile_pieces
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.ladder import SUFFIXED, Variant
+from cupyattn.kernels.limits import INT32_MAX
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.records import Launch, Operand, TensorMap, Workspace
+from cupyattn.plans.structs import (
+    PIECE_PARAMS,
+    SCHEDULE_PARAMS,  # fmt: skip
+)
+from cupyattn.problem.call import AttentionSpec
+
+LOG2E = math.log2(math.e)
+
+#: Thread blocks of a persistent Hopper kernel: one for each SM of an H100 or H200 SXM. Blocks take
+#: tiles as they become free, so a device with fewer SMs computes the same.
+HOPPER_BLOCKS = 132
+#: Forms that cut the tiles of the last wave (`cupyattn.kernels.tile_pieces`).
+PIECES_OF = ("sm90", "sm90_pv8")
+#: Rows of O that a warp of such a kernel stores at a time.
+HOPPER_STORE_ROWS = 16
+
+
+def module_spec(
+    variant: Variant, features: Features, tiles: Tiles, form: str = "portable"
+) -> ModuleSpec:
+    """Return what to compile for a variant with these features and tiles."""
+    folder, suffix = SUFFIXED.get(form, ("" if form == "portable" else f"{form}/", ""))
+    source = variant.source or f"{folder}attn_{variant.name}{suffix}.cu"
+    return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
+
+
+def _named(variant: Variant, form: str, note: str = "") -> str:
+    """Return a kernel's name for a message, with the reason where its form is not the Hopper one.
+
+    A `note` that gives such a reason begins with ``"portable form: "``.
+    """
+    return f"{variant.name} ({note if note.startswith('portable form') else form})"
+
+
+def widest(*operands: Operand) -> int:
+    """Return how many elements an access may have that all of the operands allow."""
+    return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
+
+
+def check_grid(what: str, *counts: int, limit: int = INT32_MAX) -> int:
+    """Return the product of `counts`, how many blocks there are; UnsupportedError past a limit."""
+    blocks = math.prod(counts)
+    if blocks > limit:
+        raise UnsupportedError(
+            f"{what} takes {blocks} blocks, more than {limit}: split the call over batch or heads"
+        )
+    return blocks
+
+
+def features_of(call: AttentionSpec, vec: int, **quantised: Any) -> Features:
+    """Return what kernels of a call are compiled for; `quantised` names fields of `Features`."""
+    return Features(
+        call.dtype, call.head_dim, call.causal, call.return_lse, vec, window=call.window,
+        softcap=bool(call.softcap), mask=call.mask, bias=call.bias, block_mask=call.block_mask,
+        rope=call.rope, varlen=call.packed is not None, stacked=call.stack > 0, **quantised,
+    )  # fmt: skip
+
+
+def attn_params(
+    call: AttentionSpec,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    o: Operand,
+    mask: Operand | None,
+    bias: Operand | None,
+    kept_blocks: Operand | None,
+) -> dict[str, Any]:
+    """Return the fields of ``struct AttnParams``, buffers by their names."""
+    given = mask is not None, bias is not None, kept_blocks is not None
+    if given != (call.mask, bool(call.bias), call.block_mask != (0, 0)):
+        raise ValueError(
+            "mask, bias and kept_blocks must be given where the call has them, and only there"
+        )
+    absent, packed = (0, 0, 0, 0), call.packed
+    return {
+        "Q": "q", "K": "k", "V": "v", "O": "o",
+        "lse": "lse" if call.return_lse else None, "S": None,
+        "Q_stride": q.row_strides, "K_stride": k.row_strides,
+        "V_stride": v.row_strides, "O_stride": o.row_strides,
+        "batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv,
+        "len_q": call.len_q, "len_kv": call.len_kv, "causal_shift": call.causal_shift,
+        "scale": call.scale, "scale_log2": call.scale * LOG2E,
+        "mask": "mask" if mask else None, "bias": "bias" if bias else None,
+        "mask_stride": mask.strides if mask else absent,
+        "bias_stride": bias.strides if bias else absent,
+        "window_shift": call.window_shift, "softcap": call.softcap,
+        "softcap_inverse": 1 / call.softcap if call.softcap else 0.0,
+        "kept_blocks": "kept_blocks" if kept_blocks else None,
+        "kept_stride": kept_blocks.row_strides if kept_blocks else absent[:3],
+        "rope_cos": "rope_cos" if call.rope else None,
+        "rope_sin": "rope_sin" if call.rope else None, "rope_offset_q": call.rope_offset_q,
+        "cu_seqlens_q": "cu_seqlens_q" if packed else None,
+        "cu_seqlens_k": "cu_seqlens_k" if packed else None,
+        "total_q": packed.total_q if packed else 0,
+        "bottom_right": packed is not None and packed.bottom_right, "stack": call.stack,
+    }  # fmt: skip
+
+
+def _persistent(
+    call: AttentionSpec,
+    count: int,
+    boxes: Sequence[tuple[str, str, Operand, int]],
+    tiles: Tiles,
+    form: str = "sm90",
+) -> tuple[int, tuple[Any, ...], tuple[Workspace, ...], tile_pieces.Pieces]:
+    """Return blocks, further parameters, workspace, and pieces of a form that takes `count` tiles.
+
+    Boxes are buffer, dtype, operand and rows of what the copy engine moves.
+    """
+    # NOTE: every block goes on to a tile past the last, whose number is an int as well.
+    check_grid("the Hopper form", count, limit=INT32_MAX - HOPPER_BLOCKS)
+    uneven = (call.causal and not call.stack) or call.window
+    uneven = uneven or call.packed is not None or call.block_mask != (0, 0)
+    cuts = form in PIECES_OF and not uneven
+    steps = -(-call.len_kv // tiles.block_kv)
+    sharing = HOPPER_BLOCKS if cuts else 1  # one block cuts nothing
+    cut = tile_pieces.share_out(count, steps, sharing, tiles.block_kv)
+    structs: tuple[Any, ...] = tuple(tensor_map_of(*box) for box in boxes)
+    structs += ((SCHEDULE_PARAMS, {"next_tile": "next_tile" if uneven else None}),)
+    structs += ((PIECE_PARAMS, cut.params),) if form in PIECES_OF else ()
+    counter = (Workspace("next_tile", (1,), "int32", zeros=True),)
+    parts = tuple(Workspace(*one) for one in cut.buffers(tiles, call.head_dim))
+    blocks = HOPPER_BLOCKS if cut.cut else min(count, HOPPER_BLOCKS)
+    return blocks, structs, counter if uneven else parts, cut
+
+
+def _merge_pieces(
+    spec: ModuleSpec, tiles: Tiles, cut: tile_pieces.Pieces, structs: tuple[Any, ...]
+) -> tuple[Launch, ...]:
+    """Plan what brings the pieces of tiles together, a warp to a query row; () without any."""
+    if not cut.cut:
+        return ()
+    grid = -(-cut.cut * tiles.block_q // tiles.num_warps)
+    # Wherever codes of Q are made, the pieces are alike: one module for both.
+    defines = tuple(one for one in spec.defines if one[0] != "CFG_QUANTIZE_Q")
+    merge = ModuleSpec("sm90/merge_pieces.cu", defines)
+    structs += ((PIECE_PARAMS, cut.params),)
+    return (Launch(merge, "merge_pieces", grid, tiles.num_threads, False, structs),)
+
+
+def tensor_map_of(name: str, dtype: str, x: Operand, rows: int) -> TensorMap:
+    """Describe an operand, copied `rows` rows and 128 bytes of columns at a time."""
+    # NOTE: an axis of length 1 is never stepped along, but its stride must still be a legal one.
+    strides = tuple(
+        s * x.itemsize if n > 1 else 16 for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True)
+    )
+    return TensorMap(name, dtype, x.shape, strides, (1, 1, rows, 128 // x.itemsize))

@@ -1,0 +1,218 @@
+"""Which launches of kernels_cu/backward_*.cu make the gradients of a call: pure data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.kernels.backward_tiles import (
+    IN_ORDER_KEYS,
+    IN_ORDER_PAST,
+    SUMMED,
+    backward_tiles,
+    hopper_backward_tiles,
+)
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans import hopper
+from cupyattn.plans.assemble import attn_params, check_grid, features_of, tensor_map_of, widest
+from cupyattn.plans.records import Launch, Operand, Plan, Workspace
+from cupyattn.plans.structs import ATTN_PARAMS
+from cupyattn.problem.call import AttentionSpec
+
+#: ``struct BackwardParams`` of kernels_cu/prims/params.cuh, field by field.
+BACKWARD_PARAMS = np.dtype(
+    [
+        ("dO", "u8"), ("dQ", "u8"), ("dK", "u8"), ("dV", "u8"),
+        ("dO_stride", "i8", 3), ("dQ_stride", "i8", 3), ("dK_stride", "i8", 3),
+        ("dV_stride", "i8", 3), ("row_M", "u8"), ("row_factor", "u8"), ("coarse", "u8"),
+        ("delta", "u8"), ("dQ_sum", "u8"), ("rows", "i8"), ("kept_rows", "u8"),
+        ("kept_rows_stride", "i8", 3), ("turns", "u8"), ("next_block", "u8"), ("all_keys", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
+
+#: ROW_PAD of kernels_cu/prims/gradient.cuh.
+ROW_PAD = 128
+#: COARSE_ROWS of it: rows that share a flag.
+COARSE_ROWS = 16
+#: Of the passes over query rows, ``backward_delta.cu`` and ``backward_sums.cu``.
+_PASS_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
+#: Blocks of the first of them for ROW_PAD rows.
+_PAD_BLOCKS = ROW_PAD // _PASS_TILES.block_q
+#: Rows and columns that lie together in the sums of dQ of the Hopper form.
+SUM_ROWS = SUM_COLUMNS = 64
+#: ``CFG_DQ``: what ``backward_keys.cu`` does for dQ.
+NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_backward(
+    call: AttentionSpec,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    o: Operand,
+    d_out: Operand,
+    dq: Operand,
+    dk: Operand,
+    dv: Operand,
+    *,
+    deterministic: bool | None,
+    mask: Operand | None = None,
+    bias: Operand | None = None,
+    kept_blocks: Operand | None = None,
+    kept_rows: Operand | None = None,
+    all_keys: bool = True,
+    arch: str | None = None,
+) -> Plan:
+    """Plan the gradients of a call.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+        With ``return_lse``.
+    q, k, v, o, d_out, dq, dk, dv : Operand
+        The buffers of these names when the plan runs; it also reads ``"lse"``, contiguous, and of a
+        packed call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
+    deterministic : bool or None
+        The form: ``"deterministic"`` has a kernel for dQ, with the same bits on every run; in
+        ``"atomic"`` blocks of keys add up dQ in float32 in memory. ``"sm90_deterministic"`` does
+        that too, in one order on every run, up to head_dim 128. None: the faster one.
+    mask, bias, kept_blocks : Operand, optional
+        As for `cupyattn.plans.attention.plan_attention`.
+    kept_rows : Operand, optional
+        The buffer ``"kept_rows"``, as ``block_mask.transposed.kept_blocks`` makes it, where the
+        call has a block mask.
+    all_keys : bool
+        Whether the rows attend to no keys but these. False takes every lse as it is; True
+        normalises rows again whose lse is too coarse to give P.
+    arch : str, optional
+        Architecture that it will run on: on ``"sm_90a"`` the form is ``"sm90_atomic"`` or
+        ``"sm90_deterministic"`` where that takes the call (past head_dim 128 always the latter);
+        `Plan.note` says why where it does not.
+
+    Returns
+    -------
+    Plan
+        Its tiles are those of the kernel ``backward_keys``. Without launches where all results are
+        empty.
+
+    Raises
+    ------
+    UnsupportedError
+        If a grid would be too large.
+    """
+    features = features_of(call, widest(q, k, v, o, d_out, dq, dk, dv))
+    form, note = "deterministic" if deterministic else "atomic", ""
+    dq_of_keys = NO_DQ if deterministic else SUMS_DQ
+    if arch == "sm_90a":
+        named = {"q": q, "k": k, "v": v, "d_out": d_out, "dq": dq, "dk": dk, "dv": dv}
+        note = hopper.backward_obstacle(call, named)
+        if not note and call.head_dim > SUMMED:
+            form, dq_of_keys = "sm90_deterministic", NO_DQ
+        elif not note and (deterministic or deterministic is None and order_is_faster(call)):
+            form, dq_of_keys = "sm90_deterministic", SUMS_DQ_IN_ORDER
+        elif not note:
+            form = "sm90_atomic"
+    in_order = dq_of_keys == SUMS_DQ_IN_ORDER
+    row_blocks = -(-call.len_q // ROW_PAD)
+    lists, rows, total = call.batch * call.heads, row_blocks * ROW_PAD, call.len_q
+    if call.packed is not None:  # one entry, in which every sequence begins at a multiple
+        total = call.packed.total_q
+        lists, rows = call.heads, (total // ROW_PAD + call.batch) * ROW_PAD
+    gradients = {
+        "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv",
+        "dO_stride": d_out.row_strides, "dQ_stride": dq.row_strides, "dK_stride": dk.row_strides,
+        "dV_stride": dv.row_strides, "row_M": "row_M", "row_factor": "row_factor",
+        "coarse": "coarse", "delta": "delta",
+        "dQ_sum": "dQ_sum" if dq_of_keys else None, "rows": rows,
+        "kept_rows": "kept_rows" if kept_rows else None,
+        "kept_rows_stride": kept_rows.row_strides if kept_rows else (0, 0, 0),
+        "turns": "turns" if in_order else None,
+        "next_block": "next_block" if in_order else None, "all_keys": int(all_keys),
+    }  # fmt: skip
+    structs = (
+        (ATTN_PARAMS, attn_params(call, q, k, v, o, mask, bias, kept_blocks)),
+        (BACKWARD_PARAMS, gradients),
+    )
+    kernels = _Kernels(features, structs)
+    workspace = [
+        *(Workspace(name, (lists, rows), "float32") for name in ("row_M", "row_factor", "delta")),
+        Workspace("coarse", (lists, rows // COARSE_ROWS), "int32"),
+    ]
+    heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
+    launches = kernels.launch(
+        "delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads, dq=dq_of_keys if in_order else None
+    )
+    sums_tiles, sum_shape = _PASS_TILES, (lists, total, call.head_dim)
+    keys_tiles, queries_tiles = backward_tiles(call.head_dim, call.block_mask)
+    keys = queries = sums = kernels
+    if form.startswith("sm90"):
+        keys_tiles = queries_tiles = hopper_backward_tiles(call.head_dim)
+        keys = queries = kernels.fed({
+            "q": (q, keys_tiles.block_q), "k": (k, keys_tiles.block_kv),
+            "v": (v, keys_tiles.block_kv), "d_out": (d_out, keys_tiles.block_q),
+        })  # fmt: skip
+        sums = replace(kernels, folder="sm90/")
+        boxes = -(-call.head_dim // SUM_COLUMNS)
+        sums_tiles, sum_shape = Tiles(64, 1, 4 * boxes), (lists, rows, boxes * SUM_COLUMNS)
+    key_blocks = -(-call.len_kv // keys_tiles.block_kv)
+    launches += keys.launch("keys", keys_tiles, key_blocks, heads_kv, dq=dq_of_keys)
+    if dq_of_keys == NO_DQ:
+        row_tiles = -(-call.len_q // queries_tiles.block_q)
+        launches += queries.launch("queries", queries_tiles, row_tiles, heads)
+    elif dq_of_keys == SUMS_DQ:
+        row_tiles = -(-call.len_q // sums_tiles.block_q)
+        launches += sums.launch("sums", sums_tiles, row_tiles, heads)
+        workspace.append(Workspace("dQ_sum", sum_shape, "float32", zeros=True))
+    else:  # the first block of keys writes sums, the last one stores dQ
+        workspace.append(Workspace("dQ_sum", sum_shape, "float32"))
+        for name, shape in (("turns", (lists, rows // SUM_ROWS)), ("next_block", (1,))):
+            workspace.append(Workspace(name, shape, "int32", zeros=True))
+    return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), note)
+
+
+def order_is_faster(call: AttentionSpec) -> bool:
+    """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
+    length = call.len_kv // 2 if call.causal else call.len_kv
+    return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """What the launches of a plan share."""
+
+    features: Features
+    structs: tuple[Any, ...]
+    folder: str = ""
+
+    def fed(self, boxes: Mapping[str, tuple[Operand, int]]) -> _Kernels:
+        """Return the Hopper kernels, for which the copy engine brings so many rows of operands."""
+        call, grad = self.structs
+        dtype = self.features.dtype
+        maps = (tensor_map_of(name, dtype, x, rows) for name, (x, rows) in boxes.items())
+        return replace(self, structs=(call, *maps, grad), folder="sm90/")
+
+    def launch(
+        self, name: str, tiles: Tiles, *counts: int, dq: int | None = None
+    ) -> tuple[Launch, ...]:
+        """Return one launch, none where it has nothing to do.
+
+        `dq` is `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`, for the kernels that ask for it.
+        """
+        shared = name in ("keys", "queries")
+        wide = shared and bool(self.folder) and self.features.head_dim > SUMMED
+        entry = f"backward_{name}_wide" if wide else f"backward_{name}"
+        grid = check_grid(entry, *counts)
+        defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
+        if dq is not None:
+            defines["CFG_DQ"] = dq
+        spec = ModuleSpec(f"{self.folder}{entry}.cu", tuple(sorted(defines.items())))
+        one = Launch(spec, entry, grid, tiles.num_threads, shared, self.structs)
+        return (one,) if grid else ()

@@ -1,0 +1,201 @@
+"""Which launch of kernels_cu/rope.cu or normalise.cu prepares an operand: pure data."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.assemble import check_grid
+from cupyattn.plans.records import Launch, Operand, Plan
+from cupyattn.problem.row_preparation import Preparation
+
+#: ``struct RopeParams`` of kernels_cu/prims/rope.cuh, field by field.
+ROPE_PARAMS = np.dtype(
+    [
+        ("X", "u8"), ("Y", "u8"), ("cos", "u8"), ("sin", "u8"), ("X_stride", "i8", 3),
+        ("heads", "i4"), ("length", "i4"), ("position", "i4"), ("cu_seqlens", "u8"),
+        ("total", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
+
+#: ``struct PrepareParams<true>`` of kernels_cu/prims/prepare.cuh, field by field; others begin with
+#: its fields.
+PREPARE_FIELDS: tuple[tuple[str, str], ...] = (
+    ("cos", "u8"), ("sin", "u8"), ("weight", "u8"), ("weight_stride_head", "i8"), ("eps", "f4"),
+    ("position", "i4"),
+)  # fmt: skip
+#: ``struct NormParams`` of the same header, field by field.
+NORM_PARAMS = np.dtype(
+    [
+        *PREPARE_FIELDS, ("X", "u8"), ("Y", "u8"), ("X_stride", "i8", 3), ("heads", "i4"),
+        ("length", "i4"), ("cu_seqlens", "u8"), ("total", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
+
+#: Rows of a block: a few accesses for each of its threads at any head_dim.
+_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
+#: What kernels do, for messages.
+_DOES = {"rope": "turning", "normalise": "normalising"}
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_rotation(
+    x: Operand, dtype: str, pairs: str, position: int, packed: tuple[int, int] | None = None
+) -> Plan:
+    """Plan the rotary embedding of one operand, for the rungs that do not turn on load.
+
+    Parameters
+    ----------
+    x : Operand
+        Shape (batch, heads, length, head_dim), contiguous last axis; the buffer ``"x"``.
+    dtype : {"float16", "bfloat16", "float32"}
+        Its storage type.
+    pairs : {"half_split", "interleaved"}
+        Which channels make a pair.
+    position : int
+        Of row 0.
+    packed : (int, int), optional
+        x is one batch entry of so many packed sequences, of at most so many rows, which begin and
+        end where the buffer ``"cu_seqlens"`` says. Each has positions of its own.
+
+    Returns
+    -------
+    Plan
+        Without launches where x is empty. It writes the buffer ``"turned"`` (x's shape and type,
+        contiguous) by the tables ``"rope_cos"`` and ``"rope_sin"``, as `cupyattn.problem.rope.Rope`
+        has them.
+
+    Raises
+    ------
+    UnsupportedError
+        If the grid would be too large.
+    """
+    own = {"cos": "rope_cos", "sin": "rope_sin", "position": position}
+    return _plan_pass("rope", ROPE_PARAMS, x, dtype, {"rope": pairs}, own, packed)
+
+
+def _plan_pass(
+    name: str,
+    struct: np.dtype[Any],
+    x: Operand,
+    dtype: str,
+    asked: dict[str, Any],
+    own: dict[str, Any],
+    packed: tuple[int, int] | None,
+) -> Plan:
+    """Plan the kernel of that name, whose struct has fields of its own beside those of the rows.
+
+    `asked` is what `Features` has of it.
+    """
+    _, heads, total, head_dim = x.shape
+    batch, length = (x.shape[0], total) if packed is None else packed
+    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
+    features = Features(dtype, head_dim, vec=vec, varlen=packed is not None, **asked)
+    if math.prod(x.shape) == 0:
+        return Plan(name, "portable", _TILES, features, ())
+    grid = check_grid(f"{_DOES[name]} {x.shape}", batch, heads, -(-length // _TILES.block_q))
+    defines = {**_TILES.defines(), **features.defines()}
+    spec = ModuleSpec(f"{name}.cu", tuple(sorted(defines.items())))
+    params = {
+        **own, "X": "x", "Y": "turned", "X_stride": x.row_strides, "heads": heads,
+        "length": length, "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
+    }  # fmt: skip
+    launch = Launch(spec, name, grid, _TILES.num_threads, False, ((struct, params),))
+    return Plan(name, "portable", _TILES, features, (launch,))
+
+
+@dataclass(frozen=True)
+class Prepares:
+    """What kernels do to the rows of Q or of K before anything else, as `Preparation` says it.
+
+    Parameters
+    ----------
+    name : {"q", "k"}
+        The operand, whose weights are the buffer ``"q_norm_weight"`` or ``"k_norm_weight"``.
+    rope : {"", "half_split", "interleaved"}
+        Which channels are turned as a pair; "": none.
+    position : int
+        Of row 0.
+    vectors : int
+        Of weights: one for all heads, or one for each; 0: rows are not normalised.
+    eps : float
+        Added to the mean square of a row.
+    """
+
+    name: str
+    rope: str = ""
+    position: int = 0
+    vectors: int = 0
+    eps: float = 0.0
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """What `Features` has of it."""
+        return {"rope": self.rope, "qk_norm": self.vectors > 0}
+
+    def params(self, head_dim: int) -> dict[str, Any]:
+        """The fields `PREPARE_FIELDS`."""
+        return {
+            "cos": "rope_cos" if self.rope else None, "sin": "rope_sin" if self.rope else None,
+            "weight": f"{self.name}_norm_weight" if self.vectors else None,
+            "weight_stride_head": head_dim if self.vectors > 1 else 0,
+            "eps": self.eps, "position": self.position,
+        }  # fmt: skip
+
+
+def plan_preparation(
+    x: Operand, dtype: str, how: Prepares, packed: tuple[int, int] | None = None
+) -> Plan:
+    """Plan the pass that prepares one operand: `plan_normalising`, or `plan_rotation` alone."""
+    if how.vectors:
+        return plan_normalising(x, dtype, how, packed)
+    return plan_rotation(x, dtype, how.rope, how.position, packed)
+
+
+def prepares_of(preparation: Preparation | None) -> dict[str, Prepares]:
+    """Return what a call asks for of Q and of K, by name; empty where it asks for nothing."""
+    if preparation is None:
+        return {}
+    rope, norm = preparation.rope, preparation.norm
+    found = {}
+    for i, name in enumerate("qk"):
+        turning = ("", 0) if rope is None else (rope.pairs, 0 if i else rope.offset_q)
+        normalising = (0, 0.0) if norm is None else (norm.vectors[i], norm.eps)
+        found[name] = Prepares(name, *turning, *normalising)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_normalising(
+    x: Operand, dtype: str, how: Prepares, packed: tuple[int, int] | None = None
+) -> Plan:
+    """Plan the RMS-normalisation of one operand, which is then turned where `how` says so.
+
+    Parameters
+    ----------
+    x, dtype, packed
+        As for `plan_rotation`.
+    how : Prepares
+
+    Returns
+    -------
+    Plan
+        Without launches where x is empty. It writes the buffer ``"turned"`` as `plan_rotation`
+        does, by its tables and the weights that `Prepares` names.
+
+    Raises
+    ------
+    UnsupportedError
+        If the grid would be too large.
+    """
+    own = how.params(x.shape[3])
+    return _plan_pass("normalise", NORM_PARAMS, x, dtype, how.features, own, packed)

@@ -1,0 +1,562 @@
+"""Which kernels quantise Q, K and V (kernels_cu/quantize*.cu), with which blocks: pure data."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.kernels import ladder
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.assemble import check_grid
+from cupyattn.plans.prepare_rows import PREPARE_FIELDS, Prepares
+from cupyattn.plans.records import Launch, Operand, Plan, Workspace
+from cupyattn.quant.config import GROUP_ALL, QuantConfig
+from cupyattn.quant.packed import packed_groups, packed_values
+from cupyattn.quant.quantizers import (
+    MANY_ROWS,
+    VALUES_PAD,
+    group_count,
+    padded_columns,
+    padded_length,
+    rows_of_mean,
+)
+
+#: ``struct QuantizeParams`` of kernels_cu/prims/quant.cuh, field by field.
+_FIELDS: tuple[Any, ...] = (
+        ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),
+        ("partial_sum", "u8"), ("extrema", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
+        ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"), ("summed_slices", "u8"),
+        ("blocks", "i4"), ("first_blocks", "i4"), ("heads", "i4"), ("length", "i4"),
+        ("splits", "i4"), ("split_rows", "i4"), ("cu_seqlens", "u8"), ("total", "i4"),
+        ("padded", "i4"), ("zero", "u8"), ("code_sum", "u8"), ("sum_stride_batch", "i8"),
+        ("sum_stride_head", "i8"), ("places", "u8"), ("summed", "i4"),
+)  # fmt: skip
+QUANTIZE_PARAMS = np.dtype([*_FIELDS], align=True)
+#: The same where rows of Q and K are prepared on the way.
+PREPARED_PARAMS = np.dtype([*PREPARE_FIELDS, *_FIELDS], align=True)
+
+#: ``struct TurnParams`` of kernels_cu/prims/quantize_turns.cuh.
+TURN_PARAMS = np.dtype([("next", "u8"), ("rounds", "i4"), ("lag", "i4")], align=True)
+
+#: Those of its fields that are buffers of an operand, beside the operand itself.
+_BUFFERS = (
+    "codes", "scale", "static_scale", "absmax", "partial_sum", "extrema", "mean", "zero",
+    "code_sum",
+)  # fmt: skip
+
+#: ``enum class Step`` of kernels_cu/prims/config.cuh, in its order.
+STEPS = ("none", "sums", "extrema", "reach", "rows", "codes", "values")
+
+#: Warps of a block, and registers of a thread that hold rows, in the order in which they are tried:
+#: the first that holds whole groups reads the operands once. Rows that are prepared become floats,
+#: for which 64 registers leave no room.
+_BLOCKS = ((8, 32), (8, 64), (16, 32))
+_PREPARED_REGISTERS = _VALUE_REGISTERS = 32
+_PASS_REGISTERS = 4  # of a row, or more
+
+#: Slices of a head that are summed side by side: so short, where they are no more than that; but
+#: about two in all for every SM of an H200, where heads are few. None is shorter than what a block
+#: holds.
+_SLICE_ROWS, _SLICES, _ALL_SLICES, _MAX_SLICES = 256, 32, 264, 64
+#: Pieces of work between a slice and codes of its head, for every block of rows in the slice and
+#: one: about as many as an H200 has begun when the slice is summed. With more of them rows would
+#: have left the L2 cache.
+_AHEAD = 264
+
+
+@dataclass(frozen=True)
+class Part:
+    """What becomes of one operand.
+
+    Parameters
+    ----------
+    x : Operand
+        Shape (batch, heads, length, head_dim), contiguous last axis.
+    group : int
+        Rows that share a scale; of V, keys that share the scale of a channel: 32, 64, 128 or
+        GROUP_ALL.
+    per_tensor : bool
+        One scale for all heads and batch entries.
+    smooth : bool
+        The mean of the rows `cupyattn.quant.quantizers.of_mean` is subtracted.
+    static : bool
+        Scales are given.
+    zero_points : bool
+        Codes have zero points, which go with dynamic scales.
+    packed : (int, int), optional
+        x is one batch entry of so many packed sequences, of at most so many rows, which begin and
+        end where offsets say. Means, scales and groups of rows are those of a sequence;
+        `cupyattn.quant.packed` says where.
+    prepares : Prepares, optional
+        Rows of Q or K are normalised and turned first.
+    gathered : bool
+        Of K: the rows are those at ``places`` of an array that has more, with the strides of x.
+    summed : (int, int), optional
+        The mean is that of rows that were summed before, in so many slices, so many rows in all:
+        ``partial_sum`` is given. For a part of which `sums_apart`.
+    """
+
+    x: Operand
+    group: int
+    per_tensor: bool = False
+    smooth: bool = False
+    static: bool = False
+    zero_points: bool = False
+    packed: tuple[int, int] | None = None
+    prepares: Prepares | None = None
+    gathered: bool = False
+    summed: tuple[int, int] | None = None
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether rows are read for the sums of a mean alone, so that given ones spare the read."""
+        return self.smooth and (self.static or self.per_tensor or self.group != GROUP_ALL)
+
+    @property
+    def entries(self) -> tuple[int, int]:
+        """Batch entries, or sequences, and the rows of one, or of the longest."""
+        return self.packed or (self.x.shape[0], self.x.shape[2])
+
+    def groups(self, group: int) -> int:
+        """Return how many groups of so many rows a head has."""
+        total = self.x.shape[2]
+        return (
+            packed_groups(total, self.packed[0], group)
+            if self.packed
+            else (group_count(total, group))
+        )
+
+    def buffers(self, name: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of what a plan makes of the operand `name`, by names of buffers.
+
+        Given scales are among them, beside the copy of them that is made. Of a row of codes of Q
+        or K the first head_dim are codes.
+        """
+        batch, heads, length, head_dim = self.x.shape
+        shape: tuple[int, ...] = (batch, heads, length, padded_columns(head_dim))
+        scale: tuple[int, ...] = (batch, heads, self.groups(self.group))
+        if name == "v":
+            padded = packed_values(length, self.packed[0]) if self.packed else padded_length(length)
+            shape, scale = (batch, heads, head_dim, padded), (*scale, head_dim)
+        elif self.per_tensor:
+            scale = (1, 1, scale[2])
+        found: dict[str, tuple[tuple[int, ...], str]] = {
+            "codes": (shape, "int8"), "scale": (scale, "float32"),
+        }  # fmt: skip
+        if self.static:
+            found["static_scale"] = scale, "float32"
+        if self.smooth:
+            found["mean"] = (self.entries[0], heads, head_dim), "float32"
+        if self.zero_points:
+            found["zero"] = scale, "int32"
+            if name != "v":
+                found["code_sum"] = (batch, heads, self.groups(1)), "int32"
+        return {f"{name}_{buffer}": what for buffer, what in found.items()}
+
+
+def parts(
+    quant: QuantConfig,
+    tiles: Tiles,
+    operands: Mapping[str, Operand],
+    packed: Mapping[str, tuple[int, int] | None],
+    prepares: Mapping[str, Prepares] | None = None,
+) -> dict[str, Part]:
+    """Return what becomes of "q", "k" and, where it gets codes, of "v".
+
+    Parameters
+    ----------
+    quant : QuantConfig
+    tiles : Tiles
+        Those of the attention kernel.
+    operands : mapping of str to Operand
+    packed : mapping of str to (int, int) or None
+        As for `Part`, by operand.
+    prepares : mapping of str to Prepares, optional
+        The same.
+    """
+    prepares = prepares or {}
+    rows: dict[str, Any] = {"static": quant.static, "zero_points": quant.zero_points}
+    found = {
+        "q": Part(
+            operands["q"], quant.group_q(tiles), quant.granularity_q == "tensor",
+            packed=packed["q"], prepares=prepares.get("q"), **rows,
+        ),
+        "k": Part(
+            operands["k"], quant.group_kv(tiles), quant.granularity_k == "tensor", quant.smooth_k,
+            packed=packed["k"], prepares=prepares.get("k"), **rows,
+        ),
+    }  # fmt: skip
+    if quant.form == "pv8":
+        found["v"] = Part(
+            operands["v"], quant.group_v(tiles), smooth=bool(quant.smooth_v),
+            zero_points=quant.value_zero_points, packed=packed["v"],
+        )  # fmt: skip
+    return found
+
+
+def block_rows(
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    vec: int,
+    num_warps: int,
+    registers: int,
+    *,
+    pairs: bool = False,
+) -> int:
+    """Return how many rows a thread block takes: whole groups, or else a part of one.
+
+    Parameters
+    ----------
+    group : int
+        Rows per scale.
+    head_dim, itemsize : int
+        Elements of a row, bytes of an element.
+    vec : int
+        Elements per global access.
+    num_warps : int
+        Warps of a block, which holds its rows in registers.
+    registers : int
+        Registers of a thread that hold rows.
+    pairs : bool
+        A lane takes an access to either half of the pairs of columns, as rows that are prepared
+        want it.
+
+    Examples
+    --------
+    >>> [block_rows(group, 128, 2, 8, 8, 32) for group in (16, 128, 256, 2**30)]
+    [128, 128, 128, 128]
+    """
+    sides = 2 if pairs else 1
+    lanes, of_access = _lanes(head_dim // sides, itemsize, vec)
+    of_row = sides * -(-head_dim // (sides * vec * lanes)) * of_access
+    passes = min(registers // _PASS_REGISTERS, 1 << (registers // of_row).bit_length() - 1)
+    rows = passes * num_warps * 32 // lanes
+    return rows - rows % group or math.gcd(rows, group)
+
+
+def value_columns(head_dim: int, itemsize: int, vec: int, num_warps: int) -> int:
+    """Return how many columns of VALUES_PAD keys a thread block transposes.
+
+    No more than 128: with those of 256, codes, ends and zero points would not fit in 48 KB.
+
+    Parameters
+    ----------
+    head_dim, itemsize, vec, num_warps
+        As for `block_rows`, with 32 registers.
+
+    Examples
+    --------
+    >>> [value_columns(head_dim, 2, 8, 8) for head_dim in (40, 64, 128, 256)]
+    [64, 64, 128, 128]
+    >>> value_columns(256, 2, 8, 16)
+    128
+    """
+    lanes, of_access = _lanes(head_dim, itemsize, vec)
+    held = _VALUE_REGISTERS // of_access * num_warps * 32 // VALUES_PAD
+    return min(128, vec * min(lanes, held))
+
+
+def _lanes(head_dim: int, itemsize: int, vec: int) -> tuple[int, int]:
+    """Return how many lanes share a row, and the registers of an access."""
+    return min(32, 1 << (head_dim // vec - 1).bit_length()), max(1, vec * itemsize // 4)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_quantize(
+    dtype: str,
+    q: Part | None = None,
+    k: Part | None = None,
+    v: Part | None = None,
+    p_type: str = "",
+    qk_bits: int = 8,
+) -> Plan:
+    """Plan the quantisation of operands, all of them in the same launches.
+
+    One launch is enough: codes that depend on a mean, or on the reach of a whole head, wait in it
+    for these. Groups that span blocks without being a head, one scale for all of the array or tiles
+    of an unusual size, take one more launch, and one more again with a mean.
+
+    Parameters
+    ----------
+    dtype : {"float16", "bfloat16", "float32"}
+        Their storage type.
+    q, k, v : Part, optional
+    p_type : {"", "u8", "s8", "e4m3"}
+        Codes of P: V's are INT8, or e4m3 as well.
+    qk_bits : {8, 4}
+        Bits of a code of Q or K, which takes a byte all the same.
+
+    Returns
+    -------
+    Plan
+        Without launches where all operands are empty. It names the buffers ``"q"``, ``"k"`` and
+        ``"v"``, those of `Part.buffers`, the offsets ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``,
+        ``"k_places"``, int32, (batch, heads, length), and of parts that were summed before
+        ``"k_partial_sum"``, float32, (batch, heads, slices, head_dim).
+
+    Raises
+    ------
+    UnsupportedError
+        If a grid would be too large.
+    """
+    given = {name: part for name, part in zip("qkv", (q, k, v), strict=True) if part}
+    (head_dim, itemsize), *_ = {(part.x.shape[3], part.x.itemsize) for part in given.values()}
+    pairs = any(part.prepares for part in given.values())
+    vec = max(
+        w
+        for w in (1, 2, 4, 8)
+        if all(part.x.allows(w) for part in given.values()) and not (pairs and head_dim // 2 % w)
+    )
+    features = Features(dtype, head_dim, vec=vec, varlen=any(p.packed for p in given.values()))
+    groups = [p.group for name, p in given.items() if name != "v" and p.group != GROUP_ALL]
+    shape = head_dim, itemsize, vec
+    num_warps, registers = next(
+        (
+            (n, r)
+            for n, r in _BLOCKS
+            if not (pairs and r > _PREPARED_REGISTERS)
+            and all(block_rows(g, *shape, n, r, pairs=pairs) % g == 0 for g in groups)
+        ),
+        _BLOCKS[0],
+    )
+    of_block = functools.partial(block_rows, num_warps=num_warps, registers=registers, pairs=pairs)
+    tiles = Tiles(1, 1, num_warps)
+    columns = value_columns(*shape, num_warps)
+    held = of_block(GROUP_ALL, *shape)
+    work = {
+        name: _Work(name, part, of_block(part.group, *shape), held, columns)
+        for name, part in given.items()
+        if math.prod(part.x.shape)
+    }
+    steps = {name: one.steps for name, one in work.items()}
+    first: dict[str, str] = {}  # what the launch of the codes does before them
+    if all("reach" not in some for some in steps.values()):
+        first = {name: some[0] for name, some in steps.items() if len(some) > 1}
+        steps = {name: some[-1:] for name, some in steps.items()}
+    count = max(map(len, steps.values()), default=0)
+    launches = []
+    for number in range(-count, 0):  # the last steps of all operands go together, and so on
+        now = {name: some[number] for name, some in steps.items() if len(some) >= -number}
+        # What is done with slices depends neither on groups nor on codes.
+        how = next((p for n in now if (p := work[n].part.prepares)), None)
+        coded = {n: work[n] for n, step in now.items() if step not in ("sums", "extrema")}
+        of_groups = {n: one.part.group for n, one in coded.items()}
+        block_q, block_kv = (coded[n].rows if n in coded else 1 for n in "qk")
+        tiles = Tiles(block_q, block_kv, num_warps)
+        features = replace(
+            features, group_q=of_groups.get("q", 0), group_kv=of_groups.get("k", 0),
+            group_v=of_groups.get("v", 0), p_type=p_type if "v" in coded else "",
+            zero_points=any(one.part.zero_points for one in coded.values()),
+            **(how.features if how else {"rope": "", "qk_norm": False}),
+        )  # fmt: skip
+        turns = _Turns.of({n: work[n] for n in now}, now, first)
+        what = " and ".join(str(work[n].part.x.shape) for n in now)
+        grid = check_grid(f"quantising {what}", turns.grid)
+        defines = {f"CFG_STEP_{n.upper()}": STEPS.index(now.get(n, "none")) for n in "qkv"}
+        defines |= {f"CFG_FIRST_{n.upper()}": STEPS.index(first.get(n, "none")) for n in "qkv"}
+        defines |= {"CFG_BLOCK_COLS": columns, **tiles.defines(), **features.defines()}
+        defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
+        defines |= {"CFG_GATHERED": 1} if any(work[n].part.gathered for n in now) else {}
+        entry = "quantize" if number == -1 else "quantize_reduce"
+        spec = ModuleSpec(f"{entry}.cu", tuple(sorted(defines.items())))
+        struct = PREPARED_PARAMS if how else QUANTIZE_PARAMS
+        structs = tuple(
+            (struct, {**work[n].params, **turns.fields[n]} if n in now else {}) for n in "qkv"
+        )
+        if entry == "quantize":
+            structs += ((TURN_PARAMS, turns.params),)
+        launches.append(Launch(spec, entry, grid, tiles.num_threads, False, structs))
+    workspace = [w for one in work.values() for w in one.workspace]
+    if first:
+        workspace += [Workspace("next_piece", (1,), "int32", zeros=True)]
+        for name in first:
+            heads = work[name].heads
+            workspace += [Workspace(f"{name}_summed_slices", (heads,), "int32", zeros=True)]
+    note = "; ".join(f"{name}: {', then '.join(one.steps)}" for name, one in work.items())
+    return Plan("quantize", "portable", tiles, features, tuple(launches), tuple(workspace), note)
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Which work a launch does in which order, in `rounds` as prims/quantize_turns.cuh has them.
+
+    Codes are made `lag` rounds after the sums of their head. One round is all of a launch in which
+    nothing waits for anything. `fields` are those of QUANTIZE_PARAMS that say so, by operand.
+    """
+
+    rounds: int
+    lag: int
+    fields: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(
+        cls, work: Mapping[str, _Work], now: Mapping[str, str], first: Mapping[str, str]
+    ) -> _Turns:
+        """Share out what `work` takes for the steps `now`, which come after those of `first`."""
+        rounds = math.gcd(*(one.heads for one in work.values())) if first else 1
+        fields = {
+            name: {
+                "blocks": one.blocks(now[name]) // rounds,
+                "first_blocks": one.blocks(first[name]) // rounds if name in first else 0,
+                "summed_slices": f"{name}_summed_slices" if name in first else None,
+            }
+            for name, one in work.items()
+        }
+        if not first:
+            return cls(rounds, 0, fields)
+        longest = max(work[name].slices[1] // work[name].held for name in first)
+        return cls(rounds, -(-_AHEAD * (1 + longest) // _pieces(fields)), fields)
+
+    @property
+    def grid(self) -> int:
+        """Thread blocks of the launch."""
+        return (self.rounds + self.lag) * _pieces(self.fields)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The fields of TURN_PARAMS."""
+        next_piece = "next_piece" if self.lag else None
+        return {"next": next_piece, "rounds": self.rounds, "lag": self.lag}
+
+
+def _pieces(fields: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return how many pieces of work a round has."""
+    return sum(of["blocks"] + of["first_blocks"] for of in fields.values())
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the launches do for one operand, of which a block takes so many rows.
+
+    `held` are the rows that a block holds whatever their groups, `columns` those of V that a block
+    transposes.
+    """
+
+    name: str
+    part: Part
+    rows: int
+    held: int
+    columns: int
+
+    @functools.cached_property
+    def steps(self) -> tuple[str, ...]:
+        """The steps, one for each launch that does something for the operand."""
+        part = self.part
+        mean = ("sums",) if part.smooth and not part.summed else ()
+        if self.name == "v":
+            return ("extrema", "values") if part.group == GROUP_ALL else (*mean, "values")
+        if part.static:
+            return (*mean, "codes")
+        if self.rows % part.group == 0:
+            return (*mean, "rows")
+        if part.group == GROUP_ALL and not part.per_tensor:
+            return ("extrema", "codes")
+        return (*mean, "reach", "codes")
+
+    @property
+    def heads(self) -> int:
+        """Heads of all batch entries."""
+        return self.part.entries[0] * self.part.x.shape[1]
+
+    @functools.cached_property
+    def slices(self) -> tuple[int, int]:
+        """Into how many slices the rows of a head, or those of its mean, are cut that are summed
+        side by side, and the rows of one: a multiple of those that a block holds, so that its loads
+        are all under way together.
+        """
+        _, length = self.part.entries
+        if "extrema" not in self.steps:
+            shorter = min(length, MANY_ROWS - 1) if self.part.packed else 0  # may have more of them
+            length = max(rows_of_mean(length), shorter)
+        few = min(_ALL_SLICES // self.heads, _MAX_SLICES)
+        splits = max(1, few, min(length // _SLICE_ROWS, _SLICES))
+        rows = -(-length // (splits * self.held)) * self.held
+        return -(-length // rows), rows
+
+    def blocks(self, step: str) -> int:
+        """Return how many thread blocks a step takes."""
+        _, length = self.part.entries
+        if step in ("sums", "extrema"):
+            of_head = self.slices[0]
+        elif step == "values":
+            of_head = -(-length // VALUES_PAD) * -(-self.part.x.shape[3] // self.columns)
+        else:
+            of_head = -(-length // self.rows)
+        return self.heads * of_head
+
+    @functools.cached_property
+    def workspace(self) -> tuple[Workspace, ...]:
+        """What the steps leave to one another."""
+        name, part, found = self.name, self.part, []
+        shape = (part.entries[0], part.x.shape[1], self.slices[0])
+        if {"sums", "extrema"} & {*self.steps}:
+            found += [Workspace(f"{name}_partial_sum", (*shape, part.x.shape[3]), "float32")]
+        if "extrema" in self.steps:
+            found += [Workspace(f"{name}_extrema", (*shape, 2, part.x.shape[3]), "uint32")]
+        if "reach" in self.steps:
+            scale, _ = part.buffers(name)[f"{name}_scale"]
+            sides = (2,) if part.zero_points else ()
+            found += [Workspace(f"{name}_absmax", (*scale, *sides), "uint32", zeros=True)]
+        return tuple(found)
+
+    @functools.cached_property
+    def params(self) -> dict[str, Any]:
+        """The fields of QUANTIZE_PARAMS, but for the blocks of a launch."""
+        name, part = self.name, self.part
+        made = part.buffers(name)
+        named = {*made, *(w.name for w in self.workspace)}
+        if part.summed:
+            named.add(f"{name}_partial_sum")
+        splits, summed = part.summed or (self.slices[0], 0)
+        buffers = {b: f"{name}_{b}" for b in _BUFFERS}
+        _, heads, total, _ = part.x.shape
+        groups, sums, packed = part.groups(part.group), part.groups(1), part.packed is not None
+        return {
+            **(part.prepares.params(part.x.shape[3]) if part.prepares else {}),
+            "X": name, **{field: b if b in named else None for field, b in buffers.items()},
+            "X_stride": part.x.row_strides,
+            "scale_stride_batch": 0 if part.per_tensor or packed else heads * groups,
+            "scale_stride_head": 0 if part.per_tensor else groups,
+            "heads": heads, "length": part.entries[1], "splits": splits,
+            "split_rows": self.slices[1],
+            "cu_seqlens": f"cu_seqlens_{'q' if name == 'q' else 'k'}" if packed else None,
+            "total": total, "padded": made["v_codes"][0][3] if name == "v" else 0,
+            "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
+            "places": f"{name}_places" if part.gathered else None, "summed": summed,
+        }  # fmt: skip
+
+
+def scale_tiles(
+    variant: ladder.Variant, head_dim: int, quant: QuantConfig, arch: str | None
+) -> Tiles:
+    """Return the tiles whose sizes granularity "block" takes: the variant's own, as it runs there.
+
+    A step of the Hopper form then meets one scale of K.
+    """
+    form = quant.form
+    if arch == "sm_90a" and "sm90" in variant.forms:
+        if form == "portable":
+            form = "sm90"
+        elif quant.value_p_type == "u8" and quant.granularity_v == "channel":
+            form = "sm90_pv8"
+        elif quant.value_p_type == "u8" and not quant.zero_points:
+            form = "sm90_pv8_by_tile"
+    return variant.default_tiles(head_dim, form)
+
+
+def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:
+    """Raise ValueError unless 8-bit values, where asked for, take tiles of these sizes."""
+    hopper = arch == "sm_90a" and quant.granularity_v == "channel" and tiles.block_kv % 32 == 0
+    if quant.form == "pv8" and tiles.block_kv not in (32, 64, 128) and not hopper:
+        raise ValueError(
+            f"pv={quant.pv!r} needs tiles.block_kv of 32, 64 or 128, whole matrix products of 32 "
+            f"keys, got {tiles.block_kv}"
+        )

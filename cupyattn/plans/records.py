@@ -1,0 +1,182 @@
+"""What a call comes to, pure data: kernels, grids, parameters, workspace.
+
+A plan holds no array and needs no device. An executor binds names of buffers to addresses and runs
+it: `cupyattn.runtime.launches` on a device, `cupyattn.interpret.executor` on NumPy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.memory import data_address
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.structs import pack, pointers
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Where an array lies, without holding it: strides in elements, address modulo 16."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    misalignment: int
+
+    @classmethod
+    def of(cls, array: Any) -> Operand:
+        """Describe a NumPy or CuPy array."""
+        itemsize = int(array.dtype.itemsize)
+        strides = tuple(int(s) // itemsize for s in array.strides)
+        return cls(tuple(array.shape), strides, itemsize, data_address(array) % 16)
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], itemsize: int) -> Operand:
+        """Describe an array that is still to be allocated, in C order."""
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return cls(tuple(shape), tuple(strides), itemsize, 0)
+
+    @property
+    def row_strides(self) -> tuple[int, ...]:
+        """Strides of every axis but the last; 0 for an axis of length 1, which no kernel steps."""
+        return tuple(
+            0 if n == 1 else s for s, n in zip(self.strides[:-1], self.shape[:-1], strict=True)
+        )
+
+    def allows(self, width: int) -> bool:
+        """Whether every row can be read `width` elements at a time."""
+        size = width * self.itemsize
+        return (
+            size <= 16
+            and self.shape[-1] % width == 0
+            and self.misalignment % size == 0
+            and all(s % width == 0 for s in self.row_strides)
+        )
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch memory of a plan, zero beforehand where it says so."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    zeros: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A kernel parameter that tells the Hopper copy engine where a buffer lies.
+
+    Parameters
+    ----------
+    buffer : str
+        Name of the buffer.
+    dtype : str
+    shape : tuple of int
+    strides : tuple of int
+        Bytes, of every axis but the last, which is contiguous.
+    box : tuple of int
+        Extents of one copy.
+    """
+
+    buffer: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Parameters
+    ----------
+    module : ModuleSpec
+        Source and macros to compile.
+    entry : str
+        Name of the kernel.
+    grid, block : int
+        Thread blocks, and threads in each.
+    dynamic_shared : bool
+        Whether the kernel uses the shared storage whose size its module states.
+    params : tuple of (numpy.dtype, mapping) or TensorMap
+        The structs that it takes by value; a string is the name of a buffer, its address to be
+        filled in when the plan runs (None: a null pointer).
+    """
+
+    module: ModuleSpec
+    entry: str
+    grid: int
+    block: int
+    dynamic_shared: bool
+    params: tuple[tuple[np.dtype[Any], Mapping[str, Any]] | TensorMap, ...]
+
+    @functools.cached_property
+    def templates(self) -> tuple[tuple[np.ndarray, tuple[tuple[int, str], ...]] | TensorMap, ...]:
+        """The parameters as they are passed: structs packed but for the addresses of buffers.
+
+        Each comes with (index of the 64-bit word, name of the buffer) for every address.
+        """
+        nowhere: Mapping[str, int] = defaultdict(int)
+        return tuple(
+            p
+            if isinstance(p, TensorMap)
+            else (pack(*p, nowhere).view(np.uint64), tuple(pointers(*p)))
+            for p in self.params
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call turned into launches: what `cupyattn.explain` prints and an executor runs.
+
+    `note` says why a faster form was left out, where one was, and how a call was split.
+    """
+
+    variant: str
+    form: str
+    tiles: Tiles
+    features: Features
+    launches: tuple[Launch, ...]
+    workspace: tuple[Workspace, ...] = ()
+    note: str = ""
+
+    @functools.cached_property
+    def on_devices(self) -> dict[Any, Any]:
+        """What an executor keeps of this plan, by device."""
+        return {}
+
+    def __str__(self) -> str:
+        return described(self, f"{self.variant} ({self.form}), {self.tiles}, {self.features}")
+
+
+def described(plan: Any, title: str) -> str:
+    """Return a title and, in a line each, launches, workspace and note of a plan."""
+    said = [f"{x.entry}<<<{x.grid}, {x.block}>>> of {x.module.source}" for x in plan.launches]
+    said.append(f"workspace {sum(w.nbytes for w in plan.workspace):,} bytes")
+    return "\n  ".join([title, *said, *([plan.note] if plan.note else [])])
+
+
+def laid_out(shape: tuple[int, ...], itemsize: int, layout: str) -> Operand:
+    """Describe an array of a shape (batch, heads, len, head_dim), contiguous in a layout."""
+    if layout == "BHSD":
+        return Operand.contiguous(shape, itemsize)
+    batch, heads, length, head_dim = shape
+    rows = Operand.contiguous((batch, length, heads, head_dim), itemsize)
+    by_batch, by_row, by_head, by_column = rows.strides
+    return Operand(shape, (by_batch, by_head, by_row, by_column), itemsize, 0)

@@ -1,0 +1,1 @@
+"""What is asked: options, checks, masks, rotations; resolved to one record."""

@@ -1,0 +1,299 @@
+"""What a call to `cupyattn.attention` must satisfy: one function per contract.
+
+Works on shapes, dtypes and addresses alone, so that it serves NumPy, CuPy and foreign arrays alike.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.memory import check_receiver
+from cupyattn.kernels.features import DTYPES
+from cupyattn.kernels.limits import SCALE_MIN, check_shapes
+from cupyattn.problem.call import AttentionSpec, Packed
+
+_NAMES = {dtype: name for name, dtype in STORAGE.items()}
+
+
+def check_dtype(q: Any, k: Any, v: Any) -> str:
+    """Return the common dtype name of q, k and v."""
+    # NOTE: NumPy takes microseconds to name a dtype; comparing two of them takes none.
+    names = tuple(_NAMES.get(x.dtype) or str(x.dtype) for x in (q, k, v))
+    if names[0] not in DTYPES or len(set(names)) != 1:
+        raise TypeError(
+            "q, k and v must all be float16, bfloat16 or float32, got "
+            + ", ".join(f"{n}.dtype={d}" for n, d in zip("qkv", names, strict=True))
+        )
+    return names[0]
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """Return the softmax scale: the caller's, or ``head_dim ** -0.5``."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    value = float(scale)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"scale must be positive and finite, got {scale!r}")
+    if not SCALE_MIN <= value <= 1 / SCALE_MIN:
+        raise ValueError(f"scale must be between 2**-120 and 2**120, got {scale!r}")
+    return value
+
+
+def check_causal(causal_align: str, len_q: int, len_kv: int) -> int:
+    """Return ``causal_shift`` for an alignment."""
+    if causal_align == "bottom-right":
+        return len_kv - len_q
+    if causal_align == "top-left":
+        return 0
+    raise ValueError(f"causal_align must be 'bottom-right' or 'top-left', got {causal_align!r}")
+
+
+def check_window(window: Any) -> tuple[int, int]:
+    """Return (left, right), how many keys beside its own place a row attends to; -1: no limit."""
+    try:
+        left, right = (operator.index(n) for n in window)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window must be a pair (left, right) of whole numbers, got {window!r:.60}"
+        ) from None
+    if min(left, right) < -1:
+        raise ValueError(f"window must hold numbers of keys, or -1 for no limit, got {window!r}")
+    return left, right
+
+
+def check_limits(
+    causal: bool, causal_align: str, window: Any, len_q: int, len_kv: int
+) -> tuple[int | None, int | None]:
+    """Return (first, last): row i attends key j only where ``i + first <= j <= i + last``.
+
+    None where there is no such limit. Limits that no row or key reaches are cut to what 32 bits
+    hold.
+
+    Examples
+    --------
+    >>> check_limits(True, "bottom-right", (-1, -1), 4, 6)
+    (None, 2)
+    >>> check_limits(False, "top-left", (3, 1), 4, 6)
+    (-3, 1)
+    """
+    shift = check_causal(causal_align, len_q, len_kv)
+    left, right = check_window(window)
+    right = 0 if causal else right
+    first = None if left == -1 else max(shift - left, -len_q)
+    last = None if right == -1 else min(shift + right, len_kv)
+    return first, last
+
+
+def check_softcap(softcap: Any) -> float:
+    """Return the bound that tanh gives the scores, 0.0 for none."""
+    if not isinstance(softcap, numbers.Real):
+        raise TypeError(f"softcap must be a number, got {softcap!r:.60}")
+    value = float(softcap)
+    if value != 0 and not SCALE_MIN <= value <= 1 / SCALE_MIN:
+        raise ValueError(f"softcap must be 0 (none) or between 2**-120 and 2**120, got {softcap!r}")
+    return value
+
+
+def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    """Check a boolean mask of scores of a shape (batch, heads, len_q, len_kv)."""
+    if mask.dtype != np.bool_:
+        raise TypeError(f"mask must be bool (True: attend), got mask.dtype={mask.dtype}")
+    check_broadcast("mask", mask, shape)
+
+
+def check_bias(bias: Any, shape: tuple[int, ...]) -> str:
+    """Check an additive bias of scores of a shape; return the name of its dtype."""
+    name = _NAMES.get(bias.dtype)
+    if name is None:
+        raise TypeError(f"bias must be float16, bfloat16 or float32, got bias.dtype={bias.dtype}")
+    check_broadcast("bias", bias, shape)
+    return name
+
+
+def check_broadcast(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless an array broadcasts to a shape without enlarging it."""
+    have = tuple(array.shape)
+    fits = len(have) <= len(shape) and all(
+        n in (1, want) for n, want in zip(have[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} must broadcast to (batch, heads, len_q, len_kv) = {shape}, "
+            f"got {name}.shape={have}"
+        )
+
+
+def check_backward_shapes(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
+) -> tuple[int, int, int, int, int, int]:
+    """Return what `check_shapes` does of q, k and v, the others having the shapes that q asks for.
+
+    `out` and `lse` may be None.
+    """
+    sizes = check_shapes(*(tuple(x.shape) for x in (q, k, v)))
+    shape = tuple(q.shape)
+    wanted = {"d_out": (d_out, shape), "out": (out, shape), "lse": (lse, shape[:3])}
+    for name, (array, want) in wanted.items():
+        if array is not None and tuple(array.shape) != want:
+            raise ValueError(
+                f"{name} must have shape {want}, to go with q.shape={shape}, got "
+                f"{name}.shape={tuple(array.shape)}"
+            )
+    return sizes
+
+
+def check_backward(
+    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
+) -> tuple[tuple[int, int, int, int, int, int], str]:
+    """Return the sizes and the dtype of arrays (batch, heads, len, head_dim) of a backward pass."""
+    sizes, dtype = check_backward_shapes(d_out, q, k, v, out, lse), check_dtype(q, k, v)
+    for name, array, want in (
+        ("d_out", d_out, dtype),
+        ("out", out, dtype),
+        ("lse", lse, "float32"),
+    ):
+        if str(array.dtype) != want:
+            raise TypeError(f"{name} must be {want}, got {name}.dtype={array.dtype}")
+    return sizes, dtype
+
+
+def check_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    return_lse: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Any = None,
+    bias: Any = None,
+    block_mask: Any = None,
+) -> AttentionSpec:
+    """Check three arrays of layout (batch, heads, len, head_dim) and the options of a call.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, len_q, head_dim)
+    k, v : array, (batch, heads_kv, len_kv, head_dim)
+        float16, bfloat16 or float32, all of the same dtype.
+    scale : float, optional
+        Softmax scale; ``head_dim ** -0.5`` when omitted.
+    causal : bool
+    causal_align : {"bottom-right", "top-left"}
+    return_lse : bool
+    window : (int, int)
+    softcap : float
+    mask, bias : array, optional
+    block_mask : BlockMask, optional
+
+    Returns
+    -------
+    AttentionSpec
+
+    Raises
+    ------
+    TypeError
+        For another or a mixed dtype.
+    ValueError
+        For shapes that do not fit together, or a scale, alignment, window or softcap that means
+        nothing.
+    UnsupportedError
+        For sizes that the kernels do not take.
+    """
+    sizes = check_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    return check_options(
+        sizes, check_dtype(q, k, v), scale=scale, causal=causal, causal_align=causal_align,
+        return_lse=return_lse, window=window, softcap=softcap, mask=mask, bias=bias,
+        block_mask=block_mask,
+    )  # fmt: skip
+
+
+def check_options(
+    sizes: tuple[int, int, int, int, int, int],
+    dtype: str,
+    *,
+    scale: float | None,
+    causal: bool,
+    causal_align: str,
+    return_lse: bool,
+    window: tuple[int, int],
+    softcap: float,
+    mask: Any,
+    bias: Any,
+    block_mask: Any,
+) -> AttentionSpec:
+    """Check the options of a call whose arrays are checked; `check_attention` documents them.
+
+    `sizes` are (batch, heads, heads_kv, len_q, len_kv, head_dim), `dtype` is that of the output.
+    """
+    batch, heads, _, len_q, len_kv, head_dim = sizes
+    first, last = check_limits(causal, causal_align, window, len_q, len_kv)
+    shape = (batch, heads, len_q, len_kv)
+    if mask is not None:
+        check_mask(mask, shape)
+    if block_mask is not None:
+        block_mask.check(shape)
+    return AttentionSpec(
+        *sizes, dtype, check_scale(scale, head_dim),
+        causal=last is not None, causal_shift=last or 0, return_lse=bool(return_lse),
+        window=first is not None, window_shift=first or 0, softcap=check_softcap(softcap),
+        mask=mask is not None, bias="" if bias is None else check_bias(bias, shape),
+        block_mask=(0, 0) if block_mask is None else block_mask.blocks,
+    )  # fmt: skip
+
+
+def check_packed(
+    call: AttentionSpec, totals: tuple[int, int], *, causal: bool, causal_align: str, window: Any
+) -> AttentionSpec:
+    """Return a call on packed sequences of at most ``call.len_q`` rows and ``call.len_kv`` keys.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+        As of batch entries that all have those lengths.
+    totals : (int, int)
+        Rows of all sequences together: of q, and of k and v.
+    causal, causal_align, window
+        Options of the call.
+
+    Raises
+    ------
+    ValueError
+        If so many sequences of those lengths cannot have so many rows.
+    """
+    for name, longest, total in zip("qk", (call.len_q, call.len_kv), totals, strict=True):
+        if call.batch * longest < total:
+            raise ValueError(
+                f"{call.batch} sequences of at most max_len_{name}={longest} rows are fewer rows "
+                f"than the {total} of {name}"
+            )
+    # NOTE: shifts count from the alignment, which every sequence has for itself. What a window may
+    # be cut to, so that shifts stay within 32 bits, is counted from there too: bottom-right, a row
+    # has at most len_kv keys to its left and len_q to its right.
+    bottom_right = causal_align == "bottom-right"
+    lengths = (call.len_kv, call.len_q) if bottom_right else (call.len_q, call.len_kv)
+    first, last = check_limits(causal, "top-left", window, *lengths)
+    return replace(
+        call, causal_shift=last or 0, window_shift=first or 0,
+        packed=Packed(*totals, bottom_right),
+    )  # fmt: skip
+
+
+def check_out(out: Any, call: AttentionSpec, inputs: tuple[Any, ...]) -> None:
+    """Check an array given to receive O, as `check_receiver` does.
+
+    `inputs` are q, k, v and, where there are such, mask and bias (None where not).
+    """
+    named = zip(("q", "k", "v", "mask", "bias"), inputs, strict=False)
+    read = {name: array for name, array in named if array is not None}
+    check_receiver(out, call.output_shape, call.dtype, read)

@@ -1,0 +1,216 @@
+"""What becomes of Q and K before attention: rows normalised, then turned by their positions.
+
+`Preparation` holds what one call asks for. `Preparation.in_float32` is the mirror of
+``kernels_cu/prims/prepare.cuh``, bit for bit; `Preparation.exact` is the definition, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
+from cupyattn.kernels.features import DTYPES
+from cupyattn.problem.rope import Rope, aligned_table
+
+#: Least `qk_norm_eps`, the smallest normal float32: what underflows in a sum of squares is then a
+#: rounding of it.
+EPS_MIN = 2.0**-126
+#: Arguments of calls that say what happens to rows, and the arrays that kernels read for it.
+OPTIONS = ("rope", "rope_interleaved", "rope_offset_q", "qk_norm", "qk_norm_eps")
+BUFFERS = ("rope_cos", "rope_sin", "q_norm_weight", "k_norm_weight")
+#: What is added to a mean square unless the caller says otherwise.
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS-normalisation of the rows of Q and K.
+
+    Parameters
+    ----------
+    q_weight, k_weight : (heads or 1, head_dim) array, float32
+        What channels are multiplied by, for each head or for all. Contiguous, aligned to 16 bytes.
+    eps : float
+        Added to the mean square of a row; a float32.
+    """
+
+    q_weight: Array
+    k_weight: Array
+    eps: float
+
+    @classmethod
+    def of(cls, qk_norm: Any, eps: Any, heads: int, heads_kv: int, head_dim: int) -> Norm | None:
+        """Check the options of a call on operands of these sizes; None where `qk_norm` is.
+
+        Parameters
+        ----------
+        qk_norm : (array, array) or None
+            Weights of Q and of K, (head_dim,) or (heads, head_dim), in float16, bfloat16 or
+            float32, of one kind: NumPy's or CuPy's.
+        eps : float
+        heads, heads_kv, head_dim : int
+
+        Raises
+        ------
+        TypeError
+            For weights that are no such arrays.
+        ValueError
+            For an odd head_dim, weights of another shape, or an `eps` that is no finite number from
+            2^-126 up.
+        """
+        if not isinstance(eps, numbers.Real) or not EPS_MIN <= float(eps) < math.inf:
+            raise ValueError(
+                f"qk_norm_eps must be a finite number from 2**-126 up, got {eps!r:.60}"
+            )
+        if qk_norm is None:
+            return None
+        if not (isinstance(qk_norm, (tuple, list)) and len(qk_norm) == 2):
+            raise TypeError(
+                f"qk_norm must be a pair (q_weight, k_weight) of arrays, got {qk_norm!r:.60}"
+            )
+        names = "q_weight", "k_weight"
+        qk_norm = tuple(operand(n, x) for n, x in zip(names, qk_norm, strict=True))
+        array_namespace(*qk_norm)
+        if head_dim % 2:
+            raise ValueError(
+                f"qk_norm takes an even head_dim, got {head_dim}: normalise q and k before the call"
+            )
+        laid = []
+        for name, weight, count in zip("qk", qk_norm, (heads, heads_kv), strict=True):
+            if weight.dtype not in STORAGE.values():
+                raise TypeError(
+                    f"{name}_weight of qk_norm must be one of {', '.join(DTYPES)}, got "
+                    f"{weight.dtype}"
+                )
+            if weight.shape not in ((head_dim,), (count, head_dim)):
+                raise ValueError(
+                    f"{name}_weight of qk_norm must have shape ({head_dim},) or "
+                    f"({count}, {head_dim}), got {tuple(weight.shape)}"
+                )
+            laid.append(aligned_table(weight.reshape(-1, head_dim)))
+        return cls(laid[0], laid[1], float(np.float32(eps)))
+
+    @property
+    def vectors(self) -> tuple[int, int]:
+        """How many vectors of weights Q has, and K."""
+        return int(self.q_weight.shape[0]), int(self.k_weight.shape[0])
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a call does to the rows of Q and K first: `norm`, then `rope`; None: it is left out."""
+
+    rope: Rope | None = None
+    norm: Norm | None = None
+
+    @classmethod
+    def of(
+        cls,
+        options: Any,
+        sizes: tuple[int, int, int, int, int],
+    ) -> Preparation | None:
+        """Check the options of a call; None where they ask for nothing.
+
+        Parameters
+        ----------
+        options : mapping
+            ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm`` and ``qk_norm_eps`` as
+            `cupyattn.attention` takes them.
+        sizes : (heads, heads_kv, len_q, len_kv, head_dim)
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `Rope.of` and `Norm.of`.
+        """
+        rope = Rope.of(
+            options["rope"], options["rope_interleaved"], options["rope_offset_q"], *sizes[2:]
+        )
+        norm = Norm.of(options["qk_norm"], options["qk_norm_eps"], *sizes[:2], sizes[4])
+        return None if rope is None and norm is None else cls(rope, norm)
+
+    @property
+    def buffers(self) -> dict[str, Array]:
+        """The arrays that kernels read, of `BUFFERS`."""
+        rope, norm = self.rope, self.norm
+        tables = (None, None) if rope is None else (rope.cos, rope.sin)
+        weights = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
+        given = zip(BUFFERS, (*tables, *weights), strict=True)
+        return {name: a for name, a in given if a is not None}
+
+    def in_float32(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """Return Q and K as ``fa_int8`` quantises them: not rounded to their storage type.
+
+        Parameters
+        ----------
+        q : (batch, heads, len_q, head_dim) array
+        k : (batch, heads_kv, len_kv, head_dim) array
+
+        Returns
+        -------
+        q, k : array, float32
+            New ones.
+
+        Notes
+        -----
+        R0: with w the weights, c and s an angle's cosine and sine, in float32 (u = 2^-24), each
+        operation rounded once::
+
+            r = 1 / sqrt(sum of squares / head_dim + eps)    x = fl(fl(x r) w)
+            x' = fl(fl(x c) - fl(y s))                       y' = fl(fl(y c) + fl(x s))
+
+        The squares of the two members of a pair are added first (those of `rope`, or of both
+        halves), then neighbours among these sums, then neighbours of the results, with zeros past
+        the last. A sum that is not finite makes its row NaN.
+        """
+        q, k = (x.astype(np.float32) for x in (q, k))
+        if self.norm is not None:
+            q = self._normalised(q, self.norm.q_weight, self.norm.eps)
+            k = self._normalised(k, self.norm.k_weight, self.norm.eps)
+        return (q, k) if self.rope is None else self.rope.turned(q, k)
+
+    def stored(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """Return Q and K as all other rungs take them: rounded to their storage type at the end."""
+        return tuple(
+            made.astype(x.dtype) for made, x in zip(self.in_float32(q, k), (q, k), strict=True)
+        )
+
+    def exact(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """Return Q and K normalised and turned in float64, by the same weights and tables."""
+        q, k = as_float64(q), as_float64(k)
+        if self.norm is not None:
+            weights = self.norm.q_weight, self.norm.k_weight
+            q, k = (
+                x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.norm.eps) * _by_head(w)
+                for x, w in zip((q, k), map(as_float64, weights), strict=True)
+            )
+        return (q, k) if self.rope is None else self.rope.exact(q, k)
+
+    def _normalised(self, x: Array, weight: Array, eps: float) -> Array:
+        xp, head_dim = array_namespace(x), x.shape[-1]
+        first, second = (self.rope or _HALVES).split(x)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            pairs = first * first + second * second
+            width = 1 << (head_dim // 2 - 1).bit_length()
+            sums = xp.zeros((*x.shape[:-1], width), np.float32)
+            sums[..., : head_dim // 2] = pairs
+            while sums.shape[-1] > 1:
+                sums = sums[..., 0::2] + sums[..., 1::2]
+            root = np.sqrt(sums / np.float32(head_dim) + np.float32(eps))
+            factor = xp.where(sums < np.inf, np.float32(1) / root, np.float32(np.nan))
+            return x * factor * _by_head(weight)
+
+
+def _by_head(weight: Array) -> Array:
+    """Return weights (heads or 1, head_dim) beside an operand."""
+    return weight[:, None]
+
+
+#: Pairs where no rope says which: a channel of either half.
+_HALVES = Rope(None, None)

@@ -1,0 +1,141 @@
+"""What features do to a score beside scaling it: ``kernels_cu/prims/score.cuh`` in Python.
+
+`Scoring` holds window, softcap, mask, bias and block mask of one call, for the definition in
+float64 and for the mirror in float32 alike: each caps and adds in its own precision, and masks by
+selection here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cupyattn.arrays.groups import split_heads
+from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.checks import check_bias, check_limits, check_mask, check_softcap
+
+#: Whole axes (batch, heads_kv, group) of scores.
+EVERYWHERE = (slice(None), slice(None), slice(None))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Features of one call.
+
+    Parameters
+    ----------
+    first, last : int or None
+        Row i attends key j only where ``i + first <= j <= i + last``; None: no such limit.
+    softcap : float
+        ``s -> softcap * tanh(s / softcap)``; 0: none.
+    mask, bias : (batch, heads_kv, group, len_q, len_kv) array or None
+        Views of the caller's arrays; stride 0 where they were broadcast.
+    kept : (batch, heads_kv, group, q_blocks, kv_blocks) array or None
+        The same of the block mask.
+    blocks : (int, int)
+        Rows and keys of a block of it.
+    """
+
+    first: int | None
+    last: int | None
+    softcap: float
+    mask: Array | None
+    bias: Array | None
+    kept: Array | None = None
+    blocks: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(
+        cls,
+        q: Array,
+        k: Array,
+        *,
+        causal: bool,
+        causal_align: str,
+        window: tuple[int, int],
+        softcap: float,
+        mask: Array | None,
+        bias: Array | None,
+        block_mask: BlockMask | None,
+    ) -> Scoring:
+        """Check the options of a call on arrays (batch, heads, len, head_dim); see `attention`."""
+        shape = (*q.shape[:3], k.shape[2])
+        xp = array_namespace(q, *(x for x in (mask, bias) if x is not None))
+        if mask is not None:
+            check_mask(mask, shape)
+        if bias is not None:
+            check_bias(bias, shape)
+        mask, bias = (
+            None if x is None else split_heads(xp.broadcast_to(x, shape), k.shape[1])
+            for x in (mask, bias)
+        )
+        limits = check_limits(causal, causal_align, window, shape[2], shape[3])
+        softcap = check_softcap(softcap)
+        if block_mask is None:
+            return cls(*limits, softcap, mask, bias)
+        block_mask.check(shape)
+        blocks = block_mask.beside(q)
+        kept = split_heads(xp.broadcast_to(blocks, (*shape[:2], *blocks.shape[2:])), k.shape[1])
+        return cls(*limits, softcap, mask, bias, kept, block_mask.blocks)
+
+    def bias_at(self, at: tuple[slice, ...], rows: Any, keys: slice) -> Array:
+        """Return the bias of some scores, ``(..., rows, keys)``; `at` selects heads."""
+        if self.bias is None:
+            raise ValueError("there is no bias")
+        return self.bias[at][..., rows, keys]
+
+    def block_of(self, places: Any, axis: int) -> Any:
+        """Return the block of the block mask that rows (axis 0) or keys (1) are in, 1-D or a slice.
+
+        Not where there is no block mask.
+        """
+        xp = array_namespace(self.kept)
+        places = xp.arange(places.start, places.stop) if isinstance(places, slice) else places
+        return places // self.blocks[axis]
+
+    def kept_at(self, at: tuple[slice, ...], rows: Any) -> Array:
+        """Return which blocks of keys some rows attend to, ``(..., rows, kv_blocks)``."""
+        if self.kept is None:
+            raise ValueError("there is no block mask")
+        return self.kept[at][..., self.block_of(rows, 0), :]
+
+    def select(self, S: Array, at: tuple[slice, ...], rows: Any, keys: slice) -> Array:
+        """Return S with -inf where a row does not attend to a key, whatever stands there.
+
+        Parameters
+        ----------
+        S : (..., rows, keys) array
+        at : tuple of slice
+            Which batch entries, key heads and query heads of the group S belongs to.
+        rows : 1-D integer array or slice
+        keys : slice
+        """
+        xp = array_namespace(S)
+        if self.kept is not None:
+            keys_of = self.block_of(keys, 1)
+            S = xp.where(self.kept_at(at, rows)[..., keys_of], S, S.dtype.type(NEG_INF))
+        if self.first is not None or self.last is not None:
+            row = xp.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            ahead = xp.arange(keys.start, keys.stop) - row[:, None]
+            if self.last is not None:
+                S = xp.where(ahead <= self.last, S, S.dtype.type(NEG_INF))
+            if self.first is not None:
+                S = xp.where(ahead >= self.first, S, S.dtype.type(NEG_INF))
+        if self.mask is not None:
+            S = xp.where(self.mask[at][..., rows, keys], S, S.dtype.type(NEG_INF))
+        if self.bias is not None:
+            S = xp.where(self.bias_at(at, rows, keys) != NEG_INF, S, S.dtype.type(NEG_INF))
+        return S
+
+
+def check_smoothing(softcap: float, k_mean: Array | None) -> None:
+    """Raise where a softcap meets keys whose mean was subtracted.
+
+    Without a softcap the mean shifts all scores of a row, which a softmax does not feel.
+    """
+    if softcap and k_mean is not None:
+        raise ValueError(
+            f"softcap={softcap} needs keys that are not smoothed: quantize them with "
+            "quant=QuantConfig(smooth_k=False)"
+        )

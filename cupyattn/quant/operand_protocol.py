@@ -1,0 +1,113 @@
+"""Quantised operands as mirror and reference read them: what they consist of, codes as numbers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from cupyattn.arrays.groups import scale_of_row
+from cupyattn.arrays.kinds import Array
+from cupyattn.kernels.limits import GROUP_ALL
+
+
+@runtime_checkable
+class Quantized(Protocol):
+    """What the mirror reads of quantised operands; `cupyattn.quant.QuantizedQKV` says more."""
+
+    @property
+    def q_codes(self) -> Array: ...  # (batch, heads, len_q, head_dim), int8 once unpacked
+    @property
+    def k_codes(self) -> Array: ...  # (batch, heads_kv, len_kv, head_dim), int8
+    @property
+    def q_scale(self) -> Array: ...  # (batch or 1, heads or 1, groups), of row i at i // group_q
+    @property
+    def k_scale(self) -> Array: ...  # (batch or 1, heads_kv or 1, groups)
+    @property
+    def group_q(self) -> int: ...
+    @property
+    def group_kv(self) -> int: ...
+    @property
+    def v(self) -> Array | None: ...  # (batch, heads_kv, len_kv, head_dim), float16 or bfloat16
+    @property
+    def k_mean(self) -> Array | None: ...  # (batch, heads_kv, head_dim), subtracted from K
+    @property
+    def q_zero(self) -> Array | None: ...  # as q_scale: the code of 0
+    @property
+    def k_zero(self) -> Array | None: ...  # as k_scale
+    @property
+    def out_dtype(self) -> str: ...
+    @property
+    def form(self) -> str: ...  # "portable", or "pv8" where v is None and codes take its place:
+    def value_codes(self) -> Array: ...  # (batch, heads_kv, len_kv, head_dim), numbers less zeros
+    @property
+    def v_scale(self) -> Array | None: ...  # (batch, heads_kv, groups, head_dim)
+    @property
+    def group_v(self) -> int: ...
+    @property
+    def v_mean(self) -> Array | None: ...  # (batch, heads_kv, head_dim), subtracted from V
+    @property
+    def config(self) -> Any: ...  # a cupyattn.quant.QuantConfig
+    @property
+    def cu_seqlens_q(self) -> Array | None: ...  # of packed sequences
+    def unpacked(self) -> Any: ...  # the same with codes of a byte each
+
+
+def value_form(group: int, p_type: str, zero_points: bool, *, plain: bool) -> str:
+    """Return the portable form of ``fa_int8`` for codes of V.
+
+    Parameters
+    ----------
+    group : int
+        Keys that share the scale of a channel.
+    p_type : {"u8", "s8", "e4m3"}
+        Codes of P.
+    zero_points : bool
+        Of Q and K, or of V.
+    plain : bool
+        Whether scores have neither softcap nor bias.
+    """
+    whole = group == GROUP_ALL and p_type == "u8" and not zero_points and plain
+    return "pv8_whole" if whole else "pv8"
+
+
+def portable_form(quantized: Quantized, softcap: float, bias: object) -> str:
+    """Return the portable form of ``fa_int8`` that a call of this softcap and bias takes."""
+    if quantized.form == "portable":
+        return "portable"
+    zero_points = quantized.q_zero is not None
+    plain = not softcap and bias is None
+    return value_form(quantized.group_v, quantized.config.p_type, zero_points, plain=plain)
+
+
+def check_one_sequence(quantized: Quantized) -> None:
+    """Raise ValueError where operands are packed sequences, whose scales lie otherwise."""
+    if quantized.cu_seqlens_q is not None:
+        raise ValueError(
+            "mirror and bounds take the operands of one sequence at a time: those that "
+            "QuantizedQKV.sequences() yields"
+        )
+
+
+def codes_less_zero(codes: Array, zero: Array | None, group: int) -> Array:
+    """Return codes less the zero point of their group of rows, as float32: exact whole numbers.
+
+    Parameters
+    ----------
+    codes : array, (batch, heads, length, head_dim), int8
+    zero : array, (batch or 1, heads or 1, groups), int32, or None
+        None: every zero point is 0.
+    group : int
+        Rows per zero point.
+
+    Examples
+    --------
+    >>> codes = np.full((1, 1, 2, 1), -128, np.int8)
+    >>> codes_less_zero(codes, np.array([[[127, 0]]]), 1).ravel().tolist()
+    [-255.0, -128.0]
+    """
+    numbers = codes.astype(np.float32)
+    if zero is None:
+        return numbers
+    by_row = scale_of_row(zero, group, codes.shape[2]).astype(np.float32)
+    return numbers - by_row[..., None]

@@ -1,0 +1,98 @@
+"""Scales that are known before the operands: their shapes, and arrays of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.kinds import Array
+from cupyattn.errors import UnsupportedError
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.quant.config import QuantConfig
+from cupyattn.quant.quantizers import SCALE_MIN, group_count
+
+
+def check_packed_quant(quant: QuantConfig) -> None:
+    """Raise UnsupportedError unless packed sequences can be quantised so."""
+    granularities = quant.granularity_q, quant.granularity_k
+    if quant.static and not {*granularities} <= {"tensor", "head"}:
+        raise UnsupportedError(
+            "given scales of packed sequences are supported for granularity 'tensor' and 'head', "
+            f"got {granularities[0]!r} and {granularities[1]!r}: use one of these, or "
+            "scales='dynamic'"
+        )
+
+
+def scale_shape(x: tuple[int, ...], group: int, granularity: str) -> tuple[int, int, int]:
+    """Return the shape of the scales of an operand of shape (batch, heads, length, head_dim)."""
+    groups = group_count(x[2], group)
+    return (1, 1, groups) if granularity == "tensor" else (x[0], x[1], groups)
+
+
+def static_scales(
+    xp: Any,
+    quant: QuantConfig,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    tiles: Tiles,
+    sequences: int | None = None,
+) -> dict[str, Array | None]:
+    """Return the given scales of Q and K in the shapes of dynamic ones, None where dynamic.
+
+    Parameters
+    ----------
+    xp : module
+        NumPy or CuPy: where the scales must lie.
+    quant : QuantConfig
+    q, k : tuple of int
+        Shapes of the operands.
+    tiles : Tiles
+    sequences : int, optional
+        How many are packed in the operands: scales are given for a batch of so many, and returned
+        as (1, heads or 1, sequences).
+
+    Raises
+    ------
+    ValueError
+        If a shape does not fit the operand, or (on NumPy, where looking costs nothing) a value is
+        no finite number from 2^-126 up.
+    UnsupportedError
+        If zero points were to go with them.
+    """
+    if not quant.static:
+        return {"q": None, "k": None}
+    if quant.zero_points:
+        raise UnsupportedError(
+            "given scales quantise without zero points: use symmetric=True or scales='dynamic', or "
+            "QuantizedQKV.from_codes for codes with scales and zero points of your own"
+        )
+    found: dict[str, Array | None] = {}
+    for name, given, shape, group, granularity in (
+        ("q", quant.scales[0], q, quant.group_q(tiles), quant.granularity_q),
+        ("k", quant.scales[1], k, quant.group_kv(tiles), quant.granularity_k),
+    ):
+        batch = shape[0] if sequences is None else sequences
+        wanted = scale_shape((batch, *shape[1:]), group, granularity)
+        if hasattr(given, "dtype"):
+            given = operand(f"the static {name}_scale", given)
+        array = xp.asarray(given, np.float32)
+        if array.ndim == 0:
+            array = array.reshape(1, 1, 1)
+        fits = array.ndim == 3 and all(
+            have in (1, want) and (have == want or axis < 2)
+            for axis, (have, want) in enumerate(zip(array.shape, wanted, strict=True))
+        )
+        if not fits:
+            raise ValueError(
+                f"the static {name}_scale must have shape ({wanted[0]} or 1, {wanted[1]} or 1, "
+                f"{wanted[2]}) for granularity_{name}={granularity!r}, got {array.shape}"
+            )
+        if xp is np and not (np.isfinite(array).all() and (array >= SCALE_MIN).all()):
+            raise ValueError(f"the static {name}_scale must be finite and at least 2**-126")
+        whole = array if array.shape == wanted else xp.broadcast_to(array, wanted)
+        if sequences is not None:
+            whole = xp.broadcast_to(whole, (sequences, *wanted[1:])).swapaxes(0, 2)
+        found[name] = xp.ascontiguousarray(whole)
+    return found

@@ -1,0 +1,142 @@
+"""What a block-wise INT8 product is, how the kernels round it, and how far that may be off.
+
+All of it on NumPy arrays. The tags G1 to G5 are those of the kernels and of docs/MATH_REFERENCE.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import erf, expit
+
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.reference.rounding import fma32
+
+Array = Any
+Float64 = npt.NDArray[np.float64]
+
+
+def activate(x: Float64, activation: str) -> Float64:
+    """Return an activation of float64 numbers.
+
+    Parameters
+    ----------
+    x : array, float64
+    activation : {"", "gelu", "gelu_tanh", "silu"}
+        ``x Φ(x)``; the same with ``tanh(sqrt(2/π) (x + 0.044715 x³))`` in place of the error
+        function; ``x / (1 + exp(-x))``.
+
+    Examples
+    --------
+    >>> from cupyattn.quant.activation import ACTIVATIONS
+    >>> [round(float(activate(np.float64(1.0), name)), 4) for name in ACTIVATIONS]
+    [1.0, 0.8413, 0.8412, 0.7311]
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if activation == "gelu":
+            return np.asarray(0.5 * x * (1 + erf(x * np.sqrt(0.5))))
+        if activation == "gelu_tanh":
+            return np.asarray(x * expit(2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return np.asarray(x * expit(x)) if activation == "silu" else x
+
+
+def _slices(
+    a: Array, a_scales: Array, b: Array, b_scales: Array
+) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    """Yield of every 128 codes along k their products, whole numbers, and the scales of both."""
+    of_b = b_scales.repeat(BLOCK_SIZE, axis=0)[: b.shape[0]]
+    for number in range(a_scales.shape[1]):
+        here = slice(number * BLOCK_SIZE, (number + 1) * BLOCK_SIZE)
+        # NOTE: every partial sum stays below 2^24, so float32 is exact in any order.
+        dot = a[:, here].astype(np.float32) @ b[:, here].astype(np.float32).T
+        yield dot, a_scales[:, number, None], of_b[None, :, number]
+
+
+def gemm_exact(
+    a: Array, a_scales: Array, b: Array, b_scales: Array, *, bias: Array | None = None,
+    activation: str = "", outliers: tuple[Array, Array] | None = None,
+) -> Float64:  # fmt: skip
+    """Return the product of what codes stand for, in float64.
+
+    Parameters
+    ----------
+    a : array, (m, k), int8
+    a_scales : array, (m, ceil(k / 128)), float32
+    b : array, (n, k), int8
+    b_scales : array, (ceil(n / 128), ceil(k / 128)), float32
+    bias : array, (n,), optional
+    activation : {"", "gelu", "gelu_tanh", "silu"}
+    outliers : (array, array), optional
+        (m, outliers) and (n, outliers), 16-bit: further columns, which have no scales.
+
+    Returns
+    -------
+    array, (m, n), float64
+
+    Examples
+    --------
+    >>> a, b = np.int8([[1, 2]]), np.int8([[3, 4], [5, 6]])
+    >>> gemm_exact(a, np.float32([[0.5]]), b, np.float32([[2.0]])).tolist()
+    [[11.0, 17.0]]
+    """
+    c = np.zeros((a.shape[0], b.shape[0]))
+    with np.errstate(invalid="ignore"):
+        for dot, of_a, of_b in _slices(a, a_scales, b, b_scales):
+            c += as_float64(dot) * (as_float64(of_a) * as_float64(of_b))
+        if outliers is not None:
+            c += as_float64(outliers[0]) @ as_float64(outliers[1]).T
+        if bias is not None:
+            c += as_float64(bias)
+        return activate(c, activation)
+
+
+def gemm_mirror(
+    a: Array, a_scales: Array, b: Array, b_scales: Array, out_dtype: str = "float16", *,
+    bias: Array | None = None, activation: str = "",
+    outliers: tuple[Array, Array] | None = None, splits: int = 1, shared: Array | None = None,
+) -> Array:  # fmt: skip
+    """Return the product as the kernels round it.
+
+    Parameters
+    ----------
+    a, a_scales, b, b_scales, bias, activation, outliers
+        As for `gemm_exact`.
+    out_dtype : {"float16", "bfloat16", "float32"}
+    splits : int
+        Thread blocks that share a tile: `cupyattn.kernels.tiles.GemmTiles`.
+    shared : array, (m, n), bool, optional
+        Elements whose tiles are shared, all when omitted: `cupyattn.plans.gemm.where_shared`.
+
+    Returns
+    -------
+    array, (m, n), out_dtype
+        The kernels' bits, but for an activation, which is exact here before it is rounded, and for
+        outliers, whose sum is.
+    """
+    if shared is not None:
+        after: dict[str, Any]
+        after = {"bias": bias, "activation": activation, "outliers": outliers}
+        alone, parts = (
+            gemm_mirror(a, a_scales, b, b_scales, out_dtype, **after, splits=s) for s in (1, splits)
+        )
+        return np.where(shared, parts, alone)
+    slices = a_scales.shape[1]
+    ends = {rank * slices // splits for rank in range(1, splits)}
+    c, part = None, np.zeros((a.shape[0], b.shape[0]), np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for number, (dot, of_a, of_b) in enumerate(_slices(a, a_scales, b, b_scales), 1):
+            part = fma32(dot, of_a * of_b, part)  # G1, G2
+            if number in ends:
+                c, part = part if c is None else c + part, np.zeros_like(part)  # G2
+        if outliers is not None:
+            added = as_float64(outliers[0]) @ as_float64(outliers[1]).T
+            part = (part + added).astype(np.float32)  # G2
+        c = part if c is None else c + part  # G2, from block to block
+        if bias is not None:
+            c = c + bias.astype(np.float32)  # G3
+        c = activate(as_float64(c), activation).astype(np.float32)  # G4
+        return c.astype(STORAGE[out_dtype])  # G5

@@ -1,0 +1,414 @@
+"""How the kernels compute attention: the same blocks, rounded at the same points, on NumPy.
+
+`attention_mirror` follows the kernels' steps S0 to S6 and rounds at the points R2 to R7 that a
+`cupyattn.kernels.numerics.Numerics` record names. It mirrors rounding points and block order, not
+thread order: inside one product or one sum the order is NumPy's.
+"""
+
+# ruff: noqa: E741  (O and l are the paper's letters)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from cupyattn.arrays.groups import merge_heads, scale_of_row, split_heads
+from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array, array_namespace
+from cupyattn.kernels import splits
+from cupyattn.kernels.ladder import lookup
+from cupyattn.kernels.limits import check_shapes
+from cupyattn.kernels.numerics import UNIT_ROUNDOFF, Numerics, check_features
+from cupyattn.kernels.numerics import numerics as compose_numerics
+from cupyattn.kernels.tiles import Tiles, check_kind
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.checks import check_dtype, check_limits, check_scale
+from cupyattn.problem.rope import Rope, check_turned_before
+from cupyattn.problem.scoring import Scoring, check_smoothing
+from cupyattn.quant.operand_protocol import (
+    Quantized,
+    check_one_sequence,
+    codes_less_zero,
+    portable_form,
+)
+from cupyattn.reference.mirror_8bit import by_shifts, by_tile
+from cupyattn.reference.rounding import ex2, fma32, from_sum, round_to
+from cupyattn.reference.scores import Scores, prepare_scores
+from cupyattn.reference.softmax_state import LOG2E, Float32, RowState, Step, inverse
+
+
+def _softmax(S: Float32, factor: np.float32, subtracts_first: bool) -> tuple[Float32, RowState]:
+    """Whole rows: P divided by l, and the final state."""
+    state = RowState(S.shape[:-1], subtracts_first)
+    state.advance(np.fmax.reduce(S, axis=-1, initial=NEG_INF), factor)
+    p = state.exponentials(S, factor)
+    return p * state.inverse_l()[..., None], state  # R6
+
+
+def scores_mirror(
+    q: Array,
+    k: Array,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: BlockMask | None = None,
+) -> Float32:
+    """S3 of the unfused rung: the scores, in float32.
+
+    Parameters
+    ----------
+    q, k, scale, causal, causal_align, window, softcap, mask, bias, block_mask
+        As for `attention_mirror`.
+
+    Returns
+    -------
+    S : (batch, heads, len_q, len_kv) array, float32
+        fl(dot * scale), softcapped, with the bias; -inf where masked.
+
+    Examples
+    --------
+    >>> x = np.full((1, 1, 2, 4), 0.5, np.float16)
+    >>> scores_mirror(x, x, causal=True)[0, 0].tolist()
+    [[0.5, -inf], [0.5, 0.5]]
+    """
+    _, _, _, _, len_kv, head_dim = check_shapes(q.shape, k.shape, k.shape)
+    n = compose_numerics("unfused", "portable", _storage_name(q, k, k))
+    scoring = Scoring.of(
+        q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
+        bias=bias, block_mask=block_mask,
+    )  # fmt: skip
+    with np.errstate(over="ignore", invalid="ignore"):
+        scores = prepare_scores(q, k, check_scale(scale, head_dim), scoring, n, None)
+        return cast(Float32, merge_heads(scores.block(0, len_kv)))
+
+
+def softmax_mirror(S: Float32) -> tuple[Float32, Float32]:
+    """S4 of the unfused rung: P = softmax(S) and the log-sum-exp, in float32.
+
+    Parameters
+    ----------
+    S : (..., len_kv) array, float32
+
+    Returns
+    -------
+    P : (..., len_kv) array, float32
+    lse : (...) array, float32
+
+    Examples
+    --------
+    >>> P, lse = softmax_mirror(np.zeros((1, 4), np.float32))
+    >>> P.tolist(), lse.round(5).tolist()
+    ([[0.25, 0.25, 0.25, 0.25]], [1.3862899541854858])
+    """
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        P, state = _softmax(S, LOG2E, False)
+        return P, state.lse()
+
+
+def weighted_sum_mirror(P: Float32, v: Array) -> Array:
+    """S5 and S6 of the unfused rung: O = P V, stored in v's type.
+
+    Parameters
+    ----------
+    P : (batch, heads, len_q, len_kv) array, float32
+    v : (batch, heads_kv, len_kv, head_dim) array, float16, bfloat16 or float32
+
+    Returns
+    -------
+    o : (batch, heads, len_q, head_dim) array, v's dtype
+
+    Examples
+    --------
+    >>> v = np.arange(4, dtype=np.float16).reshape(1, 1, 4, 1)
+    >>> weighted_sum_mirror(np.full((1, 1, 1, 4), 0.25, np.float32), v).tolist()
+    [[[[1.5]]]]
+    """
+    out_type = _storage_name(v, v, v)
+    if P.ndim != 4 or P.shape[0] != v.shape[0] or P.shape[3] != v.shape[2]:
+        raise ValueError(f"P and v must agree on batch and len_kv, got {P.shape=} {v.shape=}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        O = split_heads(P, v.shape[1]) @ v[:, :, None].astype(np.float32)  # R6
+        return merge_heads(round_to(O, out_type)).astype(STORAGE[out_type])  # R7
+
+
+def require_numpy(*arrays: Array) -> None:
+    """Raise TypeError for arrays of another kind."""
+    if array_namespace(*arrays) is not np:
+        raise TypeError("the mirror computes on NumPy arrays: bring CuPy arrays over with .get()")
+
+
+def _storage_name(q: Array, k: Array, v: Array) -> str:
+    """Return the one storage type of three NumPy arrays."""
+    require_numpy(q, k, v)
+    return check_dtype(q, k, v)
+
+
+def attention_mirror(
+    q: Array | Quantized,
+    k: Array | None = None,
+    v: Array | None = None,
+    *,
+    variant: str = "fa",
+    tiles: Tiles | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom-right",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: BlockMask | None = None,
+    rope: Any = None,
+    rope_interleaved: bool = False,
+    rope_offset_q: int = 0,
+    return_lse: bool = False,
+    trace: bool = False,
+    numerics: Numerics | None = None,
+    form: str | None = None,
+) -> Any:
+    """Attention as a kernel computes it: the same blocks, rounded at the same points, on NumPy.
+
+    Parameters
+    ----------
+    q : (batch, heads, len_q, head_dim) array or QuantizedQKV
+        float16, bfloat16 or float32. Quantised operands hold all three: k and v stay None.
+    k, v : (batch, heads_kv, len_kv, head_dim) array
+        Of q's type.
+    variant : str
+        The rung to mirror; it gives `numerics` and `tiles` where they are not given.
+    tiles : Tiles, optional
+        Block sizes; keys are taken ``tiles.block_kv`` at a time.
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask
+        As for `attention_exact`.
+    rope, rope_interleaved, rope_offset_q
+        As for `cupyattn.attention`; q and k are turned as the kernels turn them (R0). Quantised
+        operands are turned beforehand.
+    return_lse : bool
+        Also return the log-sum-exp.
+    trace : bool
+        Also return a list of `Step`, one for each block of keys.
+    numerics : Numerics, optional
+        Rounding points to use in place of the variant's own.
+    form : {"portable", "sm90", "split"}, optional
+        Form to mirror; the one that takes calls of these lengths and tiles when omitted.
+
+    Returns
+    -------
+    o : (batch, heads, len_q, head_dim) array, ``numerics.out_type``
+    lse : (batch, heads, len_q) array, float32
+        Only with `return_lse`.
+    steps : list of Step
+        Only with `trace`.
+
+    Raises
+    ------
+    TypeError
+        If the arrays are not NumPy's or not of one storage type.
+    ValueError
+        If shapes disagree, an option is unknown, arrays meet a rung that wants codes, or a softcap
+        meets smoothed keys (it would feel their mean).
+
+    Notes
+    -----
+    R2 and R6 accumulate in float32, in NumPy's order for FMA chains and tensor cores alike (an
+    order inside one product is the device's own affair; the bound holds for any). A block's P V is
+    summed by itself and then added to O, one rounding more than a chain that starts from O. int32
+    products are exact. S c - M is formed in float64 and rounded once.
+
+    As in every rung, M = fl(m c) is one rounded number that all exponents of a row share, so P
+    reaches exp2(m c - M), which from scores of 2^27 in log2 units on ends at 2^8. float16 operands
+    get there from entries of several thousand on. With softcap or bias the maximum itself is
+    subtracted, and P never exceeds 1.
+
+    Examples
+    --------
+    >>> x = np.ones((1, 1, 3, 8), np.float16)
+    >>> o, steps = attention_mirror(x, x, x, variant="fa_tc", tiles=Tiles(16, 2, 1), trace=True)
+    >>> bool((o == 1).all()), [step.kv0 for step in steps]
+    (True, [0, 2])
+    """
+    quantized = None
+    if isinstance(q, Quantized):
+        if k is not None or v is not None:
+            raise ValueError("k and v must be None where q holds all three quantised operands")
+        check_one_sequence(q)
+        quantized = q.unpacked()
+        q, k = quantized.q_codes, quantized.k_codes
+        v = quantized.value_codes() if quantized.v is None else quantized.v
+        require_numpy(q, k, v)
+        dtype = quantized.out_dtype
+    else:
+        if k is None or v is None:
+            raise TypeError("k and v may only be left out where q is a QuantizedQKV")
+        dtype = _storage_name(q, k, v)
+    rung = lookup(variant)
+    given = {"softcap": bool(softcap), "bias": bias is not None}
+    sizes = check_shapes(q.shape, k.shape, v.shape)
+    *_, len_q, len_kv, head_dim = sizes
+    changed = any((softcap, mask is not None, bias is not None, block_mask is not None))
+    quant = None
+    if quantized is not None:
+        form, quant = form or portable_form(quantized, softcap, bias), quantized.config
+    check_kind(tiles)
+    rung.check_form(form)
+    form = form or rung.form_for(len_q, len_kv, tiles, changed=changed)
+    n = numerics or compose_numerics(rung.family, form, dtype, quant, **given)
+    check_features(n, softcap, bias)
+    turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)
+    if turn is not None:
+        check_turned_before(quantized)
+        q, k = turn.turned(q, k)
+    blocks = (0, 0) if block_mask is None else block_mask.blocks
+    lengths = (len_q, len_kv)
+    limits = check_limits(causal, causal_align, window, *lengths)
+    tiles = rung.tiles_for(
+        head_dim, tiles, form=form, lengths=lengths, causal=limits[1] is not None,
+        block_mask=blocks, rows=splits.wanted_rows(*sizes[:4]),
+    )  # fmt: skip
+    sigma = check_scale(scale, head_dim)
+    scoring = Scoring.of(
+        q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
+        bias=bias, block_mask=block_mask,
+    )  # fmt: skip
+    check_smoothing(softcap, None if quantized is None else quantized.k_mean)
+
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        # S0 locate, S1 load Q
+        scores = prepare_scores(q, k, sigma, scoring, n, quantized)
+        steps: list[Step] = []
+        if n.shifts and quantized is not None:
+            O, state = by_shifts(scores, quantized, n.shifts, tiles, steps)
+        elif n.by_tile and quantized is not None:
+            O, state = by_tile(scores, quantized, n, tiles, steps)
+        else:
+            V = round_to(v, n.v_type)[:, :, None]
+            run = _slices if n.splits else _online if n.online else _whole_rows
+            O, state = run(scores, V, n, tiles, steps if trace else None)
+
+        # S6 store
+        rounded = from_sum(O, n.out_type) if n.online else round_to(O, n.out_type)  # R7
+        o = merge_heads(rounded).astype(STORAGE[n.out_type])
+        lse = merge_heads(state.lse())
+        if quantized is not None and quantized.k_mean is not None:
+            given_back = _smoothing_shift(quantized, quantized.k_mean, sigma)
+            lse = np.where(lse == NEG_INF, lse, lse + given_back)  # an empty row stays empty
+    results = (o, *([lse] if return_lse else []), *([steps] if trace else []))
+    return results if len(results) > 1 else o
+
+
+def _online(
+    scores: Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
+) -> tuple[Float32, RowState]:
+    """The fused rungs."""
+    summed = np.float32(1 + 2 * UNIT_ROUNDOFF[n.v_type]) if n.sums_operand else None
+    if summed is not None:  # l is a column of P V as well
+        V = np.concatenate([V, np.full_like(V[..., :1], summed)], axis=-1)
+    O, state = _over_keys(scores, V, n, tiles, steps, 0, V.shape[-2])
+    if summed is not None:
+        return O[..., :-1] * inverse(O[..., -1:] / summed), state  # R7
+    return O * state.inverse_l()[..., None], state  # R7
+
+
+def _slices(
+    scores: Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
+) -> tuple[Float32, RowState]:
+    """The split form: the slices of a block meet, then what blocks came to."""
+    batch, heads_kv, group, len_q = scores.rows
+    sizes = batch, group * heads_kv, heads_kv, len_q, *V.shape[-2:]
+    limits = scores.scoring.first, scores.scoring.last
+    cut = splits.split(sizes, limits, tiles)
+    found = [_over_keys(scores, V, n, tiles, steps, *keys) for keys in cut.ranges()]
+    many = cut.block_slices
+    parts = [_together(found[i : i + many]) for i in range(0, cut.slices, many)]
+    O, state = _together(parts)
+    return O * state.inverse_l()[..., None], state  # R7
+
+
+def _together(parts: Sequence[tuple[Float32, RowState]]) -> tuple[Float32, RowState]:
+    """Bring together what parts of the keys came to; one by itself stays what it is."""
+    O, first = parts[0]
+    if len(parts) == 1:
+        return O, first
+    state = RowState(first.M.shape, first.subtracts_first)
+    for _, part in parts:
+        state.M = np.fmax(state.M, part.M)
+    O = np.zeros_like(O)
+    for part_O, part in parts:
+        weight = ex2(part.M - state.M_finite())  # R4
+        state.l = fma32(weight, part.l, state.l)  # R6
+        O = fma32(weight[..., None], part_O, O)  # R6
+    return O, state
+
+
+def _over_keys(
+    scores: Scores,
+    V: Float32,
+    n: Numerics,
+    tiles: Tiles,
+    steps: list[Step] | None,
+    first: int,
+    end: int,
+) -> tuple[Float32, RowState]:
+    """The loop over keys, from one to before another; O is not divided by l."""
+    state = RowState(scores.rows, scores.subtracts_first)
+    O = np.zeros((*scores.rows, V.shape[-1]), np.float32)
+    for kv0 in range(first, end, tiles.block_kv):
+        # S2 load K, V
+        kv1 = min(kv0 + tiles.block_kv, end)
+        V_tile = V[..., kv0:kv1, :]
+
+        # S3 scores
+        S = scores.block(kv0, kv1)
+
+        # S4 softmax
+        m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)  # ignores NaN, as fmaxf does
+        if n.headroom:
+            m = np.where(state.raised_by(m, scores.exponent_factor, n.headroom), m, NEG_INF)
+        alpha = state.advance(m, scores.exponent_factor)
+        P = round_to(state.exponentials(S, scores.exponent_factor), n.p_type)  # R5; l has it whole
+
+        # S5 output
+        O *= alpha[..., None]  # R6
+        # NOTE: tiles of query rows that attend to nothing here skip the step. It changes no bit
+        # unless V is not finite.
+        rows = scores.visitors(kv0, tiles)
+        O[..., rows, :] += scores.kept(P[..., rows, :] @ V_tile, rows, kv0)  # R6
+        if steps is not None:
+            merged = (merge_heads(x) for x in (S, P, state.M, state.l, alpha))
+            steps.append(Step(kv0, *merged))
+    return O, state
+
+
+def _whole_rows(
+    scores: Scores, V: Float32, n: Numerics, tiles: Tiles, steps: list[Step] | None
+) -> tuple[Float32, RowState]:
+    """The three kernels of the unfused rung: one step over all keys, and P divided by l in it."""
+    S = scores.block(0, V.shape[-2])  # S3 scores
+    P, state = _softmax(S, scores.exponent_factor, scores.subtracts_first)  # S4 softmax
+    P = round_to(P, n.p_type)  # R5
+    finite = np.isfinite(V) | (scores.scoring.kept is None)
+    O = P @ np.where(finite, V, np.float32(0))  # S5 output, R6
+    if not finite.all():  # what stands in dropped blocks is not read
+        for kv0 in range(0, V.shape[-2], tiles.block_kv):
+            keys = slice(kv0, kv0 + tiles.block_kv)
+            spoilt = np.where(finite, np.float32(0), V)[..., keys, :]
+            O += scores.kept(P[..., keys] @ spoilt, slice(0, None), kv0)
+    if steps is not None:
+        merged = (merge_heads(x) for x in (S, P, state.M, state.l, np.zeros_like(state.l)))
+        steps.append(Step(0, *merged))
+    return O, state
+
+
+def _smoothing_shift(quantized: Quantized, mean: Array, sigma: float) -> Float32:
+    """What subtracting the keys' mean took from every score of a row: sigma q.mean."""
+    codes = codes_less_zero(quantized.q_codes, quantized.q_zero, quantized.group_q)
+    q_scale = scale_of_row(quantized.q_scale, quantized.group_q, codes.shape[2])
+    q = split_heads(codes * q_scale[..., None], mean.shape[1])
+    dot = q @ mean[:, :, None, :, None]  # (batch, heads_kv, group, len_q, 1)
+    return cast(Float32, merge_heads(dot[..., 0]) * np.float32(sigma))

@@ -1,0 +1,1 @@
+"""Running plans on a device: launches, scratch memory, graphs, calls kept ready."""

@@ -1,0 +1,146 @@
+"""Scratch memory of a call: what its passes write and its kernels read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cupyattn.errors import DeviceMemoryError
+from cupyattn.plans.records import Workspace
+
+
+def free_bytes() -> int:
+    """Return how much memory of the current device CuPy's pool could still hand out."""
+    import cupy
+
+    pool = cupy.get_default_memory_pool()
+    free = int(cupy.cuda.runtime.memGetInfo()[0]) + int(pool.free_bytes())
+    limit = int(pool.get_limit())
+    return min(free, limit - int(pool.used_bytes())) if limit else free
+
+
+def memory_error(
+    variant: str, needed: Mapping[str, int], free: int | None, *, fused: bool
+) -> DeviceMemoryError:
+    """Return the error of a call that cannot have its memory.
+
+    Parameters
+    ----------
+    variant : str
+    needed : mapping of str to int
+        Bytes of what it takes beside its operands, by name.
+    free : int or None
+        Bytes that are free; None where nobody knows, on the host.
+    fused : bool
+        Whether a form of the rung needs no scratch memory.
+    """
+    largest = max(needed, key=needed.__getitem__)
+    found = "more than can be had" if free is None else f"{free:,} are free"
+    way_out = "split the batch or the heads into several calls"
+    if variant == "unfused":
+        way_out = "use another variant, none of which keeps a score per query and key"
+    elif fused:
+        without = "use QuantConfig(smooth_k=False, fused=True), which takes no scratch memory"
+        way_out = f"{without}, or {way_out}"
+    return DeviceMemoryError(
+        f"{variant} needs {sum(needed.values()):,} bytes beside its operands, "
+        f"{needed[largest]:,} of them for {largest!r}, and {found}: {way_out}"
+    )
+
+
+@contextlib.contextmanager
+def saying_what_is_needed(
+    what: str, needed: Mapping[str, int], *, on_device: bool
+) -> Iterator[None]:
+    """Turn a MemoryError into one that says how much is needed, and what takes most of it.
+
+    Parameters
+    ----------
+    what : str
+        That needs it, beside its operands.
+    needed : mapping of str to int
+        Bytes by name.
+    on_device : bool
+        Whether the memory is that of the current device.
+
+    Raises
+    ------
+    DeviceMemoryError
+        In its place; one that a call within has raised says more, and passes.
+    """
+    try:
+        yield
+    except DeviceMemoryError:
+        raise
+    except MemoryError as error:
+        raise memory_error(
+            what, needed, free_bytes() if on_device else None, fused=False
+        ) from error
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Scratch memory of a call.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        On the host all of it. On a device ``v_operand`` alone, if the call has one: CuPy converts V
+        into it; all else is known to kernels by its address.
+    whole : MemoryPointer, optional
+        On a device, the memory that all of it lies in, as a `Layout` says.
+    """
+
+    arrays: Mapping[str, Any]
+    whole: Any = None
+
+    @property
+    def start(self) -> int:
+        """Its address on a device; 0 where there is none."""
+        return 0 if self.whole is None else int(self.whole.ptr)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where scratch buffers lie in one piece of memory: on a device an allocation costs time.
+
+    What has to be zero comes first, so that one fill is enough; what is copied from elsewhere
+    follows, so that one copy is.
+
+    Parameters
+    ----------
+    offsets : mapping of str to int
+        Bytes from the start, multiples of `ALIGNMENT`.
+    zeros, copied, nbytes : int
+        Bytes that have to be zero, bytes behind these that are copied, and all of them.
+    """
+
+    #: Enough for every access of a kernel and for a tensor map.
+    ALIGNMENT: ClassVar[int] = 256
+
+    offsets: Mapping[str, int]
+    zeros: int
+    copied: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, workspace: Sequence[Workspace], copied: Collection[str] = ()) -> Layout:
+        """Lay buffers out one behind the other; those named in `copied` are not zero before."""
+        offsets, zeros, copies, end = {}, 0, 0, 0
+        for work in sorted(workspace, key=lambda work: (not work.zeros, work.name not in copied)):
+            offsets[work.name] = end
+            end += -(-work.nbytes // cls.ALIGNMENT) * cls.ALIGNMENT
+            zeros = end if work.zeros else zeros
+            copies = end - zeros if work.name in copied else copies
+        return cls(offsets, zeros, copies, end)
+
+    def allocate(self, xp: Any, filled: Sequence[Workspace]) -> Scratch:
+        """Take memory of the current device; return arrays for those buffers that are `filled`."""
+        whole = xp.cuda.alloc(self.nbytes)
+        arrays = {
+            work.name: xp.ndarray(work.shape, work.dtype, whole + self.offsets[work.name])
+            for work in filled
+        }
+        return Scratch(arrays, whole)
