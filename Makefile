@@ -54,7 +54,7 @@ test-quick: $(READY)
 # What `test` leaves out for its length: further variants, types and combinations, interpreted.
 test-slow: $(READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
-		-m slow --ignore=tests/test_packaging.py
+		-m slow --ignore=tests/docs/test_packaging.py
 
 # What torch, JAX and diffusers do with cupyattn, and other readers with its checkpoints: without
 # them these tests are skipped. SLOW= runs those of every model family, too.
@@ -70,16 +70,15 @@ endif
 
 test-interop: $(FRAMEWORKS_READY)
 	CUPYATTN_CACHE_DIR="$(TEST_CACHE)" $(RUN) -m pytest -n $(WORKERS) --dist worksteal \
-		$(SLOW) tests/test_interop_*.py tests/test_examples.py tests/test_checkpoint_readers.py \
-		tests/test_diffusers_blocks.py
+		$(SLOW) tests/interop tests/docs/test_examples.py tests/checkpoints/test_checkpoint_readers.py
 
 # The report in Chromium, at the widths of phones and of a desk, light and dark.
 test-browser: $(BROWSER_READY)
-	$(RUN) -m pytest tests/test_report_browser.py
+	$(RUN) -m pytest tests/cli/test_report_browser.py
 
 # Builds sdist and wheel, installs each with the core's dependencies alone, runs it elsewhere.
 test-wheel: $(READY)
-	$(RUN) -m pytest -m slow tests/test_packaging.py
+	$(RUN) -m pytest -m slow tests/docs/test_packaging.py
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from cupyattn.compiler import modules as kc
 from cupyattn.measure.device import device_missing
-from tests.runs import hopper_blocks
+from tests.support.runs import hopper_blocks
 
 #: Tests that need a device.
 GPU = Path(__file__).parent / "gpu"

@@ -18,7 +18,7 @@ import pytest
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.kernels.ladder import SUFFIXED, VARIANTS
 from cupyattn.kernels.numerics import numerics
-from docs import write_house
+from docs import write_house, write_tests
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cupyattn"
@@ -384,3 +384,12 @@ def test_the_mathematics_names_what_there_is() -> None:
     }
     code = "\n".join(path.read_text() for path in [*PYTHON, *CUDA])
     assert len(named) > 20 and not {n for n in named if not re.search(rf"\b{n}\b", code)}
+
+
+def test_every_file_of_tests_is_listed() -> None:
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
+    assert folders == set(write_tests.FOLDERS)
+    assert {path.name for path in (ROOT / "tests").glob("*.py")} == {
+        "__init__.py", "conftest.py", "test_structure.py",
+    }  # fmt: skip
+    assert write_tests.page() == write_tests.PAGE.read_text(), "run python -m docs.write_tests"

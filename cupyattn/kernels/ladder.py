@@ -391,7 +391,7 @@ _SPLIT_TILES = {
 }  # fmt: skip
 
 #: The same for P and V in 8 bits: keys in tiles of 32, 64 or 128. Why these: NOTES.md there, "The
-#: portable fa_int8". Up to three registers of a loop may not fit (tests/runs.py).
+#: portable fa_int8". Up to three registers of a loop may not fit (tests/support/runs.py).
 _PV8_TILES = {
     "fa_int8": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 4, 2), 256: Tiles(64, 32, 4, 3)}
 }

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tests import hopper_pv8_cases
 from tests.gpu.support import cupy, on_device, run
-from tests.runs import CELLS, normal
+from tests.hopper import hopper_pv8_cases
+from tests.support.runs import CELLS, normal
 
 #: Rungs in their forms, and types; on a Hopper device.
 ALL = [*CELLS, *hopper_pv8_cases.CELLS]

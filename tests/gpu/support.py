@@ -1,4 +1,5 @@
-"""What the tests on a device share, beside tests/runs.py: CuPy's arrays, forms, compiling ahead."""
+"""What the tests on a device share, beside tests/support/runs.py: CuPy's arrays, forms, compiling
+ahead."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from cupyattn.ops import attention, explain
 from cupyattn.problem import resolve as problem_resolve
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
-from tests import runs
-from tests.runs import Arrays, Guarded, Run
+from tests.support import runs
+from tests.support.runs import Arrays, Guarded, Run
 
 cupy = pytest.importorskip("cupy")
 

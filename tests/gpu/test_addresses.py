@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.array_calls import CALLS
+from tests.problem.array_calls import CALLS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ NAMES = sorted(CALLS.keys() - ON_THE_HOST)
 CODE = """
 import sys
 import cupy, numpy as np
-from tests.array_calls import CALLS
+from tests.problem.array_calls import CALLS
 
 def odd(x):
     x = cupy.ascontiguousarray(cupy.asarray(x))

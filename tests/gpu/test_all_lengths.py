@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests import hopper_pv8_cases
 from tests.gpu.support import on_device, prebuild, run, specs_of
-from tests.runs import RUNGS, normal
-from tests.test_all_lengths import MOST, SHAPES
+from tests.hopper import hopper_pv8_cases
+from tests.kernels.test_all_lengths import MOST, SHAPES
+from tests.support.runs import RUNGS, normal
 
 cupy = pytest.importorskip("cupy")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.testing import strategies
 from tests.gpu.support import attend, on_device, prebuild, run, specs_of
-from tests.runs import CELLS, PLAIN, normal, on_host
+from tests.support.runs import CELLS, PLAIN, normal, on_host
 
 cupy = pytest.importorskip("cupy")
 

@@ -15,7 +15,7 @@ from cupyattn.plans.backward import plan_backward
 from cupyattn.plans.records import Operand
 from cupyattn.problem.checks import check_attention
 from cupyattn.runtime.ready import run as run_plan
-from tests.backward_cases import (
+from tests.backward.backward_cases import (
     FORMS,
     HOPPER_FORMS,
     BackwardRun,
@@ -28,12 +28,12 @@ from tests.backward_cases import (
     run_backward,
     run_packed_backward,
 )
-from tests.coarse_cases import LOWEST, biased, check, defined, large_products
+from tests.backward.coarse_cases import LOWEST, biased, check, defined, large_products
+from tests.backward.test_backward_faults import FAULTS
+from tests.backward.test_backward_kernels import PACKED
 from tests.gpu.support import arch_of, embedded, guarded, moved, on_device
-from tests.runs import bits, normal, on_host, rope_tables
-from tests.test_all_lengths import MOST, SHAPES
-from tests.test_backward_faults import FAULTS
-from tests.test_backward_kernels import PACKED
+from tests.kernels.test_all_lengths import MOST, SHAPES
+from tests.support.runs import bits, normal, on_host, rope_tables
 
 cupy = pytest.importorskip("cupy")
 

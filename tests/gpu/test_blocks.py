@@ -9,7 +9,7 @@ import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.quant import weight_error
 from tests.gpu.support import on_device
-from tests.quant_inputs import DTYPES, operand
+from tests.quant.quant_inputs import DTYPES, operand
 
 cupy = pytest.importorskip("cupy")
 

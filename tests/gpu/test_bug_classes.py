@@ -1,4 +1,5 @@
-"""Classes of mistakes that only a device can show; `tests/test_bug_classes.py` has all twelve.
+"""Classes of mistakes that only a device can show; `tests/kernels/test_bug_classes.py` has all
+twelve.
 
 Elsewhere in this folder: 1 and 2 in `test_memory.py`, 3 in `test_attention.py` and `test_exact.py`,
 4 and 11 in `test_memory.py`, 5 in `test_all_lengths.py`, 6 in `test_attention.py`, codes of 8 in
@@ -13,11 +14,11 @@ import pytest
 
 from cupyattn import plan
 from cupyattn.compiler import modules as kc
-from tests import hopper_pv8_cases
 from tests.gpu.support import arch_of, attend, form_taken, on_device, prebuild, run, specs_of
 from tests.gpu.test_streams import SPIN
-from tests.runs import RUNGS, assert_same, bits, normal, variant_of
-from tests.test_bug_classes import LEAST_OPTIMISED
+from tests.hopper import hopper_pv8_cases
+from tests.kernels.test_bug_classes import LEAST_OPTIMISED
+from tests.support.runs import RUNGS, assert_same, bits, normal, variant_of
 
 cupy = pytest.importorskip("cupy")
 

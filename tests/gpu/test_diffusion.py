@@ -21,7 +21,7 @@ from cupyattn.plans.records import Operand
 from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.runtime import ready
 from tests.gpu.support import guarded
-from tests.runs import bits
+from tests.support.runs import bits
 
 cupy = pytest.importorskip("cupy")
 

@@ -1,6 +1,6 @@
 """Several devices by NCCL: J2, bits, bytes, memory, and what a rank that ends does to the others.
 
-`tests/test_distributed.py` says the same of threads without devices.
+`tests/distributed/test_distributed.py` says the same of threads without devices.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from cupyattn.plans.stages import stages
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
-from tests.distributed_cases import asked_for, entry, packed
-from tests.runs import bits, normal
-from tests.test_merge_partials import assert_within, exactly, parts_of
+from tests.distributed.distributed_cases import asked_for, entry, packed
+from tests.kernels.test_merge_partials import assert_within, exactly, parts_of
+from tests.support.runs import bits, normal
 
 cupy = pytest.importorskip("cupy")
 

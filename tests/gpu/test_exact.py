@@ -18,9 +18,9 @@ from cupyattn.bounds import kernel, quantised
 from cupyattn.quant import QuantizedQKV
 from cupyattn.reference import exact as reference
 from cupyattn.reference.rounding import round_to
-from tests import hopper_pv8_cases
 from tests.gpu.support import attend, on_device, run
-from tests.runs import CELLS, PLAIN, bits, host_copy, normal, on_host, variant_of
+from tests.hopper import hopper_pv8_cases
+from tests.support.runs import CELLS, PLAIN, bits, host_copy, normal, on_host, variant_of
 
 cupy = pytest.importorskip("cupy")
 

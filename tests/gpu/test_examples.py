@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.test_examples import SCRIPTS, run
+from tests.docs.test_examples import SCRIPTS, run
 
 
 def test_the_script_of_cupy_runs() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from cupyattn.kernels.ladder import VARIANTS
-from tests.fault_patches import FAULTS, FORMS, Fault, put_in_place
+from tests.faults.fault_patches import FAULTS, FORMS, Fault, put_in_place
 from tests.gpu.support import embedded, moved, on_device, once, prebuild, run, run_packed, specs_of
-from tests.runs import REVEALING, Run, packed, revealing, revealing_zero_points
+from tests.support.runs import REVEALING, Run, packed, revealing, revealing_zero_points
 
 cupy = pytest.importorskip("cupy")
 

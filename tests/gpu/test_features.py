@@ -1,6 +1,7 @@
 """Window, softcap, mask and bias on the device: every pair of them within its bound, and relations.
 
-`tests/test_features.py` says the same of the mirror and the interpreter, and what each one means.
+`tests/kernels/test_features.py` says the same of the mirror and the interpreter, and what each one
+means.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from cupyattn.ops import explain
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
 from cupyattn.reference.exact import attention_exact
-from tests import feature_cases
-from tests.feature_cases import admitted, options_of
 from tests.gpu.support import arch_of, moved, on_device, prebuild, run
-from tests.runs import (
+from tests.kernels import feature_cases
+from tests.kernels.feature_cases import admitted, options_of
+from tests.support.runs import (
     ADDED,
     CELLS,
     PLAIN,

@@ -14,10 +14,10 @@ import pytest
 
 from cupyattn import attention
 from cupyattn.quant import QuantConfig
-from tests import hopper_pv8_cases
-from tests.cross_cases import AXES, CELLS, QUANT_CELLS, QUANTS, Case, drawn, rung_of
 from tests.gpu.support import arch_of, moved, on_device, run, run_packed
-from tests.runs import RUNGS, asked_for, bits
+from tests.hopper import hopper_pv8_cases
+from tests.kernels.cross_cases import AXES, CELLS, QUANT_CELLS, QUANTS, Case, drawn, rung_of
+from tests.support.runs import RUNGS, asked_for, bits
 
 cupy = pytest.importorskip("cupy")
 

@@ -24,9 +24,9 @@ from cupyattn.plans.gemm import (
 )
 from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
-from tests.gemm_cases import REGIMES, Product, product
 from tests.gpu.support import arch_of, cupy, on_device
-from tests.quant_inputs import operand
+from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.quant_inputs import operand
 
 FORMS = ("portable", "sm90")
 #: Of the portable form, on devices that have clusters.

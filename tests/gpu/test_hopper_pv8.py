@@ -1,4 +1,5 @@
-"""P and V in 8 bits in the Hopper forms, on a device: `tests.hopper_pv8_cases` and more calls."""
+"""P and V in 8 bits in the Hopper forms, on a device: `tests.hopper.hopper_pv8_cases` and more
+calls."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import pytest
 from cupyattn import attention
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.mirror import attention_mirror
-from tests import hopper_pv8_cases as cases
-from tests import pv8_cases
-from tests.runs import Guarded, asked_for, bits, host_copy, normal, on_host
+from tests.hopper import hopper_pv8_cases as cases
+from tests.quant import pv8_cases
+from tests.support.runs import Guarded, asked_for, bits, host_copy, normal, on_host
 
 cupy = pytest.importorskip("cupy")
 

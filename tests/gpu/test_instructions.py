@@ -17,7 +17,7 @@ import pytest
 from cupyattn.interpret.alu import APPROXIMATION_ERROR, DTYPES, Operation, lookup
 from cupyattn.interpret.exact import FORMATS
 from cupyattn.interpret.tensor_core import accumulation_error, elements, find_mma
-from tests.exact_floats import BINARY
+from tests.support.exact_floats import BINARY
 
 cupy = pytest.importorskip("cupy")
 

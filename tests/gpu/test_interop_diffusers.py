@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 import cupyattn as ca  # noqa: E402 - its arrays are beside torch's
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop.diffusers import layers  # noqa: E402
-from tests import diffusers_cases as cases  # noqa: E402
-from tests.test_interop_diffusers import SHARE, SHORT, distance, without  # noqa: E402
+from tests.interop import diffusers_cases as cases  # noqa: E402
+from tests.interop.test_interop_diffusers import SHARE, SHORT, distance, without  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from tests.runs import bits
+from tests.support.runs import bits
 
 cupy = pytest.importorskip("cupy")
 # Most of a device's memory otherwise, which tests in other processes need.

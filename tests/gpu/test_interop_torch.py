@@ -1,6 +1,6 @@
 """Attention on torch's tensors on a device: its memory, its stream, its graphs.
 
-tests/test_interop_torch.py has what needs none.
+tests/interop/test_interop_torch.py has what needs none.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import cupyattn as ca
 from cupyattn import BlockMask, QuantConfig
 from cupyattn.runtime import recent
 from tests.gpu.support import arch_of, moved
-from tests.runs import RUNGS, asked_for, bits, normal
-from tests.torch_cases import options_of, problem, through_the_forward_pass
+from tests.interop.torch_cases import options_of, problem, through_the_forward_pass
+from tests.support.runs import RUNGS, asked_for, bits, normal
 
 cupy = pytest.importorskip("cupy")
 torch = pytest.importorskip("torch")
@@ -436,7 +436,8 @@ def test_int8_forward_with_given_scales() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "causal", "window", "bias", "rope"])
 def test_transforms_have_the_gradients_of_autograd(name: str) -> None:
-    """`grad`, `vmap(grad)` and `jacrev` on the device; tests/test_interop_torch_transforms.py."""
+    """`grad`, `vmap(grad)` and `jacrev` on the device;
+    tests/interop/test_interop_torch_transforms.py."""
     options = tensors(options_of(9, 9, 16, 2)[name])
     several = torch.randn(3, 2, 2, 9, 16, device="cuda", dtype=torch.float16)
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests import large_score_cases as cases
+from tests.kernels import large_score_cases as cases
 
 cupy = pytest.importorskip("cupy")
 SIZES = (6e-8, 30.0, 1e3, 3e3, 1e4, cases.LARGEST)

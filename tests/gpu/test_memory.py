@@ -18,7 +18,6 @@ from cupyattn.errors import DeviceMemoryError, KernelLaunchError
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.call_operands import QUANTIZED
 from cupyattn.problem import choose
-from tests import hopper_pv8_cases
 from tests.gpu.support import (
     arch_of,
     attend,
@@ -31,7 +30,8 @@ from tests.gpu.support import (
     run_into,
     specs_of,
 )
-from tests.runs import (
+from tests.hopper import hopper_pv8_cases
+from tests.support.runs import (
     CELLS,
     RUNGS,
     SPILLED,

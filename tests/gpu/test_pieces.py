@@ -10,7 +10,7 @@ from cupyattn.ops import explain
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
 from tests.gpu.support import arch_of, attend, cupy, guarded, on_device, run
-from tests.runs import Arrays, asked_for, bits, normal, variant_of
+from tests.support.runs import Arrays, asked_for, bits, normal, variant_of
 
 RUNGS = ("fa_tc@sm90", "fa_int8@sm90", "fa_int8@sm90_pv8")
 #: batch, heads, heads_kv, len_q, len_kv, head_dim, dtype

@@ -10,7 +10,7 @@ import pytest
 from cupyattn import attention, plan, quantize
 from cupyattn.compiler import modules as kc
 from tests.gpu.support import arch_of, checked_calls, on_device
-from tests.runs import RUNGS, bits, normal, variant_of
+from tests.support.runs import RUNGS, bits, normal, variant_of
 
 cupy = pytest.importorskip("cupy")
 

@@ -10,9 +10,9 @@ import pytest
 from cupyattn.compiler import modules as kc
 from cupyattn.plans.records import TensorMap
 from cupyattn.runtime import tensor_map
-from tests.prim import Prim
-from tests.prims_cases import PRIMS
-from tests.ptx_cases import PTX
+from tests.interpret.ptx_cases import PTX
+from tests.prims.prim import Prim
+from tests.prims.prims_cases import PRIMS
 
 cupy = pytest.importorskip("cupy")
 

@@ -1,4 +1,4 @@
-"""8-bit P and V on the device: J1, and the fixtures of `tests.pv8_cases`.
+"""8-bit P and V on the device: J1, and the fixtures of `tests.quant.pv8_cases`.
 
 Tests of whole calls on the device run this form as ``"fa_int8@pv8"``.
 """
@@ -14,9 +14,9 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant import QuantConfig, quantize
 from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.testing.verdict import assert_within_bound
-from tests import pv8_cases
-from tests.quant_inputs import DTYPES, assert_mean, operand
-from tests.runs import bits, normal
+from tests.quant import pv8_cases
+from tests.quant.quant_inputs import DTYPES, assert_mean, operand
+from tests.support.runs import bits, normal
 
 cupy = pytest.importorskip("cupy")
 

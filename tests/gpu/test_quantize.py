@@ -15,9 +15,9 @@ from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.reference.quantize import quantize_mirror
-from tests import runs
-from tests.quant_inputs import DTYPES, assert_mean, operand
-from tests.runs import bits, normal
+from tests.quant.quant_inputs import DTYPES, assert_mean, operand
+from tests.support import runs
+from tests.support.runs import bits, normal
 
 cupy = pytest.importorskip("cupy")
 

@@ -11,7 +11,7 @@ from cupyattn import plan
 from cupyattn.plans import attention_int8, stages
 from cupyattn.problem import choose
 from cupyattn.quant import QuantConfig
-from tests.runs import bits, normal
+from tests.support.runs import bits, normal
 
 cupy = pytest.importorskip("cupy")
 

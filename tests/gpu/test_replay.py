@@ -11,7 +11,7 @@ import pytest
 from cupyattn import attention, plan
 from cupyattn.runtime import replay
 from tests.gpu.support import arch_of, on_device
-from tests.runs import RUNGS, asked_for, bits, normal
+from tests.support.runs import RUNGS, asked_for, bits, normal
 
 cupy = pytest.importorskip("cupy")
 

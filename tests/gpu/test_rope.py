@@ -1,6 +1,7 @@
 """Rotary embeddings on the device: J1 of the pass, every rung within its bound, calls of late.
 
-`tests/test_rope.py` says the same of the mirror and the interpreter, and what each test means.
+`tests/problem/test_rope.py` says the same of the mirror and the interpreter, and what each test
+means.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Operand
 from cupyattn.problem.rope import Rope
 from tests.gpu.support import arch_of, attend, embedded, on_device, run
-from tests.runs import (
+from tests.support.runs import (
     CELLS,
     RUNGS,
     bits,

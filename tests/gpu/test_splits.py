@@ -1,6 +1,6 @@
 """The split form of fa_tc on a device: bounds, determinism, guards, graphs of two launches.
 
-`tests/test_splits.py` says the same of the mirror and the interpreter.
+`tests/kernels/test_splits.py` says the same of the mirror and the interpreter.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from cupyattn.compiler import modules as kc
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.plans.assemble import module_spec
-from tests import runs
 from tests.gpu.support import arch_of, embedded, guarded, on_device
-from tests.runs import SPILLED_SPLIT, bits, normal, on_host
+from tests.support import runs
+from tests.support.runs import SPILLED_SPLIT, bits, normal, on_host
 
 cupy = pytest.importorskip("cupy")
 

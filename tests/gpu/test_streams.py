@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.support import attend, on_device, prebuild, specs_of
-from tests.runs import RUNGS, bits, normal
+from tests.support.runs import RUNGS, bits, normal
 
 cupy = pytest.importorskip("cupy")
 

@@ -1,6 +1,6 @@
 """Packed sequences on the device: each as if alone, offsets unread where limits are given.
 
-`tests/test_varlen.py` says the same of the mirror and the interpreter.
+`tests/problem/test_varlen.py` says the same of the mirror and the interpreter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from cupyattn.ops.prepared import SEQUENCES
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
 from tests.gpu.support import arch_of, attend, checked_calls, moved, on_device, run_packed
-from tests.runs import (
+from tests.problem.test_varlen import CELLS, FEATURES, OPTIONS, RUNGS, added, rng_of
+from tests.support.runs import (
     Arrays,
     Guarded,
     asked_for,
@@ -34,7 +35,6 @@ from tests.runs import (
     sequences,
     variant_of,
 )
-from tests.test_varlen import CELLS, FEATURES, OPTIONS, RUNGS, added, rng_of
 
 cupy = pytest.importorskip("cupy")
 

@@ -15,11 +15,11 @@ from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.quant.config import GRANULARITIES
 from cupyattn.quant.quantizers import in_padded_rows
 from cupyattn.reference.quantize import quantize_mirror
-from tests import runs
-from tests.quant_inputs import DTYPES, operand
-from tests.runs import bits, host_copy, normal
-from tests.test_hopper_zero_points import pair
-from tests.test_zero_points import CODED, pairs
+from tests.hopper.test_hopper_zero_points import pair
+from tests.quant.quant_inputs import DTYPES, operand
+from tests.quant.test_zero_points import CODED, pairs
+from tests.support import runs
+from tests.support.runs import bits, host_copy, normal
 
 cupy = pytest.importorskip("cupy")
 

@@ -1,0 +1,180 @@
+"""What tests of the gradients share, on a device and in the interpreter: problems and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cupyattn import attention_backward, attention_varlen, attention_varlen_backward
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.gradients import GradientReport, Gradients, judge_backward
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.reference.mirror import attention_mirror
+from tests.support.runs import ADDED, normal, of_sequence, on_host, packed
+
+#: What `cupyattn.attention_backward` takes: d_out, q, k, v, out, lse.
+Received = tuple[Any, Any, Any, Any, Any, Any]
+#: By the option of `attention_backward`.
+FORMS = {"atomic": False, "deterministic": True}
+#: The same of Hopper, where these are compiled for it.
+HOPPER_FORMS = {f"sm90_{name}": deterministic for name, deterministic in FORMS.items()}
+
+
+def interpreted_as(form: str) -> dict[str, Any]:
+    """Return the options by which the interpreter runs a form."""
+    arch = "sm_90a" if form in HOPPER_FORMS else None
+    return {"deterministic": (FORMS | HOPPER_FORMS)[form], "backend": "interpret", "arch": arch}
+
+
+def received(q: Any, k: Any, v: Any, seed: int = 1, **options: Any) -> Received:
+    """Return operands of a backward pass on the host: d_out ~ N(0, 1), and a forward's results."""
+    rng = np.random.default_rng(seed)
+    d_out = rng.standard_normal(q.shape).astype(q.dtype)
+    out, lse = attention_mirror(q, k, v, variant="fa_tc", return_lse=True, **options)
+    return d_out, q, k, v, out, lse
+
+
+@dataclass(frozen=True)
+class BackwardRun:
+    """One call, with all that is needed to judge it."""
+
+    received: Received
+    options: dict[str, Any]
+    gradients: Gradients
+
+    def judge(self) -> GradientReport:
+        options = {n: on_host(a) if n in ADDED else a for n, a in self.options.items()}
+        return judge_backward(
+            [on_host(x) for x in self.gradients], *map(on_host, self.received), **options
+        )
+
+    def check(self) -> None:
+        """Raise unless every gradient is within its bound."""
+        report = self.judge()
+        assert report.passed, str(report)
+
+
+def run_backward(
+    inputs: Received,
+    *,
+    deterministic: bool | None = None,
+    arch: str | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> BackwardRun:
+    """Call `attention_backward` in layout BHSD."""
+    gradients = attention_backward(
+        *inputs, deterministic=deterministic, arch=arch, backend=backend, **options
+    )
+    return BackwardRun(inputs, options, gradients)
+
+
+def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str, Any]]]:
+    """Yield problems that bring mistakes to light: tails, several tiles of keys and of rows,
+    grouped heads, causal masks, windows, block masks, softcap, mask and bias, small and large."""
+    q, k, v = normal((1, 4, 75, head_dim), (1, 2, 140, head_dim))
+    k = (k * 2 + 1).astype(k.dtype)
+    shape = (1, 4, 75, 140)
+    rng = np.random.default_rng(0)
+    bias = 2 * rng.standard_normal(shape)
+    bias[rng.random(shape) < 0.2] = -np.inf
+    kept = np.array([[1, 0, 1], [1, 1, 0], [0, 1, 1], [0, 0, 1]], bool)  # of a head
+    kept = np.stack([kept, kept[::-1]], axis=1)[None]  # and of a block of rows
+    some: tuple[dict[str, Any], ...] = (
+        {"causal": True},
+        {"window": (9, 30)},
+        {"causal": True, "causal_align": "top-left", "window": (20, -1)},
+        {"block_mask": BlockMask(kept, 64, 64), "causal": True},
+        {"softcap": 1.5, "mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32)},
+        {"bias": np.full((1, 1, 1, 140), -1e9, np.float32)},  # lse is coarse
+    )
+    for options in some:
+        yield received(q, k, v, **options), options
+
+
+def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
+    """Yield the same for the Hopper form: more steps than its rings have stages, over rows and over
+    keys, both tilings, block masks of its size."""
+    kept = np.array([[1, 0], [0, 1]], bool)[None, None]
+    some: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+        (72, 330, 150, {"causal": True, "causal_align": "top-left"}),
+        (64, 300, 140, {"window": (150, 40)}),
+        (128, 130, 400, {"causal": True}),
+        (40, 200, 256, {"block_mask": BlockMask(kept, 128, 128)}),
+    )
+    yield from _with_their_options(some)
+
+
+def revealing_wide_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
+    """Yield the same for the kernels of Hopper past head_dim 128."""
+    kept = np.array([[1, 0, 1, 1, 0], [0, 1, 1, 0, 1], [1, 1, 0, 1, 1]], bool)[None, None]
+    some: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+        (160, 150, 270, {"causal": True}),
+        (256, 150, 270, {"window": (150, 40)}),
+        (200, 150, 270, {"block_mask": BlockMask(kept, 64, 64)}),
+    )
+    yield from _with_their_options(some)
+
+
+def _with_their_options(
+    some: Sequence[tuple[int, int, int, dict[str, Any]]],
+) -> Iterator[tuple[Received, dict[str, Any]]]:
+    for head_dim, len_q, len_kv, options in some:
+        q, k, v = normal((1, 2, len_q, head_dim), (1, 1, len_kv, head_dim))
+        k = (k * 2 + 1).astype(k.dtype)
+        yield received(q, k, v, **options), options
+
+
+def revealing_of(file: str, form: str) -> Iterator[tuple[Received, dict[str, Any]]]:
+    """Yield the problems that bring a mistake in a source to light."""
+    if "_wide" in file:
+        return revealing_wide_backward()
+    return revealing_hopper_backward() if form in HOPPER_FORMS else revealing_backward()
+
+
+def run_packed_backward(
+    lengths: Sequence[tuple[int, int]],
+    *,
+    head_dim: int = 32,
+    deterministic: bool | None = None,
+    arch: str | None = None,
+    backend: str | None = None,
+    move: Callable[..., Any] = lambda *x: x,
+    **options: Any,
+) -> Iterator[BackwardRun]:
+    """Call `attention_varlen_backward`; yield what came of every sequence that has rows and keys.
+
+    `move` brings arrays to where they are to be. Rows of other sequences count for nothing: those
+    of an empty one in q leave keys without gradients.
+    """
+    host, ends = packed(lengths, 4, 2, head_dim)
+    inputs = move(*host)
+    forward = {"variant": "fa_tc", "return_lse": True, "backend": backend, **options}
+    out, lse = attention_varlen(*inputs, *move(*ends), **forward)
+    d_out = (inputs[0] * 0.5 + out).astype(out.dtype)
+    longest = {
+        f"max_len_{n}": max(x) for n, x in zip("qk", zip(*lengths, strict=True), strict=True)
+    }
+    found = attention_varlen_backward(
+        d_out, *inputs, out, lse, *move(*ends), deterministic=deterministic, arch=arch,
+        backend=backend, **longest, **options,
+    )  # fmt: skip
+    host_found = [on_host(x).swapaxes(0, 1)[None] for x in found]
+    received = [on_host(x).swapaxes(0, 1)[None] for x in (d_out, *inputs, out)]
+    for number, (q_ends, k_ends) in enumerate(zip(*map(pairwise, ends), strict=True)):
+        rows, keys = slice(*q_ends), slice(*k_ends)
+        d, q, k, v, o = (x[:, :, keys if n in (2, 3) else rows] for n, x in enumerate(received))
+        gradients = (x[:, :, rows if n == 0 else keys] for n, x in enumerate(host_found))
+        own = of_sequence({n: on_host(a) if n in ADDED else a for n, a in options.items()},
+                          number, (q, k, v))  # fmt: skip
+        one = d, q, k, v, o, on_host(lse)[None, :, rows]
+        yield BackwardRun(one, own, Gradients(*gradients))
+
+
+def scaled(x: np.ndarray, factor: float) -> np.ndarray:
+    """Return numbers of the same type, so many times as large."""
+    return (x.astype(np.float32) * factor).astype(STORAGE[x.dtype.name])

@@ -1,0 +1,314 @@
+"""The Hopper form of the backward pass: what takes it, and its kernels in the interpreter."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import attention_varlen, attention_varlen_backward, explain_backward, interpret
+from cupyattn.compiler import modules as kc
+from cupyattn.gradients import Gradients
+from cupyattn.kernels.backward_tiles import SUMMED
+from cupyattn.plans.backward import plan_backward
+from cupyattn.plans.records import Operand
+from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.call import Packed
+from tests.backward.backward_cases import (
+    FORMS,
+    HOPPER_FORMS,
+    BackwardRun,
+    interpreted_as,
+    received,
+    revealing_hopper_backward,
+    revealing_wide_backward,
+    run_backward,
+    run_packed_backward,
+)
+from tests.backward.test_backward_kernels import call_of, plan_of, run_into
+from tests.faults.fault_patches import put_a_line_in_place
+from tests.support.runs import bits, embedded, normal, packed
+
+#: What kernels of 512 registers for four threads may not do: wait for each product by itself.
+SERIALISED = "wgmma.mma_async instructions are serialized"
+
+
+def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Operand) -> Any:
+    """The plan of a call on an sm_90a device, its arrays contiguous but for those given."""
+    q = Operand.contiguous((call.batch, call.heads, call.len_q, call.head_dim), 2)
+    k = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 2)
+    named = {"q": q, "k": k, "v": k, "o": q, "d_out": q, "dq": q, "dk": k, "dv": k}
+    kept = None if call.block_mask == (0, 0) else Operand.contiguous((1, 1, 5, 6), 4)
+    return plan_backward(
+        call, **{**named, **changed}, deterministic=deterministic, kept_blocks=kept,
+        kept_rows=kept, arch="sm_90a",
+    )  # fmt: skip
+
+
+# ---- what is compiled and planned ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "features"),
+    [
+        (128, "bfloat16", {"causal": True}),
+        (256, "float16", {}),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (
+                (64, "float16", {}),
+                (40, "float16", {"causal": True, "packed": Packed(900, 900, True)}),
+                (96, "float16", {"window": True, "causal": True}),
+                (128, "float16", {"packed": Packed(900, 900, True)}),
+                (64, "bfloat16", {"block_mask": (128, 128), "causal": True}),
+                (160, "bfloat16", {"causal": True, "packed": Packed(900, 900, True)}),
+                (256, "float16", {"block_mask": (64, 64)}),
+            )
+        ),
+    ],
+)
+def test_kernels_spill_nothing_and_multiply_in_the_background(
+    head_dim: int, dtype: str, features: dict[str, Any]
+) -> None:
+    call = call_of(200, 300, head_dim, **features, dtype=dtype)
+    plans = [hopper_plan(call, deterministic=form) for form in FORMS.values()]
+    modules = {x.module: x.entry for plan in plans for x in plan.launches}
+    hopper = {m: entry for m, entry in modules.items() if m.path.parent.name == "sm90"}
+    narrow = ["backward_keys", "backward_keys", "backward_sums"]  # no sums behind turns
+    wide = ["backward_keys_wide", "backward_queries_wide"]
+    assert sorted(hopper.values()) == (narrow if head_dim <= SUMMED else wide)
+    for module, entry in hopper.items():
+        binary = kc.build(module, "sm_90a")
+        taken = binary.kernels[entry]
+        assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{module}: {taken}"
+        assert SERIALISED not in binary.log, module
+        kc.check_shared_memory(binary.smem_bytes, 227 * 1024, entry)
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "reason"),
+    [
+        ({"head_dim": 136, "block_mask": (64, 96)}, {}, "multiples of 64 x 64, got 64 x 96"),
+        ({"softcap": 2.0}, {}, "takes no softcap"),
+        ({"block_mask": (64, 128)}, {}, "multiples of 128 x 128, got 64 x 128"),
+        ({"head_dim": 36}, {}, "multiples of 16 bytes, got q at 16 n + 0"),
+        ({}, {"dq": Operand((1, 4, 200, 64), (51200, 12800, 64, 1), 2, 2)}, "got dq at 16 n + 2"),
+    ],
+)
+def test_what_it_does_not_take_goes_to_the_portable_form(
+    options: dict[str, Any], changed: dict[str, Operand], reason: str
+) -> None:
+    head_dim = options.pop("head_dim", 64)
+    plan = hopper_plan(call_of(200, 300, head_dim, **options), **changed)
+    assert plan.form == "atomic" and plan.note.startswith("portable form: "), plan.note
+    assert reason in plan.note
+    assert {x.module.path.parent.name for x in plan.launches} == {"kernels_cu"}
+
+
+def test_other_architectures_take_the_portable_form_without_a_word() -> None:
+    plan = plan_of(call_of(200, 300), deterministic=False)
+    assert (plan.form, plan.note) == ("atomic", "")
+
+
+def test_explain_names_the_form() -> None:
+    inputs = received(*normal((1, 1, 40, 64), (1, 1, 70, 64)))
+    for deterministic, form in (
+        (False, "sm90_atomic: blocks of"),
+        (True, "sm90_deterministic: asked for; blocks of keys take turns"),
+        (None, "sm90_deterministic: faster here; blocks of keys take turns"),
+    ):
+        text = explain_backward(
+            *inputs, deterministic=deterministic, arch="sm_90a", backend="interpret"
+        )
+        assert text.startswith(form) and "sm90/backward_keys.cu" in text
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "len_kv", "causal", "form"),
+    [
+        (64, 1024, False, "sm90_deterministic"), (64, 1025, False, "sm90_atomic"),
+        (40, 2048, True, "sm90_deterministic"), (40, 2050, True, "sm90_atomic"),
+        (72, 16_384, True, "sm90_deterministic"), (256, 50, False, "sm90_deterministic"),
+    ],
+)  # fmt: skip
+def test_where_no_form_is_asked_for_the_faster_one_is_taken(
+    head_dim: int, len_kv: int, causal: bool, form: str
+) -> None:
+    call = call_of(2048, len_kv, head_dim, causal=causal)
+    assert hopper_plan(call, deterministic=None).form == form
+
+
+def test_sums_are_no_more_memory_than_a_tile_and_a_box_round_up_to() -> None:
+    plan = hopper_plan(call_of(118_800, 118_800, 72))
+    taken = {one.name: one.nbytes for one in plan.workspace}
+    assert taken["dQ_sum"] == 4 * 4 * 118_912 * 128  # heads, bytes, rows, columns
+
+
+# ---- in the interpreter --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "form"),
+    [
+        *(
+            pytest.param(
+                number,
+                form,
+                marks=[] if (number, form) == (0, "sm90_deterministic") else [pytest.mark.slow],
+            )
+            for number in range(4)
+            for form in HOPPER_FORMS
+        ),
+        *(
+            pytest.param(number, "sm90_deterministic", marks=pytest.mark.slow)
+            for number in range(4, 7)
+        ),
+    ],
+)
+def test_gradients_are_within_their_bound(number: int, form: str) -> None:
+    """Amid NaN: what lies outside of the arrays has no influence."""
+    inputs, options = [*revealing_hopper_backward(), *revealing_wide_backward()][number]
+    amid_nan: Any = (*map(embedded, inputs[:5]), inputs[5])
+    run_backward(amid_nan, **interpreted_as(form), **options).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("len_q", "len_kv"), [(1, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in
+                                    ((129, 127), (64, 257)))]
+)  # fmt: skip
+def test_lengths_around_the_edges_of_tiles(len_q: int, len_kv: int) -> None:
+    for head_dim in (64, 80, 136):
+        inputs = received(*normal((1, 1, len_q, head_dim), (1, 1, len_kv, head_dim), "bfloat16"))
+        for form in HOPPER_FORMS:
+            run_backward(inputs, **interpreted_as(form)).check()
+
+
+@pytest.mark.slow
+def test_dk_and_dv_of_both_forms_have_the_same_bits() -> None:
+    """Turns are taken at dQ alone."""
+    inputs = received(*normal((1, 2, 140, 64), (1, 1, 100, 64)))
+    atomic, deterministic = (
+        run_backward(inputs, **interpreted_as(form)).gradients for form in HOPPER_FORMS
+    )
+    assert bits(atomic.dk) == bits(deterministic.dk) and bits(atomic.dv) == bits(deterministic.dv)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        pytest.param({"window": (0, 5), "causal_align": "top-left"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"block_mask": BlockMask(np.array([[1], [0], [1]], bool)[None, None], 128, 128)},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_rows_without_keys_have_no_gradient(options: dict[str, Any]) -> None:
+    """No block of keys comes by them, and yet their dQ is written: there was NaN."""
+    inputs = received(*normal((1, 2, 330, 64), (1, 1, 60, 64)), **options)
+    results = Gradients(*(np.full_like(x, np.nan) for x in inputs[1:4]))
+    run_into(inputs, results, deterministic=True, arch="sm_90a", **options)
+    BackwardRun(inputs, options, results).check()
+    without = np.isneginf(inputs[5])
+    assert without.sum() >= 2 * 128 and not np.asarray(results.dq, np.float32)[without].any()
+
+
+@pytest.mark.slow
+def test_keys_that_no_row_attends_to_have_no_gradient() -> None:
+    """A block of keys without a step waits for no copy, and none is begun for it."""
+    inputs = received(*normal((1, 1, 5, 64), (1, 1, 300, 64)), window=(2, 0))
+    for form in HOPPER_FORMS:
+        one = run_backward(inputs, **interpreted_as(form), window=(2, 0))
+        one.check()
+        assert not np.asarray(one.gradients.dk, np.float32)[:, :, :256].any()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "form"),
+    [
+        (72, "sm90_atomic"),
+        pytest.param(72, "sm90_deterministic", marks=pytest.mark.slow),
+        pytest.param(256, "sm90_deterministic", marks=pytest.mark.slow),
+    ],
+)
+def test_shared_memory_has_no_bank_conflicts(head_dim: int, form: str) -> None:
+    profile = interpret.Profile()
+    with interpret.observe(profile):
+        inputs = received(*normal((1, 1, 130, head_dim), (1, 1, 70, head_dim)))
+        run_backward(inputs, **interpreted_as(form))
+    wide = "_wide" if head_dim > SUMMED else ""
+    assert profile.excess == 0 and f"backward_keys{wide}" in profile.kernels
+
+
+#: Of q and k: one without rows, one without keys, one longer than a block of either.
+PACKED = ((5, 9), (0, 20), (150, 140), (7, 0), (40, 70))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "head_dim"),
+    [("sm90_atomic", 72), ("sm90_deterministic", 64), ("sm90_deterministic", 192)],
+)
+def test_packed_sequences_are_within_their_bound(form: str, head_dim: int) -> None:
+    runs = list(
+        run_packed_backward(
+            PACKED, head_dim=head_dim, **interpreted_as(form), causal=True, window=(60, -1)
+        )
+    )
+    assert len(runs) == len(PACKED)
+    for one in runs:
+        one.check()
+
+
+def with_a_sequence_of(fill: float, form: str, head_dim: int = 64) -> list[bytes]:
+    """Gradients of the first of two packed sequences, the other one filled."""
+    (q, k, v), ends = packed(((40, 70), (30, 90)), 2, 1, head_dim)
+    out, lse = attention_varlen(q, k, v, *ends, variant="fa_tc", return_lse=True, backend="mirror")
+    d_out = (q * 0.5 + out).astype(q.dtype)
+    for x, where in ((q, ends[0]), (k, ends[1]), (v, ends[1]), (d_out, ends[0])):
+        x[where[1] :] = fill
+    found = attention_varlen_backward(d_out, q, k, v, out, lse, *ends, **interpreted_as(form))
+    lengths = (ends[0], ends[1], ends[1])
+    return [
+        bits(np.ascontiguousarray(x[slice(*next(pairwise(where)))]))
+        for x, where in zip(found, lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "head_dim"),
+    [
+        pytest.param("sm90_deterministic", 64, marks=pytest.mark.slow),
+        pytest.param("sm90_atomic", 64, marks=pytest.mark.slow),
+        pytest.param("sm90_deterministic", 136, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_nan_of_the_next_sequence_has_no_influence(form: str, head_dim: int) -> None:
+    """The copy engine brings its rows, too."""
+    clean = with_a_sequence_of(0.0, form, head_dim)
+    assert with_a_sequence_of(np.nan, form, head_dim) == clean
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("sm90/backward_keys.cu", "<CONSUMER_THREADS>(smem.V, keys, BLOCK_KV);"),
+        ("sm90/backward_keys.cu", "<CONSUMER_THREADS>(smem.dO[at.stage], rows, BLOCK_Q);"),
+        ("sm90/backward_keys_wide.cu", "<CONSUMER_THREADS>(smem.Q[next_at.stage], rows, BLOCK_Q);"),
+        ("sm90/backward_queries_wide.cu", "<WARPGROUP>(smem.V[own], rows, BLOCK_KV);"),
+    ],
+)
+def test_without_zeros_a_nan_of_the_next_sequence_would(
+    file: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = "sm90_atomic" if file == "sm90/backward_keys.cu" else "sm90_deterministic"
+    head_dim = 136 if "_wide" in file else 64
+    clean = with_a_sequence_of(0.0, form, head_dim)
+    put_a_line_in_place(file, f"      zero_rows{line}\n", "", tmp_path, monkeypatch)
+    assert with_a_sequence_of(np.nan, form, head_dim) != clean

@@ -1,0 +1,115 @@
+"""The README's code runs, its commands exist, and its table is what the committed record says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn import cli
+from cupyattn.kernels import ladder as registry
+from cupyattn.reference.gemm import activate
+from experiments import ladder, recording
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return README.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def code(title: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    ten_lines, features, varlen, codes, linear, prepared, gradients = code("Ten lines")
+    assert len(ten_lines.splitlines()) <= 10
+    names: dict[str, object] = {}
+    exec(ten_lines, names)
+    printed = capsys.readouterr().out
+    assert "fa_tc: O is within its bound" in printed
+    assert "fa_tc: the fastest rung of accuracy class 'full' for float16" in printed
+    assert names["o"].shape == names["o8"].shape == (1, 8, 256, 64)  # type: ignore[attr-defined]
+    first = names["o"]
+    exec(features, names)
+    found = [names[name] for name in ("recent", "capped", "few", "biased")]
+    assert all(o.shape == (1, 8, 256, 64) and np.isfinite(o).all() for o in found)  # type: ignore[attr-defined]
+    exec(varlen, names)
+    assert names["within"].shape == (256, 8, 64)  # type: ignore[attr-defined]
+    exec(codes, names)
+    close = names["o88"]
+    assert np.abs(close - first).max() < 0.1 and not np.array_equal(close, first)  # type: ignore[operator]
+    exec(linear, names)
+    layer, rows, w = (names[name] for name in ("layer", "rows", "w"))
+    product = rows.astype(np.float64) @ w.astype(np.float64).T  # type: ignore[attr-defined]
+    exact = activate(product, "gelu")
+    assert (np.abs(names["y"] - exact) <= layer.error(rows, w)).all()  # type: ignore[attr-defined]
+    assert np.abs(names["c"] - product).max() < 0.1  # type: ignore[operator]
+    exec(prepared, names)
+    np.testing.assert_array_equal(names["o"], first)  # type: ignore[arg-type]
+    exec(gradients, names)
+    received = [names[name] for name in ("d_out", "q", "k", "v", "o", "lse")]
+    found = [names[name] for name in ("dq", "dk", "dv")]
+    assert ca.gradients.judge_backward(found, *received, causal=True).passed
+
+
+def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (ROOT / "kernels_cu" / "attn_fa.cu").read_text()
+    (tmp_path / "attn_mine.cu").write_text(source.replace("attn_fa(", "attn_mine("))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "VARIANTS", dict(registry.VARIANTS))
+    (block,) = code("Add a rung in four lines")
+    assert len([line for line in block.splitlines() if line]) <= 4
+    exec(block, {})
+    from cupyattn.compiler import modules as kc
+    from cupyattn.distributions import make
+    from cupyattn.ops.explain import plans
+    from cupyattn.problem.request import Options
+    from cupyattn.problem.resolve import resolve
+
+    q, k, v = make("normal", 1, 2, 40, 40, 24)
+    table = ca.ladder(q, k, v, variants=["fa", "mine"])
+    assert table.ok and table.rungs[1].idea == "the one idea"
+    (plan,) = plans(resolve(q, k, v, Options(variant="mine")))
+    assert "attn_mine" in kc.build(plan.launches[0].module, "sm_80").kernels
+
+
+def test_the_table_is_what_the_record_says() -> None:
+    inside = README.split(ladder.BEGIN)[1].split(ladder.END)[0]
+    table = ladder.readme_table(recording.stored("ladder"))
+    assert inside == f"\n{table}\n", "run python -m experiments.ladder --stored --update-readme"
+
+
+def test_every_command_is_named() -> None:
+    commands = section("Two commands")
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", commands, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    for name in cli.COMMANDS:
+        assert f"`{name}`" in commands or f"cupyattn {name}" in commands
+
+
+def test_the_files_that_it_points_to_exist() -> None:
+    paths = re.findall(r"`((?:cupyattn|kernels_cu|experiments|tests|docs)/[\w./]*)`", README)
+    assert len(paths) > 15
+    for path in paths:
+        assert (ROOT / path).exists(), path
+    for file in re.findall(r"^(?:less|diff(?: -y)?) (.*?)(?: +#.*)?$", README, re.MULTILINE):
+        for name in file.split():
+            assert (ROOT / "kernels_cu" / name).is_file(), name
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_the_chain_of_diffs_is_the_ladder() -> None:
+    steps = re.findall(r"^diff(?: -y)? attn_(\w+)\.cu attn_(\w+)\.cu", README, re.MULTILINE)
+    names = list(registry.VARIANTS)
+    assert steps[:-3] == list(zip(names, names[1:], strict=False))
+    # forms of the last rung
+    of_pv8 = ("fa_int8_pv8", "fa_int8_pv8_whole")
+    assert steps[-3:] == [("fa_int8", "fa_int8_pv8"), of_pv8, ("fa_int8", "fa_int8_fused")]

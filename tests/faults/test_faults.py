@@ -1,0 +1,101 @@
+"""The deliberate mistakes still apply and still compile: only then do they test the tests.
+
+That each one breaks a judgement on the device is tested in tests/gpu/test_faults.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cupyattn.compiler import modules as kc
+from cupyattn.interpret.findings import KINDS
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.kernels.limits import GROUP_ALL
+from cupyattn.plans import assemble
+from tests.faults.fault_patches import FAULTS, FORMS, Fault, Hunk
+
+#: What a mistake may show in: features are compiled in or not at all.
+CELLS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"window": True},
+    {"causal": True, "varlen": True},
+    {"causal": True, "stacked": True},
+    {"causal": True, "window": True, "softcap": True, "mask": True, "bias": "float32"},
+    {"block_mask": (64, 64)},
+    {"rope": "half_split"},
+    {"rope": "interleaved"},
+)
+
+
+def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
+    """PTX without file names, line numbers and debug sections."""
+    name, _, form = variant.partition("@")
+    rung = VARIANTS[name]
+    group = 16 if rung.family == "int8" else 0
+    group_v = {"pv8": 64, "pv8_whole": GROUP_ALL}.get(form)
+    values = {"group_v": group_v, "p_type": "u8"} if group_v else {}
+    features = Features(
+        "float16", 64, lse=True, vec=8, group_q=group, group_kv=group, **values, **cell
+    )
+    tiles = rung.tiles_for(  # of the split form those of several warps to a slice
+        64, form=form or "portable", block_mask=features.block_mask, rows=64
+    )
+    spec = assemble.module_spec(rung, features, tiles, form or "portable")
+    sources = [spec.source, "split/merge_splits.cu"] if form == "split" else [spec.source]
+    arch = "sm_90a" if form == "sm90" else "sm_80"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kc, "KERNELS", folder)
+        ptx = [kc.translate(kc.ModuleSpec(s, spec.defines), arch).ptx for s in sources]
+    lines = "".join(text.partition(".section")[0] for text in ptx).splitlines()
+    return "\n".join(line for line in lines if not re.match(r"\s*(\.file|\.loc|//|\$L__)", line))
+
+
+def test_there_are_faults_for_every_variant() -> None:
+    assert len(FAULTS) >= 12
+    seen = {variant for fault in FAULTS for variant in fault.variants}
+    assert seen == {*VARIANTS, *FORMS}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_small_and_says_what_it_is(fault: Fault, tmp_path: Path) -> None:
+    assert re.fullmatch(r"[A-Z][^.]+\.", fault.sentence), "one sentence"
+    assert fault.caught_by in ("J2", "interpreter")
+    assert (fault.kind in KINDS and fault.line != "") == (fault.caught_by == "interpreter")
+    for hunk in fault.hunks:
+        removed = set(hunk.old.splitlines()) - set(hunk.new.splitlines())
+        added = set(hunk.new.splitlines()) - set(hunk.old.splitlines())
+        assert max(len(removed), len(added)) <= 3
+    fault.plant(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_compiles_to_other_code(fault: Fault, tmp_path: Path) -> None:
+
+    def telling(cell: dict[str, Any]) -> bool:
+        return fault.shown_by in cell or (fault.of_packed and "varlen" in cell)
+
+    copy = fault.plant(tmp_path)
+    for variant in fault.variants:
+        cells = sorted(CELLS, key=lambda cell: not telling(cell))
+        cells = cells[:3] if "@" in variant else cells
+        cells = ({"zero_points": True},) if fault.of_zero_points else cells
+        assert any(
+            machine_code(copy, variant, cell) != machine_code(kc.KERNELS, variant, cell)
+            for cell in cells
+        ), variant
+
+
+def test_a_patch_that_no_longer_applies_is_an_error(tmp_path: Path) -> None:
+    stale = Hunk("attn_fa.cu", "no such line\n", "\n")
+    fault = Fault("stale", "Nothing.", "J2", "", "", "", ("fa",), (stale,))
+    with pytest.raises(
+        LookupError, match=r"stale.patch no longer applies to attn_fa.cu: .* 0 times"
+    ):
+        fault.plant(tmp_path)

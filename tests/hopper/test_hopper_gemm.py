@@ -1,0 +1,142 @@
+"""The Hopper form of products of INT8 codes, on the interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupyattn.compiler import modules as kc
+from cupyattn.errors import UnsupportedError
+from cupyattn.interpret import KernelFault
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans import gemm
+from cupyattn.plans.assemble import HOPPER_BLOCKS
+from cupyattn.plans.gemm import HOPPER_TILES, plan_gemm
+from cupyattn.plans.records import Operand, TensorMap
+from tests.faults.fault_patches import put_a_line_in_place
+from tests.quant.gemm_cases import Product, product
+from tests.quant.test_gemm import planned
+
+SMALL = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
+LARGE = GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=2)
+THREE = GemmTiles(block_m=192, block_n=128, num_warps=16, num_stages=2)
+
+
+def run(p: Product, tiles: GemmTiles) -> np.ndarray:
+    return p.run(backend="interpret", tiles=tiles, arch="sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles", "out_dtype"),
+    [
+        ((130, 300, 272), LARGE, "float16"),
+        pytest.param((70, 100, 400), SMALL, "float32", marks=pytest.mark.slow),
+        pytest.param((200, 140, 144), THREE, "bfloat16", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_the_mirror_to_the_bit(shape, tiles, out_dtype) -> None:
+    p = product(3, shape, out_dtype=out_dtype, bias=True)
+    assert planned(*shape, tiles=tiles, arch="sm_90a").form == "sm90"
+    assert run(p, tiles).tobytes() == p.mirror().tobytes()
+
+
+def test_a_block_takes_one_tile_after_the_other(monkeypatch) -> None:
+    """Its ring of stages goes on where the tile before ended; scales and columns are those of each.
+
+    Outliers, too, are steps of the ring.
+    """
+    monkeypatch.setattr(gemm, "HOPPER_BLOCKS", 1)
+    plan_gemm.cache_clear()
+    try:
+        p = product(4, (70, 190, 160), outliers=72, activation="silu")
+        assert p.share_of_bound(run(p, SMALL)) <= 1
+    finally:
+        plan_gemm.cache_clear()
+
+
+#: Line, what comes in its place, and what must be found: a hazard, or a result out of its bound.
+THEFTS = {
+    "no wait for the slices": (
+        "      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // both slices have arrived\n"
+        "      int32_t dot", "      int32_t dot", "never written",
+    ),
+    "no wait for the products": (
+        "          wgmma_wait_group<1>();  // this chunk's products are there\n", "", "in flight",
+    ),
+    "a stage given back twice": (
+        "if (j == CHUNKS - 1 && lane_id() == 0)", "if (lane_id() == 0)", "deadlock",
+    ),
+    "scale of the slice before": ("      ++scale;\n", "", "result"),
+    "chunk multiplied by the first columns": (
+        "B_rows + (j + 1) * CHUNK * SLICE", "B_rows", "result",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "theft",
+    [
+        pytest.param(name, marks=[] if number % 2 else [pytest.mark.slow])
+        for number, name in enumerate(THEFTS)
+    ],
+)
+def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
+    line, instead, finding = THEFTS[theft]
+    put_a_line_in_place("sm90/gemm_int8.cu", line, instead, tmp_path, monkeypatch)
+    p = product(8, (70, 260, 400))
+    if finding == "result":
+        assert p.share_of_bound(run(p, LARGE)) > 10
+    else:
+        with pytest.raises(KernelFault, match=finding):
+            run(p, LARGE)
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        pytest.param(t, marks=[] if t in HOPPER_TILES[:1] else [pytest.mark.slow])
+        for t in (*HOPPER_TILES, THREE)
+    ],
+    ids=lambda t: f"{t.block_m}x{t.block_n}-{t.splits}",
+)
+def test_default_tiles_spill_nothing(tiles: GemmTiles) -> None:
+    for options in ({"bias": "bfloat16", "activation": "gelu"}, {"outliers": True}):
+        (one,) = planned(4096, 4096, 4096, tiles=tiles, arch="sm_90a", **options).launches
+        binary = kc.build(one.module, "sm_90a")
+        taken = binary.kernels["gemm_int8"]
+        assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
+        kc.check_shared_memory(binary.smem_bytes, 227 * 1024, str(one.module))
+
+
+def test_boxes_are_the_slices_of_a_tile() -> None:
+    plan = planned(500, 300, 1008, arch="sm_90a", outliers=True, tiles=LARGE)
+    (one,) = plan.launches
+    assert one.grid == 8 and one.module.hopper
+    boxes = {m.buffer: (m.dtype, m.box, m.strides[2]) for m in one.params
+             if isinstance(m, TensorMap)}  # fmt: skip
+    assert boxes == {
+        "a": ("int8", (1, 1, 128, 128), 1008), "b": ("int8", (1, 1, 256, 128), 1008),
+        "a_16": ("bfloat16", (1, 1, 128, 64), 128), "b_16": ("bfloat16", (1, 1, 256, 64), 128),
+    }  # fmt: skip
+    assert planned(9000, 9000, 128, arch="sm_90a").launches[0].grid == HOPPER_BLOCKS
+
+
+def test_what_the_copy_engine_cannot_take_runs_in_the_portable_form() -> None:
+    assert planned(64, 64, 4096, arch="sm_90a").note == ""
+    plan = planned(64, 64, 100, arch="sm_90a")
+    assert plan.form == "portable" and "with rows of 100 bytes" in plan.note
+    empty = planned(64, 64, 0, arch="sm_90a")
+    assert empty.form == "portable" and "a has nothing" in empty.note
+    a, scales = Operand((4, 128), (128, 1), 1, 4), Operand.contiguous((4, 1), 4)
+    plan = plan_gemm(a, scales, a, scales, Operand.contiguous((4, 4), 2), "float16", arch="sm_90a")
+    assert "got a at 16 n + 4" in plan.note
+    with pytest.raises(UnsupportedError, match="Hopper form do not go with .* rows of 100 bytes"):
+        planned(64, 64, 100, arch="sm_90a", tiles=SMALL)
+    p = product(9, (5, 7, 30))
+    assert p.run(backend="interpret", arch="sm_90a").tobytes() == p.mirror().tobytes()

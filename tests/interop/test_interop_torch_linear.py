@@ -1,0 +1,474 @@
+"""INT8 weights in models of torch: the layer, replaced layers and the way back, checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cupyattn as ca
+from cupyattn import Int8Config, UnsupportedError
+from tests.checkpoints.checkpoint_files import write
+from tests.interop.torch_cases import same_bits
+
+torch = pytest.importorskip("torch")
+interop = importlib.import_module("cupyattn.interop.torch")
+bridge = importlib.import_module("cupyattn.interop.torch.bridge")
+linear_module = importlib.import_module("cupyattn.interop.torch.linear")
+
+nn = torch.nn
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def linear(columns: int = 300, rows: int = 200, dtype: str = "bfloat16") -> Any:
+    return nn.Linear(columns, rows, dtype=getattr(torch, dtype))
+
+
+class Block(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.attn_q = nn.Linear(128, 128)
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(128, 256), "fc2": nn.Linear(256, 128)})
+        self.small = nn.Linear(128, 4)
+
+    def forward(self, x: Any) -> Any:
+        h = self.attn_q(self.norm(x))
+        h = x + self.mlp["fc2"](nn.functional.gelu(self.mlp["fc1"](h)))
+        return h + self.small(h).sum(-1, keepdim=True)
+
+
+class Model(nn.Module):  # type: ignore[misc, name-defined]
+    """Two blocks and a last layer, all but it named as transformers name theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.proj_out = nn.Linear(128, 128)
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.proj_out(x)
+
+
+def model(dtype: str = "bfloat16") -> Any:
+    return Model().to(getattr(torch, dtype))
+
+
+def save(module: Any, folder: Path) -> Path:
+    """Write a state dict as safetensors."""
+    arrays = {name: bridge.as_array(x.contiguous()) for name, x in module.state_dict().items()}
+    return write(folder / "model.safetensors", arrays).parent
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> Iterator[tuple[Any, Path]]:
+    """A model, and the folder of its INT8 checkpoint."""
+    module = model()
+    ca.checkpoints.convert(save(module, tmp_path / "model"), tmp_path / "int8")
+    yield module, tmp_path / "int8"
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "INTEROP.md").read_text(encoding="utf-8")
+PAGE = PAGE.split("## torch\n")[1].split("\n## ")[0]
+
+
+def test_the_examples_of_the_page_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", own)  # put back after
+    torch._dynamo.reset()
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
+    assert names["o"].shape == names["o8"].shape == names["y"].shape == names["q"].grad.shape
+    assert names["packed"].shape == (256, 8, 64) and names["z"].shape == (4, 8)
+    assert "0: INT8, linear" in capsys.readouterr().out
+    assert type(names["model"][0]) is nn.Linear
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    section = (ROOT / "README.md").read_text().split("## torch\n")[1].split("\n## ")[0]
+    assert len(section.splitlines()) <= 15
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names: dict[str, Any] = {n: torch.randn(1, 2, 5, 16).half() for n in "qkv"}
+    exec(block, names | {"model": model()})
+
+
+def test_the_page_names_what_there_is() -> None:
+    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE))))
+    assert table == set(interop.__all__)
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_the_layer_is_that_of_arrays_and_in_bounds(dtype: str, activation: str | None) -> None:
+    module = linear(dtype=dtype).requires_grad_(False)
+    layer = interop.Int8Linear.from_linear(module, activation=activation, backend="mirror")
+    weight, bias = (bridge.as_array(x) for x in (module.weight, module.bias))
+    core = ca.Int8Linear.from_weight(weight, bias, activation=activation)
+    assert same_bits(layer.weight, core.codes) and same_bits(layer.weight_scale, core.scales)
+    assert layer.bias is module.bias
+    x = torch.randn(2, 5, 300, dtype=module.weight.dtype)
+    y, many = layer(x), layer(x.transpose(0, 1))
+    assert same_bits(y, core(bridge.as_array(x)))
+    assert torch.equal(many, y.transpose(0, 1))
+    wide = x.double() @ module.weight.double().T + module.bias.double()
+    exact = (nn.functional.gelu(wide) if activation else wide).detach().numpy()
+    assert (abs(y.double().numpy() - exact) <= core.error(bridge.as_array(x), weight)).all()
+    assert layer(x[:0]).shape == (0, 5, 200)
+
+
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_product_writes_into_memory_of_torchs(
+    dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    empty = linear_module._fake
+    monkeypatch.setattr(
+        linear_module, "_fake", lambda *x: (made.append((y := empty(*x)).data_ptr()), y)[1]
+    )
+    layer = interop.Int8Linear.from_linear(linear(dtype=dtype), backend=backend)
+    with torch.no_grad():
+        y = layer(torch.randn(3, 300, dtype=getattr(torch, dtype)))
+    assert made == [y.data_ptr()] and y.isfinite().all()
+
+
+def test_gradients_go_through_the_weight_of_the_codes() -> None:
+    module = linear(dtype="float16")
+    layer = interop.Int8Linear.from_linear(module, backend="mirror")
+    w = linear_module.dequantised(layer.weight, layer.weight_scale, torch.float16)
+    codes, scales = bridge.as_array(layer.weight), bridge.as_array(layer.weight_scale)
+    assert same_bits(w, ca.weight_dequant(codes, scales, out_dtype="float16"))
+    x = torch.randn(2, 7, 300, dtype=torch.float16, requires_grad=True)
+    d_y = torch.randn(2, 7, 200, dtype=torch.float16)
+    layer(x).backward(d_y)
+    exact, size = d_y.double() @ w.double(), d_y.double().abs() @ w.double().abs()
+    # torch sums 200 products in float32 or wider, in whatever order, and rounds to float16 once.
+    assert ((x.grad.double() - exact).abs() <= 2.0**-11 * exact.abs() + 201 * 2.0**-24 * size).all()
+    total, size = d_y.double().sum((0, 1)), d_y.double().abs().sum((0, 1))
+    error = (module.bias.grad.double() - total).abs()
+    assert (error <= 2.0**-11 * total.abs() + 15 * 2.0**-24 * size).all()
+    assert layer.weight.grad is None
+    gelu = interop.Int8Linear.from_linear(module, activation="gelu")
+    with pytest.raises(UnsupportedError, match="not implemented with activation='gelu'"):
+        gelu(x)
+
+
+def test_the_layer_is_an_operator_where_torch_compiles() -> None:
+    layer = interop.Int8Linear.from_linear(linear(dtype="float16"), backend="mirror")
+    x = torch.randn(3, 300, dtype=torch.float16, requires_grad=True)
+    own = layer.weight, layer.weight_scale, layer.bias, "", None, "mirror"
+    torch.library.opcheck(torch.ops.cupyattn.int8_linear.default, (x, *own))
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: layer(x * 2) + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(function(x), layer(x * 2) + 1)
+    function(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x.float()).dtype == torch.bfloat16
+
+
+def test_the_layer_moves_converts_and_saves() -> None:
+    layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
+    scale = layer.weight_scale.clone()
+    x = torch.randn(3, 300)
+    assert layer.half().weight_scale.dtype == torch.float32 and layer.bias.dtype == torch.float16
+    assert torch.equal(layer.weight_scale, scale) and layer.weight.dtype == torch.int8
+    assert set(layer.state_dict()) == {"weight", "weight_scale", "bias"}
+    other = interop.Int8Linear.from_linear(linear(), backend="mirror").half()
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x)) and "in_features=300" in repr(layer)
+
+
+def test_what_the_layer_refuses() -> None:
+    layer = interop.Int8Linear.from_linear(linear(), backend="mirror")
+    codes, scale = layer.weight, layer.weight_scale
+    cases: list[tuple[type[Exception], str, Any]] = [
+        (RuntimeError, r"expected an input of shape \(..., 300\), got \(3, 301\)",
+         lambda: layer(torch.ones(3, 301))),
+        (RuntimeError, "x is on meta, weight is on cpu",
+         lambda: layer(torch.ones(3, 300, device="meta"))),
+        (TypeError, "float64", lambda: layer(torch.ones(3, 300).double())),
+        (TypeError, r"weight must be torch.int8 of shape \(out, in\)",
+         lambda: interop.Int8Linear(codes.float(), scale)),
+        (ValueError, r"weight_scale must be torch.float32 of shape \(2, 3\)",
+         lambda: interop.Int8Linear(codes, scale[:, :2])),
+        (ValueError, r"bias must have shape \(200,\)",
+         lambda: interop.Int8Linear(codes, scale, torch.ones(3))),
+        (ValueError, "activation", lambda: interop.Int8Linear(codes, scale, activation="relu")),
+    ]  # fmt: skip
+    for error, message, function in cases:
+        with pytest.raises(error, match=message), torch.no_grad():
+            function()
+
+
+# ---- layers of a model ---------------------------------------------------------------------------
+
+LAYERS = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn_q", "mlp.fc1", "mlp.fc2")]
+
+
+def test_layers_are_replaced_and_restored() -> None:
+    module, x = model(), torch.randn(9, 128, dtype=torch.bfloat16)
+    before, linears = module(x), {n: m for n, m in module.named_modules() if type(m) is nn.Linear}
+    handle = interop.replace_linear_with_int8(module, backend="mirror")
+    assert list(handle.replaced) == LAYERS
+    kept = {name: reason.partition(":")[0] for name, reason in handle.kept.items()}
+    assert kept == {"blocks.0.small": "small", "blocks.1.small": "small", "proj_out": "final"}
+    after = module(x)
+    error = (after - before).norm() / before.norm()
+    assert 0 < error < 0.05
+    report = handle.report().splitlines()
+    assert report[0] == "blocks.0.attn_q: INT8, attention" and "proj_out: kept, final" in report
+    handle.restore()
+    assert all(module.get_submodule(name) is m for name, m in linears.items())
+    assert torch.equal(module(x), before)
+
+
+def test_patterns_configuration_and_the_context() -> None:
+    module = model("float32")
+    with interop.replace_linear_with_int8(
+        module, include=[r"^blocks\.0\.", "fc2"], exclude="attn", backend="mirror"
+    ) as handle:
+        assert set(handle.replaced) == {"blocks.0.mlp.fc1", "blocks.0.mlp.fc2", "blocks.1.mlp.fc2"}
+        assert handle.kept["blocks.0.attn_q"] == handle.kept["blocks.1.mlp.fc1"] == "excluded"
+    assert not any(isinstance(m, interop.Int8Linear) for m in module.modules())
+    config = Int8Config(min_elements_for_int8=0, fp32_patterns=["*.fc1.*"])
+    handle = interop.replace_linear_with_int8(module, config=config, originals="drop")
+    assert "blocks.0.small" in handle.replaced
+    assert handle.kept["blocks.0.mlp.fc1"] == "fp32_patterns: *.fc1.*"
+    with pytest.raises(RuntimeError, match="the layers were dropped: .* originals='cpu'"):
+        handle.restore()
+
+
+def test_layers_that_are_shared_hooked_or_another_kind() -> None:
+    class Own(nn.Linear):  # type: ignore[misc, name-defined]
+        pass
+
+    shared = nn.Linear(128, 128)
+    hooked = nn.Linear(128, 128)
+    hooked.register_forward_hook(lambda *_: None)
+    module = nn.Sequential(
+        shared, shared, Own(128, 128), hooked, nn.Linear(128, 128, device="meta")
+    )
+    handle = interop.replace_linear_with_int8(module, backend="mirror")
+    assert module[0] is module[1] and isinstance(module[0], interop.Int8Linear)
+    assert handle.kept == {
+        "2": "a Own", "3": "has hooks", "4": "holds no numbers, on the meta device",
+    }  # fmt: skip
+    own, module[1] = module[1], nn.Identity()
+    with pytest.raises(RuntimeError, match="'1' of Sequential is another layer by now"):
+        handle.restore()
+    module[1] = own
+    handle.restore()
+    assert module[0] is module[1] is shared
+
+
+def test_a_model_with_int8_layers_is_fine_tuned() -> None:
+    """Gradients reach what is left to train."""
+    module = model("float32")
+    interop.replace_linear_with_int8(module, backend="mirror")
+    module(torch.randn(9, 128)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+    names = [name for name, _ in module.named_parameters()]
+    assert "blocks.0.norm.weight" in names and "blocks.0.attn_q.weight" not in names
+
+
+def test_what_replacing_refuses(tmp_path: Path) -> None:
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (TypeError, "must be a torch.nn.Module, got SimpleNamespace|got dict", {"model": {}}),
+        (ValueError, "originals must be cpu or device or drop", {"originals": "disk"}),
+        (ValueError, r"include must be a regular expression or", {"include": "("}),
+        (ValueError, "no linear layer of the model becomes INT8", {"include": "^nowhere"}),
+        (FileNotFoundError, "nowhere", {"checkpoint": tmp_path / "nowhere"}),
+    ]  # fmt: skip
+    for error, message, changed in cases:
+        with pytest.raises(error, match=message):
+            interop.replace_linear_with_int8(**{"model": model(), **changed})
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_codes_of_a_checkpoint_replace_those_layers(converted: tuple[Any, Path]) -> None:
+    module, folder = converted
+    x = torch.randn(9, 128, dtype=torch.bfloat16)
+    with interop.replace_linear_with_int8(module, backend="mirror"):
+        expected = module(x)
+    handle = interop.replace_linear_with_int8(module, folder, exclude="fc2", backend="mirror")
+    assert list(handle.replaced) == [name for name in LAYERS if "fc2" not in name]
+    assert handle.kept["proj_out"] == "int8 has no codes of it"
+    handle.restore()
+    interop.replace_linear_with_int8(module, folder, backend="mirror")
+    assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("export", ["compressed-tensors", "deepseek"])
+def test_a_checkpoint_is_loaded_into_a_model(tmp_path: Path, meta: bool, export: str) -> None:
+    source = model()
+    ca.checkpoints.convert(save(source, tmp_path / "model"), tmp_path / "int8", export=export)
+    x = torch.randn(9, 128, dtype=torch.bfloat16)
+    with interop.replace_linear_with_int8(source, backend="mirror"):
+        expected = source(x)
+    with torch.device("meta" if meta else "cpu"):
+        module = Model()
+    assert interop.load_int8(module, tmp_path / "int8", backend="mirror") is module
+    found = [n for n, m in module.named_modules() if isinstance(m, interop.Int8Linear)]
+    assert found == LAYERS and module.proj_out.weight.dtype == torch.bfloat16
+    assert torch.equal(module(x), expected)
+
+
+def test_what_loading_refuses(converted: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = converted
+
+    def changed(change: Any) -> Any:
+        module = Model()
+        change(module)
+        return module
+
+    def smaller(module: Any) -> None:
+        module.blocks[0].mlp["fc1"] = nn.Linear(128, 100)
+
+    cases: list[tuple[str, Any]] = [
+        ("'blocks.0.attn_q' is no torch.nn.Linear of the model",
+         lambda m: setattr(m.blocks[0], "attn_q", nn.Identity())),
+        (r"'blocks.0.mlp.fc1.weight' has shape \(256, 128\), the model's layer has \(100, 128\)",
+         smaller),
+        (r"the model's 'extra.bias' is not there \(2 missing, 0 unexpected\)",
+         lambda m: setattr(m, "extra", nn.Linear(2, 2))),
+        ("the model has no 'proj_out.bias'", lambda m: delattr(m, "proj_out")),
+        (r"'proj_out.bias' has shape \(128,\), the model's has \(5,\)",
+         lambda m: setattr(m, "proj_out", nn.Linear(128, 5))),
+    ]  # fmt: skip
+    for message, change in cases:
+        with pytest.raises(ValueError, match=message):
+            interop.load_int8(changed(change), folder)
+    with pytest.raises(TypeError, match="Model cannot be made by a config.json"):
+        interop.load_int8(Model, folder)
+    with pytest.raises(ValueError, match="has no weights with scales"):
+        interop.load_int8(Model(), save(model(), tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("kind", ["in blocks of 64 x 64", "with zero points", "with scales of"])
+def test_codes_that_the_products_do_not_take_are_refused(tmp_path: Path, kind: str) -> None:
+    size = 64 if "64" in kind else 128
+    scales = torch.ones(256 // size, 256 // size)
+    tensors = {"fc.weight": torch.ones(256, 256, dtype=torch.int8), "fc.weight_scale": scales}
+    if "zero" in kind:
+        tensors["fc.weight_zero_point"] = torch.ones(scales.shape, dtype=torch.int8)
+    if "scales" in kind:
+        tensors["fc.weight_scale"] = scales.bfloat16()
+    (tmp_path / "x").mkdir()
+    torch.save(tensors, tmp_path / "x" / "model.bin")
+    weights = {
+        "strategy": "block",
+        "block_structure": [size, size],
+        "symmetric": "zero" not in kind,
+    }
+    group = {"targets": ["Linear"], "weights": weights}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    text = json.dumps({"quantization_config": {**config, "config_groups": {"g": group}}})
+    (tmp_path / "x" / "config.json").write_text(text)
+    with pytest.raises(UnsupportedError, match=f"products take .* 'fc.weight' are {kind}"):
+        interop.load_int8(nn.ModuleDict({"fc": nn.Linear(256, 256)}), tmp_path / "x")
+
+
+@pytest.mark.slow
+def test_a_class_of_diffusers_is_made_and_runs_in_int8(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    cls = diffusers.WanTransformer3DModel
+    source = cls(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=64, in_channels=4,
+        out_channels=4, text_dim=128, freq_dim=64, ffn_dim=256, num_layers=2, rope_max_seq_len=32,
+    ).eval().bfloat16()  # fmt: skip
+    source.save_pretrained(tmp_path / "model")
+    done = ca.checkpoints.convert(tmp_path / "model", tmp_path / "int8")
+    assert "quantization_config" in json.loads((tmp_path / "int8" / "config.json").read_text())
+    found = interop.load_int8(cls, tmp_path / "int8", backend="mirror")
+    assert isinstance(found, cls) and not found.training and done.analysis is not None
+    int8 = [n for n, m in found.named_modules() if isinstance(m, interop.Int8Linear)]
+    assert len(int8) == done.analysis.totals["int8"]["tensors"] >= 16
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8, dtype=torch.bfloat16),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 6, 128, dtype=torch.bfloat16),
+        "return_dict": False,
+    }
+    with torch.no_grad():
+        expected, y = source(**inputs)[0], found(**inputs)[0]
+    assert 0 < (y - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.slow
+def test_a_model_of_kandinskys_names_takes_what_was_converted_from_its_publishers_files(
+    tmp_path: Path,
+) -> None:
+    """Their folder, with a YAML configuration; a module of their names, made beforehand."""
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"model_dim": 128, "ff_dim": 256, "time_dim": 128, "num_text_blocks": 1}
+    sizes |= {"num_visual_blocks": 2, "in_visual_dim": 4, "out_visual_dim": 4}
+    made = {**sizes, "in_text_dim": 32, "in_text_dim2": 32, "axes_dims": (16, 24, 24)}
+    source, found = (
+        diffusers.Kandinsky5Transformer3DModel(patch_size=(1, 2, 2), **made).eval().bfloat16()
+        for _ in range(2)
+    )
+    for x in source.parameters():
+        torch.nn.init.normal_(x, std=0.05)
+    weights = {name: bridge.as_array(x) for name, x in source.state_dict().items()}
+    write(tmp_path / "model" / "lite.safetensors", weights)
+    (tmp_path / "config.yaml").write_text(
+        f"model:\n  checkpoint_path: ./model/lite.safetensors\n  dit_params: {json.dumps(sizes)}\n"
+    )
+    ca.checkpoints.optimize_kandinsky(tmp_path, tmp_path / "int8")
+    interop.load_int8(found, tmp_path / "int8", backend="mirror")
+    int8 = {n for n, m in found.named_modules() if isinstance(m, interop.Int8Linear)}
+    assert {f"visual_transformer_blocks.{i}.feed_forward.in_layer" for i in range(2)} <= int8
+    inputs = {
+        "hidden_states": torch.randn(1, 2, 8, 8, 4), "encoder_hidden_states": torch.randn(1, 6, 32),
+        "timestep": torch.tensor([500.0]), "pooled_projections": torch.randn(1, 32),
+        "visual_rope_pos": [torch.arange(n) for n in (2, 4, 4)],
+        "text_rope_pos": torch.arange(6), "return_dict": False,
+    }  # fmt: skip
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, y = source(**inputs)[0], found(**inputs)[0]
+    assert 0 < (y - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.slow
+def test_a_class_of_transformers_with_tied_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=50, d_model=128, d_kv=64, d_ff=256, num_layers=2, num_heads=2
+    )
+    source = transformers.T5EncoderModel(config).eval().bfloat16()
+    source.save_pretrained(tmp_path / "model")
+    ca.checkpoints.convert(tmp_path / "model", tmp_path / "int8")
+    found = interop.load_int8(transformers.T5EncoderModel, tmp_path / "int8", backend="mirror")
+    assert sum(isinstance(m, interop.Int8Linear) for m in found.modules()) >= 12
+    assert found.shared.weight is found.encoder.embed_tokens.weight
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        expected, y = (m(tokens).last_hidden_state for m in (source, found))
+    assert 0 < (y - expected).norm() < 0.1 * expected.norm()

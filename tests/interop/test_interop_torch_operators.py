@@ -1,0 +1,185 @@
+"""What torch does with the operators of attention: checks, graphs, transforms, autocast."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn import BlockMask, QuantConfig, Tiles
+from tests.interop.torch_cases import leaves, options_of, problem, same_bits, tensor, tensors
+
+torch = pytest.importorskip("torch")
+interop = importlib.import_module("cupyattn.interop.torch")
+calls = importlib.import_module("cupyattn.interop.torch.calls")
+schema = importlib.import_module("cupyattn.interop.torch.schema")
+
+OPTIONS = options_of(33, 70, 16, 4)
+SAMPLES = {
+    "plain": {}, "lse": {"return_lse": True, "causal": True},
+    "int8": {"variant": "fa_int8", "quant": QuantConfig(pv="int8"), "window": (9, 3)},
+    "fa": {"variant": "fa", "tiles": Tiles(64, 32, 4), "layout": "BSHD", "return_lse": True},
+    "scores": {"softcap": 3.0, "mask": True, "bias": True, "scale": 0.2},
+}  # fmt: skip
+
+
+def sample(name: str, *, grad: bool = True) -> tuple[Any, ...]:
+    options = dict(SAMPLES[name])
+    names = {n: torch.ones(5, 5, dtype=torch.bool if n == "mask" else torch.float32)
+             for n in ("mask", "bias") if options.pop(n, False)}  # fmt: skip
+    own = [torch.randn(2, 5, 5, 8, dtype=torch.float16, requires_grad=grad) for _ in "qkv"]
+    settings = calls.Settings(**{"return_lse": grad, **options, "backend": "mirror"})
+    return schema.ATTENTION.flat({**dict(zip("qkv", own, strict=True)), **names}, settings)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_operators_are_what_they_say(name: str) -> None:
+    operator = torch.ops.cupyattn.attention.default
+    torch.library.opcheck(operator, sample(name))
+    without = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, sample(name, grad=False), test_utils=without)
+
+
+def test_the_operator_of_packed_sequences_is_what_it_says() -> None:
+    own = [torch.randn(9, 2, 16, dtype=torch.float16, requires_grad=True) for _ in "qkv"]
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    named = {**dict(zip("qkv", own, strict=True)), "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    settings = calls.Settings(return_lse=True, max_len_q=5, max_len_k=5)
+    arguments = schema.ATTENTION_VARLEN.flat(named, settings)
+    torch.library.opcheck(torch.ops.cupyattn.attention_varlen.default, arguments)
+
+
+def test_the_operator_of_the_backward_pass_is_what_it_says() -> None:
+    arguments = sample("lse", grad=False)
+    o, lse = torch.ops.cupyattn.attention(*arguments)
+    backward = torch.ops.cupyattn.attention_backward.default
+    torch.library.opcheck(backward, (o, o, lse, *arguments))
+
+
+def test_settings_survive_a_schema() -> None:
+    near = BlockMask.from_window(64, 64, (5, 0))
+    quant = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.1, 2.0), pv="fp8")
+    settings = calls.Settings(
+        window=(3, 4), quant=quant, tiles=Tiles(64, 32, 4), block_mask=near, max_len_q=5,
+        softcap=np.float32(0.1), causal=np.bool_(True), backend="mirror",
+    )  # fmt: skip
+    arguments = schema.ATTENTION_VARLEN.flat({}, settings)
+    assert schema.ATTENTION_VARLEN.settings(arguments) == settings
+    plain = schema.ATTENTION.flat({}, calls.Settings())
+    assert schema.ATTENTION.settings(plain) == calls.Settings() and plain[-1] == ""
+    text = schema.ATTENTION.flat({}, calls.Settings(causal=True, quant=QuantConfig(pv="int8")))[-1]
+    assert text.startswith("causal=True, quant={'granularity_v': 'block', 'smooth_v': True, 'pv'")
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    found: Callable[..., Any] = torch.compile(
+        function, backend="aot_eager", fullgraph=True, **options
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", ["rope", "window", "bias"])
+def test_a_compiled_function_is_one_graph(name: str) -> None:
+    """With fullgraph=True a break in the graph is an error."""
+    inputs, options, quant = problem("bfloat16"), tensors(OPTIONS[name]), QuantConfig(pv="int8")
+
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        o, lse = interop.attention(q * 2, k, v, return_lse=True, **options)
+        return interop.int8_attention(o, k, v, quant=quant) + 1, lse
+
+    q, k, v = leaves(*inputs)
+    o, lse = compiled(layer)(q, k, v)
+    o.sum().backward()
+    own = leaves(*inputs)
+    expected, expected_lse = layer(*own)
+    expected.sum().backward()
+    assert torch.equal(o, expected) and torch.equal(lse, expected_lse)
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip((q, k, v), own, strict=True))
+
+
+def test_a_compiled_function_takes_other_lengths() -> None:
+    function = compiled(lambda q, k, v: interop.attention(q, k, v, causal=True), dynamic=True)
+    for lengths in ((33, 70), (5, 9), (64, 128)):
+        inputs = problem("float16", len_q=lengths[0], len_kv=lengths[1])
+        found = function(*(tensor(x) for x in inputs))
+        assert same_bits(found, ca.attention(*inputs, causal=True))
+    x, ends = torch.randn(9, 2, 16, dtype=torch.float16), torch.tensor([0, 4, 9])
+    packed = compiled(lambda x, e: interop.attention_varlen(x, x, x, e, e, return_lse=True))
+    expected = interop.attention_varlen(x, x, x, ends, ends, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(packed(x, ends), expected, strict=True))
+
+
+def test_a_compiled_function_takes_no_block_mask() -> None:
+    near, x = BlockMask.from_window(64, 64, (5, 0)), torch.randn(1, 1, 64, 16).half()
+    with pytest.raises(Exception, match="a block_mask cannot go into a graph"):
+        compiled(lambda x: interop.attention(x, x, x, block_mask=near))(x)
+
+
+@pytest.mark.slow
+def test_a_compiled_function_runs_under_inductor() -> None:
+    inputs = problem("float16")
+    torch._dynamo.reset()
+    function = torch.compile(lambda *x: interop.attention(*x, causal=True) * 2, fullgraph=True)
+    q, k, v = leaves(*inputs)
+    o = function(q, k, v)
+    assert torch.equal(o, interop.attention(q, k, v, causal=True) * 2)
+    o.sum().backward()
+    assert all(x.grad.abs().sum() > 0 for x in (q, k, v))
+
+
+def test_an_exported_program_has_the_operator() -> None:
+    class Layer(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            return interop.attention(x, x, x, causal=True)
+
+    x = torch.randn(1, 2, 5, 16, dtype=torch.float16)
+    program = torch.export.export(Layer(), (x,))
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert "cupyattn.attention_qkv.default" in targets
+    assert torch.equal(program.module()(x), interop.attention(x, x, x, causal=True))
+
+
+def test_autocast_chooses_the_type() -> None:
+    x = torch.randn(1, 2, 9, 16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = interop.attention(x, x.half(), x)
+        assert o.dtype == torch.bfloat16
+        function = compiled(lambda x: interop.attention(x, x, x))
+        assert function(x).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="float64"):
+            interop.attention(*[x.detach().double()] * 3)
+    o.sum().backward()
+    assert x.grad.dtype == torch.float32 and x.grad.abs().sum() > 0
+    assert interop.attention(*[x.detach()] * 3).dtype == torch.float32
+
+
+def test_transforms_and_modes() -> None:
+    x = torch.randn(3, 1, 2, 9, 16).half()
+    mapped = torch.func.vmap(lambda a: interop.attention(a, a, a))(x)
+    assert torch.equal(mapped[1], interop.attention(*[x[1]] * 3))
+    fake = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode()
+    with fake:
+        y = torch.empty(2, 7, 3, 16, dtype=torch.bfloat16)
+        o, lse = interop.attention(y, y, y, layout="BSHD", return_lse=True)
+    assert o.shape == (2, 7, 3, 16) and lse.shape == (2, 3, 7) and o.dtype == torch.bfloat16
+
+
+def test_an_operator_is_seen_by_autograd_and_by_those_who_watch_alone() -> None:
+    ops = importlib.import_module("cupyattn.interop.torch.ops")
+
+    class Own(torch.Tensor):
+        pass
+
+    x = torch.zeros(2)
+    leaf = x.clone().requires_grad_()
+    assert not any(ops.how_seen((x, None, "text", torch.nn.Parameter(x, requires_grad=False))))
+    assert any(ops.how_seen((x, leaf))) and any(ops.how_seen((x.as_subclass(Own),)))
+    with torch.no_grad():
+        assert not any(ops.how_seen((leaf,)))
+    with importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode():
+        assert any(ops.how_seen((x,)))

@@ -1,0 +1,121 @@
+"""Clusters of blocks on the interpreter: what it finds, and what is no finding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupyattn.errors import KernelLaunchError, UnsupportedError
+from cupyattn.interpret import KernelFault, executor, schedule
+from cupyattn.interpret.executor import run_kernel
+from tests.interpret.raw_kernels import spec
+
+#: Each thread writes a row, and reads that of its place in the next block.
+KERNEL = """#include "prims/cluster.cuh"
+extern "C" __global__ CLUSTER_OF_SPLITS void kernel(const float* x, float* y) {
+  __shared__ alignas(16) float row[64][4];
+  const int rank = blockIdx.x %% SPLITS, next = (rank + 1) %% SPLITS, i = threadIdx.x;
+  const int at = blockIdx.x * 64 + i;
+  %s
+}
+"""
+WRITE = "for (int j = 0; j < 4; ++j) row[i][j] = x[at];"
+READ = "y[at] = load_from_block(row[i], next).v[3];"
+SYNC = "cluster_sync();"
+ARRIVE = 'asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");'
+RELAXED = 'asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");'
+WAIT = 'asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");'
+#: One warp hands on what both did.
+ONE_RELEASES = f"if (i < 32) {{ {ARRIVE} }} else {{ {RELAXED} }}"
+MEET = "__syncthreads();"
+STORE = """{
+  uint32_t to;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(row[i])), "r"(next));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(1.0f) : "memory");
+}"""
+
+
+def run(folder: Path, *body: str, grid: int = 8, splits: int = 4) -> tuple[np.ndarray, ...]:
+    x = np.arange(grid * 64, dtype=np.float32)
+    x.flags.writeable = False
+    y = np.zeros_like(x)
+    module = spec(folder, KERNEL % "\n  ".join(body), CFG_SPLITS=splits)
+    run_kernel(module, "kernel", [x, y], block=64, grid=grid)
+    return x, y
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        (WRITE, SYNC, READ, SYNC),
+        (WRITE, ARRIVE, WAIT, READ, ARRIVE, WAIT),
+        # threads that have exited are not waited for
+        ("if (i >= 32) return;", WRITE, SYNC, READ, SYNC),
+        # read, and written anew after everybody has read
+        (WRITE, SYNC, READ, SYNC, "row[i][3] += 1000;", SYNC, READ, SYNC),
+        (WRITE, MEET, ONE_RELEASES, WAIT, READ, SYNC),
+        # what was read, too
+        (WRITE, SYNC, READ, MEET, ONE_RELEASES, WAIT, "row[i][3] += 1000;", SYNC, READ, SYNC),
+    ],
+    ids=["as one", "in two", "with threads that have exited", "twice", "by a warp", "reads by one"],
+)
+def test_what_is_ordered_is_no_finding(body: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(executor, "MEMORY_BUDGET", 1)  # a cluster at a time
+    x, y = run(tmp_path, *body)
+    expected = x.reshape(2, 4, 64)[:, [1, 2, 3, 0]].copy()
+    if "row[i][3] += 1000;" in body:
+        expected += 1000
+    if body[0].startswith("if"):
+        expected[..., 32:] = 0
+    np.testing.assert_array_equal(y, expected.ravel())
+    with schedule(seed=1):
+        np.testing.assert_array_equal(run(tmp_path, *body)[1], y)
+
+
+@pytest.mark.parametrize(
+    ("body", "finding"),
+    [
+        ((READ, SYNC), "never written"),
+        ((WRITE, READ, SYNC), "nothing orders that after the write by block"),
+        # an arrival that hands nothing on
+        ((WRITE, RELAXED, WAIT, READ, SYNC), "nothing orders that after the write by block"),
+        # by a warp, which came after nothing that the other did
+        ((WRITE, ONE_RELEASES, WAIT, READ, SYNC), "nothing orders that after the write by block"),
+        (
+            (WRITE, SYNC, READ, ONE_RELEASES, WAIT, WRITE, SYNC),
+            "is written, and nothing orders that after the read",
+        ),
+        # or before they met
+        (
+            (WRITE, MEET, WRITE, ONE_RELEASES, WAIT, READ, SYNC),
+            "nothing orders that after the write by block",
+        ),
+        # written after the arrival, read after the wait
+        ((WRITE, ARRIVE, WRITE, WAIT, READ, SYNC), "nothing orders that after the write by block"),
+        # read before the wait
+        ((WRITE, ARRIVE, READ, WAIT, SYNC), "nothing orders that after the write by block"),
+        ((WRITE, SYNC, READ), "ends, and nothing orders that after the read|has ended"),
+        ((WRITE, SYNC, READ, WRITE, SYNC), "is written, and nothing orders that after the read"),
+        ((WRITE, ARRIVE, ARRIVE), "arrives again"),
+        ((WRITE, WAIT), "has not arrived"),
+        ((WRITE, "if (rank == 1) __trap();", SYNC), "stopped itself"),
+        (
+            (WRITE, 'if (i < 32) asm volatile("bar.sync 1, 64;");', SYNC),
+            "256 at the barrier of their cluster",
+        ),
+        ((WRITE, SYNC, READ.replace("next", "rank + 1"), SYNC), "rank outside the cluster"),
+        ((WRITE, SYNC, READ.replace("row[i]", "row[i + 1]"), SYNC), "outside shared memory"),
+    ],
+)
+def test_what_is_not_ordered_is_found(body: tuple[str, ...], finding: str, tmp_path: Path) -> None:
+    with pytest.raises(KernelFault, match=finding):
+        run(tmp_path, *body)
+
+
+def test_what_it_does_not_know_it_says(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="does not know st.shared::cluster.f32"):
+        run(tmp_path, WRITE, SYNC, STORE, SYNC)
+    with pytest.raises(KernelLaunchError, match="clusters of 4 blocks, got a grid of 6"):
+        run(tmp_path, WRITE, SYNC, READ, SYNC, grid=6)

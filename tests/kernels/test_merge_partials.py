@@ -1,0 +1,169 @@
+"""Partial results brought together: kernel, mirror and bound (R13)."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupyattn.arrays import memory
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.compiler import modules as kc
+from cupyattn.distributed.bounds import Expected, merged
+from cupyattn.distributed.merging import MERGE_PARAMS, Partial, merge_mirror, plan_merge
+from cupyattn.interpret import KernelFault
+from cupyattn.ops import run
+from cupyattn.plans.records import Operand
+from tests.support.structs import check_struct
+
+
+def parts_of(
+    shape: tuple[int, ...], dtype: str, count: int, seed: int = 0, spread: float = 3.0
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """O and lse of partial results; now and then a row attends to nothing."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        o = rng.standard_normal(shape).astype(STORAGE[dtype])
+        lse = (spread * rng.standard_normal(shape[:3])).astype(np.float32)
+        nothing = rng.random(shape[:3]) < 0.2
+        o[nothing], lse[nothing] = 0, -np.inf
+        found.append((o, lse))
+    return found
+
+
+def exactly(parts: list[tuple[np.ndarray, np.ndarray]], dtype: str) -> Expected:
+    """What they come to, each taken for exact."""
+    zeros = [(np.zeros(o.shape), np.zeros(lse.shape)) for o, lse in parts]
+    return merged(
+        [
+            Expected(o.astype(np.float32).astype(np.float64), lse.astype(np.float64), *none)
+            for (o, lse), none in zip(parts, zeros, strict=True)
+        ],
+        dtype,
+    )
+
+
+def assert_within(partial: Partial, expected: Expected) -> None:
+    value = partial.result().astype(np.float64)
+    assert ratio_to_bound(value, expected.o, expected.bound).max(initial=0) <= 1
+    lse = partial.lse.astype(np.float64)
+    assert ratio_to_bound(lse, expected.lse, expected.lse_bound).max(initial=0) <= 1
+
+
+@given(
+    st.integers(0, 2**32), st.sampled_from(["float16", "bfloat16", "float32"]), st.integers(1, 9),
+    st.sampled_from([0.0, 1e-3, 3.0, 60.0, 1e4]), st.booleans(),
+)  # fmt: skip
+def test_the_mirror_is_within_its_bound(
+    seed: int, dtype: str, count: int, spread: float, knows: bool
+) -> None:
+    """Whether or not it knows which part is the last."""
+    parts = parts_of((1, 2, 9, 5), dtype, count, seed, spread)
+    partial = Partial(parts[0][0], "mirror")
+    for number, (o, lse) in enumerate(parts):
+        partial.add((0, 9), o.copy(), lse.copy(), last=knows and number + 1 == count)
+    assert partial.o.dtype == (STORAGE[dtype] if knows or count == 1 else np.float32)
+    assert_within(partial, exactly(parts, dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float16", 128), ("bfloat16", 17), ("float32", 40), ("float16", 36)]
+)
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_kernel_is_within_the_bound(dtype: str, head_dim: int, count: int) -> None:
+    """Rows that are no multiple of a block, results with strides, some of the rows alone. Of two
+    parts nothing is ever float32; of four the first is read, and the last written, as it is."""
+    parts = parts_of((2, 2, 70, head_dim), dtype, count)
+    partial = Partial(parts[0][0], "interpret")
+    for o, lse in parts:
+        wide = np.zeros((*o.shape[:3], head_dim + 8), o.dtype)
+        wide[..., :head_dim] = o
+        partial.add((0, 70), wide[..., :head_dim], lse.copy())
+    assert partial.o.dtype == (STORAGE[dtype] if count == 1 else np.float32)
+    last = parts_of((2, 2, 70, head_dim), dtype, 1, seed=9)[0]
+    partial.add((5, 70), last[0][:, :, 5:], last[1][:, :, 5:], last=True)
+    assert partial.o.dtype == STORAGE[dtype]
+    last[0][:, :, :5], last[1][:, :, :5] = 0, -np.inf
+    assert_within(partial, exactly([*parts, last], dtype))
+
+
+def test_rows_that_attend_to_nothing_stay_so_and_a_nan_stays_one() -> None:
+    for backend in ("mirror", "interpret"):
+        o = np.zeros((1, 1, 3, 8), np.float16)
+        lse = np.full((1, 1, 3), -np.inf, np.float32)
+        o[0, 0, 1], lse[0, 0, 1] = np.nan, np.nan
+        o[0, 0, 2], lse[0, 0, 2] = 3, 0.5
+        partial = Partial(o, backend)
+        for _ in range(2):
+            partial.add((0, 3), o.copy(), lse.copy())
+        assert not partial.result()[0, 0, 0].any() and partial.lse[0, 0, 0] == -np.inf
+        assert np.isnan(partial.result()[0, 0, 1]).all() and np.isnan(partial.lse[0, 0, 1])
+        assert (partial.result()[0, 0, 2] == 3).all()
+
+
+def test_an_empty_call_launches_nothing() -> None:
+    o, lse = np.zeros((1, 0, 5, 8), np.float16), np.zeros((1, 0, 5), np.float32)
+    operands = (Operand.of(x) for x in (o, o, lse, o, lse))
+    plan = plan_merge(*operands, "float16", "float16", "float16", in_place=True)
+    assert not plan.launches
+
+
+def test_params_are_the_struct_of_the_source(tmp_path: Path) -> None:
+    check_struct(MERGE_PARAMS, "merge_partials.cu", "MergeParams", tmp_path)
+
+
+#: What is changed in the kernel, and what it does to a test.
+FAULTS = {
+    "the weights of another row": ("smem.weights[row][0], w1", "smem.weights[row ^ 1][0], w1"),
+    "what was is not weighted": ("w0 * to_float(", "to_float("),
+    "lse of what was stays": ("lse[row] = fmaf(log2f(sum), LN2, top);", ""),
+    "weights to base e": ("(incoming - top) * LOG2E", "(incoming - top)"),
+    "no barrier after the weights": ("__syncthreads();", ""),
+    "a part of an access": ("i < VEC / PART; ++i)\n      *reint", "i < 1; ++i)\n      *reint"),
+    "accesses of another pass": (
+        "first + a * NUM_THREADS;\n      const int row = i / ACCESSES, col "
+        "= i % ACCESSES * VEC;\n      if (i >= accesses) continue;",
+        "first;\n      const int row = i / ACCESSES, col = i % ACCESSES * VEC;",
+    ),
+    "rows past the end": ("min(BLOCK_Q, p.length - row0)", "BLOCK_Q"),
+    "-inf less -inf": ("largest == NEG_INF ? 0.0f : largest", "largest"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mistakes_are_noticed(fault: str, tmp_path: Path) -> None:
+    shutil.copytree(kc.KERNELS / "prims", tmp_path / "prims")
+    text, (right, wrong) = (kc.KERNELS / "merge_partials.cu").read_text(), FAULTS[fault]
+    assert text.count(right) == 1
+    (tmp_path / "merge_partials.cu").write_text(text.replace(right, wrong))
+    parts = parts_of((1, 1, 70, 16), "float16", 2)
+    o, lse = parts[0][0].astype(np.float32), parts[0][1].copy()
+    operands = (Operand.of(x) for x in (o, o, lse, *parts[1]))
+    plan = plan_merge(*operands, "float16", "float32", "float32", in_place=True)
+    (launch,) = plan.launches
+    module = kc.ModuleSpec(tmp_path / "merge_partials.cu", launch.module.defines)
+    plan = replace(plan, launches=(replace(launch, module=module),))
+    read = {"part_O": memory.as_input(parts[1][0]), "part_lse": memory.as_input(parts[1][1])}
+    partial: Any = Partial(parts[0][0], "interpret")
+    partial.o, partial.lse = o, lse
+    with pytest.raises((AssertionError, KernelFault)):
+        run.run("interpret", plan, {"O": o, "lse": lse, **read})
+        assert_within(partial, exactly(parts, "float16"))
+
+
+def test_the_mirror_changes_in_place_and_knows_the_order() -> None:
+    (o, lse), (other, other_lse) = parts_of((1, 1, 6, 4), "float32", 2, seed=3)
+    first, first_lse = o.copy(), lse.copy()
+    merge_mirror(first, first_lse, other, other_lse, first)
+    second, second_lse = other.copy(), other_lse.copy()
+    merge_mirror(second, second_lse, o, lse, second)
+    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(first_lse, second_lse, rtol=1e-6)

@@ -1,0 +1,80 @@
+"""The cases of ``prims/prepare.cuh``: rows normalised and turned, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.kernels.features import Features
+from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.prepare_rows import NORM_PARAMS
+from cupyattn.plans.structs import pack
+from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import Norm, Preparation
+from tests.prims.prim import Arguments, Prim, defines, rng
+
+ROWS, ROW0, POSITION, EPS = 11, 3, 5, 0.125
+
+
+def prepared_arguments(dtype: str, head_dim: int) -> Callable[[], Arguments]:
+    def arguments() -> Arguments:
+        angles = rng().uniform(0, 7, (POSITION + ROW0 + ROWS, head_dim // 2))
+        x = rng().normal(size=(ROWS, head_dim))
+        params = {"weight_stride_head": head_dim, "eps": EPS, "position": POSITION}
+        return {
+            "given": pack(NORM_PARAMS, params, {}),
+            "cos": np.cos(angles).astype(np.float32),
+            "sin": np.sin(angles).astype(np.float32),
+            "weight": rng().uniform(0.5, 2, (2, head_dim)).astype(np.float32),
+            "X": x.astype(STORAGE[dtype]),
+            "Y": np.zeros((ROWS, head_dim), STORAGE[dtype]),
+        }
+
+    return arguments
+
+
+def prepared_expected(rope: str, qk_norm: bool) -> Callable[..., dict[str, np.ndarray]]:
+    def expected(cos: Any, sin: Any, weight: Any, X: Any, **_: Any) -> dict[str, np.ndarray]:
+        turn = Rope(cos, sin, rope == "interleaved", POSITION + ROW0) if rope else None
+        norm = Norm(weight[1:], weight[1:], EPS) if qk_norm else None
+        rows = X[None, None]
+        return {"Y": Preparation(turn, norm).stored(rows, rows[:, :, :0])[0][0, 0]}
+
+    return expected
+
+
+def neighbours_arguments() -> Arguments:
+    x = rng().normal(size=(32, 2)).astype(np.float32)
+    return {"x": x, "sums": np.zeros(32, np.float32), "factor": np.zeros(1, np.float32)}
+
+
+def neighbours_expected(x: Any, **_: Any) -> dict[str, np.ndarray]:
+    sums = x.reshape(4, 16)
+    while sums.shape[1] > 1:
+        sums = sums[:, 0::2] + sums[:, 1::2]
+    factor = np.float32(1) / np.sqrt(np.float32(3.25))
+    return {"sums": sums.repeat(8), "factor": np.array([factor])}
+
+
+def prepare_prims() -> Iterator[Prim]:
+    """Every width of access, rows of more lanes than a warp has, and what is left out."""
+    for dtype, head_dim, vec, rope, qk_norm in (
+        ("float16", 128, 8, "half_split", True), ("bfloat16", 24, 4, "interleaved", True),
+        ("float32", 256, 1, "half_split", True), ("float16", 6, 1, "interleaved", True),
+        ("float16", 64, 8, "", True), ("bfloat16", 80, 8, "half_split", False),
+        ("float32", 2, 1, "", True),
+    ):  # fmt: skip
+        yield Prim(
+            f"prepared-{rope or 'unturned'}-{dtype}-{head_dim}-{vec}-{int(qk_norm)}", "prepare",
+            "prepared", 64, prepared_arguments(dtype, head_dim), prepared_expected(rope, qk_norm),
+            defines=defines(
+                Tiles(16, 16, 2), Features(dtype, head_dim, vec=vec, rope=rope, qk_norm=qk_norm)
+            ),
+        )  # fmt: skip
+    yield Prim(
+        "neighbours", "prepare", "neighbours", 32, neighbours_arguments, neighbours_expected,
+        defines=defines(Tiles(16, 16, 1), Features("float32", 16, vec=4, qk_norm=True)),
+    )  # fmt: skip

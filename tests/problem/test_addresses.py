@@ -1,0 +1,144 @@
+"""Arrays whose elements are not aligned, and subclasses of NumPy's array, in every function."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from tests.problem.array_calls import CALLS, WITHOUT_ARRAYS, K, Q, V
+
+EVERY = [(name, argument) for name, (given, _) in CALLS.items() for argument in given]
+WIDE = [(n, a) for n, a in EVERY if CALLS[n][0][a].dtype.itemsize > 1]
+
+
+class Metres(np.ndarray):
+    """A subclass that a unit belongs to."""
+
+
+def at_odd_address(x: np.ndarray) -> np.ndarray:
+    """Return a copy whose address is one byte past a multiple of 16."""
+    buffer = np.zeros(x.nbytes + 32, np.uint8)
+    start = -buffer.ctypes.data % 16 + 1
+    copy: np.ndarray = np.ndarray(x.shape, x.dtype, buffer.data, start)
+    copy[...] = x
+    return copy
+
+
+def in_packed_records(x: np.ndarray) -> np.ndarray:
+    """Return a copy as a field of records of one more byte: no stride fits the elements."""
+    records = np.zeros(x.shape, [("tag", "u1"), ("x", x.dtype)])
+    records["x"] = x
+    field: np.ndarray = records["x"]
+    return field
+
+
+def bits(result: Any) -> list[bytes]:
+    """Return all arrays that a result consists of, as bytes."""
+    if isinstance(result, ca.QuantizedQKV):
+        result = tuple(vars(result)[n] for n in ("q_codes", "q_scale", "k_codes", "k_scale", "v"))
+    if isinstance(result, tuple):
+        return [one for x in result for one in bits(x)]
+    return [result.tobytes() if isinstance(result, np.ndarray) else pickle.dumps(result)]
+
+
+def test_every_public_name_has_a_row() -> None:
+    assert {name for name in CALLS if "." not in name} | WITHOUT_ARRAYS | {"QuantConfig"} == set(
+        ca.__all__
+    )
+
+
+@pytest.mark.parametrize("odd", [at_odd_address, in_packed_records], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("name", "argument"), WIDE)
+def test_misaligned_inputs_are_copied(name: str, argument: str, odd: Any) -> None:
+    given, call = CALLS[name]
+    wanted = bits(call(dict(given)))
+    moved = odd(given[argument])
+    before = moved.tobytes()
+    assert bits(call({**given, argument: moved})) == wanted
+    assert moved.tobytes() == before
+
+
+@pytest.mark.parametrize("name", ["attention", "act_quant", "int8_gemm", "attention_backward"])
+def test_misaligned_inputs_reach_kernels_aligned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter would report an access at their own addresses."""
+    monkeypatch.setenv("CUPYATTN_INTERPRET", "1")
+    given, call = CALLS[name]
+    wanted = bits(call(dict(given)))
+    assert bits(call({n: at_odd_address(x) for n, x in given.items()})) == wanted
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_misaligned_operands_give_attention(dtype: Any) -> None:
+    q, k, v = (at_odd_address(x.astype(dtype)) for x in (Q, K, V))
+    S = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k.astype(np.float64)) / 4
+    P = np.exp(S - S.max(-1, keepdims=True))
+    exact = np.einsum("bhqk,bhkd->bhqd", P / P.sum(-1, keepdims=True), v.astype(np.float64))
+    o = ca.attention(q, k, v).astype(np.float64)
+    np.testing.assert_allclose(o, exact, rtol=0, atol=4e-3 if dtype != ml_dtypes.bfloat16 else 3e-2)
+
+
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+def test_a_misaligned_out_is_refused(backend: str) -> None:
+    out = at_odd_address(np.zeros_like(Q))
+    said = r"out must have its elements at multiples of their 2 bytes, got address 2 n \+ 1"
+    for run in (
+        lambda: ca.attention(Q, K, V, out=out, backend=backend),
+        lambda: ca.plan(Q, K, V, out=out, backend=backend),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run()
+    given, _ = CALLS["int8_gemm"]
+    with pytest.raises(ValueError, match=said):
+        product = at_odd_address(np.zeros((3, 5), np.float16))
+        ca.int8_gemm(**given, out_dtype="float16", out=product, backend=backend)
+    assert not out.any()
+
+
+def test_a_prepared_call_reads_a_copied_mask_again() -> None:
+    bias = at_odd_address(np.zeros((1, 1, 8, 8), np.float32))
+    prepared = ca.plan(Q, K, V, bias=bias)
+    plain = prepared(Q, K, V)
+    bias[..., 4:] = -np.inf
+    masked = prepared(Q, K, V)
+    np.testing.assert_array_equal(masked, ca.attention(Q, K, V, bias=bias))
+    assert (masked != plain).any()
+
+
+@pytest.mark.parametrize(("name", "argument"), EVERY)
+def test_masked_arrays_are_refused(name: str, argument: str) -> None:
+    given, call = CALLS[name]
+    masked = np.ma.MaskedArray(given[argument], mask=False)
+    with pytest.raises(TypeError, match=r"masked array, whose mask would be ignored: pass .*mask="):
+        call({**given, argument: masked})
+
+
+@pytest.mark.parametrize(("name", "argument"), EVERY)
+@pytest.mark.parametrize("kind", [Metres, np.recarray])
+def test_other_subclasses_are_refused(name: str, argument: str, kind: Any) -> None:
+    given, call = CALLS[name]
+    with pytest.raises(TypeError, match=r"numpy\.ndarray or numpy\.memmap, got .*np\.asarray\(x\)"):
+        call({**given, argument: given[argument].view(kind)})
+
+
+@pytest.mark.parametrize("argument", ["x", "w"])
+def test_matrices_are_refused(argument: str) -> None:
+    given, call = CALLS["act_quant" if argument == "x" else "weight_quant"]
+    with pytest.raises(TypeError, match=r"pass np\.asarray\(x\)"):
+        call({argument: given[argument].view(np.matrix)})
+
+
+@pytest.mark.parametrize(("name", "argument"), EVERY)
+def test_mapped_files_are_taken(name: str, argument: str, tmp_path: Path) -> None:
+    given, call = CALLS[name]
+    x = given[argument]
+    mapped = np.memmap(tmp_path / "x", x.dtype, "w+", offset=3, shape=x.shape)
+    mapped[...] = x
+    assert bits(call({**given, argument: mapped})) == bits(call(dict(given)))

@@ -1,0 +1,118 @@
+"""Products of INT8 codes to test: operands by seed and regime, and how they are run and judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cupyattn as ca
+from cupyattn import interpret
+from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.plans.gemm import plan_gemm, where_shared
+from cupyattn.plans.records import Operand
+from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
+from tests.quant.quant_inputs import operand
+
+#: Regimes of operands whose products stay in the range of float32.
+REGIMES = ("normal", "outlier channel", "constant rows", "zeros", "subnormal", "wide")
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operands of `int8_gemm`, and what follows the product."""
+
+    a: Any
+    a_scales: Any
+    b: Any
+    b_scales: Any
+    out_dtype: str = "float32"
+    bias: Any = None
+    activation: str = ""
+    outliers: tuple[Any, Any] | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        return self.a, self.a_scales, self.b, self.b_scales
+
+    @property
+    def after(self) -> dict[str, Any]:
+        return {"bias": self.bias, "activation": self.activation, "outliers": self.outliers}
+
+    def run(self, **options: Any) -> Any:
+        after = {**self.after, "activation": self.activation or None}
+        return ca.int8_gemm(*self.operands, self.out_dtype, **after, **options)
+
+    def mirror(self, splits: int = 1) -> np.ndarray:
+        return gemm_mirror(*self.operands, self.out_dtype, **self.after, splits=splits)
+
+    def mirror_of(self, tiles: GemmTiles, blocks: int | None = None) -> np.ndarray:
+        """Return the mirror of tiles that all blocks share, or the last on so many blocks."""
+        shared = where_shared(len(self.a), len(self.b), tiles, blocks)
+        return gemm_mirror(
+            *self.operands, self.out_dtype, **self.after, splits=tiles.cluster, shared=shared
+        )
+
+    def run_on(self, blocks: int, tiles: GemmTiles) -> np.ndarray:
+        """Interpret the Hopper form as if a device ran no more than `blocks` at a time."""
+        buffers = dict(zip(("a", "a_scales", "b", "b_scales"), self.operands, strict=True))
+        outliers = None
+        if self.outliers is not None:
+            buffers["a_16"], buffers["b_16"] = self.outliers
+            of_16 = [Operand.of(x) for x in self.outliers]
+            outliers = (*of_16, self.outliers[0].dtype.name)
+        c = np.empty((len(self.a), len(self.b)), STORAGE[self.out_dtype])
+        plan = plan_gemm(
+            *(Operand.of(x) for x in (*self.operands, c)), self.out_dtype,
+            bias="" if self.bias is None else self.bias.dtype.name, activation=self.activation,
+            outliers=outliers, tiles=tiles, arch="sm_90a", blocks=blocks,
+        )  # fmt: skip
+        for x in buffers.values():
+            x.flags.writeable = False
+        interpret.run(plan, buffers | {"c": c, "bias": self.bias}, "sm_90a")
+        return c
+
+    def share_of_bound(self, c: np.ndarray) -> float:
+        """Return the largest error as a share of its bound; a NaN is infinitely wrong.
+
+        Where the bound is 0, as without anything to sum, only the exact result will do; where it is
+        infinite, past the range of the type, anything.
+        """
+        error = np.abs(as_float64(c) - gemm_exact(*self.operands, **self.after))
+        bound = gemm_error(*self.operands, self.out_dtype, **self.after)
+        error = np.where(np.isnan(error), np.inf, error)
+        judged = (error > 0) & np.isfinite(bound)
+        share = np.divide(error, bound, out=np.zeros_like(error), where=judged)
+        return float(share.max(initial=0.0))
+
+    def but(self, **fields: Any) -> Product:
+        return replace(self, **fields)
+
+
+def product(
+    seed: int,
+    shape: tuple[int, int, int],
+    regime: str = "normal",
+    *,
+    out_dtype: str = "float32",
+    bias: bool = False,
+    activation: str = "",
+    outliers: int = 0,
+) -> Product:
+    """Draw a product of (m, n, k): codes of activations of one regime, and of a normal weight."""
+    m, n, k = shape
+    rng = np.random.default_rng(seed)
+    regime = regime if k else "normal"  # which channel is an outlier is drawn
+    x = operand(seed, np.dtype(np.float32), (1, 1, m, k), regime)[0, 0]
+    w = (rng.standard_normal((n, k)) / np.sqrt(max(k, 1))).astype(np.float32)
+    pair = None
+    if outliers:
+        of_type = np.float16 if seed % 2 else ml_dtypes.bfloat16
+        pair = tuple(rng.standard_normal((s, outliers)).astype(of_type) for s in (m, n))
+    return Product(
+        *ca.act_quant(x), *ca.weight_quant(w), out_dtype,
+        rng.standard_normal(n).astype(ml_dtypes.bfloat16) if bias else None, activation, pair,
+    )  # fmt: skip
