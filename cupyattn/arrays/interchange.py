@@ -90,6 +90,8 @@ def operand(name: str, array: Any) -> Any:
     """
     if type(array).__module__.partition(".")[0] != "cupy":
         check_kind(name, array)
+    if isinstance(array, np.generic):
+        return np.asarray(array)
     return array if is_aligned(array) else _aligned_copy(array)
 
 

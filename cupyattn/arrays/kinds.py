@@ -45,10 +45,7 @@ def array_namespace(*arrays: Array) -> Any:
     >>> array_namespace(np.zeros(3)).__name__
     'numpy'
     """
-    modules = {
-        "numpy" if isinstance(array, np.ndarray) else type(array).__module__.partition(".")[0]
-        for array in arrays
-    }
+    modules = {_library_of(array) for array in arrays}
     if modules == {"cupy"}:
         return sys.modules["cupy"]
     if modules == {"numpy"}:
@@ -72,14 +69,21 @@ def check_kind(name: str, array: Array) -> None:
                 f"{name} must hold no masked array, whose mask would be ignored: pass x.filled(0) "
                 "or x.data, and give attention the keys that count as mask= (True: attend)"
             )
-        said = f"{kind.__module__}.{kind.__qualname__}"
-        way_out = ": pass np.asarray(x)" if isinstance(array, np.ndarray) else ""
-        raise TypeError(f"{name} must be of numpy.ndarray or numpy.memmap, got {said}{way_out}")
+        said = f"got {kind.__module__}.{kind.__qualname__}: pass np.asarray(x)"
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{name} must be NumPy or CuPy arrays, {said}")
+        raise TypeError(f"{name} must be of numpy.ndarray or numpy.memmap, {said}")
     if not array.dtype.isnative:
         raise TypeError(
             f"{name} must be in this machine's byte order, got dtype {array.dtype.str}: "
             "pass x.astype(x.dtype.newbyteorder('='))"
         )
+
+
+def _library_of(array: Array) -> str:
+    """Return the name of the library that an array belongs to; a subclass belongs to its base's."""
+    library = type(array).__module__.partition(".")[0]
+    return "numpy" if library != "cupy" and isinstance(array, np.ndarray) else library
 
 
 def as_float64(x: Array) -> Array:

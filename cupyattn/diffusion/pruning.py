@@ -32,7 +32,6 @@ from cupyattn.diffusion.products import product
 from cupyattn.diffusion.ranking import largest_of_rows
 from cupyattn.ops.run import run
 from cupyattn.plans.records import Operand
-from cupyattn.problem.checks import check_scale
 from cupyattn.runtime.repeated import call_key, recall, remember
 
 #: Query rows of each head that importance is estimated from.
@@ -175,7 +174,11 @@ def _check_operands(q: Array, k: Array, scale: float | None) -> float:
             f"q and k must both be one of {', '.join(STORAGE)} or float64, got {q.dtype} and "
             f"{k.dtype}"
         )
-    return check_scale(scale, max(q.shape[3], 1))
+    if scale is None:
+        return float(max(q.shape[3], 1) ** -0.5)
+    if not math.isfinite(scale):  # zero and negative ones weigh keys, too
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
 
 
 def _kernels_weigh(backend: str, q: Array, k: Array) -> bool:

@@ -112,11 +112,11 @@ def plan_attention(
         fused.check(tiles)
     features = features_of(call, widest(q, k, v, o), **(fused.features if fused else {}))
     spec = module_spec(variant, features, tiles, form)
-    if given is not None or variant.source is not None:
-        check_tiles(spec, tiles, _named(variant, form, note))
     params = attn_params(call, q, k, v, o, mask, bias, kept_blocks)
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
+    if given is not None or variant.source is not None:
+        check_tiles(spec, tiles, _named(variant, form, note))
     if form == "split":
         return _plan_split(variant, call, tiles, features, spec, params)
     if variant.family == "unfused":

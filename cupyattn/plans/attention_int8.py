@@ -119,10 +119,10 @@ def plan_int8(
         quantised |= {"group_v": values.group, "p_type": values.p_type}
     features = features_of(call, vec, **quantised)
     spec = module_spec(variant, features, tiles, form)
-    if not own_tiles:
-        check_tiles(spec, tiles, _named(variant, form, note))
     if math.prod(call.output_shape) == 0:
         return Plan(variant.name, form, tiles, features, (), note=note)
+    if not own_tiles:
+        check_tiles(spec, tiles, _named(variant, form, note))
     params = attn_params(call, q_codes, k_codes, v, o, mask, bias, kept_blocks)
     params |= {"Q": "q_codes", "K": "k_codes"}
     quant = quant_params(q_scale, k_scale, smoothed, zeros)

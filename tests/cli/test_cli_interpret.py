@@ -155,7 +155,7 @@ def test_the_ladder_interprets_every_rung(
     assert status("ladder", "--heads", "2", *SMALL, "--json", str(file)) == 0
     printed = capsys.readouterr().out
     (header,) = [line.split() for line in printed.splitlines() if line.startswith("rung ")]
-    assert header[5:10] == ["PTX", "J2", "instructions", "global", "shared"]
+    assert header[7:12] == ["PTX", "J2", "instructions", "global", "shared"]
     assert "the kernels themselves, run by the interpreter" in printed
     (table,) = json.loads(file.read_text())["ladders"]
     assert table["interpreted"] and table["backend"] == "mirror"

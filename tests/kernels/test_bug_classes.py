@@ -365,7 +365,7 @@ def test_11_strides_and_layouts(rung: str, backend: str) -> None:
 _EDIT = """
 import sys
 from pathlib import Path
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
 spec = kc.ModuleSpec(Path(sys.argv[1]))
 before = kc.build(spec, "sm_80").ptx
 header = Path(sys.argv[1]).with_name("number.cuh")

@@ -245,7 +245,7 @@ def test_threads_compile_a_spec_once(cold_cache: Path) -> None:
 _PROCESS = """
 import sys, threading
 from pathlib import Path
-from cupyattn import compile as kc
+from cupyattn.compiler import modules as kc
 specs = [kc.ModuleSpec(Path(sys.argv[1]), (("CFG_COUNT", n),)) for n in (32, 64, 96)]
 threads = [threading.Thread(target=kc.build, args=(s, "sm_80")) for s in specs for _ in range(4)]
 for thread in threads: thread.start()

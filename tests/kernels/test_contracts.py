@@ -112,6 +112,7 @@ BROKEN = [
     ("normalise.cu", {"HEAD_DIM": 63, "VEC": 1}, "normalise takes rows of pairs"),
     ("backward_delta.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be a multiple of the rows of a pass"),
     ("backward_delta.cu", {"BLOCK_Q": 48}, "BLOCK_Q must divide ROW_PAD: a block pads whole"),
+    ("backward_delta.cu", {"BLOCK_Q": 32}, "BLOCK_Q must be 16 rows for each warp"),
     ("backward_keys.cu", {"DTYPE": 2, "VEC": 4}, "gradients are of float16 or bfloat16"),
     ("backward_keys.cu", {"BLOCK_KV": 64}, "each warp has 16 keys, or multiples"),
     ("backward_keys.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be a multiple of 16, the depth of an mma"),

@@ -173,7 +173,7 @@ def test_blocks_that_take_one_tile_after_another(monkeypatch: pytest.MonkeyPatch
 #: Hazards between one tile and the next, and what the interpreter says of each.
 HAZARDS = {
     "turns that order nothing: O overwrites Q before all warps' products have read it": (
-        "named_barrier_sync(1 + warpgroup, THREADS);", "", "race"),
+        "named_barrier_sync(1 + warpgroup, THREADS);", "", "arrive at barrier 1 a second time"),
     "O is not shown to the copy engine": (
         "  fence_proxy_async();\n  __syncwarp();", "  __syncwarp();", "race"),
     "the warp's rows are stored before they are complete": (
