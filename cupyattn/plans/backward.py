@@ -41,7 +41,8 @@ BACKWARD_PARAMS = np.dtype(
 ROW_PAD = 128
 #: COARSE_ROWS of it: rows that share a flag.
 COARSE_ROWS = 16
-#: Of the passes over query rows, ``backward_delta.cu`` and ``backward_sums.cu``.
+#: Of the passes over query rows: ``backward_delta.cu``, ``backward_coarse.cu`` and
+#: ``backward_sums.cu``.
 _PASS_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 #: Blocks of the first of them for ROW_PAD rows.
 _PAD_BLOCKS = ROW_PAD // _PASS_TILES.block_q
@@ -150,6 +151,7 @@ def plan_backward(
     launches = kernels.launch(
         "delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads, dq=dq_of_keys if in_order else None
     )
+    launches += kernels.launch("coarse", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads)
     sums_tiles, sum_shape = _PASS_TILES, (lists, total, call.head_dim)
     keys_tiles, queries_tiles = backward_tiles(call.head_dim, call.block_mask)
     keys = queries = sums = kernels

@@ -82,7 +82,7 @@ def test_kernels_spill_nothing_and_fit_in_shared_memory(
         for deterministic in (False, True)
         for launch in plan_of(call, deterministic=deterministic).launches
     }
-    assert len(specs) == 5
+    assert len(specs) == 6
     for module, entry in specs.items():
         binary = kc.build(module, "sm_80")
         taken = binary.kernels[entry]
@@ -94,7 +94,7 @@ def test_kernels_spill_nothing_and_fit_in_shared_memory(
 def test_kernels_compile_for_other_architectures(arch: str) -> None:
     if arch not in target.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
-    (_, launch, _) = plan_of(call_of(200, 300, 40), deterministic=False).launches
+    (_, _, launch, _) = plan_of(call_of(200, 300, 40), deterministic=False).launches
     assert launch.entry in kc.build(launch.module, arch).kernels
 
 
@@ -122,8 +122,8 @@ def test_the_forms_launch_different_kernels() -> None:
         for form, deterministic in FORMS.items()
     }
     assert names == {
-        "atomic": ["backward_delta", "backward_keys", "backward_sums"],
-        "deterministic": ["backward_delta", "backward_keys", "backward_queries"],
+        "atomic": ["backward_delta", "backward_coarse", "backward_keys", "backward_sums"],
+        "deterministic": ["backward_delta", "backward_coarse", "backward_keys", "backward_queries"],
     }
     assert "deterministic" in str(plan_of(call_of(70, 80), deterministic=True))
 

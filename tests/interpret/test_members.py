@@ -19,6 +19,7 @@ WITHOUT_STORAGE = [
     "unpack.cu",
     "normalise.cu",
     "backward_delta.cu",
+    "backward_coarse.cu",
     "sm90/backward_sums.cu",
     "weight_blocks.cu",
     "largest_keys.cu",
