@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.kinds import array_namespace, check_kind
-from cupyattn.arrays.memory import check_aligned, is_aligned
+from cupyattn.arrays.memory import check_aligned, data_address, is_aligned
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
@@ -95,12 +95,40 @@ def operand(name: str, array: Any) -> Any:
     return array if is_aligned(array) else _aligned_copy(array)
 
 
+def operands(**named: Any) -> tuple[Any, ...]:
+    """Return arrays as `operand` does, in the order given; None stays None."""
+    return tuple(None if a is None else operand(name, a) for name, a in named.items())
+
+
 def misaligned(array: Any) -> Any:
     """Return a caller's array, imported, if `operand` would copy it; else None."""
     if array is None:
         return None
     array, _ = _imported("the array", array)
     return None if is_aligned(array) else array
+
+
+def check_not_copied(name: str, array: Any, *, rows: bool) -> None:
+    """Raise ValueError for an operand that would be copied while a CUDA graph captures the call.
+
+    The copy's memory would return to the pool after the call, and each replay would write to it.
+
+    Parameters
+    ----------
+    name : str
+    array : array
+        As the caller gave it.
+    rows : bool
+        Whether its last axis must be contiguous, too.
+    """
+    array, _ = _imported(name, array)
+    if not is_aligned(array) or (rows and not _whole_rows(array)):
+        size = int(array.dtype.itemsize)
+        raise ValueError(
+            f"{name} must not need a copy while a CUDA graph captures the call, got address "
+            f"{size} n + {data_address(array) % size} and strides {tuple(array.strides)} of "
+            f"{size}-byte elements: copy {name} to memory of its own before the capture"
+        )
 
 
 def _aligned_copy(array: Any) -> Any:
@@ -154,9 +182,14 @@ def on_host(array: Any) -> np.ndarray:
 
 def contiguous_last_axis(array: Any) -> Any:
     """Return `array`, or a copy in C order where its last axis is not contiguous."""
-    if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
-        return array_namespace(array).ascontiguousarray(array)
-    return array
+    if _whole_rows(array):
+        return array
+    return array_namespace(array).ascontiguousarray(array)
+
+
+def _whole_rows(array: Any) -> bool:
+    """Whether the last axis is contiguous."""
+    return not (array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize)
 
 
 def broadcast(array: Any, shape: tuple[int, ...]) -> Any:

@@ -62,6 +62,42 @@ def check_kind(name: str, array: Array) -> None:
     `numpy.ndarray` and `numpy.memmap` do, in this machine's byte order. Other subclasses may have a
     mask, a unit or operators of their own, which a kernel would ignore.
     """
+    _check_class(name, array)
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"{name} must be in this machine's byte order, got dtype {array.dtype.str}: "
+            "pass x.astype(x.dtype.newbyteorder('='))"
+        )
+
+
+def check_values(name: str, values: Any) -> None:
+    """Raise TypeError for an array_like that is, or holds, an array `check_kind` would refuse.
+
+    The byte order is not checked: NumPy converts values that it reads itself.
+    """
+    for value in (values, *values) if isinstance(values, (list, tuple)) else (values,):
+        if isinstance(value, np.ndarray):
+            _check_class(name, value)
+
+
+def as_host_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
+    """Return an array_like as a plain NumPy array.
+
+    Raises
+    ------
+    TypeError
+        If it is, or holds, a masked array or another subclass that `check_kind` refuses.
+
+    Examples
+    --------
+    >>> as_host_array("sigmas", [4, 1], np.float64)
+    array([4., 1.])
+    """
+    check_values(name, values)
+    return np.asarray(values, dtype)
+
+
+def _check_class(name: str, array: Array) -> None:
     kind = type(array)
     if kind not in _PLAIN and not isinstance(array, np.generic):
         if isinstance(array, np.ma.MaskedArray):
@@ -73,11 +109,6 @@ def check_kind(name: str, array: Array) -> None:
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{name} must be NumPy or CuPy arrays, {said}")
         raise TypeError(f"{name} must be of numpy.ndarray or numpy.memmap, {said}")
-    if not array.dtype.isnative:
-        raise TypeError(
-            f"{name} must be in this machine's byte order, got dtype {array.dtype.str}: "
-            "pass x.astype(x.dtype.newbyteorder('='))"
-        )
 
 
 def _library_of(array: Array) -> str:

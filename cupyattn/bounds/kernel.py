@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.arrays.interchange import operands
+from cupyattn.arrays.kinds import Array, array_namespace, check_values
 from cupyattn.bounds import values
 from cupyattn.bounds.parts import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.perturbation import (
@@ -150,6 +151,8 @@ def attention(
     """
     check_kind(tiles)
     lookup(variant).check_form(form)
+    q, k, v = operands(q=q, k=k, v=v)
+    check_values("rows", rows)
     if quantized is None:
         if q is None or k is None or v is None:
             raise TypeError("q, k and v may only be None where quantized is given")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.kernels.numerics import HALF_SUBNORMAL, UNIT_ROUNDOFF
 
@@ -71,6 +72,7 @@ def half_ulp(x: Array, fmt: str) -> Array:
     >>> half_ulp(np.array([1.5, 0.0]), "float16").tolist() == [2.0**-11, 2.0**-25]
     True
     """
+    (x,) = operands(x=x)
     xp = array_namespace(x)
     if fmt == "float32":
         return xp.zeros_like(x)
@@ -100,6 +102,7 @@ def ratio_to_bound(value: Array, expected: Array, bound: Array) -> Array:
     >>> ratio_to_bound(np.array([1.5, np.nan]), np.array([1.0, 1.0]), np.array([1.0, 1.0])).tolist()
     [0.5, inf]
     """
+    value, expected, bound = operands(value=value, expected=expected, bound=bound)
     xp = array_namespace(value, expected, bound)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = xp.abs(value - expected)
@@ -155,6 +158,7 @@ def softmax_perturbation(
     >>> bool(np.isclose(delta_o[0, 0], 2 * np.tanh(0.05)))  # attained by scores +0.1 and -0.1
     True
     """
+    P, d, v, o = operands(P=P, d=d, v=v, o=o)
     xp = array_namespace(P, d, v, o)
     if P.shape[-1] == 0:
         return xp.zeros_like(o), P, xp.zeros(P.shape[:-1]), xp.ones(P.shape[:-1])

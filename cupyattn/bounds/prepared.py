@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import FINITE_MAX, Array, array_namespace, as_float64
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U
@@ -36,6 +37,7 @@ def rotation(x: Array, rope: Rope, position: int) -> Array:
     underflows and the rounding to the storage type. Times σ and the other operand it perturbs the
     scores as the codes of INT8 do (docs/MATH_REFERENCE.md, R0 and Q3).
     """
+    (x,) = operands(x=x)
     exact = as_float64(x)
     return _rounded(
         *_turned(exact, array_namespace(x).zeros(x.shape), rope, position), x.dtype.name
@@ -69,7 +71,7 @@ def preparation(
     :math:`(1 + u)^2`. What that leaves of error turns with the numbers. docs/MATH_REFERENCE.md, R0.
     """
     found = []
-    for i, x in enumerate((q, k)):
+    for i, x in enumerate(operands(q=q, k=k)):
         xp = array_namespace(x)
         exact, error = as_float64(x), xp.zeros(x.shape)
         if how.norm is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import FINITE_MAX, as_float64
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import REFERENCE, U, products
 from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.quant.activation import ACTIVATION_SLOPE, MOST_SPLITS
 from cupyattn.quant.blocks import BLOCK_SIZE, Array, _by_column, as_matrix
-from cupyattn.reference.gemm import Float64, _slices, activate
+from cupyattn.reference.gemm import Float64, _slices, activate, product_operands
 
 #: G4: error of a computed activation, of |x| and absolute.
 ACTIVATION_ERROR, ACTIVATION_TINY = 8 * U, 2.0**-118
@@ -45,6 +46,9 @@ def gemm_error(
     ``8 u |x| + 2^-118``; G5 half a unit of the last place. docs/MATH_REFERENCE.md, "Block-wise
     products".
     """
+    a, a_scales, b, b_scales, bias, outliers = product_operands(
+        a, a_scales, b, b_scales, bias, outliers
+    )
     shape = a.shape[0], b.shape[0]
     size, whole, c = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -97,6 +101,7 @@ def weight_error(
     With the error of the codes Δ (Q1), the float32 product, of at most ``|w| + Δ``, is rounded by
     ``u (|w| + Δ) + 2^-150`` at most, and then to `out_dtype`: docs/MATH_REFERENCE.md, Q6.
     """
+    w, scales = operands(w=w, scales=scales)
     size = abs(as_float64(as_matrix(w)))
     scale = as_float64(_by_column(scales, block_size, size.shape[1]))
     scale = scale.repeat(block_size, axis=0)[: size.shape[0]]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn.arrays.groups import scale_of_row, split_heads, value_scale_of_key
-from cupyattn.arrays.kinds import FINITE_MAX, NEG_INF, Array, array_namespace, as_float64
+from cupyattn.arrays.interchange import operand, operands
+from cupyattn.arrays.kinds import (
+    FINITE_MAX,
+    NEG_INF,
+    Array,
+    array_namespace,
+    as_float64,
+    check_values,
+)
 from cupyattn.bounds import values as value_bounds
 from cupyattn.bounds.parts import Bound, assemble, empty, exact, of_block
 from cupyattn.bounds.perturbation import gamma, half_ulp, softmax_perturbation
@@ -70,10 +78,12 @@ def quantisation(
     and V's own rounding to 16 bits adds Σ p'_j |δv_j|. A softcap is 1-Lipschitz and a bias the same
     on both sides: neither adds anything.
     """
+    q, k, v = operands(q=q, k=k, v=v)
     xp = array_namespace(q, k, v)
+    check_values("rows", rows)
     head_dim = q.shape[-1]
     sigma = check_scale(scale, head_dim)
-    chosen = xp.arange(q.shape[2]) if rows is None else xp.asarray(rows)
+    chosen = xp.arange(q.shape[2]) if rows is None else operand("rows", xp.asarray(rows))
     largest = quantized.config.largest_code
     of_q, of_k = (
         [

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.arrays.interchange import on_host, take
-from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.arrays.interchange import on_host, operand, take
+from cupyattn.arrays.kinds import Array, array_namespace, check_values
 from cupyattn.diffusion import storage
 from cupyattn.diffusion.arguments import check_percentile, check_timestep
 from cupyattn.diffusion.schedules import SnrBins, check_sigmas, compute_sigma_schedule
@@ -70,7 +70,8 @@ class Calibration:
 
     def __post_init__(self) -> None:
         for name in ("q_scale", "k_scale"):
-            scale = getattr(self, name)
+            scale = operand(name, getattr(self, name))
+            object.__setattr__(self, name, scale)
             if scale.ndim != 2 or scale.shape[0] != self.bins.count or scale.dtype != np.float32:
                 raise ValueError(
                     f"{name} must be float32 of shape ({self.bins.count} bins, heads), "
@@ -79,6 +80,7 @@ class Calibration:
             if not (np.isfinite(scale) & (scale > 0)).all():
                 raise ValueError(f"{name} must be positive and finite")
         check_percentile(self.percentile)
+        check_values("batches", self.batches)
         if len(self.batches) != self.bins.count:
             raise ValueError(f"{self.bins.count} bins have {len(self.batches)} counts of batches")
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from cupyattn.arrays.interchange import operand
+import numpy as np
+
+from cupyattn.arrays.interchange import is_cupy, operand
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.problem.block_mask import BlockMask
 
@@ -104,4 +106,8 @@ def guided(o_cond: Array, o_uncond: Array, guidance_scale: float) -> Any:
     Classifier-free guidance combines the two *noise predictions*, outputs of the whole network.
     This combines outputs of one attention layer, which is another method; it is here to be read.
     """
+    o_cond, o_uncond = (
+        operand(name, o) if isinstance(o, np.ndarray) or is_cupy(o) else o
+        for name, o in (("o_cond", o_cond), ("o_uncond", o_uncond))
+    )
     return o_uncond + guidance_scale * (o_cond - o_uncond)

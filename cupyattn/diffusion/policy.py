@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from cupyattn.arrays.kinds import check_values
 from cupyattn.diffusion.arguments import check_whole
 from cupyattn.diffusion.schedules import Float64
 
@@ -103,6 +104,7 @@ class TablePolicy:
     modes: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        check_values("modes", self.modes)
         for mode in self.modes:
             check_mode(mode)
 
@@ -128,6 +130,7 @@ def as_policy(policy: Any, num_timesteps: int) -> PrecisionPolicy:
     TypeError
         For an object without that method.
     """
+    check_values("precision_policy", policy)
     if isinstance(policy, str):
         if policy == "adaptive":
             return SigmaPolicy()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.arrays.kinds import as_host_array, check_values
 from cupyattn.diffusion.arguments import check_count, check_number, warn_without_effect
 
 Float64 = npt.NDArray[np.float64]
@@ -164,7 +165,7 @@ def noise_to_signal(sigmas: npt.ArrayLike, kind: str) -> Float64:
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be 'edm', 'flow' or 'ddpm', got {kind!r}")
-    values = np.asarray(sigmas, np.float64)
+    values = as_host_array("sigmas", sigmas, np.float64)
     most = math.inf if kind == "edm" else 1.0
     if not ((values >= 0) & (values <= most)).all():
         raise ValueError(f"the numbers of kind={kind!r} must lie between 0 and {most:g}")
@@ -173,7 +174,7 @@ def noise_to_signal(sigmas: npt.ArrayLike, kind: str) -> Float64:
             return values
         if kind == "flow":
             return np.asarray(values / (1 - values), np.float64)
-        return np.sqrt((1 - values) / values)
+        return np.asarray(np.sqrt((1 - values) / values), np.float64)
 
 
 def log_snr(sigmas: npt.ArrayLike) -> Float64:
@@ -237,6 +238,7 @@ class SnrBins:
     edges: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        check_values("edges", self.edges)
         rising = all(a < b for a, b in zip(self.edges, self.edges[1:], strict=False))
         if not (rising and all(map(math.isfinite, self.edges))):
             raise ValueError(f"the edges of bins must be finite and rise, got {self.edges}")
@@ -334,7 +336,7 @@ def compute_adaptive_scales(
 
 def check_sigmas(name: str, sigmas: Any) -> Float64:
     """Return noise-to-signal ratios as an array; ValueError unless all are 0 or more."""
-    values = np.asarray(sigmas, np.float64)
+    values = as_host_array(name, sigmas, np.float64)
     if not (values >= 0).all():
         raise ValueError(f"{name} must be noise-to-signal ratios, 0 or more, got {sigmas!r:.60}")
     return values

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.kinds import array_namespace, check_values
 
 #: Rows from one number up to another.
 Range = tuple[int, int]
@@ -61,6 +62,7 @@ class Partition:
         size : int, optional
             Ranks; needed where `length` is one number.
         """
+        check_values("length", length)
         if isinstance(length, int):
             if size is None:
                 raise TypeError("Partition.contiguous needs the number of ranks beside a length")
@@ -94,6 +96,7 @@ class Partition:
         size : int
             Ranks.
         """
+        check_values("cu_seqlens", cu_seqlens)
         shares: list[list[Range]] = [[] for _ in range(size)]
         for begin, end in pairwise(int(x) for x in cu_seqlens):
             ends = accumulate(_shares(end - begin, 2 * size), initial=begin)
@@ -132,6 +135,7 @@ class Partition:
         ValueError
             For another number of rows, or a rank that there is not.
         """
+        array = operand("array", array)
         xp = array_namespace(array)
         if array.shape[axis] != self.length:
             raise ValueError(
@@ -160,6 +164,7 @@ class Partition:
         """
         if len(parts) != len(self.ranges):
             raise ValueError(f"{len(self.ranges)} ranks have a part each, got {len(parts)} parts")
+        parts = [operand("parts", part) for part in parts]
         shape = list(parts[0].shape)
         shape[axis] = self.length
         whole = array_namespace(*parts).empty(shape, parts[0].dtype)

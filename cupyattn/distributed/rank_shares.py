@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.interchange import operand
+from cupyattn.arrays.kinds import array_namespace, check_values
 from cupyattn.distributed.group import Group, Message
 from cupyattn.distributed.partition import Partition
 
@@ -50,12 +51,13 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
             f"k.shape={tuple(k.shape)}: parallel_attention(method='ulysses') shares any heads"
         )
 
-    def own(x: Any) -> Any:
+    def own(name: str, x: Any) -> Any:
+        check_values(name, x)
         ranges = Partition.contiguous(x.shape[AXES[axis]], group.size).ranges[group.rank]
         begin, end = ranges[0] if ranges else (0, 0)
         return x[begin:end] if axis == "batch" else x[:, begin:end]
 
-    return own(q), own(k), own(v)
+    return own("q", q), own("k", k), own("v", v)
 
 
 def gather(x: Any, group: Group, axis: str = "batch") -> Any:
@@ -82,7 +84,7 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
     >>> distributed.run(on_rank, 2)[0].ravel().tolist()
     [0, 1, 1]
     """
-    number = AXES[axis]
+    number, x = AXES[axis], operand("x", x)
 
     def facts() -> dict[str, Any]:
         shape = [None if i == number else n for i, n in enumerate(x.shape)]

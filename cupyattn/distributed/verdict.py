@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.kinds import NEG_INF, Array, as_float64
+from cupyattn.arrays.interchange import operands
+from cupyattn.arrays.kinds import NEG_INF, Array, as_float64, as_host_array
 from cupyattn.bounds import kernel
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.distributed.blocks import Span, blocks
@@ -19,7 +20,7 @@ from cupyattn.distributed.mesh import Heads, Mesh, shares_of_heads
 from cupyattn.distributed.partition import Partition, Range
 from cupyattn.distributed.ulysses import merged_ranges
 from cupyattn.gradients.bounds import backward_bound
-from cupyattn.gradients.exact import backward_exact
+from cupyattn.gradients.exact import Gradients, backward_exact
 from cupyattn.ops.quantize import quantize
 from cupyattn.problem.checks import check_limits
 from cupyattn.quant.config import QuantConfig
@@ -53,7 +54,10 @@ class Shared:
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             yield (0, self.rows_q.length), (0, self.rows_kv.length)
             return
-        ends = (np.asarray(x).tolist() for x in (self.cu_seqlens_q, self.cu_seqlens_k))
+        ends = (
+            as_host_array(f"cu_seqlens_{n}", x).tolist()
+            for n, x in (("q", self.cu_seqlens_q), ("k", self.cu_seqlens_k))
+        )
         yield from zip(*map(pairwise, ends), strict=True)
 
 
@@ -99,6 +103,7 @@ def judge(
     float
         It must not exceed 1.
     """
+    o, q, k, v, lse = operands(o=o, q=q, k=k, v=v, lse=lse)
     places_of = {name: options[name] for name in PLACES if name in options}
     rest = {name: value for name, value in options.items() if name not in PLACES}
     int8 = variant == "fa_int8"
@@ -149,6 +154,8 @@ def judge_backward(
     float
         It must not exceed 1.
     """
+    d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
+    gradients = operands(**dict(zip(Gradients._fields, gradients, strict=True)))
     places_of = {name: options[name] for name in PLACES if name in options}
     rest = {name: value for name, value in options.items() if name not in PLACES}
     exact = {name: np.zeros(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}

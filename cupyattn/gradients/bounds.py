@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cupyattn.arrays.groups import merge_heads, split_heads
+from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import FINITE_MAX, NEG_INF, Array, array_namespace, as_float64
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import (
@@ -144,6 +145,8 @@ def backward_bound(
     >>> bound.total("dv").shape, bool((bound.total("dv") < 2e-3).all())
     ((1, 1, 8, 16), True)
     """
+    d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
+    out_error, lse_error = operands(out_error=out_error, lse_error=lse_error)
     xp = array_namespace(d_out, q, k, v, out, lse)
     sizes, dtype = check_backward(d_out, q, k, v, out, lse)
     _, _, heads_kv, len_q, len_kv, head_dim = sizes

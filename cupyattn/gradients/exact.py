@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.arrays.groups import merge_heads, split_heads
+from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward_shapes, check_scale
@@ -93,6 +94,7 @@ def gradient_blocks(
     d_out, q, k, v, out, lse, softcap, all_keys, **options
         As for `backward_exact`.
     """
+    d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     xp = array_namespace(q, k, v, d_out)
     heads_kv = k.shape[1]
     d_out = split_heads(d_out, heads_kv)
@@ -186,6 +188,7 @@ def backward_exact(
     >>> bool(np.allclose(dv.sum(axis=2), d_out.sum(axis=2)))  # every row of P sums to one
     True
     """
+    d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     xp = array_namespace(d_out, q, k, v)
     check_backward_shapes(d_out, q, k, v, out, lse)
     sigma, heads_kv = check_scale(scale, q.shape[-1]), k.shape[1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import Array, as_float64
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.gradients.bounds import backward_bound
@@ -109,7 +110,9 @@ def judge_backward(
     >>> judge_backward(backward_mirror(x, x, x, x, x, lse), x, x, x, x, x, lse).passed
     True
     """
-    received = d_out, q, k, v, out, lse
+    received = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
+    d_out, q, k, v, out, lse = received
+    gradients = operands(**dict(zip(Gradients._fields, gradients, strict=True)))
     exact = backward_exact(d_out, q, k, v, out, **options)
     bound = backward_bound(*received, **options)
     shares = []

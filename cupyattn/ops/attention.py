@@ -395,7 +395,13 @@ def plan(q: Any, k: Any = None, v: Any = None, **options: Any) -> Prepared:
     Raises
     ------
     ValueError, TypeError, UnsupportedError
-        As `attention`.
+        As `attention`. `Prepared` raises ValueError in a capture if an operand must be copied.
+
+    Notes
+    -----
+    Arrays whose elements are not at multiples of their size are copied at every call, so changes of
+    their values count. A CUDA graph cannot capture such a copy: its memory would return to the pool
+    while the graph still writes to it. Copy such arrays before the capture.
 
     Examples
     --------

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.arrays.interchange import operand
-from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64
+from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64, as_host_array
 from cupyattn.bounds.products import gemm_error
 from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.errors import UnsupportedError
@@ -300,7 +300,7 @@ def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]
 
 def _columns(columns: Sequence[int], channels: int) -> npt.NDArray[np.int32]:
     """Return columns as an array; TypeError or ValueError for what names none."""
-    given = np.asarray(columns)
+    given = as_host_array("outlier_columns", columns)
     if given.size and given.dtype.kind not in "iu":
         raise TypeError(
             "outlier_columns must be whole numbers, such as np.flatnonzero(mask) of a mask, got "

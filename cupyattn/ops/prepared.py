@@ -13,7 +13,7 @@ import numpy as np
 from cupyattn.arrays import memory
 from cupyattn.arrays import memory as arrays_memory
 from cupyattn.arrays.form import ArrayForm
-from cupyattn.arrays.interchange import is_cupy, misaligned
+from cupyattn.arrays.interchange import check_not_copied, is_cupy, misaligned
 from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.arrays.memory import data_address
 from cupyattn.errors import DeviceMemoryError
@@ -72,6 +72,15 @@ class Prepared:
             given = misaligned(getattr(request.options, name))
             if given is not None:
                 self._added[name] = given
+        # NOTE: tables and weights, too, which the short way of a call would not read again.
+        pairs = {"rope": self._options.rope, "qk_norm": self._options.qk_norm}
+        self._tables = {
+            name: array
+            for option, names in (("rope", BUFFERS[:2]), ("qk_norm", BUFFERS[2:]))
+            if isinstance(pairs[option], (tuple, list))
+            for name, array in zip(names, pairs[option], strict=True)
+        }
+        self._reads_tables = any(misaligned(a) is not None for a in self._tables.values())
         self._stages = stages(request)
         self._xp = array_namespace(request.q)
         self._forms = {name: ArrayForm.of(array) for name, array in operands_of(request).items()}
@@ -197,6 +206,7 @@ class Prepared:
         """
         alone = mask is bias is cu_seqlens_q is cu_seqlens_k is None
         plain = self._options.layout == "BHSD" and (out is None or is_cupy(out))
+        plain = plain and not self._reads_tables
         if alone and plain:
             operands: dict[str, Any] | None
             if type(q) is type(k) is type(v) is self._array:
@@ -218,6 +228,8 @@ class Prepared:
         if isinstance(q, QuantizedQKV):  # which has offsets of its own
             names = tuple(name for name in names if name not in SEQUENCES or name in given)
         changed = {name: a for name, a in (self._added | given).items() if name in names}
+        if self.backend == "cuda" and self._is_captured():
+            self._check_not_copied(q, k, v, changed)
         request = resolve(q, k, v, replace(self._options, out=out, **changed))
         operands = operands_of(request)
         addresses = self.check(operands, request.receiver)
@@ -227,6 +239,14 @@ class Prepared:
             o, lse = self._run(operands, addresses, request.receiver)
         result = request.restore(o) if out is None else out
         return (result, request.restore_lse(lse)) if self.call.return_lse else result
+
+    def _check_not_copied(self, q: Any, k: Any, v: Any, changed: Mapping[str, Any]) -> None:
+        """Raise ValueError if an operand of the call would have to be copied."""
+        if not isinstance(q, QuantizedQKV):  # whose arrays are aligned since it was made
+            for name, array in (("q", q), ("k", k), ("v", v)):
+                check_not_copied(name, array, rows=True)
+        for name, array in (*changed.items(), *self._tables.items()):
+            check_not_copied(name, array, rows=False)
 
     def check(self, operands: Mapping[str, Any], out: Any) -> dict[str, int]:
         """Return the addresses of arrays that have the form that the call was planned for.
@@ -329,10 +349,12 @@ class Prepared:
     @property
     def is_complete(self) -> bool:
         """Whether all that later calls read is there: not if a CUDA graph is yet to make it."""
-        if self._all_given is None:
-            return True
+        return self._all_given is None or not self._is_captured()
+
+    def _is_captured(self) -> bool:
+        """Whether a CUDA graph is capturing CuPy's current stream."""
         cuda = self._xp.cuda
-        return not cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr)
+        return bool(cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr))
 
     def _current(self) -> Any:
         """Return a context in which the device of the call is the current one."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyattn.arrays.groups import split_heads
+from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_bias, check_limits, check_mask, check_softcap
@@ -61,6 +62,7 @@ class Scoring:
     ) -> Scoring:
         """Check the options of a call on arrays (batch, heads, len, head_dim); see `attention`."""
         shape = (*q.shape[:3], k.shape[2])
+        mask, bias = operands(mask=mask, bias=bias)
         xp = array_namespace(q, *(x for x in (mask, bias) if x is not None))
         if mask is not None:
             check_mask(mask, shape)

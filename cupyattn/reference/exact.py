@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.groups import split_heads
-from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64
+from cupyattn.arrays.interchange import operand, operands
+from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64, check_values
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_scale
@@ -100,6 +101,7 @@ def score_blocks(
     -----
     Keys are masked by selection, never by adding -inf: a NaN under the mask has no influence.
     """
+    q, k, v = operands(q=q, k=k, v=v)
     xp = array_namespace(q, k, v)
     _, _, heads_kv, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
     sigma = check_scale(scale, head_dim)
@@ -107,7 +109,8 @@ def score_blocks(
         q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
         bias=bias, block_mask=block_mask,
     )  # fmt: skip
-    rows = xp.arange(len_q) if rows is None else xp.asarray(rows)
+    check_values("rows", rows)
+    rows = xp.arange(len_q) if rows is None else operand("rows", xp.asarray(rows))
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise ValueError(f"rows must be a 1-D integer array, got {rows.dtype} {rows.shape=}")
     if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= len_q):
@@ -157,6 +160,7 @@ def softmax_exact(S: Array) -> tuple[Array, Array]:
     >>> P.round(12).tolist(), lse.round(11).tolist()
     ([[0.25, 0.75], [0.5, 0.5]], [1.38629436112, 0.0])
     """
+    (S,) = operands(S=S)
     xp = array_namespace(S)
     with np.errstate(divide="ignore", invalid="ignore"):
         if S.shape[-1] == 0:
@@ -270,6 +274,7 @@ def attention_exact(
     >>> attention_exact(q, k, v, causal=True)[0, 0].tolist()
     [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
     """
+    q, k, v = operands(q=q, k=k, v=v)
     xp = array_namespace(q, k, v)
     batch, heads, heads_kv, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
     turn = Rope.of(rope, rope_interleaved, rope_offset_q, len_q, len_kv, head_dim)

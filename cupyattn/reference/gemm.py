@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import erf, expit
 
+from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.rounding import fma32
@@ -56,6 +57,18 @@ def _slices(
         yield dot, a_scales[:, number, None], of_b[None, :, number]
 
 
+def product_operands(
+    a: Array, a_scales: Array, b: Array, b_scales: Array, bias: Array | None,
+    outliers: tuple[Array, Array] | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arrays of a product as `cupyattn.arrays.interchange.operand` does."""
+    if outliers is not None:
+        x, w = outliers
+        outliers = operand("outliers of x", x), operand("outliers of the weight", w)
+    taken = operands(a=a, a_scales=a_scales, b=b, b_scales=b_scales, bias=bias)
+    return (*taken, outliers)
+
+
 def gemm_exact(
     a: Array, a_scales: Array, b: Array, b_scales: Array, *, bias: Array | None = None,
     activation: str = "", outliers: tuple[Array, Array] | None = None,
@@ -83,6 +96,9 @@ def gemm_exact(
     >>> gemm_exact(a, np.float32([[0.5]]), b, np.float32([[2.0]])).tolist()
     [[11.0, 17.0]]
     """
+    a, a_scales, b, b_scales, bias, outliers = product_operands(
+        a, a_scales, b, b_scales, bias, outliers
+    )
     c = np.zeros((a.shape[0], b.shape[0]))
     with np.errstate(invalid="ignore"):
         for dot, of_a, of_b in _slices(a, a_scales, b, b_scales):
@@ -117,7 +133,11 @@ def gemm_mirror(
         The kernels' bits, but for an activation, which is exact here before it is rounded, and for
         outliers, whose sum is.
     """
+    a, a_scales, b, b_scales, bias, outliers = product_operands(
+        a, a_scales, b, b_scales, bias, outliers
+    )
     if shared is not None:
+        (shared,) = operands(shared=shared)
         after: dict[str, Any]
         after = {"bias": bias, "activation": activation, "outliers": outliers}
         alone, parts = (

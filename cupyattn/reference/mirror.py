@@ -106,6 +106,7 @@ def softmax_mirror(S: Float32) -> tuple[Float32, Float32]:
     >>> P.tolist(), lse.round(5).tolist()
     ([[0.25, 0.25, 0.25, 0.25]], [1.3862899541854858])
     """
+    require_numpy(S)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         P, state = _softmax(S, LOG2E, False)
         return P, state.lse()
@@ -129,6 +130,7 @@ def weighted_sum_mirror(P: Float32, v: Array) -> Array:
     >>> weighted_sum_mirror(np.full((1, 1, 1, 4), 0.25, np.float32), v).tolist()
     [[[[1.5]]]]
     """
+    require_numpy(P)
     out_type = _storage_name(v, v, v)
     if P.ndim != 4 or P.shape[0] != v.shape[0] or P.shape[3] != v.shape[2]:
         raise ValueError(f"P and v must agree on batch and len_kv, got {P.shape=} {v.shape=}")

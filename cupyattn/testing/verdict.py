@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyattn.arrays.kinds import Array, array_namespace, as_float64
+from cupyattn.arrays.interchange import operand, operands
+from cupyattn.arrays.kinds import Array, array_namespace, as_float64, check_values
 from cupyattn.bounds import kernel, parts, quantised
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds.perturbation import ratio_to_bound
@@ -218,30 +219,32 @@ def judge(
     """
     check_kind(tiles)
     lookup(variant).check_form(form)
+    o, q, k, v, lse = operands(o=o, q=q, k=k, v=v, lse=lse)
+    check_values("rows", rows)
     if quantized is None and (q is None or k is None or v is None):
         raise TypeError("q, k and v may only be None where quantized is given")
-    operands: tuple[Any, Any, Any] = (q, k, v)
+    multiplied: tuple[Any, Any, Any] = (q, k, v)
     if quantized is not None:
-        operands = kernel.kernel_operands(quantized)
-    xp = array_namespace(o, *operands)
-    batch, heads, len_q, head_dim = operands[0].shape
-    len_kv = operands[1].shape[2]
+        multiplied = kernel.kernel_operands(quantized)
+    xp = array_namespace(o, *multiplied)
+    batch, heads, len_q, head_dim = multiplied[0].shape
+    len_kv = multiplied[1].shape[2]
     prepare = Preparation.of(
         {
             "rope": rope, "rope_interleaved": rope_interleaved, "rope_offset_q": rope_offset_q,
             "qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps,
         },
-        (heads, operands[1].shape[1], len_q, len_kv, head_dim),
+        (heads, multiplied[1].shape[1], len_q, len_kv, head_dim),
     )  # fmt: skip
     prepared = None
     if prepare is not None and q is not None and quantized is None:
         q, k = prepare.stored(q, k)
-        operands = q, k, v
+        multiplied = q, k, v
     elif prepare is not None and q is not None:
         prepared = bounds_prepared.preparation(prepare, q, k, stored=quantized.config.fused)
         q, k = prepare.exact(q, k)
     if o.shape != (batch, heads, len_q, head_dim):
-        raise ValueError(f"o must have q's shape {operands[0].shape}, got {o.shape}")
+        raise ValueError(f"o must have q's shape {multiplied[0].shape}, got {o.shape}")
     if lse is not None and lse.shape != (batch, heads, len_q):
         raise ValueError(f"lse must have shape {(batch, heads, len_q)}, got {lse.shape}")
     if quantized is not None:
@@ -252,24 +255,24 @@ def judge(
     limits = check_limits(causal, causal_align, window, len_q, len_kv)
     tiles = tiles or lookup(variant).tiles_for(
         head_dim, form=form, lengths=(len_q, len_kv), causal=limits[1] is not None,
-        block_mask=blocks, rows=wanted_rows(batch, heads, operands[1].shape[1], len_q),
+        block_mask=blocks, rows=wanted_rows(batch, heads, multiplied[1].shape[1], len_q),
     )  # fmt: skip
     if rows is None:
         small = batch * heads * len_q * len_kv <= SMALL_CELL
         rows = np.arange(len_q) if small else sample_rows(len_q, tiles.block_q, seed)
-    rows = xp.asarray(rows)
+    rows = operand("rows", xp.asarray(rows))
     options: dict[str, Any] = {
         "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
         "softcap": softcap, "mask": mask, "bias": bias, "block_mask": block_mask, "rows": rows,
     }  # fmt: skip
 
-    expected, expected_lse = exact(*operands, return_lse=True, **options)
+    expected, expected_lse = exact(*multiplied, return_lse=True, **options)
     bound = kernel.attention(
         q, k, v, variant=variant, numerics=numerics, tiles=tiles, form=form,
         quantized=quantized, **options,
     )  # fmt: skip
     if quantized is not None and quantized.k_mean is not None:
-        expected_lse = expected_lse + mean_score(operands[0], quantized, rows, scale)
+        expected_lse = expected_lse + mean_score(multiplied[0], quantized, rows, scale)
     quantisation = None
     if quantized is not None and q is not None:
         given = exact(q, k, v, return_lse=True, **options)

@@ -588,3 +588,9 @@ def test_the_example_of_the_readme_runs(flux: Any, capsys: pytest.CaptureFixture
 def test_docstrings(module: str) -> None:
     found = importlib.import_module(f"cupyattn.interop.{module}")
     assert doctest.testmod(found).failed == 0
+
+
+def test_masked_values_of_a_scheduler_are_refused() -> None:
+    noise = importlib.import_module("cupyattn.interop.diffusers.noise")
+    with pytest.raises(TypeError, match="scheduler's values must hold no masked array"):
+        noise._on_host(np.ma.MaskedArray([1.0, 2.0], mask=[True, False]))

@@ -21,6 +21,7 @@ from cupyattn import BlockMask, QuantConfig, UnsupportedError
 from cupyattn.gradients import judge_backward
 from tests.interop.torch_cases import (
     array,
+    at_odd_address,
     leaves,
     options_of,
     problem,
@@ -44,6 +45,41 @@ DIFFERENTIABLE = {
 
 
 # ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+def test_tensors_at_odd_addresses_give_the_same_bits(dtype: str, backend: str) -> None:
+    given = [tensor(x) for x in problem(dtype, len_q=5, len_kv=9)[:3]]
+    expected = interop.attention(*given, backend=backend)
+    moved = [at_odd_address(x) for x in given]
+    assert torch.equal(interop.attention(*moved, backend=backend), expected)
+    if dtype == "float32":
+        return
+    gradients = []
+    for some in (given, moved):
+        wanted = [x.detach().requires_grad_() for x in some]
+        interop.attention(*wanted, backend=backend).sum().backward()
+        gradients.append([x.grad for x in wanted])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_tensors_at_odd_addresses_come_in_by_dlpack(dtype: str) -> None:
+    """torch.frombuffer with an odd offset: the capsule's address or its byte_offset is odd."""
+    given = [tensor(x) for x in problem(dtype, len_q=5, len_kv=9)[:3]]
+    moved = [at_odd_address(x) for x in given]
+    before = [x.clone() for x in moved]
+    o = ca.attention(*moved)
+    assert isinstance(o, torch.Tensor) and torch.equal(o, ca.attention(*given))
+    assert all(torch.equal(a, b) for a, b in zip(before, moved, strict=True))
+
+
+def test_an_out_at_an_odd_address_is_refused() -> None:
+    given = [tensor(x) for x in problem("float16", len_q=5, len_kv=9)[:3]]
+    out = at_odd_address(torch.empty_like(given[0]))
+    with pytest.raises(ValueError, match="out must have its elements at multiples of their 2"):
+        interop.attention(*given, out=out, backend="mirror")
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "bool", "int32", "int64"])

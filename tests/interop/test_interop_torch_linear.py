@@ -14,7 +14,7 @@ import pytest
 import cupyattn as ca
 from cupyattn import Int8Config, UnsupportedError
 from tests.checkpoints.checkpoint_files import write
-from tests.interop.torch_cases import same_bits
+from tests.interop.torch_cases import at_odd_address, same_bits
 
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
@@ -472,3 +472,46 @@ def test_a_class_of_transformers_with_tied_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         expected, y = (m(tokens).last_hidden_state for m in (source, found))
     assert 0 < (y - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+def test_tensors_at_odd_addresses_give_the_same_bits(dtype: str, backend: str) -> None:
+    layer = interop.Int8Linear.from_linear(linear(200, 5, dtype), backend=backend)
+    moved = interop.Int8Linear(
+        layer.weight, at_odd_address(layer.weight_scale), at_odd_address(layer.bias.detach()),
+        backend=backend,
+    )  # fmt: skip
+    x = torch.randn(3, 200).to(getattr(torch, dtype))
+    assert torch.equal(moved(at_odd_address(x)), layer(x))
+
+
+class OnDevice:
+    """A tensor as a layer's key sees it: of a device, at an address."""
+
+    is_cuda, dtype, shape = True, torch.float16, (3, 200)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def numel(self) -> int:
+        return 600
+
+    def element_size(self) -> int:
+        return 2
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@pytest.mark.parametrize(("address", "known"), [(4096, True), (4098, True), (4097, False)])
+def test_a_layer_keeps_no_launches_on_tensors_that_it_copies(address: int, known: bool) -> None:
+    """Launched again, the kernels would read the caller's memory at its odd address."""
+    key = linear_module._key({"x": OnDevice(address), "b": OnDevice(4096)}, ("", None))
+    assert (key is not None) == known

@@ -112,3 +112,13 @@ def array(x: Any) -> np.ndarray:
 def same_bits(x: Any, y: np.ndarray) -> bool:
     x = array(x)
     return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+
+
+def at_odd_address(x: Any) -> Any:
+    """Return a copy of a CPU tensor whose address is one byte past a multiple of 16."""
+    import torch
+
+    memory = bytearray(x.numel() * x.element_size() + 32)
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % 16 + 1
+    moved = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=start)
+    return moved.reshape(x.shape).copy_(x)

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 import cupyattn as ca
-from cupyattn import diffusion, unfused
+from cupyattn import bounds, diffusion, distributed, gradients, quant, reference, testing, unfused
 from cupyattn.diffusion import pruning
 from cupyattn.ops import linear
+from cupyattn.problem.rope import Rope
+from cupyattn.problem.row_preparation import Preparation
 
 Arrays = Mapping[str, Any]
 Call = Callable[[dict[str, Any]], Any]
@@ -41,6 +43,18 @@ SCORED = (
 )
 GRADIENT = {"d_out": D_OUT, **QKV, "out": OUT, "lse": LSE}
 CODES = ca.quantize(Q, K, V)
+OUT_OF_FA = ca.attention(Q, K, V, variant="fa")
+GRADIENTS = dict(zip(("dq", "dk", "dv"), ca.attention_backward(**GRADIENT), strict=True))
+ERRORS = {"out_error": np.full(OUT.shape, 1e-4), "lse_error": np.full(LSE.shape, 1e-4)}
+PRODUCT = {"a": A, "a_scales": A_SCALES, "b": B, "b_scales": B_SCALES, "bias": W[:, 0].copy()}
+OUTLIERS = {"of_x": X[:, :3].copy(), "of_w": W[:, :3].astype(np.float16)}
+ROWS = {"rows": np.array([0, 3, 7])}
+MASKED = QKV | {"mask": MASK, "bias": BIAS}
+WEIGHT = np.float64([[0.5, 0.25, 0.25], [1, 0, 0]])
+SIGMAS = np.float64([8, 2, 0.5, 0.25])
+SCALES = {"q_scale": abs(WEIGHTS[:1, :2]), "k_scale": abs(WEIGHTS[1:, :2])}
+HALVES = distributed.Partition.contiguous(8, 2)
+SHARED = distributed.Shared(distributed.Mesh(1, 1), *[distributed.Partition.contiguous(8, 1)] * 2)
 
 
 def _options(given: Arrays) -> dict[str, Any]:
@@ -53,6 +67,120 @@ def _options(given: Arrays) -> dict[str, Any]:
 
 def _planned(given: dict[str, Any]) -> Any:
     return ca.plan(**_options(given))(*(given[n] for n in "qkv"))
+
+
+def _product(function: Callable[..., Any]) -> Call:
+    """Return a call of a function of products, with outliers."""
+
+    def call(given: dict[str, Any]) -> Any:
+        given = dict(given)
+        outliers = given.pop("of_x"), given.pop("of_w")
+        return function(**given, outliers=outliers)
+
+    return call
+
+
+def _bound(function: Callable[..., Any]) -> Call:
+    """Return a call of a function whose result is a bound, as arrays."""
+    return lambda given: (lambda found: (found.total, found.lse))(function(**given))
+
+
+def _gradient_bound(given: dict[str, Any]) -> Any:
+    found = gradients.backward_bound(**given)
+    return tuple(found.total(name) for name in ("dq", "dk", "dv"))
+
+
+def _prepared_bound(given: dict[str, Any]) -> Any:
+    options = {"rope": (given["cos"], given["sin"]), "rope_interleaved": False}
+    options |= {"rope_offset_q": 0, "qk_norm": (given["q_weight"], given["k_weight"])}
+    how = Preparation.of({**options, "qk_norm_eps": 1e-6}, (2, 2, 8, 8, 16))
+    assert how is not None
+    return bounds.preparation(how, given["q"], given["k"])
+
+
+def _rotation_bound(given: dict[str, Any]) -> Any:
+    rope = Rope.of((given["cos"], given["sin"]), False, 0, 8, 8, 16)
+    assert rope is not None
+    return bounds.rotation(given["x"], rope, 0)
+
+
+def _judged(given: dict[str, Any]) -> str:
+    return str(testing.judge(**given, variant="fa"))
+
+
+def _judged_gradients(given: dict[str, Any]) -> str:
+    given = dict(given)
+    return str(gradients.judge_backward([given.pop(name) for name in GRADIENTS], **given))
+
+
+def _calibration(given: dict[str, Any]) -> Any:
+    found = ca.Calibration(
+        **given, bins=diffusion.SnrBins(), head_dim=16, smooth_k=False, percentile=99.0,
+        of="maxima", batches=(1,), source="", source_hash="",
+    )  # fmt: skip
+    return found.q_scale, found.k_scale
+
+
+def _factors(given: dict[str, Any]) -> Any:
+    layer = ca.Int8Attention(
+        2, 16, num_timesteps=4, sigmas=given["sigmas"], timestep_scales=given["timestep_scales"],
+        quant=ca.QuantConfig(
+            granularity_q="tensor", granularity_k="tensor", scales=(1.0, 1.0), smooth_k=False
+        ),
+    )  # fmt: skip
+    return layer(Q, K, V, 1)
+
+
+def _run(function: Callable[[Any], Any], like: Any, ranks: int) -> Any:
+    """Return what each rank returns: of CuPy arrays there is one, on the first device."""
+    on_host = isinstance(like, np.ndarray)
+    return tuple(distributed.run(function, ranks if on_host else [0]))
+
+
+def _ring(given: dict[str, Any]) -> Any:
+    """Return attention on two ranks, which have the same rows each."""
+
+    def on_rank(group: Any) -> Any:
+        own = {name: given[name] for name in "qkv"}
+        return distributed.parallel_attention(**own, group=group)
+
+    return _run(on_rank, given["q"], 2)
+
+
+def _ring_backward(given: dict[str, Any]) -> Any:
+    def on_rank(group: Any) -> Any:
+        return tuple(distributed.parallel_attention_backward(**given, group=group))
+
+    return _run(on_rank, given["q"], 1)[0]
+
+
+def _ring_varlen(given: dict[str, Any]) -> Any:
+    def on_rank(group: Any) -> Any:
+        return distributed.parallel_attention_varlen(**given, group=group)
+
+    return _run(on_rank, given["q"], 1)[0]
+
+
+def _ring_varlen_backward(given: dict[str, Any]) -> Any:
+    def on_rank(group: Any) -> Any:
+        return tuple(distributed.parallel_attention_varlen_backward(**given, group=group))
+
+    return _run(on_rank, given["q"], 1)[0]
+
+
+def _shared(given: dict[str, Any]) -> Any:
+    shared = distributed.Shared(SHARED.mesh, SHARED.rows_q, SHARED.rows_kv, **given)
+    return str(list(shared.sequences()))
+
+
+def _gathered(given: dict[str, Any]) -> Any:
+    return _run(lambda group: distributed.gather(given["x"], group), given["x"], 2)
+
+
+def _with_static_scales(given: dict[str, Any]) -> Any:
+    scales = given["q_scale"], given["k_scale"]
+    quant = ca.QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=scales)
+    return ca.quantize(*[given[n] for n in "qkv"], quant=quant)
 
 
 def _unpruned(given: dict[str, Any]) -> Any:
@@ -77,15 +205,8 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
         lambda g: ca.attention(ca.QuantizedQKV.from_codes(**g)),
     ),
     "QuantConfig": (
-        {"q_scale": abs(WEIGHTS[:1, None, :1]), "k_scale": abs(WEIGHTS[1:, None, :1])},
-        lambda g: ca.quantize(
-            Q,
-            K,
-            V,
-            quant=ca.QuantConfig(
-                granularity_q="tensor", granularity_k="tensor", scales=tuple(g.values())
-            ),
-        ),
+        QKV | {"q_scale": abs(WEIGHTS[:1, None, :1]), "k_scale": abs(WEIGHTS[1:, None, :1])},
+        _with_static_scales,
     ),
     "act_quant": ({"x": X}, lambda g: ca.act_quant(**g)),
     "weight_quant": ({"w": W}, lambda g: ca.weight_quant(**g)),
@@ -110,8 +231,8 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
         lambda g: ca.attention_varlen_backward(**g),
     ),
     "BlockMask": (
-        {"mask": MASK[:, :, :1, :1]},
-        lambda g: ca.attention(Q, K, V, block_mask=ca.BlockMask(g["mask"], 64, 64)),
+        QKV | {"mask": MASK[:, :, :1, :1]},
+        lambda g: ca.attention(*[g[n] for n in "qkv"], block_mask=ca.BlockMask(g["mask"], 64, 64)),
     ),
     "unfused.scores": ({"q": Q, "k": K, "mask": MASK, "bias": BIAS}, lambda g: unfused.scores(**g)),
     "unfused.softmax": ({"S": S}, lambda g: unfused.softmax(**g)),
@@ -122,6 +243,169 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
         lambda g: pruning.compact(g["k"], g["v"], g["importance"], 3),
     ),
     "Int8Attention": (QKV, _unpruned),
+    "Int8Attention.timestep_scales": (
+        {"sigmas": SIGMAS, "timestep_scales": np.float32([1, 2, 3, 4])},
+        _factors,
+    ),
+    "Int8Linear.outlier_columns": (
+        {"outlier_columns": np.array([3, 9])},
+        lambda g: ca.Int8Linear.from_weight(W.astype(np.float16), **g)(X),
+    ),
+    "Calibration": (SCALES, _calibration),
+    "calibrate_quantization_scales.sigmas": (
+        {"sigmas": SIGMAS},
+        lambda g: ca.calibrate_quantization_scales([(Q, K, 0), (Q, K, 3)], num_bins=2, **g).q_scale,
+    ),
+    "compute_adaptive_scales": ({"sigmas": SIGMAS}, lambda g: ca.compute_adaptive_scales(**g)),
+    "BlockMask.from_dense": (
+        QKV | {"mask": MASK},
+        lambda g: ca.attention(
+            *[g[n] for n in "qkv"], block_mask=ca.BlockMask.from_dense(g["mask"])
+        ),
+    ),
+    "quant.gemm_exact": (PRODUCT | OUTLIERS, _product(quant.gemm_exact)),
+    "quant.gemm_mirror": (PRODUCT | OUTLIERS, _product(quant.gemm_mirror)),
+    "quant.gemm_mirror.shared": (
+        {"shared": np.arange(15).reshape(3, 5) % 2 == 0},
+        lambda g: quant.gemm_mirror(A, A_SCALES, B, B_SCALES, splits=2, **g),
+    ),
+    "quant.gemm_error": (PRODUCT | OUTLIERS, _product(quant.gemm_error)),
+    "quant.weight_error": ({"w": W, "scales": B_SCALES}, lambda g: quant.weight_error(**g)),
+    "diffusion.TablePolicy": (
+        {"modes": np.array(["balanced", "precision"])},
+        lambda g: diffusion.TablePolicy(g["modes"]).mode(1, 1.0),
+    ),
+    "diffusion.SnrBins": (
+        {"edges": np.float64([-1, 1])},
+        lambda g: diffusion.SnrBins(g["edges"]).index(SIGMAS),
+    ),
+    "diffusion.SnrBins.even": (
+        {"sigmas": SIGMAS},
+        lambda g: diffusion.SnrBins.even(g["sigmas"], 2).edges,
+    ),
+    "diffusion.SnrBins.index": (
+        {"sigmas": SIGMAS},
+        lambda g: diffusion.SnrBins((0.0,)).index(g["sigmas"]),
+    ),
+    "diffusion.log_snr": ({"sigmas": SIGMAS}, lambda g: diffusion.log_snr(**g)),
+    "diffusion.noise_to_signal": (
+        {"sigmas": SIGMAS},
+        lambda g: diffusion.noise_to_signal(g["sigmas"], "edm"),
+    ),
+    "diffusion.guided": (
+        {"o_cond": Q, "o_uncond": K},
+        lambda g: diffusion.guided(**g, guidance_scale=2.0),
+    ),
+    "diffusion.top_cdf": (
+        {"probabilities": WEIGHT},
+        lambda g: diffusion.top_cdf(g["probabilities"], 0.7),
+    ),
+    "diffusion.VideoMask": (
+        {"q": np.tile(Q, (1, 1, 16, 1)), "k": np.tile(K, (1, 1, 16, 1))},
+        lambda g: diffusion.VideoMask((2, 1, 1), (1, 1, 1), 0.5)(g["q"], g["k"]).mask,
+    ),
+    "reference.attention_exact": (
+        MASKED | ROWS,
+        lambda g: reference.attention_exact(**g, return_lse=True),
+    ),
+    "reference.attention_exact.rope": (
+        QKV | {"cos": COS, "sin": SIN},
+        lambda g: reference.attention_exact(*[g[n] for n in "qkv"], rope=(g["cos"], g["sin"])),
+    ),
+    "reference.attention_mirror": (
+        MASKED,
+        lambda g: reference.attention_mirror(**g, return_lse=True),
+    ),
+    "reference.score_blocks": (
+        MASKED | ROWS,
+        lambda g: tuple(b.S for b in reference.score_blocks(**g)),
+    ),
+    "reference.scores_mirror": (
+        {"q": Q, "k": K, "mask": MASK, "bias": BIAS},
+        lambda g: reference.scores_mirror(**g),
+    ),
+    "reference.softmax_exact": ({"S": S}, lambda g: reference.softmax_exact(**g)),
+    "reference.softmax_mirror": ({"S": S}, lambda g: reference.softmax_mirror(**g)),
+    "reference.weighted_sum_mirror": (
+        {"P": P, "v": V},
+        lambda g: reference.weighted_sum_mirror(**g),
+    ),
+    "bounds.attention": (MASKED | ROWS, _bound(bounds.attention)),
+    "bounds.quantisation": (
+        QKV | ROWS,
+        _bound(lambda **g: bounds.quantisation(**g, quantized=CODES)),
+    ),
+    "bounds.preparation": (
+        {n: x for n, x in SCORED.items() if n not in ("v", "mask", "bias")},
+        _prepared_bound,
+    ),
+    "bounds.rotation": ({"x": Q, "cos": COS, "sin": SIN}, _rotation_bound),
+    "bounds.half_ulp": ({"x": abs(BIAS)}, lambda g: bounds.half_ulp(g["x"], "float16")),
+    "bounds.softmax_perturbation": (
+        {"P": WEIGHT, "d": WEIGHT / 8, "v": WEIGHT.T.copy(), "o": WEIGHT @ WEIGHT.T},
+        lambda g: bounds.softmax_perturbation(**g),
+    ),
+    "testing.judge": ({"o": OUT, **MASKED, "lse": LSE, **ROWS}, _judged),
+    "testing.assert_within_bound": (
+        {"o": OUT_OF_FA, **QKV},
+        lambda g: str(testing.assert_within_bound(**g, variant="fa")),
+    ),
+    "testing.ratio_to_bound": (
+        {"value": OUT.astype("f8"), "expected": OUT.astype("f8") + 0.5, "bound": abs(K) + 1.0},
+        lambda g: testing.ratio_to_bound(**g),
+    ),
+    "gradients.backward_exact": (
+        GRADIENT | {"mask": MASK, "bias": BIAS},
+        lambda g: tuple(gradients.backward_exact(**g)),
+    ),
+    "gradients.backward_mirror": (
+        GRADIENT | {"mask": MASK, "bias": BIAS},
+        lambda g: tuple(gradients.backward_mirror(**g)),
+    ),
+    "gradients.backward_bound": (
+        GRADIENT | {"mask": MASK, "bias": BIAS} | ERRORS,
+        _gradient_bound,
+    ),
+    "gradients.judge_backward": (GRADIENTS | GRADIENT, _judged_gradients),
+    "distributed.Partition": (
+        {"array": Q},
+        lambda g: HALVES.join([HALVES.take(g["array"], rank) for rank in range(2)]),
+    ),
+    "distributed.Partition.join": (
+        {"first": Q[:, :, :4].copy(), "second": K[:, :, :4].copy()},
+        lambda g: HALVES.join(list(g.values())),
+    ),
+    "distributed.Partition.contiguous": (
+        {"length": np.array([3, 5])},
+        lambda g: distributed.Partition.contiguous(**g).ranges,
+    ),
+    "distributed.Partition.zigzag_varlen": (
+        {"cu_seqlens": OFFSETS},
+        lambda g: distributed.Partition.zigzag_varlen(**g, size=2).ranges,
+    ),
+    "distributed.Shared": ({"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS}, _shared),
+    "distributed.gather": ({"x": Q}, _gathered),
+    "distributed.share": (
+        QKV,
+        lambda g: _run(lambda group: distributed.share(**g, group=group), g["q"], 1)[0],
+    ),
+    "distributed.judge": (
+        {"o": OUT_OF_FA, **QKV},
+        lambda g: distributed.judge(**g, shared=SHARED, variant="fa"),
+    ),
+    "distributed.judge_backward": (
+        GRADIENTS | GRADIENT,
+        lambda g: distributed.judge_backward(
+            [g[n] for n in GRADIENTS], **{n: g[n] for n in GRADIENT}, shared=SHARED
+        ),
+    ),
+    "distributed.parallel_attention": (QKV, _ring),
+    "distributed.parallel_attention_backward": (GRADIENT, _ring_backward),
+    "distributed.parallel_attention_varlen": (PACKED, _ring_varlen),
+    "distributed.parallel_attention_varlen_backward": (
+        {"d_out": O_PACKED, **PACKED, "out": O_PACKED, "lse": LSE_PACKED},
+        _ring_varlen_backward,
+    ),
     "calibrate_quantization_scales": (
         {"q": Q, "k": K},
         lambda g: ca.calibrate_quantization_scales([tuple(g.values())], sigmas=None).q_scale,
@@ -129,12 +413,51 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
     "ladder": (QKV, lambda g: ca.ladder(**g, variants=["fa"]).ok),
 }
 
-#: Public names that take no array, and why where that is not plain.
+#: Modules whose public functions have a row each, under the name of the module.
+MODULES = (
+    "bounds",
+    "diffusion",
+    "distributed",
+    "gradients",
+    "quant",
+    "reference",
+    "testing",
+    "unfused",
+)
+
+#: Rows of functions that read NumPy arrays alone, or that keep NumPy arrays beside those given.
+ON_THE_HOST = {
+    "Calibration", "Int8Attention.timestep_scales", "Int8Linear.outlier_columns",
+    "bounds.quantisation", "calibrate_quantization_scales.sigmas", "compute_adaptive_scales",
+    "diffusion.SnrBins", "diffusion.SnrBins.even", "diffusion.SnrBins.index",
+    "diffusion.TablePolicy", "diffusion.log_snr", "diffusion.noise_to_signal",
+    "distributed.Partition.contiguous", "distributed.Partition.zigzag_varlen",
+    "distributed.Shared", "distributed.judge", "distributed.judge_backward",
+    "quant.gemm_error", "quant.gemm_exact", "quant.gemm_mirror", "quant.gemm_mirror.shared",
+    "reference.attention_mirror",
+    "reference.scores_mirror", "reference.softmax_mirror", "reference.weighted_sum_mirror",
+    "gradients.backward_mirror",
+}  # fmt: skip
+
+#: Public names that take no array.
 WITHOUT_ARRAYS = {
-    "Calibration", "DeviceMemoryError", "GemmTiles", "Int8Config", "KernelCompileError",
-    "KernelLaunchError", "Tiles", "UnsupportedError", "VARIANTS", "Variant", "__version__",
-    "compute_adaptive_scales", "compute_sigma_schedule", "register",
+    "DeviceMemoryError", "GemmTiles", "Int8Config", "KernelCompileError", "KernelLaunchError",
+    "Tiles", "UnsupportedError", "VARIANTS", "Variant", "__version__", "compute_sigma_schedule",
+    "register",
     # Modules:
     "bounds", "checkpoints", "diffusion", "distributed", "distributions", "gradients", "quant",
     "reference", "testing", "unfused",
+    # Numbers, sizes and names alone:
+    "bounds.gamma", "diffusion.block_order", "diffusion.window_3d", "diffusion.SigmaPolicy",
+    "diffusion.Step", "testing.make_regime", "testing.sample_rows", "testing.attention_inputs",
+    # Constants:
+    "bounds.TERMS", "diffusion.MODES", "quant.GROUP_ALL", "testing.REGIMES",
+    # What functions return, or callers define:
+    "bounds.Bound", "diffusion.PrecisionPolicy", "gradients.GradientBounds",
+    "gradients.GradientReport", "gradients.Gradients", "reference.ScoreBlock", "reference.Step",
+    "testing.Report",
+    # Groups of ranks, and how they find each other:
+    "distributed.CopyGroup", "distributed.Group", "distributed.HostGroup", "distributed.Mesh",
+    "distributed.NcclGroup", "distributed.RankError", "distributed.Work", "distributed.connect",
+    "distributed.from_environment", "distributed.from_mpi", "distributed.run",
 }  # fmt: skip

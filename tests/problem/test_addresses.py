@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from tests.problem.array_calls import CALLS, WITHOUT_ARRAYS, K, Q, V
+from cupyattn.arrays import interchange
+from docs import write_api
+from tests.problem.array_calls import CALLS, MODULES, ON_THE_HOST, WITHOUT_ARRAYS, K, Q, V
 
 EVERY = [(name, argument) for name, (given, _) in CALLS.items() for argument in given]
 WIDE = [(n, a) for n, a in EVERY if CALLS[n][0][a].dtype.itemsize > 1]
@@ -48,9 +50,19 @@ def bits(result: Any) -> list[bytes]:
 
 
 def test_every_public_name_has_a_row() -> None:
-    assert {name for name in CALLS if "." not in name} | WITHOUT_ARRAYS | {"QuantConfig"} == set(
-        ca.__all__
-    )
+    """A name that a module shares with `cupyattn` needs one row."""
+    public = set(ca.__all__)
+    for module in MODULES:
+        held = getattr(ca, module)
+        public |= {
+            f"{module}.{name}"
+            for name in write_api.public(f"cupyattn.{module}")
+            if getattr(held, name) is not getattr(ca, name, None)
+        }
+    rows = {".".join(name.split(".")[:2]) for name in CALLS} | {n.split(".")[0] for n in CALLS}
+    assert not public - rows - WITHOUT_ARRAYS
+    assert public >= WITHOUT_ARRAYS
+    assert not WITHOUT_ARRAYS & {name for name in CALLS if name not in MODULES}
 
 
 @pytest.mark.parametrize("odd", [at_odd_address, in_packed_records], ids=lambda f: f.__name__)
@@ -142,3 +154,69 @@ def test_mapped_files_are_taken(name: str, argument: str, tmp_path: Path) -> Non
     mapped = np.memmap(tmp_path / "x", x.dtype, "w+", offset=3, shape=x.shape)
     mapped[...] = x
     assert bits(call({**given, argument: mapped})) == bits(call(dict(given)))
+
+
+class Foreign:
+    """An array of a library that has DLPack and nothing else."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+def test_misaligned_arrays_come_in_by_dlpack() -> None:
+    moved = [Foreign(at_odd_address(x)) for x in (Q, K, V)]
+    assert bits(ca.attention(*moved)) == bits(ca.attention(Q, K, V))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_of_masked_arrays_are_refused(kind: Any) -> None:
+    sigmas = kind(np.ma.MaskedArray([8.0, 2.0, 0.5], mask=[False, True, False]))
+    with pytest.raises(TypeError, match="sigmas must hold no masked array"):
+        ca.compute_adaptive_scales(sigmas)
+
+
+def test_values_in_another_byte_order_are_converted() -> None:
+    sigmas = np.array([8.0, 2.0, 0.5])
+    swapped = sigmas.astype(sigmas.dtype.newbyteorder())
+    assert bits(ca.compute_adaptive_scales(swapped)) == bits(ca.compute_adaptive_scales(sigmas))
+
+
+#: Arguments of functions that compute on CuPy arrays, but for those read after the device is used.
+ON_CUPY = [
+    (name, argument)
+    for name, argument in WIDE
+    if name.partition(".")[0] in ("bounds", "diffusion", "gradients", "reference", "testing")
+    and name not in ON_THE_HOST
+    and argument not in ("bias", "rows")
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), ON_CUPY)
+def test_misaligned_cupy_arrays_are_copied_before_they_are_read(
+    name: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy's arrays over memory of the host: without a device, only the copy can be reached."""
+    cupy = pytest.importorskip("cupy")
+
+    class Copied(Exception):
+        pass
+
+    def on_cupy(x: np.ndarray, *, odd: bool) -> Any:
+        held = np.zeros(x.nbytes + 32, np.uint8)
+        start = held.ctypes.data + -held.ctypes.data % 16 + odd
+        memory = cupy.cuda.memory.UnownedMemory(start, x.nbytes, held, 0)
+        return cupy.ndarray(x.shape, x.dtype, cupy.cuda.memory.MemoryPointer(memory, 0))
+
+    def copy(array: Any) -> Any:
+        raise Copied
+
+    monkeypatch.setattr(interchange, "_aligned_copy", copy)
+    given, call = CALLS[name]
+    with pytest.raises(Copied):
+        call({n: on_cupy(x, odd=n == argument) for n, x in given.items()})

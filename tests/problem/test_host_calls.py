@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from cupyattn import QuantConfig, attention, attention_backward, attention_varlen, plan
+from cupyattn.arrays import interchange
 from cupyattn.arrays import memory as arrays_memory
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.ladder import VARIANTS
@@ -562,3 +563,39 @@ def test_what_makes_calls_on_tensors_different(driver: Driver, calls: Any) -> No
     assert calls.find(settings._replace(check_finite=True), given, None) is None
     assert calls.find(settings._replace(window=[1, 2]), given, None) is None
     assert calls.find(settings, {**given, "k": "a string"}, None) is None
+
+
+@pytest.mark.parametrize("name", ["q", "bias", "rope_sin", "v"])
+def test_a_capture_refuses_operands_that_need_a_copy(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The memory of the copy would return to the pool, and a replay would write to it."""
+    held = np.zeros(2**16, np.uint8)
+    odd = held.ctypes.data + -held.ctypes.data % 16 + 1
+    q, k, v = map(array, SHAPES)
+    options: dict[str, Any] = {"arch": "sm_90", "variant": "fa_tc"}
+    if name == "q":
+        q = array(SHAPES[0], address=odd)
+    elif name == "bias":
+        options["bias"] = array((1, 1, 33, 70), "float32", odd)
+    elif name == "rope_sin":
+        options["rope"] = array((70, 32), "float32"), array((70, 32), "float32", odd)
+    else:
+        v = cupy.ndarray(v.shape, v.dtype, v.data, order="F")
+    copies: list[Any] = []
+
+    def copy(x: Any, *_: Any, **__: Any) -> Any:
+        copies.append(x)
+        return array(x.shape, x.dtype.name)
+
+    monkeypatch.setattr(interchange, "_aligned_copy", copy)
+    monkeypatch.setattr(cupy, "ascontiguousarray", copy)
+    driver.expect(planned([array(shape) for shape in SHAPES], **options))
+    call = plan(q, k, v, **options)
+    call(q, k, v)
+    assert driver.launches and len(copies) >= 2, "copied by each call"
+    before = len(copies)
+    driver.recording[driver.stream] = Done()
+    with pytest.raises(ValueError, match=f"{name} must not need a copy while a CUDA graph capt"):
+        call(q, k, v)
+    assert len(copies) == before and not driver.recording[driver.stream].launches

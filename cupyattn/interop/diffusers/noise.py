@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from cupyattn.arrays.kinds import as_host_array
 from cupyattn.diffusion.schedules import Float64, noise_to_signal
 from cupyattn.errors import UnsupportedError
 
@@ -130,7 +131,7 @@ class Noise:
 
 def _on_host(values: Any) -> Float64:
     values = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
-    return np.asarray(values, np.float64)
+    return as_host_array("the scheduler's values", values, np.float64)
 
 
 def _read(scheduler: Any) -> Schedule:
