@@ -4,7 +4,7 @@ Varies       rung, dtype, shape, grouped heads, layout, causal, window, softcap,
              bias up to finfo.min, rope, norm, INT8 options, out, strides and addresses of
              attention; operands and options of the other functions
 Holds fixed  the seed; small shapes
-Measures     errors against float64 written in `experiments.fuzz_calls`; exceptions that are no
+Measures     errors against float64 written in `experiments.fuzz_scores`; exceptions that are no
              refusals; inputs, and memory around results, that were changed
 Run          python -m experiments.fuzz --json experiments/results/fuzz_mirror.json
              python -m experiments.fuzz --backend cuda --json FILE [--minutes 9]
@@ -38,7 +38,8 @@ import numpy as np
 import cupyattn as ca
 from cupyattn.cli import output
 from experiments import recording
-from experiments.fuzz_calls import FUNCTIONS, Case, Setup, Wrong
+from experiments.fuzz_calls import FUNCTIONS
+from experiments.fuzz_cases import Case, Setup, Wrong
 
 #: Kinds of exceptions that are refusals.
 REFUSALS = (ValueError, TypeError, ca.UnsupportedError)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from experiments import fuzz, fuzz_calls
-from experiments.fuzz_calls import Case, Setup
+from experiments import fuzz, fuzz_scores
+from experiments.fuzz_cases import Case, Setup, Wrong
 
 
 def test_a_few_calls_are_right() -> None:
@@ -51,17 +51,17 @@ def test_a_write_beside_the_result_is_seen() -> None:
         if out.base is not None and out.base.dtype == np.float16:
             out.base[..., -1, :] = 1
             seen += 1
-            with pytest.raises(fuzz_calls.Wrong, match="around the result"):
+            with pytest.raises(Wrong, match="around the result"):
                 case.check_inputs()
     assert seen
 
 
 def test_rows_under_one_large_bias_are_means() -> None:
-    scoring = fuzz_calls.Scoring(1.0, bias=np.full((1, 1, 2, 3), np.finfo(np.float32).min))
+    scoring = fuzz_scores.Scoring(1.0, bias=np.full((1, 1, 2, 3), np.finfo(np.float32).min))
     q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 3, 8))
     S, size, _ = scoring.scores(q[:, :, :2], k)
-    assert (fuzz_calls.softmax(S)[0] == 1 / 3).all()
-    assert (fuzz_calls.row_error(S, size, scoring.alone) == 0).all()
+    assert (fuzz_scores.softmax(S)[0] == 1 / 3).all()
+    assert (fuzz_scores.row_error(S, size, scoring.alone) == 0).all()
 
 
 def test_a_run_goes_on_from_its_record(tmp_path: Path) -> None:
