@@ -36,8 +36,10 @@ from experiments.fuzz_scores import (
 
 #: The library, whose calls are made with arguments of any kind.
 api: Any = ca
+#: Options that the bound takes as the call does.
+BY_NAME = ("scale", "causal", "causal_align", "window", "softcap", "block_mask")
 VARIANTS = ("auto", "unfused", "fa", "fa_warps", "fa_tc", "fa_tc", "fa_int8", "fa_int8")
-HEAD_DIMS = (8, 16, 33, 64, 80, 128)
+HEAD_DIMS = (8, 16, 33, 64, 80, 128, 64, 128)
 LENGTHS_Q = (0, 1, 7, 16, 33, 65, 100, 130)
 LENGTHS_KV = (0, 1, 5, 17, 64, 70, 129, 200)
 
@@ -137,17 +139,9 @@ class Attention:
         if self.case.backend == "cuda":
             form = kernel_form(z, **self.takes_codes())
         z = on_host(z)
-        q, k, v = dequantised(z)
-        v = by_query_head(v, q.shape[1])
-        S, size, _ = self.scoring.scores(q, k)
-        names = ("scale", "causal", "causal_align", "window", "softcap", "block_mask")
-        options = {n: self.given[n] for n in names if n in self.given}
+        options = {n: self.given[n] for n in BY_NAME if n in self.given}
         options |= {n: self.case.values(self.given[n]) for n in ("mask", "bias") if n in self.given}
-        bound = ca.bounds.attention(
-            None, None, None, variant="fa_int8", quantized=z, **options, **form
-        ).total
-        exact = softmax(S)[0] @ v
-        near("o of the codes", o, exact, bound * (1 + 1e-9) + 1e-12)
+        q, k = check_codes(o, z, self.scoring, {**options, **form})
         steps = []
         for x, prepared, codes in ((q, Q, z.q_scale), (k, K, z.k_scale)):
             steps.append(0.51 * float(codes.max(initial=0)) * (1 + (not z.config.symmetric)))
@@ -159,6 +153,33 @@ class Attention:
         return float(cost * abs(self.scoring.scale))
 
 
+def own_blocks(case: Case, quant: Any, given: dict[str, Any]) -> bool:
+    """Whether a call may quantise in other blocks than `quantize` by itself.
+
+    They are the tiles of the form that runs, which follow the device and a block mask.
+    """
+    if case.backend != "cuda" and "block_mask" not in given:
+        return False
+    return "block" in (quant.granularity_q, quant.granularity_k, quant.granularity_v)
+
+
+def check_codes(
+    o: np.ndarray, z: Any, scoring: Scoring, options: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Raise Wrong unless O is attention of codes within the bound; return Q and K of the codes."""
+    q, k, v = dequantised(z)
+    v = by_query_head(v, q.shape[1])
+    S, size, _ = scoring.scores(q, k)
+    bound = ca.bounds.attention(None, None, None, variant="fa_int8", quantized=z, **options).total
+    exact = softmax(S)[0] @ v
+    near("o of the codes", o, exact, bound * (1 + 1e-9) + 1e-12)
+    if z.config.pv == "16bit":  # the bound promises little under a large bias
+        limit = limits(S, size, v, z.out_dtype, 2.0**-10, scoring.alone)
+        flat = row_error(S, size, scoring.alone) == 0
+        near("o under one bias", o, exact, np.where(flat, limit, np.inf))
+    return q, k
+
+
 def attention(case: Case) -> None:
     """All rungs of `cupyattn.attention`."""
     call = Attention(case)
@@ -167,11 +188,7 @@ def attention(case: Case) -> None:
     z = None
     if call.variant == "fa_int8":
         z = call.codes(call.sent)
-        # NOTE: blocks are those of the form that runs, which on a device may differ.
-        blocks = case.backend == "cuda" and "block" in (
-            call.quant.granularity_q, call.quant.granularity_k, call.quant.granularity_v
-        )  # fmt: skip
-        if blocks or case.chance(0.3):
+        if own_blocks(case, call.quant, call.given) or case.chance(0.3):
             call.bshd, shape = False, call.q.shape
             options = call.takes_codes()
             call.sent = [z]
@@ -198,9 +215,7 @@ def plan(case: Case) -> None:
     prepared = api.plan(*call.sent, layout=layout, **call.options)
     values, sent = (call.q, call.k, call.v), call.sent
     for _ in range(2):
-        blocks = call.variant == "fa_int8" and case.backend == "cuda" and "block" in (
-            call.quant.granularity_q, call.quant.granularity_k, call.quant.granularity_v
-        )  # fmt: skip
+        blocks = call.variant == "fa_int8" and own_blocks(case, call.quant, call.given)
         z = call.codes(sent) if call.variant == "fa_int8" and not blocks else None
         found = prepared(*sent)
         if not blocks:
@@ -236,8 +251,11 @@ def _rows(x: np.ndarray, a: int, b: int) -> np.ndarray:
 
 def varlen(case: Case) -> None:
     """`attention_varlen` on sequences of many lengths, some empty."""
-    variant = VARIANTS[case.slot % 6]
+    variant = VARIANTS[case.slot % len(VARIANTS)]
     case.rung = variant
+    if variant == "fa_int8":
+        _varlen_codes(case)
+        return
     known = tuple(DTYPES) if variant == "auto" else ca.VARIANTS[variant].dtypes
     q, k, v, ends, scoring = _packed(case, known)
     options = {"max_len_q": 33, "max_len_k": 33} if case.chance(0.3) and not (
@@ -257,6 +275,38 @@ def varlen(case: Case) -> None:
         near(f"o of {i}", o[a:b].swapaxes(0, 1)[None], P @ z, limit)
         largest = np.where(np.isfinite(S), abs(S), 0).max(-1, initial=0)
         near(f"lse of {i}", lse[None, :, a:b], exact_lse, 2.0**-18 * (largest + size) + 2.0**-7)
+
+
+def _varlen_codes(case: Case) -> None:
+    """Packed sequences as INT8 codes."""
+    q, k, v, ends, scoring = _packed(case, tuple(DTYPES))
+    batch = [np.broadcast_to(f64(x).swapaxes(0, 1)[None], (3, x.shape[1], x.shape[0], x.shape[2]))
+             for x in (q, k)]  # fmt: skip
+    quant = draw_quant(case, *batch, bool(scoring.softcap))
+    sent = [case.sent(x) for x in (q, k, v)]
+    places = [case.sent(e) for e in ends]
+    tidy = [x if case.backend == "cuda" or x.strides[-1] == x.itemsize
+            else np.ascontiguousarray(x) for x in sent]  # fmt: skip
+    z = api.quantize(*tidy, quant=quant, cu_seqlens_q=places[0], cu_seqlens_k=places[1],
+                     **case.options())  # fmt: skip
+    options = {"variant": "fa_int8", **scoring.given, **case.options()}
+    if own_blocks(case, quant, scoring.given) or case.chance(0.3):
+        o = case.host(api.attention_varlen(z, **options))
+    else:
+        o = case.host(api.attention_varlen(*sent, *places, quant=quant, **options))
+    form = kernel_form(z, **options) if case.backend == "cuda" else {}
+    for i, ((a, b), (c, d)) in _sequences(ends):
+        one = list(z.sequences())[i]
+        given = {n: scoring.given[n] for n in BY_NAME if n in scoring.given}
+        if "block_mask" in given:
+            given["block_mask"] = given["block_mask"].corner(i, b - a, d - c)
+        part = scoring.entry(i, b - a, d - c)
+        for name in ("mask", "bias"):
+            if name in scoring.given:
+                x = case.values(scoring.given[name])
+                whole = np.broadcast_to(x, (3, q.shape[1], *(int(np.diff(e).max()) for e in ends)))
+                given[name] = whole[i : i + 1, :, : b - a, : d - c]
+        check_codes(o[a:b].swapaxes(0, 1)[None], on_host(one), part, {**given, **form})
 
 
 def _check_gradients(

@@ -23,19 +23,22 @@ class Setup:
 
     seed: int = 0
     backend: str = "mirror"
-    #: Compile-time configurations of each function.
+    #: Compile-time configurations of attention.
     pool: int = 2000
 
 
 class Case:
     """One call: random choices, arrays that must not change, and where they are sent."""
 
-    def __init__(self, setup: Setup, function: int, number: int) -> None:
+    def __init__(
+        self, setup: Setup, function: int, number: int, *, same_kernels: bool = False
+    ) -> None:
         self.rng = np.random.default_rng([setup.seed, function, number])
         self.backend = setup.backend
         #: What decides which kernels are compiled, drawn from a pool that cases share.
-        self.slot = int(self.rng.integers(setup.pool))
-        self.config = Draws(np.random.default_rng([setup.seed, function, self.slot, 1]))
+        shared = 0 if same_kernels else function  # those of attention, which is the first
+        self.slot = int(self.rng.integers(setup.pool if shared == 0 else -(-setup.pool // 3)))
+        self.config = Draws(np.random.default_rng([setup.seed, shared, self.slot, 1]))
         self.aligned = setup.backend != "mirror" and self.config.chance(0.7)
         #: Counted under this name beside the function's.
         self.rung = ""
