@@ -81,6 +81,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_scores
   }
 }
 
+// From here on a largest score stays in natural units.
+constexpr float LARGEST_IN_LOG2 = 0x1p126f;
+
 // P = softmax(S) in place, and lse. One warp per row.
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_softmax(
     const __grid_constant__ AttnParams call) {
@@ -96,11 +99,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_softma
   RowState state;
   float m = NEG_INF;
   for (int key = lane_id(); key < p.len_kv; key += WARP_SIZE) m = fmaxf(m, S[key]);
-  state.M = row_maximum_of_any_size(shfl_max<WARP_SIZE>(m), LOG2E);
+  m = shfl_max<WARP_SIZE>(m);
+  // NOTE: log2(e) times the largest score may overflow, as a caller's S may hold finfo.min.
+  const bool natural = !NATURAL_SCORES && m != NEG_INF && fabsf(m) >= LARGEST_IN_LOG2;
+  state.M = natural ? m : row_maximum_of_any_size(m, LOG2E);
   const float M = state.M_finite();
   float l = 0.0f;
   for (int key = lane_id(); key < p.len_kv; key += WARP_SIZE) {
-    const float e = ex2_approx_ftz(exponent(S[key], LOG2E, -M, true));  // R4
+    const float x = natural ? (S[key] - M) * LOG2E : exponent(S[key], LOG2E, -M, true);
+    const float e = ex2_approx_ftz(x);  // R4
     S[key] = e;
     l += e;  // R6
   }
@@ -108,7 +115,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_unfused_softma
   const float inverse_l = state.inverse_l();
   for (int key = lane_id(); key < p.len_kv; key += WARP_SIZE) S[key] *= inverse_l;  // R6: now P
   if constexpr (LSE)
-    if (lane_id() == 0) lse_of(p, batch_head, batch_head % call.heads)[row] = state.lse();
+    if (lane_id() == 0)
+      lse_of(p, batch_head, batch_head % call.heads)[row] =
+          natural ? fmaf(log2f(state.l), LN2, M) : state.lse();
 }
 
 // O = P V. One block per tile of query rows.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from cupyattn.arrays.groups import merge_heads, scale_of_row, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array, array_namespace
@@ -35,14 +36,39 @@ from cupyattn.quant.operand_protocol import (
 from cupyattn.reference.mirror_8bit import by_shifts, by_tile
 from cupyattn.reference.rounding import ex2, fma32, from_sum, round_to
 from cupyattn.reference.scores import Scores, prepare_scores
-from cupyattn.reference.softmax_state import LOG2E, Float32, RowState, Step, inverse
+from cupyattn.reference.softmax_state import LN2, LOG2E, Float32, RowState, Step, inverse
+
+#: From here on the largest score of a whole row stays in natural units: log2(e) times it may
+#: overflow.
+LARGEST_IN_LOG2 = 2.0**126
+
+
+class _WholeRows(RowState):
+    """The state of whole rows, those in `natural` in natural units."""
+
+    natural: npt.NDArray[np.bool_] | None = None
+
+    def lse(self) -> Float32:
+        """Natural log of the sum of exponentials."""
+        lse = super().lse()
+        if self.natural is None:
+            return lse
+        return np.where(self.natural, fma32(np.log2(self.l), LN2, self.M), lse)
 
 
 def _softmax(S: Float32, factor: np.float32, subtracts_first: bool) -> tuple[Float32, RowState]:
     """Whole rows: P divided by l, and the final state."""
-    state = RowState(S.shape[:-1], subtracts_first)
-    state.advance(np.fmax.reduce(S, axis=-1, initial=NEG_INF), factor)
+    state = _WholeRows(S.shape[:-1], subtracts_first)
+    m = np.fmax.reduce(S, axis=-1, initial=NEG_INF)
+    state.advance(m, factor)
     p = state.exponentials(S, factor)
+    large = (m != NEG_INF) & (np.abs(m) >= LARGEST_IN_LOG2)
+    if large.any() and not subtracts_first:
+        other = RowState(m.shape, subtracts_first=True)
+        other.advance(m, factor)
+        p = np.where(large[..., None], other.exponentials(S, factor), p)
+        state.M, state.l = np.where(large, m, state.M), np.where(large, other.l, state.l)
+        state.natural = large
     return p * state.inverse_l()[..., None], state  # R6
 
 

@@ -36,8 +36,8 @@ from experiments.cells import Cell, Problem, rung
 
 FOLDER = Path(ladder.__file__).parent
 SHARED = (
-    "book_plots", "captures", "cast_fp8", "cells", "graphs", "merging", "others", "others8",
-    "patches", "plots", "recording",
+    "book_plots", "captures", "cast_fp8", "cells", "fuzz_calls", "fuzz_cases",
+    "fuzz_scores", "graphs", "merging", "others", "others8", "patches", "plots", "recording",
 )  # fmt: skip
 EXPERIMENTS = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in SHARED)
 SMALL = Problem(1, 1, 40, 16)

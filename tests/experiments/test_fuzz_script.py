@@ -1,17 +1,21 @@
-"""The fuzzer runs, and sees a planted fault."""
+"""The fuzzer runs, goes on from its record, and sees planted faults and crashes."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cupyattn as ca
-from experiments import fuzz
+from experiments import fuzz, fuzz_scores
+from experiments.fuzz_cases import Case, Setup, Wrong
 
 
 def test_a_few_calls_are_right() -> None:
-    assert fuzz.main(["--calls", "20", "--others", "2"]) == 0
+    assert fuzz.main(["--calls", "40", "--others", "4"]) == 0
 
 
 @pytest.mark.parametrize("name", ["attention", "act_quant"])
@@ -25,7 +29,7 @@ def test_a_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         return o, lse
 
     monkeypatch.setattr(ca, name, wrong)
-    outcomes = [fuzz.run_case(name, number, 0, "mirror")[0] for number in range(10)]
+    outcomes = [fuzz.run_case(name, number, Setup()).kind for number in range(10)]
     assert "failed" in outcomes
 
 
@@ -33,5 +37,63 @@ def test_an_exception_of_another_kind_is_seen(monkeypatch: pytest.MonkeyPatch) -
     def broken(*args: Any, **options: Any) -> Any:
         raise KeyError("x")
 
-    monkeypatch.setattr(ca, "attention", broken)
-    assert fuzz.run_case("attention", 0, 0, "mirror") == ("failed", "KeyError: 'x'")
+    monkeypatch.setattr(ca, "act_quant", broken)
+    found = fuzz.run_case("act_quant", 0, Setup())
+    assert (found.kind, found.said) == ("failed", "KeyError: 'x'")
+
+
+def test_a_write_beside_the_result_is_seen() -> None:
+    seen = 0
+    for number in range(20):
+        case = Case(Setup(), 0, number)
+        out, _ = case.receiver((1, 1, 3, 8), "float16")
+        case.check_inputs()
+        if out.base is not None and out.base.dtype == np.float16:
+            out.base[..., -1, :] = 1
+            seen += 1
+            with pytest.raises(Wrong, match="around the result"):
+                case.check_inputs()
+    assert seen
+
+
+def test_rows_under_one_large_bias_are_means() -> None:
+    scoring = fuzz_scores.Scoring(1.0, bias=np.full((1, 1, 2, 3), np.finfo(np.float32).min))
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 3, 8))
+    S, size, _ = scoring.scores(q[:, :, :2], k)
+    assert (fuzz_scores.softmax(S)[0] == 1 / 3).all()
+    assert (fuzz_scores.row_error(S, size, scoring.alone) == 0).all()
+
+
+def test_a_run_goes_on_from_its_record(tmp_path: Path) -> None:
+    file = tmp_path / "fuzz.json"
+    sizes = ["--calls", "6", "--others", "2", "--batch", "4", "--json", str(file)]
+    assert fuzz.main([*sizes, "--minutes", "1e-9"]) == 0
+    assert not file.exists() or not json.loads(file.read_text())["complete"]
+    assert fuzz.main(sizes) == 0
+    whole = json.loads(file.read_text())
+    assert whole["complete"] and sum(whole["counts"]["attention"].values()) == 6
+    assert whole["seed"] == 0 and "numpy" in whole["environment"]
+    record = dict(whole, done={"attention": [[0, 4]]}, counts={"attention": {"right": 4}})
+    file.write_text(json.dumps(record))
+    assert fuzz.main(["--resume", str(file)]) == 0
+    again = json.loads(file.read_text())
+    assert again["complete"] and again["done"] == whole["done"]
+    assert {n: sum(c.values()) for n, c in again["counts"].items()} == {
+        n: sum(c.values()) for n, c in whole["counts"].items()
+    }
+
+
+@pytest.mark.slow
+def test_a_crash_is_one_failed_case(tmp_path: Path) -> None:
+    """Children run the cases; one that dies is named, and the rest go on."""
+    file = tmp_path / "fuzz.json"
+    sizes = ["--calls", "8", "--others", "2", "--batch", "4", "--jobs", "2", "--json", str(file)]
+    assert fuzz.main(sizes) == 0
+    assert json.loads(file.read_text())["complete"]
+    child = fuzz.Child(Setup())
+    child.give(fuzz.Batch("attention", 0, 1))
+    assert child.connection.recv().kind in ("right", "refused")
+    child.process.kill()
+    with pytest.raises((EOFError, ConnectionResetError)):
+        child.connection.recv()
+    child.end()

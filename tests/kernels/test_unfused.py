@@ -42,6 +42,19 @@ def test_each_step_is_what_it_says() -> None:
     np.testing.assert_allclose(unfused.weighted_sum(P, v), P @ v, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_softmax_takes_scores_of_any_size(interpreted: str, monkeypatch: Any) -> None:
+    """log2(e) times finfo.min is no float32."""
+    monkeypatch.setenv("CUPYATTN_INTERPRET", interpreted)
+    least = np.finfo(np.float32).min
+    rows = [[least] * 3, [-least, -least, 0], [least, least, -np.inf], [least, 0, 1], [-np.inf] * 3]
+    P, lse = unfused.softmax(np.array([[rows]], np.float32), return_lse=True)
+    np.testing.assert_allclose(P[0, 0, :3], [[1 / 3] * 3, [0.5, 0.5, 0], [0.5, 0.5, 0]], rtol=1e-6)
+    np.testing.assert_allclose(P[0, 0, 3:], [[0, 0.268941, 0.731059], [0] * 3], rtol=1e-5)
+    assert lse[0, 0, :3].tolist() == [least, -least, least]
+    np.testing.assert_allclose(lse[0, 0, 3:], [1.313262, -np.inf], rtol=1e-6)
+
+
 def test_scores_can_be_changed_between_the_steps() -> None:
     q, k, v = make("normal", 1, 1, 4, 6, 8)
     S = unfused.scores(q, k)
