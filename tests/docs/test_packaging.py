@@ -138,7 +138,7 @@ def test_it_works_in_an_empty_environment(
     (archive,) = built.glob(kind)
     run(core, "-m", "pip", "install", "--quiet", "--no-deps", archive, cwd=tmp_path)
     try:
-        seen = run(core, ROOT / "tests" / "wheel_trial.py", *SOURCES, cwd=tmp_path)
+        seen = run(core, ROOT / "tests" / "docs" / "wheel_trial.py", *SOURCES, cwd=tmp_path)
     finally:
         run(core, "-m", "pip", "uninstall", "--quiet", "--yes", "cupyattn", cwd=tmp_path)
     print(seen)
