@@ -131,6 +131,8 @@ class Record:
         self.failed: list[dict[str, str]] = stored.get("failed", [])
         quiet = argparse.Namespace(seed=args.seed, quick=True, json=None)
         self.base = recording.keep(quiet, "fuzz", args.backend, {}) if self.json else {}
+        if "command" in stored and self.json:  # a run that goes on is still that run
+            self.base["command"] = stored["command"]
 
     def has(self, batch: Batch) -> bool:
         """Whether a batch is finished."""
