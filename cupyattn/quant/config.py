@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
+from cupyattn.arrays.interchange import is_cupy, operand
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import GROUP_ALL as GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
@@ -131,7 +134,7 @@ class QuantConfig:
         else:
             self._check_static_scales()
             # Plans keep what was given; nobody changes it behind their backs.
-            own = tuple(x.copy() if hasattr(x, "copy") else x for x in self.scales)
+            own = tuple(_kept(name, x) for name, x in zip("qk", self.scales, strict=True))
             object.__setattr__(self, "scales", own)
         _one_of("fused", self.fused, (True, False))
         if self.fused:
@@ -245,6 +248,14 @@ class QuantConfig:
 
 #: Takes the fields that are numbers and names, without a loop in Python: every call is known by it.
 _PLAIN_FIELDS = operator.attrgetter(*(f.name for f in fields(QuantConfig) if f.name != "scales"))
+
+
+def _kept(name: str, scale: Any) -> Any:
+    """Return a copy of the static scales of an operand; numbers are themselves."""
+    if isinstance(scale, np.ndarray) or is_cupy(scale):
+        # NOTE: copying elements at odd addresses would fault on a device, hence `operand`.
+        return operand(f"the static {name}_scale", scale).copy()
+    return scale.copy() if hasattr(scale, "copy") else scale
 
 
 def _group(granularity: str, block: int, thread: int) -> int:
