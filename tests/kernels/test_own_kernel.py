@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupyattn import Tiles, Variant, cli, ladder, register
+from cupyattn.cli import verify
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.errors import KernelCompileError
 from cupyattn.kernels import ladder as registry
@@ -50,7 +51,14 @@ def test_there_are_faults_to_plant() -> None:
     assert len(PLANTED) >= 3
 
 
-@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[pytest.mark.slow] if number % 5 else [])
+        for number, fault in enumerate(PLANTED)
+    ],
+    ids=lambda fault: fault.name,
+)
 def test_a_broken_copy_fails(
     fault: Fault, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,3 +124,13 @@ def test_the_ladder_refuses_a_source_that_is_not_cpp(
     of_file(path, monkeypatch)
     with pytest.raises(KernelCompileError, match=r"attn_mine\.cu\(1\): error: "):
         ladder(*inputs(), variants=["fa", "mine"])
+
+
+def test_a_registered_rung_among_others_is_interpreted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mirror reads no source, so that it would hold nothing of such a kernel to anything."""
+    of_file(renamed(tmp_path), monkeypatch)
+    where = {name: verify._backend(rung, "no driver") for name, rung in registry.VARIANTS.items()}
+    assert where.pop("mine") == "interpret" and set(where.values()) == {"mirror"}
+    assert verify._shapes(registry.VARIANTS["mine"], "interpret") == verify.SMALL_SHAPES
