@@ -183,11 +183,11 @@ def translate(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
 
 
 def _compiled(
-    spec: ModuleSpec, arch: str, target: str, source: str | None, *, anew: bool = False
+    spec: ModuleSpec, arch: str, target: str, source: str | None, *, recompile: bool = False
 ) -> Binary:
     """Compile for an architecture or, with the virtual one as `target`, to PTX; or read it.
 
-    `anew`: compile whatever the cache holds, and replace it.
+    `recompile`: compile whatever the cache holds, and replace it.
     """
     compiler = nvrtc.load()
     if capability_of(arch) not in compiler.capabilities:
@@ -214,10 +214,10 @@ def _compiled(
     with _state_lock:
         lock = _key_locks.setdefault(key, threading.Lock())
     with lock:
-        binary = None if anew else _memory.get(key)
+        binary = None if recompile else _memory.get(key)
         if binary is not None:
             return _count("memory_hits", binary)
-        binary = None if anew else _read_entry(key, arch, compiler.version, target == arch)
+        binary = None if recompile else _read_entry(key, arch, compiler.version, target == arch)
         if binary is not None:
             _count("disk_hits", binary)
         else:
@@ -497,7 +497,7 @@ def _loaded(spec: ModuleSpec, arch: str, binary: Binary) -> Module:
     try:
         return _load_module(binary)
     except Exception as error:  # CuPy's, of the driver
-        fresh = _compiled(spec, arch, arch, None, anew=True)
+        fresh = _compiled(spec, arch, arch, None, recompile=True)
         if fresh == binary:
             raise
         _log.warning("the device refuses the cache's entry of %s (%s): compiled again", spec, error)
