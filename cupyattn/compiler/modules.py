@@ -49,7 +49,6 @@ OPTIONS = (
     "--ptxas-options=-v",
 )
 
-
 _log = logging.getLogger("cupyattn")
 
 

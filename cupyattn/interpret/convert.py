@@ -201,7 +201,6 @@ def _eight_bits(modifiers: tuple[str, ...]) -> Operation | None:
 
 # ---- tf32, packs of integers ---------------------------------------------------------------------
 
-
 _TF32_NAN = np.uint32(0x7FFFE000)
 #: Bits of a float32 that tf32 has.
 _TF32_MASK = np.uint32(0xFFFFE000)

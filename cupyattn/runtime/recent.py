@@ -6,8 +6,6 @@ from typing import Any
 
 #: Calls that are kept ready to be found by what they depend on.
 MAX_RECENT = 512
-
-
 _recent: dict[Any, Any] = {}
 
 

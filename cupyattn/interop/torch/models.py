@@ -28,7 +28,6 @@ from cupyattn.quant.blocks import BLOCK_SIZE, Int8Config
 #: What becomes of the weights that are replaced.
 ORIGINALS = ("cpu", "device", "drop")
 
-
 #: A layer that was replaced: its parent, its name there, the layer, and what took its place.
 _Place = tuple[nn.Module, str, nn.Linear, Int8Linear]
 
