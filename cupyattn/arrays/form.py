@@ -38,7 +38,7 @@ class ArrayForm:
         if self.device < 0:
             address = data_address(array)
         else:
-            data = array.data  # made anew each time it is asked for
+            data = array.data  # a new object at each access
             if data.device_id != self.device:
                 return None
             address = data.ptr

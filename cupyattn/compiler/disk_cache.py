@@ -137,7 +137,7 @@ def write(key: str, payload: bytes) -> None:
 
 
 def own_alone(file: BinaryIO) -> None:
-    """Let nobody but this user write to a new file, whatever the umask says."""
+    """Allow only this user to write to a new file, whatever the umask is."""
     if hasattr(os, "fchmod"):
         os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~0o022)
 

@@ -73,7 +73,7 @@ def attention_backward(
     out, lse : array
         What the forward pass returned with ``return_lse=True``: O, of q's shape and dtype, and the
         log-sum-exp, float32, (batch, heads, len_q). P is recomputed from `lse`; nothing of the size
-        len_q x len_kv is stored. From 1024 away from zero on, a float32 `lse` is too coarse for
+        len_q x len_kv is stored. If `lse` is at least 1024 from zero, float32 is too coarse for
         that: P is then the softmax of the row's scores, for which k must be all keys of the row.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, layout
         As in the forward pass. `bias` gets no gradient. Cost follows the blocks that are kept.

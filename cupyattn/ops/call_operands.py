@@ -81,6 +81,3 @@ def direct_operands(
     if isinstance(block_mask, BlockMask):
         operands["kept_blocks"] = block_mask.kept_blocks(next(iter(operands.values())))
     return operands if block_mask is None or "kept_blocks" in operands else None
-
-
-# ---- calls of late -------------------------------------------------------------------------------

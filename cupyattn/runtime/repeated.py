@@ -84,7 +84,7 @@ def call_key(options: tuple[Any, ...], arrays: Mapping[str, Array]) -> tuple[Any
     for name, array in arrays.items():
         if cupy is None or not isinstance(array, cupy.ndarray):
             return None, {}
-        data = array.data  # made anew each time it is asked for
+        data = array.data  # a new object at each access
         addresses[name] = address = data.ptr
         key += (array.shape, array.strides, array.dtype, address % 16, data.device_id)
     return tuple(key), addresses

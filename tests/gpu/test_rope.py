@@ -1,4 +1,4 @@
-"""Rotary embeddings on the device: J1 of the pass, every rung within its bound, calls of late.
+"""Rotary embeddings on the device: J1 of the pass, every rung within its bound, recent calls.
 
 `tests/problem/test_rope.py` says the same of the mirror and the interpreter, and what each test
 means.
