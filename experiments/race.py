@@ -68,8 +68,7 @@ class Form:
     @property
     def source(self) -> str:
         """Path of its source below kernels_cu."""
-        file = f"attn_{self.variant.name}.cu"
-        return file if self.name == "portable" else f"sm90/{file}"
+        return ladder.FORM_SOURCES[self.name].format(self.variant.name)
 
     def rivals(self, problem: Problem) -> list[Cell]:
         """Return what it is held to on a problem, where it can be had."""

@@ -219,7 +219,7 @@ def test_the_race_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_candidate_brings_its_own_headers(tmp_path: Path) -> None:
-    prims = tmp_path / "changes" / "prims"
+    prims = tmp_path / "changes" / "prims" / "instructions"
     prims.mkdir(parents=True)
     (prims / "warp.cuh").write_text("#error mine\n")
     candidate = race.parse_candidate(f"new={tmp_path / 'changes'}", tmp_path / "stage")

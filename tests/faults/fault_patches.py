@@ -44,7 +44,7 @@ class Fault:
     @property
     def of_packed(self) -> bool:
         """Whether it is compiled for packed sequences alone."""
-        return all(hunk.file == "prims/varlen.cuh" for hunk in self.hunks)
+        return all(hunk.file == "prims/io/varlen.cuh" for hunk in self.hunks)
 
     @property
     def of_zero_points(self) -> bool:
