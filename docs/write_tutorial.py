@@ -18,7 +18,7 @@ from typing import Any
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.files import replacing
 from cupyattn.measure.words import format_seconds
-from experiments import merging, recording
+from experiments._harness import merging, recording
 
 PAGE = Path(__file__).with_name("TUTORIAL.md")
 #: A mark, what stands after it, and the end of that.
@@ -105,8 +105,8 @@ def written_provenance(page: str, record: Mapping[str, Any]) -> list[str]:
         cell["problem"] for cell in record["problems"] if SHOWN.items() <= cell["problem"].items()
     )
     return [
-        f"Times are of [ladder.json](../experiments/results/ladder.json) (`{record['command']}`), "
-        f"{environment['device']['name']},",
+        f"Times are of [ladder.json](../experiments/results/ladder.json) "
+        f"(`{recording.command_now(record)}`), {environment['device']['name']},",
         f"NVRTC {environment['nvrtc']}, revision {environment['revision'][:10]}"
         f"{merging.of_another_revision(record)}: batch "
         f"{problem['batch']}, {problem['heads']} heads, length {problem['length']:,}, "

@@ -1,4 +1,4 @@
-"""experiments/feature_costs.py: runs in small, and writes its page from a record alone."""
+"""experiments/speed/feature_costs.py: runs in small, and writes its page from a record alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import cupyattn as ca
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
-from experiments import feature_costs, merging, recording
-from experiments.cells import Problem
+from experiments._harness import merging, recording
+from experiments._harness.cells import Problem
+from experiments.speed import feature_costs
 
 
 def test_it_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,8 @@ import pytest
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.kernels import ladder
-from experiments import patches
-from experiments.patches import Hunk
+from experiments._harness import patches
+from experiments._harness.patches import Hunk
 
 FOLDER = Path(__file__).parent
 #: Forms that mistakes are planted in, beside the portable one of every rung.

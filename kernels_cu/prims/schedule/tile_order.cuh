@@ -14,7 +14,7 @@ struct TilePlace {
 // time. Where they are UNEVEN, as many heads at a time as fit into L2_SHARE, of those the longest
 // causal rows first.
 // NOTE: groups of heads differ in size by one: a small one at the end would leave its longest tiles
-// to few blocks (experiments/tile_order.py).
+// to few blocks (experiments/tuning/tile_order.py).
 template <bool UNEVEN>
 __device__ __forceinline__ TilePlace place_of(int index, int len_q, int heads, int64_t head_bytes) {
   const uint32_t q_blocks = ceil_div(len_q, BLOCK_Q), head = uint32_t(index) / q_blocks;
