@@ -10,8 +10,8 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -64,12 +64,18 @@ class Operand:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory of a plan, zero beforehand where it says so."""
+    """Scratch memory of a plan, zero beforehand where it says so.
+
+    `cast_of` names an operand that is converted to it beforehand, `copy_of` an array that every
+    call gets a copy of there; "": none.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     zeros: bool = False
+    cast_of: str = ""
+    copy_of: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -163,6 +169,74 @@ class Plan:
 
     def __str__(self) -> str:
         return described(self, f"{self.variant} ({self.form}), {self.tiles}, {self.features}")
+
+
+class Runnable(Protocol):
+    """What an executor needs of a plan of whatever kind."""
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Kernels in order."""
+
+    @property
+    def workspace(self) -> tuple[Workspace, ...]:
+        """Scratch memory that they share."""
+
+    @property
+    def on_devices(self) -> dict[Any, Any]:
+        """What an executor keeps of this plan, by device."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One plan of a call, and what its buffers are called in the call where they differ."""
+
+    plan: Any
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """All plans of a call in order, and the buffers that one writes and another reads."""
+
+    stages: tuple[Stage, ...]
+    between: tuple[Workspace, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Runnable) -> Work:
+        """Return the work of one plan alone."""
+        return cls((Stage(plan),))
+
+    @property
+    def plans(self) -> list[Any]:
+        """The plans alone."""
+        return [stage.plan for stage in self.stages]
+
+    @property
+    def names(self) -> list[dict[str, str]]:
+        """For each plan, what the call calls those of its buffers that have other names there."""
+        return [
+            {**stage.names, **{work.name: f"{i}.{work.name}" for work in stage.plan.workspace}}
+            for i, stage in enumerate(self.stages)
+        ]
+
+    @property
+    def memory(self) -> list[str]:
+        """What is between the plans, a line each: its extents, which make its size."""
+        return [
+            f"{work.name} {' x '.join(map(str, work.shape))} {work.dtype}, {work.nbytes:,} bytes"
+            for work in self.between
+        ]
+
+    @property
+    def workspace(self) -> tuple[Workspace, ...]:
+        """All scratch memory of the call, under the names that it has there."""
+        inner = [
+            replace(work, name=f"{i}.{work.name}")
+            for i, stage in enumerate(self.stages)
+            for work in stage.plan.workspace
+        ]
+        return (*self.between, *inner)
 
 
 def described(plan: Any, title: str) -> str:

@@ -16,7 +16,6 @@ from cupyattn.compiler import modules as kc
 from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.gradients import Gradients
-from cupyattn.ops import run
 from cupyattn.plans.backward import ROW_PAD, plan_backward
 from cupyattn.plans.records import Operand, Plan
 from cupyattn.problem.block_mask import BlockMask
@@ -213,7 +212,7 @@ def run_into(
     arrays = {**buffers, **results._asdict()}
     operands = {n: Operand.of(x) for n, x in arrays.items() if n != "lse"}
     plan = plan_backward(call, **operands, deterministic=deterministic, arch=arch)
-    run.run("interpret", plan, arrays, arch)
+    interpret.run(plan, arrays, arch)
 
 
 @pytest.mark.parametrize("form", FORMS)

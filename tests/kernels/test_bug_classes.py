@@ -30,12 +30,11 @@ from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops import attention as api
 from cupyattn.ops import explain
+from cupyattn.ops.attention import resolved
 from cupyattn.plans.attention import plan_attention
 from cupyattn.plans.records import Operand
 from cupyattn.plans.structs import pack
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from tests.interpret.test_interpret_faults import far_apart
@@ -84,7 +83,7 @@ def test_1_strides_of_huge_arrays_reach_the_kernel_whole(rung: str) -> None:
 def test_2_grids_past_65535(rung: str) -> None:
     """All blocks lie along x: 80,000 heads take as many blocks, and heads past 65,535 are right."""
     q, k, v = normal((40_000, 2, 2, 4), (40_000, 1, 3, 4))
-    plans = explain.plans(resolve(q, k, v, Options(variant=rung)))
+    plans = explain.plans(resolved(q, k, v, variant=rung))
     for one in itertools.chain.from_iterable(p.launches for p in plans):
         assert isinstance(one.grid, int) and 2**15 < one.grid < 2**31
     assert any(one.grid >= 80_000 for p in plans for one in p.launches)

@@ -20,11 +20,10 @@ from cupyattn.distributions import make
 from cupyattn.kernels import ladder
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import TANHF_ERROR, numerics
+from cupyattn.ops.attention import resolved
 from cupyattn.plans import attention as plans_attention
 from cupyattn.plans import records
 from cupyattn.problem.checks import check_limits
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from cupyattn.reference.mirror import attention_mirror
@@ -340,7 +339,7 @@ def test_mask_and_bias_are_taken_as_they_lie() -> None:
     q, k, v = arrays()
     mask = np.ones((45, 166), bool)[:, ::2]
     bias = np.zeros((4, 83, 45), np.float16).swapaxes(1, 2)
-    request = resolve(q, k, v, Options(mask=mask, bias=bias))
+    request = resolved(q, k, v, mask=mask, bias=bias)
     assert request.mask.shape == request.bias.shape == SHAPE
     assert np.shares_memory(request.mask, mask) and np.shares_memory(request.bias, bias)
     values = plans_attention.plan_attention(
@@ -351,7 +350,7 @@ def test_mask_and_bias_are_taken_as_they_lie() -> None:
     assert values["bias_stride"] == (0, 45 * 83, 1, 45)
     packed = np.zeros(4, np.dtype([("skew", "u1"), ("bias", "f4")]))["bias"]
     o = attention(q, k, v[:, :, :83], bias=np.repeat(packed[:1], 83))
-    assert resolve(q, k, v, Options(bias=packed[:1])).bias.strides == (0, 0, 0, 0)
+    assert resolved(q, k, v, bias=packed[:1]).bias.strides == (0, 0, 0, 0)
     assert np.isfinite(as_float64(o)).all()
 
 
@@ -472,7 +471,7 @@ def test_features_are_compiled_in_only_where_they_are_asked_for() -> None:
     q, k, v = (records.Operand.of(x) for x in arrays())
 
     def defines(**options: Any) -> dict[str, int]:
-        request = resolve(*arrays(), Options(**options))
+        request = resolved(*arrays(), **options)
         added = {n: records.Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
         made = plans_attention.plan_attention(
             ladder.lookup("fa"), request.call, q, k, v, q, **added

@@ -23,6 +23,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.ops.attention import resolved
 from cupyattn.plans import assemble, attention, attention_int8, records
 from cupyattn.plans.backward import BACKWARD_PARAMS
 from cupyattn.plans.codes import VALUE_PARAMS
@@ -30,8 +31,6 @@ from cupyattn.plans.records import Operand, Plan
 from cupyattn.plans.structs import ATTN_PARAMS, PIECE_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, pack
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import check_attention
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantizedQKV
 
 HALF_PRECISION_RUNGS = ("unfused", "fa", "fa_warps", "fa_tc")
@@ -483,7 +482,7 @@ def test_codes_whose_last_axis_is_strided_are_copied_or_refused() -> None:
     codes = np.zeros((1, 1, 8, 64), np.int8)[..., ::2]
     v = np.zeros((1, 1, 8, 32), np.float16)
     operands = QuantizedQKV.from_codes(codes, codes, v, 1.0, 1.0)
-    request = resolve(operands, None, None, Options())
+    request = resolved(operands, None, None)
     assert request.q.strides[-1] == 1
 
 

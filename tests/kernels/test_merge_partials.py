@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cupyattn import interpret
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.bounds.perturbation import ratio_to_bound
@@ -19,7 +20,6 @@ from cupyattn.compiler import modules as kc
 from cupyattn.distributed.bounds import Expected, merged
 from cupyattn.distributed.merging import MERGE_PARAMS, Partial, merge_mirror, plan_merge
 from cupyattn.interpret import KernelFault
-from cupyattn.ops import run
 from cupyattn.plans.records import Operand
 from tests.support.structs import check_struct
 
@@ -155,7 +155,7 @@ def test_mistakes_are_noticed(fault: str, tmp_path: Path) -> None:
     partial: Any = Partial(parts[0][0], "interpret")
     partial.o, partial.lse = o, lse
     with pytest.raises((AssertionError, KernelFault)):
-        run.run("interpret", plan, {"O": o, "lse": lse, **read})
+        interpret.run(plan, {"O": o, "lse": lse, **read})
         assert_within(partial, exactly(parts, "float16"))
 
 

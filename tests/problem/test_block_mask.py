@@ -24,11 +24,10 @@ from cupyattn import (
 from cupyattn.arrays.kinds import as_float64
 from cupyattn.distributions import make
 from cupyattn.kernels.ladder import VARIANTS
+from cupyattn.ops.attention import resolved
 from cupyattn.plans import attention as plans_attention
 from cupyattn.plans import records
 from cupyattn.problem.checks import check_limits
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing import verdict
@@ -418,7 +417,7 @@ def test_it_is_compiled_in_only_where_there_is_one() -> None:
     operands = [records.Operand.of(x) for x in (*inputs, inputs[0])]
 
     def macros(**options: Any) -> tuple[int, int]:
-        request = resolve(*inputs, Options(**options))
+        request = resolved(*inputs, **options)
         kept = request.kept_blocks
         described = None if kept is None else records.Operand.of(kept)
         made = plans_attention.plan_attention(

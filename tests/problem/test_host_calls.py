@@ -25,14 +25,13 @@ from cupyattn.arrays import memory as arrays_memory
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops import backward
+from cupyattn.ops.attention import resolved
 from cupyattn.plans.backward import plan_backward
 from cupyattn.plans.records import Operand, Plan, TensorMap
 from cupyattn.plans.stages import stages
 from cupyattn.plans.structs import pack
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_attention
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.runtime import ready as runtime_ready
 from cupyattn.runtime import replay, tensor_map
 
@@ -180,7 +179,7 @@ def check(driver: Driver, made: list[Plan], known: dict[str, Any]) -> None:
 
 
 def planned(inputs: Any, out: Any = None, **options: Any) -> list[Plan]:
-    return stages(resolve(*inputs, Options(out=out, **options))).plans
+    return stages(resolved(*inputs, out=out, **options)).plans
 
 
 @pytest.mark.parametrize(("rung", "arch"), CASES)

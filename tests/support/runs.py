@@ -3,7 +3,7 @@ and buffers with guards around them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,24 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, attention_varlen, quantize
+from cupyattn import attention, attention_varlen, interpret, quantize
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.ladder import VARIANTS, Variant, lookup
 from cupyattn.kernels.splits import wanted_rows
 from cupyattn.ops import explain
-from cupyattn.ops import run as backends
-from cupyattn.ops.call_operands import QUANTIZED
+from cupyattn.ops.attention import resolved
 from cupyattn.plans import assemble, attention_int8
 from cupyattn.plans import attention as plans_attention
 from cupyattn.plans.codes import ValueCodes
 from cupyattn.plans.records import Operand
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.request import Options
-from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import OPTIONS as PREPARATION
 from cupyattn.quant import QuantConfig, QuantizedQKV
+from cupyattn.quant.quantized import BUFFERS as QUANTIZED
+from cupyattn.runtime import ready
 from cupyattn.testing import verdict  # fmt: skip
 
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
@@ -240,6 +239,11 @@ def revealing_zero_points(rung: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
 # ---- runs ----------------------------------------------------------------------------------------
 
 
+def run_plan(backend: str, plan: Any, buffers: Mapping[str, Any], arch: str | None = None) -> None:
+    """Run one plan on a device, or in the interpreter."""
+    (ready if backend == "cuda" else interpret).run(plan, buffers, arch)
+
+
 def asked_for(rung: str) -> dict[str, Any]:
     """Options of `attention` that choose the rung that is named, but for the architecture."""
     chosen: dict[str, Any] = {"variant": variant_of(rung).name}
@@ -281,8 +285,8 @@ def hopper_blocks(count: int) -> Iterator[None]:
 
 def form_taken(rung: str, inputs: Arrays, **options: Any) -> str:
     """Return the form that these arrays get: the Hopper form does not take all of them."""
-    asked = Options(**{**asked_for(rung), **options})
-    return explain.plans(resolve(*inputs, asked))[-1].form
+    asked = dict(**{**asked_for(rung), **options})
+    return explain.plans(resolved(*inputs, **asked))[-1].form
 
 
 @dataclass(frozen=True)
@@ -428,7 +432,7 @@ def run_packed(
     o, lse = attention_varlen(*inputs, *ends, return_lse=True, **asked)
     o = o.swapaxes(0, 1)[None]
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
-    plan = explain.plans(resolve(*inputs, Options(**asked, **named)))[-1]
+    plan = explain.plans(resolved(*inputs, **asked, **named))[-1]
     judged = {**options, "tiles": plan.tiles}
     found = []
     for number, (rows, one) in enumerate(sequences(inputs, ends)):
@@ -474,5 +478,5 @@ def run_into(
             **described, arch=arch,
         )  # fmt: skip
     buffers = {name: memory.as_input(array) for name, array in (operands | added).items()}
-    backends.run(backend, plan, {**buffers, "o": o, "lse": lse}, arch)
+    run_plan(backend, plan, {**buffers, "o": o, "lse": lse}, arch)
     return Run(rung, form, inputs, options, z, o, lse)

@@ -22,10 +22,10 @@ from cupyattn.ops.gemm import form_of, int8_gemm
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import plan_act_quant
 from cupyattn.plans.gemm import plan_gemm
-from cupyattn.plans.records import Operand
+from cupyattn.plans.records import Operand, Work
 from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE
-from cupyattn.runtime.ready import ReadyCall
+from cupyattn.runtime.ready import Ready
 
 #: Layers on tensors of late, by the forms of these; the oldest make room.
 _recent: dict[Any, _Ready] = {}
@@ -36,8 +36,8 @@ _MAX_RECENT = 512
 class _Ready:
     """What a layer launches on tensors of some forms, compiled and loaded."""
 
-    quantise: ReadyCall
-    multiply: ReadyCall
+    quantise: Ready
+    multiply: Ready
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Run on torch's current stream; codes, scales and result are torch's own memory."""
@@ -89,7 +89,7 @@ def _remember(key: Any, arrays: Mapping[str, Any], activation: str, arch: str | 
     )  # fmt: skip
     while len(_recent) >= _MAX_RECENT:
         _recent.pop(next(iter(_recent)), None)
-    _recent[key] = _Ready(ReadyCall.of(plan_act_quant(x, dtype)), ReadyCall.of(product, arch))
+    _recent[key] = _Ready(Ready(Work.of(plan_act_quant(x, dtype))), Ready(Work.of(product), arch))
 
 
 def run(
