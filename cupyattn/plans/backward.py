@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.backward_tiles import (
     IN_ORDER_KEYS,
@@ -22,20 +20,8 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import hopper
 from cupyattn.plans.assemble import attn_params, check_grid, features_of, tensor_map_of, widest
 from cupyattn.plans.records import Launch, Operand, Plan, Workspace
-from cupyattn.plans.structs import ATTN_PARAMS
+from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS
 from cupyattn.problem.call import AttentionSpec
-
-#: ``struct BackwardParams`` of kernels_cu/prims/params.cuh, field by field.
-BACKWARD_PARAMS = np.dtype(
-    [
-        ("dO", "u8"), ("dQ", "u8"), ("dK", "u8"), ("dV", "u8"),
-        ("dO_stride", "i8", 3), ("dQ_stride", "i8", 3), ("dK_stride", "i8", 3),
-        ("dV_stride", "i8", 3), ("row_M", "u8"), ("row_factor", "u8"), ("coarse", "u8"),
-        ("delta", "u8"), ("dQ_sum", "u8"), ("rows", "i8"), ("kept_rows", "u8"),
-        ("kept_rows_stride", "i8", 3), ("turns", "u8"), ("next_block", "u8"), ("all_keys", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
 ROW_PAD = 128

@@ -18,22 +18,11 @@ from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.assemble import HOPPER_BLOCKS, tensor_map_of
 from cupyattn.plans.records import Launch, Operand, TensorMap, Workspace, described
+from cupyattn.plans.structs import GEMM_PARAMS
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from cupyattn.quant.blocks import BLOCK_SIZE
 
 _log = logging.getLogger("cupyattn")
-
-#: ``struct GemmParams`` of kernels_cu/prims/codes/gemm.cuh, field by field.
-GEMM_PARAMS = np.dtype(
-    [
-        ("A", "u8"), ("B", "u8"), ("A_scale", "u8"), ("B_scale", "u8"), ("C", "u8"),
-        ("bias", "u8"), ("A_16", "u8"), ("B_16", "u8"), ("A_stride", "i8"), ("B_stride", "i8"),
-        ("A_scale_stride", "i8"), ("B_scale_stride", "i8"), ("C_stride", "i8"),
-        ("A_16_stride", "i8"), ("B_16_stride", "i8"),
-        ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outliers", "i4"), ("alone", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
 
 #: Tiles to choose from, by form, the largest first.
 PORTABLE_TILES = (
