@@ -16,7 +16,13 @@ from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import PORTABLE_TILES, choose_tiles, plan_gemm
+from cupyattn.plans.gemm import (
+    PORTABLE_TILES,
+    OutlierOperands,
+    ProductOperands,
+    choose_tiles,
+    plan_gemm,
+)
 from cupyattn.plans.records import Operand
 from cupyattn.quant.activation import ACTIVATION_SLOPE, ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
@@ -200,12 +206,14 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # type: ignore[no-untyped-def]
     blocks = -(-k // BLOCK_SIZE)
     if options.pop("outliers", False):
-        options["outliers"] = (*(Operand.contiguous((s, 64), 2) for s in (m, n)), "bfloat16")
-    return plan_gemm(
+        of_16 = (Operand.contiguous((s, 64), 2) for s in (m, n))
+        options["outliers"] = OutlierOperands(*of_16, "bfloat16")
+    operands = ProductOperands(
         Operand.contiguous((m, k), 1), Operand.contiguous((m, blocks), 4),
         Operand.contiguous((n, k), 1), Operand.contiguous((-(-n // BLOCK_SIZE), blocks), 4),
-        Operand.contiguous((m, n), STORAGE[out_dtype].itemsize), out_dtype, **options,
+        Operand.contiguous((m, n), STORAGE[out_dtype].itemsize),
     )  # fmt: skip
+    return plan_gemm(operands, out_dtype, **options)
 
 
 @pytest.mark.parametrize(
