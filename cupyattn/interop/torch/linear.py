@@ -84,8 +84,8 @@ def _remember(key: Any, arrays: Mapping[str, Any], activation: str, arch: str | 
     dtype = arrays["x"].dtype.name
     of_b, of_scales = (Operand.of(as_input(a)) for a in (b, b_scales))
     product = plan_gemm(
-        ProductOperands(codes, scales, of_b, of_scales, y), dtype, bias="" if bias is None else bias.dtype.name, activation=activation,
-        tiles=tiles, arch=arch,
+        ProductOperands(codes, scales, of_b, of_scales, y), dtype,
+        bias="" if bias is None else bias.dtype.name, activation=activation, tiles=tiles, arch=arch,
     )  # fmt: skip
     while len(_recent) >= _MAX_RECENT:
         _recent.pop(next(iter(_recent)), None)
