@@ -68,7 +68,7 @@ class BackwardOperands:
 @functools.lru_cache(maxsize=1024)
 def plan_backward(
     call: AttentionSpec,
-    operands: BackwardOperands,
+    at: BackwardOperands,
     *,
     deterministic: bool | None,
     all_keys: bool = True,
@@ -80,7 +80,7 @@ def plan_backward(
     ----------
     call : AttentionSpec
         With ``return_lse``.
-    operands : BackwardOperands
+    at : BackwardOperands
         The plan also reads the buffer ``"lse"``, contiguous, and of a packed call
         ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
     deterministic : bool or None
@@ -106,7 +106,7 @@ def plan_backward(
     UnsupportedError
         If a grid would be too large.
     """
-    at, kept_rows = operands, operands.kept_rows
+    kept_rows = at.kept_rows
     features = features_of(call, widest(at.q, at.k, at.v, at.o, at.d_out, at.dq, at.dk, at.dv))
     form, note = "deterministic" if deterministic else "atomic", ""
     dq_of_keys = NO_DQ if deterministic else SUMS_DQ
