@@ -21,7 +21,6 @@ from typing import Any
 
 from cupyattn.cli import output
 from cupyattn.measure import device
-from experiments._harness import recording
 
 #: What says nothing of the machine code: comments, places in the source.
 _NOTES = ("//", ".file", ".loc")
