@@ -1,6 +1,6 @@
 """Stand-ins for modules of our own, written on libraries; `experiments.speed.libraries` times them.
 
-Each has the face of the module that it would replace, so that both can be measured by one code.
+Each has the face of the module that it would replace, so that one code measures both.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def pynvml_monitor(pci_bus_id: str) -> Iterator[PynvmlMonitor | None]:
 
 
 class BindingsNvrtc:
-    """`cupyattn.compiler.nvrtc.Nvrtc` by cuda.bindings, without a path: it finds its own library."""
+    """`cupyattn.compiler.nvrtc.Nvrtc` by cuda.bindings, which finds the library by itself."""
 
     def __init__(self) -> None:
         from cuda.bindings import nvrtc
