@@ -5,7 +5,7 @@ Holds fixed  one thread; a process of its own for every start, ours and theirs i
 Measures     seconds from a process that has neither to the first answer, and of a call later; lines
              of code of either; bytes that the wheels add; for JAX also what an error says, and
              whether the program stays in JAX's cache on disk; for the cache the time of a trim
-Run          python -m experiments.speed.libraries [--quick] [--wheels FOLDER] [--json FILE]
+Run          python -m experiments.speed.libraries [--quick] [--folder FOLDER] [--json FILE]
 
 Libraries that are not installed are left out, and so is what needs a device where there is none:
 calls of NVML and NCCL are timed on a device, by the same command. FOLDER holds the wheels as
@@ -426,7 +426,7 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     output.print_table(["", "", "", "ms", "95 %"], cells)
     content = {
-        "rounds": rounds, "installed": installed(), "wheels": wheels(args.wheels), "rows": rows,
+        "rounds": rounds, "installed": installed(), "wheels": wheels(args.folder), "rows": rows,
         "jax": jax_rows(), "lines": lines(), "trims": trims(rounds),
     }  # fmt: skip
     recording.keep(args, "libraries", "host", content)
@@ -436,7 +436,7 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = recording.parser(__doc__)
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels of the libraries")
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="wheels of the libraries")
     parser.add_argument(
         "--stored", action="store_true", help="measure nothing: docs/DESIGN.md from the record"
     )
