@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import stat
 import threading
 import time
@@ -25,6 +26,8 @@ FORMAT = 2
 MOST = 2**28
 #: Seconds for which an entry that was used is not marked as used again.
 USE_INTERVAL = 3600.0
+#: Names of entries: a folder that the user chose may hold other files, which are none of ours.
+ENTRY = re.compile(r"[0-9a-f]{64}\.bin")
 _MAGIC = b"cupyattn-binary-%d\n" % FORMAT
 
 _log = logging.getLogger("cupyattn")
@@ -42,7 +45,8 @@ def cache_folder() -> Path:
 
 def entries() -> list[Path]:
     """Return the files of the cache."""
-    return regular_files(cache_folder(), ".bin")
+    found = regular_files(cache_folder(), ".bin")
+    return [path for path in found if ENTRY.fullmatch(path.name)]
 
 
 def regular_files(folder: Path, suffix: str) -> list[Path]:
@@ -111,7 +115,13 @@ def make_folder(folder: Path) -> bool:
 
 
 def read(key: str) -> bytes | None:
-    """Return what was written under a key, None where there is nothing or it is damaged."""
+    """Return what was written under a key, None where there is nothing or it is damaged.
+
+    Parameters
+    ----------
+    key : str
+        A SHA-256 digest in hexadecimal.
+    """
     path = cache_folder() / f"{key}.bin"
     try:
         with open_own(path) as file:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cupyattn.compiler.disk_cache import (
+    ENTRY,
     cache_folder,
     make_folder,
     open_own,
@@ -37,6 +38,8 @@ DEFAULT = 2**30
 _FILE = "size_limit"
 #: Nanoseconds after which a file that is still being written belongs to a process that has died.
 _ABANDONED = 3600 * 10**9
+#: Names of entries while they are written, as `cupyattn.files.replacing` gives them.
+_UNFINISHED = re.compile(rf"\.{ENTRY.pattern}\.[0-9a-f]+\.tmp")
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", 1)
@@ -188,12 +191,13 @@ def _listed(folder: Path) -> tuple[list[_File], list[_File]]:
     unfinished: list[_File] = []
     with contextlib.suppress(OSError), os.scandir(folder) as found:
         for entry in found:
-            files = {".bin": kept, ".tmp": unfinished}.get(entry.name[-4:])
-            if files is None:
+            is_entry = ENTRY.fullmatch(entry.name)
+            if not is_entry and not _UNFINISHED.fullmatch(entry.name):
                 continue
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
+                    files = kept if is_entry else unfinished
                     files.append(_as_listed(status, entry.name))
     return kept, unfinished
 

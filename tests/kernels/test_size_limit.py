@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -25,8 +26,25 @@ OTHER = kc.ModuleSpec(ADD.source, (("CFG_COUNT", 96),))
 HOUR = 3600
 
 
+def key_of(name: str) -> str:
+    """A key as those of kernels are, 64 hexadecimal digits, of any name."""
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
 def keys() -> set[str]:
     return {path.stem for path in disk_cache.entries()}
+
+
+def written(cold_cache: Path, *names: str, size: int = 100) -> None:
+    """Write entries of these names, the youngest first."""
+    for age, name in enumerate(names):
+        disk_cache.write(key_of(name), bytes(size))
+        path = cold_cache / f"{key_of(name)}.bin"
+        os.utime(path, (10**9 - age, 10**9 - age))
+
+
+def named(*names: str) -> set[str]:
+    return {key_of(name) for name in names}
 
 
 # ---- which limit ---------------------------------------------------------------------------------
@@ -109,7 +127,7 @@ def test_the_least_recently_used_go_first(
         patch.setattr(disk_cache.time, "time", lambda: float(now))
         for action, number, size, pause in steps:
             now += pause
-            key = f"key{number}"
+            key = key_of(str(number))
             if action == "read":
                 assert (disk_cache.read(key) is None) == (key not in model)
                 if key in model and now - model[key][0] > HOUR:
@@ -127,13 +145,13 @@ def test_the_least_recently_used_go_first(
 
 
 def test_use_is_marked_once_an_hour(cold_cache: Path) -> None:
-    disk_cache.write("key", b"content")
-    path = cold_cache / "key.bin"
+    written(cold_cache, "one")
+    path = cold_cache / f"{key_of('one')}.bin"
     now = time.time()
     for age, marked in ((HOUR / 2, False), (2 * HOUR, True), (-2 * HOUR, True)):
         os.utime(path, (now - age, now - age))
         before = path.stat().st_mtime
-        assert disk_cache.read("key") == b"content"
+        assert disk_cache.read(key_of("one")) == bytes(100)
         after = path.stat().st_mtime
         assert (after != before) == marked and (not marked or abs(after - now) < 60)
 
@@ -141,8 +159,7 @@ def test_use_is_marked_once_an_hour(cold_cache: Path) -> None:
 def test_a_folder_that_refuses_the_mark_still_answers(
     cold_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk_cache.write("key", b"content")
-    os.utime(cold_cache / "key.bin", (0, 0))
+    written(cold_cache, "one")
     refused = []
 
     def refuse(*arguments: object) -> None:
@@ -150,50 +167,62 @@ def test_a_folder_that_refuses_the_mark_still_answers(
         raise PermissionError(1, "not yours")
 
     monkeypatch.setattr(disk_cache.os, "utime", refuse)
-    assert disk_cache.read("key") == b"content" and len(refused) == 1
+    assert disk_cache.read(key_of("one")) == bytes(100) and len(refused) == 1
 
 
 def test_an_entry_used_or_replaced_since_it_was_listed_stays(
     cold_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for age, key in enumerate(("newest", "replaced", "used", "old")):
-        disk_cache.write(key, bytes(100))
-        os.utime(cold_cache / f"{key}.bin", (10**9 - age, 10**9 - age))
+    written(cold_cache, "newest", "replaced", "used", "old")
     listed = size_limit._listed(cold_cache)
-    disk_cache.read("used")
-    disk_cache.write("replaced", bytes(100))
+    disk_cache.read(key_of("used"))
+    disk_cache.write(key_of("replaced"), bytes(100))
     monkeypatch.setattr(size_limit, "_listed", lambda folder: listed)
-    assert size_limit.trim(1, newest="newest")[0] == 1
-    assert keys() == {"newest", "replaced", "used"}
+    assert size_limit.trim(1, newest=key_of("newest"))[0] == 1
+    assert keys() == named("newest", "replaced", "used")
 
 
 def test_what_another_process_has_deleted_counts(
     cold_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for age, key in enumerate(("young", "old")):
-        disk_cache.write(key, bytes(100))
-        os.utime(cold_cache / f"{key}.bin", (10**9 - age, 10**9 - age))
+    written(cold_cache, "young", "old")
     listed = size_limit._listed(cold_cache)
-    (cold_cache / "old.bin").unlink()
+    (cold_cache / f"{key_of('old')}.bin").unlink()
     monkeypatch.setattr(size_limit, "_listed", lambda folder: listed)
     assert size_limit.trim(listed[0][0].size) == (0, 0)
-    assert keys() == {"young"}
+    assert keys() == named("young")
 
 
 def test_files_of_a_process_that_died_are_deleted(cold_cache: Path) -> None:
-    disk_cache.write("key", b"content")
-    dead, alive = cold_cache / ".a.bin.0123.tmp", cold_cache / ".b.bin.0123.tmp"
+    written(cold_cache, "one")
+    dead, alive = (cold_cache / f".{key_of(name)}.bin.0123abcd.tmp" for name in ("dead", "alive"))
     for path in (dead, alive):
         path.write_bytes(b"half")
     os.utime(dead, (time.time() - 2 * HOUR,) * 2)
     assert size_limit.trim(None) == (0, 0)
-    assert alive.exists() and not dead.exists() and keys() == {"key"}
+    assert alive.exists() and not dead.exists() and keys() == named("one")
+
+
+def test_other_files_of_the_folder_neither_count_nor_go(cold_cache: Path) -> None:
+    """A user may have chosen a folder that holds more than kernels."""
+    written(cold_cache, "young", "old", size=1000)
+    others = [
+        cold_cache / name
+        for name in ("weights.bin", ".weights.bin.0123.tmp", f"{key_of('x')}.bin.tmp", "x.tmp",
+                     f"{key_of('y').upper()}.bin")
+    ]  # fmt: skip
+    for path in others:
+        path.write_bytes(bytes(9000))
+        os.utime(path, (0, 0))
+    assert size_limit.trim(2500) == (0, 0)
+    assert size_limit.trim(1500)[0] == 1 and keys() == named("young")
+    assert kc.cache_clear() == 1 and all(path.exists() for path in others)
 
 
 def test_nothing_is_deleted_from_a_folder_that_is_not_used(cold_cache: Path) -> None:
-    disk_cache.write("key", bytes(100))
+    written(cold_cache, "one")
     cold_cache.chmod(0o777)
-    assert size_limit.trim(1) == (0, 0) and keys() == {"key"}
+    assert size_limit.trim(1) == (0, 0) and keys() == named("one")
 
 
 def test_a_folder_that_is_not_there_or_no_folder_has_nothing_to_delete(
@@ -245,7 +274,7 @@ seed, end, answered = int(sys.argv[1]), time.monotonic() + 2, 0
 draw = random.Random(seed)
 while time.monotonic() < end:
     number = draw.randrange(12)
-    key, payload = f"key{number}", bytes([number]) * (5000 * (number + 1))
+    key, payload = f"{number:064x}", bytes([number]) * (5000 * (number + 1))
     found = disk_cache.read(key)
     if found is None:
         disk_cache.write(key, payload)
@@ -294,16 +323,14 @@ def test_the_command_shows_sets_and_keeps_to_the_limit(
     cold_cache: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for age, key in enumerate(("young", "old")):
-        disk_cache.write(key, bytes(1000))
-        os.utime(cold_cache / f"{key}.bin", (10**9 - age, 10**9 - age))
+    written(cold_cache, "young", "old", size=1000)
     said = tmp_path / "said.json"
     assert main(["cache", "--json", str(said)]) == 0
     assert "2 kernels, 2.1 KiB; 1.0 GiB at most (default)" in capsys.readouterr().out
     assert json.loads(said.read_text())["limit_bytes"] == 2**30
     assert main(["cache", "--limit", "2KiB"]) == 0
     printed = capsys.readouterr().out
-    assert "deleted 1 kernels, 1.0 KiB" in printed and keys() == {"young"}
+    assert "deleted 1 kernels, 1.0 KiB" in printed and keys() == named("young")
     assert "1 kernels, 1.0 KiB; 2.0 KiB at most (cupyattn cache --limit)" in printed
     assert main(["cache", "--limit", "none"]) == 0
     assert "no limit (cupyattn cache --limit)" in capsys.readouterr().out
