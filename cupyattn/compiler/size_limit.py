@@ -32,7 +32,7 @@ from cupyattn.compiler.disk_cache import (
 from cupyattn.files import replacing
 
 VARIABLE = "CUPYATTN_CACHE_SIZE"
-#: Bytes by default: eight thousand kernels, ten times what the tests of all rungs compile.
+#: Bytes by default: a thousand of the largest kernels, which take less than 1 MB each.
 DEFAULT = 2**30
 #: File of the cache folder that holds the limit which `store` set.
 _FILE = "size_limit"

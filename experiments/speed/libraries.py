@@ -376,7 +376,7 @@ def section(record: Mapping[str, Any]) -> str:
         "Wheels: " + ", ".join(f"{n} {b / 1e6:.2f} MB" for n, b in record["wheels"].items()) + ".",
         "A trim of the compile cache takes "
         + ", ".join(
-            f"{1e3 * timing.median(row['samples']).median:.2g} ms with {row['entries']:,} entries"
+            f"{1e3 * timing.median(row['samples']).median:.3g} ms with {row['entries']:,} entries"
             for row in record["trims"]
         )
         + f"; `import cupyattn` {1e3 * start_of(record, 'import cupyattn'):.0f} ms.",
