@@ -1,0 +1,615 @@
+"""How fast is an INT8 product with one scale for each row and column, and what binds it?
+
+Varies       the candidate kernel (tile, pair of blocks, teams, lead, store, order of tiles); the
+             product: a square, layers of Flux, Wan 14B, HunyuanVideo, Kandinsky 5 and SD 3.5
+Holds fixed  random codes of full range, float16 out, no bias in what is timed
+Measures     equality with exact sums, rounded in the kernel's order, on every product and on edge
+             cases (sums near 2^31, odd m and n, k no multiple of 128, bias, bfloat16); registers
+             and spills; time and TOP/s, calls in turn on operands that are not in the L2 cache; the
+             same back to back for a second, with clock and power; at 8192^3 without copies and
+             without stores
+Beside       today's product with scales of blocks, torch._int_mm (no scales), torch's bfloat16
+             product
+Expect       1,500 TOP/s at 8192^3 and 1.6 times torch._int_mm; the header of the kernel says more
+Run          python -m experiments.tuning.channel_product.race [--quick | --interpret]
+             [--only LABEL] [--rounds N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyattn.cli import output
+from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.modules import ModuleSpec
+from cupyattn.interpret.executor import run_launch
+from cupyattn.interpret.findings import KernelFault
+from cupyattn.interpret.machine import schedule
+from cupyattn.measure import device, nvml, timing
+from cupyattn.plans.records import Launch
+from experiments import recording
+from experiments.tuning.channel_product.candidates import ARCH, CANDIDATES, SOURCE, Candidate
+from experiments.tuning.channel_product.pairs import taught
+
+BLOCKS, INT_MM, BF16 = "int8_gemm, blocks", "torch._int_mm", "torch bfloat16"
+NAME = "channel_product"
+
+
+@dataclass(frozen=True)
+class Size:
+    """One product, (m, k) by (n, k), and what it stands for."""
+
+    label: str
+    m: int
+    n: int
+    k: int
+
+    @property
+    def operations(self) -> int:
+        """A multiply-add counts twice."""
+        return 2 * self.m * self.n * self.k
+
+
+SIZES = (
+    Size("square", 8192, 8192, 8192),
+    Size("Flux, attention out", 4608, 3072, 3072),
+    Size("Flux, q k v", 4608, 9216, 3072),
+    Size("Flux, feed-forward in", 4608, 12_288, 3072),
+    Size("Flux, feed-forward out", 4608, 3072, 12_288),
+    Size("Flux, single block out", 4608, 3072, 15_360),
+    Size("Wan 14B, attention", 32_760, 5120, 5120),
+    Size("Wan 14B, feed-forward in", 32_760, 13_824, 5120),
+    Size("Wan 14B, feed-forward out", 32_760, 5120, 13_824),
+    Size("HunyuanVideo, q k v", 32_768, 9216, 3072),
+    Size("Kandinsky 5 Lite, feed-forward in", 16_384, 7168, 1792),
+    Size("Kandinsky 5 Pro, attention", 16_384, 4096, 4096),
+    Size("SD 3.5 Large, attention", 8858, 2432, 2432),
+)
+#: Products that run back to back for a while.
+SUSTAINED = ("square", "Flux, feed-forward in")
+WARM_SECONDS, TIMED_SECONDS, BATCH_SECONDS = 0.5, 0.8, 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product that is compared with exact sums: its operands and the type of C."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "float16"
+    bias: str = ""
+    kind: str = "random"
+    seed: int = 1
+
+    @property
+    def name(self) -> str:
+        """One line that tells it from the others."""
+        tail = f" bias {self.bias}" if self.bias else ""
+        return f"{self.m} x {self.n} x {self.k} {self.dtype} {self.kind}{tail}"
+
+
+#: Largest k whose sums of 127 * 127 fit in int32, a multiple of 128.
+LARGEST_K = (2**31 - 1) // 127**2 // 128 * 128
+EDGE_CASES = (
+    Case(1001, 1003, 1040, bias="float32"),
+    Case(777, 1544, 2064, "bfloat16", bias="float32"),
+    Case(300, 520, LARGEST_K, "bfloat16", bias="float32", kind="largest"),
+    Case(1, 264, 16, bias=""),
+    Case(4096, 3072, 128, bias=""),
+)
+#: In the interpreter: a few tiles each, ragged at the ends, k not a multiple of 128.
+SMALL_CASES = (
+    Case(333, 300, 784, bias="float32"),
+    Case(261, 520, 400, kind="largest"),
+    Case(70, 281, 144, "bfloat16"),
+)
+
+#: What a probe leaves out, so that its time tells what that took: text of the kernel, replacement.
+PROBES = {
+    "without copies": (
+        ("mbarrier_arrive_expect_tx(full, sizeof(smem.A[0]) + sizeof(smem.B[0]));",
+         "mbarrier_arrive(full);"),
+        ("cp_async_bulk_tensor_4d_multicast(", "if (p.k < 0) cp_async_bulk_tensor_4d_multicast("),
+        ("cp_async_bulk_tensor_4d(", "if (p.k < 0) cp_async_bulk_tensor_4d("),
+    ),
+    "without stores": (("      store_tile(", "      if (dot[0][0] == 0x7fffffff) store_tile("),),
+}  # fmt: skip
+#: Three-line faults, each with what has to go wrong: every one must be found.
+FAULTS = {
+    "the pair's other block is not waited for": (
+        ("mbarrier_init(smem.empty[s], PAIR * TEAM * 4);", "mbarrier_init(smem.empty[s], TEAM * 4);"),
+        ("if (lane_id() < PAIR) mbarrier_arrive_cluster(empty, lane_id());",
+         "if (lane_id() == 0) mbarrier_arrive(empty);"),
+    ),
+    "a stage is released before its products end": (
+        ("wgmma_wait_group<1>();", "wgmma_wait_group<1>(); release(smem.empty[at.stage]);"),
+        ("if (step > 0) release(smem.empty[last.stage]);", ""),
+        ("release(smem.empty[last.stage]);", ""),
+    ),
+    "the producer waits for no stage": (
+        ("mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);", ""),
+    ),
+    "a block ends while the other one copies to it": (
+        ("if constexpr (PAIR > 1) cluster_sync();\n}", "}"),
+    ),
+    "a slot is overwritten while it is stored": (
+        ("if (lane_id() == 0) cp_async_bulk_wait_group_read_but<SLOTS - 1>();", ""),
+    ),
+    "the scale of the next column": (("B_scale[i].v[j]", "B_scale[i].v[1 - j]"),
+                                     ("B_scale[i].v[0]", "B_scale[i].v[1]")),
+}  # fmt: skip
+
+
+# ---- operands and exact results ------------------------------------------------------------------
+
+
+def draw(case: Case | Size, xp: Any, kind: str = "random", seed: int = 0) -> dict[str, Any]:
+    """Return a, b, a_scales, b_scales and bias of a product.
+
+    ``"largest"``: codes of 127 and -127 whose sums are the largest there are, of either sign.
+    """
+    rng = xp.random.default_rng(seed)
+    m, n, k = case.m, case.n, case.k
+    if kind == "largest":
+        sign = [xp.where(xp.arange(r) % 3 == 0, -1, 1).astype(xp.int8) for r in (m, n)]
+        a, b = (xp.broadcast_to(s[:, None] * xp.int8(127), (len(s), k)).copy() for s in sign)
+    else:
+        a, b = (rng.integers(-127, 128, (r, k)).astype(xp.int8) for r in (m, n))
+    reach = 127 * 127 * k if kind == "largest" else 5400 * k**0.5
+    a_scales, b_scales = (
+        ((rng.random(r) + 0.5) / reach**0.5).astype(xp.float32) for r in (m, n)
+    )
+    bias = rng.standard_normal(n).astype(xp.float32)
+    return {"a": a, "b": b, "a_scales": a_scales, "b_scales": b_scales, "bias": bias}
+
+
+def rounded(sums: Any, x: Mapping[str, Any], dtype: Any, bias: str) -> Any:
+    """Return C of exact sums, NumPy, in the kernel's order of rounding: K1 to K3, G3, G5."""
+    factor = x["a_scales"][:, None] * x["b_scales"][None, :]
+    c = sums.astype(np.float32) * factor
+    if bias:
+        c = c + x["bias"][None, :]
+    return c.astype(dtype)
+
+
+def torch_dtype(name: str) -> Any:
+    """Return torch's type of a name."""
+    import torch
+
+    return getattr(torch, name)
+
+
+def equal_on_device(x: Mapping[str, Any], c: Any, dtype: str, bias: str) -> bool:
+    """Compare C, a torch tensor, with exact sums, a few thousand rows at a time."""
+    import torch
+
+    a, b, a_scales, b_scales, shift = (torch.from_dlpack(x[name]) for name in
+                                       ("a", "b", "a_scales", "b_scales", "bias"))  # fmt: skip
+    pad = -b.shape[0] % 8
+    if pad:  # torch._int_mm takes multiples of 8 columns
+        b = torch.nn.functional.pad(b, (0, 0, 0, pad))
+    for first in range(0, len(a), 4096):
+        some = a[first : first + 4096]
+        if len(some) < 32:  # and more than 16 rows
+            some = torch.nn.functional.pad(some, (0, 0, 0, 32 - len(some)))
+        sums = torch._int_mm(some, b.t())[: len(a) - first, : b.shape[0] - pad]
+        factor = a_scales[first : first + 4096, None] * b_scales[None, :]
+        expected = sums.to(torch.float32) * factor
+        if bias:
+            expected = expected + shift[None, :]
+        expected = expected.to(torch_dtype(dtype))
+        if not torch.equal(expected.view(torch.int16), c[first : first + 4096].view(torch.int16)):
+            return False
+    return True
+
+
+def sums_hold(x: Mapping[str, Any], rows: int = 8, columns: int = 64) -> bool:
+    """Whether torch._int_mm gives exact sums, on a corner: int64 in NumPy says."""
+    import torch
+
+    a, b = (torch.from_dlpack(x[name]) for name in ("a", "b"))
+    some = torch.nn.functional.pad(a[:rows], (0, 0, 0, 32 - min(rows, len(a))))
+    found = torch._int_mm(some, b[:columns].contiguous().t())[: min(rows, len(a))].cpu().numpy()
+    exact = a[:rows].cpu().numpy().astype(np.int64) @ b[:columns].cpu().numpy().astype(np.int64).T
+    return bool((found == exact).all())
+
+
+# ---- on a device ---------------------------------------------------------------------------------
+
+
+class Call:
+    """A launch on a device: compiled, loaded, run on buffers by name."""
+
+    def __init__(self, one: Launch) -> None:
+        from cupyattn.runtime.launches import ReadyLaunch
+
+        self._ready = ReadyLaunch(one, ARCH)
+
+    def bound(self, buffers: Mapping[str, Any]) -> Callable[[], None]:
+        """Return what launches it on some buffers, on the current stream."""
+        import cupy
+
+        addresses = [int(buffers[name].data.ptr) for name in self._ready.buffers]
+        return lambda: self._ready(addresses, cupy.cuda.get_current_stream().ptr)
+
+
+def poisoned(m: int, n: int) -> Any:
+    """Return room for C, 16-bit, every element NaN in float16 and in bfloat16."""
+    import cupy
+
+    return cupy.full((m, n), 0x7FFF, cupy.uint16)
+
+
+def check(candidate: Candidate, case: Case, x: Mapping[str, Any]) -> bool:
+    """Run a candidate on a case and compare it with exact sums."""
+    import torch
+
+    c = poisoned(case.m, case.n)
+    call = Call(candidate.launch(case.m, case.n, case.k, case.dtype, case.bias))
+    call.bound({**x, "c": c})()
+    return equal_on_device(x, torch.from_dlpack(c).view(torch_dtype(case.dtype)), case.dtype,
+                           case.bias)  # fmt: skip
+
+
+def check_edges() -> dict[str, dict[str, bool]]:
+    """Compare every candidate on every edge case that it takes."""
+    import cupy
+
+    found: dict[str, dict[str, bool]] = {}
+    for case in EDGE_CASES:
+        x = draw(case, cupy, case.kind, case.seed)
+        if not sums_hold(x):
+            raise FloatingPointError(f"torch._int_mm is not exact on {case.name}")
+        found[case.name] = {
+            one.name: check(one, case, x) for one in CANDIDATES if one.takes(case.n)
+        }
+    return found
+
+
+def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[int], object]:
+    """Return what `timing.time_interleaved` calls: one set of operands after the other."""
+    return lambda i: calls[i % len(calls)]()
+
+
+def calls_of(size: Size, x: Mapping[str, Any], names: Iterable[str], probes: Mapping[str, Path]
+             ) -> dict[str, Callable[[int], object]]:  # fmt: skip
+    """Return every way to do a product, on operands that rotate through more than the L2 cache."""
+    import cupy
+    import torch
+
+    import cupyattn as ca
+    from cupyattn.quant.blocks import BLOCK_SIZE
+
+    arrays = tuple(x[name] for name in ("a", "b", "a_scales", "b_scales"))
+    sets = [dict(zip(("a", "b", "a_scales", "b_scales"), some, strict=True))
+            for some in timing.rotated(arrays)]  # fmt: skip
+    c = cupy.empty((size.m, size.n), cupy.float16)
+    calls: dict[str, Callable[[int], object]] = {}
+    kept = set(names)
+    launches = {one.name: one.launch(size.m, size.n, size.k)
+                for one in CANDIDATES if one.name in kept}  # fmt: skip
+    for name, source in probes.items():
+        launches[name] = PROBED.launch(size.m, size.n, size.k, source=source)
+    for name, one in launches.items():
+        call = Call(one)
+        calls[name] = in_turn([call.bound({**some, "c": c, "bias": None}) for some in sets])
+    slices, blocks = -(-size.k // BLOCK_SIZE), -(-size.n // BLOCK_SIZE)
+    scales = cupy.full((size.m, slices), 1e-2, cupy.float32), cupy.full((blocks, slices), 1e-2,
+                                                                       cupy.float32)  # fmt: skip
+    calls[BLOCKS] = in_turn([
+        lambda s=s: ca.int8_gemm(s["a"], scales[0], s["b"], scales[1]) for s in sets
+    ])  # fmt: skip
+    codes = [tuple(torch.from_dlpack(s[name]) for name in ("a", "b")) for s in sets]
+    if size.m > 16 and size.n % 8 == 0 and size.k % 8 == 0:  # what it takes
+        calls[INT_MM] = in_turn([lambda s=s: torch._int_mm(s[0], s[1].t()) for s in codes])
+    wide = [tuple(t.to(torch.bfloat16) / 64 for t in s) for s in codes]
+    linear = torch.nn.functional.linear
+    calls[BF16] = in_turn([lambda s=s: linear(*s) for s in wide])
+    return calls
+
+
+def sustained(call: Callable[[int], object], seconds: float) -> dict[str, float]:
+    """Run a call back to back; return its seconds, and clock and power meanwhile."""
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    batch, numbers = max(1, round(BATCH_SECONDS / seconds)), itertools.count()
+    watts: list[float] = []
+    clock: list[float] = []
+
+    def work(monitor: Any) -> None:
+        for _ in range(batch):
+            call(next(numbers))
+        if monitor is not None:
+            watts.append(monitor.power_w())
+            clock.append(monitor.clock_mhz(nvml.CLOCK_SM))
+        stream.synchronize()
+
+    with nvml.monitor(cupy.cuda.Device().pci_bus_id) as monitor:
+        start = time.monotonic()
+        while time.monotonic() - start < WARM_SECONDS:
+            work(None)
+        begin.record(stream)
+        done, start = 0, time.monotonic()
+        while time.monotonic() - start < TIMED_SECONDS:
+            work(monitor)
+            done += batch
+        end.record(stream)
+        end.synchronize()
+    elapsed = float(cupy.cuda.get_elapsed_time(begin, end)) * 1e-3
+    result = {"seconds": elapsed / done}
+    if watts:
+        result |= {"power_w": float(np.median(watts)), "sm_clock_mhz": float(np.median(clock))}
+    return result
+
+
+def measure(size: Size, args: argparse.Namespace, good: Sequence[Candidate],
+            probes: Mapping[str, Path]) -> dict[str, Any]:  # fmt: skip
+    """Compare every candidate on a product, then time those that are exact beside the others."""
+    import cupy
+
+    x = draw(size, cupy, seed=args.seed)
+    case = Case(size.m, size.n, size.k)
+    if not sums_hold(x):
+        raise FloatingPointError(f"torch._int_mm is not exact on {size.label}")
+    exact = {one.name: check(one, case, x) for one in good if one.takes(size.n)}
+    row: dict[str, Any] = asdict(size) | {
+        "exact": exact, "waves": {one.name: one.waves(size.m, size.n) for one in CANDIDATES}
+    }  # fmt: skip
+    calls = calls_of(size, x, [name for name, ok in exact.items() if ok],
+                     probes if size.label == "square" else {})  # fmt: skip
+    samples = timing.time_interleaved(calls, rounds=args.rounds)
+    row["seconds"] = {name: timing.median(found).median for name, found in samples.items()}
+    row["tops"] = {name: size.operations / s / 1e12 for name, s in row["seconds"].items()}
+    row["ratios"] = {
+        other: {name: timing.paired_ratio(samples[other], samples[name]).to_list()
+                for name in exact if name in samples}
+        for other in (INT_MM, BF16, BLOCKS) if other in samples
+    }  # fmt: skip
+    row |= {"samples": samples, "clocks": device.clocks()}
+    if size.label in SUSTAINED:
+        row["sustained"] = {}
+        for name, call in calls.items():
+            found = sustained(call, row["seconds"][name])
+            row["sustained"][name] = found | {"tops": size.operations / found["seconds"] / 1e12}
+    return row
+
+
+# ---- compiling -----------------------------------------------------------------------------------
+
+#: The candidate whose probes are timed.
+PROBED = CANDIDATES[1]
+
+
+def replaced(changes: Iterable[tuple[str, str]]) -> str:
+    """Return the kernel with some of its text replaced; ValueError where it is not there."""
+    text = SOURCE.read_text(encoding="utf-8")
+    for old, new in changes:
+        if old not in text:
+            raise ValueError(f"{SOURCE.name} does not hold {old!r}: mend the change")
+        text = text.replace(old, new)
+    return text
+
+
+def probe_sources(folder: Path) -> dict[str, Path]:
+    """Write the kernel without something, for each probe; return the files."""
+    found = {}
+    for name, changes in PROBES.items():
+        path = folder / f"{name.replace(' ', '_')}.cu"
+        text = replaced(changes)
+        path.write_text(text.replace('"multicast.cuh"', f'"{SOURCE.parent / "multicast.cuh"}"'))
+        found[name] = path
+    return found
+
+
+def resources(spec: ModuleSpec) -> dict[str, Any]:
+    """Compile; return registers, spills and what ptxas says of serialised products."""
+    binary = compiler.build(spec, ARCH)
+    (kernel,) = binary.kernels.values()
+    warnings = [line for line in binary.log.splitlines() if "C75" in line]
+    return asdict(kernel) | {"smem_bytes": binary.smem_bytes, "warnings": warnings}
+
+
+def compile_all(specs: Sequence[ModuleSpec], processes: int) -> list[dict[str, Any]]:
+    """Compile in several processes; the cache on disk has all afterwards."""
+    if processes == 1:
+        return [resources(spec) for spec in specs]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        return list(pool.map(resources, specs))
+
+
+def specs_of(cases: Sequence[Case]) -> list[tuple[str, ModuleSpec]]:
+    """Return what all candidates need for some cases and for what is timed, each once."""
+    found = [(one.name, one.spec("float16", 8)) for one in CANDIDATES]
+    found += [(one.name, one.spec(case.dtype, case.n, case.bias))
+              for case in cases for one in CANDIDATES if one.takes(case.n)]  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+# ---- in the interpreter --------------------------------------------------------------------------
+
+
+def interpreted(candidate: Candidate, case: Case, blocks: int, source: str | None = None) -> Any:
+    """Run a candidate in the interpreter, on two or four blocks; return C and what is exact."""
+    import ml_dtypes
+
+    x = draw(case, np, case.kind, case.seed)
+    dtype = np.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
+    c = np.full((case.m, case.n), np.nan, dtype)
+    one = candidate.launch(case.m, case.n, case.k, case.dtype, case.bias, blocks=blocks)
+    for array in x.values():
+        array.flags.writeable = False
+    buffers = {**x, "c": c}
+    written = set(x)
+    with taught():
+        run_launch(one, compiler.translate(one.module, ARCH, source), buffers, written)
+    sums = x["a"].astype(np.int64) @ x["b"].astype(np.int64).T
+    return c, rounded(sums, x, dtype, case.bias)
+
+
+def holds(candidate: Candidate, case: Case, blocks: int, source: str | None = None) -> str:
+    """Return "exact", or what is wrong, in a line."""
+    try:
+        c, expected = interpreted(candidate, case, blocks, source)
+    except KernelFault as fault:
+        return " ".join(str(fault).split())[:160]
+    same = c.view(np.uint16) == expected.view(np.uint16)
+    return "exact" if same.all() else f"{np.logical_not(same).sum()} of {same.size} differ"
+
+
+def interpret(args: argparse.Namespace) -> int:
+    """Check every candidate in the interpreter, and that it finds faults."""
+    cases = SMALL_CASES[:1] if args.quick else SMALL_CASES
+    candidates = [x for x in CANDIDATES if args.only is None or x.name.startswith(args.only)]
+    rows, ok = [], True
+    for number, case in enumerate(cases):
+        for one in candidates:
+            case_ = case if one.takes(case.n) else Case(**asdict(case) | {"n": case.n // 8 * 8})
+            with ExitStack() as stack:
+                if number:
+                    stack.enter_context(schedule(args.seed + number))
+                start = time.monotonic()
+                found = holds(one, case_, blocks=2)
+            ok &= found == "exact"
+            rows.append([one.name, case_.name, found, f"{time.monotonic() - start:.0f} s"])
+            print(*rows[-1], sep=" | ", flush=True)
+    if not args.quick and args.only is None:
+        for fault, changes in FAULTS.items():
+            found = faulty(replaced(changes), args.seed)
+            ok &= found != "exact"
+            print("fault:", fault, "|", found, flush=True)
+    return 0 if ok else 1
+
+
+def faulty(source: str, seed: int) -> str:
+    """Return what is found of a faulty kernel, under a few schedules and with slots and without."""
+    case = Case(300, 528, 1168)
+    for number, one in itertools.product(range(3), (CANDIDATES[1], CANDIDATES[3])):
+        with schedule(seed + number):
+            found = holds(one, case, 2, source)
+        if found != "exact":
+            return found
+    return "exact"
+
+
+# ---- the run -------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows: TOP/s of every way, then of the best candidate the ratios."""
+    header = ["", *(row["label"] for row in rows)]
+    names = list(dict.fromkeys(name for row in rows for name in row["tops"]))
+    lines = [["m x n x k", *(f"{r['m']}x{r['n']}x{r['k']}" for r in rows)]]
+    lines += [[name, *(f"{r['tops'][name]:.0f}" if name in r["tops"] else "-" for r in rows)]
+              for name in names]  # fmt: skip
+    own = [one.name for one in CANDIDATES]
+    for other in (INT_MM, BF16, BLOCKS):
+        cells = []
+        for row in rows:
+            best = max((name for name in own if name in row["tops"]), key=row["tops"].get)
+            ratio = row["ratios"].get(other, {}).get(best)
+            cells.append("-" if ratio is None else f"{ratio[0]:.3f}")
+        lines.append([f"best over {other}", *cells])
+    return header, lines
+
+
+def transposed(header: Sequence[str], lines: Sequence[Sequence[str]]) -> tuple[Any, Any]:
+    """Turn a table by its diagonal: there are more ways than fit beside one another."""
+    columns = list(zip(header, *lines, strict=True))
+    return list(columns[0]), [list(column) for column in columns[1:]]
+
+
+def sustained_table(row: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of what ran back to back."""
+    header = [row["label"], "TOP/s", "W", "SM MHz (NVML)", "TOP/s in turn", "waves"]
+    lines = []
+    for name, found in row["sustained"].items():
+        waves = row["waves"].get(name)
+        lines.append([
+            name, f"{found['tops']:.0f}", f"{found.get('power_w', float('nan')):.0f}",
+            f"{found.get('sm_clock_mhz', float('nan')):.0f}", f"{row['tops'][name]:.0f}",
+            "-" if waves is None else f"{waves:.2f}",
+        ])  # fmt: skip
+    return header, lines
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile, check, time, print, write."""
+    if args.interpret or (args.quick and device.device_missing()):
+        return interpret(args)
+    import cupy  # noqa: F401  before torch, whose libraries it would take otherwise
+    import torch  # noqa: F401
+
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="cupyattn-probes-") as folder:
+        probes = probe_sources(Path(folder))
+        named = specs_of(EDGE_CASES)
+        named += [(name, PROBED.spec("float16", 8, source=path)) for name, path in probes.items()]
+        found = compile_all([spec for _, spec in named], args.processes)
+        compiled = {name: facts for (name, _), facts in reversed(list(zip(named, found, strict=True)))}
+        print(f"compiled in {time.monotonic() - start:.0f} s")
+        output.print_table(
+            ["", "registers", "spilled", "shared memory", "serialised", "tells"],
+            [[one.name, str(compiled[one.name]["registers"]),
+              str(compiled[one.name]["spill_stores"]), str(compiled[one.name]["smem_bytes"]),
+              "; ".join(compiled[one.name]["warnings"]) or "no", one.tells] for one in CANDIDATES],
+        )  # fmt: skip
+        edges = check_edges()
+        wrong = sorted({n for some in edges.values() for n, ok in some.items() if not ok})
+        for name, some in edges.items():
+            missed = [n for n, ok in some.items() if not ok]
+            print(f"{name}: {len(some) - len(missed)} exact", *[f"{n} DIFFERS" for n in missed])
+        print(f"checked after {time.monotonic() - start:.0f} s", flush=True)
+        good = [one for one in CANDIDATES if one.name not in wrong]
+        rows: list[dict[str, Any]] = []
+        if not args.quick:
+            recording.check_rounds(args)
+            for size in SIZES:
+                if args.only is not None and not size.label.startswith(args.only):
+                    continue
+                rows.append(measure(size, args, good, probes))
+                print(f"\n{size.label}, after {time.monotonic() - start:.0f} s", flush=True)
+                output.print_table(*transposed(*table(rows[-1:])))
+                content = {"rounds": args.rounds, "compiled": compiled, "edges": edges,
+                           "candidates": {x.name: asdict(x) for x in CANDIDATES}, "rows": rows}  # fmt: skip
+                recording.keep(args, NAME, "cuda", content)
+                cupy.get_default_memory_pool().free_all_blocks()
+                torch.cuda.empty_cache()
+            output.print_table(*table(rows))
+            for row in rows:
+                if "sustained" in row:
+                    output.print_table(*sustained_table(row))
+    return 1 if wrong or not all(all(row["exact"].values()) for row in rows) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = recording.parser(__doc__)
+    parser.add_argument("--interpret", action="store_true", help="in the interpreter, no device")
+    parser.add_argument("--only", metavar="LABEL", help="products, or with --interpret candidates, "
+                        "whose name begins so")  # fmt: skip
+    parser.add_argument("--processes", type=int, default=12, help="compilations at a time")
+    args = parser.parse_args(argv)
+    if args.interpret:
+        return recording.guarded(run, args)
+    return recording.guarded(run, args) if args.quick else recording.main(run, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
