@@ -6,7 +6,7 @@
 //              by issue slots (993 TOP/s at 8192^3). Here shared memory and the L2 cache bind.
 // Data flow    A warpgroup copies slices of 128 codes into a ring of stages, the others multiply:
 //              TEAMS 1, all of them on one tile, each its rows; TEAMS 2, each on a tile of its own,
-//              so that one stores while the other multiplies. Two blocks of a PAIR hold
+//              by turns, so that one stores while the other multiplies. Two blocks of a PAIR hold
 //              neighbouring tiles and share the longer operand: each copies half of it to both.
 //              Blocks stay and take one tile after the other; slices of the next tile arrive
 //              during the store.
@@ -68,12 +68,12 @@ constexpr int GROUP = CFG_GROUP;  // units of rows that are worked on together
 constexpr int LEAD = CFG_LEAD;    // slices that a warpgroup begins after the one before it
 constexpr int STORE_SLOTS = CFG_STORE_BOXES;  // boxes of C of a warp; 0: stores from registers
 
-constexpr int WARPGROUP = 128;                                // threads
-constexpr int CONSUMERS = NUM_THREADS / WARPGROUP - 1;        // warpgroups that compute
-constexpr int TEAM = CONSUMERS / TEAMS;                       // warpgroups that share a tile
-constexpr int WARPGROUP_ROWS = BLOCK_M / TEAM;                // of a tile
-constexpr int ATOMS = WARPGROUP_ROWS / 64;                    // wgmma one below the other
-constexpr int SUMS = BLOCK_N / 2;                             // of a thread, in one of them
+constexpr int WARPGROUP = 128;                          // threads
+constexpr int CONSUMERS = NUM_THREADS / WARPGROUP - 1;  // warpgroups that compute
+constexpr int TEAM = CONSUMERS / TEAMS;                 // warpgroups that share a tile
+constexpr int WARPGROUP_ROWS = BLOCK_M / TEAM;          // of a tile
+constexpr int ATOMS = WARPGROUP_ROWS / 64;              // wgmma one below the other
+constexpr int SUMS = BLOCK_N / 2;                       // of a thread, in one of them
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
 
@@ -159,15 +159,15 @@ __device__ __forceinline__ Vec<float, 2> column_scales(const GemmParams& p, int 
 // A_scale of its rows g and g + 8 of each atom.
 template <int SLOTS>
 __device__ __forceinline__ void store_tile(
-    const GemmParams& p, const TensorMap& C_map, Staging<SLOTS>& staging, int warp, int row0, int n0,
-    const float (&A_scale)[ATOMS][2], const int32_t (&dot)[ATOMS][SUMS]) {
+    const GemmParams& p, const TensorMap& C_map, Staging<SLOTS>& staging, int warp, int row0,
+    int n0, const float (&A_scale)[ATOMS][2], const int32_t (&dot)[ATOMS][SUMS]) {
   constexpr int TILES = STORE_COLS / 8;  // of 16 x 8, in a box
   const int t = lane_id() % 4;
+  Vec<float, 2> B_scale[TILES];  // of this box's columns; those of the next are on their way early
+#pragma unroll
+  for (int i = 0; i < TILES; ++i) B_scale[i] = column_scales(p, n0 + i * 8 + t * 2);
 #pragma unroll
   for (int n = 0; n < BLOCK_N / 8; n += TILES) {
-    Vec<float, 2> B_scale[TILES];
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) B_scale[i] = column_scales(p, n0 + (n + i) * 8 + t * 2);
 #pragma unroll
     for (int a = 0; a < ATOMS; ++a) {
       uint32_t C_frag[TILES][2];
@@ -181,6 +181,10 @@ __device__ __forceinline__ void store_tile(
               finished(p, scaled(sums[0], A_scale[a][h], B_scale[i].v[0]), col),
               finished(p, scaled(sums[1], A_scale[a][h], B_scale[i].v[1]), col + 1));  // G5
         }
+      if (a == ATOMS - 1 && n + TILES < BLOCK_N / 8)
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+          B_scale[i] = column_scales(p, n0 + (n + TILES + i) * 8 + t * 2);
       elem_t* slot = staging.C[warp][(n / TILES * ATOMS + a) % SLOTS];
       if (lane_id() == 0) cp_async_bulk_wait_group_read_but<SLOTS - 1>();
       __syncwarp();  // the copy engine has read what is overwritten now
@@ -280,7 +284,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_PAIR void gem
     const Descriptor A_ring = uniform(descriptor_k_major(&smem.A[0][warpgroup_row * SLICE]));
     const Descriptor B_ring = uniform(descriptor_k_major(smem.B[0]));
     const int team = number / TEAM;
-    if constexpr (TEAMS > 1) skip(at, team * slices);
+    // NOTE: a parity tells one phase from the next alone. A team waits for its first slice once the
+    // other one has waited for its last, so that it is never two phases ahead.
+    const Turn<TEAMS> turn{team};
+    if constexpr (TEAMS > 1) {
+      skip(at, team * slices);
+      if (team == TEAMS - 1) turn.pass();  // the first turn
+    }
     // A warpgroup stays LEAD slices behind the one before, and multiplies while that one stores.
     if constexpr (LEAD > 0)
       if (number > 0) named_barrier_sync(number, 2 * WARPGROUP);
@@ -289,7 +299,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_PAIR void gem
     for (int unit = first_unit + team * step_units; unit < units; unit += TEAMS * step_units) {
       const GemmTile tile = tile_of(p, unit, rank);
       const int warp_row = tile.m0 + warpgroup_row + warp_id() % 4 * 16;
-      int32_t dot[ATOMS][SUMS];  // [ATOMS][BLOCK_N / 8][4]
+      if constexpr (TEAMS > 1) turn.take();  // the other team has waited for all of its slices
+      int32_t dot[ATOMS][SUMS];              // [ATOMS][BLOCK_N / 8][4]
       RingPosition<NUM_STAGES> last;
 #pragma unroll 1
       for (int step = 0; step < slices; ++step, at.advance()) {
@@ -312,6 +323,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_PAIR void gem
           named_barrier_arrive(number + 1, 2 * WARPGROUP);
         }
       }
+      if constexpr (TEAMS > 1) turn.pass();
       float A_scale[ATOMS][2];  // of rows g and g + 8; past the last row they multiply zeros
 #pragma unroll
       for (int a = 0; a < ATOMS; ++a)
@@ -324,9 +336,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_PAIR void gem
       release(smem.empty[last.stage]);
       if constexpr (TEAMS > 1) skip(at, slices);
 
-      store_tile(
-          p, C_map, smem, number * 4 + warp_id() % 4, warp_row, tile.n0, A_scale, dot);
+      store_tile(p, C_map, smem, number * 4 + warp_id() % 4, warp_row, tile.n0, A_scale, dot);
     }
+    if constexpr (TEAMS > 1)  // consume the last signal
+      if (ceil_div(units - first_unit, step_units) % TEAMS == team) turn.take();
     if constexpr (LEAD > 0)  // a block without tiles lets the next warpgroup through as well
       if (leads) named_barrier_arrive(number + 1, 2 * WARPGROUP);
     if constexpr (STORE_SLOTS > 0)

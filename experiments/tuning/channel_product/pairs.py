@@ -17,7 +17,7 @@ import numpy as np
 
 from cupyattn.interpret import bulk, mbarrier
 from cupyattn.interpret.access import address_reader
-from cupyattn.interpret.cluster import RANK_BITS
+from cupyattn.interpret.cluster import RANK_BITS, Clusters, FarRead
 from cupyattn.interpret.ordering import Bools, Ints, Times
 from cupyattn.interpret.semantics import BUILDERS, Execute, Step, reader
 
@@ -77,11 +77,28 @@ class PairMbarriers(mbarrier.Mbarriers):
         if not isinstance(one, PairMbarrier) or not one.pending:
             message = "a lane arrives at an mbarrier of another block that waits for no more"
             machine.report("divergence", message, np.array([lane]), np.ones(1, np.bool_))
+        granule = np.array([offset // machine.shared.granule_bytes])
+        machine.clusters.arrived.append(FarRead(machine.clocks.now, granule, np.array([lane])))
         (view,) = machine.clocks.views(np.array([lane]))
         _join(one.far, {lane // machine.threads: view})
         one.pending -= 1
         if one.advance():
             self.wake(one)
+
+
+class PairClusters(Clusters):
+    """The clusters of a batch, whose blocks end after what lanes of others did to their memory."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.arrived: list[FarRead] = []
+
+    def end(self, lanes: Ints) -> None:
+        """Report that a block ends, and another one's arrival there may still come."""
+        reads = self._reads
+        self._reads = reads + self.arrived
+        super().end(lanes)
+        self._reads = reads
 
 
 def _stand_in(machine: Machine, lane: int, rank: int) -> int:
@@ -152,7 +169,7 @@ def _arrive(inst: Instruction) -> Execute:
                 nothing = np.zeros(1, np.intp)
                 machine.mbarriers.arrive(np.array([within]), nothing + 1, nothing, one)
             else:
-                machine.mbarriers.arrive_far(within, lane, other)  # type: ignore[attr-defined]
+                machine.mbarriers.arrive_far(within, lane, other)
 
     return execute
 
@@ -172,11 +189,11 @@ def taught() -> Iterator[None]:
         return _arrive(inst) if far else other(inst)
 
     BUILDERS.update(cp=copies, mbarrier=barriers)
-    mbarrier.Mbarrier = PairMbarrier  # type: ignore[misc]
-    machine.Mbarriers = PairMbarriers  # type: ignore[misc]
+    mbarrier.Mbarrier = PairMbarrier
+    machine.Mbarriers, machine.Clusters = PairMbarriers, PairClusters
     try:
         yield
     finally:
         BUILDERS.update(cp=copy, mbarrier=other)
-        mbarrier.Mbarrier = PairMbarrier.__base__  # type: ignore[misc]
-        machine.Mbarriers = PairMbarriers.__base__  # type: ignore[misc]
+        mbarrier.Mbarrier = PairMbarrier.__base__
+        machine.Mbarriers, machine.Clusters = PairMbarriers.__base__, Clusters
