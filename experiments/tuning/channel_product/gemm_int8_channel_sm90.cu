@@ -40,14 +40,14 @@
 // Rounding     K1 the product of both scales, K2 the sum to float32 (exact below 2^24), K3 their
 //              product, not fused with what follows; then G3 bias, G4 activation, G5 store
 #include "multicast.cuh"
-#include "prims/cluster.cuh"
 #include "prims/config.cuh"
-#include "prims/gemm.cuh"
-#include "prims/named_barrier.cuh"
-#include "prims/output.cuh"
-#include "prims/tma.cuh"
-#include "prims/warp.cuh"
-#include "prims/wgmma.cuh"
+#include "prims/codes/gemm.cuh"
+#include "prims/instructions/cluster.cuh"
+#include "prims/instructions/named_barrier.cuh"
+#include "prims/instructions/tma.cuh"
+#include "prims/instructions/warp.cuh"
+#include "prims/instructions/wgmma.cuh"
+#include "prims/io/output.cuh"
 
 #ifndef CFG_PAIR  // lets an editor parse the kernel on its own
 #define CFG_PAIR 1

@@ -3,7 +3,7 @@
 // but the last few stores of a thread.
 #pragma once
 
-#include "prims/tma.cuh"
+#include "prims/instructions/tma.cuh"
 
 // Copies the box at (column, row, head, batch) to the same place in the shared memory of every
 // block of the cluster whose bit is set in `blocks`, and counts its bytes off the barrier at the

@@ -40,7 +40,7 @@ from cupyattn.interpret.findings import KernelFault
 from cupyattn.interpret.machine import schedule
 from cupyattn.measure import device, nvml, timing
 from cupyattn.plans.records import Launch
-from experiments import recording
+from experiments._harness import recording
 from experiments.tuning.channel_product.candidates import ARCH, CANDIDATES, SOURCE, Candidate
 from experiments.tuning.channel_product.pairs import taught
 
@@ -520,7 +520,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
     for other in (INT_MM, BF16, BLOCKS):
         cells = []
         for row in rows:
-            best = max((name for name in own if name in row["tops"]), key=row["tops"].get)
+            some = [name for name in own if name in row["tops"]]
+            best = max(some, key=row["tops"].get, default=None)
             ratio = row["ratios"].get(other, {}).get(best)
             cells.append("-" if ratio is None else f"{ratio[0]:.3f}")
         lines.append([f"best over {other}", *cells])
