@@ -11,7 +11,7 @@ Measures     equality with exact sums, rounded in the kernel's order, on every p
 Beside       today's product with scales of blocks, torch._int_mm (no scales), torch's bfloat16
              product
 Expect       1,500 TOP/s at 8192^3 and 1.6 times torch._int_mm; the header of the kernel says more
-Run          python -m experiments.tuning.channel_product.race [--quick | --interpret]
+Run          python -m experiments.tuning.channel_product.channel_race [--quick | --interpret]
              [--only LABEL] [--rounds N] [--json FILE]
 """
 
