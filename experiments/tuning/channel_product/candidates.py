@@ -152,5 +152,5 @@ CANDIDATES = (
     Candidate(256, 192, 2, 4, 10, tells="least of L2 and shared memory; long stores"),
     Candidate(192, 192, 2, 4, 6, 3, lead=1, slots=1, tells="whole waves at n = 3072"),
     Candidate(128, 192, 2, 5, 7, teams=2, tells="two teams: stores wholly hidden, more traffic"),
-    Candidate(256, 128, 2, 4, 10, tells="shared memory at 1.125 by count: is the count right?"),
+    Candidate(256, 128, 2, 4, 8, tells="shared memory at 1.125 by count: is the count right?"),
 )

@@ -104,7 +104,9 @@ static_assert(CONSUMERS == 2 || CONSUMERS == 3, "NUM_WARPS must be 12 or 16");
 static_assert(
     ATOMS * 64 * TEAM == BLOCK_M && ATOMS * SUMS <= 192 && (CONSUMERS == 2 || ATOMS * SUMS <= 128),
     "BLOCK_M must be 64 or 128 rows for every warpgroup of a team: what the registers hold");
-static_assert(LEAD < NUM_STAGES, "CFG_LEAD must be less than NUM_STAGES, or nothing would arrive");
+static_assert(
+    LEAD * (CONSUMERS - 1) < NUM_STAGES,
+    "CFG_LEAD of all warpgroups together must be less than NUM_STAGES, or nothing would arrive");
 static_assert(LEAD == 0 || TEAMS == 1, "CFG_LEAD is of warpgroups that share a tile");
 static_assert(STORE_SLOTS == 0 || VEC == 8, "the copy engine stores 16 bytes whole");
 
