@@ -24,19 +24,27 @@
 //                192 x 256        0.625  0.292    0.917           37.3                   26.7
 //                256 x 192        0.667  0.292    0.958           37.3                   26.7
 //              Accumulators: 64 x 256 in int32 are 128 registers of a thread, 128 x 192 are 192.
-//              Store: per element one conversion (64 a clock), a product of two factors, a product
-//              of the sum, half a pack (64 a clock): about 0.06 clock an element with the
-//              shuffles or stmatrix, 2000 clocks for 128 x 256. That is 3 % of a tile at k = 8192
-//              and 8 % at 3072 unless another warpgroup multiplies in the meantime.
-// Prediction   At 8192^3, with 1894 TOP/s sustained: 128 x 256 alone 1250 to 1350 TOP/s, bound by
-//              the L2 cache (48 bytes a clock needed, 33 to 36 to be had); in a pair 1450 to 1550,
-//              bound by shared memory at 100 % and by the 3 % of whole waves; a lead of two slices
-//              +2 %; 192 x 256 in a pair 1500 to 1600 less the 5.6 % that its whole waves lose;
-//              192 x 192 in a pair 1400 to 1500, and the fastest at n = 3072, where it fills 2.9
-//              of 3 waves and 128 x 256 3.3 of 4. Two teams on 128 x 192: 1350 to 1450.
+//              Store, by SASS (NVRTC 13.5): a warp issues 960 instructions for 16 x 256 from
+//              registers, 64 of them shuffles, and 760 by way of slots. Eight warps of 128 x 256
+//              take 1900 and 1500 clocks: 3 % of a tile at k = 8192 and 7 % at 3072, unless
+//              another warpgroup multiplies in the meantime. The loop is 4 wgmma a slice and
+//              about 50 other instructions; nothing is spilled without a bias.
+// Prediction   At 8192^3, with 1894 TOP/s sustained and 15.5 of 16 waves: 128 x 256 alone 1250 to
+//              1350 TOP/s, bound by the L2 cache (48 bytes a clock needed, 33 to 36 to be had); in a
+//              pair 1450 to 1550, bound by shared memory, which is busy all the time by count; with
+//              a lead of two slices or slots 1 to 2 % more each. 256 x 192 in a pair 1450 to 1550
+//              (10.7 of 11 waves, stores that nothing hides). 192 x 192 in a pair 1350 to 1450 (14.3
+//              of 15 waves), and the fastest at n = 3072, where it fills 2.9 of 3 waves and
+//              128 x 256 3.3 of 4.
+//              Two teams on 128 x 192: 1350 to 1450. 256 x 128: at most 1894 / 1.125 less stores,
+//              1350 to 1450. Without copies 1750 to 1850, without stores 3 % more than with them.
+// Lost         without a device: 192 x 256 on three warpgroups (ptxas: wgmma with n = 256 needs 154
+//              registers where 512 threads have 128 at launch, C7602); 24 registers for a producer
+//              whose loop is unrolled (28 bytes spilled); scales of columns per atom in place of
+//              per column (256 x 192: 276 bytes spilled, the compiler keeps them all).
 // Kept simple  Scales of columns are read from global memory in the store. No k is shared among
 //              blocks. What the layers of a transformer add later (residual + gate y) goes where
-//              `finished` is called.
+//              `finished` is called. k must be a multiple of 16, as the copy engine has it.
 // Rounding     K1 the product of both scales, K2 the sum to float32 (exact below 2^24), K3 their
 //              product, not fused with what follows; then G3 bias, G4 activation, G5 store
 #include "multicast.cuh"
