@@ -145,9 +145,9 @@ class Candidate:
 CANDIDATES = (
     Candidate(128, 256, 1, 4, 16, tells="without a pair: is the L2 cache what binds?"),
     Candidate(128, 256, 2, 4, 8, tells="in a pair: two thirds of that traffic"),
-    Candidate(128, 256, 2, 4, 8, lead=2, tells="is the store hidden by a lead of two slices?"),
+    Candidate(128, 256, 2, 4, 8, lead=1, slots=2, tells="is the store hidden by a lead?"),
     Candidate(128, 256, 2, 4, 8, slots=2, tells="stores by the copy engine"),
-    Candidate(128, 256, 2, 4, 8, lead=2, slots=2, tells="both"),
+    Candidate(128, 256, 2, 4, 8, lead=2, slots=2, tells="a longer lead leaves fewer stages ahead"),
     Candidate(128, 256, 2, 4, 4, tells="order of tiles: groups half as high"),
     Candidate(256, 192, 2, 4, 10, tells="least of L2 and shared memory; long stores"),
     Candidate(192, 192, 2, 4, 6, 3, lead=1, slots=1, tells="whole waves at n = 3072"),

@@ -32,12 +32,12 @@
 // Prediction   At 8192^3, with 1894 TOP/s sustained and 15.5 of 16 waves: 128 x 256 alone 1250 to
 //              1350 TOP/s, bound by the L2 cache (48 bytes a clock needed, 33 to 36 to be had); in a
 //              pair 1450 to 1550, bound by shared memory, which is busy all the time by count; with
-//              a lead of two slices or slots 1 to 2 % more each. 256 x 192 in a pair 1450 to 1550
-//              (10.7 of 11 waves, stores that nothing hides). 192 x 192 in a pair 1350 to 1450 (14.3
-//              of 15 waves), and the fastest at n = 3072, where it fills 2.9 of 3 waves and
-//              128 x 256 3.3 of 4.
-//              Two teams on 128 x 192: 1350 to 1450. 256 x 128: at most 1894 / 1.125 less stores,
-//              1350 to 1450. Without copies 1750 to 1850, without stores 3 % more than with them.
+//              slots or a lead 1 to 2 % more each, less where a lead of two leaves too few stages
+//              ahead of the copies. 256 x 192 in a pair 1450 to 1550 (10.7 of 11 waves, stores that
+//              nothing hides). 192 x 192 in a pair 1350 to 1450 (14.3 of 15 waves), and the fastest
+//              at n = 3072, where it fills 2.9 of 3 waves and 128 x 256 3.3 of 4. Two teams on
+//              128 x 192: 1350 to 1450. 256 x 128: at most 1894 / 1.125 less stores, 1350 to 1450.
+//              Without copies 1750 to 1850, without stores 3 % more than with them.
 // Lost         without a device: 192 x 256 on three warpgroups (ptxas: wgmma with n = 256 needs 154
 //              registers where 512 threads have 128 at launch, C7602); 24 registers for a producer
 //              whose loop is unrolled (28 bytes spilled); scales of columns per atom in place of
