@@ -316,10 +316,10 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
         good = [one for one in CANDIDATES if tried[one.name] == "exact"]
         edges = check_edges(good)
-        wrong = sorted({n for some in edges.values() for n, ok in some.items() if not ok})
+        wrong = sorted({n for some in edges.values() for n, ok in some.items() if ok is False})
         for name, some in edges.items():
-            missed = [n for n, ok in some.items() if not ok]
-            print(f"{name}: {len(some) - len(missed)} exact", *[f"{n} DIFFERS" for n in missed])
+            missed = {n: ok or "DIFFERS" for n, ok in some.items() if ok is not True}
+            print(f"{name}: {len(some) - len(missed)} exact", *missed.items())
         print(f"checked after {time.monotonic() - start:.0f} s", flush=True)
         good = [one for one in good if one.name not in wrong]
         rows: list[dict[str, Any]] = []

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cupyattn.errors import KernelLaunchError
 from cupyattn.plans.records import Launch
 from experiments.tuning.channel_product.candidates import ARCH, CANDIDATES, Candidate
 
@@ -172,18 +173,22 @@ def check(candidate: Candidate, case: Case, x: Mapping[str, Any]) -> bool:
                            case.bias)  # fmt: skip
 
 
-def check_edges(candidates: Sequence[Candidate]) -> dict[str, dict[str, bool]]:
-    """Compare candidates on every edge case that they take."""
+def check_edges(candidates: Sequence[Candidate]) -> dict[str, dict[str, bool | str]]:
+    """Compare candidates on every edge case that they take; a text says why one was refused."""
     import cupy
 
-    found: dict[str, dict[str, bool]] = {}
+    found: dict[str, dict[str, bool | str]] = {}
     for case in EDGE_CASES:
         x = draw(case, cupy, case.kind, case.seed)
         if not sums_hold(x):
             raise FloatingPointError(f"torch._int_mm is not exact on {case.name}")
-        found[case.name] = {
-            one.name: check(one, case, x) for one in candidates if one.takes(case.n)
-        }
+        found[case.name] = {}
+        for one in candidates:
+            if one.takes(case.n):
+                try:
+                    found[case.name][one.name] = check(one, case, x)
+                except KernelLaunchError as error:
+                    found[case.name][one.name] = str(error)
     return found
 
 
