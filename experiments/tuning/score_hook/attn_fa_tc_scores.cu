@@ -41,10 +41,10 @@ constexpr int BIAS_BOXES = HOOK_BIAS ? ceil_div(BLOCK_KV, BOX_COLS) : 0;  // of 
 constexpr int BIAS_BYTES = BIAS_BOXES * BLOCK_Q * BOX_BYTES;
 constexpr int MASK_BYTES = MASKED ? MASK_TILE_WORDS * 4 : 0;
 constexpr int Q_STAGES = (2 * BLOCK_Q + 2 * NUM_STAGES * BLOCK_KV) * ROW_BYTES +
-                                 NUM_STAGES * (BIAS_BYTES + MASK_BYTES) <=
-                             225 * 1024
-                         ? 2
-                         : 1;
+                                     NUM_STAGES * (BIAS_BYTES + MASK_BYTES) <=
+                                 225 * 1024
+                             ? 2
+                             : 1;
 // O leaves through the place of its Q, but where the next Q has no other place to go to.
 constexpr bool O_TAKES_Q = Q_STAGES == 2;
 
@@ -62,11 +62,11 @@ struct SharedStorage {
   alignas(1024) elem_t V[NUM_STAGES][BOXES][BLOCK_KV * BOX_COLS];
   alignas(1024) hook_bias_t bias[NUM_STAGES][HOOK_BIAS ? BIAS_BYTES / 2 : 1];  // of the step of K
   alignas(128) uint32_t bits[NUM_STAGES][MASKED ? MASK_TILE_WORDS : 1];        // likewise
-  WorkTile tile[Q_STAGES];  // that Q belongs to
+  WorkTile tile[Q_STAGES];                                                     // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K of a step and V of the one before
   Mbarrier bias_empty[NUM_STAGES];               // the bias that came with that K
-  int step[NUM_STAGES];  // packed_step of that K; not read unless MASKED
+  int step[NUM_STAGES];                          // packed_step of that K; not read unless MASKED
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::K[0]);              // of K, and of V
@@ -237,6 +237,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     RingPosition<Q_STAGES> Q_at;
     RingPosition<NUM_STAGES> at;       // of K and V
     RingPosition<NUM_STAGES> bias_at;  // of the bias, which the last V of a tile comes without
+    int bias_stages = 0;               // that were loaded
     int index = blockIdx.x;
     while (true) {
       const Piece piece(pieces, index, blockIdx.x, gridDim.x);
@@ -279,16 +280,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         const int item = next;
         if (MASKED) next = listed[step + 1], kv0 = item / 2 * BLOCK_KV;
         const bool has_K = step < tile.steps, is_mixed = MASKED && has_K && item % 2 != 0;
+        const bool has_bias = HOOK_BIAS && has_K && (HOOK_LOADS_BIAS || bias_stages < NUM_STAGES);
         mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
         if (MASKED) smem.step[at.stage] = packed_step(item);
         mbarrier_arrive_expect_tx(
-            smem.full[at.stage], (has_K + (step > 0)) * STAGE_BYTES + has_K * BIAS_BYTES +
-                                     is_mixed * MASK_BYTES);
+            smem.full[at.stage],
+            (has_K + (step > 0)) * STAGE_BYTES + has_bias * BIAS_BYTES + is_mixed * MASK_BYTES);
         if (is_mixed)
           cp_async_bulk(
-              smem.bits[at.stage],
-              hook.bits + (mask * hook.key_tiles + item / 2) * MASK_TILE_WORDS, MASK_BYTES,
-              smem.full[at.stage]);
+              smem.bits[at.stage], hook.bits + (mask * hook.key_tiles + item / 2) * MASK_TILE_WORDS,
+              MASK_BYTES, smem.full[at.stage]);
         for (int b = 0; b < BOXES && step < tile.steps; ++b)
           cp_async_bulk_tensor_4d(
               smem.K[at.stage][b], K_map, smem.full[at.stage], b * BOX_COLS, tile.first_key() + kv0,
@@ -298,14 +299,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
           cp_async_bulk_tensor_4d(
               smem.V[at.stage][b], V_map, smem.full[at.stage], b * BOX_COLS,
               tile.first_key() + V_kv0, head_kv, tile.batch);
-        if (BIAS_BOXES && has_K)  // K and V go ahead: their stage is free before its bias is
+        if (HOOK_BIAS && has_K)  // K and V go ahead: their stage is free before its bias is
           mbarrier_wait_parity(smem.bias_empty[bias_at.stage], bias_at.parity ^ 1);
-        for (int b = 0; b < BIAS_BOXES && has_K; ++b)
+        for (int b = 0; b < BIAS_BOXES && has_bias; ++b)
           cp_async_bulk_tensor_4d(
               smem.bias[bias_at.stage] + b * BLOCK_Q * BOX_COLS, bias_map, smem.full[at.stage],
               kv0 + b * BOX_COLS, tile.q0, tile.head * hook.bias_head,
               tile.batch * hook.bias_batch);
         if (has_K) bias_at.advance();
+        if (has_bias) ++bias_stages;
         V_kv0 = kv0;
         if (!MASKED) kv0 += BLOCK_KV;
       }

@@ -13,32 +13,33 @@ constexpr bool HOOK_SOFTCAP = HOOK_SOFTCAP_ON;
 enum class MaskKind { NONE, ROWS, KEYS };  // KEYS: the same for every query row
 constexpr MaskKind HOOK_MASK = MaskKind(HOOK_MASK_KIND);
 constexpr bool HOOK_BIAS = HOOK_BIAS_TYPE != 0;
+constexpr bool HOOK_LOADS_BIAS = HOOK_BIAS_LOADS;  // else only the first that a block adds
 using hook_bias_t = DType<HOOK_BIAS ? HOOK_BIAS_TYPE - 1 : 0>::type;  // 1: half, 2: bfloat16
 
 // Bits of a mask, packed once a call (pack_mask): a word holds those of the BLOCK_KV / 4 scores of
 // a step that wgmma leaves in a lane for one row; bit 2 i + j is that of key 8 i + 2 (lane % 4) + j.
 // ROWS: the words of row g and row g + 8 of 16 rows lie side by side, lane by lane.
-constexpr int MASK_GROUP = 16;                              // rows of a warp
+constexpr int MASK_GROUP = 16;  // rows of a warp
 constexpr int MASK_GROUP_WORDS = HOOK_MASK == MaskKind::ROWS ? 2 * WARP_SIZE : 4;
 constexpr int MASK_TILE_WORDS =  // of a tile of query rows and a step
     HOOK_MASK == MaskKind::ROWS ? BLOCK_Q / MASK_GROUP * MASK_GROUP_WORDS : MASK_GROUP_WORDS;
 static_assert(BLOCK_KV <= 128, "a lane's bits of one row and one step must fit in a word");
 
 struct HookParams {
-  uint32_t* bits;        // [mask batch, mask heads, q_tiles, key_tiles, MASK_TILE_WORDS]
-  uint8_t* classes;      // [mask batch, mask heads, q_tiles, key_tiles] of TileClass
-  int32_t* steps;        // [mask batch, mask heads, q_tiles, 1 + key_tiles]: how many are not
-                         // empty, then 2 * tile of keys + (is it mixed?), rising
-  int64_t tiles_batch;   // tiles of query rows from one batch entry or head to the next: 0 where
-  int64_t tiles_head;    // the mask is broadcast, and so is tiles_q for KEYS
+  uint32_t* bits;       // [mask batch, mask heads, q_tiles, key_tiles, MASK_TILE_WORDS]
+  uint8_t* classes;     // [mask batch, mask heads, q_tiles, key_tiles] of TileClass
+  int32_t* steps;       // [mask batch, mask heads, q_tiles, 1 + key_tiles]: how many are not
+                        // empty, then 2 * tile of keys + (is it mixed?), rising
+  int64_t tiles_batch;  // tiles of query rows from one batch entry or head to the next: 0 where
+  int64_t tiles_head;   // the mask is broadcast, and so is tiles_q for KEYS
   int32_t tiles_q;
-  int32_t mask_heads;    // pack_mask: how many there are
+  int32_t mask_heads;  // pack_mask: how many there are
   int32_t q_tiles;
   int32_t key_tiles;
-  int32_t aligned;       // rows of the mask can be read 8 keys at a time
-  int32_t bias_batch;    // 1, or 0 where the bias is broadcast
+  int32_t aligned;     // rows of the mask can be read 8 keys at a time
+  int32_t bias_batch;  // 1, or 0 where the bias is broadcast
   int32_t bias_head;
-  float bias_factor;     // 1 / scale: natural units to those of q.k
+  float bias_factor;  // 1 / scale: natural units to those of q.k
   SoftcapParams cap;
 };
 enum TileClass : uint8_t { EMPTY, MIXED, FULL };
@@ -83,7 +84,8 @@ __device__ __forceinline__ int packed_step(int listed) {
 }
 
 // S4 before the softmax: scores that the mask does not admit, of the rows of a lane.
-__device__ __forceinline__ void apply_mask(float (&S_acc)[BLOCK_KV / 2], const uint32_t (&bits)[2]) {
+__device__ __forceinline__ void apply_mask(
+    float (&S_acc)[BLOCK_KV / 2], const uint32_t (&bits)[2]) {
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 2; ++i)
     if (!(bits[i / 2 % 2] & 1u << (i / 4 * 2 + i % 2))) S_acc[i] = NEG_INF;

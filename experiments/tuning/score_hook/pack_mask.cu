@@ -17,8 +17,8 @@ struct Octet {
   uint32_t low, high;
   bool some;  // of those that exist one is admitted
 
-  __device__ __forceinline__ Octet(
-      const AttnParams& p, const bool* row, bool row_exists, int key, bool aligned)
+  __device__ __forceinline__
+  Octet(const AttnParams& p, const bool* row, bool row_exists, int key, bool aligned)
       : low(ONES), high(ONES), some(false) {
     if (!row_exists || key >= p.len_kv) return;
     if (aligned && key + 8 <= p.len_kv) {
@@ -123,7 +123,8 @@ extern "C" __global__ __launch_bounds__(KEYS_THREADS) void pack_keys(
 #pragma unroll
     for (int to = 0; to < 4; ++to) {
       const uint32_t own = i < OCTETS ? octet.pair(to) << i * 2 : 0;
-      const uint32_t word = shfl_reduce<WARP_SIZE>(own, [](uint32_t a, uint32_t b) { return a | b; });
+      const uint32_t word =
+          shfl_reduce<WARP_SIZE>(own, [](uint32_t a, uint32_t b) { return a | b; });
       if (i == to) hook.bits[number * MASK_TILE_WORDS + to] = word;
     }
     const bool some = __any_sync(FULL_WARP, octet.some), full = __all_sync(FULL_WARP, octet.full());

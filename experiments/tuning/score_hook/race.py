@@ -1,8 +1,8 @@
 """What do softcap, bias and mask cost in fa_tc's Hopper form, as a hook before its softmax?
 
-Varies       the feature: key padding (27 % of the keys of three entries of four), a half-true random
-             mask shared by heads, a bias (heads, len, len) shared over the batch, softcap 30 with
-             scores that its polynomial holds and with scores that it does not; tiles; head_dim
+Varies       the feature: key padding (27 % of the keys of three entries of four), a half-true
+             random mask shared by heads, a bias (heads, len, len) shared over the batch, softcap
+             30 with scores that its polynomial holds and with others; tiles; head_dim
 Holds fixed  16,384 tokens, length 4096, heads x head_dim = 2048, bfloat16, N(0, 1)
 Measures     registers and spills; error as a fraction of a derived bound; time of a whole call,
              packing of masks included, and in the same rounds its ratio to the plain Hopper form
@@ -19,439 +19,439 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import cupyattn as ca
-from cupyattn.arrays.kinds import array_namespace, as_float64
-from cupyattn.bounds import kernel as kernel_bounds
-from cupyattn.bounds.perturbation import ratio_to_bound
-from cupyattn.bounds.scores import Scaling
 from cupyattn.cli import output
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
-from cupyattn.interpret import executor
-from cupyattn.kernels import ladder
-from cupyattn.kernels.features import DTYPES
-from cupyattn.kernels.numerics import Numerics, numerics
-from cupyattn.kernels.tiles import Tiles
 from cupyattn.measure import device, timing, words
-from cupyattn.plans import attention
-from cupyattn.plans.assemble import (
-    HOPPER_BLOCKS,
-    HOPPER_STORE_ROWS,
-    _merge_pieces,
-    _persistent,
-    attn_params,
-    features_of,
-    module_spec,
-    tensor_map_of,
-)
-from cupyattn.plans.records import Launch, Operand, Plan, TensorMap, Workspace
-from cupyattn.plans.structs import ATTN_PARAMS, PIECE_PARAMS, QUANT_PARAMS, SCHEDULE_PARAMS
+from cupyattn.plans.records import Operand, Plan
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.reference.exact import attention_exact, score_blocks
 from cupyattn.runtime import ready
+from experiments.tuning.score_hook.candidates import (
+    ARCH,
+    CANDIDATES,
+    PROBES,
+    Choice,
+    Hook,
+    plain_plan,
+    plan_of,
+    resources,
+)
+from experiments.tuning.score_hook.checks import FAILURES, check, dtype_of, judge, make, small_cases
 
-FOLDER = Path(__file__).resolve().parent
-ARCH = "sm_90a"
-FA_TC = ladder.lookup("fa_tc")
 TOKENS, WIDTH, LENGTH = 16_384, 2048, 4096
-#: Least polynomial in y^2 of tanh(y) / y: relative error 2^-16.15 up to y = SMALL.
-TANH = (0.9999862909, -0.3327365816, 0.1290488839, -0.0425835401, 0.0078722397)
-SMALL = 1.0867
-#: Relative error of softcap: the polynomial's, and a few roundings of float32.
-SOFTCAP_ERROR = 2.0**-16
-#: ``struct HookParams`` of hook.cuh.
-HOOK_PARAMS = np.dtype(
-    [
-        ("bits", "u8"), ("classes", "u8"), ("steps", "u8"),
-        ("tiles_batch", "i8"), ("tiles_head", "i8"), ("tiles_q", "i4"), ("mask_heads", "i4"),
-        ("q_tiles", "i4"), ("key_tiles", "i4"), ("aligned", "i4"),
-        ("bias_batch", "i4"), ("bias_head", "i4"), ("bias_factor", "f4"),
-        ("coefficient", "f4", len(TANH)), ("largest_square", "f4"), ("exponent", "f4"),
-        ("unit", "f4"),
-    ],
-    align=True,
-)  # fmt: skip
-NO_MASK, ROWS, KEYS = 0, 1, 2
-KEYS_THREADS = 256  # of pack_mask.cu
-
-#: Tiles by feature and head_dim; the first are today's where they do not spill.
-CANDIDATES = {
-    "key padding": {
-        64: (Tiles(192, 128, 16, 2), Tiles(192, 64, 16, 3)),
-        128: (Tiles(192, 80, 16, 2), Tiles(128, 128, 12, 2), Tiles(192, 64, 16, 2)),
-    },
-    "mask": {
-        64: (Tiles(192, 128, 16, 2), Tiles(192, 96, 16, 2), Tiles(192, 64, 16, 3)),
-        128: (Tiles(192, 80, 16, 2), Tiles(128, 128, 12, 2), Tiles(128, 96, 12, 2)),
-    },
-    "bias": {
-        64: (Tiles(192, 128, 16, 2), Tiles(192, 64, 16, 3), Tiles(192, 64, 16, 2)),
-        128: (Tiles(192, 64, 16, 2), Tiles(192, 80, 16, 2), Tiles(128, 128, 12, 2),
-              Tiles(128, 64, 12, 3)),
-    },
-    "softcap": {
-        64: (Tiles(192, 112, 16, 2), Tiles(192, 128, 16, 2), Tiles(192, 96, 16, 2),
-             Tiles(128, 128, 12, 2)),
-        128: (Tiles(192, 80, 16, 2), Tiles(192, 64, 16, 2), Tiles(128, 128, 12, 2)),
-    },
-    "softcap, large": {
-        64: (Tiles(192, 112, 16, 2),),
-        128: (Tiles(192, 80, 16, 2), Tiles(128, 128, 12, 2)),
-    },
+FEATURES = ("key padding", "mask", "bias", "softcap", "softcap, large")
+#: Share of the keys that an entry with padding keeps, of three entries of four.
+KEPT = 0.73
+#: What a feature is to be at most, as a multiple of plain: by head_dim.
+AIMS = {
+    "key padding": (1.08, 1.08), "mask": (1.35, 1.35), "bias": (1.5, 1.5), "softcap": (1.9, 1.5),
 }  # fmt: skip
+LARGE = 20.0  # times q: scores whose tanh is no polynomial
 
 
-# ---- the candidate as a plan ---------------------------------------------------------------------
+@dataclass
+class Timed:
+    """One call to be timed: what it is, and the facts that its row has."""
 
-
-@dataclass(frozen=True)
-class Hook:
-    """What a call adds to plain attention; mask and bias of four axes, 1 where broadcast."""
-
-    softcap: float = 0.0
-    mask: Any = None
-    bias: Any = None
-
-    @property
-    def mask_kind(self) -> int:
-        """Which MaskKind of hook.cuh."""
-        return NO_MASK if self.mask is None else KEYS if self.mask.shape[2] == 1 else ROWS
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """As the reference and ``cupyattn.attention`` take it."""
-        return {"softcap": self.softcap, "mask": self.mask, "bias": self.bias}
-
-    @property
-    def defines(self) -> dict[str, int]:
-        """The HOOK_* macros."""
-        bias = 0 if self.bias is None else 1 + DTYPES.index(self.bias.dtype.name)
-        return {
-            "HOOK_MASK_KIND": self.mask_kind, "HOOK_SOFTCAP_ON": int(bool(self.softcap)),
-            "HOOK_BIAS_TYPE": bias,
-        }  # fmt: skip
-
-    @property
-    def buffers(self) -> dict[str, Any]:
-        """Arrays that a plan names."""
-        found = {"mask": self.mask, "bias": self.bias}
-        return {name: a for name, a in found.items() if a is not None}
-
-
-def plan_of(
-    call: AttentionSpec, hook: Hook, tiles: Tiles, q: Any, k: Any, v: Any, o: Any
-) -> Plan:
-    """Return the launches of one call; `call` is the plain one."""
-    operands = tuple(Operand.of(x) for x in (q, k, v, o))
-    features = features_of(call, 8)
-    spec = module_spec(FA_TC, features, tiles, "sm90")
-    own = {name: str(FOLDER / f"{name}.cu") for name in ("attn_fa_tc_scores", "pack_mask")}
-    defines = tuple(sorted({**dict(spec.defines), **hook.defines}.items()))
-    params = attn_params(call, *operands, None, None, None)
-    count = -(-call.len_q // tiles.block_q) * call.batch * call.heads
-    boxes = tuple(
-        (name, call.dtype, x, rows)
-        for name, x, rows in zip(
-            "qkvo", operands,
-            (tiles.block_q, tiles.block_kv, tiles.block_kv, HOPPER_STORE_ROWS), strict=True,
-        )
-    )  # fmt: skip
-    grid, structs, workspace, cut = _persistent(call, count, boxes, tiles)
-    base = ((ATTN_PARAMS, params),)
-    merge = _merge_pieces(spec, tiles, cut, (*base, (QUANT_PARAMS, {})))
-    if hook.mask is not None or hook.bias is not None:  # tiles are taken as they come, uncut
-        grid, merge = min(count, HOPPER_BLOCKS), ()
-        workspace = (Workspace("next_tile", (1,), "int32", zeros=True),)
-        whole = {"whole": count, "cut": 0, "steps": 1, "share": 1}
-        structs = (
-            *structs[:4], (SCHEDULE_PARAMS, {"next_tile": "next_tile"}), (PIECE_PARAMS, whole),
-        )  # fmt: skip
-    of_hook, passes, between = _hook_params(call, hook, tiles, params, own["pack_mask"], defines)
-    bias_map = structs[0]
-    if hook.bias is not None:
-        x = Operand.of(hook.bias)
-        bias_map = tensor_map_of("bias", hook.bias.dtype.name, x, tiles.block_q)
-    launch = Launch(
-        ModuleSpec(own["attn_fa_tc_scores"], defines), "attn_fa_tc", grid, tiles.num_threads, True,
-        (*base, *structs, (HOOK_PARAMS, of_hook), bias_map),
-    )  # fmt: skip
-    return Plan(
-        "fa_tc", "sm90", tiles, features, (*passes, launch, *merge), (*workspace, *between)
-    )  # fmt: skip
-
-
-def _hook_params(
-    call: AttentionSpec,
-    hook: Hook,
-    tiles: Tiles,
-    params: Mapping[str, Any],
-    source: str,
-    defines: tuple[tuple[str, int], ...],
-) -> tuple[dict[str, Any], tuple[Launch, ...], tuple[Workspace, ...]]:
-    """Return ``struct HookParams``, the launches that pack a mask, and what they write to."""
-    found: dict[str, Any] = {}
-    if hook.softcap:
-        unit = hook.softcap / call.scale
-        found |= {
-            "coefficient": [c / unit ** (2 * k) for k, c in enumerate(TANH)],
-            "largest_square": (SMALL * unit) ** 2, "exponent": 2 / math.log(2) / unit,
-            "unit": unit,
-        }  # fmt: skip
-    if hook.bias is not None:
-        found |= {
-            "bias_batch": int(hook.bias.shape[0] > 1), "bias_head": int(hook.bias.shape[1] > 1),
-            "bias_factor": 1 / call.scale,
-        }  # fmt: skip
-    if hook.mask is None:
-        return found, (), ()
-    mask, rows = Operand.of(hook.mask), hook.mask_kind == ROWS
-    batches, heads = mask.shape[:2]
-    strides = tuple(0 if n == 1 else s for s, n in zip(mask.strides, mask.shape, strict=True))
-    q_tiles = -(-call.len_q // tiles.block_q) if rows else 1
-    key_tiles = -(-call.len_kv // tiles.block_kv)
-    words = tiles.block_q * 4 if rows else 4
-    found |= {
-        "bits": "bits", "classes": "classes", "steps": "steps",
-        "tiles_batch": heads * q_tiles * (batches > 1), "tiles_head": q_tiles * (heads > 1),
-        "tiles_q": int(rows), "mask_heads": heads, "q_tiles": q_tiles, "key_tiles": key_tiles,
-        "aligned": int(
-            strides[3] == 1 and not any(s % 8 for s in strides[:3]) and mask.misalignment % 8 == 0
-        ),
-    }  # fmt: skip
-    of_mask = {**params, "mask": "mask", "mask_stride": strides}
-    structs = ((ATTN_PARAMS, of_mask), (HOOK_PARAMS, found))
-    module, count = ModuleSpec(source, defines), batches * heads * q_tiles
-    passes: tuple[Launch, ...] = (
-        Launch(module, "pack_keys", count, KEYS_THREADS, False, structs),
-    )
-    if rows:
-        passes = (
-            Launch(module, "pack_mask", count * key_tiles, tiles.block_q * 2, False, structs),
-            Launch(module, "list_steps", count, 32, False, structs),
-        )
-    return found, passes, (
-        Workspace("bits", (count, key_tiles, words), "uint32"),
-        Workspace("classes", (count, key_tiles), "uint8"),
-        Workspace("steps", (count, 1 + key_tiles), "int32"),
-    )  # fmt: skip
-
-
-def plain_plan(call: AttentionSpec, q: Any, k: Any, v: Any, o: Any) -> Plan:
-    """Return the plan of plain attention in the Hopper form."""
-    plan = attention.plan_attention(FA_TC, call, *(Operand.of(x) for x in (q, k, v, o)), arch=ARCH)
-    if plan.form != "sm90":
-        raise ca.UnsupportedError(plan.note)
-    return plan
-
-
-# ---- is it right ---------------------------------------------------------------------------------
-
-
-class HookNumerics(Numerics):
-    """Rounding points of the candidate: scores stay in units of q.k, M in log2 units."""
-
-    @property
-    def subtracts_first(self) -> bool:
-        """R4. exp2(fma(S, scale_log2, -M))."""
-        return False
-
-
-def bound_of(q: Any, k: Any, v: Any, call: AttentionSpec, hook: Hook, tiles: Tiles, rows: Any):
-    """Return the bound of O (J2's, with R3 as the hook rounds) of some query rows.
-
-    A score is fl(cap tanh(x / cap)) within SOFTCAP_ERROR and four roundings, and
-    fl(score + fl(1 / scale) bias): two more of the sum, and one of the bias, which is at most the
-    sum and the score.
-    """
-    plain = numerics("tensor_core", "sm90", call.dtype)
-    n = HookNumerics(**vars(plain))
-    n = replace(n, softcap=bool(hook.softcap), bias=hook.bias is not None)
-    u = 2.0**-24
-    capped, biased = bool(hook.softcap), hook.bias is not None
-    scaling = Scaling(
-        2 * u, (SOFTCAP_ERROR + 6 * u) * capped + 2 * u * biased, 3 * u * biased, 2.0**-124,
-        max(call.scale, hook.softcap),
-    )  # fmt: skip
-    xp = array_namespace(q)
-    terms = xp.zeros((call.batch, call.heads, 1, rows.size, call.head_dim))
-    for block in score_blocks(
-        q, k, v, scale=call.scale, causal=call.causal, rows=rows, **hook.options
-    ):
-        found, _ = kernel_bounds._kernel_bound(
-            block, n, tiles, call.scale, scaling, None, None, None, None
-        )
-        total = sum(found.values())
-        terms[block.index] = total
-    return terms[:, :, 0]
-
-
-def judge(
-    o: Any, q: Any, k: Any, v: Any, call: AttentionSpec, hook: Hook, tiles: Tiles, rows: Any
-) -> float:
-    """Return the largest error of O as a fraction of its bound; 1 is allowed."""
-    expected = attention_exact(
-        q, k, v, scale=call.scale, causal=call.causal, rows=rows, **hook.options
-    )
-    bound = bound_of(q, k, v, call, hook, tiles, rows)
-    return float(ratio_to_bound(as_float64(o[:, :, rows]), expected, bound).max())
-
-
-def dtype_of(name: str) -> Any:
-    """Return the NumPy dtype of a name, ml_dtypes' bfloat16 among them."""
-    return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
-
-
-def poisoned(x: np.ndarray, pad: int) -> np.ndarray:
-    """Return the same rows as a view into an array whose rows in between are NaN."""
-    whole = np.full((*x.shape[:2], x.shape[2] + pad, x.shape[3]), np.nan, x.dtype)
-    whole[:, :, : x.shape[2]] = x
-    return whole[:, :, : x.shape[2]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A small call to be judged."""
-
+    feature: str
     name: str
+    run: Callable[[int], Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Bench:
+    """The inputs of one head_dim on the device, and a clock that peers must keep to."""
+
     head_dim: int
-    tiles: Tiles
-    features: str  # of softcap, large, rows, head rows, keys, bias, row bias, causal
-    lengths: tuple[int, int] = (200, 330)
-    dtype: str = "bfloat16"
-    seed: int = 0
-    batch: int = 2
-    heads: int = 2
+    seed: int
+    ends: float  #: time.monotonic() after which no more peers are compiled
 
-
-def small_cases(head_dims: tuple[int, ...], quick: bool) -> Iterator[Case]:
-    """Yield calls with every feature alone, beside a causal mask, and together."""
-    tiles = {
-        64: (Tiles(192, 128, 16, 2), Tiles(192, 64, 16, 3), Tiles(192, 112, 16, 2)),
-        128: (Tiles(192, 80, 16, 2), Tiles(128, 128, 12, 2), Tiles(192, 64, 16, 2)),
-    }
-    features = (
-        "rows", "rows causal", "head rows", "keys", "keys causal", "softcap", "softcap causal",
-        "softcap large", "bias", "bias causal", "row bias", "softcap keys", "bias rows",
-        "softcap bias rows causal",
-    )  # fmt: skip
-    for head_dim in head_dims:
-        for i, one in enumerate(features):
-            for number in range(1 if quick else 3):
-                yield Case(
-                    one, head_dim, tiles[head_dim][(i + number) % 3], one,
-                    dtype=("bfloat16", "float16")[i % 3 == 2], seed=i,
-                )  # fmt: skip
-
-
-def make(case: Case) -> tuple[Any, Any, Any, AttentionSpec, Hook]:
-    """Draw a case: q, k, v, the plain call, the hook. NaN lies behind the last key and row."""
-    rng = np.random.default_rng(case.seed)
-    dtype, (len_q, len_kv) = dtype_of(case.dtype), case.lengths
-    words_of = case.features.split()
-    size = 6.0 if "large" in words_of else 1.0
-    shape = case.batch, case.heads
-    q = poisoned((size * rng.standard_normal((*shape, len_q, case.head_dim))).astype(dtype), 8)
-    k, v = (
-        poisoned(rng.standard_normal((*shape, len_kv, case.head_dim)).astype(dtype), 8)
-        for _ in range(2)
-    )
-    mask = bias = None
-    if "rows" in words_of:
-        own = shape if "head" in words_of else (1, 1)
-        mask = rng.random((*own, len_q, len_kv)) < 0.5
-        mask[..., : case.tiles.block_q, : case.tiles.block_kv] = True  # full
-        mask[..., : case.tiles.block_q, case.tiles.block_kv : 2 * case.tiles.block_kv] = False
-        mask[..., 5, :] = False  # a row without a key
-        mask[..., 7, :] = False
-        mask[..., 7, 3] = True  # with one key
-        if case.tiles.block_q < len_q:
-            mask[..., case.tiles.block_q :, : 2 * case.tiles.block_kv] = False  # empty at first
-    if "keys" in words_of:
-        mask = np.ones((case.batch, 1, 1, len_kv), bool)
-        mask[0, ..., int(0.73 * len_kv) :] = False
-        k[0, :, int(0.73 * len_kv) :] = np.nan  # masked scores are NaN
-        if case.batch > 1:
-            mask[1] = False
-            mask[1, ..., len_kv - 2] = case.seed % 2  # one key, or none
-    if "bias" in words_of:
-        of_rows = 1 if "row" in words_of else len_q
-        padded = np.full((1, case.heads, len_q, -(-len_kv // 8) * 8), np.nan, np.float16)
-        padded[..., :len_kv] = 3 * rng.standard_normal((1, case.heads, of_rows, len_kv))
-        padded[..., 2, :len_kv] = -np.inf
-        padded[..., 2, 9] = 1000.0
-        padded[..., 4, 3:17] = -np.inf
-        bias = padded[..., :len_kv]
-    call = AttentionSpec(
-        *shape, case.heads, len_q, len_kv, case.head_dim, case.dtype, case.head_dim**-0.5,
-        "causal" in words_of, len_kv - len_q if "causal" in words_of else 0,
-    )  # fmt: skip
-    softcap = (2.0 if "large" in words_of else 30.0) if "softcap" in words_of else 0.0
-    return q, k, v, call, Hook(softcap, mask, bias)
-
-
-def check_case(case: Case, on_device: bool) -> float:
-    """Run a small case and return its error as a fraction of the bound."""
-    q, k, v, call, hook = make(case)
-    o = np.full(call.output_shape, np.nan, dtype_of(case.dtype))
-    if on_device:
+    def __post_init__(self) -> None:
         import cupy
 
-        def moved(x: Any) -> Any:  # with what lies around it, which is NaN
-            return None if x is None else (
-                cupy.asarray(x.base)[tuple(slice(n) for n in x.shape)]
-                if x.base is not None else cupy.asarray(x)
-            )  # fmt: skip
+        rng = np.random.default_rng(self.seed)
+        self.batch, self.heads = TOKENS // LENGTH, WIDTH // self.head_dim
+        shape = self.batch, self.heads, LENGTH, self.head_dim
+        drawn = [rng.standard_normal(shape, np.float32) for _ in range(3)]
+        bfloat16 = dtype_of("bfloat16")
+        self.inputs = tuple(cupy.asarray(x.astype(bfloat16)) for x in drawn)
+        self.sets = [(q, k, v) for q, k, v in timing.rotated(self.inputs)]
+        large_q = cupy.asarray((LARGE * drawn[0]).astype(bfloat16))
+        self.large = [(large_q, k, v) for _, k, v in self.sets]
+        self.call = AttentionSpec(
+            self.batch, self.heads, self.heads, LENGTH, LENGTH, self.head_dim, "bfloat16",
+            self.head_dim**-0.5,
+        )  # fmt: skip
+        self.lengths = np.full(self.batch, LENGTH, np.int32)
+        self.lengths[1:] = int(KEPT * LENGTH)
+        keys = np.arange(LENGTH) < self.lengths[:, None, None, None]
+        rows = rng.random((1, 1, LENGTH, LENGTH)) < 0.5
+        bias = cupy.empty((1, self.heads, LENGTH, LENGTH), np.float16)
+        one = cupy.asarray(rng.standard_normal((LENGTH, LENGTH), np.float32).astype(np.float16))
+        for head in range(self.heads):
+            bias[0, head] = cupy.roll(one, 37 * head, axis=1)
+        self.hooks = {
+            "key padding": Hook(mask=cupy.asarray(keys)), "mask": Hook(mask=cupy.asarray(rows)),
+            "bias": Hook(bias=bias), "softcap": Hook(30.0), "softcap, large": Hook(30.0),
+            "bias, one head": Hook(bias=bias[:, :1]),
+            "bias, loaded once": Hook(bias=bias, bias_loads=False),
+            "mask, all true": Hook(mask=cupy.asarray(np.ones_like(rows))),
+            "mask, lower half": Hook(mask=cupy.asarray(np.tril(np.ones_like(rows)))),
+        }  # fmt: skip
+        self.o = self.empty_output()
 
-        q, k, v, o = (moved(x) for x in (q, k, v, o))
-        hook = replace(hook, mask=moved(hook.mask), bias=moved(hook.bias))
-    plan = plan_of(call, hook, case.tiles, q, k, v, o)
-    buffers = {"q": q, "k": k, "v": v, "o": o, **hook.buffers}
-    if on_device:
-        ready.run(plan, buffers, ARCH)
-    else:
-        for name, x in buffers.items():
-            x.flags.writeable = name == "o"
-        executor.run(plan, buffers, ARCH)
-    rows = array_namespace(q).arange(call.len_q)
-    return judge(o, q, k, v, call, hook, case.tiles, rows)
+    def empty_output(self) -> Any:
+        """Return an output in which nothing is written yet: NaN."""
+        import cupy
+
+        return cupy.full(self.call.output_shape, 0x7FC0, np.uint16).view(dtype_of("bfloat16"))
+
+    def sets_of(self, feature: str) -> list[tuple[Any, Any, Any]]:
+        """Return the inputs that a feature is timed on, in turns."""
+        return self.large if feature == "softcap, large" else self.sets
+
+    def plan(self, feature: str, choice: Choice) -> Plan:
+        """Return the candidate's plan."""
+        hook = replace(self.hooks[feature], terms=choice.terms)
+        q, k, v = self.inputs
+        return plan_of(self.call, hook, choice.tiles, q, k, v, self.o)
+
+    def candidate(self, feature: str, choice: Choice) -> Timed:
+        """Return a candidate, judged on some rows of every head."""
+        import cupy
+
+        plan, hook, tiles = self.plan(feature, choice), self.hooks[feature], choice.tiles
+
+        def call(q: Any, k: Any, v: Any, o: Any) -> None:
+            ready.run(plan, {"q": q, "k": k, "v": v, "o": o, **hook.buffers}, ARCH)
+
+        o, (q, k, v) = self.empty_output(), self.sets_of(feature)[0]
+        call(q, k, v, o)
+        rows = cupy.asarray([0, 1, 191, 192, 1000, 2047, 3333, LENGTH - 1])
+        facts = {"tiles": vars(tiles), **resources(plan)}
+        if hook.bias_loads:  # otherwise it is wrong by intent
+            facts["j2"] = judge(o, q, k, v, self.call, hook, tiles, rows)
+        sets = self.sets_of(feature)
+        return Timed(
+            feature, f"hook {choice}", lambda i: call(*sets[i % len(sets)], self.o), facts
+        )
+
+    def packing(self, feature: str) -> Timed:
+        """Return the passes over a mask by themselves, as the first choice has them."""
+        choice = CANDIDATES[feature][self.head_dim][0]
+        plan, buffers = self.plan(feature, choice), self.hooks[feature].buffers
+        q, k, v = self.inputs
+        passes = tuple(one for one in plan.launches if one.entry != "attn_fa_tc")
+        plan = replace(plan, launches=passes)
+        return Timed(
+            feature, "packing alone",
+            lambda i: ready.run(plan, {"q": q, "k": k, "v": v, "o": self.o, **buffers}, ARCH),
+        )  # fmt: skip
+
+    def plain(self) -> Timed:
+        """Return plain attention in the Hopper form."""
+        plan = plain_plan(self.call, *self.sets[0], self.o)
+
+        def run(i: int) -> None:
+            q, k, v = self.sets[i % len(self.sets)]
+            ready.run(plan, {"q": q, "k": k, "v": v, "o": self.o}, ARCH)
+
+        return Timed("plain", "plain", run, resources(plan))
+
+    def today(self, feature: str) -> Timed:
+        """Return what ``cupyattn.attention`` does today: the portable form."""
+        hook = self.hooks[feature]
+        given: dict[str, Any] = {"softcap": hook.softcap} if hook.softcap else hook.buffers
+        prepared = ca.plan(*self.inputs, variant="fa_tc", **given)
+        sets = self.sets_of(feature)
+        return Timed(feature, "portable", lambda i: prepared(*sets[i % len(sets)]))
+
+    # ---- other libraries
+
+    def tensors(self, feature: str) -> list[tuple[Any, ...]]:
+        """Return the inputs as torch tensors of the same memory."""
+        return [tuple(tensor(x) for x in one) for one in self.sets_of(feature)]
+
+    def sdpa(self, feature: str, backend: str) -> Timed:
+        """Return torch's attention with a mask or a bias."""
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        hook, sets = self.hooks[feature], self.tensors(feature)
+        mask = tensor(hook.mask) if hook.bias is None else tensor(hook.bias).to(torch.bfloat16)
+        which = getattr(SDPBackend, backend)
+
+        def run(i: int) -> Any:
+            with sdpa_kernel(which):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *sets[i % len(sets)], attn_mask=mask
+                )
+
+        name = {"CUDNN_ATTENTION": "cuDNN", "EFFICIENT_ATTENTION": "efficient"}[backend]
+        facts = {"peer": True, "difference": self.difference(run, feature)}
+        return Timed(feature, name, run, facts)
+
+    def flex(self, feature: str) -> Timed:
+        """Return FlexAttention, compiled, its block mask made beforehand."""
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        hook, sets = self.hooks[feature], self.tensors(feature)
+        options: dict[str, Any] = {}
+        if feature == "key padding":
+            lengths = torch.from_numpy(self.lengths).cuda()
+            options["block_mask"] = create_block_mask(
+                lambda b, h, q, kv: kv < lengths[b], self.batch, None, LENGTH, LENGTH, "cuda"
+            )
+        elif feature == "mask":
+            mask = tensor(hook.mask)[0, 0]
+            options["block_mask"] = create_block_mask(
+                lambda b, h, q, kv: mask[q, kv], None, None, LENGTH, LENGTH, "cuda"
+            )
+        elif feature == "bias":
+            bias = tensor(hook.bias)[0]
+            options["score_mod"] = lambda score, b, h, q, kv: score + bias[h, q, kv]
+        else:
+            cap = hook.softcap
+            options["score_mod"] = lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
+        if feature == FEATURES[0]:  # once a head_dim: code compiled before it would be lost, too
+            torch.compiler.reset()
+        compiled = torch.compile(flex_attention, dynamic=False)
+
+        def run(i: int) -> Any:
+            return compiled(*sets[i % len(sets)], **options)
+
+        facts = {"peer": True, "difference": self.difference(run, feature)}
+        return Timed(feature, "FlexAttention", run, facts)
+
+    def difference(self, run: Callable[[int], Any], feature: str) -> float:
+        """Return how far a peer is from the candidate at most, on the same input."""
+        import cupy
+
+        plan = self.plan(feature, CANDIDATES[feature][self.head_dim][0])
+        hook = self.hooks[feature]
+        q, k, v = self.sets_of(feature)[0]
+        ready.run(plan, {"q": q, "k": k, "v": v, "o": self.o, **hook.buffers}, ARCH)
+        theirs = cupy.from_dlpack(run(0).detach().float().contiguous())
+        return float(cupy.abs(theirs - self.o.astype(np.float32)).max())
+
+    def calls(self) -> Iterator[functools.partial[Timed]]:
+        """Yield what makes each call that is timed; peers last, as they may take no time left."""
+        yield functools.partial(self.plain)
+        for feature in FEATURES:
+            for choice in CANDIDATES[feature][self.head_dim]:
+                yield functools.partial(self.candidate, feature, choice)
+        for probe, feature in PROBES.items():
+            yield functools.partial(self.candidate, probe, CANDIDATES[feature][self.head_dim][0])
+        for feature in ("key padding", "mask"):
+            yield functools.partial(self.packing, feature)
+        for feature in FEATURES[:-1]:
+            yield functools.partial(self.today, feature)
+
+    def peers(self) -> Iterator[functools.partial[Timed]]:
+        """Yield what makes the calls of other libraries."""
+        for feature in ("key padding", "mask", "bias"):
+            for backend in ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
+                yield functools.partial(self.sdpa, feature, backend)
+        for feature in FEATURES[:-1]:
+            yield functools.partial(self.flex, feature)
 
 
-def check(args: argparse.Namespace, on_device: bool) -> list[dict[str, Any]]:
-    """Judge all small cases; print and return what came of them."""
-    found = []
-    for case in small_cases(tuple(args.head_dims), quick=not on_device and not args.all):
-        if args.only and args.only not in case.name:
+def tensor(x: Any) -> Any:
+    """Return a CuPy array as a torch tensor of the same memory."""
+    import torch
+
+    if x.dtype.name == "bfloat16":
+        return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+    if x.dtype == bool:
+        return torch.from_dlpack(x.view(np.uint8)).view(torch.bool)
+    return torch.from_dlpack(x)
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    """Compile what a run on a device needs, several modules at a time; print spills."""
+    modules: dict[ModuleSpec, str] = {}
+    for case in small_cases(tuple(args.head_dims), quick=not args.all):
+        q, k, v, call, hook = make(case)
+        plan = plan_of(call, hook, case.tiles, q, k, v, np.empty(call.output_shape, q.dtype))
+        modules |= {one.module: "" for one in plan.launches}
+    for head_dim in args.head_dims:
+        batch, heads = TOKENS // LENGTH, WIDTH // head_dim
+        call = AttentionSpec(
+            batch, heads, heads, LENGTH, LENGTH, head_dim, "bfloat16", head_dim**-0.5
+        )
+        operand = np.lib.stride_tricks.as_strided(
+            np.zeros(8, dtype_of("bfloat16")), call.output_shape,
+            tuple(2 * s for s in Operand.contiguous(call.output_shape, 2).strides),
+        )  # fmt: skip
+        plain = plain_plan(call, *[operand] * 4)
+        modules |= {one.module: "" for one in plain.launches}
+        shapes = {"key padding": (batch, 1, 1, LENGTH), "mask": (1, 1, LENGTH, LENGTH)}
+        for feature in FEATURES:
+            hook = Hook(30.0) if feature.startswith("softcap") else Hook()
+            if feature in shapes:
+                hook = Hook(mask=np.zeros(shapes[feature], bool))
+            if feature == "bias":
+                zero = np.zeros(1, np.float16)
+                hook = Hook(bias=np.broadcast_to(zero, (1, heads, LENGTH, LENGTH)))
+            for choice in CANDIDATES[feature][head_dim]:
+                own = replace(hook, terms=choice.terms)
+                plan = plan_of(call, own, choice.tiles, *[operand] * 4)
+                title = f"hd{head_dim} {feature} {choice}"
+                modules |= {
+                    one.module: title if one.entry == "attn_fa_tc" else "" for one in plan.launches
+                }
+    with ThreadPoolExecutor(args.threads) as pool:
+        built = pool.map(lambda one: compiler.build(one, ARCH), modules)
+        for (_, title), binary in zip(modules.items(), built, strict=True):
+            if title:
+                taken = binary.kernels["attn_fa_tc"]
+                print(
+                    f"{title}: {taken.registers} registers, spills {taken.spill_stores} + "
+                    f"{taken.spill_loads}, {binary.smem_bytes} bytes shared"
+                    f"{', wgmma SERIALISED' if 'serialized' in binary.log else ''}",
+                    flush=True,
+                )
+
+
+def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Judge and time all calls of one head_dim in one interleaved run; return their rows."""
+    timed: list[Timed] = []
+    makers = [(make_one, False) for make_one in bench.calls()]
+    makers += [(make_one, True) for make_one in bench.peers()] if args.peers else []
+    for make_one, is_peer in makers:
+        if is_peer and time.monotonic() > bench.ends:
+            print(f"no time left for {make_one.args}")
             continue
         began = time.monotonic()
         try:
-            ratio, note = check_case(case, on_device), ""
-        except Exception as error:  # one candidate that fails leaves the others
-            ratio, note = math.inf, f"{type(error).__name__}: {error}"[:600]
-            if args.trace:
-                traceback.print_exc()
-        ok = ratio <= 1
-        found.append({"case": vars(case) | {"tiles": vars(case.tiles)}, "j2": ratio, "ok": ok})
+            one = make_one()
+            one.run(0)
+            device_synchronize()
+        except FAILURES as error:  # a peer or a candidate that does not take the call
+            said = f"{type(error).__name__}: {str(error)[:300]}"
+            print(f"left out: {make_one.args}: {said}", flush=True)
+            continue
+        said = f"J2 {one.facts['j2']:.3f}" if "j2" in one.facts else ""
+        if "difference" in one.facts:
+            said = f"differs by {one.facts['difference']:.2e}"
         print(
-            f"{'ok ' if ok else 'BAD'} hd{case.head_dim} {describe(case.tiles):12} {case.dtype:9}"
-            f"{case.name:26} error / bound {ratio:.3f}  {time.monotonic() - began:.1f} s {note}",
-            flush=True,
+            f"  {one.feature}, {one.name}: {said} ({time.monotonic() - began:.1f} s)", flush=True
         )
-    return found
+        if one.facts.get("j2", 0.0) <= 1:
+            timed.append(one)
+    names = [f"{one.feature}|{one.name}" for one in timed]
+    samples = timing.time_interleaved(
+        dict(zip(names, (one.run for one in timed), strict=True)), rounds=args.rounds
+    )
+    plain = samples["plain|plain"]
+    rows = []
+    for name, one in zip(names, timed, strict=True):
+        found = samples[name]
+        rows.append({
+            "feature": one.feature, "name": one.name, **one.facts,
+            "seconds": timing.median(found).to_list(), "samples": found,
+            "ratio": timing.paired_ratio(found, plain).to_list(),
+        })  # fmt: skip
+    return rows
 
 
-def describe(tiles: Tiles) -> str:
-    """Return tiles in a few characters."""
-    return f"{tiles.block_q}x{tiles.block_kv}s{tiles.num_stages}"
+def device_synchronize() -> None:
+    """Wait for the device, so that an error is told where it was made."""
+    import cupy
+
+    cupy.cuda.runtime.deviceSynchronize()
+
+
+def table(rows: list[dict[str, Any]], head_dim: int, lengths: Any) -> list[list[str]]:
+    """Return the lines of one head_dim: times, ratios to plain and to the fastest peer."""
+    result = [
+        ["", "call", "time", "x plain", "x admitted", "aim", "x best peer", "best peer", "J2"]
+    ]
+    for feature in ("plain", *FEATURES, *PROBES):
+        own = [row for row in rows if row["feature"] == feature]
+        peers = [row for row in own if row.get("peer")]
+        best = min(peers, key=lambda row: row["seconds"][0], default=None)
+        share = float(np.mean(lengths)) / LENGTH if feature == "key padding" else 1.0
+        aim = AIMS.get(feature)
+        for row in own:
+            is_hook = row["name"].startswith("hook")
+            result.append([
+                feature, row["name"], words.format_seconds(row["seconds"][0]),
+                f"{row['ratio'][0]:.3f}", f"{row['ratio'][0] / share:.3f}" if share < 1 else "",
+                f"{aim[head_dim == 128]:.2f}" if aim and is_hook else "",
+                f"{row['seconds'][0] / best['seconds'][0]:.2f}" if best and is_hook else "",
+                best["name"] if best and is_hook else "",
+                f"{row['j2']:.2f}" if "j2" in row else "",
+            ])  # fmt: skip
+    return result
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check small calls, then judge and time large ones."""
+    began = time.monotonic()
+    if args.interpret:
+        return 0 if all(one["ok"] for one in check(args, on_device=False)) else 1
+    if missing := device.device_missing():
+        print(f"this needs a CUDA device ({missing}); --interpret runs without", file=sys.stderr)
+        return 2
+    compile_all(args)
+    print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
+    checked = check(args, on_device=True)
+    print(f"checked after {time.monotonic() - began:.0f} s", flush=True)
+    record: dict[str, Any] = {
+        "experiment": "score_hook", "seed": args.seed, "rounds": args.rounds, "checked": checked,
+        "command": " ".join(["python -m experiments.tuning.score_hook.race", *sys.argv[1:]]),
+        "problems": [],
+    }  # fmt: skip
+    for i, head_dim in enumerate(args.head_dims):
+        left = began + args.seconds - time.monotonic()
+        ends = time.monotonic() + left * (0.9 if i + 1 == len(args.head_dims) else 0.45)
+        bench = Bench(head_dim, args.seed, ends)
+        rows = measure(bench, args)
+        lines = table(rows, head_dim, bench.lengths)
+        print(f"\nhead_dim {head_dim}, {device.environment()['device']['name']}")
+        output.print_table(lines[0], lines[1:])
+        record["problems"].append({"head_dim": head_dim, "rows": rows})
+        record["environment"] = device.environment()
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            output.write_json(args.json, record)
+        del bench, rows
+        print(f"head_dim {head_dim} done after {time.monotonic() - began:.0f} s", flush=True)
+    return 0 if all(one["ok"] for one in checked) else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--interpret", action="store_true", help="small calls, without a device")
+    parser.add_argument("--only", default="", metavar="WORD", help="small calls so named")
+    parser.add_argument("--all", action="store_true", help="small calls with more tiles")
+    parser.add_argument("--trace", action="store_true", help="where a small call failed")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], metavar="N")
+    parser.add_argument("--rounds", type=int, default=15, help="timed samples")
+    parser.add_argument("--seconds", type=float, default=450.0, help="peers start no later")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=12, help="compilations at a time")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write the record")
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,14 +17,15 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
   return y;
 }
 
-constexpr int TANH_TERMS = 5;
+constexpr int TANH_TERMS = HOOK_TANH_TERMS;
+constexpr int MOST_TANH_TERMS = 8;
 
 // What softcap needs of its call, in units of the products q.k: S becomes tanh(S / unit) * unit,
 // with unit = softcap / scale.
 struct SoftcapParams {
-  float coefficient[TANH_TERMS];  // of S^(2 k + 1): c_k / unit^(2 k)
-  float largest_square;           // of S where that polynomial holds
-  float exponent;                 // 2 log2(e) / unit
+  float coefficient[MOST_TANH_TERMS];  // of S^(2 k + 1): c_k / unit^(2 k)
+  float largest_square;                // of S where that polynomial holds
+  float exponent;                      // 2 log2(e) / unit
   float unit;
 };
 
