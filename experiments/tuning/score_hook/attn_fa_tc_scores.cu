@@ -31,17 +31,18 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 // Tiles differ in work: blocks take them as they come.
 constexpr bool MASKED = HOOK_MASK != MaskKind::NONE;
-constexpr bool UNEVEN = CAUSAL || MASKED || HOOK_BIAS;
+constexpr bool DENSE_BIAS = HOOK_BIAS && !HOOK_BIAS_OF_KEYS;
+constexpr bool UNEVEN = CAUSAL || MASKED || DENSE_BIAS;
 static_assert(!(STACKED || WINDOW || VARLEN || BLOCK_MASK), "not among the candidates");
 constexpr bool PIECES = !UNEVEN;       // or they are alike, and those of the last wave may be cut
 constexpr float LARGEST_SUM = 256.0f;  // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 
 constexpr int ROW_BYTES = BOXES * BOX_BYTES;
 constexpr int BIAS_BOXES = HOOK_BIAS ? ceil_div(BLOCK_KV, BOX_COLS) : 0;  // of a step
-constexpr int BIAS_BYTES = BIAS_BOXES * BLOCK_Q * BOX_BYTES;
+constexpr int BIAS_BYTES = BIAS_BOXES * BIAS_ROWS * BOX_BYTES;            // that arrive
 constexpr int MASK_BYTES = MASKED ? MASK_TILE_WORDS * 4 : 0;
 constexpr int Q_STAGES = (2 * BLOCK_Q + 2 * NUM_STAGES * BLOCK_KV) * ROW_BYTES +
-                                     NUM_STAGES * (BIAS_BYTES + MASK_BYTES) <=
+                                     NUM_STAGES * (BIAS_BOXES * BIAS_BOX + MASK_BYTES) <=
                                  225 * 1024
                              ? 2
                              : 1;
@@ -60,9 +61,10 @@ struct SharedStorage {
   alignas(1024) elem_t Q[Q_STAGES][BOXES][BLOCK_Q * BOX_COLS];
   alignas(1024) elem_t K[NUM_STAGES][BOXES][BLOCK_KV * BOX_COLS];
   alignas(1024) elem_t V[NUM_STAGES][BOXES][BLOCK_KV * BOX_COLS];
-  alignas(1024) hook_bias_t bias[NUM_STAGES][HOOK_BIAS ? BIAS_BYTES / 2 : 1];  // of the step of K
-  alignas(128) uint32_t bits[NUM_STAGES][MASKED ? MASK_TILE_WORDS : 1];        // likewise
-  WorkTile tile[Q_STAGES];                                                     // that Q belongs to
+  alignas(1024) unsigned char bias[NUM_STAGES]
+                                  [HOOK_BIAS ? BIAS_BOXES * BIAS_BOX : 1];  // of the step of K
+  alignas(128) uint32_t bits[NUM_STAGES][MASKED ? MASK_TILE_WORDS : 1];     // likewise
+  WorkTile tile[Q_STAGES];                                                  // that Q belongs to
   Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // K of a step and V of the one before
   Mbarrier bias_empty[NUM_STAGES];               // the bias that came with that K
@@ -94,7 +96,7 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int index) {
   const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
   const int64_t head_bytes = keys * HEAD_DIM * 2 * sizeof(elem_t);
-  if constexpr (HOOK_BIAS && !CAUSAL) {  // blocks at work share a bias
+  if constexpr (DENSE_BIAS && !CAUSAL) {  // blocks at work share a bias
     const int rest = index / p.batch, q_blocks = ceil_div(p.len_q, BLOCK_Q);
     return {sequences, rest % q_blocks * BLOCK_Q, rest / q_blocks, index % p.batch, 0, 0, -1};
   }
@@ -303,8 +305,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
           mbarrier_wait_parity(smem.bias_empty[bias_at.stage], bias_at.parity ^ 1);
         for (int b = 0; b < BIAS_BOXES && has_bias; ++b)
           cp_async_bulk_tensor_4d(
-              smem.bias[bias_at.stage] + b * BLOCK_Q * BOX_COLS, bias_map, smem.full[at.stage],
-              kv0 + b * BOX_COLS, tile.q0, tile.head * hook.bias_head,
+              smem.bias[bias_at.stage] + b * BIAS_BOX, bias_map, smem.full[at.stage],
+              kv0 + b * BOX_COLS, HOOK_BIAS_OF_KEYS ? 0 : tile.q0, tile.head * hook.bias_head,
               tile.batch * hook.bias_batch);
         if (has_K) bias_at.advance();
         if (has_bias) ++bias_stages;

@@ -90,12 +90,16 @@ CANDIDATES: dict[str, dict[int, tuple[Choice, ...]]] = {
         128: (Choice(192, 80), Choice(128, 128), Choice(192, 64)),
     },
     "mask": {
-        64: (Choice(192, 128), Choice(192, 96), Choice(192, 64, 3), Choice(128, 128)),
+        64: (Choice(192, 128), Choice(192, 128, 3), Choice(192, 96), Choice(192, 64, 3),
+             Choice(128, 128)),
         128: (Choice(192, 80), Choice(128, 128), Choice(128, 96)),
     },
     "bias": {
         64: (Choice(192, 128), Choice(192, 64, 3), Choice(192, 64), Choice(128, 128)),
         128: (Choice(192, 64), Choice(192, 80), Choice(128, 128), Choice(128, 64, 3)),
+    },
+    "bias of keys": {
+        64: (Choice(192, 128), Choice(192, 96)), 128: (Choice(192, 80), Choice(128, 128)),
     },
     "softcap": {
         64: (Choice(192, 112), Choice(192, 128), Choice(192, 96), Choice(128, 128),
@@ -131,6 +135,11 @@ class Hook:
         return NO_MASK if self.mask is None else KEYS if self.mask.shape[2] == 1 else ROWS
 
     @property
+    def bias_of_keys(self) -> bool:
+        """Whether a bias is the same for every query row."""
+        return self.bias is not None and self.bias.shape[2] == 1
+
+    @property
     def options(self) -> dict[str, Any]:
         """As the reference and ``cupyattn.attention`` take it."""
         return {"softcap": self.softcap, "mask": self.mask, "bias": self.bias}
@@ -142,7 +151,7 @@ class Hook:
         return {
             "HOOK_MASK_KIND": self.mask_kind, "HOOK_SOFTCAP_ON": int(bool(self.softcap)),
             "HOOK_BIAS_TYPE": bias, "HOOK_TANH_TERMS": self.terms,
-            "HOOK_BIAS_LOADS": int(self.bias_loads),
+            "HOOK_BIAS_LOADS": int(self.bias_loads), "HOOK_BIAS_KEYS": int(self.bias_of_keys),
         }  # fmt: skip
 
     @property
@@ -174,7 +183,8 @@ def plan_of(
     grid, structs, workspace, cut = _persistent(call, count, boxes, tiles)
     base = ((ATTN_PARAMS, params),)
     merge = _merge_pieces(spec, tiles, cut, (*base, (QUANT_PARAMS, {})))
-    if hook.mask is not None or hook.bias is not None:  # tiles are taken as they come, uncut
+    dense_bias = hook.bias is not None and not hook.bias_of_keys
+    if hook.mask is not None or dense_bias:  # tiles are taken as they come, uncut
         grid, merge = min(count, HOPPER_BLOCKS), ()
         workspace = (Workspace("next_tile", (1,), "int32", zeros=True),)
         whole = {"whole": count, "cut": 0, "steps": 1, "share": 1}
@@ -185,7 +195,8 @@ def plan_of(
     bias_map = structs[0]
     if hook.bias is not None:
         x = Operand.of(hook.bias)
-        bias_map = tensor_map_of("bias", hook.bias.dtype.name, x, tiles.block_q)
+        rows = tiles.block_q if dense_bias else 1
+        bias_map = tensor_map_of("bias", hook.bias.dtype.name, x, rows)
     launch = Launch(
         ModuleSpec(own["attn_fa_tc_scores"], defines), "attn_fa_tc", grid, tiles.num_threads, True,
         (*base, *structs, (HOOK_PARAMS, of_hook), bias_map),

@@ -121,8 +121,8 @@ def small_cases(head_dims: tuple[int, ...], quick: bool) -> Iterator[Case]:
     }
     features = (
         "rows", "rows causal", "head rows", "keys", "keys causal", "softcap", "softcap causal",
-        "softcap large", "bias", "bias causal", "row bias", "softcap keys", "bias rows",
-        "softcap bias rows causal",
+        "softcap large", "bias", "bias causal", "row bias", "bf16 row bias causal", "keys row bias",
+        "softcap keys", "bias rows", "softcap bias rows causal",
     )  # fmt: skip
     for head_dim in head_dims:
         for i, one in enumerate(features):
@@ -166,12 +166,14 @@ def make(case: Case) -> tuple[Any, Any, Any, AttentionSpec, Hook]:
             mask[1] = False
             mask[1, ..., len_kv - 2] = case.seed % 2  # one key, or none
     if "bias" in words_of:
-        of_rows = 1 if "row" in words_of else len_q
-        padded = np.full((1, case.heads, len_q, -(-len_kv // 8) * 8), np.nan, np.float16)
-        padded[..., :len_kv] = 3 * rng.standard_normal((1, case.heads, of_rows, len_kv))
-        padded[..., 2, :len_kv] = -np.inf
-        padded[..., 2, 9] = 1000.0
-        padded[..., 4, 3:17] = -np.inf
+        rows = 1 if "row" in words_of else len_q
+        kind = dtype_of("bfloat16" if "bf16" in words_of else "float16")
+        padded = np.full((1, case.heads, rows, -(-len_kv // 8) * 8), np.nan, kind)
+        padded[..., :len_kv] = 3 * rng.standard_normal((1, case.heads, rows, len_kv))
+        padded[..., rows - 1, 3:17] = -np.inf
+        if rows > 1:
+            padded[..., 2, :len_kv] = -np.inf
+            padded[..., 2, 9] = 1000.0
         bias = padded[..., :len_kv]
     call = AttentionSpec(
         *shape, case.heads, len_q, len_kv, case.head_dim, case.dtype, case.head_dim**-0.5,

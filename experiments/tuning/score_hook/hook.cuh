@@ -13,7 +13,9 @@ constexpr bool HOOK_SOFTCAP = HOOK_SOFTCAP_ON;
 enum class MaskKind { NONE, ROWS, KEYS };  // KEYS: the same for every query row
 constexpr MaskKind HOOK_MASK = MaskKind(HOOK_MASK_KIND);
 constexpr bool HOOK_BIAS = HOOK_BIAS_TYPE != 0;
-constexpr bool HOOK_LOADS_BIAS = HOOK_BIAS_LOADS;  // else only the first that a block adds
+constexpr bool HOOK_BIAS_OF_KEYS = HOOK_BIAS_KEYS;          // the same for every query row
+constexpr int BIAS_ROWS = HOOK_BIAS_OF_KEYS ? 1 : BLOCK_Q;  // in a box of 64 keys
+constexpr bool HOOK_LOADS_BIAS = HOOK_BIAS_LOADS;           // else only the first that a block adds
 using hook_bias_t = DType<HOOK_BIAS ? HOOK_BIAS_TYPE - 1 : 0>::type;  // 1: half, 2: bfloat16
 
 // Bits of a mask, packed once a call (pack_mask): a word holds those of the BLOCK_KV / 4 scores of
@@ -110,16 +112,29 @@ __device__ __forceinline__ Vec<float, 2> to_float2(uint32_t pair, __nv_bfloat16)
   return {{__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)}};
 }
 
-// R3: S + bias / scale. The bias of the tile lies in boxes of 64 keys [BLOCK_Q, 64], swizzled over
-// 128 bytes; `row` is the first of the 16 rows of this warp.
+// Bytes from one box of 64 keys to the next: boxes are swizzled over 128 bytes by their addresses.
+constexpr int BIAS_BOX = BIAS_ROWS * 128 < 1024 ? 1024 : BIAS_ROWS * 128;
+
+// R3: S + bias / scale. `row` is the first of the 16 rows of this warp.
 __device__ __forceinline__ void add_bias(
-    float (&S_acc)[BLOCK_KV / 2], const hook_bias_t* boxes, int row, float factor) {
+    float (&S_acc)[BLOCK_KV / 2], const unsigned char* boxes, int row, float factor) {
+  if constexpr (HOOK_BIAS_OF_KEYS) {  // row 0 of a box, which the swizzle leaves as it is
+    const unsigned char* own = boxes + lane_id() % 4 * 4;
+#pragma unroll
+    for (int n = 0; n < BLOCK_KV / 8; ++n) {
+      const uint32_t pair = *reinterpret_cast<const uint32_t*>(own + n / 8 * BIAS_BOX + n % 8 * 16);
+      const Vec<float, 2> b = to_float2(pair, hook_bias_t());
+#pragma unroll
+      for (int i = 0; i < 4; ++i) S_acc[n * 4 + i] = fmaf(b.v[i % 2], factor, S_acc[n * 4 + i]);
+    }
+    return;
+  }
   const int r = row + lane_id() % 16;
   const uint32_t corner = shared_address(boxes) + r * 128 + (lane_id() / 16 ^ r % 8) * 16;
 #pragma unroll
   for (int n = 0; n < BLOCK_KV / 8; n += 2) {  // 16 keys
     uint32_t pair[4];  // keys 8 n of row g, of row g + 8; keys 8 n + 8 of row g, of row g + 8
-    ldmatrix_x4(pair, (corner + n / 8 * BLOCK_Q * 128) ^ n % 8 * 16);
+    ldmatrix_x4(pair, (corner + n / 8 * BIAS_BOX) ^ n % 8 * 16);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Vec<float, 2> b = to_float2(pair[i], hook_bias_t());

@@ -50,12 +50,13 @@ from experiments.tuning.score_hook.candidates import (
 from experiments.tuning.score_hook.checks import FAILURES, check, dtype_of, judge, make, small_cases
 
 TOKENS, WIDTH, LENGTH = 16_384, 2048, 4096
-FEATURES = ("key padding", "mask", "bias", "softcap", "softcap, large")
+FEATURES = ("key padding", "mask", "bias", "bias of keys", "softcap", "softcap, large")
 #: Share of the keys that an entry with padding keeps, of three entries of four.
 KEPT = 0.73
 #: What a feature is to be at most, as a multiple of plain: by head_dim.
 AIMS = {
-    "key padding": (1.08, 1.08), "mask": (1.35, 1.35), "bias": (1.5, 1.5), "softcap": (1.9, 1.5),
+    "key padding": (1.08, 1.08), "mask": (1.35, 1.35), "bias": (1.5, 1.5),
+    "bias of keys": (1.5, 1.5), "softcap": (1.9, 1.5),
 }  # fmt: skip
 LARGE = 20.0  # times q: scores whose tanh is no polynomial
 
@@ -105,6 +106,7 @@ class Bench:
         self.hooks = {
             "key padding": Hook(mask=cupy.asarray(keys)), "mask": Hook(mask=cupy.asarray(rows)),
             "bias": Hook(bias=bias), "softcap": Hook(30.0), "softcap, large": Hook(30.0),
+            "bias of keys": Hook(bias=cupy.ascontiguousarray(bias[:, :, :1])),
             "bias, one head": Hook(bias=bias[:, :1]),
             "bias, loaded once": Hook(bias=bias, bias_loads=False),
             "mask, all true": Hook(mask=cupy.asarray(np.ones_like(rows))),
@@ -220,9 +222,9 @@ class Bench:
             options["block_mask"] = create_block_mask(
                 lambda b, h, q, kv: mask[q, kv], None, None, LENGTH, LENGTH, "cuda"
             )
-        elif feature == "bias":
-            bias = tensor(hook.bias)[0]
-            options["score_mod"] = lambda score, b, h, q, kv: score + bias[h, q, kv]
+        elif feature.startswith("bias"):
+            bias, dense = tensor(hook.bias)[0], not hook.bias_of_keys
+            options["score_mod"] = lambda score, b, h, q, kv: score + bias[h, q if dense else 0, kv]
         else:
             cap = hook.softcap
             options["score_mod"] = lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
@@ -262,7 +264,7 @@ class Bench:
 
     def peers(self) -> Iterator[functools.partial[Timed]]:
         """Yield what makes the calls of other libraries."""
-        for feature in ("key padding", "mask", "bias"):
+        for feature in ("key padding", "mask", "bias", "bias of keys"):
             for backend in ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
                 yield functools.partial(self.sdpa, feature, backend)
         for feature in FEATURES[:-1]:
@@ -303,9 +305,9 @@ def compile_all(args: argparse.Namespace) -> None:
             hook = Hook(30.0) if feature.startswith("softcap") else Hook()
             if feature in shapes:
                 hook = Hook(mask=np.zeros(shapes[feature], bool))
-            if feature == "bias":
-                zero = np.zeros(1, np.float16)
-                hook = Hook(bias=np.broadcast_to(zero, (1, heads, LENGTH, LENGTH)))
+            if feature.startswith("bias"):
+                zero, rows = np.zeros(1, np.float16), LENGTH if feature == "bias" else 1
+                hook = Hook(bias=np.broadcast_to(zero, (1, heads, rows, LENGTH)))
             for choice in CANDIDATES[feature][head_dim]:
                 own = replace(hook, terms=choice.terms)
                 plan = plan_of(call, own, choice.tiles, *[operand] * 4)
