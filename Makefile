@@ -36,7 +36,7 @@ endif
 
 # The wheel has a command but no module to run with -m, and the command may not be on the PATH.
 CLANG_FORMAT := $(RUN) -c 'from clang_format import clang_format; clang_format()'
-KERNELS := $(wildcard kernels_cu/*.cu kernels_cu/*/*.cu kernels_cu/*/*.cuh)
+KERNELS := $(shell find kernels_cu -name '*.cu' -o -name '*.cuh')
 
 # The checkout is what runs, whatever is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))

@@ -10,9 +10,9 @@ from typing import Any
 
 from cupyattn.measure.words import format_bytes, format_rate, format_seconds, format_share
 from docs.performance_tables import range_of, rows_of
-from experiments.breakdown import NAMES, PARTS
-from experiments.others import CUDNN, FLASH_2, geometric_mean
-from experiments.peers import TOKENS
+from experiments._harness.others import CUDNN, FLASH_2, geometric_mean
+from experiments.speed.peers import TOKENS
+from experiments.tuning.breakdown import NAMES, PARTS
 
 Record = Mapping[str, Any]
 INT8, CODES = "fa_int8 balanced", "fa_int8 balanced, codes given"

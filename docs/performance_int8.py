@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 from docs.performance_tables import Record, rate, rows_of
-from experiments import peers_int8
-from experiments.others8 import BY_TORCH, GIVEN, SAGE_2
-from experiments.recording import markdown
+from experiments._harness.others8 import BY_TORCH, GIVEN, SAGE_2
+from experiments._harness.recording import markdown
+from experiments.speed import peers_int8
 
 
 def in_8_bits(peers_int8: Record) -> list[str]:

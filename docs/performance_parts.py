@@ -19,9 +19,10 @@ from cupyattn.measure.words import (
 )
 from docs.performance_int8 import errors_by_distribution, in_8_bits
 from docs.performance_tables import Record, interval, range_of, rate, rows_of
-from experiments import breakdown, counters, precision_ablation
-from experiments.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
-from experiments.recording import markdown
+from experiments._harness.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
+from experiments._harness.recording import markdown
+from experiments.accuracy import precision_ablation
+from experiments.tuning import breakdown, counters
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def components(record: Record) -> list[str]:
         "would take one and a half times as long as they do together; below 1 they wait for each",
         "other, and take longer together than apart. P V includes rounding P to 16 bits.",
         "Of fa_int8 there are no rows: parts are left out by patches of a kernel's source, and",
-        "those of [experiments/left_out](../experiments/left_out) are of fa_tc alone.",
+        "those of [tuning/left_out](../experiments/tuning/left_out) are of fa_tc alone.",
         "",
     ]
     table = []

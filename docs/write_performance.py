@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.files import replacing
+from docs import performance_plots
 from docs.performance_claims import CLAIMS
 from docs.performance_parts import PARTS, Part
-from experiments import book_plots, merging, recording
-from experiments.book_plots import FIGURES, FILES
+from docs.performance_plots import FIGURES, FILES
+from experiments._harness import merging, recording
 
 PAGE = Path(__file__).with_name("PERFORMANCE.md")
 HEAD = (
@@ -63,8 +64,8 @@ def source(name: str, record: Mapping[str, Any]) -> str:
         device += f", driver {facts['driver']}"
     revision = environment.get("revision") or "unknown"
     return (
-        f"[{name}.json](../experiments/results/{name}.json): `{record['command']}`, {device}, "
-        f"revision {revision[:10]}{merging.of_another_revision(record)}"
+        f"[{name}.json](../experiments/results/{name}.json): `{recording.command_now(record)}`, "
+        f"{device}, revision {revision[:10]}{merging.of_another_revision(record)}"
     )
 
 
@@ -121,7 +122,7 @@ def roofline_lines() -> list[str]:
     if found is None:
         return []
     _, peers, gemm, decode = found
-    top = book_plots.ceilings(gemm, decode)
+    top = performance_plots.ceilings(gemm, decode)
     best = max(
         (row for p in peers["problems"] for row in p["rows"] if row["variant"] == "fa_tc"),
         key=lambda row: float(row["tflops"]),
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"wrote {PAGE}")
     for name in () if args.no_plots else drawable():
         needs, _ = {**FIGURES, **FILES}[name]
-        for path in book_plots.draw(name, records(needs) or [], PAGE.parent):
+        for path in performance_plots.draw(name, records(needs) or [], PAGE.parent):
             print(f"wrote {path}")
     return 0
 

@@ -18,11 +18,11 @@ from typing import Any
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.files import replacing
 from cupyattn.measure.words import format_seconds
-from experiments import merging, recording
+from experiments._harness import merging, recording
 
 PAGE = Path(__file__).with_name("TUTORIAL.md")
 #: A mark, what stands after it, and the end of that.
-MARK = re.compile(r"(<!-- (\w+)((?: \w+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- (\w+)((?: [\w/]+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 #: The problems of the record whose times are shown, by head_dim.
 SHOWN = {"length": 4096, "causal": False, "dtype": "float16", "distribution": "normal"}
 #: The parts of a kernel's file (`sections`).
@@ -31,6 +31,12 @@ TITLES = {
     "S0": "S0 locate", "S1": "S1 load Q, and the start of the loop", "S2": "S2 load K, V",
     "S3": "S3 scores", "S4": "S4 softmax", "S5": "S5 output", "S6": "S6 store",
 }  # fmt: skip
+
+
+def file_of(rung: str) -> str:
+    """Return the file of a rung, or of a form of one: ``"forms/fa_int8_pv8"``."""
+    folder, slash, name = rung.rpartition("/")
+    return f"{folder}{slash}attn_{name}.cu"
 
 
 @cache
@@ -42,7 +48,7 @@ def sections(rung: str) -> dict[str, list[str]]:
     of a file).
     """
     found: dict[str, list[str]] = {name: [] for name in TITLES}
-    lines = (KERNELS / f"attn_{rung}.cu").read_text(encoding="utf-8").splitlines()
+    lines = (KERNELS / file_of(rung)).read_text(encoding="utf-8").splitlines()
     at = "sizes"
     for line in lines[next(i for i, line in enumerate(lines) if not line.startswith("//")) :]:
         tag = re.match(r" *// (S\d) ", line)
@@ -99,8 +105,8 @@ def written_provenance(page: str, record: Mapping[str, Any]) -> list[str]:
         cell["problem"] for cell in record["problems"] if SHOWN.items() <= cell["problem"].items()
     )
     return [
-        f"Times are of [ladder.json](../experiments/results/ladder.json) (`{record['command']}`), "
-        f"{environment['device']['name']},",
+        f"Times are of [ladder.json](../experiments/results/ladder.json) "
+        f"(`{recording.command_now(record)}`), {environment['device']['name']},",
         f"NVRTC {environment['nvrtc']}, revision {environment['revision'][:10]}"
         f"{merging.of_another_revision(record)}: batch "
         f"{problem['batch']}, {problem['heads']} heads, length {problem['length']:,}, "
@@ -112,7 +118,7 @@ def written_count(page: str, record: Mapping[str, Any], left: str, right: str) -
     """How large the whole diff is."""
     counts = changed(left, right).values()
     gone, come = (sum(count[i] for count in counts) for i in (0, 1))
-    command = f"diff attn_{left}.cu attn_{right}.cu"
+    command = f"diff {file_of(left)} {file_of(right)}"
     return [f"`{command}`, headers and blank lines aside: {gone} lines go, {come} come."]
 
 

@@ -23,16 +23,16 @@
 //              (experiments/results/NOTES.md).
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
-#include "prims/key_parts.cuh"
-#include "prims/mean_dot.cuh"
-#include "prims/mma.cuh"
-#include "prims/online_softmax.cuh"
+#include "prims/codes/key_parts.cuh"
+#include "prims/codes/mean_dot.cuh"
+#include "prims/instructions/mma.cuh"
+#include "prims/score/online_softmax.cuh"
 #include "prims/params.cuh"
-#include "prims/score.cuh"
-#include "prims/tile_io.cuh"
-#include "prims/varlen.cuh"
-#include "prims/warp.cuh"
-#include "prims/zero_points.cuh"
+#include "prims/score/score.cuh"
+#include "prims/io/tile_io.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/instructions/warp.cuh"
+#include "prims/codes/zero_points.cuh"
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
 constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
@@ -93,7 +93,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
                          head_kv * quant.K_scale_stride_head +
                          first_scale<GROUP_KV>(call.cu_seqlens_k, batch);
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
-  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
   // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K, both
   // chunks of 8 keys come before those of the next 8. swizzled_from() goes on from there.
   const uint32_t Q_lane =

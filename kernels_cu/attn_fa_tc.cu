@@ -15,13 +15,13 @@
 //              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
-#include "prims/mma.cuh"
-#include "prims/online_softmax.cuh"
+#include "prims/instructions/mma.cuh"
+#include "prims/score/online_softmax.cuh"
 #include "prims/params.cuh"
-#include "prims/score.cuh"
-#include "prims/tile_io.cuh"
-#include "prims/varlen.cuh"
-#include "prims/warp.cuh"
+#include "prims/score/score.cuh"
+#include "prims/io/tile_io.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/instructions/warp.cuh"
 
 constexpr int HEAD_DIM_PAD = round_up(HEAD_DIM, 16);
 constexpr int CHUNKS = HEAD_DIM_PAD / 8;    // 16-byte chunks per row
@@ -66,7 +66,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   elem_t* O = static_cast<elem_t*>(p.O)  // [len_q, HEAD_DIM], from row q0
               + batch * p.O_stride.batch + head * p.O_stride.head + q0 * p.O_stride.len;
   const int row0 = warp_id() * WARP_Q;             // first row of this warp in the block
-  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
   // Where this lane points the first ldmatrix of each operand: 16 rows of two chunks; of K, both
   // chunks of 8 keys come before those of the next 8. swizzled_from() goes on from there.
   const uint32_t Q_lane =

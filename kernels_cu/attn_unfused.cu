@@ -9,12 +9,12 @@
 //              of a row, P / l and the FMA chain over keys, R7 store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
-#include "prims/online_softmax.cuh"
+#include "prims/score/online_softmax.cuh"
 #include "prims/params.cuh"
-#include "prims/rope.cuh"
-#include "prims/score.cuh"
-#include "prims/varlen.cuh"
-#include "prims/warp.cuh"
+#include "prims/io/rope.cuh"
+#include "prims/score/score.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/instructions/warp.cuh"
 
 constexpr int LD = HEAD_DIM | 1;  // odd row length: a column of K falls into 32 different banks
 

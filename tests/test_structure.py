@@ -16,24 +16,26 @@ from pathlib import Path
 import pytest
 
 from cupyattn.compiler.modules import KERNELS
-from cupyattn.kernels.ladder import SUFFIXED, VARIANTS
+from cupyattn.kernels.ladder import FORM_SOURCES, VARIANTS
 from cupyattn.kernels.numerics import numerics
 from docs import write_house, write_tests
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cupyattn"
-PRIMS = sorted((KERNELS / "prims").glob("*.cuh"))
+PRIMS = sorted((KERNELS / "prims").rglob("*.cuh"))
 ATTENTION = sorted(KERNELS.rglob("attn_*.cu"))
 CUDA = sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")])
 PYTHON = sorted(PACKAGE.rglob("*.py"))
 
-#: Portable kernels that go through S0 to S6 in one loop (the unfused rung has three kernels).
+#: Portable kernels that go through S0 to S6 in one loop (the unfused rung has three kernels, the
+#: split form two).
 FUSED = [
-    f"attn_{name}{f'_{form}' if form in SUFFIXED else ''}.cu"
+    source.format(name)
     for name, variant in VARIANTS.items()
-    for form in variant.forms
-    if variant.family != "unfused" and variant.source is None and not form.startswith("sm90")
-]
+    for form, source in FORM_SOURCES.items()
+    if form in variant.forms and variant.family != "unfused" and variant.source is None
+    and form != "split" and not form.startswith("sm90")
+]  # fmt: skip
 #: Which package may import which: one imports what stands above it, never what stands below or
 #: beside it (on the same line). README.md and docs/DESIGN.md show the same list.
 HOUSE: tuple[tuple[str, ...], ...] = (
@@ -95,19 +97,17 @@ def rounding_tags(text: str) -> set[str]:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-def variant_and_form(path: Path) -> tuple[str, str]:
-    """What the place and the name of a kernel say it is."""
-    name, folder = path.stem.removeprefix("attn_"), path.relative_to(KERNELS).parent.name
-    for form, (of_form, suffix) in SUFFIXED.items():
-        if of_form.rstrip("/") == folder and name.endswith(suffix):
-            return name.removesuffix(suffix), form
-    return name, {"": "portable", "sm90": "sm90", "split": "split"}[folder]
+#: Which form of which rung a kernel is.
+REGISTERED = {
+    KERNELS / FORM_SOURCES[form].format(variant.name): (variant, form)
+    for variant in VARIANTS.values()
+    if variant.source is None
+    for form in variant.forms
+}
 
 
 def test_every_kernel_is_registered_and_every_variant_has_its_kernels() -> None:
-    found = {variant_and_form(path) for path in ATTENTION}
-    registered = {(v.name, form) for v in VARIANTS.values() if v.source is None for form in v.forms}
-    assert found == registered
+    assert set(ATTENTION) == set(REGISTERED)
 
 
 @pytest.mark.parametrize("path", ATTENTION, ids=names(ATTENTION, KERNELS))
@@ -144,9 +144,8 @@ def test_the_tests_for_a_device_import() -> None:
 def test_rounding_tags_agree_between_header_body_and_numerics(path: Path) -> None:
     header, body = header_and_body(path.read_text())
     if path.parent.name == "split":  # two kernels, one after the other
-        body += (path.parent / "merge_splits.cu").read_text()
-    name, form = variant_and_form(path)
-    variant = VARIANTS[name]
+        body += (KERNELS / "merge" / "merge_splits.cu").read_text()
+    variant, form = REGISTERED[path]
     # The Hopper and split forms leave softcap and bias to the portable ones.
     changed = {} if form in ("sm90", "split") else {"softcap": True, "bias": True}
     expected = set(numerics(variant.family, form, variant.dtypes[0], **changed).tags)
@@ -212,9 +211,10 @@ def changed(left: str, right: str) -> tuple[int, int]:
         ("attn_fa.cu", "attn_fa_warps.cu", 100),
         ("attn_fa_warps.cu", "attn_fa_tc.cu", 140),  # its header says why
         ("attn_fa_tc.cu", "attn_fa_int8.cu", 155),  # its header says why
-        ("attn_fa_int8.cu", "attn_fa_int8_pv8.cu", 195),  # its header says why
-        ("attn_fa_int8_pv8.cu", "attn_fa_int8_pv8_whole.cu", 165),  # its header says why
-        ("attn_fa_int8.cu", "attn_fa_int8_fused.cu", 100),
+        ("attn_fa_int8.cu", "forms/attn_fa_int8_pv8.cu", 195),  # its header says why
+        # its header says why
+        ("forms/attn_fa_int8_pv8.cu", "forms/attn_fa_int8_pv8_whole.cu", 165),
+        ("attn_fa_int8.cu", "forms/attn_fa_int8_fused.cu", 100),
     ],
 )
 def test_neighbouring_rungs_read_as_a_diff(left: str, right: str, limit: int) -> None:
@@ -240,6 +240,13 @@ def test_the_cuda_files_fit_the_screen() -> None:
         if len(line) > 100
     ]
     assert not long, f"{len(long)} lines are longer than 100 columns: " + ", ".join(long)
+
+
+def test_the_page_of_the_kernels_names_each_file_once() -> None:
+    page = (KERNELS / "README.md").read_text()
+    linked = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\) \| \S", page, re.MULTILINE)
+    assert sorted(target for _, target in linked) == sorted(names(CUDA, KERNELS))
+    assert all(target.endswith(text) for text, target in linked)
 
 
 # ---- Python --------------------------------------------------------------------------------------

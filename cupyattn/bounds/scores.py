@@ -34,7 +34,7 @@ LOG2E = math.log2(math.e)
 #: |log(1 + η)| of one ex2.approx.ftz, |η| <= 2^-22.
 EX2_LOG_ERROR = -math.log1p(-EX2_APPROX_ERROR)
 #: Scores up to this, in log2 units, are bounded where M is a whole number, which an addition finds
-#: (prims/exp2.cuh) as long as numbers this large have halves; elsewhere it is LARGEST_SCORE (R4).
+#: (exp2.cuh) as long as numbers this large have halves; elsewhere it is LARGEST_SCORE (R4).
 MAX_WHOLE_SCORE = 2.0**22
 #: How far M + code_bits may lie above the largest score, in log2 units, where there are `Shifts`.
 ABOVE_BY_SHIFTS = 32

@@ -91,7 +91,12 @@ def _resolve(operand: str, includer: str, folders: tuple[str, ...]) -> str | Non
             return path
     if quoted:
         looked = ", ".join(dict.fromkeys(places))
-        raise KernelCompileError(f'{includer}: #include "{name}" was not found in {looked}')
+        kernels = Path(folders[1])
+        there = sorted((kernels / "prims").rglob(os.path.basename(name)))
+        instead = f", but there is {there[0].relative_to(kernels).as_posix()}" if there else ""
+        raise KernelCompileError(
+            f'{includer}: #include "{name}" was not found in {looked}{instead}'
+        )
     return None
 
 

@@ -18,7 +18,7 @@ from cupyattn.plans.assemble import LOG2E, check_grid, widest
 from cupyattn.plans.gemm import Launches
 from cupyattn.plans.records import Launch, Operand
 
-#: ``struct ImportanceParams`` of kernels_cu/key_importance.cu, field by field.
+#: ``struct ImportanceParams`` of kernels_cu/pruning/key_importance.cu, field by field.
 IMPORTANCE_PARAMS = np.dtype(
     [
         ("Q", "u8"), ("K", "u8"), ("row_M", "u8"), ("row_l", "u8"), ("importance", "u8"),
@@ -29,7 +29,7 @@ IMPORTANCE_PARAMS = np.dtype(
     ],
     align=True,
 )  # fmt: skip
-#: ``struct ClusterImportanceParams`` of kernels_cu/sm90/key_importance.cu, field by field.
+#: ``struct ClusterImportanceParams`` of kernels_cu/pruning/sm90/key_importance.cu, field by field.
 CLUSTER_PARAMS = np.dtype(
     [
         ("Q", "u8"), ("K", "u8"), ("importance", "u8"), ("partial_sum", "u8"),
@@ -39,12 +39,12 @@ CLUSTER_PARAMS = np.dtype(
     ],
     align=True,
 )  # fmt: skip
-#: ``struct LargestParams`` of kernels_cu/largest_keys.cu, field by field.
+#: ``struct LargestParams`` of kernels_cu/pruning/largest_keys.cu, field by field.
 LARGEST_PARAMS = np.dtype(
     [("importance", "u8"), ("kept", "u8"), ("places", "u8"), ("len_kv", "i4"), ("count", "i4")],
     align=True,
 )
-#: ``struct GatherParams`` of kernels_cu/gather_rows.cu, field by field.
+#: ``struct GatherParams`` of kernels_cu/pruning/gather_rows.cu, field by field.
 GATHER_PARAMS = np.dtype(
     [
         ("K", "u8"), ("V", "u8"), ("kept_K", "u8"), ("kept_V", "u8"), ("places", "u8"),
@@ -208,7 +208,7 @@ def plan_key_importance(
     splits, split_keys = _splits(k)
     _, _, chunks, _ = row_states_shape(k, group, rows)
     tiles = importance_tiles(head_dim)
-    spec = _spec("key_importance.cu", tiles, features)
+    spec = _spec("pruning/key_importance.cu", tiles, features)
     params |= {"row_M": "row_M", "row_l": "row_l", "splits": splits, "split_keys": split_keys}
     structs = ((IMPORTANCE_PARAMS, params),)
     blocks = check_grid("key_importance", batch * heads_kv, splits)
@@ -227,7 +227,7 @@ def plan_key_importance(
 def _one_pass(heads: int, features: Features, params: dict[str, Any], key_sums: bool) -> Launches:
     """Return the launch of clusters that read the keys of so many heads once."""
     tiles, blocks = cluster_tiles(params["len_kv"], features.head_dim)
-    plain = _spec("sm90/key_importance.cu", tiles, features)
+    plain = _spec("pruning/sm90/key_importance.cu", tiles, features)
     more = {"CFG_SPLITS": blocks, **({"CFG_KEY_SUMS": 1} if key_sums else {})}
     spec = replace(plain, defines=tuple(sorted((*plain.defines, *more.items()))))
     check_grid("key_importance", heads, blocks)
@@ -272,7 +272,7 @@ def plan_compact(k: Operand | None, v: Operand, dtype: str, count: int) -> Launc
         "count": count,
     }  # fmt: skip
     plain = Tiles(block_q=1, block_kv=1, num_warps=_SELECT_WARPS)
-    largest = _spec("largest_keys.cu", plain, Features("float32", 1))
+    largest = _spec("pruning/largest_keys.cu", plain, Features("float32", 1))
     gathered: dict[str, Any] = {
         "K": "k" if k else None, "V": "v", "kept_K": "kept_k" if k else None, "kept_V": "kept_v",
         "places": "places", "K_stride": (k or v).row_strides, "V_stride": v.row_strides,
@@ -283,7 +283,7 @@ def plan_compact(k: Operand | None, v: Operand, dtype: str, count: int) -> Launc
     lanes = min(32, 1 << (accesses - 1).bit_length())  # of a row, as in gather_rows.cu
     passes = max(1, _IN_FLIGHT // -(-accesses // lanes))
     tiles = Tiles(block_q=passes * _GATHER_WARPS * 32 // lanes, block_kv=1, num_warps=_GATHER_WARPS)
-    gather = _spec("gather_rows.cu", tiles, Features(dtype, head_dim, vec=vec))
+    gather = _spec("pruning/gather_rows.cu", tiles, Features(dtype, head_dim, vec=vec))
     heads = math.prod((batch, heads_kv))
     grid = check_grid("gather_rows", heads, -(-count // tiles.block_q))
     structs = (LARGEST_PARAMS, choice), (GATHER_PARAMS, gathered)

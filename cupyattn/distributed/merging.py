@@ -20,7 +20,7 @@ from cupyattn.ops import run
 from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.records import Launch, Operand, Plan
 
-#: ``struct MergeParams`` of kernels_cu/merge_partials.cu, field by field.
+#: ``struct MergeParams`` of kernels_cu/merge/merge_partials.cu, field by field.
 MERGE_PARAMS = np.dtype(
     [
         ("before_O", "u8"), ("O", "u8"), ("lse", "u8"), ("part_O", "u8"), ("part_lse", "u8"),
@@ -115,7 +115,7 @@ class Partial:
 
 
 def merge_mirror(before: Any, lse: Any, part_o: Any, part_lse: Any, o: Any) -> None:
-    """Do what kernels_cu/merge_partials.cu does on NumPy arrays.
+    """Do what kernels_cu/merge/merge_partials.cu does on NumPy arrays.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ def plan_merge(
     grid = check_grid(f"merging {part_o.shape}", batch, heads, -(-length // _TILES.block_q))
     types = {"CFG_BEFORE": DTYPES.index(before), "CFG_AFTER": DTYPES.index(after)}
     defines = {**_TILES.defines(), **features.defines(), **types}
-    spec = ModuleSpec("merge_partials.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec("merge/merge_partials.cu", tuple(sorted(defines.items())))
     params = {
         "before_O": "O" if in_place else "before_O", "O": "O", "lse": "lse",
         "part_O": "part_O", "part_lse": "part_lse",

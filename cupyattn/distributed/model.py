@@ -1,7 +1,7 @@
 """What a call costs on many devices, on paper: operations, bytes and memory of the busiest rank.
 
 With the rates of a machine these are seconds. ``method="auto"`` and ``cupyattn plan --devices`` ask
-it; ``experiments/scaling.py`` holds it to what was measured.
+it; ``experiments/speed/scaling.py`` holds it to what was measured.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from cupyattn.problem.checks import check_backward_shapes, check_scale
 from cupyattn.reference.exact import ScoreBlock, score_blocks, softmax_exact
 
 #: A row is coarse if its log-sum-exp is at least this far from zero: COARSE_LSE of
-#: kernels_cu/prims/gradient.cuh.
+#: kernels_cu/prims/score/gradient.cuh.
 COARSE_LSE = 1024.0
 
 

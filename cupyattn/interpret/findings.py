@@ -68,7 +68,7 @@ class Finding:
 
 
 def describe(location: Location) -> str:
-    """Return a location on one line: ``attn_fa.cu:51, in prims/tile_io.cuh:40``."""
+    """Return a location on one line: ``attn_fa.cu:51, in prims/io/tile_io.cuh:40``."""
     *inner, outer = (f"{short(x.file)}:{x.line}" for x in location.chain())
     return ", in ".join([outer, *reversed(inner)])
 

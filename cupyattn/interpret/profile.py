@@ -39,7 +39,7 @@ class SharedAccess:
     line : str
         The kernel's own line: ``attn_fa.cu:51``.
     inner : str
-        The line that the access itself stands in, where that was inlined: ``prims/mma.cuh:24``.
+        The line that the access itself stands in, where that was inlined: ``mma.cuh:24``.
     opcode : str
         ``ld``, ``st``, ``ldmatrix``, ``stmatrix``, or ``cp`` for the destination of ``cp.async``.
     accesses : int

@@ -138,7 +138,7 @@ class Break(Observer):
     Parameters
     ----------
     file : str
-        ``"attn_fa.cu"``, ``"prims/score.cuh"`` or ``"score.cuh"``.
+        ``"attn_fa.cu"``, ``"prims/score/score.cuh"`` or ``"score.cuh"``.
     line : int
     callback : callable
         Takes a `Stop`: each time that a group of lanes has run neighbouring instructions of that

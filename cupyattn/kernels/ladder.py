@@ -43,7 +43,7 @@ class Variant:
         By Hopper form: tiles that some lengths fit better, and how many times as long a score takes
         in them as in its default ones where either are full; no entry where one serves all.
     split_tiles : mapping of int to tuple of Tiles
-        Those of the split form (``kernels_cu/split/``), which takes few query rows and many keys,
+        Those of the split form (``forms/split/``), which takes few query rows and many keys,
         with more and more rows: of each entry the first that hold those of a call; empty where
         there is none.
     hopper_block_mask_tiles : mapping of int to tuple of Tiles
@@ -133,7 +133,7 @@ class Variant:
 
     @property
     def entry_point(self) -> str:
-        """Name of the kernel in its source, but for the forms of `SUFFIXED`: it ends so."""
+        """Name of the kernel in its portable source; those of other forms begin with it."""
         return f"attn_{self.name}"
 
     @property
@@ -422,12 +422,19 @@ _HOPPER_BY_TILE_TILES = {
 #: The same for the form that quantises by itself: few registers, since it waits for each tile.
 _FUSED_TILES = {"fa_int8": {256: Tiles(64, 64, 4, 1)}}
 
-#: Forms whose source and entry point are those of another form with a suffix: folder and suffix.
-SUFFIXED = {
-    "pv8": ("", "_pv8"), "pv8_whole": ("", "_pv8_whole"), "sm90_pv8": ("sm90/", "_pv8"),
-    "sm90_pv8_by_tile": ("sm90/", "_pv8_by_tile"), "sm90_fp8": ("sm90/", "_fp8"),
-    "fused": ("", "_fused"),
-}  # fmt: skip
+#: The kernel of every form of a rung, ``{}`` being its name: file below ``kernels_cu/``. The entry
+#: point has the name of the file.
+FORM_SOURCES = {
+    "portable": "attn_{}.cu",
+    "fused": "forms/attn_{}_fused.cu",
+    "pv8": "forms/attn_{}_pv8.cu",
+    "pv8_whole": "forms/attn_{}_pv8_whole.cu",
+    "split": "forms/split/attn_{}.cu",
+    "sm90": "sm90/attn_{}.cu",
+    "sm90_pv8": "sm90/attn_{}_pv8.cu",
+    "sm90_pv8_by_tile": "sm90/attn_{}_pv8_by_tile.cu",
+    "sm90_fp8": "sm90/attn_{}_fp8.cu",
+}
 
 #: The rungs: name, the one idea, what it computes in, what it takes.
 _LADDER = (

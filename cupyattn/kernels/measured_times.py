@@ -1,6 +1,6 @@
 """Times of the rungs, from which ``variant="auto"`` chooses.
 
-Written by ``python -m experiments.fastest``.
+Written by ``python -m experiments.tuning.fastest``.
 """
 
 #: Compute capability times ten, dtype, head_dim, queries, keys, causal, and microseconds by name.

@@ -21,7 +21,7 @@ EX2_FLUSH = 2.0**-126
 #: Relative error of tanhf, as its instructions guarantee it (docs/MATH_REFERENCE.md, R3). The CUDA
 #: C++ Programming Guide (mathematical functions) says 2 ulp, from tests.
 TANHF_ERROR = 2.0**-21
-#: LARGEST_SCORE of ``prims/score.cuh``, in log2 units: M is rounded to nearest below, and down from
+#: LARGEST_SCORE of ``score.cuh``, in log2 units: M is rounded to nearest below, and down from
 #: there on, where its rounding would make exponents of more than LARGEST_EXPONENT, which end there.
 LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
 #: How far weights may grow before an M that lags rises, in log2 units. P and its sums hold weights

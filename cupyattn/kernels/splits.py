@@ -27,7 +27,7 @@ LEAST_KEYS = 512
 KEYS_PER_ROW = 4
 ENOUGH_KEYS = 256
 #: Rows whose Q and O the registers of a warp hold, up to head_dim 128 and beyond;
-#: kernels_cu/split/attn_fa_tc.cu has the same numbers.
+#: kernels_cu/forms/split/attn_fa_tc.cu has the same numbers.
 WARP_ROWS, WIDE_WARP_ROWS = 32, 16
 #: Those of merge_splits.cu, which has no tiles but warps.
 MERGE_TILES = Tiles(16, 16, 16, 2)

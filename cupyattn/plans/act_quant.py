@@ -15,7 +15,7 @@ from cupyattn.plans.gemm import GemmFeatures, OneLaunch
 from cupyattn.plans.records import Launch, Operand
 from cupyattn.quant.blocks import BLOCK_SIZE
 
-#: ``struct ActQuantParams`` of kernels_cu/act_quant.cu, field by field.
+#: ``struct ActQuantParams`` of kernels_cu/linear/act_quant.cu, field by field.
 ACT_QUANT_PARAMS = np.dtype(
     [
         ("X", "u8"), ("codes", "u8"), ("scales", "u8"), ("kept", "u8"), ("place", "u8"),
@@ -85,7 +85,7 @@ def plan_act_quant(x: Operand, dtype: str, outliers: int = 0, kept: str = "") ->
     }  # fmt: skip
     tiles = GemmTiles(block_m=1, block_n=BLOCK_SIZE, num_warps=_NUM_WARPS, num_stages=1)
     defines = {**tiles.defines(), **features.defines()}
-    spec = ModuleSpec("act_quant.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec("linear/act_quant.cu", tuple(sorted(defines.items())))
     grid = -(-groups // (passes * _NUM_WARPS * 32 // lanes))
     structs = ((ACT_QUANT_PARAMS, params),)
     launch = Launch(spec, "act_quant", grid, _NUM_WARPS * 32, False, structs)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import tile_pieces
 from cupyattn.kernels.features import Features
-from cupyattn.kernels.ladder import SUFFIXED, Variant
+from cupyattn.kernels.ladder import FORM_SOURCES, Variant
 from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.records import Launch, Operand, TensorMap, Workspace
@@ -36,9 +37,13 @@ def module_spec(
     variant: Variant, features: Features, tiles: Tiles, form: str = "portable"
 ) -> ModuleSpec:
     """Return what to compile for a variant with these features and tiles."""
-    folder, suffix = SUFFIXED.get(form, ("" if form == "portable" else f"{form}/", ""))
-    source = variant.source or f"{folder}attn_{variant.name}{suffix}.cu"
+    source = variant.source or FORM_SOURCES[form].format(variant.name)
     return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
+
+
+def entry_of(variant: Variant, form: str) -> str:
+    """Return the name of a form's kernel in its source."""
+    return PurePosixPath(FORM_SOURCES[form].format(variant.name)).stem
 
 
 def _named(variant: Variant, form: str, note: str = "") -> str:
@@ -151,7 +156,7 @@ def _merge_pieces(
     grid = -(-cut.cut * tiles.block_q // tiles.num_warps)
     # Wherever codes of Q are made, the pieces are alike: one module for both.
     defines = tuple(one for one in spec.defines if one[0] != "CFG_QUANTIZE_Q")
-    merge = ModuleSpec("sm90/merge_pieces.cu", defines)
+    merge = ModuleSpec("merge/sm90/merge_pieces.cu", defines)
     structs += ((PIECE_PARAMS, cut.params),)
     return (Launch(merge, "merge_pieces", grid, tiles.num_threads, False, structs),)
 

@@ -23,6 +23,7 @@ from cupyattn.plans.assemble import (
     _persistent,
     attn_params,
     check_grid,
+    entry_of,
     features_of,
     module_spec,
     widest,
@@ -133,8 +134,7 @@ def plan_attention(
         grid, added, workspace, cut = _persistent(call, grid, boxes, tiles)
         merge = _merge_pieces(spec, tiles, cut, (*structs, (QUANT_PARAMS, {})))
         structs += added
-    entry = f"{variant.entry_point}_fused" if fused else variant.entry_point
-    launch = Launch(spec, entry, grid, tiles.num_threads, True, structs)
+    launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
     return Plan(variant.name, form, tiles, features, (launch, *merge), workspace, note)
 
 
@@ -153,10 +153,10 @@ def _plan_split(
     reads, own = -(-rows // tiles.block_q), splits.MERGE_TILES
     grid = check_grid(variant.name, reads, cut.parts, call.batch * call.heads_kv)
     structs = ((ATTN_PARAMS, params), (SPLIT_PARAMS, cut.params(rows)))
-    launches = [Launch(spec, variant.entry_point, grid, tiles.num_threads, True, structs)]
+    launches = [Launch(spec, entry_of(variant, "split"), grid, tiles.num_threads, True, structs)]
     if cut.parts > 1:
         merged = check_grid("merge_splits", cut.merge_blocks(math.prod(call.lse_shape)))
-        merge = replace(module_spec(variant, features, own), source="split/merge_splits.cu")
+        merge = replace(module_spec(variant, features, own), source="merge/merge_splits.cu")
         launches.append(Launch(merge, "merge_splits", merged, own.num_threads, True, structs))
     workspace = tuple(Workspace(*one) for one in cut.buffers(call.lse_shape, call.head_dim))
     return Plan(

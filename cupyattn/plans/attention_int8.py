@@ -8,7 +8,7 @@ from typing import Any
 
 from cupyattn.compiler.contracts import check_tiles
 from cupyattn.errors import UnsupportedError
-from cupyattn.kernels.ladder import SUFFIXED, Variant
+from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import hopper
 from cupyattn.plans.assemble import (
@@ -18,6 +18,7 @@ from cupyattn.plans.assemble import (
     _persistent,
     attn_params,
     check_grid,
+    entry_of,
     features_of,
     module_spec,
 )
@@ -131,9 +132,9 @@ def plan_int8(
         params["Q"] = quant["Q_scale"] = None
         of_q = "q", call.dtype, numbers, tiles.block_q
     merged: tuple[Any, ...] = ((ATTN_PARAMS, params), (QUANT_PARAMS, quant))
-    structs, entry = merged, variant.entry_point
+    structs = merged
     if values is not None:
-        params["V"], entry = "v_codes", entry + SUFFIXED[form][1]
+        params["V"] = "v_codes"
         structs += ((VALUE_PARAMS, values.params),)
     grid = check_grid(variant.name, -(-call.len_q // tiles.block_q), call.batch * call.heads)
     workspace: tuple[Workspace, ...] = ()
@@ -148,7 +149,7 @@ def plan_int8(
         grid, added, workspace, cut = _persistent(call, grid, boxes, tiles, form)
         merge = _merge_pieces(spec, tiles, cut, merged)
         structs += added
-    launch = Launch(spec, entry, grid, tiles.num_threads, True, structs)
+    launch = Launch(spec, entry_of(variant, form), grid, tiles.num_threads, True, structs)
     return Plan(variant.name, form, tiles, features, (launch, *merge), workspace, note)
 
 

@@ -1,4 +1,4 @@
-"""Which launches of kernels_cu/backward_*.cu make the gradients of a call: pure data."""
+"""Which launches of kernels_cu/backward/ make the gradients of a call: pure data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BACKWARD_PARAMS = np.dtype(
     align=True,
 )  # fmt: skip
 
-#: ROW_PAD of kernels_cu/prims/gradient.cuh.
+#: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
 ROW_PAD = 128
 #: COARSE_ROWS of it: rows that share a flag.
 COARSE_ROWS = 16
@@ -215,6 +215,6 @@ class _Kernels:
         defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
         if dq is not None:
             defines["CFG_DQ"] = dq
-        spec = ModuleSpec(f"{self.folder}{entry}.cu", tuple(sorted(defines.items())))
+        spec = ModuleSpec(f"backward/{self.folder}{entry}.cu", tuple(sorted(defines.items())))
         one = Launch(spec, entry, grid, tiles.num_threads, shared, self.structs)
         return (one,) if grid else ()

@@ -23,7 +23,7 @@ from cupyattn.quant.blocks import BLOCK_SIZE
 
 _log = logging.getLogger("cupyattn")
 
-#: ``struct GemmParams`` of kernels_cu/prims/gemm.cuh, field by field.
+#: ``struct GemmParams`` of kernels_cu/prims/codes/gemm.cuh, field by field.
 GEMM_PARAMS = np.dtype(
     [
         ("A", "u8"), ("B", "u8"), ("A_scale", "u8"), ("B_scale", "u8"), ("C", "u8"),
@@ -200,7 +200,7 @@ def where_shared(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) ->
     """
     index = np.arange(tiles_alone(m, n, tiles, blocks), _count(m, n, tiles))
     m_blocks, n_blocks = -(-m // tiles.block_m), -(-n // tiles.block_n)
-    # As gemm_tile of kernels_cu/prims/gemm.cuh counts them.
+    # As gemm_tile of kernels_cu/prims/codes/gemm.cuh counts them.
     together = 16 if tiles.block_n > tiles.block_m else 12
     first = index // (together * n_blocks) * together
     here = np.minimum(together, m_blocks - first)
@@ -394,7 +394,7 @@ def plan_gemm(
         raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
     defines = {**tiles.defines(), **features.defines()}
     folder = "" if form == "portable" else f"{form}/"
-    spec = ModuleSpec(f"{folder}gemm_int8.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec(f"linear/{folder}gemm_int8.cu", tuple(sorted(defines.items())))
     structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
     structs = ((GEMM_PARAMS, params),)
     if form == "sm90":
@@ -444,7 +444,7 @@ def _check_form(tiles: GemmTiles, form: str) -> None:
             f'{tiles.tail_splits}: use arch="sm_90a", or tiles.splits'
         )
     folder = "" if form == "portable" else f"{form}/"
-    spec = ModuleSpec(f"{folder}gemm_int8.cu", tuple(sorted(tiles.defines().items())))
+    spec = ModuleSpec(f"linear/{folder}gemm_int8.cu", tuple(sorted(tiles.defines().items())))
     check_tiles(spec, tiles, f"int8_gemm ({form})")
 
 

@@ -1,4 +1,4 @@
-"""Which launch of kernels_cu/rope.cu or normalise.cu prepares an operand: pure data."""
+"""Which launch of kernels_cu/prepare/rope.cu or normalise.cu prepares an operand: pure data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.records import Launch, Operand, Plan
 from cupyattn.problem.row_preparation import Preparation
 
-#: ``struct RopeParams`` of kernels_cu/prims/rope.cuh, field by field.
+#: ``struct RopeParams`` of kernels_cu/prims/io/rope.cuh, field by field.
 ROPE_PARAMS = np.dtype(
     [
         ("X", "u8"), ("Y", "u8"), ("cos", "u8"), ("sin", "u8"), ("X_stride", "i8", 3),
@@ -26,7 +26,7 @@ ROPE_PARAMS = np.dtype(
     align=True,
 )  # fmt: skip
 
-#: ``struct PrepareParams<true>`` of kernels_cu/prims/prepare.cuh, field by field; others begin with
+#: ``struct PrepareParams<true>`` of prepare.cuh, field by field; others begin with
 #: its fields.
 PREPARE_FIELDS: tuple[tuple[str, str], ...] = (
     ("cos", "u8"), ("sin", "u8"), ("weight", "u8"), ("weight_stride_head", "i8"), ("eps", "f4"),
@@ -104,7 +104,7 @@ def _plan_pass(
         return Plan(name, "portable", _TILES, features, ())
     grid = check_grid(f"{_DOES[name]} {x.shape}", batch, heads, -(-length // _TILES.block_q))
     defines = {**_TILES.defines(), **features.defines()}
-    spec = ModuleSpec(f"{name}.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec(f"prepare/{name}.cu", tuple(sorted(defines.items())))
     params = {
         **own, "X": "x", "Y": "turned", "X_stride": x.row_strides, "heads": heads,
         "length": length, "cu_seqlens": "cu_seqlens" if packed else None, "total": total,

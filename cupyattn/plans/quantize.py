@@ -1,4 +1,4 @@
-"""Which kernels quantise Q, K and V (kernels_cu/quantize*.cu), with which blocks: pure data."""
+"""Which kernels quantise Q, K and V (quantize*.cu), with which blocks: pure data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cupyattn.quant.quantizers import (
     rows_of_mean,
 )
 
-#: ``struct QuantizeParams`` of kernels_cu/prims/quant.cuh, field by field.
+#: ``struct QuantizeParams`` of kernels_cu/prims/codes/quant.cuh, field by field.
 _FIELDS: tuple[Any, ...] = (
         ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),
         ("partial_sum", "u8"), ("extrema", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
@@ -42,7 +42,7 @@ QUANTIZE_PARAMS = np.dtype([*_FIELDS], align=True)
 #: The same where rows of Q and K are prepared on the way.
 PREPARED_PARAMS = np.dtype([*PREPARE_FIELDS, *_FIELDS], align=True)
 
-#: ``struct TurnParams`` of kernels_cu/prims/quantize_turns.cuh.
+#: ``struct TurnParams`` of kernels_cu/prims/schedule/quantize_turns.cuh.
 TURN_PARAMS = np.dtype([("next", "u8"), ("rounds", "i4"), ("lag", "i4")], align=True)
 
 #: Those of its fields that are buffers of an operand, beside the operand itself.
@@ -366,7 +366,7 @@ def plan_quantize(
         defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
         defines |= {"CFG_GATHERED": 1} if any(work[n].part.gathered for n in now) else {}
         entry = "quantize" if number == -1 else "quantize_reduce"
-        spec = ModuleSpec(f"{entry}.cu", tuple(sorted(defines.items())))
+        spec = ModuleSpec(f"prepare/{entry}.cu", tuple(sorted(defines.items())))
         struct = PREPARED_PARAMS if how else QUANTIZE_PARAMS
         structs = tuple(
             (struct, {**work[n].params, **turns.fields[n]} if n in now else {}) for n in "qkv"
@@ -386,7 +386,7 @@ def plan_quantize(
 
 @dataclass(frozen=True)
 class _Turns:
-    """Which work a launch does in which order, in `rounds` as prims/quantize_turns.cuh has them.
+    """Which work a launch does in which order, in `rounds` as quantize_turns.cuh has them.
 
     Codes are made `lag` rounds after the sums of their head. One round is all of a launch in which
     nothing waits for anything. `fields` are those of QUANTIZE_PARAMS that say so, by operand.

@@ -14,7 +14,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.records import Launch, Operand, Plan
 
-#: ``struct UnpackParams`` of kernels_cu/prims/nibbles.cuh, field by field.
+#: ``struct UnpackParams`` of kernels_cu/prims/codes/nibbles.cuh, field by field.
 UNPACK_PARAMS = np.dtype(
     [
         ("X", "u8"), ("Y", "u8"), ("X_stride_batch", "i8"), ("X_stride_head", "i8"),
@@ -61,7 +61,7 @@ def plan_unpack(x: Operand, head_dim: int) -> Plan:
         "X_stride_len": by_row, "heads": heads, "length": length,
     }  # fmt: skip
     launch = Launch(
-        ModuleSpec("unpack.cu", defines), "unpack", grid, _TILES.num_threads, False,
+        ModuleSpec("prepare/unpack.cu", defines), "unpack", grid, _TILES.num_threads, False,
         ((UNPACK_PARAMS, params),),
     )  # fmt: skip
     return Plan("unpack", "portable", _TILES, features, (launch,))

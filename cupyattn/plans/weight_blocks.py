@@ -15,7 +15,7 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import GemmFeatures, OneLaunch
 from cupyattn.plans.records import Launch, Operand
 
-#: ``struct WeightParams`` of kernels_cu/weight_blocks.cu, field by field.
+#: ``struct WeightParams`` of kernels_cu/linear/weight_blocks.cu, field by field.
 WEIGHT_PARAMS = np.dtype(
     [
         ("W", "u8"), ("codes", "u8"), ("scales", "u8"), ("W_stride", "i8"), ("codes_stride", "i8"),
@@ -79,7 +79,7 @@ def plan_weight_blocks(
     num_warps = -(-rows_at_a_time * (block_size // vec) // 32)
     tiles = GemmTiles(block_m=block_size, block_n=block_size, num_warps=num_warps, num_stages=1)
     spec = ModuleSpec(
-        "weight_blocks.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
+        "linear/weight_blocks.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
     )
     structs = ((WEIGHT_PARAMS, params),)
     launch = Launch(spec, entry, grid, tiles.num_threads, False, structs)

@@ -1,10 +1,10 @@
 """Which rung ``variant="auto"`` takes: the fastest that an accuracy class allows, as measured.
 
-`cupyattn.kernels.measured_times` holds the times, written by ``python -m experiments.fastest`` from
-committed records. Where nothing was measured a rule decides, and `Choice.why` says so. Quantising
-has to be paid back, by every row that attends to a key and by every key that a row attends to: 8
-bits are taken where a call of no more queries and no more keys was measured to gain by them
-(`supporting`).
+`cupyattn.kernels.measured_times` holds the times, written from committed records by
+``python -m experiments.tuning.fastest``. Where nothing was measured a rule decides, and
+`Choice.why` says so. Quantising has to be paid back, by every row that attends to a key and by
+every key that a row attends to: 8 bits are taken where a call of no more queries and no more keys
+was measured to gain by them (`supporting`).
 """
 
 from __future__ import annotations

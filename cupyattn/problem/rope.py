@@ -1,6 +1,6 @@
 """Rotary position embedding: pairs of channels of Q and K turned by the angles of their position.
 
-`Rope` holds the tables of one call. `Rope.turned` is the mirror of ``kernels_cu/prims/rope.cuh``,
+`Rope` holds the tables of one call. `Rope.turned` is the mirror of ``rope.cuh``,
 bit for bit; `Rope.exact` is the definition, in float64.
 """
 

@@ -1,7 +1,7 @@
 """What becomes of Q and K before attention: rows normalised, then turned by their positions.
 
 `Preparation` holds what one call asks for. `Preparation.in_float32` is the mirror of
-``kernels_cu/prims/prepare.cuh``, bit for bit; `Preparation.exact` is the definition, in float64.
+``kernels_cu/prims/io/prepare.cuh``, bit for bit; `Preparation.exact` is the definition, in float64.
 """
 
 from __future__ import annotations

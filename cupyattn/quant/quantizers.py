@@ -1,4 +1,4 @@
-"""INT8 quantisation in NumPy: what kernels_cu/quantize*.cu compute, bit for bit.
+"""INT8 quantisation in NumPy: what kernels_cu/prepare/quantize*.cu compute, bit for bit.
 
 A group of rows shares one float32 scale; row r of an operand has ``scale[..., r // group]``, for
 every granularity. All arithmetic is float32, each operation rounded once, to nearest, ties to even.
@@ -46,7 +46,7 @@ def group_count(length: int, group: int) -> int:
 
 
 #: Rows of a head from which on its mean is that of a part of them, and of so many the first rows:
-#: kernels_cu/prims/quant.cuh has the same.
+#: kernels_cu/prims/codes/quant.cuh has the same.
 MANY_ROWS, MEAN_ROWS, MEAN_PERIOD = 1024, 32, 128
 
 

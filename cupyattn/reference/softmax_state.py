@@ -57,13 +57,13 @@ def inverse(l: Float32) -> Float32:
 
 
 def row_maximum(m: Float32, factor: np.float32) -> Float32:
-    """M of the largest score, `factor` bringing it to log2 units, as ``prims/score.cuh`` has it."""
+    """M of the largest score, `factor` bringing it to log2 units, as ``score.cuh`` has it."""
     M = m * factor
     return np.where(np.abs(M) < LARGEST_SCORE, M, mul_down32(m, factor))
 
 
 class RowState:
-    """Running softmax of every query row, as ``prims/online_softmax.cuh`` has it.
+    """Running softmax of every query row, as ``prims/score/online_softmax.cuh`` has it.
 
     M is in log2 units, or natural where `subtracts_first`.
     """
@@ -111,7 +111,7 @@ class RowState:
 
 
 class TileState(RowState):
-    """The same of one tile, as ``prims/p_codes.cuh`` has it: weights are in units of code 1."""
+    """The same of one tile, as ``p_codes.cuh`` has it: weights are in units of code 1."""
 
     def __init__(self, m: Float32, p_type: str, subtracts_first: bool) -> None:
         super().__init__(m.shape, subtracts_first)

@@ -14,7 +14,7 @@ import numpy as np
 
 from cupyattn.errors import KernelLaunchError
 
-#: A kernel parameter of type ``TensorMap`` (kernels_cu/prims/tma.cuh).
+#: A kernel parameter of type ``TensorMap`` (kernels_cu/prims/instructions/tma.cuh).
 TENSOR_MAP = np.dtype("V128")
 NBYTES = TENSOR_MAP.itemsize
 

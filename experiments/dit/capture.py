@@ -18,7 +18,7 @@ import numpy as np
 
 from cupyattn.arrays.interchange import on_host
 from cupyattn.files import replacing
-from experiments import captures, recording
+from experiments._harness import captures, recording
 from experiments.dit import modes
 from experiments.dit.attention import Kernels, Recorder
 from experiments.dit.model import Model

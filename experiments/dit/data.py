@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.files import replacing
-from experiments import recording
+from experiments._harness import recording
 
 FOLDER = recording.ROOT / "experiments" / "data" / "photographs"
 FILE = FOLDER / "photographs.npz"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.cli import output
-from experiments import recording
+from experiments._harness import recording
 from experiments.dit import metrics
 from experiments.dit.attention import Kernels
 from experiments.dit.checkpoint import State

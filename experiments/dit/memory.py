@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.cli import output
-from experiments import recording
+from experiments._harness import recording
 from experiments.dit import modes
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters

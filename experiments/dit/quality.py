@@ -29,7 +29,7 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.cli import output
 from cupyattn.measure import timing
 from cupyattn.measure.words import format_seconds
-from experiments import recording
+from experiments._harness import recording
 from experiments.dit import data, features, metrics, modes, pictures, report
 from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters

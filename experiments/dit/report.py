@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyattn.cli import plot
 from cupyattn.measure.words import format_seconds
-from experiments import plots, recording
+from experiments._harness import plots, recording
 from experiments.dit import metrics, modes
 from experiments.dit.data import NAMES
 

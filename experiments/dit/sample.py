@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cupyattn.cli import output
-from experiments import recording
+from experiments._harness import recording
 from experiments.dit import data, modes, pictures
 from experiments.dit.model import Model
 from experiments.dit.sampler import BATCH, STEPS, sample_all

@@ -24,7 +24,7 @@ import numpy as np
 
 from cupyattn.cli import output
 from cupyattn.measure import device
-from experiments import recording
+from experiments._harness import recording
 from experiments.dit import checkpoint, data
 from experiments.dit.attention import Attention, Kernels
 from experiments.dit.checkpoint import State

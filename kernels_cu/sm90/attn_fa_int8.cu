@@ -14,7 +14,7 @@
 //              Q may come as numbers: the warps that multiply its rows make codes of them, where
 //              no pass before has to write what this one reads back.
 //              With zero points accumulators begin with what these take from a score
-//              (prims/zero_points_sm90.cuh): 1.7 to 2 instructions a score more, of about 5.5, and
+//              (zero_points_sm90.cuh): 1.7 to 2 instructions a score more, of about 5.5, and
 //              codes of Q by the pass. Predicted from the machine code: 1.05 to 1.15 times the
 //              kernel's time, 1.1 to 1.25 times the call's. Seen on an H100: 1.11 to 1.17, and 1.10
 //              to 1.15; at head_dim 64 with a scale for every 16 keys 0.98, and 0.98.
@@ -29,24 +29,24 @@
 //              whom a tile is known two steps before it begins: 0.90 of a call whose pass makes
 //              them, where 1.04 to 1.05 is this. Those of K, in the background: they cost 30 to
 //              60 us, and the pass 32. (experiments/results/NOTES.md)
-// Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
 //              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 16 bits,
 //              R6 alpha, l and the tensor core over keys, R7 times 1/l and store
 //              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
-#include "prims/mean_dot.cuh"
-#include "prims/named_barrier.cuh"
-#include "prims/online_softmax.cuh"
-#include "prims/output.cuh"
+#include "prims/codes/mean_dot.cuh"
+#include "prims/instructions/named_barrier.cuh"
+#include "prims/score/online_softmax.cuh"
+#include "prims/io/output.cuh"
 #include "prims/params.cuh"
-#include "prims/pieces.cuh"
-#include "prims/quantize_q.cuh"
-#include "prims/score.cuh"
-#include "prims/step_scores.cuh"
-#include "prims/varlen.cuh"
-#include "prims/work_tile.cuh"
-#include "prims/zero_points_sm90.cuh"
+#include "prims/schedule/pieces.cuh"
+#include "prims/codes/quantize_q.cuh"
+#include "prims/score/score.cuh"
+#include "prims/score/step_scores.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/schedule/work_tile.cuh"
+#include "prims/codes/zero_points_sm90.cuh"
 
 constexpr int WARPGROUP = 128;                           // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;                  // warpgroups that compute
@@ -338,7 +338,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int row0 = (warpgroup - 1) * 64;           // first row of this warpgroup in the tile
   const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
-  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
   const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
   const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
@@ -450,7 +450,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       state[h].l = shfl_sum<4>(state[h].l);  // R6
       RowState whole = state[h];             // with the l that O is divided by
       if constexpr (SUM_BOXES) whole.l = O_acc[O_COLS / 2 + 2 * h] / SUMMED;
-      if (PIECES && tile.slot >= 0) {  // as it is: sm90/merge_pieces.cu divides and stores
+      if (PIECES && tile.slot >= 0) {  // as it is: merge_pieces.cu divides and stores
         const int64_t place = int64_t(tile.slot) * BLOCK_Q + row + h * 8;
         float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
 #pragma unroll

@@ -26,26 +26,26 @@
 //              keys: all factors kept in registers 0.70 to 0.75, where 230 to 320 bytes spill. The
 //              few of 64 keys made anew, 0.99; their scales kept and not the factors, 0.88 at
 //              head_dim 256. (experiments/results/NOTES.md)
-// Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
 //              float (exact), the factor of both scales, within R4's fma; R4 exp2, R5 P to 8 bits,
 //              R6 l, and what shifts drop of O, R7 O to float, times the channel's scale, times
 //              1/l, plus the mean, and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
-#include "prims/channel_scales.cuh"
+#include "prims/codes/channel_scales.cuh"
 #include "prims/config.cuh"
-#include "prims/mean_dot.cuh"
-#include "prims/named_barrier.cuh"
-#include "prims/exp2.cuh"
-#include "prims/output.cuh"
-#include "prims/p_codes.cuh"
+#include "prims/codes/mean_dot.cuh"
+#include "prims/instructions/named_barrier.cuh"
+#include "prims/instructions/exp2.cuh"
+#include "prims/io/output.cuh"
+#include "prims/codes/p_codes.cuh"
 #include "prims/params.cuh"
-#include "prims/pieces.cuh"
-#include "prims/quantize_q.cuh"
-#include "prims/score.cuh"
-#include "prims/shift_state.cuh"
-#include "prims/step_scores.cuh"
-#include "prims/varlen.cuh"
-#include "prims/work_tile.cuh"
+#include "prims/schedule/pieces.cuh"
+#include "prims/codes/quantize_q.cuh"
+#include "prims/score/score.cuh"
+#include "prims/score/shift_state.cuh"
+#include "prims/score/step_scores.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/schedule/work_tile.cuh"
 
 constexpr int WARPGROUP = 128;                          // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;                 // warpgroups that compute
@@ -324,7 +324,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int row0 = (warpgroup - 1) * 64;               // first row of this warpgroup in the tile
   const int warp_row = row0 + warp_id() % 4 * 16;      // and of this warp
-  const int g = lane_id() / 4, t = lane_id() % 4;      // fragment coordinates, see prims/mma.cuh
+  const int g = lane_id() / 4, t = lane_id() % 4;      // fragment coordinates, see mma.cuh
   const int row = warp_row + g;                        // this lane's rows of the tile: row, row + 8
   const Turn<CONSUMERS> turn = {warpgroup - 1};        // at the exponentials
   if (IN_TURN && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins
@@ -429,7 +429,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     // scales those of the next one replace.
     named_barrier_sync(CONSUMERS + warpgroup, WARPGROUP);
     float O_value[O_COLS / 2];  // [O_COLS / 8][4]
-    if (is_piece) {             // sm90/merge_pieces.cu divides and stores
+    if (is_piece) {             // merge_pieces.cu divides and stores
       V_scales.apply<true>(O_value, O_acc, {state[0].l, state[1].l});
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

@@ -25,25 +25,25 @@
 //              to 0.83. One for 16 keys: 1.20, 0.97 and 0.73 of that form, whose 192 and 256 keys
 //              spill then, and 0.96 of the e4m3 form at 128. Two warpgroups at 128, with 2 or 3
 //              stages: 0.93 and 0.92 of a call.
-// Rounding     R1 by quantize.cu, of Q in prims/quantize_q.cuh where it comes as numbers; R3 dot to
+// Rounding     R1 by quantize.cu, of Q in quantize_q.cuh where it comes as numbers; R3 dot to
 //              float (exact), the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P
 //              to 8 bits, R6 alpha, beta, its product with V's scale, l, of codes exact within a
 //              tile, and the sum over tiles, R7 1/l, plus the mean, and store
 //              (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
-#include "prims/channel_scales.cuh"
+#include "prims/codes/channel_scales.cuh"
 #include "prims/config.cuh"
-#include "prims/mean_dot.cuh"
-#include "prims/named_barrier.cuh"
-#include "prims/online_softmax.cuh"
-#include "prims/output.cuh"
-#include "prims/p_codes.cuh"
+#include "prims/codes/mean_dot.cuh"
+#include "prims/instructions/named_barrier.cuh"
+#include "prims/score/online_softmax.cuh"
+#include "prims/io/output.cuh"
+#include "prims/codes/p_codes.cuh"
 #include "prims/params.cuh"
-#include "prims/quantize_q.cuh"
-#include "prims/score.cuh"
-#include "prims/step_scores.cuh"
-#include "prims/varlen.cuh"
-#include "prims/work_tile.cuh"
+#include "prims/codes/quantize_q.cuh"
+#include "prims/score/score.cuh"
+#include "prims/score/step_scores.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/schedule/work_tile.cuh"
 
 constexpr int WARPGROUP = 128;                          // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;                 // warpgroups that compute
@@ -338,7 +338,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int row0 = (warpgroup - 1) * 64;               // first row of this warpgroup in the tile
   const int warp_row = row0 + warp_id() % 4 * 16;      // and of this warp
-  const int g = lane_id() / 4, t = lane_id() % 4;      // fragment coordinates, see prims/mma.cuh
+  const int g = lane_id() / 4, t = lane_id() % 4;      // fragment coordinates, see mma.cuh
   const int row = warp_row + g;                        // this lane's rows of the tile: row, row + 8
   const Turn<CONSUMERS> turn = {warpgroup - 1};        // at the exponentials
   if (IN_TURN && warpgroup == CONSUMERS) turn.pass();  // the first warpgroup begins

@@ -9,7 +9,7 @@
 //              rows after another, the next Q already on its way; O goes out through the place of
 //              its Q; and M is lazy: it rises only where weights get large, so that most steps look
 //              for no maximum and rescale nothing. Tiles of the last wave that are alike are cut
-//              along the keys, that no block is idle (prims/pieces.cuh).
+//              along the keys, that no block is idle (pieces.cuh).
 // Kept simple  Nothing of a warpgroup's own runs beside its softmax. Of packed sequences the copy
 //              engine brings rows of the next one, too, which become zeros before they count; of a
 //              block mask all warpgroups take the same blocks.
@@ -24,14 +24,14 @@
 //              core over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention
 #include "prims/config.cuh"
-#include "prims/named_barrier.cuh"
-#include "prims/online_softmax.cuh"
-#include "prims/output.cuh"
+#include "prims/instructions/named_barrier.cuh"
+#include "prims/score/online_softmax.cuh"
+#include "prims/io/output.cuh"
 #include "prims/params.cuh"
-#include "prims/pieces.cuh"
-#include "prims/score.cuh"
-#include "prims/tile_order.cuh"
-#include "prims/varlen.cuh"
+#include "prims/schedule/pieces.cuh"
+#include "prims/score/score.cuh"
+#include "prims/schedule/tile_order.cuh"
+#include "prims/io/varlen.cuh"
 
 constexpr int WARPGROUP = 128;                       // threads
 constexpr int CONSUMERS = BLOCK_Q / 64;              // warpgroups that compute
@@ -276,7 +276,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   const int row0 = (warpgroup - 1) * 64;           // first row of this warpgroup in the tile
   const int warp_row = row0 + warp_id() % 4 * 16;  // and of this warp
-  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see prims/mma.cuh
+  const int g = lane_id() / 4, t = lane_id() % 4;  // fragment coordinates, see mma.cuh
   const int row = warp_row + g;                    // this lane's rows of the tile: row, row + 8
   const Turn<CONSUMERS> turn = {warpgroup - 1};    // at the tensor cores
   if (warpgroup == CONSUMERS) turn.pass();         // the first warpgroup begins
@@ -357,7 +357,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       state[h].l = shfl_sum<4>(state[h].l);  // R6
-      if (PIECES && tile.slot >= 0) {        // as it is: sm90/merge_pieces.cu divides and stores
+      if (PIECES && tile.slot >= 0) {        // as it is: merge_pieces.cu divides and stores
         const int64_t place = int64_t(tile.slot) * BLOCK_Q + row + h * 8;
         float* O_piece = pieces.O + place * HEAD_DIM;  // [HEAD_DIM]
 #pragma unroll

@@ -27,7 +27,7 @@ def judged(found: Any, inputs: Any, **options: Any) -> None:
 
 
 def test_constants_are_those_of_the_kernels() -> None:
-    source = (KERNELS / "prims/gradient.cuh").read_text()
+    source = (KERNELS / "prims/score/gradient.cuh").read_text()
     assert f"COARSE_LSE = {COARSE_LSE}f;" in source
     assert f"COARSE_ROWS = {COARSE_ROWS};" in source
 

@@ -105,7 +105,7 @@ def test_what_it_does_not_take_goes_to_the_portable_form(
     plan = hopper_plan(call_of(200, 300, head_dim, **options), **changed)
     assert plan.form == "atomic" and plan.note.startswith("portable form: "), plan.note
     assert reason in plan.note
-    assert {x.module.path.parent.name for x in plan.launches} == {"kernels_cu"}
+    assert {x.module.path.parent.name for x in plan.launches} == {"backward"}
 
 
 def test_other_architectures_take_the_portable_form_without_a_word() -> None:
@@ -123,7 +123,7 @@ def test_explain_names_the_form() -> None:
         text = explain_backward(
             *inputs, deterministic=deterministic, arch="sm_90a", backend="interpret"
         )
-        assert text.startswith(form) and "sm90/backward_keys.cu" in text
+        assert text.startswith(form) and "backward/sm90/backward_keys.cu" in text
 
 
 @pytest.mark.parametrize(
@@ -298,16 +298,19 @@ def test_a_nan_of_the_next_sequence_has_no_influence(form: str, head_dim: int) -
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("sm90/backward_keys.cu", "<CONSUMER_THREADS>(smem.V, keys, BLOCK_KV);"),
-        ("sm90/backward_keys.cu", "<CONSUMER_THREADS>(smem.dO[at.stage], rows, BLOCK_Q);"),
-        ("sm90/backward_keys_wide.cu", "<CONSUMER_THREADS>(smem.Q[next_at.stage], rows, BLOCK_Q);"),
-        ("sm90/backward_queries_wide.cu", "<WARPGROUP>(smem.V[own], rows, BLOCK_KV);"),
+        ("backward/sm90/backward_keys.cu", "<CONSUMER_THREADS>(smem.V, keys, BLOCK_KV);"),
+        ("backward/sm90/backward_keys.cu", "<CONSUMER_THREADS>(smem.dO[at.stage], rows, BLOCK_Q);"),
+        (
+            "backward/sm90/backward_keys_wide.cu",
+            "<CONSUMER_THREADS>(smem.Q[next_at.stage], rows, BLOCK_Q);",
+        ),
+        ("backward/sm90/backward_queries_wide.cu", "<WARPGROUP>(smem.V[own], rows, BLOCK_KV);"),
     ],
 )
 def test_without_zeros_a_nan_of_the_next_sequence_would(
     file: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = "sm90_atomic" if file == "sm90/backward_keys.cu" else "sm90_deterministic"
+    form = "sm90_atomic" if file == "backward/sm90/backward_keys.cu" else "sm90_deterministic"
     head_dim = 136 if "_wide" in file else 64
     clean = with_a_sequence_of(0.0, form, head_dim)
     put_a_line_in_place(file, f"      zero_rows{line}\n", "", tmp_path, monkeypatch)

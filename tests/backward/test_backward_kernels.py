@@ -108,7 +108,7 @@ def test_the_header_is_a_lab_notebook_whose_tags_are_those_of_the_body(path: Pat
     assert -1 not in places and places == sorted(places)
     told = set(re.findall(r"R\d+", header[places[2] : places[3]]))
     in_body = set(re.findall(r"R\d+", " ".join(re.findall(r"//[^\n]*", body))))
-    # R9 of the weights is in prims/gradient.cuh.
+    # R9 of the weights is in prims/score/gradient.cuh.
     assert told - {"R9"} == in_body - {"R9"}
     assert f"void {path.stem}(" in body
 

@@ -417,7 +417,7 @@ def test_a_spec_names_what_the_call_compiles() -> None:
     assert (defines["CFG_HEAD_DIM"], defines["CFG_CAUSAL"], defines["CFG_LSE"]) == (72, 1, 0)
     assert defines["CFG_DTYPE"] == 1 and defines["CFG_VEC"] == 8
     sources = [str(spec.source) for spec in cache.parse_spec("fa_int8:hd64:fp16")]
-    assert sources == ["quantize.cu", "attn_fa_int8.cu"]
+    assert sources == ["prepare/quantize.cu", "attn_fa_int8.cu"]
 
 
 # ---- the process ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""experiments/diffusion_gains.py: runs in small, and stops in time on a device."""
+"""experiments/diffusion/diffusion_gains.py: runs in small, and stops in time on a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 import cupyattn as ca
 from cupyattn.diffusion import pruning
 from cupyattn.measure import device
-from experiments import diffusion_gains, recording
+from experiments._harness import recording
+from experiments.diffusion import diffusion_gains
 
 
 def test_gains_for_diffusion_run_in_small(tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ THEFTS = {
 )
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, finding = THEFTS[theft]
-    put_a_line_in_place("sm90/key_importance.cu", line, instead, tmp_path, monkeypatch)
+    put_a_line_in_place("pruning/sm90/key_importance.cu", line, instead, tmp_path, monkeypatch)
     q, k = operands((2, 1), (40, 550), 16)
     exact, bound = importance_bound(q, k, scale=0.25, rows=40)
     try:
@@ -370,7 +370,7 @@ def test_a_line_less_of_the_sums_is_found(
     theft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line, instead, finding = SUM_THEFTS[theft]
-    put_a_line_in_place("sm90/key_importance.cu", line, instead, tmp_path, monkeypatch)
+    put_a_line_in_place("pruning/sm90/key_importance.cu", line, instead, tmp_path, monkeypatch)
     k = whole_numbers((1, 1, 600, 40), F16)
     try:
         _, sums = pruning.weigh_keys(k, k, scale=0.01, rows=8, key_sums=True, **ONCE)

@@ -326,34 +326,38 @@ def test_what_does_not_fit_together_says_so() -> None:
 #: Source, line, what stands for it, and what the interpreter says: "" where the numbers are wrong.
 THEFTS = {
     "barrier of the statistics": (
-        "key_importance.cu", "__syncthreads();  // every warp's maxima and sums are there", "//",
+        "pruning/key_importance.cu",
+        "__syncthreads();  // every warp's maxima and sums are there", "//",
         "race",
     ),
     "barrier between chunks": (
-        "key_importance.cu", "__syncthreads();  // nobody works on the chunk before", "//", "race",
+        "pruning/key_importance.cu", "__syncthreads();  // nobody works on the chunk before", "//",
+        "race",
     ),
     "keys past the end": (
-        "key_importance.cu", "key + n * 8 + t * 2 + j < at.end ?", "true ?", "",
+        "pruning/key_importance.cu", "key + n * 8 + t * 2 + j < at.end ?", "true ?", "",
     ),
     "rows past the end": (
-        "key_importance.cu", "row < Place::rows(p, chunk) ? p.share / all.l : 0.0f",
+        "pruning/key_importance.cu", "row < Place::rows(p, chunk) ? p.share / all.l : 0.0f",
         "p.share / all.l", "",
     ),
-    "one split alone": ("key_importance.cu", "merged(p.splits,", "merged(1,", ""),
-    "chunks not added": ("key_importance.cu", "(chunk == 0 ? 0.0f : importance[own])", "0.0f", ""),
+    "one split alone": ("pruning/key_importance.cu", "merged(p.splits,", "merged(1,", ""),
+    "chunks not added": (
+        "pruning/key_importance.cu", "(chunk == 0 ? 0.0f : importance[own])", "0.0f", "",
+    ),
     "earlier of equal ones": (
-        "largest_keys.cu", "ties_before >= dropped", "ties_before < wanted", "race",
+        "pruning/largest_keys.cu", "ties_before >= dropped", "ties_before < wanted", "race",
     ),
     "barrier of the counts": (
-        "largest_keys.cu", "__syncthreads();  // every number is counted", "//", "race",
+        "pruning/largest_keys.cu", "__syncthreads();  // every number is counted", "//", "race",
     ),
     "mask not carried on": (
-        "largest_keys.cu", "(bits & known) == prefix", "true", "out of bounds",
+        "pruning/largest_keys.cu", "(bits & known) == prefix", "true", "out of bounds",
     ),
     "rows past the last": (
-        "gather_rows.cu", "if (row < p.count && col0", "if (col0", "out of bounds",
+        "pruning/gather_rows.cu", "if (row < p.count && col0", "if (col0", "out of bounds",
     ),
-    "V for K": ("gather_rows.cu", "= v[pass][a];", "= k[pass][a];", ""),
+    "V for K": ("pruning/gather_rows.cu", "= v[pass][a];", "= k[pass][a];", ""),
 }  # fmt: skip
 
 
@@ -368,7 +372,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.Mo
     v, importance = normal(k.shape, seed=2), numbers("ties", k.shape[:3])
 
     def wrong() -> bool:
-        if source == "key_importance.cu":
+        if source == "pruning/key_importance.cu":
             exact, bound = importance_bound(q, k, scale=0.25, rows=40)
             found = key_importance(q, k, rows=40, backend="interpret")
             return not (np.abs(found - exact) <= bound).all()
@@ -385,10 +389,10 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.Mo
 # ---- plans ---------------------------------------------------------------------------------------
 
 STRUCTS = {
-    "key_importance.cu": ("ImportanceParams", key_passes.IMPORTANCE_PARAMS),
-    "sm90/key_importance.cu": ("ClusterImportanceParams", key_passes.CLUSTER_PARAMS),
-    "largest_keys.cu": ("LargestParams", key_passes.LARGEST_PARAMS),
-    "gather_rows.cu": ("GatherParams", key_passes.GATHER_PARAMS),
+    "pruning/key_importance.cu": ("ImportanceParams", key_passes.IMPORTANCE_PARAMS),
+    "pruning/sm90/key_importance.cu": ("ClusterImportanceParams", key_passes.CLUSTER_PARAMS),
+    "pruning/largest_keys.cu": ("LargestParams", key_passes.LARGEST_PARAMS),
+    "pruning/gather_rows.cu": ("GatherParams", key_passes.GATHER_PARAMS),
 }
 
 

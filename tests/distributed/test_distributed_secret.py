@@ -26,7 +26,7 @@ from cupyattn.distributed.frames import LIVES, Limits
 from cupyattn.distributed.secret import FILE_VARIABLE, VARIABLE, Handover
 from cupyattn.distributed.store import Board
 from cupyattn.distributed.tcp import TcpServer, TcpStore
-from experiments import fuzz_store
+from experiments.accuracy import fuzz_store
 
 SECRET, OTHER = "a secret of these tests", "another secret of these tests"
 
@@ -54,7 +54,7 @@ def store_of(found: TcpServer, rank: int) -> TcpStore:
 
 
 def test_hostile_messages_end_no_group_and_are_answered(tmp_path: Path) -> None:
-    """300 of the 5,000 of experiments/fuzz_store.py."""
+    """300 of the 5,000 of experiments/accuracy/fuzz_store.py."""
     file = tmp_path / "fuzz.json"
     assert fuzz_store.main(["--quick", "--json", str(file)]) == 0
     record = json.loads(file.read_text())

@@ -13,7 +13,8 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
-from experiments import checkpoints, kandinsky_block, recording
+from experiments._harness import recording
+from experiments.diffusion import checkpoints, kandinsky_block
 from tests.checkpoints.checkpoint_files import source
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def test_the_examples_of_docstrings_are_true(name: str) -> None:
 def test_the_table_is_what_the_record_says() -> None:
     inside = PAGE.split(checkpoints.BEGIN)[1].split(checkpoints.END)[0]
     assert inside == f"\n{checkpoints.section(recording.stored('checkpoints'))}\n", (
-        "run python -m experiments.checkpoints --stored"
+        "run python -m experiments.diffusion.checkpoints --stored"
     )
 
 
@@ -78,7 +79,7 @@ def test_what_a_block_takes_is_what_its_record_says(
 ) -> None:
     inside = PAGE.split(kandinsky_block.BEGIN)[1].split(kandinsky_block.END)[0]
     assert inside == f"\n{kandinsky_block.section(recording.stored('kandinsky_block'))}\n", (
-        "run python -m experiments.kandinsky_block --stored"
+        "run python -m experiments.diffusion.kandinsky_block --stored"
     )
     file = tmp_path / "block.json"
     assert kandinsky_block.main(["--quick", "--json", str(file)]) == 0

@@ -18,7 +18,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli, distributed
-from experiments import scaling
+from experiments.speed import scaling
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "DISTRIBUTED.md").read_text(encoding="utf-8")

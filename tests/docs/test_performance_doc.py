@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from docs import performance_parts, write_performance
+from docs import performance_parts, performance_plots, write_performance
 from docs.performance_claims import CLAIMS
 from docs.performance_int8 import in_8_bits
 from docs.performance_parts import PARTS
-from experiments import book_plots, breakdown, counters
-from experiments.others8 import GIVEN, SAGE_2
+from experiments._harness.others8 import GIVEN, SAGE_2
+from experiments.tuning import breakdown, counters
 
 ENVIRONMENT = {"device": {"name": "Made up", "driver": "1.2"}, "revision": "0123456789abcdef"}
 PROBLEM = {
@@ -80,7 +80,7 @@ def test_the_page_is_current() -> None:
     titles = {write_performance.anchor(t) for t in re.findall(r"^## (.+)$", page, re.MULTILINE)}
     assert titles == set(re.findall(r"\]\(#(\S+)\)$", page, re.MULTILINE))
     for name in re.findall(r"\((book_\w+)\.svg\)", page):
-        for ending in book_plots.FORMATS:
+        for ending in performance_plots.FORMATS:
             assert (write_performance.PAGE.parent / f"{name}{ending}").is_file()
 
 
@@ -129,11 +129,11 @@ def test_the_parts_alone_follow_from_what_is_left() -> None:
 @pytest.mark.parametrize("name", ["book_ladder", "book_roofline"])
 def test_the_drawings_are_the_same_each_time(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    needs, _ = book_plots.FIGURES[name]
+    needs, _ = performance_plots.FIGURES[name]
     records = write_performance.records(needs)
     assert records is not None
-    first = [file.read_bytes() for file in book_plots.draw(name, records, tmp_path)]
-    again = [file.read_bytes() for file in book_plots.draw(name, records, tmp_path)]
+    first = [file.read_bytes() for file in performance_plots.draw(name, records, tmp_path)]
+    again = [file.read_bytes() for file in performance_plots.draw(name, records, tmp_path)]
     assert first == again and all(len(content) > 10_000 for content in first)
 
 

@@ -12,7 +12,8 @@ import cupyattn as ca
 from cupyattn import cli
 from cupyattn.kernels import ladder as registry
 from cupyattn.reference.gemm import activate
-from experiments import ladder, recording
+from experiments._harness import recording
+from experiments.speed import ladder
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -82,7 +83,9 @@ def test_four_lines_add_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_table_is_what_the_record_says() -> None:
     inside = README.split(ladder.BEGIN)[1].split(ladder.END)[0]
     table = ladder.readme_table(recording.stored("ladder"))
-    assert inside == f"\n{table}\n", "run python -m experiments.ladder --stored --update-readme"
+    assert inside == f"\n{table}\n", (
+        "run python -m experiments.speed.ladder --stored --update-readme"
+    )
 
 
 def test_every_command_is_named() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cupyattn.kernels.ladder import VARIANTS
 from docs import write_tutorial
-from experiments import recording
+from experiments._harness import recording
 from tests.test_structure import changed
 
 PAGE = write_tutorial.PAGE.read_text(encoding="utf-8")

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import captures, precision_ablation, timestep_ablation
+from experiments._harness import captures
+from experiments.accuracy import precision_ablation
+from experiments.diffusion import timestep_ablation
 from experiments.dit import (
     capture,
     checkpoint,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,32 +16,20 @@ import pytest
 import cupyattn as ca
 from cupyattn.compiler import modules as compiler
 from cupyattn.measure import device
-from experiments import (
-    book_plots,
-    first_call,
-    framework_costs,
-    host_time,
-    ladder,
-    numerics_claims,
-    others,
-    plots,
-    precision_ablation,
-    quantise,
-    race,
-    recording,
-    tile_order,
-    tile_sweep,
-    timestep_ablation,
-    token_pruning,
-)  # fmt: skip
-from experiments.cells import Cell, Problem, rung
+from docs import performance_plots
+from experiments._harness import others, plots, recording
+from experiments._harness.cells import Cell, Problem, rung
+from experiments.accuracy import numerics_claims, precision_ablation
+from experiments.diffusion import timestep_ablation, token_pruning
+from experiments.speed import first_call, framework_costs, host_time, ladder, quantise
+from experiments.tuning import race, tile_order, tile_sweep
 
-FOLDER = Path(ladder.__file__).parent
-SHARED = (
-    "book_plots", "captures", "cast_fp8", "cells", "fuzz_calls", "fuzz_cases",
-    "fuzz_scores", "graphs", "merging", "others", "others8", "patches", "plots", "recording",
-)  # fmt: skip
-EXPERIMENTS = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem not in SHARED)
+FOLDER = recording.ROOT / "experiments"
+SHARED = FOLDER / "_harness"
+#: Each module of these folders is an experiment. `dit` is a program with a README of its own.
+SUBJECTS = ("speed", "accuracy", "diffusion", "tuning")
+EXPERIMENTS = sorted(f"{subject}.{p.stem}" for subject in SUBJECTS
+                     for p in (FOLDER / subject).glob("*.py"))  # fmt: skip
 SMALL = Problem(1, 1, 40, 16)
 
 
@@ -50,7 +40,36 @@ def test_an_experiment_says_what_it_does(name: str) -> None:
     run = f"Run          python -m experiments.{name}"
     for word in ("Varies ", "Holds fixed ", "Measures ", run):
         assert word in text
-    assert f"`{name}.py`" in (FOLDER / "README.md").read_text()
+
+
+def test_every_module_lies_in_a_folder_of_the_readme() -> None:
+    """Whose headings are the folders, each above a table of all its modules and of no other."""
+    assert not list(FOLDER.glob("*.py"))
+    folders = {path.parent for path in FOLDER.rglob("*.py")}
+    assert {path.name for path in folders} == {*SUBJECTS, SHARED.name, "dit"}
+    readme = (FOLDER / "README.md").read_text()
+    for folder in sorted(folders - {FOLDER / "dit"}):
+        section = readme.split(f"\n## {folder.name}/\n")[1].split("\n## ")[0]
+        rows = "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
+        assert set(re.findall(r"`(\w+\.py)`", rows)) == {p.name for p in folder.glob("*.py")}
+        for where, module in re.findall(r"python -m experiments\.(\w+)\.(\w+)", section):
+            assert (folder.name, True) == (where, (folder / f"{module}.py").is_file())
+
+
+def test_what_is_shared_imports_no_experiment() -> None:
+    for path in SHARED.glob("*.py"):
+        imported = re.findall(r"(?:from|import) experiments\.(\w+)", path.read_text())
+        assert set(imported) <= {SHARED.name}, path
+
+
+def test_the_command_of_a_record_is_found_where_its_module_stands() -> None:
+    """A module is found by the last part of its name, which no other one may have."""
+    names = [path.stem for path in FOLDER.rglob("*.py")]
+    assert len(names) == len(set(names))
+    for path in recording.RESULTS.glob("*.json"):
+        command = recording.command_now(json.loads(path.read_text())).split()
+        assert command[:2] == ["python", "-m"] and find_spec(command[2]), path
+    assert doctest.testmod(recording).failed == 0
 
 
 def test_the_ladder_runs_in_small(tmp_path: Path) -> None:
@@ -132,7 +151,7 @@ def test_plots_are_seen_on_white_and_on_black() -> None:
         linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in shares]
         return float(np.dot([0.2126, 0.7152, 0.0722], linear))
 
-    drawn = {plots.TEXT, *plots.COLOURS, *book_plots.COLOURS, book_plots.PEER}
+    drawn = {plots.TEXT, *plots.COLOURS, *performance_plots.COLOURS, performance_plots.PEER}
     drawn |= {*precision_ablation.COLOURS.values(), *timestep_ablation.ARMS.values()}
     for lines in (plots.LINES, plots.BACKWARD_LINES):
         drawn |= {colour for colour, *_ in lines.values()}
@@ -219,7 +238,7 @@ def test_the_race_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_candidate_brings_its_own_headers(tmp_path: Path) -> None:
-    prims = tmp_path / "changes" / "prims"
+    prims = tmp_path / "changes" / "prims" / "instructions"
     prims.mkdir(parents=True)
     (prims / "warp.cuh").write_text("#error mine\n")
     candidate = race.parse_candidate(f"new={tmp_path / 'changes'}", tmp_path / "stage")

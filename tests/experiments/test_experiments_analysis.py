@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from cupyattn.errors import UnsupportedError
-from experiments import breakdown, counters, energy, long_sequences, patches, race, recording
-from experiments.cells import Problem
+from experiments._harness import patches, recording
+from experiments._harness.cells import Problem
+from experiments.speed import energy, long_sequences
+from experiments.tuning import breakdown, counters, race
 
 PAGE = """==PROF== Profiling "next_cell" - 0: 0%....100% - 9 passes
 "ID","Kernel Name","Block Size",{metrics}

@@ -12,8 +12,8 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.measure import device, timing
-from experiments import recording
-from experiments.cells import Cell, Problem, judge_cell, rung, time_cells
+from experiments._harness import recording
+from experiments._harness.cells import Cell, Problem, judge_cell, rung, time_cells
 
 SMALL = Problem(1, 1, 40, 16)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from experiments import gemm
+from experiments.speed import gemm
 
 
 def test_products_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

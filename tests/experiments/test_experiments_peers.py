@@ -13,8 +13,10 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.measure import rungs
-from experiments import backward, diffusion_shapes, others, peers, plots, recording
-from experiments.cells import Problem, judge_cell
+from experiments._harness import others, plots, recording
+from experiments._harness.cells import Problem, judge_cell
+from experiments.diffusion import diffusion_shapes
+from experiments.speed import backward, peers
 
 SMALL = Problem(1, 1, 40, 16)
 
@@ -147,7 +149,7 @@ def test_the_plots_in_docs_are_of_the_committed_record() -> None:
     record = recording.stored("peers")
     for head_dim in {found["problem"]["head_dim"] for found in record["problems"]}:
         text = plots.path_of(recording.ROOT / "docs", head_dim).read_text()
-        told = "run python -m experiments.peers --stored --plot docs"
+        told = "run python -m experiments.speed.peers --stored --plot docs"
         assert f"<dc:source>{plots.source(record)}</dc:source>" in text, told
 
 

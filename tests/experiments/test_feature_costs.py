@@ -1,4 +1,4 @@
-"""experiments/feature_costs.py: runs in small, and writes its page from a record alone."""
+"""experiments/speed/feature_costs.py: runs in small, and writes its page from a record alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import cupyattn as ca
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
-from experiments import feature_costs, merging, recording
-from experiments.cells import Problem
+from experiments._harness import merging, recording
+from experiments._harness.cells import Problem
+from experiments.speed import feature_costs
 
 
 def test_it_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +110,8 @@ def test_everything_is_compiled_beforehand_for_the_device() -> None:
     assert len(found) == len(set(found))
     of = {arch: {str(m.source) for m, a in found if a == arch} for arch in ("sm_90", "sm_90a")}
     assert of["sm_90a"] >= {"sm90/attn_fa_tc.cu", "sm90/attn_fa_int8.cu"}
-    assert of["sm_90"] >= {"attn_fa_tc.cu", "attn_fa_int8.cu", "quantize.cu", "rope.cu"}
+    own = {"attn_fa_tc.cu", "attn_fa_int8.cu", "prepare/quantize.cu", "prepare/rope.cu"}
+    assert of["sm_90"] >= own
     with_lse = [m for m, _ in found if dict(m.defines)["CFG_LSE"]]
     assert {str(m.source) for m in with_lse} == {"sm90/attn_fa_tc.cu", "sm90/attn_fa_int8.cu"}
     portable = feature_costs.kernels(("fa_tc",), inputs, options, "sm_89")

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from experiments import fuzz, fuzz_scores
-from experiments.fuzz_cases import Case, Setup, Wrong
+from experiments._harness import fuzz_scores
+from experiments._harness.fuzz_cases import Case, Setup, Wrong
+from experiments.accuracy import fuzz
 
 
 def test_a_few_calls_are_right() -> None:

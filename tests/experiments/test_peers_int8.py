@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from cupyattn.measure import device, timing
-from experiments import graphs, others8, peers_int8, recording
-from experiments.cells import Problem, judge_cell, judge_problem, rung, time_cells
-from experiments.diffusion_shapes import SHAPES
+from experiments._harness import graphs, others8, recording
+from experiments._harness.cells import Problem, judge_cell, judge_problem, rung, time_cells
+from experiments.diffusion.diffusion_shapes import SHAPES
+from experiments.speed import peers_int8
 
 
 def test_8_bit_peers_run_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import cupyattn as ca
-from experiments import precision_ablation
+from experiments.accuracy import precision_ablation
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ import pytest
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.kernels import ladder
-from experiments import patches
-from experiments.patches import Hunk
+from experiments._harness import patches
+from experiments._harness.patches import Hunk
 
 FOLDER = Path(__file__).parent
 #: Forms that mistakes are planted in, beside the portable one of every rung.
@@ -44,7 +44,7 @@ class Fault:
     @property
     def of_packed(self) -> bool:
         """Whether it is compiled for packed sequences alone."""
-        return all(hunk.file == "prims/varlen.cuh" for hunk in self.hunks)
+        return all(hunk.file == "prims/io/varlen.cuh" for hunk in self.hunks)
 
     @property
     def of_zero_points(self) -> bool:

@@ -47,7 +47,7 @@ def machine_code(folder: Path, variant: str, cell: dict[str, Any]) -> str:
         64, form=form or "portable", block_mask=features.block_mask, rows=64
     )
     spec = assemble.module_spec(rung, features, tiles, form or "portable")
-    sources = [spec.source, "split/merge_splits.cu"] if form == "split" else [spec.source]
+    sources = [spec.source, "merge/merge_splits.cu"] if form == "split" else [spec.source]
     arch = "sm_90a" if form == "sm90" else "sm_80"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kc, "KERNELS", folder)

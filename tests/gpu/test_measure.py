@@ -17,8 +17,8 @@ import cupyattn as ca
 from cupyattn import cli, unfused
 from cupyattn.distributions import make
 from cupyattn.measure import device, timing
-from experiments import graphs
-from experiments.cells import rotating
+from experiments._harness import graphs
+from experiments._harness.cells import rotating
 
 cupy = pytest.importorskip("cupy")
 SMALL = ["--batch", "1", "--heads", "2", "--len", "256", "--head-dim", "64"]

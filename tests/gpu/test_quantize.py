@@ -1,4 +1,4 @@
-"""J1 on the device: codes and scales of kernels_cu/quantize*.cu equal the mirror's, bit for bit."""
+"""J1 on the device: codes and scales of quantize*.cu equal the mirror's, bit for bit."""
 
 from __future__ import annotations
 

@@ -289,6 +289,6 @@ def test_a_step_without_keys_reads_no_scale_behind_the_last(
     runs.Run(rung, rung.partition("@")[2], inputs, options, z, *attend()).check()
     checked = "min(kv0 + j * SCALE_KEYS, max(len_kv - 1, 0))"
     instead = "kv0 + j * SCALE_KEYS"
-    put_a_line_in_place("prims/step_scores.cuh", checked, instead, tmp_path, monkeypatch)
+    put_a_line_in_place("prims/score/step_scores.cuh", checked, instead, tmp_path, monkeypatch)
     with pytest.raises(KernelFault, match="outside k_scale"):
         attend()

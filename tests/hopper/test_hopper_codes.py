@@ -83,7 +83,7 @@ def test_no_column_past_head_dim_is_written(rung: str) -> None:
 def test_a_column_past_head_dim_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = "  if (col + 8 <= HEAD_DIM) {\n"
     some = "  if (col < HEAD_DIM) {\n"
-    put_a_line_in_place("prims/tile_io.cuh", whole, some, tmp_path, monkeypatch)
+    put_a_line_in_place("prims/io/tile_io.cuh", whole, some, tmp_path, monkeypatch)
     with pytest.raises(KernelFault, match="out of bounds"):
         check_that_no_column_past_head_dim_is_written(CODES)
 

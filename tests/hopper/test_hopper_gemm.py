@@ -85,7 +85,7 @@ THEFTS = {
 )
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     line, instead, finding = THEFTS[theft]
-    put_a_line_in_place("sm90/gemm_int8.cu", line, instead, tmp_path, monkeypatch)
+    put_a_line_in_place("linear/sm90/gemm_int8.cu", line, instead, tmp_path, monkeypatch)
     p = product(8, (70, 260, 400))
     if finding == "result":
         assert p.share_of_bound(run(p, LARGE)) > 10

@@ -14,7 +14,7 @@ from tests.support import runs
 from tests.support.runs import normal
 
 INT8, PV8, FP8, BY_TILE = "fa_int8@sm90", *cases.RUNGS
-PV8_KERNEL, OUTPUT = "sm90/attn_fa_int8_pv8.cu", "prims/output.cuh"
+PV8_KERNEL, OUTPUT = "sm90/attn_fa_int8_pv8.cu", "prims/io/output.cuh"
 BY_TILE_KERNEL = "sm90/attn_fa_int8_pv8_by_tile.cu"
 
 pytestmark = pytest.mark.usefixtures("one_block")

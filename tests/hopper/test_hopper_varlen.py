@@ -463,7 +463,8 @@ def test_what_goes_wrong_is_seen(
 ) -> None:
     clean(rung)  # by the kernel as it is
     own = f"sm90/attn_{rung.replace('@sm90', '')}.cu"
-    places = (own, "prims/step_scores.cuh", "prims/output.cuh", "prims/channel_scales.cuh")
+    shared = "prims/score/step_scores.cuh", "prims/io/output.cuh", "prims/codes/channel_scales.cuh"
+    places = (own, *shared)
     source = next(place for place in places if old in (KERNELS / place).read_text())
     put_a_line_in_place(source, old, new, tmp_path, monkeypatch)
     with pytest.raises(how):
@@ -476,6 +477,6 @@ def test_zeros_that_wgmma_has_not_been_shown(
     clean("fa_tc@sm90")
     zeros = "(tile[b])[i] = {};\n"
     fenced = zeros + "  fence_proxy_async();\n"
-    put_a_line_in_place("prims/tma.cuh", fenced, zeros, tmp_path, monkeypatch)
+    put_a_line_in_place("prims/instructions/tma.cuh", fenced, zeros, tmp_path, monkeypatch)
     with pytest.raises(KernelFault):
         check_that_neighbours_have_no_influence("fa_tc@sm90")

@@ -204,7 +204,7 @@ def test_packed_sequences_have_zero_points_of_their_own(granularity) -> None:
 
 # ---- what would be noticed -----------------------------------------------------------------------
 
-HEADER = "prims/zero_points_sm90.cuh"
+HEADER = "prims/codes/zero_points_sm90.cuh"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_mistake_beside_8_bit_floats_is_noticed(line, instead, tmp_path, monke
     ("source", "line", "instead"),
     [
         (HEADER, " + tile.first * BLOCK_KV;", ";"),
-        ("sm90/merge_pieces.cu", "K_mean, zero);", "K_mean);"),
+        ("merge/sm90/merge_pieces.cu", "K_mean, zero);", "K_mean);"),
     ],
 )
 def test_a_mistake_in_pieces_is_noticed(source, line, instead, tmp_path: Path, monkeypatch) -> None:

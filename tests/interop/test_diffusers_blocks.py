@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from cupyattn.measure.words import format_seconds
-from experiments import diffusers_blocks as experiment
-from experiments.diffusers_blocks import DEFAULT, MODELS, NATIVE, QUICK_MODELS, WAYS
-from experiments.others import format_comparison
+from experiments._harness.others import format_comparison
+from experiments.diffusion import diffusers_blocks as experiment
+from experiments.diffusion.diffusers_blocks import DEFAULT, MODELS, NATIVE, QUICK_MODELS, WAYS
 
 
 def test_what_blocks_win_is_what_its_record_says() -> None:
     inside = experiment.PAGE.read_text().split(experiment.BEGIN)[1].split(experiment.END)[0]
     assert inside == f"\n{experiment.section(experiment.recording.stored('diffusers_blocks'))}\n", (
-        "run python -m experiments.diffusers_blocks --stored"
+        "run python -m experiments.diffusion.diffusers_blocks --stored"
     )
 
 

@@ -12,7 +12,7 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.interpret.executor import run_kernel
 
 #: What every kernel begins with.
-PREAMBLE = """#include "prims/tile_io.cuh"
+PREAMBLE = """#include "prims/io/tile_io.cuh"
 extern "C" __global__ void kernel(const int* x, int* y) {
   const int i = threadIdx.x;
 """

@@ -13,7 +13,7 @@ from cupyattn.interpret.executor import run_kernel
 from tests.interpret.raw_kernels import spec
 
 #: Each thread writes a row, and reads that of its place in the next block.
-KERNEL = """#include "prims/cluster.cuh"
+KERNEL = """#include "prims/instructions/cluster.cuh"
 extern "C" __global__ CLUSTER_OF_SPLITS void kernel(const float* x, float* y) {
   __shared__ alignas(16) float row[64][4];
   const int rank = blockIdx.x %% SPLITS, next = (rank + 1) %% SPLITS, i = threadIdx.x;

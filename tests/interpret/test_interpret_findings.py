@@ -551,7 +551,8 @@ def test_a_finding_in_a_function_names_the_lines_that_it_was_inlined_into(tmp_pa
   __shared__ int s[64];
   cp_async<4>(&s[i + 1], &x[i], true);
 """
-    with pytest.raises(KernelFault, match=r"kernel at kernel.cu:6, in prims/tile_io.cuh:\d+") as c:
+    place = r"kernel at kernel.cu:6, in prims/io/tile_io.cuh:\d+"
+    with pytest.raises(KernelFault, match=place) as c:
         run(tmp_path, body)
     assert c.value.finding.kind == "out of bounds" and c.value.finding.address == 256
 

@@ -113,7 +113,8 @@ def test_nor_do_products_whose_tiles_are_shared(seed: int) -> None:
 
 def two_steps(folder: Path, **macros: int) -> list[int]:
     x, y = arrays()
-    module = spec(folder, '#include "prims/mbarrier.cuh"\n' + source(TWO_STEPS), **macros)
+    text = '#include "prims/instructions/mbarrier.cuh"\n' + source(TWO_STEPS)
+    module = spec(folder, text, **macros)
     run_kernel(module, "kernel", [x, y], block=64, arch="sm_90a")
     return y[:4].tolist()
 

@@ -13,17 +13,17 @@ from cupyattn.interpret.members import Member, member_names, shared_members
 from tests.kernels.test_contracts import GOOD, arch_of, spec_of
 
 WITHOUT_STORAGE = [
-    "quantize.cu",
-    "quantize_reduce.cu",
-    "rope.cu",
-    "unpack.cu",
-    "normalise.cu",
-    "backward_delta.cu",
-    "backward_coarse.cu",
-    "sm90/backward_sums.cu",
-    "weight_blocks.cu",
-    "largest_keys.cu",
-    "gather_rows.cu",
+    "prepare/quantize.cu",
+    "prepare/quantize_reduce.cu",
+    "prepare/rope.cu",
+    "prepare/unpack.cu",
+    "prepare/normalise.cu",
+    "backward/backward_delta.cu",
+    "backward/backward_coarse.cu",
+    "backward/sm90/backward_sums.cu",
+    "linear/weight_blocks.cu",
+    "pruning/largest_keys.cu",
+    "pruning/gather_rows.cu",
 ]
 WITH_STORAGE = [source for source in GOOD if source not in WITHOUT_STORAGE]
 #: A third of them at once: the others are slow.
@@ -43,12 +43,12 @@ EXPECTED = {
     "attn_fa_warps.cu": {"Q": "float32", "K": "float32", "V": "float32"},
     "attn_fa_tc.cu": {"Q": "float16", "K": "float16", "V": "float16"},
     "attn_fa_int8.cu": {"Q": "int8", "K": "int8", "V": "float16", "K_scale": "float32"},
-    "attn_fa_int8_pv8.cu": {"Q": "int8", "K": "int8", "V": "int8", "K_scale": "float32",
+    "forms/attn_fa_int8_pv8.cu": {"Q": "int8", "K": "int8", "V": "int8", "K_scale": "float32",
                             "V_scale": "float32", "Q_factor": "float32", "exact_l": "float32"},
-    "attn_fa_int8_pv8_whole.cu": {"Q": "int8", "K": "int8", "V": "int8", "K_scale": "float32",
+    "forms/attn_fa_int8_pv8_whole.cu": {"Q": "int8", "K": "int8", "V": "int8", "K_scale": "float32",
                                   "Q_factor": "float32", "highest": "int32",
                                   "exact_l": "float32"},
-    "attn_fa_int8_fused.cu": {"Q": "int8", "K": "int8", "V": "float16", "Q_scale": "float32",
+    "forms/attn_fa_int8_fused.cu": {"Q": "int8", "K": "int8", "V": "float16", "Q_scale": "float32",
                               "K_scale": "float32", "Q_groups": "uint8", "K_groups": "uint8"},
     "attn_unfused.cu": {"scores.Q": "float32", "scores.K": "float32", "weighted_sum.P": "float32",
                         "weighted_sum.V": "float32"},
@@ -70,40 +70,41 @@ EXPECTED = {
                                  "O": "float16", "Q_codes": "int8",
                                  "tile": "uint8", **RINGS, "kv0": "int32", "K_scale": "float32",
                                  "V_scales": "uint8"},
-    "merge_partials.cu": {"weights": "float32"},
-    "key_importance.cu": {"Q": "float16", "K": "float16", "M": "float32", "l": "float32"},
-    "sm90/key_importance.cu": {
+    "merge/merge_partials.cu": {"weights": "float32"},
+    "pruning/key_importance.cu": {"Q": "float16", "K": "float16", "M": "float32", "l": "float32"},
+    "pruning/sm90/key_importance.cu": {
         "Q": "float16", "K": "float16", "K_sum": "float32", "of_warp": "float32",
         "of_block": "float32",
     },
-    "sm90/backward_keys.cu": {
+    "backward/sm90/backward_keys.cu": {
         "K": "float16", "V": "float16", "Q": "float16", "dO": "float16", "dS": "float16",
         "row_M": "float32", "delta": "float32", "coarse": "int32", "KV_full": "uint64",
         "full": "uint64", "empty": "uint64", "dS_full": "uint64", "dS_empty": "uint64",
         "turn": "uint64", "added": "uint64", "passed": "uint64", "turn_at": "uint8",
         "index": "int32",
     },
-    "sm90/backward_keys_wide.cu": {
+    "backward/sm90/backward_keys_wide.cu": {
         "K": "float16", "V": "float16", "Q": "float16", "dO": "float16", "P": "float16",
         "dS": "float16", "row_M": "float32", "row_factor": "float32", "coarse": "int32",
         "delta": "float32", "KV_full": "uint64", "full": "uint64", "empty": "uint64",
         "P_full": "uint64", "P_empty": "uint64",
     },
-    "sm90/backward_queries_wide.cu": {
+    "backward/sm90/backward_queries_wide.cu": {
         "Q": "float16", "dO": "float16", "K": "float16", "V": "float16", "Q_full": "uint64",
         "full": "uint64", "empty": "uint64",
     },
-    "split/attn_fa_tc.cu": {
+    "forms/split/attn_fa_tc.cu": {
         "stages.K": "float16", "stages.V": "float16", "parts.O": "float32", "parts.M": "float32",
         "parts.l": "float32",
     },
-    "backward_keys.cu": {"K": "float16", "V": "float16", "Q": "float16", "dO": "float16",
+    "backward/backward_keys.cu": {"K": "float16", "V": "float16", "Q": "float16", "dO": "float16",
                          "dS": "float16", "row_M": "float32", "delta": "float32"},
-    "backward_queries.cu": {"Q": "float16", "dO": "float16", "K": "float16", "V": "float16"},
-    "gemm_int8.cu": {"A": "int8", "B": "int8", "A_scale": "float32", "B_scale": "float32",
+    "backward/backward_queries.cu": {"Q": "float16", "dO": "float16", "K": "float16",
+                                     "V": "float16"},
+    "linear/gemm_int8.cu": {"A": "int8", "B": "int8", "A_scale": "float32", "B_scale": "float32",
                      "partial": "float32"},
-    "sm90/gemm_int8.cu": {"A": "int8", "B": "int8", "full": "uint64", "empty": "uint64"},
-    "split/merge_splits.cu": {"O": "float32", "l": "float32"},
+    "linear/sm90/gemm_int8.cu": {"A": "int8", "B": "int8", "full": "uint64", "empty": "uint64"},
+    "merge/merge_splits.cu": {"O": "float32", "l": "float32"},
 }  # fmt: skip
 
 

@@ -421,8 +421,8 @@ def test_registers_have_the_values_of_their_lanes() -> None:
 
 def test_inlined_lines_can_be_stopped_at() -> None:
     q, k, v = make("normal", 1, 1, 20, 30, 16)
-    line = line_of("prims/online_softmax.cuh", "M = fmaxf(M_old, M_new);")
-    for name in ("prims/online_softmax.cuh", "online_softmax.cuh"):
+    line = line_of("prims/score/online_softmax.cuh", "M = fmaxf(M_old, M_new);")
+    for name in ("prims/score/online_softmax.cuh", "online_softmax.cuh"):
         stops: list[Stop] = []
         interpret.attention(q, k, v, variant="fa", break_at=(name, line), callback=stops.append)
         assert stops and {stop.kernel for stop in stops} == {"attn_fa"}

@@ -15,7 +15,8 @@ from cupyattn.problem import choose
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
 from cupyattn.quant import QuantConfig
-from experiments import fastest, recording
+from experiments._harness import recording
+from experiments.tuning import fastest
 from tests.support.runs import bits, normal
 
 

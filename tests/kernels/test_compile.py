@@ -301,6 +301,14 @@ def test_a_missing_header_is_named(cold_cache: Path, copied: kc.ModuleSpec) -> N
         kc.build(copied, "sm_80")
 
 
+def test_a_header_that_lies_elsewhere_is_pointed_to(tmp_path: Path) -> None:
+    (tmp_path / "kernels" / "prims" / "score").mkdir(parents=True)
+    (tmp_path / "kernels" / "prims" / "score" / "a.cuh").write_text("")
+    told = r"not found in .*, but there is prims/score/a\.cuh"
+    with pytest.raises(KernelCompileError, match=told):
+        reached(tmp_path, '#include "prims/a.cuh"\n')
+
+
 def test_an_include_that_names_no_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KernelCompileError, match="#include HEADER names no file"):
         reached(tmp_path, "#define HEADER <cuda_fp16.h>\n#include HEADER\n")

@@ -24,37 +24,37 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "attn_fa_warps.cu": Tiles(32, 32, 4),
     "attn_fa_tc.cu": Tiles(64, 64, 4, 2),
     "attn_fa_int8.cu": Tiles(64, 64, 4, 2),
-    "attn_fa_int8_pv8.cu": Tiles(64, 64, 4, 2),
-    "attn_fa_int8_pv8_whole.cu": Tiles(64, 64, 4, 2),
-    "attn_fa_int8_fused.cu": Tiles(64, 64, 4, 1),
-    "quantize.cu": Tiles(64, 64, 4),
-    "quantize_reduce.cu": Tiles(64, 64, 4),
-    "rope.cu": Tiles(64, 1, 4),
-    "unpack.cu": Tiles(64, 1, 4),
-    "normalise.cu": Tiles(64, 1, 4),
-    "backward_delta.cu": Tiles(64, 1, 4),
-    "backward_coarse.cu": Tiles(64, 1, 4),
-    "backward_keys.cu": Tiles(64, 128, 8, 2),
-    "backward_queries.cu": Tiles(128, 32, 4, 2),
+    "forms/attn_fa_int8_pv8.cu": Tiles(64, 64, 4, 2),
+    "forms/attn_fa_int8_pv8_whole.cu": Tiles(64, 64, 4, 2),
+    "forms/attn_fa_int8_fused.cu": Tiles(64, 64, 4, 1),
+    "prepare/quantize.cu": Tiles(64, 64, 4),
+    "prepare/quantize_reduce.cu": Tiles(64, 64, 4),
+    "prepare/rope.cu": Tiles(64, 1, 4),
+    "prepare/unpack.cu": Tiles(64, 1, 4),
+    "prepare/normalise.cu": Tiles(64, 1, 4),
+    "backward/backward_delta.cu": Tiles(64, 1, 4),
+    "backward/backward_coarse.cu": Tiles(64, 1, 4),
+    "backward/backward_keys.cu": Tiles(64, 128, 8, 2),
+    "backward/backward_queries.cu": Tiles(128, 32, 4, 2),
     "sm90/attn_fa_tc.cu": Tiles(192, 128, 16, 2),
-    "sm90/backward_keys.cu": Tiles(128, 128, 12, 2),
-    "sm90/backward_sums.cu": Tiles(64, 1, 4),
-    "sm90/backward_keys_wide.cu": Tiles(64, 64, 12, 2),
-    "sm90/backward_queries_wide.cu": Tiles(64, 64, 12, 2),
+    "backward/sm90/backward_keys.cu": Tiles(128, 128, 12, 2),
+    "backward/sm90/backward_sums.cu": Tiles(64, 1, 4),
+    "backward/sm90/backward_keys_wide.cu": Tiles(64, 64, 12, 2),
+    "backward/sm90/backward_queries_wide.cu": Tiles(64, 64, 12, 2),
     "sm90/attn_fa_int8.cu": Tiles(192, 128, 16, 3),
     "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 5),
     "sm90/attn_fa_int8_pv8_by_tile.cu": Tiles(192, 128, 16, 3),
     "sm90/attn_fa_int8_fp8.cu": Tiles(128, 192, 12, 3),
-    "split/attn_fa_tc.cu": Tiles(64, 32, 4, 4),
-    "split/merge_splits.cu": Tiles(16, 32, 4, 3),
-    "gemm_int8.cu": GemmTiles(64, 128, 4, 2),
-    "sm90/gemm_int8.cu": GemmTiles(128, 256, 12, 2),
-    "merge_partials.cu": Tiles(64, 1, 4),
-    "weight_blocks.cu": GemmTiles(128, 128, 8, 1),
-    "key_importance.cu": Tiles(32, 128, 4, 2),
-    "sm90/key_importance.cu": Tiles(32, 512, 8, 3),
-    "largest_keys.cu": Tiles(1, 1, 16),
-    "gather_rows.cu": Tiles(32, 1, 4),
+    "forms/split/attn_fa_tc.cu": Tiles(64, 32, 4, 4),
+    "merge/merge_splits.cu": Tiles(16, 32, 4, 3),
+    "linear/gemm_int8.cu": GemmTiles(64, 128, 4, 2),
+    "linear/sm90/gemm_int8.cu": GemmTiles(128, 256, 12, 2),
+    "merge/merge_partials.cu": Tiles(64, 1, 4),
+    "linear/weight_blocks.cu": GemmTiles(128, 128, 8, 1),
+    "pruning/key_importance.cu": Tiles(32, 128, 4, 2),
+    "pruning/sm90/key_importance.cu": Tiles(32, 512, 8, 3),
+    "pruning/largest_keys.cu": Tiles(1, 1, 16),
+    "pruning/gather_rows.cu": Tiles(32, 1, 4),
 }
 #: Source, what is changed, and the sentence that must come back.
 BROKEN = [
@@ -81,62 +81,182 @@ BROKEN = [
     ("attn_fa_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
     ("sm90/attn_fa_int8.cu", {"QUANTIZE_Q": 1, "GROUP_Q": 4}, "QUANTIZE_Q needs 16-bit Q"),
     ("sm90/attn_fa_int8.cu", {"QUANTIZE_Q": 1, "LSE": 1}, "QUANTIZE_Q needs 16-bit Q"),
-    ("attn_fa_int8_fused.cu", {"BLOCK_KV": 24, "GROUP_KV": 8}, "BLOCK_KV must be a multiple of 16"),
-    ("attn_fa_int8_fused.cu", {"BLOCK_Q": 32}, "BLOCK_Q / NUM_WARPS must be a multiple of 16"),
-    ("attn_fa_int8_fused.cu", {"NUM_STAGES": 2}, "NUM_STAGES must be 1"),
-    ("attn_fa_int8_fused.cu", {"GROUP_KV": 128}, "must hold whole groups of GROUP_Q and GROUP_KV"),
-    ("attn_fa_int8_pv8.cu", {"BLOCK_KV": 96, "GROUP_V": 96}, "BLOCK_KV must be 32, 64 or 128"),
-    ("attn_fa_int8_pv8.cu", {"BLOCK_KV": 64, "GROUP_V": 32}, "GROUP_V must be whole tiles"),
-    ("attn_fa_int8_pv8.cu", {"P_TYPE": 0}, "codes of P need P_TYPE"),
-    ("attn_fa_int8_pv8_whole.cu", {"GROUP_V": 64}, "this form takes one scale for a channel of V"),
-    ("attn_fa_int8_pv8_whole.cu", {"P_TYPE": 2}, "this form takes P in u8"),
-    ("attn_fa_int8_pv8_whole.cu", {"SOFTCAP": 1}, "softcap, bias and zero points are left to"),
-    ("attn_fa_int8_pv8_whole.cu", {"BLOCK_KV": 256}, "BLOCK_KV must leave what WATCH_STEPS steps"),
     (
-        "attn_fa_int8_pv8.cu",
+        "forms/attn_fa_int8_fused.cu",
+        {"BLOCK_KV": 24, "GROUP_KV": 8},
+        "BLOCK_KV must be a multiple of 16",
+    ),
+    (
+        "forms/attn_fa_int8_fused.cu",
+        {"BLOCK_Q": 32},
+        "BLOCK_Q / NUM_WARPS must be a multiple of 16",
+    ),
+    ("forms/attn_fa_int8_fused.cu", {"NUM_STAGES": 2}, "NUM_STAGES must be 1"),
+    (
+        "forms/attn_fa_int8_fused.cu",
+        {"GROUP_KV": 128},
+        "must hold whole groups of GROUP_Q and GROUP_KV",
+    ),
+    (
+        "forms/attn_fa_int8_pv8.cu",
+        {"BLOCK_KV": 96, "GROUP_V": 96},
+        "BLOCK_KV must be 32, 64 or 128",
+    ),
+    ("forms/attn_fa_int8_pv8.cu", {"BLOCK_KV": 64, "GROUP_V": 32}, "GROUP_V must be whole tiles"),
+    ("forms/attn_fa_int8_pv8.cu", {"P_TYPE": 0}, "codes of P need P_TYPE"),
+    (
+        "forms/attn_fa_int8_pv8_whole.cu",
+        {"GROUP_V": 64},
+        "this form takes one scale for a channel of V",
+    ),
+    ("forms/attn_fa_int8_pv8_whole.cu", {"P_TYPE": 2}, "this form takes P in u8"),
+    (
+        "forms/attn_fa_int8_pv8_whole.cu",
+        {"SOFTCAP": 1},
+        "softcap, bias and zero points are left to",
+    ),
+    (
+        "forms/attn_fa_int8_pv8_whole.cu",
+        {"BLOCK_KV": 256},
+        "BLOCK_KV must leave what WATCH_STEPS steps",
+    ),
+    (
+        "forms/attn_fa_int8_pv8.cu",
         {"BLOCK_KV": 1024, "GROUP_V": 1024},
         "BLOCK_KV must leave the sum of a tile below 2^24",
     ),
     (
-        "quantize.cu",
+        "prepare/quantize.cu",
         {"STEP_Q": STEPS.index("rows"), "GROUP_Q": 0},
         "quantize needs GROUP_Q and GROUP_KV, the rows",
     ),
     (
-        "quantize.cu",
+        "prepare/quantize.cu",
         {"STEP_K": STEPS.index("codes"), "BLOCK_KV": 48, "GROUP_KV": 64},
         "a block must hold whole groups of GROUP_Q or GROUP_KV rows",
     ),
-    ("quantize.cu", {"QK_NORM": 1, "HEAD_DIM": 24}, "rows that are prepared need VEC to divide"),
-    ("rope.cu", {"ROPE": 0}, "rope turns pairs of columns: HEAD_DIM must be even"),
-    ("rope.cu", {"HEAD_DIM": 63, "VEC": 1}, "rope turns pairs of columns: HEAD_DIM must be even"),
-    ("normalise.cu", {"HEAD_DIM": 63, "VEC": 1}, "normalise takes rows of pairs"),
-    ("backward_delta.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be a multiple of the rows of a pass"),
-    ("backward_delta.cu", {"BLOCK_Q": 48}, "BLOCK_Q must divide ROW_PAD: a block pads whole"),
-    ("backward_coarse.cu", {"BLOCK_Q": 32}, "BLOCK_Q must be 16 rows for each warp"),
-    ("backward_coarse.cu", {"BLOCK_Q": 48}, "BLOCK_Q must divide ROW_PAD: a block writes flags"),
-    ("backward_keys.cu", {"DTYPE": 2, "VEC": 4}, "gradients are of float16 or bfloat16"),
-    ("backward_keys.cu", {"BLOCK_KV": 64}, "each warp has 16 keys, or multiples"),
-    ("backward_keys.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be a multiple of 16, the depth of an mma"),
-    ("backward_keys.cu", {"BLOCK_Q": 48}, "BLOCK_Q must divide ROW_PAD, to which rows are padded"),
-    ("backward_keys.cu", {"BLOCK_Q": 48}, "the warps must share tiles of 16 rows of dQ evenly"),
-    ("backward_keys.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
-    ("backward_queries.cu", {"DTYPE": 2, "VEC": 4}, "gradients are of float16 or bfloat16"),
-    ("backward_queries.cu", {"BLOCK_Q": 32}, "BLOCK_Q / NUM_WARPS must be a multiple of 16"),
-    ("backward_queries.cu", {"BLOCK_Q": 192}, "BLOCK_Q must divide ROW_PAD, to which rows"),
-    ("backward_queries.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16, the depth"),
-    ("backward_queries.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
-    ("sm90/backward_keys.cu", {"DTYPE": 2, "VEC": 4}, "gradients are of float16 or bfloat16"),
-    ("sm90/backward_keys.cu", {"BLOCK_KV": 64}, "BLOCK_KV must be 128: two warpgroups keep"),
-    ("sm90/backward_keys.cu", {"BLOCK_Q": 64}, "BLOCK_Q must be 64, and up to HEAD_DIM 64 128"),
-    ("sm90/backward_keys.cu", {"HEAD_DIM": 136, "BLOCK_Q": 64}, "HEAD_DIM must be at most 128: dK"),
-    ("sm90/backward_keys.cu", {"NUM_WARPS": 8}, "NUM_WARPS must be 8 that compute and 4 that copy"),
-    ("sm90/backward_keys_wide.cu", {"BLOCK_Q": 128}, "BLOCK_KV and BLOCK_Q must be 64: a row of P"),
-    ("sm90/backward_keys_wide.cu", {"HEAD_DIM": 128}, "HEAD_DIM must be more than 128: sm90/backw"),
-    ("sm90/backward_queries_wide.cu", {"BLOCK_KV": 32}, "BLOCK_Q and BLOCK_KV must be 64: dQ, S"),
-    ("sm90/backward_queries_wide.cu", {"HEAD_DIM": 72}, "HEAD_DIM must be more than 128: sm90/b"),
-    ("sm90/backward_sums.cu", {"BLOCK_Q": 128}, "BLOCK_Q must be 64, the rows of a tile of sums"),
-    ("sm90/backward_sums.cu", {"HEAD_DIM": 72}, "NUM_WARPS must be 4 for every 64 columns"),
+    (
+        "prepare/quantize.cu",
+        {"QK_NORM": 1, "HEAD_DIM": 24},
+        "rows that are prepared need VEC to divide",
+    ),
+    ("prepare/rope.cu", {"ROPE": 0}, "rope turns pairs of columns: HEAD_DIM must be even"),
+    (
+        "prepare/rope.cu",
+        {"HEAD_DIM": 63, "VEC": 1},
+        "rope turns pairs of columns: HEAD_DIM must be even",
+    ),
+    ("prepare/normalise.cu", {"HEAD_DIM": 63, "VEC": 1}, "normalise takes rows of pairs"),
+    (
+        "backward/backward_delta.cu",
+        {"BLOCK_Q": 24},
+        "BLOCK_Q must be a multiple of the rows of a pass",
+    ),
+    (
+        "backward/backward_delta.cu",
+        {"BLOCK_Q": 48},
+        "BLOCK_Q must divide ROW_PAD: a block pads whole",
+    ),
+    ("backward/backward_coarse.cu", {"BLOCK_Q": 32}, "BLOCK_Q must be 16 rows for each warp"),
+    (
+        "backward/backward_coarse.cu",
+        {"BLOCK_Q": 48},
+        "BLOCK_Q must divide ROW_PAD: a block writes flags",
+    ),
+    ("backward/backward_keys.cu", {"DTYPE": 2, "VEC": 4}, "gradients are of float16 or bfloat16"),
+    ("backward/backward_keys.cu", {"BLOCK_KV": 64}, "each warp has 16 keys, or multiples"),
+    (
+        "backward/backward_keys.cu",
+        {"BLOCK_Q": 24},
+        "BLOCK_Q must be a multiple of 16, the depth of an mma",
+    ),
+    (
+        "backward/backward_keys.cu",
+        {"BLOCK_Q": 48},
+        "BLOCK_Q must divide ROW_PAD, to which rows are padded",
+    ),
+    (
+        "backward/backward_keys.cu",
+        {"BLOCK_Q": 48},
+        "the warps must share tiles of 16 rows of dQ evenly",
+    ),
+    ("backward/backward_keys.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
+    (
+        "backward/backward_queries.cu",
+        {"DTYPE": 2, "VEC": 4},
+        "gradients are of float16 or bfloat16",
+    ),
+    (
+        "backward/backward_queries.cu",
+        {"BLOCK_Q": 32},
+        "BLOCK_Q / NUM_WARPS must be a multiple of 16",
+    ),
+    (
+        "backward/backward_queries.cu",
+        {"BLOCK_Q": 192},
+        "BLOCK_Q must divide ROW_PAD, to which rows",
+    ),
+    (
+        "backward/backward_queries.cu",
+        {"BLOCK_KV": 24},
+        "BLOCK_KV must be a multiple of 16, the depth",
+    ),
+    ("backward/backward_queries.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
+    (
+        "backward/sm90/backward_keys.cu",
+        {"DTYPE": 2, "VEC": 4},
+        "gradients are of float16 or bfloat16",
+    ),
+    (
+        "backward/sm90/backward_keys.cu",
+        {"BLOCK_KV": 64},
+        "BLOCK_KV must be 128: two warpgroups keep",
+    ),
+    (
+        "backward/sm90/backward_keys.cu",
+        {"BLOCK_Q": 64},
+        "BLOCK_Q must be 64, and up to HEAD_DIM 64 128",
+    ),
+    (
+        "backward/sm90/backward_keys.cu",
+        {"HEAD_DIM": 136, "BLOCK_Q": 64},
+        "HEAD_DIM must be at most 128: dK",
+    ),
+    (
+        "backward/sm90/backward_keys.cu",
+        {"NUM_WARPS": 8},
+        "NUM_WARPS must be 8 that compute and 4 that copy",
+    ),
+    (
+        "backward/sm90/backward_keys_wide.cu",
+        {"BLOCK_Q": 128},
+        "BLOCK_KV and BLOCK_Q must be 64: a row of P",
+    ),
+    (
+        "backward/sm90/backward_keys_wide.cu",
+        {"HEAD_DIM": 128},
+        "HEAD_DIM must be more than 128: sm90/backw",
+    ),
+    (
+        "backward/sm90/backward_queries_wide.cu",
+        {"BLOCK_KV": 32},
+        "BLOCK_Q and BLOCK_KV must be 64: dQ, S",
+    ),
+    (
+        "backward/sm90/backward_queries_wide.cu",
+        {"HEAD_DIM": 72},
+        "HEAD_DIM must be more than 128: sm90/b",
+    ),
+    (
+        "backward/sm90/backward_sums.cu",
+        {"BLOCK_Q": 128},
+        "BLOCK_Q must be 64, the rows of a tile of sums",
+    ),
+    (
+        "backward/sm90/backward_sums.cu",
+        {"HEAD_DIM": 72},
+        "NUM_WARPS must be 4 for every 64 columns",
+    ),
     ("sm90/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
     ("sm90/attn_fa_tc.cu", {"HEAD_DIM": 256}, "BLOCK_Q must be 128 past HEAD_DIM 128"),
     ("sm90/attn_fa_tc.cu", {"STACKED": 1, "WINDOW": 1}, "stacked heads take no window, packed"),
@@ -151,38 +271,130 @@ BROKEN = [
     ("sm90/attn_fa_int8_fp8.cu", {"P_TYPE": 1}, "this form takes P in e4m3"),
     ("sm90/attn_fa_int8_fp8.cu", {"HEAD_DIM": 136}, "HEAD_DIM must be 128 at most"),
     ("sm90/attn_fa_int8_pv8.cu", {"BLOCK_KV": 80}, "BLOCK_KV must be a multiple of 32 from 64 to"),
-    ("split/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
-    ("split/attn_fa_tc.cu", {"MASK": 1}, "the split form takes no softcap, mask, bias, block"),
-    ("split/attn_fa_tc.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be a multiple of 16, the rows of an"),
-    ("split/attn_fa_tc.cu", {"BLOCK_Q": 48}, "BLOCK_Q past the rows of a warp (32, beyond"),
-    ("split/attn_fa_tc.cu", {"NUM_WARPS": 3}, "NUM_WARPS must be a multiple of the warps that"),
-    ("split/attn_fa_tc.cu", {"NUM_WARPS": 32}, "slices of several warps take one of 15 barriers"),
-    ("split/attn_fa_tc.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16, the depth"),
-    ("split/attn_fa_tc.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
-    ("gemm_int8.cu", {"BLOCK_M": 96}, "BLOCK_M must be a multiple of 16, past 64 of 64"),
-    ("gemm_int8.cu", {"BLOCK_M": 256, "NUM_WARPS": 2}, "NUM_WARPS must be one for every 64 rows"),
-    ("gemm_int8.cu", {"BLOCK_N": 32}, "a warp must have a multiple of 16 columns"),
-    ("gemm_int8.cu", {"BLOCK_N": 192}, "BLOCK_N must divide 128, or be a multiple of it"),
-    ("gemm_int8.cu", {"BLOCK_N": 256, "NUM_WARPS": 1}, "columns of a warp must share a scale"),
-    ("gemm_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2: the next slice"),
-    ("sm90/gemm_int8.cu", {"SPLITS": 3, "NUM_STAGES": 3}, "SPLITS and TAIL_SPLITS must divide the"),
-    ("sm90/gemm_int8.cu", {"TAIL_SPLITS": 2}, "NUM_STAGES of slices must have room for a tile"),
-    ("sm90/gemm_int8.cu", {"BLOCK_M": 96}, "BLOCK_M must be 64, 128 or 192"),
-    ("sm90/gemm_int8.cu", {"BLOCK_N": 384}, "BLOCK_N must be 64, 128 or, up to BLOCK_M 128, 256"),
-    ("sm90/gemm_int8.cu", {"BLOCK_M": 192, "NUM_WARPS": 16}, "BLOCK_N must be 64, 128 or, up to"),
-    ("sm90/gemm_int8.cu", {"NUM_WARPS": 8}, "NUM_WARPS must be 4 for every 64 rows of BLOCK_M"),
-    ("weight_blocks.cu", {"BLOCK_N": 100}, "VEC must divide BLOCK_N, or an access would meet two"),
-    ("weight_blocks.cu", {"VEC": 1, "NUM_WARPS": 2}, "every access to a row of a block takes a"),
-    ("weight_blocks.cu", {"NUM_WARPS": 7}, "a thread keeps at most 64 numbers: NUM_WARPS must be"),
-    ("gather_rows.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be whole passes of all threads over rows"),
-    ("key_importance.cu", {"DTYPE": 2, "VEC": 4}, "key_importance multiplies float16 or bfloat16"),
-    ("key_importance.cu", {"BLOCK_Q": 24}, "BLOCK_Q must be a multiple of 16: all warps have all"),
-    ("key_importance.cu", {"BLOCK_KV": 96}, "BLOCK_KV / NUM_WARPS must be a multiple of 16, the k"),
-    ("key_importance.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2: the next keys arrive"),
-    ("sm90/key_importance.cu", {"DTYPE": 2, "VEC": 4}, "key_importance multiplies float16 or bf"),
-    ("sm90/key_importance.cu", {"BLOCK_Q": 16}, "BLOCK_Q must be 32: a lane to each row merges"),
-    ("sm90/key_importance.cu", {"BLOCK_KV": 256}, "BLOCK_KV / NUM_WARPS must be 64: a key tile"),
-    ("sm90/key_importance.cu", {"NUM_STAGES": 5}, "NUM_STAGES must be 2 to 4, at most the tiles"),
+    ("forms/split/attn_fa_tc.cu", {"DTYPE": 2, "VEC": 4}, "fa_tc multiplies float16 or bfloat16"),
+    (
+        "forms/split/attn_fa_tc.cu",
+        {"MASK": 1},
+        "the split form takes no softcap, mask, bias, block",
+    ),
+    (
+        "forms/split/attn_fa_tc.cu",
+        {"BLOCK_Q": 24},
+        "BLOCK_Q must be a multiple of 16, the rows of an",
+    ),
+    ("forms/split/attn_fa_tc.cu", {"BLOCK_Q": 48}, "BLOCK_Q past the rows of a warp (32, beyond"),
+    (
+        "forms/split/attn_fa_tc.cu",
+        {"NUM_WARPS": 3},
+        "NUM_WARPS must be a multiple of the warps that",
+    ),
+    (
+        "forms/split/attn_fa_tc.cu",
+        {"NUM_WARPS": 32},
+        "slices of several warps take one of 15 barriers",
+    ),
+    ("forms/split/attn_fa_tc.cu", {"BLOCK_KV": 24}, "BLOCK_KV must be a multiple of 16, the depth"),
+    ("forms/split/attn_fa_tc.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2"),
+    ("linear/gemm_int8.cu", {"BLOCK_M": 96}, "BLOCK_M must be a multiple of 16, past 64 of 64"),
+    (
+        "linear/gemm_int8.cu",
+        {"BLOCK_M": 256, "NUM_WARPS": 2},
+        "NUM_WARPS must be one for every 64 rows",
+    ),
+    ("linear/gemm_int8.cu", {"BLOCK_N": 32}, "a warp must have a multiple of 16 columns"),
+    ("linear/gemm_int8.cu", {"BLOCK_N": 192}, "BLOCK_N must divide 128, or be a multiple of it"),
+    (
+        "linear/gemm_int8.cu",
+        {"BLOCK_N": 256, "NUM_WARPS": 1},
+        "columns of a warp must share a scale",
+    ),
+    ("linear/gemm_int8.cu", {"NUM_STAGES": 1}, "NUM_STAGES must be at least 2: the next slice"),
+    (
+        "linear/sm90/gemm_int8.cu",
+        {"SPLITS": 3, "NUM_STAGES": 3},
+        "SPLITS and TAIL_SPLITS must divide the",
+    ),
+    (
+        "linear/sm90/gemm_int8.cu",
+        {"TAIL_SPLITS": 2},
+        "NUM_STAGES of slices must have room for a tile",
+    ),
+    ("linear/sm90/gemm_int8.cu", {"BLOCK_M": 96}, "BLOCK_M must be 64, 128 or 192"),
+    (
+        "linear/sm90/gemm_int8.cu",
+        {"BLOCK_N": 384},
+        "BLOCK_N must be 64, 128 or, up to BLOCK_M 128, 256",
+    ),
+    (
+        "linear/sm90/gemm_int8.cu",
+        {"BLOCK_M": 192, "NUM_WARPS": 16},
+        "BLOCK_N must be 64, 128 or, up to",
+    ),
+    (
+        "linear/sm90/gemm_int8.cu",
+        {"NUM_WARPS": 8},
+        "NUM_WARPS must be 4 for every 64 rows of BLOCK_M",
+    ),
+    (
+        "linear/weight_blocks.cu",
+        {"BLOCK_N": 100},
+        "VEC must divide BLOCK_N, or an access would meet two",
+    ),
+    (
+        "linear/weight_blocks.cu",
+        {"VEC": 1, "NUM_WARPS": 2},
+        "every access to a row of a block takes a",
+    ),
+    (
+        "linear/weight_blocks.cu",
+        {"NUM_WARPS": 7},
+        "a thread keeps at most 64 numbers: NUM_WARPS must be",
+    ),
+    (
+        "pruning/gather_rows.cu",
+        {"BLOCK_Q": 24},
+        "BLOCK_Q must be whole passes of all threads over rows",
+    ),
+    (
+        "pruning/key_importance.cu",
+        {"DTYPE": 2, "VEC": 4},
+        "key_importance multiplies float16 or bfloat16",
+    ),
+    (
+        "pruning/key_importance.cu",
+        {"BLOCK_Q": 24},
+        "BLOCK_Q must be a multiple of 16: all warps have all",
+    ),
+    (
+        "pruning/key_importance.cu",
+        {"BLOCK_KV": 96},
+        "BLOCK_KV / NUM_WARPS must be a multiple of 16, the k",
+    ),
+    (
+        "pruning/key_importance.cu",
+        {"NUM_STAGES": 1},
+        "NUM_STAGES must be at least 2: the next keys arrive",
+    ),
+    (
+        "pruning/sm90/key_importance.cu",
+        {"DTYPE": 2, "VEC": 4},
+        "key_importance multiplies float16 or bf",
+    ),
+    (
+        "pruning/sm90/key_importance.cu",
+        {"BLOCK_Q": 16},
+        "BLOCK_Q must be 32: a lane to each row merges",
+    ),
+    (
+        "pruning/sm90/key_importance.cu",
+        {"BLOCK_KV": 256},
+        "BLOCK_KV / NUM_WARPS must be 64: a key tile",
+    ),
+    (
+        "pruning/sm90/key_importance.cu",
+        {"NUM_STAGES": 5},
+        "NUM_STAGES must be 2 to 4, at most the tiles",
+    ),
 ]
 #: Contracts of templates, tripped by a few lines of their own.
 TEMPLATES = [
@@ -200,7 +412,7 @@ TEMPLATES = [
 
 
 def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
-    rope = "half_split" if source == "rope.cu" else ""
+    rope = "half_split" if source == "prepare/rope.cu" else ""
     p_type = {"_pv8.cu": "u8", "_fp8.cu": "e4m3"}.get(source[-7:])
     values = {} if p_type is None else {"group_v": 64, "p_type": p_type}
     if source.endswith(("_whole.cu", "_by_tile.cu")):
@@ -208,23 +420,23 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     features: Features | GemmFeatures
     features = Features(
         "float16", 64, vec=8, group_q=16, group_kv=16, rope=rope,
-        qk_norm=source == "normalise.cu", **values,
+        qk_norm=source == "prepare/normalise.cu", **values,
     )  # fmt: skip
     if isinstance(GOOD[source], GemmTiles):
         features = GemmFeatures("float16", 16, 8)
     defines = {**GOOD[source].defines(), **features.defines()}
-    if source.startswith("quantize"):  # nothing is done for an operand but what `changes` say
+    if source.startswith("prepare/quantize"):  # for an operand only what `changes` say is done
         defines |= {"CFG_STEP_Q": 0, "CFG_STEP_K": 0, "CFG_STEP_V": 0, "CFG_BLOCK_COLS": 64}
     if "_wide" in source:
         defines |= {"CFG_HEAD_DIM": 256}
-    if source.endswith("backward_keys.cu"):
+    if source.endswith("/backward_keys.cu"):
         defines |= {"CFG_DQ": 1}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}
     return ModuleSpec(source, tuple(sorted(defines.items())))
 
 
 def arch_of(source: str) -> str:
-    return "sm_90a" if source.startswith("sm90/") else "sm_80"
+    return "sm_90a" if "sm90/" in source else "sm_80"
 
 
 @pytest.mark.parametrize("source", GOOD)
@@ -243,10 +455,10 @@ def test_a_broken_contract_comes_back_as_its_sentence(
 @pytest.mark.parametrize(("line", "sentence"), TEMPLATES)
 def test_a_template_says_what_it_needs(line: str, sentence: str, tmp_path: Path) -> None:
     source = tmp_path / "use.cu"
-    includes = '#include "prims/rope.cuh"\n#include "prims/gradient.cuh"\n'
+    includes = '#include "prims/io/rope.cuh"\n#include "prims/score/gradient.cuh"\n'
     source.write_text(f"{includes}__device__ {line}\n")
     with pytest.raises(KernelCompileError, match=re.escape(sentence)):
-        kc.build(ModuleSpec(source, spec_of("backward_keys.cu", {}).defines), "sm_80")
+        kc.build(ModuleSpec(source, spec_of("backward/backward_keys.cu", {}).defines), "sm_80")
 
 
 def test_every_contract_is_tripped() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.measure import timing
-from experiments import decode
+from experiments.speed import decode
 
 
 def test_decoding_runs_in_small(tmp_path: Path) -> None:

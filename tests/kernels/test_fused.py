@@ -137,7 +137,7 @@ def test_one_kernel_and_no_memory_beside_the_result() -> None:
         attention(*inputs, variant="fa_int8", quant=FUSED, backend="interpret")
     )
     text = explain(*inputs, variant="fa_int8", quant=FUSED, arch="sm_90a")
-    assert "fa_int8 (fused)" in text and "quantize.cu" not in text
+    assert "fa_int8 (fused)" in text and "prepare/quantize.cu" not in text
 
 
 def test_the_mirror_computes_the_same_as_in_two_steps() -> None:

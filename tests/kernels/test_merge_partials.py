@@ -117,7 +117,7 @@ def test_an_empty_call_launches_nothing() -> None:
 
 
 def test_params_are_the_struct_of_the_source(tmp_path: Path) -> None:
-    check_struct(MERGE_PARAMS, "merge_partials.cu", "MergeParams", tmp_path)
+    check_struct(MERGE_PARAMS, "merge/merge_partials.cu", "MergeParams", tmp_path)
 
 
 #: What is changed in the kernel, and what it does to a test.
@@ -141,7 +141,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_mistakes_are_noticed(fault: str, tmp_path: Path) -> None:
     shutil.copytree(kc.KERNELS / "prims", tmp_path / "prims")
-    text, (right, wrong) = (kc.KERNELS / "merge_partials.cu").read_text(), FAULTS[fault]
+    text, (right, wrong) = (kc.KERNELS / "merge/merge_partials.cu").read_text(), FAULTS[fault]
     assert text.count(right) == 1
     (tmp_path / "merge_partials.cu").write_text(text.replace(right, wrong))
     parts = parts_of((1, 1, 70, 16), "float16", 2)

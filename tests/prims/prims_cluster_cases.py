@@ -1,4 +1,4 @@
-"""The kernel of ``prims/cluster.cuh``: blocks that read the shared memory of one another."""
+"""The kernel of ``cluster.cuh``: blocks that read the shared memory of one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of ``prims/exp2.cuh``: exponentials, and whole numbers among floats."""
+"""The kernels of ``prims/instructions/exp2.cuh``: exponentials, and whole numbers among floats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of ``prims/finite.cuh``: sums to float16, of which those that are finite stay so."""
+"""The kernels of ``finite.cuh``: sums to float16, of which those that are finite stay so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of ``prims/gemm.cuh``: types of C, widths of its accesses, activations, edges."""
+"""The kernel of ``gemm.cuh``: types of C, widths of its accesses, activations, edges."""
 
 from __future__ import annotations
 

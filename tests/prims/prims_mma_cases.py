@@ -1,4 +1,4 @@
-"""The kernels of ``prims/swizzle.cuh`` and ``prims/mma.cuh``: tiles of tensor cores, products."""
+"""The kernels of ``swizzle.cuh`` and ``mma.cuh``: tiles of tensor cores, products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of ``prims/p_codes.cuh``, for every type of the codes of P."""
+"""The kernel of ``prims/codes/p_codes.cuh``, for every type of the codes of P."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of ``prims/pieces.cuh``: which tiles and pieces of tiles each block takes."""
+"""The kernel of ``prims/schedule/pieces.cuh``: which tiles and pieces of tiles each block takes."""
 
 from __future__ import annotations
 

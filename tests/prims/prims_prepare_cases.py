@@ -1,4 +1,4 @@
-"""The cases of ``prims/prepare.cuh``: rows normalised and turned, to the bit."""
+"""The cases of ``prims/io/prepare.cuh``: rows normalised and turned, to the bit."""
 
 from __future__ import annotations
 

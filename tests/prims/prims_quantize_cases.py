@@ -1,4 +1,4 @@
-"""The kernels of ``prims/quantize_rows.cuh``, ``quantize_sums.cuh`` and ``quantize_turns.cuh``."""
+"""The kernels of ``quantize_rows.cuh``, ``quantize_sums.cuh`` and ``quantize_turns.cuh``."""
 
 from __future__ import annotations
 

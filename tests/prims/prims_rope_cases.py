@@ -1,4 +1,4 @@
-"""The cases of ``prims/rope.cuh``: rows that are turned as they are loaded, to the bit."""
+"""The cases of ``prims/io/rope.cuh``: rows that are turned as they are loaded, to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases of ``prims/score.cuh``: which keys a row may attend to, and what scores become."""
+"""The cases of ``score.cuh``: which keys a row may attend to, and what scores become."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of ``prims/shift_state.cuh``: M a whole number, and sums that are shifted with it."""
+"""The kernel of ``shift_state.cuh``: M a whole number, and sums that are shifted with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of ``prims/step_scores.cuh``: scores as a warp has them, by scales and by masks."""
+"""The kernel of ``step_scores.cuh``: scores as a warp has them, by scales and by masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of ``prims/tile_order.cuh``, ``work_tile.cuh``, ``output.cuh``,
+"""The kernels of ``prims/schedule/tile_order.cuh``, ``work_tile.cuh``, ``output.cuh``,
 ``channel_scales.cuh`` and ``key_parts.cuh``."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The products of ``prims/wgmma.cuh``, of every shape and type that kernels ask for."""
+"""The products of ``wgmma.cuh``, of every shape and type that kernels ask for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupyattn.kernels.tiles import Tiles
 from tests.prims.prim import Arguments, Prim, defines, rng
 
 WGMMA_DEPTH, WGMMA_KEYS = 80, 48
-#: Every N that prims/wgmma.cuh has.
+#: Every N that prims/instructions/wgmma.cuh has.
 WGMMA_COLUMNS = (32, 64, 72, 80, 96, 112, 128, 136, 144, 160, 176, 192, 224, 256)
 
 

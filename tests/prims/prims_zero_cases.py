@@ -1,4 +1,4 @@
-"""The kernels of ``prims/zero_points.cuh``, ``zero_points_sm90.cuh``, ``value_zeros.cuh``,
+"""The kernels of ``prims/codes/zero_points.cuh``, ``zero_points_sm90.cuh``, ``value_zeros.cuh``,
 ``mean_dot.cuh``, ``quantize_tile.cuh`` and ``quantize_q.cuh``.
 """
 

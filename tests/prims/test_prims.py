@@ -20,10 +20,11 @@ ALL = [*PRIMS, *PTX]
 
 
 def test_every_header_has_its_kernel() -> None:
-    headers = {path.stem for path in (kc.KERNELS / "prims").glob("*.cuh")}
-    assert headers == {prim.header for prim in PRIMS}
-    for header in headers:
-        assert f'#include "prims/{header}.cuh"' in (FOLDER / f"prims_{header}.cu").read_text()
+    headers = {path.stem: path for path in (kc.KERNELS / "prims").rglob("*.cuh")}
+    assert set(headers) == {prim.header for prim in PRIMS}
+    for header, path in headers.items():
+        include = f'#include "{path.relative_to(kc.KERNELS).as_posix()}"'
+        assert include in (FOLDER / f"prims_{header}.cu").read_text()
     assert len({prim.name for prim in ALL}) == len(ALL)
 
 

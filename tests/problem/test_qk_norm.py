@@ -226,17 +226,17 @@ def test_codes_and_scales_are_the_mirrors_to_the_bit(
 @pytest.mark.parametrize(
     ("source", "line", "instead", "quant"),
     [
-        ("prims/prepare.cuh", "p.cos + int64_t(p.position + row0)", "p.cos + int64_t(row0)", 2),
+        ("prims/io/prepare.cuh", "p.cos + int64_t(p.position + row0)", "p.cos + int64_t(row0)", 2),
         pytest.param(
-            "prims/prepare.cuh", "p.weight + head * p.weight_stride_head", "p.weight", 2,
+            "prims/io/prepare.cuh", "p.weight + head * p.weight_stride_head", "p.weight", 2,
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "prims/prepare.cuh", "int offset = 1; offset <", "int offset = 2; offset <", 2,
+            "prims/io/prepare.cuh", "int offset = 1; offset <", "int offset = 2; offset <", 2,
             marks=pytest.mark.slow,
         ),
         (
-            "prims/quantize_rows.cuh", "        made.row[pass] =",
+            "prims/codes/quantize_rows.cuh", "        made.row[pass] =",
             "        if (row_of(pass) < at.rows) made.row[pass] =", 0,
         ),
     ],

@@ -135,7 +135,7 @@ def test_the_bound_of_r0_notices_mistakes() -> None:
 
 
 def test_params_are_the_struct_of_the_header(tmp_path: Any) -> None:
-    check_struct(ROPE_PARAMS, "prims/rope.cuh", "RopeParams", tmp_path)
+    check_struct(ROPE_PARAMS, "prims/io/rope.cuh", "RopeParams", tmp_path)
 
 
 def special(x: np.ndarray) -> np.ndarray:

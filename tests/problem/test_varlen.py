@@ -198,7 +198,7 @@ def test_given_scales_are_those_of_the_entries_of_a_batch(backend: str, pv: str)
     st.sampled_from([1, 2, 16, 64, VALUES_PAD, GROUP_ALL]),
 )
 def test_scales_of_sequences_do_not_overlap(lengths: list[int], group: int) -> None:
-    """By the formula of prims/varlen.cuh they follow one another, and all have room.
+    """By the formula of prims/io/varlen.cuh they follow one another, and all have room.
 
     So do codes of V, of which every VALUES_PAD keys are a group.
     """
@@ -267,7 +267,7 @@ def test_every_kind_of_array_that_holds_the_offsets() -> None:
 def test_limits_of_a_sequence_are_those_of_its_lengths(
     lengths: tuple[int, int, int, int], left: int, right: int, causal: bool, align: str
 ) -> None:
-    """What the kernel makes of the limits of the longest lengths (prims/varlen.cuh)."""
+    """What the kernel makes of the limits of the longest lengths (prims/io/varlen.cuh)."""
     (len_q, longest_q), (len_kv, longest_kv) = sorted(lengths[:2]), sorted(lengths[2:])
     options = {"causal": causal, "causal_align": align, "window": (left, right)}
     first, last = check_limits(causal, align, (left, right), longest_q, longest_kv)

@@ -183,7 +183,7 @@ THEFTS = {
 @pytest.mark.parametrize("theft", THEFTS)
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     line, instead, finding = THEFTS[theft]
-    put_a_line_in_place("gemm_int8.cu", line, instead, tmp_path, monkeypatch)
+    put_a_line_in_place("linear/gemm_int8.cu", line, instead, tmp_path, monkeypatch)
     p = product(8, (40, 33, 392))
     a, b = (np.full((x.shape[0], 400), 127, np.int8) for x in (p.a, p.b))
     a[:, :392], b[:, :392] = p.a, p.b
@@ -199,7 +199,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 
 
 def test_params_are_the_struct_of_the_header(tmp_path: Path) -> None:
-    check_struct(GEMM_PARAMS, "prims/gemm.cuh", "GemmParams", tmp_path)
+    check_struct(GEMM_PARAMS, "prims/codes/gemm.cuh", "GemmParams", tmp_path)
 
 
 def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # type: ignore[no-untyped-def]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import gemm_few_rows
+from experiments.tuning import gemm_few_rows
 
 
 def test_few_rows_race_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

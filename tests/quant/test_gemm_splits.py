@@ -100,20 +100,21 @@ def test_no_term_meets_more_roundings_than_in_one_chain() -> None:
 #: File, line, what comes in its place, and what must be found: a hazard, or "": a wrong result.
 THEFTS = {
     "no barrier before the sums": (
-        "prims/gemm.cuh", "  cluster_sync();  // the partial", "  // the partial",
+        "prims/codes/gemm.cuh", "  cluster_sync();  // the partial", "  // the partial",
         "nothing orders that after the write by block|never written",
     ),
     "no barrier before the end": (
-        "prims/gemm.cuh", "  cluster_sync();  // nobody", "  // nobody", "a block ends|has ended",
+        "prims/codes/gemm.cuh", "  cluster_sync();  // nobody", "  // nobody",
+        "a block ends|has ended",
     ),
     "a part of all slices": (
-        "prims/gemm.cuh", "rank, first, end - first,", "rank, first, end,", "out of bounds",
+        "prims/codes/gemm.cuh", "rank, first, end - first,", "rank, first, end,", "out of bounds",
     ),
-    "slices overlap": ("prims/gemm.cuh", "rank, first, end", "rank, 0, end", ""),
-    "outliers of every block": ("prims/gemm.cuh", "rank == CLUSTER - 1 ? ", "true ? ", ""),
-    "one block left out": ("prims/gemm.cuh", "other = 1; other", "other = 2; other", ""),
-    "sums of the first": ("prims/cluster.cuh", '"r"(rank));', '"r"(0 * rank));', ""),
-    "scales of the first block": ("gemm_int8.cu", "A_scale_stride + slice;",
+    "slices overlap": ("prims/codes/gemm.cuh", "rank, first, end", "rank, 0, end", ""),
+    "outliers of every block": ("prims/codes/gemm.cuh", "rank == CLUSTER - 1 ? ", "true ? ", ""),
+    "one block left out": ("prims/codes/gemm.cuh", "other = 1; other", "other = 2; other", ""),
+    "sums of the first": ("prims/instructions/cluster.cuh", '"r"(rank));', '"r"(0 * rank));', ""),
+    "scales of the first block": ("linear/gemm_int8.cu", "A_scale_stride + slice;",
                                   "A_scale_stride + step;", ""),
 }  # fmt: skip
 
@@ -147,7 +148,7 @@ def test_the_blocks_of_a_split_tile_follow_each_other() -> None:
         "int8_gemm (sm90), GemmTiles(block_m=64" in said
         and "splits=2, tail_splits=1), 0 tiles of a" in said
     )
-    assert "gemm_int8<<<128, 256>>> of sm90/gemm_int8.cu\n  workspace 0 bytes" in said
+    assert "gemm_int8<<<128, 256>>> of linear/sm90/gemm_int8.cu\n  workspace 0 bytes" in said
     assert planned(64, 4096, 4096, arch="sm_90a", tiles=EIGHT).launches[0].grid == 8 * 32
     assert planned(900, 4096, 4096, arch="sm_90a", tiles=EIGHT).launches[0].grid == 8 * 32 * 15
 

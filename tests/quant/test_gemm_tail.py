@@ -93,26 +93,29 @@ def test_the_mirror_holds_its_bound(seed, shape, outliers, blocks) -> None:
 #: File, line, what comes in its place, and what must be found: a hazard, or "": a wrong result.
 THEFTS = {
     "partial sums where slices are still read": (
-        "sm90/gemm_int8.cu", "named_barrier_sync(1, COMPUTING);", "", "race",
+        "linear/sm90/gemm_int8.cu", "named_barrier_sync(1, COMPUTING);", "", "race",
     ),
     "no barrier before the sums": (
-        "prims/gemm.cuh", "  cluster_sync();  // the partial", "  // the partial",
+        "prims/codes/gemm.cuh", "  cluster_sync();  // the partial", "  // the partial",
         "nothing orders that after the write by block|never written",
     ),
     "no barrier before the end": (
-        "prims/gemm.cuh", "  cluster_sync();  // nobody", "  // nobody", "a block ends|has ended",
+        "prims/codes/gemm.cuh", "  cluster_sync();  // nobody", "  // nobody",
+        "a block ends|has ended",
     ),
-    "every tile shared": ("prims/gemm.cuh", "part >= p.alone);", "part >= 0);", "out of bounds"),
+    "every tile shared": (
+        "prims/codes/gemm.cuh", "part >= p.alone);", "part >= 0);", "out of bounds",
+    ),
     "parts counted from the first": (
-        "prims/gemm.cuh", "tiles_alone(p) + (part - tiles_alone(p)) / CLUSTER, rank",
+        "prims/codes/gemm.cuh", "tiles_alone(p) + (part - tiles_alone(p)) / CLUSTER, rank",
         "part / CLUSTER, rank", "c is written, and nothing orders that",
     ),
     "a tile that nobody takes": (
-        "prims/gemm.cuh", "(num_tiles(p) - tiles_alone(p)) * CLUSTER;",
+        "prims/codes/gemm.cuh", "(num_tiles(p) - tiles_alone(p)) * CLUSTER;",
         "(num_tiles(p) - tiles_alone(p) - 1) * CLUSTER;", "",
     ),
     "all of k in every part": (
-        "prims/gemm.cuh", "if (!is_shared(p, part)) return", "return", "",
+        "prims/codes/gemm.cuh", "if (!is_shared(p, part)) return", "return", "",
     ),
 }  # fmt: skip
 

@@ -73,13 +73,13 @@ def test_the_kernel_unpacks_to_the_bit(head_dim: int) -> None:
 
 
 def test_halves_exchanged_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_a_line_in_place("prims/nibbles.cuh", "0x5140", "0x1504", tmp_path, monkeypatch)
+    put_a_line_in_place("prims/codes/nibbles.cuh", "0x5140", "0x1504", tmp_path, monkeypatch)
     halves = nibbles.packed(np.arange(-8, 8, dtype=np.int8).reshape(1, 1, 2, 8))
     assert bits(run_unpack(halves, 8)[..., :8]) != bits(nibbles.unpacked(halves, 8))
 
 
 def test_the_struct_is_the_table() -> None:
-    text = (kc.KERNELS / "prims" / "nibbles.cuh").read_text()
+    text = (kc.KERNELS / "prims/codes/nibbles.cuh").read_text()
     body = re.search(r"struct UnpackParams \{(.*?)\};", text, re.DOTALL)[1]  # type: ignore[index]
     kinds = {"const uint8_t*": "u8", "int8_t*": "u8", "int64_t": "i8", "int32_t": "i4"}
     declared = []

@@ -162,7 +162,7 @@ THEFTS = {
 @pytest.mark.parametrize("theft", THEFTS)
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     line, instead, finding = THEFTS[theft]
-    put_a_line_in_place("act_quant.cu", line, instead, tmp_path, monkeypatch)
+    put_a_line_in_place("linear/act_quant.cu", line, instead, tmp_path, monkeypatch)
     x = activations(5, DTYPES[0], 9, 200, "normal")
     if finding:
         with pytest.raises(KernelFault, match=finding):
@@ -173,7 +173,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 
 
 def test_params_are_the_struct_of_the_source(tmp_path: Path) -> None:
-    check_struct(ACT_QUANT_PARAMS, "act_quant.cu", "ActQuantParams", tmp_path)
+    check_struct(ACT_QUANT_PARAMS, "linear/act_quant.cu", "ActQuantParams", tmp_path)
 
 
 @pytest.mark.parametrize(

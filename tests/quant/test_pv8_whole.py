@@ -26,7 +26,7 @@ from tests.quant import pv8_cases
 from tests.support.runs import bits, normal
 
 LN2 = math.log(2.0)
-SOURCE = "attn_fa_int8_pv8_whole.cu"
+SOURCE = "forms/attn_fa_int8_pv8_whole.cu"
 CHANNEL = QuantConfig("block", "block", pv="int8", granularity_v="channel")
 FORM: dict[str, Any] = {"variant": "fa_int8", "form": "pv8_whole"}
 HERE: dict[str, Any] = {"arch": pv8_cases.PORTABLE, "backend": "interpret", "scale": LN2}
@@ -37,7 +37,7 @@ def scores_of(len_kv: int, **levels: Any) -> np.ndarray:
 
 
 def test_constants_are_those_of_the_kernel() -> None:
-    text = (KERNELS / SOURCE).read_text() + (KERNELS / "prims/shift_state.cuh").read_text()
+    text = (KERNELS / SOURCE).read_text() + (KERNELS / "prims/score/shift_state.cuh").read_text()
     found = dict(re.findall(r"constexpr int ([A-Z_]+) = (\d+);", text))
     for name in ("code_bits", "lower_bits", "watch_steps", "sum_bits", "l_bits"):
         assert int(found[name.upper()]) == getattr(WHOLE, name)

@@ -1,4 +1,4 @@
-"""kernels_cu/quantize*.cu without a GPU: they compile, spill nothing, and take what is packed."""
+"""quantize*.cu without a GPU: they compile, spill nothing, and take what is packed."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def of_v(dtype: str, head_dim: int, group: int, p_type: str = "u8", **options: b
 
 
 def test_params_are_the_struct_of_the_header(tmp_path: Path) -> None:
-    check_struct(QUANTIZE_PARAMS, "prims/quant.cuh", "QuantizeParams", tmp_path)
-    check_struct(TURN_PARAMS, "prims/quantize_turns.cuh", "TurnParams", tmp_path)
+    check_struct(QUANTIZE_PARAMS, "prims/codes/quant.cuh", "QuantizeParams", tmp_path)
+    check_struct(TURN_PARAMS, "prims/schedule/quantize_turns.cuh", "TurnParams", tmp_path)
 
 
 def test_params_pack() -> None:

@@ -1,4 +1,4 @@
-"""kernels_cu/quantize*.cu in the interpreter, with its search for races: the mirror's bits."""
+"""quantize*.cu in the interpreter, with its search for races: the mirror's bits."""
 
 from __future__ import annotations
 
@@ -134,9 +134,12 @@ def test_packed_sequences_without_rows_and_of_several_slices() -> None:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("prims/quantize_rows.cuh", "  await_count(p.summed_slices + at.batch_head, p.splits);"),
-        ("prims/quantize_sums.cuh", "      await_count(summed, at.slice);"),
-        ("prims/quantize_sums.cuh", "  __syncthreads();  // every thread has stored before"),
+        (
+            "prims/codes/quantize_rows.cuh",
+            "  await_count(p.summed_slices + at.batch_head, p.splits);",
+        ),
+        ("prims/codes/quantize_sums.cuh", "      await_count(summed, at.slice);"),
+        ("prims/codes/quantize_sums.cuh", "  __syncthreads();  // every thread has stored before"),
     ],
     ids=["codes do not wait", "the last slice does not wait", "counted before all is stored"],
 )

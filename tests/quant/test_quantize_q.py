@@ -139,6 +139,6 @@ HAZARDS = {
 def test_hazards_are_found(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, kind = HAZARDS[what]
     inputs = normal((1, 2, 400, 64), (1, 2, 70, 64))
-    put_a_line_in_place("prims/quantize_q.cuh", line, instead, tmp_path, monkeypatch)
+    put_a_line_in_place("prims/codes/quantize_q.cuh", line, instead, tmp_path, monkeypatch)
     with pytest.raises(KernelFault, match=kind):
         attention(*inputs, **HOPPER, quant=choose.QUANT["aggressive"])

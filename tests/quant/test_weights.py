@@ -150,7 +150,7 @@ THEFTS = {
 @pytest.mark.parametrize("theft", THEFTS)
 def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, finding = THEFTS[theft]
-    put_a_line_in_place("weight_blocks.cu", line, instead, tmp_path, monkeypatch)
+    put_a_line_in_place("linear/weight_blocks.cu", line, instead, tmp_path, monkeypatch)
     w = weight(F32, (120, 90), "outlier channel")
     w[:16] /= 8  # which the first warp reads
     block = 45 if "lanes" in theft else 64  # rows of 45 leave 6 of 96 threads without one
@@ -166,7 +166,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_params_are_the_struct_of_the_source(tmp_path: Path) -> None:
-    check_struct(WEIGHT_PARAMS, "weight_blocks.cu", "WeightParams", tmp_path)
+    check_struct(WEIGHT_PARAMS, "linear/weight_blocks.cu", "WeightParams", tmp_path)
 
 
 def plan(dtype: np.dtype, shape: tuple[int, int], block: int, entry: str = "weight_quant"):  # type: ignore[no-untyped-def]

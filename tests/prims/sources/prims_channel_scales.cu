@@ -1,6 +1,6 @@
 // prims_channel_scales -- the scales and means of the second head of two, and what sums of codes
 // stand for, of a tile and of a piece.
-#include "prims/channel_scales.cuh"
+#include "prims/codes/channel_scales.cuh"
 
 constexpr int COLS = round_up(HEAD_DIM, 32), COUNT = COLS / 2;
 

@@ -1,6 +1,6 @@
 // prims_cluster -- blocks of a cluster write a row each and read those of all others, four floats
 // or two at a time.
-#include "prims/cluster.cuh"
+#include "prims/instructions/cluster.cuh"
 
 extern "C" __global__ CLUSTER_OF_SPLITS void rows_of_others(
     const float* x,  // [clusters, SPLITS, 64, 4]

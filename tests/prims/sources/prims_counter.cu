@@ -1,5 +1,5 @@
 // prims_counter -- warps that come one after the other, the last of the block first.
-#include "prims/counter.cuh"
+#include "prims/schedule/counter.cuh"
 
 extern "C" __global__ void turns(
     int32_t* counter,  // [1]

@@ -1,5 +1,5 @@
 // prims_exp2 -- one exponential, and one whole number, per thread.
-#include "prims/exp2.cuh"
+#include "prims/instructions/exp2.cuh"
 
 extern "C" __global__ void exponential(const float* x, float* y) {  // [blockDim.x], [blockDim.x]
   y[threadIdx.x] = ex2_approx_ftz(x[threadIdx.x]);

@@ -1,5 +1,5 @@
-// Kernels that run the primitives of prims/finite.cuh alone.
-#include "prims/finite.cuh"
+// Kernels that run the primitives of prims/io/finite.cuh alone.
+#include "prims/io/finite.cuh"
 
 // A thread's eight numbers, rounded one by one and in pairs.
 extern "C" __global__ void sums(const float* x, __half* alone, uint32_t* packed) {

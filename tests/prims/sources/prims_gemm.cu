@@ -1,5 +1,5 @@
 // prims_gemm -- a tile of C as lanes hold it, with bias and activation, and the order of tiles.
-#include "prims/gemm.cuh"
+#include "prims/codes/gemm.cuh"
 
 extern "C" __global__ void gemm(
     const __grid_constant__ GemmParams given,

@@ -1,5 +1,5 @@
 // prims_gradient -- where rows lie that are padded, and the weight of a key from the log-sum-exp.
-#include "prims/gradient.cuh"
+#include "prims/score/gradient.cuh"
 
 // Of every batch entry and head, one thread each.
 extern "C" __global__ void padded(

@@ -1,7 +1,7 @@
 // prims_gradient_sm90 -- products of tiles, sums of dQ in memory, and rows of a gradient.
-#include "prims/gradient_sm90.cuh"
-#include "prims/swizzle.cuh"
-#include "prims/tma.cuh"
+#include "prims/io/gradient_sm90.cuh"
+#include "prims/io/swizzle.cuh"
+#include "prims/instructions/tma.cuh"
 
 constexpr int M = 128;  // rows of A, 64 to a warpgroup
 constexpr int N = 64;   // of B and C

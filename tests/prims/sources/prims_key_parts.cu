@@ -1,6 +1,6 @@
 // prims_key_parts -- which keys of a step share a factor, and how many scales a step has.
-#include "prims/key_parts.cuh"
-#include "prims/warp.cuh"
+#include "prims/codes/key_parts.cuh"
+#include "prims/instructions/warp.cuh"
 
 extern "C" __global__ void key_parts(
     int32_t* part,      // [BLOCK_KV]: of every key

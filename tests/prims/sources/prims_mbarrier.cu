@@ -1,8 +1,8 @@
 // prims_mbarrier -- one warp hands rows to another through a ring of two stages, so that every
 // barrier goes through several phases. Each side dawdles in turn: who does not wait reads what is
 // not there yet, or overwrites what is still to be read.
-#include "prims/mbarrier.cuh"
-#include "prims/warp.cuh"
+#include "prims/instructions/mbarrier.cuh"
+#include "prims/instructions/warp.cuh"
 
 constexpr int STAGES = 2, STEPS = 9, ROW_BYTES = WARP_SIZE * sizeof(int);
 

@@ -1,5 +1,5 @@
 // prims_mean_dot -- rows of codes times a mean: a row to four lanes, and one to a warp.
-#include "prims/mean_dot.cuh"
+#include "prims/codes/mean_dot.cuh"
 
 extern "C" __global__ void mean_dots(
     const int8_t* Q,       // [9, HEAD_DIM]

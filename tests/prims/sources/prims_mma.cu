@@ -1,7 +1,7 @@
 // prims_mma -- fragments of one warp: ldmatrix, the products, packing. Operands are placed by hand,
 // as the layouts at the top of mma.cuh say.
-#include "prims/mma.cuh"
-#include "prims/warp.cuh"
+#include "prims/instructions/mma.cuh"
+#include "prims/instructions/warp.cuh"
 
 extern "C" __global__ void ldmatrix(
     const uint16_t* tile,    // [16, 16]

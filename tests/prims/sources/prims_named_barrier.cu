@@ -1,7 +1,7 @@
 // prims_named_barrier -- three warps take turns at one number, six times each: every turn is given by
 // one warp, which does not wait, to the next, which does. Each dawdles in turn.
-#include "prims/named_barrier.cuh"
-#include "prims/warp.cuh"
+#include "prims/instructions/named_barrier.cuh"
+#include "prims/instructions/warp.cuh"
 
 constexpr int WARPS = 3, ROUNDS = 6;
 

@@ -1,6 +1,6 @@
 // prims_online_softmax -- one row per thread: admit maxima one after the other, add 1 to l each time
 // that there is something to add.
-#include "prims/online_softmax.cuh"
+#include "prims/score/online_softmax.cuh"
 
 extern "C" __global__ void online_softmax(const float* maxima,  // [4, 32], log2 units
                                           float* alpha,         // [4, 32]

@@ -1,5 +1,5 @@
 // prims_output -- the first ROWS of 16 rows of O from a warp's fragment, in each of the ways.
-#include "prims/output.cuh"
+#include "prims/io/output.cuh"
 
 constexpr int O_COLS = round_up(HEAD_DIM, 32), COUNT = O_COLS / 2, ROWS = 13;
 

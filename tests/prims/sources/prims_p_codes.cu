@@ -1,6 +1,6 @@
 // prims_p_codes -- P of four numbers a lane as codes, and a product of codes with codes of V.
-#include "prims/p_codes.cuh"
-#include "prims/warp.cuh"
+#include "prims/codes/p_codes.cuh"
+#include "prims/instructions/warp.cuh"
 
 extern "C" __global__ void p_codes(
     const float* x,    // [4, 32] weights in units of code 1

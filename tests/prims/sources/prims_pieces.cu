@@ -1,6 +1,6 @@
 // prims_pieces -- what every block takes, one thread in the place of each.
-#include "prims/pieces.cuh"
-#include "prims/warp.cuh"
+#include "prims/schedule/pieces.cuh"
+#include "prims/instructions/warp.cuh"
 
 extern "C" __global__ void pieces(
     const __grid_constant__ PieceParams p,

@@ -1,6 +1,6 @@
 // prims_prepare -- rows normalised and turned by the lanes that share them, of a block of rows from
 // row 3 of the second head on; and the sum of the squares of 64 numbers, neighbours first.
-#include "prims/prepare.cuh"
+#include "prims/io/prepare.cuh"
 
 constexpr int ROWS = 11, ROW0 = 3;
 

@@ -1,6 +1,6 @@
 // prims_quant -- scales and codes, one group per thread.
-#include "prims/quant.cuh"
-#include "prims/warp.cuh"
+#include "prims/codes/quant.cuh"
+#include "prims/instructions/warp.cuh"
 
 extern "C" __global__ void quant(const float* absmax,        // [64]
                                  const float* x,             // [64]

@@ -1,5 +1,5 @@
 // prims_quantize_q -- the rows of a warpgroup as codes where wgmma reads them, two to a scale.
-#include "prims/quantize_q.cuh"
+#include "prims/codes/quantize_q.cuh"
 
 extern "C" __global__ void quantize_q_64(
     const elem_t* Q,  // [64, HEAD_DIM]

@@ -1,6 +1,6 @@
 // prims_quantize_rows -- 29 rows of the second head, less a mean: how far they and their groups
 // reach, they as whole numbers, and the sums of these.
-#include "prims/quantize_rows.cuh"
+#include "prims/codes/quantize_rows.cuh"
 
 extern "C" __global__ void quantize_rows(
     const __grid_constant__ QuantizeParams given,

@@ -1,6 +1,6 @@
 // prims_quantize_sums -- what the slices of a head come to. SUMS_FIRST: and where the first slice
 // lay, what all of them do.
-#include "prims/quantize_sums.cuh"
+#include "prims/codes/quantize_sums.cuh"
 
 extern "C" __global__ void slices(
     const __grid_constant__ QuantizeParams given,

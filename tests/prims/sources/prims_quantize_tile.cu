@@ -1,5 +1,5 @@
 // prims_quantize_tile -- 40 rows of 48 as codes, 16 rows to a scale.
-#include "prims/quantize_tile.cuh"
+#include "prims/codes/quantize_tile.cuh"
 
 extern "C" __global__ void quantize_tile_48(
     const elem_t* X,  // [40, 24]

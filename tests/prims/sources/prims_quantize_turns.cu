@@ -1,5 +1,5 @@
 // prims_quantize_turns -- which work is done: the sums of slices, and codes, which only count.
-#include "prims/quantize_turns.cuh"
+#include "prims/schedule/quantize_turns.cuh"
 
 struct Count {
   template <typename Own>

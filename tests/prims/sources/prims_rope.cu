@@ -1,7 +1,7 @@
 // prims_rope -- rows of Q or K turned on their way to shared memory, ROWS_VALID of ROWS rows; what
 // lies beyond is NaN in global memory and must be 0 in the tile.
-#include "prims/rope.cuh"
-#include "prims/warp.cuh"
+#include "prims/io/rope.cuh"
+#include "prims/instructions/warp.cuh"
 
 constexpr int ROWS = 16, ROWS_VALID = 11, LD = HEAD_DIM + 1;
 

@@ -1,5 +1,5 @@
 // prims_score -- which keys a row may attend to, one by one and in ranges; what scores become.
-#include "prims/score.cuh"
+#include "prims/score/score.cuh"
 
 extern "C" __global__ void places(
     const __grid_constant__ AttnParams p,

@@ -1,6 +1,6 @@
 // prims_shift_state -- one row of four lanes that hold alike: admit largest scores one after the
 // other, and codes and weights with each; shift whole numbers as far as the last M asks.
-#include "prims/shift_state.cuh"
+#include "prims/score/shift_state.cuh"
 
 extern "C" __global__ void shift_state(const float* largest,  // [STEPS, 32], log2 units, by lane
                                        const float* codes,    // [STEPS, 32], what they come to

@@ -1,5 +1,5 @@
 // prims_step_scores -- one warp's scores of a step: factors, masks, largest integers.
-#include "prims/step_scores.cuh"
+#include "prims/score/step_scores.cuh"
 
 constexpr int ROWS = 16;
 

@@ -1,6 +1,6 @@
 // prims_swizzle -- where each 16-byte chunk lies, for rows of every even number of chunks to 32, and
 // the same in steps from the first two chunks of the first 8 rows.
-#include "prims/swizzle.cuh"
+#include "prims/io/swizzle.cuh"
 
 template <int CHUNKS>
 __device__ void rows(int* index, int* from) {  // [16, CHUNKS] each, row by row; returns after it

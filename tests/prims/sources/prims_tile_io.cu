@@ -1,7 +1,7 @@
 // prims_tile_io -- tiles from global to shared memory and back, ROWS_VALID of ROWS rows, HEAD_DIM
 // columns padded to COLS_PAD; what lies beyond is NaN in global memory and must be 0 in the tile.
-#include "prims/tile_io.cuh"
-#include "prims/warp.cuh"
+#include "prims/io/tile_io.cuh"
+#include "prims/instructions/warp.cuh"
 
 constexpr int ROWS = 16, ROWS_VALID = 11, COLS_PAD = round_up(HEAD_DIM, 16), LD = HEAD_DIM + 1;
 

@@ -1,6 +1,6 @@
 // prims_tile_order -- where every tile of some heads lies, where they differ in work and not.
-#include "prims/tile_order.cuh"
-#include "prims/warp.cuh"
+#include "prims/schedule/tile_order.cuh"
+#include "prims/instructions/warp.cuh"
 
 extern "C" __global__ void places(
     const int64_t* given,  // [3]: query rows, heads, bytes of K and V of a head

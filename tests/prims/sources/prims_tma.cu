@@ -1,7 +1,7 @@
 // prims_tma -- boxes of an array by the copy engine, and what they look like in shared memory:
 // swizzled over 128 bytes, zeros for what lies outside the array.
-#include "prims/tma.cuh"
-#include "prims/warp.cuh"
+#include "prims/instructions/tma.cuh"
+#include "prims/instructions/warp.cuh"
 
 constexpr int BOXES = 7, ROWS = 16, BOX_BYTES = ROWS * 128;
 

@@ -1,5 +1,5 @@
 // prims_value_zeros -- zero points of a tile of V, and the sums of codes of P.
-#include "prims/value_zeros.cuh"
+#include "prims/codes/value_zeros.cuh"
 
 extern "C" __global__ void value_zeros(
     const int32_t* V_zero,  // [3, 24]

@@ -1,5 +1,5 @@
 // prims_varlen -- what a block of each batch entry sees of packed sequences.
-#include "prims/varlen.cuh"
+#include "prims/io/varlen.cuh"
 
 extern "C" __global__ void varlen(
     const __grid_constant__ AttnParams given,

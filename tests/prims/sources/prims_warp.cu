@@ -1,5 +1,5 @@
 // prims_warp -- who a thread is, and reductions over groups of lanes.
-#include "prims/warp.cuh"
+#include "prims/instructions/warp.cuh"
 
 extern "C" __global__ void warp(
     const float* x,    // [64]

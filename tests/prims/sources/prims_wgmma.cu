@@ -1,10 +1,10 @@
 // prims_wgmma -- products of one and two warpgroups. Operands are placed by hand, in boxes of 64
 // columns swizzled over 128 bytes, as the copy engine would (prims_tma.cu); N is BLOCK_KV, the
 // depth of `ss` is HEAD_DIM. What lies in the boxes beside the operands is NaN.
-#include "prims/swizzle.cuh"
-#include "prims/tma.cuh"
-#include "prims/warp.cuh"
-#include "prims/wgmma.cuh"
+#include "prims/io/swizzle.cuh"
+#include "prims/instructions/tma.cuh"
+#include "prims/instructions/warp.cuh"
+#include "prims/instructions/wgmma.cuh"
 
 constexpr int M = 128, N = BLOCK_KV, K = HEAD_DIM;   // ss: A [M, K], B [N, K]
 constexpr int KEYS = 48;                             // rs: A [64, KEYS], B [KEYS, N]

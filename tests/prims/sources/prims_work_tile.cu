@@ -1,5 +1,5 @@
 // prims_work_tile -- every tile of some heads, found by one thread and read by a warp.
-#include "prims/work_tile.cuh"
+#include "prims/schedule/work_tile.cuh"
 
 extern "C" __global__ void tiles(
     const __grid_constant__ AttnParams p,

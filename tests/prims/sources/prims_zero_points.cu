@@ -1,5 +1,5 @@
 // prims_zero_points -- products of codes less their zero points, of the second of two heads.
-#include "prims/zero_points.cuh"
+#include "prims/codes/zero_points.cuh"
 
 extern "C" __global__ void zero_points(
     const __grid_constant__ QuantParams given,

@@ -1,6 +1,6 @@
 // prims_zero_points_sm90 -- what accumulators begin with, of two tiles of the second of two heads:
 // warp 1 loads what goes with the keys, warp 0 says which tile and does what consumers do.
-#include "prims/zero_points_sm90.cuh"
+#include "prims/codes/zero_points_sm90.cuh"
 
 struct SharedStorage {
   WorkTile tile[Q_STAGES];

@@ -1,7 +1,7 @@
-// ptx_matrix -- tensor-core instructions beside those of prims/mma.cuh. Operands are placed by hand,
+// ptx_matrix -- tensor-core instructions beside those of prims/instructions/mma.cuh. Operands are placed by hand,
 // as the layouts at the top of mma.cuh say.
-#include "prims/mma.cuh"
-#include "prims/warp.cuh"
+#include "prims/instructions/mma.cuh"
+#include "prims/instructions/warp.cuh"
 
 #define LDMATRIX(SHAPE, N, ...)                                                  \
   do {                                                                           \

@@ -1,0 +1,221 @@
+"""How far are the gradients from the fastest there are, and what do equal bits cost?
+
+Varies       length in {512, 1024, 2048, 4096, 8192, 16384}; head_dim in {64, 128, 256}; causal or
+             not
+Holds fixed  16,384 tokens in all, heads x head_dim = 2048, float16, N(0, 1), d_out too
+Measures     J2 of one head of one batch entry; time, TFLOP/s (10 head_dim operations a score, what
+             the atomic form does); in the same rounds the ratio to cuDNN of the form that is taken
+             where none is asked for, and that of the atomic to the deterministic form
+Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends, the
+             backward pass alone
+Expect       the form that is taken ahead of cuDNN; the deterministic form at 0.85 and more of the
+             atomic one; the same past head_dim 128
+Run          python -m experiments.speed.backward [--quick] [--json FILE] [--head-dims N ...]
+             [--plot FOLDER] [--stored]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cupyattn as ca
+from cupyattn.arrays.kinds import array_namespace, as_float64
+from cupyattn.cli import output
+from cupyattn.gradients import backward_exact, judge_backward
+from cupyattn.measure import device, timing
+from cupyattn.measure.rungs import relative_error
+from cupyattn.measure.words import format_seconds
+from experiments._harness import plots, recording
+from experiments._harness.cells import REFUSALS, Problem, reason
+from experiments._harness.others import CUDNN, FLASH_2, format_comparison, ratio, refusing
+from experiments.speed.peers import HEAD_DIMS, LENGTHS, problems
+
+ATOMIC, DETERMINISTIC = "atomic", "deterministic"
+COMPARISONS = ("beside cuDNN", "deterministic beside atomic")
+#: Relative error that another library's gradients may have, several times that of 16 bits.
+TOLERANCE = 0.01
+#: Takes d_out, q, k, v, out and lse and returns what runs the backward pass on them.
+Prepare = Callable[..., Callable[[], Any]]
+
+
+def ours(problem: Problem, *, deterministic: bool) -> Prepare:
+    """Return one form of `cupyattn.attention_backward`."""
+    return lambda *received: (
+        lambda: ca.attention_backward(*received, causal=problem.causal, deterministic=deterministic)
+    )
+
+
+def theirs(problem: Problem) -> dict[str, Prepare]:
+    """Return torch's backward passes by name; nothing where torch is missing."""
+    try:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return {}
+
+    def prepare(name: str, backend: Any) -> Prepare:
+        def prepared(d_out: Any, q: Any, k: Any, v: Any, *_: Any) -> Callable[[], Any]:
+            operands = [torch.from_dlpack(x).detach().requires_grad_() for x in (q, k, v)]
+            with sdpa_kernel(backend):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    *operands, is_causal=problem.causal
+                )
+            given = torch.from_dlpack(d_out)
+
+            def backward() -> Any:
+                return torch.autograd.grad(out, operands, given, retain_graph=True)
+
+            return refusing(name, backward)
+
+        return refusing(name, prepared)
+
+    return {
+        FLASH_2: prepare(FLASH_2, SDPBackend.FLASH_ATTENTION),
+        CUDNN: prepare(CUDNN, SDPBackend.CUDNN_ATTENTION),
+    }
+
+
+def received(problem: Problem, *, on_device: bool) -> tuple[Any, ...]:
+    """Return d_out, q, k, v and what the forward pass of fa_tc made of them."""
+    q, k, v = problem.draw(on_device=on_device)
+    xp = array_namespace(q)
+    rng = np.random.default_rng(problem.seed + 1)
+    d_out = xp.asarray(rng.standard_normal(q.shape, np.float32).astype(problem.dtype))
+    out, lse = ca.attention(q, k, v, variant="fa_tc", causal=problem.causal, return_lse=True)
+    return d_out, q, k, v, out, lse
+
+
+def one_head(arrays: Sequence[Any], xp: Any) -> list[Any]:
+    """Return the first head of the first batch entry of arrays, of whatever library, contiguous."""
+    taken = (x if isinstance(x, xp.ndarray) else xp.from_dlpack(x) for x in arrays)
+    return [xp.ascontiguousarray(x[:1, :1]) for x in taken]
+
+
+def judge(
+    problem: Problem, name: str, found: Sequence[Any], given: Sequence[Any]
+) -> dict[str, Any]:
+    """Hold one head of a result to its bound (J2); another library's to a relative error.
+
+    What a library's own forward pass left to it is not known, and so there is no bound.
+    """
+    xp = array_namespace(given[1])
+    mine, head = one_head(found, xp), one_head(given, xp)
+    if name in (ATOMIC, DETERMINISTIC):
+        worst = judge_backward(mine, *head, causal=problem.causal).ratio
+    else:
+        exact = backward_exact(*head[:4], causal=problem.causal)
+        errors = (relative_error(as_float64(x), y) for x, y in zip(mine, exact, strict=True))
+        worst = max(errors) / TOLERANCE
+    return {"j2": worst, "ok": worst <= 1}
+
+
+def measure(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
+    """Judge every pass on one problem, and on a device time those that hold their bound."""
+    on_device = not args.quick
+    given = received(problem, on_device=on_device)
+    ways = {ATOMIC: ours(problem, deterministic=False)}
+    ways[DETERMINISTIC] = ours(problem, deterministic=True)
+    ways |= theirs(problem) if on_device else {}
+    taken = ca.explain_backward(*given, causal=problem.causal).partition(":")[0]
+    taken = ATOMIC if taken.endswith(ATOMIC) else DETERMINISTIC
+    operations = problem.operations * 5 // 2
+    rows = []
+    for name, prepare in ways.items():
+        row: dict[str, Any] = {"variant": name, "peer": name not in (ATOMIC, DETERMINISTIC)}
+        try:
+            row |= judge(problem, name, prepare(*given)(), given)
+        except REFUSALS as error:
+            row |= {"unsupported": reason(error), "ok": row["peer"]}
+        rows.append(row)
+    if on_device:
+        sets = timing.rotated(given)
+        fit = [row for row in rows if row["ok"] and "unsupported" not in row]
+        calls = {}
+        for row in fit:
+            runs = [ways[row["variant"]](*arrays) for arrays in sets]
+            calls[row["variant"]] = lambda i, runs=runs: runs[i % len(runs)]()
+        samples = timing.time_interleaved(calls, rounds=args.rounds)
+        for row in fit:
+            row["samples"] = samples[row["variant"]]
+            row["seconds"] = timing.median(row["samples"]).median
+            row["tflops"] = operations / row["seconds"] / 1e12
+    return {
+        "problem": vars(problem) | {"name": problem.name}, "operations": operations, "rows": rows,
+        "taken": taken, **compared(rows, taken),
+        **({"clocks": device.clocks()} if on_device else {}),
+    }  # fmt: skip
+
+
+def compared(rows: Sequence[Mapping[str, Any]], taken: str) -> dict[str, Any]:
+    """Return how fast the form that is taken is beside cuDNN, and the deterministic beside both."""
+    by_name = {row["variant"]: row for row in rows}
+    deterministic = by_name.get(DETERMINISTIC)
+    return {
+        "beside cuDNN": ratio(by_name.get(CUDNN), by_name.get(taken)),
+        "deterministic beside cuDNN": ratio(by_name.get(CUDNN), deterministic),
+        "deterministic beside atomic": ratio(by_name.get(ATOMIC), deterministic),
+    }
+
+
+def report(record: Mapping[str, Any], folder: Path | None) -> None:
+    """Print the table of a record, and draw it if that was asked for."""
+    header = ["", "J2", "time", "TFLOP/s", *COMPARISONS]
+    rows = []
+    for found in record["problems"]:
+        rows.append([found["problem"]["name"], *[""] * 3])
+        rows[-1] += [format_comparison(found[x]) for x in COMPARISONS]
+        for row in found["rows"]:
+            judged = f"{row['j2']:.3f}" if "j2" in row else "not supported"
+            timed = ["-", "-"]
+            if "seconds" in row:
+                timed = [format_seconds(row["seconds"]), f"{row['tflops']:.4g}"]
+            taken = " (taken)" if row["variant"] == found["taken"] else ""
+            rows.append([f"  {row['variant']}{taken}", judged, *timed, "", ""])
+    output.print_table(header, rows)
+    if folder:
+        for file in plots.draw_by_length(record, folder, "backward", plots.BACKWARD_LINES):
+            print(f"wrote {file}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the experiment, print the table, write the record."""
+    recording.check_rounds(args)
+    if args.plot:
+        plots.check(args.plot)
+    found = [measure(problem, args) for problem in problems(args)]
+    content = {"rounds": 0 if args.quick else args.rounds, "problems": found}
+    record = recording.keep(args, "backward", "mirror" if args.quick else "cuda", content)
+    report(record, args.plot)
+    return 0 if all(r["ok"] for one in found for r in one["rows"] if not r["peer"]) else 1
+
+
+def again(args: argparse.Namespace) -> int:
+    """Report on the committed record."""
+    report(recording.stored("backward"), args.plot)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = recording.parser(__doc__)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), metavar="N")
+    parser.add_argument(
+        "--plot", metavar="FOLDER", type=Path, help="draw backward_hdN.svg for every head_dim"
+    )
+    parser.add_argument(
+        "--stored", action="store_true",
+        help="measure nothing: use experiments/results/backward.json",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    return recording.guarded(again, args) if args.stored else recording.main(run, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

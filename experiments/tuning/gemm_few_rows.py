@@ -1,0 +1,212 @@
+"""Which tiles, shared by how many blocks, are the fastest for products of few rows?
+
+Varies       rows, the layer, the form, tiles, and how many blocks of a cluster share one
+Holds fixed  N(0, 1) activations and weights, codes in blocks of 128, float16 out
+Measures     the largest error as a share of its bound; time, and in the same rounds the ratio to
+             torch's FP16 product: of calls, and with ``--graphs`` of a CUDA graph of calls, in
+             which the host has no part
+Beside       torch.matmul, FP16
+Expect       no loss to FP16; the default at most 3 % behind the best
+Run          python -m experiments.tuning.gemm_few_rows [--rows M,M] [--graphs] [--quick]
+             [--json FILE]
+
+``choose_tiles`` and ``on_hopper`` of cupyattn/plans/gemm.py are what its result is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+import cupyattn as ca
+from cupyattn.cli import output
+from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.measure import device, timing, words
+from cupyattn.plans.gemm import HOPPER_TILES, PORTABLE_TILES, on_hopper
+from experiments._harness import recording
+from experiments._harness.cells import rotating
+from experiments._harness.others import format_comparison
+from experiments.speed.gemm import FP16, Size, draw, judge, others
+
+ROWS = (1, 8, 16, 32, 64)
+#: Columns and k of layers: as many tiles as SMs, a quarter of them, and more than twice as many.
+LAYERS = ((4096, 4096), (1792, 7168), (12_288, 3072))
+QUICK_ROWS, QUICK_LAYERS = (1, 20), ((160, 1024),)
+DEFAULT = "default"
+
+_MORE_PORTABLE = (
+    GemmTiles(32, 64, num_warps=4, num_stages=6),
+    GemmTiles(64, 32, num_warps=2, num_stages=6),
+    GemmTiles(16, 64, num_warps=2, num_stages=8, splits=2),
+    GemmTiles(16, 64, num_warps=2, num_stages=8, splits=4),
+    GemmTiles(16, 128, num_warps=4, num_stages=6, splits=4),
+    GemmTiles(32, 64, num_warps=4, num_stages=6, splits=2),
+    GemmTiles(32, 64, num_warps=4, num_stages=6, splits=4),
+    GemmTiles(64, 64, num_warps=4, num_stages=5, splits=4),
+    GemmTiles(64, 128, num_warps=4, num_stages=4, splits=4),
+)
+#: An SM has room for one block of these, and for two of those that are taken.
+_MORE_HOPPER = (
+    *(GemmTiles(64, 128, num_warps=8, num_stages=8, splits=s) for s in (2, 4, 8)),
+    *(GemmTiles(64, 64, num_warps=8, num_stages=12, splits=s) for s in (2, 4, 8)),
+)
+
+
+def candidates(rows: int) -> dict[str, dict[str, Any]]:
+    """Return what to race by name: the options of `int8_gemm`.
+
+    Tiles of twice as many rows as there are stay out, but for the least of each form.
+    """
+    found: dict[str, dict[str, Any]] = {DEFAULT: {}}
+    for form, arch, least, choices in (
+        ("portable", "sm_90", 16, (*PORTABLE_TILES, *_MORE_PORTABLE)),
+        ("sm90", "sm_90a", 64, (*HOPPER_TILES, *_MORE_HOPPER)),
+    ):
+        for tiles in choices:
+            if tiles.block_m >= max(2 * rows, least + 1):
+                continue
+            name = "{} {block_m}x{block_n} w{num_warps} s{num_stages}".format(form, **asdict(tiles))
+            name += f", {tiles.splits} blocks" if tiles.splits > 1 else ""
+            found[name] = {"arch": arch, "tiles": tiles}
+    return found
+
+
+def graph_of(way: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[[int], Any]:
+    """Return what replays a CUDA graph of one call on each set of arrays.
+
+    The stream, and what the calls returned, are kept as long as the graph, which writes there.
+    """
+    import cupy
+    import torch
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    torch_stream = torch.cuda.ExternalStream(stream.ptr)
+    torch.cuda.synchronize()
+    with stream, torch.cuda.stream(torch_stream):
+        kept = [way(*arrays) for arrays in sets]  # leaves its memory to the pool of this stream
+        stream.synchronize()
+        kept.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch_stream):
+            kept.extend(way(*arrays) for arrays in sets)
+
+    def replay(_: int) -> Any:
+        graph.replay()
+        return stream, kept
+
+    return replay
+
+
+def race(size: Size, args: argparse.Namespace) -> dict[str, Any]:
+    """Judge every candidate on a product, then time those that hold their bound in turns."""
+    on_device = not args.quick
+    xp: Any = np
+    if on_device:
+        import cupy as xp
+    x, w = draw(size, args.seed, xp)
+    operands = (*ca.act_quant(x), *ca.weight_quant(w))
+
+    def way(options: Mapping[str, Any]) -> Callable[..., Any]:
+        return lambda x, w, *codes: ca.int8_gemm(*codes, **options)
+
+    own = {name: way(options) for name, options in candidates(size.m).items()}
+    row: dict[str, Any] = asdict(size) | {"shares": {}}
+    for name, run in own.items():
+        row["shares"][name] = judge(size, run(x, w, *operands), operands, args.seed)
+    row["ok"] = all(share <= 1 for share in row["shares"].values())
+    if not on_device:
+        return row
+    sets = [(x.copy(), w.copy(), *some) for some in timing.rotated(operands)]
+    good = {name: run for name, run in own.items() if row["shares"][name] <= 1}
+    calls = {name: rotating(run, sets) for name, run in good.items()}
+    tensors, peers = [], others(size)
+    if FP16 in peers:
+        import torch
+
+        tensors = [tuple(torch.from_dlpack(array) for array in some) for some in sets]
+        calls[FP16] = rotating(peers[FP16], tensors)
+    row["samples"] = timing.time_interleaved(calls, rounds=args.rounds)
+    if args.graphs and tensors:
+        graphs = {name: graph_of(run, sets) for name, run in good.items()}
+        graphs[FP16] = graph_of(peers[FP16], tensors)
+        timed = timing.time_interleaved(graphs, rounds=args.rounds)
+        row["graph samples"] = {
+            name: [s / len(sets) for s in found] for name, found in timed.items()
+        }
+    return row | {"clocks": device.clocks()}
+
+
+def ratio(samples: Mapping[str, Sequence[float]], name: str, other: str) -> list[float] | None:
+    """Return how many times as fast `name` is as `other`; None where one was not timed."""
+    if name not in samples or other not in samples:
+        return None
+    return timing.paired_ratio(samples[other], samples[name]).to_list()
+
+
+def table(row: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a product: every candidate, the fastest first."""
+    samples, graphs = row.get("samples", {}), row.get("graph samples", {})
+    names = list(row["shares"])
+    seconds = {name: timing.median(samples[name]).median for name in names if name in samples}
+    lines = []
+    for name in sorted(names, key=lambda name: seconds.get(name, 0.0)):
+        of_graph = timing.median(graphs[name]).median if name in graphs else None
+        lines.append([
+            name, f"{row['shares'][name]:.3f}",
+            words.format_seconds(seconds[name]) if name in seconds else "-",
+            format_comparison(ratio(samples, name, FP16)),
+            words.format_seconds(of_graph) if of_graph else "-",
+            format_comparison(ratio(graphs, name, FP16)),
+        ])  # fmt: skip
+    title = f"{row['m']} x {row['n']} x {row['k']}"
+    return [title, "bound", "time", f"x {FP16}", "in a graph", f"x {FP16}, graph"], lines
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows over all products: the default beside the best."""
+    lines = []
+    for row in rows:
+        samples = row.get("graph samples") or row.get("samples", {})
+        own = [name for name in samples if name not in (DEFAULT, FP16)]
+        best = min(own, key=lambda name: timing.median(samples[name]).median, default=None)
+        lines.append([
+            f"{row['m']} x {row['n']} x {row['k']}",
+            "sm90" if on_hopper(row["m"], row["n"], row["k"])[0] else "portable",
+            format_comparison(ratio(samples, DEFAULT, FP16)),
+            format_comparison(ratio(samples, DEFAULT, best) if best else None), best or "-",
+        ])  # fmt: skip
+    return ["", "default", f"default x {FP16}", "default x best", "best"], lines
+
+
+def run(args: argparse.Namespace) -> int:
+    """Race on every product, print the tables, write the record."""
+    recording.check_rounds(args)
+    counts = QUICK_ROWS if args.quick else args.rows
+    rows = []
+    for n, k in QUICK_LAYERS if args.quick else LAYERS:
+        for m in counts:
+            rows.append(race(Size("few rows", m, n, k), args))
+            output.print_table(*table(rows[-1]))
+    output.print_table(*summary(rows))
+    recording.keep(args, "gemm_few_rows", "mirror" if args.quick else "cuda", {"rows": rows})
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = recording.parser(__doc__)
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of calls, too")
+    parser.add_argument(
+        "--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS, metavar="M,M"
+    )
+    parser.set_defaults(rounds=15)
+    return recording.main(run, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

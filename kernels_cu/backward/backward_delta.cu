@@ -1,0 +1,88 @@
+// backward_delta -- first pass of the gradients: three numbers of every query row.
+//
+// Idea         The gradient of a softmax needs the mean of dP under P, which is the sum of dO times
+//              O: Delta, one number of a row, and no key. Beside it goes M, what is subtracted from
+//              the row's scores so that their exponentials are P, no sum following.
+// Coarse rows  A float32 log-sum-exp of large magnitude has lost the logarithm of the sum: such a
+//              row gets M and its factor from backward_coarse. Every other factor is 1.
+// ORDERED      The last block of keys at a row stores its dQ: here a row that has none gets zeros.
+// Kept simple  A pass over memory: LANES lanes read a row of dO and of O and add up their products.
+// Rounding     R8 Delta, R9 the log-sum-exp to log2 units
+// Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
+#include "prims/score/gradient.cuh"
+#include "prims/instructions/warp.cuh"
+
+constexpr int ACCESSES = HEAD_DIM / VEC;  // of a row
+// Lanes that share a row: no more than have something to read, and no fewer than leave a row to
+// every thread.
+constexpr int WANTED = ACCESSES > NUM_THREADS / BLOCK_Q ? ACCESSES : NUM_THREADS / BLOCK_Q;
+constexpr int LANES = power_of_two_from(WANTED < WARP_SIZE ? WANTED : WARP_SIZE);
+constexpr int PASS_ROWS = NUM_THREADS / LANES;                             // rows at a time
+constexpr int PASSES = BLOCK_Q / PASS_ROWS < 4 ? BLOCK_Q / PASS_ROWS : 4;  // on their way together
+
+static_assert(BLOCK_Q % PASS_ROWS == 0, "BLOCK_Q must be a multiple of the rows of a pass");
+static_assert(ROW_PAD % BLOCK_Q == 0, "BLOCK_Q must divide ROW_PAD: a block pads whole");
+
+// Is no key of a block that is kept in a place that the row may attend to?
+__device__ __forceinline__ bool has_no_keys(
+    const AttnParams& p, int64_t batch, int64_t head, int row) {
+  const KeptKeys keys(p, batch, head, row, kv_begin(p, row), kv_end(p, row, 1));
+  return keys.end <= keys.begin;
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
+    const __grid_constant__ AttnParams call, const __grid_constant__ BackwardParams grad) {
+  const int q_blocks = round_up(call.len_q, ROW_PAD) / BLOCK_Q;
+  const int q0 = blockIdx.x % q_blocks * BLOCK_Q;
+  const int64_t batch_head = blockIdx.x / q_blocks;
+  const int64_t batch = batch_head / call.heads, head = batch_head % call.heads;
+  const auto& p = of_batch(call, batch);
+  if (VARLEN && q0 >= round_up(p.len_q, ROW_PAD)) return;
+  const int first_row = Sequences<VARLEN>(call, batch).first_row();
+  const elem_t* O = static_cast<const elem_t*>(p.O)  // [len_q, HEAD_DIM]
+                    + batch * p.O_stride.batch + head * p.O_stride.head;
+  const elem_t* dO = static_cast<const elem_t*>(grad.dO)  // [len_q, HEAD_DIM]
+                     + batch * grad.dO_stride.batch + head * grad.dO_stride.head +
+                     first_row * grad.dO_stride.len;
+  elem_t* dQ = static_cast<elem_t*>(grad.dQ)  // [len_q, HEAD_DIM]
+               + batch * grad.dQ_stride.batch + head * grad.dQ_stride.head +
+               first_row * grad.dQ_stride.len;
+  const float* lse = lse_of(p, batch_head, head);                   // [len_q]
+  const int64_t padded = padded_row(call, grad, batch, head) + q0;  // of row q0
+  const int lane = thread_id() % LANES;
+#pragma unroll 1
+  for (int first = thread_id() / LANES; first < BLOCK_Q; first += PASSES * PASS_ROWS) {
+    const int64_t row0 = q0 + first;
+    float sums[PASSES] = {};
+    for (int access = lane; access < ACCESSES; access += LANES) {
+      using Access = Vec<elem_t, VEC>;
+      Access x[PASSES] = {}, y[PASSES] = {};
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass) {
+        const int64_t row = row0 + pass * PASS_ROWS, col = access * VEC;
+        if (row >= p.len_q) continue;
+        x[pass] = *reinterpret_cast<const Access*>(dO + row * grad.dO_stride.len + col);
+        y[pass] = *reinterpret_cast<const Access*>(O + row * p.O_stride.len + col);
+      }
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass)
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+          sums[pass] = fmaf(to_float(x[pass].v[j]), to_float(y[pass].v[j]), sums[pass]);  // R8
+    }
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int i = first + pass * PASS_ROWS;
+      if (ORDERED && q0 + i < p.len_q && has_no_keys(p, batch, head, q0 + i))
+        for (int access = lane; access < ACCESSES; access += LANES)
+          reinterpret_cast<Vec<elem_t, VEC>*>(dQ + (q0 + i) * grad.dQ_stride.len)[access] = {};
+      const float sum = shfl_sum<LANES>(sums[pass]);  // R8
+      if (lane != 0) continue;
+      const float row_lse = q0 + i < p.len_q ? lse[q0 + i] : NEG_INF;
+      grad.delta[padded + i] = sum;
+      if (is_coarse(grad, row_lse)) continue;  // backward_coarse has that row
+      grad.row_M[padded + i] = row_maximum_from(row_lse);
+      grad.row_factor[padded + i] = 1.0f;
+    }
+  }
+}

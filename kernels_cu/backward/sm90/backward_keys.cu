@@ -1,0 +1,429 @@
+// backward_keys -- Hopper form: five products by wgmma, operands by the bulk tensor copy engine.
+//
+// Idea         Two warpgroups share a block of keys, 64 each, and one warp brings the query rows.
+//              The products whose sums stay, dV += P^T dO and dK += dS^T Q, take their left operand
+//              from registers. dQ of a step needs dS of both warpgroups: it goes through shared
+//              memory and is multiplied a step later, so that neither waits for the other.
+// Differs from the portable form: S and dP of a step are given to the tensor cores at once, and P
+//              and dS are worked out as they end; then dQ of the step before, dV and dK, and while
+//              these are multiplied dQ is added to memory, 16 bytes at a time and in the order in
+//              which accumulators hold it (sm90/backward_sums.cu makes rows of it).
+// ORDERED      Blocks of keys add to a tile of dQ one after the other, the last keys first, so that
+//              its bits are the same on every run. The first of them writes what it has, so that
+//              nobody need write zeros before; the last reads the others' sum and stores rows, so
+//              that nobody need read it after. One warp waits for this block's turn, another
+//              passes it on. Who is before whom is decided as blocks begin: a block never waits
+//              for one that has not begun.
+// Kept simple  A block takes one block of keys; its first copies wait for nobody's end. Of packed
+//              sequences the copy engine brings rows of the next one, too: they become zeros.
+// Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
+//              tensor core over query rows, sums of blocks, times scale, store
+// Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
+#include "prims/config.cuh"
+#include "prims/schedule/counter.cuh"
+#include "prims/io/gradient_sm90.cuh"
+#include "prims/instructions/named_barrier.cuh"
+#include "prims/params.cuh"
+#include "prims/score/score.cuh"
+#include "prims/instructions/tma.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/instructions/warp.cuh"
+#include "prims/instructions/wgmma.cuh"
+
+constexpr int CONSUMERS = 2;  // warpgroups that compute, 64 keys each
+constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
+constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
+constexpr int64_t L2_SHARE = 32 << 20;       // bytes of rows and sums that stay in the L2 cache
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int CONSUMER_REGISTERS = 240;
+
+struct TurnAt {      // the rows of dQ of a step
+  float* sums;       // [2, QUERY_SUMS_TILE], of one half and the other
+  elem_t* dQ;        // [rows, HEAD_DIM]
+  int rows;          // that there are
+  bool first, last;  // is this block, among those that add to them?
+};
+
+struct SharedStorage {
+  alignas(1024) elem_t K[BOXES][BLOCK_KV * BOX_COLS];
+  alignas(1024) elem_t V[BOXES][BLOCK_KV * BOX_COLS];
+  alignas(1024) elem_t Q[NUM_STAGES][BOXES][BLOCK_Q * BOX_COLS];
+  alignas(1024) elem_t dO[NUM_STAGES][BOXES][BLOCK_Q * BOX_COLS];
+  alignas(1024) elem_t dS[2][Q_BOXES][BLOCK_KV * BOX_COLS];  // transposed: [BLOCK_KV, BLOCK_Q]
+  alignas(16) float row_M[NUM_STAGES][BLOCK_Q];
+  alignas(16) float delta[NUM_STAGES][BLOCK_Q];
+  alignas(16) int32_t coarse[NUM_STAGES][BLOCK_Q / COARSE_ROWS];
+  Mbarrier KV_full;
+  Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // Q, dO, M and Delta of a step
+  Mbarrier dS_full[2], dS_empty[2];              // dS of a step, of all keys
+  // ORDERED: dQ of a step may be added; it has been; the next block may add.
+  Mbarrier turn[2], added[2], passed[2];
+  TurnAt turn_at[2];  // ORDERED: what the turn is at
+  int index;          // ORDERED: of this block among those that begin
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
+constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
+
+static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
+static_assert(
+    BLOCK_KV == CONSUMERS * 64, "BLOCK_KV must be 128: two warpgroups keep gradients of 64 keys");
+static_assert(
+    BLOCK_Q == (HEAD_DIM <= 64 ? 128 : 64),
+    "BLOCK_Q must be 64, and up to HEAD_DIM 64 128: a warpgroup has 64 x 64 of dQ");
+static_assert(HEAD_DIM <= 128, "HEAD_DIM must be at most 128: dK and dV fill the registers");
+static_assert(
+    NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "NUM_WARPS must be 8 that compute and 4 that copy");
+
+// dQ [64, 64] = dS K over all keys, in the background.
+__device__ __forceinline__ void start_across(
+    float (&dQ_acc)[QUERY_SUMS], Descriptor dS_rows, Descriptor K_rows) {
+  wgmma_use(dQ_acc);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < BLOCK_KV / 16; ++k)
+    Wgmma<elem_t, 64>::ss_across(
+        dQ_acc, dS_rows + k * 16 * BOX_BYTES, K_rows + k * 16 * BOX_BYTES, k > 0);  // R12
+  wgmma_commit_group();
+}
+
+// S4 P of the scores, as it stands in S_acc: rows are keys, from `key` on, columns the query rows
+// from q0 on.
+__device__ __forceinline__ void weights(
+    const Scores& scores, float (&S_acc)[BLOCK_Q / 2], const float (&row_M)[BLOCK_Q], int q0,
+    int key, bool products) {
+  const int t = lane_id() % 4;
+  if (!products)
+#pragma unroll
+    for (int i = 0; i < BLOCK_Q / 2; ++i)
+      if (!scores.admit(q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8)) S_acc[i] = NEG_INF;
+#pragma unroll
+  for (int n = 0; n < BLOCK_Q / 8; ++n) {
+    using Pair = Vec<float, 2>;  // of the two rows that this lane has of a tile
+    const Pair M = *reinterpret_cast<const Pair*>(&row_M[n * 8 + t * 2]);
+#pragma unroll
+    for (int i = 4 * n; i < 4 * n + 4; ++i)
+      S_acc[i] = probability(S_acc[i], scores.p.scale_log2, M.v[i % 2]);  // R9
+  }
+}
+
+// P of the rows from `factors` on, some of them coarse, from what `weights` left.
+__device__ __forceinline__ void normalise(float (&S_acc)[BLOCK_Q / 2], const float* factors) {
+  using Pair = Vec<float, 2>;
+#pragma unroll
+  for (int n = 0; n < BLOCK_Q / 8; ++n) {
+    const Pair factor = *reinterpret_cast<const Pair*>(&factors[n * 8 + lane_id() % 4 * 2]);
+#pragma unroll
+    for (int i = 4 * n; i < 4 * n + 4; ++i) S_acc[i] = normalised(S_acc[i], factor.v[i % 2]);  // R9
+  }
+}
+
+// P and dS in 16 bits, two neighbouring query rows in a register: the left operands of dV and dK.
+__device__ __forceinline__ void slopes(
+    const float (&P_acc)[BLOCK_Q / 2], const float (&dP_acc)[BLOCK_Q / 2],
+    const float (&delta_of)[BLOCK_Q], uint32_t (&P_frag)[BLOCK_Q / 16][4],
+    uint32_t (&dS_frag)[BLOCK_Q / 16][4]) {
+  const int t = lane_id() % 4;
+#pragma unroll
+  for (int n = 0; n < BLOCK_Q / 8; ++n) {
+    using Pair = Vec<float, 2>;
+    const Pair delta = *reinterpret_cast<const Pair*>(&delta_of[n * 8 + t * 2]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {                                  // key, then key + 8
+      const float* P = P_acc + 4 * n + 2 * h;                      // [2]
+      const float* dP = dP_acc + 4 * n + 2 * h;                    // [2]
+      P_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(P[0], P[1]);  // R9
+      dS_frag[n / 2][n % 2 * 2 + h] =
+          pack_rn<elem_t>(P[0] * (dP[0] - delta.v[0]), P[1] * (dP[1] - delta.v[1]));  // R11
+    }
+  }
+}
+
+// The rows of this warp of dS^T to shared memory, swizzled as a box is; `corner` is this lane's.
+__device__ __forceinline__ void store_dS(
+    uint32_t corner, const uint32_t (&dS_frag)[BLOCK_Q / 16][4]) {
+#pragma unroll
+  for (int k = 0; k < BLOCK_Q / 16; ++k)
+    stmatrix_x4((corner + k / 4 * BLOCK_KV * BOX_BYTES) ^ k % 4 * 32, dS_frag[k]);
+  fence_proxy_async();
+}
+
+struct BlockOfKeys {
+  int head;  // key heads of all entries, one entry's after the other
+  int kv0;
+};
+// The `index`th of them to begin. The first keys have most causal rows, and come first; in turns
+// the last, which then wait for nobody under a causal mask.
+// Then heads go side by side, so that few blocks of one wait for each other, but no more of them
+// than the L2 cache has room for: Q, dO and the sums of dQ are 8 bytes an element.
+__device__ __forceinline__ BlockOfKeys block_of_keys(int index, int kv_blocks, int len_q) {
+  if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV};
+  const int at_once = max(1, int(L2_SHARE / (max(len_q, 1) * int64_t(COLS) * 8)));
+  const int first = index / (at_once * kv_blocks) * at_once;
+  const int heads = min(at_once, int(gridDim.x) / kv_blocks - first);
+  const int within = index - first * kv_blocks;
+  return {first + within % heads, (kv_blocks - 1 - within / heads) * BLOCK_KV};
+}
+
+// The counter of blocks that have added to dQ of the rows from q0 on.
+__device__ __forceinline__ int32_t* turns_of(
+    const AttnParams& call, const BackwardParams& grad, int64_t batch, int64_t head, int q0) {
+  return grad.turns + (padded_row(call, grad, batch, head) + q0) / 64;
+}
+
+// How many blocks of keys behind that from kv0 on step over the rows from q0 on, too.
+__device__ __forceinline__ int blocks_behind(
+    const AttnParams& p, int64_t batch, int head, int q0, int kv0) {
+  const int end = kv_end(p, q0, BLOCK_Q);
+  if constexpr (BLOCK_MASK) {
+    const KeptKeys keys(p, batch, head, q0, kv0 + 2 * BLOCK_KV - 1, end);
+    return (keys.end - keys.begin) / BLOCK_KV;
+  }
+  return ceil_div(end, BLOCK_KV) - 1 - kv0 / BLOCK_KV;
+}
+
+// Does no block of keys before that one step over them?
+__device__ __forceinline__ bool is_last_turn(
+    const AttnParams& p, int64_t batch, int head, int q0, int kv0) {
+  const int begin = kv_begin(p, q0);
+  if constexpr (BLOCK_MASK) {
+    const KeptKeys keys(p, batch, head, q0, begin, kv0);
+    return keys.end <= keys.begin;
+  }
+  return kv0 <= begin;
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
+    const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
+    const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
+    const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
+  extern __shared__ unsigned char shared_bytes[];
+  // NOTE: by an offset, so that the compiler still knows what it reads for shared memory.
+  auto& smem =
+      *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+
+  if (threadIdx.x == 0) {
+    mbarrier_init(smem.KV_full, 1);
+    for (int s = 0; s < NUM_STAGES; ++s) {
+      mbarrier_init(smem.full[s], 1);
+      mbarrier_init(smem.empty[s], CONSUMERS * 4);  // a lane of every consumer warp
+    }
+    for (int s = 0; s < 2; ++s) {
+      mbarrier_init(smem.dS_full[s], CONSUMERS * 4);
+      mbarrier_init(smem.dS_empty[s], CONSUMERS * 4);
+      mbarrier_init(smem.turn[s], 1);
+      mbarrier_init(smem.added[s], CONSUMERS * 4);
+      mbarrier_init(smem.passed[s], 1);
+    }
+    fence_mbarrier_init();
+    if (ORDERED) smem.index = atomicAdd(grad.next_block, 1);
+  }
+  __syncthreads();  // the barriers are initialised before anyone waits or arrives; index is there
+
+  // S0 locate
+  const int kv_blocks = ceil_div(call.len_kv, BLOCK_KV);
+  const BlockOfKeys own = block_of_keys(ORDERED ? smem.index : blockIdx.x, kv_blocks, call.len_q);
+  const int kv0 = own.kv0;
+  const int64_t batch = own.head / call.heads_kv, head_kv = own.head % call.heads_kv;
+  const int entry = VARLEN ? 0 : batch;  // to the copy engine packed sequences are one
+  const auto& p = of_batch(call, batch);
+  if (VARLEN && kv0 >= p.len_kv) return;
+  const Sequences<VARLEN> sequences(call, batch);
+  const int group = p.heads / p.heads_kv;
+  const int first_head = head_kv * group, last_head = first_head + group;  // of the query heads
+
+  if (warpgroup == 0) {
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    const int warp = warp_id();
+    if (warp > (ORDERED ? 2 : 0) || !elect_sync()) return;
+    RowSteps steps(p, grad, batch, first_head, last_head, kv0);
+    if (steps.head >= last_head) return;
+    // ---- behind S5, one thread: after blocks of later keys this one may add, ...
+    if (warp == 1) {
+      for (RingPosition<2> at; steps.head < last_head; at.advance()) {
+        const int q0 = steps.q0(), behind = blocks_behind(p, batch, steps.head, q0, kv0);
+        await_count(turns_of(call, grad, batch, steps.head, q0), behind);
+        mbarrier_wait_parity(smem.passed[at.stage], at.parity ^ 1);  // the last turn is over
+        elem_t* dQ = static_cast<elem_t*>(grad.dQ)                   // [len_q, HEAD_DIM]
+                     + batch * grad.dQ_stride.batch + steps.head * grad.dQ_stride.head +
+                     sequences.first_row() * grad.dQ_stride.len;
+        smem.turn_at[at.stage] = {
+            query_sums(call, grad, batch, steps.head, q0, 0), dQ + q0 * grad.dQ_stride.len,
+            p.len_q - q0, behind == 0, is_last_turn(p, batch, steps.head, q0, kv0)};
+        mbarrier_arrive(smem.turn[at.stage]);
+        steps.advance(p, grad, batch, last_head, kv0);
+      }
+      return;
+    }
+    // ---- ... and one thread: after this block the next may
+    if (warp == 2) {
+      for (RingPosition<2> at; steps.head < last_head; at.advance()) {
+        mbarrier_wait_parity(smem.added[at.stage], at.parity);  // all warps have added
+        red_release_add(turns_of(call, grad, batch, steps.head, steps.q0()), 1);
+        mbarrier_arrive(smem.passed[at.stage]);
+        steps.advance(p, grad, batch, last_head, kv0);
+      }
+      return;
+    }
+    // ---- the producer, one thread: S1 and S2
+    // S1 load K, V
+    mbarrier_arrive_expect_tx(smem.KV_full, 2 * sizeof(smem.K));
+    for (int b = 0; b < BOXES; ++b) {
+      const int row = sequences.first_key() + kv0;
+      cp_async_bulk_tensor_4d(smem.K[b], K_map, smem.KV_full, b * BOX_COLS, row, head_kv, entry);
+      cp_async_bulk_tensor_4d(smem.V[b], V_map, smem.KV_full, b * BOX_COLS, row, head_kv, entry);
+    }
+    // S2 load Q, dO
+    RingPosition<NUM_STAGES> at;
+    for (; steps.head < last_head; steps.advance(p, grad, batch, last_head, kv0), at.advance()) {
+      const int row = sequences.first_row() + steps.q0();
+      const int64_t padded = padded_row(call, grad, batch, steps.head) + steps.q0();
+      Mbarrier& full = smem.full[at.stage];
+      mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
+      mbarrier_arrive_expect_tx(
+          full, 2 * STAGE_BYTES + 2 * sizeof(smem.row_M[0]) + sizeof(smem.coarse[0]));
+      for (int b = 0; b < BOXES; ++b) {
+        cp_async_bulk_tensor_4d(
+            smem.Q[at.stage][b], Q_map, full, b * BOX_COLS, row, steps.head, entry);
+        cp_async_bulk_tensor_4d(
+            smem.dO[at.stage][b], dO_map, full, b * BOX_COLS, row, steps.head, entry);
+      }
+      cp_async_bulk(smem.row_M[at.stage], grad.row_M + padded, sizeof(smem.row_M[0]), full);
+      cp_async_bulk(smem.delta[at.stage], grad.delta + padded, sizeof(smem.delta[0]), full);
+      cp_async_bulk(
+          smem.coarse[at.stage], grad.coarse + padded / COARSE_ROWS, sizeof(smem.coarse[0]), full);
+    }
+    return;
+  }
+
+  // ---- the consumers: S3 to S6
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
+  const int half = warpgroup - 1;                   // of the keys, and of dQ
+  const int key0 = half * 64 + warp_id() % 4 * 16;  // first key of this warp in the block
+  const int key = kv0 + key0 + lane_id() / 4;       // this lane's keys: key, key + 8
+  // Halves of dQ have 64 rows each, of dS, or 64 columns, of K.
+  const int Q_half = BLOCK_Q == 128 ? half : 0, K_half = BLOCK_Q == 128 ? 0 : half;
+  const Descriptor K_rows = uniform(descriptor_k_major(&smem.K[0][half * 64 * BOX_COLS]));
+  const Descriptor V_rows = uniform(descriptor_k_major(&smem.V[0][half * 64 * BOX_COLS]));
+  const Descriptor Q_first = uniform(descriptor_k_major(smem.Q[0][0]));
+  const Descriptor dO_first = uniform(descriptor_k_major(smem.dO[0][0]));
+  const Descriptor Q_columns = uniform(descriptor_n_major(smem.Q[0][0], BLOCK_Q * BOX_BYTES));
+  const Descriptor dO_columns = uniform(descriptor_n_major(smem.dO[0][0], BLOCK_Q * BOX_BYTES));
+  const Descriptor dS_first = uniform(descriptor_n_major(smem.dS[0][Q_half], BOX_BYTES));
+  const Descriptor K_columns = uniform(descriptor_n_major(smem.K[K_half], BOX_BYTES));
+  const uint32_t dS_corner = shared_address(&smem.dS[0][0][key0 * BOX_COLS]) +
+                             lane_id() % 16 * BOX_BYTES + (lane_id() / 16 ^ lane_id() % 8) * 16;
+
+  float dK_acc[COLS / 2] = {}, dV_acc[COLS / 2] = {};  // [COLS / 8][4]
+  float dQ_acc[QUERY_SUMS];                            // of the step before
+  float* dQ_sum;  // [QUERY_SUMS / 4, WARPGROUP, 4], where it goes; not ORDERED
+  RingPosition<NUM_STAGES> at;
+  RingPosition<2> dS_at, dQ_at;  // dS of this step, and of that whose dQ is next
+  RowSteps steps(p, grad, batch, first_head, last_head, kv0);
+
+  // S5 dQ, of the step before
+  const auto start_dQ = [&] {
+    mbarrier_wait_parity(smem.dS_full[dQ_at.stage], dQ_at.parity);  // dS of all keys is there
+    start_across(dQ_acc, dS_first.stage(dQ_at.stage, sizeof(smem.dS[0])), K_columns);
+  };
+  const auto add_in_turn = [&](const TurnAt& turn) {
+    float* sums = turn.sums + half * QUERY_SUMS_TILE;  // [QUERY_SUMS / 4, WARPGROUP, 4]
+    if (!turn.last) {
+      if (turn.first)
+        store_query_sums(sums, dQ_acc);
+      else
+        add_query_sums(sums, dQ_acc);  // R12
+      return;
+    }
+    if (!turn.first) gather_query_sums(dQ_acc, sums);  // R12
+    const int row = Q_half * 64 + warp_id() % 4 * 16 + lane_id() / 4;
+    store_gradient(
+        turn.dQ, grad.dQ_stride.len, row, turn.rows, K_half * 64, dQ_acc, p.scale);  // R12
+  };
+  const auto end_dQ = [&] {
+    wgmma_use(dQ_acc);
+    if (lane_id() == 0) mbarrier_arrive(smem.dS_empty[dQ_at.stage]);
+    if constexpr (ORDERED) {
+      mbarrier_wait_parity(smem.turn[dQ_at.stage], dQ_at.parity);  // the blocks before have added
+      add_in_turn(smem.turn_at[dQ_at.stage]);
+      __syncwarp();  // all lanes have added
+      if (lane_id() == 0) mbarrier_arrive(smem.added[dQ_at.stage]);
+    } else {
+      add_query_sums(dQ_sum, dQ_acc);  // R12
+    }
+    dQ_at.advance();
+  };
+  const auto step = [&](bool first) {
+    const int q0 = steps.q0();
+    mbarrier_wait_parity(smem.full[at.stage], at.parity);  // Q and dO have arrived
+    // NOTE: a weight of 0 does not silence a NaN in the rows of the next sequence.
+    if (const int rows = p.len_q - q0; VARLEN && rows < BLOCK_Q) {
+      zero_rows<CONSUMER_THREADS>(smem.Q[at.stage], rows, BLOCK_Q);
+      zero_rows<CONSUMER_THREADS>(smem.dO[at.stage], rows, BLOCK_Q);
+      named_barrier_sync(1, CONSUMER_THREADS);  // both warpgroups multiply these rows
+    }
+
+    // S3 scores, and dP
+    float S_acc[BLOCK_Q / 2], dP_acc[BLOCK_Q / 2];  // [BLOCK_Q / 8][4]
+    start_rows<BLOCK_KV, BLOCK_Q>(S_acc, K_rows, Q_first.stage(at.stage, STAGE_BYTES));    // R9
+    start_rows<BLOCK_KV, BLOCK_Q>(dP_acc, V_rows, dO_first.stage(at.stage, STAGE_BYTES));  // R10
+
+    // S4 P and dS, as their products end
+    uint32_t P_frag[BLOCK_Q / 16][4], dS_frag[BLOCK_Q / 16][4];
+    const Scores scores(p, batch, steps.head);
+    const bool products = scores.are_products(q0, BLOCK_Q, kv0 + key0, 16);
+    wgmma_wait_group<1>();
+    wgmma_use(S_acc);
+    weights(scores, S_acc, smem.row_M[at.stage], q0, key, products);
+    if (any_coarse<BLOCK_Q>(smem.coarse[at.stage]))
+      normalise(S_acc, grad.row_factor + padded_row(call, grad, batch, steps.head) + q0);
+    wgmma_wait_group<0>();
+    wgmma_use(dP_acc);
+    slopes(S_acc, dP_acc, smem.delta[at.stage], P_frag, dS_frag);
+    mbarrier_wait_parity(smem.dS_empty[dS_at.stage], dS_at.parity ^ 1);  // the last was read
+    store_dS(dS_corner + dS_at.stage * sizeof(smem.dS[0]), dS_frag);
+    __syncwarp();  // the warp's rows are complete
+    if (lane_id() == 0) mbarrier_arrive(smem.dS_full[dS_at.stage]);
+    dS_at.advance();
+
+    // S5 dV, dK; meanwhile dQ of the step before goes to memory
+    if (!first) start_dQ();
+    start_columns(dV_acc, P_frag, dO_columns.stage(at.stage, STAGE_BYTES));  // R12
+    start_columns(dK_acc, dS_frag, Q_columns.stage(at.stage, STAGE_BYTES));  // R12
+    if (!first) {
+      wgmma_wait_group<2>();
+      end_dQ();
+    }
+    if (!ORDERED) dQ_sum = query_sums(call, grad, batch, steps.head, q0, half);
+    wgmma_wait_group<0>();
+    wgmma_use(dV_acc);
+    wgmma_use(dK_acc);
+    if (lane_id() == 0) mbarrier_arrive(smem.empty[at.stage]);
+    at.advance();
+    steps.advance(p, grad, batch, last_head, kv0);
+  };
+
+  if (steps.head < last_head) {
+    mbarrier_wait_parity(smem.KV_full, 0);  // K and V have arrived
+    if (const int keys = p.len_kv - kv0; VARLEN && keys < BLOCK_KV) {
+      zero_rows<CONSUMER_THREADS>(smem.K, keys, BLOCK_KV);
+      zero_rows<CONSUMER_THREADS>(smem.V, keys, BLOCK_KV);
+      named_barrier_sync(1, CONSUMER_THREADS);  // both warpgroups multiply these keys
+    }
+    step(true);
+    while (steps.head < last_head) step(false);
+    start_dQ();  // the last dQ, by itself
+    wgmma_wait_group<0>();
+    end_dQ();
+  }
+
+  // S6 store
+  elem_t* dK = static_cast<elem_t*>(grad.dK)  // [len_kv, HEAD_DIM]
+               + batch * grad.dK_stride.batch + head_kv * grad.dK_stride.head +
+               sequences.first_key() * grad.dK_stride.len;
+  elem_t* dV = static_cast<elem_t*>(grad.dV)  // [len_kv, HEAD_DIM]
+               + batch * grad.dV_stride.batch + head_kv * grad.dV_stride.head +
+               sequences.first_key() * grad.dV_stride.len;
+  store_gradient(dV, grad.dV_stride.len, key, p.len_kv, 0, dV_acc, 1.0f);     // R12
+  store_gradient(dK, grad.dK_stride.len, key, p.len_kv, 0, dK_acc, p.scale);  // R12
+}

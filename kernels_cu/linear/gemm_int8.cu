@@ -1,0 +1,208 @@
+// gemm_int8 -- C = A B^T of INT8 codes, scales applied after every 128 codes along k.
+//
+// Idea         A slice of 128 codes is exact in int32 and has one pair of scales for each element,
+//              so tensor cores sum it undisturbed, and one fma moves it to the float32 sum:
+//              C += float(dot) * (A_scale * B_scale). A row of A has a scale of its own, 128 rows
+//              of B share one. A slice is 128 bytes of a row, one line of shared memory. So are 64
+//              columns that were kept in 16 bits (outliers): further steps of the same loop, which
+//              add to the float32 sum without a scale. Where there are few tiles, SPLITS blocks
+//              share one, a cluster: each has a part of the slices, and in the end reads the
+//              partial sums of a part of the tile from the shared memory of all.
+// Kept simple  One block per tile of C, or cluster. Edges of m, n and k arrive as zeros, which add
+//              nothing.
+// Rounding     G1 the product of both scales; G2 the fma of a slice, and the tensor core over
+//              outliers; G3 bias; G4 activation; G5 store (docs/MATH_REFERENCE.md)
+// Mirror       cupyattn.quant.gemm_mirror, to the bit but for outliers and activation
+// Bound        cupyattn.quant.gemm_error
+#include "prims/config.cuh"
+#include "prims/codes/gemm.cuh"
+#include "prims/instructions/mma.cuh"
+#include "prims/io/tile_io.cuh"
+#include "prims/instructions/warp.cuh"
+
+constexpr int CHUNKS = SLICE / 16;                   // 16-byte chunks per row
+constexpr int WARP_M = BLOCK_M < 64 ? BLOCK_M : 64;  // rows of C per warp
+constexpr int WARPS_M = BLOCK_M / WARP_M;
+constexpr int WARPS_N = NUM_WARPS / WARPS_M;
+constexpr int WARP_N = BLOCK_N / (WARPS_N > 0 ? WARPS_N : 1);  // columns of C per warp
+constexpr int MMA_ROWS = WARP_M / 16;                          // row tiles of 16 per warp
+constexpr int MMA_COLS = WARP_N / 8;                           // column tiles of 8 per warp
+constexpr int B_SCALES = ceil_div(BLOCK_N, SCALE_ROWS);
+constexpr int FRAGMENTS = MMA_ROWS * MMA_COLS;  // tiles of 16 x 8 per warp
+
+struct SharedStorage {
+  alignas(128) int8_t A[NUM_STAGES][BLOCK_M * SLICE];
+  alignas(128) int8_t B[NUM_STAGES][BLOCK_N * SLICE];
+  float A_scale[NUM_STAGES][BLOCK_M];
+  float B_scale[NUM_STAGES][B_SCALES];
+  // what this block's part of k comes to, for the others
+  alignas(16) float partial[SPLITS > 1 ? FRAGMENTS : 1][SPLITS > 1 ? NUM_THREADS : 1][4];
+};
+extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
+
+static_assert(
+    WARP_M % 16 == 0 && WARPS_M * WARP_M == BLOCK_M,
+    "BLOCK_M must be a multiple of 16, past 64 of 64: the rows of a warp");
+static_assert(
+    WARPS_N >= 1 && WARPS_N * WARPS_M == NUM_WARPS && WARPS_N * WARP_N == BLOCK_N,
+    "NUM_WARPS must be one for every 64 rows of BLOCK_M, or a multiple that divides BLOCK_N");
+static_assert(WARP_N % 16 == 0, "a warp must have a multiple of 16 columns, those of an ldmatrix");
+static_assert(
+    SCALE_ROWS % BLOCK_N == 0 || BLOCK_N % SCALE_ROWS == 0,
+    "BLOCK_N must divide 128, or be a multiple of it");
+static_assert(
+    SCALE_ROWS % WARP_N == 0, "the columns of a warp must share a scale: at most 128 of them");
+static_assert(
+    NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next slice arrives during this one");
+
+// rows [ROWS, SLICE] of bytes -> swizzled shared, in the background where the access is wide enough
+// for cp.async; what lies past the end becomes zero.
+template <int ROWS>
+__device__ __forceinline__ void load_slice(
+    int8_t* shared, const int8_t* global, int64_t stride, int rows_valid, int bytes_valid) {
+  constexpr int VECS = SLICE / ACCESS_BYTES;  // accesses per row
+#pragma unroll(ACCESS_BYTES == 16 ? ceil_div(ROWS * VECS, NUM_THREADS) : 1)
+  for (int pass = 0; pass < ROWS * VECS; pass += NUM_THREADS) {
+    const int i = pass + thread_id(), row = i / VECS, byte = i % VECS * ACCESS_BYTES;
+    if (ROWS * VECS % NUM_THREADS != 0 && i >= ROWS * VECS) break;
+    const bool valid = row < rows_valid && byte < bytes_valid;
+    const int8_t* source = global + row * stride + byte;                    // [ACCESS_BYTES]
+    int8_t* target = swizzled<CHUNKS>(shared, row, byte / 16) + byte % 16;  // [ACCESS_BYTES]
+    if constexpr (ACCESS_BYTES >= 4) {
+      cp_async<ACCESS_BYTES>(target, source, valid);
+    } else {  // too narrow for cp.async: an ordinary copy, ordered by the barrier that follows
+      Vec<int8_t, ACCESS_BYTES> x = {};
+      if (valid) x = *reinterpret_cast<const Vec<int8_t, ACCESS_BYTES>*>(source);
+      *reinterpret_cast<Vec<int8_t, ACCESS_BYTES>*>(target) = x;
+    }
+  }
+}
+
+// A slice of A times one of B: every 32 bytes of a row are a step of an mma, and
+// multiply(row tile, column tile, A_frag, b0, b1) adds a tile of 16 x 8.
+template <typename Multiply>
+__device__ __forceinline__ void multiply_slice(
+    uint32_t A_slice, uint32_t B_slice, Multiply multiply) {
+#pragma unroll
+  for (int k = 0; k < SLICE / 32; ++k) {
+    uint32_t A_frag[MMA_ROWS][4];
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+      ldmatrix_x4(A_frag[r], swizzled_from<CHUNKS>(A_slice, r * 16, 2 * k));
+#pragma unroll
+    for (int n = 0; n < MMA_COLS; n += 2) {
+      uint32_t B_frag[4];  // two column tiles, two halves of k
+      ldmatrix_x4(B_frag, swizzled_from<CHUNKS>(B_slice, n * 8, 2 * k));
+#pragma unroll
+      for (int r = 0; r < MMA_ROWS; ++r) {
+        multiply(r, n, A_frag[r], B_frag[0], B_frag[1]);
+        multiply(r, n + 1, A_frag[r], B_frag[2], B_frag[3]);
+      }
+    }
+  }
+}
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
+    void gemm_int8(const __grid_constant__ GemmParams p) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const Part part = part_of(p, blockIdx.x);
+  const GemmTile tile = gemm_tile(p, part.tile);
+  const int m0 = tile.m0, n0 = tile.n0;
+  const int row0 = warp_id() % WARPS_M * WARP_M;  // first row and column of this warp in the block
+  const int col0 = warp_id() / WARPS_M * WARP_N;
+  const int g = lane_id() / 4;  // fragment coordinate, see mma.cuh
+  // Where this lane points the first ldmatrix of each operand, as in attn_fa_tc.cu.
+  const uint32_t A_lane =
+      shared_address(swizzled<CHUNKS>(smem.A[0], row0 + lane_id() % 16, lane_id() / 16));
+  const uint32_t B_lane = shared_address(
+      swizzled<CHUNKS>(smem.B[0], col0 + lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
+
+  const int num_codes = part.codes, num_steps = num_codes + part.outliers;
+  auto load = [&](int step) {  // into its stage; one group per step, empty past the end
+    const int stage = step % NUM_STAGES;
+    if (step < num_codes) {
+      const int slice = part.first + step, byte = slice * SLICE;
+      load_slice<BLOCK_M>(
+          smem.A[stage], p.A + m0 * p.A_stride + byte, p.A_stride, p.m - m0, p.k - byte);
+      load_slice<BLOCK_N>(
+          smem.B[stage], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte);
+      // What lies past the end multiplies zeros.
+      gather_async<BLOCK_M>(smem.A_scale[stage], [&](int i) {
+        return p.A_scale + min(m0 + i, p.m - 1) * p.A_scale_stride + slice;
+      });
+      gather_async<B_SCALES>(smem.B_scale[stage], [&](int i) {
+        const int row = min(n0 + i * SCALE_ROWS, p.n - 1) / SCALE_ROWS;
+        return p.B_scale + row * p.B_scale_stride + slice;
+      });
+    } else if (OUTLIERS && step < num_steps) {
+      const int byte = (step - num_codes) * SLICE, bytes = p.outliers * int(sizeof(outlier_t));
+      load_slice<BLOCK_M>(
+          smem.A[stage], p.A_16 + m0 * p.A_16_stride + byte, p.A_16_stride, p.m - m0, bytes - byte);
+      load_slice<BLOCK_N>(
+          smem.B[stage], p.B_16 + n0 * p.B_16_stride + byte, p.B_16_stride, p.n - n0, bytes - byte);
+    }
+    cp_async_commit_group();
+  };
+#pragma unroll
+  for (int i = 0; i < NUM_STAGES - 1; ++i) load(i);
+
+  float C_acc[MMA_ROWS][MMA_COLS][4] = {};
+  for (int step = 0; step < num_steps; ++step) {
+    const int stage = step % NUM_STAGES;
+    const uint32_t A_slice = A_lane + stage * sizeof(smem.A[0]);
+    const uint32_t B_slice = B_lane + stage * sizeof(smem.B[0]);
+    cp_async_wait_group<NUM_STAGES - 2>();
+    __syncthreads();  // this step's slices are visible, the stage filled next is no longer read
+    load(step + NUM_STAGES - 1);
+
+    if (OUTLIERS && step >= num_codes) {
+      if constexpr (OUTLIERS)
+        multiply_slice(
+            A_slice, B_slice, [&](int r, int n, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+              mma_m16n8k16<outlier_t>(C_acc[r][n], a, b0, b1);  // G2
+            });
+      continue;
+    }
+    int32_t dot[MMA_ROWS][MMA_COLS][4] = {};
+    multiply_slice(
+        A_slice, B_slice, [&](int r, int n, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+          mma_m16n8k32_s8(dot[r][n], a, b0, b1);
+        });
+    const float B_scale = smem.B_scale[stage][col0 / SCALE_ROWS];
+#pragma unroll
+    for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float factor = smem.A_scale[stage][row0 + r * 16 + g + h * 8] * B_scale;  // G1
+#pragma unroll
+        for (int n = 0; n < MMA_COLS; ++n)
+#pragma unroll
+          for (int i = 2 * h; i < 2 * h + 2; ++i)
+            C_acc[r][n][i] = fmaf(float(dot[r][n][i]), factor, C_acc[r][n][i]);  // G2
+      }
+  }
+
+  if constexpr (SPLITS > 1) {
+    constexpr int AT_ONCE = merged_at_once(MMA_COLS, FRAGMENTS);
+    merge_parts<AT_ONCE>(
+        smem.partial, part.rank, thread_id(),
+        [&](int f, int i) { return C_acc[f / MMA_COLS][f % MMA_COLS][i]; },
+        [&](int f, const Vec<float, 4>(&sums)[AT_ONCE]) {
+          const int row = m0 + row0 + f / MMA_COLS * 16 + g, col = n0 + col0 + f % MMA_COLS * 8;
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            store_row<AT_ONCE>(
+                p, row + h * 8, col, [&](int n, int j) { return sums[n].v[2 * h + j]; });
+        });
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < MMA_ROWS; ++r)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      store_row<MMA_COLS>(p, m0 + row0 + r * 16 + g + h * 8, n0 + col0, [&](int n, int j) {
+        return C_acc[r][n][2 * h + j];
+      });
+}

@@ -1,0 +1,46 @@
+// normalise -- the rows of Q or K, each divided by its root mean square, weighed, and turned by its
+// position where the call says so, for all kernels but quantize*.cu, which do it themselves.
+//
+// Idea         A pass over memory: the lanes that share a row add up its squares among themselves,
+//              so that it is read once and stored once.
+// Kept simple  The operand plays Q's part in config.cuh: BLOCK_Q rows to a block.
+// Rounding     R0 sum of squares, root, inverse, two products; two products and their sum or
+//              difference; then the operand's type
+// Mirror       cupyattn.problem.row_preparation.Preparation.stored, to the bit
+// Bound        cupyattn.bounds.preparation
+#include "prims/config.cuh"
+#include "prims/io/prepare.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/instructions/warp.cuh"
+
+static_assert(QK_NORM && HEAD_DIM % 2 == 0, "normalise takes rows of pairs: HEAD_DIM must be even");
+
+constexpr int ROWS_PER_PASS = NUM_THREADS / PAIR_LANES;
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void normalise(
+    const __grid_constant__ NormParams p) {
+  const int chunks = ceil_div(p.length, BLOCK_Q);
+  const int row0 = blockIdx.x % chunks * BLOCK_Q;
+  const int64_t batch_head = blockIdx.x / chunks;
+  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
+  int first = 0, length = p.length;  // VARLEN: of the sequence, whose positions are its own
+  if constexpr (VARLEN) {
+    const Sequence sequence(p.cu_seqlens, batch, p.length);
+    first = sequence.first, length = sequence.length;
+  }
+  const int rows = min(BLOCK_Q, length - row0);      // VARLEN: none where not positive
+  const elem_t* X = static_cast<const elem_t*>(p.X)  // [rows, HEAD_DIM]
+                    + batch * p.X_stride.batch + head * p.X_stride.head +
+                    (first + row0) * p.X_stride.len;
+  elem_t* Y = static_cast<elem_t*>(p.Y)  // [rows, HEAD_DIM]
+              + ((VARLEN ? head * p.total + first : batch_head * p.length) + row0) * HEAD_DIM;
+  const Preparation how(p, head, row0);
+  // The lanes of a warp go on together: past the last row they have the last one again.
+  for (int done = 0; done < rows; done += ROWS_PER_PASS) {
+    const int own = done + thread_id() / PAIR_LANES, row = min(own, rows - 1);
+    PreparedRow x;
+    x.load(X + row * p.X_stride.len);
+    x.prepare(how, row);
+    if (own == row) x.store(Y + row * HEAD_DIM);
+  }
+}

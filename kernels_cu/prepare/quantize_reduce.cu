@@ -1,0 +1,59 @@
+// quantize_reduce -- what the codes of Q, K and V depend on beyond the rows of a block, where
+//                    groups of rows span blocks without being a head: one scale for a whole
+//                    array, or tiles of an unusual size.
+//
+// Idea         One launch for all operands, and one read of each: blocks add up slices side by
+//              side, or find maxima. What slices came to is added up by every block that needs it:
+//              a few numbers of a cache, and no block waits for the last of a head.
+// Steps        SUMS      slices of the rows of the mean, each summed by a block
+//              EXTREMA   slices of all rows: the same, with the least and the largest number of
+//                        every channel, from which follows how far a head reaches from its mean
+//              REACH     the maxima of groups of rows that span blocks, met in global memory
+// Kept simple  No float is summed by an atomic: sums have a fixed order. The same input gives the
+//              same bits on every run.
+// Rounding     R0: sums in float32. Any vector that all rows share may be subtracted, so that the
+//              mirror takes this one as it is.
+// Mirror       cupyattn.quant.quantizers.channel_mean, but for the order
+#include "prims/codes/quantize_sums.cuh"
+
+// Blocks hold parts of one group.
+template <typename Cut>
+__device__ __forceinline__ void find_reach(const QuantizeParams& p, uint32_t block) {
+  __shared__ uint32_t of_block[SIDES];
+  __shared__ float mean[HEAD_DIM];
+  const Place at(p, block, Cut::ROWS);
+  if (is_empty(p, at)) return;
+  if (thread_id() < SIDES) of_block[thread_id()] = 0;
+
+  Rows<Cut> rows;
+  rows.load(p, at);
+  rows.find_mean(mean, p, at);
+  __syncthreads();  // the mean and the zeros are there
+  rows.begin(mean, p, at);
+  const Reach reach = shfl_max<WARP_SIZE>(rows.reach());
+  if (lane_id() == 0) reach.raise(of_block);
+  __syncthreads();  // every warp has added its maximum before the block passes it on
+  if (thread_id() < SIDES)
+    atomicMax(
+        &p.absmax[at.first_scale<Cut::GROUP>(p) * SIDES + thread_id()], of_block[thread_id()]);
+}
+
+struct Reduce {
+  template <typename Own>
+  __device__ __forceinline__ void operator()(Own, const QuantizeParams& p, uint32_t block) const {
+    if constexpr (Own::STEP == Step::SUMS) sum_slice<false, Own::PREPARED>(p, block);
+    if constexpr (Own::STEP == Step::EXTREMA) sum_slice<true, Own::PREPARED>(p, block);
+    if constexpr (Own::STEP == Step::REACH) find_reach<typename Own::Cut>(p, block);
+  }
+};
+
+// Of rows that are prepared a multiprocessor needs two blocks, or loads wait for arithmetic: tables
+// that are asked for at once would take the registers of one. Extrema leave no room for it.
+constexpr bool FINDS_EXTREMA = STEP_Q == Step::EXTREMA || STEP_K == Step::EXTREMA;
+constexpr int BLOCKS_AT_ONCE = PREPARED && !FINDS_EXTREMA ? ceil_div(512, NUM_THREADS) : 1;
+
+extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_AT_ONCE) void quantize_reduce(
+    const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
+    const __grid_constant__ QuantizeParams v) {
+  on_its_operand(q, k, v, Reduce());
+}

@@ -1,0 +1,201 @@
+// gemm.cuh -- what the INT8 matrix products share: parameters, the order of tiles, activations, and
+// how a row of C is stored; and how a cluster of blocks shares a tile.
+#pragma once
+
+#include "prims/instructions/cluster.cuh"
+#include "prims/config.cuh"
+#include "prims/instructions/exp2.cuh"
+#include "prims/instructions/mma.cuh"
+#include "prims/instructions/warp.cuh"
+
+constexpr int SLICE = 128;                     // codes along k that share a scale; bytes of a
+                                               // row that a step of the loop multiplies
+constexpr int SCALE_ROWS = 128;                // rows of B that share a scale
+constexpr int OUTLIERS_PER_SLICE = SLICE / 2;  // 16-bit columns of a step
+constexpr float SQRT_HALF = 0.70710678118654752440f;
+constexpr float SQRT_2_OVER_PI = 0.79788456080286535588f;
+constexpr float GELU_CUBIC = 0.044715f;  // of tanh's argument, by definition of that form
+
+// cupyattn/plans/gemm.py packs it from one table of (name, type); a test compares the two.
+struct GemmParams {
+  const int8_t* A;       // [m, k]
+  const int8_t* B;       // [n, k]
+  const float* A_scale;  // [m, ceil(k / SLICE)]
+  const float* B_scale;  // [ceil(n / SCALE_ROWS), ceil(k / SLICE)]
+  void* C;               // [m, n] of elem_t
+  const void* bias;      // [n] of bias_t; not read unless BIAS
+  const int8_t* A_16;    // [m, outliers] of outlier_t, as bytes; not read unless OUTLIERS, nor is
+  const int8_t* B_16;    // [n, outliers] of outlier_t, as bytes       what follows of them
+  int64_t A_stride;      // from one row to the next: bytes
+  int64_t B_stride;
+  int64_t A_scale_stride;  // elements
+  int64_t B_scale_stride;
+  int64_t C_stride;
+  int64_t A_16_stride;  // bytes
+  int64_t B_16_stride;
+  int32_t m;
+  int32_t n;
+  int32_t k;
+  int32_t outliers;
+  int32_t alone;  // tiles that have a block of their own; not read unless TAIL_SPLITS > 1
+};
+
+// Slices of codes, then of outliers: the steps of the loop over k.
+__device__ __forceinline__ int code_slices(const GemmParams& p) { return ceil_div(p.k, SLICE); }
+__device__ __forceinline__ int outlier_slices(const GemmParams& p) {
+  return OUTLIERS ? ceil_div(p.outliers, OUTLIERS_PER_SLICE) : 0;
+}
+
+// First row and column of a tile of C. Tiles run down some blocks of rows before they move on to
+// the next columns: those that are worked on at the same time, one on each of about 132 SMs, then
+// form a square, and read the fewest rows of A and B between them.
+struct GemmTile {
+  int m0, n0;
+};
+__device__ __forceinline__ int num_tiles(const GemmParams& p) {
+  return ceil_div(p.m, BLOCK_M) * ceil_div(p.n, BLOCK_N);
+}
+__device__ __forceinline__ GemmTile gemm_tile(const GemmParams& p, int index) {
+  constexpr int TOGETHER = BLOCK_N > BLOCK_M ? 16 : 12;  // blocks of rows
+  const int m_blocks = ceil_div(p.m, BLOCK_M), n_blocks = ceil_div(p.n, BLOCK_N);
+  const int first = index / (TOGETHER * n_blocks) * TOGETHER;  // block of rows of this group
+  const int here = min(TOGETHER, m_blocks - first);            // blocks of rows in this group
+  const int rest = index % (TOGETHER * n_blocks);
+  return {(first + rest % here) * BLOCK_M, rest / here * BLOCK_N};
+}
+
+// What a block multiplies of a tile: all of it, or what falls to it of the k that a cluster shares.
+// Its blocks have about as many slices of codes each, in their order along k, and the last has the
+// outliers. Parts are counted: tiles that a block has alone, then CLUSTER for each of the others.
+struct Part {
+  int tile;
+  int rank;      // of CLUSTER
+  int first;     // slice of codes
+  int codes;     // slices of them
+  int outliers;  // slices of outliers
+};
+__device__ __forceinline__ int tiles_alone(const GemmParams& p) {
+  return SPLITS > 1 ? 0 : TAIL_SPLITS > 1 ? p.alone : num_tiles(p);
+}
+__device__ __forceinline__ int num_parts(const GemmParams& p) {
+  return tiles_alone(p) + (num_tiles(p) - tiles_alone(p)) * CLUSTER;
+}
+__device__ __forceinline__ bool is_shared(const GemmParams& p, int part) {
+  return SPLITS > 1 || (TAIL_SPLITS > 1 && part >= p.alone);
+}
+__device__ __forceinline__ Part part_of(const GemmParams& p, int part) {
+  const int slices = code_slices(p);
+  if (!is_shared(p, part)) return {part, 0, 0, slices, outlier_slices(p)};
+  const int rank = (part - tiles_alone(p)) % CLUSTER;
+  const int first = rank * slices / CLUSTER, end = (rank + 1) * slices / CLUSTER;
+  return {
+      tiles_alone(p) + (part - tiles_alone(p)) / CLUSTER, rank, first, end - first,
+      rank == CLUSTER - 1 ? outlier_slices(p) : 0};
+}
+
+// 1 / (1 + 2^z) times x; z past 128 gives a zero of x's sign.
+__device__ __forceinline__ float gated(float x, float z) {
+  return __fdividef(x, 1.0f + ex2_approx_ftz(z));
+}
+// G4: the activation, within 8 u |x| + 2^-118 of its definition (docs/MATH_REFERENCE.md, G4).
+template <Activation KIND>
+__device__ __forceinline__ float activated(float x) {
+  if constexpr (KIND == Activation::GELU) return 0.5f * x * (1.0f + erff(x * SQRT_HALF));
+  if constexpr (KIND == Activation::GELU_TANH) {
+    constexpr float LINEAR = -2.0f * LOG2E * SQRT_2_OVER_PI;
+    return gated(x, x * fmaf(x * x, LINEAR * GELU_CUBIC, LINEAR));
+  }
+  if constexpr (KIND == Activation::SILU) return gated(x, x * -LOG2E);
+  return x;
+}
+
+// G3, G4: an element of column col of C.
+__device__ __forceinline__ float finished(const GemmParams& p, float x, int col) {
+  if constexpr (BIAS) x += to_float(static_cast<const bias_t*>(p.bias)[min(col, p.n - 1)]);  // G3
+  return activated<ACTIVATION>(x);                                                           // G4
+}
+
+// G3 to G5: stores TILES * 8 columns of a row of C from col0 on, of which this lane of a quad has
+// x(i, j), column 8 i + 2 (lane % 4) + j. All lanes of a warp come here.
+template <int TILES, typename X>
+__device__ __forceinline__ void store_row(const GemmParams& p, int row, int col0, X x) {
+  const int t = lane_id() % 4;
+  elem_t* C = static_cast<elem_t*>(p.C) + row * p.C_stride;  // [n]
+  if constexpr (ELEM_IS_16_BIT && VEC == 8 && TILES % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < TILES; i += 4) {  // 32 columns, a quarter of them to each lane
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int col = col0 + (i + j) * 8 + t * 2;
+        packed[j] = pack_rn<elem16_t>(
+            finished(p, x(i + j, 0), col), finished(p, x(i + j, 1), col + 1));  // G5
+      }
+      shfl_transpose(packed);
+      const int col = col0 + (i + t) * 8;
+      if (row < p.m && col < p.n)
+        *reinterpret_cast<Vec<uint32_t, 4>*>(C + col) = {
+            {packed[0], packed[1], packed[2], packed[3]}};
+    }
+  } else {
+    if (row >= p.m) return;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const int col = col0 + i * 8 + t * 2;
+      if constexpr (VEC >= 2) {
+        if (col < p.n)
+          *reinterpret_cast<Vec<elem_t, 2>*>(C + col) = {
+              {from_float<elem_t>(finished(p, x(i, 0), col)),
+               from_float<elem_t>(finished(p, x(i, 1), col + 1))}};  // G5
+      } else {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          if (col + j < p.n) C[col + j] = from_float<elem_t>(finished(p, x(i, j), col + j));  // G5
+      }
+    }
+  }
+}
+
+// How many neighbouring tiles of 16 x 8 of a warp merge_parts adds up at once, where a row of them
+// has `columns`: a power of two that divides a block's share of them, so that as many are on their
+// way.
+__device__ constexpr int merged_at_once(int columns, int fragments) {
+  const int share = fragments / CLUSTER;
+  return columns % 4 == 0 && share % 4 == 0 ? 4 : columns % 2 == 0 && share % 2 == 0 ? 2 : 1;
+}
+
+// G2, from block to block: adds up what the blocks of a tile came to, in their order. A thread has
+// FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them, and gets the sums of a share of
+// these, AT_ONCE after AT_ONCE: store(f, sums of f, f + 1, ...). All THREADS threads of all blocks
+// come here.
+template <int AT_ONCE, int FRAGMENTS, int THREADS, typename Of, typename Store>
+__device__ __forceinline__ void merge_parts(
+    float (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
+  static_assert(
+      FRAGMENTS % CLUSTER == 0,
+      "SPLITS and TAIL_SPLITS must divide the tiles of 16 x 8 of a warp: blocks add up as many");
+  constexpr int SHARE = FRAGMENTS / CLUSTER;
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; ++f)
+    *reinterpret_cast<Vec<float, 4>*>(partial[f][thread]) = {
+        of(f, 0), of(f, 1), of(f, 2), of(f, 3)};
+  cluster_sync();  // the partial sums of all blocks are visible
+#pragma unroll
+  for (int f0 = 0; f0 < SHARE; f0 += AT_ONCE) {
+    const int f = rank * SHARE + f0;
+    Vec<float, 4> sums[AT_ONCE], x[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) sums[i] = load_from_block(partial[f + i][thread], 0);
+#pragma unroll
+    for (int other = 1; other < CLUSTER; ++other) {
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) x[i] = load_from_block(partial[f + i][thread], other);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sums[i].v[j] += x[i].v[j];  // G2
+    }
+    store(f, sums);
+  }
+  cluster_sync();  // nobody reads this block's partial sums any more
+}

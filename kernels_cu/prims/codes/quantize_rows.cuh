@@ -1,0 +1,457 @@
+// quantize_rows.cuh -- rows of an operand that a block quantises: where they lie, how its lanes
+// share them, what they hold of them, and how groups of them become codes.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/schedule/counter.cuh"
+#include "prims/params.cuh"
+#include "prims/codes/quant.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/instructions/warp.cuh"
+
+constexpr int ACCESSES = HEAD_DIM / VEC;  // per row
+constexpr int LANES =                     // per row
+    PREPARED ? PAIR_LANES : power_of_two_from(ACCESSES < WARP_SIZE ? ACCESSES : WARP_SIZE);
+constexpr int LANE_ACCESSES = PREPARED ? 2 * LANE_PAIRS : ceil_div(ACCESSES, LANES);  // of a row
+constexpr int ROWS_PER_PASS = NUM_THREADS / LANES;
+static_assert(
+    !PREPARED || ROPE_PAIRS == VEC, "rows that are prepared need VEC to divide HEAD_DIM / 2");
+
+// How an operand is cut: ROWS rows to a block, GROUP to a scale, and whether a mean is subtracted.
+template <int ROWS_, int GROUP_, bool MEAN_>
+struct Cut {
+  static constexpr int ROWS = ROWS_, GROUP = GROUP_;
+  static constexpr bool MEAN = MEAN_;
+  static constexpr int GROUPS = ROWS > GROUP ? ROWS / GROUP : 1;  // scales that a block needs
+  static constexpr int PASSES = ceil_div(ROWS, ROWS_PER_PASS);
+  static constexpr int REGISTERS =  // of a thread, that hold rows
+      PASSES * LANE_ACCESSES * sizeof(Words<elem_t, VEC>) / 4;
+  static_assert(GROUP >= 1, "quantize needs GROUP_Q and GROUP_KV, the rows per scale");
+  static_assert(
+      ROWS % GROUP == 0 || GROUP % ROWS == 0,
+      "a block must hold whole groups of GROUP_Q or GROUP_KV rows, or divide a group");
+};
+using CutQ = Cut<BLOCK_Q, GROUP_Q, false>;
+using CutK = Cut<BLOCK_KV, GROUP_KV, true>;
+
+// What a launch does for an operand, after what, how that is cut, whether its rows are prepared.
+template <Step FIRST_, Step STEP_, typename Cut_, bool PREPARED_>
+struct Task {
+  static constexpr bool PREPARED = PREPARED_;
+  static constexpr Step FIRST = FIRST_;
+  static constexpr Step STEP = STEP_;
+  using Cut = Cut_;
+};
+
+// Calls run(task, parameters, which block of its operand) for the operand that this block works on:
+// the first blocks are V's, then come K's and Q's. SUMS_FIRST: quantize_turns.cuh does it.
+// NOTE: run is an object of a class, because NVRTC 13.0 takes a generic lambda for a host function.
+template <typename Run>
+__device__ __forceinline__ void on_its_operand(
+    const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v, Run run) {
+  uint32_t block = blockIdx.x;
+  if (block < v.blocks) return run(Task<FIRST_V, STEP_V, CutQ, false>(), v, block);
+  block -= v.blocks;
+  if (block < k.blocks) return run(Task<FIRST_K, STEP_K, CutK, PREPARED>(), k, block);
+  run(Task<FIRST_Q, STEP_Q, CutQ, PREPARED>(), q, block - k.blocks);
+}
+
+// Where a block works: rows row0, row0 + 1, ... of one (batch, head), or of those of its mean.
+struct Place {
+  int64_t batch, head, batch_head;
+  int slice;   // which of the parts of a head, each of as many rows
+  int row0;    // first row
+  int rows;    // rows of this block that exist; VARLEN: none where not positive
+  int first;   // VARLEN: first row of the sequence in the packed array
+  int length;  // rows of this head
+  __device__ __forceinline__
+  Place(const QuantizeParams& p, uint32_t block, int rows_of_block, bool of_mean = false) {
+    const uint32_t slices = of_mean ? p.splits : ceil_div(p.length, rows_of_block);
+    const uint32_t index = block / slices, heads = p.heads;
+    batch_head = index, batch = index / heads, head = index % heads;
+    slice = block % slices;
+    row0 = slice * rows_of_block;
+    first = 0, length = p.length;
+    if constexpr (VARLEN) {
+      const Sequence sequence(p.cu_seqlens, batch, p.length);
+      first = sequence.first, length = sequence.length;
+    }
+    rows = min(rows_of_block, (of_mean ? rows_of_mean(length) : length) - row0);
+  }
+  __device__ __forceinline__ const elem_t* X(const QuantizeParams& p) const {  // [rows, HEAD_DIM]
+    return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
+           (VARLEN ? first + row0 : row0) * p.X_stride.len;
+  }
+  // Which row of X is row i of this block. Those of all rows are asked for before the first row is:
+  // it waits for its place.
+  __device__ __forceinline__ int place(const QuantizeParams& p, int i) const {
+    if (!GATHERED || p.places == nullptr) return i;
+    return p.places[batch_head * p.length + row0 + i] - row0;
+  }
+  __device__ __forceinline__ int8_t* codes(const QuantizeParams& p) const {  // [rows, CODES_PITCH]
+    if constexpr (VARLEN) return p.codes + (head * p.total + first + row0) * CODES_PITCH;
+    return p.codes + (batch_head * p.length + row0) * CODES_PITCH;
+  }
+  __device__ __forceinline__ int8_t* value_codes(const QuantizeParams& p) const {
+    return p.codes + (VARLEN ? head : batch_head) * HEAD_DIM * p.padded +  // [HEAD_DIM, padded]
+           ::first_scale<VALUES_PAD>(p.cu_seqlens, batch) * VALUES_PAD + row0;
+  }
+  template <int GROUP>
+  __device__ __forceinline__ int64_t first_scale(const QuantizeParams& p) const {  // of this block
+    return batch * p.scale_stride_batch + head * p.scale_stride_head +
+           ::first_scale<GROUP>(p.cu_seqlens, batch) + row0 / GROUP;
+  }
+  __device__ __forceinline__ int32_t* code_sum(const QuantizeParams& p) const {  // [rows]
+    return p.code_sum + batch * p.sum_stride_batch + head * p.sum_stride_head +
+           ::first_scale<1>(p.cu_seqlens, batch) + row0;
+  }
+  // Where the slice `split` of the head has its sums and its extrema.
+  __device__ __forceinline__ float* partial_sum(const QuantizeParams& p, int split) const {
+    return p.partial_sum + (batch_head * p.splits + split) * HEAD_DIM;  // [HEAD_DIM]
+  }
+  __device__ __forceinline__ uint32_t* extrema(const QuantizeParams& p, int split) const {
+    return p.extrema + (batch_head * p.splits + split) * 2 * HEAD_DIM;  // [2, HEAD_DIM]
+  }
+};
+
+// The same again, worked out anew: kept over what a block does in between, it would take registers
+// that rows need.
+__device__ __forceinline__ Place again(const QuantizeParams& p, uint32_t block, int rows_of_block) {
+  asm volatile("" : "+r"(block));
+  return Place(p, block, rows_of_block);
+}
+
+__device__ __forceinline__ int lane_in_row() { return threadIdx.x % LANES; }
+__device__ __forceinline__ int row_in_pass() { return threadIdx.x / LANES; }
+__device__ __forceinline__ int row_of(int pass) { return pass * ROWS_PER_PASS + row_in_pass(); }
+__device__ __forceinline__ int col_of(int access) {
+  return PREPARED ? PreparedRow::column(access) : (access * LANES + lane_in_row()) * VEC;
+}
+
+// ---- what was found of slices -------------------------------------------------------------------
+
+constexpr int SPLITS_IN_FLIGHT = SUMS_FIRST ? 8 : 16;  // that a sum waits for at once
+
+// The sums of the slices of a head, in rising order.
+__device__ __forceinline__ float sum_of_slices(
+    const QuantizeParams& p, const Place& at, int slices, int col) {
+  const float* sums = at.partial_sum(p, 0) + col;
+  float total = 0.0f;
+  for (int split0 = 0; split0 < slices; split0 += SPLITS_IN_FLIGHT) {
+    float some[SPLITS_IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < SPLITS_IN_FLIGHT; ++i)
+      some[i] = split0 + i < slices ? sums[(split0 + i) * HEAD_DIM] : 0.0f;
+#pragma unroll
+    for (float x : some) total += x;
+  }
+  return total;
+}
+
+// The least and the largest number of a column, as ordered_bits.
+struct Extrema {
+  uint32_t least, most;
+};
+__device__ __forceinline__ Extrema
+extrema_of_slices(const QuantizeParams& p, const Place& at, int slices, int col) {
+  const uint32_t* extrema = at.extrema(p, 0) + col;
+  Extrema found = {~0u, 0};
+#pragma unroll 8
+  for (int split = 0; split < slices; ++split) {
+    found.least = min(found.least, extrema[split * 2 * HEAD_DIM]);
+    found.most = max(found.most, extrema[split * 2 * HEAD_DIM + HEAD_DIM]);
+  }
+  return found;
+}
+
+// Waits until the slices of a head are there, and returns how many of them hold all of it.
+__device__ __forceinline__ int await_slices(const QuantizeParams& p, const Place& at) {
+  if (!SUMS_FIRST || p.summed_slices == nullptr) return p.splits;
+  await_count(p.summed_slices + at.batch_head, p.splits);
+  return 1;  // the last of them has left what all came to in place of the first
+}
+
+// R0: the mean of a column over rows_of_mean of a head, or over all those that rows at places are
+// some of, where these were summed before: the sums of its slices in rising order, divided;
+// 0 where none is subtracted, or where the sum is not finite, so that one NaN does not reach every
+// key of the head. The first block of the head stores it.
+__device__ __forceinline__ float channel_mean(const QuantizeParams& p, const Place& at, int col) {
+  if (p.mean == nullptr) return 0.0f;
+  const float total = sum_of_slices(p, at, await_slices(p, at), col);
+  const bool finite = magnitude_bits(total) < INFINITY_BITS;
+  const int rows = p.summed > 0 ? p.summed : rows_of_mean(at.length);
+  const float mean = finite ? total / max(1, rows) : 0.0f;
+  if (at.row0 == 0) p.mean[at.batch_head * HEAD_DIM + col] = mean;
+  return mean;
+}
+
+// How far a column of a head reaches from its mean: the rounded difference rises with x, so that
+// the ends of x are the ends of it.
+template <bool ZEROS>
+__device__ __forceinline__ ReachWith<ZEROS> channel_reach(
+    const QuantizeParams& p, const Place& at, int col, float mean) {
+  const auto [least, most] = extrema_of_slices(p, at, await_slices(p, at), col);
+  ReachWith<ZEROS> reach = {};
+  if (least > most) return reach;  // there are no rows
+  reach.admit(__fsub_rn(from_ordered_bits(least), mean));
+  reach.admit(__fsub_rn(from_ordered_bits(most), mean));
+  return reach;
+}
+
+// Whether a block has no rows, in `cols` columns from col0 on. The first one of a sequence without
+// rows stores their mean all the same.
+__device__ __forceinline__ bool is_empty(
+    const QuantizeParams& p, const Place& at, int col0 = 0, int cols = HEAD_DIM) {
+  if (!VARLEN || at.rows > 0) return false;
+  for (int col = thread_id(); at.row0 == 0 && col < cols; col += NUM_THREADS)
+    channel_mean(p, at, col0 + col);
+  return true;
+}
+
+// ---- rows ---------------------------------------------------------------------------------------
+
+// Makes of what a lane has loaded of a row the numbers that are quantised: row(words, which) has
+// element(access, j); words() has those of an access side by side, each a Number. Nothing is
+// prepared: they are made of the words where they are needed.
+template <bool>
+struct Rowwise {
+  using Number = elem_t;
+  struct Row {
+    const Words<elem_t, VEC> (&x)[LANE_ACCESSES];
+    __device__ __forceinline__ float element(int a, int j) const { return x[a].element(j); }
+  };
+  __device__ __forceinline__ Rowwise(const QuantizeParams&, const Place&) {}
+  __device__ __forceinline__ Row row(const Words<elem_t, VEC> (&x)[LANE_ACCESSES], int) const {
+    return {x};
+  }
+  __device__ __forceinline__ const Words<Number, VEC>& words(const Row& row, int a) const {
+    return row.x[a];
+  }
+};
+template <>
+struct Rowwise<true> {
+  using Number = float;
+  Preparation how;
+  template <typename Params>  // that have a Preparation
+  __device__ __forceinline__ Rowwise(const Params& p, const Place& at) : how(p, at.head, at.row0) {}
+  template <typename Loaded>
+  __device__ __forceinline__ PreparedRow row(const Loaded (&x)[LANE_ACCESSES], int row) const {
+    PreparedRow found;
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) found.element(a, j) = x[a].element(j);
+    found.prepare(how, row);
+    return found;
+  }
+  __device__ __forceinline__ Words<Number, VEC> words(const PreparedRow& row, int a) const {
+    Words<Number, VEC> found;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) found.words[j] = __float_as_uint(row.element(a, j));
+    return found;
+  }
+};
+
+// A head's mean in the columns of a lane: in registers, or in shared memory where rows that are
+// prepared need those.
+template <bool>
+struct LaneMean {
+  float x[LANE_ACCESSES][VEC];
+  template <bool MEAN>
+  __device__ __forceinline__ void find(const float (&of_head)[HEAD_DIM]) {
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j)
+        x[a][j] = MEAN && col_of(a) < HEAD_DIM ? of_head[col_of(a) + j] : 0.0f;
+  }
+  __device__ __forceinline__ float at(int a, int j) const { return x[a][j]; }
+};
+template <>
+struct LaneMean<true> {
+  const float* x;
+  template <bool MEAN>
+  __device__ __forceinline__ void find(const float (&of_head)[HEAD_DIM]) {
+    x = of_head;
+  }
+  __device__ __forceinline__ float at(int a, int j) const { return x[col_of(a) + j]; }
+};
+
+// What rows are prepared to: numbers that are made once, since the tables that turn them are twice
+// as many bytes as the rows. Nothing where the words that were loaded are made numbers at each use.
+template <bool, int PASSES>
+struct Made {};
+template <int PASSES>
+struct Made<true, PASSES> {
+  PreparedRow row[PASSES];
+};
+
+// What one lane holds of the block's rows and of the mean. Past the last row stands the last row
+// again: it adds nothing to the reach of its group, and is stored nowhere.
+template <typename Cut>
+struct Rows {
+  static constexpr int PASSES = Cut::PASSES;
+  Words<elem_t, VEC> x[PASSES][LANE_ACCESSES];
+  Made<PREPARED, PASSES> made;
+  LaneMean<PREPARED> mean;
+
+  __device__ __forceinline__ void load(const QuantizeParams& p, const Place& at) {
+    const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
+    int place[PASSES];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass)
+      place[pass] = at.place(p, min(row_of(pass), at.rows - 1));
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const elem_t* row = X + place[pass] * p.X_stride.len;
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        x[pass][a] = {};
+        if (col_of(a) < HEAD_DIM)
+          x[pass][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(row + col_of(a));
+      }
+    }
+  }
+
+  // The whole block takes part; `of_head` is free before.
+  __device__ __forceinline__ void find_mean(
+      float (&of_head)[HEAD_DIM], const QuantizeParams& p, const Place& at) {
+    if constexpr (Cut::MEAN)
+#pragma unroll 1
+      for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS)
+        of_head[col] = channel_mean(p, at, col);
+  }
+
+  // From here on the rows are there and the mean is `of_head`. Past the last row stands the last
+  // one, with its position.
+  __device__ __forceinline__ void begin(
+      const float (&of_head)[HEAD_DIM], const QuantizeParams& p, const Place& at) {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass)
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();
+    if constexpr (PREPARED) {
+      const Rowwise<true> rowwise(p, at);
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass)
+        made.row[pass] = rowwise.row(x[pass], min(row_of(pass), at.rows - 1));
+    }
+    mean.template find<Cut::MEAN>(of_head);
+  }
+
+  __device__ __forceinline__ decltype(auto) row(int pass) const {
+    if constexpr (PREPARED)
+      return (made.row[pass]);
+    else
+      return typename Rowwise<false>::Row{x[pass]};
+  }
+
+  template <typename Row>
+  __device__ __forceinline__ float value(const Row& row, int a, int j) const {
+    const float value = row.element(a, j);
+    return Cut::MEAN ? __fsub_rn(value, mean.at(a, j)) : value;  // R0
+  }
+
+  // How far this lane's part of all rows reaches. Less a mean, a column does so at its ends.
+  __device__ __forceinline__ Reach reach() const {
+    Reach found = {};
+    if constexpr (Cut::MEAN && !PREPARED) {
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        if (col_of(a) >= HEAD_DIM) continue;
+        Ends<elem_t, VEC> ends(x[0][a]);
+#pragma unroll
+        for (int pass = 1; pass < PASSES; ++pass) ends.admit(x[pass][a]);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          found.admit(__fsub_rn(ends.least.element(j), mean.at(a, j)));  // R0
+          found.admit(__fsub_rn(ends.most.element(j), mean.at(a, j)));
+        }
+      }
+    } else {
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass) found.admit(reach(pass));
+    }
+    return found;
+  }
+
+  // The same of one row.
+  __device__ __forceinline__ Reach reach(int pass) const {
+    if constexpr (!Cut::MEAN && !PREPARED) return reach_of(x[pass]);  // past the last column are 0
+    const auto& own = row(pass);
+    Reach found = {};
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+      if (col_of(a) < HEAD_DIM)
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) found.admit(value(own, a, j));
+    return found;
+  }
+
+  // Raises the reach of every group, [GROUPS, SIDES] in shared memory, to that of its rows.
+  __device__ __forceinline__ void raise(uint32_t* of_groups) const {
+    if constexpr (Cut::GROUPS == 1) {
+      const Reach found = shfl_max<WARP_SIZE>(reach());
+      if (lane_id() == 0) found.raise(of_groups);
+      return;
+    }
+    constexpr int NUMBERS = power_of_two_from(PASSES), LEFT = ceil_div(NUMBERS, LANES);
+    uint32_t sides[SIDES][NUMBERS] = {};
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const Reach found = reach(pass);
+#pragma unroll
+      for (int i = 0; i < SIDES; ++i) sides[i][pass] = found.bits[i];
+    }
+    int first = 0;
+#pragma unroll
+    for (int i = 0; i < SIDES; ++i) first = scatter_max<LANES>(sides[i]);
+#pragma unroll
+    for (int i = 0; i < LEFT; ++i)
+      if (row_of(first + i) < Cut::ROWS)
+#pragma unroll
+        for (int side = 0; side < SIDES; ++side)
+          atomicMax(&of_groups[row_of(first + i) / Cut::GROUP * SIDES + side], sides[side][i]);
+  }
+
+  // Stores the codes of the rows, and with zero points the sum of each row's. SATURATED: of scales
+  // that numbers may exceed.
+  template <bool SATURATED>
+  __device__ __forceinline__ void store(
+      const QuantizeParams& p, const Place& at, const Coding (&coding)[Cut::GROUPS]) {
+    int8_t* codes = at.codes(p) + row_in_pass() * CODES_PITCH;  // [rows, CODES_PITCH]
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      if constexpr (!PREPARED)
+#pragma unroll
+        for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();  // not reach's floats
+      const int row = row_of(pass);
+      const auto& own = this->row(pass);
+      const Coding of_row = coding[uint32_t(min(row, Cut::ROWS - 1)) / Cut::GROUP];
+      int sum = 0;
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        if (col_of(a) >= HEAD_DIM) continue;
+        int8_t* target = codes + pass * ROWS_PER_PASS * CODES_PITCH + col_of(a);
+        if constexpr (SATURATED || ZERO_POINTS) {
+          int c[VEC];
+#pragma unroll
+          for (int j = 0; j < VEC; ++j) {
+            const float x = value(own, a, j);
+            sum += c[j] = SATURATED ? of_row.saturated(x) : of_row.code(x);  // R1
+          }
+          if (row < at.rows) store_s8(target, c);
+        } else {
+          float scaled[VEC];
+#pragma unroll
+          for (int j = 0; j < VEC; ++j) scaled[j] = of_row.scaled(value(own, a, j));  // R1
+          if (row < at.rows) store_rounded_s8(target, scaled);
+        }
+      }
+      if constexpr (ZERO_POINTS) {
+        sum = shfl_sum<LANES>(sum);
+        if (lane_in_row() == 0 && row < at.rows) at.code_sum(p)[row] = sum;
+      }
+    }
+  }
+};

@@ -1,0 +1,169 @@
+// quantize_sums.cuh -- what the rows of a head come to, slice by slice: the sum of every channel
+// over the rows of its mean, which alone are read for it, or of all rows the least and the largest
+// number of it too.
+#pragma once
+
+#include "prims/codes/quantize_rows.cuh"
+
+// Rows that a sum waits for at once, and as many at the end of a head, where some may not exist.
+constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES), ROWS_AT_END = ceil_div(2, LANE_ACCESSES);
+
+// Rows that meet in shared memory: those of a pass, or one for each warp where a pass has twice as
+// many, because lanes that prepare them have twice the columns.
+constexpr int FOLDED_ROWS = PREPARED ? NUM_WARPS : ROWS_PER_PASS;
+__device__ __forceinline__ int folded_row() { return PREPARED ? warp_id() : row_in_pass(); }
+__device__ __forceinline__ int folded_col(int access) {
+  return PREPARED && lane_id() >= LANES ? HEAD_DIM : col_of(access);
+}
+
+// Shared memory of the block, for one piece of work after the other: of codes of V it holds a tile.
+constexpr int FOLD_WORDS = FOLDED_ROWS * HEAD_DIM,
+              TILE_WORDS = STEP_V == Step::VALUES ? BLOCK_COLS * VALUES_PAD / 4 : 0,
+              SPACE_WORDS = FOLD_WORDS > TILE_WORDS ? FOLD_WORDS : TILE_WORDS;
+__device__ __forceinline__ uint32_t* shared_space() {
+  __shared__ alignas(16) uint32_t space[SPACE_WORDS];
+  return space;
+}
+
+// Folds the rows of a warp: its first LANES lanes get what all have of their columns.
+template <typename T, typename Combine>
+__device__ __forceinline__ void fold_warp(T (&of_lane)[LANE_ACCESSES][VEC], Combine combine) {
+#pragma unroll
+  for (int offset = LANES; offset < WARP_SIZE; offset *= 2)
+#pragma unroll
+    for (auto& access : of_lane)
+#pragma unroll
+      for (T& x : access) x = combine(x, __shfl_xor_sync(FULL_WARP, x, offset));
+}
+
+// Folds what the lanes have of each column, in rising order of their rows: result(column, all). The
+// whole block takes part; `space` holds numbers of 4 bytes.
+template <typename T, typename Combine, typename Result>
+__device__ __forceinline__ void fold_columns(
+    uint32_t* space, T (&of_lane)[LANE_ACCESSES][VEC], Combine combine, Result result) {
+  auto all = reinterpret_cast<T(*)[HEAD_DIM]>(space);  // [FOLDED_ROWS, HEAD_DIM]
+  if constexpr (PREPARED) fold_warp(of_lane, combine);
+  __syncthreads();  // nobody folds the numbers before these
+#pragma unroll
+  for (int a = 0; a < LANE_ACCESSES; ++a)
+    if (folded_col(a) < HEAD_DIM)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) all[folded_row()][folded_col(a) + j] = of_lane[a][j];
+  __syncthreads();  // every lane's numbers are there before they are folded
+  for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
+    T folded = all[0][col];
+    for (int row = 1; row < FOLDED_ROWS; ++row) folded = combine(folded, all[row][col]);
+    result(col, folded);
+  }
+}
+
+// SUMS_FIRST: counts a slice of which this block has stored what it came to. The last slice of a
+// head waits for the others, and leaves what all came to in place of the first.
+template <bool EXTREMA>
+__device__ __forceinline__ void count_slice(const QuantizeParams& p, const Place& at) {
+  int32_t* summed = p.summed_slices + at.batch_head;
+  if (at.slice + 1 == p.splits)
+    for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
+      await_count(summed, at.slice);
+      at.partial_sum(p, 0)[col] = sum_of_slices(p, at, p.splits, col);
+      if constexpr (EXTREMA) {
+        const auto [least, most] = extrema_of_slices(p, at, p.splits, col);
+        at.extrema(p, 0)[col] = least;
+        at.extrema(p, 0)[HEAD_DIM + col] = most;
+      }
+    }
+  __syncthreads();  // every thread has stored before the block counts
+  if (thread_id() == 0) red_release_add(summed, 1);
+}
+
+// Of a lane's channels, over its rows in rising order.
+template <bool EXTREMA, bool ROWS_PREPARED>
+struct LaneSums {
+  float sum[LANE_ACCESSES][VEC] = {};
+  Ends<typename Rowwise<ROWS_PREPARED>::Number, VEC> ends[LANE_ACCESSES];
+
+  // ROWS rows of the slice from row0 on, one of each pass. WHOLE: all of them exist. Else the last
+  // row stands again past it: it adds nothing, and goes no further.
+  template <bool WHOLE, int ROWS>
+  __device__ __forceinline__ void add(
+      const QuantizeParams& p, const Place& at, const Rowwise<ROWS_PREPARED>& rowwise, int row0) {
+    const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
+    Words<elem_t, VEC> x[ROWS][LANE_ACCESSES];
+    auto row_of_pass = [&](int i) {
+      const int nth = row0 + i * ROWS_PER_PASS, last = WHOLE ? nth : min(nth, at.rows - 1);
+      return EXTREMA ? last : row_of_mean(at.row0 + last, at.length) - at.row0;
+    };
+    int row[ROWS], place[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      row[i] = row_of_pass(i);
+      place[i] = at.place(p, row[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        x[i][a] = {};
+        if (col_of(a) < HEAD_DIM)
+          x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
+              X + place[i] * p.X_stride.len + col_of(a));
+      }
+    if constexpr (ROWS_PREPARED) {  // worked out anew: kept, they take registers that tables need
+      asm volatile("" : "+r"(row0));
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) row[i] = row_of_pass(i);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) x[i][a].use_from_here();
+      const auto numbers = rowwise.row(x[i], row[i]);
+#pragma unroll
+      for (int a = 0; a < LANE_ACCESSES; ++a) {
+        if constexpr (EXTREMA) ends[a].admit(rowwise.words(numbers, a));
+        if ((WHOLE || row0 + i * ROWS_PER_PASS < at.rows) &&
+            (!EXTREMA || is_of_mean(at.row0 + row[i], at.length)))
+#pragma unroll
+          for (int j = 0; j < VEC; ++j) sum[a][j] += numbers.element(a, j);
+      }
+    }
+  }
+};
+
+template <bool EXTREMA, bool ROWS_PREPARED>
+__device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
+  uint32_t* space = shared_space();  // for one fold after the other
+  const Place at(p, block, p.split_rows, !EXTREMA);
+  const Rowwise<ROWS_PREPARED> rowwise(p, at);
+  LaneSums<EXTREMA, ROWS_PREPARED> own;
+  constexpr int TOGETHER = ROWS_IN_FLIGHT * ROWS_PER_PASS, AT_END = ROWS_AT_END * ROWS_PER_PASS;
+  int row0 = 0;
+#pragma unroll 1
+  for (; row0 + TOGETHER <= at.rows; row0 += TOGETHER)
+    own.template add<true, ROWS_IN_FLIGHT>(p, at, rowwise, row0 + row_in_pass());
+#pragma unroll 1
+  for (; row0 < at.rows; row0 += AT_END)
+    own.template add<false, ROWS_AT_END>(p, at, rowwise, row0 + row_in_pass());
+  float* sums = at.partial_sum(p, at.slice);  // [HEAD_DIM]
+  fold_columns(
+      space, own.sum, [](float a, float b) { return a + b; },
+      [&](int col, float x) { sums[col] = x; });
+  if constexpr (EXTREMA) {
+    uint32_t least[LANE_ACCESSES][VEC], most[LANE_ACCESSES][VEC];
+#pragma unroll
+    for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        least[a][j] = ordered_bits(own.ends[a].least.element(j));
+        most[a][j] = ordered_bits(own.ends[a].most.element(j));
+      }
+    uint32_t* extrema = at.extrema(p, at.slice);  // [2, HEAD_DIM]
+    fold_columns(
+        space, least, [](uint32_t a, uint32_t b) { return min(a, b); },
+        [&](int col, uint32_t x) { extrema[col] = x; });
+    fold_columns(
+        space, most, [](uint32_t a, uint32_t b) { return max(a, b); },
+        [&](int col, uint32_t x) { extrema[HEAD_DIM + col] = x; });
+  }
+  if constexpr (SUMS_FIRST) count_slice<EXTREMA>(p, at);
+}

@@ -1,0 +1,51 @@
+// cluster.cuh -- blocks of a cluster: their barrier, and the shared memory of one another (sm_90).
+//
+// CLUSTER_OF_SPLITS (config.cuh) launches a kernel in clusters. A block's shared memory is there
+// from its first arrival at the barrier until it ends, which must not be before all have read it.
+#pragma once
+
+#include "prims/instructions/mma.cuh"
+
+// Arrives at the barrier of the cluster, with all lanes of a warp. A release hands on what a thread
+// did before and what that came after, such as all that the threads of its block did before they
+// met; it waits until its own stores have reached memory (MEMBAR), those to global memory too. A
+// warp whose doings another one hands on arrives with no release.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+// Waits until every thread of the cluster that has not exited has arrived. What was handed on is
+// visible then.
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Waits until every thread of the cluster that has not exited is here. What any of them did before
+// is visible to all of them.
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// Two or four floats of shared memory, of which every block has its own, as block `rank` of the
+// cluster has them. They begin at a multiple of their size.
+template <int N>
+__device__ __forceinline__ Vec<float, N> load_from_block(const float (&own)[N], int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(&own)), "r"(rank));
+  Vec<float, N> x;
+  if constexpr (N == 2)
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(x.v[0]), "=f"(x.v[1])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
+                 : "r"(address)
+                 : "memory");
+  return x;
+}

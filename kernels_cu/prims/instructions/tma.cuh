@@ -1,0 +1,78 @@
+// tma.cuh -- the bulk tensor copy engine (sm_90a): boxes of an array, described by a tensor map.
+#pragma once
+
+#include "prims/instructions/mbarrier.cuh"
+
+// Filled by cuTensorMapEncodeTiled on the host (cupyattn/runtime/tensor_map.py).
+struct alignas(64) TensorMap {
+  uint8_t bytes[128];
+};
+
+// Copies the box at (column, row, head, batch) to shared memory and counts its bytes off the
+// barrier. What lies outside the array arrives as zeros and counts too.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d(
+    void* shared, const TensorMap& map, Mbarrier& barrier, int column, int row, int head,
+    int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+// Copies `bytes` that lie side by side to shared memory, and counts them off the barrier. Addresses
+// and bytes are multiples of 16.
+__device__ __forceinline__ void cp_async_bulk(
+    void* shared, const void* global, int bytes, Mbarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+// Copies a box in shared memory to (column, row, head, batch), in the background; what would lie
+// outside the array is left out.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_store(
+    const TensorMap& map, const void* shared, int column, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
+          "l"(&map),
+      "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until this thread's stores have read their sources.
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// Shows what this thread has written to shared memory to the copy engine.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Zeros in rows [from, to) of the first boxes of a tile, each [rows, 128 bytes], by THREADS
+// threads, whose next barrier shows them to all, wgmma among them. A box brings rows whatever they
+// belong to.
+template <int THREADS, typename T, int BOXES, int BOX_ELEMENTS>
+__device__ __forceinline__ void zero_rows(
+    T (&tile)[BOXES][BOX_ELEMENTS], int from, int to, int boxes = BOXES) {
+  constexpr int CHUNKS = 128 / 16;  // of 16 bytes in a row of a box
+#pragma unroll 1
+  for (int b = 0; b < boxes; ++b)
+#pragma unroll 1
+    for (int i = from * CHUNKS + threadIdx.x % THREADS; i < to * CHUNKS; i += THREADS)
+      reinterpret_cast<Vec<uint32_t, 4>*>(tile[b])[i] = {};
+  fence_proxy_async();
+}
+// One lane of a warp whose lanes are all here.
+__device__ __forceinline__ bool elect_sync() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected;
+}

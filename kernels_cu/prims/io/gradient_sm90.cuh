@@ -1,0 +1,126 @@
+// gradient_sm90.cuh -- what the Hopper kernels of the backward pass do with tiles: rows of operands
+// lie in boxes of 64 columns, swizzled over 128 bytes, and a warpgroup holds 64 rows of a result.
+#pragma once
+
+#include "prims/score/gradient.cuh"
+#include "prims/io/tile_io.cuh"
+#include "prims/instructions/warp.cuh"
+#include "prims/instructions/wgmma.cuh"
+
+constexpr int WARPGROUP = 128;  // threads
+constexpr int BOX_COLS = 64;    // columns per box: 128 bytes, one swizzle
+constexpr int BOX_BYTES = 128;  // per row of a box
+// Past 128 columns there are 256: two warpgroups share them.
+constexpr int BOXES = HEAD_DIM <= 128 ? ceil_div(HEAD_DIM, BOX_COLS) : 4;  // per row of an operand
+constexpr int COLS = HEAD_DIM <= 64    ? 64
+                     : HEAD_DIM <= 128 ? round_up(HEAD_DIM, 32)
+                                       : 256;  // of a gradient, as computed
+
+// ---- products ---------------------------------------------------------------------------------
+
+// D [64, N] = A B^T of 64 rows of a tile A [A_ROWS, HEAD_DIM] and N of B [B_ROWS, HEAD_DIM], in the
+// background.
+template <int A_ROWS, int B_ROWS, int N = B_ROWS>
+__device__ __forceinline__ void start_rows(
+    float (&D_acc)[N / 2], Descriptor A_rows, Descriptor B_rows) {
+  wgmma_use(D_acc);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < ceil_div(HEAD_DIM, 16); ++k) {  // 32 bytes of a row, then the next box
+    const int box = k / 4, byte = k % 4 * 32;
+    Wgmma<elem_t, N>::ss(
+        D_acc, A_rows + (box * A_ROWS * BOX_BYTES + byte),
+        B_rows + (box * B_ROWS * BOX_BYTES + byte), k > 0);
+  }
+  wgmma_commit_group();
+}
+
+// D [64, COLS] += A B of A [64, 16 K_STEPS] in registers and rows B [16 K_STEPS, COLS], in the
+// background.
+template <int K_STEPS>
+__device__ __forceinline__ void start_columns(
+    float (&D_acc)[COLS / 2], uint32_t (&A_frag)[K_STEPS][4], Descriptor B_columns) {
+  wgmma_use(D_acc);
+  wgmma_use(A_frag);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < K_STEPS; ++k)
+    Wgmma<elem_t, COLS>::rs(D_acc, A_frag[k], B_columns + k * 16 * BOX_BYTES);
+  wgmma_commit_group();
+}
+
+// ---- gradients --------------------------------------------------------------------------------
+
+// Columns from `col` on of the rows `row` and row + 8, times `scale`, 16 bytes at a time.
+template <int COUNT, typename T>
+__device__ __forceinline__ void store_gradient(
+    T* rows, int64_t stride, int row, int rows_valid, int col, const float (&acc)[COUNT],
+    float scale) {
+  const int t = lane_id() % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int n = 0; n < COUNT / 4; n += 4) {
+      uint32_t x[4];  // two neighbouring columns each
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* pair = acc + 4 * (n + j) + 2 * h;        // [2]
+        x[j] = pack_rn<T>(pair[0] * scale, pair[1] * scale);  // R12
+      }
+      shfl_transpose(x);
+      if (row + h * 8 < rows_valid)
+        store_columns(rows + (row + h * 8) * stride, col + (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
+    }
+}
+
+// ---- dQ as blocks of keys add it up in memory -------------------------------------------------
+
+// Sums of 64 padded rows and 64 columns lie together, in the order in which the threads of a
+// warpgroup hold their accumulators: [8][128 threads][4], so that a warp adds 512 bytes at a time.
+constexpr int QUERY_SUMS = 32;  // of a thread
+constexpr int QUERY_SUMS_BOXES = ceil_div(HEAD_DIM, 64);
+constexpr int QUERY_SUMS_TILE = 64 * 64;
+
+// Those of the rows from q0 on, box `box` of their columns; past these the next 64 rows'.
+__device__ __forceinline__ float* query_sums(
+    const AttnParams& call, const BackwardParams& grad, int64_t batch, int64_t head, int q0,
+    int box) {
+  const int64_t rows = padded_row(call, grad, batch, head) + q0;
+  return grad.dQ_sum + (rows / 64 * QUERY_SUMS_BOXES + box) * QUERY_SUMS_TILE;
+}
+
+// Adds 16 bytes of floats to memory, each by itself, in any order with those of others.
+__device__ __forceinline__ void red_add_v4(float* global, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b),
+               "f"(c), "f"(d)
+               : "memory");
+}
+
+// Adds a warpgroup's accumulators to sums of 64 rows and 64 columns.
+__device__ __forceinline__ void add_query_sums(float* sums, const float (&acc)[QUERY_SUMS]) {
+#pragma unroll
+  for (int n = 0; n < QUERY_SUMS / 4; ++n)
+    red_add_v4(
+        sums + (n * 128 + threadIdx.x % 128) * 4, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2],
+        acc[4 * n + 3]);
+}
+
+// Writes them, where nobody has added yet.
+__device__ __forceinline__ void store_query_sums(float* sums, const float (&acc)[QUERY_SUMS]) {
+  using Access = Vec<float, 4>;
+#pragma unroll
+  for (int n = 0; n < QUERY_SUMS / 4; ++n)
+    reinterpret_cast<Access*>(sums)[n * 128 + threadIdx.x % 128] = {
+        {acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]}};
+}
+
+// Adds the sums in memory to a warpgroup's accumulators.
+__device__ __forceinline__ void gather_query_sums(float (&acc)[QUERY_SUMS], const float* sums) {
+  using Access = Vec<float, 4>;
+#pragma unroll
+  for (int n = 0; n < QUERY_SUMS / 4; ++n) {
+    const Access x = reinterpret_cast<const Access*>(sums)[n * 128 + threadIdx.x % 128];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[4 * n + i] += x.v[i];
+  }
+}

@@ -1,0 +1,167 @@
+// prepare.cuh -- what becomes of rows of Q and K before they are quantised: divided by their root
+// mean square and weighed (QK_NORM), then turned by their positions (ROPE), all of it in float32.
+// Every operation is one IEEE rounding, named, so that none is contracted and all equal NumPy's:
+// cupyattn/problem/row_preparation.py does the same, bit for bit.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/io/rope.cuh"
+#include "prims/instructions/warp.cuh"
+
+constexpr bool PREPARED = ROPE || QK_NORM;
+constexpr float NOT_A_NUMBER = __builtin_bit_cast(float, 0x7fc00000u);
+
+// Of the parameters of a kernel; nothing where nothing is prepared.
+template <bool>
+struct PrepareParams {};
+template <>
+struct PrepareParams<true> {
+  const float* cos;  // [positions, ANGLES]; not read unless ROPE
+  const float* sin;
+  const float* weight;         // [heads, HEAD_DIM]; not read unless QK_NORM
+  int64_t weight_stride_head;  // 0 shares one vector
+  float eps;                   // added to the mean square
+  int32_t position;            // of row 0
+};
+
+// normalise.cu takes it; cupyattn/plans/prepare_rows.py packs it from one table of (name, type).
+struct NormParams : PrepareParams<true> {
+  const void* X;  // [batch, heads, length, HEAD_DIM], the operand
+  void* Y;        // [batch, heads, length, HEAD_DIM], contiguous: X, every row prepared
+  Strides X_stride;
+  int32_t heads;
+  int32_t length;
+  const int32_t* cu_seqlens;  // [batch + 1], not read unless VARLEN; length is then the longest
+  int32_t total;              // VARLEN: rows of all sequences
+};
+
+// Neighbours added, then neighbours of the sums, and so on: the order is that of a whole row, at
+// any width of access. N is a power of two.
+template <int N>
+__device__ __forceinline__ float sum_of_neighbours(float (&x)[N]) {
+#pragma unroll
+  for (int n = N / 2; n > 0; n /= 2)
+#pragma unroll
+    for (int i = 0; i < n; ++i) x[i] = __fadd_rn(x[2 * i], x[2 * i + 1]);
+  return x[0];
+}
+
+// The same over aligned groups of LANES lanes (a power of two); every lane gets the sum.
+template <int LANES>
+__device__ __forceinline__ float shfl_sum_of_neighbours(float x) {
+#pragma unroll
+  for (int offset = 1; offset < LANES; offset *= 2)
+    x = __fadd_rn(x, __shfl_xor_sync(FULL_WARP, x, offset));
+  return x;
+}
+
+// R0: what normalising multiplies a row by, of the sum of its squares. A sum that overflows, or
+// that holds a NaN or an infinity, gives NaN: never finite garbage.
+__device__ __forceinline__ float norm_factor(float sum_of_squares, float eps) {
+  const float mean = __fadd_rn(__fdiv_rn(sum_of_squares, float(HEAD_DIM)), eps);
+  return sum_of_squares < -NEG_INF ? __frcp_rn(__fsqrt_rn(mean)) : NOT_A_NUMBER;
+}
+
+// Lanes that share a row, each of which takes accesses to either member of its pairs.
+constexpr int PAIR_LANES = power_of_two_from(ROPE_ACCESSES < WARP_SIZE ? ROPE_ACCESSES : WARP_SIZE);
+constexpr int LANE_PAIRS = ceil_div(ANGLES == 0 ? 1 : ROPE_ACCESSES, PAIR_LANES);
+
+// Where a row of one (batch, head) finds what prepares it.
+struct Preparation {
+  const float* cos;     // [rows, ANGLES], from the first row of this block on
+  const float* sin;     // [rows, ANGLES]
+  const float* weight;  // [HEAD_DIM]
+  float eps;
+  __device__ __forceinline__ Preparation(const PrepareParams<true>& p, int64_t head, int row0)
+      : cos(p.cos + int64_t(p.position + row0) * ANGLES),
+        sin(p.sin + int64_t(p.position + row0) * ANGLES),
+        weight(p.weight + head * p.weight_stride_head),
+        eps(p.eps) {}
+};
+
+// What a lane has of a row. Lanes past the last pair have zeros.
+struct PreparedRow {
+  RopePairs<float> of[LANE_PAIRS];
+
+  static __device__ __forceinline__ int pair0(int i) {
+    return int(i * PAIR_LANES + threadIdx.x % PAIR_LANES) * ROPE_PAIRS;
+  }
+  // Column of an access: those of first and of second members in turn. HEAD_DIM: there is none.
+  static __device__ __forceinline__ int column(int access) {
+    const int first = pair0(access / 2);
+    return first < ANGLES ? RopePairs<float>::column(access % 2, first) : HEAD_DIM;
+  }
+  __device__ __forceinline__ float& element(int access, int j) {
+    return of[access / 2].x[access % 2].v[j];
+  }
+  __device__ __forceinline__ float element(int access, int j) const {
+    return of[access / 2].x[access % 2].v[j];
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void load(const T* row) {
+#pragma unroll
+    for (int i = 0; i < LANE_PAIRS; ++i) {
+      RopePairs<T> pairs = {};
+      if (pair0(i) < ANGLES) pairs.load(row, pair0(i));
+#pragma unroll
+      for (int a = 0; a < 2; ++a)
+#pragma unroll
+        for (int j = 0; j < ROPE_PAIRS; ++j) of[i].x[a].v[j] = to_float(pairs.x[a].v[j]);
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store(T* row) const {
+#pragma unroll
+    for (int access = 0; access < 2 * LANE_PAIRS; ++access) {
+      if (column(access) == HEAD_DIM) continue;
+      Vec<T, ROPE_PAIRS> rounded;
+#pragma unroll
+      for (int j = 0; j < ROPE_PAIRS; ++j) rounded.v[j] = from_float<T>(element(access, j));  // R0
+      st_global(row + column(access), rounded);
+    }
+  }
+
+  // All lanes of the row take part.
+  __device__ __forceinline__ void prepare(const Preparation& how, int row) {
+    if constexpr (QK_NORM) normalise(how);
+    if constexpr (ROPE)
+#pragma unroll
+      for (int i = 0; i < LANE_PAIRS; ++i)
+        if (pair0(i) < ANGLES)
+          of[i].turn(
+              how.cos + int64_t(row) * ANGLES + pair0(i),
+              how.sin + int64_t(row) * ANGLES + pair0(i));
+  }
+
+  __device__ __forceinline__ void normalise(const Preparation& how) {
+    constexpr int NUMBERS = power_of_two_from(LANE_PAIRS);
+    float sums[NUMBERS] = {};
+#pragma unroll
+    for (int i = 0; i < LANE_PAIRS; ++i) {
+      float squares[ROPE_PAIRS];  // of the two members of a pair
+#pragma unroll
+      for (int j = 0; j < ROPE_PAIRS; ++j) {
+        const float a = of[i].first(j), b = of[i].second(j);
+        squares[j] = __fadd_rn(__fmul_rn(a, a), __fmul_rn(b, b));
+      }
+      sums[i] = shfl_sum_of_neighbours<PAIR_LANES>(sum_of_neighbours(squares));
+    }
+    const float factor = norm_factor(sum_of_neighbours(sums), how.eps);
+    constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access
+#pragma unroll
+    for (int access = 0; access < 2 * LANE_PAIRS; ++access)
+      if (column(access) < HEAD_DIM)
+#pragma unroll
+        for (int j0 = 0; j0 < ROPE_PAIRS; j0 += WIDTH) {
+          const auto weight =
+              *reinterpret_cast<const Vec<float, WIDTH>*>(how.weight + column(access) + j0);
+#pragma unroll
+          for (int j = 0; j < WIDTH; ++j) {
+            float& x = element(access, j0 + j);
+            x = __fmul_rn(__fmul_rn(x, factor), weight.v[j]);  // R0
+          }
+        }
+  }
+};

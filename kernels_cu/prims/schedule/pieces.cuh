@@ -1,0 +1,41 @@
+// pieces.cuh -- what the blocks of a persistent kernel take where all tiles are of one size: whole
+// ones in waves, and of the last, incomplete wave as many steps over keys each. So a tile of that
+// wave is cut into pieces, of which a block takes at most the end of one and the beginning of the
+// next; every piece leaves what it came to, and merge_pieces.cu brings them together.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/params.cuh"
+
+constexpr int NO_TILE = 0x7fffffff;
+
+// A tile, or a piece of one: the steps [first, first + steps) over its keys, and where a piece
+// leaves what it came to. Slots are counted along the steps of all tiles that are cut: one more for
+// every block and for every tile.
+struct Piece {
+  int tile;  // NO_TILE: there is no more
+  int first, steps;
+  int slot;  // -1: a whole tile
+
+  // The one with this index, of block + i * blocks, counted as whole tiles are.
+  __device__ __forceinline__ Piece(const PieceParams& pieces, int index, int block, int blocks)
+      : tile(index), first(0), steps(pieces.steps), slot(-1) {
+    if (index < pieces.whole) return;
+    const int number = (index - pieces.whole) / blocks;  // of this block's pieces
+    const int begin = block * pieces.share;
+    const int end = min(begin + pieces.share, pieces.cut * pieces.steps);
+    const int border = (begin / pieces.steps + 1) * pieces.steps;  // where its tile ends
+    const int from = number == 0 ? begin : border, to = number == 0 ? min(border, end) : end;
+    tile = NO_TILE;
+    if (number > 1 || from >= to) return;
+    const int cut_tile = from / pieces.steps;
+    tile = pieces.whole + cut_tile, first = from - cut_tile * pieces.steps, steps = to - from;
+    slot = block + cut_tile;
+  }
+};
+
+// What a row of a piece came to, beside O.
+struct PieceRow {
+  float M, l;    // as RowState has them
+  float l_of_O;  // the l that O is divided by
+};

@@ -1,0 +1,60 @@
+// quantize_turns.cuh -- which work a block of quantize.cu takes, where codes of a head wait for
+// what its rows come to.
+//
+// Round by round: the slices of one head are summed; codes are made of a head that was summed some
+// rounds before, whose rows are still in the L2 cache; and of a share of what waits for nothing.
+// Blocks take pieces of work in this order as they begin, and a piece waits for pieces before it
+// alone: whoever has those has begun. So no block waits for ever, however few run at once.
+// Tried, lost: blocks that go on to a next piece, whose number they took early. What they hold has
+// not begun while they wait, and others wait for it (experiments/results/NOTES.md).
+#pragma once
+
+#include "prims/codes/quantize_sums.cuh"
+
+struct TurnParams {
+  int32_t* next;   // [1], zero at first: the number of the next piece of work
+  int32_t rounds;  // with a head of K or V each, and those of Q that share it
+  int32_t lag;     // rounds from the sums of a head to its codes
+};
+
+// Does a piece of work if it is of this operand: sums a slice, or calls run(task, parameters, which
+// block of its operand) for codes. Otherwise `work` becomes its number among those of the others.
+template <typename Own, typename Run>
+__device__ __forceinline__ bool works_on(
+    const QuantizeParams& p, const TurnParams& turn, int round, int& work, Run run) {
+  constexpr bool WAITS = Own::FIRST != Step::NONE;
+  if constexpr (WAITS) {
+    if (work < p.first_blocks) {
+      if (round < turn.rounds)
+        sum_slice<Own::FIRST == Step::EXTREMA, Own::PREPARED>(p, round * p.first_blocks + work);
+      return true;
+    }
+    work -= p.first_blocks;
+  }
+  if (work < p.blocks) {
+    const int head = WAITS ? round - turn.lag : round;
+    if (0 <= head && head < turn.rounds) run(Own(), p, head * p.blocks + work);
+    return true;
+  }
+  work -= p.blocks;
+  return false;
+}
+
+template <typename Run>
+__device__ __forceinline__ void in_turn(
+    const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v,
+    const TurnParams& turn, Run run) {
+  using V = Task<FIRST_V, STEP_V, CutQ, false>;
+  using K = Task<FIRST_K, STEP_K, CutK, PREPARED>;
+  using Q = Task<FIRST_Q, STEP_Q, CutQ, PREPARED>;
+  __shared__ uint32_t taken;
+  if (thread_id() == 0) taken = atomicAdd(turn.next, 1);
+  const uint32_t of_round =
+      v.first_blocks + v.blocks + k.first_blocks + k.blocks + q.first_blocks + q.blocks;
+  __syncthreads();  // the number is there
+  const int round = taken / of_round;
+  int work = taken % of_round;
+  if (works_on<V>(v, turn, round, work, run)) return;
+  if (works_on<K>(k, turn, round, work, run)) return;
+  works_on<Q>(q, turn, round, work, run);
+}

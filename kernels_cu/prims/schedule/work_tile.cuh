@@ -1,0 +1,45 @@
+// work_tile.cuh -- what a block of a persistent kernel over codes works on: the thread that copies
+// finds it, and leaves it beside Q for those that compute.
+#pragma once
+
+#include "prims/params.cuh"
+#include "prims/schedule/tile_order.cuh"
+#include "prims/io/varlen.cuh"
+#include "prims/instructions/warp.cuh"
+
+// Which query rows of which head, and how many steps over keys: one at least, if only to find that
+// all of them are masked. VARLEN: `batch` is the sequence; to the copy engine all are one entry.
+struct WorkTile : Sequences<VARLEN> {
+  int q0;  // -1: there is no more
+  int head, head_kv, batch, steps;
+  int first, slot;  // as a Piece has them
+  int nothing;      // it is read 16 bytes at a time
+  __device__ __forceinline__ int entry() const { return VARLEN ? 0 : batch; }  // of the tensor maps
+};
+
+// Tile `index` of a sequence or of all, whose values V take so many bytes each; UNEVEN as place_of
+// has it. Its steps are still to be counted.
+template <bool UNEVEN, int VALUE_BYTES>
+__device__ __forceinline__ WorkTile
+work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, int index) {
+  const int batch_heads = VARLEN ? p.heads : p.heads * p.batch;
+  const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
+  const int64_t head_bytes = keys * HEAD_DIM * (sizeof(int8_t) + VALUE_BYTES);
+  const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
+  const int head = place.batch_head % p.heads;
+  return {
+      sequences,
+      place.q0,
+      head,
+      head / (p.heads / p.heads_kv),
+      VARLEN ? sequence : place.batch_head / p.heads,
+      0,
+      0,
+      -1};
+}
+
+// The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
+__device__ __forceinline__ WorkTile uniform(WorkTile tile) {
+  return {uniform<VARLEN>(tile), uniform(tile.q0),    uniform(tile.head),  uniform(tile.head_kv),
+          uniform(tile.batch),   uniform(tile.steps), uniform(tile.first), uniform(tile.slot)};
+}

@@ -1,0 +1,256 @@
+// score.cuh -- what features do to a score: which keys a query row may attend to, softcap and bias.
+// A kernel without features compiles all of this to one comparison with len_kv.
+#pragma once
+
+#include "prims/config.cuh"
+#include "prims/score/online_softmax.cuh"
+#include "prims/params.cuh"
+#include "prims/instructions/warp.cuh"
+
+// ---- by place: causal mask and window --------------------------------------------------------
+//
+// STACKED: query rows are those of several heads, one head behind the other. Any of them may stand
+// for the first and the last row of its head.
+
+// Keys [kv_begin, kv_end) are all that any of the query rows [q0, q0 + rows) may attend to by their
+// place. Steps over keys start at kv_begin rounded down.
+__device__ __forceinline__ int kv_begin(const AttnParams& p, int q0) {
+  if constexpr (WINDOW) return max(0, q0 + p.window_shift);
+  return 0;
+}
+__device__ __forceinline__ int kv_end(const AttnParams& p, int q0, int rows) {
+  if constexpr (STACKED) q0 = 0, rows = p.stack;
+  if constexpr (CAUSAL) return max(0, min(p.len_kv, q0 + rows + p.causal_shift));
+  return p.len_kv;
+}
+
+// Query rows [q_begin, q_end) are all that may attend to any of the keys [kv0, kv0 + keys).
+__device__ __forceinline__ int q_begin(const AttnParams& p, int kv0) {
+  if constexpr (CAUSAL) return max(0, kv0 - p.causal_shift);
+  return 0;
+}
+__device__ __forceinline__ int q_end(const AttnParams& p, int kv0, int keys) {
+  if constexpr (WINDOW) return max(0, min(p.len_q, kv0 + keys - p.window_shift));
+  return p.len_q;
+}
+
+// Keys [kv_unmasked_begin, kv_unmasked_end) have a place that every one of query rows q0 to
+// q0 + rows may attend to.
+__device__ __forceinline__ int kv_unmasked_begin(const AttnParams& p, int q0, int rows) {
+  if constexpr (WINDOW) return q0 + rows - 1 + p.window_shift;
+  return 0;
+}
+__device__ __forceinline__ int kv_unmasked_end(const AttnParams& p, int q0) {
+  if constexpr (STACKED) q0 = 0;
+  if constexpr (CAUSAL) return max(0, min(p.len_kv, q0 + 1 + p.causal_shift));
+  return p.len_kv;
+}
+
+// May query row `row` attend to a key in the place `key`?
+// NOTE: two comparisons and not one with the lesser bound, which lives in a register for every row.
+__device__ __forceinline__ bool admitted(const AttnParams& p, int row, int key) {
+  if constexpr (STACKED && CAUSAL) row %= p.stack;
+  if constexpr (WINDOW)
+    if (key < row + p.window_shift) return false;
+  if constexpr (CAUSAL) return key < p.len_kv && key <= row + p.causal_shift;
+  return key < p.len_kv;
+}
+
+// Which scores of a step are admitted, of those that wgmma leaves in a lane: score i is one of row
+// q, or of q + 8, and of key kv0 + i / 4 * 8 + lane % 4 * 2 + i % 2. What depends on i alone is a
+// constant, and the rest is found once: what `admitted` asks of a key, as the two ends of a row's.
+struct ScoreMask {
+  int begin[2], end[2];  // of constants, by row
+
+  __device__ __forceinline__ ScoreMask(const AttnParams& p, int q, int kv0) {
+    const int first = kv0 + lane_id() % 4 * 2;  // key of this lane's score 0
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = STACKED && CAUSAL ? (q + h * 8) % p.stack : q + h * 8;
+      if (WINDOW) begin[h] = row + p.window_shift - first;
+      end[h] = (CAUSAL ? min(p.len_kv, row + p.causal_shift + 1) : p.len_kv) - first;
+    }
+  }
+  __device__ __forceinline__ bool admits(int i) const { return admits_any(i, i); }
+  // Whether it admits one of those from `first` to `last`, two scores of one row.
+  __device__ __forceinline__ bool admits_any(int first, int last) const {
+    const int h = first / 2 % 2;
+    return (!WINDOW || key_of(last) >= begin[h]) && key_of(first) < end[h];
+  }
+  __device__ __forceinline__ static int key_of(int i) { return i / 4 * 8 + i % 2; }
+};
+
+// ---- by block: which steps over keys are taken -----------------------------------------------
+
+// The rows [first, last) of an operand, STEP of them at a time, of which a block mask keeps whole
+// blocks of BLOCK. Steps are counted in rows: step number n, a multiple of STEP with
+// begin < n + STEP and n < end, starts at row key(n). Of a block mask only the kept blocks are
+// counted, one behind the other; without one every step is where its number says.
+template <int BLOCK, int STEP>
+struct KeptBlocks {
+  int begin, end;
+  const int32_t* blocks;  // [count], rising
+
+  __device__ __forceinline__ KeptBlocks(int first, int last) : begin(first), end(last) {}
+
+  // The same of the blocks that are listed, their count before them: [1 + count].
+  __device__ __forceinline__ void keep(const int32_t* listed, int first, int last) {
+    blocks = listed;
+    end = *blocks++ * BLOCK;
+    begin = count_before(first - STEP + 1);
+    end = count_before(last);
+  }
+
+  // The first row of a step. Steps past the end ask as well, and get any number.
+  __device__ __forceinline__ int key(int number) const {
+    if constexpr (BLOCK_MASK) {
+      if (number >= end) return number;
+      return blocks[number / BLOCK] * BLOCK + number % BLOCK;
+    }
+    return number;
+  }
+
+  // The number of the first step that starts at row `limit` or later; end where none does.
+  __device__ __forceinline__ int count_before(int limit) const {
+    int low = 0, high = end / STEP;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (key(middle * STEP) < limit)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low * STEP;
+  }
+
+  // Is there a step that starts at row `row`?
+  __device__ __forceinline__ bool include(int row) const {
+    if constexpr (BLOCK_MASK) {
+      const int number = count_before(row);
+      return number < end && key(number) == row;
+    }
+    return true;
+  }
+};
+
+// The keys that query rows [q0, q0 + BLOCK_Q) of one head step over, among the keys [first, last)
+// that their place leaves.
+struct KeptKeys : KeptBlocks<BLOCK_MASK_KV, BLOCK_KV> {
+  __device__ __forceinline__
+  KeptKeys(const AttnParams& p, int64_t batch, int64_t head, int q0, int first, int last)
+      : KeptBlocks(first, last) {
+    if constexpr (BLOCK_MASK)
+      keep(
+          p.kept_blocks + batch * p.kept_stride.batch + head * p.kept_stride.head +
+              q0 / BLOCK_MASK_Q * p.kept_stride.len,
+          first, last);
+  }
+};
+
+// ---- scores ----------------------------------------------------------------------------------
+
+// The factor of products that are scaled before S4 by a row's own scale: to log2 units, or natural.
+__device__ __forceinline__ float softmax_scale(const AttnParams& p) {
+  return NATURAL_SCORES ? p.scale : p.scale_log2;
+}
+
+// That factor times the scale of a row's codes. Never 0, so that -inf stays what it is: masked.
+__device__ __forceinline__ float row_factor(float factor, float scale) {
+  const float product = factor * scale;
+  return product == 0.0f ? __int_as_float(1) : product;
+}
+
+// M and the exponent of 2 of a score, `to_log2` being what brings a product q.k to log2 units.
+// Natural scores are subtracted before they are multiplied, which a bias of any size may pass.
+__device__ __forceinline__ float row_maximum(float m, float to_log2) {
+  return NATURAL_SCORES ? m : m * to_log2;
+}
+__device__ __forceinline__ float exponent(float S, float to_log2, float minus_M) {
+  return NATURAL_SCORES ? (S + minus_M) * LOG2E : fmaf(S, to_log2, minus_M);
+}
+
+// The same where they may be of any size. Below LARGEST_SCORE, M to nearest leaves no exponent past
+// LARGEST_EXPONENT. From there on M is rounded down, so that the largest score weighs at least 1,
+// and what M cannot tell from it weighs the same: no more than P, in 16 bits, and its sums hold.
+constexpr float LARGEST_SCORE = 0x1p27f, LARGEST_EXPONENT = 8.0f;
+__device__ __forceinline__ float row_maximum_of_any_size(float m, float to_log2) {
+  const float M = row_maximum(m, to_log2);
+  return NATURAL_SCORES || fabsf(M) < LARGEST_SCORE ? M : __fmul_rd(m, to_log2);
+}
+__device__ __forceinline__ float exponent(float S, float to_log2, float minus_M, bool capped) {
+  const float x = exponent(S, to_log2, minus_M);
+  return capped && !NATURAL_SCORES ? min_nan(x, LARGEST_EXPONENT) : x;
+}
+
+// The same for a lane's scores of two rows, no exponent being capped where M neither rises nor is
+// large. Does it rise to m, or is it not below LARGEST_SCORE? -inf, before the first key, is not.
+__device__ __forceinline__ bool rises_or_large(
+    const RowState (&state)[2], const float (&m)[2], float to_log2) {
+  return row_maximum(m[0], to_log2) > state[0].M || row_maximum(m[1], to_log2) > state[1].M ||
+         fmaxf(fabsf(state[0].M), fabsf(state[1].M)) >= LARGEST_SCORE;
+}
+// If so, M as a number that may be subtracted. Where one is large, capped exponents take the place
+// of all N scores, score i being one of row i / 2 % 2, and 1 and 0 that of the factor and of M.
+template <int N>
+__device__ __forceinline__ void subtract_large(
+    const RowState (&state)[2], float* S, float& to_log2, float (&M)[2]) {
+  M[0] = state[0].M_finite(), M[1] = state[1].M_finite();
+  if (NATURAL_SCORES || fmaxf(fabsf(M[0]), fabsf(M[1])) < LARGEST_SCORE) return;
+#pragma unroll
+  for (int i = 0; i < N; ++i) S[i] = exponent(S[i], to_log2, -M[i / 2 % 2], true);
+  to_log2 = 1.0f, M[0] = M[1] = 0.0f;
+}
+
+// The scores of one head: what becomes of its products q.k, and which of them are masked.
+struct Scores {
+  const AttnParams& p;
+  const bool* mask;    // [len_q, len_kv], strided
+  const bias_t* bias;  // [len_q, len_kv], strided
+
+  __device__ __forceinline__ Scores(const AttnParams& p, int64_t batch, int64_t head) : p(p) {
+    if constexpr (MASK) mask = p.mask + batch * p.mask_stride.batch + head * p.mask_stride.head;
+    if constexpr (BIAS)
+      bias = static_cast<const bias_t*>(p.bias) + batch * p.bias_stride.batch +
+             head * p.bias_stride.head;
+  }
+
+  // The score of query row `row` and key `key` whose scaled product is x, before masks. Rows and
+  // keys past the end ask as well, here and below.
+  __device__ __forceinline__ float of(float x, int row, int key) const {
+    if constexpr (SOFTCAP) x = p.softcap * tanhf(x * p.softcap_inverse);  // R3
+    if constexpr (BIAS) {
+      row = min(row, p.len_q - 1), key = min(key, p.len_kv - 1);
+      const float b = to_float(bias[row * p.bias_stride.row + key * p.bias_stride.key]);
+      // NOTE: __fadd_rn is not contracted with the product before it: R3 rounds here. A bias of
+      // -inf masks the key, whatever stands there.
+      x = b == NEG_INF ? NEG_INF : __fadd_rn(x, b);  // R3
+    }
+    return x;
+  }
+
+  // How fast that score rises with x.
+  __device__ __forceinline__ float slope(float x) const {
+    if constexpr (SOFTCAP) {
+      const float t = tanhf(x * p.softcap_inverse);
+      return fmaf(-t, t, 1.0f);
+    }
+    return 1.0f;
+  }
+
+  // May the row attend to the key?
+  __device__ __forceinline__ bool admit(int row, int key) const {
+    if constexpr (MASK)
+      return admitted(p, row, key) && row < p.len_q &&
+             mask[row * p.mask_stride.row + key * p.mask_stride.key];
+    return admitted(p, row, key);
+  }
+
+  // Are the scores of query rows [q0, q0 + rows) and keys [kv0, kv0 + keys) their products as they
+  // stand?
+  __device__ __forceinline__ bool are_products(int q0, int rows, int kv0, int keys) const {
+    if constexpr (NATURAL_SCORES || MASK) return false;
+    if constexpr (WINDOW)
+      if (kv0 < kv_unmasked_begin(p, q0, rows)) return false;
+    return kv0 + keys <= kv_unmasked_end(p, q0);
+  }
+};
