@@ -10,14 +10,14 @@
 // Differs      tiles of a mask or a bias are dealt out as they come (UNEVEN), not cut into pieces;
 //              with a bias the batch entries of one tile follow one another, which read one bias.
 #include "prims/config.cuh"
-#include "prims/named_barrier.cuh"
-#include "prims/online_softmax.cuh"
-#include "prims/output.cuh"
+#include "prims/instructions/named_barrier.cuh"
+#include "prims/score/online_softmax.cuh"
+#include "prims/io/output.cuh"
 #include "prims/params.cuh"
-#include "prims/pieces.cuh"
-#include "prims/score.cuh"
-#include "prims/tile_order.cuh"
-#include "prims/varlen.cuh"
+#include "prims/schedule/pieces.cuh"
+#include "prims/score/score.cuh"
+#include "prims/schedule/tile_order.cuh"
+#include "prims/io/varlen.cuh"
 #include "hook.cuh"
 
 constexpr int WARPGROUP = 128;                       // threads

@@ -4,9 +4,9 @@
 #pragma once
 
 #include "prims/config.cuh"
-#include "prims/mma.cuh"
+#include "prims/instructions/mma.cuh"
 #include "prims/params.cuh"
-#include "prims/warp.cuh"
+#include "prims/instructions/warp.cuh"
 #include "tanh.cuh"
 
 constexpr bool HOOK_SOFTCAP = HOOK_SOFTCAP_ON;

@@ -3,7 +3,7 @@
 // tile and list_steps follows; of a mask of keys one block does both for a whole row.
 #include "prims/config.cuh"
 #include "prims/params.cuh"
-#include "prims/warp.cuh"
+#include "prims/instructions/warp.cuh"
 #include "hook.cuh"
 
 constexpr int OCTETS = BLOCK_KV / 8;

@@ -7,8 +7,8 @@
 #pragma once
 
 #include "prims/config.cuh"
-#include "prims/exp2.cuh"
-#include "prims/warp.cuh"
+#include "prims/instructions/exp2.cuh"
+#include "prims/instructions/warp.cuh"
 
 // 1 / x; at most 1 ulp from it, subnormal numbers are flushed to zero, 1 / inf = +0.
 __device__ __forceinline__ float rcp_approx_ftz(float x) {
