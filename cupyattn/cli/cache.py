@@ -1,11 +1,16 @@
-"""The cache of compiled kernels and of float64 references: show it, clear it, fill it beforehand.
+"""The cache of compiled kernels and of float64 references: show it, clear it, fill it beforehand,
+limit its size.
 
 SPEC is VARIANT:hdHEAD_DIM:DTYPE[:causal][:lse], for example fa_tc:hd128:fp16:causal. It compiles
-what a call on aligned, contiguous arrays of that kind needs; no GPU is needed."""
+what a call on aligned, contiguous arrays of that kind needs; no GPU is needed.
+
+Beyond SIZE (1 GiB by default; 512MiB, 2GB or none) the kernels that were not used for the longest
+time are deleted. CUPYATTN_CACHE_SIZE stands in place of what --limit has set."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,7 +20,7 @@ import numpy as np
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.cli import output, verify
 from cupyattn.compiler import architectures as compiler_architectures
-from cupyattn.compiler import disk_cache, target
+from cupyattn.compiler import disk_cache, size_limit, target
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.compiler.target import HOPPER_CAPABILITY
@@ -42,6 +47,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", default=4, help="compilations at a time (4)"
     )
+    parser.add_argument(
+        "--limit",
+        metavar="SIZE",
+        help="let kernels take SIZE at most, from now on and in every process, or 'default'",
+    )
     parser.add_argument("--json", metavar="FILE", help="write what there is to a file too")
 
 
@@ -60,23 +70,42 @@ def run(args: argparse.Namespace) -> int:
         for text in args.warm
         for spec in parse_spec(text, arch)
     ]
+    limit = _set_limit(args.limit) if args.limit else size_limit.current()
     if args.clear:
         kernels, references = compiler.cache_clear(), verify.clear_references()
         print(f"forgot {kernels} kernels and {references} references")
     if jobs:
         warm(list(dict.fromkeys(jobs)), args.threads)
+    if args.limit:
+        deleted, size = size_limit.trim(limit.bytes)
+        print(f"deleted {deleted} kernels, {format_bytes(size)}")
     info = compiler.cache_info()
     references, size = verify.reference_info()
     unused = disk_cache.why_unused(info.folder)
     print(f"{info.folder}" + (f" is not used: {unused}" if unused else ""))
-    print(f"{info.entries} kernels, {format_bytes(info.bytes)}")
+    most = "no limit" if limit.bytes is None else f"{format_bytes(limit.bytes)} at most"
+    print(f"{info.entries} kernels, {format_bytes(info.bytes)}; {most} ({limit.source})")
     print(f"{references} references, {format_bytes(size)}")
     if args.json:
         found = {"folder": str(info.folder), "kernels": info.entries, "kernel_bytes": info.bytes}
         found |= {"compiled": info.compiled, "references": references, "reference_bytes": size}
-        found["not_used"] = unused
+        found |= {"not_used": unused, "limit_bytes": limit.bytes, "limit_from": limit.source}
         output.write_json(args.json, found)
     return 0
+
+
+def _set_limit(text: str) -> size_limit.Limit:
+    """Keep a limit in the cache folder, and return it."""
+    if given := os.environ.get(size_limit.VARIABLE):
+        raise ValueError(
+            f"--limit has no effect beside {size_limit.VARIABLE}={given}: unset that variable, or "
+            "change it"
+        )
+    if text == "default":
+        size_limit.forget()
+    else:
+        size_limit.store(size_limit.parse(text, "--limit"))
+    return size_limit.current()
 
 
 def _architectures() -> list[str]:

@@ -1,16 +1,20 @@
 """Files of compiled kernels: whole or absent, checked when read, in one folder.
 
 An entry is one file; one that does not read back correctly counts as absent. A kernel is code, so a
-folder or an entry that another user owns or may write to is not used.
+folder or an entry that another user owns or may write to is not used. An entry's modification time
+is that of its last use, to the hour; `cupyattn.compiler.size_limit` deletes by it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+import re
 import stat
 import threading
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,11 +24,15 @@ from cupyattn.files import open_regular, replacing, writable_by_others
 FORMAT = 2
 #: Bytes of an entry that are read at most: kernels have a few million.
 MOST = 2**28
+#: Seconds for which an entry that was used is not marked as used again.
+USE_INTERVAL = 3600.0
+#: Names of entries: a folder that the user chose may hold other files, which are none of ours.
+ENTRY = re.compile(r"[0-9a-f]{64}\.bin")
 _MAGIC = b"cupyattn-binary-%d\n" % FORMAT
 
 _log = logging.getLogger("cupyattn")
 _lock = threading.Lock()
-_warned_folders: set[Path] = set()
+_warned: set[Path] = set()
 
 
 def cache_folder() -> Path:
@@ -37,7 +45,8 @@ def cache_folder() -> Path:
 
 def entries() -> list[Path]:
     """Return the files of the cache."""
-    return regular_files(cache_folder(), ".bin")
+    found = regular_files(cache_folder(), ".bin")
+    return [path for path in found if ENTRY.fullmatch(path.name)]
 
 
 def regular_files(folder: Path, suffix: str) -> list[Path]:
@@ -74,7 +83,7 @@ def open_own(path: Path) -> BinaryIO:
         If it is no regular file, or another user owns it or may write to it.
     """
     if why := why_unused(path.parent):
-        _warn_once(path.parent, f"the cache {path.parent} is not used: {why}")
+        warn_once(path.parent, f"the cache {path.parent} is not used: {why}")
         raise FileNotFoundError(str(path))
     file = open_regular(path, follow_links=False)
     why = writable_by_others(os.fstat(file.fileno()))
@@ -100,17 +109,23 @@ def make_folder(folder: Path) -> bool:
     for made in (cache_folder(), folder):
         made.mkdir(mode=0o755, parents=True, exist_ok=True)
     if why := why_unused(folder):
-        _warn_once(folder, f"the cache {folder} is not used: {why}")
+        warn_once(folder, f"the cache {folder} is not used: {why}")
         return False
     return True
 
 
 def read(key: str) -> bytes | None:
-    """Return what was written under a key, None where there is nothing or it is damaged."""
+    """Return what was written under a key, None where there is nothing or it is damaged.
+
+    Parameters
+    ----------
+    key : str
+        A SHA-256 digest in hexadecimal.
+    """
     path = cache_folder() / f"{key}.bin"
     try:
         with open_own(path) as file:
-            content = file.read(MOST)
+            content, used = file.read(MOST), os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -120,7 +135,16 @@ def read(key: str) -> bytes | None:
     if not content.startswith(_MAGIC) or _checksum(key, payload) != checksum:
         _log.warning("%s is damaged: compiling again", path)
         return None
+    _mark_used(path, used)
     return payload
+
+
+def _mark_used(path: Path, before: float) -> None:
+    """Renew the time of an entry's last use; a folder that refuses is no reason to fail."""
+    now = time.time()
+    if abs(now - before) > USE_INTERVAL:  # also if a clock was wrong and it lies in the future
+        with contextlib.suppress(OSError):
+            os.utime(path, (now, now))
 
 
 def write(key: str, payload: bytes) -> None:
@@ -133,7 +157,7 @@ def write(key: str, payload: bytes) -> None:
             own_alone(file)
             file.write(_MAGIC + _checksum(key, payload) + payload)
     except OSError as error:
-        _warn_once(folder, f"cannot keep compiled kernels in {folder}: {error}")
+        warn_once(folder, f"cannot keep compiled kernels in {folder}: {error}")
 
 
 def own_alone(file: BinaryIO) -> None:
@@ -147,9 +171,10 @@ def _checksum(key: str, payload: bytes) -> bytes:
     return hashlib.sha256(key.encode() + b"\n" + payload).digest()
 
 
-def _warn_once(folder: Path, message: str) -> None:
+def warn_once(path: Path, message: str) -> None:
+    """Log a warning about a folder or a file, the first time only."""
     with _lock:
-        first = folder not in _warned_folders
-        _warned_folders.add(folder)
+        first = path not in _warned
+        _warned.add(path)
     if first:
         _log.warning("%s", message)

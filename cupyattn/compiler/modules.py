@@ -5,7 +5,7 @@ binary on the current device. This is the only file that mentions ``cupy.RawModu
 
 The cache is keyed by the source, every header that an ``#include`` reaches, the options, the
 version of NVRTC and the architecture, so that an edited header is never answered with an old
-binary. `cupyattn.compiler.disk_cache` keeps the files.
+binary. `cupyattn.compiler.disk_cache` keeps the files, `size_limit` their number in bounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cupyattn.compiler import disk_cache, nvrtc
+from cupyattn.compiler import disk_cache, nvrtc, size_limit
 from cupyattn.compiler.architectures import ARCHITECTURES as ARCHITECTURES
 from cupyattn.compiler.architectures import LEAST_CAPABILITY
 from cupyattn.compiler.architectures import capability_of as capability_of
@@ -220,8 +220,10 @@ def _compiled(
         if binary is not None:
             _count("disk_hits", binary)
         else:
+            limit = size_limit.current().bytes  # a wrong one is told before the compiler runs
             binary = _count("compiled", _compile(spec, source, arch, options, compiler, folder))
             _write_entry(key, binary)
+            size_limit.trim(limit, newest=key)
         _memory[key] = binary
         return binary
 

@@ -19,7 +19,7 @@ from cupyattn.ops.attention import ATTENTION
 from cupyattn.ops.call_operands import known_call
 from cupyattn.ops.mirrored import scoring_of
 from cupyattn.ops.operation import Known, make_ready, run
-from cupyattn.plans.backward import plan_backward
+from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Operand, Plan, Stage, Work, Workspace, laid_out
 from cupyattn.plans.stages import architecture
@@ -430,7 +430,7 @@ def plan_of(problem: Problem) -> Plan:
         of_gradient = "BHSD" if turned or problem.facts[0] else layout
         described[f"d{name}"] = laid_out(tuple(x.shape), x.dtype.itemsize, of_gradient)
     return plan_backward(
-        replace(request.call, rope="", rope_offset_q=0), **described,
+        replace(request.call, rope="", rope_offset_q=0), BackwardOperands(**described),
         deterministic=settings.deterministic, all_keys=settings.all_keys,
         arch=architecture(request),
     )  # fmt: skip

@@ -16,7 +16,14 @@ from cupyattn.compiler.target import choose, own_arch
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
 from cupyattn.ops.operation import Known, run
-from cupyattn.plans.gemm import check_tiles_of, on_hopper, plan_gemm, where_shared
+from cupyattn.plans.gemm import (
+    OutlierOperands,
+    ProductOperands,
+    check_tiles_of,
+    on_hopper,
+    plan_gemm,
+    where_shared,
+)
 from cupyattn.plans.records import Operand, Work
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.activation import check_activation
@@ -174,12 +181,15 @@ class _Gemm:
         c = Operand.contiguous(size, itemsize)
         if "c" in problem.received:
             c = Operand.of(problem.received["c"])
+        beside = None
+        if "a_16" in of:
+            dtype = given["a_16"].dtype.name
+            beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), dtype)
         plan = plan_gemm(
-            of["a"], of["a_scales"], of["b"], of["b_scales"], c, settings.out_dtype,
+            ProductOperands(**of, c=c), settings.out_dtype,
             bias=given["bias"].dtype.name if "bias" in given else "",
-            activation=settings.activation,
-            outliers=(of["a_16"], of["b_16"], given["a_16"].dtype.name) if "a_16" in of else None,
-            tiles=settings.tiles, arch=problem.arch,
+            activation=settings.activation, outliers=beside, tiles=settings.tiles,
+            arch=problem.arch,
         )  # fmt: skip
         return Work.of(plan)
 

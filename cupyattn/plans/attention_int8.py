@@ -22,9 +22,9 @@ from cupyattn.plans.assemble import (
     features_of,
     module_spec,
 )
-from cupyattn.plans.codes import VALUE_PARAMS, ValueCodes, ZeroPoints, hopper_obstacle, quant_params
+from cupyattn.plans.codes import ValueCodes, ZeroPoints, hopper_obstacle, quant_params
 from cupyattn.plans.records import Launch, Operand, Plan, Workspace
-from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS
+from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, VALUE_PARAMS
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.quant.operand_protocol import value_form
 

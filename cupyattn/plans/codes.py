@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from cupyattn.kernels.limits import GROUP_ALL, check_value_group
 from cupyattn.kernels.tiles import Tiles
 
@@ -19,15 +17,6 @@ HOPPER_SCALE_KEYS = 16
 
 #: Keys that share a scale of a channel of V there, or a multiple of them: those of a step.
 HOPPER_VALUE_KEYS = 128
-
-#: ``struct ValueParams`` of kernels_cu/prims/params.cuh, field by field.
-VALUE_PARAMS = np.dtype(
-    [
-        ("V_scale", "u8"), ("V_mean", "u8"),
-        ("V_scale_stride_batch", "i8"), ("V_scale_stride_head", "i8"), ("V_zero", "u8"),
-    ],
-    align=True,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

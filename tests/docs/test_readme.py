@@ -109,9 +109,9 @@ def test_the_files_that_it_points_to_exist() -> None:
 
 
 def test_the_chain_of_diffs_is_the_ladder() -> None:
-    steps = re.findall(r"^diff(?: -y)? attn_(\w+)\.cu attn_(\w+)\.cu", README, re.MULTILINE)
-    names = list(registry.VARIANTS)
+    steps = re.findall(r"^diff(?: -y)? ([\w/]+)\.cu ([\w/]+)\.cu", README, re.MULTILINE)
+    names = [f"attn_{name}" for name in registry.VARIANTS]
     assert steps[:-3] == list(zip(names, names[1:], strict=False))
-    # forms of the last rung
-    of_pv8 = ("fa_int8_pv8", "fa_int8_pv8_whole")
-    assert steps[-3:] == [("fa_int8", "fa_int8_pv8"), of_pv8, ("fa_int8", "fa_int8_fused")]
+    last = names[-1]
+    pv8, whole, fused = (f"forms/{last}_{form}" for form in ("pv8", "pv8_whole", "fused"))
+    assert steps[-3:] == [(last, pv8), (pv8, whole), (last, fused)]

@@ -26,8 +26,9 @@ from experiments.tuning import race, tile_order, tile_sweep
 
 FOLDER = recording.ROOT / "experiments"
 SHARED = FOLDER / "_harness"
-#: Each module of these folders is an experiment. `dit` is a program with a README of its own.
+#: Each module of these folders is an experiment. Programs have a README of their own.
 SUBJECTS = ("speed", "accuracy", "diffusion", "tuning")
+PROGRAMS = ("dit", "channel_product")
 EXPERIMENTS = sorted(f"{subject}.{p.stem}" for subject in SUBJECTS
                      for p in (FOLDER / subject).glob("*.py"))  # fmt: skip
 SMALL = Problem(1, 1, 40, 16)
@@ -46,9 +47,9 @@ def test_every_module_lies_in_a_folder_of_the_readme() -> None:
     """Whose headings are the folders, each above a table of all its modules and of no other."""
     assert not list(FOLDER.glob("*.py"))
     folders = {path.parent for path in FOLDER.rglob("*.py")}
-    assert {path.name for path in folders} == {*SUBJECTS, SHARED.name, "dit"}
+    assert {path.name for path in folders} == {*SUBJECTS, SHARED.name, *PROGRAMS}
     readme = (FOLDER / "README.md").read_text()
-    for folder in sorted(folders - {FOLDER / "dit"}):
+    for folder in sorted(path for path in folders if path.name not in PROGRAMS):
         section = readme.split(f"\n## {folder.name}/\n")[1].split("\n## ")[0]
         rows = "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
         assert set(re.findall(r"`(\w+\.py)`", rows)) == {p.name for p in folder.glob("*.py")}

@@ -22,7 +22,7 @@ def save_operands(path: Path) -> None:
 
 
 def save_binary(path: Path) -> None:
-    disk_cache.write("key", b"content")
+    disk_cache.write("0" * 64, b"content")
     (entry,) = disk_cache.entries()
     os.replace(entry, path)
 

@@ -25,8 +25,8 @@ from cupyattn.compiler import modules as kc
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
-from cupyattn.plans.prepare_rows import NORM_PARAMS, Prepares, plan_normalising
-from cupyattn.plans.quantize import PREPARED_PARAMS, Part, plan_quantize, scale_tiles
+from cupyattn.plans.prepare_rows import Prepares, plan_normalising
+from cupyattn.plans.quantize import Part, plan_quantize, scale_tiles
 from cupyattn.plans.records import Operand
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
@@ -34,7 +34,6 @@ from cupyattn.reference.quantize import quantize_mirror
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
 from tests.support.runs import bits, embedded, normal, rope_tables
-from tests.support.structs import check_layout
 
 #: Several blocks of rows, and tails.
 LEN_Q, LEN_KV, HEADS, HEADS_KV = 37, 70, 4, 2
@@ -296,18 +295,8 @@ def test_nothing_is_added_to_the_launches(kind: str) -> None:
         assert sources[0] == sources[1]
         assert prepared.workspace_bytes == plain.workspace_bytes
     text = explain(q, k, v, variant="fa_int8", **options)
-    assert text.count("of quantize") == 1 and ".cu" in text
+    assert text.count("of prepare/quantize") == 1 and ".cu" in text
     assert ("root mean square as they are quantised" in text) == (kind != "rope")
-
-
-@pytest.mark.parametrize(
-    ("name", "struct", "table"),
-    [("quant", "QuantizeParams", PREPARED_PARAMS), ("prepare", "NormParams", NORM_PARAMS)],
-)
-def test_params_lie_where_the_compiler_puts_them(
-    name: str, struct: str, table: np.dtype[Any], tmp_path: Any
-) -> None:
-    check_layout(table, f"prims/{name}.cuh", struct, tmp_path, CFG_QK_NORM=1)
 
 
 def test_features_say_nothing_where_nothing_is_normalised() -> None:

@@ -27,7 +27,7 @@ from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops.attention import resolved
 from cupyattn.plans import attention as plans_attention
-from cupyattn.plans.prepare_rows import ROPE_PARAMS, plan_rotation
+from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Operand
 from cupyattn.problem.rope import Rope
 from cupyattn.quant import QuantConfig
@@ -35,7 +35,6 @@ from cupyattn.reference.exact import attention_exact
 from cupyattn.reference.mirror import attention_mirror
 from tests.support import runs
 from tests.support.runs import RUNGS, bits, embedded, normal, rope_tables, variant_of
-from tests.support.structs import check_struct
 
 #: Several tiles of every portable rung, and a tail.
 LEN_Q, LEN_KV, HEAD_DIM = 37, 50, 16
@@ -130,10 +129,6 @@ def test_the_bound_of_r0_notices_mistakes() -> None:
 
 
 # ---- the pass (J1) -------------------------------------------------------------------------------
-
-
-def test_params_are_the_struct_of_the_header(tmp_path: Any) -> None:
-    check_struct(ROPE_PARAMS, "prims/io/rope.cuh", "RopeParams", tmp_path)
 
 
 def special(x: np.ndarray) -> np.ndarray:
@@ -359,18 +354,18 @@ def test_explain_says_who_turns() -> None:
     q, k, v = arrays()
     text = explain(q, k, v, variant="fa", rope=TABLES)
     assert "half-split channels of q and k are turned as they are loaded; query row i has" in text
-    assert "rope='half_split'" in text and "of rope.cu" not in text
+    assert "rope='half_split'" in text and "of prepare/rope.cu" not in text
     options: dict[str, Any] = {"rope": TABLES, "rope_interleaved": True, "rope_offset_q": 9}
     for variant, quant in (("fa_tc", None), ("fa_int8", QuantConfig(smooth_k=False, fused=True))):
         text = explain(q, k, v, variant=variant, quant=quant, **options)
         assert "interleaved channels of q and k are turned in a pass before; query row i" in text
-        assert "the position i+9" in text and text.count("of rope.cu") == 2
+        assert "the position i+9" in text and text.count("of prepare/rope.cu") == 2
         prepared = plan(q, k, v, variant=variant, quant=quant, rope=TABLES)
         assert prepared.workspace_bytes >= q.nbytes + k.nbytes
     text = explain(q, k, v, variant="fa_int8", **options)
     assert "channels of q and k are turned as they are quantised; query row i" in text
-    assert "of rope.cu" not in text and text.count("of quantize") == 1
-    assert "rope:" not in explain(q, k, v) and "of rope.cu" not in explain(q, k, v)
+    assert "of prepare/rope.cu" not in text and text.count("of prepare/quantize") == 1
+    assert "rope:" not in explain(q, k, v) and "of prepare/rope.cu" not in explain(q, k, v)
 
 
 def test_features_carry_it() -> None:
