@@ -153,10 +153,10 @@ class _Merge:
         """Return the launch."""
         (_, dtype), arrays, kept = problem.settled
         names = ("before_O", "O", "lse", "part_O", "part_lse")
-        operands: Any = (Operand.of(arrays[name]) for name in names)
-        dtypes = (str(arrays[name].dtype) for name in ("before_O", "O"))
-        before, after = dtypes
-        return Work.of(plan_merge(*operands, dtype, before, after, kept))
+        before_o, o, lse, part_o, part_lse = (Operand.of(arrays[name]) for name in names)
+        before, after = (str(arrays[name].dtype) for name in ("before_O", "O"))
+        plan = plan_merge(before_o, o, lse, part_o, part_lse, dtype, before, after, kept)
+        return Work.of(plan)
 
     def mirror(self, problem: Problem) -> dict[str, Any]:
         """Merge on NumPy."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
+from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import array_namespace
-from cupyattn.arrays.memory import on_device_of
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.call_operands import known_call
@@ -375,7 +375,7 @@ def _with_given_scales(request: Request) -> Request:
     if quant is None or not quant.static or request.backend == "mirror":
         return request
     tiles, sequences = tiles_of_scales(request, quant), call.batch if call.packed else None
-    with on_device_of(request.q):
+    with memory.on_device_of(request.q):
         given = static_scales(
             array_namespace(request.q), quant, request.q.shape, request.k.shape, tiles, sequences
         )

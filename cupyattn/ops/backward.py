@@ -503,13 +503,13 @@ def ready_backward(
     ValueError, TypeError, UnsupportedError
         As `attention_backward`.
     """
+    if options.get("rope") is not None:
+        return None
     problem = resolved_backward("ready_backward", d_out, q, k, v, out, lse, options)
     given = {"q": q, "k": k, "v": v, "d_out": d_out, "o": out, "lse": lse}
     given |= {n: options[n] for n in ("mask", "bias", *SEQUENCES) if options.get(n) is not None}
     copied = any(not same_place(problem.operands[name], x) for name, x in given.items())
-    if _rope_of(problem.settled.request) is not None or copied:
-        return None
-    return make_ready(problem, BACKWARD.plan(problem))
+    return None if copied else make_ready(problem, BACKWARD.plan(problem))
 
 
 def resolved_backward(

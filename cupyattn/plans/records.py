@@ -216,9 +216,13 @@ class Work:
     def names(self) -> list[dict[str, str]]:
         """For each plan, what the call calls those of its buffers that have other names there."""
         return [
-            {**stage.names, **{work.name: f"{i}.{work.name}" for work in stage.plan.workspace}}
+            {**stage.names, **{work.name: self._outer(i, work) for work in stage.plan.workspace}}
             for i, stage in enumerate(self.stages)
         ]
+
+    def _outer(self, number: int, work: Workspace) -> str:
+        """Return what the call calls a buffer of the plan of that number alone."""
+        return work.name if len(self.stages) == 1 else f"{number}.{work.name}"
 
     @property
     def memory(self) -> list[str]:
@@ -232,7 +236,7 @@ class Work:
     def workspace(self) -> tuple[Workspace, ...]:
         """All scratch memory of the call, under the names that it has there."""
         inner = [
-            replace(work, name=f"{i}.{work.name}")
+            replace(work, name=self._outer(i, work))
             for i, stage in enumerate(self.stages)
             for work in stage.plan.workspace
         ]

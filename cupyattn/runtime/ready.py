@@ -140,7 +140,7 @@ class Ready:
             self._kept = cupy.empty(self.layout.copied, "uint8")
         for name, one in copies.items():
             place = self._kept.data + (self.layout.offsets[name] - self.layout.zeros)
-            cupy.ndarray(one.shape, one.dtype, place)[...] = (kept or {})[one.copy_of]
+            cupy.copyto(cupy.ndarray(one.shape, one.dtype, place), (kept or {})[one.copy_of])
             self._kept_addresses[one.copy_of] = place.ptr
 
     @property
