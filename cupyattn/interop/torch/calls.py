@@ -163,7 +163,7 @@ def _again(
         ((_, shape, *_),) = ready.results
         lse = torch.empty(shape, dtype=torch.float32, device=device)
         addresses["lse"] = lse.data_ptr()
-    _launch(ready, addresses, device)
+    launch(ready, addresses, device)
     return o, lse
 
 
@@ -244,12 +244,12 @@ def _gradients_again(
             addresses[name] = data_address(mask.kept_blocks(like))
     results = [torch.empty_like(received[n], memory_format=torch.contiguous_format) for n in "qkv"]
     addresses |= {f"d{n}": x.data_ptr() for n, x in zip("qkv", results, strict=True)}
-    _launch(ready, addresses, device)
+    launch(ready, addresses, device)
     dq, dk, dv = results
     return dq, dk, dv
 
 
-def _launch(ready: Ready, addresses: Mapping[str, int], device: Any) -> None:
+def launch(ready: Ready, addresses: Mapping[str, int], device: Any) -> None:
     """Launch on torch's current stream, with scratch memory from torch's allocator."""
     start, nbytes = 0, ready.scratch_bytes
     if nbytes:
