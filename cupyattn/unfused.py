@@ -17,11 +17,11 @@ from typing import Any
 
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import target
 from cupyattn.kernels import ladder, limits
 from cupyattn.ops import run
 from cupyattn.plans import attention
-from cupyattn.plans.records import Operand
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import Features
@@ -16,7 +17,7 @@ from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import LOG2E, check_grid, widest
 from cupyattn.plans.gemm import Launches
-from cupyattn.plans.records import Launch, Operand
+from cupyattn.plans.records import Launch
 
 #: ``struct ImportanceParams`` of kernels_cu/pruning/key_importance.cu, field by field.
 IMPORTANCE_PARAMS = np.dtype(

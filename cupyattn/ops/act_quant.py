@@ -10,11 +10,11 @@ import numpy as np
 from cupyattn.arrays.interchange import contiguous_last_axis, operand
 from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.arrays.memory import as_input, on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError
 from cupyattn.ops.run import run
 from cupyattn.plans.act_quant import padded, plan_act_quant
-from cupyattn.plans.records import Operand
 from cupyattn.quant.blocks import BLOCK_SIZE, check_values, quantize_rows
 from cupyattn.runtime.repeated import call_key, recall, remember
 

@@ -13,6 +13,7 @@ import numpy as np
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.form import same_place
 from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.errors import UnsupportedError
 from cupyattn.gradients.exact import Gradients
 from cupyattn.gradients.mirror import backward_mirror
@@ -22,7 +23,7 @@ from cupyattn.ops.mirrored import scoring_of
 from cupyattn.ops.prepared import SEQUENCES
 from cupyattn.plans.backward import plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.plans.records import Operand, Plan, laid_out
+from cupyattn.plans.records import Plan
 from cupyattn.plans.stages import OF_SCORES, architecture
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask

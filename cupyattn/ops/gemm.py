@@ -10,13 +10,13 @@ import numpy as np
 from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
 from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.arrays.memory import as_input, check_receiver, on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
 from cupyattn.ops.run import run
 from cupyattn.plans.gemm import check_tiles_of, on_hopper, plan_gemm, where_shared
-from cupyattn.plans.records import Operand
 from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape
 from cupyattn.reference.gemm import gemm_mirror

@@ -11,6 +11,7 @@ import numpy as np
 from cupyattn.arrays.interchange import contiguous_last_axis, operand
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.arrays.memory import as_input, on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import choose, own_arch
 from cupyattn.kernels import ladder
@@ -19,7 +20,6 @@ from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.ops.run import run
 from cupyattn.plans.prepare_rows import prepares_of
 from cupyattn.plans.quantize import check_value_tiles, parts, plan_quantize, scale_tiles
-from cupyattn.plans.records import Operand
 from cupyattn.problem import checks
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences

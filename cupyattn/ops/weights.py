@@ -9,11 +9,11 @@ import numpy as np
 from cupyattn.arrays.interchange import check_one_device, contiguous_last_axis, operand
 from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.arrays.memory import as_input, on_device_of
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError
 from cupyattn.ops.run import run
 from cupyattn.plans.gemm import OneLaunch
-from cupyattn.plans.records import Operand
 from cupyattn.plans.weight_blocks import plan_weight_blocks
 from cupyattn.quant.blocks import (
     BLOCK_SIZE,

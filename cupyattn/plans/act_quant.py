@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import GemmFeatures, OneLaunch
-from cupyattn.plans.records import Launch, Operand
+from cupyattn.plans.records import Launch
 from cupyattn.quant.blocks import BLOCK_SIZE
 
 #: ``struct ActQuantParams`` of kernels_cu/linear/act_quant.cu, field by field.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.contracts import check_tiles
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
@@ -29,7 +30,7 @@ from cupyattn.plans.assemble import (
     widest,
 )
 from cupyattn.plans.codes import FusedCodes
-from cupyattn.plans.records import Launch, Operand, Plan, Workspace
+from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, SPLIT_PARAMS
 from cupyattn.problem.call import AttentionSpec
 

@@ -6,6 +6,7 @@ import functools
 import math
 from typing import Any
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.contracts import check_tiles
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.ladder import Variant
@@ -23,7 +24,7 @@ from cupyattn.plans.assemble import (
     module_spec,
 )
 from cupyattn.plans.codes import VALUE_PARAMS, ValueCodes, ZeroPoints, hopper_obstacle, quant_params
-from cupyattn.plans.records import Launch, Operand, Plan, Workspace
+from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.quant.operand_protocol import value_form

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.backward_tiles import (
     IN_ORDER_KEYS,
@@ -21,7 +22,7 @@ from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import hopper
 from cupyattn.plans.assemble import attn_params, check_grid, features_of, tensor_map_of, widest
-from cupyattn.plans.records import Launch, Operand, Plan, Workspace
+from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS
 from cupyattn.problem.call import AttentionSpec
 

@@ -11,8 +11,8 @@ from cupyattn.kernels.limits import GROUP_ALL, check_value_group
 from cupyattn.kernels.tiles import Tiles
 
 if TYPE_CHECKING:
+    from cupyattn.arrays.operand import Operand
     from cupyattn.kernels.ladder import Variant
-    from cupyattn.plans.records import Operand
 
 #: Keys that share a scale in the Hopper forms, or a multiple of them.
 HOPPER_SCALE_KEYS = 16

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.contracts import check_tiles
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
@@ -17,7 +18,7 @@ from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.assemble import HOPPER_BLOCKS, tensor_map_of
-from cupyattn.plans.records import Launch, Operand, TensorMap, Workspace, described
+from cupyattn.plans.records import Launch, TensorMap, Workspace, described
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from cupyattn.quant.blocks import BLOCK_SIZE
 

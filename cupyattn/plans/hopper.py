@@ -10,7 +10,7 @@ from cupyattn.kernels.ladder import Variant
 from cupyattn.problem.call import AttentionSpec
 
 if TYPE_CHECKING:
-    from cupyattn.plans.records import Operand
+    from cupyattn.arrays.operand import Operand
 
 
 def obstacle(

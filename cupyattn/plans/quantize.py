@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.prepare_rows import PREPARE_FIELDS, Prepares
-from cupyattn.plans.records import Launch, Operand, Plan, Workspace
+from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.quant.config import GROUP_ALL, QuantConfig
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantizers import (

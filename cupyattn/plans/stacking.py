@@ -10,7 +10,7 @@ from cupyattn.kernels.splits import shared_rows
 from cupyattn.problem.call import AttentionSpec
 
 if TYPE_CHECKING:
-    from cupyattn.plans.records import Operand
+    from cupyattn.arrays.operand import Operand
 
 #: Rows from which on it pays: up to 32 the split form reads K and V as fast as memory gives them.
 LEAST_ROWS = 64

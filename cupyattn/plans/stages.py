@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand, laid_out
 from cupyattn.compiler import target
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import attention, attention_int8
 from cupyattn.plans.codes import FusedCodes, ValueCodes, ZeroPoints
 from cupyattn.plans.prepare_rows import plan_preparation, prepares_of
 from cupyattn.plans.quantize import Part, check_value_tiles, parts, plan_quantize, scale_tiles
-from cupyattn.plans.records import Operand, Plan, Workspace, laid_out
+from cupyattn.plans.records import Plan, Workspace
 from cupyattn.plans.unpack import plan_unpack
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.request import BEFORE, Request

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import INT32_MAX, MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import GemmFeatures, OneLaunch
-from cupyattn.plans.records import Launch, Operand
+from cupyattn.plans.records import Launch
 
 #: ``struct WeightParams`` of kernels_cu/linear/weight_blocks.cu, field by field.
 WEIGHT_PARAMS = np.dtype(

@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import cupyattn as ca
+from cupyattn.arrays.operand import Operand
 from cupyattn.cli import output
 from cupyattn.compiler import modules as compiler
 from cupyattn.kernels import ladder
 from cupyattn.measure.words import align
 from cupyattn.plans import attention
-from cupyattn.plans.records import Operand, Plan
+from cupyattn.plans.records import Plan
 from cupyattn.runtime import ready
 from experiments._harness import recording
 from experiments._harness.cells import Cell, Problem, describe_tiles, reason, resources

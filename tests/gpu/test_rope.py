@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from cupyattn import attention, plan
+from cupyattn.arrays.operand import Operand
 from cupyattn.ops import run as backends
 from cupyattn.plans.prepare_rows import plan_rotation
-from cupyattn.plans.records import Operand
 from cupyattn.problem.rope import Rope
 from tests.gpu.support import arch_of, attend, embedded, on_device, run
 from tests.support.runs import (

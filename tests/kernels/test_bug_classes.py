@@ -22,6 +22,7 @@ import pytest
 from cupyattn import attention, quantize
 from cupyattn.arrays import interchange
 from cupyattn.arrays.kinds import as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
@@ -31,7 +32,6 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops import attention as api
 from cupyattn.ops import explain
 from cupyattn.plans.attention import plan_attention
-from cupyattn.plans.records import Operand
 from cupyattn.plans.structs import pack
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.request import Options

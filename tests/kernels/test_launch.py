@@ -18,6 +18,7 @@ from cupyattn.arrays.memory import (
     byte_range,
     data_address,  # fmt: skip
 )
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
@@ -26,7 +27,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import assemble, attention, attention_int8, records
 from cupyattn.plans.backward import BACKWARD_PARAMS
 from cupyattn.plans.codes import VALUE_PARAMS
-from cupyattn.plans.records import Operand, Plan
+from cupyattn.plans.records import Plan
 from cupyattn.plans.structs import ATTN_PARAMS, PIECE_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, pack
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import check_attention

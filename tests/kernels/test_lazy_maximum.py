@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupyattn.arrays.operand import Operand
 from cupyattn.bounds import kernel
 from cupyattn.compiler import modules as kc
 from cupyattn.interpret import executor as interpreter
@@ -18,7 +19,6 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import HEADROOM, numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import assemble, attention
-from cupyattn.plans.records import Operand
 from cupyattn.problem.checks import check_attention
 from cupyattn.reference.mirror import attention_mirror
 from cupyattn.testing import verdict

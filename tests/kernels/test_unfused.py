@@ -11,11 +11,11 @@ import scipy.special
 
 import cupyattn as ca
 from cupyattn import unfused
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.distributions import make
 from cupyattn.kernels import ladder
 from cupyattn.plans import attention, records
-from cupyattn.plans.records import Operand
 from cupyattn.problem.call import AttentionSpec
 
 

@@ -22,10 +22,10 @@ from cupyattn import (
     unfused,  # fmt: skip
 )
 from cupyattn.arrays.kinds import as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.distributions import make
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.plans import attention as plans_attention
-from cupyattn.plans import records
 from cupyattn.problem.checks import check_limits
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
@@ -415,12 +415,12 @@ def test_explain_says_what_is_kept_and_why_not_the_hopper_form() -> None:
 
 def test_it_is_compiled_in_only_where_there_is_one() -> None:
     inputs = arrays()
-    operands = [records.Operand.of(x) for x in (*inputs, inputs[0])]
+    operands = [Operand.of(x) for x in (*inputs, inputs[0])]
 
     def macros(**options: Any) -> tuple[int, int]:
         request = resolve(*inputs, Options(**options))
         kept = request.kept_blocks
-        described = None if kept is None else records.Operand.of(kept)
+        described = None if kept is None else Operand.of(kept)
         made = plans_attention.plan_attention(
             VARIANTS["fa"], request.call, *operands, kept_blocks=described
         )

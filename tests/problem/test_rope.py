@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cupyattn import attention, explain, plan, quantize
 from cupyattn.arrays import memory
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.bounds import kernel
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds.perturbation import ratio_to_bound
@@ -28,7 +29,6 @@ from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops import run
 from cupyattn.plans import attention as plans_attention
 from cupyattn.plans.prepare_rows import ROPE_PARAMS, plan_rotation
-from cupyattn.plans.records import Operand
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.rope import Rope

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import architectures, target
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import GEMM_PARAMS, PORTABLE_TILES, choose_tiles, plan_gemm
-from cupyattn.plans.records import Operand
 from cupyattn.quant.activation import ACTIVATION_SLOPE, ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.gemm import activate

@@ -15,6 +15,7 @@ import pytest
 from cupyattn import attention, attention_varlen, quantize
 from cupyattn.arrays import interchange, memory
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.ladder import VARIANTS, Variant, lookup
 from cupyattn.kernels.splits import wanted_rows
 from cupyattn.ops import explain
@@ -23,7 +24,6 @@ from cupyattn.ops.call_operands import QUANTIZED
 from cupyattn.plans import assemble, attention_int8
 from cupyattn.plans import attention as plans_attention
 from cupyattn.plans.codes import ValueCodes
-from cupyattn.plans.records import Operand
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.request import Options
