@@ -25,6 +25,7 @@ from cupyattn.plans import attention
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.form import settle
 from cupyattn.reference import mirror
 
 
@@ -210,6 +211,7 @@ def _run(
 ) -> None:
     """Run one kernel of ``attn_unfused.cu``."""
     described = {name: Operand.of(array) for name, array in operands.items()}
-    plan = attention.plan_unfused_step(step, ladder.lookup("unfused"), call, described)
+    kernel = settle(ladder.lookup("unfused"), call)
+    plan = attention.plan_unfused_step(step, kernel, described)
     inputs = {name: memory.as_input(operands[name]) for name in operands if name != "o"}
     run.run(backend, plan, {**operands, **inputs, **others})

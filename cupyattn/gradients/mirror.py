@@ -18,7 +18,7 @@ from cupyattn.kernels.backward_tiles import backward_tiles
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
-from cupyattn.problem.scoring import Scoring
+from cupyattn.problem.scoring import ScoreOptions, Scoring
 from cupyattn.reference.mirror import require_numpy
 from cupyattn.reference.rounding import ex2, fma32, round_to
 from cupyattn.reference.scores import prepare_scores
@@ -80,10 +80,8 @@ def backward_mirror(
     (*_, len_q, len_kv, head_dim), dtype = check_backward(d_out, q, k, v, out, lse)
     sigma = check_scale(scale, head_dim)
     n = numerics("tensor_core", "portable", dtype, softcap=bool(softcap), bias=bias is not None)
-    scoring = Scoring.of(
-        q, k, causal=causal, causal_align=causal_align, window=window, softcap=softcap, mask=mask,
-        bias=bias, block_mask=block_mask,
-    )  # fmt: skip
+    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    scoring = Scoring.of(q, k, options)
     keys_tiles, queries_tiles = backward_tiles(
         head_dim, (0, 0) if block_mask is None else block_mask.blocks
     )

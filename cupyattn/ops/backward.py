@@ -24,9 +24,10 @@ from cupyattn.ops.prepared import SEQUENCES
 from cupyattn.plans.backward import plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan
-from cupyattn.plans.stages import OF_SCORES, architecture
+from cupyattn.plans.stages import OF_SCORES
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.form import architecture
 from cupyattn.problem.request import Options, Request
 from cupyattn.problem.resolve import resolve, to_bhsd
 from cupyattn.problem.rope import Rope

@@ -12,9 +12,11 @@ from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.ops.quantize import quantize
 from cupyattn.plans.stages import stages
 from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.form import Kernel
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import OPTIONS
+from cupyattn.problem.scoring import ScoreOptions
 
 
 def new_output(call: AttentionSpec, layout: str, xp: Any) -> Any:
@@ -29,7 +31,8 @@ def new_output(call: AttentionSpec, layout: str, xp: Any) -> Any:
 def run_mirror(request: Request) -> tuple[Any, Any]:
     """Run a request on the mirror; return O in layout BHSD and the log-sum-exp."""
     options = request.options
-    o, lse = _mirror_packed(request) if request.call.packed else _mirror(request)
+    stages(request)  # refuses what no kernel takes
+    o, lse = _mirror_packed(request) if request.call.packed else _mirror(request, request.kernel)
     receiver = request.receiver
     if receiver is None:
         receiver = new_output(request.call, options.layout, array_namespace(o))
@@ -41,10 +44,10 @@ def _mirror_packed(request: Request) -> tuple[Any, Any]:
     """Run every sequence as a call of its own."""
     o = np.zeros(request.call.output_shape, STORAGE[request.call.dtype])
     lse = np.zeros(request.call.lse_shape, np.float32)
-    plan = stages(request).plans[-1]
+    kernel = request.kernel
     options = replace(
         request.options, variant=request.variant.name, layout="BHSD", check_finite=False, out=None,
-        cu_seqlens_q=None, cu_seqlens_k=None, max_len_q=None, max_len_k=None, tiles=plan.tiles,
+        cu_seqlens_q=None, cu_seqlens_k=None, max_len_q=None, max_len_k=None, tiles=kernel.tiles,
     )  # fmt: skip
     pairs = zip(pairwise(request.cu_seqlens_q), pairwise(request.cu_seqlens_k), strict=True)
     parts = None if request.quantized is None else list(request.quantized.sequences())
@@ -57,7 +60,7 @@ def _mirror_packed(request: Request) -> tuple[Any, Any]:
             q, k, v = parts[number], None, None
         own["quant"] = None if quant is None else quant.of_entry(number)
         one = resolve(q, k, v, replace(options, **own))
-        o[:, :, rows], lse[None, :, rows] = _mirror(one, plan.form)
+        o[:, :, rows], lse[None, :, rows] = _mirror(one, replace(kernel, call=one.call))
     return o, lse
 
 
@@ -72,11 +75,10 @@ def scoring_of(request: Request, number: int, len_q: int, len_kv: int) -> dict[s
     return {**found, "block_mask": block_mask}
 
 
-def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
+def _mirror(request: Request, kernel: Kernel) -> tuple[Any, Any]:
     from cupyattn.reference import mirror
 
     options, z = request.options, request.quantized
-    form = form or stages(request).plans[-1].form  # first: it refuses what no kernel takes
     operands: tuple[Any, ...] = (request.q, request.k, request.v)
     if request.variant.family == "int8":
         z = z or quantize(
@@ -84,14 +86,13 @@ def _mirror(request: Request, form: str | None = None) -> tuple[Any, Any]:
             backend=request.backend,
             **{name: getattr(options, name) for name in OPTIONS},
         )  # fmt: skip
-        operands = (z, None, None)
+        z = z.unpacked()
+        operands = mirror.coded_arrays(z)
     elif request.preparation is not None:
         operands = (*request.preparation.stored(request.q, request.k), request.v)
-    o, lse = mirror.attention_mirror(
-        *operands, variant=request.variant.name, tiles=options.tiles, form=form,
-        scale=options.scale, causal=options.causal, causal_align=options.causal_align,
-        window=options.window,
-        softcap=options.softcap, mask=request.mask, bias=request.bias,
-        block_mask=options.block_mask, return_lse=True,
+    scores = ScoreOptions(
+        options.causal, options.causal_align, options.window, options.softcap,
+        request.mask, request.bias, options.block_mask,
     )  # fmt: skip
+    o, lse, _ = mirror.run_kernel(kernel, operands, scores, quantized=z)
     return o, lse

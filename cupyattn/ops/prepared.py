@@ -20,7 +20,8 @@ from cupyattn.errors import DeviceMemoryError
 from cupyattn.ops.call_operands import QUANTIZED, direct_operands
 from cupyattn.ops.mirrored import new_output, run_mirror
 from cupyattn.plans.records import Plan
-from cupyattn.plans.stages import OF_SCORES, stages, tiles_of_scales
+from cupyattn.plans.stages import OF_SCORES, stages
+from cupyattn.problem.form import tiles_of_scales
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import BUFFERS

@@ -19,8 +19,9 @@ from cupyattn.kernels import limits as kernels_limits
 from cupyattn.kernels.tiles import Tiles, check_kind
 from cupyattn.ops.run import run
 from cupyattn.plans.prepare_rows import prepares_of
-from cupyattn.plans.quantize import check_value_tiles, parts, plan_quantize, scale_tiles
+from cupyattn.plans.quantize import check_value_tiles, parts, plan_quantize
 from cupyattn.problem import checks
+from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.problem.sequences import Sequences, one_entry, take_sequences
 from cupyattn.quant.config import QuantConfig

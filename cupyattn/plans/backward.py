@@ -20,10 +20,10 @@ from cupyattn.kernels.backward_tiles import (
 )
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans import hopper
 from cupyattn.plans.assemble import attn_params, check_grid, features_of, tensor_map_of, widest
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import ATTN_PARAMS
+from cupyattn.problem import hopper
 from cupyattn.problem.call import AttentionSpec
 
 #: ``struct BackwardParams`` of kernels_cu/prims/params.cuh, field by field.
@@ -115,7 +115,7 @@ def plan_backward(
     dq_of_keys = NO_DQ if deterministic else SUMS_DQ
     if arch == "sm_90a":
         named = {"q": q, "k": k, "v": v, "d_out": d_out, "dq": dq, "dk": dk, "dv": dv}
-        note = hopper.backward_obstacle(call, named)
+        note = hopper.backward_support(call, named).note
         if not note and call.head_dim > SUMMED:
             form, dq_of_keys = "sm90_deterministic", NO_DQ
         elif not note and (deterministic or deterministic is None and order_is_faster(call)):

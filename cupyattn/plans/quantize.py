@@ -12,7 +12,6 @@ import numpy as np
 
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
-from cupyattn.kernels import ladder
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import check_grid
@@ -533,24 +532,6 @@ class _Work:
             "sum_stride_batch": 0 if packed else heads * sums, "sum_stride_head": sums,
             "places": f"{name}_places" if part.gathered else None, "summed": summed,
         }  # fmt: skip
-
-
-def scale_tiles(
-    variant: ladder.Variant, head_dim: int, quant: QuantConfig, arch: str | None
-) -> Tiles:
-    """Return the tiles whose sizes granularity "block" takes: the variant's own, as it runs there.
-
-    A step of the Hopper form then meets one scale of K.
-    """
-    form = quant.form
-    if arch == "sm_90a" and "sm90" in variant.forms:
-        if form == "portable":
-            form = "sm90"
-        elif quant.value_p_type == "u8" and quant.granularity_v == "channel":
-            form = "sm90_pv8"
-        elif quant.value_p_type == "u8" and not quant.zero_points:
-            form = "sm90_pv8_by_tile"
-    return variant.default_tiles(head_dim, form)
 
 
 def check_value_tiles(quant: QuantConfig, tiles: Tiles, arch: str | None) -> None:

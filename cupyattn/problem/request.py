@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
+from cupyattn.problem.form import Kernel, request_operands, settle_request
+from cupyattn.problem.operands import Operands
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
@@ -118,3 +121,25 @@ class Request:
         if self.variant.turns_on_load and not self.call.qk_norm:
             return "as they are loaded"
         return BEFORE
+
+    @property
+    def prepares_before(self) -> bool:
+        """Whether a pass of its own prepares rows of Q and K."""
+        return self.preparation is not None and self.prepared_when == BEFORE
+
+    @property
+    def attended(self) -> AttentionSpec:
+        """The call as the attention kernel sees it, after passes that prepare or quantise."""
+        if self.variant.family == "int8" or self.prepares_before:
+            return replace(self.call, rope="", rope_offset_q=0, qk_norm=False)
+        return self.call
+
+    @functools.cached_property
+    def operands(self) -> Operands:
+        """Where the operands of the attention kernel lie."""
+        return request_operands(self)
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        """The attention kernel, settled when it is first asked for: the last plan is its."""
+        return settle_request(self)

@@ -31,7 +31,6 @@ from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops import attention as api
 from cupyattn.ops import explain
-from cupyattn.plans.attention import plan_attention
 from cupyattn.plans.structs import pack
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.request import Options
@@ -40,6 +39,7 @@ from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from tests.interpret.test_interpret_faults import far_apart
 from tests.kernels.test_kernels_compile import architectures, build
+from tests.support.planned import plan_attention
 from tests.support.runs import bits, embedded, normal, on_both, run
 
 BACKENDS = ("mirror", "interpret")

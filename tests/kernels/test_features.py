@@ -21,7 +21,6 @@ from cupyattn.distributions import make
 from cupyattn.kernels import ladder
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import TANHF_ERROR, numerics
-from cupyattn.plans import attention as plans_attention
 from cupyattn.problem.checks import check_limits
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
@@ -31,6 +30,7 @@ from cupyattn.reference.mirror import attention_mirror
 from cupyattn.testing.verdict import judge
 from tests.kernels.feature_cases import CELLS, admitted, options_of
 from tests.support import runs
+from tests.support.planned import plan_attention
 from tests.support.runs import Run, assert_same, bits
 
 #: Every rung with every storage type that it takes, in its portable form.
@@ -343,9 +343,9 @@ def test_mask_and_bias_are_taken_as_they_lie() -> None:
     request = resolve(q, k, v, Options(mask=mask, bias=bias))
     assert request.mask.shape == request.bias.shape == SHAPE
     assert np.shares_memory(request.mask, mask) and np.shares_memory(request.bias, bias)
-    values = plans_attention.plan_attention(
+    values = plan_attention(
         request.variant, request.call, *(Operand.of(x) for x in (q, k, v, q)),
-        mask=Operand.of(request.mask), bias=Operand.of(request.bias),
+        added={"mask": Operand.of(request.mask), "bias": Operand.of(request.bias)},
     ).launches[0].params[0][1]  # fmt: skip
     assert values["mask_stride"] == (0, 0, 166, 2)
     assert values["bias_stride"] == (0, 45 * 83, 1, 45)
@@ -474,9 +474,7 @@ def test_features_are_compiled_in_only_where_they_are_asked_for() -> None:
     def defines(**options: Any) -> dict[str, int]:
         request = resolve(*arrays(), Options(**options))
         added = {n: Operand.of(getattr(request, n)) for n in runs.ADDED if n in options}
-        made = plans_attention.plan_attention(
-            ladder.lookup("fa"), request.call, q, k, v, q, **added
-        )
+        made = plan_attention(ladder.lookup("fa"), request.call, q, k, v, q, added=added)
         return {n: x for n, x in made.launches[0].module.defines if n in FEATURE_MACROS and x}
 
     assert defines() == {}

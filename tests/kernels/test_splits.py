@@ -20,11 +20,11 @@ from cupyattn.kernels import splits  # fmt: skip
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.plans.assemble import module_spec
-from cupyattn.plans.attention import plan_attention
 from cupyattn.problem.checks import check_attention, check_limits
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing.verdict import judge
 from tests.support import runs
+from tests.support.planned import plan_attention
 from tests.support.runs import SPILLED_SPLIT, Run, bits
 
 BACKENDS = ("mirror", "interpret")

@@ -28,7 +28,8 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.ops import run as backends
 from cupyattn.plans.prepare_rows import NORM_PARAMS, Prepares, plan_normalising
-from cupyattn.plans.quantize import PREPARED_PARAMS, Part, plan_quantize, scale_tiles
+from cupyattn.plans.quantize import PREPARED_PARAMS, Part, plan_quantize
+from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
 from cupyattn.reference.quantize import quantize_mirror

@@ -27,7 +27,6 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops import run
-from cupyattn.plans import attention as plans_attention
 from cupyattn.plans.prepare_rows import ROPE_PARAMS, plan_rotation
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
@@ -36,6 +35,7 @@ from cupyattn.quant import QuantConfig
 from cupyattn.reference.exact import attention_exact
 from cupyattn.reference.mirror import attention_mirror
 from tests.support import runs
+from tests.support.planned import plan_attention
 from tests.support.runs import RUNGS, bits, embedded, normal, rope_tables, variant_of
 from tests.support.structs import check_struct
 
@@ -441,7 +441,7 @@ def test_a_rung_that_takes_turned_operands_is_not_planned_on_others() -> None:
     call = resolve(q, k, v, Options(rope=TABLES)).call
     operands = [Operand.of(x) for x in (q, k, v, q)]
     with pytest.raises(UnsupportedError, match="fa_tc takes operands that are turned already"):
-        plans_attention.plan_attention(ladder.lookup("fa_tc"), call, *operands)
+        plan_attention(ladder.lookup("fa_tc"), call, *operands)
 
 
 def test_every_family_turns_somewhere() -> None:
