@@ -58,7 +58,7 @@ class Prepared:
     """
 
     def __init__(self, request: Request, *, keep: bool = True) -> None:
-        self.call, self.backend = request.call, request.backend
+        self.call, self.backend, self.kernel = request.call, request.backend, request.kernel
         self.variant, self.why = request.variant.name, request.why
         # NOTE: a call that attention() remembers keeps no array of its caller alive.
         nothing: dict[str, Any] = dict.fromkeys(("mask", "bias", *SEQUENCES))
