@@ -18,7 +18,7 @@ import pytest
 from cupyattn.compiler.modules import KERNELS
 from cupyattn.kernels.ladder import FORM_SOURCES, VARIANTS
 from cupyattn.kernels.numerics import numerics
-from docs import write_house, write_tests
+from docs import write_api, write_house, write_tests
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cupyattn"
@@ -372,6 +372,53 @@ def test_no_assert_and_no_leftovers_in_the_package() -> None:
         tree = ast.parse(path.read_text())
         assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree)), path
         assert not re.search(r"\bTO" + r"DO\b|\bFIX" + r"ME\b", path.read_text()), path
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Names of the parameters of a function, but for `self` and `cls`."""
+    own = function.args
+    named = [*own.posonlyargs, *own.args, own.vararg, *own.kwonlyargs, own.kwarg]
+    return [one.arg for one in named if one is not None and one.arg not in ("self", "cls")]
+
+
+def functions(node: ast.AST, name: str) -> Iterator[tuple[str, int]]:
+    """Yield the dotted name of each function in a module or class, and how much it takes."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{name}.{child.name}", len(parameters(child))
+        named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        yield from functions(child, f"{name}.{child.name}" if named else name)
+
+
+def public_functions() -> Iterator[str]:
+    """Yield the functions that docs/API.md shows, and the methods of the classes that it shows."""
+    for module in write_api.MODULES:
+        for found in (write_api.find(module, name) for name in write_api.public(module)):
+            full = f"{found.home}.{found.name}"
+            yield full
+            if isinstance(found.node, ast.ClassDef):
+                methods = (m.name for m in found.node.body if isinstance(m, ast.FunctionDef))
+                yield from (f"{full}.{m}" for m in methods if m[0] != "_" or m == "__init__")
+
+
+#: Functions of the core that still take more than eight parameters; none may be added.
+MANY_PARAMETERS = {
+    "cupyattn.ops.quantize._quantize_kernels",
+    "cupyattn.ops.quantize.quantize_at",
+    "cupyattn.problem.checks.check_attention",
+    "cupyattn.problem.checks.check_options",
+}
+
+
+def test_functions_of_the_core_take_eight_parameters_at_most() -> None:
+    """Public ones aside, whose options are many. What belongs together is one record."""
+    core = [path for path in MODULES if RANK[place(path)] <= RANK["ops"]]
+    many = {
+        name for path in core
+        for name, count in functions(ast.parse(path.read_text()), dotted(path)) if count > 8
+    }  # fmt: skip
+    assert "cupyattn.ops.attention.attention" in many
+    assert many - set(public_functions()) == MANY_PARAMETERS
 
 
 def test_no_file_is_much_longer_than_600_lines() -> None:

@@ -7,8 +7,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
@@ -18,41 +16,13 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import LOG2E, check_grid, widest
 from cupyattn.plans.gemm import Launches
 from cupyattn.plans.records import Launch
-
-#: ``struct ImportanceParams`` of kernels_cu/pruning/key_importance.cu, field by field.
-IMPORTANCE_PARAMS = np.dtype(
-    [
-        ("Q", "u8"), ("K", "u8"), ("row_M", "u8"), ("row_l", "u8"), ("importance", "u8"),
-        ("Q_stride", "i8", 3), ("K_stride", "i8", 3),
-        ("heads_kv", "i4"), ("group", "i4"), ("first_row", "i4"), ("row_step", "i4"),
-        ("rows", "i4"), ("len_kv", "i4"), ("splits", "i4"), ("split_keys", "i4"),
-        ("scale_log2", "f4"), ("share", "f4"),
-    ],
-    align=True,
-)  # fmt: skip
-#: ``struct ClusterImportanceParams`` of kernels_cu/pruning/sm90/key_importance.cu, field by field.
-CLUSTER_PARAMS = np.dtype(
-    [
-        ("Q", "u8"), ("K", "u8"), ("importance", "u8"), ("partial_sum", "u8"),
-        ("Q_stride", "i8", 3), ("K_stride", "i8", 3), ("heads", "i4"), ("turns", "i4"),
-        ("heads_kv", "i4"), ("group", "i4"), ("first_row", "i4"), ("row_step", "i4"),
-        ("rows", "i4"), ("len_kv", "i4"), ("scale_log2", "f4"), ("share", "f4"),
-    ],
-    align=True,
-)  # fmt: skip
-#: ``struct LargestParams`` of kernels_cu/pruning/largest_keys.cu, field by field.
-LARGEST_PARAMS = np.dtype(
-    [("importance", "u8"), ("kept", "u8"), ("places", "u8"), ("len_kv", "i4"), ("count", "i4")],
-    align=True,
+from cupyattn.plans.structs import (
+    CLUSTER_IMPORTANCE_PARAMS,
+    GATHER_PARAMS,
+    IMPORTANCE_PARAMS,
+    LARGEST_PARAMS,
 )
-#: ``struct GatherParams`` of kernels_cu/pruning/gather_rows.cu, field by field.
-GATHER_PARAMS = np.dtype(
-    [
-        ("K", "u8"), ("V", "u8"), ("kept_K", "u8"), ("kept_V", "u8"), ("places", "u8"),
-        ("K_stride", "i8", 3), ("V_stride", "i8", 3), ("heads_kv", "i4"), ("count", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
+
 #: Types and head sizes of the kernels of importance.
 IMPORTANCE_DTYPES, MOST_HEAD_DIM = ("float16", "bfloat16"), 256
 #: Query rows of a chunk; tiles of 128 keys fit up to this head size, beyond it 64.
@@ -234,7 +204,7 @@ def _one_pass(heads: int, features: Features, params: dict[str, Any], key_sums: 
     check_grid("key_importance", heads, blocks)
     turns = min(_MOST_TURNS, max(1, heads * blocks // _WAVES_OF_BLOCKS))
     grid = -(-heads // turns) * blocks
-    structs = ((CLUSTER_PARAMS, {**params, "heads": heads, "turns": turns}),)
+    structs = ((CLUSTER_IMPORTANCE_PARAMS, {**params, "heads": heads, "turns": turns}),)
     return Launches(
         launches=(Launch(spec, "key_importance", grid, tiles.num_threads, True, structs),)
     )

@@ -20,16 +20,8 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops import run
 from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.records import Launch, Plan
+from cupyattn.plans.structs import MERGE_PARAMS
 
-#: ``struct MergeParams`` of kernels_cu/merge/merge_partials.cu, field by field.
-MERGE_PARAMS = np.dtype(
-    [
-        ("before_O", "u8"), ("O", "u8"), ("lse", "u8"), ("part_O", "u8"), ("part_lse", "u8"),
-        ("before_O_stride", "i8", 3), ("O_stride", "i8", 3), ("part_O_stride", "i8", 3),
-        ("lse_stride", "i8", 2), ("part_lse_stride", "i8", 2), ("heads", "i4"), ("length", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
 #: Rows of a block, whose weights lie in shared memory.
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 

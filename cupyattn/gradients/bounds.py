@@ -26,10 +26,12 @@ from cupyattn.bounds.scores import (
     scaling_errors,
 )
 from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks, over_rows
+from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.backward_tiles import backward_tiles
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward, check_scale
+from cupyattn.problem.scoring import ScoreOptions
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")
@@ -71,7 +73,7 @@ class GradientBounds:
 
 
 @dataclass(frozen=True)
-class _Problem:
+class _Constants:
     """What the bounds of all blocks share."""
 
     n: Numerics
@@ -147,13 +149,25 @@ def backward_bound(
     """
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     out_error, lse_error = operands(out_error=out_error, lse_error=lse_error)
-    xp = array_namespace(d_out, q, k, v, out, lse)
-    sizes, dtype = check_backward(d_out, q, k, v, out, lse)
+    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    problem = BackwardProblem(d_out, q, k, v, out, lse, scale, options, all_keys)
+    return gradient_bounds(problem, out_error, lse_error)
+
+
+def gradient_bounds(
+    problem: BackwardProblem, out_error: Array | None, lse_error: Array | None
+) -> GradientBounds:
+    """Return what `backward_bound` does, whose other arguments `problem` holds."""
+    (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
+    xp = array_namespace(*problem.arrays)
+    sizes, dtype = check_backward(*problem.arrays)
     _, _, heads_kv, len_q, len_kv, head_dim = sizes
-    sigma = check_scale(scale, head_dim)
-    n = numerics("tensor_core", "portable", dtype, softcap=bool(softcap), bias=bias is not None)
-    problem = _Problem(n, sigma, scaling_errors(n, sigma, None, softcap), softcap, dtype, all_keys)
-    keys_tiles, _ = backward_tiles(head_dim, (0, 0) if block_mask is None else block_mask.blocks)
+    sigma, softcap = check_scale(problem.scale, head_dim), options.softcap
+    features = {"softcap": bool(softcap), "bias": options.bias is not None}
+    n = numerics("tensor_core", "portable", dtype, **features)
+    scaling = scaling_errors(n, sigma, None, softcap)
+    shared = _Constants(n, sigma, scaling, softcap, dtype, problem.all_keys)
+    keys_tiles, _ = backward_tiles(head_dim, options.blocks)
     key_blocks = -(-len_kv // keys_tiles.block_kv)
     group = q.shape[1] // heads_kv if heads_kv else 0
     row_tiles = group * -(-len_q // 16)
@@ -169,16 +183,12 @@ def backward_bound(
     out_of_range = xp.zeros(k.shape[:3], bool)  # keys
     extra_out = None if out_error is None else split_heads(out_error, heads_kv)
     extra_lse = None if lse_error is None else split_heads(lse_error, heads_kv)
-    for block in gradient_blocks(
-        d_out, q, k, v, out, lse, scale=scale, causal=causal, causal_align=causal_align,
-        window=window, softcap=softcap, mask=mask, bias=bias, block_mask=block_mask,
-        all_keys=all_keys,
-    ):  # fmt: skip
-        if all_keys:
+    for block in gradient_blocks(problem):
+        if problem.all_keys:
             block = replace(block, P=block.softmax)
         index, at = block.scores.index, block.scores.index[:2]
         e = _errors(
-            block, problem,
+            block, shared,
             0.0 if extra_out is None else as_float64(extra_out[index]),
             None if extra_lse is None else as_float64(extra_lse[index]),
         )  # fmt: skip
@@ -239,15 +249,15 @@ def _stored(error: Array, size: Array, sigma: float | None, dtype: str, bad: Arr
 
 
 def _errors(
-    block: GradientBlock, problem: _Problem, out_error: Array | float, lse_error: Array | None
+    block: GradientBlock, shared: _Constants, out_error: Array | float, lse_error: Array | None
 ) -> _Errors:
     """R8 to R11 of one block: bounds of the errors of P and dS as the tensor cores take them."""
     xp = array_namespace(block.P)
-    scores, dtype, head_dim = block.scores, problem.dtype, block.scores.q.shape[-1]
+    scores, dtype, head_dim = block.scores, shared.dtype, block.scores.q.shape[-1]
     weighs = block.P > 0
     # NOTE: what underflows float64 is flushed by the kernel, too: EX2_FLUSH covers it.
     slope = block.slope
-    d, cap_error = _score_errors(block, problem, lse_error)
+    d, cap_error = _score_errors(block, shared, lse_error)
     usable = d <= MAX_EXPONENT
     d = xp.where(weighs, xp.minimum(d, MAX_EXPONENT), 0.0)
     admitted = scores.admitted
@@ -271,7 +281,7 @@ def _errors(
     # R11: dS = fl(fl(P fl(dP - Delta)) slope), rounded to 16 bits.
     distance = xp.abs(block.dP - block.delta[..., None])
     t = distance + error_dP + error_delta
-    roundings = (1 + U) ** (3 if problem.softcap else 2) - 1
+    roundings = (1 + U) ** (3 if shared.softcap else 2) - 1
     steeper = slope + cap_error
     of_slope = cap_error * largest * t
     r11 = roundings * (largest * t * steeper) + of_slope + 2.0**-147 * (1 + t)
@@ -294,12 +304,12 @@ def _errors(
 
 
 def _score_errors(
-    block: GradientBlock, problem: _Problem, lse_error: Array | None
+    block: GradientBlock, shared: _Constants, lse_error: Array | None
 ) -> tuple[Array, Array | float]:
     """R9: bound the error of log P, and of a softcap's slope."""
     xp = array_namespace(block.P)
-    scores, scaling, sigma = block.scores, problem.scaling, problem.sigma
-    head_dim, natural = scores.q.shape[-1], problem.n.subtracts_first
+    scores, scaling, sigma = block.scores, shared.scaling, shared.sigma
+    head_dim, natural = scores.q.shape[-1], shared.n.subtracts_first
     admitted = scores.admitted
     magnitude = xp.abs(scores.q) @ xp.abs(scores.k).swapaxes(-1, -2)
     dot = (products("tensor_core", head_dim) + gamma(head_dim + 4, U64)) * magnitude
@@ -318,7 +328,7 @@ def _score_errors(
         error = error + scaling.common * (xp.abs(S) + error) + of_lse * xp.abs(lse)
         error = error + U * (distance + error)
     d = (error + EX2_LOG_ERROR + 2.0**-125) * REFERENCE
-    if lse_error is None and problem.all_keys:
+    if lse_error is None and shared.all_keys:
         with np.errstate(invalid="ignore"):
             lse_error = xp.abs(block.lse - block.softmax_lse)
         lse_error = xp.where(block.lse == block.softmax_lse, 0.0, lse_error)
@@ -326,27 +336,27 @@ def _score_errors(
         d = d + lse_error[..., None]
     d = xp.where((lse > S) & (error - distance < FLUSHED), 0.0, d)
     coarse = coarse_rows(block.lse)
-    if problem.all_keys and coarse.any():
-        d = xp.where(coarse[..., None], _normalised_errors(block, problem, capped), d)
+    if shared.all_keys and coarse.any():
+        d = xp.where(coarse[..., None], _normalised_errors(block, shared, capped), d)
     d = xp.where(magnitude * max(1.0, sigma) <= MAX_FLOAT, d, xp.inf)
-    if not problem.softcap:
+    if not shared.softcap:
         return d, 0.0
-    t = unbiased / problem.softcap
-    off = capped / problem.softcap
+    t = unbiased / shared.softcap
+    off = capped / shared.softcap
     return d, (2 * t + off) * off + U * (1 + (2 * t + off) * off)
 
 
-def _normalised_errors(block: GradientBlock, problem: _Problem, capped: Array) -> Array:
+def _normalised_errors(block: GradientBlock, shared: _Constants, capped: Array) -> Array:
     """R9 of coarse rows: bound the error of log P where M and the sum are those of the scores.
 
     `capped` bounds the error of a score before its bias is added.
     """
     xp = array_namespace(block.P)
-    scores, scaling, P = block.scores, problem.scaling, block.softmax
-    admitted, natural = scores.admitted, problem.n.subtracts_first
+    scores, scaling, P = block.scores, shared.scaling, block.softmax
+    admitted, natural = scores.admitted, shared.n.subtracts_first
     S = xp.where(admitted, scores.S, 0.0)
     low, high = -capped, capped + xp.zeros_like(S)
-    if problem.n.bias:  # rounding is monotone: what it does to the ends bounds what it does
+    if shared.n.bias:  # rounding is monotone: what it does to the ends bounds what it does
         wide = capped + 2.0**-50 * xp.abs(S)
         with np.errstate(over="ignore"):
             low, high = (as_float64((S + x).astype(np.float32)) - S for x in (-wide, wide))

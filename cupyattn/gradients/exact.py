@@ -6,16 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64
+from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.checks import check_backward_shapes, check_scale
-from cupyattn.reference.exact import ScoreBlock, score_blocks, softmax_exact
+from cupyattn.problem.scoring import ScoreOptions
+from cupyattn.reference.exact import ScoreBlock, blocks_of, softmax_exact
 
 #: A row is coarse if its log-sum-exp is at least this far from zero: COARSE_LSE of
 #: kernels_cu/prims/score/gradient.cuh.
@@ -75,32 +77,15 @@ class GradientBlock:
         return self.P * (self.dP - self.delta[..., None]) * self.slope
 
 
-def gradient_blocks(
-    d_out: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array | None,
-    lse: Array | None,
-    *,
-    softcap: float = 0.0,
-    all_keys: bool = True,
-    **options: Any,
-) -> Iterator[GradientBlock]:
-    """Yield all scores and what follows from them, in float64, a bounded number at a time.
-
-    Parameters
-    ----------
-    d_out, q, k, v, out, lse, softcap, all_keys, **options
-        As for `backward_exact`.
-    """
-    d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
+def gradient_blocks(problem: BackwardProblem) -> Iterator[GradientBlock]:
+    """Yield all scores and what follows from them, in float64, a bounded number at a time."""
+    (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
     xp = array_namespace(q, k, v, d_out)
     heads_kv = k.shape[1]
     d_out = split_heads(d_out, heads_kv)
     given_out = None if out is None else split_heads(out, heads_kv)
     given_lse = None if lse is None else split_heads(lse, heads_kv)
-    for block in score_blocks(q, k, v, softcap=softcap, **options):
+    for block in blocks_of(q, k, v, problem.scale, options, None):
         dO = as_float64(d_out[block.index])
         softmax, softmax_lse = softmax_exact(block.S)
         P, row_lse = softmax, softmax_lse
@@ -110,12 +95,12 @@ def gradient_blocks(
             exponent = xp.where(attends, block.S, 0.0) - xp.where(attends, row_lse[..., None], 0.0)
             with np.errstate(over="ignore"):
                 P = xp.where(attends, xp.exp(exponent), 0.0)
-            if all_keys:
+            if problem.all_keys:
                 P = xp.where(coarse_rows(row_lse)[..., None], softmax, P)
         O = P @ block.v if given_out is None else as_float64(given_out[block.index])
         slope: Array | float = 1.0
-        if softcap:
-            slope = xp.where(block.admitted, 1.0 - (block.unbiased / softcap) ** 2, 1.0)
+        if options.softcap:
+            slope = xp.where(block.admitted, 1.0 - (block.unbiased / options.softcap) ** 2, 1.0)
         yield GradientBlock(
             block, dO, O, row_lse, P, softmax, softmax_lse, dO @ block.v.swapaxes(-1, -2),
             (dO * O).sum(axis=-1), slope,
@@ -189,16 +174,19 @@ def backward_exact(
     True
     """
     d_out, q, k, v, out, lse = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
+    options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    return exact_gradients(BackwardProblem(d_out, q, k, v, out, lse, scale, options, all_keys))
+
+
+def exact_gradients(problem: BackwardProblem) -> Gradients:
+    """Return what `backward_exact` does, whose arguments `problem` holds."""
+    d_out, q, k, v, *_ = problem.arrays
     xp = array_namespace(d_out, q, k, v)
-    check_backward_shapes(d_out, q, k, v, out, lse)
-    sigma, heads_kv = check_scale(scale, q.shape[-1]), k.shape[1]
+    check_backward_shapes(*problem.arrays)
+    sigma, heads_kv = check_scale(problem.scale, q.shape[-1]), k.shape[1]
     dq = xp.zeros(split_heads(q, heads_kv).shape)
     dk, dv = xp.zeros(k.shape), xp.zeros(v.shape)
-    for block in gradient_blocks(
-        d_out, q, k, v, out, lse, scale=scale, causal=causal, causal_align=causal_align,
-        window=window, softcap=softcap, mask=mask, bias=bias, block_mask=block_mask,
-        all_keys=all_keys,
-    ):  # fmt: skip
+    for block in gradient_blocks(problem):
         index, dS = block.scores.index, block.dS
         dq[index] = sigma * (dS @ block.scores.k)
         dk[index[:2]] += sigma * over_rows(dS, block.scores.q)

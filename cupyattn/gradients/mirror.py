@@ -14,6 +14,7 @@ import numpy as np
 from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array
 from cupyattn.gradients.exact import Gradients, coarse_rows
+from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.backward_tiles import backward_tiles
 from cupyattn.kernels.numerics import LARGEST_EXPONENT, numerics
 from cupyattn.problem.block_mask import BlockMask
@@ -77,14 +78,20 @@ def backward_mirror(
     ([0.0, 0.0], [1.0, 1.0, 1.0])
     """
     require_numpy(d_out, q, k, v, out, lse)
-    (*_, len_q, len_kv, head_dim), dtype = check_backward(d_out, q, k, v, out, lse)
-    sigma = check_scale(scale, head_dim)
-    n = numerics("tensor_core", "portable", dtype, softcap=bool(softcap), bias=bias is not None)
     options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
+    problem = BackwardProblem(d_out, q, k, v, out, lse, scale, options, all_keys)
+    return mirror_gradients(problem, deterministic=deterministic)
+
+
+def mirror_gradients(problem: BackwardProblem, *, deterministic: bool) -> Gradients:
+    """Return what `backward_mirror` does, whose arguments `problem` holds."""
+    (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
+    (*_, len_q, len_kv, head_dim), dtype = check_backward(d_out, q, k, v, out, lse)
+    sigma = check_scale(problem.scale, head_dim)
+    features = {"softcap": bool(options.softcap), "bias": options.bias is not None}
+    n = numerics("tensor_core", "portable", dtype, **features)
     scoring = Scoring.of(q, k, options)
-    keys_tiles, queries_tiles = backward_tiles(
-        head_dim, (0, 0) if block_mask is None else block_mask.blocks
-    )
+    keys_tiles, queries_tiles = backward_tiles(head_dim, options.blocks)
     heads_kv = k.shape[1]
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         scores = prepare_scores(q, k, sigma, scoring, n, None)
@@ -95,7 +102,7 @@ def backward_mirror(
         M = split_heads(lse, heads_kv) * to_log2  # R9
         M = np.where(split_heads(lse, heads_kv) == NEG_INF, np.float32(np.inf), M)[..., None]
 
-        coarse = coarse_rows(split_heads(lse, heads_kv))[..., None] & all_keys
+        coarse = coarse_rows(split_heads(lse, heads_kv))[..., None] & problem.all_keys
 
         def exponentials(kv0: int, kv1: int) -> Float32:
             S = scores.block(kv0, kv1)

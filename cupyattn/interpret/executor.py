@@ -17,7 +17,7 @@ from cupyattn.compiler.ptxas import parse_smem_bytes
 from cupyattn.errors import KernelLaunchError
 from cupyattn.interpret.bulk import TENSOR_MAP_MARK, Tensor
 from cupyattn.interpret.findings import KernelFault
-from cupyattn.interpret.machine import Machine
+from cupyattn.interpret.machine import BoundLaunch, Machine
 from cupyattn.interpret.memory import GlobalMemory, duplicate
 from cupyattn.interpret.observer import Observer, active
 from cupyattn.interpret.program import Program, program
@@ -284,12 +284,12 @@ def _launch(
         raise KernelLaunchError(f"{entry} takes clusters of {cluster} blocks, got a grid of {grid}")
     clusters = MEMORY_BUDGET // block_bytes(ready, block, shared) // cluster
     blocks = max(1, min(grid // cluster, clusters)) * cluster
+    launch = BoundLaunch(ready, grid, block, params, symbols, shared, tensors)
     now = 0
     for first in range(0, grid, blocks):
         machine = Machine(
-            ready, grid=grid, block=block, first_block=first, blocks=min(blocks, grid - first),
-            memory=memory, params=params, symbols=symbols, dynamic_shared=shared, tensors=tensors,
-            observers=observers, now=now,
+            launch, memory, first_block=first, blocks=min(blocks, grid - first), now=now,
+            observers=observers,
         )  # fmt: skip
         now = _run_batch(machine, observers)
 

@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -77,18 +78,15 @@ def schedule(seed: int) -> Iterator[None]:
         _dice.reset(token)
 
 
-class Machine:
-    """A batch of blocks of one launch.
+@dataclass(frozen=True)
+class BoundLaunch:
+    """A launch whose buffers and variables have addresses.
 
     Parameters
     ----------
     program : Program
     grid, block : int
         Blocks of the launch, threads of each.
-    first_block, blocks : int
-        Which of them are in this batch.
-    memory : GlobalMemory
-        Shared by the batches of a launch.
     params : numpy.ndarray of uint8
         The parameters, packed.
     symbols : mapping of str to int
@@ -97,6 +95,27 @@ class Machine:
         Bytes of dynamic shared memory.
     tensors : sequence of Tensor
         What the tensor maps among the parameters describe.
+    """
+
+    program: Program
+    grid: int
+    block: int
+    params: npt.NDArray[np.uint8]
+    symbols: Mapping[str, int]
+    dynamic_shared: int
+    tensors: Sequence[Tensor]
+
+
+class Machine:
+    """A batch of blocks of one launch.
+
+    Parameters
+    ----------
+    launch : BoundLaunch
+    memory : GlobalMemory
+        Shared by the batches of a launch.
+    first_block, blocks : int
+        Which blocks of the launch are in this batch.
     now : int
         Time at which it starts.
     observers : tuple of Observer
@@ -105,35 +124,29 @@ class Machine:
 
     def __init__(
         self,
-        program: Program,
+        launch: BoundLaunch,
+        memory: GlobalMemory,
         *,
-        grid: int,
-        block: int,
         first_block: int,
         blocks: int,
-        memory: GlobalMemory,
-        params: npt.NDArray[np.uint8],
-        symbols: Mapping[str, int],
-        dynamic_shared: int,
-        tensors: Sequence[Tensor] = (),
         now: int = 0,
         observers: tuple[Observer, ...] = (),
     ) -> None:
-        self.program = program
-        self.grid, self.block = grid, block
+        self.program = program = launch.program
+        self.grid, self.block = launch.grid, launch.block
         self.first_block, self.blocks = first_block, blocks
-        self.threads = -(-block // WARP) * WARP
+        self.threads = -(-self.block // WARP) * WARP
         self.size = blocks * self.threads
         self.lane = np.arange(self.size)
         self.thread = self.lane % self.threads
-        self.alive = self.thread < block
+        self.alive = self.thread < self.block
         first_lane = first_block * self.threads
         self.clocks = Clocks(blocks, self.threads, first_lane, now, memory.between)
         self.memory = memory
         memory.attach(self.clocks, self.report)
         self._observers = observers
         granule = program.granules["shared"]
-        shared = program.shared_bytes + dynamic_shared
+        shared = program.shared_bytes + launch.dynamic_shared
         self.shared = SharedMemory(blocks, shared, granule, self.clocks, self.report)
         self.clusters = Clusters(self)
         self.spaces: dict[str, Space] = {
@@ -141,13 +154,13 @@ class Machine:
             "shared": self.shared,
             "cluster": self.clusters,
             "local": LocalMemory(self.size, program.local_bytes, self.report),
-            "param": ParamMemory(params, self.report),
+            "param": ParamMemory(launch.params, self.report),
         }
         self.registers: list[Values | None] = [None] * len(program.kernel.registers)
         self.copies = Copies(self.size)
         self.mbarriers = Mbarriers(self)
         self.warpgroups = Warpgroups(self)
-        self.engine = Engine(self, tensors)
+        self.engine = Engine(self, launch.tensors)
         self.counts: Counter[int] = Counter()  # warps that ran each segment
         self.traffic: Counter[tuple[str, str]] = Counter()  # bytes, by space and direction
         self.place = 0  # index of the instruction under way
@@ -158,7 +171,7 @@ class Machine:
         self._ranks: list[int] = []  # under a schedule, of each warp of a block: who goes first
         self._in_vain = 0  # times that the same have gone on and come back since
         self._symbols = {
-            **symbols, **program.shared, **program.local,
+            **launch.symbols, **program.shared, **program.local,
             **{p.name: p.offset for p in program.kernel.parameters},
         }  # fmt: skip
         self._special: dict[str, Values] = {}

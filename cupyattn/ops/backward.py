@@ -21,7 +21,7 @@ from cupyattn.ops import run as backends
 from cupyattn.ops.call_operands import direct_operands, operands_key
 from cupyattn.ops.mirrored import scoring_of
 from cupyattn.ops.prepared import SEQUENCES
-from cupyattn.plans.backward import plan_backward
+from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.plans.records import Plan
 from cupyattn.plans.stages import OF_SCORES
@@ -394,12 +394,11 @@ def _plan(
     all_keys: bool = True,
 ) -> Plan:
     """Plan the kernels for operands, results and what changes scores."""
-    described = {name: x for name, x in described.items() if name != "lse"}
+    at = BackwardOperands(**{name: x for name, x in described.items() if name != "lse"})
     call = replace(request.call, rope="", rope_offset_q=0)
     return plan_backward(
-        call, **described, deterministic=deterministic, all_keys=all_keys,
-        arch=architecture(request),
-    )  # fmt: skip
+        call, at, deterministic=deterministic, all_keys=all_keys, arch=architecture(request)
+    )
 
 
 def ready_backward(

@@ -16,7 +16,14 @@ from cupyattn.compiler.target import choose, own_arch
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
 from cupyattn.ops.run import run
-from cupyattn.plans.gemm import check_tiles_of, on_hopper, plan_gemm, where_shared
+from cupyattn.plans.gemm import (
+    OutlierOperands,
+    ProductOperands,
+    check_tiles_of,
+    on_hopper,
+    plan_gemm,
+    where_shared,
+)
 from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape
 from cupyattn.reference.gemm import gemm_mirror
@@ -154,11 +161,12 @@ def int8_gemm(
         c = xp.empty(rows, STORAGE[out_dtype]) if out is None else out.reshape(rows)
         buffers["c"] = c
         of = {name: Operand.of(x) for name, x in buffers.items() if name != "bias"}
+        beside = None
+        if outliers is not None:
+            beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), _type(outliers))
         plan = plan_gemm(
-            of["a"], of["a_scales"], of["b"], of["b_scales"], of["c"], out_dtype,
-            bias="" if bias is None else bias.dtype.name, activation=activation,
-            outliers=None if outliers is None else (of["a_16"], of["b_16"], _type(outliers)),
-            tiles=tiles, arch=arch,
+            ProductOperands(**of), out_dtype, bias="" if bias is None else bias.dtype.name,
+            activation=activation, outliers=beside, tiles=tiles, arch=arch,
         )  # fmt: skip
         run(backend, plan, buffers, arch)
         if out is None:

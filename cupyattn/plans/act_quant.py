@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
@@ -14,17 +12,8 @@ from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import GemmFeatures, OneLaunch
 from cupyattn.plans.records import Launch
+from cupyattn.plans.structs import ACT_QUANT_PARAMS
 from cupyattn.quant.blocks import BLOCK_SIZE
-
-#: ``struct ActQuantParams`` of kernels_cu/linear/act_quant.cu, field by field.
-ACT_QUANT_PARAMS = np.dtype(
-    [
-        ("X", "u8"), ("codes", "u8"), ("scales", "u8"), ("kept", "u8"), ("place", "u8"),
-        ("X_stride", "i8"), ("rows", "i4"), ("channels", "i4"), ("outliers", "i4"),
-        ("kept_stride", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
 
 #: Warps of a block, and bytes that a lane holds.
 _NUM_WARPS, _LANE_BYTES = 4, 64

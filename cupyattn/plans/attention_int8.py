@@ -19,9 +19,9 @@ from cupyattn.plans.assemble import (
     features_of,
     module_spec,
 )
-from cupyattn.plans.codes import VALUE_PARAMS, Scales, value_box, value_params
+from cupyattn.plans.codes import Scales, value_box, value_params
 from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS
+from cupyattn.plans.structs import ATTN_PARAMS, QUANT_PARAMS, VALUE_PARAMS
 from cupyattn.problem import hopper
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.operands import Codes, Operands

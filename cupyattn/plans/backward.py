@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.backward_tiles import (
@@ -22,21 +20,9 @@ from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, check_grid, features_of, tensor_map_of, widest
 from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.structs import ATTN_PARAMS
+from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS
 from cupyattn.problem import hopper
 from cupyattn.problem.call import AttentionSpec
-
-#: ``struct BackwardParams`` of kernels_cu/prims/params.cuh, field by field.
-BACKWARD_PARAMS = np.dtype(
-    [
-        ("dO", "u8"), ("dQ", "u8"), ("dK", "u8"), ("dV", "u8"),
-        ("dO_stride", "i8", 3), ("dQ_stride", "i8", 3), ("dK_stride", "i8", 3),
-        ("dV_stride", "i8", 3), ("row_M", "u8"), ("row_factor", "u8"), ("coarse", "u8"),
-        ("delta", "u8"), ("dQ_sum", "u8"), ("rows", "i8"), ("kept_rows", "u8"),
-        ("kept_rows_stride", "i8", 3), ("turns", "u8"), ("next_block", "u8"), ("all_keys", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
 ROW_PAD = 128
@@ -53,23 +39,39 @@ SUM_ROWS = SUM_COLUMNS = 64
 NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
 
 
+@dataclass(frozen=True)
+class BackwardOperands:
+    """Where the arrays of a backward pass lie: the buffers of these names when a plan runs.
+
+    Parameters
+    ----------
+    q, k, v, o, d_out, dq, dk, dv : Operand
+    mask, bias, kept_blocks : Operand, optional
+        As for `cupyattn.plans.attention.plan_attention`.
+    kept_rows : Operand, optional
+        As ``block_mask.transposed.kept_blocks`` makes it, where the call has a block mask.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    o: Operand
+    d_out: Operand
+    dq: Operand
+    dk: Operand
+    dv: Operand
+    mask: Operand | None = None
+    bias: Operand | None = None
+    kept_blocks: Operand | None = None
+    kept_rows: Operand | None = None
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_backward(
     call: AttentionSpec,
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    o: Operand,
-    d_out: Operand,
-    dq: Operand,
-    dk: Operand,
-    dv: Operand,
+    at: BackwardOperands,
     *,
     deterministic: bool | None,
-    mask: Operand | None = None,
-    bias: Operand | None = None,
-    kept_blocks: Operand | None = None,
-    kept_rows: Operand | None = None,
     all_keys: bool = True,
     arch: str | None = None,
 ) -> Plan:
@@ -79,18 +81,13 @@ def plan_backward(
     ----------
     call : AttentionSpec
         With ``return_lse``.
-    q, k, v, o, d_out, dq, dk, dv : Operand
-        The buffers of these names when the plan runs; it also reads ``"lse"``, contiguous, and of a
-        packed call ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
+    at : BackwardOperands
+        The plan also reads the buffer ``"lse"``, contiguous, and of a packed call
+        ``"cu_seqlens_q"`` and ``"cu_seqlens_k"``, int32.
     deterministic : bool or None
         The form: ``"deterministic"`` has a kernel for dQ, with the same bits on every run; in
         ``"atomic"`` blocks of keys add up dQ in float32 in memory. ``"sm90_deterministic"`` does
         that too, in one order on every run, up to head_dim 128. None: the faster one.
-    mask, bias, kept_blocks : Operand, optional
-        As for `cupyattn.plans.attention.plan_attention`.
-    kept_rows : Operand, optional
-        The buffer ``"kept_rows"``, as ``block_mask.transposed.kept_blocks`` makes it, where the
-        call has a block mask.
     all_keys : bool
         Whether the rows attend to no keys but these. False takes every lse as it is; True
         normalises rows again whose lse is too coarse to give P.
@@ -110,11 +107,12 @@ def plan_backward(
     UnsupportedError
         If a grid would be too large.
     """
-    features = features_of(call, widest(q, k, v, o, d_out, dq, dk, dv))
+    kept_rows = at.kept_rows
+    features = features_of(call, widest(at.q, at.k, at.v, at.o, at.d_out, at.dq, at.dk, at.dv))
     form, note = "deterministic" if deterministic else "atomic", ""
     dq_of_keys = NO_DQ if deterministic else SUMS_DQ
     if arch == "sm_90a":
-        named = {"q": q, "k": k, "v": v, "d_out": d_out, "dq": dq, "dk": dk, "dv": dv}
+        named = {name: getattr(at, name) for name in ("q", "k", "v", "d_out", "dq", "dk", "dv")}
         note = hopper.backward_support(call, named).note
         if not note and call.head_dim > SUMMED:
             form, dq_of_keys = "sm90_deterministic", NO_DQ
@@ -130,9 +128,9 @@ def plan_backward(
         lists, rows = call.heads, (total // ROW_PAD + call.batch) * ROW_PAD
     gradients = {
         "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv",
-        "dO_stride": d_out.row_strides, "dQ_stride": dq.row_strides, "dK_stride": dk.row_strides,
-        "dV_stride": dv.row_strides, "row_M": "row_M", "row_factor": "row_factor",
-        "coarse": "coarse", "delta": "delta",
+        "dO_stride": at.d_out.row_strides, "dQ_stride": at.dq.row_strides,
+        "dK_stride": at.dk.row_strides, "dV_stride": at.dv.row_strides,
+        "row_M": "row_M", "row_factor": "row_factor", "coarse": "coarse", "delta": "delta",
         "dQ_sum": "dQ_sum" if dq_of_keys else None, "rows": rows,
         "kept_rows": "kept_rows" if kept_rows else None,
         "kept_rows_stride": kept_rows.row_strides if kept_rows else (0, 0, 0),
@@ -140,7 +138,7 @@ def plan_backward(
         "next_block": "next_block" if in_order else None, "all_keys": int(all_keys),
     }  # fmt: skip
     structs = (
-        (ATTN_PARAMS, attn_params(call, q, k, v, o, mask, bias, kept_blocks)),
+        (ATTN_PARAMS, attn_params(call, at.q, at.k, at.v, at.o, at.mask, at.bias, at.kept_blocks)),
         (BACKWARD_PARAMS, gradients),
     )
     kernels = _Kernels(features, structs)
@@ -159,8 +157,8 @@ def plan_backward(
     if form.startswith("sm90"):
         keys_tiles = queries_tiles = hopper_backward_tiles(call.head_dim)
         keys = queries = kernels.fed({
-            "q": (q, keys_tiles.block_q), "k": (k, keys_tiles.block_kv),
-            "v": (v, keys_tiles.block_kv), "d_out": (d_out, keys_tiles.block_q),
+            "q": (at.q, keys_tiles.block_q), "k": (at.k, keys_tiles.block_kv),
+            "v": (at.v, keys_tiles.block_kv), "d_out": (at.d_out, keys_tiles.block_q),
         })  # fmt: skip
         sums = replace(kernels, folder="sm90/")
         boxes = -(-call.head_dim // SUM_COLUMNS)

@@ -5,19 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays.operand import Operand
 from cupyattn.problem.operands import ValueCodes
-
-#: ``struct ValueParams`` of kernels_cu/prims/params.cuh, field by field.
-VALUE_PARAMS = np.dtype(
-    [
-        ("V_scale", "u8"), ("V_mean", "u8"),
-        ("V_scale_stride_batch", "i8"), ("V_scale_stride_head", "i8"), ("V_zero", "u8"),
-    ],
-    align=True,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

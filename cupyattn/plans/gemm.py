@@ -19,22 +19,11 @@ from cupyattn.kernels.limits import INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.assemble import HOPPER_BLOCKS, tensor_map_of
 from cupyattn.plans.records import Launch, TensorMap, Workspace, described
+from cupyattn.plans.structs import GEMM_PARAMS
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from cupyattn.quant.blocks import BLOCK_SIZE
 
 _log = logging.getLogger("cupyattn")
-
-#: ``struct GemmParams`` of kernels_cu/prims/codes/gemm.cuh, field by field.
-GEMM_PARAMS = np.dtype(
-    [
-        ("A", "u8"), ("B", "u8"), ("A_scale", "u8"), ("B_scale", "u8"), ("C", "u8"),
-        ("bias", "u8"), ("A_16", "u8"), ("B_16", "u8"), ("A_stride", "i8"), ("B_stride", "i8"),
-        ("A_scale_stride", "i8"), ("B_scale_stride", "i8"), ("C_stride", "i8"),
-        ("A_16_stride", "i8"), ("B_16_stride", "i8"),
-        ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outliers", "i4"), ("alone", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
 
 #: Tiles to choose from, by form, the largest first.
 PORTABLE_TILES = (
@@ -302,18 +291,45 @@ def _at_a_time(tiles: GemmTiles, blocks: int | None = None) -> int:
     return max(clusters, 1) * tiles.cluster
 
 
+@dataclass(frozen=True)
+class ProductOperands:
+    """Where codes, scales and result lie: the buffers of these names when a plan runs.
+
+    All have two axes, the last one contiguous.
+    """
+
+    a: Operand
+    a_scales: Operand
+    b: Operand
+    b_scales: Operand
+    c: Operand
+
+
+@dataclass(frozen=True)
+class OutlierOperands:
+    """Where columns in 16 bits lie that are multiplied beside the codes.
+
+    Parameters
+    ----------
+    a_16, b_16 : Operand
+        The buffers of these names.
+    dtype : {"float16", "bfloat16"}
+        Their storage type.
+    """
+
+    a_16: Operand
+    b_16: Operand
+    dtype: str
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_gemm(
-    a: Operand,
-    a_scales: Operand,
-    b: Operand,
-    b_scales: Operand,
-    c: Operand,
+    at: ProductOperands,
     out_dtype: str,
     *,
     bias: str = "",
     activation: str = "",
-    outliers: tuple[Operand, Operand, str] | None = None,
+    outliers: OutlierOperands | None = None,
     tiles: GemmTiles | None = None,
     arch: str | None = None,
     blocks: int | None = None,
@@ -322,15 +338,13 @@ def plan_gemm(
 
     Parameters
     ----------
-    a, a_scales, b, b_scales, c : Operand
-        The buffers of these names, with two axes and contiguous last ones.
+    at : ProductOperands
     out_dtype : {"float16", "bfloat16", "float32"}
         Storage type of c.
     bias : {"", "float16", "bfloat16", "float32"}
         Storage type of the buffer ``"bias"``, contiguous; "": there is none.
     activation : {"", "gelu", "gelu_tanh", "silu"}
-    outliers : (Operand, Operand, str), optional
-        The buffers ``"a_16"`` and ``"b_16"``, and their storage type.
+    outliers : OutlierOperands, optional
     tiles : GemmTiles, optional
         Chosen by `choose_tiles` when omitted.
     arch : str, optional
@@ -351,10 +365,11 @@ def plan_gemm(
         For more tiles than a grid has blocks, and for `tiles` of the Hopper form and operands that
         it does not take.
     """
-    (m, k), n = a.shape, b.shape[0]
-    operands = {"a": (a, "int8"), "b": (b, "int8")}
+    (m, k), n = at.a.shape, at.b.shape[0]
+    operands = {"a": (at.a, "int8"), "b": (at.b, "int8")}
     if outliers is not None:
-        operands |= {"a_16": (outliers[0], outliers[2]), "b_16": (outliers[1], outliers[2])}
+        operands["a_16"] = outliers.a_16, outliers.dtype
+        operands["b_16"] = outliers.b_16, outliers.dtype
     note = _hopper_obstacle(operands) if arch == "sm_90a" else ""
     form = "sm90" if arch == "sm_90a" and not note else "portable"
     if note and tiles is not None:
@@ -368,10 +383,10 @@ def plan_gemm(
     features = GemmFeatures(
         out_dtype,
         min(_bytes_per_access(x) for x, _ in operands.values()),
-        max(width for width in (1, 2, 4, 8) if c.allows(width)),
+        max(width for width in (1, 2, 4, 8) if at.c.allows(width)),
         bias,
         activation,
-        outliers[2] if outliers else "",
+        outliers.dtype if outliers else "",
     )
     if m * n == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=note)
@@ -379,12 +394,12 @@ def plan_gemm(
         "A": "a", "B": "b", "A_scale": "a_scales", "B_scale": "b_scales", "C": "c",
         "bias": "bias" if bias else None,
         "A_16": "a_16" if outliers else None, "B_16": "b_16" if outliers else None,
-        "A_stride": _row_bytes(a), "B_stride": _row_bytes(b),
-        "A_scale_stride": a_scales.row_strides[0], "B_scale_stride": b_scales.row_strides[0],
-        "C_stride": c.row_strides[0],
-        "A_16_stride": _row_bytes(outliers[0]) if outliers else 0,
-        "B_16_stride": _row_bytes(outliers[1]) if outliers else 0,
-        "m": m, "n": n, "k": k, "outliers": outliers[0].shape[1] if outliers else 0,
+        "A_stride": _row_bytes(at.a), "B_stride": _row_bytes(at.b),
+        "A_scale_stride": at.a_scales.row_strides[0], "B_scale_stride": at.b_scales.row_strides[0],
+        "C_stride": at.c.row_strides[0],
+        "A_16_stride": _row_bytes(outliers.a_16) if outliers else 0,
+        "B_16_stride": _row_bytes(outliers.b_16) if outliers else 0,
+        "m": m, "n": n, "k": k, "outliers": outliers.a_16.shape[1] if outliers else 0,
     }  # fmt: skip
     alone = tiles_alone(m, n, tiles, blocks)
     shared = _count(m, n, tiles) - alone

@@ -15,32 +15,8 @@ from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.records import Launch, Plan
+from cupyattn.plans.structs import NORM_PARAMS, ROPE_PARAMS
 from cupyattn.problem.row_preparation import Preparation
-
-#: ``struct RopeParams`` of kernels_cu/prims/io/rope.cuh, field by field.
-ROPE_PARAMS = np.dtype(
-    [
-        ("X", "u8"), ("Y", "u8"), ("cos", "u8"), ("sin", "u8"), ("X_stride", "i8", 3),
-        ("heads", "i4"), ("length", "i4"), ("position", "i4"), ("cu_seqlens", "u8"),
-        ("total", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
-
-#: ``struct PrepareParams<true>`` of prepare.cuh, field by field; others begin with
-#: its fields.
-PREPARE_FIELDS: tuple[tuple[str, str], ...] = (
-    ("cos", "u8"), ("sin", "u8"), ("weight", "u8"), ("weight_stride_head", "i8"), ("eps", "f4"),
-    ("position", "i4"),
-)  # fmt: skip
-#: ``struct NormParams`` of the same header, field by field.
-NORM_PARAMS = np.dtype(
-    [
-        *PREPARE_FIELDS, ("X", "u8"), ("Y", "u8"), ("X_stride", "i8", 3), ("heads", "i4"),
-        ("length", "i4"), ("cu_seqlens", "u8"), ("total", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
 
 #: Rows of a block: a few accesses for each of its threads at any head_dim.
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
@@ -144,7 +120,7 @@ class Prepares:
         return {"rope": self.rope, "qk_norm": self.vectors > 0}
 
     def params(self, head_dim: int) -> dict[str, Any]:
-        """The fields `PREPARE_FIELDS`."""
+        """The fields `cupyattn.plans.structs.PREPARE_PARAMS`."""
         return {
             "cos": "rope_cos" if self.rope else None, "sin": "rope_sin" if self.rope else None,
             "weight": f"{self.name}_norm_weight" if self.vectors else None,

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import check_grid
-from cupyattn.plans.prepare_rows import PREPARE_FIELDS, Prepares
+from cupyattn.plans.prepare_rows import Prepares
 from cupyattn.plans.records import Launch, Plan, Workspace
+from cupyattn.plans.structs import PREPARED_QUANTIZE_PARAMS, QUANTIZE_PARAMS, TURN_PARAMS
 from cupyattn.quant.config import GROUP_ALL, QuantConfig
 from cupyattn.quant.packed import packed_groups, packed_values
 from cupyattn.quant.quantizers import (
@@ -28,24 +27,7 @@ from cupyattn.quant.quantizers import (
     rows_of_mean,
 )
 
-#: ``struct QuantizeParams`` of kernels_cu/prims/codes/quant.cuh, field by field.
-_FIELDS: tuple[Any, ...] = (
-        ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),
-        ("partial_sum", "u8"), ("extrema", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
-        ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"), ("summed_slices", "u8"),
-        ("blocks", "i4"), ("first_blocks", "i4"), ("heads", "i4"), ("length", "i4"),
-        ("splits", "i4"), ("split_rows", "i4"), ("cu_seqlens", "u8"), ("total", "i4"),
-        ("padded", "i4"), ("zero", "u8"), ("code_sum", "u8"), ("sum_stride_batch", "i8"),
-        ("sum_stride_head", "i8"), ("places", "u8"), ("summed", "i4"),
-)  # fmt: skip
-QUANTIZE_PARAMS = np.dtype([*_FIELDS], align=True)
-#: The same where rows of Q and K are prepared on the way.
-PREPARED_PARAMS = np.dtype([*PREPARE_FIELDS, *_FIELDS], align=True)
-
-#: ``struct TurnParams`` of kernels_cu/prims/schedule/quantize_turns.cuh.
-TURN_PARAMS = np.dtype([("next", "u8"), ("rounds", "i4"), ("lag", "i4")], align=True)
-
-#: Those of its fields that are buffers of an operand, beside the operand itself.
+#: Fields of QUANTIZE_PARAMS that are buffers of an operand, beside the operand itself.
 _BUFFERS = (
     "codes", "scale", "static_scale", "absmax", "partial_sum", "extrema", "mean", "zero",
     "code_sum",
@@ -367,7 +349,7 @@ def plan_quantize(
         defines |= {"CFG_GATHERED": 1} if any(work[n].part.gathered for n in now) else {}
         entry = "quantize" if number == -1 else "quantize_reduce"
         spec = ModuleSpec(f"prepare/{entry}.cu", tuple(sorted(defines.items())))
-        struct = PREPARED_PARAMS if how else QUANTIZE_PARAMS
+        struct = PREPARED_QUANTIZE_PARAMS if how else QUANTIZE_PARAMS
         structs = tuple(
             (struct, {**work[n].params, **turns.fields[n]} if n in now else {}) for n in "qkv"
         )

@@ -6,23 +6,13 @@ import functools
 import math
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import check_grid
 from cupyattn.plans.records import Launch, Plan
-
-#: ``struct UnpackParams`` of kernels_cu/prims/codes/nibbles.cuh, field by field.
-UNPACK_PARAMS = np.dtype(
-    [
-        ("X", "u8"), ("Y", "u8"), ("X_stride_batch", "i8"), ("X_stride_head", "i8"),
-        ("X_stride_len", "i8"), ("heads", "i4"), ("length", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
+from cupyattn.plans.structs import UNPACK_PARAMS
 
 #: Rows of a block: a few accesses for each of its threads at any head_dim.
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)

@@ -6,8 +6,6 @@ import functools
 import math
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
@@ -15,15 +13,7 @@ from cupyattn.kernels.limits import INT32_MAX, MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import GemmFeatures, OneLaunch
 from cupyattn.plans.records import Launch
-
-#: ``struct WeightParams`` of kernels_cu/linear/weight_blocks.cu, field by field.
-WEIGHT_PARAMS = np.dtype(
-    [
-        ("W", "u8"), ("codes", "u8"), ("scales", "u8"), ("W_stride", "i8"), ("codes_stride", "i8"),
-        ("scales_stride", "i8"), ("rows", "i4"), ("columns", "i4"),
-    ],
-    align=True,
-)  # fmt: skip
+from cupyattn.plans.structs import WEIGHT_PARAMS
 
 #: Numbers that a thread holds at most, and accesses that it takes to them.
 _NUMBERS, _ACCESSES = 64, 16

@@ -39,6 +39,11 @@ class ScoreOptions:
     bias: Any = None
     block_mask: BlockMask | None = None
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Rows and keys of a block of the block mask; (0, 0): there is none."""
+        return (0, 0) if self.block_mask is None else self.block_mask.blocks
+
     def call(
         self, sizes: tuple[int, int, int, int, int, int], dtype: str, scale: float | None
     ) -> AttentionSpec:

@@ -92,9 +92,9 @@ def score_blocks(
     q, k, v, scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `attention_exact`.
 
-    Returns
-    -------
-    iterator of ScoreBlock
+    Yields
+    ------
+    ScoreBlock
         Whole rows: the last axis of S runs over all keys. Every (batch, head, row) comes once.
 
     Notes
@@ -102,7 +102,7 @@ def score_blocks(
     Keys are masked by selection, never by adding -inf: a NaN under the mask has no influence.
     """
     options = ScoreOptions(causal, causal_align, window, softcap, mask, bias, block_mask)
-    return blocks_of(q, k, v, scale, options, rows)
+    yield from blocks_of(q, k, v, scale, options, rows)
 
 
 def blocks_of(

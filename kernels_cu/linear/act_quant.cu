@@ -17,7 +17,7 @@
 #include "prims/codes/quant.cuh"
 #include "prims/instructions/warp.cuh"
 
-// cupyattn/ops/act_quant.py packs it from one table of (name, type); a test compares the two.
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct ActQuantParams {
   const void* X;         // [rows, channels]
   int8_t* codes;         // [rows, channels], contiguous

@@ -19,7 +19,7 @@
 #include "prims/codes/quant.cuh"
 #include "prims/instructions/warp.cuh"
 
-// cupyattn/ops/weights.py packs it from one table of (name, type); a test compares the two.
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct WeightParams {
   void* W;        // [rows, columns] of elem_t: weight_quant reads it, weight_dequant writes it
   int8_t* codes;  // [rows, columns]: the other way round

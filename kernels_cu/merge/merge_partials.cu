@@ -16,7 +16,7 @@
 #include "prims/io/tile_io.cuh"
 #include "prims/instructions/warp.cuh"
 
-// cupyattn/distributed/merging.py packs it from one table of (name, type).
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct MergeParams {
   const void* before_O;   // [batch, heads, length, HEAD_DIM] of before_t, so far
   void* O;                // [batch, heads, length, HEAD_DIM] of after_t, with what comes in

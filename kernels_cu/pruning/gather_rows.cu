@@ -13,8 +13,7 @@
 #include "prims/codes/quant.cuh"
 #include "prims/instructions/warp.cuh"
 
-// cupyattn/diffusion/key_passes.py packs it from one table of (name, type); a test compares the
-// two.
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct GatherParams {
   const void* K;          // [batch, heads_kv, len_kv, HEAD_DIM]; null: its rows stay
   const void* V;          // [batch, heads_kv, len_kv, HEAD_DIM]

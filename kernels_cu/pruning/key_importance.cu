@@ -21,8 +21,7 @@
 #include "prims/io/tile_io.cuh"
 #include "prims/instructions/warp.cuh"
 
-// cupyattn/diffusion/key_passes.py packs it from one table of (name, type); a test compares the
-// two.
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct ImportanceParams {
   const void* Q;      // [batch, heads_kv * group, len_q, HEAD_DIM]
   const void* K;      // [batch, heads_kv, len_kv, HEAD_DIM]

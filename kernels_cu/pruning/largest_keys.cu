@@ -12,8 +12,7 @@
 #include "prims/config.cuh"
 #include "prims/instructions/warp.cuh"
 
-// cupyattn/diffusion/key_passes.py packs it from one table of (name, type); a test compares the
-// two.
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct LargestParams {
   const uint32_t* importance;  // [heads, len_kv], bits of floats, 0 or more, or NaN
   bool* kept;                  // [heads, len_kv]

@@ -14,7 +14,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients
 from cupyattn.kernels.backward_tiles import SUMMED
-from cupyattn.plans.backward import plan_backward
+from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import Packed
 from tests.backward.backward_cases import (
@@ -42,10 +42,8 @@ def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Ope
     k = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 2)
     named = {"q": q, "k": k, "v": k, "o": q, "d_out": q, "dq": q, "dk": k, "dv": k}
     kept = None if call.block_mask == (0, 0) else Operand.contiguous((1, 1, 5, 6), 4)
-    return plan_backward(
-        call, **{**named, **changed}, deterministic=deterministic, kept_blocks=kept,
-        kept_rows=kept, arch="sm_90a",
-    )  # fmt: skip
+    operands = BackwardOperands(**{**named, **changed}, kept_blocks=kept, kept_rows=kept)
+    return plan_backward(call, operands, deterministic=deterministic, arch="sm_90a")
 
 
 # ---- what is compiled and planned ----------------------------------------------------------------

@@ -18,7 +18,7 @@ from cupyattn.compiler import target
 from cupyattn.errors import UnsupportedError
 from cupyattn.gradients import Gradients
 from cupyattn.ops import run
-from cupyattn.plans.backward import ROW_PAD, plan_backward
+from cupyattn.plans.backward import ROW_PAD, BackwardOperands, plan_backward
 from cupyattn.plans.records import Plan
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec, Packed
@@ -50,9 +50,8 @@ def plan_of(call: AttentionSpec, *, deterministic: bool) -> Plan:
     q = Operand.contiguous((call.batch, call.heads, call.len_q, call.head_dim), 2)
     k = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 2)
     kept = None if call.block_mask == (0, 0) else Operand.contiguous((1, 1, 5, 6), 4)
-    return plan_backward(
-        call, q, k, k, q, q, q, k, k, deterministic=deterministic, kept_blocks=kept, kept_rows=kept
-    )
+    operands = BackwardOperands(q, k, k, q, q, q, k, k, kept_blocks=kept, kept_rows=kept)
+    return plan_backward(call, operands, deterministic=deterministic)
 
 
 # ---- what is compiled ----------------------------------------------------------------------------
@@ -212,8 +211,8 @@ def run_into(
         buffers["kept_blocks"] = block_mask.kept_blocks(inputs[1])
         buffers["kept_rows"] = block_mask.transposed.kept_blocks(inputs[1])
     arrays = {**buffers, **results._asdict()}
-    operands = {n: Operand.of(x) for n, x in arrays.items() if n != "lse"}
-    plan = plan_backward(call, **operands, deterministic=deterministic, arch=arch)
+    operands = BackwardOperands(**{n: Operand.of(x) for n, x in arrays.items() if n != "lse"})
+    plan = plan_backward(call, operands, deterministic=deterministic, arch=arch)
     run.run("interpret", plan, arrays, arch)
 
 

@@ -22,7 +22,6 @@ from cupyattn.interpret import KernelFault
 from cupyattn.ops.quantize import quantize_at
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
-from tests.support.structs import check_struct
 
 F16, BF16, F32 = (STORAGE[name] for name in ("float16", "bfloat16", "float32"))
 
@@ -387,19 +386,6 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # ---- plans ---------------------------------------------------------------------------------------
-
-STRUCTS = {
-    "pruning/key_importance.cu": ("ImportanceParams", key_passes.IMPORTANCE_PARAMS),
-    "pruning/sm90/key_importance.cu": ("ClusterImportanceParams", key_passes.CLUSTER_PARAMS),
-    "pruning/largest_keys.cu": ("LargestParams", key_passes.LARGEST_PARAMS),
-    "pruning/gather_rows.cu": ("GatherParams", key_passes.GATHER_PARAMS),
-}
-
-
-@pytest.mark.parametrize("source", STRUCTS)
-def test_params_are_the_fields_of_the_source_in_order(source: str, tmp_path: Path) -> None:
-    struct, table = STRUCTS[source]
-    check_struct(table, source, struct, tmp_path)
 
 
 @pytest.mark.parametrize(

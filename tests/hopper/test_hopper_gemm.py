@@ -14,7 +14,7 @@ from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans import gemm
 from cupyattn.plans.assemble import HOPPER_BLOCKS
-from cupyattn.plans.gemm import HOPPER_TILES, plan_gemm
+from cupyattn.plans.gemm import HOPPER_TILES, ProductOperands, plan_gemm
 from cupyattn.plans.records import TensorMap
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import Product, product
@@ -135,7 +135,8 @@ def test_what_the_copy_engine_cannot_take_runs_in_the_portable_form() -> None:
     empty = planned(64, 64, 0, arch="sm_90a")
     assert empty.form == "portable" and "a has nothing" in empty.note
     a, scales = Operand((4, 128), (128, 1), 1, 4), Operand.contiguous((4, 1), 4)
-    plan = plan_gemm(a, scales, a, scales, Operand.contiguous((4, 4), 2), "float16", arch="sm_90a")
+    operands = ProductOperands(a, scales, a, scales, Operand.contiguous((4, 4), 2))
+    plan = plan_gemm(operands, "float16", arch="sm_90a")
     assert "got a at 16 n + 4" in plan.note
     with pytest.raises(UnsupportedError, match="Hopper form do not go with .* rows of 100 bytes"):
         planned(64, 64, 100, arch="sm_90a", tiles=SMALL)

@@ -25,10 +25,9 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import assemble, records
-from cupyattn.plans.backward import BACKWARD_PARAMS
-from cupyattn.plans.codes import VALUE_PARAMS, Scales
+from cupyattn.plans.codes import Scales
 from cupyattn.plans.records import Plan
-from cupyattn.plans.structs import ATTN_PARAMS, PIECE_PARAMS, QUANT_PARAMS, SPLIT_PARAMS, pack
+from cupyattn.plans.structs import ATTN_PARAMS, pack
 from cupyattn.problem.call import AttentionSpec
 from cupyattn.problem.checks import check_attention
 from cupyattn.problem.operands import Codes, Operands
@@ -75,76 +74,6 @@ def plan_of(call: AttentionSpec, variant: str = "fa_tc", **options: Any) -> Plan
 
 
 # ---- parameter structs ---------------------------------------------------------------------------
-
-FIELD = re.compile(r"^  (?P<type>[\w ]+\*?) (?P<names>\w+(?:, \w+)*);", re.MULTILINE)
-#: What a field of a C type is in a NumPy record.
-RECORD_TYPE = {
-    "int32_t": "<i4", "int64_t": "<i8", "float": "<f4", "Strides": ("<i8", (3,)),
-    "ScoreStrides": ("<i8", (4,)),
-}  # fmt: skip
-
-
-def struct_fields(name: str) -> list[tuple[str, Any]]:
-    """Names and types of the fields of a struct in params.cuh, in order."""
-    text = (kc.KERNELS / "prims" / "params.cuh").read_text()
-    body = re.search(rf"^struct {name} {{\n(.*?)^}};", text, re.MULTILINE | re.DOTALL)
-    assert body is not None, f"params.cuh has no struct {name}"
-    return [
-        (field, "<u8" if match["type"].endswith("*") else RECORD_TYPE[match["type"]])
-        for match in FIELD.finditer(body[1])
-        for field in match["names"].split(", ")
-    ]
-
-
-def record_fields(table: np.dtype[Any]) -> list[tuple[str, Any]]:
-    fields = ((name, table[name]) for name in table.names or ())
-    return [(n, (t.base.str, t.shape) if t.shape else t.str) for n, t in fields]
-
-
-def test_strides_are_64_bit_numbers() -> None:
-    assert struct_fields("Strides") == [(name, "<i8") for name in ("batch", "head", "len")]
-    of_scores = [(name, "<i8") for name in ("batch", "head", "row", "key")]
-    assert struct_fields("ScoreStrides") == of_scores
-
-
-@pytest.mark.parametrize(
-    ("struct", "table"),
-    [
-        ("AttnParams", ATTN_PARAMS),
-        ("QuantParams", QUANT_PARAMS),
-        ("PieceParams", PIECE_PARAMS),
-        ("SplitParams", SPLIT_PARAMS),
-        ("ValueParams", VALUE_PARAMS),
-        ("BackwardParams", BACKWARD_PARAMS),
-    ],
-)
-def test_the_table_is_the_struct_field_by_field(
-    struct: str, table: np.dtype[Any], tmp_path: Path
-) -> None:
-    assert record_fields(table) == struct_fields(struct)
-    lines = ['#include "prims/params.cuh"']
-    for name in table.names or ():
-        lines += [
-            # offsetof of the compiler's front end: NVRTC brings no <cstddef>
-            f'extern "C" __device__ int offset_{name} = __INTADDR__(&(({struct}*)0)->{name});',
-            f'extern "C" __device__ int size_{name} = sizeof({struct}::{name});',
-        ]
-    lines += [f'extern "C" __device__ int struct_size = sizeof({struct});']
-    lines += ['extern "C" __global__ void nothing() {}']
-    source = tmp_path / "layout.cu"
-    source.write_text("\n".join(lines))
-    ptx = kc.build(kc.ModuleSpec(source), "sm_80").ptx
-    # A variable that starts at zero has no initialiser in PTX.
-    found = {
-        m[1]: int(m[2] or 0)
-        for m in re.finditer(
-            r"\.global \.align 4 \.u32 ((?:offset|size|struct)_\w+)(?: = (\d+))?;", ptx
-        )
-    }
-    expected = {"struct_size": table.itemsize}
-    for name, (dtype, offset, *_) in (table.fields or {}).items():
-        expected |= {f"offset_{name}": offset, f"size_{name}": dtype.itemsize}
-    assert found == expected
 
 
 @pytest.mark.parametrize("variant", [*HALF_PRECISION_RUNGS, "fa_int8"])

@@ -10,8 +10,8 @@ import numpy as np
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.bounds.products import ACTIVATION_ERROR
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import GEMM_PARAMS, GemmFeatures
-from cupyattn.plans.structs import pack
+from cupyattn.plans.gemm import GemmFeatures
+from cupyattn.plans.structs import GEMM_PARAMS, pack
 from cupyattn.reference.gemm import activate
 from tests.prims.prim import Arguments, Prim, rng
 

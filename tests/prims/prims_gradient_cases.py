@@ -12,8 +12,8 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.numerics import EX2_APPROX_ERROR
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.backward import BACKWARD_PARAMS, ROW_PAD
-from cupyattn.plans.structs import ATTN_PARAMS, pack
+from cupyattn.plans.backward import ROW_PAD
+from cupyattn.plans.structs import ATTN_PARAMS, BACKWARD_PARAMS, pack
 from cupyattn.problem.block_mask import BlockMask
 from tests.prims.prim import Arguments, Prim, defines, rng
 

@@ -10,8 +10,7 @@ import numpy as np
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.prepare_rows import NORM_PARAMS
-from cupyattn.plans.structs import pack
+from cupyattn.plans.structs import NORM_PARAMS, pack
 from cupyattn.problem.rope import Rope
 from cupyattn.problem.row_preparation import Norm, Preparation
 from tests.prims.prim import Arguments, Prim, defines, rng

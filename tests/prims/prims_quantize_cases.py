@@ -9,8 +9,8 @@ import numpy as np
 
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.quantize import QUANTIZE_PARAMS, STEPS, TURN_PARAMS
-from cupyattn.plans.structs import pack
+from cupyattn.plans.quantize import STEPS
+from cupyattn.plans.structs import QUANTIZE_PARAMS, TURN_PARAMS, pack
 from cupyattn.quant.quantizers import padded_columns
 from tests.prims.prim import Arguments, Prim, defines, rng
 

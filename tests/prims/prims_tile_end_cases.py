@@ -11,9 +11,8 @@ import numpy as np
 
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.codes import VALUE_PARAMS
 from cupyattn.plans.records import TensorMap
-from cupyattn.plans.structs import ATTN_PARAMS, pack
+from cupyattn.plans.structs import ATTN_PARAMS, VALUE_PARAMS, pack
 from tests.prims.prim import Arguments, Prim, defines, normal, rng
 
 BLOCK_Q, HEAD_DIM, COLS, ROWS, KEYS = 16, 72, 96, 13, 48

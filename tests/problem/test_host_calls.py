@@ -26,7 +26,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops import backward
-from cupyattn.plans.backward import plan_backward
+from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.plans.records import Plan, TensorMap
 from cupyattn.plans.stages import stages
 from cupyattn.plans.structs import pack
@@ -237,7 +237,8 @@ def test_gradients_get_what_the_plan_says(driver: Driver, form: str, arch: str) 
         described = {name: Operand.of(a) for name, a in inputs.items()}
         described |= {f"d{name}": described[name] for name in "qkv"}
         call = check_attention(*(inputs[n] for n in "qkv"), return_lse=True, causal=True)
-        made = [plan_backward(call, **described, deterministic=deterministic, arch=arch)]
+        operands = BackwardOperands(**described)
+        made = [plan_backward(call, operands, deterministic=deterministic, arch=arch)]
         driver.expect(made)
         inputs["lse"] = array(SHAPES[0][:3], "float32")
         found = attention_backward(

@@ -14,7 +14,7 @@ import pytest
 from cupyattn import QuantConfig, attention, attention_backward, plan
 from cupyattn.arrays.operand import Operand
 from cupyattn.errors import KernelLaunchError
-from cupyattn.plans.backward import plan_backward
+from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem.checks import check_attention
 from cupyattn.runtime import replay
 from tests.problem.test_host_calls import (  # noqa: F401
@@ -122,7 +122,7 @@ def test_gradients_are_replayed_too(driver: Driver) -> None:  # noqa: F811
     described = {name: Operand.of(a) for name, a in inputs.items()}
     described |= {f"d{name}": described[name] for name in "qkv"}
     call = check_attention(*(inputs[n] for n in "qkv"), return_lse=True)
-    made = [plan_backward(call, **described, deterministic=None, arch="sm_90")]
+    made = [plan_backward(call, BackwardOperands(**described), deterministic=None, arch="sm_90")]
     driver.expect(made)
     inputs["lse"] = array(SHAPES[0][:3], "float32")
     for _ in range(4):

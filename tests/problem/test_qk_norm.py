@@ -27,8 +27,8 @@ from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.ops import run as backends
-from cupyattn.plans.prepare_rows import NORM_PARAMS, Prepares, plan_normalising
-from cupyattn.plans.quantize import PREPARED_PARAMS, Part, plan_quantize
+from cupyattn.plans.prepare_rows import Prepares, plan_normalising
+from cupyattn.plans.quantize import Part, plan_quantize
 from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV
@@ -36,7 +36,6 @@ from cupyattn.reference.quantize import quantize_mirror
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
 from tests.support.runs import bits, embedded, normal, rope_tables
-from tests.support.structs import check_layout
 
 #: Several blocks of rows, and tails.
 LEN_Q, LEN_KV, HEADS, HEADS_KV = 37, 70, 4, 2
@@ -300,16 +299,6 @@ def test_nothing_is_added_to_the_launches(kind: str) -> None:
     text = explain(q, k, v, variant="fa_int8", **options)
     assert text.count("of quantize") == 1 and ".cu" in text
     assert ("root mean square as they are quantised" in text) == (kind != "rope")
-
-
-@pytest.mark.parametrize(
-    ("name", "struct", "table"),
-    [("quant", "QuantizeParams", PREPARED_PARAMS), ("prepare", "NormParams", NORM_PARAMS)],
-)
-def test_params_lie_where_the_compiler_puts_them(
-    name: str, struct: str, table: np.dtype[Any], tmp_path: Any
-) -> None:
-    check_layout(table, f"prims/{name}.cuh", struct, tmp_path, CFG_QK_NORM=1)
 
 
 def test_features_say_nothing_where_nothing_is_normalised() -> None:

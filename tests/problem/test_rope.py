@@ -27,7 +27,7 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops import run
-from cupyattn.plans.prepare_rows import ROPE_PARAMS, plan_rotation
+from cupyattn.plans.prepare_rows import plan_rotation
 from cupyattn.problem.request import Options
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.rope import Rope
@@ -37,7 +37,6 @@ from cupyattn.reference.mirror import attention_mirror
 from tests.support import runs
 from tests.support.planned import plan_attention
 from tests.support.runs import RUNGS, bits, embedded, normal, rope_tables, variant_of
-from tests.support.structs import check_struct
 
 #: Several tiles of every portable rung, and a tail.
 LEN_Q, LEN_KV, HEAD_DIM = 37, 50, 16
@@ -132,10 +131,6 @@ def test_the_bound_of_r0_notices_mistakes() -> None:
 
 
 # ---- the pass (J1) -------------------------------------------------------------------------------
-
-
-def test_params_are_the_struct_of_the_header(tmp_path: Any) -> None:
-    check_struct(ROPE_PARAMS, "prims/io/rope.cuh", "RopeParams", tmp_path)
 
 
 def special(x: np.ndarray) -> np.ndarray:

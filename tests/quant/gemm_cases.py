@@ -13,7 +13,7 @@ from cupyattn import interpret
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import plan_gemm, where_shared
+from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm, where_shared
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
 from tests.quant.quant_inputs import operand
 
@@ -63,10 +63,10 @@ class Product:
         if self.outliers is not None:
             buffers["a_16"], buffers["b_16"] = self.outliers
             of_16 = [Operand.of(x) for x in self.outliers]
-            outliers = (*of_16, self.outliers[0].dtype.name)
+            outliers = OutlierOperands(*of_16, self.outliers[0].dtype.name)
         c = np.empty((len(self.a), len(self.b)), STORAGE[self.out_dtype])
         plan = plan_gemm(
-            *(Operand.of(x) for x in (*self.operands, c)), self.out_dtype,
+            ProductOperands(*(Operand.of(x) for x in (*self.operands, c))), self.out_dtype,
             bias="" if self.bias is None else self.bias.dtype.name, activation=self.activation,
             outliers=outliers, tiles=tiles, arch="sm_90a", blocks=blocks,
         )  # fmt: skip

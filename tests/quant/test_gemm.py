@@ -17,13 +17,18 @@ from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import GEMM_PARAMS, PORTABLE_TILES, choose_tiles, plan_gemm
+from cupyattn.plans.gemm import (
+    PORTABLE_TILES,
+    OutlierOperands,
+    ProductOperands,
+    choose_tiles,
+    plan_gemm,
+)
 from cupyattn.quant.activation import ACTIVATION_SLOPE, ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import REGIMES, Product, product
-from tests.support.structs import check_struct
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 #: Tiles of other shapes: one row of warps, several, columns of two groups of scales.
@@ -198,19 +203,17 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 # ---- what is compiled ----------------------------------------------------------------------------
 
 
-def test_params_are_the_struct_of_the_header(tmp_path: Path) -> None:
-    check_struct(GEMM_PARAMS, "prims/codes/gemm.cuh", "GemmParams", tmp_path)
-
-
 def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # type: ignore[no-untyped-def]
     blocks = -(-k // BLOCK_SIZE)
     if options.pop("outliers", False):
-        options["outliers"] = (*(Operand.contiguous((s, 64), 2) for s in (m, n)), "bfloat16")
-    return plan_gemm(
+        of_16 = (Operand.contiguous((s, 64), 2) for s in (m, n))
+        options["outliers"] = OutlierOperands(*of_16, "bfloat16")
+    operands = ProductOperands(
         Operand.contiguous((m, k), 1), Operand.contiguous((m, blocks), 4),
         Operand.contiguous((n, k), 1), Operand.contiguous((-(-n // BLOCK_SIZE), blocks), 4),
-        Operand.contiguous((m, n), STORAGE[out_dtype].itemsize), out_dtype, **options,
+        Operand.contiguous((m, n), STORAGE[out_dtype].itemsize),
     )  # fmt: skip
+    return plan_gemm(operands, out_dtype, **options)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from cupyattn import (
     quantize,
 )
 from cupyattn.arrays.operand import Operand
-from cupyattn.compiler import modules as kc
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans import unpack
 from cupyattn.quant import nibbles
@@ -76,18 +74,6 @@ def test_halves_exchanged_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     put_a_line_in_place("prims/codes/nibbles.cuh", "0x5140", "0x1504", tmp_path, monkeypatch)
     halves = nibbles.packed(np.arange(-8, 8, dtype=np.int8).reshape(1, 1, 2, 8))
     assert bits(run_unpack(halves, 8)[..., :8]) != bits(nibbles.unpacked(halves, 8))
-
-
-def test_the_struct_is_the_table() -> None:
-    text = (kc.KERNELS / "prims/codes/nibbles.cuh").read_text()
-    body = re.search(r"struct UnpackParams \{(.*?)\};", text, re.DOTALL)[1]  # type: ignore[index]
-    kinds = {"const uint8_t*": "u8", "int8_t*": "u8", "int64_t": "i8", "int32_t": "i4"}
-    declared = []
-    for line in body.splitlines():
-        if found := re.match(r"\s*(const \w+\*|\w+\*?) +([\w, ]+);", line):
-            declared += [(name, np.dtype(kinds[found[1]])) for name in found[2].split(", ")]
-    table = unpack.UNPACK_PARAMS
-    assert [(name, table[name]) for name in table.names or ()] == declared
 
 
 # ---- codes ---------------------------------------------------------------------------------------

@@ -21,12 +21,11 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.ops.act_quant import act_quant_but, places
 from cupyattn.ops.linear import outlier_columns
 from cupyattn.plans import gemm
-from cupyattn.plans.act_quant import ACT_QUANT_PARAMS, padded, plan_act_quant
+from cupyattn.plans.act_quant import padded, plan_act_quant
 from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.quant_inputs import DTYPES, operand
-from tests.support.structs import check_struct
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 seeds = st.integers(0, 2**32 - 1)
@@ -170,10 +169,6 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     else:
         found, expected = ca.act_quant(x, backend="interpret"), ca.act_quant(x)
         assert [a.tobytes() for a in found] != [a.tobytes() for a in expected]
-
-
-def test_params_are_the_struct_of_the_source(tmp_path: Path) -> None:
-    check_struct(ACT_QUANT_PARAMS, "linear/act_quant.cu", "ActQuantParams", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +22,7 @@ from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.prepare_rows import prepares_of
 from cupyattn.plans.quantize import (
-    QUANTIZE_PARAMS,
     STEPS,
-    TURN_PARAMS,
     Part,
     block_rows,
     parts,
@@ -33,11 +30,10 @@ from cupyattn.plans.quantize import (
     value_columns,
 )
 from cupyattn.plans.records import Plan
-from cupyattn.plans.structs import pack
+from cupyattn.plans.structs import QUANTIZE_PARAMS, pack
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import GROUP_ALL, QuantConfig
 from cupyattn.quant.quantizers import rows_of_mean
-from tests.support.structs import check_struct
 
 GROUPS = (1, 2, 16, 64, 128, GROUP_ALL)
 
@@ -62,11 +58,6 @@ def of_v(dtype: str, head_dim: int, group: int, p_type: str = "u8", **options: b
 
 
 # ---- the struct ----------------------------------------------------------------------------------
-
-
-def test_params_are_the_struct_of_the_header(tmp_path: Path) -> None:
-    check_struct(QUANTIZE_PARAMS, "prims/codes/quant.cuh", "QuantizeParams", tmp_path)
-    check_struct(TURN_PARAMS, "prims/schedule/quantize_turns.cuh", "TurnParams", tmp_path)
 
 
 def test_params_pack() -> None:

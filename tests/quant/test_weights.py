@@ -15,10 +15,9 @@ from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.ops.weights import MOST_BLOCK
-from cupyattn.plans.weight_blocks import WEIGHT_PARAMS, plan_weight_blocks
+from cupyattn.plans.weight_blocks import plan_weight_blocks
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.quant_inputs import DTYPES, operand
-from tests.support.structs import check_struct
 
 F16, BF16, F32 = DTYPES
 
@@ -163,10 +162,6 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # ---- plans ---------------------------------------------------------------------------------------
-
-
-def test_params_are_the_struct_of_the_source(tmp_path: Path) -> None:
-    check_struct(WEIGHT_PARAMS, "linear/weight_blocks.cu", "WeightParams", tmp_path)
 
 
 def plan(dtype: np.dtype, shape: tuple[int, int], block: int, entry: str = "weight_quant"):  # type: ignore[no-untyped-def]

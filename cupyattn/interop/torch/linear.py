@@ -22,7 +22,7 @@ from cupyattn.ops.act_quant import act_quant
 from cupyattn.ops.gemm import form_of, int8_gemm
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import plan_act_quant
-from cupyattn.plans.gemm import plan_gemm
+from cupyattn.plans.gemm import ProductOperands, plan_gemm
 from cupyattn.quant.activation import check_activation
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.runtime.ready import ReadyCall
@@ -82,10 +82,10 @@ def _remember(key: Any, arrays: Mapping[str, Any], activation: str, arch: str | 
     b, b_scales, bias = arrays["b"], arrays["b_scales"], arrays.get("bias")
     arch, tiles = form_of(arrays["codes"], b, None, arch, "cuda")
     dtype = arrays["x"].dtype.name
+    of_b, of_scales = (Operand.of(as_input(a)) for a in (b, b_scales))
     product = plan_gemm(
-        codes, scales, *(Operand.of(as_input(a)) for a in (b, b_scales)), y, dtype,
-        bias="" if bias is None else bias.dtype.name, activation=activation, outliers=None,
-        tiles=tiles, arch=arch,
+        ProductOperands(codes, scales, of_b, of_scales, y), dtype,
+        bias="" if bias is None else bias.dtype.name, activation=activation, tiles=tiles, arch=arch,
     )  # fmt: skip
     while len(_recent) >= _MAX_RECENT:
         _recent.pop(next(iter(_recent)), None)

@@ -16,7 +16,7 @@ constexpr float SQRT_HALF = 0.70710678118654752440f;
 constexpr float SQRT_2_OVER_PI = 0.79788456080286535588f;
 constexpr float GELU_CUBIC = 0.044715f;  // of tanh's argument, by definition of that form
 
-// cupyattn/plans/gemm.py packs it from one table of (name, type); a test compares the two.
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct GemmParams {
   const int8_t* A;       // [m, k]
   const int8_t* B;       // [n, k]

@@ -4,7 +4,7 @@
 
 #include "prims/config.cuh"
 
-// cupyattn/quant/nibbles.py packs it from one table of (name, type); a test compares the two.
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct UnpackParams {
   const uint8_t* X;  // [batch, heads, length, ceil(HEAD_DIM / 2)], strided
   int8_t* Y;         // [batch, heads, length, CODES_PITCH], contiguous

@@ -14,7 +14,7 @@ constexpr float HALF_CODES = 127.5f;                // half of the steps from co
 constexpr float SCALE_MIN = 0x1p-126f;              // smallest normal float: its inverse is finite
 constexpr uint32_t INFINITY_BITS = 0x7f800000u;     // a magnitude from here on is infinite or NaN
 
-// cupyattn/plans/quantize.py packs it from one table of (name, type); a test compares the two.
+// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct QuantizeParams : PrepareParams<PREPARED> {
   const void* X;              // [batch, heads, length, HEAD_DIM], the operand
   int8_t* codes;              // [batch, heads, length, HEAD_DIM], contiguous; of V as below

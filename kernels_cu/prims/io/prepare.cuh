@@ -24,7 +24,7 @@ struct PrepareParams<true> {
   int32_t position;            // of row 0
 };
 
-// normalise.cu takes it; cupyattn/plans/prepare_rows.py packs it from one table of (name, type).
+// normalise.cu takes it; cupyattn/plans/structs.py packs it from one table of (name, type).
 struct NormParams : PrepareParams<true> {
   const void* X;  // [batch, heads, length, HEAD_DIM], the operand
   void* Y;        // [batch, heads, length, HEAD_DIM], contiguous: X, every row prepared

@@ -7,7 +7,7 @@
 #include "prims/params.cuh"
 #include "prims/io/tile_io.cuh"
 
-// rope.cu takes it; cupyattn/plans/prepare_rows.py packs it from one table of (name, type).
+// rope.cu takes it; cupyattn/plans/structs.py packs it from one table of (name, type).
 struct RopeParams {
   const void* X;     // [batch, heads, length, HEAD_DIM], the operand
   void* Y;           // [batch, heads, length, HEAD_DIM], contiguous: X, every row turned

@@ -1,0 +1,41 @@
+"""A backward pass as definition, mirror and bound take it: arrays, and what makes its scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupyattn.arrays.kinds import Array
+from cupyattn.problem.scoring import ScoreOptions
+
+
+@dataclass(frozen=True)
+class BackwardProblem:
+    """One backward pass.
+
+    Parameters
+    ----------
+    d_out, q, k, v : array
+        Shapes as for `cupyattn.gradients.backward_exact`.
+    out, lse : array or None
+        O and the log-sum-exp as the forward pass left them; None: exact.
+    scale : float or None
+        Softmax scale; None: ``head_dim ** -0.5``.
+    options : ScoreOptions
+    all_keys : bool
+        Whether the rows attend to no keys but these.
+    """
+
+    d_out: Array
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    scale: float | None = None
+    options: ScoreOptions = ScoreOptions()
+    all_keys: bool = True
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Gradient, operands and results, in the order of the parameters."""
+        return self.d_out, self.q, self.k, self.v, self.out, self.lse

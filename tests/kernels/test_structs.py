@@ -1,0 +1,137 @@
+"""The tables of `cupyattn.plans.structs` against the structs of kernels_cu, field by field."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from cupyattn.compiler import modules as kc
+from cupyattn.errors import KernelCompileError
+from cupyattn.plans import structs
+
+
+class Mirror(NamedTuple):
+    """A struct that a table names, its file, and the macros that it is compiled with."""
+
+    struct: str
+    file: str
+    defines: tuple[tuple[str, int], ...]
+
+
+#: What the comment above a table says.
+COMMENT = re.compile(
+    r"^#: ``struct (?P<struct>[\w<>]+)`` of kernels_cu/(?P<file>[\w/]+\.cuh?)"
+    r"(?:, with (?P<macro>CFG_\w+)=(?P<value>\d+))?[.:].*\n(?:#: .*\n)*(?P<table>\w+) = ",
+    re.MULTILINE,
+)
+MIRRORS = {
+    m["table"]: Mirror(
+        m["struct"], m["file"], ((m["macro"], int(m["value"])),) if m["macro"] else ()
+    )
+    for m in COMMENT.finditer(Path(structs.__file__).read_text())
+}
+TABLES = {name: x for name, x in vars(structs).items() if isinstance(x, np.dtype)}
+CUDA = sorted(path for path in kc.KERNELS.rglob("*") if path.suffix in (".cu", ".cuh"))
+#: What a field of a C++ type is in a NumPy record.
+TYPES = {
+    "int32_t": "i4", "int64_t": "i8", "float": "f4", "Strides": "(3,)i8", "ScoreStrides": "(4,)i8",
+}  # fmt: skip
+
+
+def code(path: Path) -> str:
+    return re.sub(r"//.*", "", path.read_text())
+
+
+def field_of(kind: str, name: str) -> tuple[str, np.dtype[Any]]:
+    name, _, count = name.rstrip("]").partition("[")
+    of_one = "u8" if kind.endswith("*") else TYPES[kind]
+    return name, np.dtype(f"({count},){of_one}" if count else of_one)
+
+
+def declared(mirror: Mirror) -> tuple[str, list[tuple[str, np.dtype[Any]]]]:
+    """Return the text of a struct, and its fields in order, those of its base first."""
+    found = re.search(
+        rf"struct {re.escape(mirror.struct)} (?:: (\w+)<(true|PREPARED)> )?\{{(.*?)\}};",
+        code(kc.KERNELS / mirror.file),
+        re.DOTALL,
+    )
+    assert found is not None, f"{mirror.file} has no struct {mirror.struct}"
+    base, condition, body = found.groups()
+    fields = []
+    if condition == "true" or (condition == "PREPARED" and mirror.defines):
+        (of_base,) = (other for other in MIRRORS.values() if other.struct == f"{base}<true>")
+        fields += declared(of_base)[1]
+    for line in body.split(";"):
+        kind, _, names = " ".join(line.split()).replace(", ", ",").rpartition(" ")
+        fields += [field_of(kind, name) for name in names.split(",") if name]
+    return found[0], fields
+
+
+def check_layout(table: np.dtype[Any], mirror: Mirror, folder: Path) -> None:
+    """Let the compiler say where the fields of a struct lie, and how large they are."""
+    struct = mirror.struct
+    header = mirror.file if mirror.file.endswith(".cuh") else "prims/params.cuh"
+    lines = [f'#include "{header}"']
+    lines += [] if header == mirror.file else [declared(mirror)[0]]
+    lines += [f"static_assert(sizeof({struct}) == {table.itemsize});"]
+    for name, (kind, offset, *_) in (table.fields or {}).items():
+        # offsetof of the compiler's front end: NVRTC brings no <cstddef>
+        lines.append(f"static_assert(__INTADDR__(&(({struct}*)0)->{name}) == {offset});")
+        lines.append(f"static_assert(sizeof({struct}::{name}) == {kind.itemsize});")
+    source = folder / "layout.cu"
+    source.write_text("\n".join(lines))
+    kc.build(kc.ModuleSpec(source, mirror.defines), "sm_80")
+
+
+def test_every_table_names_its_struct() -> None:
+    assert set(MIRRORS) == set(TABLES)
+    for name, mirror in MIRRORS.items():
+        words = re.findall(r"[A-Z][a-z]+", mirror.struct)
+        assert name == "_".join(["PREPARED"] * len(mirror.defines) + words).upper()
+
+
+def test_every_struct_has_its_table() -> None:
+    """One that derives from another on a condition has two: with its fields, and without."""
+    expected: Counter[tuple[str, str]] = Counter()
+    for path in CUDA:
+        file = path.relative_to(kc.KERNELS).as_posix()
+        heads = re.findall(r"struct (\w+Params(?:<\w+>)?)( : [\w<>]+)? \{(?!\})", code(path))
+        expected.update({(struct, file): 1 + ("<PREPARED>" in base) for struct, base in heads})
+    assert Counter((mirror.struct, mirror.file) for mirror in MIRRORS.values()) == expected
+
+
+def test_kernels_take_structs_that_have_tables() -> None:
+    taken = {name for path in CUDA for name in re.findall(r"__grid_constant__ (\w+)", code(path))}
+    assert taken - {"TensorMap"} <= {mirror.struct for mirror in MIRRORS.values()}
+
+
+@pytest.mark.parametrize("name", MIRRORS)
+def test_the_table_is_the_struct_field_by_field(name: str, tmp_path: Path) -> None:
+    table, mirror = TABLES[name], MIRRORS[name]
+    assert [(field, table[field]) for field in table.names or ()] == declared(mirror)[1]
+    check_layout(table, mirror, tmp_path)
+
+
+@pytest.mark.parametrize(("struct", "fields"), [
+    ("Strides", ("batch", "head", "len")),
+    ("ScoreStrides", ("batch", "head", "row", "key")),
+])  # fmt: skip
+def test_strides_are_64_bit_numbers(struct: str, fields: tuple[str, ...], tmp_path: Path) -> None:
+    mirror = Mirror(struct, "prims/params.cuh", ())
+    expected = [(name, np.dtype("i8")) for name in fields]
+    assert declared(mirror)[1] == expected
+    check_layout(np.dtype(expected, align=True), mirror, tmp_path)
+
+
+@pytest.mark.parametrize("fields", [
+    [("O", "u8"), ("whole", "i4"), ("rows", "u8"), ("cut", "i4"), ("steps", "i4"), ("share", "i4")],
+    [("O", "u8"), ("rows", "u8"), ("whole", "i4"), ("cut", "i4"), ("steps", "i4"), ("share", "i2")],
+], ids=["elsewhere", "narrower"])  # fmt: skip
+def test_the_compiler_refuses_another_layout(fields: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(KernelCompileError):
+        check_layout(np.dtype(fields, align=True), MIRRORS["PIECE_PARAMS"], tmp_path)
