@@ -131,8 +131,8 @@ def settle(
     note, stacks = "", False
     if form is None:
         form = _portable(variant, call, codes, tiles)
-        copies = arch == "sm_90a" and "sm90" in variant.forms and form != "fused"
-        if operands is not None and copies:
+        on_hopper = arch == "sm_90a" and "sm90" in variant.forms and form != "fused"
+        if operands is not None and on_hopper:
             form, note, stacks = _on_hopper(variant, call, operands, codes, tiles, form)
     kernel = Kernel(
         variant, call, form, _tiles(variant, call, form, codes, tiles, stacks), codes,
