@@ -356,18 +356,18 @@ def test_explain_says_who_turns() -> None:
     q, k, v = arrays()
     text = explain(q, k, v, variant="fa", rope=TABLES)
     assert "half-split channels of q and k are turned as they are loaded; query row i has" in text
-    assert "rope='half_split'" in text and "of rope.cu" not in text
+    assert "rope='half_split'" in text and "of prepare/rope.cu" not in text
     options: dict[str, Any] = {"rope": TABLES, "rope_interleaved": True, "rope_offset_q": 9}
     for variant, quant in (("fa_tc", None), ("fa_int8", QuantConfig(smooth_k=False, fused=True))):
         text = explain(q, k, v, variant=variant, quant=quant, **options)
         assert "interleaved channels of q and k are turned in a pass before; query row i" in text
-        assert "the position i+9" in text and text.count("of rope.cu") == 2
+        assert "the position i+9" in text and text.count("of prepare/rope.cu") == 2
         prepared = plan(q, k, v, variant=variant, quant=quant, rope=TABLES)
         assert prepared.workspace_bytes >= q.nbytes + k.nbytes
     text = explain(q, k, v, variant="fa_int8", **options)
     assert "channels of q and k are turned as they are quantised; query row i" in text
-    assert "of rope.cu" not in text and text.count("of quantize") == 1
-    assert "rope:" not in explain(q, k, v) and "of rope.cu" not in explain(q, k, v)
+    assert "of prepare/rope.cu" not in text and text.count("of prepare/quantize") == 1
+    assert "rope:" not in explain(q, k, v) and "of prepare/rope.cu" not in explain(q, k, v)
 
 
 def test_features_carry_it() -> None:
