@@ -21,11 +21,9 @@ from cupyattn.ops.call_operands import QUANTIZED, direct_operands
 from cupyattn.ops.mirrored import new_output, run_mirror
 from cupyattn.plans.records import Plan
 from cupyattn.plans.stages import OF_SCORES, stages
-from cupyattn.problem.form import tiles_of_scales
 from cupyattn.problem.request import Request
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import BUFFERS
-from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.quant.static_scales import static_scales
 from cupyattn.runtime import ready
@@ -329,8 +327,7 @@ class Prepared:
         """
         if not _gives_scales(request):
             return {}
-        quant = request.options.quant or QuantConfig()
-        tiles, call = tiles_of_scales(request, quant), request.call
+        quant, tiles, call = request.quant, request.scale_tiles, request.call
         sequences = call.batch if call.packed else None
         shapes = {work.name: work.shape for work in self._workspace}
         given = static_scales(self._xp, quant, request.q.shape, request.k.shape, tiles, sequences)

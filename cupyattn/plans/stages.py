@@ -15,7 +15,7 @@ from cupyattn.plans.quantize import Part, check_value_tiles, parts, plan_quantiz
 from cupyattn.plans.records import Plan, Workspace
 from cupyattn.plans.unpack import plan_unpack
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.form import architecture, tiles_of_scales
+from cupyattn.problem.form import architecture
 from cupyattn.problem.request import Request
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
@@ -122,8 +122,7 @@ def _packed(call: AttentionSpec, name: str) -> tuple[int, int] | None:
 
 def _quantising_stages(request: Request) -> Stages:
     """Plan ``fa_int8`` on arrays: quantise, unless the kernel does it itself, then attend."""
-    quant = request.options.quant or QuantConfig()
-    tiles, call = tiles_of_scales(request, quant), request.attended
+    quant, tiles, call = request.quant, request.scale_tiles, request.attended
     if quant.fused:
         return Stages((Stage(attention.plan_attention(request.kernel, request.operands)),))
     check_value_tiles(quant, tiles, architecture(request))

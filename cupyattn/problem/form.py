@@ -5,6 +5,7 @@ Plans, the mirror, bounds and the judge all read one record, `Kernel`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -86,6 +87,7 @@ class Kernel:
         )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024)
 def settle(
     variant: Variant,
     call: AttentionSpec,
@@ -248,10 +250,9 @@ def settle_request(request: Request) -> Kernel:
     if z is not None:
         codes = Codes.of(z)
     elif request.variant.family == "int8":
-        quant = options.quant or QuantConfig()
-        codes = _made_codes(request, quant)
-        if quant.fused:
-            tiles, arch = tiles_of_scales(request, quant), None
+        codes = _made_codes(request)
+        if codes.fused:
+            tiles, arch = request.scale_tiles, None
     return settle(
         request.variant, request.attended, request.operands, codes=codes, tiles=tiles, arch=arch
     )
@@ -261,13 +262,12 @@ def request_operands(request: Request) -> Operands:
     """Return the operands of the last plan of a request: the caller's, or those made of them."""
     call, z = request.call, request.quantized
     q, k, v = (Operand.of(a) for a in (request.q, request.k, request.v))
-    quant = request.options.quant or QuantConfig()
     if z is not None:
         if z.has_nibbles:
             q, k = (_code_rows(replace(x, shape=(*x.shape[:3], z.head_dim))) for x in (q, k))
-    elif request.variant.family == "int8" and not quant.fused:
+    elif request.variant.family == "int8" and not request.quant.fused:
         q, k = _code_rows(q), _code_rows(k)
-        if quant.form == "pv8":
+        if request.quant.form == "pv8":
             v = _value_codes(v, call)
         elif call.dtype == "float32":  # P.V takes float16
             v = Operand.contiguous(v.shape, 2)
@@ -291,10 +291,9 @@ def _value_codes(v: Operand, call: AttentionSpec) -> Operand:
     return Operand.contiguous((batch, heads, head_dim, padded), 1)
 
 
-def _made_codes(request: Request, quant: QuantConfig) -> Codes:
+def _made_codes(request: Request) -> Codes:
     """Describe the codes that passes make of a caller's arrays, or the kernel by itself."""
-    call, tiles = request.call, tiles_of_scales(request, quant)
-    values = None
+    call, quant, tiles, values = request.call, request.quant, request.scale_tiles, None
     if quant.form == "pv8":
         batch, heads, keys, head_dim = request.v.shape
         group = quant.group_v(tiles)
@@ -327,12 +326,6 @@ def architecture(request: Request) -> str | None:
     if options.arch is not None or options.tiles is not None:
         return options.arch
     return target.own_arch(request.backend, request.q)
-
-
-def tiles_of_scales(request: Request, quant: QuantConfig) -> Tiles:
-    """Return the tiles whose sizes granularity "block" takes: the caller's, or the variant's."""
-    arch, head_dim = architecture(request), request.call.head_dim
-    return request.options.tiles or scale_tiles(request.variant, head_dim, quant, arch)
 
 
 def scale_tiles(variant: Variant, head_dim: int, quant: QuantConfig, arch: str | None) -> Tiles:

@@ -11,7 +11,13 @@ from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.call import AttentionSpec
-from cupyattn.problem.form import Kernel, request_operands, settle_request
+from cupyattn.problem.form import (
+    Kernel,
+    architecture,
+    request_operands,
+    scale_tiles,
+    settle_request,
+)
 from cupyattn.problem.operands import Operands
 from cupyattn.problem.row_preparation import EPS, Preparation
 from cupyattn.quant.config import QuantConfig
@@ -133,6 +139,17 @@ class Request:
         if self.variant.family == "int8" or self.prepares_before:
             return replace(self.call, rope="", rope_offset_q=0, qk_norm=False)
         return self.call
+
+    @functools.cached_property
+    def quant(self) -> QuantConfig:
+        """How ``fa_int8`` quantises the caller's arrays."""
+        return self.options.quant or QuantConfig()
+
+    @functools.cached_property
+    def scale_tiles(self) -> Tiles:
+        """Those whose sizes granularity "block" takes: the caller's, or the variant's."""
+        arch, head_dim = architecture(self), self.call.head_dim
+        return self.options.tiles or scale_tiles(self.variant, head_dim, self.quant, arch)
 
     @functools.cached_property
     def operands(self) -> Operands:
