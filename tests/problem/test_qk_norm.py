@@ -297,7 +297,7 @@ def test_nothing_is_added_to_the_launches(kind: str) -> None:
         assert sources[0] == sources[1]
         assert prepared.workspace_bytes == plain.workspace_bytes
     text = explain(q, k, v, variant="fa_int8", **options)
-    assert text.count("of quantize") == 1 and ".cu" in text
+    assert text.count("of prepare/quantize") == 1 and ".cu" in text
     assert ("root mean square as they are quantised" in text) == (kind != "rope")
 
 
