@@ -74,9 +74,16 @@ def describe(location: Location) -> str:
 
 
 def short(file: str) -> str:
-    """Return the part of a path that tells kernel sources apart: name, and folder of a header."""
-    *_, folder, name = ("", *file.replace("\\", "/").split("/"))
-    return f"{folder}/{name}" if folder in ("prims", "sm90", "split") else name
+    """Return the part of a path that tells kernel sources apart.
+
+    Examples
+    --------
+    >>> short("/a/kernels_cu/prims/io/tile_io.cuh"), short("/a/kernels_cu/attn_fa.cu")
+    ('prims/io/tile_io.cuh', 'attn_fa.cu')
+    """
+    *folders, name = file.replace("\\", "/").split("/")
+    known = [i for i, folder in enumerate(folders) if folder in ("prims", "sm90", "split")]
+    return "/".join([*folders[known[-1] :], name]) if known else name
 
 
 class KernelFault(RuntimeError):

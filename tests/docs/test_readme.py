@@ -110,7 +110,8 @@ def test_the_files_that_it_points_to_exist() -> None:
 
 
 def test_the_chain_of_diffs_is_the_ladder() -> None:
-    steps = re.findall(r"^diff(?: -y)? attn_(\w+)\.cu attn_(\w+)\.cu", README, re.MULTILINE)
+    pattern = r"^diff(?: -y)? (?:forms/)?attn_(\w+)\.cu (?:forms/)?attn_(\w+)\.cu"
+    steps = re.findall(pattern, README, re.MULTILINE)
     names = list(registry.VARIANTS)
     assert steps[:-3] == list(zip(names, names[1:], strict=False))
     # forms of the last rung
